@@ -1,0 +1,198 @@
+"""Every error that a user of loraplex can see.
+
+    LoraplexError
+    ├── RequestError                 the client can fix it
+    │   ├── InvalidRequestError          the message itself is malformed
+    │   ├── InvalidParameterError        a value is out of its range
+    │   ├── InvalidTensorError           a tensor has the wrong name, type or shape
+    │   ├── PromptTooLongError
+    │   ├── TokenOutOfVocabularyError
+    │   ├── PayloadTooLargeError
+    │   ├── ModelNotFoundError
+    │   ├── AdapterNotFoundError
+    │   ├── AdapterExistsError
+    │   ├── InvalidAdapterError          a file is broken, or holds what we cannot apply
+    │   ├── AdapterMismatchError         made for another base model
+    │   ├── AdapterTooLargeError         can never fit: rank or bytes
+    │   ├── UnsupportedFeatureError      known, but not served (yet)
+    │   ├── UnauthenticatedError
+    │   └── PermissionDeniedError
+    ├── CapacityError                try again later
+    │   ├── QueueFullError
+    │   ├── NotReadyError                starting, draining or restarting
+    │   ├── EngineRestartedError         the engine died under the request
+    │   ├── AdapterLoadError             a load failed; retried after a pause
+    │   └── DeadlineExceededError
+    ├── InternalError                ours
+    │   ├── RowFailedError               one row of a step failed
+    │   └── StepFailedError              a whole step failed
+    └── ConfigError                  the operator can fix it: never reaches a client
+        └── UnsupportedModelError
+
+Each leaf has a stable `code`. Each front end maps the leaves in one table (a test proves the
+tables total). An error crosses a process as an `ErrorInfo`.
+"""
+
+from typing import ClassVar
+
+import msgspec
+
+
+class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An error as it travels between processes."""
+
+    code: str
+    message: str
+    param: str | None = None
+    retry_after_seconds: float | None = None
+
+
+class LoraplexError(Exception):
+    """Root of the tree. `message` is written for the person who sent the request."""
+
+    code: ClassVar[str] = "error"
+
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after_seconds: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_seconds = retry_after_seconds
+
+    def to_info(self) -> ErrorInfo:
+        return ErrorInfo(self.code, self.message, self.param, self.retry_after_seconds)
+
+
+class RequestError(LoraplexError):
+    """The client can fix it."""
+
+    code = "request_error"
+
+
+class InvalidRequestError(RequestError):
+    code = "invalid_request"
+
+
+class InvalidParameterError(RequestError):
+    code = "invalid_parameter"
+
+
+class InvalidTensorError(RequestError):
+    code = "invalid_tensor"
+
+
+class PromptTooLongError(RequestError):
+    code = "prompt_too_long"
+
+
+class TokenOutOfVocabularyError(RequestError):
+    code = "token_out_of_vocabulary"
+
+
+class PayloadTooLargeError(RequestError):
+    code = "payload_too_large"
+
+
+class ModelNotFoundError(RequestError):
+    code = "model_not_found"
+
+
+class AdapterNotFoundError(RequestError):
+    code = "adapter_not_found"
+
+
+class AdapterExistsError(RequestError):
+    code = "adapter_exists"
+
+
+class InvalidAdapterError(RequestError):
+    code = "invalid_adapter"
+
+
+class AdapterMismatchError(RequestError):
+    code = "adapter_mismatch"
+
+
+class AdapterTooLargeError(RequestError):
+    code = "adapter_too_large"
+
+
+class UnsupportedFeatureError(RequestError):
+    code = "unsupported_feature"
+
+
+class UnauthenticatedError(RequestError):
+    code = "unauthenticated"
+
+
+class PermissionDeniedError(RequestError):
+    code = "permission_denied"
+
+
+class CapacityError(LoraplexError):
+    """Nothing is wrong with the request: try it again later."""
+
+    code = "capacity_error"
+
+
+class QueueFullError(CapacityError):
+    code = "queue_full"
+
+
+class NotReadyError(CapacityError):
+    code = "not_ready"
+
+
+class EngineRestartedError(CapacityError):
+    code = "engine_restarted"
+
+
+class AdapterLoadError(CapacityError):
+    code = "adapter_load_failed"
+
+
+class DeadlineExceededError(CapacityError):
+    code = "deadline_exceeded"
+
+
+class InternalError(LoraplexError):
+    """Ours to fix."""
+
+    code = "internal_error"
+
+
+class RowFailedError(InternalError):
+    code = "row_failed"
+
+
+class StepFailedError(InternalError):
+    code = "step_failed"
+
+
+class ConfigError(LoraplexError):
+    """The operator can fix it: a flag, a file, a model folder."""
+
+    code = "invalid_config"
+
+
+class UnsupportedModelError(ConfigError):
+    code = "unsupported_model"
+
+
+def _tree(root: type[LoraplexError]) -> list[type[LoraplexError]]:
+    return [root, *(leaf for child in root.__subclasses__() for leaf in _tree(child))]
+
+
+def leaves(root: type[LoraplexError] = LoraplexError) -> list[type[LoraplexError]]:
+    """Every class under root that nothing in this file derives from."""
+    return [error for error in _tree(root) if not error.__subclasses__()]
+
+
+ERROR_CLASSES: dict[str, type[LoraplexError]] = {cls.code: cls for cls in _tree(LoraplexError)}
+
+
+def error_from_info(info: ErrorInfo) -> LoraplexError:
+    """The error that another process described; an unknown code becomes an InternalError."""
+    cls = ERROR_CLASSES.get(info.code, InternalError)
+    return cls(info.message, param=info.param, retry_after_seconds=info.retry_after_seconds)

@@ -1,0 +1,170 @@
+"""The one crossing between the control plane and the data plane.
+
+Rows live in slots that the runner keeps, and a plan is a difference: rows that join, rows that
+leave, and what each remaining row computes in this step. There is no prefill and no decode: a row
+computes `num_tokens` positions from `start` on. Only plain scalars are in here, so a plan can be
+logged and replayed.
+"""
+
+import enum
+
+import msgspec
+
+from loraplex.core.adapter import AdapterHandle, LoraTarget
+from loraplex.core.errors import ErrorInfo
+from loraplex.core.output import TokenLogprob
+from loraplex.core.sampling_params import SamplingParams
+
+Slot = int
+BlockId = int
+PageId = int
+
+
+class LogitsNeeded(enum.StrEnum):
+    """Of which positions of a row the logits are computed."""
+
+    NONE = "none"
+    """A chunk of a prompt that does not end it."""
+    LAST = "last"
+    """The row samples one token (and one more per accepted draft token)."""
+    ALL = "all"
+    """As LAST, and every position's log probabilities are wanted (prompt_logprobs)."""
+
+
+class RowAdded(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A sequence takes a slot."""
+
+    slot: Slot
+    sequence_id: int
+    sampling: SamplingParams
+    seed: int
+    sequence_index: int
+    """Index of the sequence in its request: part of the sampler's counter."""
+    token_ids: tuple[int, ...]
+    """Every token known now, prompt and output: the sampler's penalties count them."""
+    num_prompt_tokens: int
+    suppressed_token_ids: tuple[int, ...] = ()
+    """Not to be sampled before min_tokens: the end and stop tokens."""
+    adapters: tuple[tuple[AdapterHandle, float], ...] = ()
+    """(handle, scale); empty is the base model."""
+
+
+class RowStep(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What one row computes in this step.
+
+    Positions start .. start + num_tokens - 1 are computed; their KV is written to the row's
+    blocks. `token_ids` are the tokens at these positions, or None: the one that the row sampled
+    last (then num_tokens is 1 + len(draft_token_ids)).
+    """
+
+    slot: Slot
+    start: int
+    num_tokens: int
+    token_ids: tuple[int, ...] | None = None
+    draft_token_ids: tuple[int, ...] = ()
+    new_block_ids: tuple[tuple[BlockId, ...], ...] = ((),)
+    """Per KV group, appended to the row's block table."""
+    logits: LogitsNeeded = LogitsNeeded.LAST
+    num_logprobs: int | None = None
+    mask_id: int | None = None
+
+
+class BlockCopy(msgspec.Struct, frozen=True):
+    """Copy the KV of a block before the step computes (copy on write of a fork)."""
+
+    kv_group: int
+    source: BlockId
+    target: BlockId
+
+
+class AdapterCopy(msgspec.Struct, frozen=True):
+    """Start to copy an adapter from the host tier into these device pages."""
+
+    handle: AdapterHandle
+    page_ids: tuple[PageId, ...]
+
+
+class StepPlan(msgspec.Struct, frozen=True):
+    """One step. Order: rows leave, rows join, blocks are copied, adapter copies start, rows run."""
+
+    step_id: int
+    removed: tuple[Slot, ...] = ()
+    added: tuple[RowAdded, ...] = ()
+    rows: tuple[RowStep, ...] = ()
+    block_copies: tuple[BlockCopy, ...] = ()
+    adapter_copies: tuple[AdapterCopy, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing to launch. Rows may still leave: that can wait for the next plan."""
+        return not (self.rows or self.adapter_copies)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows)
+
+
+class RowResult(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a row's step gave: 0 to k + 1 tokens, or the row's own error."""
+
+    slot: Slot
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One per token, when num_logprobs was set."""
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """With LogitsNeeded.ALL: of the token after each computed position, where it is known."""
+    error: ErrorInfo | None = None
+
+
+class StepTiming(msgspec.Struct, frozen=True):
+    prepare_ns: int = 0
+    forward_ns: int = 0
+    sample_ns: int = 0
+
+
+class StepResult(msgspec.Struct, frozen=True):
+    """What the runner gives back; `rows` are in the plan's order."""
+
+    step_id: int
+    rows: tuple[RowResult, ...] = ()
+    copies_done: tuple[AdapterHandle, ...] = ()
+    copies_failed: tuple[tuple[AdapterHandle, ErrorInfo], ...] = ()
+    timing: StepTiming = StepTiming()
+
+
+class PageGeometry(msgspec.Struct, frozen=True):
+    """The arithmetic of the device adapter pool: pages of whole slots, slots of whole elements.
+
+    A target's A and B lie together in one page: `slots_of(target)` slots.
+    """
+
+    slot_elements: int
+    slots_per_page: int
+
+    @property
+    def page_elements(self) -> int:
+        return self.slot_elements * self.slots_per_page
+
+    def slots_of(self, target: LoraTarget) -> int:
+        elements = target.rank * (target.in_features + target.out_features)
+        return -(-elements // self.slot_elements)
+
+
+class Capacity(msgspec.Struct, frozen=True, kw_only=True):
+    """What the runner can hold. Returned by it once; nothing is written back into config."""
+
+    block_size: int
+    num_blocks: int
+    """Per KV group."""
+    num_kv_groups: int = 1
+    max_num_seqs: int
+    """Slots."""
+    max_model_len: int
+    vocab_size: int
+    page_geometry: PageGeometry
+    num_adapter_pages: int
+    adapter_page_bytes: int
+    keeps_host_copy: bool
+    """False on a CPU: once an adapter is in the pool, its host copy is dropped."""
+    kv_cache_bytes: int = 0
+    weights_bytes: int = 0

@@ -1,0 +1,109 @@
+"""What a client may ask of the sampler. Pure data and its limits; the sampler is in execution."""
+
+import math
+
+import msgspec
+
+from loraplex.core.errors import InvalidParameterError
+
+MAX_LOGPROBS = 20
+MAX_N = 128
+MAX_STOP_STRINGS = 64
+MAX_STOP_STRING_LENGTH = 4096
+_INT32_MAX = 2**31 - 1
+_UINT64_MAX = 2**64 - 1
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to choose and when to stop. The defaults are OpenAI's: temperature 1, all tokens."""
+
+    max_tokens: int | None = 16
+    """New tokens per sequence; None: as many as the model's length allows."""
+    min_tokens: int = 0
+    """No end-of-text or stop token before this many new tokens."""
+    n: int = 1
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = 0
+    """0 (or -1) is all tokens."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    """None: drawn at admission and then fixed, so a replay gives the same tokens."""
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """None: none; 0: of the chosen token; k: also of the k most likely."""
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def validate(self) -> None:
+        """Raise InvalidParameterError for the first value out of its range."""
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1, _INT32_MAX)
+        _check_int("min_tokens", self.min_tokens, 0, _INT32_MAX)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidParameterError(
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
+                param="min_tokens",
+            )
+        _check_int("n", self.n, 1, MAX_N)
+        _check_float("temperature", self.temperature, 0.0, 100.0)
+        _check_int("top_k", self.top_k, -1, _INT32_MAX)
+        _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check_float("min_p", self.min_p, 0.0, 1.0)
+        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None:
+            _check_int("seed", self.seed, -(2**63), _UINT64_MAX)
+        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if count is not None:
+                _check_int(name, count, 0, MAX_LOGPROBS)
+        self._validate_stops()
+
+    def _validate_stops(self) -> None:
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidParameterError(
+                f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are allowed",
+                param="stop",
+            )
+        for text in self.stop:
+            if not 0 < len(text) <= MAX_STOP_STRING_LENGTH:
+                raise InvalidParameterError(
+                    f"a stop string must have 1 to {MAX_STOP_STRING_LENGTH} characters, "
+                    f"one has {len(text)}",
+                    param="stop",
+                )
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < 1e-5 or self.top_k == 1
+
+    @property
+    def has_penalties(self) -> bool:
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+
+def _check_int(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise InvalidParameterError(f"{name} must be in [{low}, {high}], got {value}", param=name)
+
+
+def _check_float(
+    name: str, value: float, low: float, high: float, *, open_low: bool = False
+) -> None:
+    if not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
+        bracket = "(" if open_low else "["
+        raise InvalidParameterError(
+            f"{name} must be in {bracket}{low:g}, {high:g}], got {value:g}", param=name
+        )

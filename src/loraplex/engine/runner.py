@@ -1,0 +1,57 @@
+"""What the engine needs from the data plane. Implemented in execution, and by testing.FakeRunner."""
+
+from typing import Protocol
+
+from loraplex.core.adapter import AdapterHandle, AdapterSource
+from loraplex.core.errors import ErrorInfo
+from loraplex.core.plan import Capacity, StepPlan, StepResult
+
+
+class StepHandle(Protocol):
+    """A step in flight."""
+
+    def wait(self) -> StepResult:
+        """Block until the step is done. Raises StepFailedError if it failed as a whole."""
+        ...
+
+
+class Runner(Protocol):
+    """Computes plans. Owns the weights, the KV storage, the adapter pool and the sampler."""
+
+    def capacity(self) -> Capacity:
+        """What it can hold: constant for its life."""
+        ...
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Start a step. Plans are launched, and waited for, in order of step_id."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class HostLoad(Protocol):
+    """One finished read of a normal file into the host tier."""
+
+    @property
+    def handle(self) -> AdapterHandle: ...
+
+    @property
+    def error(self) -> ErrorInfo | None: ...
+
+
+class AdapterLoader(Protocol):
+    """Reads staged adapters into host memory, beside the steps. The adapter cache decides which."""
+
+    def start(self, handle: AdapterHandle, source: AdapterSource) -> None:
+        """Begin to read; returns at once."""
+        ...
+
+    def poll(self) -> list[HostLoad]:
+        """The loads that ended since the last call."""
+        ...
+
+    def discard(self, handle: AdapterHandle) -> None:
+        """Forget the host copy."""
+        ...
+
+    def close(self) -> None: ...

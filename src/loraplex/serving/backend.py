@@ -1,0 +1,143 @@
+"""The whole contract between a front end and the rest of loraplex.
+
+A front end turns bytes into a `GenerateRequest`, awaits `Backend.generate`, and turns
+`RequestOutput`s into bytes. `serving.service.Service` implements it; `testing.EchoBackend` too.
+"""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from loraplex.core.adapter import AdapterKey, AdapterRef
+from loraplex.core.output import RequestOutput
+from loraplex.core.principal import Principal
+from loraplex.core.request import GenerateRequest, RequestId
+from loraplex.core.stats import EngineStats, StepRecord
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """A served base model."""
+
+    name: str
+    path: str
+    created: int
+    """Unix seconds."""
+    max_model_len: int
+    vocab_size: int
+    eos_token_id: int | None
+    pad_token_id: int | None
+    dtype: str
+
+
+class AdapterCard(msgspec.Struct, frozen=True, kw_only=True):
+    """A registered adapter, as a listing shows it."""
+
+    name: str
+    model: str
+    """The base model: its parent."""
+    task_id: int | None
+    digest: str
+    created: int
+    rank: int
+    """The largest of its ranks."""
+    num_bytes: int
+    source: str
+    warnings: tuple[str, ...] = ()
+
+
+class Health(msgspec.Struct, frozen=True):
+    """Live: the process serves. Ready: every model would answer a request now."""
+
+    live: bool
+    ready: bool
+    reason: str = ""
+    """Why it is not ready."""
+
+
+class Backend(Protocol):
+    """Raises errors of core.errors only."""
+
+    def new_request_id(self) -> RequestId: ...
+
+    def health(self) -> Health: ...
+
+    def model_ready(self, model: str) -> bool:
+        """False for an unknown model, too."""
+        ...
+
+    def models(self) -> Sequence[ModelCard]:
+        """At least one; the first is the default."""
+        ...
+
+    def model(self, name: str) -> ModelCard:
+        """Raises ModelNotFoundError, whose message lists the models and adapters."""
+        ...
+
+    def adapters(self, principal: Principal, model: str | None = None) -> Sequence[AdapterCard]: ...
+
+    def find(self, name: str, principal: Principal) -> tuple[ModelCard, AdapterKey | None]:
+        """What OpenAI's `model` field means: a base model, an adapter's name, or `base:adapter`.
+
+        Raises ModelNotFoundError.
+        """
+        ...
+
+    def render_chat(
+        self,
+        model: str,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text of a conversation; it already holds the special tokens.
+
+        Raises InvalidRequestError if the model has no chat template or the template refuses.
+        """
+        ...
+
+    def tokenize(self, model: str, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def detokenize(
+        self, model: str, token_ids: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> str: ...
+
+    def token_bytes(self, model: str, token_id: int) -> bytes:
+        """The exact bytes that one token stands for (OpenAI's logprobs show them)."""
+        ...
+
+    async def generate(
+        self, request: GenerateRequest, principal: Principal
+    ) -> AsyncIterator[RequestOutput]:
+        """Admit a request; the iterator gives its outputs.
+
+        Everything that can be known to be wrong beforehand is raised by the await itself: bad
+        parameters, a prompt that is too long, an unknown adapter, a full queue. The iterator
+        raises what happens later. Closing the iterator aborts the request.
+        """
+        ...
+
+    async def load_adapter(
+        self,
+        principal: Principal,
+        *,
+        model: str,
+        name: str,
+        path: str,
+        task_id: int | None = None,
+        replace: bool = False,
+    ) -> AdapterCard:
+        """Stage, validate and register. Raises before anything changes if the adapter is bad."""
+        ...
+
+    async def unload_adapter(self, principal: Principal, ref: AdapterRef) -> None:
+        """Forget a name. Requests that run with it end normally."""
+        ...
+
+    def steps(self, model: str, limit: int) -> Sequence[StepRecord]:
+        """The newest launched steps, oldest first."""
+        ...
+
+    def stats(self, model: str) -> EngineStats: ...
