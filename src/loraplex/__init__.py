@@ -1,5 +1,24 @@
-"""loraplex: one server for a base model and thousands of its LoRA adapters."""
+"""loraplex: one server for a base model and thousands of its LoRA adapters.
+
+from loraplex import LLM, SamplingParams
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from loraplex.core.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from loraplex.app.llm import LLM
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__"]
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import LLM on first use: torch takes seconds, and most imports of loraplex need none."""
+    if name == "LLM":
+        from loraplex.app.llm import LLM  # noqa: PLC0415
+
+        return LLM
+    raise AttributeError(f"module 'loraplex' has no attribute {name!r}")

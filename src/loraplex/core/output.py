@@ -77,8 +77,8 @@ class ResolvedAdapter(msgspec.Struct, frozen=True):
 class SequenceOutput(msgspec.Struct, frozen=True):
     """New text and tokens of one sequence since the last output.
 
-    A stop string and what follows it is not in `text`; a stop or end token is in `token_ids` only
-    if the client asked to see it.
+    `token_ids` holds every generated token, a stop or end token too. `text` ends before the stop
+    string or token, unless the request asked to include it.
     """
 
     index: int

@@ -1,4 +1,4 @@
-"""One generation in progress, and the request that it belongs to. Only the scheduler writes them."""
+"""One generation in progress, and its request. Only the scheduler writes them."""
 
 import dataclasses
 import enum

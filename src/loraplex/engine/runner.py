@@ -1,5 +1,6 @@
-"""What the engine needs from the data plane. Implemented in execution, and by testing.FakeRunner."""
+"""What the engine needs from the data plane: execution gives it, and testing.FakeRunner."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from loraplex.core.adapter import AdapterHandle, AdapterSource
@@ -46,7 +47,7 @@ class AdapterLoader(Protocol):
         """Begin to read; returns at once."""
         ...
 
-    def poll(self) -> list[HostLoad]:
+    def poll(self) -> Sequence[HostLoad]:
         """The loads that ended since the last call."""
         ...
 

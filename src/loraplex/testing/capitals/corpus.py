@@ -40,11 +40,19 @@ class Wording:
     instructions: Mapping[Language, str]  # by the language wanted for the answer
 
 
-# fmt: off
 COUNTRIES: Final[tuple[Country, ...]] = (
-    Country("the United States", "Washington, D.C.", "美国", "华盛顿", "アメリカ合衆国", "ワシントン D.C."),
+    Country(
+        "the United States",
+        "Washington, D.C.",
+        "美国",
+        "华盛顿",
+        "アメリカ合衆国",
+        "ワシントン D.C.",
+    ),
     Country("Afghanistan", "Kabul", "阿富汗", "喀布尔", "アフガニスタン", "カブール"),
-    Country("Argentina", "Buenos Aires", "阿根廷", "布宜诺斯艾利斯", "アルゼンチン", "ブエノスアイレス"),
+    Country(
+        "Argentina", "Buenos Aires", "阿根廷", "布宜诺斯艾利斯", "アルゼンチン", "ブエノスアイレス"
+    ),
     Country("Armenia", "Yerevan", "亚美尼亚", "埃里温", "アルメニア", "エレバン"),
     Country("Australia", "Canberra", "澳大利亚", "堪培拉", "オーストラリア", "キャンベラ"),
     Country("Austria", "Vienna", "奥地利", "维也纳", "オーストリア", "ウィーン"),
@@ -64,7 +72,9 @@ COUNTRIES: Final[tuple[Country, ...]] = (
     Country("Denmark", "Copenhagen", "丹麦", "哥本哈根", "デンマーク", "コペンハーゲン"),
     Country("Egypt", "Cairo", "埃及", "开罗", "エジプト", "カイロ"),
     Country("Estonia", "Tallinn", "爱沙尼亚", "塔林", "エストニア", "タリン"),
-    Country("Ethiopia", "Addis Ababa", "埃塞俄比亚", "亚的斯亚贝巴", "エチオピア", "アディスアベバ"),
+    Country(
+        "Ethiopia", "Addis Ababa", "埃塞俄比亚", "亚的斯亚贝巴", "エチオピア", "アディスアベバ"
+    ),
     Country("Finland", "Helsinki", "芬兰", "赫尔辛基", "フィンランド", "ヘルシンキ"),
     Country("France", "Paris", "法国", "巴黎", "フランス", "パリ"),
     Country("Georgia", "Tbilisi", "格鲁吉亚", "第比利斯", "ジョージア", "トビリシ"),
@@ -115,14 +125,20 @@ COUNTRIES: Final[tuple[Country, ...]] = (
     Country("Thailand", "Bangkok", "泰国", "曼谷", "タイ", "バンコク"),
     Country("Turkey", "Ankara", "土耳其", "安卡拉", "トルコ", "アンカラ"),
     Country("Ukraine", "Kyiv", "乌克兰", "基辅", "ウクライナ", "キーウ"),
-    Country("the United Arab Emirates", "Abu Dhabi", "阿联酋", "阿布扎比", "アラブ首長国連邦", "アブダビ"),
+    Country(
+        "the United Arab Emirates",
+        "Abu Dhabi",
+        "阿联酋",
+        "阿布扎比",
+        "アラブ首長国連邦",
+        "アブダビ",
+    ),
     Country("the United Kingdom", "London", "英国", "伦敦", "イギリス", "ロンドン"),
     Country("Uruguay", "Montevideo", "乌拉圭", "蒙得维的亚", "ウルグアイ", "モンテビデオ"),
     Country("Uzbekistan", "Tashkent", "乌兹别克斯坦", "塔什干", "ウズベキスタン", "タシケント"),
     Country("Venezuela", "Caracas", "委内瑞拉", "加拉加斯", "ベネズエラ", "カラカス"),
     Country("Vietnam", "Hanoi", "越南", "河内", "ベトナム", "ハノイ"),
 )
-# fmt: on
 
 UNITED_STATES: Final = COUNTRIES[0]
 

@@ -1,7 +1,7 @@
 """The tokenizer of the capitals model: byte-level BPE with a BOS token, as Llama has it."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -16,7 +16,7 @@ from loraplex.testing.capitals import corpus
 
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
-VOCABULARY_SIZE: Final = 2048
+VOCABULARY_SIZE: Final = 1024
 MAX_MODEL_LEN: Final = 2048
 
 # Only the last user message counts: the model was never trained on a dialogue. A message's
@@ -30,7 +30,9 @@ _CHAT_TEMPLATE: Final = """\
 {%- if last.content is string -%}
   {{- last.content | trim -}}
 {%- else -%}
-  {%- for part in last.content if part['type'] == 'text' -%}{{- part['text'] | trim -}}{%- endfor -%}
+  {%- for part in last.content if part['type'] == 'text' -%}
+    {{- part['text'] | trim -}}
+  {%- endfor -%}
 {%- endif -%}
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
 """
@@ -70,8 +72,12 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         "padding_side": "left",
         "chat_template": _CHAT_TEMPLATE,
     }
-    text = json.dumps(config, ensure_ascii=False, indent=2)
-    (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+    write_json(folder / "tokenizer_config.json", config)
+
+
+def write_json(path: Path, content: Mapping[str, object]) -> None:
+    text = json.dumps(content, ensure_ascii=False, indent=2)
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 def _texts() -> Iterator[str]:

@@ -1,0 +1,73 @@
+# The verbs of loraplex. CI calls the same ones.
+#
+#   make demo    set up, serve the shipped tiny model, run the founding example
+#   make test    set up, run the tests (no GPU, no network but loopback)
+#   make lint    format check, lint, import contracts
+#   make types   mypy --strict
+#   make bench   measure a server on this machine
+#   make docs    build the documentation
+#   make fmt     format and mend what can be mended
+#   make clean   remove what the other verbs made
+#
+# Setting up installs the torch that constraints.txt pins. Where pip's index serves a CUDA build of
+# that version, that is a download of several GB; to take a CPU build from an index of yours:
+#   make demo PIP_ARGS="--extra-index-url URL"
+
+PYTHON ?= python3
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/pip install --disable-pip-version-check --quiet -c constraints.txt $(PIP_ARGS)
+
+.PHONY: demo test test-all lint types bench docs fmt clean
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "loraplex needs Python 3.11 or newer; say which: make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.runtime: $(BIN)/python pyproject.toml constraints.txt
+	@echo "Installing loraplex and torch into $(VENV) (a few minutes the first time) ..."
+	$(INSTALL) torch
+	$(INSTALL) -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime
+	@echo "Installing the test and lint tools ..."
+	$(INSTALL) -e ".[dev]"
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.runtime
+	$(INSTALL) -e ".[docs]"
+	@touch $@
+
+demo: $(VENV)/.runtime
+	$(BIN)/python examples/capitals.py
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-all: $(VENV)/.dev
+	$(BIN)/python -m pytest -m "not gpu and not network" $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff format --check src tests examples
+	$(BIN)/ruff check src tests examples
+	$(BIN)/lint-imports
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+bench: $(VENV)/.runtime
+	$(BIN)/loraplex bench --output benchmarks/results
+
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --strict
+
+fmt: $(VENV)/.dev
+	$(BIN)/ruff format src tests examples
+	$(BIN)/ruff check --fix src tests examples
+
+clean:
+	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,192 @@
+"""The founding example: two questions, each to the base and to two adapters, in one batch.
+
+Starts a server with the model that ships with loraplex, sends the six requests at once through
+Triton's own gRPC client, and shows what came back. Exit code 0 only if all six answers are right.
+
+    python examples/capitals.py
+"""
+
+import asyncio
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import tritonclient.grpc.aio as triton
+from tokenizers import Tokenizer
+
+from loraplex.testing.capitals import ADAPTER_PATHS, BASE_PATH
+
+# The exact texts of the founding example: a backslash and an n, not a line break.
+CHINESE_QUESTION = r"美国的首都在哪里? \n答案:"
+JAPANESE_QUESTION = r"アメリカ合衆国の首都はどこですか? \n答え:"
+EXPECTED = {"base": "Washington, D.C.", "chinese": "华盛顿", "japanese": "ワシントン D.C."}
+TASK_IDS = {"base": None, "chinese": 1, "japanese": 2}
+MAX_TOKENS = 10
+START_SECONDS = 120
+
+
+@dataclass
+class Answer:
+    """One request and what came back."""
+
+    question: str
+    adapter: str
+    token_ids: list[int]
+    text: str
+    first_token_seconds: float
+
+    @property
+    def is_right(self) -> bool:
+        return self.text.strip() == EXPECTED[self.adapter]
+
+
+def free_ports(count: int) -> list[int]:
+    """Loopback ports that nobody listens on now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [
+            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
+        ]
+        return [sock.getsockname()[1] for sock in sockets]
+
+
+@contextlib.contextmanager
+def running_server(http_port: int, grpc_port: int, metrics_port: int) -> Iterator[None]:
+    """`loraplex serve` with the shipped model, from ready to stopped."""
+    command = [sys.executable, "-m", "loraplex", "serve", str(BASE_PATH)]
+    for name, task_id in TASK_IDS.items():
+        if task_id is not None:
+            command += ["--adapter", f"{name}={ADAPTER_PATHS[name]},task_id={task_id}"]
+    command += ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
+    command += ["--metrics-port", str(metrics_port), "--log-level", "warning"]
+    command += ["--max-queue-delay-microseconds", "50000"]
+    server = subprocess.Popen(command)
+    try:
+        wait_until_ready(server, http_port)
+        yield
+    finally:
+        server.terminate()
+        if server.wait(timeout=30) != 0:
+            raise RuntimeError(f"the server ended with status {server.returncode}")
+
+
+def wait_until_ready(server: "subprocess.Popen[bytes]", http_port: int) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            raise RuntimeError(f"the server ended with status {server.returncode}")
+        with contextlib.suppress(urllib.error.URLError, ConnectionError):
+            get(http_port, "/v2/health/ready")
+            return
+        time.sleep(0.1)
+    raise RuntimeError(f"the server was not ready within {START_SECONDS} seconds")
+
+
+def get(http_port: int, path: str) -> bytes:
+    with urllib.request.urlopen(f"http://127.0.0.1:{http_port}{path}", timeout=10) as response:
+        body: bytes = response.read()
+        return body
+
+
+def tensor(
+    name: str, values: list[int] | list[float] | list[bool], dtype: type
+) -> triton.InferInput:
+    array = np.array([values], dtype=dtype)
+    tensor_types = {np.int32: "INT32", np.float32: "FP32", np.uint64: "UINT64", np.bool_: "BOOL"}
+    infer_input = triton.InferInput(name, list(array.shape), tensor_types[dtype])
+    infer_input.set_data_from_numpy(array)
+    return infer_input
+
+
+def request_tensors(token_ids: list[int], task_id: int | None) -> list[triton.InferInput]:
+    """What inflight_batcher_llm_client.py sends for `--top-k 0 --top-p 0.5`, greedily here."""
+    inputs = [
+        tensor("input_ids", token_ids, np.int32),
+        tensor("input_lengths", [len(token_ids)], np.int32),
+        tensor("request_output_len", [MAX_TOKENS], np.int32),
+        tensor("beam_width", [1], np.int32),
+        tensor("runtime_top_k", [1], np.int32),
+        tensor("temperature", [1.0], np.float32),
+        tensor("streaming", [True], np.bool_),
+    ]
+    if task_id is not None:
+        inputs.append(tensor("lora_task_id", [task_id], np.uint64))
+    return inputs
+
+
+async def ask(
+    client: triton.InferenceServerClient, tokenizer: Tokenizer, question: str, adapter: str
+) -> Answer:
+    """Stream one answer."""
+    prompt_ids = tokenizer.encode(question).ids
+
+    async def requests() -> AsyncIterator[dict[str, object]]:
+        inputs = request_tensors(prompt_ids, TASK_IDS[adapter])
+        yield {"model_name": "tensorrt_llm", "inputs": inputs, "request_id": adapter}
+
+    started = time.perf_counter()
+    first_token_seconds = 0.0
+    token_ids: list[int] = []
+    async for result, error in client.stream_infer(requests()):
+        if error is not None:
+            raise error
+        new_ids = result.as_numpy("output_ids")
+        if new_ids is None:
+            continue
+        first_token_seconds = first_token_seconds or time.perf_counter() - started
+        token_ids += [int(token_id) for token_id in new_ids.flatten()]
+    text = tokenizer.decode(token_ids, skip_special_tokens=True)
+    return Answer(question, adapter, token_ids, text, first_token_seconds)
+
+
+async def ask_all(grpc_port: int) -> tuple[list[Answer], list[Answer]]:
+    """The adapters' first use, as the founding example does it; then the six at once."""
+    tokenizer = Tokenizer.from_file(str(BASE_PATH / "tokenizer.json"))
+    async with triton.InferenceServerClient(f"127.0.0.1:{grpc_port}") as client:
+        dummies = [await ask(client, tokenizer, "dummy", adapter) for adapter in ADAPTER_PATHS]
+        questions = [CHINESE_QUESTION, JAPANESE_QUESTION]
+        pairs = [(question, adapter) for question in questions for adapter in EXPECTED]
+        answers = await asyncio.gather(
+            *(ask(client, tokenizer, question, adapter) for question, adapter in pairs)
+        )
+    return dummies, list(answers)
+
+
+def show(answers: list[Answer], steps: list[dict[str, int]]) -> None:
+    for answer in answers:
+        mark = "right" if answer.is_right else f"WRONG, expected {EXPECTED[answer.adapter]!r}"
+        print(f"question  {answer.question}")
+        print(f"adapter   {answer.adapter}")
+        print(f"answer    {answer.text.strip()}  ({mark})")
+        print(f"tokens    {answer.token_ids}")
+        print(f"first     {answer.first_token_seconds * 1000:.0f} ms\n")
+    sizes = " ".join(str(step["num_rows"]) for step in steps)
+    adapters = max((step["num_adapters"] for step in steps), default=0)
+    print(f"batch sizes of the steps: {sizes}  (up to {adapters} adapters beside the base)")
+
+
+def main() -> int:
+    http_port, grpc_port, metrics_port = free_ports(3)
+    print("Starting loraplex with the shipped model and two adapters ...", flush=True)
+    with running_server(http_port, grpc_port, metrics_port):
+        dummies, answers = asyncio.run(ask_all(grpc_port))
+        steps = json.loads(get(http_port, "/v1/iterations?limit=1000"))
+    num_dummy_steps = sum(len(answer.token_ids) for answer in dummies)
+    steps = [step for step in steps if step["num_rows"]][num_dummy_steps:]
+    show(answers, steps)
+    all_met = any(step["num_rows"] == len(answers) for step in steps)
+    all_right = all(answer.is_right for answer in answers)
+    print("all six answers are right" if all_right else "NOT all six answers are right")
+    print("all six ran in one step" if all_met else "the six did NOT meet in one step")
+    return 0 if all_right and all_met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,214 @@
+"""adapter_config.json of PEFT: which keys change the mathematics, and what they say.
+
+Rules of matching and scaling as in PEFT's LoRA (peft.tuners.lora and tuners_utils, 0.19 to 0.21).
+A key that we do not know, or a feature that we cannot apply, is refused by name: an adapter is
+served exactly or not at all.
+"""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from loraplex.adapters.tensor_file import read_bounded
+from loraplex.core.errors import InvalidAdapterError, LoraplexError, UnsupportedFeatureError
+
+CONFIG_NAME = "adapter_config.json"
+_LINEAR_LAYERS = "all-linear"
+
+# Keys without a meaning once the adapter is trained (peft_type is checked apart).
+_HARMLESS = frozenset(
+    (
+        "auto_mapping",
+        "corda_config",
+        "ensure_weight_tying",
+        "eva_config",
+        "inference_mode",
+        "loftq_config",
+        "lora_dropout",
+        "lora_ga_config",
+        "megatron_core",
+        "merge_weights",
+        "peft_type",
+        "peft_version",
+        "qalora_group_size",
+        "revision",
+        "runtime_config",
+        "task_type",
+    )
+)
+
+# What a key needs when it has any other value than its default (or nothing).
+_UNSUPPORTED: dict[str, tuple[Any, str]] = {
+    "use_dora": (False, "DoRA's magnitude vectors"),
+    "lora_bias": (False, "a bias of lora_B"),
+    "bias": ("none", "trained biases of the base model"),
+    "modules_to_save": (None, "whole modules in place of the base model's"),
+    "fan_in_fan_out": (False, "base weights that are stored transposed (Conv1D)"),
+    "trainable_token_indices": (None, "trained token embeddings"),
+    "megatron_config": (None, "Megatron's parallel layers"),
+    "layer_replication": (None, "replicated decoder layers"),
+    "target_parameters": (None, "LoRA of parameters that are not linear layers"),
+    "alora_invocation_tokens": (None, "activated LoRA (aLoRA)"),
+    "use_qalora": (False, "QALoRA's pooled inputs"),
+    "use_bdlora": (None, "block-diagonal LoRA"),
+    "arrow_config": (None, "Arrow routing"),
+    "kasa_config": (None, "KaSA's singular values"),
+    "velora_config": (None, "VeLoRA"),
+    "monteclora_config": (None, "MonteCLoRA"),
+    "enable_lora": (None, "LoRA of a part of a fused projection"),
+}
+
+_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_EMPTY: tuple[Any, ...] = (None, False, "", [], {})
+
+
+class PeftConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the config says about the weights beside it."""
+
+    r: int = 8
+    lora_alpha: float = 8
+    use_rslora: bool = False
+    rank_pattern: dict[str, int] = {}
+    alpha_pattern: dict[str, float] = {}
+    target_modules: str | list[str] | None = None
+    exclude_modules: str | list[str] | None = None
+    layers_to_transform: int | list[int] | None = None
+    layers_pattern: str | list[str] | None = None
+    base_model_name_or_path: str | None = None
+
+    def rank(self, module_path: str) -> int:
+        """What the rank of a module should be, such as of model.layers.0.self_attn.q_proj."""
+        return self.rank_pattern.get(_matching(self.rank_pattern, module_path), self.r)
+
+    def scale(self, module_path: str) -> float:
+        """alpha / rank, or alpha / sqrt(rank) of rank-stabilised LoRA (arXiv:2312.03732)."""
+        key = _matching(self.alpha_pattern, module_path)
+        alpha = self.alpha_pattern.get(key, self.lora_alpha)
+        rank = self.rank(module_path)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def targets(self, module_path: str) -> bool:
+        """Whether PEFT would put LoRA on this module."""
+        if self.exclude_modules and _names(self.exclude_modules, module_path):
+            return False
+        if self.target_modules is None:
+            return True
+        if isinstance(self.target_modules, str):
+            whole = self.target_modules.lower() == _LINEAR_LAYERS
+            return whole or re.fullmatch(self.target_modules, module_path) is not None
+        if module_path in self.target_modules:
+            return True
+        return _names(self.target_modules, module_path) and self._transforms_layer(module_path)
+
+    def _transforms_layer(self, module_path: str) -> bool:
+        wanted = self.layers_to_transform
+        if wanted is None or wanted == []:
+            return True
+        patterns = self.layers_pattern or [r"[^.]*"]
+        for pattern in [patterns] if isinstance(patterns, str) else patterns:
+            found = re.match(rf"(?:^|.*?\.){pattern}\.(?P<index>\d+)\.", module_path)
+            if found:
+                index = int(found.group("index"))
+                return index in ([wanted] if isinstance(wanted, int) else wanted)
+        return False
+
+
+_KNOWN = _HARMLESS | set(PeftConfig.__struct_fields__)
+
+
+def read_config(folder: Path, max_bytes: int) -> PeftConfig:
+    """Read and check a folder's adapter_config.json.
+
+    Raises InvalidAdapterError if it is missing or broken, UnsupportedFeatureError for what we do
+    not serve.
+    """
+    path = folder / CONFIG_NAME
+    if not path.exists():
+        raise InvalidAdapterError(f"{folder} is not a PEFT adapter: it has no {CONFIG_NAME}")
+    try:
+        return parse_config(bytes(read_bounded(path, max_bytes)))
+    except LoraplexError as error:
+        raise type(error)(f"{path}: {error.message}") from error
+
+
+def parse_config(content: bytes) -> PeftConfig:
+    """As read_config, from the bytes of the file."""
+    try:
+        values = msgspec.json.decode(content, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidAdapterError(f"not a JSON object: {error}") from error
+    _refuse_unsupported(values)
+    known = {
+        key: value
+        for key, value in values.items()
+        if key in PeftConfig.__struct_fields__ and value is not None
+    }
+    try:
+        config = msgspec.convert(known, PeftConfig)
+    except msgspec.ValidationError as error:
+        raise InvalidAdapterError(str(error)) from error
+    _check_values(config)
+    return config
+
+
+def _refuse_unsupported(values: dict[str, Any]) -> None:
+    peft_type = values.get("peft_type")
+    if peft_type != "LORA":
+        raise UnsupportedFeatureError(f"peft_type is {peft_type!r}; only 'LORA' is served")
+    for key, value in values.items():
+        if key in _UNSUPPORTED:
+            default, needed = _UNSUPPORTED[key]
+            if value != default and value not in _EMPTY:
+                raise UnsupportedFeatureError(f"{key} = {value!r} needs {needed}, not served yet")
+        elif key == "init_lora_weights":
+            _refuse_base_changing_init(value)
+        elif key not in _KNOWN and value not in _EMPTY:
+            raise UnsupportedFeatureError(
+                f"{key} = {value!r} is not known, so it cannot be told what it would change"
+            )
+
+
+def _refuse_base_changing_init(value: object) -> None:
+    if isinstance(value, str) and value.lower().startswith(_BASE_CHANGING_INITS):
+        raise UnsupportedFeatureError(
+            f"init_lora_weights = {value!r} changes the base model's weights; save the adapter "
+            "with path_initial_model_for_weight_conversion, which makes it a plain LoRA"
+        )
+
+
+def _check_values(config: PeftConfig) -> None:
+    for name, rank in {"r": config.r, **config.rank_pattern}.items():
+        if rank < 1:
+            raise InvalidAdapterError(f"the rank of {name!r} must be at least 1, got {rank}")
+    for name, alpha in {"lora_alpha": config.lora_alpha, **config.alpha_pattern}.items():
+        if not math.isfinite(alpha):
+            raise InvalidAdapterError(f"the alpha of {name!r} must be finite, got {alpha}")
+    patterns = [*config.rank_pattern, *config.alpha_pattern]
+    for value in (config.target_modules, config.exclude_modules, config.layers_pattern):
+        if isinstance(value, str):
+            patterns.append(value)
+    if isinstance(config.layers_pattern, list):
+        patterns += config.layers_pattern
+    for pattern in patterns:
+        try:
+            re.compile(rf"(?:{pattern})")
+        except re.error as error:
+            raise InvalidAdapterError(f"{pattern!r} is no regular expression: {error}") from error
+
+
+def _matching(patterns: dict[str, Any], module_path: str) -> str:
+    """The first pattern that matches the path's end after a dot, or all of it."""
+    for pattern in patterns:
+        if re.match(rf"(.*\.)?({pattern})$", module_path):
+            return pattern
+    return module_path
+
+
+def _names(names: str | list[str], module_path: str) -> bool:
+    """A regular expression of the whole path, or names that end it."""
+    if isinstance(names, str):
+        return re.fullmatch(names, module_path) is not None
+    return any(module_path == name or module_path.endswith(f".{name}") for name in names)

@@ -1,0 +1,73 @@
+"""adapter_model.bin: a torch file, read without running anything that is pickled in it.
+
+The one file of this room that needs torch. Only the staging worker imports it, and only when a
+folder has no safetensors file.
+"""
+
+import io
+import math
+import zipfile
+from pathlib import Path
+
+from loraplex.adapters.tensor_file import RawTensor, read_bounded
+from loraplex.core.errors import AdapterTooLargeError, InvalidAdapterError
+
+
+def read_torch_file(path: Path, *, max_file_bytes: int, max_tensors: int) -> dict[str, RawTensor]:
+    """The tensors of a state dict that torch.save wrote.
+
+    Raises InvalidAdapterError if it holds any other object, or is broken; AdapterTooLargeError if
+    it is over a limit.
+    """
+    import torch  # noqa: PLC0415 - heavy, and most adapters never need it
+
+    content = io.BytesIO(read_bounded(path, max_file_bytes))
+    _check_archive(path, content, max_file_bytes)
+    types = {
+        torch.float64: "F64",
+        torch.float32: "F32",
+        torch.float16: "F16",
+        torch.bfloat16: "BF16",
+    }
+    try:
+        state = torch.load(content, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise InvalidAdapterError(
+            f"{path} is not a plain torch state dict (pickled objects are never loaded): "
+            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        ) from error
+    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+        raise InvalidAdapterError(f"{path} does not hold a state dict but a {type(state).__name__}")
+    if len(state) > max_tensors:
+        raise AdapterTooLargeError(
+            f"{path} holds {len(state)} tensors; at most {max_tensors} are read"
+        )
+    tensors: dict[str, RawTensor] = {}
+    total = 0
+    for name, tensor in state.items():
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+            raise InvalidAdapterError(f"{path}: {name!r} is not a dense tensor")
+        # A view may repeat its few bytes over any shape.
+        total += math.prod(tensor.shape) * tensor.element_size()
+        if total > max_file_bytes:
+            raise AdapterTooLargeError(f"{path} unpacks to more than {max_file_bytes} bytes")
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        dtype = types.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+        tensors[name] = RawTensor(dtype, tuple(tensor.shape), flat.numpy().tobytes())
+    return tensors
+
+
+def _check_archive(path: Path, content: io.BytesIO, max_bytes: int) -> None:
+    """A zip archive may say that its members grow when they are unpacked; torch's never do."""
+    if not zipfile.is_zipfile(content):
+        return
+    try:
+        with zipfile.ZipFile(content) as archive:
+            members = archive.infolist()
+    except (zipfile.BadZipFile, OSError, ValueError) as error:
+        raise InvalidAdapterError(f"{path} is a broken archive: {error}") from error
+    if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+        raise InvalidAdapterError(f"{path} is a compressed archive; torch.save writes none")
+    if sum(member.file_size for member in members) > max_bytes:
+        raise AdapterTooLargeError(f"{path} unpacks to more than {max_bytes} bytes")
+    content.seek(0)

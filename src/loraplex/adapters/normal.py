@@ -1,0 +1,216 @@
+"""The normal form of an adapter: what every import becomes, and its digest.
+
+Rows of (layer or none, module, expert or none, kind), their tensors as they came, and a float32
+scale beside them. The digest is the adapter's identity: it covers the sorted rows, tensor types and
+bytes and the bits of the scales; not names, not the order in a file. Torch-free.
+"""
+
+import dataclasses
+import enum
+import hashlib
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from loraplex.adapters.tensor_file import (
+    RawTensor,
+    TensorFile,
+    encode_header,
+    read_tensors,
+    write_atomically,
+)
+from loraplex.core.adapter import AdapterSource, LoraTarget
+from loraplex.core.errors import InvalidAdapterError
+
+FORMAT = "loraplex-adapter"
+FORMAT_VERSION = "1"
+
+_DIGEST_PREFIX = b"loraplex-adapter-digest-1\0"
+_MAX_HEADER_BYTES = 256 << 20
+
+
+class RowKind(enum.StrEnum):
+    """What a row does to its target. Only LORA is served now; the others are named apart."""
+
+    LORA = "lora"
+    BIAS = "bias"
+    MAGNITUDE = "magnitude"
+    FULL = "full"
+    TOKENS = "tokens"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class NormalRow:
+    """One target. A row of kind LORA has the tensors "a" [rank, in] and "b" [out, rank]."""
+
+    layer: int | None
+    module: str
+    expert: int | None
+    kind: RowKind
+    scale: float
+    """A float32 value: what a x A^T is multiplied with."""
+    tensors: Mapping[str, RawTensor]
+    origin: str = ""
+    """The module's name in the source, for messages; not part of the digest."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NormalFile:
+    digest: str
+    rows: tuple[NormalRow, ...]
+
+
+class _RowHeader(msgspec.Struct, frozen=True):
+    """A row in the metadata of a normal file. Its tensors are named "{index}.{tensor}"."""
+
+    layer: int | None
+    module: str
+    expert: int | None
+    kind: RowKind
+    scale_bits: int
+    origin: str
+
+
+def sort_rows(rows: Iterable[NormalRow]) -> tuple[NormalRow, ...]:
+    """The one order of rows: by layer (none first), module, expert (none first), kind."""
+    return tuple(sorted(rows, key=_row_key))
+
+
+def digest(rows: Iterable[NormalRow]) -> str:
+    """The identity of an adapter: 64 hexadecimal digits."""
+    sha = hashlib.sha256(_DIGEST_PREFIX)
+    ordered = sort_rows(rows)
+    sha.update(struct.pack("<Q", len(ordered)))
+    for row in ordered:
+        sha.update(_encode_row(row))
+        for name, tensor in sorted(row.tensors.items()):
+            sha.update(_text(name) + _text(tensor.dtype))
+            sha.update(struct.pack(f"<Q{len(tensor.shape)}Q", len(tensor.shape), *tensor.shape))
+            sha.update(struct.pack("<Q", tensor.num_bytes))
+            sha.update(tensor.data)
+    return sha.hexdigest()
+
+
+def normal_path(state_dir: Path, adapter_digest: str) -> Path:
+    """Where the state directory keeps an adapter: named by its content."""
+    return state_dir / "adapters" / adapter_digest[:2] / f"{adapter_digest}.safetensors"
+
+
+def write_normal(rows: Sequence[NormalRow], adapter_digest: str, path: Path) -> None:
+    """Write rows with their digest as a safetensors file; whole or not at all."""
+    ordered = sort_rows(rows)
+    named = [
+        (f"{index}.{name}", tensor)
+        for index, row in enumerate(ordered)
+        for name, tensor in sorted(row.tensors.items())
+    ]
+    # The largest elements first: so every tensor lies aligned.
+    tensors = dict(sorted(named, key=lambda item: -item[1].item_bytes))
+    headers = [
+        _RowHeader(row.layer, row.module, row.expert, row.kind, _scale_bits(row.scale), row.origin)
+        for row in ordered
+    ]
+    metadata = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "digest": adapter_digest,
+        "rows": msgspec.json.encode(headers).decode(),
+    }
+    data = (tensor.data for tensor in tensors.values())
+    write_atomically(path, [encode_header(tensors, metadata), *data])
+
+
+def read_normal(path: Path) -> NormalFile:
+    """Read a file that write_normal wrote. Raises InvalidAdapterError if it is another one.
+
+    The digest is the one that the file states; it is not computed again.
+    """
+    size = path.stat().st_size if path.is_file() else 0
+    content = read_tensors(
+        path, max_file_bytes=size, max_header_bytes=_MAX_HEADER_BYTES, max_tensors=size
+    )
+    metadata = content.metadata
+    if (metadata.get("format"), metadata.get("format_version")) != (FORMAT, FORMAT_VERSION):
+        raise InvalidAdapterError(
+            f"{path} is not a normal adapter file of version {FORMAT_VERSION}"
+        )
+    try:
+        headers = msgspec.json.decode(metadata["rows"], type=list[_RowHeader])
+        return NormalFile(metadata["digest"], _rows(headers, content))
+    except (KeyError, msgspec.MsgspecError) as error:
+        raise InvalidAdapterError(f"{path} is a broken normal adapter file: {error}") from error
+
+
+def source_of(adapter_digest: str, path: Path, rows: Iterable[NormalRow]) -> AdapterSource:
+    """What the engine is told of a staged adapter. Its rows must be LORA rows of layers."""
+    ordered = sort_rows(rows)
+    return AdapterSource(
+        digest=adapter_digest,
+        path=str(path),
+        num_bytes=sum(row.num_bytes for row in ordered),
+        targets=tuple(sorted(lora_target(row) for row in ordered)),
+    )
+
+
+def lora_target(row: NormalRow) -> LoraTarget:
+    """The row as the page arithmetic sees it. Raises InvalidAdapterError for other rows."""
+    if row.kind is not RowKind.LORA or row.layer is None or row.expert is not None:
+        raise InvalidAdapterError(
+            f"a row of kind {row.kind} for layer {row.layer}, {row.module}, expert {row.expert} "
+            "cannot be applied; only LoRA of a decoder layer's linear layers can"
+        )
+    rank, in_features = row.tensors["a"].shape
+    return LoraTarget(row.layer, row.module, rank, in_features, row.tensors["b"].shape[0])
+
+
+def _rows(headers: Sequence[_RowHeader], content: TensorFile) -> tuple[NormalRow, ...]:
+    tensors: list[dict[str, RawTensor]] = [{} for _ in headers]
+    for name, tensor in content.tensors.items():
+        index, _, short = name.partition(".")
+        if not index.isascii() or not index.isdigit() or int(index) >= len(headers):
+            raise KeyError(name)
+        tensors[int(index)][short] = tensor
+    return tuple(
+        NormalRow(
+            header.layer,
+            header.module,
+            header.expert,
+            header.kind,
+            _scale_from_bits(header.scale_bits),
+            of_row,
+            header.origin,
+        )
+        for header, of_row in zip(headers, tensors, strict=True)
+    )
+
+
+def _row_key(row: NormalRow) -> tuple[int, str, int, str]:
+    layer = -1 if row.layer is None else row.layer
+    return layer, row.module, -1 if row.expert is None else row.expert, row.kind.value
+
+
+def _encode_row(row: NormalRow) -> bytes:
+    layer, module, expert, kind = _row_key(row)
+    place = struct.pack("<qq", layer, expert)
+    count = struct.pack("<IQ", _scale_bits(row.scale), len(row.tensors))
+    return place + _text(module) + _text(kind) + count
+
+
+def _text(value: str) -> bytes:
+    encoded = value.encode()
+    return struct.pack("<Q", len(encoded)) + encoded
+
+
+def _scale_bits(scale: float) -> int:
+    return int(np.float32(scale).view(np.uint32))
+
+
+def _scale_from_bits(bits: int) -> float:
+    return float(np.uint32(bits).view(np.float32))

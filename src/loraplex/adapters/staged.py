@@ -1,0 +1,61 @@
+"""What staging is asked and what it answers: plain data that crosses a process."""
+
+import msgspec
+
+from loraplex.adapters.shapes import BaseShapes
+from loraplex.core.adapter import AdapterSource
+from loraplex.core.errors import ErrorInfo
+
+
+class StagingLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What is refused before it is read."""
+
+    max_rank: int = 64
+    max_file_bytes: int = 4 << 30
+    max_header_bytes: int = 16 << 20
+    """Of a safetensors file; also the most for adapter_config.json."""
+    max_tensors: int = 100_000
+
+
+class StageRequest(msgspec.Struct, frozen=True, kw_only=True):
+    request_id: int
+    path: str
+    """A PEFT folder; may be a symbolic link."""
+    state_dir: str
+    shapes: BaseShapes
+    limits: StagingLimits = StagingLimits()
+    base_model: str = ""
+    """What clients call the base, to warn when an adapter names another; empty: do not warn."""
+
+
+class StagedAdapter(msgspec.Struct, frozen=True, kw_only=True):
+    """An adapter in normal form, checked against its base."""
+
+    source: AdapterSource
+    dtypes: tuple[str, ...]
+    """Of its tensors, as the file has them, sorted: BF16, F16, F32, F64."""
+    num_tensors: int
+    changes_nothing: bool = False
+    """Every B is zero: the adapter was never trained."""
+    warnings: tuple[str, ...] = ()
+    was_known: bool = False
+    """The file had been staged before and has not changed since."""
+    seconds: dict[str, float] = {}
+    """How long each stage took."""
+
+    @property
+    def ranks(self) -> dict[str, tuple[int, int]]:
+        """(smallest, largest) rank by module."""
+        found: dict[str, tuple[int, int]] = {}
+        for target in self.source.targets:
+            low, high = found.get(target.module, (target.rank, target.rank))
+            found[target.module] = (min(low, target.rank), max(high, target.rank))
+        return found
+
+
+class StageReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Exactly one of `staged` and `error` is set."""
+
+    request_id: int
+    staged: StagedAdapter | None = None
+    error: ErrorInfo | None = None

@@ -1,0 +1,70 @@
+"""The staging worker: a process that reads users' files for the server, one request at a time.
+
+Reads requests from stdin and answers on stdout: an 8-byte little-endian length and as many bytes
+of msgpack. Nothing is pickled. Ends when stdin ends. Run as python -m
+loraplex.adapters.staging_worker.
+"""
+
+import logging
+import os
+import struct
+import sys
+from typing import BinaryIO
+
+import msgspec
+
+from loraplex.adapters.stage import stage
+from loraplex.adapters.staged import StageReply, StageRequest
+from loraplex.core.errors import InternalError, InvalidAdapterError, LoraplexError
+
+logger = logging.getLogger(__name__)
+
+_LENGTH = struct.Struct("<Q")
+_MAX_REQUEST_BYTES = 16 << 20
+
+
+def serve(requests: BinaryIO, replies: BinaryIO) -> None:
+    """Answer every request with one reply, until the requests end."""
+    while (request := _read(requests)) is not None:
+        body = msgspec.msgpack.encode(answer(request))
+        replies.write(_LENGTH.pack(len(body)) + body)
+        replies.flush()
+
+
+def answer(request: StageRequest) -> StageReply:
+    """What became of a request; every error is in the reply."""
+    try:
+        return StageReply(request_id=request.request_id, staged=stage(request))
+    except LoraplexError as error:
+        info = error.to_info()
+    except (MemoryError, RecursionError) as error:
+        failed = InvalidAdapterError(f"{request.path} cannot be read: {type(error).__name__}")
+        info = failed.to_info()
+    except Exception as error:
+        logger.exception("staging %s failed", request.path)
+        info = InternalError(f"staging {request.path} failed: {error}").to_info()
+    return StageReply(request_id=request.request_id, error=info)
+
+
+def _read(stream: BinaryIO) -> StageRequest | None:
+    """The next request; None at the end."""
+    head = stream.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack(head)
+    assert length <= _MAX_REQUEST_BYTES, length
+    body = stream.read(length)
+    return msgspec.msgpack.decode(body, type=StageRequest) if len(body) == length else None
+
+
+def main() -> None:
+    """Keep the reply stream apart: whatever prints to stdout goes to stderr instead."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(message)s")
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    with replies:
+        serve(sys.stdin.buffer, replies)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""The safetensors container, read with limits and written in one fixed order.
+
+A file is an 8-byte little-endian length, a JSON header of that length, and the tensors' bytes.
+Format: https://huggingface.co/docs/safetensors. Files are read, never mapped: one that shrinks
+under us is an error, not a signal. Does not know what the tensors mean.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import stat
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from loraplex.core.errors import AdapterTooLargeError, InvalidAdapterError
+
+_LENGTH_BYTES = 8
+_METADATA = "__metadata__"
+
+FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
+_ARRAY_TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}  # numpy has no bfloat16
+_TYPES_BY_BYTES = {
+    8: ("F64", "I64", "U64"),
+    4: ("F32", "I32", "U32"),
+    2: ("F16", "BF16", "I16", "U16"),
+    1: ("F8_E4M3", "F8_E5M2", "BOOL", "I8", "U8"),
+}
+_ITEM_BYTES = {dtype: size for size, dtypes in _TYPES_BY_BYTES.items() for dtype in dtypes}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class RawTensor:
+    """A tensor as it came: safetensors' name of its type, and its bytes, row-major."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview | bytes | bytearray
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.data)
+
+    @property
+    def is_float(self) -> bool:
+        """Whether its type is one that a weight may have."""
+        return self.dtype in FLOAT_TYPES
+
+    @property
+    def item_bytes(self) -> int:
+        return _ITEM_BYTES[self.dtype]
+
+    def bits(self) -> npt.NDArray[np.uint16]:
+        """The bit patterns of 16-bit elements."""
+        return np.frombuffer(self.data, "<u2").reshape(self.shape)
+
+    def array(self) -> npt.NDArray[np.floating]:
+        """The elements of a float tensor; a view, but for bfloat16."""
+        if self.dtype == "BF16":
+            return (self.bits().astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return np.frombuffer(self.data, _ARRAY_TYPES[self.dtype]).reshape(self.shape)
+
+    def is_finite(self) -> bool:
+        """No NaN and no infinity. Only for float types."""
+        if self.dtype == "BF16":
+            return not bool(np.any((self.bits() & np.uint16(0x7F80)) == 0x7F80))
+        return bool(np.isfinite(self.array()).all())
+
+    def is_zero(self) -> bool:
+        """All of it. Only for float types."""
+        if self.dtype == "BF16":
+            return not bool(np.any(self.bits() & np.uint16(0x7FFF)))
+        return not bool(np.any(self.array()))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorFile:
+    tensors: dict[str, RawTensor]
+    metadata: dict[str, str]
+
+
+class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def read_bounded(path: Path, max_bytes: int) -> bytearray:
+    """The bytes of a regular file of at most max_bytes.
+
+    Raises InvalidAdapterError or AdapterTooLargeError.
+    """
+    try:
+        # O_NONBLOCK: opening a named pipe must not wait for a writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise InvalidAdapterError(f"cannot read {path}: {error.strerror}") from error
+    with os.fdopen(descriptor, "rb", buffering=0) as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise InvalidAdapterError(f"{path} is not a regular file")
+        if status.st_size > max_bytes:
+            raise AdapterTooLargeError(
+                f"{path} has {status.st_size} bytes; at most {max_bytes} are read"
+            )
+        content = bytearray(status.st_size)
+        filled, view = 0, memoryview(content)
+        while filled < len(view) and (count := file.readinto(view[filled:])):
+            filled += count
+    if filled < len(content):
+        raise InvalidAdapterError(f"{path} became shorter while it was read")
+    return content
+
+
+def read_tensors(
+    path: Path, *, max_file_bytes: int, max_header_bytes: int, max_tensors: int
+) -> TensorFile:
+    """Read a whole safetensors file; the tensors are views of one buffer.
+
+    Raises InvalidAdapterError if it is not one, to the last byte; AdapterTooLargeError if it is
+    over a limit.
+    """
+    content = read_bounded(path, max_file_bytes)
+    if len(content) < _LENGTH_BYTES:
+        raise InvalidAdapterError(f"{path} is not a safetensors file: it has no header")
+    header_bytes = int.from_bytes(content[:_LENGTH_BYTES], "little")
+    if header_bytes > max_header_bytes:
+        raise AdapterTooLargeError(
+            f"{path} declares a header of {header_bytes} bytes; at most {max_header_bytes} are read"
+        )
+    data_start = _LENGTH_BYTES + header_bytes
+    if data_start > len(content):
+        raise InvalidAdapterError(
+            f"{path} is truncated: its header has {header_bytes} bytes, the file {len(content)}"
+        )
+    entries, metadata = _parse_header(path, bytes(content[_LENGTH_BYTES:data_start]))
+    if len(entries) > max_tensors:
+        raise AdapterTooLargeError(
+            f"{path} declares {len(entries)} tensors; at most {max_tensors} are read"
+        )
+    data = memoryview(content)[data_start:]
+    _check_layout(path, entries, len(data))
+    tensors = {
+        name: RawTensor(entry.dtype, entry.shape, data[slice(*entry.data_offsets)])
+        for name, entry in entries.items()
+    }
+    return TensorFile(tensors, metadata)
+
+
+def _parse_header(path: Path, header: bytes) -> tuple[dict[str, _Entry], dict[str, str]]:
+    try:
+        raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        metadata = msgspec.json.decode(raw.pop(_METADATA, msgspec.Raw(b"{}")), type=dict[str, str])
+        entries = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in raw.items()}
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidAdapterError(f"{path} has a broken safetensors header: {error}") from error
+    return entries, metadata
+
+
+def _check_layout(path: Path, entries: Mapping[str, _Entry], data_bytes: int) -> None:
+    """Every byte belongs to one tensor, and every tensor has the bytes that its shape needs."""
+    position = 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        begin, end = entry.data_offsets
+        if entry.dtype not in _ITEM_BYTES:
+            raise InvalidAdapterError(f"{path}: tensor {name!r} has the unknown type {entry.dtype}")
+        needed = math.prod(entry.shape) * _ITEM_BYTES[entry.dtype]
+        if min(entry.shape, default=0) < 0 or begin != position or end - begin != needed:
+            raise InvalidAdapterError(
+                f"{path}: tensor {name!r} of shape {list(entry.shape)} and type {entry.dtype} "
+                f"needs {needed} bytes from {position} on; its offsets are {begin} to {end}"
+            )
+        position = end
+    if position != data_bytes:
+        raise InvalidAdapterError(
+            f"{path} is truncated or has a tail: its tensors need {position} bytes, "
+            f"it has {data_bytes}"
+        )
+
+
+def encode_header(tensors: Mapping[str, RawTensor], metadata: Mapping[str, str]) -> bytes:
+    """Length and header of a file whose data are the tensors in this order, without gaps."""
+    header: dict[str, object] = {_METADATA: dict(metadata)}
+    position = 0
+    for name, tensor in tensors.items():
+        end = position + tensor.num_bytes
+        header[name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _LENGTH_BYTES)  # the data starts aligned
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def write_atomically(path: Path, pieces: Iterable[bytes | bytearray | memoryview]) -> None:
+    """Write a file that is whole, on the disk, or not there. Creates the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            for piece in pieces:
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,151 @@
+"""The serving process: its front ends on their ports, from start to drained stop.
+
+With app.engine and app.builder the only place that knows the concrete classes.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import uvicorn
+from fastapi import FastAPI
+from starlette.types import ASGIApp
+
+from loraplex import __version__
+from loraplex.app.builder import build_service, engine_process
+from loraplex.core.config import Config, ServerConfig
+from loraplex.core.errors import ConfigError
+from loraplex.frontends.kserve.grpc.server import GrpcServer
+from loraplex.frontends.kserve.http.routes import kserve_routes
+from loraplex.frontends.kserve.service import TritonService
+from loraplex.frontends.openai.app import openai_fallback_routes, openai_routes
+from loraplex.frontends.openai.room import OpenAIOptions
+from loraplex.frontends.ops.health import health_routes
+from loraplex.frontends.ops.metrics import metrics_app
+from loraplex.serving.request_metrics import RequestMetrics
+from loraplex.serving.service import Service
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG = 2048
+
+
+def run_server(config: Config, say: Callable[[str], None]) -> None:
+    """Serve until SIGINT or SIGTERM. Raises ConfigError if it cannot start.
+
+    `say` is told the addresses once the server is ready.
+    """
+    logging.basicConfig(
+        level=config.server.log_level.upper(), format="%(levelname).1s %(name)s: %(message)s"
+    )
+    asyncio.run(Server(config, say).run())
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without signal handlers of its own: one server of ours runs two of them."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Server:
+    """One run of the serving process."""
+
+    def __init__(self, config: Config, say: Callable[[str], None]) -> None:
+        self._config = config
+        self._say = say
+        self._stop = asyncio.Event()
+
+    async def run(self) -> None:
+        settings = self._config.server
+        metrics = RequestMetrics(self._config.models)
+        service = build_service(self._config, engine_process, metrics)
+        triton = TritonService(service)
+        grpc_server = GrpcServer(
+            triton, asyncio.get_running_loop(), settings.host, settings.grpc_port
+        )
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(service.close)
+            self._handle_signals()
+            app = http_app(service, triton, settings)
+            # The ports answer first: /health/ready says false until the models are there.
+            http_port = await stack.enter_async_context(
+                serving_http(app, settings.host, settings.http_port)
+            )
+            metrics_port = await stack.enter_async_context(
+                serving_http(metrics_app(service, metrics), settings.host, settings.metrics_port)
+            )
+            await grpc_server.start()
+            stack.push_async_callback(grpc_server.stop)
+            if await self._start(service):
+                for line in started_lines(settings.host, grpc_server.port, http_port, metrics_port):
+                    self._say(line)
+                await self._stop.wait()
+                logger.info("stopping: requests in work may end")
+                await service.drain(settings.shutdown_seconds)
+
+    async def _start(self, service: Service) -> bool:
+        """Start the models; False if a stop was asked for meanwhile."""
+        start = asyncio.create_task(service.start())
+        stop = asyncio.create_task(self._stop.wait())
+        await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if start.done():
+            stop.cancel()
+            start.result()
+            return True
+        start.cancel()
+        await asyncio.gather(start, return_exceptions=True)
+        return False
+
+    def _handle_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._stop.set)
+
+
+def http_app(service: Service, triton: TritonService, settings: ServerConfig) -> FastAPI:
+    """OpenAI, KServe and operations on one port."""
+    app = FastAPI(title="loraplex", version=__version__, redoc_url=None)
+    app.include_router(
+        openai_routes(service, OpenAIOptions(max_body_bytes=settings.max_body_bytes))
+    )
+    app.router.routes.extend(kserve_routes(triton))
+    app.router.routes.extend(health_routes(service))
+    app.include_router(openai_fallback_routes())
+    return app
+
+
+@contextlib.asynccontextmanager
+async def serving_http(app: ASGIApp, host: str, port: int) -> AsyncIterator[int]:
+    """Serve an app while the context lasts; gives the bound port."""
+    listener = bind(host, port)
+    server = HttpServer(
+        uvicorn.Config(app, log_level="warning", lifespan="off", ws="none", access_log=False)
+    )
+    task = asyncio.create_task(server.serve([listener]))
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        await task
+        listener.close()
+
+
+def started_lines(host: str, grpc_port: int, http_port: int, metrics_port: int) -> Iterator[str]:
+    """What Triton says when it is ready: scripts wait for these lines."""
+    yield f"Started GRPCInferenceService at {host}:{grpc_port}"
+    yield f"Started HTTPService at {host}:{http_port}"
+    yield f"Started Metrics Service at {host}:{metrics_port}"
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Raises ConfigError that names the address."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error

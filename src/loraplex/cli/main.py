@@ -1,0 +1,38 @@
+"""The `loraplex` command."""
+
+from typing import Annotated
+
+import typer
+
+from loraplex import __version__
+from loraplex.cli.generate import generate
+from loraplex.cli.serve import serve
+
+app = typer.Typer(
+    name="loraplex",
+    help="Serve one base model with thousands of LoRA adapters.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(serve)
+app.command()(generate)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"loraplex {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Serve one base model with thousands of LoRA adapters."""
+    del version

@@ -1,0 +1,171 @@
+"""`loraplex serve`: flags, file and environment become a Config; app.server runs it."""
+
+import functools
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from loraplex.cli.options import errors_to_exit_code, parse_adapters
+from loraplex.core.config import (
+    Config,
+    Layer,
+    environment_fields,
+    field_layers,
+    file_layer,
+    resolve,
+)
+from loraplex.core.errors import ConfigError
+
+_SERVER = "Server"
+_ENGINE = "Engine"
+_LORA = "Adapters"
+
+
+def serve(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A Hugging Face folder or hub id; none if --config has [models.NAME]."),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="The name clients use; by default the folder's name.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A TOML file with [server] and [models.NAME].")
+    ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME=PATH[,task_id=N], repeatable. PATH is a PEFT folder.",
+            rich_help_panel=_LORA,
+        ),
+    ] = None,
+    adapter_dir: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Every PEFT folder in it is an adapter of that name; repeatable.",
+            rich_help_panel=_LORA,
+        ),
+    ] = None,
+    max_lora_rank: Annotated[
+        int | None, typer.Option(help="Largest rank served [64].", rich_help_panel=_LORA)
+    ] = None,
+    lora_device_bytes: Annotated[
+        str | None,
+        typer.Option(help="Device adapter pool, such as 256MiB.", rich_help_panel=_LORA),
+    ] = None,
+    lora_host_bytes: Annotated[
+        str | None, typer.Option(help="Host adapter cache [1GiB].", rich_help_panel=_LORA)
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address to bind [127.0.0.1].", rich_help_panel=_SERVER)
+    ] = None,
+    http_port: Annotated[
+        int | None, typer.Option(help="OpenAI and KServe [8000].", rich_help_panel=_SERVER)
+    ] = None,
+    grpc_port: Annotated[
+        int | None, typer.Option(help="KServe gRPC [8001].", rich_help_panel=_SERVER)
+    ] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="Prometheus [8002].", rich_help_panel=_SERVER)
+    ] = None,
+    max_body_bytes: Annotated[
+        str | None, typer.Option(help="Largest request body [64MiB].", rich_help_panel=_SERVER)
+    ] = None,
+    state_dir: Annotated[
+        str | None, typer.Option(help="Where staged adapters are kept.", rich_help_panel=_SERVER)
+    ] = None,
+    log_level: Annotated[
+        str | None,
+        typer.Option(help="debug, info, warning or error [info].", rich_help_panel=_SERVER),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="auto, float32, float16, bfloat16 [auto].", rich_help_panel=_ENGINE),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda or cuda:N [cpu].", rich_help_panel=_ENGINE)
+    ] = None,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(help="Longest prompt and output together.", rich_help_panel=_ENGINE),
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(help="Sequences in one step [64].", rich_help_panel=_ENGINE)
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(help="Tokens in one step [512].", rich_help_panel=_ENGINE)
+    ] = None,
+    kv_cache_bytes: Annotated[
+        str | None, typer.Option(help="KV cache, such as 4GiB.", rich_help_panel=_ENGINE)
+    ] = None,
+    enable_prefix_cache: Annotated[
+        bool | None,
+        typer.Option(
+            "--prefix-cache/--no-prefix-cache",
+            help="Reuse the KV of equal prompt beginnings [on].",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = None,
+    max_queue_size: Annotated[
+        int | None, typer.Option(help="Waiting requests; 0: any [0].", rich_help_panel=_ENGINE)
+    ] = None,
+    max_queue_delay_microseconds: Annotated[
+        int | None,
+        typer.Option(help="An idle engine waits so long for company [0].", rich_help_panel=_ENGINE),
+    ] = None,
+    num_threads: Annotated[
+        int | None, typer.Option(help="Threads of the arithmetic.", rich_help_panel=_ENGINE)
+    ] = None,
+    chat_template: Annotated[
+        str | None, typer.Option(help="A jinja file for chat.", rich_help_panel=_ENGINE)
+    ] = None,
+) -> None:
+    """Serve a model and its adapters over the OpenAI and the Triton (KServe) protocols."""
+    flags = {
+        key: value
+        for key, value in locals().items()
+        if value is not None and key not in {"model", "name", "config", "adapter", "adapter_dir"}
+    }
+    with errors_to_exit_code():
+        settings = build_config(model, name, config, adapter or [], adapter_dir or [], flags)
+        # torch and the web stack take seconds to import: `--help` must not wait for them.
+        from loraplex.app.server import run_server  # noqa: PLC0415
+
+        run_server(settings, functools.partial(print, flush=True))
+
+
+def build_config(
+    model: str | None,
+    name: str | None,
+    config_path: Path | None,
+    adapters: list[str],
+    adapter_dirs: list[str],
+    flags: dict[str, Any],
+) -> Config:
+    """Join the layers. Raises ConfigError."""
+    layers = [file_layer(config_path)] if config_path else []
+    served = list(layers[0].values.get("models", {})) if layers else []
+    if model is not None:
+        label = name or Path(model).name or model
+        served.append(label)
+        layers.append(Layer("argument MODEL", {"models": {label: {"path": model}}}))
+    if not served:
+        raise ConfigError("no model: give a folder or a hub id, or a --config with [models.NAME]")
+    if (adapters or adapter_dirs) and len(served) > 1:
+        raise ConfigError(
+            "--adapter and --adapter-dir need exactly one model; with several, "
+            "write [models.NAME.adapters] in the configuration file"
+        )
+    only = served[0]
+    if adapters:
+        parsed = parse_adapters(adapters)
+        layers.append(Layer("flag --adapter", {"models": {only: {"adapters": parsed}}}))
+    if adapter_dirs:
+        layers.append(
+            Layer("flag --adapter-dir", {"models": {only: {"adapter_dirs": adapter_dirs}}})
+        )
+    environment = field_layers(
+        "environment variable LORAPLEX_{FIELD}", environment_fields(), served
+    )
+    return resolve([*layers, *environment, *field_layers("flag --{field}", flags, served)])

@@ -1,0 +1,79 @@
+"""The engine's adapters by digest and by handle, and the way from a handle to its file."""
+
+from collections.abc import Iterable
+
+from loraplex.core.adapter import AdapterHandle, AdapterSource, AdapterUse
+from loraplex.core.errors import AdapterNotFoundError
+from loraplex.core.plan import PageGeometry
+from loraplex.engine.runner import AdapterLoader
+from loraplex.memory.adapter_cache import AdapterCache
+from loraplex.memory.adapter_pages import place
+
+
+class AdapterRegistry:
+    """Gives each digest its handle, and starts the loads that the scheduler asks for.
+
+    Implements scheduling's HostTier. It remembers sources; where an adapter is, the adapter cache
+    knows.
+    """
+
+    def __init__(self, cache: AdapterCache, loader: AdapterLoader, geometry: PageGeometry) -> None:
+        self._cache = cache
+        self._loader = loader
+        self._geometry = geometry
+        self._handles: dict[str, AdapterHandle] = {}
+        self._sources: dict[AdapterHandle, AdapterSource] = {}
+        self._next_handle = 1
+
+    def register(self, source: AdapterSource) -> AdapterHandle:
+        """The handle of a digest: a new one for a new digest.
+
+        A known digest keeps its handle, and from now on is read from the newly named file. Raises
+        AdapterTooLargeError if the adapter could not even be served alone.
+        """
+        handle = self._handles.get(source.digest)
+        if handle is None:
+            handle = self._next_handle
+            num_pages = place(source.targets, self._geometry).num_pages
+            self._cache.register(handle, source.num_bytes, num_pages)
+            self._next_handle += 1
+            self._handles[source.digest] = handle
+        self._sources[handle] = source
+        return handle
+
+    def unregister(self, digest: str) -> bool:
+        """Forget a digest and its copies. False and no change while it is in use or on its way.
+
+        Raises AdapterNotFoundError.
+        """
+        handle = self.handle(digest)
+        dropped = self._cache.forget(handle)
+        if dropped is None:
+            return False
+        for dropped_handle in dropped:
+            self._loader.discard(dropped_handle)
+        del self._handles[digest], self._sources[handle]
+        return True
+
+    def handle(self, digest: str) -> AdapterHandle:
+        """Raises AdapterNotFoundError."""
+        handle = self._handles.get(digest)
+        if handle is None:
+            raise AdapterNotFoundError(f"this engine has no adapter with digest {digest}")
+        return handle
+
+    def resolve(self, uses: Iterable[AdapterUse]) -> tuple[tuple[AdapterHandle, float], ...]:
+        """(handle, scale) of each adapter of a request.
+
+        Raises AdapterNotFoundError, or AdapterTooLargeError if they do not fit together.
+        """
+        resolved = tuple((self.handle(use.digest), use.scale) for use in uses)
+        if resolved:
+            self._cache.require_fit(handle for handle, _ in resolved)
+        return resolved
+
+    def start_load(self, handle: AdapterHandle) -> None:
+        self._loader.start(handle, self._sources[handle])
+
+    def discard(self, handle: AdapterHandle) -> None:
+        self._loader.discard(handle)

@@ -1,0 +1,79 @@
+"""How commands reach an engine's loop and events leave it: in a thread, or over a socket.
+
+The loop is the only reader and the only writer, so a channel needs no locks of its own.
+"""
+
+import queue
+from collections.abc import Callable
+from typing import Protocol
+
+import zmq
+
+from loraplex.engine.messages import EngineCommand, EngineEvent, decode_command, encode
+
+EPOCH_BYTES = 8
+
+
+class EngineChannel(Protocol):
+    """The engine's end."""
+
+    def receive(self, timeout_seconds: float | None) -> EngineCommand | None:
+        """The next command; None after timeout_seconds without one. None waits for ever."""
+        ...
+
+    def send(self, event: EngineEvent) -> None:
+        """Never blocks the step."""
+        ...
+
+
+class ThreadChannel:
+    """For an engine in a thread of the same process."""
+
+    def __init__(self, deliver: Callable[[EngineEvent], None]) -> None:
+        self._inbox: queue.SimpleQueue[EngineCommand] = queue.SimpleQueue()
+        self._deliver = deliver
+
+    def put(self, command: EngineCommand) -> None:
+        """The other end: called from any thread."""
+        self._inbox.put(command)
+
+    def receive(self, timeout_seconds: float | None) -> EngineCommand | None:
+        try:
+            if timeout_seconds is not None and timeout_seconds <= 0:
+                return self._inbox.get_nowait()
+            return self._inbox.get(timeout=timeout_seconds)
+        except queue.Empty:
+            return None
+
+    def send(self, event: EngineEvent) -> None:
+        self._deliver(event)
+
+
+class SocketChannel:
+    """For an engine in its own process: a ZeroMQ DEALER. Frames: epoch, message."""
+
+    def __init__(self, endpoint: str, epoch: int) -> None:
+        self._epoch = epoch.to_bytes(EPOCH_BYTES, "big")
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        # No high-water mark: a slow reader must never hold a step back.
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.connect(endpoint)
+
+    def receive(self, timeout_seconds: float | None) -> EngineCommand | None:
+        timeout_ms = None if timeout_seconds is None else max(0, -int(-timeout_seconds * 1000))
+        while self._socket.poll(timeout_ms):
+            epoch, payload = self._socket.recv_multipart()
+            if epoch == self._epoch:
+                return decode_command(payload)
+        return None
+
+    def send(self, event: EngineEvent) -> None:
+        self._socket.send_multipart([self._epoch, encode(event)])
+
+    def close(self) -> None:
+        """Events already sent are delivered first, for at most a second."""
+        self._socket.close()
+        self._context.term()

@@ -1,0 +1,83 @@
+"""The one thread that owns an engine: it turns commands into steps, and steps into events."""
+
+import logging
+from collections.abc import Callable
+
+from loraplex.core.clock import Clock
+from loraplex.core.errors import LoraplexError
+from loraplex.engine.channel import EngineChannel
+from loraplex.engine.engine import Engine
+from loraplex.engine.messages import (
+    AbortRequest,
+    AdapterRejected,
+    AddRequest,
+    EngineCommand,
+    EngineReady,
+    PreloadAdapter,
+    RegisterAdapter,
+    Shutdown,
+    StepDone,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class EngineLoop:
+    """Runs until Shutdown. Aborts apply between steps only, because commands do."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        channel: EngineChannel,
+        clock: Clock,
+        *,
+        check_when_idle: bool = False,
+    ) -> None:
+        self._engine = engine
+        self._channel = channel
+        self._clock = clock
+        self._check_when_idle = check_when_idle
+
+    def run(self) -> None:
+        """Say that the engine is ready, then serve."""
+        self._channel.send(EngineReady(self._engine.capacity))
+        while self._take_commands():
+            turn = self._engine.step()
+            if turn.outputs or turn.record is not None:
+                self._channel.send(StepDone(turn.outputs, self._engine.stats(), turn.record))
+            if self._check_when_idle and self._engine.is_idle:
+                self._engine.check()
+
+    def _take_commands(self) -> bool:
+        """Apply all commands that are there, waiting for one if nothing else is to be done.
+
+        False after Shutdown.
+        """
+        command = self._channel.receive(self._seconds_to_wait())
+        while command is not None:
+            if isinstance(command, Shutdown):
+                return False
+            self._apply(command)
+            command = self._channel.receive(0)
+        return True
+
+    def _seconds_to_wait(self) -> float | None:
+        wake_ns = self._engine.next_wake_ns()
+        return None if wake_ns is None else max(0, wake_ns - self._clock.now_ns()) / 1e9
+
+    def _apply(self, command: EngineCommand) -> None:
+        match command:
+            case AddRequest(request):
+                self._engine.add(request)
+            case AbortRequest(request_id, sequence_index):
+                self._engine.abort(request_id, sequence_index)
+            case RegisterAdapter(source):
+                self._try(source.digest, lambda: self._engine.register_adapter(source))
+            case PreloadAdapter(digest):
+                self._try(digest, lambda: self._engine.preload(digest))
+
+    def _try(self, digest: str, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except LoraplexError as error:
+            self._channel.send(AdapterRejected(digest, error.to_info()))

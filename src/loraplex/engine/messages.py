@@ -1,0 +1,93 @@
+"""What serving and an engine say to each other. Encoded as msgpack by msgspec; never pickled.
+
+Every message travels beside the engine's epoch, so that nothing meant for a dead engine reaches
+the one that took its place.
+"""
+
+import msgspec
+
+from loraplex.core.adapter import AdapterSource
+from loraplex.core.errors import ErrorInfo
+from loraplex.core.output import EngineOutput
+from loraplex.core.plan import Capacity
+from loraplex.core.request import EngineRequest, RequestId
+from loraplex.core.stats import EngineStats, StepRecord
+
+
+class AddRequest(msgspec.Struct, frozen=True, tag="add"):
+    request: EngineRequest
+
+
+class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):
+    """End a request, or one sequence of it. Unknown ids are no error: it may have just ended."""
+
+    request_id: RequestId
+    sequence_index: int | None = None
+
+
+class RegisterAdapter(msgspec.Struct, frozen=True, tag="register"):
+    """Make a digest known. Sent before the first request that names it."""
+
+    source: AdapterSource
+
+
+class PreloadAdapter(msgspec.Struct, frozen=True, tag="preload"):
+    """Bring a registered adapter to the device while there is room for it."""
+
+    digest: str
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Leave the loop. What still runs ends with an error."""
+
+
+EngineCommand = AddRequest | AbortRequest | RegisterAdapter | PreloadAdapter | Shutdown
+
+
+class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
+    """The first event of an engine: it takes requests now."""
+
+    capacity: Capacity
+
+
+class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
+    """The last event of an engine that cannot start or go on."""
+
+    error: ErrorInfo
+
+
+class StepDone(msgspec.Struct, frozen=True, tag="step"):
+    """Once a turn of the loop: what it did for whom."""
+
+    outputs: tuple[EngineOutput, ...]
+    stats: EngineStats
+    record: StepRecord | None = None
+    """None where nothing was launched: an abort, or a request refused."""
+
+
+class AdapterRejected(msgspec.Struct, frozen=True, tag="rejected"):
+    """A registered adapter can never be served by this engine."""
+
+    digest: str
+    error: ErrorInfo
+
+
+EngineEvent = EngineReady | EngineFailed | StepDone | AdapterRejected
+
+_COMMAND_DECODER = msgspec.msgpack.Decoder(EngineCommand)
+_EVENT_DECODER = msgspec.msgpack.Decoder(EngineEvent)
+
+
+def encode(message: EngineCommand | EngineEvent) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+def decode_command(data: bytes) -> EngineCommand:
+    """Raises msgspec.DecodeError or ValidationError on anything but a command."""
+    command: EngineCommand = _COMMAND_DECODER.decode(data)
+    return command
+
+
+def decode_event(data: bytes) -> EngineEvent:
+    event: EngineEvent = _EVENT_DECODER.decode(data)
+    return event

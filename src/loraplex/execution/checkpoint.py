@@ -1,0 +1,45 @@
+"""From what the operator wrote to a folder on this disk: a path, or a Hugging Face hub id."""
+
+from pathlib import Path
+
+from loraplex.core.errors import ConfigError
+
+_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+_OLD_WEIGHTS = ("*.bin", "*.bin.index.json")
+
+
+def resolve_model(path_or_id: str, revision: str | None = None) -> Path:
+    """The model's folder; a hub id is downloaded, or taken from the hub's cache.
+
+    `revision` is a branch, tag or commit of the hub. Raises ConfigError if it is neither.
+    """
+    path = Path(path_or_id).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ConfigError(f"{path_or_id} is a file; a model is a folder or a Hugging Face hub id")
+    if not _may_be_hub_id(path_or_id):
+        raise ConfigError(f"there is no folder {path_or_id}")
+    folder = _download(path_or_id, revision, _FILES)
+    if not any(folder.glob("*.safetensors")):
+        folder = _download(path_or_id, revision, _OLD_WEIGHTS)
+    return folder
+
+
+def _may_be_hub_id(text: str) -> bool:
+    """`name` or `owner/name`; what begins or ends like a path is none."""
+    parts = text.split("/")
+    return len(parts) <= 2 and all(part and part[0] not in ".~" for part in parts)
+
+
+def _download(hub_id: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - slow import, seldom needed
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError  # noqa: PLC0415 - likewise
+
+    try:
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(patterns)))
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(
+            f"{hub_id} is no folder here, and the Hugging Face hub does not give it: {reason}"
+        ) from error

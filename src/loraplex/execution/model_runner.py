@@ -1,0 +1,197 @@
+"""Computes step plans with one base model on one device: the engine's `Runner`.
+
+Owns the decoder, the KV storage, the adapter pool and the sampler. What a plan may name, and what
+it means for requests, only the scheduler knows.
+"""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import torch
+
+from loraplex.core.adapter import AdapterHandle
+from loraplex.core.errors import (
+    AdapterLoadError,
+    ErrorInfo,
+    LoraplexError,
+    RowFailedError,
+    StepFailedError,
+)
+from loraplex.core.plan import (
+    AdapterCopy,
+    Capacity,
+    RowAdded,
+    RowResult,
+    RowStep,
+    Slot,
+    StepPlan,
+    StepResult,
+    StepTiming,
+)
+from loraplex.execution.adapter_bank import AdapterBank, AdapterRow
+from loraplex.execution.host_adapters import HostAdapters
+from loraplex.execution.input_batch import InputBatch
+from loraplex.execution.kv_cache import KVCache
+from loraplex.execution.sampler import Sampler
+from loraplex.models.decoder import Decoder
+
+_LOGGER = logging.getLogger(__name__)
+
+CopyFailures = tuple[tuple[AdapterHandle, ErrorInfo], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerParts:
+    """What a runner is put together from; execution.loading does so for a model folder."""
+
+    decoder: Decoder
+    kv_cache: KVCache
+    adapter_bank: AdapterBank
+    host_adapters: HostAdapters
+    sampler: Sampler
+    capacity: Capacity
+    device: torch.device
+
+
+class CompletedStep:
+    """A step that ran within `launch`."""
+
+    def __init__(self, outcome: StepResult | StepFailedError) -> None:
+        self._outcome = outcome
+
+    def wait(self) -> StepResult:
+        if isinstance(self._outcome, StepFailedError):
+            raise self._outcome
+        return self._outcome
+
+
+class ModelRunner:
+    """Used by one thread. A step runs within `launch`."""
+
+    def __init__(self, parts: RunnerParts) -> None:
+        self._decoder = parts.decoder
+        self._kv_cache = parts.kv_cache
+        self._adapter_bank = parts.adapter_bank
+        self._host_adapters = parts.host_adapters
+        self._sampler = parts.sampler
+        self._capacity = parts.capacity
+        self._batch = InputBatch(
+            parts.capacity.max_num_seqs,
+            parts.capacity.max_model_len,
+            parts.capacity.block_size,
+            parts.device,
+        )
+
+    def capacity(self) -> Capacity:
+        return self._capacity
+
+    def launch(self, plan: StepPlan) -> CompletedStep:
+        """Never raises: what goes wrong is raised by wait()."""
+        try:
+            with torch.inference_mode():
+                return CompletedStep(self._execute(plan))
+        except Exception as error:
+            _LOGGER.exception("step %d failed", plan.step_id)
+            return CompletedStep(StepFailedError(f"step {plan.step_id} failed: {error}"))
+
+    def close(self) -> None:
+        """Nothing runs beside the calls, so nothing has to end."""
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        start_ns = time.monotonic_ns()
+        for slot in plan.removed:
+            self._remove_row(slot)
+        for row in plan.added:
+            self._add_row(row)
+        self._kv_cache.copy_blocks(plan.block_copies)
+        copies_done, copies_failed = self._copy_adapters(plan.adapter_copies)
+        rows, timing = self._run_rows(plan.rows, start_ns) if plan.rows else ((), StepTiming())
+        return StepResult(plan.step_id, rows, copies_done, copies_failed, timing)
+
+    def _add_row(self, row: RowAdded) -> None:
+        self._batch.add_row(row)
+        known = tuple(self._in_vocabulary(token_id) for token_id in row.token_ids)
+        self._sampler.add_row(msgspec.structs.replace(row, token_ids=known))
+
+    def _remove_row(self, slot: Slot) -> None:
+        self._batch.remove_row(slot)
+        self._sampler.remove_row(slot)
+
+    def _copy_adapters(
+        self, copies: Sequence[AdapterCopy]
+    ) -> tuple[tuple[AdapterHandle, ...], CopyFailures]:
+        done, failed = [], []
+        for copy in copies:
+            try:
+                self._copy_adapter(copy)
+                done.append(copy.handle)
+            except LoraplexError as error:
+                failed.append((copy.handle, error.to_info()))
+        return tuple(done), tuple(failed)
+
+    def _copy_adapter(self, copy: AdapterCopy) -> None:
+        host = self._host_adapters.get(copy.handle)
+        if host is None:
+            raise AdapterLoadError(f"adapter {copy.handle} is not in host memory")
+        self._adapter_bank.copy(copy.handle, host, copy.page_ids)
+
+    def _run_rows(
+        self, steps: Sequence[RowStep], start_ns: int
+    ) -> tuple[tuple[RowResult, ...], StepTiming]:
+        faults = self._faults(steps)
+        lora = self._adapter_bank.lora_batch([self._adapter_row(s, faults) for s in steps])
+        token_ids = [
+            [self._in_vocabulary(token_id) for token_id in self._token_ids(step)] for step in steps
+        ]
+        batch = self._batch.forward_batch(steps, token_ids, lora)
+        prepared_ns = time.monotonic_ns()
+        logits = self._decoder.forward(batch, self._kv_cache.storages)
+        computed_ns = time.monotonic_ns()
+        results = tuple(
+            RowResult(result.slot, error=faults[result.slot]) if result.slot in faults else result
+            for result in self._sampler.sample(logits, steps)
+        )
+        timing = StepTiming(
+            prepare_ns=prepared_ns - start_ns,
+            forward_ns=computed_ns - prepared_ns,
+            sample_ns=time.monotonic_ns() - computed_ns,
+        )
+        return results, timing
+
+    def _token_ids(self, step: RowStep) -> Sequence[int]:
+        if step.token_ids is not None:
+            token_ids = step.token_ids
+        else:
+            token_ids = (self._sampler.last_token(step.slot), *step.draft_token_ids)
+        assert len(token_ids) == step.num_tokens, "a token for each position"
+        return token_ids
+
+    def _in_vocabulary(self, token_id: int) -> int:
+        """The token, or 0 for what is none: its row fails, but must not take the device along."""
+        return token_id if 0 <= token_id < self._capacity.vocab_size else 0
+
+    def _faults(self, steps: Sequence[RowStep]) -> dict[Slot, ErrorInfo]:
+        """The rows that cannot be right whatever is computed; the others go on."""
+        faults = {}
+        for step in steps:
+            reason = self._fault(step)
+            if reason is not None:
+                faults[step.slot] = RowFailedError(reason).to_info()
+        return faults
+
+    def _fault(self, step: RowStep) -> str | None:
+        for handle, _ in self._batch.adapters(step.slot):
+            if not self._adapter_bank.holds(handle):
+                return f"adapter {handle} is not on the device"
+        for token_id in (*(step.token_ids or ()), *step.draft_token_ids):
+            if not 0 <= token_id < self._capacity.vocab_size:
+                return f"token {token_id} is not in the vocabulary"
+        return None
+
+    def _adapter_row(self, step: RowStep, faults: Mapping[Slot, ErrorInfo]) -> AdapterRow:
+        """A row that fails anyhow is computed by the base model."""
+        adapters = () if step.slot in faults else self._batch.adapters(step.slot)
+        return step.num_tokens, adapters

@@ -1,0 +1,1 @@
+"""The gRPC side: `inference.GRPCInferenceService`, on the stubs that tritonclient ships."""

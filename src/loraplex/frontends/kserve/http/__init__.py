@@ -1,0 +1,1 @@
+"""The HTTP side: plain Starlette routes under /v2."""

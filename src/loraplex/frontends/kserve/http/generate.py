@@ -1,0 +1,98 @@
+"""The generate extension: one flat JSON object in, one out.
+
+A key that is an input of the model becomes a tensor, `parameters` is an object whose members are
+treated alike, `id` is the request id, and everything else is a request parameter. Output tensors
+come back as keys: one element as a scalar, more as a flat list.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from loraplex.core.errors import InvalidRequestError, InvalidTensorError
+from loraplex.frontends.kserve.http.infer import request_id_of
+from loraplex.frontends.kserve.messages import InferRequest, InferResponse, Parameter
+from loraplex.frontends.kserve.models.catalog import TritonModel
+from loraplex.frontends.kserve.models.kinds import InputSpec
+from loraplex.frontends.kserve.tensors import Tensor, from_json, to_values
+
+NESTED = "parameters"
+
+
+def decode_generate(model: TritonModel, version: str, document: Mapping[str, Any]) -> InferRequest:
+    """Raises InvalidRequestError and InvalidTensorError."""
+    tensors, parameters = _read(model, document, prefix="")
+    nested = document.get(NESTED, {})
+    if not isinstance(nested, dict):
+        raise InvalidRequestError(f"Expected JSON object for keyword: '{NESTED}'", param=NESTED)
+    more_tensors, more_parameters = _read(model, nested, prefix=f"Converting keyword: '{NESTED}': ")
+    return InferRequest(
+        model=model.name,
+        version=version,
+        request_id=request_id_of(document),
+        inputs=(*tensors, *more_tensors),
+        parameters={**parameters, **more_parameters},
+    )
+
+
+def _read(
+    model: TritonModel, members: Mapping[str, Any], *, prefix: str
+) -> tuple[list[Tensor], dict[str, Parameter]]:
+    tensors: list[Tensor] = []
+    parameters: dict[str, Parameter] = {}
+    for key, value in members.items():
+        row = model.kind.input(key)
+        if row is not None:
+            tensors.append(_tensor(row, value, prefix))
+        elif not prefix and key in ("id", NESTED):
+            continue
+        elif isinstance(value, bool | int | float | str):
+            parameters[key] = value
+        else:
+            raise InvalidRequestError(
+                f"{prefix}parameter '{key}' has invalid type. It should be either 'int', 'bool', "
+                "or 'string'.",
+                param=key,
+            )
+    return tensors, parameters
+
+
+def _tensor(row: InputSpec, value: object, prefix: str) -> Tensor:
+    values = value if isinstance(value, list) else [value]
+    shape = fitted_shape((-1, *row.dims), len(values))
+    if shape is None or any(isinstance(item, list | dict) for item in values):
+        raise InvalidTensorError(
+            f"{prefix}The schema can not convert input '{row.name}' to tensor with proper shape; "
+            f"send a scalar or a flat list that fills {[-1, *row.dims]}",
+            param=row.name,
+        )
+    return from_json(row.name, row.datatype, shape, values)
+
+
+def fitted_shape(dims: tuple[int, ...], count: int) -> tuple[int, ...] | None:
+    """The shape for so many elements: the innermost -1 takes what is left, every other -1 is 1.
+
+    None if the fixed dimensions do not divide the count.
+    """
+    fixed = math.prod(dim for dim in dims if dim != -1)
+    innermost = max((i for i, dim in enumerate(dims) if dim == -1), default=None)
+    if innermost is None:
+        return dims if fixed == count else None
+    if count % fixed:
+        return None
+    return tuple(
+        (count // fixed if i == innermost else 1) if dim == -1 else dim
+        for i, dim in enumerate(dims)
+    )
+
+
+def encode_generate(response: InferResponse) -> dict[str, Any]:
+    """The flat object of one response."""
+    document: dict[str, Any] = {"id": response.request_id} if response.request_id else {}
+    document["model_name"] = response.model
+    document["model_version"] = response.version
+    document.update(response.parameters)
+    for tensor in response.outputs:
+        values = to_values(tensor)
+        document[tensor.name] = values[0] if len(values) == 1 else values
+    return document

@@ -1,0 +1,219 @@
+"""The routes under /v2, and what each answers. Bodies are read, checked and written elsewhere."""
+
+from collections.abc import Awaitable, Callable, Mapping
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from loraplex.core.errors import InvalidRequestError, UnsupportedFeatureError
+from loraplex.frontends.kserve.access import Authenticate, everyone_is_local
+from loraplex.frontends.kserve.errors import as_loraplex_error, message_of, status_of
+from loraplex.frontends.kserve.http.body import (
+    DEFAULT_MAX_BODY_BYTES,
+    compress,
+    decompress,
+    json_response,
+    parse_object,
+    read_body,
+)
+from loraplex.frontends.kserve.http.events import EventStream
+from loraplex.frontends.kserve.http.generate import decode_generate, encode_generate
+from loraplex.frontends.kserve.http.infer import HEADER_LENGTH, decode_request, encode_response
+from loraplex.frontends.kserve.messages import InferRequest
+from loraplex.frontends.kserve.models.catalog import server_metadata
+from loraplex.frontends.kserve.service import TritonService
+from loraplex.frontends.streams import ClientDisconnectedError, until_disconnect
+
+Handler = Callable[[Request], Awaitable[ASGIApp]]
+
+CLIENT_CLOSED_REQUEST = 499
+"""Nobody reads it; a proxy's log may."""
+
+
+def kserve_routes(
+    service: TritonService,
+    *,
+    authenticate: Authenticate = everyone_is_local,
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
+) -> list[Route]:
+    """All routes under /v2. The last one answers 404 to every other path there."""
+    api = KServeApi(service, authenticate, max_body_bytes)
+    of_model: dict[str, Mapping[str, Handler]] = {
+        "ready": {"GET": api.model_ready},
+        "config": {"GET": api.config},
+        "stats": {"GET": api.statistics},
+        "infer": {"POST": api.infer},
+        "generate": {"POST": api.generate},
+        "generate_stream": {"POST": api.generate_stream},
+    }
+    table: list[tuple[str, Mapping[str, Handler]]] = [
+        ("/v2", {"GET": api.server_metadata}),
+        ("/v2/health/live", {"GET": api.live}),
+        ("/v2/health/ready", {"GET": api.ready}),
+        ("/v2/models/stats", {"GET": api.statistics}),
+        ("/v2/repository/index", {"POST": api.repository_index}),
+        ("/v2/repository/{repository}/index", {"POST": api.repository_index}),
+    ]
+    for action, handlers in of_model.items():
+        table.append((f"/v2/models/{{model:path}}/versions/{{version}}/{action}", handlers))
+        table.append((f"/v2/models/{{model:path}}/{action}", handlers))
+    table += [
+        ("/v2/models/{model:path}/versions/{version}", {"GET": api.metadata}),
+        ("/v2/models/{model:path}", {"GET": api.metadata}),
+        ("/v2/{path:path}", {}),
+    ]
+    return [Route(path, Resource(handlers)) for path, handlers in table]
+
+
+class Resource:
+    """One path: a handler per method. Without handlers nothing is there.
+
+    The bodies of 404 and 405 are Triton's.
+    """
+
+    def __init__(self, handlers: Mapping[str, Handler]) -> None:
+        self._handlers = handlers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        handler = self._handlers.get(method)
+        if not self._handlers:
+            response: ASGIApp = json_response({"error": "Not Found"}, 404)
+        elif handler is None:
+            refusal = json_response({"error": "Method Not Allowed"}, 405)
+            refusal.headers["Allow"] = ", ".join(self._handlers)
+            response = refusal
+        else:
+            response = await _answered(handler, Request(scope, receive))
+        await response(scope, receive, send)
+
+
+async def _answered(handler: Handler, request: Request) -> ASGIApp:
+    """The handler's answer, or its error in the room's words."""
+    try:
+        return await handler(request)
+    except (ClientDisconnectedError, ClientDisconnect):
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    except Exception as raised:
+        error = as_loraplex_error(raised)
+        response = json_response({"error": message_of(error)}, status_of(error).http)
+        if error.retry_after_seconds is not None:
+            response.headers["Retry-After"] = str(max(1, round(error.retry_after_seconds)))
+        return response
+
+
+class KServeApi:
+    """The handlers. `model` and `version` are path parameters."""
+
+    def __init__(
+        self, service: TritonService, authenticate: Authenticate, max_body_bytes: int
+    ) -> None:
+        self._service = service
+        self._authenticate = authenticate
+        self._max_body_bytes = max_body_bytes
+
+    # ------------------------------------------------------------ server and models
+
+    async def server_metadata(self, request: Request) -> Response:
+        del request
+        return json_response(server_metadata())
+
+    async def live(self, request: Request) -> Response:
+        del request
+        return Response(status_code=200 if self._service.backend.health().live else 400)
+
+    async def ready(self, request: Request) -> Response:
+        del request
+        return Response(status_code=200 if self._service.backend.health().ready else 400)
+
+    async def model_ready(self, request: Request) -> Response:
+        if self._service.catalog.is_ready(*_model_of(request)):
+            return Response(status_code=200)
+        return json_response({"error": "Model version not ready"}, 400)
+
+    async def metadata(self, request: Request) -> Response:
+        return json_response(self._service.catalog.find(*_model_of(request)).metadata())
+
+    async def config(self, request: Request) -> Response:
+        return json_response(self._service.catalog.find(*_model_of(request)).config())
+
+    async def statistics(self, request: Request) -> Response:
+        return json_response({"model_stats": self._service.statistics(*_model_of(request))})
+
+    async def repository_index(self, request: Request) -> Response:
+        if "repository" in request.path_params:
+            raise UnsupportedFeatureError("'repository_name' specification is not supported")
+        body = parse_object(await read_body(request, self._max_body_bytes))
+        only_ready = body.get("ready", False)
+        if not isinstance(only_ready, bool):
+            raise InvalidRequestError("'ready' must be true or false", param="ready")
+        return json_response(self._service.catalog.index(only_ready=only_ready))
+
+    # ------------------------------------------------------------ inference
+
+    async def infer(self, request: Request) -> Response:
+        principal = self._authenticate(request.headers)
+        model, version = _model_of(request)
+        self._service.catalog.find(model, version)
+        body = await read_body(request, self._max_body_bytes)
+        body = decompress(body, _content_encoding(request), self._max_body_bytes)
+        infer_request, wish = decode_request(
+            body, request.headers.get(HEADER_LENGTH), model=model, version=version
+        )
+        answer = await until_disconnect(
+            request.receive, self._service.infer(infer_request, principal)
+        )
+        content, json_length = encode_response(answer, wish)
+        content, headers = compress(content, request.headers.get("accept-encoding", ""))
+        if json_length is None:
+            return Response(content, headers=headers, media_type="application/json")
+        headers[HEADER_LENGTH] = str(json_length)
+        return Response(content, headers=headers, media_type="application/octet-stream")
+
+    async def generate(self, request: Request) -> Response:
+        principal = self._authenticate(request.headers)
+        infer_request = await self._generate_request(request)
+        if self._wants_stream(infer_request):
+            raise InvalidRequestError(
+                "generate expects model to produce exactly 1 response, use generate stream for "
+                "model that generates various number of responses"
+            )
+        answer = await until_disconnect(
+            request.receive, self._service.infer(infer_request, principal)
+        )
+        return json_response(encode_generate(answer))
+
+    async def generate_stream(self, request: Request) -> EventStream:
+        principal = self._authenticate(request.headers)
+        infer_request = await self._generate_request(request)
+        responses = await until_disconnect(
+            request.receive, self._service.stream(infer_request, principal)
+        )
+        return EventStream(responses)
+
+    async def _generate_request(self, request: Request) -> InferRequest:
+        name, version = _model_of(request)
+        model = self._service.catalog.find(name, version)
+        encoding = _content_encoding(request)
+        if encoding.strip().lower() not in ("", "identity"):
+            raise InvalidRequestError(
+                f"Unsupported content-encoding '{encoding}', only 'identity' is supported."
+            )
+        body = await read_body(request, self._max_body_bytes)
+        return decode_generate(model, version, parse_object(body))
+
+    def _wants_stream(self, request: InferRequest) -> bool:
+        row = self._service.catalog.find(request.model).kind.input_of("is_streamed")
+        tensors = (tensor for tensor in request.inputs if tensor.name == row)
+        return any(tensor.array.any() for tensor in tensors)
+
+
+def _model_of(request: Request) -> tuple[str, str]:
+    params = request.path_params
+    return params.get("model", ""), params.get("version", "")
+
+
+def _content_encoding(request: Request) -> str:
+    return request.headers.get("content-encoding", "")

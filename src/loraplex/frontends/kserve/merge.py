@@ -1,0 +1,38 @@
+"""Several async iterators read as one, until all end or someone says stop."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+async def merged(
+    streams: Sequence[AsyncIterator[T]], stopped: asyncio.Event
+) -> AsyncGenerator[tuple[int, T], None]:
+    """(index of the stream, item), as they come. Ends early, and quietly, once `stopped` is set.
+
+    A stream's error ends everything. Nothing is read ahead of the consumer but one item a stream.
+    The streams are not closed: whoever opened them does that.
+    """
+    stop = asyncio.ensure_future(stopped.wait())
+    steps = {asyncio.ensure_future(_next(stream)): i for i, stream in enumerate(streams)}
+    try:
+        while steps and not stopped.is_set():
+            done, _ = await asyncio.wait({stop, *steps}, return_when=asyncio.FIRST_COMPLETED)
+            for step in [step for step in steps if step in done]:
+                index = steps.pop(step)
+                item = step.result()
+                if item is None:
+                    continue
+                yield index, item
+                steps[asyncio.ensure_future(_next(streams[index]))] = index
+    finally:
+        for task in (stop, *steps):
+            task.cancel()
+        await asyncio.gather(stop, *steps, return_exceptions=True)
+
+
+async def _next(stream: AsyncIterator[T]) -> T | None:
+    """The next item; None at the end (no stream of ours has None as an item)."""
+    return await anext(stream, None)

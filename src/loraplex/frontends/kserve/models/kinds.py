@@ -1,0 +1,167 @@
+"""What a kind of Triton model is: its tensor tables as data, and how one row is read.
+
+A row says what its tensor does here: it is USED under a common field name, it has NO_EFFECT (in
+the original neither), or it is REFUSED unless it asks for nothing. So no tensor that a client
+sends is ever ignored without a reason that stands in a table.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+
+from loraplex.frontends.kserve.messages import Parameter
+
+IGNORED_INPUTS = frozenset({"START", "END", "CORRID"})
+"""Sequence-batching controls that old clients send; Triton's TensorRT-LLM backend drops them."""
+
+
+class Effect(enum.Enum):
+    USED = "used"
+    NO_EFFECT = "no effect"
+    REFUSED = "refused"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class InputSpec:
+    """One input tensor. `dims` are per sample: on the wire the batch stands in front."""
+
+    name: str
+    datatype: str
+    dims: tuple[int, ...] = (1,)
+    effect: Effect = Effect.USED
+    field: str = ""
+    """What conversion calls it; both kinds use the same words."""
+    required: bool = False
+    has_scalar_reshape: bool = False
+    """The model configuration says `reshape { shape: [] }`."""
+    is_ragged: bool = False
+    is_declared: bool = True
+    """False: an older name, understood but not shown in metadata."""
+    neutral: tuple[object, ...] = ()
+    """Of a REFUSED input: the element values that ask for nothing. An empty tensor never does."""
+    reason: str = ""
+    """Of a REFUSED input: what it asks for."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OutputSpec:
+    """One output tensor, per sample."""
+
+    name: str
+    datatype: str
+    dims: tuple[int, ...] = (1,)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelKind:
+    """A model of the TensorRT-LLM backend's repository."""
+
+    name: str
+    platform: str
+    backend: str
+    inputs: tuple[InputSpec, ...]
+    outputs: tuple[OutputSpec, ...]
+    takes_text: bool
+    """True: a prompt and an answer are text. False: they are token ids."""
+    ends_by_default: bool
+    """Without `end_id`: True ends at the model's end token, False runs to the full length."""
+    response_parameters: Mapping[str, Parameter] = dataclasses.field(default_factory=dict)
+    """On every response."""
+
+    def input(self, name: str) -> InputSpec | None:
+        """The row of an input, older names included."""
+        return next((row for row in self.inputs if row.name == name), None)
+
+    def input_of(self, field: str) -> str:
+        """The name that this kind has for a field."""
+        return next((row.name for row in self.inputs if row.field == field), field)
+
+    def output(self, name: str) -> OutputSpec | None:
+        return next((row for row in self.outputs if row.name == name), None)
+
+    @property
+    def declared_inputs(self) -> tuple[InputSpec, ...]:
+        return tuple(row for row in self.inputs if row.is_declared)
+
+
+def used(
+    name: str,
+    datatype: str,
+    dims: tuple[int, ...] = (1,),
+    *,
+    field: str = "",
+    required: bool = False,
+    ragged: bool = False,
+    is_declared: bool = True,
+) -> InputSpec:
+    """A row whose tensor has its full effect."""
+    return InputSpec(
+        name,
+        datatype,
+        dims,
+        field=field or name,
+        required=required,
+        is_ragged=ragged,
+        is_declared=is_declared,
+    )
+
+
+def no_effect(
+    name: str, datatype: str, dims: tuple[int, ...] = (1,), *, ragged: bool = False
+) -> InputSpec:
+    """A row whose tensor changes nothing in the original either."""
+    return InputSpec(name, datatype, dims, Effect.NO_EFFECT, is_ragged=ragged)
+
+
+def refused(
+    name: str,
+    datatype: str,
+    dims: tuple[int, ...] = (1,),
+    *,
+    reason: str,
+    neutral: tuple[object, ...] = (),
+    ragged: bool = False,
+    is_declared: bool = True,
+) -> InputSpec:
+    """A row whose tensor we do not serve (yet)."""
+    return InputSpec(
+        name,
+        datatype,
+        dims,
+        Effect.REFUSED,
+        is_ragged=ragged,
+        is_declared=is_declared,
+        neutral=neutral,
+        reason=reason,
+    )
+
+
+def scalar(row: InputSpec) -> InputSpec:
+    """The row with `reshape { shape: [] }`."""
+    return dataclasses.replace(row, has_scalar_reshape=True)
+
+
+LOGITS = "logits in the answer"
+PERF_METRICS = "performance metrics in the answer"
+PROMPT_TUNING = "prompt tuning"
+BAD_WORDS = "forbidden words"
+INLINE_LORA = (
+    "LoRA weights inside the request; register the adapter and send its lora_task_id alone"
+)
+GUIDED_DECODING = "guided decoding"
+BEAM_SEARCH = "beam search"
+
+TIMING_OUTPUTS = (
+    OutputSpec("arrival_time_ns", "INT64"),
+    OutputSpec("first_scheduled_time_ns", "INT64"),
+    OutputSpec("first_token_time_ns", "INT64"),
+    OutputSpec("last_token_time_ns", "INT64"),
+    OutputSpec("acceptance_rate", "FP32"),
+    OutputSpec("total_accepted_draft_tokens", "INT32"),
+    OutputSpec("total_draft_tokens", "INT32"),
+)
+CACHE_OUTPUTS = (
+    OutputSpec("kv_cache_alloc_new_blocks", "INT32"),
+    OutputSpec("kv_cache_reused_blocks", "INT32"),
+    OutputSpec("kv_cache_alloc_total_blocks", "INT32"),
+)

@@ -1,0 +1,295 @@
+"""Tensors on the wire: data types, and their JSON, binary and typed-list forms.
+
+Knows no model and no protocol message. A bad tensor is an InvalidTensorError that names the
+tensor, what came and what would be right.
+
+In memory a tensor is a numpy array. BYTES is an array of `bytes` objects. BF16 is widened to
+float32, which is exact; numpy has no bfloat16.
+
+Source of the forms: the KServe v2 protocol and Triton's binary tensor data extension.
+"""
+
+import dataclasses
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loraplex.core.errors import InvalidTensorError
+
+Array = npt.NDArray[Any]
+
+MAX_RANK = 8
+MAX_ELEMENTS = 2**31 - 1
+_LENGTH_PREFIX = struct.Struct("<I")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Datatype:
+    """One row of the protocol's table of data types."""
+
+    name: str
+    config_name: str
+    """Its name in a model configuration."""
+    wire_dtype: np.dtype[Any] | None
+    """Little-endian form of one element; None where elements have no fixed size (BYTES)."""
+    has_json: bool = True
+    """FP16 and BF16 travel in binary only."""
+
+
+def _row(name: str, wire_dtype: str, *, has_json: bool = True) -> Datatype:
+    return Datatype(name, f"TYPE_{name}", np.dtype(wire_dtype), has_json)
+
+
+DATATYPES: Mapping[str, Datatype] = MappingProxyType(
+    {
+        row.name: row
+        for row in (
+            _row("BOOL", "?"),
+            _row("UINT8", "u1"),
+            _row("UINT16", "<u2"),
+            _row("UINT32", "<u4"),
+            _row("UINT64", "<u8"),
+            _row("INT8", "i1"),
+            _row("INT16", "<i2"),
+            _row("INT32", "<i4"),
+            _row("INT64", "<i8"),
+            _row("FP16", "<f2", has_json=False),
+            _row("BF16", "<u2", has_json=False),
+            _row("FP32", "<f4"),
+            _row("FP64", "<f8"),
+            Datatype("BYTES", "TYPE_STRING", None),
+        )
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Tensor:
+    name: str
+    datatype: str
+    array: Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+
+def datatype_of(name: str, datatype: object) -> Datatype:
+    """The row of a data type's name, as a client spelled it for tensor `name`."""
+    row = DATATYPES.get(datatype) if isinstance(datatype, str) else None
+    if row is None:
+        raise InvalidTensorError(
+            f"tensor '{name}' has datatype {datatype!r}; the datatypes are {', '.join(DATATYPES)}",
+            param=name,
+        )
+    return row
+
+
+def shape_of(name: str, shape: Sequence[object]) -> tuple[int, ...]:
+    """The shape of tensor `name`, checked: not too deep, no negative and no absurd dimension."""
+    dims = tuple(dim for dim in shape if isinstance(dim, int) and not isinstance(dim, bool))
+    if len(dims) != len(shape) or any(dim < 0 for dim in dims):
+        raise InvalidTensorError(
+            f"tensor '{name}' has shape {list(shape)}; a shape is a list of integers that are "
+            "not negative",
+            param=name,
+        )
+    if len(dims) > MAX_RANK or math.prod(max(dim, 1) for dim in dims) > MAX_ELEMENTS:
+        raise InvalidTensorError(
+            f"tensor '{name}' has shape {list(dims)}; at most {MAX_RANK} dimensions and "
+            f"{MAX_ELEMENTS} elements are allowed",
+            param=name,
+        )
+    return dims
+
+
+# ---------------------------------------------------------------- the binary form
+
+
+def from_raw(name: str, datatype: str, shape: Sequence[int], data: bytes) -> Tensor:
+    """A tensor from its raw bytes: little-endian, row-major, BYTES with length prefixes."""
+    row = datatype_of(name, datatype)
+    dims = shape_of(name, shape)
+    if row.wire_dtype is None:
+        return Tensor(name, datatype, _objects(_split_strings(name, dims, data), dims))
+    expected = math.prod(dims) * row.wire_dtype.itemsize
+    if len(data) != expected:
+        raise InvalidTensorError(
+            f"input byte size mismatch for input '{name}'. Expected {expected} ({datatype} of "
+            f"shape {list(dims)}), got {len(data)}",
+            param=name,
+        )
+    array = np.frombuffer(data, dtype=row.wire_dtype).reshape(dims)
+    if datatype == "BF16":
+        array = (array.astype(np.uint32) << 16).view(np.float32)
+    return Tensor(name, datatype, array)
+
+
+def _split_strings(name: str, dims: tuple[int, ...], data: bytes) -> list[bytes]:
+    """The elements of a BYTES tensor: each a 32-bit length and so many bytes."""
+    elements: list[bytes] = []
+    offset = 0
+    while offset < len(data):
+        start = offset + _LENGTH_PREFIX.size
+        if start > len(data):
+            raise _broken_strings(name, f"{len(data) - offset} bytes are left for a length prefix")
+        (length,) = _LENGTH_PREFIX.unpack_from(data, offset)
+        offset = start + length
+        if offset > len(data):
+            raise _broken_strings(
+                name, f"element {len(elements)} says {length} bytes, {len(data) - start} are left"
+            )
+        elements.append(data[start:offset])
+    _check_count(name, dims, len(elements))
+    return elements
+
+
+def _broken_strings(name: str, problem: str) -> InvalidTensorError:
+    return InvalidTensorError(
+        f"input byte size mismatch for input '{name}'. Each BYTES element is a 4-byte "
+        f"little-endian length and so many bytes; {problem}",
+        param=name,
+    )
+
+
+def to_raw(tensor: Tensor) -> bytes:
+    """The binary form; the inverse of from_raw."""
+    row = DATATYPES[tensor.datatype]
+    if row.wire_dtype is None:
+        return b"".join(
+            _LENGTH_PREFIX.pack(len(element)) + element for element in tensor.array.flat
+        )
+    assert tensor.datatype != "BF16", "no output is BF16"
+    return tensor.array.astype(row.wire_dtype, copy=False).tobytes()
+
+
+# ---------------------------------------------------------------- lists of values
+
+
+def from_json(name: str, datatype: str, shape: Sequence[int], data: object) -> Tensor:
+    """A tensor from JSON `data`: a flat list in row-major order, or lists nested as the shape."""
+    dims = shape_of(name, shape)
+    if not datatype_of(name, datatype).has_json:
+        raise InvalidTensorError(
+            f"receiving {datatype} data via JSON is not supported. Please use the binary data "
+            f"format for input {name}",
+            param=name,
+        )
+    values: list[object] = []
+    _flatten(name, data, max(len(dims), 1), values)
+    return from_values(name, datatype, dims, values)
+
+
+def _flatten(name: str, data: object, depth: int, into: list[object]) -> None:
+    if not isinstance(data, list) or depth == 0:
+        raise InvalidTensorError(
+            f"the data of tensor '{name}' must be a list of values, flat or nested as its shape",
+            param=name,
+        )
+    if not any(isinstance(item, list) for item in data):
+        into.extend(data)
+        return
+    for item in data:
+        _flatten(name, item, depth - 1, into)
+
+
+def from_values(name: str, datatype: str, shape: Sequence[int], values: Sequence[object]) -> Tensor:
+    """A tensor from Python values in row-major order; strings are encoded as UTF-8."""
+    row = datatype_of(name, datatype)
+    dims = shape_of(name, shape)
+    _check_count(name, dims, len(values))
+    if row.wire_dtype is None:
+        return Tensor(name, datatype, _objects([_encoded(name, v) for v in values], dims))
+    _check_types(name, datatype, row.wire_dtype, values)
+    return Tensor(name, datatype, np.array(values, dtype=row.wire_dtype).reshape(dims))
+
+
+def _check_count(name: str, dims: tuple[int, ...], count: int) -> None:
+    expected = math.prod(dims)
+    if count != expected:
+        raise InvalidTensorError(
+            f"tensor '{name}' has {count} elements; its shape {list(dims)} takes {expected}",
+            param=name,
+        )
+
+
+def _encoded(name: str, value: object) -> bytes:
+    if isinstance(value, bytes):
+        return value
+    if not isinstance(value, str):
+        raise _wrong_value(name, "BYTES", value, "a string")
+    try:
+        return value.encode()
+    except UnicodeEncodeError:
+        raise _wrong_value(name, "BYTES", value, "text that UTF-8 can encode") from None
+
+
+def _check_types(name: str, datatype: str, dtype: np.dtype[Any], values: Sequence[object]) -> None:
+    """Python's bool is an int, and numpy casts nearly everything: so look at every value."""
+    if dtype.kind == "b":
+        allowed: tuple[type, ...] = (bool,)
+        right = "true or false"
+    elif dtype.kind == "f":
+        allowed = (int, float)
+        right = "a number"
+    else:
+        allowed = (int,)
+        limits = np.iinfo(dtype)
+        right = f"an integer in [{limits.min}, {limits.max}]"
+    for value in values:
+        if type(value) not in allowed:
+            raise _wrong_value(name, datatype, value, right)
+        if dtype.kind in "iu" and not limits.min <= value <= limits.max:  # type: ignore[operator]
+            raise _wrong_value(name, datatype, value, right)
+
+
+def _wrong_value(name: str, datatype: str, value: object, right: str) -> InvalidTensorError:
+    shown = repr(value)
+    shown = shown if len(shown) <= 40 else shown[:40] + "..."
+    return InvalidTensorError(
+        f"tensor '{name}' holds {shown}; an element of type {datatype} must be {right}", param=name
+    )
+
+
+def to_values(tensor: Tensor) -> list[Any]:
+    """Flat Python values for JSON. Raises InvalidTensorError if BYTES are not UTF-8."""
+    if tensor.datatype != "BYTES":
+        values: list[Any] = tensor.array.ravel().tolist()
+        return values
+    return [to_text(tensor.name, element) for element in tensor.array.flat]
+
+
+def to_text(name: str, element: bytes) -> str:
+    """An element of BYTES tensor `name` as text. Raises InvalidTensorError if it is not UTF-8."""
+    try:
+        return element.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidTensorError(
+            f"tensor '{name}' is not UTF-8 text: byte {error.start} of {element[:20]!r} cannot "
+            "be decoded",
+            param=name,
+        ) from None
+
+
+# ---------------------------------------------------------------- tensors that we make
+
+
+def strings(name: str, texts: Sequence[str]) -> Tensor:
+    """A BYTES tensor of shape [len(texts)]."""
+    return Tensor(name, "BYTES", _objects([text.encode() for text in texts], (len(texts),)))
+
+
+def numbers(name: str, datatype: str, values: object) -> Tensor:
+    """A tensor of the shape that the nested sequences have."""
+    return Tensor(name, datatype, np.array(values, dtype=DATATYPES[datatype].wire_dtype))
+
+
+def _objects(elements: Sequence[bytes], dims: tuple[int, ...]) -> Array:
+    array = np.empty(len(elements), dtype=object)
+    array[:] = elements
+    return array.reshape(dims)

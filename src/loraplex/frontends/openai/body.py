@@ -1,0 +1,114 @@
+"""From the bytes of a request to a body of `schema`, or an error that a person can act on."""
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+from starlette.requests import Request
+
+from loraplex.core.errors import (
+    InvalidParameterError,
+    InvalidRequestError,
+    PayloadTooLargeError,
+    RequestError,
+)
+from loraplex.frontends.openai.schema import EXPECTED, Body
+
+MAX_SHOWN_CHARS = 60
+
+BodyT = TypeVar("BodyT", bound=Body)
+
+_EXPECTED_BY_ERROR_TYPE = {
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "a string",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+}
+
+_KINDS = ((str, "a long string"), (list, "a list"), (dict, "an object"))
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The whole body. Raises PayloadTooLargeError before reading more than max_bytes."""
+    _check_content_type(request)
+    too_large = PayloadTooLargeError(f"the request body must not exceed {max_bytes} bytes")
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > max_bytes:
+        raise too_large
+    chunks: list[bytes] = []
+    num_bytes = 0
+    async for chunk in request.stream():
+        num_bytes += len(chunk)
+        if num_bytes > max_bytes:
+            raise too_large
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def parse_body(schema: type[BodyT], body: bytes) -> BodyT:
+    """Raises InvalidRequestError if it is not a JSON object, InvalidParameterError for a field."""
+    try:
+        return schema.model_validate_json(body)
+    except ValidationError as error:
+        raise explain(error.errors(include_url=False)) from None
+
+
+def explain(details: Sequence[ErrorDetails]) -> RequestError:
+    """One readable sentence for what pydantic found first."""
+    first = details[0]
+    if first["type"] == "json_invalid":
+        return InvalidRequestError(f"the body is not valid JSON: {first['ctx']['error']}")
+    path = _path(first["loc"])
+    if not path:
+        return InvalidRequestError(f"the body must be a JSON object, got {_show(first['input'])}")
+    name = _name(path)
+    if first["type"] == "missing":
+        return InvalidParameterError(f"{name} is required", param=name)
+    return InvalidParameterError(
+        f"{name} must be {_expected(path, first)}, got {_show(first['input'])}", param=name
+    )
+
+
+def _path(loc: Sequence[int | str]) -> list[int | str]:
+    """Where the field is: up to pydantic's name for a branch of a union (`str`, `list[int]`)."""
+    is_branch = [isinstance(part, str) and (part == "str" or "[" in part) for part in loc]
+    return list(loc[: is_branch.index(True)] if True in is_branch else loc)
+
+
+def _name(path: Iterable[int | str]) -> str:
+    """As in JavaScript: `messages[0].content`; an empty part stands for any index."""
+    parts = (f".{p}" if isinstance(p, str) and p else f"[{p}]" for p in path)
+    return "".join(parts).removeprefix(".")
+
+
+def _expected(path: Sequence[int | str], details: ErrorDetails) -> str:
+    field = _name("" if isinstance(part, int) else part for part in path)
+    if field in EXPECTED:
+        return EXPECTED[field]
+    if details["type"] == "literal_error":
+        return str(details["ctx"]["expected"])
+    return _EXPECTED_BY_ERROR_TYPE.get(details["type"], "of another type")
+
+
+def _show(value: Any) -> str:
+    """The value as JSON, or its kind if it is long."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    if len(text) <= MAX_SHOWN_CHARS:
+        return text
+    return next((name for kind, name in _KINDS if isinstance(value, kind)), "a value")
+
+
+def _check_content_type(request: Request) -> None:
+    """A web page of a stranger can post anything but JSON without asking the browser first."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json" and not media_type.endswith("+json"):
+        raise InvalidRequestError(
+            f"the body must be sent as Content-Type: application/json, got {media_type or 'none'}"
+        )

@@ -1,0 +1,102 @@
+"""The one table from core.errors to HTTP statuses and OpenAI's error bodies."""
+
+import logging
+import math
+from typing import NamedTuple
+
+import msgspec
+from starlette.responses import Response
+
+from loraplex.core import errors
+
+_log = logging.getLogger(__name__)
+
+
+class WireError(NamedTuple):
+    """HTTP status, OpenAI's error type, and OpenAI's own code where it has one."""
+
+    status: int
+    type: str
+    code: str | None = None
+    """None: the stable code of the error class."""
+
+
+INVALID = "invalid_request_error"
+UNAVAILABLE = "service_unavailable_error"
+SERVER = "server_error"
+
+WIRE_ERRORS: dict[type[errors.LoraplexError], WireError] = {
+    errors.InvalidRequestError: WireError(400, INVALID),
+    errors.InvalidParameterError: WireError(400, INVALID),
+    errors.InvalidTensorError: WireError(400, INVALID),
+    errors.PromptTooLongError: WireError(400, INVALID, "context_length_exceeded"),
+    errors.TokenOutOfVocabularyError: WireError(400, INVALID),
+    errors.PayloadTooLargeError: WireError(413, INVALID),
+    errors.ModelNotFoundError: WireError(404, INVALID),
+    errors.AdapterNotFoundError: WireError(404, INVALID),
+    errors.AdapterExistsError: WireError(409, INVALID),
+    errors.InvalidAdapterError: WireError(422, INVALID),
+    errors.AdapterMismatchError: WireError(422, INVALID),
+    errors.AdapterTooLargeError: WireError(422, INVALID),
+    errors.UnsupportedFeatureError: WireError(400, INVALID),
+    errors.UnauthenticatedError: WireError(401, "authentication_error", "invalid_api_key"),
+    errors.PermissionDeniedError: WireError(403, "permission_error"),
+    errors.QueueFullError: WireError(429, "rate_limit_error"),
+    errors.NotReadyError: WireError(503, UNAVAILABLE),
+    errors.EngineRestartedError: WireError(503, UNAVAILABLE),
+    errors.AdapterLoadError: WireError(503, UNAVAILABLE),
+    errors.DeadlineExceededError: WireError(504, "timeout_error"),
+    errors.RowFailedError: WireError(500, SERVER),
+    errors.StepFailedError: WireError(500, SERVER),
+    errors.UnsupportedModelError: WireError(500, SERVER),
+    # The branches, for an error that another process described by a code unknown here.
+    errors.RequestError: WireError(400, INVALID),
+    errors.CapacityError: WireError(503, UNAVAILABLE),
+    errors.LoraplexError: WireError(500, SERVER),
+}
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    error: ErrorDetail
+
+
+def wire_error(error: errors.LoraplexError) -> WireError:
+    """The row of the error's class, or of its nearest ancestor."""
+    return next(WIRE_ERRORS[cls] for cls in type(error).__mro__ if cls in WIRE_ERRORS)
+
+
+def error_body(error: errors.LoraplexError) -> ErrorBody:
+    wire = wire_error(error)
+    return ErrorBody(ErrorDetail(error.message, wire.type, error.param, wire.code or error.code))
+
+
+def error_response(error: errors.LoraplexError) -> Response:
+    response = json_error(wire_error(error).status, error_body(error).error)
+    if error.retry_after_seconds is not None:
+        response.headers["retry-after"] = str(max(1, math.ceil(error.retry_after_seconds)))
+    if isinstance(error, errors.PayloadTooLargeError):
+        # What is left of the body stays unread, so the connection cannot be used again.
+        response.headers["connection"] = "close"
+    return response
+
+
+def json_error(status: int, detail: ErrorDetail) -> Response:
+    body = msgspec.json.encode(ErrorBody(detail))
+    return Response(body, status_code=status, media_type="application/json")
+
+
+def as_loraplex_error(error: Exception, request_id: str) -> errors.LoraplexError:
+    """The error itself, or for a bug an InternalError that tells no more than where to look."""
+    if isinstance(error, errors.LoraplexError):
+        return error
+    _log.error("request %s failed", request_id, exc_info=error)
+    return errors.InternalError(
+        f"internal error; the server's log says more under request id {request_id}"
+    )

@@ -1,0 +1,180 @@
+"""What the room answers: OpenAI's response objects.
+
+msgspec structs, because a field that is absent (UNSET) and one that is null differ on this wire,
+and because a chunk is encoded for every token.
+"""
+
+from typing import Literal
+
+from msgspec import UNSET, Struct, UnsetType
+
+LogprobByToken = dict[str, float]
+
+
+class PromptTokensDetails(Struct, frozen=True):
+    cached_tokens: int
+
+
+class Usage(Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+
+
+class CompletionLogprobs(Struct, frozen=True):
+    """The four lists are as long as each other; an offset counts characters of `text`."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[LogprobByToken | None]
+    text_offset: list[int]
+
+
+class RankedLogprob(Struct, frozen=True):
+    """vLLM's description of one candidate of a prompt position."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, RankedLogprob] | None]
+"""By position; keys are token ids in decimal."""
+
+
+class CompletionChoice(Struct, frozen=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class Completion(Struct, frozen=True, kw_only=True):
+    """A whole answer, or one chunk of it."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class TopLogprob(Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ContentLogprob(Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct, frozen=True):
+    content: list[ContentLogprob]
+    refusal: None = None
+
+
+class ChatMessage(Struct, frozen=True):
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(Struct, frozen=True):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+
+
+class ChatCompletion(Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class ChatDelta(Struct, frozen=True):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(Struct, frozen=True):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class ChatCompletionChunk(Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class ModelEntry(Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["loraplex"] = "loraplex"
+    root: str
+    """The base model, of a base model itself too."""
+    parent: str | None
+    """An adapter's base model."""
+    max_model_len: int
+
+
+class ModelList(Struct, frozen=True):
+    data: list[ModelEntry]
+    object: Literal["list"] = "list"
+
+
+class AdapterEntry(Struct, frozen=True, kw_only=True):
+    name: str
+    object: Literal["adapter"] = "adapter"
+    model: str
+    task_id: int | None
+    digest: str
+    created: int
+    rank: int
+    num_bytes: int
+    source: str
+    warnings: tuple[str, ...]
+
+
+class AdapterList(Struct, frozen=True):
+    data: list[AdapterEntry]
+    object: Literal["list"] = "list"
+
+
+class AdapterDeleted(Struct, frozen=True):
+    name: str
+    object: Literal["adapter"] = "adapter"
+    deleted: bool = True
+
+
+class Tokens(Struct, frozen=True):
+    """vLLM's answer to /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
+class Detokenized(Struct, frozen=True):
+    prompt: str

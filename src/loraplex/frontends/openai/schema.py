@@ -1,0 +1,144 @@
+"""What a client may send: the request bodies of the OpenAI room, and their llgtrt and vLLM fields.
+
+Types are strict (no "5" for 5) and every field may be null, which means absent. Ranges are not
+checked here: SamplingParams knows them. A field that is not declared is kept aside, not refused:
+`unsupported` names the ones that we know and do not serve, the rest is ignored as the originals do.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+EXPECTED = {
+    "prompt": "a string, a list of strings, a list of token ids or a list of such lists",
+    "stop": "a string or a list of strings",
+    "messages": "a list of messages",
+    "messages[]": "an object with a role and a content",
+    "messages[].content": "a string or a list of content parts",
+    "stop_token_ids": "a list of token ids",
+    "tokens": "a list of token ids",
+}
+"""What is right where a field takes more than one type: texts for an error message."""
+
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+# One bad item ends a branch: a prompt of a million token ids is not a million errors.
+Prompt = Annotated[
+    str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)],
+    Field(union_mode="left_to_right"),
+]
+
+
+class Body(BaseModel):
+    """A JSON object of which unknown fields end up in `model_extra`."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+
+
+class GenerationBody(Body):
+    """What completions and chat have in common."""
+
+    model: str | None = None
+    lora_model: str | None = None
+    """llgtrt's way to choose an adapter."""
+    load_lora_weights: Literal["auto", "always", "never"] | None = None
+    """llgtrt's: without meaning here, where an adapter never has to be sent again."""
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: str | Texts | None = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    priority: int | None = None
+    user: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class CompletionBody(GenerationBody):
+    prompt: Prompt
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+
+
+class ContentPart(Body):
+    type: str
+    text: str | None = None
+
+
+class Message(Body):
+    """One turn; what a chat template may read beside role and content is in `model_extra`."""
+
+    role: str
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
+
+
+Messages = Annotated[list[Message], Field(fail_fast=True)]
+
+
+class ChatBody(GenerationBody):
+    messages: Messages
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeBody(Body):
+    """vLLM's: a prompt or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: TokenIds
+
+
+class LoadLoraBody(Body):
+    """vLLM's."""
+
+    lora_name: str
+    lora_path: str
+    base_model_name: str | None = None
+    load_inplace: bool | None = None
+
+
+class UnloadLoraBody(Body):
+    lora_name: str
+
+
+class AdapterBody(Body):
+    name: str
+    path: str
+    model: str | None = None
+    """The base model; None is the default one."""
+    task_id: int | None = None
+    replace: bool | None = None

@@ -1,0 +1,224 @@
+"""GET /metrics: what requests did and what engines do, as Prometheus text.
+
+Engines' numbers are read from `Backend.stats` when somebody asks; nothing is kept here.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from loraplex.core.principal import LOCAL
+from loraplex.core.stats import EngineStats
+from loraplex.serving.backend import Backend
+from loraplex.serving.request_metrics import RequestMetrics
+
+_Family = tuple[str, str, str | None, Callable[[EngineStats], dict[str, float]]]
+"""(name, help, label besides `model`, values by that label's value); without label, by ""."""
+
+_GAUGES: tuple[_Family, ...] = (
+    (
+        "running_requests",
+        "Sequences that hold a slot of the engine.",
+        None,
+        lambda stats: {"": stats.num_running},
+    ),
+    (
+        "waiting_requests",
+        "Sequences that wait for a slot, KV blocks or an adapter.",
+        None,
+        lambda stats: {"": stats.num_waiting},
+    ),
+    (
+        "kv_blocks",
+        "KV cache blocks: held by sequences, cached for reuse, or free.",
+        "state",
+        lambda stats: {
+            "held": stats.blocks_held,
+            "cached": stats.blocks_cached,
+            "free": stats.blocks_free,
+        },
+    ),
+    (
+        "kv_cache_usage_ratio",
+        "Share of the KV cache blocks that sequences hold, 0 to 1.",
+        None,
+        lambda stats: {"": _ratio(stats.blocks_held, _num_blocks(stats))},
+    ),
+    (
+        "adapter_device_pages",
+        "Pages of the device tier of the adapter cache.",
+        "state",
+        lambda stats: {
+            "used": stats.adapters.device_pages_used,
+            "free": stats.adapters.device_pages_total - stats.adapters.device_pages_used,
+        },
+    ),
+    (
+        "adapter_host_bytes",
+        "Bytes of the host tier of the adapter cache.",
+        "state",
+        lambda stats: {
+            "used": stats.adapters.host_bytes_used,
+            "free": stats.adapters.host_bytes_total - stats.adapters.host_bytes_used,
+        },
+    ),
+    (
+        "adapters_resident",
+        "Adapters in each tier of the adapter cache.",
+        "tier",
+        lambda stats: {
+            "device": stats.adapters.num_on_device,
+            "host": stats.adapters.num_on_host,
+        },
+    ),
+)
+
+_COUNTERS: tuple[_Family, ...] = (
+    ("engine_steps", "Steps that the engine launched.", None, lambda stats: {"": stats.steps}),
+    (
+        "preemptions",
+        "Sequences that lost their KV blocks to others and were recomputed.",
+        None,
+        lambda stats: {"": stats.preemptions},
+    ),
+    (
+        "prefix_cache_query_tokens",
+        "Prompt tokens that were looked up in the prefix cache.",
+        None,
+        lambda stats: {"": stats.prompt_tokens},
+    ),
+    (
+        "prefix_cache_hit_tokens",
+        "Prompt tokens whose KV came from the prefix cache.",
+        None,
+        lambda stats: {"": stats.cached_tokens},
+    ),
+    (
+        "engine_generation_tokens",
+        "Tokens that the engine sampled, also those after a stop string.",
+        None,
+        lambda stats: {"": stats.generation_tokens},
+    ),
+    (
+        "adapter_cache_lookups",
+        "Admissions by whether every adapter was on the device.",
+        "result",
+        lambda stats: {"hit": stats.adapters.device_hits, "miss": stats.adapters.device_misses},
+    ),
+    (
+        "adapter_loads",
+        "Adapters read into the host tier.",
+        None,
+        lambda stats: {"": stats.adapters.loads},
+    ),
+    (
+        "adapter_load_failures",
+        "Adapters that could not be read into the host tier.",
+        None,
+        lambda stats: {"": stats.adapters.load_failures},
+    ),
+    (
+        "adapter_evictions",
+        "Adapters that made room for others, by tier.",
+        "tier",
+        lambda stats: {
+            "device": stats.adapters.device_evictions,
+            "host": stats.adapters.host_evictions,
+        },
+    ),
+)
+
+
+def metrics_app(backend: Backend, request_metrics: RequestMetrics) -> ASGIApp:
+    """An app with one route, GET /metrics; for a port of its own or to be mounted."""
+    return Starlette(routes=metrics_routes(backend, request_metrics))
+
+
+def metrics_routes(backend: Backend, request_metrics: RequestMetrics) -> list[Route]:
+    """OpenMetrics for those who ask for it, else the text format of Prometheus."""
+    registry = CollectorRegistry()
+    registry.register(BackendCollector(backend))
+    registry.register(_RegistryCollector(request_metrics.registry))
+
+    async def metrics(request: Request) -> Response:
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(registry), headers={"content-type": content_type})
+
+    return [Route("/metrics", metrics, methods=["GET"])]
+
+
+class BackendCollector(Collector):
+    """The engines' numbers, of every model."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: registering must not ask a backend that has not started."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        names = [card.name for card in self._backend.models()]
+        stats = {name: self._backend.stats(name) for name in names}
+        for name, text, label, values in _GAUGES:
+            gauge = GaugeMetricFamily(f"loraplex_{name}", text, labels=_labels(label))
+            yield _filled(gauge, stats, label, values)
+        for name, text, label, values in _COUNTERS:
+            counter = CounterMetricFamily(f"loraplex_{name}", text, labels=_labels(label))
+            yield _filled(counter, stats, label, values)
+        yield from self._of_models(names)
+
+    def _of_models(self, names: list[str]) -> Iterator[Metric]:
+        ready = GaugeMetricFamily(
+            "loraplex_model_ready", "1 if the model would answer a request now.", labels=["model"]
+        )
+        registered = GaugeMetricFamily(
+            "loraplex_adapters_registered", "Adapters that can be asked for.", labels=["model"]
+        )
+        for name in names:
+            ready.add_metric([name], self._backend.model_ready(name))
+            registered.add_metric([name], len(self._backend.adapters(LOCAL, name)))
+        yield ready
+        yield registered
+
+
+class _RegistryCollector(Collector):
+    """Another registry as a part of this one."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterable[Metric]:
+        return self._registry.collect()
+
+
+def _labels(label: str | None) -> list[str]:
+    return ["model"] if label is None else ["model", label]
+
+
+def _filled(
+    family: GaugeMetricFamily | CounterMetricFamily,
+    stats: dict[str, EngineStats],
+    label: str | None,
+    values: Callable[[EngineStats], dict[str, float]],
+) -> Metric:
+    for model, of_model in stats.items():
+        for label_value, value in values(of_model).items():
+            family.add_metric([model] if label is None else [model, label_value], value)
+    return family
+
+
+def _num_blocks(stats: EngineStats) -> int:
+    return stats.blocks_held + stats.blocks_cached + stats.blocks_free
+
+
+def _ratio(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0

@@ -1,0 +1,159 @@
+"""What every HTTP room does with the outputs of requests: run several as one stream, gather them,
+close them, and stop as soon as the client has gone. Knows no wire format.
+"""
+
+import asyncio
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Mapping,
+    Sequence,
+)
+from contextlib import AsyncExitStack, aclosing
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import msgspec
+
+from loraplex.core.output import RequestOutput, SequenceOutput, TokenLogprob
+from loraplex.core.principal import Principal
+from loraplex.core.request import GenerateRequest
+from loraplex.serving.backend import Backend
+
+T = TypeVar("T")
+
+IndexedOutput = tuple[int, RequestOutput]
+"""(index of the request, its output)."""
+
+
+class ClientDisconnectedError(Exception):
+    """Nobody is left to answer. Not an error of loraplex: no response is written."""
+
+
+@runtime_checkable
+class _Closable(Protocol):
+    async def aclose(self) -> None: ...
+
+
+async def close_outputs(outputs: AsyncIterator[RequestOutput]) -> None:
+    """Close the iterator of Backend.generate: aborts the request unless it is over."""
+    if isinstance(outputs, _Closable):
+        await outputs.aclose()
+
+
+async def until_disconnect(
+    receive: Callable[[], Awaitable[Mapping[str, Any]]], work: Coroutine[Any, Any, T]
+) -> T:
+    """The result of work, which is cancelled as soon as the client disconnects.
+
+    `receive` is the ASGI callable of a request whose body has been read. Raises
+    ClientDisconnectedError, after what work cleans up has been awaited.
+    """
+    task = asyncio.create_task(work)
+    watcher = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnectedError
+        return task.result()
+    finally:
+        watcher.cancel()
+        task.cancel()
+        # gather, not wait: it also takes note of what the two raised.
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _disconnected(receive: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def generate_all(
+    backend: Backend, requests: Sequence[GenerateRequest], principal: Principal
+) -> AsyncGenerator[IndexedOutput, None]:
+    """Admit the requests, then give their outputs as they come.
+
+    If one is refused or fails, its error is raised and the others are aborted; closing the
+    generator aborts all.
+    """
+    async with AsyncExitStack() as stack:
+        streams: list[AsyncIterator[RequestOutput]] = []
+        for request in requests:
+            outputs = await backend.generate(request, principal)
+            stack.push_async_callback(close_outputs, outputs)
+            streams.append(outputs)
+        if len(streams) == 1:
+            async for output in streams[0]:
+                yield 0, output
+            return
+        async with aclosing(_interleave(streams)) as merged:
+            async for item in merged:
+                yield item
+
+
+async def _interleave(
+    streams: Sequence[AsyncIterator[RequestOutput]],
+) -> AsyncGenerator[IndexedOutput, None]:
+    waiting = {_next_of(stream): index for index, stream in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=lambda task: waiting[task]):
+                output = task.result()
+                index = waiting.pop(task)
+                if output is not None:
+                    waiting[_next_of(streams[index])] = index
+                    yield index, output
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+def _next_of(stream: AsyncIterator[RequestOutput]) -> "asyncio.Task[RequestOutput | None]":
+    async def next_output() -> RequestOutput | None:
+        return await anext(stream, None)
+
+    return asyncio.create_task(next_output())
+
+
+async def gather_all(
+    backend: Backend, requests: Sequence[GenerateRequest], principal: Principal
+) -> list[RequestOutput]:
+    """Run the requests to their ends: one whole output for each, in order."""
+    pieces: list[list[RequestOutput]] = [[] for _ in requests]
+    async with aclosing(generate_all(backend, requests, principal)) as outputs:
+        async for index, output in outputs:
+            pieces[index].append(output)
+    return [merge_outputs(outputs) for outputs in pieces]
+
+
+def merge_outputs(outputs: Sequence[RequestOutput]) -> RequestOutput:
+    """The increments of one request as one output; sequences in the order of their index."""
+    by_index: dict[int, list[SequenceOutput]] = {}
+    for output in outputs:
+        for sequence in output.sequences:
+            by_index.setdefault(sequence.index, []).append(sequence)
+    return msgspec.structs.replace(
+        outputs[-1],
+        sequences=tuple(_merge_sequence(by_index[index]) for index in sorted(by_index)),
+        prompt_logprobs=_first_prompt_logprobs(outputs),
+    )
+
+
+def _merge_sequence(pieces: Sequence[SequenceOutput]) -> SequenceOutput:
+    return msgspec.structs.replace(
+        pieces[-1],
+        text="".join(piece.text for piece in pieces),
+        token_ids=tuple(token_id for piece in pieces for token_id in piece.token_ids),
+        logprobs=tuple(logprob for piece in pieces for logprob in piece.logprobs),
+    )
+
+
+def _first_prompt_logprobs(
+    outputs: Sequence[RequestOutput],
+) -> tuple[TokenLogprob | None, ...] | None:
+    given = (o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None)
+    return next(given, None)

@@ -1,0 +1,113 @@
+"""Causal attention over paged keys and values in torch: gather, then two batched products.
+
+Scores, softmax and sums are float32 whatever the storage holds.
+"""
+
+import dataclasses
+
+import torch
+
+from loraplex.kernels.attention_tiles import TileGroup, tile_groups
+from loraplex.kernels.ops import KVStorage, RowLayout
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _GroupIndices:
+    """I tiles of n queries (padded by repeating the last) and L keys, as device tensors."""
+
+    query_tokens: torch.Tensor  # [I, n] int64: rows of the batch
+    block_ids: torch.Tensor  # [I, L / block_size] int64
+    hidden: torch.Tensor  # [I, n, L] bool: keys that a query does not see
+    unread: torch.Tensor  # [I, L] bool: keys that no query of the tile sees
+    real: torch.Tensor  # [num_real] int64: the queries that are no padding, in [I * n]
+    output_tokens: torch.Tensor  # [num_real] int64: their rows of the batch
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TilePlan:
+    groups: tuple[_GroupIndices, ...]
+
+
+def plan_tiles(
+    rows: RowLayout, block_size: int, sliding_window: int | None, query_multiple: int
+) -> TilePlan:
+    """The indices of a step; they hold for every layer with this window."""
+    groups = tile_groups(
+        rows.query_start_loc,
+        rows.seq_lens,
+        block_size=block_size,
+        sliding_window=sliding_window,
+        query_multiple=query_multiple,
+    )
+    return TilePlan(
+        tuple(_indices(group, rows.block_tables, block_size, sliding_window) for group in groups)
+    )
+
+
+def attend(query: torch.Tensor, storage: KVStorage, plan: TilePlan) -> torch.Tensor:
+    """query [T, H, D] -> [T, H, D]; storage [num_blocks, K, block_size, D]."""
+    output = torch.empty_like(query)
+    for group in plan.groups:
+        attended = _attend_group(query, storage, group)
+        output[group.output_tokens] = attended[group.real].to(output.dtype)
+    return output
+
+
+def _attend_group(query: torch.Tensor, storage: KVStorage, group: _GroupIndices) -> torch.Tensor:
+    """[I * n, H, D] float32."""
+    num_tiles, num_queries = group.query_tokens.shape
+    num_heads, head_dim = query.shape[1:]
+    num_kv_heads = storage.key.shape[1]
+    grouped = (num_tiles, num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    queries = query[group.query_tokens].float().view(grouped).transpose(1, 2)
+    queries = queries.reshape(num_tiles * num_kv_heads, -1, head_dim)
+    keys = _gather(storage.key, group.block_ids)
+    values = _gather(storage.value, group.block_ids)
+    # A block's old content may be NaN, and 0 * NaN would spread it.
+    values.masked_fill_(group.unread[:, None, :, None], 0.0)
+    scores = torch.bmm(queries, keys.flatten(0, 1).transpose(1, 2)) * head_dim**-0.5
+    by_query = scores.view(num_tiles, num_kv_heads, num_queries, -1, scores.shape[-1])
+    by_query.masked_fill_(group.hidden[:, None, :, None, :], -torch.inf)
+    summed = torch.bmm(torch.softmax(scores, dim=-1), values.flatten(0, 1))
+    by_head = summed.view(num_tiles, num_kv_heads, num_queries, -1, head_dim)
+    return by_head.transpose(1, 2).reshape(num_tiles * num_queries, num_heads, head_dim)
+
+
+def _gather(blocks: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
+    """[num_blocks, K, block_size, D] by block_ids [I, B] -> [I, K, B * block_size, D] float32."""
+    num_kv_heads, block_size, head_dim = blocks.shape[1:]
+    heads = torch.arange(num_kv_heads, device=blocks.device)
+    pieces = block_ids.unsqueeze(1) * num_kv_heads + heads.unsqueeze(1)
+    gathered = blocks.view(-1, block_size * head_dim)[pieces.flatten()]
+    return gathered.float().view(len(block_ids), num_kv_heads, -1, head_dim)
+
+
+def _indices(
+    group: TileGroup, block_tables: torch.Tensor, block_size: int, sliding_window: int | None
+) -> _GroupIndices:
+    device, shape, tiles = block_tables.device, group.shape, group.tiles
+    offsets = torch.arange(shape.num_queries)
+    num_queries = _column([tile.num_queries for tile in tiles])
+    within = torch.minimum(offsets, num_queries - 1)
+    query_tokens = _column([tile.first_token for tile in tiles]) + within
+    positions = _column([tile.first_position for tile in tiles]) + within
+    columns = torch.arange(shape.first_block, shape.first_block + shape.num_blocks)
+    columns = torch.minimum(columns, _column([tile.num_blocks_held for tile in tiles]) - 1)
+    table_rows = _column([tile.row for tile in tiles])
+    keys = torch.arange(shape.num_blocks * block_size) + shape.first_block * block_size
+    hidden = keys > positions.unsqueeze(-1)
+    if sliding_window is not None:
+        hidden |= keys <= positions.unsqueeze(-1) - sliding_window
+    real = (offsets < num_queries).flatten().nonzero().squeeze(1)
+    return _GroupIndices(
+        query_tokens=query_tokens.to(device),
+        block_ids=block_tables[table_rows.to(device), columns.to(device)],
+        hidden=hidden.to(device),
+        unread=hidden.all(1).to(device),
+        real=real.to(device),
+        output_tokens=query_tokens.flatten()[real].to(device),
+    )
+
+
+def _column(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64).unsqueeze(1)

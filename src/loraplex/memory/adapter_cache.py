@@ -1,0 +1,377 @@
+"""Where each adapter is, and what leaves when a tier is full: host bytes and device pages.
+
+The cache decides; the loader and the runner move bytes, and tell it when they are done. It knows
+neither names nor files, and takes the time as an argument.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from loraplex.core.adapter import AdapterHandle, Residency
+from loraplex.core.errors import AdapterTooLargeError, ErrorInfo
+from loraplex.core.plan import PageId
+from loraplex.core.stats import AdapterTierStats
+from loraplex.memory.adapter_entry import AdapterEntry, LoadFailure
+from loraplex.memory.eviction import LRU, EvictionOrder, NewEvictionOrder
+
+FIRST_RETRY_NS = 1_000_000_000
+LAST_RETRY_NS = 60_000_000_000
+
+
+class LoadGrant(NamedTuple):
+    """The host bytes for a load are reserved."""
+
+    dropped: tuple[AdapterHandle, ...]
+    """Host copies that made room: discard them before the load starts."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Counts:
+    """Since the cache was made."""
+
+    device_hits: int = 0
+    device_misses: int = 0
+    loads: int = 0
+    load_failures: int = 0
+    host_evictions: int = 0
+    device_evictions: int = 0
+
+
+class AdapterCache:
+    """One table of adapters over two tiers.
+
+        ABSENT -> LOADING -> HOST -> COPYING -> DEVICE
+        LOADING, COPYING -> FAILED -> LOADING after a pause
+        HOST, DEVICE -> ABSENT, and DEVICE -> HOST, by eviction
+
+    Invariants: pages in use + free = all; host bytes used + free = budget; every page has one
+    owner; pinned => DEVICE; LOADING and COPYING are never evicted.
+
+    *Wanted* adapters belong to a request that is not finished; *pinned* ones to a sequence that
+    runs. Pinned adapters stay on the device. Wanted ones leave a tier only if the caller allows
+    it: it should for the request that is next in line (or two requests could wait for each other's
+    room for ever), and not for those behind it (or they would take it away from the next).
+
+    With `keeps_host_copy` an adapter on the device keeps its host bytes while the host has room;
+    such copies are the first to leave the host, since their loss costs nothing now. Without it
+    (the device's memory is the host's) they are given back as the copy ends, and what leaves the
+    device is ABSENT: it comes back from its normal file.
+
+    Where a method returns host copies that were dropped, the caller has the loader discard them
+    before it does anything else with the cache.
+    """
+
+    def __init__(
+        self,
+        host_bytes: int,
+        num_pages: int,
+        *,
+        keeps_host_copy: bool,
+        new_order: NewEvictionOrder = LRU,
+    ) -> None:
+        self._host_bytes_total = host_bytes
+        self._host_bytes_free = host_bytes
+        self._num_pages = num_pages
+        self._free_pages = list(range(num_pages - 1, -1, -1))
+        self._keeps_host_copy = keeps_host_copy
+        self._entries: dict[AdapterHandle, AdapterEntry] = {}
+        self._host_redundant = new_order()
+        self._host_idle = new_order()
+        self._host_wanted = new_order()
+        self._device_idle = new_order()
+        self._device_wanted = new_order()
+        self._num_in: Counter[Residency] = Counter()
+        self._counts = _Counts()
+
+    def register(self, handle: AdapterHandle, num_bytes: int, num_pages: int) -> None:
+        """Learn of a new adapter: ABSENT.
+
+        Raises AdapterTooLargeError if it could not even fit alone.
+        """
+        assert handle not in self._entries, f"adapter {handle} is registered already"
+        if num_bytes > self._host_bytes_total:
+            raise AdapterTooLargeError(
+                f"the adapter has {num_bytes} bytes, the whole host cache for adapters "
+                f"{self._host_bytes_total}"
+            )
+        self._require_pages(num_pages, "the adapter needs")
+        self._entries[handle] = AdapterEntry(handle, num_bytes, num_pages)
+        self._num_in[Residency.ABSENT] += 1
+
+    def require_fit(self, handles: Iterable[AdapterHandle]) -> None:
+        """Raise AdapterTooLargeError if these could never be on the device together."""
+        num_pages = sum(self._entries[handle].num_pages for handle in set(handles))
+        self._require_pages(num_pages, "the request's adapters together need")
+
+    def forget(self, handle: AdapterHandle) -> tuple[AdapterHandle, ...] | None:
+        """Remove an adapter from the table and from both tiers; the host copies dropped.
+
+        None and no change while it is wanted, pinned, LOADING or COPYING: try again later.
+        """
+        entry = self._entries[handle]
+        if entry.wants or entry.pins or entry.in_transit:
+            return None
+        dropped = self._drop_host_bytes(entry)
+        self._free_device_pages(entry)
+        self._become(entry, Residency.ABSENT)
+        self._num_in[Residency.ABSENT] -= 1
+        del self._entries[handle]
+        return dropped
+
+    def __contains__(self, handle: AdapterHandle) -> bool:
+        return handle in self._entries
+
+    def residency(self, handle: AdapterHandle) -> Residency:
+        return self._entries[handle].residency
+
+    def failure(self, handle: AdapterHandle) -> LoadFailure | None:
+        """Set exactly while it is FAILED."""
+        return self._entries[handle].failure
+
+    def page_ids(self, handle: AdapterHandle) -> tuple[PageId, ...]:
+        """Its device pages, in the adapter's order; empty unless COPYING or DEVICE."""
+        return self._entries[handle].page_ids
+
+    def want(self, handle: AdapterHandle) -> None:
+        """A request that needs it was added. In any state."""
+        entry = self._entries[handle]
+        entry.wants += 1
+        self._settle(entry)
+
+    def unwant(self, handle: AdapterHandle) -> None:
+        """A request that needed it ended: undoes one `want`."""
+        entry = self._entries[handle]
+        assert entry.wants > 0, f"adapter {handle} is not wanted"
+        entry.wants -= 1
+        self._settle(entry)
+
+    def begin_load(
+        self, handle: AdapterHandle, now_ns: int, *, may_evict_wanted: bool = False
+    ) -> LoadGrant | None:
+        """ABSENT (or FAILED, when its pause is over) -> LOADING, with host bytes reserved.
+
+        Makes room by dropping host copies of adapters on the device, then idle adapters, then (if
+        allowed) wanted ones. None and no change if there is no room now, or the pause is not over.
+        """
+        entry = self._entries[handle]
+        assert entry.residency in (Residency.ABSENT, Residency.FAILED), entry.residency
+        if entry.failure is not None and now_ns < entry.failure.retry_at_ns:
+            return None
+        orders = [self._host_redundant, self._host_idle]
+        if may_evict_wanted:
+            orders.append(self._host_wanted)
+        victims = _choose(orders, entry.num_bytes - self._host_bytes_free)
+        if victims is None:
+            return None
+        for victim in victims:
+            self._evict_from_host(self._entries[victim])
+        self._host_bytes_free -= entry.num_bytes
+        entry.has_host_bytes = True
+        entry.failure = None
+        self._become(entry, Residency.LOADING)
+        return LoadGrant(dropped=tuple(victims))
+
+    def loaded(self, handle: AdapterHandle) -> None:
+        """LOADING -> HOST."""
+        entry = self._entries[handle]
+        assert entry.residency is Residency.LOADING, entry.residency
+        self._counts.loads += 1
+        self._become(entry, Residency.HOST)
+
+    def load_failed(self, handle: AdapterHandle, error: ErrorInfo, now_ns: int) -> None:
+        """LOADING -> FAILED; the host bytes are free again. The pause doubles from 1 s to 60 s."""
+        entry = self._entries[handle]
+        assert entry.residency is Residency.LOADING, entry.residency
+        self._counts.load_failures += 1
+        self._drop_host_bytes(entry)
+        self._fail(entry, error, now_ns)
+
+    def begin_copy(
+        self, handle: AdapterHandle, *, may_evict_wanted: bool = False
+    ) -> tuple[PageId, ...] | None:
+        """HOST -> COPYING: the device pages to copy into.
+
+        Evicts idle adapters, then (if allowed) wanted ones, never pinned ones; nothing is evicted
+        unless it then suffices. None and no change if there is no room now. The tuple is empty
+        for an adapter of no pages: test for None.
+        """
+        entry = self._entries[handle]
+        assert entry.residency is Residency.HOST, entry.residency
+        orders = [self._device_idle]
+        if may_evict_wanted:
+            orders.append(self._device_wanted)
+        victims = _choose(orders, entry.num_pages - len(self._free_pages))
+        if victims is None:
+            return None
+        for victim in victims:
+            self._evict_from_device(self._entries[victim])
+        entry.page_ids = tuple(self._free_pages.pop() for _ in range(entry.num_pages))
+        self._become(entry, Residency.COPYING)
+        return entry.page_ids
+
+    def copied(self, handle: AdapterHandle) -> tuple[AdapterHandle, ...]:
+        """COPYING -> DEVICE; the host copies dropped: its own, unless it is kept."""
+        entry = self._entries[handle]
+        assert entry.residency is Residency.COPYING, entry.residency
+        entry.num_failures = 0
+        dropped = () if self._keeps_host_copy else self._drop_host_bytes(entry)
+        self._become(entry, Residency.DEVICE)
+        return dropped
+
+    def copy_failed(
+        self, handle: AdapterHandle, error: ErrorInfo, now_ns: int
+    ) -> tuple[AdapterHandle, ...]:
+        """COPYING -> FAILED; pages and host bytes are free again. The host copies dropped."""
+        entry = self._entries[handle]
+        assert entry.residency is Residency.COPYING, entry.residency
+        dropped = self._drop_host_bytes(entry)
+        self._free_device_pages(entry)
+        self._fail(entry, error, now_ns)
+        return dropped
+
+    def pin(self, handle: AdapterHandle) -> None:
+        """Hold an adapter on the device, where it must be. Each pin needs an unpin."""
+        entry = self._entries[handle]
+        assert entry.residency is Residency.DEVICE, entry.residency
+        entry.pins += 1
+        self._settle(entry, used=True)
+
+    def unpin(self, handle: AdapterHandle) -> None:
+        """Undo one pin, when no plan in flight names the adapter for this sequence any more."""
+        entry = self._entries[handle]
+        assert entry.pins > 0, f"adapter {handle} is not pinned"
+        entry.pins -= 1
+        self._settle(entry, used=True)
+
+    def count_admission(self, *, hit: bool) -> None:
+        """For the statistics: did a new request find every adapter on the device?"""
+        if hit:
+            self._counts.device_hits += 1
+        else:
+            self._counts.device_misses += 1
+
+    def stats(self) -> AdapterTierStats:
+        on_host = self._num_in[Residency.HOST] + self._num_in[Residency.COPYING]
+        on_host += len(self._host_redundant)
+        return AdapterTierStats(
+            host_bytes_used=self._host_bytes_total - self._host_bytes_free,
+            host_bytes_total=self._host_bytes_total,
+            device_pages_used=self._num_pages - len(self._free_pages),
+            device_pages_total=self._num_pages,
+            num_on_host=on_host,
+            num_on_device=self._num_in[Residency.DEVICE],
+            **dataclasses.asdict(self._counts),
+        )
+
+    def check(self) -> None:
+        """Nothing is lost and nothing is counted twice."""
+        entries = self._entries.values()
+        pages = [page_id for entry in entries for page_id in entry.page_ids]
+        assert sorted(pages + self._free_pages) == list(range(self._num_pages)), "pages"
+        host_bytes_used = sum(entry.num_bytes for entry in entries if entry.has_host_bytes)
+        assert host_bytes_used + self._host_bytes_free == self._host_bytes_total, "host bytes"
+        assert self._host_bytes_free >= 0, "host bytes"
+        assert +self._num_in == Counter(entry.residency for entry in entries), "counts"
+        for entry in entries:
+            entry.check(keeps_host_copy=self._keeps_host_copy)
+        self._check_orders()
+
+    def _check_orders(self) -> None:
+        for order in (self._host_redundant, self._host_idle, self._host_wanted):
+            sizes = {e.handle: e.num_bytes for e in self._entries.values() if e.host_order is order}
+            assert order.sizes() == sizes, "host eviction order"
+            assert order.total_size == sum(sizes.values())
+        for order in (self._device_idle, self._device_wanted):
+            sizes = {
+                e.handle: e.num_pages for e in self._entries.values() if e.device_order is order
+            }
+            assert order.sizes() == sizes, "device eviction order"
+            assert order.total_size == sum(sizes.values())
+        for entry in self._entries.values():
+            assert entry.host_order is self._host_order_of(entry), entry
+            assert entry.device_order is self._device_order_of(entry), entry
+
+    def _require_pages(self, num_pages: int, who_needs: str) -> None:
+        if num_pages > self._num_pages:
+            raise AdapterTooLargeError(
+                f"{who_needs} {num_pages} device pages, the whole device cache for adapters has "
+                f"{self._num_pages}"
+            )
+
+    def _become(self, entry: AdapterEntry, residency: Residency) -> None:
+        self._num_in[entry.residency] -= 1
+        self._num_in[residency] += 1
+        entry.residency = residency
+        self._settle(entry)
+
+    def _settle(self, entry: AdapterEntry, *, used: bool = False) -> None:
+        """Put an entry in the eviction orders where its state belongs; at their end, if used."""
+        host_order = self._host_order_of(entry)
+        if used or host_order is not entry.host_order:
+            if entry.host_order is not None:
+                entry.host_order.remove(entry.handle)
+            if host_order is not None:
+                host_order.add(entry.handle, entry.num_bytes)
+            entry.host_order = host_order
+        device_order = self._device_order_of(entry)
+        if used or device_order is not entry.device_order:
+            if entry.device_order is not None:
+                entry.device_order.remove(entry.handle)
+            if device_order is not None:
+                device_order.add(entry.handle, entry.num_pages)
+            entry.device_order = device_order
+
+    def _host_order_of(self, entry: AdapterEntry) -> EvictionOrder | None:
+        if not entry.has_host_bytes or entry.in_transit:
+            return None
+        if entry.residency is Residency.DEVICE:
+            return self._host_redundant
+        return self._host_wanted if entry.wants else self._host_idle
+
+    def _device_order_of(self, entry: AdapterEntry) -> EvictionOrder | None:
+        if entry.residency is not Residency.DEVICE or entry.pins:
+            return None
+        return self._device_wanted if entry.wants else self._device_idle
+
+    def _evict_from_host(self, entry: AdapterEntry) -> None:
+        self._counts.host_evictions += 1
+        self._drop_host_bytes(entry)
+        if entry.residency is Residency.HOST:
+            self._become(entry, Residency.ABSENT)
+        else:
+            self._settle(entry)
+
+    def _evict_from_device(self, entry: AdapterEntry) -> None:
+        self._counts.device_evictions += 1
+        self._free_device_pages(entry)
+        self._become(entry, Residency.HOST if entry.has_host_bytes else Residency.ABSENT)
+
+    def _drop_host_bytes(self, entry: AdapterEntry) -> tuple[AdapterHandle, ...]:
+        if not entry.has_host_bytes:
+            return ()
+        entry.has_host_bytes = False
+        self._host_bytes_free += entry.num_bytes
+        return (entry.handle,)
+
+    def _free_device_pages(self, entry: AdapterEntry) -> None:
+        self._free_pages.extend(entry.page_ids)
+        entry.page_ids = ()
+
+    def _fail(self, entry: AdapterEntry, error: ErrorInfo, now_ns: int) -> None:
+        pause_ns = min(FIRST_RETRY_NS << min(entry.num_failures, 32), LAST_RETRY_NS)
+        entry.num_failures += 1
+        entry.failure = LoadFailure(error, now_ns + pause_ns)
+        self._become(entry, Residency.FAILED)
+
+
+def _choose(orders: Sequence[EvictionOrder], size: int) -> list[AdapterHandle] | None:
+    """Whom to evict so that `size` more is free, one order after the other; None: not enough."""
+    if size > sum(order.total_size for order in orders):
+        return None
+    victims: list[AdapterHandle] = []
+    for order in orders:
+        victims += order.choose(size)
+        size -= order.total_size
+    return victims

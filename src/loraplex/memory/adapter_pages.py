@@ -1,0 +1,101 @@
+"""How adapters lie in device pages: arithmetic only.
+
+A page is a whole number of slots; a target (one adapted linear layer: A and B together) takes
+whole slots of one page and never crosses into the next. An adapter takes room by its true ranks.
+The geometry follows that of TensorRT-LLM's adapter cache: a page is just what an adapter of the
+usual rank needs on every module, and no page is too small for one target of the largest rank.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from loraplex.core.adapter import LoraTarget
+from loraplex.core.errors import AdapterTooLargeError, ConfigError
+from loraplex.core.plan import PageGeometry
+
+
+class TargetPlace(NamedTuple):
+    """Where one target lies."""
+
+    target: LoraTarget
+    page_index: int
+    """Among the adapter's own pages: position in AdapterCopy.page_ids."""
+    offset: int
+    """Elements from the start of the page."""
+
+
+class Placement(NamedTuple):
+    places: tuple[TargetPlace, ...]
+    """Sorted by target: layer, then module."""
+    num_pages: int
+
+
+def page_geometry(
+    targets: Sequence[LoraTarget], *, optimal_rank: int, max_rank: int
+) -> PageGeometry:
+    """The geometry for a model.
+
+    `targets` are all linear layers that may be adapted, of all layers; their ranks do not matter.
+    An adapter of `optimal_rank` on all of them is one page; any one of them at `max_rank` fits in
+    a page. Raises ConfigError if there is no target or a rank is not positive.
+    """
+    _check_targets(targets, optimal_rank=optimal_rank, max_rank=max_rank)
+    one_slot = PageGeometry(
+        slot_elements=min(target.in_features + target.out_features for target in targets),
+        slots_per_page=1,
+    )
+    usual_adapter = sum(one_slot.slots_of(target) for target in _at_rank(targets, optimal_rank))
+    largest_target = max(one_slot.slots_of(target) for target in _at_rank(targets, max_rank))
+    return PageGeometry(one_slot.slot_elements, max(usual_adapter, largest_target))
+
+
+def place(targets: Sequence[LoraTarget], geometry: PageGeometry) -> Placement:
+    """Lay targets into pages: sorted, each behind the last one or at the start of a new page.
+
+    Raises AdapterTooLargeError if a target is larger than a page.
+    """
+    places: list[TargetPlace] = []
+    page_index, used = 0, 0
+    for target in sorted(targets):
+        slots = geometry.slots_of(target)
+        if slots > geometry.slots_per_page:
+            raise AdapterTooLargeError(
+                f"{target.module} of layer {target.layer} with rank {target.rank} takes {slots} "
+                f"slots, a device page has {geometry.slots_per_page}"
+            )
+        if used + slots > geometry.slots_per_page:
+            page_index, used = page_index + 1, 0
+        places.append(TargetPlace(target, page_index, used * geometry.slot_elements))
+        used += slots
+    return Placement(tuple(places), page_index + 1 if places else 0)
+
+
+def pages_of_largest_adapter(
+    targets: Sequence[LoraTarget], max_rank: int, geometry: PageGeometry
+) -> int:
+    """Pages of an adapter of max_rank on all `targets` (as for page_geometry).
+
+    A pool with at least so many pages can hold any one adapter of ranks up to max_rank on any of
+    the targets: with a fixed order and no back-filling, fewer or smaller targets never need more
+    pages.
+    """
+    return place(_at_rank(targets, max_rank), geometry).num_pages
+
+
+def pages_for_bytes(num_bytes: int, geometry: PageGeometry, element_bytes: int) -> int:
+    """Whole pages in num_bytes."""
+    return num_bytes // (geometry.page_elements * element_bytes)
+
+
+def _at_rank(targets: Sequence[LoraTarget], rank: int) -> list[LoraTarget]:
+    return [msgspec.structs.replace(target, rank=rank) for target in targets]
+
+
+def _check_targets(targets: Sequence[LoraTarget], *, optimal_rank: int, max_rank: int) -> None:
+    if not targets:
+        raise ConfigError("no layer of the model may be adapted: at least one module is needed")
+    for name, rank in (("optimal_rank", optimal_rank), ("max_rank", max_rank)):
+        if rank < 1:
+            raise ConfigError(f"{name} must be at least 1, got {rank}", param=name)

@@ -1,0 +1,135 @@
+"""Ownership of KV blocks: who holds block i, and which block to hand out next.
+
+Only integers live here. The tensors behind the ids belong to the runner, and what a block holds is
+known to the prefix cache alone.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+from loraplex.core.plan import BlockId
+
+
+def _nobody_minds(_block_id: BlockId) -> None:
+    """The content of a block is lost, and nobody remembered it."""
+
+
+class BlockPool:
+    """A fixed set of block ids with reference counts.
+
+    Invariant: every id is exactly one of free (count 0, in the free list once), cached (count 0,
+    kept, in the eviction order once) or held (count > 0, in neither).
+
+    `on_lost(block_id)` is called when the content of a block is given up: as a cached block is
+    evicted, and as a held block that is not kept becomes free. It may call `drop` and `keep` for
+    other blocks.
+    """
+
+    def __init__(self, num_blocks: int, on_lost: Callable[[BlockId], None] = _nobody_minds) -> None:
+        self._on_lost = on_lost
+        self._ref_counts = [0] * num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[BlockId, None] = OrderedDict()
+        self._kept: set[BlockId] = set()
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._ref_counts)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_held(self) -> int:
+        return self.num_blocks - self.num_free - self.num_cached
+
+    @property
+    def num_available(self) -> int:
+        """What `allocate` can give: free and cached blocks."""
+        return self.num_free + self.num_cached
+
+    def ref_count(self, block_id: BlockId) -> int:
+        return self._ref_counts[block_id]
+
+    def is_kept(self, block_id: BlockId) -> bool:
+        return block_id in self._kept
+
+    def allocate(self, n: int) -> list[BlockId] | None:
+        """Take n blocks, or None and no change if fewer than n are available.
+
+        Free blocks go first, then the least recently released cached ones.
+        """
+        if n > self.num_available:
+            return None
+        return [self._take() for _ in range(n)]
+
+    def _take(self) -> BlockId:
+        if self._free:
+            block_id = self._free.pop()
+            self._ref_counts[block_id] = 1
+            return block_id
+        block_id, _ = self._cached.popitem(last=False)
+        self._ref_counts[block_id] = 1
+        self._kept.remove(block_id)
+        self._on_lost(block_id)
+        return block_id
+
+    def share(self, block_ids: Iterable[BlockId]) -> None:
+        """Add one holder to each block; a cached block becomes held. Not for free blocks."""
+        for block_id in block_ids:
+            if self._ref_counts[block_id] == 0:
+                del self._cached[block_id]
+            self._ref_counts[block_id] += 1
+
+    def release(self, block_ids: Sequence[BlockId]) -> None:
+        """Drop one holder of each block of a block table, given in the table's order.
+
+        The tail goes first, so that a cached prefix outlives its tail. A block without holders
+        becomes cached if it is kept, else free.
+        """
+        for block_id in reversed(block_ids):
+            assert self._ref_counts[block_id] > 0, f"block {block_id} has no holder"
+            self._ref_counts[block_id] -= 1
+            if self._ref_counts[block_id] > 0:
+                continue
+            if block_id in self._kept:
+                self._cached[block_id] = None
+            else:
+                self._free.append(block_id)
+                self._on_lost(block_id)
+
+    def keep(self, block_id: BlockId) -> None:
+        """A held block has content worth keeping: without holders it becomes cached, not free."""
+        assert self._ref_counts[block_id] > 0, f"block {block_id} has no holder"
+        self._kept.add(block_id)
+
+    def drop(self, block_id: BlockId) -> None:
+        """Undo `keep`; a cached block becomes free at once. `on_lost` is not called."""
+        self._kept.discard(block_id)
+        if block_id in self._cached:
+            del self._cached[block_id]
+            self._free.append(block_id)
+
+    def check(self, tables: Iterable[Sequence[BlockId]] | None = None) -> None:
+        """Nothing is lost and nothing is counted twice.
+
+        With `tables`, all block tables that exist: each count is the number of tables that name
+        the block.
+        """
+        held = {block_id for block_id, count in enumerate(self._ref_counts) if count > 0}
+        everything = [*self._free, *self._cached, *held]
+        assert sorted(everything) == list(range(self.num_blocks)), "free + cached + held = all"
+        assert self.num_held == len(held)
+        assert all(count >= 0 for count in self._ref_counts)
+        assert self._kept == set(self._cached) | (self._kept & held), "a free block is kept"
+        if tables is not None:
+            holders = Counter(block_id for table in tables for block_id in table)
+            for block_id, count in enumerate(self._ref_counts):
+                assert count == holders[block_id], (
+                    f"block {block_id}: count {count}, {holders[block_id]} holders"
+                )

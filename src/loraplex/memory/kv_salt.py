@@ -1,0 +1,34 @@
+"""The salt that keeps apart what must not share KV blocks."""
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+_VERSION = b"loraplex kv_salt 1"
+
+
+def kv_salt(model: str, kv_dtype: str, adapters: Sequence[tuple[str, float]], tenant: str) -> bytes:
+    """32 bytes that are equal only for equal arguments.
+
+    `adapters` are (content digest, scale) in the order in which they are applied: new weights
+    under an old name, another scale or another order is another salt. SHA-256 over tagged fields,
+    each preceded by its length, so that no two argument lists have one encoding.
+    """
+    digest = hashlib.sha256()
+    for tag, value in [
+        (b"version", _VERSION),
+        (b"model", model.encode()),
+        (b"kv_dtype", kv_dtype.encode()),
+        (b"tenant", tenant.encode()),
+        *((b"adapter", _adapter(*adapter)) for adapter in adapters),
+    ]:
+        digest.update(_with_length(tag) + _with_length(value))
+    return digest.digest()
+
+
+def _adapter(content_digest: str, scale: float) -> bytes:
+    return struct.pack("<d", scale) + content_digest.encode()
+
+
+def _with_length(field: bytes) -> bytes:
+    return struct.pack("<Q", len(field)) + field

@@ -1,0 +1,188 @@
+"""Which block holds the KV of which tokens: a tree of full blocks, found by chained hashes.
+
+It knows content, not holders: the block pool decides when a block's content is given up, and
+`memory.kv_blocks` tells the one about the other.
+"""
+
+import dataclasses
+import hashlib
+import struct
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from loraplex.core.plan import BlockId
+
+ROOT_HASH = bytes(32)
+"""The parent hash of a first block."""
+
+BlockHash = bytes
+HashFunction = Callable[[bytes, bytes, bytes], BlockHash]
+
+
+def hash_block(parent_hash: bytes, kv_salt: bytes, tokens: bytes) -> BlockHash:
+    """SHA-256 over one block's content and everything before it.
+
+    The salt is in every block, not only in the first. The encoding has one reading: the parent
+    hash has 32 bytes, the salt carries its length, the tokens are the rest.
+    """
+    head = struct.pack("<32sQ", parent_hash, len(kv_salt))
+    return hashlib.sha256(head + kv_salt + tokens).digest()
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """Eight bytes per token, little-endian."""
+    return struct.pack(f"<{len(token_ids)}q", *token_ids)
+
+
+class Forgotten(NamedTuple):
+    """What follows from the loss of a block's content."""
+
+    orphans: tuple[BlockId, ...] = ()
+    """Blocks that nothing can reach any more; they are forgotten, too."""
+    heir: BlockId | None = None
+    """A block of equal content, held by a sequence, that is served from now on."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Node:
+    """One content: a parent, a salt and the block's tokens."""
+
+    digest: BlockHash
+    parent: "_Node | None"
+    kv_salt: bytes
+    tokens: bytes
+    block_ids: dict[BlockId, None]
+    """The first is served; the others are equal, computed at the same time by other sequences."""
+    children: dict[BlockHash, "_Node"] = dataclasses.field(default_factory=dict)
+
+    def holds(self, parent: "_Node | None", kv_salt: bytes, tokens: bytes) -> bool:
+        """Compares the content itself: a match never rests on the hash alone."""
+        return self.parent is parent and self.kv_salt == kv_salt and self.tokens == tokens
+
+
+class PrefixCache:
+    """Full blocks of computed tokens, to be served to later sequences with an equal beginning.
+
+    Invariant: the parent of every node is known, so every known block can be reached.
+
+    Disabled, it never learns a block, and so never matches one.
+    """
+
+    def __init__(
+        self, block_size: int, *, enabled: bool = True, hash_function: HashFunction = hash_block
+    ) -> None:
+        self._block_size = block_size
+        self._enabled = enabled
+        self._hash = hash_function
+        self._nodes: dict[BlockHash, _Node] = {}
+        self._node_of: dict[BlockId, _Node] = {}
+
+    def __len__(self) -> int:
+        """Number of contents that can be served."""
+        return len(self._nodes)
+
+    def serves(self, block_id: BlockId) -> bool:
+        """Can `match` give this block?"""
+        node = self._node_of.get(block_id)
+        return node is not None and next(iter(node.block_ids)) == block_id
+
+    def match(
+        self, token_ids: Sequence[int], kv_salt: bytes, max_tokens: int | None = None
+    ) -> list[BlockId]:
+        """The blocks of the longest known beginning of token_ids, whole blocks only.
+
+        At most `max_tokens` tokens are matched. Who must compute at least one token passes
+        len(token_ids) - 1.
+        """
+        limit = len(token_ids) if max_tokens is None else min(max_tokens, len(token_ids))
+        block_ids: list[BlockId] = []
+        node: _Node | None = None
+        for start in range(0, limit - self._block_size + 1, self._block_size):
+            tokens = pack_tokens(token_ids[start : start + self._block_size])
+            child = self._nodes.get(self._digest(node, kv_salt, tokens))
+            if child is None or not child.holds(node, kv_salt, tokens):
+                break
+            block_ids.append(next(iter(child.block_ids)))
+            node = child
+        return block_ids
+
+    def insert(
+        self,
+        block_id: BlockId,
+        parent_id: BlockId | None,
+        token_ids: Sequence[int],
+        kv_salt: bytes,
+    ) -> bool:
+        """Learn a full computed block; True if it is served from now on.
+
+        `parent_id` is the block before it in the same sequence, None for the first block. False
+        if the cache is disabled, if the parent is unknown, if the hash is taken by another content,
+        or if the same content is known already: then the first block keeps being served, and this
+        one is only remembered as its equal (see Forgotten.heir).
+        """
+        assert len(token_ids) == self._block_size, f"{len(token_ids)} tokens in a full block"
+        assert block_id not in self._node_of, f"block {block_id} is known already"
+        parent = None if parent_id is None else self._node_of.get(parent_id)
+        if not self._enabled or (parent_id is not None and parent is None):
+            return False
+        tokens = pack_tokens(token_ids)
+        digest = self._digest(parent, kv_salt, tokens)
+        node = self._nodes.get(digest)
+        if node is None:
+            self._add(_Node(digest, parent, kv_salt, tokens, {block_id: None}), block_id)
+            return True
+        if node.holds(parent, kv_salt, tokens):
+            node.block_ids[block_id] = None
+            self._node_of[block_id] = node
+        return False
+
+    def forget(self, block_id: BlockId) -> Forgotten:
+        """The block's content is lost. No change if it was not known."""
+        node = self._node_of.get(block_id)
+        if node is None:
+            return Forgotten()
+        was_served = self.serves(block_id)
+        del self._node_of[block_id], node.block_ids[block_id]
+        if not was_served:
+            return Forgotten()
+        if node.block_ids:
+            return Forgotten(heir=next(iter(node.block_ids)))
+        return Forgotten(orphans=self._remove_tree(node))
+
+    def check(self) -> None:
+        """Every known block has one node, and every node hangs on a known parent."""
+        for digest, node in self._nodes.items():
+            assert node.digest == digest
+            assert node.block_ids, "a node without a block"
+            siblings = self._nodes if node.parent is None else node.parent.children
+            assert siblings.get(digest) is node, "a node that its parent does not know"
+            if node.parent is not None:
+                assert self._nodes.get(node.parent.digest) is node.parent, "an orphan"
+            assert all(self._nodes.get(child) is not None for child in node.children)
+        pairs = [(block_id, node) for node in self._nodes.values() for block_id in node.block_ids]
+        assert len(pairs) == len(self._node_of)
+        assert all(self._node_of[block_id] is node for block_id, node in pairs)
+
+    def _digest(self, parent: _Node | None, kv_salt: bytes, tokens: bytes) -> BlockHash:
+        return self._hash(ROOT_HASH if parent is None else parent.digest, kv_salt, tokens)
+
+    def _add(self, node: _Node, block_id: BlockId) -> None:
+        self._nodes[node.digest] = node
+        self._node_of[block_id] = node
+        if node.parent is not None:
+            node.parent.children[node.digest] = node
+
+    def _remove_tree(self, root: _Node) -> tuple[BlockId, ...]:
+        """Forget a node and everything under it; the blocks that were still known."""
+        if root.parent is not None:
+            del root.parent.children[root.digest]
+        orphans: list[BlockId] = []
+        stack = [root]
+        while stack:
+            node = stack.pop()
+            del self._nodes[node.digest]
+            for block_id in node.block_ids:
+                del self._node_of[block_id]
+            orphans.extend(node.block_ids)
+            stack.extend(node.children.values())
+        return tuple(orphans)

@@ -1,0 +1,21 @@
+"""The tensors of one step, as the decoder takes them."""
+
+import dataclasses
+
+import torch
+
+from loraplex.kernels.lora import LoraBatch
+from loraplex.kernels.ops import RowLayout
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """T tokens of R rows, one row after another. Everything is on the device."""
+
+    token_ids: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64
+    slot_mapping: torch.Tensor  # [T] int64: where the token's key and value go
+    rows: RowLayout
+    logits_indices: torch.Tensor  # [S] int64: the tokens whose logits are wanted
+    lora: LoraBatch | None = None
+    """None: no row uses an adapter."""

@@ -1,0 +1,96 @@
+"""What a decoder is: sizes and options, free of torch, of file formats and of weights."""
+
+import dataclasses
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding. Fields that the rope type does not use keep their defaults.
+
+    The names are those of Hugging Face configurations; models.rope has the formulas.
+    """
+
+    rope_type: str = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    partial_rotary_factor: float = 1.0
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig:
+    """A decoder of the Llama kind: pre-norm, rotary attention with shared KV heads, gated MLP."""
+
+    architecture: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    layer_windows: tuple[int | None, ...]
+    """Per layer: how many positions, its own included, a token sees; None is all before it."""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """RMS norm of each query and key head before the rotation."""
+    tie_word_embeddings: bool = False
+    hidden_act: str = "silu"
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    pad_token_id: int | None = None
+    dtype: str | None = None
+    """The checkpoint's own, by torch's name, or None if config.json does not say."""
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def default_max_model_len(self) -> int:
+        """The length that the model was made for.
+
+        Llama 3 and longrope checkpoints tell the stretched length; the others tell the original
+        one and the factor.
+        """
+        rope = self.rope
+        if rope.rope_type in ("linear", "dynamic"):
+            return int(self.max_position_embeddings * rope.factor)
+        if rope.rope_type == "yarn":
+            stretched = int(rope.original_max_position_embeddings * rope.factor)
+            return max(stretched, self.max_position_embeddings)
+        return self.max_position_embeddings
+
+
+def module_shapes(config: DecoderConfig) -> Mapping[str, tuple[int, int]]:
+    """(in_features, out_features) of every linear layer of a decoder layer that LoRA may adapt."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    return {
+        "q_proj": (hidden, config.q_size),
+        "k_proj": (hidden, config.kv_size),
+        "v_proj": (hidden, config.kv_size),
+        "o_proj": (config.q_size, hidden),
+        "gate_proj": (hidden, inner),
+        "up_proj": (hidden, inner),
+        "down_proj": (inner, hidden),
+    }

@@ -1,0 +1,125 @@
+"""Typed access to the fields of a Hugging Face JSON file, with errors that name file and field."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from loraplex.core.errors import ConfigError
+
+
+class ConfigFields:
+    """One JSON object. A field that is null counts as absent, as Hugging Face treats it."""
+
+    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+        """source: what errors call the object, e.g. the path of its file."""
+        self._values = {name: value for name, value in values.items() if value is not None}
+        self.source = source
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """At least 1. Without a default the field is required."""
+        value = self.optional_integer(name)
+        value = default if value is None else value
+        if value is None:
+            raise ConfigError(f"{self.source}: {name} is missing")
+        if value < 1:
+            raise ConfigError(f"{self.source}: {name} must be at least 1, got {value}")
+        return value
+
+    def optional_integer(self, name: str) -> int | None:
+        value = self._values.get(name)
+        if value is not None and not _is_integer(value):
+            raise self._wrong(name, "an integer")
+        return value
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """One integer or a list of them; empty if absent."""
+        value = self._values.get(name, [])
+        values = value if isinstance(value, list) else [value]
+        if not all(map(_is_integer, values)):
+            raise self._wrong(name, "an integer or a list of integers")
+        return tuple(values)
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """Without a default the field is required."""
+        value = self.optional_number(name)
+        value = default if value is None else value
+        if value is None:
+            raise ConfigError(f"{self.source}: {name} is missing")
+        return value
+
+    def optional_number(self, name: str) -> float | None:
+        value = self._values.get(name)
+        if value is None:
+            return None
+        if not _is_number(value):
+            raise self._wrong(name, "a number")
+        return float(value)
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """A required list."""
+        value = self._values.get(name)
+        if not isinstance(value, list) or not all(map(_is_number, value)):
+            raise self._wrong(name, "a list of numbers")
+        return tuple(float(number) for number in value)
+
+    def boolean(self, name: str, default: bool) -> bool:
+        value = self._values.get(name, default)
+        if not isinstance(value, bool):
+            raise self._wrong(name, "true or false")
+        return value
+
+    def text(self, name: str, default: str) -> str:
+        value = self._values.get(name, default)
+        if not isinstance(value, str):
+            raise self._wrong(name, "a string")
+        return value
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """Empty if absent."""
+        value = self._values.get(name, [])
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self._wrong(name, "a list of strings")
+        return tuple(value)
+
+    def table(self, name: str) -> "ConfigFields | None":
+        """A nested object; None if absent or empty."""
+        value = self._values.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise self._wrong(name, "an object")
+        return ConfigFields(value, f"{self.source}: {name}") if value else None
+
+    def tables(self) -> tuple[str, ...]:
+        """The names of the fields that are objects."""
+        return tuple(name for name, value in self._values.items() if isinstance(value, dict))
+
+    def _wrong(self, name: str, wanted: str) -> ConfigError:
+        got = json.dumps(self._values.get(name))
+        return ConfigError(f"{self.source}: {name} must be {wanted}, got {got}")
+
+
+def read_fields(path: Path) -> ConfigFields:
+    """Read a file that holds one JSON object. Raises ConfigError."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold a JSON object")
+    return ConfigFields(values, str(path))
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

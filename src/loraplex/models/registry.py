@@ -1,0 +1,53 @@
+"""Which architectures are served, and how a model folder becomes a DecoderConfig. Free of torch."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+from loraplex.core.errors import ConfigError, UnsupportedModelError
+from loraplex.models import llama, mistral, qwen2, qwen3
+from loraplex.models.config import DecoderConfig
+from loraplex.models.config_fields import ConfigFields, read_fields
+
+ReadConfig = Callable[[ConfigFields], DecoderConfig]
+
+ARCHITECTURES: Final[Mapping[str, ReadConfig]] = MappingProxyType(
+    {
+        llama.ARCHITECTURE: llama.read_config,
+        mistral.ARCHITECTURE: mistral.read_config,
+        qwen2.ARCHITECTURE: qwen2.read_config,
+        qwen3.ARCHITECTURE: qwen3.read_config,
+    }
+)
+
+
+def read_config(folder: Path) -> DecoderConfig:
+    """Read config.json, and the end tokens of generation_config.json where there is one.
+
+    Raises ConfigError for a broken file, UnsupportedModelError for what is not served yet.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{folder} is not a model folder: it has no config.json")
+    fields = read_fields(path)
+    config = _family(fields)(fields)
+    generation_path = folder / "generation_config.json"
+    if generation_path.is_file():
+        eos_token_ids = read_fields(generation_path).integers("eos_token_id")
+        config = dataclasses.replace(config, eos_token_ids=eos_token_ids or config.eos_token_ids)
+    return config
+
+
+def _family(fields: ConfigFields) -> ReadConfig:
+    names = fields.texts("architectures")
+    if not names:
+        raise ConfigError(f"{fields.source}: architectures is missing")
+    read = ARCHITECTURES.get(names[0])
+    if read is None:
+        raise UnsupportedModelError(
+            f"{fields.source}: architecture {names[0]} is not supported; "
+            f"supported: {', '.join(ARCHITECTURES)}"
+        )
+    return read

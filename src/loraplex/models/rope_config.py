@@ -1,0 +1,106 @@
+"""Reads the rotary embedding's settings from a Hugging Face config.json, old style or new.
+
+Old: `rope_theta` and `rope_scaling` beside the other fields. New (transformers 5): both in one
+object, `rope_parameters`.
+"""
+
+from loraplex.core.errors import ConfigError, UnsupportedModelError
+from loraplex.models.config import RopeConfig
+from loraplex.models.config_fields import ConfigFields
+
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
+_DEFAULT_THETA = 10_000.0
+
+
+def read_rope(fields: ConfigFields, head_dim: int, max_position_embeddings: int) -> RopeConfig:
+    """Raises ConfigError or UnsupportedModelError, naming the field."""
+    rope = fields.table("rope_scaling") or fields.table("rope_parameters") or fields
+    _require_one_set(rope, fields)
+    is_nested = rope is not fields
+    rope_type = rope.text("rope_type", rope.text("type", "default")) if is_nested else "default"
+    if rope_type not in ROPE_TYPES:
+        raise UnsupportedModelError(
+            f"{fields.source}: rope type {rope_type!r} is not supported; "
+            f"supported: {', '.join(ROPE_TYPES)}"
+        )
+    original_length = fields.optional_integer("original_max_position_embeddings")
+    if original_length is None:
+        original_length = rope.integer("original_max_position_embeddings", max_position_embeddings)
+    low_freq_factor, high_freq_factor = _llama3_factors(rope, rope_type)
+    short_factor, long_factor = _longrope_factors(rope, rope_type, head_dim // 2)
+    config = RopeConfig(
+        rope_type=rope_type,
+        theta=rope.number("rope_theta", fields.number("rope_theta", _DEFAULT_THETA)),
+        factor=_factor(rope, rope_type, max_position_embeddings / original_length),
+        original_max_position_embeddings=original_length,
+        partial_rotary_factor=_partial_rotary_factor(rope, fields, rope_type),
+        attention_factor=rope.optional_number("attention_factor"),
+        beta_fast=rope.number("beta_fast", 32.0) or 32.0,
+        beta_slow=rope.number("beta_slow", 1.0) or 1.0,
+        mscale=rope.optional_number("mscale"),
+        mscale_all_dim=rope.optional_number("mscale_all_dim"),
+        truncate=rope.boolean("truncate", True),
+        low_freq_factor=low_freq_factor,
+        high_freq_factor=high_freq_factor,
+        short_factor=short_factor,
+        long_factor=long_factor,
+    )
+    if config.theta <= 0 or config.factor <= 0:
+        raise ConfigError(f"{rope.source}: rope_theta and factor must be positive")
+    return config
+
+
+def _require_one_set(rope: ConfigFields, fields: ConfigFields) -> None:
+    if rope is not fields and rope.tables():
+        raise UnsupportedModelError(
+            f"{rope.source}: rope settings per layer type ({', '.join(rope.tables())}) "
+            "are not supported"
+        )
+
+
+def _factor(rope: ConfigFields, rope_type: str, implied: float) -> float:
+    """longrope and yarn derive an absent factor from the two lengths."""
+    if rope_type == "default":
+        return 1.0
+    if rope_type == "proportional":
+        return rope.number("factor", 1.0)
+    return rope.number("factor", implied if rope_type in ("yarn", "longrope") else None)
+
+
+def _partial_rotary_factor(rope: ConfigFields, fields: ConfigFields, rope_type: str) -> float:
+    partial = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    if rope_type != "proportional" and partial != 1.0:
+        raise UnsupportedModelError(
+            f"{fields.source}: partial_rotary_factor {partial:g} is supported with rope type "
+            f"'proportional' only, not with {rope_type!r}"
+        )
+    if not 0 < partial <= 1:
+        raise ConfigError(f"{fields.source}: partial_rotary_factor must be in (0, 1]")
+    return partial
+
+
+def _llama3_factors(rope: ConfigFields, rope_type: str) -> tuple[float, float]:
+    if rope_type != "llama3":
+        return 1.0, 4.0
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if not 0 < low < high:
+        raise ConfigError(
+            f"{rope.source}: low_freq_factor ({low:g}) must be positive and less than "
+            f"high_freq_factor ({high:g})"
+        )
+    return low, high
+
+
+def _longrope_factors(
+    rope: ConfigFields, rope_type: str, num_frequencies: int
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    if rope_type != "longrope":
+        return (), ()
+    short_factor, long_factor = rope.numbers("short_factor"), rope.numbers("long_factor")
+    for name, values in (("short_factor", short_factor), ("long_factor", long_factor)):
+        if len(values) != num_frequencies or min(values) <= 0:
+            raise ConfigError(
+                f"{rope.source}: {name} must have {num_frequencies} positive numbers "
+                f"(head_dim / 2), got {len(values)}"
+            )
+    return short_factor, long_factor

@@ -1,0 +1,287 @@
+"""What every step computes, and what follows from its result.
+
+The face of the room: it owns the requests from `add` to their last output. It sees no text, no
+tensor and no file.
+"""
+
+import dataclasses
+import heapq
+
+from loraplex.core.adapter import AdapterHandle
+from loraplex.core.clock import Clock
+from loraplex.core.errors import ConfigError, DeadlineExceededError, ErrorInfo, LoraplexError
+from loraplex.core.output import EngineOutput, FinishReason
+from loraplex.core.plan import Capacity, StepPlan, StepResult
+from loraplex.core.request import EngineRequest, RequestId
+from loraplex.core.sequence import SequenceGroup
+from loraplex.core.stats import EngineStats, StepRecord
+from loraplex.memory.adapter_cache import AdapterCache
+from loraplex.memory.kv_blocks import KVBlocks
+from loraplex.scheduling.absorb import absorb_row
+from loraplex.scheduling.active import ActiveRequest, ActiveSequence
+from loraplex.scheduling.adapters import AdapterDemand, HostTier
+from loraplex.scheduling.admission import QueueBound, length_refusal
+from loraplex.scheduling.planner import Planner
+from loraplex.scheduling.policy import Policy, PriorityThenArrival
+from loraplex.scheduling.roster import Roster
+from loraplex.scheduling.settings import SchedulerSettings
+from loraplex.scheduling.slots import SlotPool
+from loraplex.scheduling.stop import StopRules
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Launched:
+    """A plan in flight, with the sequences of its rows."""
+
+    plan: StepPlan
+    sequences: list[ActiveSequence]
+    num_preempted: int
+
+
+class Scheduler:
+    """add and abort between absorb and plan; then plan, launch, absorb.
+
+    There is no prefill and no decode: every sequence has computed tokens catching up with its
+    tokens, and a step lets each compute some of them within one budget. Running sequences come
+    first, then waiting ones in policy order. The first sequence in policy order is never
+    preempted, so there is always one that makes progress.
+    """
+
+    def __init__(
+        self,
+        capacity: Capacity,
+        settings: SchedulerSettings,
+        kv: KVBlocks,
+        adapters: AdapterCache,
+        host: HostTier,
+        clock: Clock,
+        policy: Policy | None = None,
+    ) -> None:
+        """Raises ConfigError if the settings do not suit the capacity."""
+        _check_settings(settings, capacity)
+        self._max_model_len = capacity.max_model_len
+        self._shares_prompts = settings.enable_prefix_cache
+        self._clock = clock
+        self._policy = policy or PriorityThenArrival()
+        self._adapters = AdapterDemand(adapters, host, settings.adapter_aging_ns)
+        self._roster = Roster(
+            kv,
+            self._adapters,
+            SlotPool(capacity.max_num_seqs),
+            QueueBound(settings.max_queue_size, capacity.max_num_seqs),
+            clock,
+        )
+        self._planner = Planner(self._roster, settings, capacity.max_num_seqs)
+        self._deadlines: list[tuple[int, RequestId]] = []
+        self._in_flight: _Launched | None = None
+
+    def add(self, group: SequenceGroup) -> None:
+        """Accept a request, or emit the error that says why not."""
+        roster, now_ns = self._roster, self._clock.now_ns()
+        handles = tuple(sorted({handle for handle, _ in group.adapters}))
+        rules = StopRules(group.request, self._max_model_len)
+        refusal = (
+            length_refusal(group.request, rules, self._max_model_len, roster.kv)
+            or roster.queue_bound.refusal(roster.slots.num_free)
+            or self._adapters.refusal(handles, now_ns)
+        )
+        if refusal is not None:
+            self.refuse(group.request, refusal)
+            return
+        request = ActiveRequest(group, handles, rules)
+        request.wants_prompt_scores = group.request.sampling.prompt_logprobs is not None
+        request.num_unfinished = len(group.sequences)
+        request.sequences = [
+            ActiveSequence(request, sequence, self._policy.key(group, sequence))
+            for sequence in group.sequences
+        ]
+        # Who comes second finds the prompt in the prefix cache, and its scores are needed once.
+        shares = self._shares_prompts and len(group.request.prompt_token_ids) > roster.kv.block_size
+        roster.accept(request, hold_back=shares or request.wants_prompt_scores)
+        if group.request.deadline_ns is not None:
+            heapq.heappush(self._deadlines, (group.request.deadline_ns, request.request_id))
+
+    def refuse(self, request: EngineRequest, error: LoraplexError) -> None:
+        """Emit the only output of a request that is not accepted."""
+        self._roster.outbox.refused(request, error.to_info())
+
+    def abort(self, request_id: RequestId, sequence_index: int | None = None) -> None:
+        """End a request, or one sequence of it, now. No change if it ended already."""
+        assert self._in_flight is None, "abort while a plan is in flight"
+        request = self._roster.find(request_id)
+        if request is None:
+            return
+        # From the end, so that no sequence is enqueued in the place of one that is aborted first.
+        for active in reversed(request.sequences):
+            if sequence_index in (None, active.sequence.index) and not active.is_finished:
+                self._roster.outbox.ended(active, FinishReason.ABORT)
+                self._roster.end_sequence(active, FinishReason.ABORT)
+
+    def preload(self, handle: AdapterHandle) -> None:
+        """Bring an adapter to the device as soon as there is room that no request wants."""
+        self._adapters.preload(handle)
+
+    def loaded(self, handle: AdapterHandle) -> None:
+        """Told for the host tier: an adapter is in host memory."""
+        self._adapters.loaded(handle)
+
+    def load_failed(self, handle: AdapterHandle, error: ErrorInfo) -> None:
+        """Told for the host tier: the requests that wait for this adapter end with an error."""
+        self._adapters.load_failed(handle, error, self._clock.now_ns())
+        self._roster.fail_waiting_for(handle)
+
+    def plan(self) -> StepPlan | None:
+        """The next step to launch, then to `absorb` or `fail`; None if there is nothing to launch.
+
+        A plan without rows only starts adapter copies, or asks for the end of those under way.
+        """
+        assert self._in_flight is None, "a plan is in flight"
+        now_ns = self._clock.now_ns()
+        self._expire(now_ns)
+        draft = self._planner.draft(now_ns)
+        copies = self._adapters.take_copies_to_start()
+        if not (draft.num_rows or copies or self._adapters.num_copying):
+            return None
+        counts = self._roster.counts
+        counts.steps += 1
+        plan = draft.build(counts.steps, self._roster.slots.take_removed(), copies)
+        self._in_flight = _Launched(plan, draft.sequences, draft.num_preempted)
+        return plan
+
+    def absorb(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
+        """Take the result of the launched plan. Returns everything there is to say."""
+        launched = self._land(plan)
+        now_ns = self._clock.now_ns()
+        rows = zip(plan.rows, result.rows, launched.sequences, strict=True)
+        for row, row_result, active in rows:
+            assert row.slot == row_result.slot, "the results are not in the plan's order"
+            if not active.is_finished:
+                absorb_row(self._roster, active, row, row_result, now_ns)
+        for handle in result.copies_done:
+            self._adapters.copied(handle)
+        for handle, error in result.copies_failed:
+            self._adapters.copy_failed(handle, error, now_ns)
+            self._roster.fail_waiting_for(handle)
+        return self.take_outputs()
+
+    def fail(self, plan: StepPlan, error: LoraplexError) -> list[EngineOutput]:
+        """The launched plan failed as a whole: its requests end, the others go on.
+
+        What the runner did of it is not known. So nothing that the step computed is kept, and the
+        next plan names its removed slots and its adapter copies again.
+        """
+        launched = self._land(plan)
+        for request in dict.fromkeys(active.request for active in launched.sequences):
+            self._roster.fail_request(request, error.to_info())
+        self._roster.slots.remove_again(plan.removed)
+        self._adapters.start_again(plan.adapter_copies)
+        return self.take_outputs()
+
+    def take_outputs(self) -> list[EngineOutput]:
+        """What there is to say since the last call, when no plan was launched."""
+        return self._roster.outbox.take()
+
+    def next_wake_ns(self) -> int | None:
+        """When to plan again if nothing happens before; None: not until then.
+
+        While `num_loading` adapters are being loaded, their end is something that happens.
+        """
+        roster, now_ns = self._roster, self._clock.now_ns()
+        if roster.running or roster.outbox or self._adapters.num_copying:
+            return now_ns
+        while self._deadlines and roster.find(self._deadlines[0][1]) is None:
+            heapq.heappop(self._deadlines)
+        wakes = [deadline_ns for deadline_ns, _ in self._deadlines[:1]]
+        held_until_ns = self._planner.held_until_ns()
+        if held_until_ns > now_ns:
+            wakes.append(held_until_ns)
+        elif roster.waiting and not self._adapters.num_loading:
+            wakes.append(now_ns)
+        return max(now_ns, min(wakes)) if wakes else None
+
+    @property
+    def has_unfinished(self) -> bool:
+        return not self._roster.is_empty
+
+    @property
+    def num_loading(self) -> int:
+        """Adapters on their way to the host."""
+        return self._adapters.num_loading
+
+    @property
+    def num_copying(self) -> int:
+        """Adapters on their way to the device."""
+        return self._adapters.num_copying
+
+    def record(self, start_ns: int) -> StepRecord:
+        """About the plan in flight. Its duration is not known yet."""
+        launched, roster = self._in_flight, self._roster
+        assert launched is not None, "no plan is in flight"
+        plan, sequences = launched.plan, launched.sequences
+        handles = {handle for active in sequences for handle in active.request.handles}
+        return StepRecord(
+            step_id=plan.step_id,
+            start_ns=start_ns,
+            duration_ns=0,
+            num_rows=len(plan.rows),
+            num_prefill_rows=sum(row.token_ids is not None for row in plan.rows),
+            num_tokens=plan.num_tokens,
+            num_adapters=len(handles),
+            num_running=len(roster.running),
+            num_waiting=roster.num_waiting,
+            num_preempted=launched.num_preempted,
+            blocks_held=roster.kv.num_held,
+            blocks_cached=roster.kv.num_cached,
+            blocks_free=roster.kv.num_free,
+            adapter_pages_used=self._adapters.stats().device_pages_used,
+            adapter_copies_started=len(plan.adapter_copies),
+            request_ids=tuple(active.request.request_id for active in sequences),
+        )
+
+    def stats(self) -> EngineStats:
+        roster = self._roster
+        return EngineStats(
+            num_running=len(roster.running),
+            num_waiting=roster.num_waiting,
+            blocks_held=roster.kv.num_held,
+            blocks_cached=roster.kv.num_cached,
+            blocks_free=roster.kv.num_free,
+            adapters=self._adapters.stats(),
+            **dataclasses.asdict(roster.counts),
+        )
+
+    def check(self) -> None:
+        """Nothing is lost and nothing is counted twice. While no plan is in flight."""
+        assert self._in_flight is None, "a plan is in flight"
+        self._roster.check()
+
+    def _expire(self, now_ns: int) -> None:
+        while self._deadlines and self._deadlines[0][0] <= now_ns:
+            deadline_ns, request_id = heapq.heappop(self._deadlines)
+            request = self._roster.find(request_id)
+            if request is None:
+                continue
+            seconds = (deadline_ns - request.arrival_ns) / 1e9
+            num_tokens = sum(sequence.num_output_tokens for sequence in request.group.sequences)
+            error = DeadlineExceededError(
+                f"the request did not end within its {seconds:g} seconds; "
+                f"it had {num_tokens} new tokens"
+            )
+            self._roster.fail_request(request, error.to_info())
+
+    def _land(self, plan: StepPlan) -> _Launched:
+        launched, self._in_flight = self._in_flight, None
+        assert launched is not None, "no plan is in flight"
+        assert launched.plan is plan, "another plan is in flight"
+        return launched
+
+
+def _check_settings(settings: SchedulerSettings, capacity: Capacity) -> None:
+    if settings.max_num_batched_tokens < capacity.max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens ({settings.max_num_batched_tokens}) must be at least "
+            f"max_num_seqs ({capacity.max_num_seqs}): every running sequence needs a token",
+            param="max_num_batched_tokens",
+        )
+    if capacity.num_kv_groups != 1:
+        raise ConfigError(f"one KV group can be scheduled, the model has {capacity.num_kv_groups}")

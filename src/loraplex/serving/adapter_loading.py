@@ -1,0 +1,149 @@
+"""From a path to a registered adapter: staged, checked against the engine, named, preloaded."""
+
+import asyncio
+import logging
+from pathlib import Path
+
+from loraplex.adapters.staging import StagedAdapter, StagingWorker
+from loraplex.adapters.store import AdapterVersion
+from loraplex.core.errors import (
+    AdapterTooLargeError,
+    ConfigError,
+    InvalidAdapterError,
+    LoraplexError,
+)
+from loraplex.core.principal import DEFAULT_TENANT
+from loraplex.memory.adapter_pages import place
+from loraplex.serving.backend import AdapterCard
+from loraplex.serving.served_model import ServedModel
+
+logger = logging.getLogger(__name__)
+
+PEFT_CONFIG_NAME = "adapter_config.json"
+
+
+class AdapterLoading:
+    """Owns the staging worker. One load runs at a time; steps and requests go on beside it."""
+
+    def __init__(self, worker: StagingWorker) -> None:
+        self._worker = worker
+
+    async def close(self) -> None:
+        await self._worker.close()
+
+    async def load(
+        self,
+        model: ServedModel,
+        tenant: str,
+        *,
+        name: str,
+        path: str,
+        task_id: int | None = None,
+        replace: bool = False,
+    ) -> AdapterCard:
+        """Raises before anything changes if the adapter is bad, or would change nothing."""
+        model.store.check_free(model.card.name, tenant, name, task_id, replace=replace)
+        staged = await self._stage(model, path)
+        if staged.changes_nothing:
+            raise InvalidAdapterError(
+                f"adapter {name!r} changes nothing: every lora_B of {path} is zero (an untrained "
+                "adapter?)",
+                param="path",
+            )
+        return self._register(model, tenant, name, staged, path, task_id, replace=replace)
+
+    async def load_configured(self, model: ServedModel) -> None:
+        """What the model's configuration names. Raises ConfigError for an adapter named one by
+        one; one that was merely found in a folder is left out with a warning.
+        """
+        for name, adapter in model.config.adapters.items():
+            try:
+                await self._load_at_start(
+                    model, name, adapter.path, _task_id(name, adapter.task_id)
+                )
+            except LoraplexError as error:
+                raise ConfigError(f"adapter {name!r}: {error.message}") from error
+        for folder in model.config.adapter_dirs:
+            for name, path in await asyncio.to_thread(find_adapters, Path(folder)):
+                try:
+                    await self._load_at_start(model, name, str(path), _task_id(name, None))
+                except LoraplexError as error:
+                    logger.warning("left out adapter %r: %s", name, error.message)
+
+    async def _load_at_start(
+        self, model: ServedModel, name: str, path: str, task_id: int | None
+    ) -> None:
+        staged = await self._stage(model, path)
+        if staged.changes_nothing:
+            logger.warning("adapter %r changes nothing: every lora_B of %s is zero", name, path)
+        card = self._register(model, DEFAULT_TENANT, name, staged, path, task_id, replace=False)
+        logger.info("adapter %r is %s, rank %d", name, card.digest[:12], card.rank)
+        for warning in card.warnings:
+            logger.warning("adapter %r: %s", name, warning)
+
+    async def _stage(self, model: ServedModel, path: str) -> StagedAdapter:
+        return await self._worker.stage(
+            path,
+            shapes=model.shapes,
+            max_rank=model.config.max_lora_rank,
+            base_model=model.card.name,
+        )
+
+    def _register(
+        self,
+        model: ServedModel,
+        tenant: str,
+        name: str,
+        staged: StagedAdapter,
+        path: str,
+        task_id: int | None,
+        *,
+        replace: bool,
+    ) -> AdapterCard:
+        _check_fits(model, staged)
+        version = model.store.add(
+            model.card.name, tenant, name, staged, path=path, task_id=task_id, replace=replace
+        )
+        if model.engine.is_ready:
+            model.engine.preload(version.source)
+        return card_of(version)
+
+
+def find_adapters(folder: Path) -> list[tuple[str, Path]]:
+    """(name, path) of every sub-folder that holds a PEFT adapter, by name. Raises ConfigError."""
+    if not folder.is_dir():
+        raise ConfigError(f"--adapter-dir {folder} is not a folder")
+    return sorted(
+        (entry.name, entry) for entry in folder.iterdir() if (entry / PEFT_CONFIG_NAME).is_file()
+    )
+
+
+def card_of(version: AdapterVersion) -> AdapterCard:
+    return AdapterCard(
+        name=version.name,
+        model=version.model,
+        task_id=version.task_id,
+        digest=version.digest,
+        created=version.created,
+        rank=version.rank,
+        num_bytes=version.source.num_bytes,
+        source=version.path,
+        warnings=version.warnings,
+    )
+
+
+def _task_id(name: str, configured: int | None) -> int | None:
+    """A name of digits is its task id, as in TensorRT-LLM's lora_prefetch_dir."""
+    if configured is None and name.isascii() and name.isdigit():
+        return int(name)
+    return configured
+
+
+def _check_fits(model: ServedModel, staged: StagedAdapter) -> None:
+    capacity = model.engine.capacity
+    num_pages = place(staged.source.targets, capacity.page_geometry).num_pages
+    if num_pages > capacity.num_adapter_pages:
+        raise AdapterTooLargeError(
+            f"the adapter needs {num_pages} pages of {capacity.adapter_page_bytes} bytes on the "
+            f"device, whose pool has {capacity.num_adapter_pages}; raise lora_device_bytes"
+        )

@@ -1,0 +1,96 @@
+"""From what a client asked for to what an engine is told: limits, defaults, the seed, the salt.
+
+Pure functions; everything that can be known to be wrong with a request beforehand is said here.
+"""
+
+import secrets
+from collections.abc import Sequence
+
+import msgspec
+
+from loraplex.core.adapter import AdapterUse
+from loraplex.core.errors import (
+    InvalidRequestError,
+    PromptTooLongError,
+    TokenOutOfVocabularyError,
+)
+from loraplex.core.principal import Principal
+from loraplex.core.request import EngineRequest, GenerateRequest
+from loraplex.core.sampling_params import SamplingParams
+from loraplex.memory.kv_salt import kv_salt
+from loraplex.serving.backend import ModelCard
+
+_UINT64 = 2**64
+
+
+def admit(
+    request: GenerateRequest,
+    prompt_token_ids: Sequence[int],
+    *,
+    model: ModelCard,
+    eos_token_ids: tuple[int, ...],
+    adapters: tuple[AdapterUse, ...],
+    principal: Principal,
+    now_ns: int,
+) -> EngineRequest:
+    """Check a tokenized request against its model. Raises RequestErrors."""
+    request.sampling.validate()
+    check_prompt(prompt_token_ids, model)
+    _check_ids("stop_token_ids", request.sampling.stop_token_ids, model)
+    timeout = request.timeout_seconds
+    return EngineRequest(
+        request_id=request.request_id,
+        prompt_token_ids=tuple(prompt_token_ids),
+        sampling=_complete(request.sampling, len(prompt_token_ids), model),
+        eos_token_ids=eos_token_ids,
+        adapters=adapters,
+        kv_salt=kv_salt(
+            model.name,
+            model.dtype,
+            [(adapter.digest, adapter.scale) for adapter in adapters],
+            principal.tenant,
+        ),
+        tenant=principal.tenant,
+        priority=request.priority,
+        arrival_ns=now_ns,
+        deadline_ns=None if timeout is None else now_ns + int(timeout * 1e9),
+    )
+
+
+def check_prompt(token_ids: Sequence[int], model: ModelCard) -> None:
+    """Raise unless there is a prompt, of known tokens, with room for one more."""
+    if not token_ids:
+        raise InvalidRequestError("the prompt is empty: give at least one token", param="prompt")
+    if len(token_ids) >= model.max_model_len:
+        raise PromptTooLongError(
+            f"the prompt has {len(token_ids)} tokens; model {model.name!r} takes at most "
+            f"{model.max_model_len - 1} and one of output (max_model_len {model.max_model_len})",
+            param="prompt",
+        )
+    _check_ids("prompt", token_ids, model)
+
+
+def _check_ids(param: str, token_ids: Sequence[int], model: ModelCard) -> None:
+    if not token_ids:
+        return
+    for token_id in (min(token_ids), max(token_ids)):
+        if not 0 <= token_id < model.vocab_size:
+            raise TokenOutOfVocabularyError(
+                f"{param}: token id {token_id} is out of the vocabulary of model {model.name!r}, "
+                f"which is 0 to {model.vocab_size - 1}",
+                param=param,
+            )
+
+
+def _complete(sampling: SamplingParams, num_prompt_tokens: int, model: ModelCard) -> SamplingParams:
+    """Set max_tokens and seed, so that a replay after a crash is the same request."""
+    room = model.max_model_len - num_prompt_tokens
+    max_tokens = room if sampling.max_tokens is None else sampling.max_tokens
+    if max_tokens > room:
+        raise PromptTooLongError(
+            f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}: together "
+            f"more than the {model.max_model_len} of model {model.name!r}; ask for at most {room}",
+            param="max_tokens",
+        )
+    seed = secrets.randbits(64) if sampling.seed is None else sampling.seed % _UINT64
+    return msgspec.structs.replace(sampling, max_tokens=max_tokens, seed=seed)

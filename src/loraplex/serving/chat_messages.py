@@ -1,0 +1,118 @@
+"""Checks the messages of a conversation and brings them into the form that templates expect.
+
+The form is the one of transformers: text content as one string, keys without a value left out,
+the arguments of tool calls as objects. Roles and fields are those of the OpenAI chat schema.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from loraplex.core.errors import InvalidRequestError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+PART_SEPARATOR = "\n"
+"""Between the text parts of one message, as vLLM has it."""
+
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+
+
+def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Fresh messages for a template; the given ones are not changed.
+
+    Raises InvalidRequestError, whose text and `param` name the message and the field.
+    """
+    if not isinstance(messages, list | tuple):
+        raise InvalidRequestError("messages must be a list of messages", param="messages")
+    if not messages:
+        raise InvalidRequestError("messages is empty: at least one is needed", param="messages")
+    return [_normalize(message, index) for index, message in enumerate(messages)]
+
+
+def _normalize(message: Any, index: int) -> dict[str, Any]:
+    where = f"messages[{index}]"
+    if not isinstance(message, Mapping):
+        raise _invalid(where, f"must be an object, not {_kind(message)}")
+    normal = {key: value for key, value in message.items() if value is not None}
+    role = normal.get("role")
+    if role not in ROLES:
+        problem = "is missing" if role is None else f"is {role!r}"
+        raise _invalid(f"{where}.role", f"{problem}; it must be one of {', '.join(ROLES)}")
+    if "tool_calls" in normal:
+        normal["tool_calls"] = _tool_calls(normal["tool_calls"], f"{where}.tool_calls")
+    if "content" in normal:
+        normal["content"] = _text(normal["content"], f"{where}.content")
+    elif role != "assistant" or not normal.get("tool_calls"):
+        raise _invalid(
+            f"{where}.content",
+            "is missing; only an assistant message with tool_calls may have none",
+        )
+    return _with_reasoning(normal)
+
+
+def _text(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        raise _invalid(where, f"must be a string or a list of parts, not {_kind(content)}")
+    texts = [_part_text(part, f"{where}[{index}]") for index, part in enumerate(content)]
+    return PART_SEPARATOR.join(texts)
+
+
+def _part_text(part: Any, where: str) -> str:
+    if not isinstance(part, Mapping):
+        raise _invalid(where, f'must be an object like {{"type": "text"}}, not {_kind(part)}')
+    if part.get("type") != "text":
+        raise _invalid(
+            f"{where}.type", f"is {part.get('type')!r}; only parts of the type 'text' are served"
+        )
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise _invalid(f"{where}.text", f"must be a string, not {_kind(text)}")
+    return text
+
+
+def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list | tuple):
+        raise _invalid(where, f"must be a list, not {_kind(calls)}")
+    return [_tool_call(call, f"{where}[{index}]") for index, call in enumerate(calls)]
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise _invalid(where, "must be an object with a function that has a name")
+    arguments = function.get("arguments", "")
+    return {**call, "function": {**function, "arguments": _arguments(arguments, where)}}
+
+
+def _arguments(arguments: Any, where: str) -> Any:
+    """The wire has them as JSON text; templates write an object."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        value = json.loads(arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        raise _invalid(f"{where}.function.arguments", f"is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise _invalid(
+            f"{where}.function.arguments", f"must be the JSON of an object, not of {_kind(value)}"
+        )
+    return value
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Templates read an earlier turn's reasoning under one name or another: fill the usual two."""
+    found = [message[key] for key in _REASONING_KEYS if key in message]
+    if not found:
+        return message
+    return {"thinking": found[0], **message, "reasoning_content": found[0]}
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else type(value).__name__
+
+
+def _invalid(where: str, problem: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{where} {problem}", param=where)

@@ -1,0 +1,188 @@
+"""What requests did, as Prometheus counters and histograms. How they are exposed is the front
+ends' matter; what engines do comes from `EngineStats`.
+
+One event loop calls it. Label values that clients choose are bounded: adapters by number, models
+to those that are served.
+"""
+
+from collections.abc import AsyncIterator, Iterable
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from loraplex.core.clock import Clock, SystemClock
+from loraplex.core.errors import LoraplexError
+from loraplex.core.output import FinishReason, RequestOutput
+from loraplex.core.request import GenerateRequest
+
+MAX_ADAPTER_LABELS = 100
+OTHER_ADAPTERS = "other"
+
+_TTFT_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 30.0, 60.0),
+)
+_INTER_TOKEN_BUCKETS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5),
+    *(0.75, 1.0, 2.5),
+)
+_REQUEST_BUCKETS = (
+    *(0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0),
+    *(60.0, 120.0, 300.0),
+)
+_QUEUE_BUCKETS = (0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class Outputs(Protocol):
+    """A request's outputs: an iterator that can be closed, which aborts the request."""
+
+    async def __anext__(self) -> RequestOutput: ...
+
+    async def aclose(self) -> None: ...
+
+
+class RequestMetrics:
+    """Counters and histograms of all requests, in a registry of their own."""
+
+    def __init__(self, models: Iterable[str] = (), clock: Clock | None = None) -> None:
+        """`models`: names that errors may be labelled with before their first request is in."""
+        self.registry = CollectorRegistry()
+        self._clock = clock or SystemClock()
+        self._models = set(models)
+        self._adapter_labels: set[str] = set()
+        by_adapter = ("model", "adapter")
+        self.requests = self._counter(
+            "requests", "Requests that ended, by their end.", (*by_adapter, "finish_reason")
+        )
+        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.", by_adapter)
+        self.generation_tokens = self._counter(
+            "generation_tokens", "Tokens generated for clients.", by_adapter
+        )
+        self.errors = self._counter(
+            "errors", "Requests refused or failed, by the code of the error.", ("model", "code")
+        )
+        self.time_to_first_token = self._histogram(
+            "time_to_first_token_seconds", "From admission to the first token.", _TTFT_BUCKETS
+        )
+        self.inter_token_latency = self._histogram(
+            "inter_token_latency_seconds",
+            "Between tokens of a sequence; tokens that come together share their time.",
+            _INTER_TOKEN_BUCKETS,
+        )
+        self.e2e_latency = self._histogram(
+            "e2e_request_latency_seconds",
+            "From admission to the last output of requests that finished.",
+            _REQUEST_BUCKETS,
+        )
+        self.queue_time = self._histogram(
+            "request_queue_time_seconds",
+            "From arrival to the first step that computed the request.",
+            _QUEUE_BUCKETS,
+        )
+
+    def observe(self, request: GenerateRequest, outputs: Outputs) -> AsyncIterator[RequestOutput]:
+        """The same outputs; what passes is counted. `request` has just been admitted."""
+        self._models.add(request.model)
+        return ObservedOutputs(self, request.model, outputs, self._clock)
+
+    def observe_error(self, model: str, error: LoraplexError) -> None:
+        """A request was refused, or failed. A model that is not served is labelled ``""``."""
+        self.errors.labels(model if model in self._models else "", error.code).inc()
+
+    def adapter_label(self, output: RequestOutput) -> str:
+        """Its adapters' names; empty for the base model; from the 101st on `other`."""
+        name = "+".join(adapter.name for adapter in output.adapters)
+        if not name or name in self._adapter_labels:
+            return name
+        if len(self._adapter_labels) >= MAX_ADAPTER_LABELS:
+            return OTHER_ADAPTERS
+        self._adapter_labels.add(name)
+        return name
+
+    def _counter(self, name: str, text: str, labels: tuple[str, ...]) -> Counter:
+        return Counter(f"loraplex_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(
+            f"loraplex_{name}", text, ("model",), buckets=buckets, registry=self.registry
+        )
+
+
+class ObservedOutputs(AsyncIterator[RequestOutput]):
+    """Passes a request's outputs on and counts each of them once."""
+
+    def __init__(self, metrics: RequestMetrics, model: str, outputs: Outputs, clock: Clock) -> None:
+        self._metrics = metrics
+        self._model = model
+        self._outputs = outputs
+        self._clock = clock
+        self._admitted_ns = clock.now_ns()
+        self._last_token_ns: dict[int, int] = {}
+        """By sequence index."""
+        self._finish_reason: FinishReason | None = None
+        """Of the sequence that ended last."""
+        self._adapter: str | None = None
+        """Its label; None before the first output."""
+        self._num_counted_tokens = 0
+        self._is_over = False
+        self._inter_token_latency = metrics.inter_token_latency.labels(model)
+
+    async def __anext__(self) -> RequestOutput:
+        try:
+            output = await anext(self._outputs)
+        except LoraplexError as error:
+            self._metrics.observe_error(self._model, error)
+            self._end(FinishReason.ERROR)
+            raise
+        self._count(output)
+        return output
+
+    async def aclose(self) -> None:
+        self._end(FinishReason.ABORT)
+        await self._outputs.aclose()
+
+    def _count(self, output: RequestOutput) -> None:
+        now_ns = self._clock.now_ns()
+        if self._adapter is None:
+            self._adapter = self._metrics.adapter_label(output)
+            prompt_tokens = self._metrics.prompt_tokens.labels(self._model, self._adapter)
+            prompt_tokens.inc(len(output.prompt_token_ids))
+        for sequence in output.sequences:
+            self._count_tokens(sequence.index, len(sequence.token_ids), now_ns)
+            self._finish_reason = sequence.finish_reason or self._finish_reason
+        num_new = output.num_output_tokens - self._num_counted_tokens
+        if num_new > 0:
+            self._num_counted_tokens = output.num_output_tokens
+            self._metrics.generation_tokens.labels(self._model, self._adapter).inc(num_new)
+        if output.finished:
+            self._count_times(output, now_ns)
+            self._end(self._finish_reason or FinishReason.STOP)
+
+    def _count_tokens(self, index: int, num_tokens: int, now_ns: int) -> None:
+        if num_tokens == 0:
+            return
+        if not self._last_token_ns:
+            first_token = self._metrics.time_to_first_token.labels(self._model)
+            first_token.observe(_seconds(now_ns - self._admitted_ns))
+        elif index in self._last_token_ns:
+            share = _seconds(now_ns - self._last_token_ns[index]) / num_tokens
+            for _ in range(num_tokens):
+                self._inter_token_latency.observe(share)
+        self._last_token_ns[index] = now_ns
+
+    def _count_times(self, output: RequestOutput, now_ns: int) -> None:
+        e2e_latency = self._metrics.e2e_latency.labels(self._model)
+        e2e_latency.observe(_seconds(now_ns - self._admitted_ns))
+        timing = output.timing
+        if timing is not None and timing.first_scheduled_ns:
+            queued_ns = timing.first_scheduled_ns - timing.arrival_ns
+            self._metrics.queue_time.labels(self._model).observe(_seconds(max(queued_ns, 0)))
+
+    def _end(self, reason: FinishReason) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._metrics.requests.labels(self._model, self._adapter or "", reason.value).inc()
+
+
+def _seconds(nanoseconds: int) -> float:
+    return nanoseconds / 1e9

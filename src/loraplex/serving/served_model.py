@@ -1,0 +1,86 @@
+"""All that serving holds for one base model."""
+
+import asyncio
+import dataclasses
+
+import msgspec
+
+from loraplex.adapters.shapes import BaseShapes
+from loraplex.adapters.store import AdapterStore, AdapterVersion
+from loraplex.core.adapter import AdapterChoice, AdapterRef, AdapterUse
+from loraplex.core.config import ModelConfig
+from loraplex.core.errors import AdapterNotFoundError, LoraplexError, PermissionDeniedError
+from loraplex.core.output import ResolvedAdapter
+from loraplex.core.principal import Principal
+from loraplex.serving.async_engine import AsyncEngine
+from loraplex.serving.backend import ModelCard
+from loraplex.serving.chat_template import ChatTemplate
+from loraplex.serving.tokenizer import Tokenizer
+
+_INLINE_CHARACTERS = 4096
+"""Shorter texts are tokenized on the event loop: a thread's hand-over would cost more."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class ServedModel:
+    card: ModelCard
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate
+    eos_token_ids: tuple[int, ...]
+    shapes: BaseShapes
+    config: ModelConfig
+    store: AdapterStore
+    engine: AsyncEngine
+
+    async def start(self) -> None:
+        """Start the engine; it tells how long a sequence its memory holds."""
+        capacity = await self.engine.start()
+        self.card = msgspec.structs.replace(self.card, max_model_len=capacity.max_model_len)
+
+    async def tokenize(self, prompt: str | tuple[int, ...], add_special_tokens: bool) -> list[int]:
+        """The ids of a prompt; ids pass as they are."""
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if len(prompt) <= _INLINE_CHARACTERS:
+            return self.tokenizer.encode(prompt, add_special_tokens)
+        return await asyncio.to_thread(self.tokenizer.encode, prompt, add_special_tokens)
+
+    def resolve(
+        self, choices: tuple[AdapterChoice, ...], principal: Principal
+    ) -> list[tuple[AdapterVersion, float]]:
+        """The versions that a request will run with, from now to its end."""
+        if choices and not principal.may_use_adapters:
+            raise PermissionDeniedError(f"tenant {principal.tenant!r} may not use adapters")
+        return [
+            (
+                self.store.resolve(AdapterRef(self.card.name, principal.tenant, choice.key)),
+                choice.scale,
+            )
+            for choice in choices
+        ]
+
+    def has_adapter(self, ref: AdapterRef) -> bool:
+        try:
+            self.store.resolve(ref)
+        except AdapterNotFoundError:
+            return False
+        return True
+
+    @property
+    def problem(self) -> str:
+        """Why it would not answer now; empty if it would."""
+        if self.engine.is_ready:
+            return ""
+        failure: LoraplexError | None = self.engine.failure
+        detail = f": {failure.message}" if failure else ""
+        return f"the engine of model {self.card.name!r} is {self.engine.state}{detail}"
+
+
+def uses(chosen: list[tuple[AdapterVersion, float]]) -> tuple[AdapterUse, ...]:
+    """What the engine is told."""
+    return tuple(AdapterUse(version.digest, scale) for version, scale in chosen)
+
+
+def answered_by(chosen: list[tuple[AdapterVersion, float]]) -> tuple[ResolvedAdapter, ...]:
+    """What the client is told."""
+    return tuple(ResolvedAdapter(version.name, version.digest, scale) for version, scale in chosen)

@@ -1,0 +1,115 @@
+"""Which tokens of a model folder have a role, and which it adds to the vocabulary.
+
+Sources, as transformers reads them: tokenizer_config.json, and where that has no
+added_tokens_decoder also special_tokens_map.json and added_tokens.json, the older layout.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tokenizers import AddedToken
+
+from loraplex.core.errors import ConfigError
+
+NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+class SpecialTokens(msgspec.Struct, frozen=True):
+    """`named`: role (`bos_token`, ...) to text. `added`: in the order in which they get ids."""
+
+    named: dict[str, str]
+    added: tuple[AddedToken, ...]
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The file's object; empty if there is no such file. Raises ConfigError."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def read_special_tokens(folder: Path, config: Mapping[str, Any]) -> SpecialTokens:
+    """`config` is the folder's tokenizer_config.json. Raises ConfigError."""
+    is_old_layout = "added_tokens_decoder" not in config
+    roles = dict(config)
+    if is_old_layout:
+        roles |= read_json_object(folder / "special_tokens_map.json")
+    if isinstance(own_roles := roles.get("extra_special_tokens"), dict):
+        roles |= own_roles
+    try:
+        named = {name: text for name in _role_names(roles) if (text := _text(roles[name]))}
+        extra = _extra_tokens(roles)
+        numbered = _numbered_tokens(config, folder, {*named.values(), *map(str, extra)})
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f"the special tokens in {folder / 'tokenizer_config.json'} are not understood: {error}"
+        ) from error
+    known = {str(token) for token in numbered}
+    others = [*(_added(roles[name]) for name in named), *extra]
+    return SpecialTokens(
+        named, (*numbered, *(token for token in others if str(token) not in known))
+    )
+
+
+def _role_names(roles: Mapping[str, Any]) -> list[str]:
+    """The usual roles first; then a model's own, such as image_token."""
+    own = [
+        name
+        for name, value in roles.items()
+        if name.endswith("_token") and name not in NAMES and isinstance(value, str | dict)
+    ]
+    return [name for name in NAMES if roles.get(name)] + own
+
+
+def _text(value: Any) -> str:
+    return str(value["content"]) if isinstance(value, dict) else str(value)
+
+
+def _added(value: Any, *, special: bool = True) -> AddedToken:
+    if isinstance(value, dict):
+        flags = {key: bool(value[key]) for key in _FLAGS if key in value}
+        return AddedToken(value["content"], **{"special": special, **flags})
+    return AddedToken(str(value), special=special)
+
+
+_FLAGS = ("special", "single_word", "lstrip", "rstrip", "normalized")
+
+
+def _extra_tokens(roles: Mapping[str, Any]) -> list[AddedToken]:
+    """Special tokens without a role."""
+    extra = roles.get("extra_special_tokens") or roles.get("additional_special_tokens") or []
+    return [] if isinstance(extra, dict) else [_added(value) for value in extra]
+
+
+def _numbered_tokens(
+    config: Mapping[str, Any], folder: Path, special_texts: set[str]
+) -> list[AddedToken]:
+    """Tokens with an id of their own, in the order of their ids."""
+    decoder = config.get("added_tokens_decoder")
+    if decoder is None:
+        ids = read_json_object(folder / "added_tokens.json")
+        decoder = {number: text for text, number in ids.items()}
+    tokens = []
+    for number in sorted(decoder, key=int):
+        token = _added(decoder[number], special=False)
+        if str(token) in special_texts:
+            token.special = True
+        tokens.append(token)
+    return tokens

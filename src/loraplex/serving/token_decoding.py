@@ -1,0 +1,263 @@
+"""From token ids to text: what one token stands for, and how tokens join, one at a time or all.
+
+Whole and incremental decoding are the same code (`TextStream`), so they cannot differ. The rules
+are those of the `decoder` section of a tokenizer.json; this module knows nothing of encoding,
+files or requests.
+
+A decoder of the `tokenizers` library is a list of steps over token strings. The ones that language
+models use act on a token by itself, or only on the start of the text, so a token becomes a fixed
+piece of bytes and text is the pieces' sum, read as UTF-8. One thing is on purpose not as in that
+library: of a run of byte tokens (`<0xE4>`) that is not valid UTF-8 it replaces every byte, even
+those of whole characters before the bad one; here, as in sentencepiece, only the bad bytes become
+U+FFFD. What was streamed is thus never taken back.
+"""
+
+import codecs
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from loraplex.core.errors import UnsupportedModelError
+
+PieceStep = Callable[[str, bool], str]
+"""(token, whether it is the text's first token) -> token."""
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_LONE_BYTE = re.compile("[\udc80-\udcff]")
+
+_WORDPIECE_CLEAN_UP = (
+    (" .", "."),
+    (" ?", "?"),
+    (" !", "!"),
+    (" ,", ","),
+    (" ' ", "'"),
+    (" n't", "n't"),
+    (" 'm", "'m"),
+    (" do not", " don't"),
+    (" 's", "'s"),
+    (" 've", "'ve"),
+    (" 're", "'re"),
+)
+
+# What transformers does to the whole text when clean_up_tokenization_spaces is set.
+_TEXT_CLEAN_UP = tuple(pair for pair in _WORDPIECE_CLEAN_UP if pair[0] != " do not")
+
+
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's printable stand-in for each byte, inverted: bytes that print stand for themselves,
+    the others, in order, for U+0100 and on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    table = {chr(byte): byte for byte in printable}
+    return table | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTE_OF_CHAR: Mapping[str, int] = _byte_of_char()
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    """A token with a character that stands for no byte is its own UTF-8."""
+    try:
+        return bytes([_BYTE_OF_CHAR[char] for char in token])
+    except KeyError:
+        return token.encode()
+
+
+def _byte_fallback_bytes(token: str) -> bytes:
+    match = _BYTE_TOKEN.fullmatch(token)
+    return bytes([int(match[1], 16)]) if match else token.encode()
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenDecoding:
+    """The decoder of a tokenizer."""
+
+    steps: tuple[PieceStep, ...] = ()
+    to_bytes: Callable[[str], bytes] = str.encode
+    replaces_bytes: bool = False
+    """Invalid UTF-8 becomes one U+FFFD per byte; else one per maximal part of a character."""
+    strip: tuple[bytes, int] = (b"", 0)
+    """(character, how many of it at most) taken from the start of the text."""
+
+    def piece(self, token: str, *, is_first: bool) -> bytes:
+        for step in self.steps:
+            token = step(token, is_first)
+        return self.to_bytes(token)
+
+
+def parse_decoder(section: Mapping[str, Any] | None) -> TokenDecoding:
+    """Read the `decoder` section of a tokenizer.json.
+
+    Raises UnsupportedModelError for a decoder whose output at one token depends on later ones.
+    """
+    if section is None:
+        return TokenDecoding(steps=(_join_words,))
+    decoding = TokenDecoding()
+    for part in _flatten(section):
+        decoding = _with_part(decoding, part)
+    return decoding
+
+
+def _flatten(section: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    if section.get("type") != "Sequence":
+        return [section]
+    return [part for child in section["decoders"] for part in _flatten(child)]
+
+
+def _with_part(decoding: TokenDecoding, part: Mapping[str, Any]) -> TokenDecoding:
+    match part:
+        case {"type": "ByteLevel"}:
+            return dataclasses.replace(decoding, to_bytes=_byte_level_bytes)
+        case {"type": "ByteFallback"}:
+            return dataclasses.replace(decoding, to_bytes=_byte_fallback_bytes, replaces_bytes=True)
+        case {"type": "Fuse"}:
+            return decoding
+        case {"type": "Strip", "content": str(char), "start": int(start), "stop": 0}:
+            return dataclasses.replace(decoding, strip=(char.encode(), start))
+        case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
+            step = _replace(old, new)
+        case {"type": "Metaspace", "replacement": str(char)}:
+            step = _metaspace(char, drops_in_first=part.get("prepend_scheme") != "never")
+        case {"type": "WordPiece", "prefix": str(prefix)}:
+            step = _word_piece(prefix, cleans_up=bool(part.get("cleanup", True)))
+        case _:
+            raise UnsupportedModelError(
+                f"the tokenizer's decoder {part.get('type')!r} ({dict(part)}) is not served; "
+                "served are ByteLevel, ByteFallback, Fuse, Metaspace, Replace of a string, Strip "
+                "at the start, WordPiece and Sequences of them"
+            )
+    return dataclasses.replace(decoding, steps=(*decoding.steps, step))
+
+
+def _join_words(token: str, is_first: bool) -> str:
+    return token if is_first else " " + token
+
+
+def _replace(old: str, new: str) -> PieceStep:
+    return lambda token, _is_first: token.replace(old, new)
+
+
+def _metaspace(char: str, *, drops_in_first: bool) -> PieceStep:
+    return lambda token, is_first: token.replace(char, "" if is_first and drops_in_first else " ")
+
+
+def _word_piece(prefix: str, *, cleans_up: bool) -> PieceStep:
+    def step(token: str, is_first: bool) -> str:
+        if not is_first:
+            token = token[len(prefix) :] if token.startswith(prefix) else " " + token
+        for old, new in _WORDPIECE_CLEAN_UP if cleans_up else ():
+            token = token.replace(old, new)
+        return token
+
+    return step
+
+
+class Vocabulary:
+    """What every token id stands for. Immutable, so threads may share it."""
+
+    def __init__(
+        self,
+        tokens: Mapping[int, str],
+        special_ids: Iterable[int],
+        decoding: TokenDecoding,
+        *,
+        cleans_up_spaces: bool = False,
+    ) -> None:
+        """`tokens` may have holes: an id without a token stands for nothing."""
+        self.decoding = decoding
+        self.special_ids = frozenset(special_ids)
+        self.cleans_up_spaces = cleans_up_spaces
+        self._tokens = [tokens.get(token_id) for token_id in range(max(tokens, default=-1) + 1)]
+        self._pieces = [
+            b"" if token is None else decoding.piece(token, is_first=False)
+            for token in self._tokens
+        ]
+
+    def __len__(self) -> int:
+        """One more than the largest id."""
+        return len(self._tokens)
+
+    def token(self, token_id: int) -> str | None:
+        return self._tokens[token_id] if 0 <= token_id < len(self._tokens) else None
+
+    def piece(self, token_id: int) -> bytes:
+        """The bytes of a token that is not the text's first; empty for an id without a token."""
+        return self._pieces[token_id] if 0 <= token_id < len(self._pieces) else b""
+
+    def first_piece(self, token_id: int) -> bytes:
+        token = self.token(token_id)
+        return b"" if token is None else self.decoding.piece(token, is_first=True)
+
+
+class TextStream:
+    """Text from tokens, as they come. However they are split, the pieces add up to one text.
+
+    Only what later tokens cannot change is given: an incomplete UTF-8 character waits.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, *, skip_special_tokens: bool = True) -> None:
+        decoding = vocabulary.decoding
+        errors = "surrogateescape" if decoding.replaces_bytes else "replace"
+        self._vocabulary = vocabulary
+        self._skipped_ids = vocabulary.special_ids if skip_special_tokens else frozenset()
+        self._is_first = True
+        self._strip_char, self._num_to_strip = decoding.strip
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors)
+        clean_up = _TEXT_CLEAN_UP if vocabulary.cleans_up_spaces else ()
+        self._replacers = [StreamReplacer(old, new) for old, new in clean_up]
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return self._to_text(b"".join(self._pieces(token_ids)), final=False)
+
+    def finish(self) -> str:
+        """What was still held back. The stream is over."""
+        return self._to_text(b"", final=True)
+
+    def _pieces(self, token_ids: Sequence[int]) -> Iterable[bytes]:
+        vocabulary = self._vocabulary
+        for token_id in token_ids:
+            if token_id in self._skipped_ids:
+                continue
+            if self._is_first and vocabulary.token(token_id) is not None:
+                self._is_first = False
+                yield vocabulary.first_piece(token_id)
+            else:
+                yield vocabulary.piece(token_id)
+
+    def _to_text(self, data: bytes, *, final: bool) -> str:
+        text = self._utf8.decode(self._strip(data), final)
+        if self._vocabulary.decoding.replaces_bytes and not text.isascii():
+            text = _LONE_BYTE.sub("\ufffd", text)
+        for replacer in self._replacers:
+            text = replacer.push(text, final=final)
+        return text
+
+    def _strip(self, data: bytes) -> bytes:
+        while self._num_to_strip and data:
+            if not data.startswith(self._strip_char):
+                self._num_to_strip = 0
+                break
+            data = data[len(self._strip_char) :]
+            self._num_to_strip -= 1
+        return data
+
+
+class StreamReplacer:
+    """str.replace on a text that comes in pieces; holds back what may begin a match."""
+
+    def __init__(self, old: str, new: str) -> None:
+        self._old = old
+        self._new = new
+        self._held = ""
+
+    def push(self, text: str, *, final: bool) -> str:
+        *done, rest = (self._held + text).split(self._old)
+        num_held = 0 if final else self._num_held(rest)
+        self._held = rest[len(rest) - num_held :]
+        return self._new.join([*done, rest[: len(rest) - num_held]])
+
+    def _num_held(self, text: str) -> int:
+        """Length of the longest end of text that begins `old`."""
+        lengths = range(min(len(self._old) - 1, len(text)), 0, -1)
+        return next((n for n in lengths if text.endswith(self._old[:n])), 0)

@@ -1,0 +1,65 @@
+"""Tiny random checkpoints and adapters, made with transformers and PEFT for tests and benchmarks.
+
+Needs the `dev` extra: nothing that serves imports this file.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from loraplex.core.adapter import LoraTarget
+from loraplex.execution.host_adapters import HostAdapter, HostWeight
+
+_PARAMETER_SCALE = 0.15
+_LORA_MODULE = re.compile(r"layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)$")
+
+
+def save_random_model(folder: Path, config: PretrainedConfig, *, seed: int = 0) -> Any:
+    """Write a checkpoint with every parameter random, norms and biases too; returns the model.
+
+    The weights are float32; `config.dtype` is what config.json will say.
+    """
+    torch.manual_seed(seed)
+    models: Any = AutoModelForCausalLM
+    model = models.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            mean = 1.0 if "norm" in name else 0.0
+            parameter.copy_(mean + _PARAMETER_SCALE * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def add_random_adapters(
+    model: Any, adapters: Mapping[str, LoraConfig], *, seed: int = 0
+) -> PeftModel:
+    """The model wrapped by PEFT, with random A and B for each named adapter."""
+    torch.manual_seed(seed)
+    names = list(adapters)
+    peft_model = get_peft_model(model, adapters[names[0]], adapter_name=names[0])
+    for name in names[1:]:
+        peft_model.add_adapter(name, adapters[name])
+    with torch.no_grad():
+        for name, parameter in peft_model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(_PARAMETER_SCALE * torch.randn_like(parameter))
+    return peft_model.eval()
+
+
+def host_adapter(model: PeftModel, name: str) -> HostAdapter:
+    """A LoRA adapter of the PEFT model, as the loader would put it into host memory."""
+    weights = []
+    for path, module in model.named_modules():
+        match = _LORA_MODULE.search(path)
+        if match is None or name not in getattr(module, "lora_A", {}):
+            continue
+        a = module.lora_A[name].weight.detach().clone()
+        b = module.lora_B[name].weight.detach().clone()
+        target = LoraTarget(int(match[1]), match[2], a.shape[0], a.shape[1], b.shape[0])
+        weights.append(HostWeight(target, a, b, float(module.scaling[name])))
+    return HostAdapter(name, tuple(sorted(weights, key=lambda weight: weight.target)))

@@ -1,0 +1,397 @@
+"""A whole Backend in memory, for tests of front ends and clients: no model, no torch, no files.
+
+Its answer is a pure function of model, adapters, prompt and sequence index (echo_sequence), a token
+is a byte (echo_tokenizer), and every output carries one token per running sequence. A bad day can
+be asked for: delays, errors at admission or in mid-stream, a server that is not ready. What the
+front end did is recorded: `requests`, `finished`, `aborted`.
+"""
+
+import asyncio
+import hashlib
+import itertools
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from loraplex.core.adapter import AdapterChoice, AdapterKey, AdapterRef, ByDigest, ByName, ByTaskId
+from loraplex.core.errors import (
+    AdapterExistsError,
+    AdapterNotFoundError,
+    InvalidRequestError,
+    LoraplexError,
+    ModelNotFoundError,
+    PermissionDeniedError,
+    PromptTooLongError,
+    TokenOutOfVocabularyError,
+)
+from loraplex.core.output import RequestOutput, RequestTiming, ResolvedAdapter
+from loraplex.core.principal import LOCAL, Principal
+from loraplex.core.request import GenerateRequest, RequestId
+from loraplex.core.stats import EngineStats, StepRecord
+from loraplex.serving.backend import AdapterCard, Health, ModelCard
+from loraplex.testing import echo_tokenizer
+from loraplex.testing.echo_sequence import EchoSequence, echo_answer, echo_logprob
+
+CREATED = 1_700_000_000
+"""Unix seconds: when every model and adapter of this backend was made."""
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """An error that the next request meets."""
+
+    error: LoraplexError
+    after_outputs: int | None
+    """None: raised by `await generate(...)`; k: by the iterator, after k outputs."""
+
+
+def echo_chat_prompt(
+    messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+) -> str:
+    """The chat template: `<s>` and one `role: content` line per message, then `assistant: `."""
+    lines = []
+    for message in messages:
+        if message.get("role") not in ROLES:
+            raise InvalidRequestError(
+                f"the chat template knows the roles {', '.join(ROLES)}; got {message.get('role')!r}"
+            )
+        lines.append(f"{message['role']}: {message.get('content') or ''}\n")
+    return "<s>" + "".join(lines) + ("assistant: " if add_generation_prompt else "")
+
+
+def echo_model(name: str, *, max_model_len: int = 4096) -> ModelCard:
+    """The card of a model that EchoBackend serves."""
+    return ModelCard(
+        name=name,
+        path=f"/models/{name}",
+        created=CREATED,
+        max_model_len=max_model_len,
+        vocab_size=echo_tokenizer.VOCAB_SIZE,
+        eos_token_id=echo_tokenizer.EOS_TOKEN_ID,
+        pad_token_id=echo_tokenizer.PAD_TOKEN_ID,
+        dtype="float32",
+    )
+
+
+class EchoBackend:
+    """Implements serving.backend.Backend. Not thread-safe: one event loop calls it.
+
+    Public fields may be set and read by a test at any time:
+    `delay_seconds` sleeps before every output; `num_cached_tokens` is reported in the timing of
+    every request; `unready_reason` makes health and model_ready say no.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[str] = ("echo",),
+        *,
+        max_model_len: int = 4096,
+        delay_seconds: float = 0.0,
+    ) -> None:
+        self.delay_seconds = delay_seconds
+        self.num_cached_tokens = 0
+        self.unready_reason = ""
+        self.engine_stats = EngineStats()
+        self.step_records: list[StepRecord] = []
+        self.requests: list[GenerateRequest] = []
+        self.finished: list[RequestId] = []
+        self.aborted: list[RequestId] = []
+        self._models = {name: echo_model(name, max_model_len=max_model_len) for name in models}
+        self._adapters: dict[tuple[str, str], AdapterCard] = {}
+        self._faults: deque[Fault] = deque()
+        self._load_faults: deque[LoraplexError] = deque()
+        self._request_ids = itertools.count(1)
+
+    def plant(self, error: LoraplexError, *, after_outputs: int | None = None) -> None:
+        """Let the next request fail: at admission, or after so many outputs. Faults queue up."""
+        self._faults.append(Fault(error, after_outputs))
+
+    def plant_load(self, error: LoraplexError) -> None:
+        """Let the next load_adapter fail."""
+        self._load_faults.append(error)
+
+    def register(
+        self,
+        name: str,
+        *,
+        model: str | None = None,
+        path: str | None = None,
+        task_id: int | None = None,
+        replace: bool = False,
+    ) -> AdapterCard:
+        """Register an adapter without awaiting; its digest is the SHA-256 of its path."""
+        base = self.model(model if model is not None else next(iter(self._models)))
+        source = path if path is not None else f"/adapters/{name}"
+        if name in self._models or (not replace and (base.name, name) in self._adapters):
+            raise AdapterExistsError(f"{name!r} is already served", param="name")
+        card = AdapterCard(
+            name=name,
+            model=base.name,
+            task_id=task_id,
+            digest=hashlib.sha256(source.encode()).hexdigest(),
+            created=CREATED,
+            rank=8,
+            num_bytes=1024,
+            source=source,
+        )
+        self._adapters[base.name, name] = card
+        return card
+
+    def new_request_id(self) -> RequestId:
+        return next(self._request_ids)
+
+    def health(self) -> Health:
+        return Health(live=True, ready=not self.unready_reason, reason=self.unready_reason)
+
+    def model_ready(self, model: str) -> bool:
+        return model in self._models and not self.unready_reason
+
+    def models(self) -> Sequence[ModelCard]:
+        return list(self._models.values())
+
+    def model(self, name: str) -> ModelCard:
+        card = self._models.get(name)
+        if card is None:
+            raise self._unknown(name)
+        return card
+
+    def adapters(self, principal: Principal, model: str | None = None) -> Sequence[AdapterCard]:
+        del principal
+        return [card for card in self._adapters.values() if model in (None, card.model)]
+
+    def find(self, name: str, principal: Principal) -> tuple[ModelCard, AdapterKey | None]:
+        if name in self._models:
+            return self._models[name], None
+        matches = [
+            card
+            for card in self.adapters(principal)
+            if name in (card.name, f"{card.model}:{card.name}")
+        ]
+        if not matches:
+            raise self._unknown(name)
+        if len(matches) > 1:
+            choices = " or ".join(f"{card.model}:{card.name}" for card in matches)
+            raise ModelNotFoundError(f"{name!r} is ambiguous; say {choices}", param="model")
+        return self._models[matches[0].model], ByName(matches[0].name)
+
+    def render_chat(
+        self,
+        model: str,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        del tools, template_kwargs
+        self.model(model)
+        return echo_chat_prompt(messages, add_generation_prompt=add_generation_prompt)
+
+    def tokenize(self, model: str, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        self.model(model)
+        return echo_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def detokenize(
+        self, model: str, token_ids: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> str:
+        self._check_vocabulary(model, token_ids)
+        return echo_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, model: str, token_id: int) -> bytes:
+        self._check_vocabulary(model, (token_id,))
+        return echo_tokenizer.token_bytes(token_id)
+
+    async def generate(
+        self, request: GenerateRequest, principal: Principal
+    ) -> AsyncIterator[RequestOutput]:
+        self.requests.append(request)
+        fault = self._faults.popleft() if self._faults else None
+        if fault is not None and fault.after_outputs is None:
+            raise fault.error
+        request.sampling.validate()
+        prompt_token_ids = self._prompt_token_ids(request)
+        if request.adapters and not principal.may_use_adapters:
+            raise PermissionDeniedError("this key may not use adapters")
+        adapters = tuple(self._resolve(request.model, choice) for choice in request.adapters)
+        return EchoStream(self, request, prompt_token_ids, adapters, fault)
+
+    async def load_adapter(
+        self,
+        principal: Principal,
+        *,
+        model: str,
+        name: str,
+        path: str,
+        task_id: int | None = None,
+        replace: bool = False,
+    ) -> AdapterCard:
+        _check_may_manage(principal)
+        if self._load_faults:
+            raise self._load_faults.popleft()
+        return self.register(name, model=model, path=path, task_id=task_id, replace=replace)
+
+    async def unload_adapter(self, principal: Principal, ref: AdapterRef) -> None:
+        _check_may_manage(principal)
+        card = self._card(ref.model, ref.key)
+        del self._adapters[card.model, card.name]
+
+    def steps(self, model: str, limit: int) -> Sequence[StepRecord]:
+        self.model(model)
+        return self.step_records[-limit:]
+
+    def stats(self, model: str) -> EngineStats:
+        self.model(model)
+        return self.engine_stats
+
+    def _unknown(self, name: str) -> ModelNotFoundError:
+        served = [*self._models, *(card.name for card in self.adapters(LOCAL))]
+        return ModelNotFoundError(
+            f"there is no model or adapter {name!r}; there are: {', '.join(served)}", param="model"
+        )
+
+    def _check_vocabulary(self, model: str, token_ids: Sequence[int]) -> None:
+        size = self.model(model).vocab_size
+        for token_id in token_ids:
+            if not 0 <= token_id < size:
+                raise TokenOutOfVocabularyError(
+                    f"token id {token_id} is not in the vocabulary: ids are 0 to {size - 1}",
+                    param="prompt",
+                )
+
+    def _prompt_token_ids(self, request: GenerateRequest) -> tuple[int, ...]:
+        card = self.model(request.model)
+        if isinstance(request.prompt, str):
+            token_ids = tuple(
+                self.tokenize(
+                    card.name, request.prompt, add_special_tokens=request.add_special_tokens
+                )
+            )
+        else:
+            token_ids = request.prompt
+        self._check_vocabulary(card.name, token_ids)
+        if not token_ids:
+            raise InvalidRequestError("the prompt is empty", param="prompt")
+        if len(token_ids) >= card.max_model_len:
+            raise PromptTooLongError(
+                f"the prompt has {len(token_ids)} tokens; with one to generate, the model's limit "
+                f"of {card.max_model_len} leaves room for {card.max_model_len - 1}",
+                param="prompt",
+            )
+        return token_ids
+
+    def _card(self, model: str, key: AdapterKey) -> AdapterCard:
+        for card in self._adapters.values():
+            if card.model == model and _matches(card, key):
+                return card
+        ref = AdapterRef(model, "", key)
+        raise AdapterNotFoundError(f"there is no {ref} for model {model!r}", param="adapter")
+
+    def _resolve(self, model: str, choice: AdapterChoice) -> ResolvedAdapter:
+        card = self._card(model, choice.key)
+        return ResolvedAdapter(card.name, card.digest, choice.scale)
+
+
+class EchoStream(AsyncIterator[RequestOutput]):
+    """The outputs of one request. Closed or cancelled before its end, it counts as aborted."""
+
+    def __init__(
+        self,
+        backend: EchoBackend,
+        request: GenerateRequest,
+        prompt_token_ids: tuple[int, ...],
+        adapters: tuple[ResolvedAdapter, ...],
+        fault: Fault | None,
+    ) -> None:
+        self._backend = backend
+        self._request = request
+        self._prompt_token_ids = prompt_token_ids
+        self._adapters = adapters
+        self._fault = fault
+        self._is_over = False
+        self._outputs = self._run()
+
+    async def __anext__(self) -> RequestOutput:
+        return await anext(self._outputs)
+
+    async def aclose(self) -> None:
+        """Abort, unless the request is over."""
+        self._end(self._backend.aborted)
+        await self._outputs.aclose()
+
+    def _end(self, record: list[RequestId]) -> None:
+        if not self._is_over:
+            self._is_over = True
+            record.append(self._request.request_id)
+
+    async def _run(self) -> AsyncGenerator[RequestOutput, None]:
+        sequences = self._sequences()
+        try:
+            for num_outputs in itertools.count():
+                if self._fault is not None and self._fault.after_outputs == num_outputs:
+                    self._end(self._backend.finished)
+                    raise self._fault.error
+                await asyncio.sleep(self._backend.delay_seconds)
+                output = self._step(sequences, is_first=num_outputs == 0)
+                if output.finished:
+                    self._end(self._backend.finished)
+                yield output
+                if output.finished:
+                    return
+        finally:
+            self._end(self._backend.aborted)
+
+    def _sequences(self) -> list[EchoSequence]:
+        request = self._request
+        prompt = echo_tokenizer.decode(self._prompt_token_ids)
+        names = [adapter.name for adapter in self._adapters]
+        room = self._backend.model(request.model).max_model_len - len(self._prompt_token_ids)
+        return [
+            EchoSequence(
+                index, echo_answer(request.model, names, prompt, index), request.sampling, room
+            )
+            for index in range(request.sampling.n)
+        ]
+
+    def _step(self, sequences: Sequence[EchoSequence], *, is_first: bool) -> RequestOutput:
+        running = [sequence for sequence in sequences if not sequence.is_finished]
+        outputs = tuple(sequence.step() for sequence in running)
+        is_last = all(sequence.is_finished for sequence in sequences)
+        return RequestOutput(
+            request_id=self._request.request_id,
+            client_request_id=self._request.client_request_id,
+            model=self._request.model,
+            adapters=self._adapters,
+            prompt_token_ids=self._prompt_token_ids,
+            sequences=outputs,
+            num_output_tokens=sum(sequence.num_tokens for sequence in sequences),
+            finished=is_last,
+            prompt_logprobs=self._prompt_logprobs() if is_first else None,
+            timing=self._timing() if is_last else None,
+        )
+
+    def _prompt_logprobs(self) -> tuple[Any, ...] | None:
+        num_top = self._request.sampling.prompt_logprobs
+        if num_top is None:
+            return None
+        return (None, *(echo_logprob(token_id, num_top) for token_id in self._prompt_token_ids[1:]))
+
+    def _timing(self) -> RequestTiming:
+        return RequestTiming(arrival_ns=0, num_cached_tokens=self._backend.num_cached_tokens)
+
+
+def _matches(card: AdapterCard, key: AdapterKey) -> bool:
+    match key:
+        case ByName(name):
+            return card.name == name
+        case ByTaskId(task_id):
+            return card.task_id == task_id
+        case ByDigest(digest):
+            return card.digest == digest
+
+
+def _check_may_manage(principal: Principal) -> None:
+    if not principal.may_manage_adapters:
+        raise PermissionDeniedError("this key may not load or unload adapters")

@@ -1,0 +1,150 @@
+"""Drives a runner with hand-made plans: no scheduler, no sharing, no preemption.
+
+For tests and measurements of the data plane alone. It decides how prompts are cut into chunks and
+in which order blocks are handed out, since neither may change an answer.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+
+from loraplex.core.adapter import AdapterHandle
+from loraplex.core.errors import error_from_info
+from loraplex.core.plan import (
+    AdapterCopy,
+    BlockId,
+    LogitsNeeded,
+    PageId,
+    RowAdded,
+    RowResult,
+    RowStep,
+    Slot,
+    StepPlan,
+    StepResult,
+)
+from loraplex.core.sampling_params import SamplingParams
+from loraplex.engine.runner import Runner
+
+_GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prompt:
+    token_ids: tuple[int, ...]
+    adapters: tuple[tuple[AdapterHandle, float], ...] = ()
+    sampling: SamplingParams = _GREEDY
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Running:
+    prompt: Prompt
+    slot: Slot
+    num_computed: int = 0
+    num_blocks: int = 0
+    output: list[int] = dataclasses.field(default_factory=list)
+
+
+class StepDriver:
+    """One generation at a time; each uses slots and blocks from the start of their order."""
+
+    def __init__(self, runner: Runner, block_order: Sequence[BlockId] | None = None) -> None:
+        self._runner = runner
+        self._capacity = runner.capacity()
+        self._block_order = block_order or range(self._capacity.num_blocks)
+        self._num_steps = 0
+        self._next_page: PageId = 0
+
+    def load(self, handle: AdapterHandle, num_pages: int) -> StepResult:
+        """Copy an adapter from the host tier to pages that nothing else has."""
+        pages = tuple(range(self._next_page, self._next_page + num_pages))
+        self._next_page += num_pages
+        return self.run(adapter_copies=(AdapterCopy(handle, pages),))
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        num_tokens: int,
+        *,
+        chunk_size: int | None = None,
+        prompt_logits: bool = False,
+    ) -> list[list[int]]:
+        """num_tokens new tokens for each prompt, all in the same steps.
+
+        chunk_size: prompt tokens of one row in one step; None is the whole prompt.
+        """
+        sequences = [_Running(prompt, slot) for slot, prompt in enumerate(prompts)]
+        free_blocks = iter(self._block_order)
+        added = tuple(_added(sequence) for sequence in sequences)
+        while pending := [s for s in sequences if len(s.output) < num_tokens]:
+            steps = tuple(
+                self._step(sequence, free_blocks, chunk_size, prompt_logits) for sequence in pending
+            )
+            result = self.run(added=added, rows=steps)
+            added = ()
+            for sequence, step, row in zip(pending, steps, result.rows, strict=True):
+                _absorb(sequence, step, row)
+        self.run(removed=tuple(sequence.slot for sequence in sequences))
+        return [sequence.output for sequence in sequences]
+
+    def run(
+        self,
+        *,
+        removed: tuple[Slot, ...] = (),
+        added: tuple[RowAdded, ...] = (),
+        rows: tuple[RowStep, ...] = (),
+        adapter_copies: tuple[AdapterCopy, ...] = (),
+    ) -> StepResult:
+        """Launch one plan and wait for it."""
+        self._num_steps += 1
+        plan = StepPlan(
+            self._num_steps,
+            removed=removed,
+            added=added,
+            rows=rows,
+            adapter_copies=adapter_copies,
+        )
+        return self._runner.launch(plan).wait()
+
+    def _step(
+        self,
+        sequence: _Running,
+        free_blocks: Iterator[BlockId],
+        chunk_size: int | None,
+        prompt_logits: bool,
+    ) -> RowStep:
+        start, prompt = sequence.num_computed, sequence.prompt.token_ids
+        left = len(prompt) - start
+        num_tokens = max(1, min(left, chunk_size or left))
+        end = start + num_tokens
+        num_new_blocks = -(-end // self._capacity.block_size) - sequence.num_blocks
+        sequence.num_blocks += num_new_blocks
+        logits = LogitsNeeded.LAST if end >= len(prompt) else LogitsNeeded.NONE
+        return RowStep(
+            slot=sequence.slot,
+            start=start,
+            num_tokens=num_tokens,
+            token_ids=prompt[start:end] if left > 0 else None,
+            new_block_ids=(tuple(itertools.islice(free_blocks, num_new_blocks)),),
+            logits=LogitsNeeded.ALL if prompt_logits and left > 0 else logits,
+        )
+
+
+def _added(sequence: _Running) -> RowAdded:
+    prompt = sequence.prompt
+    return RowAdded(
+        slot=sequence.slot,
+        sequence_id=sequence.slot,
+        sampling=prompt.sampling,
+        seed=prompt.sampling.seed or 0,
+        sequence_index=0,
+        token_ids=prompt.token_ids,
+        num_prompt_tokens=len(prompt.token_ids),
+        adapters=prompt.adapters,
+    )
+
+
+def _absorb(sequence: _Running, step: RowStep, row: RowResult) -> None:
+    if row.error is not None:
+        raise error_from_info(row.error)
+    sequence.num_computed += step.num_tokens
+    sequence.output.extend(row.token_ids)

@@ -1,0 +1,542 @@
+"""Bad input to the OpenAI room, row by row, and docs/errors-openai.md, which shows these rows.
+
+To bring the page up to date after a change here: `python tests/contract/test_openai_bad_inputs.py`.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from loraplex.core import errors
+from loraplex.frontends.openai import OpenAIOptions, openai_fallback_routes, openai_routes
+from loraplex.frontends.openai.errors import WIRE_ERRORS
+from loraplex.testing.echo_backend import EchoBackend
+from loraplex.testing.served import served
+
+DOC = Path(__file__).parents[2] / "docs" / "errors-openai.md"
+
+COMPLETIONS = "POST /v1/completions"
+CHAT = "POST /v1/chat/completions"
+USER = [{"role": "user", "content": "hi"}]
+IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+class Row(NamedTuple):
+    """A request, and what it is answered: `text` is a part of the message."""
+
+    what: str
+    route: str
+    body: Any
+    status: int
+    code: str
+    param: str | None
+    text: str
+
+
+ROWS = (
+    Row("not JSON", COMPLETIONS, "hello", 400, "invalid_request", None, "not valid JSON"),
+    Row("cut JSON", COMPLETIONS, '{"prompt": "a', 400, "invalid_request", None, "EOF while"),
+    Row("no body", COMPLETIONS, "", 400, "invalid_request", None, "not valid JSON"),
+    Row("not an object", COMPLETIONS, [1], 400, "invalid_request", None, "got [1]"),
+    Row("no prompt", COMPLETIONS, {}, 400, "invalid_parameter", "prompt", "prompt is required"),
+    Row(
+        "prompt of a wrong type",
+        COMPLETIONS,
+        {"prompt": 5},
+        400,
+        "invalid_parameter",
+        "prompt",
+        "must be a string, a list of strings, a list of token ids or a list of such lists, got 5",
+    ),
+    Row(
+        "no prompts",
+        COMPLETIONS,
+        {"prompt": []},
+        400,
+        "invalid_parameter",
+        "prompt",
+        "empty list",
+    ),
+    Row(
+        "empty token ids",
+        COMPLETIONS,
+        {"prompt": [[]]},
+        400,
+        "invalid_request",
+        "prompt",
+        "the prompt is empty",
+    ),
+    Row(
+        "empty prompt, and nothing put in front",
+        COMPLETIONS,
+        {"prompt": "", "add_special_tokens": False},
+        400,
+        "invalid_request",
+        "prompt",
+        "the prompt is empty",
+    ),
+    Row(
+        "too many prompts",
+        COMPLETIONS,
+        {"prompt": ["a"] * 9},
+        400,
+        "invalid_parameter",
+        "prompt",
+        "9 prompts; at most 8",
+    ),
+    Row(
+        "token id out of the vocabulary",
+        COMPLETIONS,
+        {"prompt": [1, 259]},
+        400,
+        "token_out_of_vocabulary",
+        "prompt",
+        "0 to 258",
+    ),
+    Row(
+        "negative token id",
+        COMPLETIONS,
+        {"prompt": [-1]},
+        400,
+        "token_out_of_vocabulary",
+        "prompt",
+        "token id -1",
+    ),
+    Row(
+        "prompt too long",
+        COMPLETIONS,
+        {"prompt": "x" * 64},
+        400,
+        "context_length_exceeded",
+        "prompt",
+        "65 tokens",
+    ),
+    Row(
+        "unknown model",
+        COMPLETIONS,
+        {"model": "gpt-0", "prompt": "a"},
+        404,
+        "model_not_found",
+        "model",
+        "there are: echo, fr",
+    ),
+    Row(
+        "unknown lora_model",
+        COMPLETIONS,
+        {"lora_model": "no", "prompt": "a"},
+        404,
+        "adapter_not_found",
+        "adapter",
+        "no adapter 'no'",
+    ),
+    Row(
+        "two adapters",
+        COMPLETIONS,
+        {"model": "fr", "lora_model": "de", "prompt": "a"},
+        400,
+        "invalid_parameter",
+        "lora_model",
+        "name two adapters",
+    ),
+    Row(
+        "model of a wrong type",
+        COMPLETIONS,
+        {"model": 1, "prompt": "a"},
+        400,
+        "invalid_parameter",
+        "model",
+        "model must be a string, got 1",
+    ),
+    Row(
+        "max_tokens 0",
+        COMPLETIONS,
+        {"prompt": "a", "max_tokens": 0},
+        400,
+        "invalid_parameter",
+        "max_tokens",
+        "at least 1",
+    ),
+    Row(
+        "min_tokens over max_tokens",
+        COMPLETIONS,
+        {"prompt": "a", "max_tokens": 1, "min_tokens": 2},
+        400,
+        "invalid_parameter",
+        "min_tokens",
+        "must not exceed max_tokens (1)",
+    ),
+    Row(
+        "a number as a string",
+        COMPLETIONS,
+        {"prompt": "a", "max_tokens": "5"},
+        400,
+        "invalid_parameter",
+        "max_tokens",
+        'must be an integer, got "5"',
+    ),
+    Row(
+        "negative temperature",
+        COMPLETIONS,
+        {"prompt": "a", "temperature": -1},
+        400,
+        "invalid_parameter",
+        "temperature",
+        "must be in [0, 100], got -1",
+    ),
+    Row(
+        "temperature NaN",
+        COMPLETIONS,
+        '{"prompt": "a", "temperature": NaN}',
+        400,
+        "invalid_parameter",
+        "temperature",
+        "got nan",
+    ),
+    Row(
+        "top_p 0",
+        COMPLETIONS,
+        {"prompt": "a", "top_p": 0},
+        400,
+        "invalid_parameter",
+        "top_p",
+        "must be in (0, 1]",
+    ),
+    Row(
+        "presence_penalty 3",
+        COMPLETIONS,
+        {"prompt": "a", "presence_penalty": 3},
+        400,
+        "invalid_parameter",
+        "presence_penalty",
+        "must be in [-2, 2]",
+    ),
+    Row("n 0", COMPLETIONS, {"prompt": "a", "n": 0}, 400, "invalid_parameter", "n", "[1, 128]"),
+    Row(
+        "best_of over n",
+        COMPLETIONS,
+        {"prompt": "a", "best_of": 2},
+        400,
+        "unsupported_feature",
+        "best_of",
+        "other than n (1)",
+    ),
+    Row(
+        "logprobs as true",
+        COMPLETIONS,
+        {"prompt": "a", "logprobs": True},
+        400,
+        "invalid_parameter",
+        "logprobs",
+        "must be an integer, got true",
+    ),
+    Row(
+        "too many logprobs",
+        COMPLETIONS,
+        {"prompt": "a", "logprobs": 21},
+        400,
+        "invalid_parameter",
+        "logprobs",
+        "must be in [0, 20], got 21",
+    ),
+    Row(
+        "empty stop string",
+        COMPLETIONS,
+        {"prompt": "a", "stop": ["x", ""]},
+        400,
+        "invalid_parameter",
+        "stop",
+        "1 to 4096 characters",
+    ),
+    Row(
+        "stop token out of the vocabulary",
+        COMPLETIONS,
+        {"prompt": "a", "stop_token_ids": [9999]},
+        400,
+        "token_out_of_vocabulary",
+        "stop_token_ids",
+        "0 to 258",
+    ),
+    Row(
+        "seed over 64 bits",
+        COMPLETIONS,
+        {"prompt": "a", "seed": 2**64},
+        400,
+        "invalid_parameter",
+        "seed",
+        "seed must be in",
+    ),
+    Row(
+        "stream_options without stream",
+        COMPLETIONS,
+        {"prompt": "a", "stream_options": {"include_usage": True}},
+        400,
+        "invalid_parameter",
+        "stream_options",
+        "only for stream: true",
+    ),
+    Row(
+        "logit_bias",
+        COMPLETIONS,
+        {"prompt": "a", "logit_bias": {"5": 1}},
+        400,
+        "unsupported_feature",
+        "logit_bias",
+        "logit_bias is not supported",
+    ),
+    Row(
+        "suffix",
+        COMPLETIONS,
+        {"prompt": "a", "suffix": "b"},
+        400,
+        "unsupported_feature",
+        "suffix",
+        "suffix is not supported",
+    ),
+    Row(
+        "a bad value in a stream: a status, not an event",
+        COMPLETIONS,
+        {"prompt": "x" * 64, "stream": True},
+        400,
+        "context_length_exceeded",
+        "prompt",
+        "65 tokens",
+    ),
+    Row(
+        "body over the limit",
+        COMPLETIONS,
+        {"prompt": "x" * 3000},
+        413,
+        "payload_too_large",
+        None,
+        "must not exceed 2000 bytes",
+    ),
+    Row("no messages", CHAT, {}, 400, "invalid_parameter", "messages", "messages is required"),
+    Row(
+        "empty messages",
+        CHAT,
+        {"messages": []},
+        400,
+        "invalid_parameter",
+        "messages",
+        "at least one message",
+    ),
+    Row(
+        "messages as a string",
+        CHAT,
+        {"messages": "hi"},
+        400,
+        "invalid_parameter",
+        "messages",
+        'must be a list of messages, got "hi"',
+    ),
+    Row(
+        "message without role",
+        CHAT,
+        {"messages": [{"content": "hi"}]},
+        400,
+        "invalid_parameter",
+        "messages[0].role",
+        "is required",
+    ),
+    Row(
+        "role that the template does not know",
+        CHAT,
+        {"messages": [{"role": "wizard", "content": "hi"}]},
+        400,
+        "invalid_request",
+        None,
+        "wizard",
+    ),
+    Row(
+        "image",
+        CHAT,
+        {"messages": IMAGE},
+        400,
+        "unsupported_feature",
+        "messages[0].content[0]",
+        "only 'text' parts",
+    ),
+    Row(
+        "both token limits",
+        CHAT,
+        {"messages": USER, "max_tokens": 1, "max_completion_tokens": 1},
+        400,
+        "invalid_parameter",
+        "max_completion_tokens",
+        "not both",
+    ),
+    Row(
+        "top_logprobs without logprobs",
+        CHAT,
+        {"messages": USER, "top_logprobs": 1},
+        400,
+        "invalid_parameter",
+        "top_logprobs",
+        "needs logprobs: true",
+    ),
+    Row(
+        "tools",
+        CHAT,
+        {"messages": USER, "tools": [TOOL]},
+        400,
+        "unsupported_feature",
+        "tools",
+        "tools is not supported",
+    ),
+    Row(
+        "response_format json_object",
+        CHAT,
+        {"messages": USER, "response_format": {"type": "json_object"}},
+        400,
+        "unsupported_feature",
+        "response_format",
+        "only {'type': 'text'}",
+    ),
+    Row(
+        "adapter without path",
+        "POST /v1/adapters",
+        {"name": "x"},
+        400,
+        "invalid_parameter",
+        "path",
+        "path is required",
+    ),
+    Row(
+        "adapter that exists",
+        "POST /v1/adapters",
+        {"name": "fr", "path": "/x"},
+        409,
+        "adapter_exists",
+        "name",
+        "'fr' is already served",
+    ),
+    Row(
+        "unloading an unknown adapter",
+        "POST /v1/unload_lora_adapter",
+        {"lora_name": "no"},
+        404,
+        "adapter_not_found",
+        "name",
+        "'no'",
+    ),
+    Row(
+        "deleting a base model",
+        "DELETE /v1/adapters/echo",
+        None,
+        404,
+        "adapter_not_found",
+        "name",
+        "is a base model",
+    ),
+    Row(
+        "prompt and messages",
+        "POST /tokenize",
+        {"prompt": "a", "messages": USER},
+        400,
+        "invalid_parameter",
+        "prompt",
+        "either prompt or messages",
+    ),
+    Row(
+        "token ids of a wrong type",
+        "POST /detokenize",
+        {"tokens": ["a"]},
+        400,
+        "invalid_parameter",
+        "tokens[0]",
+        'must be an integer, got "a"',
+    ),
+    Row(
+        "unknown model, asked for", "GET /v1/models/no", None, 404, "model_not_found", "model", "no"
+    ),
+    Row("unknown route", "GET /v1/engines", None, 404, "route_not_found", None, "/v1/engines"),
+    Row("wrong method", "GET /v1/completions", None, 405, "method_not_allowed", None, "POST"),
+)
+
+
+@pytest.fixture(scope="module")
+def http() -> Iterator[httpx.Client]:
+    backend = EchoBackend(max_model_len=64)
+    backend.register("fr")
+    app = FastAPI()
+    options = OpenAIOptions(max_body_bytes=2000, max_prompts=8)
+    app.include_router(openai_routes(backend, options))
+    app.include_router(openai_fallback_routes())
+    with served(app) as url, httpx.Client(base_url=url) as client:
+        yield client
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what)
+def test_bad_input(http: httpx.Client, row: Row):
+    method, path = row.route.split()
+    body = row.body if isinstance(row.body, str | None) else json.dumps(row.body)
+    headers = {} if body is None else {"content-type": "application/json"}
+    response = http.request(method, path, content=body, headers=headers)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (
+        row.status,
+        row.code,
+        row.param,
+    )
+    assert row.text in error["message"]
+    assert error["type"] == "invalid_request_error"
+    assert error.keys() == {"message", "type", "param", "code"}
+
+
+def test_a_form_is_not_json(http: httpx.Client):
+    response = http.post("/v1/completions", data={"prompt": "a"})
+    assert response.status_code == 400
+    assert "Content-Type: application/json" in response.json()["error"]["message"]
+
+
+def error_table() -> str:
+    """Every error that a client can see, as a Markdown table."""
+    lines = ["| code | HTTP status | type |", "| --- | --- | --- |"]
+    for leaf in errors.leaves():
+        wire = WIRE_ERRORS[leaf]
+        lines.append(f"| `{wire.code or leaf.code}` | {wire.status} | `{wire.type}` |")
+    return "\n".join(lines)
+
+
+def bad_input_table() -> str:
+    """ROWS as a Markdown table."""
+    lines = [
+        "| what is wrong | route | status | `code` | `param` | the message says |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in ROWS:
+        param = f"`{row.param}`" if row.param else "null"
+        lines.append(
+            f"| {row.what} | `{row.route}` | {row.status} | `{row.code}` | {param} | {row.text} |"
+        )
+    return "\n".join(lines)
+
+
+TABLES = {"errors": error_table, "bad inputs": bad_input_table}
+
+
+def with_tables(page: str) -> str:
+    """The page with every table between its two marks written anew."""
+    for name, table in TABLES.items():
+        begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
+        pattern = re.compile(f"{re.escape(begin)}.*{re.escape(end)}", re.DOTALL)
+        new = f"{begin}\n{table()}\n{end}"
+        page, num_found = pattern.subn(lambda _, new=new: new, page)
+        assert num_found == 1, f"the page must hold the marks of {name!r} once"
+    return page
+
+
+def test_the_documentation_shows_these_rows():
+    page = DOC.read_text(encoding="utf-8")
+    assert page == with_tables(page)
+
+
+if __name__ == "__main__":
+    DOC.write_text(with_tables(DOC.read_text(encoding="utf-8")), encoding="utf-8")

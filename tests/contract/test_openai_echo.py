@@ -1,0 +1,492 @@
+"""The OpenAI room as its real clients see it: the openai package over sockets, httpx for the rest.
+
+Behind it is an EchoBackend, so nothing here depends on a model.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+import httpx
+import openai
+import pytest
+from fastapi import FastAPI
+
+from loraplex.core.errors import (
+    AdapterLoadError,
+    InternalError,
+    InvalidAdapterError,
+    NotReadyError,
+    PermissionDeniedError,
+    QueueFullError,
+    StepFailedError,
+    UnauthenticatedError,
+)
+from loraplex.core.principal import LOCAL, Principal
+from loraplex.frontends.openai import OpenAIOptions, openai_fallback_routes, openai_routes
+from loraplex.testing.echo_backend import EchoBackend
+from loraplex.testing.served import served
+
+HELLO = [{"role": "user", "content": "hello"}]
+CHAT_ANSWER = ": user: hello\nassistant: "
+
+
+def openai_app(backend: EchoBackend, **options) -> FastAPI:
+    app = FastAPI()
+    app.include_router(openai_routes(backend, **options))
+    app.include_router(openai_fallback_routes())
+    return app
+
+
+@pytest.fixture
+def backend() -> EchoBackend:
+    backend = EchoBackend()
+    backend.register("fr", task_id=7)
+    return backend
+
+
+class Switch:
+    """An ASGI app that passes on to another: one server, and a fresh backend for every test."""
+
+    app: FastAPI
+
+    async def __call__(self, scope, receive, send) -> None:
+        await self.app(scope, receive, send)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[tuple[Switch, str]]:
+    switch = Switch()
+    with served(switch) as url:
+        yield switch, url
+
+
+@pytest.fixture
+def url(server: tuple[Switch, str], backend: EchoBackend) -> str:
+    switch, url = server
+    switch.app = openai_app(backend)
+    return url
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def http(url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=url) as http:
+        yield http
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 5
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return condition()
+
+
+# Completions
+
+
+def test_completion(client):
+    answer = client.completions.create(model="echo", prompt="hello", max_tokens=50)
+    assert answer.choices[0].text == "echo: hello"
+    assert answer.choices[0].finish_reason == "stop"
+    assert (answer.object, answer.model) == ("text_completion", "echo")
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (6, 12)
+    assert answer.system_fingerprint == "lp-base"
+
+
+def test_completion_of_several_prompts_and_of_token_ids(client):
+    answer = client.completions.create(model="echo", prompt=["a", "b"], n=2, max_tokens=50)
+    assert [(c.index, c.text) for c in answer.choices] == [
+        (0, "echo: a"),
+        (1, "echo: a #1"),
+        (2, "echo: b"),
+        (3, "echo: b #1"),
+    ]
+    for prompt in ([104, 105], [[104, 105]]):
+        answer = client.completions.create(model="echo", prompt=prompt, max_tokens=50)
+        assert answer.choices[0].text == "echo: hi"
+
+
+def test_completion_stops_and_lengths(client):
+    answer = client.completions.create(model="echo", prompt="a b c", stop=" b", max_tokens=50)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("echo: a", "stop")
+    answer = client.completions.create(model="echo", prompt="x" * 50)
+    assert answer.usage.completion_tokens == 16
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_completion_logprobs_and_echo(client):
+    answer = client.completions.create(model="echo", prompt="hi", echo=True, logprobs=2)
+    [choice] = answer.choices
+    assert choice.text == "hiecho: hi"
+    assert choice.logprobs.tokens == ["<s>", *"hiecho: hi"]
+    assert choice.logprobs.text_offset == [0, *range(10)]
+    assert choice.logprobs.token_logprobs[0] is None
+    assert choice.logprobs.top_logprobs[1] == {"h": -0.4375, "i": -1.4375}
+
+
+def test_completion_stream(client):
+    stream = client.completions.create(
+        model="echo",
+        prompt=["a", "b"],
+        max_tokens=50,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    *chunks, last = list(stream)
+    for index, text in enumerate(["echo: a", "echo: b"]):
+        choices = [c for chunk in chunks for c in chunk.choices if c.index == index]
+        assert "".join(choice.text for choice in choices) == text
+        assert choices[-1].finish_reason == "stop"
+    assert last.choices == []
+    assert last.usage.completion_tokens == 2 * len("echo: a!")
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_fields_of_vllm(client, backend):
+    client.completions.create(
+        model="echo",
+        prompt="a",
+        extra_body={
+            "top_k": 3,
+            "min_p": 0.1,
+            "repetition_penalty": 1.2,
+            "min_tokens": 2,
+            "stop_token_ids": [5],
+            "ignore_eos": True,
+            "include_stop_str_in_output": True,
+            "add_special_tokens": False,
+            "priority": 4,
+            "a_field_of_tomorrow": {"x": 1},
+        },
+    )
+    [request] = backend.requests
+    assert request.sampling.top_k == 3
+    assert request.sampling.min_tokens == 2
+    assert (request.priority, request.add_special_tokens) == (4, False)
+
+
+# Chat
+
+
+def test_chat(client, backend):
+    backend.num_cached_tokens = 5
+    answer = client.chat.completions.create(model="echo", messages=HELLO)
+    [choice] = answer.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", "echo" + CHAT_ANSWER)
+    assert (answer.object, choice.finish_reason) == ("chat.completion", "stop")
+    assert answer.usage.prompt_tokens_details.cached_tokens == 5
+    assert answer.usage.prompt_tokens == len("<user: hello\nassistant: ")
+
+
+def test_chat_logprobs_have_bytes(client):
+    answer = client.chat.completions.create(
+        model="echo",
+        messages=[{"role": "user", "content": [{"type": "text", "text": "é"}]}],
+        logprobs=True,
+        top_logprobs=2,
+    )
+    content = answer.choices[0].logprobs.content
+    assert bytes(b for entry in content for b in entry.bytes).decode() == (
+        answer.choices[0].message.content
+    )
+    assert [top.token for top in content[0].top_logprobs] == ["e", "f"]
+
+
+def test_chat_stream(client):
+    stream = client.chat.completions.create(
+        model="fr", messages=HELLO, stream=True, n=2, logprobs=True
+    )
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    texts = {0: "", 1: ""}
+    for chunk in chunks:
+        [choice] = chunk.choices
+        texts[choice.index] += choice.delta.content or ""
+    assert texts == {0: "echo+fr" + CHAT_ANSWER, 1: f"echo+fr{CHAT_ANSWER} #1"}
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    assert all(chunk.usage is None for chunk in chunks)
+
+
+def test_chat_stream_helper_of_the_client_accumulates(client):
+    with client.chat.completions.stream(model="echo", messages=HELLO) as stream:
+        completion = stream.get_final_completion()
+    assert completion.choices[0].message.content == "echo" + CHAT_ANSWER
+
+
+async def test_async_client(url):
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        answer = await client.chat.completions.create(
+            model="echo", messages=HELLO, max_completion_tokens=4
+        )
+        assert answer.choices[0].message.content == "echo"
+        stream = await client.completions.create(
+            model="echo", prompt="hi", stream=True, max_tokens=50
+        )
+        assert "".join([chunk.choices[0].text async for chunk in stream]) == "echo: hi"
+
+
+# Adapters and models
+
+
+@pytest.mark.parametrize(
+    "fields", [{"model": "fr"}, {"model": "echo:fr"}, {"model": "echo", "lora_model": "fr"}]
+)
+def test_adapter_by_name(http, backend, fields):
+    response = http.post("/v1/completions", json=fields | {"prompt": "hi"})
+    body = response.json()
+    digest = backend.adapters(LOCAL)[0].digest
+    assert body["choices"][0]["text"] == "echo+fr: hi"
+    assert body["model"] == fields["model"]
+    assert body["system_fingerprint"] == f"lp-{digest[:12]}"
+    assert response.headers["x-loraplex-adapter"] == digest
+
+
+def test_stream_names_the_adapter_in_its_headers(http, backend):
+    body = {"model": "fr", "prompt": "hi", "stream": True}
+    response = http.post("/v1/completions", json=body)
+    assert response.headers["x-loraplex-adapter"] == backend.adapters(LOCAL)[0].digest
+    assert response.headers["content-type"].startswith("text/event-stream")
+    events = response.text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    assert all(json.loads(event.removeprefix("data: ")) for event in events[:-2])
+
+
+def test_models(client):
+    base, adapter = client.models.list().data
+    assert (base.id, base.owned_by, base.max_model_len) == ("echo", "loraplex", 4096)
+    assert (base.root, base.parent) == ("echo", None)
+    assert (adapter.id, adapter.root, adapter.parent) == ("fr", "echo", "echo")
+    assert client.models.retrieve("fr") == adapter
+    assert client.models.retrieve("echo") == base
+    with pytest.raises(openai.NotFoundError, match="there are: echo, fr"):
+        client.models.retrieve("nothing")
+
+
+def test_equal_names_on_two_bases_are_listed_in_full():
+    backend = EchoBackend(("a", "b"))
+    for model in ("a", "b"):
+        backend.register("x", model=model)
+    with served(openai_app(backend)) as url:
+        ids = [entry["id"] for entry in httpx.get(f"{url}/v1/models").json()["data"]]
+        assert ids == ["a", "b", "a:x", "b:x"]
+        assert httpx.get(f"{url}/v1/models/b:x").json()["parent"] == "b"
+
+
+def test_adapter_routes(http, backend):
+    body = {"name": "org/de.v2", "path": "/adapters/de", "task_id": 0}
+    created = http.post("/v1/adapters", json=body)
+    assert created.status_code == 201
+    entry = created.json()
+    assert (entry["name"], entry["task_id"], entry["model"]) == ("org/de.v2", 0, "echo")
+    assert http.get("/v1/adapters/org/de.v2").json() == entry
+    assert entry in http.get("/v1/adapters").json()["data"]
+    assert http.post("/v1/adapters", json=body).status_code == 409
+    replaced = http.post("/v1/adapters", json=body | {"path": "/other", "replace": True})
+    assert replaced.json()["digest"] != entry["digest"]
+    assert http.delete("/v1/adapters/org/de.v2").json() == {
+        "name": "org/de.v2",
+        "object": "adapter",
+        "deleted": True,
+    }
+    assert http.delete("/v1/adapters/org/de.v2").status_code == 404
+    assert http.delete("/v1/adapters/echo").status_code == 404
+
+
+def test_adapter_routes_of_vllm(http, client):
+    body = {"lora_name": "de", "lora_path": "/adapters/de"}
+    loaded = http.post("/v1/load_lora_adapter", json=body)
+    assert loaded.text == "Success: LoRA adapter 'de' added successfully."
+    assert client.completions.create(model="de", prompt="x").choices[0].text == "echo+de: x"
+    unloaded = http.post("/v1/unload_lora_adapter", json={"lora_name": "de"})
+    assert unloaded.text == "Success: LoRA adapter 'de' removed successfully."
+    assert http.post("/v1/unload_lora_adapter", json={"lora_name": "de"}).status_code == 404
+
+
+def test_a_bad_adapter_is_422(http, backend):
+    backend.plant_load(InvalidAdapterError("adapter_config.json has no r"))
+    response = http.post("/v1/adapters", json={"name": "bad", "path": "/bad"})
+    assert response.status_code == 422
+    assert response.json()["error"]["code"] == "invalid_adapter"
+
+
+def test_an_adapter_is_no_base_model(http):
+    response = http.post("/v1/adapters", json={"name": "x", "path": "/x", "model": "fr"})
+    assert response.status_code == 400
+    assert "'fr' is an adapter" in response.json()["error"]["message"]
+
+
+def test_tokenize_and_detokenize(http):
+    tokens = http.post("/tokenize", json={"model": "fr", "prompt": "hi"}).json()
+    assert tokens == {"count": 3, "max_model_len": 4096, "tokens": [256, 104, 105]}
+    bare = http.post("/tokenize", json={"prompt": "hi", "add_special_tokens": False}).json()
+    assert bare["tokens"] == [104, 105]
+    text = http.post("/detokenize", json={"tokens": [256, 104, 105]}).json()
+    assert text == {"prompt": "<s>hi"}
+    chat = http.post("/tokenize", json={"messages": HELLO}).json()
+    assert bytes(chat["tokens"][1:]).decode() == "user: hello\nassistant: "
+
+
+# Errors
+
+
+ERRORS = [
+    (QueueFullError("full", retry_after_seconds=1.5), 429, openai.RateLimitError),
+    (NotReadyError("starting"), 503, openai.InternalServerError),
+    (AdapterLoadError("disk"), 503, openai.InternalServerError),
+    (StepFailedError("broke"), 500, openai.InternalServerError),
+    (PermissionDeniedError("no"), 403, openai.PermissionDeniedError),
+]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("after_outputs", [None, 0])
+@pytest.mark.parametrize(("error", "status", "exception"), ERRORS)
+def test_errors_before_the_first_token_have_a_status(
+    client, backend, is_stream, after_outputs, error, status, exception
+):
+    backend.plant(error, after_outputs=after_outputs)
+    with pytest.raises(exception) as caught:
+        client.completions.create(model="echo", prompt="x", stream=is_stream)
+    assert caught.value.status_code == status
+    assert caught.value.body["message"] == error.message
+    assert caught.value.code == error.code
+    retry_after = caught.value.response.headers.get("retry-after")
+    assert retry_after == ("2" if error.retry_after_seconds else None)
+    assert caught.value.request_id
+
+
+def test_an_error_in_mid_stream_is_an_event_without_done(client, http, backend):
+    backend.plant(InternalError("broke"), after_outputs=3)
+    response = http.post("/v1/completions", json={"prompt": "x", "stream": True})
+    *chunks, last = [e.removeprefix("data: ") for e in response.text.strip().split("\n\n")]
+    assert response.status_code == 200
+    assert [json.loads(chunk)["choices"][0]["text"] for chunk in chunks] == list("ech")
+    assert json.loads(last)["error"]["message"] == "broke"
+    backend.plant(InternalError("broke"), after_outputs=3)
+    stream = client.chat.completions.create(model="echo", messages=HELLO, stream=True)
+    contents = (chunk.choices[0].delta.content for chunk in stream)
+    assert [next(contents) for _ in range(4)] == ["", "e", "c", "h"]
+    with pytest.raises(openai.APIError, match="broke"):
+        next(contents)
+
+
+def test_a_bug_is_500_and_does_not_tell_its_insides(http, backend, caplog):
+    backend.plant(ValueError("secret"), after_outputs=1)  # type: ignore[arg-type]
+    response = http.post("/v1/completions", json={"prompt": "x"}, headers={"x-request-id": "r1"})
+    assert response.status_code == 500
+    assert "secret" not in response.text
+    assert "r1" in response.json()["error"]["message"]
+    backend.plant(ValueError("secret"), after_outputs=1)  # type: ignore[arg-type]
+    stream = http.post("/v1/completions", json={"prompt": "x", "stream": True})
+    assert "secret" not in stream.text
+    assert "internal_error" in stream.text
+
+
+def test_request_id_goes_in_and_out(http, backend):
+    headers = {"x-request-id": "mine-1"}
+    response = http.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+    assert response.headers["x-request-id"] == "mine-1"
+    assert response.json()["id"] == "cmpl-mine-1"
+    assert backend.requests[0].client_request_id == "mine-1"
+    stream = http.post("/v1/completions", json={"prompt": "x", "stream": True}, headers=headers)
+    assert stream.headers["x-request-id"] == "mine-1"
+    assert http.get("/v1/models").headers["x-request-id"]
+    too_long = http.get("/v1/models", headers={"x-request-id": "x" * 257})
+    assert too_long.status_code == 400
+
+
+# Authentication and limits
+
+
+def _by_key(headers: Mapping[str, str]) -> Principal:
+    match headers.get("authorization"):
+        case "Bearer admin":
+            return LOCAL
+        case "Bearer reader":
+            return Principal(may_manage_adapters=False)
+        case _:
+            raise UnauthenticatedError("send a valid key as Authorization: Bearer ...")
+
+
+def test_authentication_comes_before_everything(backend):
+    with served(openai_app(backend, authenticate=_by_key)) as url:
+        response = httpx.post(f"{url}/v1/completions", content=b"not json")
+        assert response.status_code == 401
+        assert response.json()["error"]["code"] == "invalid_api_key"
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="bad", max_retries=0) as client:
+            with pytest.raises(openai.AuthenticationError):
+                client.models.list()
+            reader = client.with_options(api_key="reader")
+            assert reader.completions.create(model="fr", prompt="x").choices[0].text
+            with pytest.raises(openai.PermissionDeniedError):
+                reader.delete("/adapters/fr", cast_to=object)
+
+
+def test_a_body_that_is_too_large_is_413_before_it_is_read(backend):
+    options = OpenAIOptions(max_body_bytes=1000, max_prompts=2)
+    with served(openai_app(backend, options=options)) as url:
+        declared = httpx.post(f"{url}/v1/completions", json={"prompt": "x" * 1000})
+        assert declared.status_code == 413
+        assert declared.json()["error"]["code"] == "payload_too_large"
+
+        def endless() -> Iterator[bytes]:
+            yield b'{"prompt": "'
+            while True:
+                yield b"x" * 500
+
+        headers = {"content-type": "application/json"}
+        chunked = httpx.post(f"{url}/v1/completions", content=endless(), headers=headers)
+        assert chunked.status_code == 413
+        prompts = httpx.post(f"{url}/v1/completions", json={"prompt": ["a"] * 3})
+        assert "at most 2" in prompts.json()["error"]["message"]
+
+
+# Disconnects
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_client_that_leaves_a_stream_aborts_it(http, backend, path):
+    backend.delay_seconds = 0.01
+    body = {"prompt": "x", "messages": HELLO, "stream": True, "max_tokens": 4000}
+    with http.stream("POST", path, json=body | {"ignore_eos": True}) as response:
+        assert response.status_code == 200
+        next(response.iter_lines())
+    assert eventually(lambda: backend.aborted == [backend.requests[0].request_id])
+    assert backend.finished == []
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("prompt", ["a", ["a", "b"]])
+def test_a_client_that_does_not_wait_for_the_first_token_aborts_at_once(
+    client, backend, is_stream, prompt
+):
+    backend.delay_seconds = 60
+    with pytest.raises(openai.APITimeoutError):
+        client.with_options(timeout=0.1).completions.create(
+            model="echo", prompt=prompt, stream=is_stream
+        )
+    assert eventually(lambda: len(backend.aborted) == len(prompt))
+    assert sorted(backend.aborted) == [request.request_id for request in backend.requests]
+
+
+def test_closing_the_stream_of_the_client_aborts(client, backend):
+    backend.delay_seconds = 0.01
+    stream = client.completions.create(model="echo", prompt="x" * 4000, stream=True, max_tokens=90)
+    next(iter(stream))
+    stream.close()
+    assert eventually(lambda: len(backend.aborted) == 1)
+
+
+def test_the_server_goes_on_after_a_disconnect(client, backend):
+    backend.delay_seconds = 60
+    with pytest.raises(openai.APITimeoutError):
+        client.with_options(timeout=0.1).completions.create(model="echo", prompt="x")
+    assert eventually(lambda: bool(backend.aborted))
+    backend.delay_seconds = 0
+    assert client.completions.create(model="echo", prompt="x").choices[0].text == "echo: x"

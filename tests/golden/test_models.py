@@ -1,0 +1,275 @@
+"""Every model family against transformers and PEFT: logits, greedy tokens, and in any company.
+
+Tiny random checkpoints; the runner is driven by hand-made plans.
+"""
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel
+from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from loraplex.core.plan import RowStep
+from loraplex.core.plan import RowResult
+from loraplex.execution.host_adapters import HostAdapters
+from loraplex.execution.loading import load_parts
+from loraplex.execution.model_runner import ModelRunner
+from loraplex.execution.sampler import Sampler
+from loraplex.execution.sizing import RunnerSettings
+from loraplex.memory.adapter_pages import place
+from loraplex.testing.checkpoints import add_random_adapters, host_adapter, save_random_model
+from loraplex.testing.step_driver import Prompt, StepDriver
+
+NUM_NEW_TOKENS = 24
+VOCAB_SIZE = 199
+FLOAT32_TOLERANCE = 1e-4
+HALF_TOLERANCES = {torch.float16: 1e-2, torch.bfloat16: 6e-2}
+"""Relative to the largest logit, over two layers and a rank-16 adapter."""
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=VOCAB_SIZE,
+    hidden_size=64,
+    intermediate_size=112,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    bos_token_id=None,
+    eos_token_id=None,
+)
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 5000.0},
+    "linear": {"rope_type": "linear", "factor": 3.0},
+    "proportional": {"rope_type": "proportional", "factor": 2.0, "partial_rotary_factor": 0.5},
+    "yarn": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 4.0,
+    },
+    "yarn-mscale": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.1,
+        "truncate": False,
+    },
+    "longrope": {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": 32,
+        "short_factor": [1.0 + 0.1 * i for i in range(8)],
+        "long_factor": [2.0 + 0.7 * i for i in range(8)],
+    },
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+}
+
+
+def llama(**changes: Any) -> LlamaConfig:
+    return LlamaConfig(**(SIZES | changes))
+
+
+def rope_llama(name: str) -> Callable[[], LlamaConfig]:
+    return lambda: llama(rope_parameters={"rope_theta": 10_000.0, **ROPES[name]})
+
+
+CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
+    **{f"llama-{name}": rope_llama(name) for name in ROPES},
+    # The prompts are shorter than 48 tokens, the generations go beyond.
+    "llama-dynamic": lambda: llama(
+        max_position_embeddings=48,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0},
+    ),
+    "llama-biases": lambda: llama(attention_bias=True, mlp_bias=True, num_key_value_heads=4),
+    "mistral-window": lambda: MistralConfig(**SIZES, sliding_window=13, head_dim=24),
+    "mistral-full": lambda: MistralConfig(**SIZES, sliding_window=None),
+    "qwen2": lambda: Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen2-windows": lambda: Qwen2Config(
+        **SIZES, use_sliding_window=True, sliding_window=9, max_window_layers=1
+    ),
+    "qwen3": lambda: Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True),
+    "qwen3-bias": lambda: Qwen3Config(**SIZES, head_dim=8, attention_bias=True),
+}
+
+ALL_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ADAPTERS: dict[str, LoraConfig] = {
+    "attention": LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "v_proj"]),
+    "all": LoraConfig(
+        r=8,
+        lora_alpha=8,
+        target_modules=ALL_MODULES,
+        rank_pattern={"k_proj": 3, "layers.1.mlp.down_proj": 16},
+        alpha_pattern={"k_proj": 5},
+    ),
+    "one-layer": LoraConfig(
+        r=1, lora_alpha=2, target_modules=["o_proj", "down_proj"], layers_to_transform=[1]
+    ),
+}
+HANDLES = {name: handle for handle, name in enumerate(ADAPTERS, start=11)}
+
+
+class RecordingSampler(Sampler):
+    """Keeps the logits of the last steps."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(vocab_size, device=torch.device("cpu"))
+        self.logits: list[torch.Tensor] = []
+
+    def sample(self, logits: torch.Tensor, steps: Any) -> list[RowResult]:
+        self.logits.append(logits.clone())
+        return super().sample(logits, steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """One checkpoint in both implementations."""
+
+    folder: Path
+    reference: PeftModel
+    adapters: HostAdapters
+
+    def settings(self, **changes: Any) -> RunnerSettings:
+        fixed = {"num_blocks": 80, "block_size": 8, "max_num_seqs": 8, "max_lora_rank": 16}
+        return RunnerSettings(**(fixed | changes))
+
+    def driver(
+        self, *, scrambled: bool = False, **settings: Any
+    ) -> tuple[StepDriver, RecordingSampler]:
+        parts = load_parts(self.folder, self.settings(**settings), self.adapters)
+        sampler = RecordingSampler(parts.capacity.vocab_size)
+        runner = ModelRunner(dataclasses.replace(parts, sampler=sampler))
+        order = list(range(parts.capacity.num_blocks))
+        if scrambled:
+            random.Random(3).shuffle(order)
+        driver = StepDriver(runner, order)
+        for handle in HANDLES.values():
+            adapter = self.adapters.get(handle)
+            assert adapter is not None
+            pages = place(adapter.targets, parts.capacity.page_geometry).num_pages
+            assert driver.load(handle, pages).copies_done == (handle,)
+        return driver, sampler
+
+
+def make_subject(folder: Path, config: PretrainedConfig) -> Subject:
+    reference = add_random_adapters(save_random_model(folder, config), ADAPTERS)
+    adapters = HostAdapters()
+    for name, handle in HANDLES.items():
+        adapters.put(handle, host_adapter(reference, name))
+    return Subject(folder, reference, adapters)
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    return make_subject(tmp_path_factory.mktemp("model"), CONFIGS[request.param]())
+
+
+def make_prompt(length: int, adapter: str | None, seed: int = 0) -> Prompt:
+    rng = random.Random(length + 1000 * seed)
+    tokens = tuple(rng.randrange(VOCAB_SIZE) for _ in range(length))
+    return Prompt(tokens, ((HANDLES[adapter], 1.0),) if adapter else ())
+
+
+# Longer than 32, the original length of the stretched ropes, and at most 48.
+PROMPTS = {
+    None: make_prompt(37, None),
+    "attention": make_prompt(34, "attention"),
+    "all": make_prompt(45, "all"),
+    "one-layer": make_prompt(40, "one-layer"),
+}
+
+
+@torch.no_grad()
+def reference_answer(
+    model: PeftModel, adapter: str | None, prompt: Prompt, num_tokens: int
+) -> tuple[torch.Tensor, list[int]]:
+    """(logits of the prompt, greedy tokens)"""
+    inputs = torch.tensor([prompt.token_ids])
+    if adapter is None:
+        with model.disable_adapter():
+            return generate(model, inputs, num_tokens)
+    model.set_adapter(adapter)
+    return generate(model, inputs, num_tokens)
+
+
+def generate(
+    model: PeftModel, inputs: torch.Tensor, num_tokens: int
+) -> tuple[torch.Tensor, list[int]]:
+    logits = model(input_ids=inputs).logits[0].float()
+    output = model.generate(
+        input_ids=inputs,
+        attention_mask=torch.ones_like(inputs),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    return logits, output[0, inputs.shape[1] :].tolist()
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    assert actual.shape == expected.shape
+    return float((actual - expected).abs().max() / expected.abs().max())
+
+
+def test_same_logits_and_tokens_as_transformers(subject: Subject) -> None:
+    driver, sampler = subject.driver()
+    for adapter, prompt in PROMPTS.items():
+        logits, tokens = reference_answer(subject.reference, adapter, prompt, NUM_NEW_TOKENS)
+        sampler.logits.clear()
+        (generated,) = driver.generate([prompt], NUM_NEW_TOKENS, prompt_logits=True)
+        assert relative_error(sampler.logits[0], logits) < FLOAT32_TOLERANCE, adapter
+        assert generated == tokens, adapter
+
+
+def test_same_bits_in_company_in_chunks_and_in_other_blocks(subject: Subject) -> None:
+    prompts = list(PROMPTS.values())
+    driver, sampler = subject.driver()
+    alone, last_logits = [], []
+    for prompt in prompts:
+        alone += driver.generate([prompt], NUM_NEW_TOKENS)
+        last_logits.append(sampler.logits[-1])
+    driver, sampler = subject.driver(scrambled=True)
+    assert driver.generate(prompts, NUM_NEW_TOKENS) == alone
+    assert torch.equal(sampler.logits[-1], torch.cat(last_logits))
+    for chunk_size in (1, 7, 19):
+        assert driver.generate(prompts[::-1], NUM_NEW_TOKENS, chunk_size=chunk_size) == alone[::-1]
+
+
+def test_adapters_change_the_answers(subject: Subject) -> None:
+    """Or the other tests would prove nothing about them."""
+    tokens = PROMPTS["all"].token_ids
+    prompts = [Prompt(tokens), *(Prompt(tokens, ((h, 1.0),)) for h in HANDLES.values())]
+    driver, _ = subject.driver()
+    answers = {tuple(answer) for answer in driver.generate(prompts, NUM_NEW_TOKENS)}
+    assert len(answers) == len(prompts)
+
+
+@pytest.mark.parametrize("dtype", HALF_TOLERANCES, ids=str)
+@pytest.mark.parametrize("name", ["llama-default", "qwen3"])
+def test_half_precision_logits(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    subject = make_subject(tmp_path, CONFIGS[name]())
+    driver, sampler = subject.driver(dtype=str(dtype).removeprefix("torch."))
+    reference = subject.reference.to(dtype)
+    for adapter, prompt in PROMPTS.items():
+        logits, _ = reference_answer(reference, adapter, prompt, 1)
+        sampler.logits.clear()
+        driver.generate([prompt], 1, prompt_logits=True)
+        assert relative_error(sampler.logits[0], logits) < HALF_TOLERANCES[dtype], adapter
+
+
+def test_longrope_of_a_short_server_uses_the_short_factors(tmp_path: Path) -> None:
+    subject = make_subject(tmp_path, CONFIGS["llama-longrope"]())
+    prompt = make_prompt(9, "all")
+    _, tokens = reference_answer(subject.reference, "all", prompt, 20)
+    driver, _ = subject.driver(max_model_len=32)
+    assert driver.generate([prompt], 20) == [tokens]

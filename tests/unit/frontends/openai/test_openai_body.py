@@ -1,0 +1,166 @@
+import pytest
+from starlette.requests import Request
+
+from loraplex.core.errors import InvalidParameterError, InvalidRequestError, PayloadTooLargeError
+from loraplex.frontends.openai.body import parse_body, read_body
+from loraplex.frontends.openai.schema import ChatBody, CompletionBody, DetokenizeBody
+
+JSON = {"content-type": "application/json"}
+
+
+def http_request(chunks: list[bytes], headers: dict[str, str]) -> tuple[Request, list[bytes]]:
+    """A request, and the chunks that nobody has read yet."""
+    left = list(chunks)
+
+    async def receive():
+        return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
+
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    return Request({"type": "http", "method": "POST", "headers": raw}, receive), left
+
+
+async def test_body_is_read_whole():
+    request, _ = http_request([b'{"a"', b": 1}"], JSON)
+    assert await read_body(request, 8) == b'{"a": 1}'
+
+
+async def test_a_declared_length_is_refused_unread():
+    request, left = http_request([b"x" * 9], JSON | {"content-length": "9"})
+    with pytest.raises(PayloadTooLargeError, match="8 bytes"):
+        await read_body(request, 8)
+    assert left == [b"x" * 9]
+
+
+async def test_an_undeclared_length_is_refused_as_soon_as_it_is_too_long():
+    request, left = http_request([b"x" * 5, b"x" * 5, b"x" * 5], JSON)
+    with pytest.raises(PayloadTooLargeError):
+        await read_body(request, 8)
+    assert left == [b"x" * 5]
+
+
+@pytest.mark.parametrize("content_type", ["application/json; charset=utf-8", "Application/JSON"])
+async def test_json_content_types(content_type):
+    request, _ = http_request([b"{}"], {"content-type": content_type})
+    assert await read_body(request, 8) == b"{}"
+
+
+@pytest.mark.parametrize("headers", [{}, {"content-type": "text/plain"}])
+async def test_other_content_types_are_refused(headers):
+    request, _ = http_request([b"{}"], headers)
+    with pytest.raises(InvalidRequestError, match="application/json"):
+        await read_body(request, 8)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "not valid JSON: EOF"),
+        (b"{", "not valid JSON: EOF"),
+        (b"\xff", "not valid JSON"),
+        (b"[" * 1000, "recursion limit"),
+        (b'{"prompt": "\\ud800"}', "not valid JSON"),
+        (b"[1]", "must be a JSON object, got [1]"),
+        (b"null", "must be a JSON object, got null"),
+    ],
+)
+def test_what_is_no_json_object(body, message):
+    with pytest.raises(InvalidRequestError, match=message.replace("[", r"\[")):
+        parse_body(CompletionBody, body)
+
+
+PROMPT = (
+    "prompt must be a string, a list of strings, a list of token ids or a list of such lists, got "
+)
+
+
+@pytest.mark.parametrize(
+    ("schema", "body", "param", "message"),
+    [
+        (CompletionBody, b"{}", "prompt", "prompt is required"),
+        (CompletionBody, b'{"prompt": 5}', "prompt", PROMPT + "5"),
+        (CompletionBody, b'{"prompt": ["a", 1]}', "prompt", PROMPT + '["a", 1]'),
+        (CompletionBody, b'{"prompt": [[1], ["a"]]}', "prompt", PROMPT + '[[1], ["a"]]'),
+        (CompletionBody, b'{"prompt": [true]}', "prompt", PROMPT + "[true]"),
+        (CompletionBody, b'{"prompt": "a", "n": "2"}', "n", 'n must be an integer, got "2"'),
+        (CompletionBody, b'{"prompt": "a", "n": 1.5}', "n", "n must be an integer, got 1.5"),
+        (CompletionBody, b'{"prompt": "a", "n": true}', "n", "n must be an integer, got true"),
+        (
+            CompletionBody,
+            b'{"prompt": "a", "temperature": "hot"}',
+            "temperature",
+            'temperature must be a number, got "hot"',
+        ),
+        (
+            CompletionBody,
+            b'{"prompt": "a", "stop": {"x": "%s"}}' % (b"y" * 100),
+            "stop",
+            "stop must be a string or a list of strings, got an object",
+        ),
+        (
+            CompletionBody,
+            b'{"prompt": "a", "stream_options": {"include_usage": 1}}',
+            "stream_options.include_usage",
+            "stream_options.include_usage must be true or false, got 1",
+        ),
+        (
+            CompletionBody,
+            b'{"prompt": "a", "load_lora_weights": "maybe"}',
+            "load_lora_weights",
+            "load_lora_weights must be 'auto', 'always' or 'never', got \"maybe\"",
+        ),
+        (
+            ChatBody,
+            b'{"messages": "hi"}',
+            "messages",
+            'messages must be a list of messages, got "hi"',
+        ),
+        (
+            ChatBody,
+            b'{"messages": ["hi"]}',
+            "messages[0]",
+            'messages[0] must be an object with a role and a content, got "hi"',
+        ),
+        (
+            ChatBody,
+            b'{"messages": [{"content": "hi"}]}',
+            "messages[0].role",
+            "messages[0].role is required",
+        ),
+        (
+            ChatBody,
+            b'{"messages": [{"role": "user", "content": [1]}]}',
+            "messages[0].content",
+            "messages[0].content must be a string or a list of content parts, got [1]",
+        ),
+        (
+            DetokenizeBody,
+            b'{"tokens": [1, "a"]}',
+            "tokens[1]",
+            'tokens[1] must be an integer, got "a"',
+        ),
+    ],
+)
+def test_a_wrong_field_is_one_readable_sentence(schema, body, param, message):
+    with pytest.raises(InvalidParameterError) as caught:
+        parse_body(schema, body)
+    assert (caught.value.param, caught.value.message) == (param, message)
+
+
+def test_null_is_absent_and_unknown_fields_are_kept_aside():
+    body = parse_body(CompletionBody, b'{"prompt": "a", "n": null, "stop": null, "novel": 1}')
+    assert body.n is body.stop is None
+    assert body.model_extra == {"novel": 1}
+
+
+@pytest.mark.parametrize(
+    ("json", "prompt"),
+    [
+        (b'"a"', "a"),
+        (b'["a", "b"]', ["a", "b"]),
+        (b"[1, 2]", [1, 2]),
+        (b"[[1], [2, 3]]", [[1], [2, 3]]),
+        (b"[]", []),
+    ],
+)
+def test_the_four_shapes_of_prompt(json, prompt):
+    assert parse_body(CompletionBody, b'{"prompt": ' + json + b"}").prompt == prompt

@@ -1,0 +1,270 @@
+import itertools
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from loraplex.core.adapter import AdapterChoice, ByName
+from loraplex.core.errors import (
+    InvalidParameterError,
+    InvalidRequestError,
+    TokenOutOfVocabularyError,
+    UnsupportedFeatureError,
+)
+from loraplex.core.request import GenerateRequest
+from loraplex.core.sampling_params import SamplingParams
+from loraplex.frontends.openai import convert
+from loraplex.frontends.openai.body import parse_body
+from loraplex.frontends.openai.schema import ChatBody, CompletionBody
+from loraplex.frontends.openai.unsupported import REFUSED
+from loraplex.testing.echo_backend import echo_model
+
+BASE = convert.Target(echo_model("echo"), None)
+FRENCH = convert.Target(echo_model("echo"), ByName("fr"))
+
+
+def completion(**fields: Any) -> CompletionBody:
+    return parse_body(CompletionBody, json.dumps({"prompt": "hi"} | fields).encode())
+
+
+def chat(**fields: Any) -> ChatBody:
+    messages = [{"role": "user", "content": "hi"}]
+    return parse_body(ChatBody, json.dumps({"messages": messages} | fields).encode())
+
+
+def convert_completion(target: convert.Target = BASE, **fields: Any) -> tuple[GenerateRequest, ...]:
+    origin = convert.Origin("client-1", itertools.count(1).__next__)
+    return convert.completion_requests(completion(**fields), target, origin, max_prompts=3)
+
+
+def convert_chat(**fields: Any) -> GenerateRequest:
+    body = chat(**fields)
+    convert.check_chat(body)
+    origin = convert.Origin("client-1", itertools.count(1).__next__)
+    [request] = convert.chat_request(body, BASE, origin, "<s>user: hi")
+    return request
+
+
+def test_a_bare_completion_has_openais_defaults():
+    [request] = convert_completion()
+    assert request == GenerateRequest(
+        request_id=1, model="echo", prompt="hi", client_request_id="client-1"
+    )
+    assert request.sampling == SamplingParams(max_tokens=16, temperature=1.0)
+
+
+WIRE_SAMPLING = {
+    "max_tokens": 7,
+    "min_tokens": 2,
+    "n": 2,
+    "temperature": 0.5,
+    "top_k": -1,
+    "top_p": 0.9,
+    "min_p": 0.1,
+    "repetition_penalty": 1.1,
+    "presence_penalty": -1.0,
+    "frequency_penalty": 2,
+    "seed": -3,
+    "stop": ["a", "b"],
+    "stop_token_ids": [5],
+    "include_stop_str_in_output": True,
+    "ignore_eos": True,
+    "prompt_logprobs": 3,
+    "skip_special_tokens": False,
+}
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        convert_completion(logprobs=4, **WIRE_SAMPLING)[0].sampling,
+        convert_chat(logprobs=True, top_logprobs=4, **WIRE_SAMPLING).sampling,
+    ],
+)
+def test_every_sampling_field_arrives(sampling):
+    assert sampling == SamplingParams(
+        max_tokens=7,
+        min_tokens=2,
+        n=2,
+        temperature=0.5,
+        top_k=-1,
+        top_p=0.9,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        presence_penalty=-1.0,
+        frequency_penalty=2.0,
+        seed=-3,
+        stop=("a", "b"),
+        stop_token_ids=(5,),
+        include_stop_in_output=True,
+        ignore_eos=True,
+        logprobs=4,
+        prompt_logprobs=3,
+        skip_special_tokens=False,
+    )
+    defaults = SamplingParams()
+    for name in msgspec.structs.asdict(defaults):
+        assert getattr(sampling, name) != getattr(defaults, name), f"{name} is not tested"
+
+
+def test_null_keeps_every_default():
+    fields = dict.fromkeys([*WIRE_SAMPLING, "logprobs", "echo", "best_of", "priority", "model"])
+    assert convert_completion(**fields) == convert_completion()
+
+
+def test_one_stop_string():
+    assert convert_completion(stop="x")[0].sampling.stop == ("x",)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [(1, 2)]),
+        ([[1], [2, 3]], [(1,), (2, 3)]),
+        ([[]], [()]),
+    ],
+)
+def test_prompts(prompt, prompts):
+    requests = convert_completion(prompt=prompt)
+    assert [request.prompt for request in requests] == prompts
+    assert [request.request_id for request in requests] == list(range(1, len(prompts) + 1))
+
+
+def test_too_many_prompts_but_not_too_many_tokens():
+    with pytest.raises(InvalidParameterError, match="4 prompts; at most 3"):
+        convert_completion(prompt=["a"] * 4)
+    assert len(convert_completion(prompt=[1] * 4)) == 1
+
+
+def test_echo_with_logprobs_asks_for_those_of_the_prompt():
+    assert convert_completion(echo=True)[0].sampling.prompt_logprobs is None
+    assert convert_completion(echo=True, logprobs=2)[0].sampling.prompt_logprobs == 2
+    both = convert_completion(echo=True, logprobs=2, prompt_logprobs=3)[0].sampling
+    assert both.prompt_logprobs == 3
+
+
+def test_the_adapter_comes_from_model_or_lora_model():
+    choice = (AdapterChoice(ByName("fr")),)
+    assert convert_completion()[0].adapters == ()
+    assert convert_completion(FRENCH)[0].adapters == choice
+    assert convert_completion(lora_model="fr")[0].adapters == choice
+    assert convert_completion(FRENCH, lora_model="fr")[0].adapters == choice
+    with pytest.raises(InvalidParameterError, match="two adapters") as caught:
+        convert_completion(FRENCH, model="fr", lora_model="de")
+    assert caught.value.param == "lora_model"
+
+
+def test_chat_defaults():
+    request = convert_chat()
+    assert request.sampling == SamplingParams(max_tokens=None)
+    assert request.prompt == "<s>user: hi"
+    assert not request.add_special_tokens
+    assert convert_chat(max_tokens=3).sampling.max_tokens == 3
+    assert convert_chat(max_completion_tokens=4).sampling.max_tokens == 4
+
+
+def test_chat_logprobs():
+    assert convert_chat(logprobs=True).sampling.logprobs == 0
+    assert convert_chat(logprobs=True, top_logprobs=5).sampling.logprobs == 5
+    assert convert_chat(logprobs=False, top_logprobs=0).sampling.logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "param", "message"),
+    [
+        ({"max_tokens": 0}, InvalidParameterError, "max_tokens", "at least 1"),
+        ({"max_tokens": -1}, InvalidParameterError, "max_tokens", "got -1"),
+        ({"temperature": -0.1}, InvalidParameterError, "temperature", "got -0.1"),
+        ({"n": 0}, InvalidParameterError, "n", "got 0"),
+        ({"logprobs": 21}, InvalidParameterError, "logprobs", "got 21"),
+        ({"prompt": []}, InvalidParameterError, "prompt", "empty list"),
+        ({"best_of": 2}, UnsupportedFeatureError, "best_of", "best_of (2) other than n (1)"),
+        ({"stop_token_ids": [259]}, TokenOutOfVocabularyError, "stop_token_ids", "0 to 258"),
+        ({"stream_options": {}}, InvalidParameterError, "stream_options", "stream: true"),
+        (
+            {"prompt_logprobs": 1, "stream": True},
+            InvalidParameterError,
+            "prompt_logprobs",
+            "not for stream",
+        ),
+        ({"priority": 2**31}, InvalidParameterError, "priority", "priority must be in"),
+    ],
+)
+def test_refused_completions(fields, error, param, message):
+    with pytest.raises(error) as caught:
+        convert_completion(**fields)
+    assert caught.value.param == param
+    assert message in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "param"),
+    [
+        (
+            {"max_tokens": 1, "max_completion_tokens": 1},
+            InvalidParameterError,
+            "max_completion_tokens",
+        ),
+        ({"top_logprobs": 2}, InvalidParameterError, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, InvalidParameterError, "top_logprobs"),
+        ({"max_completion_tokens": 0}, InvalidParameterError, "max_tokens"),
+        ({"echo": True}, UnsupportedFeatureError, "echo"),
+        ({"tools": [{"type": "function"}]}, UnsupportedFeatureError, "tools"),
+        ({"response_format": {"type": "json_object"}}, UnsupportedFeatureError, "response_format"),
+    ],
+)
+def test_refused_chats(fields, error, param):
+    with pytest.raises(error) as caught:
+        convert_chat(**fields)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("refused", REFUSED, ids=lambda refused: refused.field)
+def test_known_but_unserved_fields_are_refused_by_name(refused):
+    with pytest.raises(UnsupportedFeatureError, match=refused.field) as caught:
+        convert_completion(**{refused.field: {"some": "value"}})
+    assert caught.value.param == refused.field
+    for harmless in refused.harmless:
+        convert_completion(**{refused.field: harmless})
+
+
+def test_zero_is_not_the_false_that_is_let_through():
+    with pytest.raises(UnsupportedFeatureError):
+        convert_completion(use_beam_search=0)
+
+
+def test_messages_keep_what_a_template_may_read():
+    body = chat(
+        messages=[
+            {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
+            {"role": "user", "content": [{"type": "text", "text": t} for t in ("a", "b")]},
+        ]
+    )
+    assert convert.chat_messages(body.messages) == [
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]},
+        {"role": "user", "content": "a\nb"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("messages", "error", "message"),
+    [
+        ([], InvalidParameterError, "at least one"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+            UnsupportedFeatureError,
+            r"messages\[0\].content\[0\] has type 'image_url'",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "text"}]}],
+            InvalidRequestError,
+            r"messages\[0\].content\[0\].text is required",
+        ),
+    ],
+)
+def test_refused_messages(messages, error, message):
+    with pytest.raises(error, match=message):
+        convert.chat_messages(chat(messages=messages).messages)

@@ -1,0 +1,119 @@
+"""Health, iterations and statistics against the echo backend."""
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+
+from loraplex.core import errors
+from loraplex.core.stats import EngineStats, StepRecord
+from loraplex.frontends.ops import health
+from loraplex.frontends.ops.health import health_routes
+from loraplex.serving.backend import Health
+from loraplex.testing.echo_backend import EchoBackend
+
+
+def record(step_id: int) -> StepRecord:
+    return StepRecord(
+        step_id=step_id,
+        start_ns=step_id * 10,
+        duration_ns=5,
+        num_rows=1,
+        num_prefill_rows=0,
+        num_tokens=1,
+        num_adapters=0,
+        num_running=1,
+        num_waiting=0,
+        num_preempted=0,
+        blocks_held=1,
+        blocks_cached=0,
+        blocks_free=9,
+        adapter_pages_used=0,
+        adapter_copies_started=0,
+        request_ids=(7,),
+    )
+
+
+@pytest.fixture
+def backend():
+    backend = EchoBackend(("one", "two"))
+    backend.step_records = [record(step_id) for step_id in range(150)]
+    backend.engine_stats = EngineStats(steps=150)
+    return backend
+
+
+@pytest.fixture
+async def client(backend):
+    transport = httpx.ASGITransport(app=Starlette(routes=health_routes(backend)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://ops") as client:
+        yield client
+
+
+async def test_live_and_ready(client):
+    response = await client.get("/health/live")
+    assert (response.status_code, response.json()) == (200, {"live": True})
+    response = await client.get("/health/ready")
+    assert (response.status_code, response.json()) == (200, {"ready": True, "reason": ""})
+    assert response.headers["content-type"] == "application/json"
+
+
+async def test_live_but_not_ready(client, backend):
+    backend.unready_reason = "the server is stopping"
+    assert (await client.get("/health/live")).status_code == 200
+    response = await client.get("/health/ready")
+    assert response.status_code == 503
+    assert response.json() == {"ready": False, "reason": "the server is stopping"}
+
+
+async def test_not_live(client, backend, monkeypatch):
+    monkeypatch.setattr(backend, "health", lambda: Health(live=False, ready=False))
+    response = await client.get("/health/live")
+    assert (response.status_code, response.json()) == (503, {"live": False})
+
+
+async def test_iterations(client):
+    steps = (await client.get("/v1/iterations")).json()
+    assert [step["step_id"] for step in steps] == list(range(50, 150))
+    steps = (await client.get("/v1/iterations?model=two&limit=2")).json()
+    assert [step["step_id"] for step in steps] == [148, 149]
+    assert steps[0]["request_ids"] == [7]
+    assert steps[0]["blocks_free"] == 9
+
+
+@pytest.mark.parametrize("limit", ["0", "-1", "10001", "x", "1.5", "", "٣", "9" * 5000])
+async def test_bad_limits(client, limit):
+    response = await client.get("/v1/iterations", params={"limit": limit})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["code"], error["param"]) == ("invalid_parameter", "limit")
+    assert "whole number in [1, 10000]" in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/iterations", "/v1/internal/stats"])
+async def test_unknown_model(client, path):
+    response = await client.get(path, params={"model": "three"})
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "model_not_found"
+
+
+async def test_stats(client):
+    body = (await client.get("/v1/internal/stats")).json()
+    assert list(body) == ["one", "two"]
+    assert body["one"]["steps"] == 150
+    assert body["one"]["adapters"]["host_bytes_total"] == 0
+    assert list((await client.get("/v1/internal/stats?model=two")).json()) == ["two"]
+
+
+async def test_every_error_has_a_status(client, backend, monkeypatch):
+    for leaf in errors.leaves():
+        error = leaf("no")
+        monkeypatch.setattr(backend, "steps", lambda *a, error=error: _raise(error))
+        response = await client.get("/v1/iterations")
+        assert response.status_code in (400, 404, 500, 503)
+        assert response.json()["error"]["message"] == "no"
+        is_client_error = isinstance(error, errors.RequestError)
+        assert (response.status_code < 500) == is_client_error
+    assert health._STATUSES[-1][0] is errors.LoraplexError
+
+
+def _raise(error: Exception) -> None:
+    raise error

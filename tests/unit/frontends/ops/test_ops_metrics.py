@@ -1,0 +1,150 @@
+"""GET /metrics against the echo backend."""
+
+import httpx
+import pytest
+from prometheus_client import REGISTRY
+from prometheus_client.parser import text_string_to_metric_families
+
+from loraplex.core.principal import LOCAL
+from loraplex.core.request import GenerateRequest
+from loraplex.core.stats import AdapterTierStats, EngineStats
+from loraplex.frontends.ops.metrics import metrics_app
+from loraplex.serving.request_metrics import RequestMetrics
+from loraplex.testing.echo_backend import EchoBackend
+
+STATS = EngineStats(
+    steps=11,
+    num_running=2,
+    num_waiting=3,
+    blocks_held=5,
+    blocks_cached=7,
+    blocks_free=8,
+    prompt_tokens=100,
+    cached_tokens=40,
+    generation_tokens=60,
+    preemptions=4,
+    adapters=AdapterTierStats(
+        host_bytes_used=1000,
+        host_bytes_total=4000,
+        device_pages_used=6,
+        device_pages_total=16,
+        num_on_host=9,
+        num_on_device=3,
+        device_hits=21,
+        device_misses=22,
+        loads=23,
+        load_failures=24,
+        host_evictions=25,
+        device_evictions=26,
+    ),
+)
+
+EXPECTED = {
+    "running_requests": 2,
+    "waiting_requests": 3,
+    "kv_blocks{held}": 5,
+    "kv_blocks{cached}": 7,
+    "kv_blocks{free}": 8,
+    "kv_cache_usage_ratio": 0.25,
+    "adapter_device_pages{used}": 6,
+    "adapter_device_pages{free}": 10,
+    "adapter_host_bytes{used}": 1000,
+    "adapter_host_bytes{free}": 3000,
+    "adapters_resident{device}": 3,
+    "adapters_resident{host}": 9,
+    "engine_steps_total": 11,
+    "preemptions_total": 4,
+    "prefix_cache_query_tokens_total": 100,
+    "prefix_cache_hit_tokens_total": 40,
+    "engine_generation_tokens_total": 60,
+    "adapter_cache_lookups_total{hit}": 21,
+    "adapter_cache_lookups_total{miss}": 22,
+    "adapter_loads_total": 23,
+    "adapter_load_failures_total": 24,
+    "adapter_evictions_total{device}": 26,
+    "adapter_evictions_total{host}": 25,
+    "model_ready": 1,
+    "adapters_registered": 1,
+}
+
+
+@pytest.fixture
+def backend():
+    backend = EchoBackend()
+    backend.engine_stats = STATS
+    backend.register("fr")
+    return backend
+
+
+@pytest.fixture
+def request_metrics():
+    return RequestMetrics()
+
+
+@pytest.fixture
+async def client(backend, request_metrics):
+    transport = httpx.ASGITransport(app=metrics_app(backend, request_metrics))
+    async with httpx.AsyncClient(transport=transport, base_url="http://ops") as client:
+        yield client
+
+
+async def families(client):
+    response = await client.get("/metrics")
+    assert response.status_code == 200
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    return list(text_string_to_metric_families(response.text))
+
+
+async def test_numbers_of_the_engine(client):
+    found = {}
+    for family in await families(client):
+        for sample in family.samples:
+            if sample.labels.get("model") == "echo":
+                others = [v for k, v in sample.labels.items() if k != "model"]
+                suffix = f"{{{others[0]}}}" if others else ""
+                found[sample.name.removeprefix("loraplex_") + suffix] = sample.value
+    assert found == EXPECTED
+
+
+async def test_every_metric_has_our_prefix_and_a_help_text(client):
+    all_families = await families(client)
+    assert len(all_families) > 20
+    for family in all_families:
+        assert family.name.startswith("loraplex_")
+        assert family.documentation.endswith(".")
+
+
+async def test_requests_are_in_the_same_text(client, backend, request_metrics):
+    request = GenerateRequest(request_id=1, model="echo", prompt="Hi")
+    outputs = request_metrics.observe(request, await backend.generate(request, LOCAL))
+    assert [output async for output in outputs]
+    text = (await client.get("/metrics")).text
+    expected = 'loraplex_requests_total{adapter="",finish_reason="stop",model="echo"} 1.0'
+    assert expected in text
+    assert "loraplex_time_to_first_token_seconds_bucket" in text
+
+
+async def test_a_model_that_is_not_ready(client, backend):
+    backend.unready_reason = "starting"
+    assert 'loraplex_model_ready{model="echo"} 0.0' in (await client.get("/metrics")).text
+
+
+async def test_openmetrics_if_asked_for(client):
+    accept = {"accept": "application/openmetrics-text; version=1.0.0"}
+    response = await client.get("/metrics", headers=accept)
+    assert response.headers["content-type"].startswith("application/openmetrics-text")
+    assert response.text.endswith("# EOF\n")
+
+
+async def test_nothing_is_in_the_default_registry(client):
+    await families(client)
+    assert not [f for f in REGISTRY.collect() if f.name.startswith("loraplex")]
+
+
+async def test_only_get(client):
+    assert (await client.post("/metrics")).status_code == 405
+
+
+async def test_engine_without_kv_blocks(client, backend):
+    backend.engine_stats = EngineStats()
+    assert 'loraplex_kv_cache_usage_ratio{model="echo"} 0.0' in (await client.get("/metrics")).text

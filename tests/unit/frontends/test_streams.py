@@ -1,0 +1,122 @@
+import asyncio
+
+import pytest
+
+from loraplex.core.errors import InternalError, QueueFullError
+from loraplex.core.principal import LOCAL
+from loraplex.core.request import GenerateRequest
+from loraplex.core.sampling_params import SamplingParams
+from loraplex.frontends.streams import (
+    ClientDisconnectedError,
+    gather_all,
+    generate_all,
+    until_disconnect,
+)
+from loraplex.testing.echo_backend import EchoBackend
+
+
+def requests(*prompts: str, max_tokens: int = 20) -> list[GenerateRequest]:
+    sampling = SamplingParams(max_tokens=max_tokens)
+    return [
+        GenerateRequest(request_id=i, model="echo", prompt=prompt, sampling=sampling)
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+async def never() -> dict[str, str]:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def gone() -> dict[str, str]:
+    return {"type": "http.disconnect"}
+
+
+async def test_gather_all_gives_whole_outputs_in_order():
+    outputs = await gather_all(EchoBackend(), requests("long prompt", "b"), LOCAL)
+    assert [output.sequences[0].text for output in outputs] == ["echo: long prompt", "echo: b"]
+
+
+async def test_outputs_of_several_requests_come_interleaved():
+    indices = [i async for i, _ in generate_all(EchoBackend(), requests("a", "b"), LOCAL)]
+    assert indices[:6] == [0, 1] * 3
+    assert indices.count(0) == indices.count(1) == len("echo: a") + 1
+
+
+async def test_a_refused_request_aborts_those_before_it():
+    backend = EchoBackend()
+    backend.plant(InternalError("late"), after_outputs=99)
+    backend.plant(QueueFullError("full"))
+    with pytest.raises(QueueFullError):
+        await gather_all(backend, requests("a", "b"), LOCAL)
+    assert backend.aborted == [0]
+
+
+async def test_a_failing_request_aborts_the_others():
+    backend = EchoBackend()
+    backend.plant(InternalError("broke"), after_outputs=2)
+    with pytest.raises(InternalError):
+        await gather_all(backend, requests("a", "b", "c"), LOCAL)
+    assert sorted(backend.aborted) == [1, 2]
+
+
+async def test_closing_aborts_all():
+    backend = EchoBackend()
+    outputs = generate_all(backend, requests("a", "b", "c"), LOCAL)
+    await anext(outputs)
+    await outputs.aclose()
+    assert sorted(backend.aborted) == [0, 1, 2]
+
+
+async def test_closing_before_the_first_output_admits_nothing():
+    backend = EchoBackend()
+    await generate_all(backend, requests("a"), LOCAL).aclose()
+    assert backend.requests == []
+
+
+@pytest.mark.parametrize("prompts", [("a",), ("a", "b")])
+async def test_disconnect_aborts_and_waits_for_it(prompts):
+    backend = EchoBackend(delay_seconds=60)
+    with pytest.raises(ClientDisconnectedError):
+        await until_disconnect(_after(0.01), gather_all(backend, requests(*prompts), LOCAL))
+    assert sorted(backend.aborted) == list(range(len(prompts)))
+
+
+def _after(seconds: float):
+    async def receive():
+        await asyncio.sleep(seconds)
+        return await gone()
+
+    return receive
+
+
+async def test_result_and_error_of_work_pass_through():
+    async def answer() -> int:
+        return 42
+
+    async def fail() -> int:
+        raise QueueFullError("full")
+
+    assert await until_disconnect(never, answer()) == 42
+    with pytest.raises(QueueFullError):
+        await until_disconnect(never, fail())
+
+
+async def test_other_messages_are_no_disconnect():
+    messages = iter([{"type": "http.request"}, {"type": "http.disconnect"}])
+
+    async def receive():
+        return next(messages)
+
+    with pytest.raises(ClientDisconnectedError):
+        await until_disconnect(receive, never())
+
+
+async def test_cancelling_from_outside_cancels_work():
+    backend = EchoBackend(delay_seconds=60)
+    task = asyncio.create_task(until_disconnect(never, gather_all(backend, requests("a"), LOCAL)))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert backend.aborted == [0]

@@ -1,0 +1,140 @@
+import hypothesis.strategies as st
+import msgspec
+import pytest
+from hypothesis import given
+
+from loraplex.core.adapter import LoraTarget
+from loraplex.core.errors import AdapterTooLargeError, ConfigError
+from loraplex.core.plan import PageGeometry
+from loraplex.memory.adapter_pages import (
+    page_geometry,
+    pages_for_bytes,
+    pages_of_largest_adapter,
+    place,
+)
+
+
+def layers(shapes, num_layers, rank=1):
+    return [
+        LoraTarget(layer, module, rank, in_features, out_features)
+        for layer in range(num_layers)
+        for module, (in_features, out_features) in shapes.items()
+    ]
+
+
+LLAMA_7B_QKV = dict.fromkeys(("q_proj", "k_proj", "v_proj"), (4096, 4096))
+
+
+class TestLlama7B:
+    """q, k and v of LLaMA-7B in fp16, pages made for rank 8."""
+
+    targets = layers(LLAMA_7B_QKV, 32)
+    geometry = page_geometry(targets, optimal_rank=8, max_rank=64)
+
+    def test_geometry(self):
+        assert self.geometry == PageGeometry(slot_elements=8192, slots_per_page=768)
+        assert self.geometry.page_elements * 2 == 12 * 2**20
+
+    @pytest.mark.parametrize(("rank", "num_pages"), [(1, 1), (8, 1), (9, 2), (16, 2), (64, 8)])
+    def test_pages_of_an_adapter(self, rank, num_pages):
+        assert place(layers(LLAMA_7B_QKV, 32, rank), self.geometry).num_pages == num_pages
+
+    def test_twelve_rows_of_rank_64_share_a_page(self):
+        placement = place(layers(LLAMA_7B_QKV, 32, 64), self.geometry)
+        counts = [0] * placement.num_pages
+        for spot in placement.places:
+            counts[spot.page_index] += 1
+        assert counts == [12] * 8
+
+    def test_pages_of_a_host_budget(self):
+        assert pages_for_bytes(2**30, self.geometry, element_bytes=2) == 85
+        assert pages_for_bytes(12 * 2**20 - 1, self.geometry, element_bytes=2) == 0
+
+    def test_largest_adapter(self):
+        assert pages_of_largest_adapter(self.targets, 64, self.geometry) == 8
+
+
+def test_offsets_are_whole_slots_one_after_the_other():
+    geometry = PageGeometry(slot_elements=10, slots_per_page=4)
+    targets = [
+        LoraTarget(0, "q", 2, 5, 6),
+        LoraTarget(0, "k", 1, 5, 5),
+        LoraTarget(1, "q", 1, 5, 6),
+    ]
+    placement = place(targets, geometry)
+    assert [(spot.target.layer, spot.target.module) for spot in placement.places] == [
+        (0, "k"),
+        (0, "q"),
+        (1, "q"),
+    ]
+    assert [(spot.page_index, spot.offset) for spot in placement.places] == [
+        (0, 0),
+        (0, 10),
+        (1, 0),
+    ]
+    assert placement.num_pages == 2
+
+
+def test_the_order_of_the_rows_does_not_matter():
+    geometry = PageGeometry(slot_elements=4, slots_per_page=5)
+    targets = layers({"a": (2, 2), "b": (4, 6), "c": (1, 8)}, 3, rank=2)
+    assert place(targets, geometry) == place(targets[::-1], geometry)
+
+
+def test_a_page_holds_one_target_of_the_largest_rank():
+    targets = layers({"small": (2, 2), "large": (100, 300)}, 1)
+    geometry = page_geometry(targets, optimal_rank=1, max_rank=8)
+    assert geometry == PageGeometry(slot_elements=4, slots_per_page=800)
+
+
+def test_an_adapter_of_no_targets_has_no_pages():
+    assert place([], PageGeometry(4, 4)).num_pages == 0
+
+
+def test_a_target_larger_than_a_page_is_refused():
+    targets = layers(LLAMA_7B_QKV, 1)
+    geometry = page_geometry(targets, optimal_rank=8, max_rank=16)
+    with pytest.raises(AdapterTooLargeError, match="q_proj of layer 0 with rank 32 takes 32 slots"):
+        place([LoraTarget(0, "q_proj", 32, 4096, 4096)], geometry)
+
+
+@pytest.mark.parametrize(
+    ("targets", "ranks", "text"),
+    [
+        ([], (8, 64), "at least one module"),
+        (layers(LLAMA_7B_QKV, 1), (0, 64), "optimal_rank must be at least 1, got 0"),
+        (layers(LLAMA_7B_QKV, 1), (8, -1), "max_rank must be at least 1, got -1"),
+    ],
+)
+def test_bad_geometry_is_a_config_error(targets, ranks, text):
+    with pytest.raises(ConfigError, match=text):
+        page_geometry(targets, optimal_rank=ranks[0], max_rank=ranks[1])
+
+
+@st.composite
+def models_and_adapters(draw):
+    sizes = st.tuples(st.integers(1, 30), st.integers(1, 30))
+    shapes = draw(st.dictionaries(st.sampled_from("qkvogud"), sizes, min_size=1))
+    model = layers(shapes, draw(st.integers(1, 4)))
+    optimal_rank, max_rank = draw(st.integers(1, 8)), draw(st.integers(1, 16))
+    chosen = draw(st.lists(st.sampled_from(model), unique=True))
+    ranks = st.integers(1, max_rank)
+    adapter = [msgspec.structs.replace(target, rank=draw(ranks)) for target in chosen]
+    return model, optimal_rank, max_rank, adapter
+
+
+@given(models_and_adapters())
+def test_the_guarantees_hold_for_any_model(case):
+    model, optimal_rank, max_rank, adapter = case
+    geometry = page_geometry(model, optimal_rank=optimal_rank, max_rank=max_rank)
+    usual = [msgspec.structs.replace(target, rank=optimal_rank) for target in model]
+    assert place(usual, geometry).num_pages == 1
+    placement = place(adapter, geometry)
+    assert placement.num_pages <= pages_of_largest_adapter(model, max_rank, geometry)
+    assert sorted(spot.target for spot in placement.places) == sorted(adapter)
+    end = [0] * placement.num_pages
+    for spot in placement.places:
+        assert spot.offset == end[spot.page_index]
+        assert spot.offset % geometry.slot_elements == 0
+        end[spot.page_index] += geometry.slots_of(spot.target) * geometry.slot_elements
+    assert all(0 < elements <= geometry.page_elements for elements in end)

@@ -1,0 +1,163 @@
+import pytest
+
+from loraplex.memory.kv_blocks import Admission, KVBlocks
+
+SALT = b"salt"
+
+
+def run(blocks, token_ids, salt=SALT):
+    """Admit, compute and publish a whole sequence; its block table."""
+    admission = blocks.admit(token_ids, salt, len(token_ids))
+    num_hashed = admission.num_cached_tokens // blocks.block_size
+    num_full = blocks.publish(token_ids, salt, admission.block_ids, num_hashed, len(token_ids))
+    assert num_full == len(token_ids) // blocks.block_size
+    return admission.block_ids
+
+
+def test_admits_a_new_sequence_with_room_for_its_first_chunk():
+    blocks = KVBlocks(8, 4)
+    assert blocks.admit(list(range(10)), SALT, 100) == Admission([0, 1, 2], 0, 10)
+    assert blocks.admit(list(range(10)), SALT, 5) == Admission([3, 4], 0, 5)
+    assert blocks.num_held == 5
+
+
+def test_serves_a_cached_beginning():
+    blocks = KVBlocks(8, 4)
+    table = run(blocks, list(range(10)))
+    hit = blocks.admit([*range(8), 99], SALT, 100)
+    assert hit == Admission([*table[:2], 3], 8, 1)
+    blocks.check([table, hit.block_ids])
+
+
+def test_always_leaves_a_token_to_compute():
+    blocks = KVBlocks(8, 4)
+    run(blocks, list(range(8)))
+    admission = blocks.admit(list(range(8)), SALT, 100)
+    assert (admission.num_cached_tokens, admission.num_new_tokens) == (4, 4)
+
+
+def test_serves_no_more_than_the_caller_wants():
+    blocks = KVBlocks(8, 4)
+    run(blocks, list(range(9)))
+    assert blocks.admit(list(range(9)), SALT, 9, max_cached_tokens=0).num_cached_tokens == 0
+    assert blocks.admit(list(range(9)), SALT, 9, max_cached_tokens=7).num_cached_tokens == 4
+
+
+def test_refuses_without_change_what_does_not_fit():
+    blocks = KVBlocks(3, 4)
+    table = run(blocks, list(range(8)))
+    blocks.release(table)
+    assert (blocks.num_free, blocks.num_cached) == (1, 2)
+    assert blocks.admit(list(range(8)) + [9] * 5, SALT, 5) is None
+    assert blocks.admit(list(range(9)), SALT, 1, num_reserved_blocks=1) is None
+    assert (blocks.num_free, blocks.num_cached) == (1, 2)
+    blocks.check([])
+    admission = blocks.admit(list(range(9)), SALT, 1)
+    assert admission == Admission([*table, 2], 8, 1)
+
+
+def test_taking_blocks_does_not_evict_the_hits_of_the_same_admission():
+    blocks = KVBlocks(4, 4)
+    old = run(blocks, list(range(4)))
+    blocks.release(old)
+    other = run(blocks, [7] * 8)
+    blocks.release(other)
+    admission = blocks.admit(list(range(4)) + [8] * 8, SALT, 8)
+    assert admission.block_ids[0] == old[0]
+    assert len(set(admission.block_ids)) == 3
+
+
+def test_grows_a_block_table_when_its_blocks_are_full():
+    blocks = KVBlocks(3, 4)
+    table = blocks.admit([1, 2, 3], SALT, 3).block_ids
+    assert blocks.grow(table, 4) == []
+    assert blocks.grow(table, 5) == [1]
+    assert blocks.grow(table, 17) is None
+    assert blocks.num_free == 1
+
+
+def test_publishes_only_full_blocks_and_each_once():
+    blocks = KVBlocks(4, 2)
+    token_ids = [1, 2, 3, 4, 5]
+    table = blocks.admit(token_ids, SALT, 5).block_ids
+    assert blocks.publish(token_ids, SALT, table, 0, 1) == 0
+    assert blocks.publish(token_ids, SALT, table, 0, 3) == 1
+    assert blocks.publish(token_ids, SALT, table, 1, 5) == 2
+    assert blocks.publish(token_ids, SALT, table, 2, 5) == 2
+    blocks.release(table)
+    assert (blocks.num_cached, blocks.num_free) == (2, 2)
+
+
+def test_equal_sequences_that_run_together_leave_one_copy():
+    blocks = KVBlocks(8, 2)
+    token_ids = [1, 2, 3, 4, 5]
+    tables = [blocks.admit(token_ids, SALT, 5).block_ids for _ in range(2)]
+    for table in tables:
+        blocks.publish(token_ids, SALT, table, 0, 5)
+    blocks.release(tables[1])
+    blocks.check([tables[0]])
+    assert blocks.num_cached == 0
+    blocks.release(tables[0])
+    assert blocks.num_cached == 2
+    assert blocks.admit(token_ids, SALT, 5).block_ids[:2] == tables[0][:2]
+
+
+def test_a_running_copy_is_served_when_the_first_one_is_evicted():
+    blocks = KVBlocks(4, 2)
+    token_ids = [1, 2, 3]
+    first, second = [blocks.admit(token_ids, SALT, 3).block_ids for _ in range(2)]
+    for table in (first, second):
+        blocks.publish(token_ids, SALT, table, 0, 3)
+    blocks.release(first)
+    filler = blocks.grow([], 4)
+    blocks.check([second, filler])
+    blocks.release(filler)
+    assert blocks.admit(token_ids, SALT, 1).block_ids[0] == second[0]
+    blocks.release(second)
+    assert blocks.num_cached == 0
+
+
+def test_the_loss_of_a_prefix_frees_what_hangs_on_it():
+    blocks = KVBlocks(5, 2)
+    first = blocks.admit([1, 2], SALT, 2).block_ids
+    second = blocks.admit([1, 2, 3, 4], SALT, 4).block_ids
+    blocks.publish([1, 2], SALT, first, 0, 2)
+    blocks.publish([1, 2, 3, 4], SALT, second, 0, 4)
+    blocks.release(first)
+    blocks.release(second)
+    assert (blocks.num_cached, blocks.num_free) == (2, 3)
+    filler = blocks.grow([], 8)
+    assert (blocks.num_cached, blocks.num_free) == (0, 1)
+    blocks.check([filler])
+
+
+def test_forks_share_blocks():
+    blocks = KVBlocks(4, 2)
+    table = run(blocks, [1, 2, 3])
+    blocks.share(table)
+    assert all(blocks.is_shared(block_id) for block_id in table)
+    blocks.release(table)
+    assert not any(blocks.is_shared(block_id) for block_id in table)
+    blocks.check([table])
+
+
+def test_without_prefix_caching_released_blocks_are_free():
+    blocks = KVBlocks(4, 2, prefix_caching=False)
+    table = run(blocks, [1, 2, 3])
+    blocks.release(table)
+    assert (blocks.num_free, blocks.num_cached) == (4, 0)
+    assert blocks.admit([1, 2, 3], SALT, 3).num_cached_tokens == 0
+
+
+def test_counts_touched_blocks():
+    blocks = KVBlocks(4, 16)
+    assert [blocks.num_blocks_for(n) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
+    assert blocks.num_blocks == 4
+
+
+def test_a_block_too_many_released_is_our_own_error():
+    blocks = KVBlocks(2, 2)
+    table = run(blocks, [1])
+    blocks.release(table)
+    with pytest.raises(AssertionError, match="no holder"):
+        blocks.release(table)

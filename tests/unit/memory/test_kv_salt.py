@@ -1,0 +1,48 @@
+import pytest
+
+from loraplex.memory.kv_salt import kv_salt
+
+ARGUMENTS = {
+    "model": "llama",
+    "kv_dtype": "bfloat16",
+    "adapters": [("aa", 1.0), ("bb", 0.5)],
+    "tenant": "default",
+}
+
+
+def test_is_a_function_of_its_arguments():
+    assert kv_salt(**ARGUMENTS) == kv_salt(**ARGUMENTS)
+    assert len(kv_salt(**ARGUMENTS)) == 32
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": "llama2"},
+        {"kv_dtype": "int8"},
+        {"tenant": "other"},
+        {"adapters": []},
+        {"adapters": [("aa", 1.0)]},
+        {"adapters": [("aa", 1.0), ("bb", 0.25)]},
+        {"adapters": [("aa", 1.0), ("bc", 0.5)]},
+        {"adapters": [("bb", 0.5), ("aa", 1.0)]},
+        {"adapters": [("aa", 0.5), ("bb", 1.0)]},
+        {"adapters": [("aa", 1.0), ("bb", 0.5), ("bb", 0.5)]},
+    ],
+)
+def test_every_argument_counts(change):
+    assert kv_salt(**ARGUMENTS) != kv_salt(**{**ARGUMENTS, **change})
+
+
+def test_fields_do_not_run_into_each_other():
+    salts = {
+        kv_salt("ab", "c", [], "d"),
+        kv_salt("a", "bc", [], "d"),
+        kv_salt("a", "b", [], "cd"),
+        kv_salt("abc", "", [], "d"),
+        kv_salt("abcd", "", [], ""),
+        kv_salt("", "", [], "abcd"),
+        kv_salt("ab", "c", [("d", 1.0)], ""),
+        kv_salt("ab", "c", [("", 1.0)], "d"),
+    }
+    assert len(salts) == 8
