@@ -30,6 +30,7 @@ JAPANESE_QUESTION = r"アメリカ合衆国の首都はどこですか? \n答え
 EXPECTED = {"base": "Washington, D.C.", "chinese": "华盛顿", "japanese": "ワシントン D.C."}
 TASK_IDS = {"base": None, "chinese": 1, "japanese": 2}
 MAX_TOKENS = 10
+END_TOKEN = "</s>"
 START_SECONDS = 120
 
 
@@ -60,7 +61,7 @@ def free_ports(count: int) -> list[int]:
 @contextlib.contextmanager
 def running_server(http_port: int, grpc_port: int, metrics_port: int) -> Iterator[None]:
     """`loraplex serve` with the shipped model, from ready to stopped."""
-    command = [sys.executable, "-m", "loraplex", "serve", str(BASE_PATH)]
+    command = [sys.executable, "-m", "loraplex", "serve", str(BASE_PATH), "--name", "capitals"]
     for name, task_id in TASK_IDS.items():
         if task_id is not None:
             command += ["--adapter", f"{name}={ADAPTER_PATHS[name]},task_id={task_id}"]
@@ -105,12 +106,16 @@ def tensor(
     return infer_input
 
 
-def request_tensors(token_ids: list[int], task_id: int | None) -> list[triton.InferInput]:
+def request_tensors(
+    token_ids: list[int], end_id: int, task_id: int | None
+) -> list[triton.InferInput]:
     """What inflight_batcher_llm_client.py sends for `--top-k 0 --top-p 0.5`, greedily here."""
     inputs = [
         tensor("input_ids", token_ids, np.int32),
         tensor("input_lengths", [len(token_ids)], np.int32),
         tensor("request_output_len", [MAX_TOKENS], np.int32),
+        tensor("end_id", [end_id], np.int32),
+        tensor("pad_id", [end_id], np.int32),
         tensor("beam_width", [1], np.int32),
         tensor("runtime_top_k", [1], np.int32),
         tensor("temperature", [1.0], np.float32),
@@ -126,9 +131,10 @@ async def ask(
 ) -> Answer:
     """Stream one answer."""
     prompt_ids = tokenizer.encode(question).ids
+    end_id = tokenizer.token_to_id(END_TOKEN)
 
     async def requests() -> AsyncIterator[dict[str, object]]:
-        inputs = request_tensors(prompt_ids, TASK_IDS[adapter])
+        inputs = request_tensors(prompt_ids, end_id, TASK_IDS[adapter])
         yield {"model_name": "tensorrt_llm", "inputs": inputs, "request_id": adapter}
 
     started = time.perf_counter()
@@ -146,17 +152,30 @@ async def ask(
     return Answer(question, adapter, token_ids, text, first_token_seconds)
 
 
-async def ask_all(grpc_port: int) -> tuple[list[Answer], list[Answer]]:
-    """The adapters' first use, as the founding example does it; then the six at once."""
-    tokenizer = Tokenizer.from_file(str(BASE_PATH / "tokenizer.json"))
+async def warm_up(grpc_port: int, tokenizer: Tokenizer) -> None:
+    """As the founding example does it: a first request of each adapter, with a dummy prompt."""
     async with triton.InferenceServerClient(f"127.0.0.1:{grpc_port}") as client:
-        dummies = [await ask(client, tokenizer, "dummy", adapter) for adapter in ADAPTER_PATHS]
-        questions = [CHINESE_QUESTION, JAPANESE_QUESTION]
-        pairs = [(question, adapter) for question in questions for adapter in EXPECTED]
-        answers = await asyncio.gather(
+        for adapter in ADAPTER_PATHS:
+            await ask(client, tokenizer, "dummy", adapter)
+
+
+async def ask_all(grpc_port: int, tokenizer: Tokenizer) -> list[Answer]:
+    """Two questions, each to the base and to both adapters, all at once."""
+    pairs = [
+        (question, adapter)
+        for question in (CHINESE_QUESTION, JAPANESE_QUESTION)
+        for adapter in EXPECTED
+    ]
+    async with triton.InferenceServerClient(f"127.0.0.1:{grpc_port}") as client:
+        return await asyncio.gather(
             *(ask(client, tokenizer, question, adapter) for question, adapter in pairs)
         )
-    return dummies, list(answers)
+
+
+def steps_after(http_port: int, step_id: int) -> list[dict[str, int]]:
+    """The steps with rows that the engine has run since."""
+    steps: list[dict[str, int]] = json.loads(get(http_port, "/v1/iterations?limit=1000"))
+    return [step for step in steps if step["step_id"] > step_id and step["num_rows"]]
 
 
 def show(answers: list[Answer], steps: list[dict[str, int]]) -> None:
@@ -174,12 +193,13 @@ def show(answers: list[Answer], steps: list[dict[str, int]]) -> None:
 
 def main() -> int:
     http_port, grpc_port, metrics_port = free_ports(3)
+    tokenizer = Tokenizer.from_file(str(BASE_PATH / "tokenizer.json"))
     print("Starting loraplex with the shipped model and two adapters ...", flush=True)
     with running_server(http_port, grpc_port, metrics_port):
-        dummies, answers = asyncio.run(ask_all(grpc_port))
-        steps = json.loads(get(http_port, "/v1/iterations?limit=1000"))
-    num_dummy_steps = sum(len(answer.token_ids) for answer in dummies)
-    steps = [step for step in steps if step["num_rows"]][num_dummy_steps:]
+        asyncio.run(warm_up(grpc_port, tokenizer))
+        warm_up_steps = steps_after(http_port, -1)
+        answers = asyncio.run(ask_all(grpc_port, tokenizer))
+        steps = steps_after(http_port, warm_up_steps[-1]["step_id"])
     show(answers, steps)
     all_met = any(step["num_rows"] == len(answers) for step in steps)
     all_right = all(answer.is_right for answer in answers)

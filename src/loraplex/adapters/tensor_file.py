@@ -56,13 +56,13 @@ class RawTensor:
 
     def bits(self) -> npt.NDArray[np.uint16]:
         """The bit patterns of 16-bit elements."""
-        return np.frombuffer(self.data, "<u2").reshape(self.shape)
+        return np.ndarray(self.shape, "<u2", self.data)
 
     def array(self) -> npt.NDArray[np.floating]:
         """The elements of a float tensor; a view, but for bfloat16."""
         if self.dtype == "BF16":
             return (self.bits().astype(np.uint32) << np.uint32(16)).view(np.float32)
-        return np.frombuffer(self.data, _ARRAY_TYPES[self.dtype]).reshape(self.shape)
+        return np.ndarray(self.shape, _ARRAY_TYPES[self.dtype], self.data)
 
     def is_finite(self) -> bool:
         """No NaN and no infinity. Only for float types."""
@@ -99,10 +99,11 @@ def read_bounded(path: Path, max_bytes: int) -> bytearray:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise InvalidAdapterError(f"cannot read {path}: {error.strerror}") from error
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise InvalidAdapterError(f"{path} is not a regular file")
     with os.fdopen(descriptor, "rb", buffering=0) as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise InvalidAdapterError(f"{path} is not a regular file")
         if status.st_size > max_bytes:
             raise AdapterTooLargeError(
                 f"{path} has {status.st_size} bytes; at most {max_bytes} are read"

@@ -9,8 +9,8 @@ import os
 import signal
 import sys
 import threading
+from io import RawIOBase
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 import torch
@@ -106,7 +106,8 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname).1s engine: %(message)s")
     # A Ctrl-C in the terminal reaches the whole group: serving decides when the engine stops.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    pipe = sys.stdin.buffer
+    # Unbuffered: a thread that waits in a buffered read would hold its lock at the exit.
+    pipe = open(sys.stdin.fileno(), "rb", buffering=0, closefd=False)  # noqa: SIM115
     start = read_engine_start(pipe)
     threading.Thread(target=_end_with_serving, args=(pipe,), daemon=True).start()
     channel = SocketChannel(start.endpoint, start.epoch)
@@ -114,7 +115,7 @@ def main() -> None:
     channel.close()
 
 
-def _end_with_serving(pipe: BinaryIO) -> None:
+def _end_with_serving(pipe: RawIOBase) -> None:
     pipe.read()
     os._exit(0)
 

@@ -14,10 +14,10 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
-from loraplex import __version__
 from loraplex.app.builder import build_service, engine_process
 from loraplex.core.config import Config, ServerConfig
 from loraplex.core.errors import ConfigError
+from loraplex.core.version import __version__
 from loraplex.frontends.kserve.grpc.server import GrpcServer
 from loraplex.frontends.kserve.http.routes import kserve_routes
 from loraplex.frontends.kserve.service import TritonService

@@ -4,9 +4,9 @@ from typing import Annotated
 
 import typer
 
-from loraplex import __version__
 from loraplex.cli.generate import generate
 from loraplex.cli.serve import serve
+from loraplex.core.version import __version__
 
 app = typer.Typer(
     name="loraplex",

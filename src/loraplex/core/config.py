@@ -23,6 +23,8 @@ ENVIRONMENT_PREFIX = "LORAPLEX_"
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
+_SLEEPING_THREADS = ("OMP_WAIT_POLICY", "PASSIVE")
+
 KeyPath = tuple[str, ...]
 
 
@@ -168,9 +170,22 @@ def state_directory(configured: str) -> Path:
 
 def child_environment() -> dict[str, str]:
     """The environment for our own processes: settings reach them by message, not by variable."""
-    return {
-        name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(ENVIRONMENT_PREFIX)
     }
+    environment.setdefault(*_SLEEPING_THREADS)
+    return environment
+
+
+def let_threads_sleep() -> None:
+    """For this process, unless the operator decided otherwise: call it before torch is imported.
+
+    OpenMP's threads spin at barriers by default. Beside any other busy process a spinning thread
+    keeps its partner off the processor: steps of a small model then take a hundred times longer.
+    """
+    os.environ.setdefault(*_SLEEPING_THREADS)
 
 
 def parse_bytes(text: str) -> int:

@@ -157,7 +157,7 @@ class Engine:
         except Exception as error:
             logger.exception("step %d failed", plan.step_id)
             if not isinstance(error, LoraplexError):
-                error = StepFailedError(f"step {plan.step_id} failed: {error!r}")
+                error = StepFailedError("a step of the model failed; the server's log has the cause")
             return tuple(self._scheduler.fail(plan, error))
         return tuple(self._scheduler.absorb(plan, result))
 

@@ -11,7 +11,8 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from typing import BinaryIO, Protocol
+from io import RawIOBase
+from typing import Protocol
 
 import msgspec
 import zmq
@@ -101,10 +102,20 @@ class EngineStart(msgspec.Struct, frozen=True):
         return len(body).to_bytes(_LENGTH_BYTES, "big") + body
 
 
-def read_engine_start(pipe: BinaryIO) -> EngineStart:
-    """The engine's end."""
-    length = int.from_bytes(pipe.read(_LENGTH_BYTES), "big")
-    return msgspec.msgpack.decode(pipe.read(length), type=EngineStart)
+def read_engine_start(pipe: RawIOBase) -> EngineStart:
+    """The engine's end of an unbuffered pipe. Raises EOFError if serving is gone."""
+    length = int.from_bytes(_read_exactly(pipe, _LENGTH_BYTES), "big")
+    return msgspec.msgpack.decode(_read_exactly(pipe, length), type=EngineStart)
+
+
+def _read_exactly(pipe: RawIOBase, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        piece = pipe.read(count - len(data))
+        if not piece:
+            raise EOFError("serving ended before it had said what to start")
+        data += piece
+    return data
 
 
 class ProcessLink:

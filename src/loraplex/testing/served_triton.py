@@ -31,7 +31,10 @@ class ServedTriton:
 
 @contextmanager
 def served_triton(
-    backend: Backend, *, authenticate: Authenticate = everyone_is_local
+    backend: Backend,
+    *,
+    authenticate: Authenticate = everyone_is_local,
+    max_body_bytes: int = 2**20,
 ) -> Iterator[ServedTriton]:
     """Serve backend over HTTP and gRPC; its event loop runs in a thread of its own."""
     service = TritonService(backend)
@@ -40,8 +43,10 @@ def served_triton(
 
     async def serve() -> None:
         loop = asyncio.get_running_loop()
-        app = Starlette(routes=kserve_routes(service, authenticate=authenticate))
-        config = uvicorn.Config(app, log_level="warning", lifespan="off", ws="none")
+        routes = kserve_routes(service, authenticate=authenticate, max_body_bytes=max_body_bytes)
+        config = uvicorn.Config(
+            Starlette(routes=routes), log_level="warning", lifespan="off", ws="none"
+        )
         listener = socket.create_server(("127.0.0.1", 0))
         http = uvicorn.Server(config)
         serving = asyncio.create_task(http.serve(sockets=[listener]))
@@ -50,7 +55,7 @@ def served_triton(
         http_address = f"127.0.0.1:{listener.getsockname()[1]}"
         started.set_result(ServedTriton(http_address, f"127.0.0.1:{grpc.port}", service))
         await asyncio.to_thread(stop.wait)
-        await grpc.stop(grace_seconds=0.1)
+        await grpc.stop(grace_seconds=0.0)
         http.should_exit = True
         await serving
         listener.close()

@@ -23,6 +23,7 @@ def read_torch_file(path: Path, *, max_file_bytes: int, max_tensors: int) -> dic
 
     content = io.BytesIO(read_bounded(path, max_file_bytes))
     _check_archive(path, content, max_file_bytes)
+    content.seek(0)
     types = {
         torch.float64: "F64",
         torch.float32: "F32",
@@ -70,4 +71,3 @@ def _check_archive(path: Path, content: io.BytesIO, max_bytes: int) -> None:
         raise InvalidAdapterError(f"{path} is a compressed archive; torch.save writes none")
     if sum(member.file_size for member in members) > max_bytes:
         raise AdapterTooLargeError(f"{path} unpacks to more than {max_bytes} bytes")
-    content.seek(0)

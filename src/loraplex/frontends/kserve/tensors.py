@@ -232,19 +232,22 @@ def _encoded(name: str, value: object) -> bytes:
 def _check_types(name: str, datatype: str, dtype: np.dtype[Any], values: Sequence[object]) -> None:
     """Python's bool is an int, and numpy casts nearly everything: so look at every value."""
     if dtype.kind == "b":
-        allowed: tuple[type, ...] = (bool,)
-        right = "true or false"
-    elif dtype.kind == "f":
-        allowed = (int, float)
-        right = "a number"
+        if not all(type(value) is bool for value in values):
+            wrong = next(value for value in values if type(value) is not bool)
+            raise _wrong_value(name, datatype, wrong, "true or false")
+        return
+    if dtype.kind == "f":
+        limit = float(np.finfo(dtype).max)
+        low, high, right = -limit, limit, f"a number in [{-limit:g}, {limit:g}]"
     else:
-        allowed = (int,)
         limits = np.iinfo(dtype)
-        right = f"an integer in [{limits.min}, {limits.max}]"
+        low, high, right = limits.min, limits.max, f"an integer in [{limits.min}, {limits.max}]"
     for value in values:
-        if type(value) not in allowed:
-            raise _wrong_value(name, datatype, value, right)
-        if dtype.kind in "iu" and not limits.min <= value <= limits.max:  # type: ignore[operator]
+        if type(value) is float and dtype.kind == "f":
+            fits = low <= value <= high or not math.isfinite(value)
+        else:
+            fits = type(value) is int and low <= value <= high
+        if not fits:
             raise _wrong_value(name, datatype, value, right)
 
 

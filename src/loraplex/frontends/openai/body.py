@@ -1,7 +1,9 @@
 """From the bytes of a request to a body of `schema`, or an error that a person can act on."""
 
+import asyncio
+import contextlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -17,6 +19,7 @@ from loraplex.core.errors import (
 from loraplex.frontends.openai.schema import EXPECTED, Body
 
 MAX_SHOWN_CHARS = 60
+DISCARD_SECONDS = 5.0
 
 BodyT = TypeVar("BodyT", bound=Body)
 
@@ -36,20 +39,46 @@ _KINDS = ((str, "a long string"), (list, "a list"), (dict, "an object"))
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body. Raises PayloadTooLargeError before reading more than max_bytes."""
+    """The whole body. Raises PayloadTooLargeError, and keeps nothing, if it is over max_bytes."""
     _check_content_type(request)
     too_large = PayloadTooLargeError(f"the request body must not exceed {max_bytes} bytes")
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > max_bytes:
-        raise too_large
+    stream = request.stream()
     chunks: list[bytes] = []
-    num_bytes = 0
-    async for chunk in request.stream():
-        num_bytes += len(chunk)
-        if num_bytes > max_bytes:
-            raise too_large
-        chunks.append(chunk)
+    num_bytes = _declared_bytes(request)
+    if num_bytes <= max_bytes:
+        num_bytes = 0
+        async for chunk in stream:
+            num_bytes += len(chunk)
+            if num_bytes > max_bytes:
+                break
+            chunks.append(chunk)
+    if num_bytes > max_bytes:
+        chunks.clear()
+        await _discard(request, stream, max_bytes)
+        raise too_large
     return b"".join(chunks)
+
+
+def _declared_bytes(request: Request) -> int:
+    declared = request.headers.get("content-length", "")
+    return int(declared) if declared.isdecimal() else 0
+
+
+async def _discard(request: Request, stream: AsyncIterator[bytes], max_bytes: int) -> None:
+    """Let an ordinary client finish, up to max_bytes more.
+
+    A connection that is closed on bytes which nobody has read is reset, and most clients would
+    then see the reset instead of our answer. One that sent Expect waits for the answer itself.
+    """
+    if "expect" in request.headers:
+        return
+    num_bytes = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DISCARD_SECONDS):
+            async for chunk in stream:
+                num_bytes += len(chunk)
+                if num_bytes > max_bytes:
+                    return
 
 
 def parse_body(schema: type[BodyT], body: bytes) -> BodyT:

@@ -82,7 +82,7 @@ def error_response(error: errors.LoraplexError) -> Response:
     if error.retry_after_seconds is not None:
         response.headers["retry-after"] = str(max(1, math.ceil(error.retry_after_seconds)))
     if isinstance(error, errors.PayloadTooLargeError):
-        # What is left of the body stays unread, so the connection cannot be used again.
+        # Some of the body may stay unread, so the connection cannot be used again.
         response.headers["connection"] = "close"
     return response
 

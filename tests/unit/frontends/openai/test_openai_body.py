@@ -1,3 +1,5 @@
+import asyncio
+
 import pytest
 from starlette.requests import Request
 
@@ -24,18 +26,33 @@ async def test_body_is_read_whole():
     assert await read_body(request, 8) == b'{"a": 1}'
 
 
-async def test_a_declared_length_is_refused_unread():
-    request, left = http_request([b"x" * 9], JSON | {"content-length": "9"})
+@pytest.mark.parametrize("headers", [JSON | {"content-length": "99"}, JSON])
+async def test_a_long_body_is_discarded_only_so_far(headers):
+    request, left = http_request([b"x" * 5] * 9, headers)
     with pytest.raises(PayloadTooLargeError, match="8 bytes"):
+        await read_body(request, 8)
+    num_read = 9 - len(left)
+    assert num_read == (2 if "content-length" in headers else 4)
+
+
+async def test_a_client_that_asks_first_is_answered_before_it_sends():
+    headers = JSON | {"content-length": "9", "expect": "100-continue"}
+    request, left = http_request([b"x" * 9], headers)
+    with pytest.raises(PayloadTooLargeError):
         await read_body(request, 8)
     assert left == [b"x" * 9]
 
 
-async def test_an_undeclared_length_is_refused_as_soon_as_it_is_too_long():
-    request, left = http_request([b"x" * 5, b"x" * 5, b"x" * 5], JSON)
+async def test_a_client_that_stops_sending_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr("loraplex.frontends.openai.body.DISCARD_SECONDS", 0.01)
+
+    async def receive():
+        await asyncio.Event().wait()
+
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"9")]
+    request = Request({"type": "http", "method": "POST", "headers": headers}, receive)
     with pytest.raises(PayloadTooLargeError):
         await read_body(request, 8)
-    assert left == [b"x" * 5]
 
 
 @pytest.mark.parametrize("content_type", ["application/json; charset=utf-8", "Application/JSON"])

@@ -8,8 +8,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from loraplex import __version__
 from loraplex.core.errors import ModelNotFoundError
+from loraplex.core.version import __version__
 from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
 from loraplex.frontends.kserve.models.kinds import InputSpec, ModelKind
 from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM

@@ -1,0 +1,327 @@
+"""A runner without a model or tensors, that keeps the rules of core.plan and checks them.
+
+It writes into each KV block what a model would compute there, and reads it back through the block
+tables: a block that was freed too early, is stale, or belongs to other adapters is seen at once.
+"""
+
+import dataclasses
+
+from loraplex.core.adapter import AdapterHandle
+from loraplex.core.errors import ErrorInfo, RowFailedError, StepFailedError
+from loraplex.core.output import TokenLogprob
+from loraplex.core.plan import (
+    AdapterCopy,
+    BlockId,
+    Capacity,
+    LogitsNeeded,
+    PageGeometry,
+    PageId,
+    RowAdded,
+    RowResult,
+    RowStep,
+    Slot,
+    StepPlan,
+    StepResult,
+)
+from loraplex.memory.adapter_pages import place
+from loraplex.testing.fake_loader import FakeLoader
+from loraplex.testing.fake_model import EMPTY_STATE, FakeModel, State
+
+SPOILT: State = b"spoilt by a row that failed"
+
+FAKE_CAPACITY = Capacity(
+    block_size=16,
+    num_blocks=256,
+    max_num_seqs=8,
+    max_model_len=2048,
+    vocab_size=1000,
+    page_geometry=PageGeometry(slot_elements=8, slots_per_page=16),
+    num_adapter_pages=16,
+    adapter_page_bytes=256,
+    keeps_host_copy=True,
+)
+
+
+class PlanViolation(AssertionError):
+    """A plan broke a rule. It is kept in FakeRunner.violations, too: an engine survives it."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Row:
+    added: RowAdded
+    adapters: tuple[tuple[str, float], ...]
+    token_ids: list[int]
+    states: list[State]
+    """One per token: what its position must hold."""
+    block_ids: list[BlockId] = dataclasses.field(default_factory=list)
+    num_computed_tokens: int | None = None
+    has_sampled: bool = False
+
+
+@dataclasses.dataclass(slots=True)
+class _Copy:
+    digest: str
+    page_ids: tuple[PageId, ...]
+    num_steps_left: int
+
+
+class FakeRunner:
+    """Implements engine.runner.Runner.
+
+    Its tokens are those of a FakeModel, so `model.answer` tells what every request should give.
+    With a FakeLoader, adapters are copied from that loader's host tier and known by their digest;
+    without one they are known by their handle, and any copy succeeds.
+
+    A copy is done `copy_steps` steps after the one that started it, at the latest with the next
+    step that has no rows.
+    """
+
+    def __init__(
+        self,
+        capacity: Capacity = FAKE_CAPACITY,
+        model: FakeModel | None = None,
+        loader: FakeLoader | None = None,
+        *,
+        copy_steps: int = 0,
+    ) -> None:
+        self.model = model or FakeModel(vocab_size=capacity.vocab_size)
+        self.copy_steps = copy_steps
+        self.violations: list[PlanViolation] = []
+        self.plans: list[StepPlan] = []
+        self.is_closed = False
+        self._capacity = capacity
+        self._loader = loader
+        self._rows: dict[Slot, _Row] = {}
+        self._kv: list[list[State]] = [
+            [EMPTY_STATE] * capacity.block_size for _ in range(capacity.num_blocks)
+        ]
+        self._device: dict[AdapterHandle, tuple[str, tuple[PageId, ...]]] = {}
+        self._copies: dict[AdapterHandle, _Copy] = {}
+        self._last_step_id = 0
+        self._num_failing_rows = 0
+        self._num_failing_copies = 0
+        self._failing_steps: list[bool] = []
+        self._step_failed = False
+
+    def fail_rows(self, num_rows: int = 1) -> None:
+        """Let the next rows fail, one after the other."""
+        self._num_failing_rows += num_rows
+
+    def fail_copies(self, num_copies: int = 1) -> None:
+        """Let the next adapter copies fail."""
+        self._num_failing_copies += num_copies
+
+    def fail_step(self, *, early: bool = False) -> None:
+        """Let the next step that has rows fail; early: before it changed anything."""
+        self._failing_steps.append(early)
+
+    def capacity(self) -> Capacity:
+        return self._capacity
+
+    def launch(self, plan: StepPlan) -> "FakeStep":
+        """Raises PlanViolation."""
+        try:
+            return FakeStep(self._execute(plan))
+        except PlanViolation as violation:
+            self.violations.append(violation)
+            raise
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def _execute(self, plan: StepPlan) -> StepResult | StepFailedError:
+        self.plans.append(plan)
+        _require(plan.step_id > self._last_step_id, "step ids grow")
+        self._last_step_id = plan.step_id
+        fails = bool(plan.rows) and bool(self._failing_steps)
+        if fails and self._failing_steps.pop():
+            self._step_failed = True
+            return StepFailedError(f"step {plan.step_id} was told to fail early")
+        self._change_rows(plan)
+        self._step_failed = fails
+        if fails:
+            for step in plan.rows:
+                self._spoil(step)
+            return StepFailedError(f"step {plan.step_id} was told to fail")
+        for copy in plan.adapter_copies:
+            self._start_copy(copy)
+        slots = [step.slot for step in plan.rows]
+        _require(len(set(slots)) == len(slots), "a slot computes twice in one step")
+        rows = tuple(self._compute(step) for step in plan.rows)
+        done, failed = self._end_copies(waits=not plan.rows)
+        return StepResult(plan.step_id, rows, done, failed)
+
+    def _change_rows(self, plan: StepPlan) -> None:
+        for slot in plan.removed:
+            _require(slot in self._rows or self._step_failed, f"slot {slot} is empty already")
+            self._rows.pop(slot, None)
+        for added in plan.added:
+            _require(added.slot not in self._rows, f"slot {added.slot} is taken")
+            _require(
+                0 <= added.slot < self._capacity.max_num_seqs, f"there is no slot {added.slot}"
+            )
+            adapters = tuple((self._digest(handle), scale) for handle, scale in added.adapters)
+            states = self.model.extend(EMPTY_STATE, added.token_ids, adapters)
+            self._rows[added.slot] = _Row(added, adapters, list(added.token_ids), states)
+
+    def _digest(self, handle: AdapterHandle) -> str:
+        _require(handle in self._device, f"adapter {handle} is not on the device")
+        return self._device[handle][0]
+
+    def _start_copy(self, copy: AdapterCopy) -> None:
+        digest = str(copy.handle)
+        if self._loader is not None:
+            source = self._loader.host.get(copy.handle)
+            _require(source is not None, f"adapter {copy.handle} is not on the host")
+            assert source is not None
+            digest = source.digest
+            num_pages = place(source.targets, self._capacity.page_geometry).num_pages
+            _require(
+                len(copy.page_ids) == num_pages, f"adapter {copy.handle} has {num_pages} pages"
+            )
+        pages = set(copy.page_ids)
+        _require(len(pages) == len(copy.page_ids), "a page is named twice")
+        _require(pages <= set(range(self._capacity.num_adapter_pages)), "there is no such page")
+        for handle, other in self._copies.items():
+            _require(handle == copy.handle or not pages & {*other.page_ids}, "pages of a copy")
+        for handle, (_, page_ids) in list(self._device.items()):
+            if handle == copy.handle or pages & {*page_ids}:
+                del self._device[handle]
+        self._copies[copy.handle] = _Copy(digest, copy.page_ids, self.copy_steps)
+
+    def _end_copies(
+        self, *, waits: bool
+    ) -> tuple[tuple[AdapterHandle, ...], tuple[tuple[AdapterHandle, ErrorInfo], ...]]:
+        done, failed = [], []
+        for handle, copy in list(self._copies.items()):
+            if copy.num_steps_left and not waits:
+                copy.num_steps_left -= 1
+                continue
+            del self._copies[handle]
+            if self._num_failing_copies:
+                self._num_failing_copies -= 1
+                failed.append((handle, ErrorInfo("adapter_load_failed", "the copy failed")))
+            else:
+                self._device[handle] = (copy.digest, copy.page_ids)
+                done.append(handle)
+        return tuple(done), tuple(failed)
+
+    def _compute(self, step: RowStep) -> RowResult:
+        row = self._row(step)
+        for handle, _ in row.added.adapters:
+            self._digest(handle)
+        self._check_tokens(row, step)
+        self._check_block_table(row, step)
+        self._check_context(row, step)
+        if self._num_failing_rows:
+            self._num_failing_rows -= 1
+            self._spoil(step)
+            return RowResult(step.slot, error=RowFailedError("told to fail").to_info())
+        stop = step.start + step.num_tokens
+        for position in range(step.start, stop):
+            self._write(row, position, row.states[position])
+        row.num_computed_tokens = stop
+        return self._result(row, step)
+
+    def _row(self, step: RowStep) -> _Row:
+        row = self._rows.get(step.slot)
+        if row is None:
+            raise PlanViolation(f"slot {step.slot} is empty")
+        return row
+
+    def _check_tokens(self, row: _Row, step: RowStep) -> None:
+        stop = step.start + step.num_tokens
+        _require(step.num_tokens > 0, "a row computes nothing")
+        _require(stop <= len(row.token_ids), "a row computes tokens that are not known")
+        if row.num_computed_tokens is None:
+            _require(step.start % self._capacity.block_size == 0, "hits are whole blocks")
+        else:
+            _require(step.start == row.num_computed_tokens, "a row goes on where it stopped")
+        if step.token_ids is None:
+            _require(row.has_sampled, "the row has sampled nothing that it could go on with")
+            _require(step.num_tokens == 1 and stop == len(row.token_ids), "only the last token")
+        else:
+            _require(list(step.token_ids) == row.token_ids[step.start : stop], "other tokens")
+        ends = stop == len(row.token_ids)
+        _require(
+            ends == (step.logits is not LogitsNeeded.NONE) or step.logits is LogitsNeeded.ALL,
+            "logits are needed exactly where a row ends",
+        )
+
+    def _check_block_table(self, row: _Row, step: RowStep) -> None:
+        _require(len(step.new_block_ids) == 1, "there is one KV group")
+        row.block_ids.extend(step.new_block_ids[0])
+        _require(len(set(row.block_ids)) == len(row.block_ids), "a block twice in one table")
+        _require(all(0 <= b < self._capacity.num_blocks for b in row.block_ids), "no such block")
+        room = len(row.block_ids) * self._capacity.block_size
+        _require(step.start + step.num_tokens <= room, "the block table is too short")
+
+    def _check_context(self, row: _Row, step: RowStep) -> None:
+        """Every earlier position holds its token, after the right ones, under these adapters."""
+        size = self._capacity.block_size
+        for first in range(0, step.start, size):
+            last = min(first + size, step.start)
+            block_id = row.block_ids[first // size]
+            _require(
+                self._kv[block_id][: last - first] == row.states[first:last],
+                f"block {block_id} does not hold positions {first} to {last - 1} of slot "
+                f"{step.slot}",
+            )
+
+    def _result(self, row: _Row, step: RowStep) -> RowResult:
+        stop = step.start + step.num_tokens
+        scores: tuple[TokenLogprob, ...] = ()
+        if step.logits is LogitsNeeded.ALL:
+            last = min(stop, len(row.token_ids) - 1)
+            scores = tuple(fake_logprob(row.token_ids[p + 1]) for p in range(step.start, last))
+        if stop < len(row.token_ids):
+            return RowResult(step.slot, prompt_logprobs=scores)
+        added = row.added
+        token_id = self.model.sample(
+            row.states[-1],
+            added.sampling,
+            added.seed,
+            added.sequence_index,
+            len(row.token_ids) - added.num_prompt_tokens,
+            added.suppressed_token_ids,
+        )
+        row.token_ids.append(token_id)
+        row.states.extend(self.model.extend(row.states[-1], [token_id], row.adapters))
+        row.has_sampled = True
+        logprobs = () if step.num_logprobs is None else (fake_logprob(token_id, step.num_logprobs),)
+        return RowResult(step.slot, (token_id,), logprobs, scores)
+
+    def _write(self, row: _Row, position: int, state: State) -> None:
+        size = self._capacity.block_size
+        self._kv[row.block_ids[position // size]][position % size] = state
+
+    def _spoil(self, step: RowStep) -> None:
+        """What a failed row leaves behind is of no use."""
+        row = self._row(step)
+        new_block_ids = step.new_block_ids[0]
+        row.block_ids.extend(b for b in new_block_ids if b not in row.block_ids)
+        for position in range(step.start, step.start + step.num_tokens):
+            self._write(row, position, SPOILT)
+
+
+class FakeStep:
+    """Implements engine.runner.StepHandle."""
+
+    def __init__(self, outcome: StepResult | StepFailedError) -> None:
+        self._outcome = outcome
+
+    def wait(self) -> StepResult:
+        if isinstance(self._outcome, StepFailedError):
+            raise self._outcome
+        return self._outcome
+
+
+def fake_logprob(token_id: int, num_top: int = 0) -> TokenLogprob:
+    """A log probability by which the token can be told."""
+    top = tuple((token_id + i, -(token_id + i + 1) / 1024) for i in range(num_top))
+    return TokenLogprob(token_id, -(token_id + 1) / 1024, 1, top)
+
+
+def _require(holds: bool, rule: str) -> None:
+    if not holds:
+        raise PlanViolation(rule)

@@ -1,0 +1,353 @@
+"""Random arrivals, aborts and failures on tiny pools: every request ends once, with its answer."""
+
+import dataclasses
+import random
+
+import hypothesis.strategies as st
+import msgspec
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from loraplex.core.adapter import AdapterUse
+from loraplex.core.output import EngineOutput, FinishReason
+from loraplex.core.request import EngineRequest
+from loraplex.core.sampling_params import SamplingParams
+from loraplex.engine.engine import Engine, build_engine
+from loraplex.memory.kv_salt import kv_salt
+from loraplex.scheduling.settings import SchedulerSettings
+from loraplex.testing.fake_clock import FakeClock
+from loraplex.testing.fake_loader import FakeLoader, fake_source
+from loraplex.testing.fake_model import FakeModel
+from loraplex.testing.fake_runner import FAKE_CAPACITY, FakeRunner, fake_logprob
+
+MS = 1_000_000
+EOS = 0
+VOCAB_SIZE = 40
+MAX_MODEL_LEN = 28
+PAGES = {"a": 1, "b": 1, "c": 2, "d": 1, "e": 2}
+"""Device pages of each adapter, by its digest."""
+HOST_BYTES = {"a": 10, "b": 20, "c": 30, "d": 20, "e": 10}
+ADAPTER_SETS = [
+    (), (), (), (), (), ("a",), ("a",), ("b",), ("c",), ("d",), ("e",), ("a", "b"), ("b", "a"),
+    ("c", "d"), ("a", "c"), ("a", "a"), ("nobody's",),
+]  # fmt: skip
+
+capacities = st.builds(
+    lambda block_size, num_kv_tokens, **values: msgspec.structs.replace(
+        FAKE_CAPACITY, block_size=block_size, num_blocks=num_kv_tokens // block_size, **values
+    ),
+    block_size=st.sampled_from([1, 2, 3, 4]),
+    num_kv_tokens=st.integers(24, 60),
+    max_num_seqs=st.sampled_from([1, 2, 4, 6, 8]),
+    max_model_len=st.just(MAX_MODEL_LEN),
+    vocab_size=st.just(VOCAB_SIZE),
+    num_adapter_pages=st.integers(2, 4),
+    keeps_host_copy=st.booleans(),
+)
+scheduler_settings = st.builds(
+    SchedulerSettings,
+    max_num_batched_tokens=st.integers(8, 16),
+    max_prefill_chunk=st.none() | st.integers(1, 5),
+    max_queue_size=st.sampled_from([0, 0, 3]),
+    max_queue_delay_ns=st.sampled_from([0, 0, 5 * MS]),
+    enable_prefix_cache=st.sampled_from([True, True, False]),
+    adapter_aging_ns=st.sampled_from([0, 4 * MS, 1000 * MS]),
+)
+
+
+@dataclasses.dataclass
+class Wish:
+    """What a request may look like. Made from one number: that is quick to draw."""
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    digests: tuple[str, ...]
+    scale: float
+    priority: int
+    timeout_ms: int | None
+
+
+def wish(seed: int) -> Wish:
+    choice = random.Random(seed).choice
+    # Few different prompts, so that their beginnings meet in the prefix cache.
+    start, length = choice([1, 1, 1, 20]), choice([1, 2, 3, 5, 8, 9, 12, 14])
+    max_tokens = choice([1, 2, 6, 9, 12, 12])
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=min(choice([0, 0, 2]), max_tokens),
+        n=choice([1, 1, 1, 2, 3]),
+        temperature=choice([0.0, 1.0]),
+        seed=choice([0, 1, 2]),
+        stop_token_ids=choice([(), (), (5, 6, 7)]),
+        ignore_eos=choice([True, False]),
+        logprobs=choice([None, None, 1]),
+        prompt_logprobs=choice([None, None, None, 0]),
+    )
+    return Wish(
+        prompt=tuple(start + 7 * i % 5 for i in range(length)),
+        sampling=sampling,
+        digests=choice(ADAPTER_SETS),
+        scale=choice([1.0, 1.0, 0.5]),
+        priority=choice([0, 0, 0, 1]),
+        timeout_ms=choice([None] * 7 + [0, 20, 60]),
+    )
+
+
+wishes = st.builds(wish, st.integers(0, 10**6))
+
+
+@dataclasses.dataclass
+class Asked:
+    """A request, and what has come back for it."""
+
+    request: EngineRequest
+    tokens: dict[int, list[int]]
+    reasons: dict[int, FinishReason]
+    aborted: set[int] = dataclasses.field(default_factory=set)
+    prompt_logprobs: list[tuple] = dataclasses.field(default_factory=list)
+    last: EngineOutput | None = None
+
+
+class EngineMachine(RuleBasedStateMachine):
+    engine: Engine
+
+    @initialize(
+        capacity=capacities,
+        scheduling=scheduler_settings,
+        host_bytes=st.sampled_from([30, 40, 60, 1000]),
+        num_polls=st.integers(1, 3),
+        copy_steps=st.integers(0, 2),
+        eos_rate=st.sampled_from([0.0, 0.1]),
+        may_fail=st.booleans(),
+    )
+    def build(self, capacity, scheduling, host_bytes, num_polls, copy_steps, eos_rate, may_fail):
+        self.capacity = capacity
+        self.settings = scheduling
+        self.model = FakeModel(VOCAB_SIZE, EOS, eos_rate)
+        self.loader = FakeLoader(num_polls)
+        self.runner = FakeRunner(capacity, self.model, self.loader, copy_steps=copy_steps)
+        self.clock = FakeClock(1)
+        self.engine = build_engine(
+            self.runner, self.loader, self.clock, scheduling, adapter_host_bytes=host_bytes
+        )
+        for digest, num_pages in PAGES.items():
+            num_bytes = HOST_BYTES[digest]
+            geometry = capacity.page_geometry
+            source = fake_source(digest, geometry, num_pages=num_pages, num_bytes=num_bytes)
+            self.engine.register_adapter(source)
+        self.asked: dict[int, Asked] = {}
+        self.may_fail = may_fail
+        self.injected: set[str] = set()
+
+    # ---- what may happen ----------------------------------------------------------------------
+
+    @rule(wishes=st.lists(wishes, min_size=4, max_size=12))
+    def add(self, wishes):
+        for wish in wishes:
+            request_id = len(self.asked) + 1
+            now_ns = self.clock.now_ns()
+            timeout_ms = wish.timeout_ms
+            request = EngineRequest(
+                request_id=request_id,
+                prompt_token_ids=wish.prompt,
+                sampling=wish.sampling,
+                eos_token_ids=(EOS,),
+                adapters=tuple(AdapterUse(digest, wish.scale) for digest in wish.digests),
+                kv_salt=kv_salt("fake", "none", [(d, wish.scale) for d in wish.digests], "us"),
+                tenant="us",
+                priority=wish.priority,
+                arrival_ns=now_ns,
+                deadline_ns=None if timeout_ms is None else now_ns + timeout_ms * MS,
+            )
+            self.asked[request_id] = Asked(request, {i: [] for i in range(wish.sampling.n)}, {})
+            self.engine.add(request)
+
+    @precondition(lambda self: self.unfinished())
+    @rule(data=st.data())
+    def abort(self, data):
+        asked = data.draw(st.sampled_from(self.unfinished()))
+        asked.aborted.update(asked.tokens)
+        self.engine.abort(asked.request.request_id)
+
+    @precondition(lambda self: self.unfinished())
+    @rule(data=st.data())
+    def abort_sequence(self, data):
+        asked = data.draw(st.sampled_from(self.unfinished()))
+        index = data.draw(st.sampled_from(sorted(asked.tokens)))
+        asked.aborted.add(index)
+        self.engine.abort(asked.request.request_id, index)
+
+    @rule()
+    def abort_what_is_gone(self):
+        self.engine.abort(10**6)
+
+    @precondition(lambda self: self.may_fail)
+    @rule(digest=st.sampled_from(sorted(PAGES)))
+    def fail_load(self, digest):
+        self.injected.add("adapter_load_failed")
+        self.loader.fail(digest)
+
+    @precondition(lambda self: self.may_fail)
+    @rule()
+    def fail_copy(self):
+        self.injected.add("adapter_load_failed")
+        self.runner.fail_copies()
+
+    @precondition(lambda self: self.may_fail)
+    @rule()
+    def fail_row(self):
+        self.injected.add("row_failed")
+        self.runner.fail_rows()
+
+    @precondition(lambda self: self.may_fail)
+    @rule(early=st.booleans())
+    def fail_step(self, early):
+        self.injected.add("step_failed")
+        self.runner.fail_step(early=early)
+
+    @rule(digest=st.sampled_from(sorted(PAGES)))
+    def preload(self, digest):
+        self.engine.preload(digest)
+
+    @rule(milliseconds=st.sampled_from([1, 5, 10, 1500]))
+    def time_passes(self, milliseconds):
+        self.clock.advance(milliseconds * MS)
+
+    @rule(num_steps=st.integers(1, 12))
+    def steps(self, num_steps):
+        for _ in range(num_steps):
+            self.step()
+
+    # ---- what must hold -----------------------------------------------------------------------
+
+    @invariant()
+    def check(self):
+        self.engine.check()
+        assert not self.runner.violations
+
+    def teardown(self):
+        """At rest every request has ended, and everything is back."""
+        if not hasattr(self, "engine"):
+            return
+        for _ in range(self.bound()):
+            if self.engine.is_idle:
+                break
+            wake_ns = self.engine.next_wake_ns()
+            assert wake_ns is not None, "the engine sleeps while requests wait"
+            self.clock.advance(max(0, wake_ns - self.clock.now_ns()))
+            self.step()
+            self.check()
+        assert self.engine.is_idle, "a request starves"
+        assert not self.unfinished()
+        stats = self.engine.stats()
+        assert stats.blocks_cached + stats.blocks_free == self.capacity.num_blocks
+        assert stats.num_running == stats.num_waiting == 0
+
+    def bound(self) -> int:
+        """Turns in which everything must end: each does something, or time passes."""
+        tokens = sum(
+            asked.request.sampling.n * (len(asked.request.prompt_token_ids) + 12)
+            for asked in self.asked.values()
+        )
+        return 100 + 6 * tokens + 20 * len(self.asked)
+
+    def unfinished(self) -> list[Asked]:
+        return [asked for asked in self.asked.values() if asked.last is None]
+
+    def step(self):
+        turn = self.engine.step()
+        assert not self.runner.violations
+        for output in turn.outputs:
+            self.take(output)
+        self.clock.advance(MS)
+        if turn.record is not None:
+            assert turn.record.num_tokens <= self.settings.max_num_batched_tokens
+            assert turn.record.num_rows <= self.capacity.max_num_seqs
+
+    def take(self, output: EngineOutput):
+        asked = self.asked[output.request_id]
+        assert asked.last is None, "an output after the last one"
+        if output.prompt_logprobs is not None:
+            asked.prompt_logprobs.append(output.prompt_logprobs)
+        for delta in output.deltas:
+            assert delta.index not in asked.reasons, "a delta after the last one"
+            asked.tokens[delta.index].extend(delta.token_ids)
+            if asked.request.sampling.logprobs is not None:
+                assert delta.logprobs == tuple(fake_logprob(t, 1) for t in delta.token_ids)
+            if delta.finish_reason is not None:
+                asked.reasons[delta.index] = delta.finish_reason
+        if output.finished:
+            asked.last = output
+            self.check_end(asked, output)
+
+    def check_end(self, asked: Asked, output: EngineOutput):
+        assert output.timing is not None
+        if output.error is not None:
+            self.check_error(asked, output.error.code)
+        else:
+            assert asked.reasons.keys() == asked.tokens.keys(), "a sequence did not end"
+            self.check_prompt_logprobs(asked)
+        for index, tokens in asked.tokens.items():
+            expected, reason = self.alone(asked.request, index)
+            if asked.reasons.get(index) in (None, FinishReason.ABORT):
+                assert output.error is not None or index in asked.aborted
+                assert tokens == expected[: len(tokens)]
+            else:
+                assert (tokens, asked.reasons[index]) == (expected, reason)
+
+    def check_prompt_logprobs(self, asked: Asked):
+        prompt = asked.request.prompt_token_ids
+        if asked.request.sampling.prompt_logprobs is None:
+            assert not asked.prompt_logprobs
+        elif any(asked.tokens.values()):
+            expected = (None, *(fake_logprob(token_id) for token_id in prompt[1:]))
+            assert asked.prompt_logprobs == [expected]
+
+    def check_error(self, asked: Asked, code: str):
+        request = asked.request
+        digests = {use.digest for use in request.adapters}
+        possible = set(self.injected)
+        if request.deadline_ns is not None and request.deadline_ns <= self.clock.now_ns():
+            possible.add("deadline_exceeded")
+        if self.settings.max_queue_size:
+            possible.add("queue_full")
+        if "nobody's" in digests:
+            possible = {"adapter_not_found"}
+        elif sum(PAGES[digest] for digest in digests) > self.capacity.num_adapter_pages:
+            possible = {"adapter_too_large"}
+        else:
+            num_tokens = len(request.prompt_token_ids) + request.sampling.max_tokens - 1
+            if num_tokens > self.capacity.num_blocks * self.capacity.block_size:
+                possible.add("prompt_too_long")
+        assert code in possible
+
+    def alone(self, request: EngineRequest, index: int) -> tuple[list[int], FinishReason]:
+        """The answer to a request that is the only one, by the rules of sampling_params."""
+        sampling = request.sampling
+        room = MAX_MODEL_LEN - len(request.prompt_token_ids)
+        max_tokens = min(sampling.max_tokens, room)
+        stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else (EOS,))}
+        answer = self.model.answer(request, index, max_tokens)
+        for num_before, token_id in enumerate(answer):
+            if token_id in stops and num_before >= sampling.min_tokens:
+                return answer[: num_before + 1], FinishReason.STOP
+        return answer, FinishReason.LENGTH
+
+
+def test_every_request_ends_once_with_its_answer():
+    run_state_machine_as_test(
+        EngineMachine,
+        settings=settings(
+            max_examples=100,
+            stateful_step_count=20,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

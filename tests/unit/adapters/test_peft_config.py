@@ -1,0 +1,169 @@
+import json
+import math
+
+import pytest
+from peft import LoraConfig
+from peft.tuners.tuners_utils import check_target_module_exists
+from peft.utils.other import get_pattern_key
+
+from loraplex.adapters.formats.peft_config import parse_config, read_config
+from loraplex.core.errors import InvalidAdapterError, UnsupportedFeatureError
+
+
+def parse(**values):
+    return parse_config(json.dumps({"peft_type": "LORA"} | values).encode())
+
+
+PATHS = [
+    f"model.layers.{layer}.{module}"
+    for layer in (0, 1, 10, 11)
+    for module in ("self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj")
+]
+
+
+def test_what_peft_saves_is_understood(tmp_path):
+    saved = LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    saved.save_pretrained(tmp_path)
+    config = read_config(tmp_path, 1 << 20)
+    assert (config.r, config.lora_alpha, config.target_modules) == (4, 6, ["q_proj"])
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        {},
+        {"q_proj": 3},
+        {"layers.1.self_attn.q_proj": 3, "q_proj": 5},
+        {"q_proj": 5, "layers.1.self_attn.q_proj": 3},
+        {r"model.layers.\d+.self_attn.(q|k)_proj": 7},
+        {r"^model.layers.0.*": 7},
+        {"proj": 9},
+        {".*": 2},
+        {"1.self_attn.k_proj": 4},
+    ],
+)
+def test_patterns_match_as_in_peft(pattern):
+    config = parse(r=8, lora_alpha=16, rank_pattern=pattern, alpha_pattern=pattern)
+    for path in PATHS:
+        expected = pattern.get(get_pattern_key(pattern.keys(), path), 8)
+        alpha = pattern.get(get_pattern_key(pattern.keys(), path), 16)
+        assert config.rank(path) == expected
+        assert config.scale(path) == alpha / expected
+
+
+def test_rank_stabilised_scale():
+    assert parse(r=8, lora_alpha=16, use_rslora=True).scale(PATHS[0]) == 16 / math.sqrt(8)
+
+
+TARGETS = [
+    {"target_modules": ["q_proj", "down_proj"]},
+    {"target_modules": ["proj"]},
+    {"target_modules": ["model.layers.1.self_attn.q_proj", "k_proj"]},
+    {"target_modules": r".*\.(q|k)_proj"},
+    {"target_modules": r"model\.layers\.1.*"},
+    {"target_modules": ["q_proj", "k_proj"], "exclude_modules": ["k_proj"]},
+    {"target_modules": ["q_proj"], "exclude_modules": r".*layers\.1\..*"},
+    {"target_modules": ["q_proj"], "layers_to_transform": 1},
+    {"target_modules": ["q_proj", "k_proj"], "layers_to_transform": [0, 11]},
+    {"target_modules": ["q_proj"], "layers_to_transform": []},
+    {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": "layers"},
+    {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": ["h", "layers"]},
+    {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": "h"},
+]
+
+
+@pytest.mark.parametrize("targets", TARGETS, ids=str)
+def test_targets_are_those_of_peft(targets):
+    ours = parse(**targets)
+    theirs = LoraConfig(**targets)
+    for path in PATHS:
+        found = check_target_module_exists(theirs, path)
+        expected = bool(found) and "Excluded" not in type(found).__name__
+        assert ours.targets(path) == expected, path
+
+
+@pytest.mark.parametrize("all_of_them", [{"target_modules": "all-linear"}, {}])
+def test_all_linear_and_nothing_said_target_everything(all_of_them):
+    assert all(parse(**all_of_them).targets(path) for path in PATHS)
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [
+        {"peft_type": "IA3"},
+        {"peft_type": None},
+        {"use_dora": True},
+        {"lora_bias": True},
+        {"bias": "all"},
+        {"modules_to_save": ["lm_head"]},
+        {"fan_in_fan_out": True},
+        {"trainable_token_indices": [1]},
+        {"megatron_config": {"a": 1}},
+        {"layer_replication": [[0, 4]]},
+        {"target_parameters": ["w"]},
+        {"alora_invocation_tokens": [1]},
+        {"use_qalora": True},
+        {"init_lora_weights": "pissa"},
+        {"init_lora_weights": "pissa_niter_16"},
+        {"init_lora_weights": "olora"},
+        {"init_lora_weights": "corda"},
+        {"init_lora_weights": "loftq"},
+        {"init_lora_weights": "lora_ga"},
+        {"some_future_feature": 3},
+    ],
+    ids=str,
+)
+def test_what_is_not_served_is_refused_by_name(feature):
+    (name,) = feature
+    with pytest.raises(UnsupportedFeatureError, match=name):
+        parse(**feature)
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        {"bias": "none", "use_dora": False, "modules_to_save": None, "layer_replication": []},
+        {"init_lora_weights": True},
+        {"init_lora_weights": "gaussian"},
+        {"init_lora_weights": "eva", "eva_config": {"rho": 2.0}},
+        {"lora_dropout": 0.1, "inference_mode": True, "task_type": "CAUSAL_LM", "revision": "x"},
+        {"some_future_feature": None, "another": False, "third": {}},
+        {"rank_pattern": None, "alpha_pattern": None},
+        {"lora_alpha": 16.5},
+    ],
+    ids=str,
+)
+def test_what_changes_nothing_is_accepted(harmless):
+    parse(**harmless)
+
+
+@pytest.mark.parametrize(
+    ("bad", "named"),
+    [
+        ({"r": "8"}, r"\$\.r"),
+        ({"r": 0}, "'r'"),
+        ({"rank_pattern": {"q": -1}}, "'q'"),
+        ({"rank_pattern": {"(": 1}}, "regular expression"),
+        ({"alpha_pattern": {"[": 1}}, "regular expression"),
+        ({"target_modules": "(q"}, "regular expression"),
+        ({"layers_pattern": ["("]}, "regular expression"),
+        ({"target_modules": 3}, "target_modules"),
+    ],
+)
+def test_a_bad_value_is_named(bad, named):
+    with pytest.raises(InvalidAdapterError, match=named):
+        parse(**bad)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b"[" * 50_000])
+def test_what_is_not_a_json_object(content):
+    with pytest.raises(InvalidAdapterError, match="JSON"):
+        parse_config(content)
+
+
+def test_errors_name_the_file(tmp_path):
+    with pytest.raises(InvalidAdapterError, match=r"no adapter_config\.json"):
+        read_config(tmp_path, 100)
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "IA3"}')
+    with pytest.raises(UnsupportedFeatureError, match=str(tmp_path)):
+        read_config(tmp_path, 100)

@@ -1,0 +1,167 @@
+import math
+
+import numpy as np
+import pytest
+
+from loraplex.adapters.formats.peft import check_against_base, missing_modules, normal_rows
+from loraplex.adapters.formats.peft_config import PeftConfig
+from loraplex.adapters.shapes import BaseShapes
+from loraplex.adapters.tensor_file import RawTensor
+from loraplex.core.errors import (
+    AdapterMismatchError,
+    AdapterTooLargeError,
+    InvalidAdapterError,
+    UnsupportedFeatureError,
+)
+
+CONFIG = PeftConfig(r=2, lora_alpha=4)
+Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+def raw(*shape: int, value: float = 1.0) -> RawTensor:
+    return RawTensor("F32", shape, np.full(shape, value, "f4").tobytes())
+
+
+def pair(module: str = Q0, rank=2, num_in=8, num_out=12) -> dict[str, RawTensor]:
+    return {
+        f"{module}.lora_A.weight": raw(rank, num_in),
+        f"{module}.lora_B.weight": raw(num_out, rank),
+    }
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        "base_model.model.model.layers.3.self_attn.q_proj.lora_{}.weight",
+        "base_model.model.model.layers.3.self_attn.q_proj.lora_{}.default.weight",
+        "base_model.model.layers.3.self_attn.q_proj.lora_{}.weight",
+        "model.layers.3.self_attn.q_proj.lora_{}.weight",
+        "model.layers.3.self_attn.q_proj.lora_{}.my-adapter.weight",
+        "layers.3.self_attn.q_proj.lora_{}.weight",
+    ],
+)
+def test_the_forms_of_keys_that_real_files_have(form):
+    (row,) = normal_rows(CONFIG, {form.format("A"): raw(2, 8), form.format("B"): raw(12, 2)})
+    assert (row.layer, row.module, row.scale) == (3, "q_proj", 2.0)
+    assert row.tensors["a"].shape == (2, 8)
+    assert row.tensors["b"].shape == (12, 2)
+
+
+def test_any_subset_of_modules_with_their_own_ranks_and_scales():
+    config = PeftConfig(
+        r=2,
+        lora_alpha=3,
+        use_rslora=True,
+        rank_pattern={"k_proj": 5},
+        alpha_pattern={"layers.1.mlp.down_proj": 7},
+    )
+    layer_1 = "base_model.model.model.layers.1"
+    tensors = (
+        pair() | pair(f"{layer_1}.self_attn.k_proj", rank=5) | pair(f"{layer_1}.mlp.down_proj")
+    )
+    rows = normal_rows(config, tensors)
+    expected = [
+        (0, "q_proj", 3 / math.sqrt(2)),
+        (1, "down_proj", 7 / math.sqrt(2)),
+        (1, "k_proj", 3 / math.sqrt(5)),
+    ]
+    assert [(r.layer, r.module, r.scale) for r in rows] == [
+        (layer, module, float(np.float32(scale))) for layer, module, scale in expected
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        (f"{Q0}.lora_magnitude_vector", UnsupportedFeatureError),
+        (f"{Q0}.lora_B.bias", UnsupportedFeatureError),
+        ("base_model.model.model.embed_tokens.lora_embedding_A", UnsupportedFeatureError),
+        ("base_model.model.model.embed_tokens.weight", UnsupportedFeatureError),
+        ("base_model.model.lm_head.lora_A.weight", UnsupportedFeatureError),
+        ("base_model.model.model.layers.0.mlp.experts.1.w1.lora_A.weight", UnsupportedFeatureError),
+        ("base_model.model.model.layers.0.input_layernorm.weight", InvalidAdapterError),
+        ("base_model.model.model.layers.0.other.q_proj.lora_A.weight", InvalidAdapterError),
+        ("vision.layers.0.self_attn.q_proj.lora_A.weight", InvalidAdapterError),
+        ("mystery", InvalidAdapterError),
+        (f"{Q0}.lora_A.weight\n", InvalidAdapterError),
+    ],
+)
+def test_a_tensor_that_is_not_applied_is_named(name, error):
+    with pytest.raises(error) as caught:
+        normal_rows(CONFIG, pair() | {name: raw(2, 2)})
+    assert repr(name) in caught.value.message
+
+
+def without(name: str) -> dict[str, RawTensor]:
+    return {key: tensor for key, tensor in pair().items() if name not in key}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "named"),
+    [
+        ({}, "no tensors"),
+        (without("lora_B"), "no lora_B"),
+        (without("lora_A"), "no lora_A"),
+        (pair() | {f"{Q0}.lora_B.weight": raw(12, 3)}, "different ranks: 2 and 3"),
+        (pair(rank=3), "rank 3; adapter_config.json says 2"),
+        (pair() | pair(Q0.removeprefix("base_model.model.")), "both lora_A of one module"),
+        (pair() | {f"{Q0}.lora_A.weight": raw(2, 8, 1)}, r"shape \[2, 8, 1\]"),
+        (pair() | {f"{Q0}.lora_A.weight": raw(0, 8)}, r"shape \[0, 8\]"),
+        (pair() | {f"{Q0}.lora_A.weight": raw(2, 8, value=math.nan)}, "NaN"),
+        (pair() | {f"{Q0}.lora_B.weight": raw(12, 2, value=math.inf)}, "infinity"),
+    ],
+)
+def test_broken_pairs_are_named(tensors, named):
+    with pytest.raises(InvalidAdapterError, match=named):
+        normal_rows(CONFIG, tensors)
+
+
+def test_a_tensor_of_an_unknown_type_is_refused():
+    tensors = pair() | {f"{Q0}.lora_A.weight": RawTensor("F8_E4M3", (2, 8), bytes(16))}
+    with pytest.raises(UnsupportedFeatureError, match="F8_E4M3"):
+        normal_rows(CONFIG, tensors)
+
+
+def test_a_tensor_that_the_config_does_not_target_is_refused():
+    config = PeftConfig(r=2, target_modules=["k_proj"])
+    with pytest.raises(InvalidAdapterError, match="does not target"):
+        normal_rows(config, pair())
+
+
+def test_tensors_come_as_they_are():
+    half = pair() | {f"{Q0}.lora_A.weight": RawTensor("BF16", (2, 8), bytes(32))}
+    (row,) = normal_rows(CONFIG, half)
+    assert [row.tensors[name].dtype for name in "ab"] == ["BF16", "F32"]
+
+
+class TestAgainstTheBase:
+    SHAPES = BaseShapes(2, {"q_proj": (8, 12), "v_proj": (8, 4)})
+
+    def check(self, tensors, max_rank=8):
+        check_against_base(normal_rows(CONFIG, tensors), self.SHAPES, max_rank)
+
+    def test_a_match(self):
+        self.check(pair())
+
+    @pytest.mark.parametrize(
+        ("tensors", "named"),
+        [
+            (pair(num_in=9), r"q_proj.lora_A has shape \[2, 9\]; the base model needs \[2, 8\]"),
+            (pair(num_out=4), r"q_proj.lora_B has shape \[4, 2\]; the base model needs \[12, 2\]"),
+            (pair(Q0.replace("q_proj", "o_proj")), "'o_proj'"),
+            (pair(Q0.replace(".0.", ".2.")), "2 layers"),
+        ],
+    )
+    def test_another_base_is_a_mismatch(self, tensors, named):
+        with pytest.raises(AdapterMismatchError, match=named):
+            self.check(tensors)
+
+    def test_the_rank_is_limited(self):
+        with pytest.raises(AdapterTooLargeError, match=r"rank 2; .* up to 1"):
+            self.check(pair(), max_rank=1)
+
+
+def test_target_modules_without_tensors_are_told():
+    config = PeftConfig(r=2, target_modules=["q_proj", "v_proj", "gate_proj"])
+    assert missing_modules(config, normal_rows(config, pair())) == ["v_proj", "gate_proj"]
+    assert missing_modules(PeftConfig(target_modules=".*"), ()) == []

@@ -1,0 +1,263 @@
+import os
+import subprocess
+import sys
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from loraplex.adapters import stage as stage_module
+from loraplex.adapters.normal import digest, normal_path, read_normal
+from loraplex.adapters.shapes import BaseShapes
+from loraplex.adapters.stage import stage
+from loraplex.adapters.staged import StageRequest, StagingLimits
+from loraplex.core.errors import (
+    AdapterMismatchError,
+    AdapterTooLargeError,
+    InvalidAdapterError,
+    UnsupportedFeatureError,
+)
+
+
+@pytest.fixture
+def staged(tmp_path, shapes):
+    def run(path, **kwargs):
+        fields = {"shapes": shapes} | kwargs
+        state = str(tmp_path / "state")
+        return stage(StageRequest(request_id=1, path=str(path), state_dir=state, **fields))
+
+    return run
+
+
+def files_in(folder) -> list[str]:
+    return sorted(name for _, _, names in os.walk(folder) for name in names)
+
+
+def test_an_adapter_becomes_one_file_named_by_its_content(staged, peft_folder, tmp_path):
+    folder = peft_folder()
+    got = staged(folder.write())
+    path = normal_path(tmp_path / "state", got.source.digest)
+    assert got.source.path == str(path)
+    content = read_normal(path)
+    assert content.digest == got.source.digest == digest(content.rows)
+    assert [row.scale for row in content.rows] == [2.0] * 6
+    a = next(r for r in content.rows if (r.layer, r.module) == (1, "k_proj")).tensors["a"]
+    np.testing.assert_array_equal(
+        a.array(), folder.tensors[f"{folder.name(1, 'k_proj')}.lora_A.weight"]
+    )
+
+
+def test_the_report(staged, peft_folder):
+    got = staged(peft_folder(rank=3).write())
+    assert got.ranks == {"q_proj": (3, 3), "k_proj": (3, 3), "down_proj": (3, 3)}
+    assert (got.dtypes, got.num_tensors) == (("F32",), 12)
+    assert (got.changes_nothing, got.was_known, got.warnings) == (False, False, ())
+    assert got.source.num_bytes == 2 * 4 * 3 * (8 + 12 + 8 + 4 + 16 + 8)
+    assert got.source.targets == tuple(sorted(got.source.targets))
+    assert list(got.seconds) == ["look_up", "read", "check", "hash", "write"]
+
+
+def test_the_same_weights_elsewhere_are_the_same_adapter(staged, peft_folder):
+    first, second = peft_folder("one"), peft_folder("two")
+    second.tensors = {
+        name.replace("lora_A", "lora_A.default").replace("base_model.model.", ""): tensor
+        for name, tensor in reversed(second.tensors.items())
+    }
+    assert staged(first.write()).source == staged(second.write()).source
+
+
+def test_another_alpha_is_another_adapter(staged, peft_folder):
+    folder = peft_folder()
+    first = staged(folder.write()).source.digest
+    folder.config["lora_alpha"] = 5
+    assert staged(folder.write()).source.digest != first
+
+
+class TestStagingAgain:
+    def test_an_unchanged_folder_is_not_parsed_again(self, staged, peft_folder, monkeypatch):
+        folder = peft_folder().write()
+        first = staged(folder)
+        monkeypatch.setattr(stage_module, "_read_weights", None)
+        again = staged(folder)
+        assert again.was_known
+        assert again.source == first.source
+        assert (again.dtypes, again.num_tensors) == (first.dtypes, first.num_tensors)
+
+    @pytest.mark.parametrize("file", ["adapter_model.safetensors", "adapter_config.json"])
+    def test_a_touched_file_is_parsed_again(self, staged, peft_folder, file):
+        folder = peft_folder().write()
+        staged(folder)
+        os.utime(folder / file, ns=(1, 1))
+        assert not staged(folder).was_known
+
+    def test_new_weights_of_the_same_size_and_time_are_seen(self, staged, peft_folder):
+        folder = peft_folder(seed=1)
+        first = staged(folder.write())
+        times = os.stat(folder.path / "adapter_model.safetensors")
+        peft_folder(seed=2).write()
+        weights = folder.path / "adapter_model.safetensors"
+        os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
+        second = staged(folder.path)
+        assert not second.was_known
+        assert second.source.digest != first.source.digest
+
+    def test_a_lost_or_damaged_normal_file_is_written_again(self, staged, peft_folder, tmp_path):
+        folder = peft_folder().write()
+        source = staged(folder).source
+        for damage in (lambda: os.unlink(source.path), lambda: os.truncate(source.path, 100)):
+            damage()
+            again = staged(folder)
+            assert not again.was_known
+            assert read_normal(normal_path(tmp_path / "state", source.digest)).rows
+
+    def test_a_damaged_note_is_only_a_slower_staging(self, staged, peft_folder, tmp_path):
+        folder = peft_folder().write()
+        staged(folder)
+        (note,) = (tmp_path / "state" / "seen").rglob("*.json")
+        note.write_text("{")
+        assert not staged(folder).was_known
+        assert staged(folder).was_known
+
+    def test_a_known_adapter_is_still_checked_against_the_base(self, staged, peft_folder, shapes):
+        folder = peft_folder().write()
+        staged(folder)
+        other = BaseShapes(shapes.num_layers, shapes.modules | {"q_proj": (9, 12)})
+        with pytest.raises(AdapterMismatchError, match="q_proj"):
+            staged(folder, shapes=other)
+        with pytest.raises(AdapterTooLargeError, match="up to 1"):
+            staged(folder, limits=StagingLimits(max_rank=1))
+
+
+class TestWarnings:
+    def test_untrained_adapters_are_flagged(self, staged, peft_folder):
+        folder = peft_folder()
+        for name, tensor in folder.tensors.items():
+            if "lora_B" in name:
+                tensor[:] = 0
+        assert staged(folder.write()).changes_nothing
+        assert staged(folder.write()).changes_nothing
+        one = next(name for name in folder.tensors if "lora_B" in name)
+        folder.tensors[one][0, 0] = 1e-30
+        assert not staged(folder.write()).changes_nothing
+
+    @pytest.mark.parametrize(
+        ("trained_on", "base", "warned"),
+        [
+            ("meta/Llama-2", "other/mistral", True),
+            ("meta/Llama-2", "/models/llama-2/", False),
+            ("meta/Llama-2", "", False),
+            (None, "llama-2", False),
+        ],
+    )
+    def test_another_base_model_is_told(self, staged, peft_folder, trained_on, base, warned):
+        folder = peft_folder()
+        folder.config["base_model_name_or_path"] = trained_on
+        warnings = staged(folder.write(), base_model=base).warnings
+        assert bool(warnings) == warned
+        assert all("meta/Llama-2" in warning for warning in warnings)
+
+    def test_targets_without_tensors_are_told(self, staged, peft_folder):
+        folder = peft_folder()
+        folder.config["target_modules"] = ["q_proj", "k_proj", "down_proj", "up_proj"]
+        (warning,) = staged(folder.write()).warnings
+        assert "up_proj" in warning
+
+
+class TestWhereFilesAre:
+    def test_links_to_folders_and_files_are_followed(self, staged, peft_folder, tmp_path):
+        folder = peft_folder().write()
+        (tmp_path / "link").symlink_to(folder)
+        blobs = tmp_path / "snapshot"
+        blobs.mkdir()
+        for name in ("adapter_config.json", "adapter_model.safetensors"):
+            (blobs / name).symlink_to(folder / name)
+        digests = {staged(path).source.digest for path in (folder, tmp_path / "link", blobs)}
+        assert len(digests) == 1
+
+    def test_a_bin_file_is_the_same_adapter(self, staged, peft_folder):
+        folder = peft_folder()
+        expected = staged(folder.write()).source.digest
+        tensors = {name: torch.from_numpy(tensor) for name, tensor in folder.tensors.items()}
+        torch.save(tensors, folder.path / "adapter_model.bin")
+        os.unlink(folder.path / "adapter_model.safetensors")
+        assert staged(folder.path).source.digest == expected
+
+    def test_torch_is_not_loaded_for_safetensors(self, peft_folder, shapes, tmp_path):
+        code = (
+            "import sys, msgspec\n"
+            "from loraplex.adapters.staged import StageRequest\n"
+            "from loraplex.adapters.staging_worker import answer\n"
+            "request = msgspec.json.decode(sys.stdin.buffer.read(), type=StageRequest)\n"
+            "assert answer(request).staged is not None\n"
+            "assert 'torch' not in sys.modules\n"
+        )
+        request = StageRequest(
+            request_id=1,
+            path=str(peft_folder().write()),
+            state_dir=str(tmp_path / "state"),
+            shapes=shapes,
+        )
+        subprocess.run([sys.executable, "-c", code], input=msgspec.json.encode(request), check=True)
+
+    @pytest.mark.parametrize(
+        ("remove", "named"),
+        [
+            (("adapter_config.json",), "no adapter_config.json"),
+            (("adapter_model.safetensors",), "neither adapter_model.safetensors"),
+        ],
+    )
+    def test_a_file_that_is_missing_is_named(self, staged, peft_folder, remove, named):
+        folder = peft_folder().write()
+        for name in remove:
+            os.unlink(folder / name)
+        with pytest.raises(InvalidAdapterError, match=named):
+            staged(folder)
+
+    @pytest.mark.parametrize("path", ["", "\0", "/does/not/exist", "x" * 5000])
+    def test_a_path_that_is_no_folder(self, staged, path):
+        with pytest.raises(InvalidAdapterError):
+            staged(path)
+
+    def test_a_file_is_no_folder_and_a_loop_of_links_is_none(self, staged, tmp_path):
+        (tmp_path / "file").write_text("x")
+        (tmp_path / "loop").symlink_to(tmp_path / "loop")
+        for name in ("file", "loop"):
+            with pytest.raises(InvalidAdapterError, match=name):
+                staged(tmp_path / name)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("change", "error"),
+        [
+            ({"use_dora": True}, UnsupportedFeatureError),
+            ({"r": 3}, InvalidAdapterError),
+            ({"target_modules": ["v_proj"]}, InvalidAdapterError),
+        ],
+    )
+    def test_nothing_is_left_behind(self, staged, peft_folder, tmp_path, change, error):
+        folder = peft_folder()
+        folder.config |= change
+        with pytest.raises(error):
+            staged(folder.write())
+        assert files_in(tmp_path / "state") == []
+
+    def test_a_file_that_changes_meanwhile(self, staged, peft_folder, monkeypatch, tmp_path):
+        folder = peft_folder().write()
+        original = stage_module._read_weights
+
+        def read_and_touch(path, limits):
+            tensors = original(path, limits)
+            os.utime(path, ns=(5, 5))
+            return tensors
+
+        monkeypatch.setattr(stage_module, "_read_weights", read_and_touch)
+        with pytest.raises(InvalidAdapterError, match="changed while it was read"):
+            staged(folder)
+        assert files_in(tmp_path / "state" / "seen") == []
+
+    def test_the_file_size_is_limited(self, staged, peft_folder):
+        limits = StagingLimits(max_file_bytes=100)
+        with pytest.raises(AdapterTooLargeError, match="at most 100"):
+            staged(peft_folder().write(), limits=limits)

@@ -1,0 +1,149 @@
+"""The client with the real worker, and with workers that misbehave."""
+
+import asyncio
+import logging
+import sys
+
+import pytest
+
+from loraplex.adapters.staging import StagingWorker
+from loraplex.core.errors import (
+    AdapterLoadError,
+    AdapterMismatchError,
+    AdapterTooLargeError,
+    InvalidAdapterError,
+)
+
+
+@pytest.fixture
+async def worker(tmp_path):
+    made = StagingWorker(tmp_path / "state")
+    yield made
+    await made.close()
+
+
+def python(code: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", code)
+
+
+class TestTheRealWorker:
+    async def test_stages_one_after_another_in_one_process(self, worker, peft_folder, shapes):
+        folders = [peft_folder(f"a{seed}", seed=seed).write() for seed in range(3)]
+        staged = await asyncio.gather(
+            *(worker.stage(str(folder), shapes=shapes, max_rank=8) for folder in folders)
+        )
+        assert len({one.source.digest for one in staged}) == 3
+        process = worker._process
+        again = await worker.stage(str(folders[0]), shapes=shapes, max_rank=8)
+        assert again.was_known
+        assert again.source == staged[0].source
+        assert worker._process is process
+
+    async def test_errors_come_back_as_themselves(self, worker, peft_folder, shapes, tmp_path):
+        folder = str(peft_folder(rank=4).write())
+        with pytest.raises(InvalidAdapterError, match="cannot open"):
+            await worker.stage(str(tmp_path / "none"), shapes=shapes, max_rank=8)
+        with pytest.raises(AdapterTooLargeError, match="max_lora_rank"):
+            await worker.stage(folder, shapes=shapes, max_rank=2)
+        smaller = type(shapes)(1, shapes.modules)
+        with pytest.raises(AdapterMismatchError, match="1 layers"):
+            await worker.stage(folder, shapes=smaller, max_rank=8)
+        assert await worker.stage(folder, shapes=shapes, max_rank=8)
+
+    async def test_a_killed_worker_is_replaced(self, worker, peft_folder, shapes):
+        folder = str(peft_folder().write())
+        await worker.stage(folder, shapes=shapes, max_rank=8)
+        worker._process.kill()
+        await worker._process.wait()
+        assert (await worker.stage(folder, shapes=shapes, max_rank=8)).was_known
+
+    async def test_close_ends_it_and_may_come_twice(self, worker, peft_folder, shapes):
+        await worker.stage(str(peft_folder().write()), shapes=shapes, max_rank=8)
+        process = worker._process
+        await worker.close()
+        assert process.returncode == 0
+        await worker.close()
+
+
+class TestMisbehaviour:
+    async def stage(self, tmp_path, shapes, code, **kwargs):
+        worker = StagingWorker(tmp_path, command=python(code), **kwargs)
+        try:
+            await worker.stage("/some/adapter", shapes=shapes, max_rank=8)
+        finally:
+            await worker.close()
+
+    @pytest.mark.parametrize(
+        "code",
+        [
+            "import sys; sys.stdin.buffer.read(8); sys.exit(3)",
+            "import sys; sys.stdin.buffer.read(8); sys.stdout.write('abc'); sys.exit(3)",
+        ],
+    )
+    async def test_a_crash_fails_the_one_in_work(self, tmp_path, shapes, code):
+        with pytest.raises(AdapterLoadError, match=r"died \(exit status 3\).*/some/adapter"):
+            await self.stage(tmp_path, shapes, code)
+
+    async def test_a_crash_does_not_fail_the_next(self, tmp_path, shapes, peft_folder):
+        marker = tmp_path / "crashed"
+        code = (
+            "import pathlib, runpy, sys\n"
+            f"marker = pathlib.Path({str(marker)!r})\n"
+            "if not marker.exists():\n"
+            "    marker.touch(); sys.exit(1)\n"
+            "runpy.run_module('loraplex.adapters.staging_worker', run_name='__main__')\n"
+        )
+        worker = StagingWorker(tmp_path / "state", command=python(code))
+        folder = str(peft_folder().write())
+        first, second = await asyncio.gather(
+            worker.stage(folder, shapes=shapes, max_rank=8),
+            worker.stage(folder, shapes=shapes, max_rank=8),
+            return_exceptions=True,
+        )
+        await worker.close()
+        assert isinstance(first, AdapterLoadError)
+        assert second.source.digest
+
+    @pytest.mark.parametrize(
+        "reply", [b"\xff" * 8, b"\x01" + bytes(7) + b"\xc1", b"\x01" + bytes(7) + b"\x80"]
+    )
+    async def test_an_answer_that_is_none(self, tmp_path, shapes, reply):
+        code = (
+            f"import sys, time; sys.stdout.buffer.write({reply!r}); sys.stdout.flush(); "
+            "sys.stdin.buffer.read()"
+        )
+        with pytest.raises(AdapterLoadError, match="staging worker died"):
+            await self.stage(tmp_path, shapes, code)
+
+    async def test_a_hang_ends_at_the_time_limit(self, tmp_path, shapes):
+        with pytest.raises(AdapterLoadError, match=r"longer than 0\.05 s"):
+            code = "import time; time.sleep(60)"
+            await self.stage(tmp_path, shapes, code, timeout_seconds=0.05)
+
+    async def test_a_command_that_does_not_exist(self, tmp_path, shapes):
+        worker = StagingWorker(tmp_path, command=("/does/not/exist",))
+        with pytest.raises(AdapterLoadError):
+            await worker.stage("/a", shapes=shapes, max_rank=8)
+        await worker.close()
+
+    async def test_a_caller_that_gives_up_does_not_shift_the_answers(
+        self, worker, peft_folder, shapes
+    ):
+        folders = [str(peft_folder(f"a{seed}", seed=seed).write()) for seed in range(2)]
+        expected = await worker.stage(folders[1], shapes=shapes, max_rank=8)
+        task = asyncio.create_task(worker.stage(folders[0], shapes=shapes, max_rank=8))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        got = await worker.stage(folders[1], shapes=shapes, max_rank=8)
+        assert got.source == expected.source
+
+    async def test_stderr_goes_to_the_log(self, tmp_path, shapes, caplog):
+        code = "import sys; sys.stderr.write('trouble\\n' * 3); sys.exit(1)"
+        with (
+            caplog.at_level(logging.WARNING, "loraplex.adapters.staging"),
+            pytest.raises(AdapterLoadError),
+        ):
+            await self.stage(tmp_path, shapes, code)
+        assert [r.getMessage() for r in caplog.records] == ["staging worker: trouble"] * 3

@@ -1,0 +1,117 @@
+import pytest
+
+from loraplex.core.output import FinishReason, SequenceOutput, TokenLogprob
+from loraplex.core.request import GenerateRequest
+from loraplex.frontends.kserve.models.answers import Answer, output_tensors
+from loraplex.frontends.kserve.models.convert import Generation
+from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
+from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
+
+END = 99
+
+
+def generation(prompt="ab", **options):
+    flags = {
+        "is_streamed": False,
+        "excludes_input": False,
+        "returns_log_probs": False,
+        "returns_num_input_tokens": False,
+        "returns_num_output_tokens": False,
+    }
+    request = GenerateRequest(request_id=1, model="m", prompt=prompt)
+    return Generation(request=request, end_token_ids=frozenset({END}), **{**flags, **options})
+
+
+def output(*token_ids, text="", finish=None, stop_reason=None):
+    logprobs = tuple(TokenLogprob(token_id, -0.5, 1) for token_id in token_ids)
+    return SequenceOutput(0, text, token_ids, logprobs, finish, stop_reason)
+
+
+def answer(*outputs, prompt=(1, 2), index=0, **options):
+    made = Answer(generation(**options), index)
+    made.begin(prompt)
+    for piece in outputs:
+        made.add(piece)
+    return made
+
+
+def by_name(kind, batch, **options):
+    return {t.name: t.array.tolist() for t in output_tensors(kind, batch, **options)}
+
+
+def test_the_prompt_comes_first_unless_excluded_or_streamed():
+    assert answer(output(3, text="c")).token_ids == [1, 2, 3]
+    assert answer(output(3, text="c")).text == "abc"
+    for option in ("excludes_input", "is_streamed"):
+        made = answer(output(3, text="c"), **{option: True})
+        assert (made.token_ids, made.text) == ([3], "c")
+
+
+def test_the_prompt_is_taken_once():
+    made = answer(output(3))
+    made.begin((1, 2))
+    assert made.token_ids == [1, 2, 3]
+    assert made.num_input_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("last", "kept"),
+    [
+        (output(5, END, finish=FinishReason.STOP), [5]),
+        (output(5, END, finish=FinishReason.STOP, stop_reason=END), [5]),
+        (output(5, END, finish=FinishReason.LENGTH), [5, END]),
+        (output(5, END, finish=FinishReason.STOP, stop_reason="x"), [5, END]),
+        (output(5, 6, finish=FinishReason.STOP, stop_reason=6), [5, 6]),
+        (output(finish=FinishReason.STOP), []),
+        (output(5, END), [5, END]),
+    ],
+)
+def test_the_end_token_is_not_shown(last, kept):
+    made = answer(last, excludes_input=True)
+    assert made.token_ids == kept
+    assert made.num_output_tokens == len(kept)
+    assert len(made.log_probs) == len(kept)
+
+
+def test_token_outputs_are_padded_with_minus_one():
+    batch = [[answer(output(3)), answer(output(4, 5, 6), index=1)]]
+    assert by_name(TENSORRT_LLM, batch) == {
+        "output_ids": [[[1, 2, 3, -1, -1], [1, 2, 4, 5, 6]]],
+        "sequence_length": [[3, 5]],
+    }
+
+
+def test_text_outputs_are_flat():
+    batch = [[answer(output(3, text="c"))], [answer(output(3, text="d"))]]
+    assert by_name(ENSEMBLE, batch) == {"text_output": [b"abc", b"abd"]}
+
+
+def test_log_probs():
+    options = {"returns_log_probs": True, "excludes_input": True}
+    batch = [[answer(output(3), **options), answer(output(4, 5), index=1, **options)]]
+    got = by_name(ENSEMBLE, batch)
+    assert got["cum_log_probs"] == [[-0.5, -1.0]]
+    assert got["output_log_probs"] == [[[-0.5, -1.0], [-0.5, -0.5]]]
+
+
+def test_counts_and_indices():
+    options = {"returns_num_input_tokens": True, "returns_num_output_tokens": True}
+    got = by_name(TENSORRT_LLM, [[answer(output(3), **options)]], batch_index=4, sequence_index=2)
+    assert (got["batch_index"], got["sequence_index"]) == ([[4]], [[2]])
+    assert (got["num_input_tokens"], got["num_output_tokens"]) == ([[2]], [[1]])
+
+
+def test_pieces_of_a_stream():
+    made = answer(output(3, text="c"), is_streamed=True, returns_log_probs=True)
+    made.drain()
+    assert not made.is_sent
+    made.add(output(4, text="d", finish=FinishReason.LENGTH))
+    got = by_name(ENSEMBLE, [[made]])
+    assert got["text_output"] == [b"d"]
+    assert got["output_log_probs"] == [[[-0.5]]]
+    assert got["cum_log_probs"] == [[-1.0]], "of all tokens so far"
+    made.drain()
+    assert made.is_sent
+    empty = by_name(TENSORRT_LLM, [[made]])
+    assert empty["output_ids"] == [[[]]]
+    assert empty["sequence_length"] == [[0]]

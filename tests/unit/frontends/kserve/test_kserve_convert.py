@@ -1,0 +1,196 @@
+import numpy as np
+import pytest
+
+from loraplex.core.adapter import AdapterChoice, ByTaskId
+from loraplex.core.errors import InvalidParameterError, InvalidTensorError
+from loraplex.frontends.kserve.models.convert import convert, split_words
+from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
+from loraplex.frontends.kserve.models.inputs import read_inputs
+from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
+from loraplex.frontends.kserve.tensors import Tensor, from_values
+from loraplex.testing.echo_backend import echo_model
+
+EOS = 257
+
+
+def tensors(kind, values):
+    made = []
+    for name, value in values.items():
+        row = kind.input(name)
+        flat = value if isinstance(value, list) else [value]
+        shape = [1, len(flat)] if row.dims in ((1,), (-1,)) else [1, 2, len(flat) // 2]
+        made.append(from_values(name, row.datatype, shape, flat))
+    return made
+
+
+def converted(kind, values, **options):
+    inputs = read_inputs(kind, kind.name, tensors(kind, values), max_batch_size=1)[0]
+    return convert(inputs, echo_model("echo"), 7, detokenize=lambda ids: f"<{ids}>", **options)
+
+
+def text(**values):
+    return converted(ENSEMBLE, {"text_input": "hi", "max_tokens": 5, **values})
+
+
+def tokens(**values):
+    core = {"input_ids": [1, 2, 3], "input_lengths": 3, "request_output_len": 5}
+    return converted(TENSORRT_LLM, {**core, **values})
+
+
+def test_defaults_of_the_runtime():
+    """Greedy, seed 0, no end token first; text ends at the model's end, token ids do not."""
+    sampling = text().request.sampling
+    assert (sampling.max_tokens, sampling.min_tokens, sampling.n) == (5, 1, 1)
+    assert (sampling.top_k, sampling.top_p, sampling.temperature) == (1, 1.0, 1.0)
+    assert (sampling.seed, sampling.logprobs, sampling.stop) == (0, None, ())
+    assert not sampling.ignore_eos
+    assert not sampling.include_stop_in_output
+    assert tokens().request.sampling.ignore_eos
+    assert tokens().end_token_ids == frozenset()
+    assert text().end_token_ids == {EOS}
+
+
+def test_every_value_arrives():
+    values = {
+        "temperature": 0.5,
+        "repetition_penalty": 1.5,
+        "presence_penalty": -0.5,
+        "frequency_penalty": 0.25,
+        "min_tokens": 3,
+        "seed": 2**64 - 1,
+    }
+    got = text(**values, top_k=9, top_p=0.75, num_return_sequences=2).request.sampling
+    assert (got.top_k, got.top_p, got.n) == (9, 0.75, 2)
+    assert {name: getattr(got, name) for name in values} == values
+    got = tokens(**values, runtime_top_k=9, runtime_top_p=0.75).request.sampling
+    assert (got.top_k, got.top_p) == (9, 0.75)
+    assert {name: getattr(got, name) for name in values} == values
+
+
+def test_older_names():
+    got = text(min_length=2, random_seed=9).request.sampling
+    assert (got.min_tokens, got.seed) == (2, 9)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "expected"),
+    [
+        (0, 0.5, (0, 0.5)),
+        (0, 0.0, (1, 1.0)),
+        (0, -1.0, (1, 1.0)),
+        (5, 0.0, (5, 1.0)),
+        (5, 0.5, (5, 0.5)),
+    ],
+)
+def test_top_k_and_top_p(top_k, top_p, expected):
+    """0 and 0 is greedy; otherwise top_k 0 is all tokens and top_p 0 is unset."""
+    got = tokens(runtime_top_k=top_k, runtime_top_p=top_p).request.sampling
+    assert (got.top_k, got.top_p) == expected
+
+
+@pytest.mark.parametrize(
+    ("end_id", "ignore_eos", "stop_ids", "ends"),
+    [(EOS, False, (), {EOS}), (-1, True, (), set()), (65, True, (65,), {65})],
+)
+@pytest.mark.parametrize("make", [text, tokens])
+def test_end_id(make, end_id, ignore_eos, stop_ids, ends):
+    made = make(end_id=end_id)
+    sampling = made.request.sampling
+    assert (sampling.ignore_eos, sampling.stop_token_ids) == (ignore_eos, stop_ids)
+    assert made.end_token_ids == ends
+
+
+def test_the_prompt():
+    assert text().request.prompt == "hi"
+    assert text().request.add_special_tokens
+    assert tokens().request.prompt == (1, 2, 3)
+    assert tokens(input_lengths=2).request.prompt == (1, 2), "what follows is padding"
+
+
+def test_the_adapter():
+    assert text().request.adapters == ()
+    assert text(lora_task_id=0).request.adapters == (AdapterChoice(ByTaskId(0)),)
+    top = 2**64 - 1
+    assert tokens(lora_task_id=top).request.adapters == (AdapterChoice(ByTaskId(top)),)
+
+
+def test_what_the_client_wants_to_see():
+    plain = text()
+    assert not any((plain.is_streamed, plain.excludes_input, plain.returns_log_probs))
+    made = text(stream=True, exclude_input_in_output=True, return_log_probs=True)
+    assert made.is_streamed
+    assert made.excludes_input
+    assert made.returns_log_probs
+    assert made.request.sampling.logprobs == 0
+    assert tokens(return_num_input_tokens=True).returns_num_input_tokens
+    assert tokens(return_num_output_tokens=True).returns_num_output_tokens
+
+
+def test_stop_words():
+    sampling = text(stop_words=["", "END", "\n"]).request.sampling
+    assert sampling.stop == ("END", "\n")
+    assert sampling.include_stop_in_output
+    assert text(stop_words="").request.sampling.stop == ()
+    # words: (5,), (6, 7), (8,)
+    sampling = tokens(stop_words_list=[5, 6, 7, 8, 1, 3, 4, -1]).request.sampling
+    assert sampling.stop_token_ids == (5, 8)
+    assert sampling.stop == ("<(6, 7)>",)
+    assert tokens(stop_words_list=[0, -1]).request.sampling.stop_token_ids == ()
+
+
+@pytest.mark.parametrize("ends", [[2, 1], [0, -1], [3, -1], [-2, -1], [1, 1]])
+def test_a_broken_word_list(ends):
+    with pytest.raises(InvalidTensorError, match=r"input 'w': row 1 must hold increasing"):
+        split_words("w", np.array([[5, 6], ends]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "name"),
+    [
+        ("text", {"max_tokens": 0}, "max_tokens"),
+        ("tokens", {"request_output_len": -1}, "request_output_len"),
+        ("text", {"min_tokens": 9}, "min_tokens"),
+        ("text", {"top_k": -2}, "top_k"),
+        ("tokens", {"runtime_top_k": -2}, "runtime_top_k"),
+        ("tokens", {"runtime_top_p": 1.5}, "runtime_top_p"),
+        ("text", {"temperature": float("nan")}, "temperature"),
+        ("text", {"num_return_sequences": 0}, "num_return_sequences"),
+        ("text", {"stop_words": ["x" * 5000]}, "stop_words"),
+    ],
+)
+def test_a_bad_value_is_reported_under_its_tensor(kind, values, name):
+    with pytest.raises(InvalidParameterError, match=f"^input '{name}': ") as raised:
+        {"text": text, "tokens": tokens}[kind](**values)
+    assert raised.value.param == name
+
+
+@pytest.mark.parametrize("end_id", [-2, 259])
+def test_an_end_id_must_be_a_token(end_id):
+    with pytest.raises(InvalidTensorError, match=r"must be a token id in \[0, 258\], or -1"):
+        text(end_id=end_id)
+
+
+@pytest.mark.parametrize("length", [0, 4, -1])
+def test_input_lengths_must_fit(length):
+    with pytest.raises(InvalidTensorError, match=r"it must be in \[1, 3\]"):
+        tokens(input_lengths=length)
+
+
+def test_ids_of_the_client():
+    made = converted(
+        ENSEMBLE,
+        {"text_input": "hi", "max_tokens": 5},
+        client_request_id="abc",
+        timeout_seconds=2.5,
+    )
+    assert made.request.request_id == 7
+    assert made.request.client_request_id == "abc"
+    assert made.request.timeout_seconds == 2.5
+
+
+def test_bytes_that_are_no_text():
+    bad = Tensor("text_input", "BYTES", np.array([[b"\xff"]], dtype=object))
+    limit = from_values("max_tokens", "INT32", [1, 1], [5])
+    inputs = read_inputs(ENSEMBLE, "ensemble", [bad, limit], max_batch_size=1)[0]
+    with pytest.raises(InvalidTensorError, match="tensor 'text_input' is not UTF-8"):
+        convert(inputs, echo_model("echo"), 1, detokenize=str)

@@ -1,0 +1,108 @@
+import pytest
+from tritonclient.grpc import service_pb2 as pb
+
+from loraplex.core.errors import InvalidRequestError, InvalidTensorError
+from loraplex.frontends.kserve.grpc.codec import (
+    decode_request,
+    encode_failure,
+    encode_piece,
+    encode_response,
+)
+from loraplex.frontends.kserve.messages import InferResponse
+from loraplex.frontends.kserve.tensors import numbers, strings
+
+
+def message(*inputs, raw=(), **more):
+    request = pb.ModelInferRequest(model_name="m", id="7", **more)
+    for name, datatype, contents in inputs:
+        request.inputs.add(name=name, datatype=datatype, shape=[1], contents=contents)
+    request.raw_input_contents.extend(raw)
+    return request
+
+
+@pytest.mark.parametrize(
+    ("datatype", "field", "value"),
+    [
+        ("BOOL", "bool_contents", True),
+        ("UINT8", "uint_contents", 255),
+        ("UINT64", "uint64_contents", 2**64 - 1),
+        ("INT16", "int_contents", -5),
+        ("INT64", "int64_contents", -(2**63)),
+        ("FP32", "fp32_contents", 0.5),
+        ("FP64", "fp64_contents", 0.1),
+        ("BYTES", "bytes_contents", b"\xff"),
+    ],
+)
+def test_typed_contents(datatype, field, value):
+    request = decode_request(message(("x", datatype, {field: [value]})))
+    assert request.inputs[0].array.tolist() == [value]
+
+
+def test_raw_contents():
+    request = decode_request(message(("x", "INT32", None), raw=[b"\x05\0\0\0"]))
+    assert request.inputs[0].array.tolist() == [5]
+    assert (request.model, request.request_id) == ("m", "7")
+
+
+@pytest.mark.parametrize(
+    ("bad", "fragment"),
+    [
+        (message(("x", "INT32", None), raw=[b"", b""]), "expected 1 raw_input_contents"),
+        (
+            message(("x", "INT32", {"int_contents": [1]}), raw=[b"1234"]),
+            "contents field must not be specified when using raw_input_contents for 'x'",
+        ),
+        (message(("x", "FP16", {"fp32_contents": [1]})), "send it in raw_input_contents"),
+        (message(("x", "INT64", {"int_contents": [1]})), "belong in int64_contents, got int_cont"),
+        (message(("x", "UINT8", {"uint_contents": [256]})), "must be an integer in [0, 255]"),
+        (message(("x", "INT32", {})), "has 0 elements; its shape [1] takes 1"),
+        (message(("x", "", {})), "has datatype ''"),
+    ],
+)
+def test_bad_messages(bad, fragment):
+    with pytest.raises((InvalidRequestError, InvalidTensorError)) as raised:
+        decode_request(bad)
+    assert fragment in raised.value.message
+
+
+def test_parameters_and_requested_outputs():
+    request = message(outputs=[{"name": "a"}, {"name": "b"}])
+    request.parameters["i"].int64_param = 5
+    request.parameters["b"].bool_param = False
+    request.parameters["s"].string_param = "x"
+    request.parameters["d"].double_param = 0.5
+    request.parameters["nothing"].SetInParent()
+    decoded = decode_request(request)
+    assert decoded.parameters == {"i": 5, "b": False, "s": "x", "d": 0.5}
+    assert decoded.requested == ("a", "b")
+
+
+RESPONSE = InferResponse(
+    model="m",
+    version="1",
+    request_id="7",
+    outputs=(strings("s", ["é"]), numbers("n", "INT32", [[1, 2]])),
+    parameters={"i": 1, "b": True, "d": 0.5, "s": "x"},
+    is_final=False,
+)
+
+
+def test_responses_are_raw():
+    encoded = encode_response(RESPONSE)
+    assert [(o.name, o.datatype, list(o.shape)) for o in encoded.outputs] == [
+        ("s", "BYTES", [1]),
+        ("n", "INT32", [1, 2]),
+    ]
+    assert encoded.raw_output_contents[0] == b"\x02\0\0\0" + "é".encode()
+    assert encoded.parameters["b"].bool_param is True
+    assert encoded.parameters["i"].int64_param == 1
+
+
+def test_pieces_say_whether_they_are_the_last():
+    piece = encode_piece(RESPONSE).infer_response
+    assert piece.parameters["triton_final_response"].WhichOneof("parameter_choice") == "bool_param"
+    assert piece.parameters["triton_final_response"].bool_param is False
+    failure = encode_failure(message(), "broken")
+    assert failure.error_message == "broken"
+    assert failure.infer_response.id == "7"
+    assert failure.infer_response.parameters["triton_final_response"].bool_param is True

@@ -1,0 +1,160 @@
+import gzip
+import json
+import zlib
+
+import numpy as np
+import pytest
+
+from loraplex.core.errors import (
+    InvalidRequestError,
+    InvalidTensorError,
+    PayloadTooLargeError,
+    UnsupportedFeatureError,
+)
+from loraplex.frontends.kserve.http.body import compress, decompress, parse_object
+from loraplex.frontends.kserve.http.infer import decode_request, encode_response
+from loraplex.frontends.kserve.messages import InferResponse
+from loraplex.frontends.kserve.tensors import numbers, strings
+
+
+def entry(name="x", shape=(1,), datatype="INT32", **more):
+    return {"name": name, "shape": list(shape), "datatype": datatype, **more}
+
+
+def decode(document, blob=b"", header=True):
+    body = json.dumps(document).encode()
+    length = str(len(body)) if header else None
+    return decode_request(body + blob, length, model="m", version="")
+
+
+def test_json_and_binary_inputs_side_by_side():
+    document = {
+        "id": "7",
+        "parameters": {"timeout": 5},
+        "inputs": [
+            entry("a", parameters={"binary_data_size": 4}),
+            entry("b", data=[5]),
+            entry("c", datatype="BYTES", parameters={"binary_data_size": 6}),
+        ],
+    }
+    request, _ = decode(document, b"\x01\0\0\0\x02\0\0\0hi")
+    assert {t.name: t.array.tolist() for t in request.inputs} == {"a": [1], "b": [5], "c": [b"hi"]}
+    assert (request.request_id, request.parameters) == ("7", {"timeout": 5})
+
+
+@pytest.mark.parametrize(
+    ("document", "blob", "fragment"),
+    [
+        ({}, b"", "non-existing object member 'inputs'"),
+        ({"inputs": {}}, b"", "'inputs' must be a list of objects"),
+        ({"inputs": [{"shape": [1]}]}, b"", "a string 'name'"),
+        ({"inputs": [entry()]}, b"", "input 'x' has neither 'data' nor"),
+        ({"inputs": [{"name": "x", "datatype": "INT32", "data": [1]}]}, b"", "must have a 'shape'"),
+        ({"inputs": [{"name": "x", "shape": [1], "data": [1]}]}, b"", "has datatype None"),
+        ({"inputs": []}, b"abcd", "4 bytes follow the JSON, the inputs' 'binary_data_size' sum up"),
+        ({"inputs": [entry(parameters={"binary_data_size": 4})]}, b"", "0 bytes of binary data"),
+        ({"inputs": [entry(parameters={"binary_data_size": "4"})]}, b"1234", "is '4'"),
+        ({"inputs": [entry(parameters={"binary_data_size": -1})]}, b"1234", "is -1"),
+        ({"inputs": [entry(parameters=[])]}, b"", "'parameters' of input 'x' must be a JSON obj"),
+        ({"inputs": [], "id": 7}, b"", "'id' must be a string"),
+        ({"inputs": [], "outputs": [1]}, b"", "every element of 'outputs'"),
+        ({"inputs": [], "parameters": {"p": []}}, b"", "parameter 'p' has invalid type"),
+    ],
+)
+def test_bad_documents(document, blob, fragment):
+    with pytest.raises((InvalidRequestError, InvalidTensorError)) as raised:
+        decode(document, blob)
+    assert fragment in raised.value.message
+
+
+@pytest.mark.parametrize("length", ["0", "-1", "99", "x", ""])
+def test_a_bad_header_length(length):
+    with pytest.raises(InvalidRequestError, match=r"it must be the length of the JSON part"):
+        decode_request(b'{"inputs": []}', length, model="m", version="")
+
+
+def test_what_is_not_served_is_named():
+    region = {"shared_memory_region": "r"}
+    with pytest.raises(UnsupportedFeatureError, match="input 'x' is in shared memory"):
+        decode({"inputs": [entry(parameters=region)]})
+    with pytest.raises(UnsupportedFeatureError, match="output 'y' is in shared memory"):
+        decode({"inputs": [], "outputs": [{"name": "y", "parameters": region}]})
+    with pytest.raises(UnsupportedFeatureError, match="classification"):
+        decode({"inputs": [], "outputs": [{"name": "y", "parameters": {"classification": 3}}]})
+
+
+RESPONSE = InferResponse(
+    model="m",
+    version="1",
+    request_id="7",
+    outputs=(strings("s", ["é"]), numbers("n", "INT32", [[1, 2]])),
+)
+
+
+def answer(document):
+    _, wish = decode({"inputs": [], **document})
+    body, json_length = encode_response(RESPONSE, wish)
+    split = len(body) if json_length is None else json_length
+    return json.loads(body[:split]), body[split:], json_length
+
+
+def test_outputs_are_json_unless_asked_otherwise():
+    document, blob, json_length = answer({})
+    assert (blob, json_length) == (b"", None)
+    assert document == {
+        "id": "7",
+        "model_name": "m",
+        "model_version": "1",
+        "outputs": [
+            {"name": "s", "datatype": "BYTES", "shape": [1], "data": ["é"]},
+            {"name": "n", "datatype": "INT32", "shape": [1, 2], "data": [1, 2]},
+        ],
+    }
+
+
+def test_binary_outputs_in_order():
+    document, blob, _ = answer({"parameters": {"binary_data_output": True}})
+    sizes = [row["parameters"]["binary_data_size"] for row in document["outputs"]]
+    assert sizes == [6, 8]
+    assert blob == b"\x02\0\0\0" + "é".encode() + np.array([1, 2], dtype="<i4").tobytes()
+
+
+def test_a_wish_for_one_output_is_stronger():
+    wish = [{"name": "s", "parameters": {"binary_data": False}}, {"name": "n"}]
+    document, blob, _ = answer({"parameters": {"binary_data_output": True}, "outputs": wish})
+    assert document["outputs"][0]["data"] == ["é"]
+    assert len(blob) == 8
+
+
+@pytest.mark.parametrize(
+    ("encoding", "pack"), [("gzip", gzip.compress), ("deflate", zlib.compress)]
+)
+def test_compression(encoding, pack):
+    data = b"x" * 1000
+    assert decompress(pack(data), encoding.upper(), 1000) == data
+    with pytest.raises(PayloadTooLargeError):
+        decompress(pack(data), encoding, 999)
+    with pytest.raises(InvalidRequestError, match=f"not valid {encoding} data: it ends early"):
+        decompress(pack(data)[:-3], encoding, 1000)
+    with pytest.raises(InvalidRequestError, match=f"not valid {encoding} data"):
+        decompress(b"nonsense", encoding, 1000)
+    packed, headers = compress(data, f"br, {encoding};q=0.5")
+    assert headers == {"Content-Encoding": encoding}
+    assert decompress(packed, encoding, 1000) == data
+
+
+def test_no_compression():
+    assert decompress(b"x", "identity", 10) == b"x"
+    assert compress(b"x", "gzip;q=0, br") == (b"x", {})
+    with pytest.raises(InvalidRequestError, match="Unsupported content-encoding 'br'"):
+        decompress(b"x", "br", 10)
+
+
+@pytest.mark.parametrize("body", [b"{", b"[1]", b"null", b'{"a": \xff}', b"[" * 100_000])
+def test_bodies_that_are_no_object(body):
+    with pytest.raises(InvalidRequestError, match="JSON"):
+        parse_object(body)
+
+
+def test_nothing_is_the_empty_object():
+    assert parse_object(b"  \n") == {}

@@ -1,0 +1,142 @@
+import numpy as np
+import pytest
+
+from loraplex.core.errors import InvalidTensorError, UnsupportedFeatureError
+from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
+from loraplex.frontends.kserve.models.inputs import check_requested, read_inputs
+from loraplex.frontends.kserve.models.kinds import Effect
+from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
+from loraplex.frontends.kserve.tensors import DATATYPES, Tensor, from_values
+
+KINDS = pytest.mark.parametrize("kind", [ENSEMBLE, TENSORRT_LLM], ids=lambda kind: kind.name)
+
+
+def tensor(name, datatype, shape, *values):
+    return from_values(name, datatype, shape, values)
+
+
+TEXT = tensor("text_input", "BYTES", [1, 1], "hi")
+LIMIT = tensor("max_tokens", "INT32", [1, 1], 5)
+
+
+def read(*tensors, kind=ENSEMBLE, max_batch_size=8):
+    return read_inputs(kind, kind.name, tensors, max_batch_size=max_batch_size)
+
+
+def ones(row) -> Tensor:
+    """A tensor for a row, every element 1 (or true, or "1"): a value that asks for something."""
+    dtype = DATATYPES[row.datatype].wire_dtype
+    shape = [1, *(1 if dim == -1 else dim for dim in row.dims)]
+    array = np.full(shape, b"1", dtype=object) if dtype is None else np.ones(shape, dtype=dtype)
+    return Tensor(row.name, row.datatype, array + array if dtype is not None else array)
+
+
+@KINDS
+def test_the_table_is_sound(kind):
+    names = [row.name for row in kind.inputs]
+    assert len(set(names)) == len(names)
+    assert len({row.name for row in kind.outputs}) == len(kind.outputs)
+    for row in kind.inputs:
+        assert row.datatype in DATATYPES
+        assert bool(row.field) == (row.effect is Effect.USED)
+        assert bool(row.reason) == (row.effect is Effect.REFUSED)
+    fields = [row.field for row in kind.declared_inputs if row.field]
+    assert len(set(fields)) == len(fields)
+
+
+def test_tables_are_complete():
+    assert len(ENSEMBLE.declared_inputs) == 34
+    assert [row.name for row in ENSEMBLE.inputs if row.required] == ["text_input", "max_tokens"]
+    assert TENSORRT_LLM.outputs[0].name == "output_ids"
+    assert TENSORRT_LLM.inputs[0].name == "input_ids"
+    ragged = {row.name for row in TENSORRT_LLM.inputs if row.is_ragged}
+    assert {"input_ids", "lora_weights", "lora_config", "stop_words_list"} <= ragged
+    assert not any(row.is_ragged and row.has_scalar_reshape for row in TENSORRT_LLM.inputs)
+
+
+@KINDS
+def test_every_input_has_an_effect_or_is_refused_by_name(kind):
+    """No tensor is ignored in silence: what is not used must say that it changes nothing."""
+    core = [ones(row) for row in kind.inputs if row.required or row.name == "input_ids"]
+    for row in kind.inputs:
+        tensors = [t for t in core if t.name != row.name] + [ones(row)]
+        if row.effect is Effect.REFUSED:
+            with pytest.raises(UnsupportedFeatureError, match=f"input '{row.name}' asks for"):
+                read(*tensors, kind=kind)
+        elif row.effect is Effect.USED:
+            assert row.field in read(*tensors, kind=kind)[0]
+
+
+@KINDS
+def test_neutral_values_of_refused_inputs_are_accepted(kind):
+    core = [ones(row) for row in kind.inputs if row.required or row.name == "input_ids"]
+    for row in kind.inputs:
+        for value in row.neutral:
+            shape = [1, *(1 if dim == -1 else dim for dim in row.dims)]
+            count = int(np.prod(shape))
+            read(*core, tensor(row.name, row.datatype, shape, *[value] * count), kind=kind)
+        if row.effect is Effect.REFUSED and -1 in row.dims:
+            shape = [1, *(0 if dim == -1 else dim for dim in row.dims)]
+            read(*core, tensor(row.name, row.datatype, shape), kind=kind)
+
+
+def test_controls_of_old_clients_are_ignored():
+    for name in ("START", "END", "CORRID"):
+        assert len(read(TEXT, LIMIT, tensor(name, "INT64", [3], 1, 2, 3))) == 1
+
+
+def test_a_batch_is_split():
+    texts = tensor("text_input", "BYTES", [2, 1], "a", "b")
+    words = tensor("stop_words", "BYTES", [2, 2], "1", "2", "3", "4")
+    first, second = read(texts, tensor("max_tokens", "INT32", [2, 1], 5, 6), words)
+    assert (first.texts("text_input"), first.integer("max_tokens", 0)) == (("a",), 5)
+    assert (second.texts("stop_words"), second.integer("max_tokens", 0)) == (("3", "4"), 6)
+
+
+def test_an_empty_tensor_is_as_none():
+    inputs = read(TEXT, LIMIT, tensor("stop_words", "BYTES", [1, 0]))[0]
+    assert inputs.texts("stop_words") == ()
+    assert inputs.array("stop_words") is None
+    assert inputs.number("temperature", 0.5) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("tensors", "fragment"),
+    [
+        ([TEXT], "missing required input(s) ['max_tokens']"),
+        ([], "missing required input(s) ['text_input','max_tokens']"),
+        ([TEXT, LIMIT, LIMIT], "input 'max_tokens' already exists in request"),
+        ([TEXT, LIMIT, tensor("max_token", "INT32", [1, 1], 1)], "did you mean 'max_tokens'?"),
+        ([TEXT, LIMIT, tensor("zzz", "INT32", [1, 1], 1)], "its inputs are text_input, "),
+        ([TEXT, LIMIT, tensor("top_k", "INT64", [1, 1], 1)], "expects 'INT32'"),
+        ([TEXT, LIMIT, tensor("top_k", "INT32", [], 1)], "Expected [-1,1], got []"),
+        ([TEXT, LIMIT, tensor("top_k", "INT32", [1], 1)], "Expected [-1,1], got [1]"),
+        ([TEXT, LIMIT, tensor("top_k", "INT32", [2, 1], 1, 1)], "batch size does not match"),
+        ([tensor("text_input", "BYTES", [0, 1])], ">= 1 and <= 8 for 'ensemble', got 0"),
+    ],
+)
+def test_what_is_wrong_is_named(tensors, fragment):
+    with pytest.raises(InvalidTensorError) as raised:
+        read(*tensors)
+    assert fragment in raised.value.message
+
+
+def test_a_stop_request_needs_nothing_else():
+    stop = tensor("stop", "BOOL", [1, 1], True)
+    assert read(stop, kind=TENSORRT_LLM)[0].flag("stop")
+    with pytest.raises(InvalidTensorError, match="missing required"):
+        read(tensor("stop", "BOOL", [1, 1], False), kind=TENSORRT_LLM)
+
+
+def test_inline_lora_is_refused_in_all_its_shapes():
+    weights = Tensor("lora_weights", "BF16", np.ones((3, 4), dtype=np.float32))
+    config = tensor("lora_config", "INT32", [1, 1, 4], 0, 0, 8, 1)
+    for inline in (weights, config):
+        with pytest.raises(UnsupportedFeatureError, match=r"register the adapter"):
+            read(TEXT, LIMIT, inline)
+
+
+def test_requested_outputs():
+    check_requested(TENSORRT_LLM, "m", ["sequence_length", "context_logits"])
+    with pytest.raises(InvalidTensorError, match="unexpected inference output 'x' for model 'm'"):
+        check_requested(TENSORRT_LLM, "m", ["x"])

@@ -1,0 +1,227 @@
+"""TritonService over an EchoBackend, without a wire."""
+
+import asyncio
+
+import pytest
+
+from loraplex.core.errors import (
+    AdapterNotFoundError,
+    InvalidParameterError,
+    InvalidRequestError,
+    QueueFullError,
+    RowFailedError,
+)
+from loraplex.core.principal import LOCAL, Principal
+from loraplex.frontends.kserve.active import StreamScope
+from loraplex.frontends.kserve.messages import InferRequest
+from loraplex.frontends.kserve.service import TritonService
+from loraplex.frontends.kserve.tensors import from_values
+from loraplex.testing.echo_backend import EchoBackend
+
+
+@pytest.fixture
+def backend():
+    return EchoBackend()
+
+
+@pytest.fixture
+def service(backend):
+    return TritonService(backend, max_batch_size=4)
+
+
+def request(texts=("hi",), request_id="", parameters=None, requested=(), **inputs):
+    """For `ensemble`; each extra input gets its one value in every element."""
+    types = {"max_tokens": "INT32", "end_id": "INT32", "stream": "BOOL", "lora_task_id": "UINT64"}
+    values = {"max_tokens": 50, **inputs}
+    size = len(texts)
+    tensors = [from_values("text_input", "BYTES", [size, 1], list(texts))]
+    tensors += [from_values(k, types[k], [size, 1], [v] * size) for k, v in values.items()]
+    return InferRequest(
+        model="ensemble",
+        request_id=request_id,
+        inputs=tuple(tensors),
+        requested=requested,
+        parameters=parameters or {},
+    )
+
+
+def stop(request_id=""):
+    tensor = from_values("stop", "BOOL", [1, 1], [True])
+    return InferRequest(model="tensorrt_llm", request_id=request_id, inputs=(tensor,))
+
+
+def text_of(response):
+    return next(t for t in response.outputs if t.name == "text_output").array.tolist()
+
+
+async def test_one_answer(backend, service):
+    response = await service.infer(request(request_id="7"), LOCAL)
+    assert text_of(response) == [b"hiecho: hi"]
+    assert (response.request_id, response.version, response.is_final) == ("7", "1", True)
+    assert backend.requests[0].client_request_id == "7"
+    assert service.num_active == 0
+
+
+async def test_a_timeout_is_in_microseconds(backend, service):
+    await service.infer(request(parameters={"timeout": 1_500_000}), LOCAL)
+    await service.infer(request(parameters={"timeout": 0, "Streaming": "x"}), LOCAL)
+    assert [r.timeout_seconds for r in backend.requests] == [1.5, None]
+
+
+async def test_the_adapter_that_answered_is_told(backend, service):
+    card = backend.register("sheep", task_id=3)
+    response = await service.infer(request(lora_task_id=3), LOCAL)
+    assert response.parameters["adapter"] == "sheep"
+    assert response.parameters["adapter_digest"] == card.digest
+    with pytest.raises(AdapterNotFoundError, match=r"^LoRA task 4 not found in cache\. Please"):
+        await service.infer(request(lora_task_id=4), LOCAL)
+
+
+async def test_a_batch_is_admitted_whole_or_not_at_all(backend, service):
+    backend.plant(QueueFullError("full"))
+    with pytest.raises(QueueFullError):
+        await service.infer(request(("a", "b")), LOCAL)
+    too_long = "x" * 5000
+    with pytest.raises(Exception, match="tokens"):
+        await service.infer(request(("a", too_long)), LOCAL)
+    assert backend.aborted == [backend.requests[-2].request_id]
+    assert service.num_active == 0
+
+
+async def test_responses_of_a_stream(service):
+    stream = await service.stream(request(stream=True), LOCAL)
+    responses = [response async for response in stream]
+    await stream.aclose()
+    assert b"".join(text_of(r)[0] for r in responses) == b"echo: hi"
+    assert [r.is_final for r in responses] == [False] * (len(responses) - 1) + [True]
+    assert service.num_active == 0
+
+
+@pytest.mark.parametrize("num_read", [0, 1, 3])
+async def test_closing_a_stream_aborts(backend, service, num_read):
+    stream = await service.stream(request(stream=True, end_id=-1), LOCAL)
+    for _ in range(num_read):
+        await anext(stream)
+    await stream.aclose()
+    await stream.aclose()
+    assert backend.aborted == [1]
+    assert service.num_active == 0
+
+
+async def test_cancelling_an_answer_aborts(backend, service):
+    backend.delay_seconds = 0.01
+    task = asyncio.create_task(service.infer(request(max_tokens=4000, end_id=-1), LOCAL))
+    while not backend.requests:
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert backend.aborted == [1]
+    assert service.num_active == 0
+
+
+async def test_an_error_in_a_batch_ends_all_of_it(backend, service):
+    backend.plant(RowFailedError("one failed"), after_outputs=2)
+    stream = await service.stream(request(("a", "b"), stream=True, end_id=-1), LOCAL)
+    with pytest.raises(RowFailedError):
+        async for _ in stream:
+            pass
+    await stream.aclose()
+    assert backend.aborted == [2]
+
+
+async def test_stop_by_id(backend, service):
+    stream = await service.stream(request(stream=True, end_id=-1, request_id="7"), LOCAL)
+    await anext(stream)
+    answer = await service.infer(stop("7"), LOCAL)
+    assert answer.outputs == ()
+    rest = [response async for response in stream]
+    await stream.aclose()
+    assert rest[-1].is_final
+    assert text_of(rest[-1]) == [b""]
+    assert len(rest) <= 2
+    assert backend.aborted == [1]
+
+
+async def test_stop_reaches_a_request_that_is_still_being_admitted(backend, service):
+    admitted = asyncio.Event()
+    generate = backend.generate
+
+    async def slow_generate(*args):
+        await admitted.wait()
+        return await generate(*args)
+
+    backend.generate = slow_generate
+    opening = asyncio.create_task(service.stream(request(stream=True, request_id="7"), LOCAL))
+    await asyncio.sleep(0)
+    await service.infer(stop("7"), LOCAL)
+    admitted.set()
+    stream = await opening
+    responses = [response async for response in stream]
+    await stream.aclose()
+    assert [r.is_final for r in responses] == [True]
+
+
+async def test_a_stopped_batch_answers_with_what_it_has(backend, service):
+    backend.delay_seconds = 0.001
+    task = asyncio.create_task(
+        service.infer(request(("a", "b"), "7", end_id=-1, max_tokens=4000), LOCAL)
+    )
+    while not backend.requests:
+        await asyncio.sleep(0)
+    await service.infer(stop("7"), LOCAL)
+    first, second = text_of(await task)
+    assert (first[:1], second[:1]) == (b"a", b"b")
+    assert sorted(backend.aborted) == [1, 2]
+
+
+async def test_stop_without_an_id_means_its_own_stream(service):
+    mine, other = StreamScope(), StreamScope()
+    streams = [
+        await service.stream(request(stream=True, end_id=-1), LOCAL, scope)
+        for scope in (mine, other, None)
+    ]
+    for stream in streams:
+        await anext(stream)
+    await (await service.stream(stop(), LOCAL, mine)).aclose()
+    await service.infer(stop(), LOCAL, mine)
+    assert (await anext(streams[0])).is_final
+    assert not (await anext(streams[1])).is_final
+    assert not (await anext(streams[2])).is_final
+    for stream in streams:
+        await stream.aclose()
+    with pytest.raises(InvalidRequestError, match="request ID is not provided"):
+        await service.infer(stop(), LOCAL)
+
+
+async def test_tenants_do_not_stop_each_other(service):
+    stream = await service.stream(request(stream=True, end_id=-1, request_id="7"), LOCAL)
+    await service.infer(stop("7"), Principal(tenant="other"))
+    await anext(stream)
+    assert not (await anext(stream)).is_final
+    await stream.aclose()
+
+
+async def test_a_streaming_request_has_no_one_answer(service):
+    with pytest.raises(InvalidRequestError, match="send 'stream' false to get one answer"):
+        await service.infer(request(stream=True), LOCAL)
+
+
+async def test_statistics(service):
+    await service.infer(request(("a", "b")), LOCAL)
+    async for _ in await service.stream(request(), LOCAL):
+        pass
+    with pytest.raises(InvalidParameterError):
+        await service.infer(request(max_tokens=0), LOCAL)
+    with pytest.raises(InvalidParameterError):
+        await service.stream(request(max_tokens=0), LOCAL)
+    (row,) = service.statistics("ensemble")
+    assert (row["inference_count"], row["execution_count"]) == (3, 2)
+    assert (
+        row["inference_stats"]["success"]["count"],
+        row["inference_stats"]["fail"]["count"],
+    ) == (
+        2,
+        2,
+    )
+    assert [r["inference_count"] for r in service.statistics()] == [3, 0, 0]

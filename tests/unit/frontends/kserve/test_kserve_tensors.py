@@ -1,0 +1,140 @@
+import contextlib
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+
+from loraplex.core.errors import InvalidTensorError
+from loraplex.frontends.kserve.tensors import (
+    DATATYPES,
+    Tensor,
+    from_json,
+    from_raw,
+    from_values,
+    numbers,
+    shape_of,
+    strings,
+    to_raw,
+    to_values,
+)
+
+NUMERIC = [name for name, row in DATATYPES.items() if row.wire_dtype is not None and name != "BF16"]
+
+
+@given(st.data(), st.sampled_from(NUMERIC))
+def test_raw_round_trip(data, datatype):
+    dtype = DATATYPES[datatype].wire_dtype
+    array = data.draw(npst.arrays(dtype, npst.array_shapes(min_dims=0, max_dims=3, min_side=0)))
+    raw = to_raw(Tensor("t", datatype, array))
+    back = from_raw("t", datatype, array.shape, raw)
+    assert back.shape == array.shape
+    assert to_raw(back) == raw
+
+
+@given(st.lists(st.binary(max_size=20)))
+def test_raw_round_trip_of_strings(elements):
+    made = from_values("t", "BYTES", [len(elements)], elements)
+    assert from_raw("t", "BYTES", [len(elements)], to_raw(made)).array.tolist() == elements
+
+
+@given(st.lists(st.text(max_size=20)))
+def test_json_round_trip_of_strings(texts):
+    assert to_values(from_json("t", "BYTES", [len(texts)], texts)) == texts
+
+
+@given(st.binary(max_size=40))
+def test_any_bytes_are_strings_or_an_error(data):
+    with contextlib.suppress(InvalidTensorError):
+        assert to_raw(from_raw("t", "BYTES", [2], data)) == data
+
+
+def test_raw_is_little_endian_and_row_major():
+    tensor = from_raw("t", "INT16", [2, 2], b"\x01\x00\x02\x00\x03\x00\xff\xff")
+    assert tensor.array.tolist() == [[1, 2], [3, -1]]
+
+
+def test_bf16_is_widened_exactly():
+    # 1.0, -2.5 and the largest finite bfloat16
+    tensor = from_raw("t", "BF16", [3], b"\x80\x3f\x20\xc0\x7f\x7f")
+    assert tensor.array.dtype == np.float32
+    assert tensor.array.tolist() == [1.0, -2.5, 3.3895313892515355e38]
+
+
+def test_nested_and_flat_json_are_the_same():
+    nested = from_json("t", "INT32", [2, 2], [[1, 2], [3, 4]])
+    flat = from_json("t", "INT32", [2, 2], [1, 2, 3, 4])
+    assert nested.array.tolist() == flat.array.tolist() == [[1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("datatype", "shape", "data", "fragment"),
+    [
+        ("INT32", [1], [True], "holds True"),
+        ("INT32", [1], [1.0], "must be an integer in [-2147483648, 2147483647]"),
+        ("INT32", [1], [2**31], "holds 2147483648"),
+        ("UINT64", [1], [-1], "must be an integer in [0, 18446744073709551615]"),
+        ("BOOL", [1], [1], "must be true or false"),
+        ("FP32", [1], ["1"], "must be a number"),
+        ("FP32", [1], [True], "must be a number"),
+        ("FP32", [1], [1e300], "must be a number in [-3.40282e+38, 3.40282e+38]"),
+        ("FP64", [1], [10**400], "must be a number in"),
+        ("BYTES", [1], [5], "must be a string"),
+        ("BYTES", [1], ["\ud800"], "must be text that UTF-8 can encode"),
+        ("INT32", [2], [1], "has 1 elements; its shape [2] takes 2"),
+        ("INT32", [1], [[[1]]], "flat or nested as its shape"),
+        ("INT32", [1], 1, "must be a list"),
+        ("FP16", [1], [1.0], "receiving FP16 data via JSON is not supported"),
+        ("BF16", [1], [1.0], "receiving BF16 data via JSON is not supported"),
+        ("TEXT", [1], ["a"], "has datatype 'TEXT'"),
+        ("INT32", [-1], [1], "has shape [-1]"),
+        ("INT32", [True], [1], "has shape [True]"),
+        ("INT32", [1] * 9, [1], "at most 8 dimensions"),
+        ("INT32", [2**20, 2**20, 0], [], "2147483647 elements"),
+    ],
+)
+def test_bad_json(datatype, shape, data, fragment):
+    with pytest.raises(InvalidTensorError, match=r"'t'|input t$") as raised:
+        from_json("t", datatype, shape, data)
+    assert fragment in raised.value.message
+    assert raised.value.param == "t"
+
+
+@pytest.mark.parametrize(
+    ("datatype", "data", "fragment"),
+    [
+        ("INT32", b"\0" * 3, "Expected 4 (INT32 of shape [1]), got 3"),
+        ("BYTES", b"\1\0\0", "3 bytes are left for a length prefix"),
+        ("BYTES", b"\2\0\0\0a", "element 0 says 2 bytes, 1 are left"),
+        ("BYTES", b"", "has 0 elements; its shape [1] takes 1"),
+        ("BYTES", b"\0\0\0\0" * 2, "has 2 elements"),
+    ],
+)
+def test_bad_raw(datatype, data, fragment):
+    with pytest.raises(InvalidTensorError) as raised:
+        from_raw("t", datatype, [1], data)
+    assert fragment in raised.value.message
+
+
+def test_extreme_numbers_are_taken_as_they_are():
+    assert from_json("t", "UINT64", [1], [2**64 - 1]).array.tolist() == [2**64 - 1]
+    values = [1, -0.5, float("inf")]
+    assert from_values("t", "FP32", [3], values).array.tolist() == [1.0, -0.5, np.inf]
+
+
+def test_strings_that_are_no_text():
+    tensor = from_values("t", "BYTES", [1], [b"a\xff"])
+    with pytest.raises(InvalidTensorError, match="tensor 't' is not UTF-8 text: byte 1"):
+        to_values(tensor)
+
+
+def test_tensors_that_we_make():
+    assert strings("s", ["a\0", "é"]).array.tolist() == [b"a\0", "é".encode()]
+    assert strings("s", ["a", "b"]).shape == (2,)
+    assert numbers("n", "INT32", [[1, 2]]).array.dtype == np.int32
+
+
+def test_a_scalar_has_an_empty_shape():
+    assert shape_of("t", []) == ()
+    assert from_json("t", "INT32", [], [5]).array.shape == ()
