@@ -54,7 +54,7 @@ test-all: $(VENV)/.dev
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check src tests examples
 	$(BIN)/ruff check src tests examples
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-cache
 
 types: $(VENV)/.dev
 	$(BIN)/mypy

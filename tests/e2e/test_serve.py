@@ -1,6 +1,7 @@
 """One real server, asked by the real clients: what a user sees."""
 
-import asyncio
+import concurrent.futures
+import json
 
 import numpy as np
 import openai
@@ -8,15 +9,214 @@ import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 
-from loraplex.testing.capitals.corpus import COUNTRIES, answer, question
+from loraplex.testing.capitals.corpus import COUNTRIES, Country, Language, answer, questions
 
 pytestmark = pytest.mark.xdist_group("server")
 
-LANGUAGES = {"capitals": "english", "chinese": "chinese", "japanese": "japanese"}
-"""Model field of a request to the language that it answers in."""
+LANGUAGES: dict[str, Language] = {
+    "capitals": "english",
+    "chinese": "chinese",
+    "japanese": "japanese",
+}
+"""The model field of a request, and the language that it answers in."""
+TASK_IDS = {"capitals": None, "chinese": 1, "japanese": 2}
+FRANCE = next(country for country in COUNTRIES if country.english == "France")
 
 
 @pytest.fixture
 def client(server):
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
+
+
+def ask(client: openai.OpenAI, model: str, country: Country, language: Language) -> str:
+    completion = client.completions.create(
+        model=model, prompt=questions(country)[language], max_tokens=24, temperature=0
+    )
+    return completion.choices[0].text
+
+
+def test_many_adapters_at_once_answer_in_their_own_language(client):
+    cases = [
+        (model, country, language)
+        for country in COUNTRIES[:8]
+        for model in LANGUAGES
+        for language in LANGUAGES.values()
+    ]
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        texts = list(pool.map(lambda case: ask(client, *case), cases))
+    expected = [answer(country, LANGUAGES[model]) for model, country, _ in cases]
+    assert [text.strip() for text in texts] == expected
+
+
+def test_steps_held_several_adapters(client, server):
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        jobs = [
+            pool.submit(ask, client, model, country, "english")
+            for country in COUNTRIES[:4]
+            for model in LANGUAGES
+        ]
+        concurrent.futures.wait(jobs)
+    steps = json.loads(server.get("/v1/iterations?limit=1000")[1])
+    assert max(step["num_adapters"] for step in steps) == 2
+    assert max(step["num_rows"] for step in steps) > 2
+
+
+def test_chat_streams_and_tells_usage_and_adapter(client):
+    stream = client.chat.completions.create(
+        model="japanese",
+        messages=[{"role": "user", "content": "What is the capital of France?"}],
+        max_tokens=24,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text.strip() == answer(FRANCE, "japanese")
+    assert chunks[-1].usage.completion_tokens > 0
+    assert chunks[-2].choices[0].finish_reason == "stop"
+
+
+def test_logprobs_of_a_sure_answer(client):
+    completion = client.completions.create(
+        model="capitals",
+        prompt=questions(FRANCE)["english"],
+        max_tokens=4,
+        temperature=0,
+        logprobs=2,
+    )
+    logprobs = completion.choices[0].logprobs
+    assert all(logprob > -0.5 for logprob in logprobs.token_logprobs)
+    assert "".join(logprobs.tokens) == completion.choices[0].text
+
+
+def test_seeded_sampling_repeats(client):
+    def draw(seed: int) -> list[str]:
+        completion = client.completions.create(
+            model="chinese",
+            prompt="capital",
+            max_tokens=12,
+            temperature=1.5,
+            n=3,
+            seed=seed,
+            extra_body={"ignore_eos": True},
+        )
+        return [choice.text for choice in completion.choices]
+
+    assert draw(7) == draw(7)
+    assert len(set(draw(7))) == 3
+    assert draw(7) != draw(8)
+
+
+def test_models_lists_the_base_and_its_adapters(client):
+    models = {model.id: model.model_dump() for model in client.models.list()}
+    assert set(models) == set(LANGUAGES)
+    assert models["chinese"]["parent"] == "capitals"
+
+
+def triton_inputs(module, task_id: int | None, text: str, *, stream: bool = False):
+    arrays = {
+        "text_input": np.array([[text.encode()]], dtype=object),
+        "max_tokens": np.array([[24]], dtype=np.int32),
+        "top_k": np.array([[1]], dtype=np.int32),
+        "exclude_input_in_output": np.array([[True]]),
+        "stream": np.array([[stream]]),
+    }
+    if task_id is not None:
+        arrays["lora_task_id"] = np.array([[task_id]], dtype=np.uint64)
+    types = {"O": "BYTES", "i": "INT32", "b": "BOOL", "u": "UINT64"}
+    inputs = []
+    for name, array in arrays.items():
+        infer_input = module.InferInput(name, array.shape, types[array.dtype.kind])
+        infer_input.set_data_from_numpy(array)
+        inputs.append(infer_input)
+    return inputs
+
+
+@pytest.mark.parametrize("model", LANGUAGES)
+def test_triton_http_infer(server, model):
+    with triton_http.InferenceServerClient(f"127.0.0.1:{server.http_port}") as client:
+        inputs = triton_inputs(triton_http, TASK_IDS[model], questions(FRANCE)["chinese"])
+        text = client.infer("ensemble", inputs).as_numpy("text_output").flatten()[0].decode()
+    assert text.strip() == answer(FRANCE, LANGUAGES[model])
+
+
+@pytest.mark.parametrize("model", LANGUAGES)
+def test_triton_grpc_stream(server, model):
+    pieces: list[str] = []
+    errors: list[Exception] = []
+
+    def receive(result, error) -> None:
+        if error is not None:
+            errors.append(error)
+        elif (output := result.as_numpy("text_output")) is not None:
+            pieces.append(output.flatten()[0].decode())
+
+    with triton_grpc.InferenceServerClient(f"127.0.0.1:{server.grpc_port}") as client:
+        client.start_stream(receive)
+        text = questions(FRANCE)["japanese"]
+        inputs = triton_inputs(triton_grpc, TASK_IDS[model], text, stream=True)
+        client.async_stream_infer("ensemble", inputs, request_id="1")
+        client.stop_stream()
+    assert not errors
+    assert len(pieces) > 1
+    assert "".join(pieces).strip() == answer(FRANCE, LANGUAGES[model])
+
+
+def test_generate_endpoint(server):
+    status, body = server.post(
+        "/v2/models/ensemble/generate",
+        {
+            "text_input": questions(FRANCE)["english"],
+            "max_tokens": 24,
+            "lora_task_id": 1,
+            "exclude_input_in_output": True,
+        },
+    )
+    assert status == 200
+    assert body["text_output"].strip() == answer(FRANCE, "chinese")
+
+
+def test_adapters_come_and_go_while_serving(client, server):
+    path = next(a["path"] for a in adapters(server) if a["name"] == "chinese")
+    load = {"name": "another", "path": path, "task_id": 77}
+    request = openai_post(client, "/adapters", load)
+    assert request["digest"] == next(
+        a["digest"] for a in adapters(server) if a["name"] == "chinese"
+    )
+    assert ask(client, "another", FRANCE, "english").strip() == answer(FRANCE, "chinese")
+    with pytest.raises(openai.ConflictError):
+        openai_post(client, "/adapters", load)
+    client.delete("/adapters/another", cast_to=object)
+    with pytest.raises(openai.NotFoundError, match="another"):
+        ask(client, "another", FRANCE, "english")
+
+
+def adapters(server) -> list[dict]:
+    body = json.loads(server.get("/v1/adapters")[1])
+    return [{**entry, "path": entry["source"]} for entry in body["data"]]
+
+
+def openai_post(client: openai.OpenAI, path: str, body: dict) -> dict:
+    return client.post(path, body=body, cast_to=object)  # type: ignore[return-value]
+
+
+def test_metrics_count_what_was_asked(client, server):
+    ask(client, "japanese", FRANCE, "english")
+    status, text = server.get("/metrics", server.metrics_port)
+    assert status == 200
+    line = next(
+        line
+        for line in text.splitlines()
+        if line.startswith("loraplex_requests_total{") and 'adapter="japanese"' in line
+    )
+    assert float(line.split()[-1]) >= 1
+    assert 'loraplex_model_ready{model="capitals"} 1.0' in text
+
+
+@pytest.mark.parametrize(
+    "path", ["/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready"]
+)
+def test_health(server, path):
+    assert server.get(path)[0] == 200

@@ -131,6 +131,15 @@ class RecordingSampler(Sampler):
         return super().sample(logits, steps)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors this small are slower on two threads, and much slower beside other tests."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
 @dataclasses.dataclass(frozen=True)
 class Subject:
     """One checkpoint in both implementations."""

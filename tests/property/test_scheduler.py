@@ -345,7 +345,7 @@ def test_every_request_ends_once_with_its_answer():
     run_state_machine_as_test(
         EngineMachine,
         settings=settings(
-            max_examples=100,
+            max_examples=200,
             stateful_step_count=20,
             deadline=None,
             suppress_health_check=list(HealthCheck),

@@ -16,7 +16,7 @@ import msgspec
 
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.staged import StagedAdapter, StageReply, StageRequest, StagingLimits
-from loraplex.core.errors import AdapterLoadError, error_from_info
+from loraplex.core.errors import AdapterLoadError, InvalidAdapterError, error_from_info
 
 __all__ = ["StagedAdapter", "StagingWorker"]
 
@@ -70,8 +70,12 @@ class StagingWorker:
             limits=StagingLimits(max_rank=max_rank),
             base_model=base_model,
         )
+        try:
+            body = msgspec.msgpack.encode(request)
+        except UnicodeEncodeError as error:
+            raise InvalidAdapterError("the adapter's path is not valid Unicode") from error
         async with self._turn:
-            reply = await self._ask(request)
+            reply = await self._ask(request, body)
         if reply.error is not None:
             raise error_from_info(reply.error)
         assert reply.staged is not None
@@ -85,16 +89,21 @@ class StagingWorker:
             process.stdin.close()
         await self._stop(_CLOSE_SECONDS)
 
-    async def _ask(self, request: StageRequest) -> StageReply:
+    async def _ask(self, request: StageRequest, body: bytes) -> StageReply:
         try:
             async with asyncio.timeout(self._timeout_seconds):
-                return await self._exchange(request)
+                return await self._exchange(request.request_id, body)
         except TimeoutError as error:
             await self._stop(0.0)
             raise AdapterLoadError(
                 f"staging {request.path} took longer than {self._timeout_seconds:g} s"
             ) from error
-        except (OSError, asyncio.IncompleteReadError, msgspec.DecodeError) as error:
+        except msgspec.DecodeError as error:
+            await self._stop(0.0)
+            raise AdapterLoadError(
+                f"the staging worker gave no readable answer about {request.path}"
+            ) from error
+        except (OSError, asyncio.IncompleteReadError) as error:
             status = await self._stop(_EXIT_SECONDS)
             raise AdapterLoadError(
                 f"the staging worker died (exit status {status}) while it read {request.path}"
@@ -104,18 +113,17 @@ class StagingWorker:
             await self._stop(0.0)
             raise
 
-    async def _exchange(self, request: StageRequest) -> StageReply:
+    async def _exchange(self, request_id: int, body: bytes) -> StageReply:
         process = await self._running()
         assert process.stdin is not None
         assert process.stdout is not None
-        body = msgspec.msgpack.encode(request)
         process.stdin.write(_LENGTH.pack(len(body)) + body)
         await process.stdin.drain()
         (length,) = _LENGTH.unpack(await process.stdout.readexactly(_LENGTH.size))
         if length > _MAX_REPLY_BYTES:
             raise msgspec.DecodeError(f"an answer of {length} bytes")
         reply = msgspec.msgpack.decode(await process.stdout.readexactly(length), type=StageReply)
-        if reply.request_id != request.request_id:
+        if reply.request_id != request_id:
             raise msgspec.DecodeError("an answer to another request")
         return reply
 

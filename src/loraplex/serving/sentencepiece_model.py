@@ -58,6 +58,7 @@ class SentencePieceModel:
     removes_extra_spaces: bool = True
 
     def text_of(self, token_id: int) -> str | None:
+        """None if there is no such piece: a model without BOS has some id that is out of range."""
         return self.pieces[token_id].text if 0 <= token_id < len(self.pieces) else None
 
 
@@ -189,18 +190,12 @@ def _parse_model(data: bytes) -> SentencePieceModel:
     return SentencePieceModel(tuple(pieces), **settings)
 
 
-def _signed(value: Any) -> int:
-    """int32 travels as the 64-bit two's complement."""
-    number = int(value)
-    return number - 2**64 if number >= 2**63 else number
-
-
 _TRAINER_FIELDS = {
     3: ("model_type", int),
     35: ("byte_fallback", bool),
-    40: ("unk_id", _signed),
-    41: ("bos_id", _signed),
-    42: ("eos_id", _signed),
+    40: ("unk_id", int),
+    41: ("bos_id", int),
+    42: ("eos_id", int),
 }
 _NORMALIZER_FIELDS = {
     2: ("charsmap", bytes),

@@ -56,7 +56,7 @@ def read_special_tokens(folder: Path, config: Mapping[str, Any]) -> SpecialToken
     try:
         named = {name: text for name in _role_names(roles) if (text := _text(roles[name]))}
         extra = _extra_tokens(roles)
-        numbered = _numbered_tokens(config, folder, {*named.values(), *map(str, extra)})
+        numbered = _numbered_tokens(config, folder, set(named.values()), set(map(str, extra)))
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"the special tokens in {folder / 'tokenizer_config.json'} are not understood: {error}"
@@ -99,17 +99,18 @@ def _extra_tokens(roles: Mapping[str, Any]) -> list[AddedToken]:
 
 
 def _numbered_tokens(
-    config: Mapping[str, Any], folder: Path, special_texts: set[str]
+    config: Mapping[str, Any], folder: Path, named: set[str], extra: set[str]
 ) -> list[AddedToken]:
     """Tokens with an id of their own, in the order of their ids."""
     decoder = config.get("added_tokens_decoder")
     if decoder is None:
         ids = read_json_object(folder / "added_tokens.json")
         decoder = {number: text for text, number in ids.items()}
+        named = named | extra
     tokens = []
     for number in sorted(decoder, key=int):
         token = _added(decoder[number], special=False)
-        if str(token) in special_texts:
+        if str(token) in named:
             token.special = True
         tokens.append(token)
     return tokens

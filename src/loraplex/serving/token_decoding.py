@@ -94,8 +94,14 @@ def parse_decoder(section: Mapping[str, Any] | None) -> TokenDecoding:
     if section is None:
         return TokenDecoding(steps=(_join_words,))
     decoding = TokenDecoding()
+    is_fused = False
     for part in _flatten(section):
+        kind = part.get("type")
+        # Strip is for the start of the whole text, every other step for single tokens.
+        if kind != "Fuse" and is_fused != (kind == "Strip"):
+            raise _not_served(part)
         decoding = _with_part(decoding, part)
+        is_fused = is_fused or kind in ("Fuse", "ByteLevel")
     return decoding
 
 
@@ -122,12 +128,16 @@ def _with_part(decoding: TokenDecoding, part: Mapping[str, Any]) -> TokenDecodin
         case {"type": "WordPiece", "prefix": str(prefix)}:
             step = _word_piece(prefix, cleans_up=bool(part.get("cleanup", True)))
         case _:
-            raise UnsupportedModelError(
-                f"the tokenizer's decoder {part.get('type')!r} ({dict(part)}) is not served; "
-                "served are ByteLevel, ByteFallback, Fuse, Metaspace, Replace of a string, Strip "
-                "at the start, WordPiece and Sequences of them"
-            )
+            raise _not_served(part)
     return dataclasses.replace(decoding, steps=(*decoding.steps, step))
+
+
+def _not_served(part: Mapping[str, Any]) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"the tokenizer's decoder {part.get('type')!r} ({dict(part)}) is not served where it is; "
+        "served are ByteLevel, ByteFallback, Metaspace, Replace of a string and WordPiece, then "
+        "Fuse, then Strip at the start, and Sequences of them"
+    )
 
 
 def _join_words(token: str, is_first: bool) -> str:

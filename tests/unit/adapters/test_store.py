@@ -127,7 +127,7 @@ class TestNotFound:
     def test_many_names_are_cut_off(self, store):
         for i in range(14):
             add(store, f"n{i:02}")
-        with pytest.raises(AdapterNotFoundError, match="and 4 more$"):
+        with pytest.raises(AdapterNotFoundError, match=r"and 4 more$"):
             store.resolve(by_name("other"))
 
     def test_a_task_id_says_the_sentence_that_clients_look_for(self, store):

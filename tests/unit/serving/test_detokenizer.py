@@ -2,8 +2,14 @@
 
 import pytest
 
+from loraplex.core.errors import UnsupportedModelError
 from loraplex.serving.detokenizer import IncrementalDetokenizer
-from loraplex.serving.token_decoding import StreamReplacer, parse_decoder
+from loraplex.serving.token_decoding import (
+    StreamReplacer,
+    TextStream,
+    Vocabulary,
+    parse_decoder,
+)
 from loraplex.serving.tokenizer import load_tokenizer
 from loraplex.testing import tiny_tokenizers
 
@@ -46,6 +52,12 @@ def test_space_between_prompt_and_answer(llama):
     assert IncrementalDetokenizer(llama).push(fox) == "fox"
     assert IncrementalDetokenizer(llama, llama.encode("")).push(fox) == "fox"
     assert IncrementalDetokenizer(llama, llama.encode("The quick")).push(fox) == " fox"
+
+
+def test_special_tokens_at_the_end_of_the_prompt_are_no_text(llama):
+    prompt = llama.encode("The quick") + [llama.eos_token_id] * 100
+    fox = llama.encode("fox", add_special_tokens=False)
+    assert IncrementalDetokenizer(llama, prompt).push(fox) == " fox"
 
 
 def test_shown_special_token_is_text_before_the_answer(llama):
@@ -107,6 +119,37 @@ def test_stream_replacer_holds_only_what_may_match():
     assert replacer.push("'", final=True) == " '"
 
 
+STRIP = {"type": "Strip", "content": " ", "start": 2, "stop": 0}
+REPLACE = {"type": "Replace", "pattern": {"String": "_"}, "content": " "}
+FUSE = {"type": "Fuse"}
+BYTE_LEVEL = {"type": "ByteLevel"}
+
+
+def decode(parts, tokens) -> str:
+    decoding = parse_decoder({"type": "Sequence", "decoders": parts})
+    vocabulary = Vocabulary(dict(enumerate(tokens)), (), decoding)
+    stream = TextStream(vocabulary)
+    return stream.push(range(len(tokens))) + stream.finish()
+
+
 def test_strip_takes_no_more_than_its_number():
-    decoding = parse_decoder({"type": "Strip", "content": " ", "start": 2, "stop": 0})
-    assert decoding.strip == (b" ", 2)
+    assert decode([REPLACE, FUSE, STRIP], ["_", "__a", "_b"]) == " a b"
+    assert decode([REPLACE, FUSE, STRIP], ["_a", "_b"]) == "a b"
+    assert decode([BYTE_LEVEL, STRIP], ["\u0120", "a", "\u0120"]) == "a "
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [STRIP],
+        [REPLACE, STRIP],
+        [FUSE, REPLACE],
+        [BYTE_LEVEL, REPLACE],
+        [{"type": "Replace", "pattern": {"Regex": "_"}, "content": " "}],
+        [{}],
+    ],
+    ids=str,
+)
+def test_decoders_in_another_order_are_refused(parts):
+    with pytest.raises(UnsupportedModelError, match="is not served where it is"):
+        decode(parts, [])

@@ -3,13 +3,13 @@
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loraplex.serving.stop_strings import StopStrings
 
-SMALL_TEXT = st.text(alphabet="ab\n", max_size=30)
-STOPS = st.lists(st.text(alphabet="ab\n", min_size=1, max_size=5), max_size=4)
+SMALL_TEXT = st.text(alphabet="ab", max_size=12)
+STOPS = st.lists(st.text(alphabet="ab", min_size=1, max_size=7), max_size=3)
 
 
 def oracle(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
@@ -26,6 +26,7 @@ def is_proper_beginning(text: str, stops: list[str]) -> bool:
     return any(len(text) < len(stop) and stop.startswith(text) for stop in stops)
 
 
+@settings(max_examples=500)
 @given(
     parts=st.lists(SMALL_TEXT, min_size=1, max_size=6),
     stops=STOPS,
@@ -74,6 +75,12 @@ def test_beginning_that_did_not_become_a_stop_is_given():
 def test_first_complete_wins_and_then_the_longest():
     assert StopStrings(["abcd", "bc"]).push("xabcd") == ("xa", "bc")
     assert StopStrings(["cd", "bcd"]).push("xabcd") == ("xa", "bcd")
+
+
+def test_stop_that_begins_within_a_failed_one():
+    assert StopStrings(["aab"]).push("xaaab") == ("xa", "aab")
+    assert StopStrings(["abacab"]).push("abacabacab") == ("", "abacab")
+    assert StopStrings(["abacabx"]).push("abacabacabx") == ("abac", "abacabx")
 
 
 def test_included_stop():

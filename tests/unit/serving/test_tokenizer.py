@@ -11,9 +11,15 @@ from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers import decoders, models
 
 from loraplex.core.errors import ConfigError, InvalidRequestError, UnsupportedModelError
+from loraplex.serving.sentencepiece_model import (
+    Piece,
+    PieceType,
+    SentencePieceModel,
+    build_tokenizer,
+)
 from loraplex.serving.tokenizer import Tokenizer, load_tokenizer
 from loraplex.testing import tiny_tokenizers
-from loraplex.testing.capitals.tokenizer import build_tokenizer, save_tokenizer
+from loraplex.testing.capitals import tokenizer as capitals
 from loraplex.testing.tiny_tokenizers import FAMILIES
 
 TEXTS = (
@@ -147,6 +153,15 @@ def test_equals_sentencepiece(family, tmp_path):
         {"extra_special_tokens": {"image_token": "<img>"}},
         {"added_tokens_decoder": {"5": {"content": "!", "special": True, "normalized": False}}},
         {"added_tokens_decoder": {"900": {"content": "zzz", "lstrip": True, "rstrip": True}}},
+        {"added_tokens_decoder": {"0": {"content": "<s>", "special": False}}},
+        {
+            "added_tokens_decoder": {
+                "901": {"content": "yyy", "special": False},
+                "900": {"content": "zzz", "special": True},
+                "9000": {"content": "www", "special": False},
+            },
+            "additional_special_tokens": ["yyy"],
+        },
         {"mask_token": {"content": "<mask>", "lstrip": True, "__type": "AddedToken"}},
     ],
     ids=str,
@@ -166,20 +181,49 @@ def test_special_tokens_map_of_the_older_layout(tmp_path, reference):
     assert_equal(load_tokenizer(folder), reference(folder))
 
 
+def test_added_tokens_of_the_older_layout(tmp_path, reference):
+    folder = tiny_tokenizers.write_llama_sentencepiece(
+        tmp_path, {"additional_special_tokens": ["<|a|>"]}
+    )
+    size = load_tokenizer(folder).vocab_size - 1
+    ids = {"<|b|>": size + 1, "<|a|>": size, "<|c|>": size + 2}
+    (folder / "added_tokens.json").write_text(json.dumps(ids))
+    assert_equal(load_tokenizer(folder), reference(folder))
+
+
 def test_truncation_and_padding_in_the_file_do_not_count(tmp_path):
     folder = tiny_tokenizers.write_byte_level(tmp_path)
     backend = BackendTokenizer.from_file(str(folder / "tokenizer.json"))
     backend.enable_truncation(4)
-    backend.enable_padding(length=8)
+    backend.enable_padding(length=64)
     backend.save(str(folder / "tokenizer.json"))
     tokenizer = load_tokenizer(folder)
     text = "What is the capital of France?"
-    assert tokenizer.decode(tokenizer.encode(text)) == text
+    ids = tokenizer.encode(text)
+    assert 4 < len(ids) < 64
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<s>" + text
 
 
 def test_capitals_tokenizer(tmp_path, reference):
-    save_tokenizer(build_tokenizer(), tmp_path)
+    capitals.save_tokenizer(capitals.build_tokenizer(), tmp_path)
     assert_equal(load_tokenizer(tmp_path), reference(tmp_path))
+
+
+def test_best_score_is_merged_first(tmp_path):
+    """Also where ids are not in the order of scores, as in a model with pieces added later."""
+    texts = {"\u2581": -1.0, "a": -2.0, "b": -3.0, "c": -4.0, "ab": -6.0, "bc": -5.0}
+    pieces = (Piece("<unk>", type=PieceType.UNKNOWN), *(Piece(t, s) for t, s in texts.items()))
+    model = SentencePieceModel(pieces, model_type=2)
+    ids = build_tokenizer(model, {"add_prefix_space": False}).encode("abc").ids
+    assert [pieces[i].text for i in ids] == ["a", "bc"]
+
+
+def test_model_without_bos_and_eos(tmp_path):
+    options = {"model_type": "bpe", "vocab_size": 200, "bos_id": -1, "eos_id": -1}
+    tiny_tokenizers._train_sentencepiece(tmp_path, options)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.bos_token_id is tokenizer.eos_token_id is None
+    assert tokenizer.encode("The fox") == tokenizer.encode("The fox", add_special_tokens=False)
 
 
 def test_token_bytes_add_up_to_the_text(tmp_path):

@@ -195,8 +195,9 @@ async def test_stop_without_an_id_means_its_own_stream(service):
 
 
 async def test_tenants_do_not_stop_each_other(service):
-    stream = await service.stream(request(stream=True, end_id=-1, request_id="7"), LOCAL)
-    await service.infer(stop("7"), Principal(tenant="other"))
+    mine = Principal(tenant="mine")
+    stream = await service.stream(request(stream=True, end_id=-1, request_id="7"), mine)
+    await service.infer(stop("7"), LOCAL)
     await anext(stream)
     assert not (await anext(stream)).is_final
     await stream.aclose()

@@ -148,3 +148,8 @@ async def test_only_get(client):
 async def test_engine_without_kv_blocks(client, backend):
     backend.engine_stats = EngineStats()
     assert 'loraplex_kv_cache_usage_ratio{model="echo"} 0.0' in (await client.get("/metrics")).text
+
+
+def test_a_backend_that_has_not_started_is_not_asked(backend, request_metrics, monkeypatch):
+    monkeypatch.setattr(backend, "models", lambda: pytest.fail("asked too early"))
+    metrics_app(backend, request_metrics)

@@ -1,0 +1,97 @@
+"""A real `loraplex serve` in its own process, with the shipped model, for tests of the whole."""
+
+import contextlib
+import dataclasses
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from loraplex.testing.capitals import ADAPTER_PATHS, BASE_PATH
+
+START_SECONDS = 90
+STOP_SECONDS = 30
+MODEL = "capitals"
+
+
+@dataclasses.dataclass
+class RunningServer:
+    process: "subprocess.Popen[str]"
+    http_port: int
+    grpc_port: int
+    metrics_port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.http_port}"
+
+    def get(self, path: str, port: int | None = None) -> tuple[int, str]:
+        """(status, body)."""
+        return fetch(f"http://127.0.0.1:{port or self.http_port}{path}")
+
+    def post(self, path: str, body: Any) -> tuple[int, Any]:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        status, text = fetch(f"{self.url}{path}", data)
+        return status, json.loads(text) if text else None
+
+    def is_ready(self) -> bool:
+        with contextlib.suppress(OSError):
+            return self.get("/health/ready")[0] == 200
+        return False
+
+    def wait_until(self, ready: bool, seconds: float = START_SECONDS) -> None:
+        deadline = time.monotonic() + seconds
+        while self.is_ready() is not ready:
+            assert self.process.poll() is None, f"the server ended: {self.process.returncode}"
+            assert time.monotonic() < deadline, f"not {'ready' if ready else 'unready'} in time"
+            time.sleep(0.05)
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(STOP_SECONDS)
+
+
+def fetch(url: str, data: bytes | None = None) -> tuple[int, str]:
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        listeners = [
+            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
+        ]
+        return [listener.getsockname()[1] for listener in listeners]
+
+
+@contextlib.contextmanager
+def serving(state_dir: Path, *flags: str) -> Iterator[RunningServer]:
+    """`loraplex serve` with the shipped model and both adapters, until the context ends."""
+    ports = free_ports(3)
+    command = [sys.executable, "-m", "loraplex", "serve", str(BASE_PATH), "--name", MODEL]
+    for task_id, (name, path) in enumerate(ADAPTER_PATHS.items(), start=1):
+        command += ["--adapter", f"{name}={path},task_id={task_id}"]
+    for kind, port in zip(("http", "grpc", "metrics"), ports, strict=True):
+        command += [f"--{kind}-port", str(port)]
+    command += ["--state-dir", str(state_dir), *flags]
+    process = subprocess.Popen(command, text=True)
+    server = RunningServer(process, *ports)
+    try:
+        server.wait_until(ready=True)
+        yield server
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()

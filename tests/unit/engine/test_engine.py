@@ -1,0 +1,201 @@
+"""The engine as its loop sees it."""
+
+import msgspec
+import pytest
+
+from loraplex.core.errors import AdapterNotFoundError, AdapterTooLargeError
+from loraplex.core.sampling_params import SamplingParams
+from loraplex.engine.engine import LOAD_POLL_NS
+from loraplex.testing.fake_engine import MILLISECOND_NS, FakeEngine
+from loraplex.testing.fake_loader import fake_source
+from loraplex.testing.fake_runner import FAKE_CAPACITY
+
+
+@pytest.fixture
+def fakes():
+    return FakeEngine()
+
+
+def test_a_digest_keeps_its_handle(fakes):
+    first = fakes.register("a")
+    assert fakes.register("b") != first
+    assert fakes.register("a") == first
+
+
+def test_an_adapter_that_can_never_fit_is_refused(fakes):
+    with pytest.raises(AdapterTooLargeError, match="17 device pages"):
+        fakes.register("huge", num_pages=17)
+    with pytest.raises(AdapterTooLargeError, match="bytes"):
+        fakes.register("huge", num_bytes=10**9)
+    geometry = msgspec.structs.replace(FAKE_CAPACITY.page_geometry, slots_per_page=17)
+    with pytest.raises(AdapterTooLargeError):
+        fakes.engine.register_adapter(fake_source("long", geometry))
+
+
+def test_unregister(fakes):
+    fakes.register("a")
+    fakes.add([1], "a", max_tokens=3)
+    fakes.step(3)
+    assert not fakes.engine.unregister_adapter("a")
+    fakes.run()
+    assert fakes.engine.unregister_adapter("a")
+    assert fakes.loader.host == {}
+    with pytest.raises(AdapterNotFoundError):
+        fakes.engine.unregister_adapter("a")
+    handle = fakes.register("a")
+    assert handle == 2
+
+
+def test_unknown_adapters(fakes):
+    request_id = fakes.add([1], "nobody's")
+    fakes.run()
+    error = fakes.answers[request_id].outputs[-1].error
+    assert (error.code, "nobody's" in error.message) == ("adapter_not_found", True)
+    with pytest.raises(AdapterNotFoundError):
+        fakes.engine.preload("nobody's")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "code"),
+    [
+        ([], SamplingParams(), "invalid_request"),
+        ([1, 1000], SamplingParams(), "token_out_of_vocabulary"),
+        ([-1], SamplingParams(), "token_out_of_vocabulary"),
+        ([1], SamplingParams(max_tokens=0), "invalid_parameter"),
+    ],
+)
+def test_a_bad_request_gets_an_error_output(fakes, prompt, sampling, code):
+    request_id = fakes.add(prompt, sampling=sampling)
+    assert fakes.engine.next_wake_ns() is not None
+    fakes.run()
+    assert fakes.answers[request_id].error_code == code
+    assert fakes.runner.plans == []
+
+
+def test_a_seed_is_given_to_those_without(fakes):
+    request_id = fakes.add([1], sampling=SamplingParams(max_tokens=2))
+    fakes.run()
+    assert fakes.runner.plans[0].added[0].seed == request_id
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_failed_step_ends_its_requests_only(fakes, early):
+    fakes.register("a")
+    fakes.loader.num_polls = 3
+    in_step = [fakes.add(range(1, 40), max_tokens=9), fakes.add([2], max_tokens=9)]
+    waiting = fakes.add([1], "a", max_tokens=3)
+    fakes.step(2)
+    fakes.runner.fail_step(early=early)
+    fakes.step()
+    for request_id in in_step:
+        assert fakes.answers[request_id].error_code == "step_failed"
+    fakes.run()
+    assert fakes.tokens(waiting) == fakes.alone(waiting)
+    again = fakes.add(range(1, 40), max_tokens=3)
+    fakes.run()
+    assert fakes.tokens(again) == fakes.alone(again)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_copy_of_a_failed_step_is_started_again(fakes, early):
+    fakes.register("a")
+    fakes.add([1], max_tokens=9)
+    fakes.step()
+    waiting = fakes.add([1], "a", max_tokens=3)
+    fakes.step()
+    fakes.runner.fail_step(early=early)
+    fakes.step()
+    assert len(fakes.runner.plans[-1].adapter_copies) == 1
+    fakes.run()
+    assert fakes.tokens(waiting) == fakes.alone(waiting)
+
+
+def test_any_exception_of_the_runner_is_a_failed_step(fakes, monkeypatch):
+    request_id = fakes.add([1])
+
+    def launch(plan):
+        raise ZeroDivisionError("secret")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fakes.runner, "launch", launch)
+        fakes.step()
+    error = fakes.answers[request_id].outputs[-1].error
+    assert error.code == "step_failed"
+    assert "secret" not in error.message
+    fakes.engine.check()
+
+
+def test_a_row_error_ends_all_sequences_of_its_request(fakes):
+    fakes.runner.fail_rows()
+    failed = fakes.add([1], sampling=SamplingParams(max_tokens=3, n=3))
+    other = fakes.add([2])
+    fakes.run()
+    assert fakes.answers[failed].error_code == "row_failed"
+    assert fakes.tokens(other) == fakes.alone(other)
+
+
+def test_it_asks_for_loads_while_it_waits(fakes):
+    fakes.register("a")
+    fakes.loader.num_polls = 3
+    fakes.add([1], "a")
+    fakes.step()
+    assert fakes.engine.next_wake_ns() == fakes.clock.now_ns() + LOAD_POLL_NS
+    fakes.run()
+
+
+def test_the_step_record(fakes):
+    fakes.register("a")
+    with_adapter = fakes.add([1, 2], "a", max_tokens=3)
+    fakes.step(3)
+    base = fakes.add([3, 4, 5], max_tokens=1)
+    fakes.step()
+    record = fakes.records[-1]
+    assert record.request_ids == (with_adapter, base)
+    assert (record.num_rows, record.num_prefill_rows, record.num_tokens) == (2, 1, 4)
+    assert (record.num_adapters, record.adapter_pages_used) == (1, 1)
+    assert (record.num_running, record.num_waiting, record.num_preempted) == (2, 0, 0)
+    assert record.blocks_held == 2
+    assert [r.adapter_copies_started for r in fakes.records] == [1, 0, 0]
+    assert [r.step_id for r in fakes.records] == [1, 2, 3]
+    assert all(r.duration_ns == 0 for r in fakes.records)
+    fakes.run()
+
+
+def test_stats_count_tokens(fakes):
+    fakes.add([1, 2, 3], max_tokens=4)
+    fakes.run()
+    stats = fakes.engine.stats()
+    assert (stats.steps, stats.prompt_tokens, stats.generation_tokens) == (4, 3, 4)
+    assert stats.num_running == stats.num_waiting == stats.blocks_held == 0
+
+
+def test_check_fails_if_something_is_lost(fakes):
+    fakes.add([1, 2, 3])
+    fakes.step()
+    fakes.engine.check()
+    fakes.engine._scheduler._roster.kv.grow([], 1)
+    with pytest.raises(AssertionError):
+        fakes.engine.check()
+
+
+def test_abort_of_what_is_gone_changes_nothing(fakes):
+    request_id = fakes.add([1])
+    fakes.run()
+    fakes.engine.abort(request_id)
+    fakes.engine.abort(99)
+    assert fakes.engine.is_idle
+
+
+def test_capacity_and_close(fakes):
+    assert fakes.engine.capacity is fakes.runner.capacity()
+    fakes.engine.close()
+    assert fakes.runner.is_closed
+    assert fakes.loader.is_closed
+
+
+def test_an_idle_engine_ends_by_deadline_what_waits_for_a_load(fakes):
+    fakes.register("a")
+    fakes.loader.num_polls = 100
+    request_id = fakes.add([1], "a", timeout_ns=5 * MILLISECOND_NS)
+    fakes.run()
+    assert fakes.answers[request_id].error_code == "deadline_exceeded"

@@ -1,0 +1,256 @@
+"""Reading config.json: every family, old and new field names, and refusals that name the field."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loraplex.core.errors import ConfigError, UnsupportedModelError
+from loraplex.models.config import DecoderConfig, RopeConfig, module_shapes
+from loraplex.models.registry import ARCHITECTURES, read_config
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+    "torch_dtype": "bfloat16",
+}
+
+
+def read(folder: Path, values: dict[str, Any], **changes: Any) -> DecoderConfig:
+    (folder / "config.json").write_text(json.dumps(values | changes))
+    return read_config(folder)
+
+
+def llama(folder: Path, **changes: Any) -> DecoderConfig:
+    return read(folder, LLAMA, **changes)
+
+
+def test_llama(tmp_path: Path) -> None:
+    assert llama(tmp_path) == DecoderConfig(
+        architecture="LlamaForCausalLM",
+        hidden_size=64,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        intermediate_size=96,
+        vocab_size=100,
+        max_position_embeddings=256,
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(original_max_position_embeddings=256),
+        layer_windows=(None, None, None),
+        eos_token_ids=(2,),
+        bos_token_id=1,
+        dtype="bfloat16",
+    )
+
+
+def test_llama_biases(tmp_path: Path) -> None:
+    config = llama(tmp_path, attention_bias=True, mlp_bias=True, head_dim=24)
+    assert (config.qkv_bias, config.o_bias, config.mlp_bias) == (True, True, True)
+    assert (config.q_size, config.kv_size) == (96, 48)
+
+
+def test_absent_and_null_fields_take_the_defaults_of_transformers(tmp_path: Path) -> None:
+    config = llama(
+        tmp_path, num_key_value_heads=None, max_position_embeddings=None, torch_dtype=None
+    )
+    assert (config.num_kv_heads, config.max_position_embeddings) == (4, 2048)
+    assert config.dtype is None
+
+
+def test_new_name_of_the_dtype(tmp_path: Path) -> None:
+    assert llama(tmp_path, dtype="float16").dtype == "float16"
+
+
+def test_mistral_has_one_window(tmp_path: Path) -> None:
+    mistral = LLAMA | {"architectures": ["MistralForCausalLM"]}
+    assert read(tmp_path, mistral, sliding_window=32).layer_windows == (32, 32, 32)
+    assert read(tmp_path, mistral, sliding_window=None).layer_windows == (None, None, None)
+    layer_types = ["full_attention", "sliding_attention", "full_attention"]
+    with pytest.raises(UnsupportedModelError, match="layer_types"):
+        read(tmp_path, mistral, layer_types=layer_types)
+
+
+def test_qwen2_has_biases_and_windows_where_it_says(tmp_path: Path) -> None:
+    qwen = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 32}
+    config = read(tmp_path, qwen)
+    assert (config.qkv_bias, config.o_bias, config.qk_norm) == (True, False, False)
+    assert config.layer_windows == (None, None, None)
+    config = read(tmp_path, qwen, use_sliding_window=True, max_window_layers=2)
+    assert config.layer_windows == (None, None, 32)
+    layer_types = ["sliding_attention", "full_attention", "sliding_attention"]
+    config = read(tmp_path, qwen, use_sliding_window=True, layer_types=layer_types)
+    assert config.layer_windows == (32, None, 32)
+
+
+@pytest.mark.parametrize(
+    ("layer_types", "message"),
+    [(["full_attention"], "has 1 entries"), (["linear_attention"] * 3, "'linear_attention'")],
+)
+def test_bad_layer_types(tmp_path: Path, layer_types: list[str], message: str) -> None:
+    qwen = LLAMA | {"architectures": ["Qwen2ForCausalLM"]}
+    with pytest.raises(ConfigError, match=message):
+        read(tmp_path, qwen, layer_types=layer_types)
+
+
+def test_qwen3_has_norms_and_its_own_head_size(tmp_path: Path) -> None:
+    config = read(tmp_path, LLAMA, architectures=["Qwen3ForCausalLM"])
+    assert (config.qk_norm, config.qkv_bias, config.head_dim) == (True, False, 128)
+
+
+@pytest.mark.parametrize("style", ["old", "new", "older name of the type"])
+def test_rope_in_old_and_new_style(tmp_path: Path, style: str) -> None:
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling |= {"original_max_position_embeddings": 64}
+    changes: dict[str, dict[str, Any]] = {
+        "old": {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **scaling}},
+        "new": {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **scaling}},
+        "older name of the type": {
+            "rope_theta": 5e5,
+            "rope_scaling": {"type": "llama3", **scaling},
+        },
+    }
+    assert llama(tmp_path, **changes[style]).rope == RopeConfig(
+        rope_type="llama3",
+        theta=5e5,
+        factor=8.0,
+        original_max_position_embeddings=64,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+    )
+
+
+def test_yarn_derives_an_absent_factor_from_the_lengths(tmp_path: Path) -> None:
+    rope = llama(
+        tmp_path, original_max_position_embeddings=64, rope_scaling={"rope_type": "yarn"}
+    ).rope
+    assert (rope.factor, rope.original_max_position_embeddings) == (4.0, 64)
+
+
+@pytest.mark.parametrize(
+    ("rope", "length"),
+    [
+        ({"rope_type": "default"}, 256),
+        ({"rope_type": "linear", "factor": 2.0}, 512),
+        ({"rope_type": "dynamic", "factor": 2.0}, 512),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 256),
+    ],
+)
+def test_default_length(tmp_path: Path, rope: dict[str, Any], length: int) -> None:
+    assert llama(tmp_path, rope_parameters=rope).default_max_model_len == length
+
+
+def test_end_tokens_of_generation_config_come_first(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    assert llama(tmp_path).eos_token_ids == (7, 9)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 8}')
+    assert llama(tmp_path).eos_token_ids == (8,)
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert llama(tmp_path).eos_token_ids == (2,)
+
+
+def test_module_shapes_are_in_and_out(tmp_path: Path) -> None:
+    assert module_shapes(llama(tmp_path, head_dim=24)) == {
+        "q_proj": (64, 96),
+        "k_proj": (64, 48),
+        "v_proj": (64, 48),
+        "o_proj": (96, 64),
+        "gate_proj": (64, 96),
+        "up_proj": (64, 96),
+        "down_proj": (96, 64),
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; supported: "),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"num_local_experts": 8}, "num_local_experts"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+        ({"rope_scaling": {"type": "mrope"}}, "rope type 'mrope'"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "per layer type"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        llama(tmp_path, **changes)
+
+
+def test_an_unknown_architecture_is_told_all_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError) as caught:
+        llama(tmp_path, architectures=["Foo"])
+    assert all(name in caught.value.message for name in ARCHITECTURES)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": "64"}, 'hidden_size must be an integer, got "64"'),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1"),
+        ({"vocab_size": True}, "vocab_size must be an integer"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false"),
+        ({"architectures": []}, "architectures is missing"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures must be a list of strings"),
+        ({"eos_token_id": "2"}, "eos_token_id must be an integer or a list"),
+        ({"num_key_value_heads": 3}, "multiple of num_key_value_heads"),
+        ({"head_dim": 15}, "head_dim must be even"),
+        ({"rope_scaling": [1]}, "rope_scaling must be an object"),
+        ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
+        ({"rope_scaling": {"type": "linear", "factor": -1}}, "must be positive"),
+        ({"rope_theta": "big"}, "rope_theta must be a number"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [1]}},
+            "short_factor must have 8",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 2, "low_freq_factor": 4}},
+            "high_freq_factor is missing",
+        ),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 2,
+                    "low_freq_factor": 4,
+                    "high_freq_factor": 4,
+                }
+            },
+            "less than high_freq_factor",
+        ),
+    ],
+)
+def test_errors_name_file_and_field(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        llama(tmp_path, **changes)
+    assert str(tmp_path / "config.json") in caught.value.message
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\udcff"])
+def test_broken_file(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        read_config(tmp_path)
+
+
+def test_no_model_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        read_config(tmp_path)

@@ -1,0 +1,255 @@
+"""Adapters come to the device beside the steps, and nobody is passed over for ever."""
+
+import msgspec
+import pytest
+
+from loraplex.core.sampling_params import SamplingParams
+from loraplex.scheduling.settings import SchedulerSettings
+from loraplex.testing.fake_engine import MILLISECOND_NS, FakeEngine
+from loraplex.testing.fake_runner import FAKE_CAPACITY
+
+AGING_NS = 20 * MILLISECOND_NS
+
+
+def fake_engine(*, settings=None, host_bytes=1_000_000, num_polls=1, copy_steps=0, **capacity):
+    capacity = {"max_num_seqs": 4, "num_adapter_pages": 2, **capacity}
+    fakes = FakeEngine(
+        msgspec.structs.replace(FAKE_CAPACITY, **capacity),
+        SchedulerSettings(adapter_aging_ns=AGING_NS, **(settings or {})),
+        adapter_host_bytes=host_bytes,
+        num_polls=num_polls,
+        copy_steps=copy_steps,
+    )
+    for digest in ("a", "b", "c", "d"):
+        fakes.register(digest)
+    if capacity["num_adapter_pages"] > 1:
+        fakes.register("wide", num_pages=2)
+    return fakes
+
+
+def test_a_cold_adapter_delays_its_own_request_only():
+    fakes = fake_engine(num_polls=4, copy_steps=3)
+    cold = fakes.add([1, 2, 3], "a")
+    warm = fakes.add([1, 2, 3], max_tokens=20)
+    fakes.step()
+    assert fakes.records[0].request_ids == (warm,)
+    fakes.step(3)
+    assert fakes.tokens(cold) == []
+    assert len(fakes.tokens(warm)) == 4
+    fakes.run()
+    for request_id in (cold, warm):
+        assert fakes.tokens(request_id) == fakes.alone(request_id)
+    timing = fakes.answers[cold].outputs[-1].timing
+    assert timing.arrival_ns < timing.adapter_ready_ns <= timing.first_scheduled_ns
+
+
+def test_a_plan_may_only_start_a_copy():
+    fakes = fake_engine(copy_steps=1)
+    fakes.add([1], "a", max_tokens=1)
+    fakes.step(2)
+    assert fakes.runner.plans[0].rows == ()
+    assert len(fakes.runner.plans[0].adapter_copies) == 1
+    fakes.run()
+
+
+def test_an_adapter_on_the_device_is_used_at_once():
+    fakes = fake_engine()
+    fakes.add([1], "a", max_tokens=1)
+    fakes.run()
+    hit = fakes.add([2], "a", max_tokens=1)
+    fakes.step()
+    assert fakes.tokens(hit) == fakes.alone(hit)
+    stats = fakes.engine.stats().adapters
+    assert (stats.device_hits, stats.device_misses, stats.loads) == (1, 1, 1)
+
+
+def test_the_same_adapter_twice_counts_once():
+    fakes = fake_engine(num_adapter_pages=2)
+    request_id = fakes.add([1], "wide", "wide", max_tokens=2)
+    fakes.run()
+    assert fakes.tokens(request_id) == fakes.alone(request_id)
+
+
+def test_more_than_ever_fits_together_is_refused():
+    fakes = fake_engine()
+    request_id = fakes.add([1], "wide", "a")
+    fakes.run()
+    assert fakes.answers[request_id].error_code == "adapter_too_large"
+
+
+@pytest.mark.parametrize("host_bytes", [100, 200, 1000])
+@pytest.mark.parametrize("keeps_host_copy", [False, True])
+def test_two_adapters_of_one_request_meet_on_a_small_host(host_bytes, keeps_host_copy):
+    fakes = fake_engine(host_bytes=host_bytes, keeps_host_copy=keeps_host_copy)
+    requests = [fakes.add([1], *pair, max_tokens=2) for pair in ("ab", "cd", "ba", "ac", "d", "b")]
+    fakes.run(200)
+    for request_id in requests:
+        assert fakes.tokens(request_id) == fakes.alone(request_id)
+
+
+def test_a_pinned_adapter_stays():
+    fakes = fake_engine(num_adapter_pages=1)
+    running = fakes.add([1], "a", max_tokens=30)
+    fakes.step(4)
+    waiting = fakes.add([1], "b", max_tokens=1)
+    fakes.step(10)
+    assert fakes.tokens(waiting) == []
+    fakes.run()
+    assert fakes.tokens(running) == fakes.alone(running)
+    assert fakes.tokens(waiting) == fakes.alone(waiting)
+
+
+def test_a_failed_load_fails_those_that_wait_and_is_tried_again_later():
+    fakes = fake_engine(num_polls=3)
+    fakes.loader.fail("a")
+    failed = [fakes.add([1], "a"), fakes.add([2], "a", "b")]
+    other = fakes.add([1], "c")
+    fakes.run()
+    for request_id in failed:
+        assert fakes.answers[request_id].error_code == "adapter_load_failed"
+        assert "/staged/a is broken" in fakes.answers[request_id].outputs[-1].error.message
+    assert fakes.tokens(other) == fakes.alone(other)
+    too_soon = fakes.add([1], "a")
+    fakes.run()
+    error = fakes.answers[too_soon].outputs[-1].error
+    assert error.code == "adapter_load_failed"
+    assert 0 < error.retry_after_seconds <= 1.0
+    fakes.clock.advance_seconds(error.retry_after_seconds)
+    again = fakes.add([1], "a")
+    fakes.run()
+    assert fakes.tokens(again) == fakes.alone(again)
+
+
+def test_a_failed_copy_fails_those_that_wait():
+    fakes = fake_engine()
+    fakes.runner.fail_copies()
+    request_id = fakes.add([1], "a")
+    fakes.run()
+    assert fakes.answers[request_id].error_code == "adapter_load_failed"
+    assert "the copy failed" in fakes.answers[request_id].outputs[-1].error.message
+
+
+def stream(fakes, num_steps, *digests, stop_when, max_tokens=6):
+    """A new request of the given adapters, in turn, with every step; steps until the condition."""
+    for step in range(num_steps):
+        fakes.add([1], digests[step % len(digests)], max_tokens=max_tokens)
+        fakes.step()
+        if stop_when():
+            return step
+    return None
+
+
+def is_scheduled(fakes, request_id):
+    return any(request_id in record.request_ids for record in fakes.records)
+
+
+@pytest.mark.parametrize("digests", [("a", "b"), ("a",)])
+def test_a_request_that_lacks_pages_is_not_passed_over_for_ever(digests):
+    """The bound: twice the aging time, then the rows that run (6 tokens) and its own load."""
+    fakes = fake_engine(max_num_seqs=16)
+    for digest in digests:
+        fakes.add([1], digest, max_tokens=6)
+    fakes.step(3)
+    wide = fakes.add([1], "wide", max_tokens=1)
+    num_steps = stream(fakes, 200, *digests, stop_when=lambda: is_scheduled(fakes, wide))
+    assert num_steps is not None, "it starves"
+    aging_steps = AGING_NS // MILLISECOND_NS
+    assert aging_steps // 2 < num_steps <= 2 * aging_steps + 6 + 6
+    fakes.run()
+
+
+def test_at_first_only_new_adapters_are_held_up():
+    """One page is pinned by `a`; the other drains, because no unpinned adapter is let in."""
+    fakes = fake_engine(num_adapter_pages=3, max_num_seqs=16)
+    fakes.add([1], "a", max_tokens=200)
+    fakes.step(3)
+    fakes.add([1], "b", max_tokens=4)
+    fakes.add([1], "c", max_tokens=4)
+    fakes.step(3)
+    wide = fakes.add([1], "wide", max_tokens=1)
+    digests = ("b", "c", "d", "a")
+    num_steps = stream(
+        fakes, 200, *digests, stop_when=lambda: is_scheduled(fakes, wide), max_tokens=3
+    )
+    assert num_steps is not None
+    assert num_steps <= AGING_NS // MILLISECOND_NS + 10
+    fakes.run(3000)
+
+
+def test_the_base_model_is_never_held_up():
+    fakes = fake_engine(num_adapter_pages=2, max_num_seqs=4)
+    fakes.add([1], "a", max_tokens=200)
+    fakes.step(3)
+    wide = fakes.add([1], "wide", max_tokens=1)
+    fakes.step(3 * AGING_NS // MILLISECOND_NS)
+    base = fakes.add([1], max_tokens=1)
+    held_up = fakes.add([1], "b", max_tokens=1)
+    fakes.step(3)
+    assert fakes.tokens(base) == fakes.alone(base)
+    assert not is_scheduled(fakes, held_up)
+    fakes.run()
+    for request_id in (wide, held_up):
+        assert fakes.tokens(request_id) == fakes.alone(request_id)
+
+
+def test_running_requests_are_not_preempted_for_adapters():
+    fakes = fake_engine(num_adapter_pages=1)
+    fakes.add([1], "a", max_tokens=100)
+    fakes.step(3)
+    fakes.add([1], "b", max_tokens=1)
+    fakes.run()
+    assert fakes.engine.stats().preemptions == 0
+
+
+def test_preload_brings_an_adapter_to_the_device():
+    fakes = fake_engine(copy_steps=1)
+    fakes.engine.preload("a")
+    assert fakes.engine.next_wake_ns() is None
+    fakes.step()
+    assert not fakes.engine.is_idle
+    fakes.run()
+    assert fakes.engine.stats().adapters.num_on_device == 1
+    hit = fakes.add([1], "a", max_tokens=1)
+    fakes.step()
+    assert fakes.tokens(hit) == fakes.alone(hit)
+
+
+def test_preload_takes_no_room_that_a_request_wants():
+    fakes = fake_engine(num_adapter_pages=1, max_num_seqs=1)
+    fakes.add([1], max_tokens=30)
+    wanted = fakes.add([1], "a", max_tokens=1)
+    fakes.step(5)
+    assert fakes.engine.stats().adapters.num_on_device == 1
+    fakes.engine.preload("b")
+    fakes.step(5)
+    assert fakes.engine.stats().adapters.device_evictions == 0
+    fakes.run()
+    assert fakes.tokens(wanted) == fakes.alone(wanted)
+
+
+def test_a_failed_preload_is_forgotten():
+    fakes = fake_engine()
+    fakes.loader.fail("a")
+    fakes.engine.preload("a")
+    fakes.step()
+    fakes.run()
+    fakes.clock.advance_seconds(100)
+    fakes.step(3)
+    assert fakes.loader.num_loads == 1
+
+
+def test_waiting_for_a_slot_does_not_stop_the_load():
+    fakes = fake_engine(max_num_seqs=1)
+    fakes.add([1], max_tokens=20)
+    fakes.add([1], "a", max_tokens=1)
+    fakes.step(5)
+    assert fakes.engine.stats().adapters.num_on_device == 1
+    fakes.run()
+
+
+def test_siblings_use_the_adapter_too():
+    fakes = fake_engine()
+    sampling = SamplingParams(max_tokens=3, n=3, seed=1)
+    request_id = fakes.add(range(1, 40), "a", sampling=sampling)
+    fakes.run()
+    assert fakes.answers[request_id].token_ids == {i: fakes.alone(request_id, i) for i in range(3)}
