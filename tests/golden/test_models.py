@@ -14,7 +14,6 @@ import torch
 from peft import LoraConfig, PeftModel
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from loraplex.core.plan import RowStep
 from loraplex.core.plan import RowResult
 from loraplex.execution.host_adapters import HostAdapters
 from loraplex.execution.loading import load_parts
@@ -31,17 +30,17 @@ FLOAT32_TOLERANCE = 1e-4
 HALF_TOLERANCES = {torch.float16: 1e-2, torch.bfloat16: 6e-2}
 """Relative to the largest logit, over two layers and a rank-16 adapter."""
 
-SIZES: dict[str, Any] = dict(
-    vocab_size=VOCAB_SIZE,
-    hidden_size=64,
-    intermediate_size=112,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=128,
-    bos_token_id=None,
-    eos_token_id=None,
-)
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 5000.0},
     "linear": {"rope_type": "linear", "factor": 3.0},

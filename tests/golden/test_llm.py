@@ -1,0 +1,175 @@
+"""The whole library against transformers and PEFT, under every schedule that could go wrong.
+
+Float32 and greedy: the very same tokens, whoever shares the batch, however prompts are cut,
+whatever is evicted, and in another process.
+"""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel
+from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from loraplex import LLM, SamplingParams
+from loraplex.testing.capitals import BASE_PATH
+from loraplex.testing.checkpoints import add_random_adapters, save_random_model
+
+NUM_NEW_TOKENS = 20
+VOCAB_SIZE = 199
+SMALLEST_POOL_BYTES = 127_488
+"""One adapter of rank 16 on every module."""
+BLOCK_BYTES = 2 * 2 * 2 * 16 * 16 * 4
+"""Layers, keys and values, KV heads, head size, tokens, bytes: of one block of these models."""
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+FAMILIES: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**SIZES),
+    "mistral": MistralConfig(**SIZES, sliding_window=11),
+    "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SIZES),
+}
+ADAPTERS = {
+    "attention": LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"]),
+    "all": LoraConfig(r=16, lora_alpha=16, use_rslora=True, target_modules="all-linear"),
+    "mixed": LoraConfig(
+        r=8,
+        lora_alpha=4,
+        target_modules=["k_proj", "o_proj", "up_proj", "down_proj"],
+        rank_pattern={"up_proj": 3},
+        alpha_pattern={"o_proj": 32},
+    ),
+    "one-layer": LoraConfig(
+        r=5, lora_alpha=10, target_modules=["q_proj", "gate_proj"], layers_to_transform=[1]
+    ),
+}
+NAMES = (None, *ADAPTERS)
+SAMPLING = SamplingParams(max_tokens=NUM_NEW_TOKENS, temperature=0, ignore_eos=True)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A folder to serve, and what transformers and PEFT answer."""
+
+    folder: Path
+    adapters: dict[str, str]
+    prompts: list[list[int]]
+    names: list[str | None]
+    expected: list[tuple[int, ...]]
+
+    def open(self, **settings: Any) -> LLM:
+        return LLM(
+            str(self.folder), self.adapters, state_dir=str(self.folder / "state"), **settings
+        )
+
+    def generate(self, llm: LLM) -> list[tuple[int, ...]]:
+        answers = llm.generate(self.prompts, SAMPLING, adapter=self.names)
+        return [answer.token_ids for answer in answers]
+
+
+def make_prompts() -> list[list[int]]:
+    """Two beginnings shared by several prompts, and lengths on both sides of a block."""
+    generator = torch.Generator().manual_seed(5)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(VOCAB_SIZE, (count,), generator=generator).tolist()
+
+    beginnings = [tokens(33), tokens(16)]
+    return [beginnings[i % 2] + tokens(i % 4) for i in range(5)] + [
+        tokens(length) for length in (1, 15, 16, 17, 40)
+    ]
+
+
+def reference(model: PeftModel, prompt: list[int], name: str | None) -> tuple[int, ...]:
+    """Greedy tokens, alone, without a KV cache of anybody's making."""
+    ids = torch.tensor([prompt])
+    options = {"max_new_tokens": NUM_NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
+    if name is None:
+        with model.disable_adapter():
+            output = model.generate(input_ids=ids, **options)
+    else:
+        model.set_adapter(name)
+        output = model.generate(input_ids=ids, **options)
+    return tuple(output[0, len(prompt) :].tolist())
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    folder = tmp_path_factory.mktemp(request.param)
+    model = add_random_adapters(save_random_model(folder, FAMILIES[request.param]), ADAPTERS)
+    shutil.copy(BASE_PATH / "tokenizer.json", folder)
+    shutil.copy(BASE_PATH / "tokenizer_config.json", folder)
+    model.save_pretrained(folder / "adapters")
+    pairs = [(prompt, name) for prompt in make_prompts() for name in NAMES]
+    with torch.inference_mode():
+        expected = [reference(model, prompt, name) for prompt, name in pairs]
+    return Case(
+        folder,
+        {name: str(folder / "adapters" / name) for name in ADAPTERS},
+        [prompt for prompt, _ in pairs],
+        [name for _, name in pairs],
+        expected,
+    )
+
+
+def test_adapters_matter(case: Case):
+    """Else the rest would show nothing."""
+    assert len(set(case.expected[: len(NAMES)])) == len(NAMES)
+
+
+def test_alone(case: Case):
+    with case.open() as llm:
+        for index in range(0, len(case.prompts), 6):  # each prompt length and adapter in turn
+            answer = llm.generate([case.prompts[index]], SAMPLING, adapter=case.names[index])
+            assert answer[0].token_ids == case.expected[index]
+
+
+def test_all_in_one_batch(case: Case):
+    with case.open() as llm:
+        assert case.generate(llm) == case.expected
+
+
+def test_prefills_in_small_chunks(case: Case):
+    with case.open(max_num_batched_tokens=7, max_num_seqs=5) as llm:
+        assert case.generate(llm) == case.expected
+
+
+def test_preempted_and_recomputed(case: Case):
+    with case.open(kv_cache_bytes=12 * BLOCK_BYTES) as llm:
+        assert case.generate(llm) == case.expected
+        assert llm.stats().preemptions > 0
+
+
+def test_prefix_hits(case: Case):
+    with case.open() as llm:
+        assert case.generate(llm) == case.expected
+        before = llm.stats().cached_tokens
+        assert case.generate(llm) == case.expected
+        assert llm.stats().cached_tokens > before
+
+
+def test_adapters_evicted_and_loaded_again(case: Case):
+    with case.open(lora_device_bytes=SMALLEST_POOL_BYTES, max_lora_rank=16) as llm:
+        assert case.generate(llm) == case.expected
+        assert case.generate(llm) == case.expected
+        assert llm.stats().adapters.device_evictions > len(ADAPTERS)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_through_the_engine_process(case: Case):
+    with case.open(engine="process") as llm:
+        assert case.generate(llm) == case.expected

@@ -1,0 +1,12 @@
+"""A tiny checkpoint for the tests of this room."""
+
+from pathlib import Path
+
+import pytest
+
+from loraplex.testing.tiny_model import TinyCheckpoint
+
+
+@pytest.fixture
+def tiny_checkpoint(tmp_path: Path) -> TinyCheckpoint:
+    return TinyCheckpoint(tmp_path)

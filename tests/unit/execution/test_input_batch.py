@@ -1,0 +1,83 @@
+"""Rows in slots, and the tensors of a step."""
+
+import pytest
+import torch
+
+from loraplex.core.plan import LogitsNeeded, RowAdded, RowStep
+from loraplex.core.sampling_params import SamplingParams
+from loraplex.execution.input_batch import InputBatch
+
+BLOCK_SIZE = 4
+
+
+def added(slot: int, adapters: tuple[tuple[int, float], ...] = ()) -> RowAdded:
+    return RowAdded(
+        slot=slot,
+        sequence_id=slot,
+        sampling=SamplingParams(),
+        seed=0,
+        sequence_index=0,
+        token_ids=(1, 2),
+        num_prompt_tokens=2,
+        adapters=adapters,
+    )
+
+
+@pytest.fixture
+def batch() -> InputBatch:
+    batch = InputBatch(8, 32, BLOCK_SIZE, torch.device("cpu"))
+    batch.add_row(added(5))
+    batch.add_row(added(2, ((7, 0.5),)))
+    return batch
+
+
+def test_a_step_of_two_rows(batch: InputBatch) -> None:
+    first = RowStep(slot=5, start=0, num_tokens=6, new_block_ids=((30, 10),))
+    batch.forward_batch([first], [range(6)], None)
+    steps = [
+        RowStep(slot=2, start=0, num_tokens=5, new_block_ids=((20, 40),), logits=LogitsNeeded.ALL),
+        RowStep(slot=5, start=6, num_tokens=3, new_block_ids=((15,),)),
+    ]
+    forward = batch.forward_batch(steps, [(9, 8, 7, 6, 5), (4, 3, 2)], None)
+    assert forward.token_ids.tolist() == [9, 8, 7, 6, 5, 4, 3, 2]
+    assert forward.positions.tolist() == [0, 1, 2, 3, 4, 6, 7, 8]
+    assert forward.slot_mapping.tolist() == [80, 81, 82, 83, 160, 42, 43, 60]
+    assert forward.rows.query_start_loc == [0, 5, 8]
+    assert forward.rows.seq_lens == [5, 9]
+    assert forward.rows.block_tables[0, :2].tolist() == [20, 40]
+    assert forward.rows.block_tables[1].tolist() == [30, 10, 15]
+    assert forward.logits_indices.tolist() == [0, 1, 2, 3, 4, 7]
+    assert forward.lora is None
+
+
+def test_logits_of_draft_tokens_and_of_no_token(batch: InputBatch) -> None:
+    steps = [
+        RowStep(5, 0, 4, new_block_ids=((1,),), logits=LogitsNeeded.NONE),
+        RowStep(2, 0, 3, draft_token_ids=(5, 6), new_block_ids=((2,),)),
+    ]
+    forward = batch.forward_batch(steps, [(1, 2, 3, 4), (4, 5, 6)], None)
+    assert forward.logits_indices.tolist() == [4, 5, 6]
+
+
+def test_a_slot_starts_anew_for_its_next_row(batch: InputBatch) -> None:
+    batch.forward_batch([RowStep(5, 0, 8, new_block_ids=((1, 2),))], [range(8)], None)
+    batch.remove_row(5)
+    batch.add_row(added(5))
+    forward = batch.forward_batch([RowStep(5, 0, 2, new_block_ids=((3,),))], [(1, 2)], None)
+    assert forward.rows.block_tables.tolist() == [[3]]
+
+
+def test_adapters_of_a_row(batch: InputBatch) -> None:
+    assert batch.adapters(2) == ((7, 0.5),)
+    assert batch.adapters(5) == ()
+
+
+def test_a_plan_that_forgot_a_block_is_refused(batch: InputBatch) -> None:
+    """Or the row would write into a block of another."""
+    with pytest.raises(AssertionError, match="block is missing"):
+        batch.forward_batch([RowStep(5, 0, 5, new_block_ids=((1,),))], [range(5)], None)
+
+
+def test_a_taken_slot_is_refused(batch: InputBatch) -> None:
+    with pytest.raises(AssertionError, match="slot 5 is taken"):
+        batch.add_row(added(5))
