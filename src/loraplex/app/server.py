@@ -113,7 +113,7 @@ def http_app(service: Service, triton: TritonService, settings: ServerConfig) ->
     app.include_router(
         openai_routes(service, OpenAIOptions(max_body_bytes=settings.max_body_bytes))
     )
-    app.router.routes.extend(kserve_routes(triton))
+    app.router.routes.extend(kserve_routes(triton, max_body_bytes=settings.max_body_bytes))
     app.router.routes.extend(health_routes(service))
     app.include_router(openai_fallback_routes())
     return app

@@ -104,11 +104,11 @@ def keep_min_p(weights: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
 def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Inverse of the cumulative distribution in token-id order: int64 [n].
 
-    weights [n, vocab] int64, uniforms [n] float64 in [0, 1).
+    weights [n, vocab] int64, uniforms [n] float64 in [0, 1 - 2**-53]: then the rounded product is
+    below the total even where that is no float64.
     """
     cumulative = weights.cumsum(-1)
-    total = cumulative[:, -1]
-    target = torch.minimum((uniforms * total).to(torch.int64), total - 1)
+    target = (uniforms * cumulative[:, -1]).to(torch.int64)
     return torch.searchsorted(cumulative, target.unsqueeze(1), right=True).squeeze(1)
 
 

@@ -51,7 +51,9 @@ CHANGES = {
     "scale": {"scale": float(np.nextafter(np.float32(0.1), np.float32(1)))},
     "values": {"tensors": {"a": raw((2, 4)), "b": raw((6, 2), fill=3)}},
     "shape": {"tensors": {"a": raw((4, 2)), "b": raw((6, 2), fill=2)}},
-    "dtype": {"tensors": {"a": raw((2, 4)), "b": RawTensor("F16", (6, 4), raw((6, 2)).data)}},
+    "dtype": {
+        "tensors": {"a": raw((2, 4)), "b": RawTensor("I32", (6, 2), raw((6, 2), fill=2).data)}
+    },
     "tensor names": {"tensors": {"a": raw((2, 4)), "c": raw((6, 2), fill=2)}},
     "a tensor less": {"tensors": {"a": raw((2, 4))}},
 }

@@ -91,14 +91,19 @@ class TestStagingAgain:
         os.utime(folder / file, ns=(1, 1))
         assert not staged(folder).was_known
 
-    def test_new_weights_of_the_same_size_and_time_are_seen(self, staged, peft_folder):
-        folder = peft_folder(seed=1)
-        first = staged(folder.write())
-        times = os.stat(folder.path / "adapter_model.safetensors")
-        peft_folder(seed=2).write()
-        weights = folder.path / "adapter_model.safetensors"
-        os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
-        second = staged(folder.path)
+    def test_new_weights_of_the_same_file_size_and_time_are_seen(self, staged, peft_folder):
+        newer = (peft_folder("b", seed=2).write() / "adapter_model.safetensors").read_bytes()
+        weights = peft_folder("a", seed=1).write() / "adapter_model.safetensors"
+        first, before = staged(weights.parent), weights.stat()
+        weights.write_bytes(newer)
+        os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+        after = weights.stat()
+        assert (after.st_ino, after.st_size, after.st_mtime_ns) == (
+            before.st_ino,
+            before.st_size,
+            before.st_mtime_ns,
+        )
+        second = staged(weights.parent)
         assert not second.was_known
         assert second.source.digest != first.source.digest
 
