@@ -38,6 +38,10 @@ $(VENV)/.dev: $(VENV)/.runtime
 	$(INSTALL) -e ".[dev]"
 	@touch $@
 
+$(VENV)/.bench: $(VENV)/.runtime
+	$(INSTALL) -e ".[bench]"
+	@touch $@
+
 $(VENV)/.docs: $(VENV)/.runtime
 	$(INSTALL) -e ".[docs]"
 	@touch $@
@@ -59,7 +63,7 @@ lint: $(VENV)/.dev
 types: $(VENV)/.dev
 	$(BIN)/mypy
 
-bench: $(VENV)/.runtime
+bench: $(VENV)/.bench
 	$(BIN)/loraplex bench --output benchmarks/results
 
 docs: $(VENV)/.docs

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import json
+import time
 
 import numpy as np
 import openai
@@ -220,3 +221,25 @@ def test_metrics_count_what_was_asked(client, server):
 )
 def test_health(server, path):
     assert server.get(path)[0] == 200
+
+
+def num_running(server) -> int:
+    return json.loads(server.get("/v1/internal/stats")[1])["capitals"]["num_running"]
+
+
+def test_a_client_that_leaves_stops_its_request(client, server):
+    stream = client.completions.create(
+        model="chinese",
+        prompt="x",
+        max_tokens=2000,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    next(stream)
+    assert num_running(server) == 1
+    stream.close()
+    deadline = time.monotonic() + 5
+    while num_running(server):
+        assert time.monotonic() < deadline, "the request still runs"
+        time.sleep(0.02)

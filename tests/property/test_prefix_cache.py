@@ -16,7 +16,7 @@ from loraplex.memory.kv_blocks import KVBlocks
 from loraplex.memory.prefix_cache import hash_block
 
 BLOCK_SIZE = 2
-NUM_BLOCKS = 7
+NUM_BLOCKS = 6
 TOKENS = st.integers(0, 1)
 SALTS = st.sampled_from([b"", b"base", b"adapter"])
 
@@ -48,6 +48,8 @@ class KVBlocksMachine(RuleBasedStateMachine):
             hash_function=self.hash_function,
         )
         self.live = []
+        self.past = []
+        """(token ids, salt) of sequences that ended: their blocks may be cached."""
         self.written = [[None] * BLOCK_SIZE for _ in range(NUM_BLOCKS)]
 
     def draw_live(self, data):
@@ -80,14 +82,13 @@ class KVBlocksMachine(RuleBasedStateMachine):
         assert num_cached % BLOCK_SIZE == 0
         assert num_cached < len(token_ids)
         assert 1 <= admission.num_new_tokens <= max_new_tokens
+        assert len(set(admission.block_ids)) == len(admission.block_ids)
         num_tokens = num_cached + admission.num_new_tokens
         assert len(admission.block_ids) == self.blocks.num_blocks_for(num_tokens)
         if self.finds_all:
             assert num_cached >= at_least
-        seq = LiveSequence(
-            token_ids, salt, admission.block_ids, num_cached // BLOCK_SIZE, num_cached
-        )
-        self.live.append(seq)
+        num_hashed = num_cached // BLOCK_SIZE
+        self.live.append(LiveSequence(token_ids, salt, admission.block_ids, num_hashed, num_cached))
 
     @rule(
         token_ids=st.lists(TOKENS, min_size=1, max_size=9),
@@ -98,23 +99,43 @@ class KVBlocksMachine(RuleBasedStateMachine):
     def admit_new(self, token_ids, salt, max_new_tokens, reserved):
         self.admit(token_ids, salt, max_new_tokens, reserved)
 
-    @precondition(lambda self: self.live)
+    @precondition(lambda self: self.live or self.past)
     @rule(data=st.data(), more=st.lists(TOKENS, max_size=3), other_salt=st.booleans())
     def admit_with_a_known_beginning(self, data, more, other_salt):
-        seq = self.draw_live(data)
-        salt = data.draw(SALTS) if other_salt else seq.salt
-        self.admit(seq.token_ids + more, salt, max_new_tokens=len(seq.token_ids) + 3)
+        known = [*((seq.token_ids, seq.salt) for seq in self.live), *self.past]
+        token_ids, salt = data.draw(st.sampled_from(known))
+        if other_salt:
+            salt = data.draw(SALTS)
+        self.admit(token_ids + more, salt, max_new_tokens=len(token_ids) + 3)
+
+    @rule(token_ids=st.lists(TOKENS, min_size=3, max_size=5), salt=SALTS, end_first=st.booleans())
+    def run_twins(self, token_ids, salt, end_first):
+        """Equal sequences admitted together compute equal blocks; one goes on alone."""
+        before = len(self.live)
+        self.admit(token_ids, salt, max_new_tokens=9)
+        self.admit(token_ids, salt, max_new_tokens=9)
+        twins = self.live[before:]
+        for seq in twins:
+            self.compute(seq, len(token_ids))
+        if len(twins) == 2:
+            self.finish(twins[0 if end_first else 1])
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), num_tokens=st.integers(1, 4), new=st.lists(TOKENS, max_size=2))
     def step(self, data, num_tokens, new):
-        """Compute some tokens, make them known, append what was sampled."""
+        """Compute some tokens and append what was sampled; give up if there is no room."""
         seq = self.draw_live(data)
-        num_computed = min(len(seq.token_ids), seq.num_computed_tokens + num_tokens)
+        if not self.compute(seq, seq.num_computed_tokens + num_tokens):
+            self.finish(seq)
+        elif seq.num_computed_tokens == len(seq.token_ids):
+            seq.token_ids = seq.token_ids + new
+
+    def compute(self, seq, until):
+        """Write KV and make the full blocks known; False if there is no room."""
+        num_computed = min(len(seq.token_ids), until)
         grown = self.blocks.grow(seq.block_ids, num_computed)
         if grown is None:
-            self.finish(seq)
-            return
+            return False
         seq.block_ids += grown
         for position in range(seq.num_computed_tokens, num_computed):
             block_id = seq.block_ids[position // BLOCK_SIZE]
@@ -125,8 +146,7 @@ class KVBlocksMachine(RuleBasedStateMachine):
             seq.token_ids, seq.salt, seq.block_ids, seq.num_hashed_blocks, num_computed
         )
         assert seq.num_hashed_blocks == num_computed // BLOCK_SIZE
-        if num_computed == len(seq.token_ids):
-            seq.token_ids = seq.token_ids + new
+        return True
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -146,6 +166,7 @@ class KVBlocksMachine(RuleBasedStateMachine):
 
     def finish(self, seq):
         self.live = [other for other in self.live if other is not seq]
+        self.past = [*self.past[-3:], (seq.token_ids, seq.salt)]
         self.blocks.release(seq.block_ids)
 
     @invariant()
@@ -158,7 +179,6 @@ class KVBlocksMachine(RuleBasedStateMachine):
 
     def teardown(self):
         """At rest nobody holds a block, and taking all of them makes the cache forget all."""
-        seen = [(seq.token_ids, seq.salt) for seq in self.live]
         while self.live:
             self.finish(self.live[-1])
         self.blocks.check([])
@@ -168,7 +188,7 @@ class KVBlocksMachine(RuleBasedStateMachine):
         self.blocks.release(everything)
         self.blocks.check([])
         assert self.blocks.num_free == NUM_BLOCKS
-        for token_ids, salt in seen:
+        for token_ids, salt in self.past:
             admission = self.blocks.admit(token_ids, salt, 1)
             assert admission is not None
             assert admission.num_cached_tokens == 0
@@ -195,7 +215,7 @@ class NoPrefixCacheMachine(KVBlocksMachine):
 
 
 TestKVBlocks = KVBlocksMachine.TestCase
-TestKVBlocks.settings = settings(max_examples=150, stateful_step_count=40)
+TestKVBlocks.settings = settings(max_examples=200, stateful_step_count=40)
 TestWeakHash = WeakHashMachine.TestCase
 TestWeakHash.settings = settings(max_examples=150, stateful_step_count=40)
 TestNoPrefixCache = NoPrefixCacheMachine.TestCase

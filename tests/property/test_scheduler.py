@@ -5,6 +5,7 @@ import random
 
 import hypothesis.strategies as st
 import msgspec
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -341,6 +342,7 @@ class EngineMachine(RuleBasedStateMachine):
         return answer, FinishReason.LENGTH
 
 
+@pytest.mark.timeout(400)  # hypothesis shrinks a failure for up to five minutes
 def test_every_request_ends_once_with_its_answer():
     run_state_machine_as_test(
         EngineMachine,

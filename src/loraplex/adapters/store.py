@@ -141,18 +141,23 @@ class AdapterStore:
 
     def resolve(self, ref: AdapterRef) -> AdapterVersion:
         """The present version. Raises AdapterNotFoundError, which names what there is."""
+        found = self.find(ref)
+        if found is None:
+            names = list(self._versions.get((ref.model, ref.tenant), {}))
+            raise AdapterNotFoundError(_not_found(ref.key, ref.model, names))
+        return found
+
+    def find(self, ref: AdapterRef) -> AdapterVersion | None:
+        """The present version, if there is one."""
         owner = (ref.model, ref.tenant)
         versions = self._versions.get(owner, {})
         match ref.key:
             case ByName(name):
-                found = versions.get(name)
+                return versions.get(name)
             case ByTaskId(task_id):
-                found = versions.get(self._names_by_task.get(owner, {}).get(task_id, ""))
+                return versions.get(self._names_by_task.get(owner, {}).get(task_id, ""))
             case ByDigest(digest):
-                found = next((v for v in versions.values() if v.digest == digest), None)
-        if found is None:
-            raise AdapterNotFoundError(_not_found(ref.key, ref.model, list(versions)))
-        return found
+                return next((v for v in versions.values() if v.digest == digest), None)
 
     def list(self, tenant: str, model: str | None = None) -> list[AdapterVersion]:
         """A tenant's adapters, by model and name."""

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from loraplex.cli.bench import bench
 from loraplex.cli.generate import generate
 from loraplex.cli.serve import serve
 from loraplex.core.version import __version__
@@ -17,6 +18,7 @@ app = typer.Typer(
 )
 app.command()(serve)
 app.command()(generate)
+app.command()(bench)
 
 
 def _print_version(asked: bool) -> None:

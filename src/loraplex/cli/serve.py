@@ -166,6 +166,6 @@ def build_config(
             Layer("flag --adapter-dir", {"models": {only: {"adapter_dirs": adapter_dirs}}})
         )
     environment = field_layers(
-        "environment variable LORAPLEX_{FIELD}", environment_fields(), served
+        "environment variable LORAPLEX_{variable}", environment_fields(), served
     )
-    return resolve([*layers, *environment, *field_layers("flag --{field}", flags, served)])
+    return resolve([*layers, *environment, *field_layers("flag --{flag}", flags, served)])

@@ -12,20 +12,45 @@ import os
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
+from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from loraplex.core.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "LORAPLEX_"
-_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+_BYTES = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt])(i?))?b?", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_INT64_MAX = 2**63 - 1
 
 _SLEEPING_THREADS = ("OMP_WAIT_POLICY", "PASSIVE")
 
+_OF_ONE_MODEL = ("path", "adapters", "adapter_dirs")
+_CHOICES = {
+    "dtype": ("auto", "float32", "float16", "bfloat16"),
+    "log_level": ("debug", "info", "warning", "error"),
+}
+_DEVICE = re.compile(r"cpu|cuda(:[0-9]+)?")
+_MINIMUM = {
+    "max_model_len": 1,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "block_size": 1,
+    "kv_cache_bytes": 1,
+    "max_queue_size": 0,
+    "max_queue_delay_microseconds": 0,
+    "max_lora_rank": 1,
+    "lora_device_bytes": 1,
+    "lora_host_bytes": 1,
+    "num_threads": 1,
+    "max_body_bytes": 1,
+    "shutdown_seconds": 0,
+}
+
 KeyPath = tuple[str, ...]
+Section = TypeVar("Section", bound=msgspec.Struct)
 
 
 class AdapterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -92,11 +117,16 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Layer:
-    """Values from one place. A key path ends at a value that is not a table."""
+    """Values from one place. A key path ends at a value that is not a table, or an empty one."""
 
     def __init__(self, source: str, values: Mapping[str, Any]) -> None:
         self.source = source
         self.values = values
+
+    @property
+    def model_names(self) -> list[str]:
+        models = self.values.get("models")
+        return list(models) if isinstance(models, Mapping) else []
 
     def leaves(self) -> Iterable[tuple[KeyPath, Any]]:
         return _leaves(self.values, ())
@@ -116,17 +146,17 @@ def file_layer(path: Path) -> Layer:
 def field_layers(source: str, fields: Mapping[str, Any], model_names: Iterable[str]) -> list[Layer]:
     """Flags or variables, by field name, put where they belong; one layer each, for its source.
 
-    `source` names a field for people, e.g. "flag --{field}". Raises ConfigError for a name that
-    is no setting.
+    `source` names a field for people: "flag --{flag}" or "variable LORAPLEX_{variable}". Raises
+    ConfigError for a name that is no setting.
     """
     names = list(model_names)
     layers = []
     for field, value in fields.items():
-        label = source.format(
-            field=field.replace("_", "-") if "--" in source else field, FIELD=field.upper()
-        )
+        label = source.format(flag=field.replace("_", "-"), variable=field.upper())
         if field in ServerConfig.__struct_fields__:
             layers.append(Layer(label, {"server": {field: value}}))
+        elif field in _OF_ONE_MODEL:
+            raise ConfigError(f"{label}: {field} belongs to one model; set it under [models.NAME]")
         elif field in ModelConfig.__struct_fields__:
             layers.append(Layer(label, {"models": {name: {field: value} for name in names}}))
         else:
@@ -145,19 +175,12 @@ def environment_fields(environment: Mapping[str, str] | None = None) -> dict[str
 
 
 def resolve(layers: Iterable[Layer]) -> Config:
-    """Merge the layers, later ones winning. Raises ConfigError that names the source."""
-    values: dict[str, Any] = {}
-    sources: dict[KeyPath, str] = {}
+    """Merge the layers, later ones winning. Raises ConfigError that names key and source."""
+    merged = _MergedLayers()
     for layer in layers:
         for path, value in layer.leaves():
-            _put(values, path, _parse_bytes(value, path, layer.source))
-            sources[path] = layer.source
-    try:
-        config = msgspec.convert(values, Config, strict=False)
-    except msgspec.ValidationError as error:
-        raise ConfigError(_explain(str(error), sources)) from error
-    _validate(config, sources)
-    return config
+            merged.put(path, value, layer.source)
+    return merged.config()
 
 
 def state_directory(configured: str) -> Path:
@@ -171,9 +194,7 @@ def state_directory(configured: str) -> Path:
 def child_environment() -> dict[str, str]:
     """The environment for our own processes: settings reach them by message, not by variable."""
     environment = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(ENVIRONMENT_PREFIX)
+        name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)
     }
     environment.setdefault(*_SLEEPING_THREADS)
     return environment
@@ -193,105 +214,106 @@ def parse_bytes(text: str) -> int:
     match = _BYTES.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is not a number of bytes, such as 512MiB")
-    number, power, binary = match.groups()
-    return int(float(number) * (1024 if binary else 1000) ** _POWERS[power.lower()])
+    number, power, binary = match.groups(default="")
+    return int(Decimal(number) * (1024 if binary else 1000) ** _POWERS[power.lower()])
 
 
 def _leaves(values: Mapping[str, Any], path: KeyPath) -> Iterable[tuple[KeyPath, Any]]:
     for key, value in values.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             yield from _leaves(value, (*path, key))
         else:
             yield (*path, key), value
 
 
-def _put(values: dict[str, Any], path: KeyPath, value: Any) -> None:
-    for key in path[:-1]:
-        values = values.setdefault(key, {})
-    values[path[-1]] = value
+class _MergedLayers:
+    """One tree of values, and where each of them came from."""
 
+    def __init__(self) -> None:
+        self._values: dict[str, Any] = {}
+        self._sources: dict[KeyPath, str] = {}
 
-def _parse_bytes(value: Any, path: KeyPath, source: str) -> Any:
-    if isinstance(value, str) and path[-1].endswith("_bytes"):
+    def put(self, path: KeyPath, value: Any, source: str) -> None:
+        table = self._values
+        for depth, key in enumerate(path[:-1], start=1):
+            inner = table.setdefault(key, {})
+            self._require_table(inner, path[:depth])
+            table = inner
+        self._sources[path] = source
+        if isinstance(value, Mapping):  # an empty one takes nothing away
+            table.setdefault(path[-1], {})
+        else:
+            table[path[-1]] = self._parse_bytes(path, value)
+
+    def config(self) -> Config:
+        # Table by table: msgspec does not say which entry of a dictionary is wrong.
+        server = self._section(ServerConfig, self._values.get("server", {}), ("server",))
+        models = self._values.get("models", {})
+        self._require_table(models, ("models",))
+        config = self._section(Config, {**self._values, "server": server, "models": {}}, ())
+        return msgspec.structs.replace(
+            config,
+            models={name: self._model(table, ("models", name)) for name, table in models.items()},
+        )
+
+    def _model(self, table: Any, path: KeyPath) -> ModelConfig:
+        self._require_table(table, path)
+        adapters = table.get("adapters", {})
+        self._require_table(adapters, (*path, "adapters"))
+        parsed = {
+            name: self._section(AdapterConfig, adapter, (*path, "adapters", name))
+            for name, adapter in adapters.items()
+        }
+        return self._section(ModelConfig, {**table, "adapters": parsed}, path)
+
+    def _section(self, kind: type[Section], table: Any, path: KeyPath) -> Section:
+        self._require_table(table, path)
+        for key in table:
+            if key not in kind.__struct_fields__:
+                known = ", ".join(kind.__struct_fields__)
+                raise self._error((*path, key), f"unknown setting; known: {known}")
         try:
-            return parse_bytes(value)
-        except ValueError as error:
-            raise ConfigError(f"{source}: {'.'.join(path)}: {error}") from error
-    return value
+            section = msgspec.convert(table, kind, strict=False)
+        except msgspec.ValidationError as error:
+            text, _, where = str(error).partition(" - at `$.")
+            field = re.match(r"\w*", where)
+            raise self._error((*path, field[0]) if field and field[0] else path, text) from error
+        for field_name in kind.__struct_fields__:
+            value = getattr(section, field_name)
+            problem = _problem(field_name, value)
+            if problem:
+                raise self._error((*path, field_name), f"{problem}, got {value!r}")
+        return section
 
+    def _parse_bytes(self, path: KeyPath, value: Any) -> Any:
+        if isinstance(value, str) and path[-1].endswith("_bytes"):
+            try:
+                return parse_bytes(value)
+            except ValueError as error:
+                raise self._error(path, str(error)) from error
+        return value
 
-def _explain(message: str, sources: Mapping[KeyPath, str]) -> str:
-    """Turn msgspec's `... - at `$.models[...].dtype`` into a sentence with the source."""
-    text, _, where = message.partition(" - at `$")
-    # msgspec writes [...] for a dictionary's key, such as a model's name.
-    pattern = [part for part in where.rstrip("`").replace("[...]", ".*").split(".") if part]
-    unknown = re.search(r"unknown field `(.+)`", text)
-    if unknown:
-        text = f"unknown setting {unknown[1]!r}; known: {_known(pattern)}"
-        pattern.append(unknown[1])
-    for keys, source in sources.items():
-        if len(keys) >= len(pattern) and all(map(_matches, pattern, keys)):
-            return f"{source}: {'.'.join(keys[: len(pattern)])}: {text}"
-    return f"{'.'.join(pattern)}: {text}"
+    def _require_table(self, value: Any, path: KeyPath) -> None:
+        if not isinstance(value, Mapping):
+            raise self._error(path, f"must be a table, got {value!r}")
 
-
-def _matches(part: str, key: str) -> bool:
-    return part in ("*", key)
-
-
-def _known(pattern: list[str]) -> str:
-    section: type[msgspec.Struct] = Config
-    if pattern[:1] == ["server"]:
-        section = ServerConfig
-    elif pattern[:1] == ["models"]:
-        section = AdapterConfig if "adapters" in pattern else ModelConfig
-    return ", ".join(section.__struct_fields__)
-
-
-_CHOICES = {"dtype": ("auto", "float32", "float16", "bfloat16")}
-_DEVICE = re.compile(r"cpu|cuda(:\d+)?")
-_MINIMUM = {
-    "max_model_len": 1,
-    "max_num_seqs": 1,
-    "max_num_batched_tokens": 1,
-    "block_size": 1,
-    "kv_cache_bytes": 1,
-    "max_queue_size": 0,
-    "max_queue_delay_microseconds": 0,
-    "max_lora_rank": 1,
-    "lora_device_bytes": 1,
-    "lora_host_bytes": 1,
-    "num_threads": 1,
-    "max_body_bytes": 1,
-    "shutdown_seconds": 0,
-}
-
-
-def _validate(config: Config, sources: Mapping[KeyPath, str]) -> None:
-    for name, model in config.models.items():
-        _validate_fields(model, ("models", name), sources)
-    _validate_fields(config.server, ("server",), sources)
-
-
-def _validate_fields(
-    section: msgspec.Struct, path: KeyPath, sources: Mapping[KeyPath, str]
-) -> None:
-    for field, value in msgspec.structs.asdict(section).items():
-        problem = _problem(field, value)
-        if problem:
-            source = sources.get((*path, field), "default")
-            raise ConfigError(f"{source}: {'.'.join((*path, field))} {problem}, got {value!r}")
+    def _error(self, path: KeyPath, text: str) -> ConfigError:
+        """What is missing in a table is missed where the table is written."""
+        below = (source for keys, source in self._sources.items() if keys[: len(path)] == path)
+        source = self._sources.get(path) or next(below, "configuration")
+        return ConfigError(f"{source}: {'.'.join(path)}: {text}")
 
 
 def _problem(field: str, value: Any) -> str | None:
+    """What is wrong with the value of a setting, as the end of a sentence."""
     if value is None:
         return None
     if field in _CHOICES and value not in _CHOICES[field]:
         return f"must be one of {', '.join(_CHOICES[field])}"
     if field == "device" and not _DEVICE.fullmatch(value):
         return "must be cpu, cuda or cuda:N"
-    if field in _MINIMUM and value < _MINIMUM[field]:
-        return f"must be at least {_MINIMUM[field]}"
     if field.endswith("_port") and not 0 <= value <= 65535:
         return "must be a port from 0 (any free one) to 65535"
+    if field in _MINIMUM and not _MINIMUM[field] <= value <= _INT64_MAX:
+        return f"must be at least {_MINIMUM[field]} and at most {_INT64_MAX}"
     return None

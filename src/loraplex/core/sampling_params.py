@@ -1,7 +1,5 @@
 """What a client may ask of the sampler. Pure data and its limits; the sampler is in execution."""
 
-import math
-
 import msgspec
 
 from loraplex.core.errors import InvalidParameterError
@@ -65,9 +63,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if count is not None:
                 _check_int(name, count, 0, MAX_LOGPROBS)
+        self._validate_flags()
         self._validate_stops()
 
+    def _validate_flags(self) -> None:
+        for name, flag in (
+            ("include_stop_in_output", self.include_stop_in_output),
+            ("ignore_eos", self.ignore_eos),
+            ("skip_special_tokens", self.skip_special_tokens),
+        ):
+            if not isinstance(flag, bool):
+                raise InvalidParameterError(
+                    f"{name} must be true or false, got {flag!r}", param=name
+                )
+
     def _validate_stops(self) -> None:
+        _check_list("stop", self.stop, str, "strings")
+        _check_list("stop_token_ids", self.stop_token_ids, int, "integers")
         if len(self.stop) > MAX_STOP_STRINGS:
             raise InvalidParameterError(
                 f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are allowed",
@@ -78,6 +90,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 raise InvalidParameterError(
                     f"a stop string must have 1 to {MAX_STOP_STRING_LENGTH} characters, "
                     f"one has {len(text)}",
+                    param="stop",
+                )
+            if not _is_unicode(text):
+                raise InvalidParameterError(
+                    f"a stop string must be valid Unicode, {text!r} has a lone surrogate",
                     param="stop",
                 )
 
@@ -94,16 +111,34 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         )
 
 
-def _check_int(name: str, value: int, low: int, high: int) -> None:
+def _check_int(name: str, value: object, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InvalidParameterError(f"{name} must be an integer, got {value!r}", param=name)
     if not low <= value <= high:
         raise InvalidParameterError(f"{name} must be in [{low}, {high}], got {value}", param=name)
 
 
 def _check_float(
-    name: str, value: float, low: float, high: float, *, open_low: bool = False
+    name: str, value: object, low: float, high: float, *, open_low: bool = False
 ) -> None:
-    if not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise InvalidParameterError(f"{name} must be a number, got {value!r}", param=name)
+    if not low <= value <= high or (open_low and value == low):  # false for NaN
         bracket = "(" if open_low else "["
         raise InvalidParameterError(
-            f"{name} must be in {bracket}{low:g}, {high:g}], got {value:g}", param=name
+            f"{name} must be in {bracket}{low:g}, {high:g}], got {value}", param=name
         )
+
+
+def _check_list(name: str, value: object, kind: type, what: str) -> None:
+    """A string is refused, too: as a sequence it would be its characters."""
+    if not isinstance(value, tuple | list) or not all(isinstance(item, kind) for item in value):
+        raise InvalidParameterError(f"{name} must be a list of {what}, got {value!r}", param=name)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

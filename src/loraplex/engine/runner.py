@@ -24,7 +24,14 @@ class Runner(Protocol):
         ...
 
     def launch(self, plan: StepPlan) -> StepHandle:
-        """Start a step. Plans are launched, and waited for, in order of step_id."""
+        """Start a step. Plans are launched, and waited for, in order of step_id.
+
+        A step without rows starts adapter copies, or only asks for the end of those under way: it
+        may wait for one. After a failed step the engine does not know what was done of its plan:
+        the next plan names its removed slots, its rows' slots and its adapter copies (with the
+        same pages) again. So a removed slot may be empty, and a copy may be started twice; its end
+        is told once.
+        """
         ...
 
     def close(self) -> None: ...

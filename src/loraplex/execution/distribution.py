@@ -14,6 +14,7 @@ from loraplex.core.sampling_params import SamplingParams
 
 _WEIGHT_ONE = 2**40  # 2**40 * 2**22 tokens still fits into an int64
 _NUCLEUS_GUESS = 512  # candidates that usually hold the nucleus: saves sorting the vocabulary
+_NUCLEUS_GROWTH = 16
 
 
 def penalize(
@@ -74,19 +75,34 @@ def token_weights(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tens
     return (torch.exp(below_max / temperature) * _WEIGHT_ONE).to(torch.int64)
 
 
-def keep_top_p(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+def keep_top_p(
+    weights: torch.Tensor, top_p: torch.Tensor, num_candidates: int = _NUCLEUS_GUESS
+) -> torch.Tensor:
     """Keep the smallest set of most likely tokens that holds at least top_p of the weight.
 
     weights [n, vocab] int64, top_p [n, 1] float64. Of equally likely tokens the lower ids stay.
+    num_candidates: how many tokens to sort first; rows with a wider nucleus try more of them.
     """
-    vocab_size = weights.shape[1]
+    num_candidates = min(num_candidates, weights.shape[1])
     wanted = top_p * weights.sum(-1, keepdim=True)
-    largest = torch.topk(weights, min(_NUCLEUS_GUESS, vocab_size), dim=-1).values
-    if largest.shape[1] < vocab_size and bool((largest.sum(-1, keepdim=True) < wanted).any()):
-        largest = torch.sort(weights, dim=-1, descending=True).values
-    kept = largest.cumsum(-1) - largest < wanted
-    least = largest.gather(1, kept.sum(-1, keepdim=True) - 1)
-    num_ties = (kept & (largest == least)).sum(-1, keepdim=True)
+    largest = torch.topk(weights, num_candidates, dim=-1).values
+    enough = (largest.sum(-1, keepdim=True) >= wanted).squeeze(1)
+    if num_candidates == weights.shape[1] or bool(enough.all()):
+        return _keep_nucleus(weights, largest, wanted)
+    kept = torch.empty_like(weights)
+    kept[enough] = _keep_nucleus(weights[enough], largest[enough], wanted[enough])
+    wide = ~enough
+    kept[wide] = keep_top_p(weights[wide], top_p[wide], _NUCLEUS_GROWTH * num_candidates)
+    return kept
+
+
+def _keep_nucleus(
+    weights: torch.Tensor, largest: torch.Tensor, wanted: torch.Tensor
+) -> torch.Tensor:
+    """largest: as many of the weights, sorted, as hold the wanted sum [n, 1]."""
+    inside = largest.cumsum(-1) - largest < wanted
+    least = largest.gather(1, inside.sum(-1, keepdim=True) - 1)
+    num_ties = (inside & (largest == least)).sum(-1, keepdim=True)
     ties = weights == least
     stays = (weights > least) | (ties & (ties.cumsum(-1) <= num_ties))
     return weights * stays

@@ -307,7 +307,11 @@ class AdapterCache:
         self._settle(entry)
 
     def _settle(self, entry: AdapterEntry, *, used: bool = False) -> None:
-        """Put an entry in the eviction orders where its state belongs; at their end, if used."""
+        """Put an entry in the eviction orders where its state belongs.
+
+        It joins an order at the end, and `used` moves it there in its host order. In the device
+        order this happens by itself: a pinned adapter is not in it.
+        """
         host_order = self._host_order_of(entry)
         if used or host_order is not entry.host_order:
             if entry.host_order is not None:
@@ -316,7 +320,7 @@ class AdapterCache:
                 host_order.add(entry.handle, entry.num_bytes)
             entry.host_order = host_order
         device_order = self._device_order_of(entry)
-        if used or device_order is not entry.device_order:
+        if device_order is not entry.device_order:
             if entry.device_order is not None:
                 entry.device_order.remove(entry.handle)
             if device_order is not None:

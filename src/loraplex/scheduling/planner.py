@@ -71,6 +71,8 @@ class Planner:
         """
         roster, sequence = self._roster, active.sequence
         num_computed = sequence.num_computed_tokens + num_tokens
+        if num_computed <= len(sequence.block_ids) * roster.kv.block_size:
+            return []
         while (new_block_ids := roster.kv.grow(sequence.block_ids, num_computed)) is None:
             victim = roster.running.last
             assert len(roster.running) > 1, "a sequence that cannot fit alone was accepted"

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Container
 from pathlib import Path
 
 from loraplex.adapters.staging import StagedAdapter, StagingWorker
@@ -10,6 +11,7 @@ from loraplex.core.errors import (
     AdapterTooLargeError,
     ConfigError,
     InvalidAdapterError,
+    InvalidRequestError,
     LoraplexError,
 )
 from loraplex.core.principal import DEFAULT_TENANT
@@ -52,12 +54,15 @@ class AdapterLoading:
             )
         return self._register(model, tenant, name, staged, path, task_id, replace=replace)
 
-    async def load_configured(self, model: ServedModel) -> None:
-        """What the model's configuration names. Raises ConfigError for an adapter named one by
-        one; one that was merely found in a folder is left out with a warning.
+    async def load_configured(self, model: ServedModel, base_names: Container[str] = ()) -> None:
+        """What the model's configuration names; no adapter may be called as a base is.
+
+        Raises ConfigError for an adapter named one by one; one that was merely found in a folder
+        is left out with a warning.
         """
         for name, adapter in model.config.adapters.items():
             try:
+                check_is_no_base(name, base_names)
                 await self._load_at_start(
                     model, name, adapter.path, _task_id(name, adapter.task_id)
                 )
@@ -66,6 +71,7 @@ class AdapterLoading:
         for folder in model.config.adapter_dirs:
             for name, path in await asyncio.to_thread(find_adapters, Path(folder)):
                 try:
+                    check_is_no_base(name, base_names)
                     await self._load_at_start(model, name, str(path), _task_id(name, None))
                 except LoraplexError as error:
                     logger.warning("left out adapter %r: %s", name, error.message)
@@ -111,11 +117,24 @@ class AdapterLoading:
 
 def find_adapters(folder: Path) -> list[tuple[str, Path]]:
     """(name, path) of every sub-folder that holds a PEFT adapter, by name. Raises ConfigError."""
-    if not folder.is_dir():
-        raise ConfigError(f"--adapter-dir {folder} is not a folder")
-    return sorted(
-        (entry.name, entry) for entry in folder.iterdir() if (entry / PEFT_CONFIG_NAME).is_file()
-    )
+    try:
+        entries = sorted(folder.expanduser().iterdir())
+    except OSError as error:
+        raise ConfigError(
+            f"cannot look for adapters in the folder {folder}: {error.strerror}"
+        ) from error
+    found = [(entry.name, entry) for entry in entries if _is_adapter(entry)]
+    if not found:
+        logger.warning("no sub-folder of %s has an %s", folder, PEFT_CONFIG_NAME)
+    return found
+
+
+def check_is_no_base(name: str, base_names: Container[str]) -> None:
+    """Raise InvalidRequestError for a name that means a base model."""
+    if name in base_names:
+        raise InvalidRequestError(
+            f"{name!r} is the name of a base model: call the adapter something else", param="name"
+        )
 
 
 def card_of(version: AdapterVersion) -> AdapterCard:
@@ -132,6 +151,13 @@ def card_of(version: AdapterVersion) -> AdapterCard:
     )
 
 
+def _is_adapter(folder: Path) -> bool:
+    try:
+        return (folder / PEFT_CONFIG_NAME).is_file()
+    except OSError:
+        return True  # a folder that may not be entered: staging says what is wrong with it
+
+
 def _task_id(name: str, configured: int | None) -> int | None:
     """A name of digits is its task id, as in TensorRT-LLM's lora_prefetch_dir."""
     if configured is None and name.isascii() and name.isdigit():
@@ -140,8 +166,14 @@ def _task_id(name: str, configured: int | None) -> int | None:
 
 
 def _check_fits(model: ServedModel, staged: StagedAdapter) -> None:
-    capacity = model.engine.capacity
-    num_pages = place(staged.source.targets, capacity.page_geometry).num_pages
+    source, capacity = staged.source, model.engine.capacity
+    host_bytes = model.config.lora_host_bytes
+    if source.num_bytes > host_bytes:
+        raise AdapterTooLargeError(
+            f"the adapter has {source.num_bytes} bytes, the host cache for adapters {host_bytes}; "
+            "raise lora_host_bytes"
+        )
+    num_pages = place(source.targets, capacity.page_geometry).num_pages
     if num_pages > capacity.num_adapter_pages:
         raise AdapterTooLargeError(
             f"the adapter needs {num_pages} pages of {capacity.adapter_page_bytes} bytes on the "

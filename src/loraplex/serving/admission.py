@@ -3,6 +3,7 @@
 Pure functions; everything that can be known to be wrong with a request beforehand is said here.
 """
 
+import math
 import secrets
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ import msgspec
 
 from loraplex.core.adapter import AdapterUse
 from loraplex.core.errors import (
+    InvalidParameterError,
     InvalidRequestError,
     PromptTooLongError,
     TokenOutOfVocabularyError,
@@ -21,6 +23,8 @@ from loraplex.memory.kv_salt import kv_salt
 from loraplex.serving.backend import ModelCard
 
 _UINT64 = 2**64
+_LONGEST_TIMEOUT_SECONDS = 1e8
+"""Three years. What is longer is as good as none, and may be too large for a clock."""
 
 
 def admit(
@@ -37,7 +41,9 @@ def admit(
     request.sampling.validate()
     check_prompt(prompt_token_ids, model)
     _check_ids("stop_token_ids", request.sampling.stop_token_ids, model)
-    timeout = request.timeout_seconds
+    for adapter in adapters:
+        if not math.isfinite(adapter.scale):
+            raise InvalidParameterError(f"an adapter's scale must be finite, got {adapter.scale}")
     return EngineRequest(
         request_id=request.request_id,
         prompt_token_ids=tuple(prompt_token_ids),
@@ -53,7 +59,7 @@ def admit(
         tenant=principal.tenant,
         priority=request.priority,
         arrival_ns=now_ns,
-        deadline_ns=None if timeout is None else now_ns + int(timeout * 1e9),
+        deadline_ns=_deadline_ns(request.timeout_seconds, now_ns),
     )
 
 
@@ -92,5 +98,21 @@ def _complete(sampling: SamplingParams, num_prompt_tokens: int, model: ModelCard
             f"more than the {model.max_model_len} of model {model.name!r}; ask for at most {room}",
             param="max_tokens",
         )
+    if sampling.min_tokens > max_tokens:
+        raise PromptTooLongError(
+            f"the prompt has {num_prompt_tokens} tokens and min_tokens is {sampling.min_tokens}: "
+            f"together more than the {model.max_model_len} of model {model.name!r}",
+            param="min_tokens",
+        )
     seed = secrets.randbits(64) if sampling.seed is None else sampling.seed % _UINT64
     return msgspec.structs.replace(sampling, max_tokens=max_tokens, seed=seed)
+
+
+def _deadline_ns(timeout_seconds: float | None, now_ns: int) -> int | None:
+    if timeout_seconds is None or timeout_seconds > _LONGEST_TIMEOUT_SECONDS:
+        return None
+    if not timeout_seconds > 0:  # true for NaN, too
+        raise InvalidParameterError(
+            f"the timeout must be more than 0 seconds, got {timeout_seconds:g}", param="timeout"
+        )
+    return now_ns + int(timeout_seconds * 1e9)

@@ -7,6 +7,7 @@ only; text, names and tenants are the service's.
 import asyncio
 import collections
 import enum
+import itertools
 import logging
 from collections.abc import Sequence
 
@@ -60,16 +61,13 @@ class OutputStream:
     def __init__(self) -> None:
         self._pending: list[EngineOutput] = []
         self._filled = asyncio.Event()
-        self.finished = False
-        """The last output was put; it may not have been read yet."""
 
     def put(self, output: EngineOutput) -> None:
         self._pending.append(output)
-        self.finished = self.finished or output.finished
         self._filled.set()
 
     async def take(self) -> list[EngineOutput]:
-        """All outputs since the last call; waits for at least one."""
+        """All outputs since the last call; waits for at least one. None follow a finished one."""
         await self._filled.wait()
         self._filled.clear()
         outputs, self._pending = self._pending, []
@@ -92,6 +90,8 @@ class AsyncEngine:
         self._capacity: Capacity | None = None
         self._streams: dict[RequestId, OutputStream] = {}
         self._registered: set[str] = set()
+        self._rejected: dict[str, ErrorInfo] = {}
+        """Digests that the running engine knows, and those that it can never serve."""
         self._settled = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -101,15 +101,18 @@ class AsyncEngine:
         await self._settled.wait()
         if self.failure is not None:
             raise self.failure
-        return self.capacity
+        if self._capacity is None:
+            raise NotReadyError(f"the engine of model {self.model!r} was stopped as it started")
+        return self._capacity
 
     async def close(self) -> None:
-        """Stop the engine. Requests in work end with an error."""
+        """Stop the engine. Requests in work end with an error, and so does a start in work."""
         self.state = EngineState.CLOSED
+        self._fail_all(NotReadyError("the server is stopping").to_info())
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        self._fail_all(NotReadyError("the server is stopping").to_info())
+        self._settled.set()
 
     @property
     def is_ready(self) -> bool:
@@ -125,18 +128,20 @@ class AsyncEngine:
         return len(self._streams)
 
     def submit(self, request: EngineRequest, adapters: Sequence[AdapterSource]) -> OutputStream:
-        """Give a request to the engine. Raises NotReadyError while there is none."""
+        """Give a request to the engine.
+
+        Raises NotReadyError while there is none, and what it said of an adapter that it rejected.
+        """
         link = self._require_link()
         for source in adapters:
             self._register(link, source)
-        stream = OutputStream()
-        self._streams[request.request_id] = stream
         link.send(AddRequest(request))
+        stream = self._streams[request.request_id] = OutputStream()
         return stream
 
     def abort(self, request_id: RequestId, sequence_index: int | None = None) -> None:
         """End a request, or one sequence of it; its stream then gets its last output."""
-        if request_id in self._streams and self._link is not None and self.is_ready:
+        if request_id in self._streams and self._link is not None:
             self._link.send(AbortRequest(request_id, sequence_index))
 
     def preload(self, source: AdapterSource) -> None:
@@ -153,55 +158,74 @@ class AsyncEngine:
         return self._link
 
     def _register(self, link: EngineLink, source: AdapterSource) -> None:
+        rejection = self._rejected.get(source.digest)
+        if rejection is not None:
+            raise error_from_info(rejection)
         if source.digest not in self._registered:
             self._registered.add(source.digest)
             link.send(RegisterAdapter(source))
 
     async def _run(self) -> None:
         """Serve one engine after the other until closed, or until one cannot start."""
+        try:
+            await self._run_epochs()
+        except Exception:
+            logger.exception("model %s: its engine is given up", self.model)
+            self.failure = InternalError(f"the engine of model {self.model!r} was given up")
+        self.state = EngineState.FAILED
+        self._settled.set()
+
+    async def _run_epochs(self) -> None:
+        """Returns when the first engine could not start; `failure` then says why."""
         pause = _FIRST_PAUSE_SECONDS
-        epoch = 0
-        while True:
-            epoch += 1
+        for epoch in itertools.count(1):
             started_ns = self._clock.now_ns()
             await self._run_epoch(epoch)
-            if self._capacity is None and self.failure is None:
-                self.failure = InternalError(
+            if self._capacity is None:
+                self.failure = self.failure or InternalError(
                     f"the engine of model {self.model!r} ended while it started; its log says why"
                 )
-            if self.failure is not None:
-                self.state = EngineState.FAILED
-                self._settled.set()
                 return
             self.num_restarts += 1
             if self._clock.now_ns() - started_ns > _STABLE_SECONDS * 1e9:
                 pause = _FIRST_PAUSE_SECONDS
+            logger.info("model %s: its engine is started again in %g s", self.model, pause)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     async def _run_epoch(self, epoch: int) -> None:
-        """One engine's life. Returns when it died; then its requests have been told."""
-        link = await self._start_link(epoch)
+        """One engine's life. Returns when it is gone; then its requests have been told."""
         try:
-            while True:
+            link = await self._start_link(epoch)
+        except LoraplexError as error:
+            self._cannot_start(error)
+            return
+        except OSError as error:
+            self._cannot_start(InternalError(f"the engine cannot be started: {error}"))
+            return
+        try:
+            while self.failure is None:
                 self._handle(await link.receive(), link)
-                if self.failure is not None:
-                    return
         except EngineDied as death:
-            logger.error("model %s: %s; starting it again", self.model, death)
+            logger.error("model %s: %s", self.model, death)
         finally:
-            if self.state is not EngineState.CLOSED:
-                self.state = EngineState.RESTARTING
-            self._link = None
-            self._registered.clear()
-            self._fail_all(
-                EngineRestartedError(
-                    "the engine stopped while it worked on this request; it is being started "
-                    "again: please send the request once more",
-                    retry_after_seconds=5,
-                ).to_info()
-            )
+            self._lose_engine()
             await link.close()
+
+    def _lose_engine(self) -> None:
+        self._link = None
+        self._registered.clear()
+        self._rejected.clear()
+        self.stats = EngineStats()
+        if self.state is EngineState.READY:
+            self.state = EngineState.RESTARTING
+        self._fail_all(
+            EngineRestartedError(
+                "the engine stopped while it worked on this request; it is being started "
+                "again: please send the request once more",
+                retry_after_seconds=5,
+            ).to_info()
+        )
 
     def _handle(self, event: EngineEvent, link: EngineLink) -> None:
         match event:
@@ -211,11 +235,7 @@ class AsyncEngine:
                 self.state = EngineState.READY
                 self._settled.set()
             case EngineFailed(error):
-                # An engine that has run before may start again; one that never has cannot.
-                if self._capacity is None:
-                    self.failure = error_from_info(error)
-                else:
-                    logger.error("model %s: the engine failed: %s", self.model, error.message)
+                self._cannot_start(error_from_info(error))
             case StepDone(outputs, stats, record):
                 self.stats = stats
                 if record is not None:
@@ -224,6 +244,14 @@ class AsyncEngine:
                     self._deliver(output)
             case AdapterRejected(digest, error):
                 logger.warning("model %s refused adapter %s: %s", self.model, digest, error.message)
+                self._rejected[digest] = error
+
+    def _cannot_start(self, error: LoraplexError) -> None:
+        """An engine that has run before is tried again; one that never has is not."""
+        if self._capacity is None:
+            self.failure = error
+        else:
+            logger.error("model %s: the engine failed: %s", self.model, error.message)
 
     def _deliver(self, output: EngineOutput) -> None:
         stream = self._streams.get(output.request_id)

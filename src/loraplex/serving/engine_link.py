@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 import shutil
+import signal
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,12 +20,16 @@ import zmq
 import zmq.asyncio
 
 from loraplex.core.config import child_environment
+from loraplex.core.errors import ConfigError
 from loraplex.engine.channel import EPOCH_BYTES, EngineChannel, ThreadChannel
 from loraplex.engine.messages import EngineCommand, EngineEvent, Shutdown, decode_event, encode
 
 logger = logging.getLogger(__name__)
 
 _LENGTH_BYTES = 4
+_LAST_WORDS_MS = 100
+"""How long the events of an engine that has ended may still be on their way."""
+_STOP_SECONDS = 5.0
 
 
 class EngineDied(Exception):
@@ -122,37 +127,38 @@ class ProcessLink:
     """An engine in its own process. Its death is seen by its exit, not by the socket."""
 
     def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        socket: zmq.asyncio.Socket,
-        epoch: int,
-        folder: str,
+        self, process: asyncio.subprocess.Process, endpoint: "_Endpoint", epoch: int
     ) -> None:
         self._process = process
-        self._socket = socket
+        self._endpoint = endpoint
         self._epoch = epoch.to_bytes(EPOCH_BYTES, "big")
-        self._folder = folder
         self._identity: bytes | None = None
         self._exited = asyncio.create_task(process.wait())
 
     @classmethod
     async def start(cls, command: Sequence[str], settings: bytes, epoch: int) -> "ProcessLink":
-        """Spawn `command`, which must read an EngineStart and connect to its endpoint."""
-        folder = tempfile.mkdtemp(prefix="loraplex-")  # mode 0700: nobody else may connect
-        socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)
-        socket.setsockopt(zmq.LINGER, 0)
-        endpoint = f"ipc://{os.path.join(folder, 'engine')}"
-        socket.bind(endpoint)
-        process = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.PIPE, env=child_environment()
-        )
-        assert process.stdin is not None
-        with contextlib.suppress(ConnectionError):  # it died already: receive() will tell
-            process.stdin.write(EngineStart(endpoint, epoch, settings).to_bytes())
-            await process.stdin.drain()
-        return cls(process, socket, epoch, folder)
+        """Spawn `command`, which must read an EngineStart and connect to its endpoint.
+
+        Raises ConfigError if there is no place for the endpoint, OSError if nothing can be spawned.
+        """
+        endpoint = _Endpoint()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                env=child_environment(),
+                start_new_session=True,  # a Ctrl-C in the terminal is for serving alone
+            )
+        except BaseException:
+            endpoint.close()
+            raise
+        link = cls(process, endpoint, epoch)
+        try:
+            await link._tell(EngineStart(endpoint.address, epoch, settings))
+        except BaseException:
+            await link.close()
+            raise
+        return link
 
     @property
     def pid(self) -> int:
@@ -160,35 +166,74 @@ class ProcessLink:
 
     def send(self, command: EngineCommand) -> None:
         assert self._identity is not None, "an engine is told nothing before it is ready"
-        self._socket.send_multipart([self._identity, self._epoch, encode(command)])
+        self._endpoint.socket.send_multipart([self._identity, self._epoch, encode(command)])
 
     async def receive(self) -> EngineEvent:
-        while True:
-            if not await self._readable():
-                status = self._exited.result()
-                raise EngineDied(f"the engine process {self.pid} ended with status {status}")
-            identity, epoch, payload = await self._socket.recv_multipart()
+        while await self._readable():
+            identity, epoch, payload = await self._endpoint.socket.recv_multipart()
             if epoch == self._epoch:
                 self._identity = identity
                 return decode_event(payload)
-
-    async def _readable(self) -> bool:
-        """Wait for an event or the engine's end; the events of a dead engine are read first."""
-        if self._exited.done():
-            return bool(await self._socket.poll(0))
-        poll = asyncio.ensure_future(self._socket.poll())
-        await asyncio.wait({poll, self._exited}, return_when=asyncio.FIRST_COMPLETED)
-        if poll.done():
-            return True
-        poll.cancel()
-        return bool(await self._socket.poll(100))
+        raise EngineDied(f"the engine process {self.pid} {_end(self._exited.result())}")
 
     async def close(self) -> None:
         if self._identity is not None and not self._exited.done():
             self.send(Shutdown())
-            await asyncio.wait({self._exited}, timeout=5)
+            await asyncio.wait({self._exited}, timeout=_STOP_SECONDS)
         if not self._exited.done():
             self._process.kill()
         await self._exited
-        self._socket.close()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._endpoint.close()
+
+    async def _tell(self, start: EngineStart) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(ConnectionError):  # it died already: receive() will tell
+            self._process.stdin.write(start.to_bytes())
+            await self._process.stdin.drain()
+
+    async def _readable(self) -> bool:
+        """Wait for an event or the engine's end; the events of a dead engine are read first."""
+        if not self._exited.done():
+            poll = asyncio.ensure_future(self._endpoint.socket.poll())
+            try:
+                await asyncio.wait({poll, self._exited}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                is_waiting = poll.cancel()
+            if not is_waiting:
+                return True
+        return bool(await self._endpoint.socket.poll(_LAST_WORDS_MS))
+
+
+class _Endpoint:
+    """A bound socket in a folder of its own. mkdtemp's mode is 0700: nobody else may connect."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="loraplex-")
+        self._context = zmq.asyncio.Context()
+        self.address = f"ipc://{os.path.join(self._folder, 'engine')}"
+        self.socket = self._context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.SNDHWM, 0)
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        try:
+            self.socket.bind(self.address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(
+                f"cannot open {self.address}: {error.strerror}; TMPDIR may name another folder"
+            ) from error
+
+    def close(self) -> None:
+        self.socket.close()
+        self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _end(status: int) -> str:
+    """How a process ended, from its exit status."""
+    if status >= 0:
+        return f"ended with status {status}"
+    names = {int(number): number.name for number in signal.Signals}
+    return f"was killed by {names.get(-status, f'signal {-status}')}"

@@ -112,20 +112,21 @@ class Generation:
 
     def _merge(self, engine_outputs: Sequence[EngineOutput]) -> RequestOutput:
         last = engine_outputs[-1]
+        pieces = [self._push(delta) for output in engine_outputs for delta in output.deltas]
         if last.error is not None and not self._has_all_text:
             raise error_from_info(last.error)
-        pieces = [self._push(delta) for output in engine_outputs for delta in output.deltas]
         prompt_logprobs = (output.prompt_logprobs for output in engine_outputs)
+        timing = last.timing or RequestTiming(self._engine_request.arrival_ns)
         return self._output(
             tuple(piece for piece in pieces if piece is not None),
             next((logprobs for logprobs in prompt_logprobs if logprobs is not None), None),
             finished=last.finished,
-            timing=last.timing,
+            timing=timing if last.finished else None,
         )
 
     @property
     def _has_all_text(self) -> bool:
-        """Every sequence met a stop string: the engine's own end says nothing new."""
+        """Every sequence met its end: an error of the engine comes too late to matter."""
         return all(sequence.is_finished for sequence in self._sequences)
 
     def _push(self, delta: SequenceDelta) -> SequenceOutput | None:
@@ -134,7 +135,7 @@ class Generation:
             return None
         self._num_output_tokens += len(delta.token_ids)
         piece = sequence.push(delta, self._engine_request.eos_token_ids)
-        if sequence.is_finished and delta.finish_reason is None:
+        if piece.finish_reason is not None and delta.finish_reason is None:
             self._engine.abort(self._engine_request.request_id, delta.index)
         return piece
 

@@ -7,9 +7,9 @@ import msgspec
 
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.store import AdapterStore, AdapterVersion
-from loraplex.core.adapter import AdapterChoice, AdapterRef, AdapterUse
+from loraplex.core.adapter import AdapterChoice, AdapterRef, AdapterUse, ByName
 from loraplex.core.config import ModelConfig
-from loraplex.core.errors import AdapterNotFoundError, LoraplexError, PermissionDeniedError
+from loraplex.core.errors import LoraplexError, PermissionDeniedError
 from loraplex.core.output import ResolvedAdapter
 from loraplex.core.principal import Principal
 from loraplex.serving.async_engine import AsyncEngine
@@ -59,12 +59,8 @@ class ServedModel:
             for choice in choices
         ]
 
-    def has_adapter(self, ref: AdapterRef) -> bool:
-        try:
-            self.store.resolve(ref)
-        except AdapterNotFoundError:
-            return False
-        return True
+    def has_adapter(self, name: str, tenant: str) -> bool:
+        return self.store.find(AdapterRef(self.card.name, tenant, ByName(name))) is not None
 
     @property
     def problem(self) -> str:

@@ -7,7 +7,7 @@ loading's.
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
 from loraplex.core.adapter import AdapterKey, AdapterRef, ByName
@@ -23,7 +23,7 @@ from loraplex.core.output import RequestOutput
 from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest, RequestId
 from loraplex.core.stats import EngineStats, StepRecord
-from loraplex.serving.adapter_loading import AdapterLoading, card_of
+from loraplex.serving.adapter_loading import AdapterLoading, card_of, check_is_no_base
 from loraplex.serving.admission import admit
 from loraplex.serving.backend import AdapterCard, Health, ModelCard
 from loraplex.serving.generation import Generation
@@ -58,7 +58,7 @@ class Service:
         models = list(self._models.values())
         await asyncio.gather(*(model.start() for model in models))
         for model in models:
-            await self._loading.load_configured(model)
+            await self._loading.load_configured(model, self._models)
         self._is_started = True
 
     async def drain(self, timeout_seconds: float) -> None:
@@ -89,7 +89,8 @@ class Service:
 
     def model_ready(self, model: str) -> bool:
         served = self._models.get(model)
-        return served is not None and self.health().ready and not served.problem
+        is_open = self._is_started and not self._is_draining
+        return served is not None and is_open and not served.problem
 
     def models(self) -> Sequence[ModelCard]:
         return [model.card for model in self._models.values()]
@@ -108,14 +109,31 @@ class Service:
     def find(self, name: str, principal: Principal) -> tuple[ModelCard, AdapterKey | None]:
         if name in self._models:
             return self._models[name].card, None
-        base, _, adapter = name.partition(":")
-        if adapter and base in self._models:
-            return self._models[base].card, ByName(adapter)
-        for model in self._models.values():
-            if model.has_adapter(AdapterRef(model.card.name, principal.tenant, ByName(name))):
-                return model.card, ByName(name)
+        matches = [
+            (model, adapter)
+            for model, adapter in self._readings(name)
+            if model.has_adapter(adapter, principal.tenant)
+        ]
+        if not matches:
+            raise self._unknown(name, principal)
+        if len(matches) > 1:
+            choices = " or ".join(f"{model.card.name}:{adapter}" for model, adapter in matches)
+            raise ModelNotFoundError(f"{name!r} is ambiguous; say {choices}", param="model")
+        model, adapter = matches[0]
+        return model.card, ByName(adapter)
+
+    def _readings(self, name: str) -> Iterator[tuple[ServedModel, str]]:
+        """What a name may mean: `adapter` of any model, or `base:adapter`."""
+        for base, model in self._models.items():
+            yield model, name
+            if name.startswith(f"{base}:"):
+                yield model, name.removeprefix(f"{base}:")
+
+    def _unknown(self, name: str, principal: Principal) -> LoraplexError:
+        if not self._is_started:
+            return NotReadyError("the server is starting", retry_after_seconds=2)
         known = [*self._models, *(card.name for card in self.adapters(principal))]
-        raise ModelNotFoundError(
+        return ModelNotFoundError(
             f"there is no model or adapter {name!r} here; there are: {_listing(known)}",
             param="model",
         )
@@ -158,8 +176,7 @@ class Service:
         return self._metrics.observe(request, generation)
 
     async def _generate(self, request: GenerateRequest, principal: Principal) -> Generation:
-        if self._is_draining:
-            raise NotReadyError("the server is stopping")
+        self._require_open()
         if request.prompt == "":
             raise InvalidRequestError(
                 "the prompt is empty: give at least one token", param="prompt"
@@ -193,11 +210,8 @@ class Service:
         replace: bool = False,
     ) -> AdapterCard:
         _require_manager(principal)
-        if name in self._models:
-            raise InvalidRequestError(
-                f"{name!r} is the name of a base model: call the adapter something else",
-                param="name",
-            )
+        self._require_open()
+        check_is_no_base(name, self._models)
         return await self._loading.load(
             self._served(model),
             principal.tenant,
@@ -217,6 +231,12 @@ class Service:
 
     def stats(self, model: str) -> EngineStats:
         return self._served(model).engine.stats
+
+    def _require_open(self) -> None:
+        if self._is_draining:
+            raise NotReadyError("the server is stopping")
+        if not self._is_started:
+            raise NotReadyError("the server is starting", retry_after_seconds=2)
 
     def _served(self, name: str) -> ServedModel:
         model = self._models.get(name)

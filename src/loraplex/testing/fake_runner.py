@@ -62,7 +62,7 @@ class _Row:
 class _Copy:
     digest: str
     page_ids: tuple[PageId, ...]
-    num_steps_left: int
+    first_step_id: int
 
 
 class FakeRunner:
@@ -144,11 +144,13 @@ class FakeRunner:
                 self._spoil(step)
             return StepFailedError(f"step {plan.step_id} was told to fail")
         for copy in plan.adapter_copies:
-            self._start_copy(copy)
+            self._start_copy(copy, plan.step_id)
         slots = [step.slot for step in plan.rows]
         _require(len(set(slots)) == len(slots), "a slot computes twice in one step")
+        for step in plan.rows:
+            self._check(step)
         rows = tuple(self._compute(step) for step in plan.rows)
-        done, failed = self._end_copies(waits=not plan.rows)
+        done, failed = self._end_copies(plan)
         return StepResult(plan.step_id, rows, done, failed)
 
     def _change_rows(self, plan: StepPlan) -> None:
@@ -168,7 +170,7 @@ class FakeRunner:
         _require(handle in self._device, f"adapter {handle} is not on the device")
         return self._device[handle][0]
 
-    def _start_copy(self, copy: AdapterCopy) -> None:
+    def _start_copy(self, copy: AdapterCopy, step_id: int) -> None:
         digest = str(copy.handle)
         if self._loader is not None:
             source = self._loader.host.get(copy.handle)
@@ -187,15 +189,15 @@ class FakeRunner:
         for handle, (_, page_ids) in list(self._device.items()):
             if handle == copy.handle or pages & {*page_ids}:
                 del self._device[handle]
-        self._copies[copy.handle] = _Copy(digest, copy.page_ids, self.copy_steps)
+        self._copies[copy.handle] = _Copy(digest, copy.page_ids, step_id)
 
     def _end_copies(
-        self, *, waits: bool
+        self, plan: StepPlan
     ) -> tuple[tuple[AdapterHandle, ...], tuple[tuple[AdapterHandle, ErrorInfo], ...]]:
         done, failed = [], []
         for handle, copy in list(self._copies.items()):
-            if copy.num_steps_left and not waits:
-                copy.num_steps_left -= 1
+            age = plan.step_id - copy.first_step_id
+            if age < self.copy_steps and (plan.rows or age == 0):
                 continue
             del self._copies[handle]
             if self._num_failing_copies:
@@ -206,13 +208,17 @@ class FakeRunner:
                 done.append(handle)
         return tuple(done), tuple(failed)
 
-    def _compute(self, step: RowStep) -> RowResult:
+    def _check(self, step: RowStep) -> None:
+        """Every row against what the earlier steps left: rows of one step run side by side."""
         row = self._row(step)
         for handle, _ in row.added.adapters:
             self._digest(handle)
         self._check_tokens(row, step)
         self._check_block_table(row, step)
         self._check_context(row, step)
+
+    def _compute(self, step: RowStep) -> RowResult:
+        row = self._row(step)
         if self._num_failing_rows:
             self._num_failing_rows -= 1
             self._spoil(step)
@@ -298,8 +304,7 @@ class FakeRunner:
     def _spoil(self, step: RowStep) -> None:
         """What a failed row leaves behind is of no use."""
         row = self._row(step)
-        new_block_ids = step.new_block_ids[0]
-        row.block_ids.extend(b for b in new_block_ids if b not in row.block_ids)
+        row.block_ids.extend(b for b in step.new_block_ids[0] if b not in row.block_ids)
         for position in range(step.start, step.start + step.num_tokens):
             self._write(row, position, SPOILT)
 

@@ -110,6 +110,21 @@ def test_a_copy_of_a_failed_step_is_started_again(fakes, early):
     assert fakes.tokens(waiting) == fakes.alone(waiting)
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_slots_that_a_failed_step_was_to_clear_can_be_taken(early):
+    fakes = FakeEngine(msgspec.structs.replace(FAKE_CAPACITY, max_num_seqs=2))
+    ends, fails = fakes.add([1], max_tokens=1), fakes.add([2], max_tokens=9)
+    fakes.step()
+    fakes.runner.fail_step(early=early)
+    fakes.step()
+    assert fakes.runner.plans[-1].removed == (0,)
+    assert fakes.answers[fails].error_code == "step_failed"
+    later = [fakes.add([3]), fakes.add([4])]
+    fakes.run()
+    for request_id in (ends, *later):
+        assert fakes.tokens(request_id) == fakes.alone(request_id)
+
+
 def test_any_exception_of_the_runner_is_a_failed_step(fakes, monkeypatch):
     request_id = fakes.add([1])
 

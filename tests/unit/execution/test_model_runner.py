@@ -7,6 +7,7 @@ import torch
 
 from loraplex.core.adapter import LoraTarget
 from loraplex.core.errors import StepFailedError
+from loraplex.core.output import TokenLogprob
 from loraplex.core.plan import (
     AdapterCopy,
     BlockCopy,
@@ -66,20 +67,24 @@ def added(slot: int, token_ids: tuple[int, ...], adapters: Adapters = ()) -> Row
 def prompt_step(slot: int, token_ids: tuple[int, ...], first_block: int) -> RowStep:
     num_blocks = -(-len(token_ids) // BLOCK_SIZE)
     blocks = tuple(range(first_block, first_block + num_blocks))
-    return RowStep(slot, 0, len(token_ids), token_ids=token_ids, new_block_ids=(blocks,))
+    return RowStep(
+        slot, 0, len(token_ids), token_ids=token_ids, new_block_ids=(blocks,), num_logprobs=0
+    )
 
 
 def run(runner: Runner, step_id: int = 1, **plan: Any) -> StepResult:
     return runner.launch(StepPlan(step_id, **plan)).wait()
 
 
-def answer_alone(runner: Runner, token_ids: tuple[int, ...], adapters: Adapters = ()) -> int:
-    """The token after a prompt; the runner is as before."""
+def answer_alone(
+    runner: Runner, token_ids: tuple[int, ...], adapters: Adapters = ()
+) -> TokenLogprob:
+    """The token after a prompt, and its log probability; the runner is as before."""
     step = prompt_step(7, token_ids, 30)
     result = run(runner, added=(added(7, token_ids, adapters),), rows=(step,))
     run(runner, removed=(7,))
-    (token,) = result.rows[0].token_ids
-    return token
+    (logprob,) = result.rows[0].logprobs
+    return logprob
 
 
 def test_capacity(runner: Runner) -> None:
@@ -97,16 +102,12 @@ def test_a_prompt_then_its_own_tokens(runner: Runner) -> None:
     prompt = (5, 6, 7)
     first = run(runner, added=(added(0, prompt),), rows=(prompt_step(0, prompt, 0),))
     (token,) = first.rows[0].token_ids
-    second = run(runner, 2, rows=(RowStep(0, 3, 1),))
+    second = run(runner, 2, rows=(RowStep(0, 3, 1, num_logprobs=0),))
     assert (first.step_id, second.step_id) == (1, 2)
-    third = run(runner, 3, rows=(RowStep(0, 4, 1, new_block_ids=((9,),)),))
+    third = run(runner, 3, rows=(RowStep(0, 4, 1, new_block_ids=((9,),), num_logprobs=0),))
     tokens = (token, *second.rows[0].token_ids, *third.rows[0].token_ids)
-    for i in range(3):
-        seen = (*prompt, *tokens[:i])
-        row = added(1, seen)
-        again = run(runner, added=(row,), rows=(prompt_step(1, seen, 20),), removed=())
-        run(runner, removed=(1,))
-        assert again.rows[0].token_ids == (tokens[i],)
+    for i, expected in enumerate((first, second, third)):
+        assert (answer_alone(runner, (*prompt, *tokens[:i])),) == expected.rows[0].logprobs
 
 
 def test_timing_is_told(runner: Runner) -> None:
@@ -149,7 +150,7 @@ def test_a_token_outside_the_vocabulary_fails_its_row_only(runner: Runner, bad_t
     assert error is not None
     assert str(bad_token) in error.message
     assert (result.rows[0].slot, result.rows[0].token_ids) == (0, ())
-    assert (result.rows[1].slot, result.rows[1].token_ids) == (1, (expected,))
+    assert (result.rows[1].slot, result.rows[1].logprobs) == (1, (expected,))
 
 
 def test_not_a_number_fails_its_row_only_and_leaves_nothing_behind(runner: Runner) -> None:
@@ -162,24 +163,23 @@ def test_not_a_number_fails_its_row_only_and_leaves_nothing_behind(runner: Runne
         rows=(prompt_step(0, good, 0), prompt_step(1, good, 5)),
     )
     assert result.rows[0].error is not None
-    assert result.rows[1].token_ids == (expected,)
+    assert result.rows[1].logprobs == (expected,)
     run(runner, removed=(0, 1))
     again = run(runner, added=(added(0, good),), rows=(prompt_step(0, good, 0),))
-    assert again.rows[0].token_ids == (expected,)
+    assert again.rows[0].logprobs == (expected,)
 
 
 def test_a_forked_row_reads_the_copied_block(runner: Runner) -> None:
     prompt = (9, 8, 7, 6, 5)
     run(runner, added=(added(0, prompt),), rows=(prompt_step(0, prompt, 0),))
-    (expected,) = run(runner, rows=(RowStep(0, 5, 1, token_ids=(4,)),)).rows[0].token_ids
-    fork = RowStep(1, 5, 1, token_ids=(4,), new_block_ids=((0, 20),))
+    fork = RowStep(1, 5, 1, token_ids=(4,), new_block_ids=((0, 20),), num_logprobs=0)
     result = run(
         runner,
         added=(added(1, (*prompt, 4)),),
         block_copies=(BlockCopy(0, 1, 20),),
         rows=(fork,),
     )
-    assert result.rows[0].token_ids == (expected,)
+    assert result.rows[0].logprobs == (answer_alone(runner, (*prompt, 4)),)
 
 
 def test_a_chunk_that_does_not_end_the_prompt_gives_no_token(runner: Runner) -> None:
@@ -192,5 +192,5 @@ def test_a_step_that_fails_is_raised_by_wait_and_the_next_one_runs(runner: Runne
     handle = runner.launch(StepPlan(5, rows=(RowStep(0, 0, 1, token_ids=(1,)),)))
     with pytest.raises(StepFailedError, match="step 5 failed"):
         handle.wait()
-    assert answer_alone(runner, (1, 2)) >= 0
+    assert answer_alone(runner, (1, 2)).logprob <= 0
     runner.close()

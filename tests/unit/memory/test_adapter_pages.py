@@ -87,6 +87,13 @@ def test_a_page_holds_one_target_of_the_largest_rank():
     assert geometry == PageGeometry(slot_elements=4, slots_per_page=800)
 
 
+def test_the_largest_adapter_is_counted_in_pages_not_in_elements():
+    """Three of four slots are used in each page: by elements, three pages would do for four."""
+    targets = layers({"q": (5, 5)}, 4)
+    geometry = PageGeometry(slot_elements=10, slots_per_page=4)
+    assert pages_of_largest_adapter(targets, 3, geometry) == 4
+
+
 def test_an_adapter_of_no_targets_has_no_pages():
     assert place([], PageGeometry(4, 4)).num_pages == 0
 

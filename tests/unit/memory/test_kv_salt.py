@@ -44,5 +44,7 @@ def test_fields_do_not_run_into_each_other():
         kv_salt("", "", [], "abcd"),
         kv_salt("ab", "c", [("d", 1.0)], ""),
         kv_salt("ab", "c", [("", 1.0)], "d"),
+        kv_salt("a", "bkv_dtypec", [], "d"),
+        kv_salt("akv_dtypeb", "c", [], "d"),
     }
-    assert len(salts) == 8
+    assert len(salts) == 10

@@ -50,7 +50,8 @@ def test_the_salt_is_in_every_block():
     assert cache.insert(1, 0, [3, 4], b"activated")
     assert cache.match([1, 2, 3, 4], SALT) == [0]
     tokens = pack_tokens([3, 4])
-    assert hash_block(ROOT_HASH, b"a", tokens) != hash_block(ROOT_HASH, b"b", tokens)
+    for parent_hash in (ROOT_HASH, hash_block(ROOT_HASH, SALT, tokens)):
+        assert hash_block(parent_hash, b"a", tokens) != hash_block(parent_hash, b"b", tokens)
 
 
 def test_the_encoding_has_one_reading():

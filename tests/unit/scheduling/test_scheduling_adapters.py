@@ -87,6 +87,34 @@ def test_two_adapters_of_one_request_meet_on_a_small_host(host_bytes, keeps_host
         assert fakes.tokens(request_id) == fakes.alone(request_id)
 
 
+def test_adapters_of_one_request_do_not_evict_each_other_from_the_host():
+    """The host holds one of the two, and the pages of the first are not free yet."""
+    fakes = fake_engine(host_bytes=100, keeps_host_copy=False, num_adapter_pages=2)
+    fakes.add([1], "c", max_tokens=40)
+    fakes.step(4)
+    fakes.add([1], "d", max_tokens=40)
+    fakes.step(4)
+    both = fakes.add([1], "a", "b", max_tokens=1)
+    fakes.step(10)
+    assert fakes.loader.num_loads == 3
+    fakes.run()
+    assert fakes.tokens(both) == fakes.alone(both)
+    assert fakes.loader.num_loads == 4
+
+
+def test_room_for_an_adapter_is_not_made_of_its_companion():
+    fakes = fake_engine(max_num_seqs=1)
+    fakes.add([1], max_tokens=60)
+    for digest in ("a", "c"):
+        fakes.add([1], digest, max_tokens=1)
+        fakes.step(4)
+    both = fakes.add([1], "a", "b", max_tokens=1, priority=-1)
+    fakes.step(6)
+    assert fakes.engine.stats().adapters.device_evictions == 1
+    fakes.run()
+    assert fakes.tokens(both) == fakes.alone(both)
+
+
 def test_a_pinned_adapter_stays():
     fakes = fake_engine(num_adapter_pages=1)
     running = fakes.add([1], "a", max_tokens=30)

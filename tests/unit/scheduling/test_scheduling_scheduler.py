@@ -167,6 +167,16 @@ def test_a_resumed_sequence_finds_its_blocks_in_the_prefix_cache():
     assert resumed[0].token_ids is not None
 
 
+def test_one_that_found_too_few_blocks_is_seated_as_soon_as_there_are_enough():
+    fakes = fake_engine(num_blocks=10, max_num_seqs=3)
+    long = fakes.add([1], max_tokens=20)
+    short = fakes.add(range(1, 9), max_tokens=3)
+    waits = fakes.add(range(20, 44), max_tokens=1)
+    fakes.run()
+    assert not any({short, waits} <= {*record.request_ids} for record in fakes.records)
+    assert any({long, waits} <= {*record.request_ids} for record in fakes.records)
+
+
 def test_what_can_never_fit_is_refused_with_numbers():
     fakes = fake_engine(num_blocks=4, max_model_len=50)
     fits = fakes.add(range(1, 9), max_tokens=9)
@@ -339,6 +349,18 @@ def test_prompt_logprobs_over_chunks_and_once():
     assert answer.outputs[0].deltas[0].token_ids != ()
     assert answer.outputs[0].deltas[0].logprobs == (fake_logprob(answer.token_ids[0][0], 1),)
     assert answer.token_ids[1] == fakes.alone(request_id, 1)
+
+
+def test_prompt_logprobs_start_again_after_a_preemption():
+    fakes = fake_engine({"max_prefill_chunk": 1}, num_blocks=6, max_num_seqs=2)
+    fakes.add([1, 2, 3, 4], max_tokens=16)
+    prompt = tuple(range(10, 24))
+    scored = fakes.add(prompt, sampling=SamplingParams(max_tokens=1, prompt_logprobs=0))
+    fakes.run()
+    answer = fakes.answers[scored]
+    assert answer.outputs[-1].timing.num_preemptions == 1
+    expected = (None, *(fake_logprob(token_id) for token_id in prompt[1:]))
+    assert [o.prompt_logprobs for o in answer.outputs] == [expected]
 
 
 def test_prompt_logprobs_of_one_token():

@@ -34,8 +34,8 @@ def read_torch_file(path: Path, *, max_file_bytes: int, max_tensors: int) -> dic
         state = torch.load(content, map_location="cpu", weights_only=True)
     except Exception as error:
         raise InvalidAdapterError(
-            f"{path} is not a plain torch state dict (pickled objects are never loaded): "
-            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            f"{path} is not a plain torch state dict, and pickled objects are never loaded: "
+            "save the adapter as safetensors"
         ) from error
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         raise InvalidAdapterError(f"{path} does not hold a state dict but a {type(state).__name__}")

@@ -1,0 +1,164 @@
+"""From what was seen of single requests to the figures of a run, and to medians over repeats.
+
+Latencies are in seconds. Knows no wire: a `RequestRecord` is all that a client leaves behind.
+"""
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One request, as its client saw it. Times are nanoseconds of one monotonic clock."""
+
+    start_ns: int
+    """When it was due, or when the client of a closed loop was free to send it."""
+    chunk_ns: tuple[int, ...] = ()
+    """When each chunk with output arrived. A chunk may hold several tokens."""
+    end_ns: int
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Of the prompt, from the server's prefix cache."""
+    num_output_tokens: int = 0
+    error: str | None = None
+    """Why it failed; then its figures do not count."""
+
+
+class Percentiles(msgspec.Struct, frozen=True):
+    """Of one latency, in seconds."""
+
+    p50: float
+    p90: float
+    p99: float
+
+
+class RunStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of one run. Failed requests count in `num_failed` and nowhere else.
+
+    A latency is None where no request showed it.
+    """
+
+    num_requests: int
+    num_failed: int
+    errors: tuple[str, ...]
+    """What the failed ones were told, each text once."""
+    duration_seconds: float
+    """From the start of the run to the end of its last request."""
+    requests_per_second: float
+    output_tokens_per_second: float
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    num_chunks: int
+    time_to_first_token: Percentiles | None
+    inter_token_latency: Percentiles | None
+    """Between successive chunks of one request: what a reader of the stream waits."""
+    time_per_output_token: Percentiles | None
+    """Of each request, first to last chunk over its tokens but one: exact if chunks are merged."""
+    end_to_end: Percentiles | None
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Linear between the two nearest ranks, as numpy's default. `values` is not empty."""
+    ordered = sorted(values)
+    position = (len(ordered) - 1) * percent / 100
+    below, above = ordered[math.floor(position)], ordered[math.ceil(position)]
+    return below + (above - below) * (position - math.floor(position))
+
+
+def percentiles(nanoseconds: Iterable[float]) -> Percentiles | None:
+    """In seconds; None of nothing."""
+    values = [value / 1e9 for value in nanoseconds]
+    if not values:
+        return None
+    return Percentiles(*(percentile(values, percent) for percent in (50, 90, 99)))
+
+
+def summarize(records: Sequence[RequestRecord], start_ns: int) -> RunStatistics:
+    """The figures of a run that began at start_ns. `records` is not empty."""
+    done = [record for record in records if record.error is None]
+    streamed = [record for record in done if record.chunk_ns]
+    duration = (max(record.end_ns for record in records) - start_ns) / 1e9
+    num_output_tokens = sum(record.num_output_tokens for record in done)
+    return RunStatistics(
+        num_requests=len(records),
+        num_failed=len(records) - len(done),
+        errors=tuple(sorted({record.error for record in records if record.error is not None})),
+        duration_seconds=duration,
+        requests_per_second=len(done) / duration,
+        output_tokens_per_second=num_output_tokens / duration,
+        num_prompt_tokens=sum(record.num_prompt_tokens for record in done),
+        num_cached_tokens=sum(record.num_cached_tokens for record in done),
+        num_output_tokens=num_output_tokens,
+        num_chunks=sum(len(record.chunk_ns) for record in done),
+        time_to_first_token=percentiles(r.chunk_ns[0] - r.start_ns for r in streamed),
+        inter_token_latency=percentiles(
+            after - before for r in streamed for before, after in itertools.pairwise(r.chunk_ns)
+        ),
+        time_per_output_token=percentiles(
+            (r.chunk_ns[-1] - r.chunk_ns[0]) / (r.num_output_tokens - 1)
+            for r in streamed
+            if len(r.chunk_ns) > 1 and r.num_output_tokens > 1
+        ),
+        end_to_end=percentiles(record.end_ns - record.start_ns for record in done),
+    )
+
+
+def median_of_runs(runs: Sequence[RunStatistics]) -> RunStatistics:
+    """Every rate and latency its own median over the repeats; every count the sum of them."""
+    return RunStatistics(
+        num_requests=sum(run.num_requests for run in runs),
+        num_failed=sum(run.num_failed for run in runs),
+        errors=tuple(sorted({error for run in runs for error in run.errors})),
+        duration_seconds=statistics.median(run.duration_seconds for run in runs),
+        requests_per_second=statistics.median(run.requests_per_second for run in runs),
+        output_tokens_per_second=statistics.median(run.output_tokens_per_second for run in runs),
+        num_prompt_tokens=sum(run.num_prompt_tokens for run in runs),
+        num_cached_tokens=sum(run.num_cached_tokens for run in runs),
+        num_output_tokens=sum(run.num_output_tokens for run in runs),
+        num_chunks=sum(run.num_chunks for run in runs),
+        time_to_first_token=_median(runs, lambda run: run.time_to_first_token),
+        inter_token_latency=_median(runs, lambda run: run.inter_token_latency),
+        time_per_output_token=_median(runs, lambda run: run.time_per_output_token),
+        end_to_end=_median(runs, lambda run: run.end_to_end),
+    )
+
+
+def _median(
+    runs: Sequence[RunStatistics], latency: Callable[[RunStatistics], Percentiles | None]
+) -> Percentiles | None:
+    known = [found for run in runs if (found := latency(run)) is not None]
+    if not known:
+        return None
+    return Percentiles(
+        statistics.median(found.p50 for found in known),
+        statistics.median(found.p90 for found in known),
+        statistics.median(found.p99 for found in known),
+    )
+
+
+class Ratio(msgspec.Struct, frozen=True):
+    """One run over another, paired by repeat: the median, and how far the repeats lie apart."""
+
+    median: float
+    low: float
+    high: float
+
+
+def throughput_ratio(
+    runs: Sequence[RunStatistics], base_runs: Sequence[RunStatistics]
+) -> Ratio | None:
+    """Output tokens per second over the base model's in the same repeat; below 1 is slower.
+
+    None if a run of either had failures: its throughput is of another workload.
+    """
+    if any(run.num_failed for run in (*runs, *base_runs)):
+        return None
+    ratios = [
+        run.output_tokens_per_second / base.output_tokens_per_second
+        for run, base in zip(runs, base_runs, strict=True)
+    ]
+    return Ratio(statistics.median(ratios), min(ratios), max(ratios))

@@ -1,0 +1,144 @@
+"""`loraplex bench`: measure a server over its wire, and what its adapters cost."""
+
+import asyncio
+import importlib.util
+from collections.abc import Coroutine
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated, Any, Self
+
+import typer
+from tqdm import tqdm
+
+from loraplex.bench.report import Report, markdown, write_report
+from loraplex.bench.settings import Settings
+from loraplex.bench.workload import Workload, parse_arrivals, parse_lengths, parse_popularity
+from loraplex.cli.options import errors_to_exit_code
+from loraplex.core.errors import ConfigError
+from loraplex.testing.capitals import BASE_PATH
+
+_LOADS = ("closed:1", "closed:8", "closed:32")
+_POPULARITIES = ("identical", "distinct")
+_NUM_ADAPTERS = 32
+_SHIPPED_MODEL = "capitals"
+
+
+def bench(
+    serve_flags: Annotated[
+        list[str] | None,
+        typer.Argument(help="After --: more flags for the `loraplex serve` that is measured."),
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option(help="Measure this running server with its own adapters.")
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Serve this folder with random adapters [the shipped model]."),
+    ] = None,
+    adapters: Annotated[
+        int | None, typer.Option(min=0, help="How many; 0: base only [32, or all of --url].")
+    ] = None,
+    rank: Annotated[int, typer.Option(min=1, help="Of the random adapters.")] = 8,
+    load: Annotated[
+        list[str], typer.Option(help="closed:CONCURRENCY, burst or poisson:RATE; repeatable.")
+    ] = list(_LOADS),
+    popularity: Annotated[
+        list[str], typer.Option(help="identical, uniform, distinct or zipf:S; repeatable.")
+    ] = list(_POPULARITIES),
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="In a run [twice the concurrency, at least 8].")
+    ] = None,
+    prompt_tokens: Annotated[str, typer.Option(help="N, or LOW-HIGH for a uniform draw.")] = "32",
+    output_tokens: Annotated[str, typer.Option(help="N, or LOW-HIGH for a uniform draw.")] = "32",
+    repeats: Annotated[int, typer.Option(min=1, help="Passes that count, after one more.")] = 3,
+    seed: Annotated[int, typer.Option(min=0, help="Of everything that is drawn.")] = 0,
+    output: Annotated[
+        Path | None, typer.Option(help="A folder for the report, as JSON and Markdown.")
+    ] = None,
+) -> None:
+    """Measure throughput and latency: with the base model alone, then with adapters.
+
+    Without --url it starts a server of its own. Exit code 1 if a request failed.
+    """
+    with errors_to_exit_code():
+        settings = Settings(
+            loads=tuple(map(parse_arrivals, load)),
+            popularities=tuple(map(parse_popularity, popularity)),
+            num_adapters=_NUM_ADAPTERS if adapters is None else adapters,
+            num_requests=requests,
+            prompt_tokens=parse_lengths(prompt_tokens),
+            output_tokens=parse_lengths(output_tokens),
+            repeats=repeats,
+            seed=seed,
+        )
+        with _Bar() as bar:
+            if url is None:
+                session = _own_server(model, settings, bar, rank, serve_flags or [])
+            elif model is None and not serve_flags:
+                session = _running_server(url, settings, bar, all_adapters=adapters is None)
+            else:
+                raise ConfigError("--url is a running server: give no --model and no serve flags")
+            report = asyncio.run(session)
+        _show(report, output)
+
+
+Session = Coroutine[Any, Any, Report]
+
+
+def _own_server(
+    model: Path | None, settings: Settings, bar: "_Bar", rank: int, serve_flags: list[str]
+) -> Session:
+    _need_httpx()
+    from loraplex.bench.session import bench_model  # noqa: PLC0415 (the bench extra)
+
+    folder = BASE_PATH if model is None else model
+    name = _SHIPPED_MODEL if model is None else model.resolve().name
+    return bench_model(folder, settings, bar, rank=rank, name=name, serve_flags=serve_flags)
+
+
+def _running_server(url: str, settings: Settings, bar: "_Bar", *, all_adapters: bool) -> Session:
+    _need_httpx()
+    from loraplex.bench.session import bench_url  # noqa: PLC0415 (the bench extra)
+
+    return bench_url(url, settings, bar, all_adapters=all_adapters)
+
+
+def _need_httpx() -> None:
+    if importlib.util.find_spec("httpx") is None:
+        raise ConfigError("loraplex bench needs httpx: pip install 'loraplex[bench]'")
+
+
+def _show(report: Report, output: Path | None) -> None:
+    """Print the report and write it. Raises typer.Exit if a request failed."""
+    print(markdown(report), end="")
+    if output is not None:
+        for path in write_report(report, output):
+            print(f"wrote {path}")
+    if report.num_failed:
+        raise typer.Exit(1)
+
+
+class _Bar:
+    """A progress bar on standard error. Implements bench.suite.Progress."""
+
+    def __init__(self) -> None:
+        self._bar = tqdm(desc="starting", unit="run", leave=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.close()
+
+    def begin(self, num_runs: int) -> None:
+        self._bar.set_description("measuring")
+        self._bar.reset(num_runs)
+
+    def done(self, workload: Workload) -> None:
+        self._bar.set_postfix_str(f"{workload.arrivals}, {workload.popularity}", refresh=False)
+        self._bar.update()
