@@ -44,7 +44,7 @@ class InputBatch:
         self._rows[row.slot] = _Row(row.adapters)
 
     def remove_row(self, slot: Slot) -> None:
-        del self._rows[slot]
+        self._rows.pop(slot, None)
 
     def adapters(self, slot: Slot) -> tuple[tuple[AdapterHandle, float], ...]:
         return self._rows[slot].adapters

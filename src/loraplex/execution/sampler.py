@@ -102,7 +102,7 @@ class Sampler:
         self._rows[row.slot] = state
 
     def remove_row(self, slot: Slot) -> None:
-        del self._rows[slot]
+        self._rows.pop(slot, None)
 
     def last_token(self, slot: Slot) -> int:
         """The newest token of the row: what RowStep.token_ids = None means."""
