@@ -127,6 +127,11 @@ async def _send(http: httpx.AsyncClient, exchange: _Exchange) -> None:
 
 
 def _connect(url: str) -> httpx.AsyncClient:
+    """Raises ConfigError if url is none."""
+    try:
+        httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"cannot ask {url}: {error}") from error
     return httpx.AsyncClient(
         base_url=url,
         headers={"content-type": "application/json"},
@@ -142,7 +147,7 @@ async def _ask(
 ) -> dict[str, Any]:
     try:
         response = await http.request(method, path, json=body)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+    except httpx.HTTPError as error:
         raise ConfigError(f"cannot ask {http.base_url}: {error}") from error
     if not response.is_success:
         raise ConfigError(f"{method} {http.base_url}{path.lstrip('/')}: {_refusal(response)}")

@@ -40,11 +40,17 @@ def bench(
     ] = None,
     rank: Annotated[int, typer.Option(min=1, help="Of the random adapters.")] = 8,
     load: Annotated[
-        list[str], typer.Option(help="closed:CONCURRENCY, burst or poisson:RATE; repeatable.")
-    ] = list(_LOADS),
+        list[str] | None,
+        typer.Option(
+            help="closed:CONCURRENCY, burst or poisson:RATE, repeatable [closed:1, :8 and :32]."
+        ),
+    ] = None,
     popularity: Annotated[
-        list[str], typer.Option(help="identical, uniform, distinct or zipf:S; repeatable.")
-    ] = list(_POPULARITIES),
+        list[str] | None,
+        typer.Option(
+            help="identical, uniform, distinct or zipf:S, repeatable [identical and distinct]."
+        ),
+    ] = None,
     requests: Annotated[
         int | None, typer.Option(min=1, help="In a run [twice the concurrency, at least 8].")
     ] = None,
@@ -62,8 +68,8 @@ def bench(
     """
     with errors_to_exit_code():
         settings = Settings(
-            loads=tuple(map(parse_arrivals, load)),
-            popularities=tuple(map(parse_popularity, popularity)),
+            loads=tuple(map(parse_arrivals, load or _LOADS)),
+            popularities=tuple(map(parse_popularity, popularity or _POPULARITIES)),
             num_adapters=_NUM_ADAPTERS if adapters is None else adapters,
             num_requests=requests,
             prompt_tokens=parse_lengths(prompt_tokens),
@@ -122,7 +128,7 @@ class _Bar:
     """A progress bar on standard error. Implements bench.suite.Progress."""
 
     def __init__(self) -> None:
-        self._bar = tqdm(desc="starting", unit="run", leave=False)
+        self._bar = tqdm(desc="starting", unit="run", leave=False, disable=None)
 
     def __enter__(self) -> Self:
         return self

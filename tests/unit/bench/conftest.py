@@ -1,0 +1,46 @@
+"""A server of EchoBackend over real sockets, and a small workload."""
+
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+from fastapi import FastAPI
+
+from loraplex.bench.workload import ClosedLoop, Distinct, Lengths, Workload
+from loraplex.frontends.openai import openai_fallback_routes, openai_routes
+from loraplex.testing.echo_backend import EchoBackend
+from loraplex.testing.served import served
+
+WORKLOAD = Workload(
+    num_requests=6,
+    prompt_tokens=Lengths(4, 4),
+    output_tokens=Lengths(5, 5),
+    popularity=Distinct(),
+    num_adapters=3,
+    arrivals=ClosedLoop(2),
+    seed=0,
+)
+
+
+@pytest.fixture
+def workload():
+    """A function (**changes) -> Workload."""
+    return lambda **changes: msgspec.structs.replace(WORKLOAD, **changes)
+
+
+@pytest.fixture
+def backend() -> EchoBackend:
+    """Serves `echo` with the adapters a0, a1, a2."""
+    backend = EchoBackend()
+    for index in range(3):
+        backend.register(f"a{index}")
+    return backend
+
+
+@pytest.fixture
+def url(backend: EchoBackend) -> Iterator[str]:
+    app = FastAPI()
+    app.include_router(openai_routes(backend))
+    app.include_router(openai_fallback_routes())
+    with served(app) as url:
+        yield url

@@ -1,0 +1,88 @@
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from loraplex.bench.report import read_report
+from loraplex.cli.main import app
+from loraplex.core.errors import QueueFullError
+
+QUICK = ["--load", "closed:2", "--requests", "4", "--repeats", "1", "--output-tokens", "3"]
+
+
+def bench(*arguments: str):
+    return CliRunner().invoke(app, ["bench", *arguments])
+
+
+def test_measures_a_running_server_and_writes_a_report(url, tmp_path):
+    result = bench("--url", url, *QUICK, "--popularity", "zipf:1.5", "--output", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    assert "tok/s to base" in result.stdout
+    [path] = tmp_path.glob("*.json")
+    report = read_report(path)
+    assert str(path) in result.stdout
+    assert report.settings.num_adapters == 3
+    assert [str(r.workload.popularity) for r in report.results] == ["base", "zipf:1.5"]
+    assert report.num_failed == 0
+
+
+def test_a_failed_request_is_the_exit_code(url, backend):
+    backend.plant(QueueFullError("no room"))
+    result = bench("--url", url, *QUICK, "--adapters", "0")
+    # The first pass is for warming up: what fails there does not count.
+    assert result.exit_code == 0
+    for _ in range(8):
+        backend.plant(QueueFullError("no room"))
+    result = bench("--url", url, *QUICK, "--adapters", "0")
+    assert result.exit_code == 1
+    assert "4 requests FAILED" in result.stdout
+    assert "no room" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--load", "often"], "load must be"),
+        (["--popularity", "zipf"], "popularity"),
+        (["--prompt-tokens", "8-4"], "length"),
+        (["--url", "http://127.0.0.1:9", "--model", "folder"], "give no --model"),
+        (["--url", "http://127.0.0.1:9", "--", "--dtype", "float32"], "no serve flags"),
+        (["--url", "http://127.0.0.1:9"], "cannot ask http://127.0.0.1:9"),
+        (["--model", "no/such/folder"], "no/such/folder has no safetensors"),
+    ],
+)
+def test_a_bad_argument_is_one_line(arguments, message):
+    result = bench(*arguments)
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_without_httpx_it_says_what_to_install(monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "httpx" else find_spec(name)
+    )
+    result = bench("--url", "http://127.0.0.1:9")
+    assert result.exit_code == 1
+    assert "pip install 'loraplex[bench]'" in result.stderr
+
+
+def test_the_other_commands_need_none_of_it():
+    code = "import sys, loraplex.cli.main; print({'httpx', 'safetensors'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+@pytest.mark.slow
+def test_starts_a_server_of_its_own(tmp_path):
+    result = bench(*QUICK, "--adapters", "2", "--output", str(tmp_path), "--", "--num-threads", "1")
+    assert result.exit_code == 0, result.output
+    [path] = tmp_path.glob("*.json")
+    report = read_report(path)
+    assert report.served.url is None
+    assert report.served.serve_flags == ("--num-threads", "1")
+    assert [str(r.workload.popularity) for r in report.results] == ["base", "identical", "distinct"]
+    assert all(result.median.num_cached_tokens == 0 for result in report.results)
