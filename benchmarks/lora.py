@@ -1,0 +1,147 @@
+"""Multi-LoRA on fused linear layers: native kernels against the torch reference, in one run.
+
+    python benchmarks/lora.py [--json] [--threads 2] [--seconds 0.3]
+
+A time is the least of many calls: the machine is shared. Decoding steps have one token per adapter;
+prefill has many tokens of one. GB/s counts the pages that the adapters need, once; GFLOP/s counts
+both products.
+"""
+
+import argparse
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from loraplex.kernels.lora import LoraBatch, LoraGroup, LoraTable, add_lora
+from loraplex.kernels.native.library import INSTRUCTION_SETS, ThreadPool, load_library
+from loraplex.kernels.native.lora import LoraKernel
+
+LAYERS = {
+    "qkv": (2048, {"q_proj": 2048, "k_proj": 512, "v_proj": 512}),
+    "gate_up": (2048, {"gate_proj": 5632, "up_proj": 5632}),
+    "down": (5632, {"down_proj": 2048}),
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    layer: str
+    rank: int
+    num_adapters: int
+    tokens_per_adapter: int
+
+    @property
+    def name(self) -> str:
+        return (
+            f"{self.layer} rank {self.rank} adapters {self.num_adapters} "
+            f"tokens of each {self.tokens_per_adapter}"
+        )
+
+    @property
+    def page_elements(self) -> int:
+        in_features, modules = LAYERS[self.layer]
+        one = self.rank * (in_features * len(modules) + sum(modules.values()))
+        return self.num_adapters * one
+
+
+CASES = [
+    *(Case("qkv", 8, adapters, 1) for adapters in (1, 8, 32)),
+    *(Case("qkv", 64, adapters, 1) for adapters in (1, 8, 32)),
+    Case("gate_up", 64, 8, 1),
+    Case("down", 64, 8, 1),
+    Case("qkv", 8, 1, 512),
+    Case("qkv", 64, 1, 512),
+    Case("down", 16, 4, 128),
+]
+
+
+def least_time(function: Callable[[], object], seconds: float) -> float:
+    function()
+    times = []
+    end = time.perf_counter() + seconds
+    while len(times) < 3 or time.perf_counter() < end:
+        start = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def make_batch(case: Case, dtype: torch.dtype) -> LoraBatch:
+    in_features, modules = LAYERS[case.layer]
+    shape = (case.num_adapters, 1, len(modules))
+    shapes = tuple((in_features, out_features) for out_features in modules.values())
+    sizes = np.array([case.rank * sum(pair) for pair in shapes] * case.num_adapters)
+    offsets = (np.cumsum(sizes) - sizes).reshape(shape).astype(np.int64)
+    ranks = np.full(shape, case.rank, np.int32)
+    table = LoraTable(tuple(modules), shapes, offsets, ranks, np.ones(shape, np.float32))
+    groups = tuple(
+        LoraGroup(
+            adapter,
+            torch.arange(case.tokens_per_adapter) * case.num_adapters + adapter,
+            torch.ones(case.tokens_per_adapter),
+        )
+        for adapter in range(case.num_adapters)
+    )
+    return LoraBatch((torch.randn(int(sizes.sum())) / 50).to(dtype), table, groups)
+
+
+def measure(case: Case, dtype: torch.dtype, native: LoraKernel, seconds: float) -> dict:
+    in_features, modules = LAYERS[case.layer]
+    batch = make_batch(case, dtype)
+    num_tokens = case.num_adapters * case.tokens_per_adapter
+    x = torch.randn(num_tokens, in_features).to(dtype)
+    y = torch.zeros(num_tokens, sum(modules.values()), dtype=dtype)
+    out_offsets = tuple(int(first) for first in np.cumsum([0, *modules.values()])[:-1])
+    arguments = (y, x, batch, 0, tuple(modules), out_offsets)
+    native_time = least_time(lambda: native.add(*arguments), seconds)
+    reference_time = least_time(lambda: add_lora(*arguments), seconds)
+    return {
+        "case": case.name,
+        "dtype": str(dtype).removeprefix("torch."),
+        "native_ms": native_time * 1e3,
+        "reference_ms": reference_time * 1e3,
+        "ratio": reference_time / native_time,
+        "gb_per_second": case.page_elements * dtype.itemsize / native_time / 1e9,
+        "gflop_per_second": 2 * case.page_elements * case.tokens_per_adapter / native_time / 1e9,
+    }
+
+
+def print_table(results: Sequence[dict]) -> None:
+    print("| case | dtype | native ms | reference ms | ratio | GB/s | GFLOP/s |")
+    print("|---|---|---|---|---|---|---|")
+    for result in results:
+        print(
+            "| {case} | {dtype} | {native_ms:.3f} | {reference_ms:.3f} | {ratio:.1f} "
+            "| {gb_per_second:.1f} | {gflop_per_second:.0f} |".format(**result)
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=0.3, help="per case and backend")
+    parser.add_argument("--instruction-set", help="instead of the best one")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    wanted = arguments.instruction_set
+    library = load_library([wanted] if wanted else INSTRUCTION_SETS)
+    native = LoraKernel(library, ThreadPool(library, arguments.threads))
+    results = [
+        measure(case, dtype, native, arguments.seconds)
+        for case in CASES
+        for dtype in DTYPES.values()
+    ]
+    if arguments.json:
+        print(json.dumps({"instruction_set": library.instruction_set, "results": results}))
+    else:
+        print_table(results)
+
+
+if __name__ == "__main__":
+    main()

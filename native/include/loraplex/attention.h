@@ -1,0 +1,52 @@
+/* Attention over paged keys and values.
+ *
+ * The storage of one layer, in blocks of block_size positions, K key and value heads of size D:
+ *
+ *   keys    [num_blocks, K, D, block_size]   one position's key is a column: scores of neighbouring
+ *                                            positions come out in neighbouring lanes
+ *   values  [num_blocks, K, block_size, D]
+ */
+#ifndef LORAPLEX_ATTENTION_H
+#define LORAPLEX_ATTENTION_H
+
+#include "loraplex/abi.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Made once per step and kind of layer. Row r computes the tokens query_start_loc[r] to
+ * query_start_loc[r + 1] - 1, the last of its seq_lens[r] positions; position p lies in block
+ * block_tables[r][p / block_size]. */
+typedef struct loraplex_attention_step {
+    int64_t num_rows;
+    int64_t num_heads; /* a multiple of num_kv_heads */
+    int64_t num_kv_heads;
+    int64_t head_dim;
+    int64_t block_size;
+    int64_t sliding_window; /* a token sees so many positions, its own included; 0: all */
+    const int64_t *query_start_loc; /* [num_rows + 1] */
+    const int64_t *seq_lens;        /* [num_rows] */
+    const int64_t *block_tables;    /* [num_rows, block_table_stride] */
+    int64_t block_table_stride;
+} loraplex_attention_step;
+
+/* Causal attention; scores are scaled by D ** -0.5, sums are float32. query and output
+ * [num_tokens, num_heads, D], of one dtype; a token's heads are contiguous, tokens have a stride. */
+LORAPLEX_API loraplex_status loraplex_paged_attention(
+    loraplex_pool *pool, const loraplex_attention_step *step, loraplex_dtype kv_dtype,
+    const void *keys, const void *values, loraplex_dtype dtype, const void *query,
+    int64_t query_stride, void *output, int64_t output_stride);
+
+/* key, value [num_tokens, K, D] to the slots (block * block_size + offset) of slot_mapping. */
+LORAPLEX_API loraplex_status loraplex_write_kv(
+    loraplex_pool *pool, int64_t num_tokens, int64_t num_kv_heads, int64_t head_dim,
+    int64_t block_size, const int64_t *slot_mapping, loraplex_dtype dtype, const void *key,
+    int64_t key_stride, const void *value, int64_t value_stride, loraplex_dtype kv_dtype,
+    void *keys, void *values);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

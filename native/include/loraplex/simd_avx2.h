@@ -1,0 +1,90 @@
+// simd.h for x86-64-v3: AVX2, FMA, F16C.
+#pragma once
+
+#include <immintrin.h>
+
+#include "loraplex/dtype.h"
+
+namespace loraplex {
+
+using Floats = __m256;
+inline constexpr int kLanes = 8;
+
+inline Floats zeros() { return _mm256_setzero_ps(); }
+inline Floats broadcast(float value) { return _mm256_set1_ps(value); }
+
+inline Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
+inline Floats subtract(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
+inline Floats multiply(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+inline Floats divide(Floats a, Floats b) { return _mm256_div_ps(a, b); }
+inline Floats maximum(Floats a, Floats b) { return _mm256_max_ps(a, b); }
+inline Floats minimum(Floats a, Floats b) { return _mm256_min_ps(a, b); }
+
+// a * b + c, rounded once.
+inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+
+// To the nearest integer, ties to even.
+inline Floats round_to_integer(Floats a) {
+    return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+// 2^n for whole n in [-126, 127].
+inline Floats power_of_two(Floats n) {
+    const __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23));
+}
+
+inline Floats load(const float *source) { return _mm256_loadu_ps(source); }
+
+inline Floats load(const Bfloat16 *source) {
+    const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i *>(source));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+}
+
+inline Floats load(const Float16 *source) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(source)));
+}
+
+// Of kLanes pairs (a0, b0, a1, b1, ...): the a's, and the b's.
+inline Floats load_firsts(const Bfloat16 *pairs) {
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(pairs));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
+}
+
+inline constexpr std::uint32_t kHighHalves[kLanes] alignas(32) = {
+    0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u,
+    0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u};
+
+// Where the sixteen registers are all taken by sums and their factors, a compiler would keep the
+// mask or what load_firsts has read in one more, and push a sum out. So both come from memory here.
+inline Floats load_seconds(const Bfloat16 *pairs) {
+    struct Pairs {
+        Bfloat16 elements[2 * kLanes];
+    };
+    Floats high;
+    asm("vmovups %1, %0\n\tvandps %2, %0, %0"
+        : "=x"(high)
+        : "m"(*reinterpret_cast<const Pairs *>(pairs)), "m"(kHighHalves));
+    return high;
+}
+
+inline void store(float *target, Floats value) { _mm256_storeu_ps(target, value); }
+
+inline void store(Bfloat16 *target, Floats value) {
+    const __m256i bits = _mm256_castps_si256(value);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_srli_epi32(
+        _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+    const __m256i quiet = _mm256_or_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(0x40));
+    const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
+    const __m256i halves = _mm256_blendv_epi8(rounded, quiet, is_nan);
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(halves, halves), 0x08);
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(target), _mm256_castsi256_si128(packed));
+}
+
+inline void store(Float16 *target, Floats value) {
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(target),
+                     _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
+}
+
+}  // namespace loraplex

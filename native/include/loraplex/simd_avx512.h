@@ -1,0 +1,77 @@
+// simd.h for x86-64-v4: AVX-512 F, BW, VL, DQ.
+#pragma once
+
+#include <immintrin.h>
+
+#include "loraplex/dtype.h"
+
+namespace loraplex {
+
+using Floats = __m512;
+inline constexpr int kLanes = 16;
+
+inline Floats zeros() { return _mm512_setzero_ps(); }
+inline Floats broadcast(float value) { return _mm512_set1_ps(value); }
+
+inline Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
+inline Floats subtract(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
+inline Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+inline Floats divide(Floats a, Floats b) { return _mm512_div_ps(a, b); }
+inline Floats maximum(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+inline Floats minimum(Floats a, Floats b) { return _mm512_min_ps(a, b); }
+
+// a * b + c, rounded once.
+inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+
+// To the nearest integer, ties to even.
+inline Floats round_to_integer(Floats a) {
+    return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+// 2^n for whole n in [-126, 127].
+inline Floats power_of_two(Floats n) {
+    const __m512i biased = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(biased, 23));
+}
+
+inline Floats load(const float *source) { return _mm512_loadu_ps(source); }
+
+inline Floats load(const Bfloat16 *source) {
+    const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(source));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
+
+inline Floats load(const Float16 *source) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(source)));
+}
+
+// Of kLanes pairs (a0, b0, a1, b1, ...): the a's, and the b's.
+inline Floats load_firsts(const Bfloat16 *pairs) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(pairs), 16));
+}
+
+inline Floats load_seconds(const Bfloat16 *pairs) {
+    const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(pairs), high));
+}
+
+inline void store(float *target, Floats value) { _mm512_storeu_ps(target, value); }
+
+inline void store(Bfloat16 *target, Floats value) {
+    const __m512i bits = _mm512_castps_si512(value);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_srli_epi32(
+        _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+    const __m512i quiet = _mm512_or_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(0x40));
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+    const __m512i halves = _mm512_mask_blend_epi32(is_nan, rounded, quiet);
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(target), _mm512_cvtepi32_epi16(halves));
+}
+
+inline void store(Float16 *target, Floats value) {
+    _mm256_storeu_si256(
+        reinterpret_cast<__m256i *>(target),
+        _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+}  // namespace loraplex

@@ -1,0 +1,83 @@
+// simd.h for any CPU, with the vector types that gcc and clang have everywhere.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "loraplex/dtype.h"
+
+namespace loraplex {
+
+using Floats = float __attribute__((vector_size(16)));
+inline constexpr int kLanes = 4;
+
+inline Floats broadcast(float value) { return Floats{value, value, value, value}; }
+inline Floats zeros() { return broadcast(0.0f); }
+
+inline Floats add(Floats a, Floats b) { return a + b; }
+inline Floats subtract(Floats a, Floats b) { return a - b; }
+inline Floats multiply(Floats a, Floats b) { return a * b; }
+inline Floats divide(Floats a, Floats b) { return a / b; }
+inline Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
+inline Floats minimum(Floats a, Floats b) { return a < b ? a : b; }
+
+// a * b + c; rounded once only where the CPU can.
+inline Floats multiply_add(Floats a, Floats b, Floats c) {
+#if defined(__FP_FAST_FMAF)
+    for (int lane = 0; lane < kLanes; ++lane) {
+        c[lane] = __builtin_fmaf(a[lane], b[lane], c[lane]);
+    }
+    return c;
+#else
+    return a * b + c;
+#endif
+}
+
+// To the nearest integer, ties to even.
+inline Floats round_to_integer(Floats a) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+        a[lane] = std::nearbyintf(a[lane]);
+    }
+    return a;
+}
+
+// 2^n for whole n in [-126, 127].
+inline Floats power_of_two(Floats n) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+        const auto biased = static_cast<std::uint32_t>(static_cast<int>(n[lane]) + 127);
+        n[lane] = std::bit_cast<float>(biased << 23);
+    }
+    return n;
+}
+
+template <typename T>
+inline Floats load(const T *source) {
+    Floats value;
+    for (int lane = 0; lane < kLanes; ++lane) {
+        value[lane] = widen(source[lane]);
+    }
+    return value;
+}
+
+inline Floats load(const float *source) {
+    Floats value;
+    std::memcpy(&value, source, sizeof(value));
+    return value;
+}
+
+// Of kLanes pairs (a0, b0, a1, b1, ...): the a's, and the b's.
+inline Floats load_firsts(const Bfloat16 *pairs) {
+    return Floats{widen(pairs[0]), widen(pairs[2]), widen(pairs[4]), widen(pairs[6])};
+}
+
+inline Floats load_seconds(const Bfloat16 *pairs) { return load_firsts(pairs + 1); }
+
+template <typename T>
+inline void store(T *target, Floats value) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+        target[lane] = narrow<T>(value[lane]);
+    }
+}
+
+}  // namespace loraplex

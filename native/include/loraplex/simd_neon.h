@@ -1,0 +1,77 @@
+// simd.h for aarch64 with NEON.
+#pragma once
+
+#include <arm_neon.h>
+
+#include "loraplex/dtype.h"
+
+namespace loraplex {
+
+using Floats = float32x4_t;
+inline constexpr int kLanes = 4;
+
+inline Floats zeros() { return vdupq_n_f32(0.0f); }
+inline Floats broadcast(float value) { return vdupq_n_f32(value); }
+
+inline Floats add(Floats a, Floats b) { return vaddq_f32(a, b); }
+inline Floats subtract(Floats a, Floats b) { return vsubq_f32(a, b); }
+inline Floats multiply(Floats a, Floats b) { return vmulq_f32(a, b); }
+inline Floats divide(Floats a, Floats b) { return vdivq_f32(a, b); }
+inline Floats maximum(Floats a, Floats b) { return vmaxq_f32(a, b); }
+inline Floats minimum(Floats a, Floats b) { return vminq_f32(a, b); }
+
+// a * b + c, rounded once.
+inline Floats multiply_add(Floats a, Floats b, Floats c) { return vfmaq_f32(c, a, b); }
+
+// To the nearest integer, ties to even.
+inline Floats round_to_integer(Floats a) { return vrndnq_f32(a); }
+
+// 2^n for whole n in [-126, 127].
+inline Floats power_of_two(Floats n) {
+    const int32x4_t biased = vaddq_s32(vcvtnq_s32_f32(n), vdupq_n_s32(127));
+    return vreinterpretq_f32_s32(vshlq_n_s32(biased, 23));
+}
+
+inline Floats load(const float *source) { return vld1q_f32(source); }
+
+inline Floats load(const Bfloat16 *source) {
+    const uint16x4_t halves = vld1_u16(reinterpret_cast<const std::uint16_t *>(source));
+    return vreinterpretq_f32_u32(vshll_n_u16(halves, 16));
+}
+
+inline Floats load(const Float16 *source) {
+    const uint16x4_t halves = vld1_u16(reinterpret_cast<const std::uint16_t *>(source));
+    return vcvt_f32_f16(vreinterpret_f16_u16(halves));
+}
+
+// Of kLanes pairs (a0, b0, a1, b1, ...): the a's, and the b's.
+inline Floats load_firsts(const Bfloat16 *pairs) {
+    const uint16x8_t bits = vld1q_u16(reinterpret_cast<const std::uint16_t *>(pairs));
+    return vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_u16(bits), 16));
+}
+
+inline Floats load_seconds(const Bfloat16 *pairs) {
+    const uint16x8_t bits = vld1q_u16(reinterpret_cast<const std::uint16_t *>(pairs));
+    const uint32x4_t high = vdupq_n_u32(0xffff0000u);
+    return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_u16(bits), high));
+}
+
+inline void store(float *target, Floats value) { vst1q_f32(target, value); }
+
+inline void store(Bfloat16 *target, Floats value) {
+    const uint32x4_t bits = vreinterpretq_u32_f32(value);
+    const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+    const uint32x4_t rounded =
+        vshrq_n_u32(vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff))), 16);
+    const uint32x4_t quiet = vorrq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(0x40));
+    const uint32x4_t is_number = vceqq_f32(value, value);
+    const uint16x4_t halves = vmovn_u32(vbslq_u32(is_number, rounded, quiet));
+    vst1_u16(reinterpret_cast<std::uint16_t *>(target), halves);
+}
+
+inline void store(Float16 *target, Floats value) {
+    const uint16x4_t halves = vreinterpret_u16_f16(vcvt_f16_f32(value));
+    vst1_u16(reinterpret_cast<std::uint16_t *>(target), halves);
+}
+
+}  // namespace loraplex

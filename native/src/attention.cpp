@@ -1,0 +1,285 @@
+// Paged attention: the cut of a step into units of work, and their numbers' way to the output.
+//
+// A unit is a tile of neighbouring queries of one row, with one key head and all query heads that
+// share it, over a range of splits. Splits and key tiles begin at absolute positions, so a query's
+// sums depend on its position only: not on its chunk, nor on who computed which split. A query's
+// state within a split is an online softmax over key tiles; splits are then folded together in
+// rising order, by one thread or after several.
+#include "loraplex/attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "attention_tile.h"
+#include "loraplex/guard.h"
+#include "loraplex/pool.h"
+
+namespace loraplex {
+namespace {
+
+constexpr std::int64_t kTileRows = 24;  // queries times heads: a multiple of kMaxProductRows
+constexpr std::int64_t kUnitsPerThread = 4;
+
+// Queries of one row.
+struct QueryTile {
+    std::int64_t row;
+    std::int64_t first_token;
+    std::int64_t first_position;
+    std::int64_t num_queries;
+    std::int64_t first_split;
+    std::int64_t end_split;
+    std::int64_t first_partial;  // of its splits' states; -1: one unit computes all splits
+};
+
+// All key heads of a tile: the whole tile, or one split of it.
+struct Unit {
+    std::int64_t tile;
+    std::int64_t first_split;
+    std::int64_t end_split;
+};
+
+// The cut of one step.
+struct Cut {
+    std::int64_t queries_per_tile;
+    std::int64_t num_tiles = 0;
+    std::int64_t num_units = 0;
+    std::int64_t num_partials = 0;
+    QueryTile *tiles = nullptr;
+    Unit *units = nullptr;
+};
+
+void check(const loraplex_attention_step &step) {
+    if (step.num_rows < 0 || step.num_kv_heads < 1 || step.head_dim < 1 || step.block_size < 1 ||
+        step.num_heads < 1 || step.num_heads % step.num_kv_heads != 0 || step.sliding_window < 0) {
+        throw std::invalid_argument("attention step");
+    }
+}
+
+template <typename Body>
+void for_each_tile(const loraplex_attention_step &step, std::int64_t queries_per_tile,
+                   const Body &body) {
+    for (std::int64_t row = 0; row < step.num_rows; ++row) {
+        const std::int64_t first_token = step.query_start_loc[row];
+        const std::int64_t num_queries = step.query_start_loc[row + 1] - first_token;
+        const std::int64_t first_position = step.seq_lens[row] - num_queries;
+        // The last queries see most: they come first, so that the end of the op is short.
+        const std::int64_t num_tiles = (num_queries + queries_per_tile - 1) / queries_per_tile;
+        for (std::int64_t tile = num_tiles - 1; tile >= 0; --tile) {
+            const std::int64_t done = tile * queries_per_tile;
+            QueryTile result{row, first_token + done, first_position + done,
+                             std::min(queries_per_tile, num_queries - done), 0, 0, -1};
+            const std::int64_t last = result.first_position + result.num_queries - 1;
+            result.first_split = first_key(step, result.first_position) / kSplitKeys;
+            result.end_split = last / kSplitKeys + 1;
+            body(result);
+        }
+    }
+}
+
+// Where all the units of a step, spread over the threads, would wait for one tile, its splits
+// become units. This changes no bit.
+Cut count(const loraplex_attention_step &step, int num_threads, std::int64_t &splits_of_a_unit) {
+    Cut cut{std::max<std::int64_t>(1, kTileRows * step.num_kv_heads / step.num_heads)};
+    std::int64_t num_splits = 0;
+    for_each_tile(step, cut.queries_per_tile, [&](const QueryTile &tile) {
+        ++cut.num_tiles;
+        num_splits += tile.end_split - tile.first_split;
+    });
+    splits_of_a_unit = num_threads == 1
+                           ? std::numeric_limits<std::int64_t>::max()
+                           : std::max<std::int64_t>(1, num_splits * step.num_kv_heads /
+                                                           (kUnitsPerThread * num_threads));
+    for_each_tile(step, cut.queries_per_tile, [&](const QueryTile &tile) {
+        const std::int64_t splits = tile.end_split - tile.first_split;
+        const bool is_cut = splits > splits_of_a_unit;
+        cut.num_units += is_cut ? splits : 1;
+        cut.num_partials += is_cut ? splits : 0;
+    });
+    return cut;
+}
+
+void fill(const loraplex_attention_step &step, std::int64_t splits_of_a_unit, Cut &cut) {
+    std::int64_t num_tiles = 0, num_units = 0, num_partials = 0;
+    for_each_tile(step, cut.queries_per_tile, [&](QueryTile tile) {
+        const std::int64_t splits = tile.end_split - tile.first_split;
+        if (splits > splits_of_a_unit) {
+            tile.first_partial = num_partials;
+            num_partials += splits;
+            for (std::int64_t split = tile.first_split; split < tile.end_split; ++split) {
+                cut.units[num_units++] = {num_tiles, split, split + 1};
+            }
+        } else {
+            cut.units[num_units++] = {num_tiles, tile.first_split, tile.end_split};
+        }
+        cut.tiles[num_tiles++] = tile;
+    });
+}
+
+// One call of the op.
+template <typename T, typename KV>
+class PagedAttention {
+public:
+    PagedAttention(loraplex_pool &pool, const loraplex_attention_step &step, PagedKeys<KV> keys,
+                   Matrix<const T> query, Matrix<T> output)
+        : pool_(pool), step_(step), keys_(keys), query_(query), output_(output),
+          heads_per_kv_(step.num_heads / step.num_kv_heads) {}
+
+    void run() {
+        std::int64_t splits_of_a_unit = 0;
+        cut_ = count(step_, pool_.num_threads(), splits_of_a_unit);
+        rows_ = cut_.queries_per_tile * heads_per_kv_;
+        allocate();
+        fill(step_, splits_of_a_unit, cut_);
+        const std::int64_t num_heads = step_.num_kv_heads;
+        pool_.parallel_for_tiles(cut_.num_units * num_heads, [&](std::int64_t i, int worker) {
+            run_unit(cut_.units[i / num_heads], i % num_heads, worker);
+        });
+        if (cut_.num_partials > 0) {
+            pool_.parallel_for_tiles(cut_.num_tiles * num_heads, [&](std::int64_t i, int worker) {
+                fold_partials(cut_.tiles[i / num_heads], i % num_heads, worker);
+            });
+        }
+    }
+
+private:
+    void allocate() {
+        state_floats_ = SoftmaxState::num_floats(rows_, step_.head_dim);
+        const std::int64_t num_states = cut_.num_partials * step_.num_kv_heads;
+        const std::size_t state_bytes = static_cast<std::size_t>(num_states * state_floats_) * 4;
+        const std::size_t tile_bytes = static_cast<std::size_t>(cut_.num_tiles) * sizeof(QueryTile);
+        const std::size_t unit_bytes = static_cast<std::size_t>(cut_.num_units) * sizeof(Unit);
+        auto *memory =
+            static_cast<std::byte *>(pool_.shared_scratch(state_bytes + tile_bytes + unit_bytes));
+        partials_ = reinterpret_cast<float *>(memory);
+        cut_.tiles = reinterpret_cast<QueryTile *>(memory + state_bytes);
+        cut_.units = reinterpret_cast<Unit *>(memory + state_bytes + tile_bytes);
+        const std::int64_t worker_floats =
+            2 * state_floats_ + rows_ * (step_.head_dim + kTileKeys);
+        const std::size_t worker_bytes = static_cast<std::size_t>(worker_floats) * sizeof(float);
+        worker_memory_ = static_cast<std::byte *>(pool_.worker_scratch(worker_bytes));
+        worker_stride_ = loraplex_pool::worker_scratch_stride(worker_bytes);
+    }
+
+    float *worker_floats(int worker) const {
+        return reinterpret_cast<float *>(worker_memory_ +
+                                         static_cast<std::size_t>(worker) * worker_stride_);
+    }
+
+    SoftmaxState state_at(float *memory, std::int64_t num_rows) const {
+        return SoftmaxState(memory, num_rows, step_.head_dim);
+    }
+
+    SoftmaxState partial(const QueryTile &tile, std::int64_t split, std::int64_t head) const {
+        const std::int64_t index = tile.first_partial + split - tile.first_split;
+        float *memory = partials_ + (index * step_.num_kv_heads + head) * state_floats_;
+        return state_at(memory, tile.num_queries * heads_per_kv_);
+    }
+
+    void run_unit(const Unit &unit, std::int64_t head, int worker) const {
+        const QueryTile &tile = cut_.tiles[unit.tile];
+        const std::int64_t num_rows = tile.num_queries * heads_per_kv_;
+        float *memory = worker_floats(worker);
+        SoftmaxState total = state_at(memory, num_rows);
+        SoftmaxState of_split = state_at(memory + state_floats_, num_rows);
+        const Matrix<float> queries{memory + 2 * state_floats_, step_.head_dim};
+        float *scores = queries.row(rows_);
+        read_queries(tile, head, queries);
+        const TileAttention<KV> attention{
+            step_, keys_, step_.block_tables + tile.row * step_.block_table_stride, head,
+            tile.first_position, tile.num_queries, heads_per_kv_,
+            {queries.data, queries.stride}, scores};
+        if (tile.first_partial >= 0) {
+            attention.run_split(unit.first_split, partial(tile, unit.first_split, head));
+            return;
+        }
+        total.clear();
+        for (std::int64_t split = unit.first_split; split < unit.end_split; ++split) {
+            attention.run_split(split, of_split);
+            total.fold(of_split);
+        }
+        write_output(tile, head, total);
+    }
+
+    void fold_partials(const QueryTile &tile, std::int64_t head, int worker) const {
+        if (tile.first_partial < 0) {
+            return;
+        }
+        SoftmaxState total = state_at(worker_floats(worker), tile.num_queries * heads_per_kv_);
+        total.clear();
+        for (std::int64_t split = tile.first_split; split < tile.end_split; ++split) {
+            total.fold(partial(tile, split, head));
+        }
+        write_output(tile, head, total);
+    }
+
+    // Row q * heads_per_kv + h is query q's head h of those that share the key head. The scale and
+    // log2(e) go into the query, so that exp2 gives the softmax's exponentials.
+    void read_queries(const QueryTile &tile, std::int64_t head, Matrix<float> queries) const {
+        const float scale =
+            static_cast<float>(1.0 / std::sqrt(static_cast<double>(step_.head_dim))) * kLog2E;
+        const std::int64_t row_size = heads_per_kv_ * step_.head_dim;
+        for (std::int64_t q = 0; q < tile.num_queries; ++q) {
+            const T *source = query_.row(tile.first_token + q) + head * row_size;
+            float *target = queries.row(q * heads_per_kv_);
+            for (std::int64_t i = 0; i < row_size; ++i) {
+                target[i] = widen(source[i]) * scale;
+            }
+        }
+    }
+
+    void write_output(const QueryTile &tile, std::int64_t head, const SoftmaxState &total) const {
+        const std::int64_t dim = step_.head_dim;
+        for (std::int64_t q = 0; q < tile.num_queries; ++q) {
+            T *target = output_.row(tile.first_token + q) + head * heads_per_kv_ * dim;
+            for (std::int64_t h = 0; h < heads_per_kv_; ++h) {
+                const std::int64_t row = q * heads_per_kv_ + h;
+                const float *values = total.values.row(row);
+                for (std::int64_t d = 0; d < dim; ++d) {
+                    target[h * dim + d] = narrow<T>(values[d] / total.sums[row]);
+                }
+            }
+        }
+    }
+
+    loraplex_pool &pool_;
+    const loraplex_attention_step &step_;
+    PagedKeys<KV> keys_;
+    Matrix<const T> query_;
+    Matrix<T> output_;
+    std::int64_t heads_per_kv_;
+    std::int64_t rows_ = 0;  // of a whole tile
+    std::int64_t state_floats_ = 0;
+    float *partials_ = nullptr;
+    std::byte *worker_memory_ = nullptr;
+    std::size_t worker_stride_ = 0;
+    Cut cut_{};
+};
+
+}  // namespace
+}  // namespace loraplex
+
+loraplex_status loraplex_paged_attention(loraplex_pool *pool, const loraplex_attention_step *step,
+                                         loraplex_dtype kv_dtype, const void *keys,
+                                         const void *values, loraplex_dtype dtype,
+                                         const void *query, int64_t query_stride, void *output,
+                                         int64_t output_stride) {
+    using namespace loraplex;
+    return guarded([&] {
+        check(*step);
+        return for_dtype(dtype, [&](auto element) {
+            return for_dtype(kv_dtype, [&](auto kv_element) {
+                using T = decltype(element);
+                using KV = decltype(kv_element);
+                const Op op(*pool);
+                PagedAttention<T, KV>(
+                    *pool, *step, {static_cast<const KV *>(keys), static_cast<const KV *>(values)},
+                    {static_cast<const T *>(query), query_stride},
+                    {static_cast<T *>(output), output_stride})
+                    .run();
+                return LORAPLEX_OK;
+            });
+        });
+    });
+}

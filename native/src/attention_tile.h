@@ -1,0 +1,226 @@
+// The arithmetic of attention: one tile of queries over one split of the keys, tile by tile.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+#include "block_product.h"
+#include "exponential.h"
+#include "loraplex/attention.h"
+#include "loraplex/simd.h"
+
+namespace loraplex {
+
+inline constexpr std::int64_t kTileKeys = 64;
+inline constexpr std::int64_t kSplitKeys = 512;  // a multiple of kTileKeys
+
+inline std::int64_t first_key(const loraplex_attention_step &step, std::int64_t position) {
+    return step.sliding_window == 0
+               ? 0
+               : std::max<std::int64_t>(0, position - step.sliding_window + 1);
+}
+
+template <typename KV>
+struct PagedKeys {
+    const KV *keys;    // [num_blocks, K, D, block_size]
+    const KV *values;  // [num_blocks, K, block_size, D]
+};
+
+// What an online softmax keeps per row: the largest score, and sums with weights 2^(score - it).
+struct SoftmaxState {
+    SoftmaxState(float *memory, std::int64_t num_rows, std::int64_t head_dim)
+        : num_rows(num_rows), head_dim(head_dim), maxima(memory), sums(memory + num_rows),
+          values{memory + 2 * num_rows, head_dim} {}
+
+    static std::int64_t num_floats(std::int64_t num_rows, std::int64_t head_dim) {
+        return num_rows * (2 + head_dim);
+    }
+
+    void clear() {
+        std::fill_n(maxima, num_rows, -std::numeric_limits<float>::infinity());
+        std::fill_n(sums, num_rows * (1 + head_dim), 0.0f);
+    }
+
+    // Multiplies a row's sums; the identity changes no bit, so it need not be done.
+    void scale(std::int64_t row, float factor) {
+        if (factor == 1.0f) {
+            return;
+        }
+        sums[row] *= factor;
+        float *target = values.row(row);
+        for (std::int64_t d = 0; d < head_dim; ++d) {
+            target[d] *= factor;
+        }
+    }
+
+    // Adds what another state saw. A row that saw nothing changes nothing.
+    void fold(const SoftmaxState &other) {
+        for (std::int64_t row = 0; row < num_rows; ++row) {
+            if (other.sums[row] == 0.0f) {
+                continue;
+            }
+            const float largest = std::max(maxima[row], other.maxima[row]);
+            scale(row, exp2(maxima[row] - largest));
+            const float factor = exp2(other.maxima[row] - largest);
+            sums[row] += other.sums[row] * factor;
+            float *target = values.row(row);
+            const float *source = other.values.row(row);
+            for (std::int64_t d = 0; d < head_dim; ++d) {
+                target[d] += source[d] * factor;
+            }
+            maxima[row] = largest;
+        }
+    }
+
+    std::int64_t num_rows;
+    std::int64_t head_dim;
+    float *maxima;         // [num_rows]
+    float *sums;           // [num_rows]
+    Matrix<float> values;  // [num_rows, head_dim], behind sums
+};
+
+// Neighbouring queries of one sequence with all heads that share one key head.
+template <typename KV>
+struct TileAttention {
+    const loraplex_attention_step &step;
+    PagedKeys<KV> storage;
+    const std::int64_t *block_table;
+    std::int64_t kv_head;
+    std::int64_t first_position;
+    std::int64_t num_queries;
+    std::int64_t heads_per_kv;
+    Matrix<const float> queries;  // [num_queries * heads_per_kv, head_dim], scaled
+    float *scores;                // [num_queries * heads_per_kv, kTileKeys]
+
+    // Overwrites the state.
+    void run_split(std::int64_t split, SoftmaxState state) const {
+        state.clear();
+        const std::int64_t last_position = first_position + num_queries - 1;
+        const std::int64_t first = std::max(split * kSplitKeys, first_key(step, first_position));
+        const std::int64_t end = std::min((split + 1) * kSplitKeys, last_position + 1);
+        for (std::int64_t tile = first / kTileKeys; tile * kTileKeys < end; ++tile) {
+            run_tile(tile * kTileKeys, first, end, state);
+        }
+    }
+
+private:
+    // Keys of one tile that a query sees, counted from the tile's first.
+    struct Visible {
+        std::int64_t first;
+        std::int64_t end;
+
+        bool operator==(const Visible &) const = default;
+    };
+
+    Visible visible(std::int64_t tile_start, std::int64_t query) const {
+        const std::int64_t position = first_position + query;
+        return {std::max<std::int64_t>(0, first_key(step, position) - tile_start),
+                std::min(kTileKeys, position + 1 - tile_start)};
+    }
+
+    // first, end: of the keys that any of the queries sees in this split.
+    void run_tile(std::int64_t tile_start, std::int64_t first, std::int64_t end,
+                  SoftmaxState &state) const {
+        const std::int64_t tile_first = std::max(first, tile_start);
+        const std::int64_t tile_end = std::min(end, tile_start + kTileKeys);
+        score(tile_start, tile_first, tile_end);
+        for (std::int64_t query = 0; query < num_queries; ++query) {
+            exponentiate(query, visible(tile_start, query), state);
+        }
+        // Queries that see the same keys share the loads of values.
+        for (std::int64_t query = 0; query < num_queries;) {
+            const Visible keys = visible(tile_start, query);
+            std::int64_t end_query = query + 1;
+            while (end_query < num_queries && visible(tile_start, end_query) == keys) {
+                ++end_query;
+            }
+            add_values(tile_start, keys, query, end_query, state);
+            query = end_query;
+        }
+    }
+
+    // Pieces of [first, end) that lie in one block: body(block, offset in it, first, count).
+    template <typename Body>
+    void for_each_piece(std::int64_t first, std::int64_t end, const Body &body) const {
+        while (first < end) {
+            const std::int64_t offset = first % step.block_size;
+            const std::int64_t count = std::min(step.block_size - offset, end - first);
+            body(block_table[first / step.block_size] * step.num_kv_heads + kv_head, offset, first,
+                 count);
+            first += count;
+        }
+    }
+
+    // While the block's keys are multiplied. Values are read a few columns of many positions at a
+    // time, which the hardware does not foresee; keys are read from end to end, which it does (a
+    // prefetch of the next tile's keys gained nothing).
+    void prefetch_values(std::int64_t block) const {
+        const std::int64_t num_elements = step.block_size * step.head_dim;
+        const auto *bytes = reinterpret_cast<const char *>(storage.values + block * num_elements);
+        const auto num_bytes = num_elements * static_cast<std::int64_t>(sizeof(KV));
+        for (std::int64_t i = 0; i < num_bytes; i += 64) {
+            __builtin_prefetch(bytes + i);
+        }
+    }
+
+    // Whole blocks, as far as they lie in the tile: what is not written there gives scores that
+    // nobody reads.
+    void score(std::int64_t tile_start, std::int64_t first, std::int64_t end) const {
+        const std::int64_t block_size = step.block_size;
+        first = std::max(tile_start, first / block_size * block_size);
+        end = std::min(tile_start + kTileKeys, (end + block_size - 1) / block_size * block_size);
+        for_each_piece(first, end, [&](auto block, auto offset, auto key, auto count) {
+            prefetch_values(block);
+            const Matrix<const KV> keys{storage.keys + block * step.head_dim * block_size + offset,
+                                        block_size};
+            multiply<false>(num_queries * heads_per_kv, count, step.head_dim, queries, keys,
+                            Matrix<float>{scores + key - tile_start, kTileKeys});
+        });
+    }
+
+    // Scores become weights, and the state is prepared for their values.
+    void exponentiate(std::int64_t query, Visible keys, SoftmaxState &state) const {
+        if (keys.first >= keys.end) {
+            return;
+        }
+        for (std::int64_t row = query * heads_per_kv; row < (query + 1) * heads_per_kv; ++row) {
+            float *weights = scores + row * kTileKeys;
+            std::fill(weights, weights + keys.first, -std::numeric_limits<float>::infinity());
+            std::fill(weights + keys.end, weights + kTileKeys,
+                      -std::numeric_limits<float>::infinity());
+            Floats maxima = load(weights);
+            for (std::int64_t i = kLanes; i < kTileKeys; i += kLanes) {
+                maxima = maximum(maxima, load(weights + i));
+            }
+            const float largest = std::max(state.maxima[row], max_lane(maxima));
+            Floats sums = zeros();
+            for (std::int64_t i = 0; i < kTileKeys; i += kLanes) {
+                const Floats weight = exp2(subtract(load(weights + i), broadcast(largest)));
+                store(weights + i, weight);
+                sums = add(sums, weight);
+            }
+            state.scale(row, exp2(state.maxima[row] - largest));
+            state.sums[row] += sum_lanes(sums);
+            state.maxima[row] = largest;
+        }
+    }
+
+    // Only values that these queries see are read: the others may be NaN, and 0 * NaN is NaN.
+    void add_values(std::int64_t tile_start, Visible keys, std::int64_t first_query,
+                    std::int64_t end_query, SoftmaxState &state) const {
+        const std::int64_t first_row = first_query * heads_per_kv;
+        const std::int64_t num_rows = end_query * heads_per_kv - first_row;
+        const std::int64_t dim = step.head_dim;
+        const Matrix<const float> weights{scores + first_row * kTileKeys, kTileKeys};
+        for_each_piece(tile_start + keys.first, tile_start + keys.end,
+                       [&](auto block, auto offset, auto key, auto count) {
+                           const Matrix<const KV> values{
+                               storage.values + (block * step.block_size + offset) * dim, dim};
+                           multiply<true>(num_rows, dim, count, weights.at(0, key - tile_start),
+                                          values, state.values.at(first_row, 0));
+                       });
+    }
+};
+
+}  // namespace loraplex

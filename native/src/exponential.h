@@ -1,0 +1,37 @@
+// Powers of two and e, lane by lane: a value's result depends on nothing but the value.
+#pragma once
+
+#include "loraplex/simd.h"
+
+namespace loraplex {
+
+inline constexpr float kLog2E = 1.44269504088896341f;
+
+// 2^x within 2 units in the last place; 0 below 2^-126, infinity from 2^128 on, NaN of NaN.
+//
+// 2^x = 2^n * 2^f with whole n and |f| <= 1/2; 2^f by its Taylor series, whose first term left out,
+// (f ln 2)^8 / 8!, is below 6e-9. An n of -127 or 128 makes power_of_two's exponent bits all 0 or
+// all 1, which is 0 or infinity.
+inline Floats exp2(Floats x) {
+    // In this order NaN comes through on every instruction set.
+    const Floats limited = minimum(broadcast(128.0f), maximum(broadcast(-127.0f), x));
+    const Floats n = round_to_integer(limited);
+    const Floats f = subtract(limited, n);
+    Floats series = broadcast(1.5252733804059841e-05f);
+    series = multiply_add(series, f, broadcast(1.5403530393381608e-04f));
+    series = multiply_add(series, f, broadcast(1.3333558146428443e-03f));
+    series = multiply_add(series, f, broadcast(9.6181291076284772e-03f));
+    series = multiply_add(series, f, broadcast(5.5504108664821580e-02f));
+    series = multiply_add(series, f, broadcast(2.4022650695910071e-01f));
+    series = multiply_add(series, f, broadcast(6.9314718055994531e-01f));
+    series = multiply_add(series, f, broadcast(1.0f));
+    return multiply(series, power_of_two(n));
+}
+
+inline float exp2(float x) {
+    float lanes[kLanes];
+    store(lanes, exp2(broadcast(x)));
+    return lanes[0];
+}
+
+}  // namespace loraplex

@@ -1,0 +1,310 @@
+// Multi-LoRA: shrink (x A^T, scaled) for all groups, then expand (times B) into y, wave by wave.
+//
+// A token's sums run over its own adapter in one order: a chain of multiply_add per lane over
+// in_features and the lanes pairwise for the shrink, a chain over the ranks for the expansion. The
+// number of tokens that share an adapter only decides how often its pages are read.
+#include "loraplex/lora.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "block_product.h"
+#include "loraplex/guard.h"
+#include "loraplex/pool.h"
+#include "loraplex/simd.h"
+#include "lora_shrink.h"
+
+namespace loraplex {
+namespace {
+
+constexpr std::int64_t kRanksPerTile = 24;    // of all modules together
+constexpr std::int64_t kExpandTokens = 24;    // a multiple of kMaxProductRows
+constexpr std::int64_t kExpandColumns = 512;  // float32 sums of kMaxProductRows fit the L1 cache
+constexpr std::int64_t kExpandDepth = 16;     // rows of B read side by side
+constexpr std::int64_t kSerialElements = 32 * 1024;  // of matrices; less is not worth a hand-over
+
+// Neighbouring tokens of one group.
+struct TokenTile {
+    std::int64_t group;
+    std::int64_t first;  // into token_indices
+    std::int64_t count;
+};
+
+struct Place {
+    std::int64_t rank;
+    std::int64_t offset;
+    float scale;
+};
+
+void check(const loraplex_lora_step &step, const loraplex_lora_linear &linear,
+           std::int64_t layer) {
+    if (layer < 0 || layer >= step.num_layers || step.num_groups < 0 || linear.in_features < 1) {
+        throw std::invalid_argument("add_lora");
+    }
+    for (std::int64_t i = 0; i < linear.num_modules; ++i) {
+        if (linear.modules[i] < 0 || linear.modules[i] >= step.num_modules) {
+            throw std::invalid_argument("add_lora: module");
+        }
+    }
+}
+
+std::int64_t count_tiles(const loraplex_lora_step &step, std::int64_t tokens_per_tile) {
+    std::int64_t num_tiles = 0;
+    for (std::int64_t group = 0; group < step.num_groups; ++group) {
+        const std::int64_t count = step.group_starts[group + 1] - step.group_starts[group];
+        num_tiles += (count + tokens_per_tile - 1) / tokens_per_tile;
+    }
+    return num_tiles;
+}
+
+void fill_tiles(const loraplex_lora_step &step, std::int64_t tokens_per_tile, TokenTile *tiles) {
+    for (std::int64_t group = 0; group < step.num_groups; ++group) {
+        const std::int64_t end = step.group_starts[group + 1];
+        for (std::int64_t first = step.group_starts[group]; first < end;
+             first += tokens_per_tile) {
+            *tiles++ = {group, first, std::min(tokens_per_tile, end - first)};
+        }
+    }
+}
+
+// One call of the op.
+template <typename T, typename Page>
+class LoraProduct {
+public:
+    LoraProduct(loraplex_pool &pool, const loraplex_lora_step &step,
+                const loraplex_lora_linear &linear, std::int64_t layer, Matrix<const T> x,
+                Matrix<T> y)
+        : pool_(pool), step_(step), linear_(linear), layer_(layer),
+          pages_(static_cast<const Page *>(step.pages)), x_(x), y_(y) {}
+
+    void run() {
+        measure();
+        if (max_ranks_ == 0) {
+            return;
+        }
+        allocate();
+        const std::int64_t rank_tiles = (max_ranks_ + kRanksPerTile - 1) / kRanksPerTile;
+        run_tiles(num_shrink_tiles_ * rank_tiles, [&](std::int64_t i, int worker) {
+            shrink(shrink_tiles_[i / rank_tiles], i % rank_tiles * kRanksPerTile, worker);
+        });
+        std::int64_t first_tile = 0;
+        for (std::int64_t wave = 0; wave < step_.num_waves; ++wave) {
+            std::int64_t end_tile = first_tile;
+            while (end_tile < num_expand_tiles_ &&
+                   expand_tiles_[end_tile].group < step_.wave_starts[wave + 1]) {
+                ++end_tile;
+            }
+            run_tiles((end_tile - first_tile) * column_tiles_, [&](std::int64_t i, int worker) {
+                expand(expand_tiles_[first_tile + i / column_tiles_], i % column_tiles_, worker);
+            });
+            first_tile = end_tile;
+        }
+    }
+
+private:
+    Place place(std::int64_t group, std::int64_t module) const {
+        const std::int64_t cell =
+            (step_.group_entries[group] * step_.num_layers + layer_) * step_.num_modules +
+            linear_.modules[module];
+        return {step_.ranks[cell], step_.offsets[cell], step_.scales[cell]};
+    }
+
+    void measure() {
+        std::int64_t out_features = 0;
+        for (std::int64_t module = 0; module < linear_.num_modules; ++module) {
+            out_features += linear_.out_features[module];
+            column_tiles_ += (linear_.out_features[module] + kExpandColumns - 1) / kExpandColumns;
+        }
+        for (std::int64_t group = 0; group < step_.num_groups; ++group) {
+            std::int64_t ranks = 0;
+            for (std::int64_t module = 0; module < linear_.num_modules; ++module) {
+                ranks += place(group, module).rank;
+            }
+            max_ranks_ = std::max(max_ranks_, ranks);
+            const std::int64_t tokens = step_.group_starts[group + 1] - step_.group_starts[group];
+            work_ += tokens * ranks * (linear_.in_features + out_features / linear_.num_modules);
+        }
+    }
+
+    void allocate() {
+        num_shrink_tiles_ = count_tiles(step_, kShrinkTokens);
+        num_expand_tiles_ = count_tiles(step_, kExpandTokens);
+        const std::int64_t num_tokens = step_.group_starts[step_.num_groups];
+        const std::size_t tile_bytes =
+            static_cast<std::size_t>(num_shrink_tiles_ + num_expand_tiles_) * sizeof(TokenTile);
+        const std::size_t reduced_bytes =
+            static_cast<std::size_t>(num_tokens * max_ranks_) * sizeof(float);
+        auto *memory = static_cast<std::byte *>(pool_.shared_scratch(tile_bytes + reduced_bytes));
+        shrink_tiles_ = reinterpret_cast<TokenTile *>(memory);
+        expand_tiles_ = shrink_tiles_ + num_shrink_tiles_;
+        reduced_ = {reinterpret_cast<float *>(memory + tile_bytes), max_ranks_};
+        fill_tiles(step_, kShrinkTokens, shrink_tiles_);
+        fill_tiles(step_, kExpandTokens, expand_tiles_);
+        const std::int64_t worker_floats = std::max(kShrinkTokens * linear_.in_features,
+                                                    kMaxProductRows * kExpandColumns);
+        const std::size_t worker_bytes = static_cast<std::size_t>(worker_floats) * sizeof(float);
+        worker_memory_ = static_cast<std::byte *>(pool_.worker_scratch(worker_bytes));
+        worker_stride_ = loraplex_pool::worker_scratch_stride(worker_bytes);
+    }
+
+    template <typename Fn>
+    void run_tiles(std::int64_t num_tiles, const Fn &fn) {
+        if (work_ > kSerialElements) {
+            pool_.parallel_for_tiles(num_tiles, fn);
+            return;
+        }
+        for (std::int64_t tile = 0; tile < num_tiles; ++tile) {
+            fn(tile, 0);
+        }
+    }
+
+    float *worker_floats(int worker) const {
+        return reinterpret_cast<float *>(worker_memory_ +
+                                         static_cast<std::size_t>(worker) * worker_stride_);
+    }
+
+    // kRanksPerTile of the modules' ranks, counted one module behind another.
+    void shrink(const TokenTile &tile, std::int64_t first_rank, int worker) const {
+        const Page *rows[kRanksPerTile];
+        float scales[kRanksPerTile];
+        int num_rows = 0;
+        std::int64_t before = 0;
+        for (std::int64_t module = 0; module < linear_.num_modules; ++module) {
+            const Place at = place(tile.group, module);
+            const std::int64_t end = std::min(before + at.rank, first_rank + kRanksPerTile);
+            for (std::int64_t r = std::max(first_rank, before); r < end; ++r) {
+                rows[num_rows] = pages_ + at.offset + (r - before) * linear_.in_features;
+                scales[num_rows++] = at.scale;
+            }
+            before += at.rank;
+        }
+        if (num_rows == 0) {
+            return;
+        }
+        const float *inputs[kShrinkTokens];
+        float *wide = worker_floats(worker);
+        for (std::int64_t t = 0; t < tile.count; ++t) {
+            inputs[t] = widened(x_.row(step_.token_indices[tile.first + t]),
+                                wide + t * linear_.in_features);
+        }
+        const Matrix<float> sums = reduced_.at(tile.first, first_rank);
+        dot_rows(inputs, static_cast<int>(tile.count), rows, num_rows, linear_.in_features, sums);
+        for (std::int64_t t = 0; t < tile.count; ++t) {
+            for (int r = 0; r < num_rows; ++r) {
+                sums.row(t)[r] *= step_.token_scales[tile.first + t] * scales[r];
+            }
+        }
+    }
+
+    const float *widened(const float *source, float *) const { return source; }
+
+    template <typename Half>
+    const float *widened(const Half *source, float *target) const {
+        std::int64_t i = 0;
+        for (; i + kLanes <= linear_.in_features; i += kLanes) {
+            store(target + i, load(source + i));
+        }
+        for (; i < linear_.in_features; ++i) {
+            target[i] = widen(source[i]);
+        }
+        return target;
+    }
+
+    void expand(const TokenTile &tile, std::int64_t column_tile, int worker) const {
+        std::int64_t module = 0, ranks_before = 0;
+        while (true) {
+            const std::int64_t out_features = linear_.out_features[module];
+            const std::int64_t num_tiles = (out_features + kExpandColumns - 1) / kExpandColumns;
+            if (column_tile < num_tiles) {
+                break;
+            }
+            column_tile -= num_tiles;
+            ranks_before += place(tile.group, module).rank;
+            ++module;
+        }
+        const Place at = place(tile.group, module);
+        if (at.rank == 0) {
+            return;
+        }
+        const std::int64_t first = column_tile * kExpandColumns;
+        const std::int64_t columns =
+            std::min(kExpandColumns, linear_.out_features[module] - first);
+        const Matrix<const Page> b{
+            pages_ + at.offset + at.rank * linear_.in_features + first,
+            linear_.out_features[module]};
+        const Matrix<float> sums{worker_floats(worker), kExpandColumns};
+        for (std::int64_t t = 0; t < tile.count; t += kMaxProductRows) {
+            const std::int64_t count = std::min<std::int64_t>(kMaxProductRows, tile.count - t);
+            const Matrix<float> reduced = reduced_.at(tile.first + t, ranks_before);
+            multiply_ranks(count, columns, at.rank, {reduced.data, reduced.stride}, b, sums);
+            for (std::int64_t i = 0; i < count; ++i) {
+                add_to(y_.row(step_.token_indices[tile.first + t + i]) +
+                           linear_.out_offsets[module] + first,
+                       sums.row(i), columns);
+            }
+        }
+    }
+
+    static void multiply_ranks(std::int64_t count, std::int64_t columns, std::int64_t rank,
+                               Matrix<const float> reduced, Matrix<const Page> b,
+                               Matrix<float> sums) {
+        multiply<false>(count, columns, std::min(rank, kExpandDepth), reduced, b, sums);
+        for (std::int64_t r = kExpandDepth; r < rank; r += kExpandDepth) {
+            multiply<true>(count, columns, std::min(rank - r, kExpandDepth), reduced.at(0, r),
+                           b.at(r, 0), sums);
+        }
+    }
+
+    static void add_to(T *target, const float *sums, std::int64_t count) {
+        std::int64_t i = 0;
+        for (; i + kLanes <= count; i += kLanes) {
+            store(target + i, add(load(target + i), load(sums + i)));
+        }
+        for (; i < count; ++i) {
+            target[i] = narrow<T>(widen(target[i]) + sums[i]);
+        }
+    }
+
+    loraplex_pool &pool_;
+    const loraplex_lora_step &step_;
+    const loraplex_lora_linear &linear_;
+    std::int64_t layer_;
+    const Page *pages_;
+    Matrix<const T> x_;
+    Matrix<T> y_;
+    std::int64_t max_ranks_ = 0;  // of all modules together
+    std::int64_t work_ = 0;
+    std::int64_t column_tiles_ = 0;
+    std::int64_t num_shrink_tiles_ = 0;
+    std::int64_t num_expand_tiles_ = 0;
+    TokenTile *shrink_tiles_ = nullptr;
+    TokenTile *expand_tiles_ = nullptr;
+    Matrix<float> reduced_{};  // [tokens of all groups, max_ranks_]
+    std::byte *worker_memory_ = nullptr;
+    std::size_t worker_stride_ = 0;
+};
+
+}  // namespace
+}  // namespace loraplex
+
+loraplex_status loraplex_add_lora(loraplex_pool *pool, const loraplex_lora_step *step,
+                                  const loraplex_lora_linear *linear, int64_t layer,
+                                  loraplex_dtype dtype, const void *x, int64_t x_stride, void *y,
+                                  int64_t y_stride) {
+    using namespace loraplex;
+    return guarded([&] {
+        check(*step, *linear, layer);
+        return for_dtype(dtype, [&](auto element) {
+            return for_dtype(step->pages_dtype, [&](auto page_element) {
+                using T = decltype(element);
+                using Page = decltype(page_element);
+                const Op op(*pool);
+                LoraProduct<T, Page>(*pool, *step, *linear, layer,
+                                     {static_cast<const T *>(x), x_stride},
+                                     {static_cast<T *>(y), y_stride})
+                    .run();
+                return LORAPLEX_OK;
+            });
+        });
+    });
+}

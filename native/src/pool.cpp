@@ -1,0 +1,210 @@
+#include "loraplex/pool.h"
+
+#include <chrono>
+#include <cstdlib>
+#include <new>
+#include <stdexcept>
+#include <utility>
+
+#include "loraplex/guard.h"
+
+namespace {
+
+// Longer than the gap between two ops of a layer, short beside a step. Serving shares the cores.
+constexpr std::chrono::microseconds kSpin{50};
+constexpr int kPausesPerLook = 32;
+constexpr int kMaxThreads = 1024;
+constexpr std::uint64_t kUnclaimed = 0xffffffffu;
+
+void pause_cpu() {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("isb" ::: "memory");
+#endif
+}
+
+// Looks until condition() holds, for kSpin at most; whether it held.
+template <typename Condition>
+bool spin_until(const Condition &condition) {
+    if (condition()) {
+        return true;
+    }
+    const auto end = std::chrono::steady_clock::now() + kSpin;
+    do {
+        for (int i = 0; i < kPausesPerLook; ++i) {
+            pause_cpu();
+            if (condition()) {
+                return true;
+            }
+        }
+    } while (std::chrono::steady_clock::now() < end);
+    return false;
+}
+
+void check_num_threads(int num_threads) {
+    if (num_threads < 1 || num_threads > kMaxThreads) {
+        throw std::invalid_argument("number of threads");
+    }
+}
+
+}  // namespace
+
+namespace loraplex {
+
+Scratch::Scratch(Scratch &&other) noexcept
+    : data_(std::exchange(other.data_, nullptr)), num_bytes_(std::exchange(other.num_bytes_, 0)) {}
+
+Scratch::~Scratch() { std::free(data_); }
+
+void *Scratch::at_least(std::size_t num_bytes) {
+    if (num_bytes > num_bytes_) {
+        const std::size_t rounded = (num_bytes + 63) / 64 * 64;
+        void *data = std::aligned_alloc(64, rounded);
+        if (data == nullptr) {
+            throw std::bad_alloc();
+        }
+        std::free(std::exchange(data_, data));
+        num_bytes_ = rounded;
+    }
+    return data_;
+}
+
+}  // namespace loraplex
+
+loraplex_pool::loraplex_pool(int num_threads) {
+    check_num_threads(num_threads);
+    start(num_threads - 1);
+}
+
+loraplex_pool::~loraplex_pool() { stop(); }
+
+void loraplex_pool::set_num_threads(int num_threads) {
+    check_num_threads(num_threads);
+    const loraplex::Op op(*this);
+    if (num_threads != this->num_threads()) {
+        stop();
+        start(num_threads - 1);
+    }
+}
+
+void *loraplex_pool::worker_scratch(std::size_t num_bytes) {
+    const auto num_workers = static_cast<std::size_t>(num_threads());
+    return worker_scratch_.at_least(worker_scratch_stride(num_bytes) * num_workers);
+}
+
+void loraplex_pool::start(int num_workers) {
+    stopping_ = false;
+    threads_.reserve(static_cast<std::size_t>(num_workers));
+    try {
+        for (int worker = 1; worker <= num_workers; ++worker) {
+            threads_.emplace_back(&loraplex_pool::work, this, worker);
+        }
+    } catch (...) {
+        stop();
+        throw;
+    }
+}
+
+void loraplex_pool::stop() {
+    {
+        const std::lock_guard lock(mutex_);
+        stopping_ = true;
+    }
+    work_came_.notify_all();
+    for (auto &thread : threads_) {
+        thread.join();
+    }
+    threads_.clear();
+}
+
+void loraplex_pool::run(std::int64_t num_tiles, TileFunction function, const void *fn) {
+    if (num_tiles > static_cast<std::int64_t>(kUnclaimed)) {
+        throw std::invalid_argument("number of tiles");
+    }
+    if (num_tiles <= 1 || threads_.empty()) {
+        for (std::int64_t tile = 0; tile < num_tiles; ++tile) {
+            function(fn, tile, 0);
+        }
+        return;
+    }
+    function_ = function;
+    fn_ = fn;
+    num_tiles_ = static_cast<std::uint32_t>(num_tiles);
+    unfinished_.store(num_tiles);
+    const std::uint64_t job = (claims_.load() >> 32) + 1;
+    claims_.store(job << 32 | static_cast<std::uint64_t>(num_tiles));
+    if (num_sleeping_.load() > 0) {
+        const std::lock_guard lock(mutex_);
+        work_came_.notify_all();
+    }
+    finish_tiles(0);
+    const auto all_done = [this] { return unfinished_.load() == 0; };
+    if (!spin_until(all_done)) {
+        std::unique_lock lock(mutex_);
+        caller_sleeps_ = true;
+        work_done_.wait(lock, all_done);
+        caller_sleeps_ = false;
+    }
+}
+
+// Computes tiles of the job at hand until none is left to claim.
+//
+// A claim takes one of the tiles left, in the same atomic step that sees which job they belong to.
+// So whoever holds a claim holds back the end of that job, and may read its function.
+void loraplex_pool::finish_tiles(int worker) {
+    std::uint64_t claims = claims_.load();
+    while ((claims & kUnclaimed) != 0) {
+        if (!claims_.compare_exchange_weak(claims, claims - 1)) {
+            continue;
+        }
+        const auto tile = static_cast<std::int64_t>(num_tiles_ - (claims & kUnclaimed));
+        function_(fn_, tile, worker);
+        if (unfinished_.fetch_sub(1) == 1 && caller_sleeps_.load()) {
+            const std::lock_guard lock(mutex_);
+            work_done_.notify_one();
+        }
+        claims = claims_.load();
+    }
+}
+
+bool loraplex_pool::has_tiles() const { return (claims_.load() & kUnclaimed) != 0; }
+
+// Spins, then sleeps; false if the pool stops.
+bool loraplex_pool::wait_for_tiles() {
+    const auto wake = [this] { return has_tiles() || stopping_.load(); };
+    if (!spin_until(wake)) {
+        std::unique_lock lock(mutex_);
+        num_sleeping_.fetch_add(1);
+        work_came_.wait(lock, wake);
+        num_sleeping_.fetch_sub(1);
+    }
+    return !stopping_.load();
+}
+
+void loraplex_pool::work(int worker) {
+    while (wait_for_tiles()) {
+        finish_tiles(worker);
+    }
+}
+
+loraplex_status loraplex_pool_create(int32_t num_threads, loraplex_pool **pool) {
+    return loraplex::guarded([&] {
+        *pool = new loraplex_pool(num_threads);
+        return LORAPLEX_OK;
+    });
+}
+
+loraplex_status loraplex_pool_destroy(loraplex_pool *pool) {
+    delete pool;
+    return LORAPLEX_OK;
+}
+
+loraplex_status loraplex_pool_set_num_threads(loraplex_pool *pool, int32_t num_threads) {
+    return loraplex::guarded([&] {
+        pool->set_num_threads(num_threads);
+        return LORAPLEX_OK;
+    });
+}
+
+int64_t loraplex_pool_num_threads(const loraplex_pool *pool) { return pool->num_threads(); }

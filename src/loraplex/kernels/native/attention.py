@@ -1,0 +1,135 @@
+"""Native paged attention, and the storage that it reads.
+
+Keys lie in columns: [num_blocks, K, D, block_size]; values in rows: [num_blocks, K, block_size, D].
+"""
+
+import ctypes
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+
+from loraplex.kernels.native.library import (
+    DTYPES,
+    Int,
+    NativeLibrary,
+    Pointer,
+    Size,
+    ThreadPool,
+)
+from loraplex.kernels.ops import AttentionShape, KVStorage, RowLayout
+
+
+class _Step(ctypes.Structure):
+    """loraplex_attention_step"""
+
+    _fields_ = (
+        ("num_rows", Size),
+        ("num_heads", Size),
+        ("num_kv_heads", Size),
+        ("head_dim", Size),
+        ("block_size", Size),
+        ("sliding_window", Size),
+        ("query_start_loc", Pointer),
+        ("seq_lens", Pointer),
+        ("block_tables", Pointer),
+        ("block_table_stride", Size),
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NativeAttentionPlan:
+    """One step's layout in the form that the kernel reads."""
+
+    address: int
+    step: _Step
+    arrays: tuple[Any, ...]
+    """Whatever the step points into."""
+
+
+class AttentionKernel:
+    def __init__(self, library: NativeLibrary, pool: ThreadPool) -> None:
+        self._pool = pool
+        self._attend = library.function(
+            "loraplex_paged_attention",
+            *(Pointer, Pointer, Int, Pointer, Pointer, Int, Pointer, Size, Pointer, Size),
+        )
+        self._write = library.function(
+            "loraplex_write_kv",
+            *(Pointer, Size, Size, Size, Size, Pointer),
+            *(Int, Pointer, Size, Pointer, Size, Int, Pointer, Pointer),
+        )
+
+    def allocate(self, num_blocks: int, shape: AttentionShape, dtype: torch.dtype) -> KVStorage:
+        """Storage of one layer, zero."""
+        sizes = (shape.head_dim, shape.block_size)
+        return KVStorage(
+            torch.zeros(num_blocks, shape.num_kv_heads, *sizes, dtype=dtype),
+            torch.zeros(num_blocks, shape.num_kv_heads, *sizes[::-1], dtype=dtype),
+        )
+
+    def write(
+        self, storage: KVStorage, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """key, value [T, K, D], heads contiguous; slot_mapping [T] int64."""
+        num_tokens, num_kv_heads, head_dim = key.shape
+        self._write(
+            self._pool.address,
+            num_tokens,
+            num_kv_heads,
+            head_dim,
+            storage.key.shape[3],
+            slot_mapping.data_ptr(),
+            DTYPES[key.dtype],
+            key.data_ptr(),
+            key.stride(0),
+            value.data_ptr(),
+            value.stride(0),
+            DTYPES[storage.key.dtype],
+            storage.key.data_ptr(),
+            storage.value.data_ptr(),
+        )
+
+    def plan(
+        self, rows: RowLayout, shape: AttentionShape, sliding_window: int | None
+    ) -> NativeAttentionPlan:
+        query_start_loc = np.array(rows.query_start_loc, dtype=np.int64)
+        seq_lens = np.array(rows.seq_lens, dtype=np.int64)
+        block_tables = rows.block_tables.contiguous()
+        assert block_tables.dtype == torch.int64
+        step = _Step(
+            len(seq_lens),
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            shape.block_size,
+            sliding_window or 0,
+            query_start_loc.ctypes.data,
+            seq_lens.ctypes.data,
+            block_tables.data_ptr(),
+            block_tables.shape[1],
+        )
+        arrays = (query_start_loc, seq_lens, block_tables)
+        return NativeAttentionPlan(ctypes.addressof(step), step, arrays)
+
+    def attend(
+        self, query: torch.Tensor, storage: KVStorage, plan: NativeAttentionPlan
+    ) -> torch.Tensor:
+        """query [T, H, D], heads contiguous -> [T, H, D]."""
+        _, num_heads, head_dim = query.shape
+        output = torch.empty(query.shape, dtype=query.dtype)
+        dtype = DTYPES[query.dtype]
+        self._attend(
+            self._pool.address,
+            plan.address,
+            DTYPES[storage.key.dtype],
+            storage.key.data_ptr(),
+            storage.value.data_ptr(),
+            dtype,
+            query.data_ptr(),
+            query.stride(0),
+            output.data_ptr(),
+            num_heads * head_dim,
+        )
+        return output

@@ -1,0 +1,114 @@
+"""Native norms, rotation and gate. Results are rounded once, to the dtype of the inputs."""
+
+import torch
+
+from loraplex.kernels.native.library import (
+    DTYPES,
+    Int,
+    NativeLibrary,
+    Pointer,
+    Real,
+    Size,
+    ThreadPool,
+)
+
+
+class ElementwiseKernel:
+    """Rows may be views with a longer stride; the last axis is contiguous."""
+
+    def __init__(self, library: NativeLibrary, pool: ThreadPool) -> None:
+        self._pool = pool
+        self._rms_norm = library.function(
+            "loraplex_rms_norm",
+            *(Pointer, Size, Size, Size, Int, Pointer, Size, Size, Pointer, Real, Pointer),
+        )
+        self._add_rms_norm = library.function(
+            "loraplex_add_rms_norm",
+            *(Pointer, Size, Size, Int, Pointer, Size, Pointer, Size),
+            *(Pointer, Real, Pointer, Pointer),
+        )
+        self._rotary = library.function(
+            "loraplex_rotary",
+            *(Pointer, Size, Size, Size, Size, Pointer, Pointer),
+            *(Int, Pointer, Size, Pointer, Size),
+        )
+        self._silu_mul = library.function(
+            "loraplex_silu_mul", *(Pointer, Size, Size, Int, Pointer, Size, Pointer)
+        )
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x [T, N] or [T, H, N] -> a contiguous tensor of this shape."""
+        output = torch.empty(x.shape, dtype=x.dtype)
+        is_flat = x.dim() == 2
+        self._rms_norm(
+            self._pool.address,
+            x.shape[0],
+            1 if is_flat else x.shape[1],
+            x.shape[-1],
+            DTYPES[x.dtype],
+            x.data_ptr(),
+            x.stride(0),
+            0 if is_flat else x.stride(1),
+            weight.data_ptr(),
+            eps,
+            output.data_ptr(),
+        )
+        return output
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rms_norm(x + residual), x + residual), each [T, N] and contiguous."""
+        num_rows, size = x.shape
+        output = torch.empty(x.shape, dtype=x.dtype)
+        total = torch.empty(x.shape, dtype=x.dtype)
+        self._add_rms_norm(
+            self._pool.address,
+            num_rows,
+            size,
+            DTYPES[x.dtype],
+            x.data_ptr(),
+            x.stride(0),
+            residual.data_ptr(),
+            residual.stride(0),
+            weight.data_ptr(),
+            eps,
+            output.data_ptr(),
+            total.data_ptr(),
+        )
+        return output, total
+
+    def rotary(
+        self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> None:
+        """In place; query [T, H, D], key [T, K, D] with contiguous heads, cos, sin [T, D / 2]."""
+        num_tokens, num_heads, head_dim = query.shape
+        self._rotary(
+            self._pool.address,
+            num_tokens,
+            num_heads,
+            key.shape[1],
+            head_dim,
+            cos.data_ptr(),
+            sin.data_ptr(),
+            DTYPES[query.dtype],
+            query.data_ptr(),
+            query.stride(0),
+            key.data_ptr(),
+            key.stride(0),
+        )
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """[T, 2 N] -> [T, N]"""
+        num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        output = torch.empty((num_rows, size), dtype=gate_up.dtype)
+        self._silu_mul(
+            self._pool.address,
+            num_rows,
+            size,
+            DTYPES[gate_up.dtype],
+            gate_up.data_ptr(),
+            gate_up.stride(0),
+            output.data_ptr(),
+        )
+        return output

@@ -1,0 +1,157 @@
+"""Finds and loads the compiled kernels that suit this CPU, and holds their threads.
+
+Owns the border (native/include/loraplex/abi.h): versions, argument types, status codes. Does not
+know the ops: each family of them declares its functions where it wraps them.
+"""
+
+import ctypes
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loraplex.core.errors import InternalError
+
+LIBRARY_FOLDER = Path(__file__).parent / "lib"
+
+INSTRUCTION_SETS = ("x86-64-v4", "x86-64-v3", "aarch64-neon", "generic")
+"""Those that `load_library` tries, the best first."""
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""loraplex_dtype"""
+
+Pointer = ctypes.c_void_p
+Size = ctypes.c_int64
+Int = ctypes.c_int32
+Real = ctypes.c_float
+
+_ABI_VERSION = 1
+_FILES = {
+    "x86-64-v4": "libloraplex_v4.so",
+    "x86-64-v3": "libloraplex_v3.so",
+    "aarch64-neon": "libloraplex_neon.so",
+    "generic": "libloraplex_generic.so",
+}
+_NEEDED_FEATURE = {"x86-64-v4": 2, "x86-64-v3": 1, "aarch64-neon": 4, "generic": 0}
+_STATUS = {
+    1: "an argument is invalid",
+    2: "this library has no kernel for the arguments",
+    3: "out of memory",
+    4: "the operating system refused, or a defect",
+}
+
+NativeFunction = Callable[..., None]
+"""Takes numbers only (addresses as int); raises InternalError if the function reports a failure."""
+
+
+class NativeLibraryError(Exception):
+    """There is no library that works here; the message says why."""
+
+
+class NativeLibrary:
+    """One loaded library. The CPU must have its instruction set."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises NativeLibraryError if the file is missing, broken or of another version."""
+        try:
+            self._dll = ctypes.CDLL(str(path))
+            version = self._dll.loraplex_abi_version()
+        except (OSError, AttributeError) as error:
+            raise NativeLibraryError(f"cannot load {path}: {error}") from error
+        if version != _ABI_VERSION:
+            raise NativeLibraryError(
+                f"{path} has ABI version {version}, this loraplex needs {_ABI_VERSION}: install "
+                "loraplex again"
+            )
+        self.instruction_set = _text(self._dll.loraplex_instruction_set)
+
+    def function(self, name: str, *argument_types: Any) -> NativeFunction:
+        """A function that returns a loraplex_status."""
+        function: Any = self._dll[name]
+        function.argtypes = argument_types
+        function.restype = ctypes.c_int32
+        function.errcheck = _check_status
+        return function  # type: ignore[no-any-return]
+
+    def size_function(self, name: str, *argument_types: Any) -> Callable[..., int]:
+        """A function that returns an int64_t and cannot fail."""
+        function: Any = self._dll[name]
+        function.argtypes = argument_types
+        function.restype = ctypes.c_int64
+        return function  # type: ignore[no-any-return]
+
+    def cpu_features(self) -> int:
+        """LORAPLEX_CPU_* of abi.h"""
+        self._dll.loraplex_cpu_features.restype = ctypes.c_uint64
+        return int(self._dll.loraplex_cpu_features())
+
+
+class ThreadPool:
+    """The threads of one backend. They end with the object."""
+
+    def __init__(self, library: NativeLibrary, num_threads: int) -> None:
+        """num_threads counts the thread that calls."""
+        create = library.function("loraplex_pool_create", Int, ctypes.POINTER(Pointer))
+        destroy = library.function("loraplex_pool_destroy", Pointer)
+        self._set_num_threads = library.function("loraplex_pool_set_num_threads", Pointer, Int)
+        self._num_threads = library.size_function("loraplex_pool_num_threads", Pointer)
+        handle = Pointer()
+        create(num_threads, ctypes.byref(handle))
+        assert handle.value is not None
+        self.address: int = handle.value
+        """The loraplex_pool that an op takes."""
+        weakref.finalize(self, destroy, self.address)
+
+    @property
+    def num_threads(self) -> int:
+        return self._num_threads(self.address)
+
+    def set_num_threads(self, num_threads: int) -> None:
+        """Not while another thread is in an op: it would be waited for."""
+        self._set_num_threads(self.address, num_threads)
+
+
+def available_instruction_sets(folder: Path = LIBRARY_FOLDER) -> tuple[str, ...]:
+    """Those that were built and that this CPU has, the best first.
+
+    Raises NativeLibraryError if nothing was built.
+    """
+    generic = folder / _FILES["generic"]
+    if not generic.exists():
+        raise NativeLibraryError(f"there is no {generic}")
+    features = NativeLibrary(generic).cpu_features()
+    return tuple(
+        name
+        for name in INSTRUCTION_SETS
+        if (features & _NEEDED_FEATURE[name]) == _NEEDED_FEATURE[name]
+        and (folder / _FILES[name]).exists()
+    )
+
+
+def load_library(
+    instruction_sets: Sequence[str] = INSTRUCTION_SETS, folder: Path = LIBRARY_FOLDER
+) -> NativeLibrary:
+    """The library of the first of these sets that was built and that this CPU has.
+
+    Raises NativeLibraryError if there is none.
+    """
+    available = available_instruction_sets(folder)
+    for name in instruction_sets:
+        if name in available:
+            return NativeLibrary(folder / _FILES[name])
+    raise NativeLibraryError(
+        f"none of {', '.join(instruction_sets)} in {folder}; there are {', '.join(available)}"
+    )
+
+
+def _text(function: Any) -> str:
+    function.restype = ctypes.c_char_p
+    return str(function().decode())
+
+
+def _check_status(status: int, function: Any, arguments: tuple[Any, ...]) -> None:
+    if status != 0:
+        reason = _STATUS.get(status, f"status {status}")
+        raise InternalError(f"{function.__name__} failed: {reason} (called with {arguments})")

@@ -1,0 +1,215 @@
+"""Native attention against a dense loop in float64; and the same bits however a step is cut."""
+
+import itertools
+
+import pytest
+import torch
+
+from loraplex.core.errors import InternalError
+from loraplex.kernels.native.attention import AttentionKernel
+from loraplex.kernels.native.library import (
+    NativeLibraryError,
+    ThreadPool,
+    available_instruction_sets,
+    load_library,
+)
+from loraplex.kernels.ops import AttentionShape, KVStorage, RowLayout
+
+try:
+    INSTRUCTION_SETS = available_instruction_sets()
+except NativeLibraryError as error:
+    pytest.skip(f"the native kernels are not built: {error}", allow_module_level=True)
+
+SHAPE = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=64, block_size=16)
+SHAPES = {
+    "grouped": SHAPE,
+    "one query head per key head": AttentionShape(3, 3, 16, 16),
+    "one key head": AttentionShape(7, 1, 128, 16),
+    "many heads share": AttentionShape(31, 1, 8, 16),
+    "odd sizes": AttentionShape(6, 2, 22, 5),
+    "small blocks": AttentionShape(4, 2, 20, 8),
+    "one position per block": AttentionShape(4, 4, 6, 1),
+    "large blocks": AttentionShape(4, 1, 80, 128),
+    "blocks across tiles": AttentionShape(4, 2, 24, 48),
+}
+# Relative to the largest output. The queries and the result are rounded to the dtype.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
+DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+
+
+@pytest.fixture(params=INSTRUCTION_SETS)
+def library(request):
+    torch.manual_seed(0)
+    return load_library([request.param])
+
+
+def kernel_of(library, num_threads=1) -> AttentionKernel:
+    return AttentionKernel(library, ThreadPool(library, num_threads))
+
+
+class PagedRows:
+    """Rows with known keys and values, in shuffled blocks; whatever was not written is NaN."""
+
+    def __init__(self, kernel, seq_lens, *, shape=SHAPE, dtype=torch.float32, kv_dtype=None):
+        self.kernel, self.shape = kernel, shape
+        num_blocks = [-(-length // shape.block_size) for length in seq_lens]
+        self.storage: KVStorage = kernel.allocate(sum(num_blocks) + 3, shape, kv_dtype or dtype)
+        self.storage.key.fill_(torch.nan)
+        self.storage.value.fill_(torch.nan)
+        order = torch.randperm(sum(num_blocks) + 3)
+        self.tables = torch.zeros(len(seq_lens), max(num_blocks), dtype=torch.int64)
+        self.keys, self.values = [], []
+        for row, (length, count) in enumerate(zip(seq_lens, num_blocks, strict=True)):
+            self.tables[row, :count] = order[sum(num_blocks[:row]) :][:count]
+            key, value = torch.randn(2, length, shape.num_kv_heads, shape.head_dim).to(dtype)
+            kernel.write(self.storage, key, value, self.slots(row, torch.arange(length)))
+            self.keys.append(key)
+            self.values.append(value)
+
+    def slots(self, row, positions):
+        size = self.shape.block_size
+        return self.tables[row, positions // size] * size + positions % size
+
+    def attend(self, queries, seq_lens, rows=None, *, window=None, kernel=None):
+        """queries [n, H, D] of each row: the last n of seq_lens positions."""
+        counts = [len(query) for query in queries]
+        rows = list(range(len(queries))) if rows is None else rows
+        layout = RowLayout(
+            list(itertools.accumulate(counts, initial=0)), seq_lens, self.tables[rows]
+        )
+        kernel = kernel or self.kernel
+        plan = kernel.plan(layout, self.shape, window)
+        return list(kernel.attend(torch.cat(queries), self.storage, plan).split(counts))
+
+
+def random_queries(counts, shape=SHAPE, dtype=torch.float32):
+    return [torch.randn(count, shape.num_heads, shape.head_dim).to(dtype) for count in counts]
+
+
+def dense(query, key, value, window=None):
+    """float64; query [n, H, D] are the last of key, value [L, K, D]."""
+    positions = torch.arange(len(key) - len(query), len(key)).unsqueeze(1)
+    keys = torch.arange(len(key))
+    hidden = keys > positions
+    if window is not None:
+        hidden |= keys <= positions - window
+    sharing = query.shape[1] // key.shape[1]
+    key, value = (part.double().repeat_interleave(sharing, 1) for part in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query.double(), key) * query.shape[2] ** -0.5
+    weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights, value)
+
+
+def relative_error(output, expected):
+    return (output.double() - expected).abs().max() / expected.abs().max()
+
+
+@DTYPES
+@pytest.mark.parametrize("window", [None, 1, 70])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_ragged_rows(library, shape, window, dtype):
+    """Decoding rows, whole prompts, later chunks."""
+    seq_lens, counts = [1, 7, 130, 65, 600], [1, 7, 33, 1, 3]
+    rows = PagedRows(kernel_of(library, 2), seq_lens, shape=shape, dtype=dtype)
+    queries = random_queries(counts, shape, dtype)
+    outputs = rows.attend(queries, seq_lens, window=window)
+    for query, key, value, output in zip(queries, rows.keys, rows.values, outputs, strict=True):
+        assert output.dtype == dtype
+        assert relative_error(output, dense(query, key, value, window)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [(torch.float32, torch.float16), (torch.bfloat16, torch.float32)],
+    ids=str,
+)
+def test_storage_may_have_its_own_dtype(library, dtype, kv_dtype):
+    rows = PagedRows(kernel_of(library), [90], dtype=dtype, kv_dtype=kv_dtype)
+    queries = random_queries([90], dtype=dtype)
+    (output,) = rows.attend(queries, [90])
+    stored = [part.to(kv_dtype) for part in (rows.keys[0], rows.values[0])]
+    assert relative_error(output, dense(queries[0], *stored)) < TOLERANCE[dtype]
+
+
+def test_inputs_may_be_views_of_a_fused_projection(library):
+    rows = PagedRows(kernel_of(library), [40])
+    fused = torch.randn(40, 12 * 64 + 3)
+    query, key, value = (
+        fused[:, first : first + heads * 64].view(40, heads, 64)
+        for first, heads in ((0, 8), (512, 2), (640, 2))
+    )
+    rows.kernel.write(rows.storage, key, value, rows.slots(0, torch.arange(40)))
+    plan = rows.kernel.plan(RowLayout([0, 40], [40], rows.tables), SHAPE, None)
+    output = rows.kernel.attend(query, rows.storage, plan)
+    assert relative_error(output, dense(query, key, value)) < TOLERANCE[torch.float32]
+
+
+def test_large_scores(library):
+    """The largest score comes late, and everything before it vanishes."""
+    rows = PagedRows(kernel_of(library), [700])
+    rows.keys[0][650] *= 100
+    rows.kernel.write(rows.storage, rows.keys[0], rows.values[0], rows.slots(0, torch.arange(700)))
+    queries = [50 * random_queries([60])[0]]
+    (output,) = rows.attend(queries, [700])
+    assert relative_error(output, dense(queries[0], rows.keys[0], rows.values[0])) < 1e-4
+
+
+def test_a_later_token_that_is_not_finite_is_not_seen(library):
+    rows = PagedRows(kernel_of(library), [100])
+    queries = random_queries([100])
+    (expected,) = rows.attend(queries, [100])
+    rows.keys[0][70:] = torch.inf
+    rows.values[0][70:] = torch.nan
+    rows.kernel.write(rows.storage, rows.keys[0], rows.values[0], rows.slots(0, torch.arange(100)))
+    (output,) = rows.attend(queries, [100])
+    assert torch.equal(output[:70], expected[:70])
+
+
+@DTYPES
+@pytest.mark.parametrize("window", [None, 40, 600])
+@pytest.mark.parametrize("shape", [SHAPE, SHAPES["odd sizes"]], ids=str)
+def test_bits_do_not_depend_on_company_chunks_or_threads(library, shape, window, dtype):
+    seq_lens = [1, 64, 65, 513, 1100]
+    rows = PagedRows(kernel_of(library, 2), seq_lens, shape=shape, dtype=dtype)
+    queries = random_queries(seq_lens, shape, dtype)
+    together = rows.attend(queries, seq_lens, window=window)
+    one_thread = kernel_of(library, 1)
+    many_threads = kernel_of(library, 7)
+    for row, length in enumerate(seq_lens):
+        whole, query = together[row], queries[row]
+        alone = rows.attend([query], [length], [row], window=window, kernel=one_thread)
+        assert torch.equal(alone[0], whole)
+        for start, end in ((0, 1), (0, 13), (60, 68), (127, 129), (400, 513), (1097, 1100)):
+            if end <= length:
+                for kernel in (rows.kernel, one_thread, many_threads):
+                    chunk = query[start:end]
+                    (output,) = rows.attend([chunk], [end], [row], window=window, kernel=kernel)
+                    assert torch.equal(output, whole[start:end])
+
+
+def test_bits_of_decoding_rows_do_not_depend_on_who_else_is_long(library):
+    """With a long row among few, its splits become units of work of their own."""
+    seq_lens = [5000, 20, 3000]
+    rows = PagedRows(kernel_of(library, 3), seq_lens)
+    queries = random_queries([1, 1, 1])
+    together = rows.attend(queries, seq_lens)
+    for row, length in enumerate(seq_lens):
+        (alone,) = rows.attend([queries[row]], [length], [row])
+        (serial,) = rows.attend([queries[row]], [length], [row], kernel=kernel_of(library, 1))
+        assert torch.equal(alone, together[row])
+        assert torch.equal(serial, together[row])
+
+
+def test_a_step_of_no_rows(library):
+    rows = PagedRows(kernel_of(library), [3])
+    plan = rows.kernel.plan(RowLayout([0], [], torch.zeros(0, 1, dtype=torch.int64)), SHAPE, None)
+    assert rows.kernel.attend(torch.empty(0, 8, 64), rows.storage, plan).shape == (0, 8, 64)
+
+
+def test_head_counts_that_do_not_divide_are_refused(library):
+    kernel = kernel_of(library)
+    shape = AttentionShape(5, 2, 8, 16)
+    storage = kernel.allocate(1, shape, torch.float32)
+    layout = RowLayout([0, 1], [1], torch.zeros(1, 1, dtype=torch.int64))
+    with pytest.raises(InternalError, match="argument is invalid"):
+        kernel.attend(torch.zeros(1, 5, 8), storage, kernel.plan(layout, shape, None))

@@ -1,0 +1,144 @@
+"""Native norms, rotation and gate against plain formulas in float64; and a row's bits."""
+
+import pytest
+import torch
+
+from loraplex.kernels.native.elementwise import ElementwiseKernel
+from loraplex.kernels.native.library import (
+    NativeLibraryError,
+    ThreadPool,
+    available_instruction_sets,
+    load_library,
+)
+
+try:
+    INSTRUCTION_SETS = available_instruction_sets()
+except NativeLibraryError as error:
+    pytest.skip(f"the native kernels are not built: {error}", allow_module_level=True)
+
+# Relative to each value: half a step of the dtype for the one rounding, and little else.
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8 + 1e-5, torch.float16: 2**-11 + 1e-5}
+DTYPES = pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
+SIZES = pytest.mark.parametrize("size", [1, 7, 8, 33, 64, 250, 2048])
+
+
+@pytest.fixture(params=INSTRUCTION_SETS)
+def library(request):
+    torch.manual_seed(0)
+    return load_library([request.param])
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def kernel(request, library):
+    return kernel_of(library, request.param)
+
+
+def kernel_of(library, num_threads) -> ElementwiseKernel:
+    return ElementwiseKernel(library, ThreadPool(library, num_threads))
+
+
+def rows(num_rows, size, dtype):
+    """A view with a longer stride that starts at an odd element."""
+    return torch.randn(num_rows, size + 3).to(dtype)[:, 1 : size + 1]
+
+
+def assert_rounded(actual, expected, dtype):
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.double(), expected, rtol=ROUNDING[dtype], atol=1e-6)
+
+
+def normed(x, weight, eps):
+    wide = x.double()
+    return wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+
+
+@DTYPES
+@SIZES
+def test_rms_norm(kernel, size, dtype):
+    x, weight = rows(40, size, dtype), torch.randn(size).to(dtype)
+    assert_rounded(kernel.rms_norm(x, weight, 1e-3), normed(x, weight, 1e-3), dtype)
+
+
+def test_rms_norm_of_heads_inside_a_fused_view(kernel):
+    fused, weight = torch.randn(5, 7 * 16), torch.randn(16)
+    heads = fused[:, 16:64].view(5, 3, 16)
+    output = kernel.rms_norm(heads, weight, 1e-6)
+    assert output.is_contiguous()
+    assert_rounded(output, normed(heads, weight, 1e-6), torch.float32)
+
+
+def test_rms_norm_of_half_precision_sums_in_float32(kernel):
+    x = torch.full((1, 4096), 300.0, dtype=torch.float16)  # its squares overflow float16
+    weight = torch.ones(4096, dtype=torch.float16)
+    assert torch.equal(kernel.rms_norm(x, weight, 1e-6), torch.ones_like(x))
+
+
+@DTYPES
+@SIZES
+def test_add_rms_norm(kernel, size, dtype):
+    x, residual = rows(40, size, dtype), rows(40, size, dtype)
+    weight = torch.randn(size).to(dtype)
+    output, total = kernel.add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(output, kernel.rms_norm(total, weight, 1e-6))
+
+
+@DTYPES
+@pytest.mark.parametrize("head_dim", [2, 6, 64, 128])
+def test_rotary_turns_pairs_of_a_fused_view(kernel, head_dim, dtype):
+    """As complex numbers: (x_i, x_{i + D/2}) times e^{i angle}; the rest is untouched."""
+    fused = torch.randn(30, 5 * head_dim).to(dtype)
+    before = fused.clone()
+    query = fused[:, : 3 * head_dim].view(30, 3, head_dim)
+    key = fused[:, 3 * head_dim : 4 * head_dim].view(30, 1, head_dim)
+    angles = torch.rand(30, head_dim // 2) * 6
+    cos, sin = angles.cos(), angles.sin()
+    kernel.rotary(query, key, cos, sin)
+    pairs = before.double().view(30, 5, 2, head_dim // 2)
+    turn = torch.complex(cos.double(), sin.double()).unsqueeze(1)
+    turned = torch.complex(pairs[:, :, 0], pairs[:, :, 1]) * turn
+    expected = torch.cat((turned.real, turned.imag), dim=-1)[:, :4]
+    assert_rounded(fused.view(30, 5, head_dim)[:, :4], expected, dtype)
+    assert torch.equal(fused[:, 4 * head_dim :], before[:, 4 * head_dim :])
+
+
+@DTYPES
+@SIZES
+def test_silu_mul(kernel, size, dtype):
+    x = rows(40, 2 * size, dtype)
+    gate, up = x[:, :size].double(), x[:, size:].double()
+    assert_rounded(kernel.silu_mul(x), gate / (1 + (-gate).exp()) * up, dtype)
+
+
+def test_silu_of_extreme_values(kernel):
+    gates = torch.tensor([-torch.inf, -3e38, -120.0, -87.5, 0.0, 87.5, 3e38, torch.inf, torch.nan])
+    output = kernel.silu_mul(torch.cat((gates, torch.ones(9))).unsqueeze(0))[0]
+    torch.testing.assert_close(
+        output, torch.nn.functional.silu(gates.double()).float(), equal_nan=True
+    )
+
+
+@DTYPES
+@pytest.mark.parametrize("size", [33, 2048])
+def test_bits_do_not_depend_on_company_or_threads(library, size, dtype):
+    x, residual, weight = rows(65, size, dtype), rows(65, size, dtype), torch.randn(size).to(dtype)
+    two, one = kernel_of(library, 2), kernel_of(library, 1)
+    gate_up = rows(65, 2 * size, dtype)
+    cos, sin = torch.randn(2, 65, size // 2)
+
+    def rotated(kernel, part):
+        heads = x[part, : size // 2 * 2].clone().unsqueeze(1)
+        kernel.rotary(heads, heads.clone(), cos[part], sin[part])
+        return heads
+
+    for op in (
+        lambda kernel, part: kernel.rms_norm(x[part], weight, 1e-6),
+        lambda kernel, part: kernel.add_rms_norm(x[part], residual[part], weight, 1e-6)[0],
+        lambda kernel, part: kernel.silu_mul(gate_up[part]),
+        rotated,
+    ):
+        together = op(two, slice(None))
+        for part in (slice(0, 65), slice(0, 1), slice(13, 14), slice(60, 65)):
+            assert torch.equal(op(one, part), together[part])
+    at_another_alignment = one.rms_norm(x.clone(), weight, 1e-6)
+    assert torch.equal(at_another_alignment, one.rms_norm(x, weight, 1e-6))

@@ -1,0 +1,150 @@
+"""The right library is chosen, a wrong one is refused in words, and its threads share the work."""
+
+import logging
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from loraplex.core.errors import InternalError
+from loraplex.kernels import dispatch
+from loraplex.kernels.native import library as native
+from loraplex.kernels.native.backend import NativeKernels
+from loraplex.kernels.native.library import (
+    INSTRUCTION_SETS,
+    LIBRARY_FOLDER,
+    NativeLibrary,
+    NativeLibraryError,
+    ThreadPool,
+    available_instruction_sets,
+    load_library,
+)
+from loraplex.kernels.reference import ReferenceKernels
+
+CPU = torch.device("cpu")
+
+needs_library = pytest.mark.skipif(
+    not LIBRARY_FOLDER.exists(), reason="loraplex was installed without a compiler"
+)
+
+
+@pytest.fixture
+def fresh_dispatch(monkeypatch):
+    """dispatch with nothing remembered; a library that it loads is forgotten again."""
+    dispatch._host_library.cache_clear()
+    yield monkeypatch
+    dispatch._host_library.cache_clear()
+
+
+@needs_library
+def test_every_available_library_says_what_it_is() -> None:
+    available = available_instruction_sets()
+    assert available[-1] == "generic"
+    assert [load_library((name,)).instruction_set for name in available] == list(available)
+
+
+@needs_library
+def test_the_best_available_library_is_loaded() -> None:
+    assert load_library().instruction_set == available_instruction_sets()[0]
+
+
+@needs_library
+def test_an_order_of_preference_is_kept() -> None:
+    assert load_library(("no such set", "generic", *INSTRUCTION_SETS)).instruction_set == "generic"
+
+
+@needs_library
+def test_a_cpu_gets_no_library_that_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NativeLibrary, "cpu_features", lambda self: 0)
+    assert available_instruction_sets() == ("generic",)
+    with pytest.raises(NativeLibraryError, match=r"none of x86-64-v3 in .*; there are generic"):
+        load_library(("x86-64-v3",))
+
+
+@needs_library
+def test_libraries_in_one_process_do_not_mix() -> None:
+    """A symbol that is unique in the process would make one library run another's code."""
+    script = """
+import sys, torch
+from loraplex.kernels.native.backend import NativeKernels
+from loraplex.kernels.native.library import load_library
+for name in sys.argv[1:]:
+    kernels = NativeKernels(load_library((name,)), 1)
+    weight, x = torch.randn(40, 70), torch.randn(9, 70)
+    torch.testing.assert_close(kernels.linear(x, kernels.pack_linear(weight, None)), x @ weight.T)
+"""
+    names = available_instruction_sets()
+    for order in (names, names[::-1]):
+        subprocess.run([sys.executable, "-c", script, *order], check=True, timeout=60)
+
+
+def test_a_folder_without_libraries(tmp_path) -> None:
+    with pytest.raises(NativeLibraryError, match=r"there is no .*libloraplex_generic\.so"):
+        load_library(folder=tmp_path)
+
+
+def test_a_file_that_is_no_library(tmp_path) -> None:
+    (tmp_path / "libloraplex_generic.so").write_bytes(b"not a library")
+    with pytest.raises(NativeLibraryError, match="cannot load"):
+        load_library(folder=tmp_path)
+
+
+@needs_library
+def test_a_library_of_another_version(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy(LIBRARY_FOLDER / "libloraplex_generic.so", tmp_path)
+    monkeypatch.setattr(native, "_ABI_VERSION", 0)
+    with pytest.raises(NativeLibraryError, match="has ABI version 1, this loraplex needs 0"):
+        load_library(folder=tmp_path)
+
+
+@needs_library
+def test_a_failing_function_is_an_error_that_names_it() -> None:
+    library = load_library()
+    with pytest.raises(InternalError, match="loraplex_pool_create failed: an argument is invalid"):
+        ThreadPool(library, 0)
+
+
+@needs_library
+def test_a_pool_changes_its_size() -> None:
+    pool = ThreadPool(load_library(), 1)
+    assert pool.num_threads == 1
+    for num_threads in (4, 2, 1, 3):
+        pool.set_num_threads(num_threads)
+        assert pool.num_threads == num_threads
+    with pytest.raises(InternalError):
+        pool.set_num_threads(-1)
+    assert pool.num_threads == 3
+
+
+@needs_library
+def test_a_pool_ends_with_its_object() -> None:
+    def num_tasks() -> int:
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    before = num_tasks()
+    pool = ThreadPool(load_library(), 4)
+    assert num_tasks() == before + 3
+    del pool
+    assert num_tasks() == before
+
+
+@needs_library
+def test_dispatch_takes_the_native_backend_on_a_cpu(fresh_dispatch) -> None:
+    assert isinstance(dispatch.select_kernels(CPU), NativeKernels)
+    assert isinstance(dispatch.select_kernels(torch.device("meta")), ReferenceKernels)
+
+
+def test_dispatch_says_once_what_is_lost(fresh_dispatch, caplog) -> None:
+    def missing() -> NativeLibrary:
+        raise NativeLibraryError("there is no libloraplex_generic.so")
+
+    fresh_dispatch.setattr(dispatch, "load_library", missing)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert isinstance(dispatch.select_kernels(CPU), ReferenceKernels)
+    (record,) = caplog.records
+    assert "there is no libloraplex_generic.so" in record.getMessage()
+    assert "C++20 compiler" in record.getMessage()
