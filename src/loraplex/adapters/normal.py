@@ -136,6 +136,11 @@ def read_normal(path: Path) -> NormalFile:
     content = read_tensors(
         path, max_file_bytes=size, max_header_bytes=_MAX_HEADER_BYTES, max_tensors=size
     )
+    return parse_normal(path, content)
+
+
+def parse_normal(path: Path, content: TensorFile) -> NormalFile:
+    """As read_normal, from what a file holds; path is for messages."""
     metadata = content.metadata
     if (metadata.get("format"), metadata.get("format_version")) != (FORMAT, FORMAT_VERSION):
         raise InvalidAdapterError(
@@ -144,7 +149,7 @@ def read_normal(path: Path) -> NormalFile:
     try:
         headers = msgspec.json.decode(metadata["rows"], type=list[_RowHeader])
         return NormalFile(metadata["digest"], _rows(headers, content))
-    except (KeyError, msgspec.MsgspecError) as error:
+    except (KeyError, ValueError, OverflowError, msgspec.MsgspecError) as error:
         raise InvalidAdapterError(f"{path} is a broken normal adapter file: {error}") from error
 
 

@@ -1,7 +1,8 @@
 """Which adapter a file was, when it was staged before: so that staging it again is fast.
 
-A file is known by (device, inode, size, mtime_ns, ctime_ns). The notes are in the state directory,
-never beside the user's file; a lost or broken note costs one more reading.
+A file is known by (device, inode, size, mtime_ns, ctime_ns). Some formats mean something only with
+a base model: its shapes are then the note's context. The notes are in the state directory, never
+beside the user's file; a lost or broken note costs one more reading.
 """
 
 import hashlib
@@ -15,12 +16,13 @@ from loraplex.core.errors import InvalidAdapterError
 
 FileIdentity = tuple[int, int, int, int, int]
 
-_NOTE_VERSION = 1
+_NOTE_VERSION = 2
 
 
 class _Note(msgspec.Struct, frozen=True):
     version: int
     identities: tuple[FileIdentity, ...]
+    context: str
     digest: str
 
 
@@ -35,22 +37,23 @@ class SeenFiles:
     def __init__(self, state_dir: Path) -> None:
         self._folder = state_dir / "seen"
 
-    def digest(self, identities: tuple[FileIdentity, ...]) -> str | None:
+    def digest(self, identities: tuple[FileIdentity, ...], context: str = "") -> str | None:
         """The digest of the adapter in these very files, if it is known."""
         try:
-            note = msgspec.json.decode(self._path(identities).read_bytes(), type=_Note)
+            note = msgspec.json.decode(self._path(identities, context).read_bytes(), type=_Note)
         except (OSError, msgspec.MsgspecError):
             return None
-        if note.version != _NOTE_VERSION or note.identities != identities:
-            return None
-        return note.digest
+        found = (note.version, note.identities, note.context)
+        return note.digest if found == (_NOTE_VERSION, identities, context) else None
 
-    def remember(self, identities: tuple[FileIdentity, ...], digest: str) -> None:
-        note = _Note(_NOTE_VERSION, identities, digest)
-        write_atomically(self._path(identities), [msgspec.json.encode(note)])
+    def remember(
+        self, identities: tuple[FileIdentity, ...], digest: str, context: str = ""
+    ) -> None:
+        note = _Note(_NOTE_VERSION, identities, context, digest)
+        write_atomically(self._path(identities, context), [msgspec.json.encode(note)])
 
-    def _path(self, identities: tuple[FileIdentity, ...]) -> Path:
-        name = hashlib.sha256(msgspec.json.encode(identities)).hexdigest()
+    def _path(self, identities: tuple[FileIdentity, ...], context: str) -> Path:
+        name = hashlib.sha256(msgspec.json.encode((identities, context))).hexdigest()
         return self._folder / name[:2] / f"{name}.json"
 
 

@@ -5,10 +5,13 @@ directory and says where it is.
 """
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from loraplex.adapters.formats import peft, torch_bin
-from loraplex.adapters.formats.peft_config import CONFIG_NAME, PeftConfig, read_config
+import msgspec
+
+from loraplex.adapters.formats import peft, trtllm
+from loraplex.adapters.formats.inputs import AdapterInput, RequestTensors, open_input
 from loraplex.adapters.normal import (
     NormalRow,
     digest,
@@ -18,9 +21,10 @@ from loraplex.adapters.normal import (
     write_normal,
 )
 from loraplex.adapters.seen_files import SeenFiles, identities_of
-from loraplex.adapters.staged import StagedAdapter, StageRequest, StagingLimits
-from loraplex.adapters.tensor_file import RawTensor, read_tensors
+from loraplex.adapters.staged import StagedAdapter, StageRequest
 from loraplex.core.errors import InvalidAdapterError
+
+Buffer = bytes | bytearray | memoryview
 
 
 class Stopwatch:
@@ -36,27 +40,26 @@ class Stopwatch:
         self._last = now
 
 
-def stage(request: StageRequest) -> StagedAdapter:
-    """Put a PEFT folder into normal form and check it against the base.
+def stage(request: StageRequest, tensors: Sequence[Buffer] = ()) -> StagedAdapter:
+    """Put an adapter into normal form and check it against the base.
 
-    Raises InvalidAdapterError, AdapterMismatchError, AdapterTooLargeError or
-    UnsupportedFeatureError; then no file is left behind.
+    `tensors` are the bytes of request.tensors, if the adapter came in a request. Raises
+    InvalidAdapterError, AdapterMismatchError, AdapterTooLargeError or UnsupportedFeatureError; then
+    no file is left behind.
     """
     watch = Stopwatch()
     state_dir = Path(request.state_dir)
-    folder = _folder(request.path)
-    config = read_config(folder, request.limits.max_header_bytes)
-    weights = _weights_file(folder)
-    seen, files = SeenFiles(state_dir), (folder / CONFIG_NAME, weights)
-    identities = identities_of(files)
-    known_digest = seen.digest(identities)
+    source = _input(request, tensors)
+    seen, context = SeenFiles(state_dir), _context(request) if source.needs_base else ""
+    identities = identities_of(source.files)
+    known_digest = seen.digest(identities, context) if source.files else None
     rows = None if known_digest is None else _known_rows(state_dir, known_digest)
     watch.lap("look_up")
     if known_digest is not None and rows is not None:
         peft.check_against_base(rows, request.shapes, request.limits.max_rank)
         watch.lap("check")
-        return _staged(request, config, rows, known_digest, watch, was_known=True)
-    rows = peft.normal_rows(config, _read_weights(weights, request.limits))
+        return _staged(request, source, rows, known_digest, watch, was_known=True)
+    rows = source.read_rows(request.shapes, request.limits)
     watch.lap("read")
     peft.check_against_base(rows, request.shapes, request.limits.max_rank)
     watch.lap("check")
@@ -64,47 +67,27 @@ def stage(request: StageRequest) -> StagedAdapter:
     watch.lap("hash")
     if _known_rows(state_dir, new_digest) is None:
         write_normal(rows, new_digest, normal_path(state_dir, new_digest))
-    if identities_of(files) != identities:
-        raise InvalidAdapterError(f"{folder} was changed while it was read; load it again")
-    seen.remember(identities, new_digest)
+    if identities_of(source.files) != identities:
+        raise InvalidAdapterError(f"{request.path} was changed while it was read; load it again")
+    if source.files:
+        seen.remember(identities, new_digest, context)
     watch.lap("write")
-    return _staged(request, config, rows, new_digest, watch, was_known=False)
+    return _staged(request, source, rows, new_digest, watch, was_known=False)
 
 
-def _folder(path: str) -> Path:
-    """The folder itself, behind links. Raises InvalidAdapterError."""
-    if not path or "\0" in path:
-        raise InvalidAdapterError("the path of an adapter must be the path of a folder")
-    try:
-        folder = Path(path).expanduser().resolve(strict=True)
-    except (OSError, RuntimeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise InvalidAdapterError(f"cannot open the adapter folder {path}: {reason}") from error
-    if not folder.is_dir():
-        raise InvalidAdapterError(f"{path} is not a folder; a PEFT adapter is one")
-    return folder
-
-
-def _weights_file(folder: Path) -> Path:
-    for name in (peft.WEIGHTS_NAME, peft.TORCH_WEIGHTS_NAME):
-        if (folder / name).exists():
-            return folder / name
-    raise InvalidAdapterError(
-        f"{folder} has neither {peft.WEIGHTS_NAME} nor {peft.TORCH_WEIGHTS_NAME}"
+def _input(request: StageRequest, tensors: Sequence[Buffer]) -> AdapterInput:
+    if request.tensors is None:
+        return open_input(request.path, request.limits)
+    weights, config = (
+        trtllm.request_tensor(header, data)
+        for header, data in zip(request.tensors, tensors, strict=True)
     )
+    return RequestTensors(weights, config)
 
 
-def _read_weights(path: Path, limits: StagingLimits) -> dict[str, RawTensor]:
-    if path.name == peft.TORCH_WEIGHTS_NAME:
-        return torch_bin.read_torch_file(
-            path, max_file_bytes=limits.max_file_bytes, max_tensors=limits.max_tensors
-        )
-    return read_tensors(
-        path,
-        max_file_bytes=limits.max_file_bytes,
-        max_header_bytes=limits.max_header_bytes,
-        max_tensors=limits.max_tensors,
-    ).tensors
+def _context(request: StageRequest) -> str:
+    """What the rows depend on beside the files."""
+    return msgspec.json.encode((request.shapes, request.limits.max_rank)).decode()
 
 
 def _known_rows(state_dir: Path, known_digest: str) -> tuple[NormalRow, ...] | None:
@@ -118,7 +101,7 @@ def _known_rows(state_dir: Path, known_digest: str) -> tuple[NormalRow, ...] | N
 
 def _staged(
     request: StageRequest,
-    config: PeftConfig,
+    source: AdapterInput,
     rows: tuple[NormalRow, ...],
     adapter_digest: str,
     watch: Stopwatch,
@@ -132,26 +115,7 @@ def _staged(
         dtypes=tuple(sorted({tensor.dtype for tensor in tensors})),
         num_tensors=len(tensors),
         changes_nothing=all(row.tensors["b"].is_zero() for row in rows),
-        warnings=tuple(_warnings(request, config, rows)),
+        warnings=tuple(source.warnings(rows, request.base_model)),
         was_known=was_known,
         seconds=watch.seconds,
     )
-
-
-def _warnings(request: StageRequest, config: PeftConfig, rows: tuple[NormalRow, ...]) -> list[str]:
-    warnings = []
-    trained_on = config.base_model_name_or_path
-    if trained_on and request.base_model and _short(trained_on) != _short(request.base_model):
-        warnings.append(
-            f"it says that it was trained on {trained_on!r}; this server runs "
-            f"{request.base_model!r}"
-        )
-    missing = peft.missing_modules(config, rows)
-    if missing:
-        warnings.append(f"target_modules names {', '.join(missing)}, but it has no such tensors")
-    return warnings
-
-
-def _short(model: str) -> str:
-    """The last part of a hub id or a path: all that two machines share."""
-    return model.rstrip("/").rpartition("/")[2].casefold()

@@ -17,10 +17,21 @@ class StagingLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_tensors: int = 100_000
 
 
+class TensorHeader(msgspec.Struct, frozen=True):
+    """A tensor whose bytes travel apart."""
+
+    dtype: str
+    """By Triton's name (FP16, BF16, FP32, INT32), NumPy's or safetensors'."""
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
 class StageRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_id: int
     path: str
-    """A PEFT folder; may be a symbolic link."""
+    """A folder or a file; may be a symbolic link. With tensors: only what messages call them."""
+    tensors: tuple[TensorHeader, TensorHeader] | None = None
+    """lora_weights and lora_config of a request, in place of a path: their bytes follow."""
     state_dir: str
     shapes: BaseShapes
     limits: StagingLimits = StagingLimits()

@@ -6,19 +6,32 @@ neither numpy nor torch.
 """
 
 import asyncio
+import dataclasses
 import itertools
 import logging
 import struct
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from loraplex.adapters.shapes import BaseShapes
-from loraplex.adapters.staged import StagedAdapter, StageReply, StageRequest, StagingLimits
-from loraplex.core.errors import AdapterLoadError, InvalidAdapterError, error_from_info
+from loraplex.adapters.staged import (
+    StagedAdapter,
+    StageReply,
+    StageRequest,
+    StagingLimits,
+    TensorHeader,
+)
+from loraplex.core.errors import (
+    AdapterLoadError,
+    AdapterTooLargeError,
+    InvalidAdapterError,
+    error_from_info,
+)
 
-__all__ = ["StagedAdapter", "StagingWorker"]
+__all__ = ["RequestTensor", "StagedAdapter", "StagingWorker"]
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +41,23 @@ _LENGTH = struct.Struct("<Q")
 _MAX_REPLY_BYTES = 256 << 20
 _CLOSE_SECONDS = 5.0
 _EXIT_SECONDS = 1.0  # from the end of its output to the end of the process
+_CHUNK_BYTES = 1 << 20
+_REQUEST_TENSORS = "the request's lora_weights"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class RequestTensor:
+    """A tensor as it came in a request: row-major, little-endian, in host memory."""
+
+    dtype: str
+    """By Triton's name (FP16, BF16, FP32, INT32) or NumPy's (float16, bfloat16, ...)."""
+    shape: tuple[int, ...]
+    data: bytes | bytearray | memoryview
+
+    @property
+    def view(self) -> memoryview:
+        """The bytes, whatever type the buffer's elements have."""
+        return memoryview(self.data).cast("B")
 
 
 class StagingWorker:
@@ -62,20 +92,56 @@ class StagingWorker:
         AdapterTooLargeError, UnsupportedFeatureError), or AdapterLoadError if the worker died or
         ran out of time over it.
         """
+        return await self._stage(
+            StageRequest(
+                request_id=next(self._request_ids),
+                path=str(path),
+                state_dir=str(self._state_dir),
+                shapes=shapes,
+                limits=StagingLimits(max_rank=max_rank),
+                base_model=base_model,
+            )
+        )
+
+    async def stage_tensors(
+        self,
+        lora_weights: RequestTensor,
+        lora_config: RequestTensor,
+        *,
+        shapes: BaseShapes,
+        max_rank: int,
+    ) -> StagedAdapter:
+        """As stage, for TensorRT-LLM's tensors [1, N, W] and [1, N, 3 or 4] (or without the 1).
+
+        The bytes go to the worker; this side only copies them.
+        """
+        tensors = (lora_weights, lora_config)
+        weights, config = (TensorHeader(t.dtype, t.shape, t.view.nbytes) for t in tensors)
+        limits = StagingLimits(max_rank=max_rank)
+        if max(weights.num_bytes, config.num_bytes) > limits.max_file_bytes:
+            raise AdapterTooLargeError(
+                f"lora_weights has {weights.num_bytes} bytes, lora_config {config.num_bytes}; at "
+                f"most {limits.max_file_bytes} are read"
+            )
         request = StageRequest(
             request_id=next(self._request_ids),
-            path=str(path),
+            path=_REQUEST_TENSORS,
+            tensors=(weights, config),
             state_dir=str(self._state_dir),
             shapes=shapes,
-            limits=StagingLimits(max_rank=max_rank),
-            base_model=base_model,
+            limits=limits,
         )
+        return await self._stage(request, [tensor.view for tensor in tensors])
+
+    async def _stage(
+        self, request: StageRequest, tensors: Sequence[memoryview] = ()
+    ) -> StagedAdapter:
         try:
             body = msgspec.msgpack.encode(request)
         except UnicodeEncodeError as error:
             raise InvalidAdapterError("the adapter's path is not valid Unicode") from error
         async with self._turn:
-            reply = await self._ask(request, body)
+            reply = await self._ask(request, [memoryview(body), *tensors])
         if reply.error is not None:
             raise error_from_info(reply.error)
         assert reply.staged is not None
@@ -89,10 +155,10 @@ class StagingWorker:
             process.stdin.close()
         await self._stop(_CLOSE_SECONDS)
 
-    async def _ask(self, request: StageRequest, body: bytes) -> StageReply:
+    async def _ask(self, request: StageRequest, pieces: Sequence[memoryview]) -> StageReply:
         try:
             async with asyncio.timeout(self._timeout_seconds):
-                return await self._exchange(request.request_id, body)
+                return await self._exchange(request.request_id, pieces)
         except TimeoutError as error:
             await self._stop(0.0)
             raise AdapterLoadError(
@@ -113,12 +179,16 @@ class StagingWorker:
             await self._stop(0.0)
             raise
 
-    async def _exchange(self, request_id: int, body: bytes) -> StageReply:
+    async def _exchange(self, request_id: int, pieces: Sequence[memoryview]) -> StageReply:
+        """`pieces` are the encoded request and what follows it."""
         process = await self._running()
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(_LENGTH.pack(len(body)) + body)
-        await process.stdin.drain()
+        process.stdin.write(_LENGTH.pack(pieces[0].nbytes))
+        for piece in pieces:
+            for start in range(0, piece.nbytes, _CHUNK_BYTES):
+                process.stdin.write(piece[start : start + _CHUNK_BYTES])
+                await process.stdin.drain()
         (length,) = _LENGTH.unpack(await process.stdout.readexactly(_LENGTH.size))
         if length > _MAX_REPLY_BYTES:
             raise msgspec.DecodeError(f"an answer of {length} bytes")

@@ -1,14 +1,15 @@
 """The staging worker: a process that reads users' files for the server, one request at a time.
 
 Reads requests from stdin and answers on stdout: an 8-byte little-endian length and as many bytes
-of msgpack. Nothing is pickled. Ends when stdin ends. Run as python -m
-loraplex.adapters.staging_worker.
+of msgpack; the bytes of a request's tensors follow it. Nothing is pickled. Ends when stdin ends.
+Run as python -m loraplex.adapters.staging_worker.
 """
 
 import logging
 import os
 import struct
 import sys
+from collections.abc import Sequence
 from typing import BinaryIO
 
 import msgspec
@@ -26,15 +27,19 @@ _MAX_REQUEST_BYTES = 16 << 20
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
     """Answer every request with one reply, until the requests end."""
     while (request := _read(requests)) is not None:
-        body = msgspec.msgpack.encode(answer(request))
+        tensors = _read_tensors(requests, request)
+        if tensors is None:
+            return
+        body = msgspec.msgpack.encode(answer(request, tensors))
+        del tensors
         replies.write(_LENGTH.pack(len(body)) + body)
         replies.flush()
 
 
-def answer(request: StageRequest) -> StageReply:
+def answer(request: StageRequest, tensors: Sequence[bytes] = ()) -> StageReply:
     """What became of a request; every error is in the reply."""
     try:
-        return StageReply(request_id=request.request_id, staged=stage(request))
+        return StageReply(request_id=request.request_id, staged=stage(request, tensors))
     except LoraplexError as error:
         info = error.to_info()
     except (MemoryError, RecursionError) as error:
@@ -55,6 +60,17 @@ def _read(stream: BinaryIO) -> StageRequest | None:
     assert length <= _MAX_REQUEST_BYTES, length
     body = stream.read(length)
     return msgspec.msgpack.decode(body, type=StageRequest) if len(body) == length else None
+
+
+def _read_tensors(stream: BinaryIO, request: StageRequest) -> list[bytes] | None:
+    """The bytes of the request's tensors; None if the stream ends within them."""
+    tensors = []
+    for header in request.tensors or ():
+        data = stream.read(header.num_bytes)
+        if len(data) < header.num_bytes:
+            return None
+        tensors.append(data)
+    return tensors
 
 
 def main() -> None:

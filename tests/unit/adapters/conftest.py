@@ -8,6 +8,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from loraplex.adapters.shapes import BaseShapes
+from loraplex.adapters.stage import stage
+from loraplex.adapters.staged import StageRequest
 
 SHAPES = BaseShapes(
     num_layers=2, modules={"q_proj": (8, 12), "k_proj": (8, 4), "down_proj": (16, 8)}
@@ -55,3 +57,42 @@ def peft_folder(tmp_path):
         return PeftFolder(tmp_path / name, **kwargs)
 
     return make
+
+
+@pytest.fixture
+def staged(tmp_path, shapes):
+    """A function (path, **fields of the request) that stages into tmp_path / "state"."""
+
+    def run(path, **kwargs):
+        fields = {"shapes": shapes} | kwargs
+        state = str(tmp_path / "state")
+        return stage(StageRequest(request_id=1, path=str(path), state_dir=state, **fields))
+
+    return run
+
+
+class LoraPair:
+    """TensorRT-LLM's tensors of an adapter for SHAPES: q_proj, down_proj, k_proj."""
+
+    CONFIG = np.array([[1, 0, 2], [6, 1, 3], [2, 1, 1]], "<i4")
+    SIZES = (2 * (8 + 12), 3 * (16 + 8), 1 * (8 + 4))
+
+    def weights(self, seed: int = 0) -> np.ndarray:
+        rng = np.random.default_rng(seed)
+        weights = np.zeros((3, max(self.SIZES)), "<f4")
+        for row, size in zip(weights, self.SIZES, strict=True):
+            row[:size] = rng.normal(size=size)
+        return weights
+
+    def write(
+        self, folder: Path, weights=None, config=CONFIG, config_name="model.lora_config.npy"
+    ) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        np.save(folder / "model.lora_weights.npy", self.weights() if weights is None else weights)
+        np.save(folder / config_name, config)
+        return folder
+
+
+@pytest.fixture
+def pair() -> LoraPair:
+    return LoraPair()

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from loraplex.adapters import stage as stage_module
+from loraplex.adapters.formats.inputs import PeftFolder
 from loraplex.adapters.normal import digest, normal_path, read_normal
 from loraplex.adapters.shapes import BaseShapes
-from loraplex.adapters.stage import stage
 from loraplex.adapters.staged import StageRequest, StagingLimits
 from loraplex.core.errors import (
     AdapterMismatchError,
@@ -18,16 +17,6 @@ from loraplex.core.errors import (
     InvalidAdapterError,
     UnsupportedFeatureError,
 )
-
-
-@pytest.fixture
-def staged(tmp_path, shapes):
-    def run(path, **kwargs):
-        fields = {"shapes": shapes} | kwargs
-        state = str(tmp_path / "state")
-        return stage(StageRequest(request_id=1, path=str(path), state_dir=state, **fields))
-
-    return run
 
 
 def files_in(folder) -> list[str]:
@@ -78,7 +67,7 @@ class TestStagingAgain:
     def test_an_unchanged_folder_is_not_parsed_again(self, staged, peft_folder, monkeypatch):
         folder = peft_folder().write()
         first = staged(folder)
-        monkeypatch.setattr(stage_module, "_read_weights", None)
+        monkeypatch.setattr(PeftFolder, "read_tensors", None)
         again = staged(folder)
         assert again.was_known
         assert again.source == first.source
@@ -250,14 +239,14 @@ class TestRefusals:
 
     def test_a_file_that_changes_meanwhile(self, staged, peft_folder, monkeypatch, tmp_path):
         folder = peft_folder().write()
-        original = stage_module._read_weights
+        original = PeftFolder.read_tensors
 
-        def read_and_touch(path, limits):
-            tensors = original(path, limits)
-            os.utime(path, ns=(5, 5))
+        def read_and_touch(self, limits):
+            tensors = original(self, limits)
+            os.utime(self.files[1], ns=(5, 5))
             return tensors
 
-        monkeypatch.setattr(stage_module, "_read_weights", read_and_touch)
+        monkeypatch.setattr(PeftFolder, "read_tensors", read_and_touch)
         with pytest.raises(InvalidAdapterError, match="changed while it was read"):
             staged(folder)
         assert files_in(tmp_path / "state" / "seen") == []

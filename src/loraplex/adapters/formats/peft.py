@@ -23,6 +23,8 @@ from loraplex.core.errors import (
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 TORCH_WEIGHTS_NAME = "adapter_model.bin"
+WEIGHTS_NAMES = (WEIGHTS_NAME, TORCH_WEIGHTS_NAME)
+"""The first that is there is read."""
 
 # PEFT writes base_model.model.<path>.lora_A.weight; <path> begins with "model." for a causal LM.
 # Other tools leave the prefix out or keep the adapter's name (lora_A.default.weight).
@@ -45,6 +47,8 @@ _FOREIGN = {
     ".experts.": "LoRA of experts",
 }
 
+_MOST_TOLD = 20
+
 
 @dataclasses.dataclass(slots=True)
 class _Module:
@@ -63,6 +67,9 @@ def normal_rows(config: PeftConfig, tensors: Mapping[str, RawTensor]) -> tuple[N
     Raises InvalidAdapterError for a tensor that is broken, alone, doubled, or not what the config
     says; UnsupportedFeatureError for one that is more than LoRA of a linear layer.
     """
+    foreign = [name for name in tensors if _KEY.fullmatch(name) is None]
+    if foreign:
+        raise _foreign(foreign[0], others=foreign[1:])
     modules: dict[tuple[int, str], _Module] = {}
     for name, tensor in tensors.items():
         _collect(modules, name, tensor)
@@ -117,8 +124,7 @@ def missing_modules(config: PeftConfig, rows: tuple[NormalRow, ...]) -> list[str
 
 def _collect(modules: dict[tuple[int, str], _Module], name: str, tensor: RawTensor) -> None:
     match = _KEY.fullmatch(name)
-    if match is None:
-        raise _foreign(name)
+    assert match is not None
     layer, module_name, matrix = int(match["layer"]), match["module"], match["matrix"]
     module = modules.setdefault((layer, module_name), _Module(match["path"], layer, module_name))
     if matrix in module.tensors:
@@ -139,13 +145,17 @@ def _collect(modules: dict[tuple[int, str], _Module], name: str, tensor: RawTens
     module.tensors[matrix], module.names[matrix] = tensor, name
 
 
-def _foreign(name: str) -> InvalidAdapterError | UnsupportedFeatureError:
+def _foreign(name: str, others: list[str]) -> InvalidAdapterError | UnsupportedFeatureError:
+    """The error about a tensor that cannot be applied; it names the others like it too."""
+    told = ", ".join(repr(other) for other in others[:_MOST_TOLD])
+    more = f" and {len(others) - _MOST_TOLD} more" if len(others) > _MOST_TOLD else ""
+    also = f"; nor can be applied {told}{more}" if others else ""
     for fragment, needed in _FOREIGN.items():
         if fragment in name:
-            return UnsupportedFeatureError(f"tensor {name!r} needs {needed}, not served yet")
+            return UnsupportedFeatureError(f"tensor {name!r} needs {needed}, not served yet{also}")
     return InvalidAdapterError(
         f"tensor {name!r} is not lora_A or lora_B of a decoder layer's linear layer; an adapter is "
-        "applied whole or not at all"
+        f"applied whole or not at all{also}"
     )
 
 

@@ -1,0 +1,170 @@
+"""TensorRT-LLM's LoRA tensors from the normal form: the other direction of `trtllm`.
+
+Only an export folds the scale into B, in float32, before the one rounding to the storage type.
+What the tensors cannot hold is refused by name. Writes no file.
+"""
+
+import dataclasses
+import enum
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from loraplex.adapters.formats.modules import LoraModule, module_of
+from loraplex.adapters.normal import NormalRow, RowKind
+from loraplex.adapters.tensor_file import RawTensor
+from loraplex.core.errors import InvalidAdapterError, InvalidParameterError, UnsupportedFeatureError
+
+_MOST_TOLD = 20
+
+
+class StorageType(enum.StrEnum):
+    """The element type of exported weights, as hf_lora_convert.py calls it."""
+
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+
+
+_TENSOR_TYPES = {
+    StorageType.FLOAT32: "F32",
+    StorageType.FLOAT16: "F16",
+    StorageType.BFLOAT16: "BF16",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Entry:
+    layer: int
+    module: LoraModule
+    row: NormalRow
+
+    @property
+    def num_values(self) -> int:
+        return sum(math.prod(tensor.shape) for tensor in self.row.tensors.values())
+
+
+def module_path(row: NormalRow) -> str:
+    """The Hugging Face path of what a row adapts, as a causal LM has it.
+
+    Raises UnsupportedFeatureError for a row that is not LoRA of a decoder layer's linear layer.
+    """
+    parent, _, module = row.origin.rpartition(".")
+    parent = parent.rpartition(".")[2]
+    is_lora = row.kind is RowKind.LORA and row.layer is not None and row.expert is None
+    if not is_lora or module != row.module or parent not in ("self_attn", "mlp"):
+        raise UnsupportedFeatureError(
+            f"{row.origin or row.module!r} (a row of kind {row.kind}, layer {row.layer}, expert "
+            f"{row.expert}) is not LoRA of a linear layer of a decoder layer"
+        )
+    return f"model.layers.{row.layer}.{parent}.{module}"
+
+
+def common_storage_type(rows: Iterable[NormalRow]) -> StorageType:
+    """The type that all tensors have. Raises InvalidParameterError if they have not one."""
+    found = {tensor.dtype for row in rows for tensor in row.tensors.values()}
+    kept = [storage for storage, dtype in _TENSOR_TYPES.items() if found == {dtype}]
+    if not kept:
+        raise InvalidParameterError(
+            f"the adapter's tensors are {', '.join(sorted(found))}: choose one of "
+            f"{', '.join(StorageType)} for all",
+            param="dtype",
+        )
+    return kept[0]
+
+
+def holding_module(row: NormalRow) -> LoraModule | None:
+    """TensorRT-LLM's module for a row; None if it has none."""
+    parent = module_path(row).split(".")[-2]
+    return module_of(parent, row.module)
+
+
+def lora_tensors(rows: Sequence[NormalRow], storage: StorageType) -> tuple[RawTensor, RawTensor]:
+    """(lora_weights [1, N, W], lora_config int32 [1, N, 3]), by layer and module id.
+
+    Raises UnsupportedFeatureError naming every row that has no place in them, InvalidAdapterError
+    if a value is too large for the storage type.
+    """
+    entries = _entries(rows)
+    dtype = _TENSOR_TYPES[storage]
+    width = max(entry.num_values for entry in entries)
+    bits = np.zeros((len(entries), width), "<u4" if dtype == "F32" else "<u2")
+    config = np.empty((len(entries), 3), "<i4")
+    for index, entry in enumerate(entries):
+        a, b = entry.row.tensors["a"], _stored_b(entry)
+        values = np.concatenate([_float32(a).ravel(), b.ravel()])
+        bits[index, : len(values)] = _rounded(values, storage, entry.row.origin)
+        config[index] = (entry.module.id, entry.layer, a.shape[0])
+    return (
+        RawTensor(dtype, (1, *bits.shape), bits.view(np.uint8).reshape(-1).data),
+        RawTensor("I32", (1, *config.shape), config.view(np.uint8).reshape(-1).data),
+    )
+
+
+def _entries(rows: Sequence[NormalRow]) -> list[_Entry]:
+    """The rows with their modules, in the order of the export."""
+    entries: dict[tuple[int, int], _Entry] = {}
+    refused = []
+    for row in rows:
+        module = holding_module(row)
+        if module is None:
+            refused.append(module_path(row))
+            continue
+        assert row.layer is not None
+        entry = entries.setdefault((row.layer, module.id), _Entry(row.layer, module, row))
+        if entry.row is not row:
+            raise UnsupportedFeatureError(
+                f"{entry.row.origin} and {row.origin} would both be {module.name} of layer "
+                f"{row.layer}"
+            )
+    if refused:
+        more = f" and {len(refused) - _MOST_TOLD} more" if len(refused) > _MOST_TOLD else ""
+        raise UnsupportedFeatureError(
+            f"TensorRT-LLM's format has no module for {', '.join(refused[:_MOST_TOLD])}{more}"
+        )
+    if not entries:
+        raise InvalidAdapterError("the adapter has no rows")
+    return [entries[place] for place in sorted(entries)]
+
+
+def _stored_b(entry: _Entry) -> npt.NDArray[np.float32]:
+    """B with its scale, its rows in the order of the module's parts."""
+    with np.errstate(over="ignore"):
+        b = _float32(entry.row.tensors["b"]) * np.float32(entry.row.scale)
+    if entry.row.module == "gate_up_proj":
+        if len(b) % 2:
+            raise InvalidAdapterError(
+                f"{entry.row.origin} has {len(b)} outputs: its two halves are not equal"
+            )
+        b = np.concatenate([b[len(b) // 2 :], b[: len(b) // 2]])
+    return b
+
+
+def _float32(tensor: RawTensor) -> npt.NDArray[np.float32]:
+    with np.errstate(over="ignore"):
+        return tensor.array().astype(np.float32)
+
+
+def _rounded(
+    values: npt.NDArray[np.float32], storage: StorageType, origin: str
+) -> npt.NDArray[np.unsignedinteger]:
+    """The bit patterns of the nearest values of the storage type, ties to even."""
+    bits: npt.NDArray[np.unsignedinteger]
+    if storage is StorageType.BFLOAT16:
+        wide = values.view(np.uint32)
+        half = np.uint32(0x7FFF) + ((wide >> np.uint32(16)) & np.uint32(1))
+        bits = ((wide + half) >> np.uint32(16)).astype(np.uint16)
+    elif storage is StorageType.FLOAT16:
+        with np.errstate(over="ignore"):
+            bits = values.astype(np.float16).view(np.uint16)
+    else:
+        bits = values.view(np.uint32)
+    stored = RawTensor(_TENSOR_TYPES[storage], bits.shape, bits.view(np.uint8).data)
+    if not stored.is_finite():
+        raise InvalidAdapterError(
+            f"{origin} has values up to {np.abs(values).max():g} once its scale is applied: too "
+            f"large for {storage}"
+        )
+    return bits

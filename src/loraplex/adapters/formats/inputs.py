@@ -1,0 +1,212 @@
+"""Which format an adapter is in, by what is there, and how its rows are read.
+
+One class per door; `open_input` chooses. The only code of this room that knows all formats.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+from loraplex.adapters.formats import llgtrt, normal_file, peft, torch_bin, trtllm
+from loraplex.adapters.formats.peft_config import CONFIG_NAME, PeftConfig, read_config
+from loraplex.adapters.normal import FORMAT, NormalRow, parse_normal
+from loraplex.adapters.shapes import BaseShapes
+from loraplex.adapters.staged import StagingLimits
+from loraplex.adapters.tensor_file import RawTensor, TensorFile, read_tensors
+from loraplex.core.errors import InvalidAdapterError, LoraplexError
+
+FILE_SUFFIX = ".safetensors"
+UNDERSTOOD = (
+    f"a PEFT folder ({CONFIG_NAME} beside {peft.WEIGHTS_NAME} or {peft.TORCH_WEIGHTS_NAME}), "
+    f"a TensorRT-LLM folder ({trtllm.WEIGHTS_NAME} beside {' or '.join(trtllm.CONFIG_NAMES)}), "
+    f"a {FILE_SUFFIX} file with the tensors weights and config, or a normal file of loraplex"
+)
+
+
+class AdapterInput(Protocol):
+    """An adapter before it is read."""
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """What is read: while these do not change, neither do the rows."""
+        ...
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether the rows depend on the base's shapes and the largest rank too."""
+        ...
+
+    def read_rows(self, shapes: BaseShapes, limits: StagingLimits) -> tuple[NormalRow, ...]: ...
+
+    def warnings(self, rows: tuple[NormalRow, ...], base_model: str) -> list[str]:
+        """What is odd about it, but no error; base_model is what clients call the base."""
+        ...
+
+
+class PeftFolder:
+    """adapter_config.json beside adapter_model.safetensors or .bin."""
+
+    needs_base = False
+
+    def __init__(self, folder: Path, limits: StagingLimits) -> None:
+        self.config: PeftConfig = read_config(folder, limits.max_header_bytes)
+        self._weights = _peft_weights(folder)
+        self.files: tuple[Path, ...] = (folder / CONFIG_NAME, self._weights)
+
+    def read_tensors(self, limits: StagingLimits) -> dict[str, RawTensor]:
+        """The tensors by their names in the file."""
+        if self._weights.name == peft.TORCH_WEIGHTS_NAME:
+            return torch_bin.read_torch_file(
+                self._weights,
+                max_file_bytes=limits.max_file_bytes,
+                max_tensors=limits.max_tensors,
+            )
+        return _read_file(self._weights, limits).tensors
+
+    def read_rows(self, _shapes: BaseShapes, limits: StagingLimits) -> tuple[NormalRow, ...]:
+        return peft.normal_rows(self.config, self.read_tensors(limits))
+
+    def warnings(self, rows: tuple[NormalRow, ...], base_model: str) -> list[str]:
+        warnings = []
+        trained_on = self.config.base_model_name_or_path
+        if trained_on and base_model and _short(trained_on) != _short(base_model):
+            warnings.append(
+                f"it says that it was trained on {trained_on!r}; this server runs {base_model!r}"
+            )
+        missing = peft.missing_modules(self.config, rows)
+        if missing:
+            names = ", ".join(missing)
+            warnings.append(f"target_modules names {names}, but it has no such tensors")
+        return warnings
+
+
+class PairFolder:
+    """TensorRT-LLM's two .npy files."""
+
+    needs_base = True
+
+    def __init__(self, folder: Path) -> None:
+        config = trtllm.config_file(folder)
+        if config is None:
+            raise InvalidAdapterError(
+                f"{folder} has {trtllm.WEIGHTS_NAME}, but neither "
+                f"{' nor '.join(trtllm.CONFIG_NAMES)}"
+            )
+        self._folder, self._config = folder, config
+        self.files: tuple[Path, ...] = (folder / trtllm.WEIGHTS_NAME, config)
+
+    def read_rows(self, shapes: BaseShapes, limits: StagingLimits) -> tuple[NormalRow, ...]:
+        weights, config = trtllm.read_pair(self._folder, self._config, limits.max_file_bytes)
+        return _rows_of_pair(str(self._folder), weights, config, shapes, limits)
+
+    def warnings(self, _rows: tuple[NormalRow, ...], _base_model: str) -> list[str]:
+        return []
+
+
+class LoraFile:
+    """One .safetensors file: llgtrt's, or a normal file."""
+
+    needs_base = True
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.files: tuple[Path, ...] = (path,)
+
+    def read_rows(self, shapes: BaseShapes, limits: StagingLimits) -> tuple[NormalRow, ...]:
+        content = _read_file(self._path, limits)
+        if content.metadata.get("format") == FORMAT:
+            return normal_file.check_rows(parse_normal(self._path, content).rows)
+        if llgtrt.is_lora_file(content):
+            weights, config = llgtrt.lora_tensors(content)
+            return _rows_of_pair(str(self._path), weights, config, shapes, limits)
+        raise InvalidAdapterError(
+            f"{self._path} holds {_listed(content.tensors)}; understood are {UNDERSTOOD}"
+        )
+
+    def warnings(self, _rows: tuple[NormalRow, ...], _base_model: str) -> list[str]:
+        return []
+
+
+class RequestTensors:
+    """lora_weights and lora_config that came in a request."""
+
+    needs_base = True
+    files: tuple[Path, ...] = ()
+
+    def __init__(self, weights: RawTensor, config: RawTensor) -> None:
+        self._weights, self._config = weights, config
+
+    def read_rows(self, shapes: BaseShapes, limits: StagingLimits) -> tuple[NormalRow, ...]:
+        return trtllm.normal_rows(self._weights, self._config, shapes, limits.max_rank)
+
+    def warnings(self, _rows: tuple[NormalRow, ...], _base_model: str) -> list[str]:
+        return []
+
+
+def open_input(path: str, limits: StagingLimits) -> AdapterInput:
+    """What is at a path. Raises InvalidAdapterError, which lists what is understood."""
+    try:
+        return _input_at(_resolve(path), path, limits)
+    except OSError as error:
+        raise InvalidAdapterError(f"cannot open the adapter {path}: {error.strerror}") from error
+
+
+def _input_at(place: Path, path: str, limits: StagingLimits) -> AdapterInput:
+    """What is at the place that a path means."""
+    if not place.is_dir():
+        if place.name.endswith(FILE_SUFFIX):
+            return LoraFile(place)
+        raise InvalidAdapterError(f"{path} is no adapter; understood are {UNDERSTOOD}")
+    if any((place / name).exists() for name in (CONFIG_NAME, *peft.WEIGHTS_NAMES)):
+        return PeftFolder(place, limits)
+    if (place / trtllm.WEIGHTS_NAME).exists():
+        return PairFolder(place)
+    raise InvalidAdapterError(f"{path} holds no adapter; understood are {UNDERSTOOD}")
+
+
+def _resolve(path: str) -> Path:
+    """What the path means, behind links. Raises InvalidAdapterError or OSError."""
+    if not path or "\0" in path:
+        raise InvalidAdapterError(
+            "the path of an adapter must be the path of a folder or of a .safetensors file"
+        )
+    try:
+        return Path(path).expanduser().resolve(strict=True)
+    except RuntimeError as error:
+        raise InvalidAdapterError(f"cannot open the adapter {path}: {error}") from error
+
+
+def _rows_of_pair(
+    where: str, weights: RawTensor, config: RawTensor, shapes: BaseShapes, limits: StagingLimits
+) -> tuple[NormalRow, ...]:
+    try:
+        return trtllm.normal_rows(weights, config, shapes, limits.max_rank)
+    except LoraplexError as error:
+        raise type(error)(f"{where}: {error.message}") from error
+
+
+def _peft_weights(folder: Path) -> Path:
+    for name in peft.WEIGHTS_NAMES:
+        if (folder / name).exists():
+            return folder / name
+    raise InvalidAdapterError(f"{folder} has neither {' nor '.join(peft.WEIGHTS_NAMES)}")
+
+
+def _read_file(path: Path, limits: StagingLimits) -> TensorFile:
+    return read_tensors(
+        path,
+        max_file_bytes=limits.max_file_bytes,
+        max_header_bytes=limits.max_header_bytes,
+        max_tensors=limits.max_tensors,
+    )
+
+
+def _listed(names: Iterable[str], most: int = 5) -> str:
+    listed = sorted(names)
+    more = f" and {len(listed) - most} more tensors" if len(listed) > most else ""
+    return (", ".join(repr(name) for name in listed[:most]) or "no tensor") + more
+
+
+def _short(model: str) -> str:
+    """The last part of a hub id or a path: all that two machines share."""
+    return model.rstrip("/").rpartition("/")[2].casefold()

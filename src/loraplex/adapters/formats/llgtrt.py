@@ -1,0 +1,28 @@
+"""llgtrt's LoRA file: TensorRT-LLM's tensors as `weights` and `config` of one .safetensors file.
+
+As scripts/extract_lora.py of llgtrt writes it. Does not know what is in the tensors.
+"""
+
+from loraplex.adapters.tensor_file import RawTensor, TensorFile, encode_header
+
+WEIGHTS = "weights"
+CONFIG = "config"
+
+
+def is_lora_file(content: TensorFile) -> bool:
+    """Whether a .safetensors file is one of llgtrt's."""
+    return set(content.tensors) == {WEIGHTS, CONFIG}
+
+
+def lora_tensors(content: TensorFile) -> tuple[RawTensor, RawTensor]:
+    """(lora_weights, lora_config) of such a file."""
+    return content.tensors[WEIGHTS], content.tensors[CONFIG]
+
+
+def encode_lora_file(weights: RawTensor, config: RawTensor) -> list[bytes | bytearray | memoryview]:
+    """The pieces of a file: weights [N, W] and config [N, 3], without a batch dimension."""
+    tensors = {
+        WEIGHTS: RawTensor(weights.dtype, weights.shape[-2:], weights.data),
+        CONFIG: RawTensor(config.dtype, config.shape[-2:], config.data),
+    }
+    return [encode_header(tensors, {}), *(tensor.data for tensor in tensors.values())]

@@ -1,0 +1,252 @@
+"""TensorRT-LLM's LoRA tensors: lora_weights beside lora_config, in a folder or in a request.
+
+A row of lora_weights [N, W] is A [rank, in], row-major, then B [out, rank], row-major, then zeros
+up to W; the row of lora_config [N, 3 or 4] says (module id, layer, rank, is DoRA). A batch
+dimension of 1 may come first. The scale is in B already. The numbers of features are those of the
+base model: the tensors do not tell them. The fixed sentences of the errors are those of
+TensorRT-LLM's loraValidateRequestTensors, for which clients look.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from loraplex.adapters.formats.modules import LORA_MODULES, LoraModule, parent_of
+from loraplex.adapters.formats.npy import read_npy
+from loraplex.adapters.normal import NormalRow, RowKind, sort_rows
+from loraplex.adapters.shapes import BaseShapes
+from loraplex.adapters.staged import TensorHeader
+from loraplex.adapters.tensor_file import RawTensor
+from loraplex.core.errors import (
+    AdapterMismatchError,
+    AdapterTooLargeError,
+    InvalidAdapterError,
+    UnsupportedFeatureError,
+)
+
+WEIGHTS_NAME = "model.lora_weights.npy"
+CONFIG_NAMES = ("model.lora_config.npy", "model.lora_keys.npy")
+"""The second is the name before TensorRT-LLM 0.8; the first wins."""
+
+_WEIGHT_TYPES = {"F16": "<u2", "BF16": "<u2", "F32": "<u4"}
+_NUM_FIXED_COLUMNS = 3
+_TYPE_NAMES = {
+    **dict.fromkeys(("fp16", "float16", "f16"), "F16"),
+    **dict.fromkeys(("bf16", "bfloat16"), "BF16"),
+    **dict.fromkeys(("fp32", "float32", "f32"), "F32"),
+    **dict.fromkeys(("int32", "i32"), "I32"),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Entry:
+    """A row of lora_config, checked against the base."""
+
+    row: int
+    module: LoraModule
+    layer: int
+    rank: int
+    in_features: int
+    out_features: tuple[int, ...]
+    """Of each of the module's parts."""
+
+    def __str__(self) -> str:
+        return f"row {self.row} ({self.module.name} of layer {self.layer})"
+
+    @property
+    def num_a(self) -> int:
+        return self.rank * self.in_features
+
+    @property
+    def num_values(self) -> int:
+        return self.num_a + self.rank * sum(self.out_features)
+
+
+def config_file(folder: Path) -> Path | None:
+    """The file of lora_config in a folder, under its new or its old name."""
+    return next((folder / name for name in CONFIG_NAMES if (folder / name).exists()), None)
+
+
+def read_pair(folder: Path, config: Path, max_bytes: int) -> tuple[RawTensor, RawTensor]:
+    """(lora_weights, lora_config) of a folder. Raises InvalidAdapterError, AdapterTooLargeError."""
+    weights = read_npy(folder / WEIGHTS_NAME, max_bytes)
+    return weights, read_npy(config, max_bytes)
+
+
+def request_tensor(header: TensorHeader, data: bytes | bytearray | memoryview) -> RawTensor:
+    """A tensor of a request. Its type stays as the request says it if we do not know it."""
+    dtype = _TYPE_NAMES.get(header.dtype.lower().removeprefix("type_"), header.dtype)
+    return RawTensor(dtype, header.shape, data)
+
+
+def normal_rows(
+    weights: RawTensor, config: RawTensor, shapes: BaseShapes, max_rank: int
+) -> tuple[NormalRow, ...]:
+    """The rows of an adapter; fused modules become a row for each of their parts.
+
+    Raises InvalidAdapterError for tensors that are broken, AdapterMismatchError for ones of another
+    base, AdapterTooLargeError for a rank above max_rank, UnsupportedFeatureError for DoRA.
+    """
+    shape = _matrix_shape("lora_weights", weights)
+    config_shape = _matrix_shape("lora_keys", config)
+    _check_tensors(weights, config, shape, config_shape)
+    bits = np.ndarray(shape, _WEIGHT_TYPES[weights.dtype], weights.data)
+    table = np.ndarray(config_shape, "<i4", config.data)
+    rows: dict[tuple[int, str], tuple[NormalRow, _Entry]] = {}
+    for index in range(len(table)):
+        entry = _entry(index, table[index].tolist(), bits.shape[1], shapes, max_rank)
+        for row in _rows_of(entry, bits[index], weights.dtype):
+            assert row.layer is not None
+            first = rows.setdefault((row.layer, row.module), (row, entry))
+            if first[0] is not row:
+                raise InvalidAdapterError(
+                    f"{first[1]} and {entry} of lora_config both hold {row.module} of one layer"
+                )
+    return sort_rows(row for row, _ in rows.values())
+
+
+def _matrix_shape(name: str, tensor: RawTensor) -> tuple[int, int]:
+    """The shape without its batch dimension."""
+    shape = tensor.shape
+    if len(shape) not in (2, 3):
+        raise InvalidAdapterError(
+            f"Invalid shape for {name} tensor: {list(shape)}; [rows, values] or [1, rows, values] "
+            "is needed"
+        )
+    if len(shape) == 3 and shape[0] != 1:
+        raise InvalidAdapterError(
+            "Expected batch dimension to be 1 for each lora request: "
+            f"{name} has shape {list(shape)}"
+        )
+    if min(shape) < 1:
+        raise InvalidAdapterError(
+            f"Invalid shape for {name} tensor: {list(shape)}; an adapter has at least one row"
+        )
+    return shape[-2], shape[-1]
+
+
+def _check_tensors(
+    weights: RawTensor,
+    config: RawTensor,
+    weights_shape: tuple[int, int],
+    config_shape: tuple[int, int],
+) -> None:
+    if weights.dtype not in _WEIGHT_TYPES:
+        raise InvalidAdapterError(
+            "Expected lora weights to be the same data type as base model, or another of "
+            f"{', '.join(_WEIGHT_TYPES)}, but they are {weights.dtype}"
+        )
+    if config.dtype != "I32":
+        raise InvalidAdapterError(f"Expected  lora keys to have TYPE_INT32 but was {config.dtype}")
+    for name, tensor in (("lora_weights", weights), ("lora_keys", config)):
+        needed = math.prod(tensor.shape) * tensor.item_bytes
+        if tensor.num_bytes != needed:
+            raise InvalidAdapterError(
+                f"{name} of shape {list(tensor.shape)} and type {tensor.dtype} needs {needed} "
+                f"bytes, it has {tensor.num_bytes}"
+            )
+    if weights_shape[0] != config_shape[0]:
+        raise InvalidAdapterError(
+            "Expected dim1 lora_weights and lora_keys to have the same size, but they have "
+            f"{weights_shape[0]} and {config_shape[0]} rows"
+        )
+    if config_shape[1] not in (3, 4):
+        raise InvalidAdapterError(
+            "Expected dim2 of lora_keys to have a size in [3, 4] (module id, layer, rank, is "
+            f"DoRA), but it is {config_shape[1]}"
+        )
+
+
+def _entry(
+    row: int, columns: list[int], row_width: int, shapes: BaseShapes, max_rank: int
+) -> _Entry:
+    """What one row of lora_config says. Raises as normal_rows."""
+    module_id, layer, rank = columns[:_NUM_FIXED_COLUMNS]
+    is_dora = columns[_NUM_FIXED_COLUMNS:]
+    where = f"row {row} of lora_config (module id {module_id}, layer {layer}, rank {rank})"
+    if not 0 <= module_id < len(LORA_MODULES):
+        raise InvalidAdapterError(f"{where}: module ids are 0 to {len(LORA_MODULES) - 1}")
+    if not 0 <= layer < shapes.num_layers:
+        raise AdapterMismatchError(
+            f"Expected layerId to be in the range [0, numModelLayers): {where}; the base model "
+            f"has {shapes.num_layers} layers"
+        )
+    if rank <= 0:
+        raise InvalidAdapterError(f"Expected adapterSize to be > 0: {where}")
+    module = LORA_MODULES[module_id]
+    if is_dora and is_dora[0] not in (0, 1):
+        raise InvalidAdapterError(f"{where}: the fourth column says {is_dora[0]}; 0 or 1 is needed")
+    if is_dora and is_dora[0] == 1:
+        raise UnsupportedFeatureError(
+            f"{where}: {module.name} has a DoRA magnitude vector, not served yet"
+        )
+    in_features, out_features = _features(module, shapes, where)
+    entry = _Entry(row, module, layer, rank, in_features, out_features)
+    if entry.num_values > row_width:
+        raise InvalidAdapterError(
+            f"lora_weights has to few values for {module.name}: {where} needs {rank} x "
+            f"({in_features} + {sum(out_features)}) = {entry.num_values}, a row has {row_width}"
+        )
+    if rank > max_rank:
+        raise AdapterTooLargeError(
+            f"Invalid low_rank ({rank}). low_rank must be smaller than mMaxLowRank ({max_rank}): "
+            f"{where} is above the server's max_lora_rank"
+        )
+    return entry
+
+
+def _features(module: LoraModule, shapes: BaseShapes, where: str) -> tuple[int, tuple[int, ...]]:
+    """in_features of the module, and out_features of its parts."""
+    found = [shapes.modules[part] for part in module.parts if part in shapes.modules]
+    inputs = {in_features for in_features, _ in found}
+    if len(found) != len(module.parts) or len(inputs) != 1:
+        raise AdapterMismatchError(
+            f"lora module {module.name} not enabled for this model: {where}; the base model can "
+            f"be adapted in {', '.join(_enabled(shapes)) or 'no module'}"
+        )
+    return inputs.pop(), tuple(out_features for _, out_features in found)
+
+
+def _enabled(shapes: BaseShapes) -> Iterator[str]:
+    for module in LORA_MODULES:
+        if module.parts and all(part in shapes.modules for part in module.parts):
+            yield module.name
+
+
+def _rows_of(
+    entry: _Entry, bits: npt.NDArray[np.unsignedinteger], dtype: str
+) -> Iterator[NormalRow]:
+    """The normal rows in one row of lora_weights: one per part of the module."""
+    a = _tensor(bits[: entry.num_a], (entry.rank, entry.in_features), dtype)
+    b = _tensor(bits[entry.num_a : entry.num_values], (sum(entry.out_features), entry.rank), dtype)
+    for name, tensor in (("A", a), ("B", b)):
+        if not tensor.is_finite():
+            raise InvalidAdapterError(f"{name} in {entry} of lora_weights holds NaN or infinity")
+    padding = bits[entry.num_values :]
+    if not _tensor(padding, padding.shape, dtype).is_zero():
+        raise AdapterMismatchError(
+            f"{entry} of lora_weights has more than the {entry.num_values} values that the base "
+            f"model's {entry.module.name} takes at rank {entry.rank} (in {entry.in_features}, out "
+            f"{sum(entry.out_features)}): what follows must be zeros"
+        )
+    start = entry.num_a
+    for part, out_features in zip(entry.module.parts, entry.out_features, strict=True):
+        end = start + out_features * entry.rank
+        yield NormalRow(
+            layer=entry.layer,
+            module=part,
+            expert=None,
+            kind=RowKind.LORA,
+            scale=1.0,
+            tensors={"a": a, "b": _tensor(bits[start:end], (out_features, entry.rank), dtype)},
+            origin=f"model.layers.{entry.layer}.{parent_of(part)}.{part}",
+        )
+        start = end
+
+
+def _tensor(bits: npt.NDArray[np.unsignedinteger], shape: tuple[int, ...], dtype: str) -> RawTensor:
+    return RawTensor(dtype, shape, bits.view(np.uint8).data)

@@ -1,0 +1,79 @@
+"""`loraplex convert-lora` and `loraplex extract-lora`: PEFT folders in other systems' formats.
+
+The flags are those of TensorRT-LLM's hf_lora_convert.py and llgtrt's extract_lora.py.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from loraplex.adapters.formats.export import StorageType
+from loraplex.cli.options import errors_to_exit_code
+from loraplex.convert.adapters import (
+    PeftAdapter,
+    Written,
+    describe_rows,
+    read_peft,
+    write_lora_file,
+    write_pair,
+)
+
+InFile = Annotated[str, typer.Option("-i", "--in-file", help="A PEFT folder.", show_default=False)]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite what is there.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="A line for every tensor.")]
+
+
+def convert_lora(
+    in_file: InFile,
+    out_dir: Annotated[
+        Path, typer.Option("-o", "--out-dir", help="A folder; created.", show_default=False)
+    ],
+    storage_type: Annotated[
+        StorageType, typer.Option(help="The type of the weights.")
+    ] = StorageType.FLOAT16,
+    force: Force = False,
+    verbose: Verbose = False,
+) -> None:
+    """Write a PEFT adapter as TensorRT-LLM's model.lora_weights.npy and model.lora_config.npy."""
+    with errors_to_exit_code():
+        adapter = read_peft(in_file)
+        written = write_pair(adapter.rows, out_dir, storage_type, force=force)
+        _print_report(adapter, written, verbose)
+
+
+def extract_lora(
+    in_file: InFile,
+    out_file: Annotated[
+        Path, typer.Option("-o", "--out-file", help="A .safetensors file.", show_default=False)
+    ],
+    dtype: Annotated[
+        StorageType | None,
+        typer.Option("-t", "--dtype", help="The type of the weights; by default their own."),
+    ] = None,
+    force: Force = False,
+    verbose: Verbose = False,
+) -> None:
+    """Write a PEFT adapter as llgtrt's .safetensors file with weights and config."""
+    with errors_to_exit_code():
+        adapter = read_peft(in_file)
+        written = write_lora_file(adapter.rows, out_file, dtype, force=force)
+        _print_report(adapter, written, verbose)
+
+
+def _print_report(adapter: PeftAdapter, written: Sequence[Written], verbose: bool) -> None:
+    """What was converted and what was not: nothing, as all else is an error."""
+    num_tensors = sum(len(row.tensors) for row in adapter.rows)
+    print(f"converted {num_tensors} tensors of {len(adapter.rows)} modules")
+    for line in describe_rows(adapter.rows):
+        print(f"  {line}")
+    if verbose:
+        for row in adapter.rows:
+            for name, tensor in sorted(row.tensors.items()):
+                print(f"  {row.origin}.lora_{name.upper()} {tensor.dtype} {list(tensor.shape)}")
+    print("not converted: nothing")
+    for warning in adapter.warnings:
+        print(f"warning: {warning}")
+    for file in written:
+        print(f"wrote {file.path}: {file.content}")
