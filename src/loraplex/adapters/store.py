@@ -1,80 +1,88 @@
-"""What names and task ids stand for: the registered adapters of every tenant.
+"""What names and task ids stand for: the registered adapters of every tenant, on the disk.
 
-A name or a task id points to a version, a version is a digest. Owns no file and no tensor, and
-names never become paths. Kept in memory; every change goes through `_put` and `_drop`.
+A name or a task id points to a version, a version is a digest; the versions before it are kept.
+This file holds the rules; journal keeps what they decide. Opens no user's file, holds no tensor.
+
+Lookups (resolve, find, list, aliases, is_missing, check_free) never touch the disk. Every change is
+on the disk before it shows: one transaction, one fsync. Changes, open, history, missing and
+collect_garbage are for a thread, not for an event loop.
 """
 
 import dataclasses
-import difflib
+import threading
 import time
-import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 
+import msgspec
+
+from loraplex.adapters.configured import Reconfigured, reconfigure
+from loraplex.adapters.journal import MAX_HISTORY, Journal
+from loraplex.adapters.normal_files import Collected
 from loraplex.adapters.staged import StagedAdapter
-from loraplex.core.adapter import (
-    MAX_TASK_ID,
-    AdapterKey,
-    AdapterRef,
-    AdapterSource,
-    ByDigest,
-    ByName,
-    ByTaskId,
+from loraplex.adapters.version import (
+    MAX_NAME_LENGTH,
+    AdapterVersion,
+    Origin,
+    check_name,
+    check_task_id,
 )
-from loraplex.core.errors import (
-    AdapterExistsError,
-    AdapterNotFoundError,
-    InvalidParameterError,
-)
+from loraplex.core.adapter import AdapterRef, ByName
+from loraplex.core.errors import AdapterExistsError, AdapterLoadError, AdapterNotFoundError
 
-MAX_NAME_LENGTH = 256
-_MOST_NAMES_TOLD = 10
+__all__ = [
+    "MAX_HISTORY",
+    "MAX_NAME_LENGTH",
+    "AdapterStore",
+    "AdapterVersion",
+    "Collected",
+    "Origin",
+    "Reconfigured",
+    "Registration",
+]
+
+GARBAGE_AGE_SECONDS = 600.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class AdapterVersion:
-    """What a name meant when it was resolved; a request keeps it to its end."""
-
-    model: str
-    tenant: str
-    name: str
-    task_id: int | None
-    number: int
-    """1 for the first version of a name; grows with every replacement."""
-    staged: StagedAdapter
-    path: str
-    """Where it was staged from."""
-    created: int
-    """Unix seconds."""
-
-    @property
-    def source(self) -> AdapterSource:
-        return self.staged.source
-
-    @property
-    def digest(self) -> str:
-        return self.staged.source.digest
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        return self.staged.warnings
-
-    @property
-    def rank(self) -> int:
-        """The largest of its ranks."""
-        return max((target.rank for target in self.source.targets), default=0)
-
-
-_Owner = tuple[str, str]
-"""(model, tenant)"""
+class Registration:
+    version: AdapterVersion
+    is_unchanged: bool
+    """The name meant these very bytes already."""
 
 
 class AdapterStore:
-    """Invariant: a task id belongs to one name of its (model, tenant). Used by one thread."""
+    """Invariant: index and database say the same whenever no change is under way.
 
-    def __init__(self, unix_seconds: Callable[[], float] = time.time) -> None:
+    Every method may be called from any thread; changes wait for one another.
+    """
+
+    def __init__(
+        self,
+        unix_seconds: Callable[[], float] = time.time,
+        *,
+        state_dir: Path | None = None,
+    ) -> None:
+        """In memory without a state directory; with one see open()."""
         self._unix_seconds = unix_seconds
-        self._versions: dict[_Owner, dict[str, AdapterVersion]] = {}
-        self._names_by_task: dict[_Owner, dict[int, str]] = {}
+        self._changing = threading.Lock()
+        self._journal = Journal(state_dir, unix_seconds)
+        self._names = self._journal.names
+        self._missing: frozenset[str] = frozenset()
+        self._look_for_files()
+
+    @classmethod
+    def open(cls, state_dir: Path, unix_seconds: Callable[[], float] = time.time) -> "AdapterStore":
+        """The store of a state directory, made if there is none. Blocks.
+
+        Raises ConfigError if another process has it open, or if it cannot be read.
+        """
+        return cls(unix_seconds, state_dir=state_dir)
+
+    def close(self) -> None:
+        """Give the state directory back. Lookups still answer; changes fail."""
+        with self._changing:
+            self._journal.close()
 
     def check_free(
         self, model: str, tenant: str, name: str, task_id: int | None = None, *, replace: bool
@@ -84,20 +92,27 @@ class AdapterStore:
         Raises InvalidParameterError for a bad one, AdapterExistsError for one that is taken (by
         another name's adapter even if replace is set).
         """
-        _check_name(name)
-        _check_task_id(task_id)
+        check_name(name)
+        check_task_id(task_id)
         owner = (model, tenant)
-        existing = self._versions.get(owner, {}).get(name)
+        existing = self._names.version(owner, name)
         if existing is not None and not replace:
             raise AdapterExistsError(
                 f"adapter {name!r} already exists (digest {existing.digest[:12]}); "
                 "remove it first, or replace it",
                 param="name",
             )
-        holder = None if task_id is None else self._names_by_task.get(owner, {}).get(task_id)
-        if holder is not None and holder != name:
+        meant = self._names.aliases(owner).get(name)
+        if meant is not None:
             raise AdapterExistsError(
-                f"LoRA task {task_id} already is adapter {holder!r}", param="task_id"
+                f"{name!r} is an alias of adapter {meant!r}; load under that name, or remove the "
+                "alias first",
+                param="name",
+            )
+        holder = self._names.holder(owner, task_id)
+        if holder is not None and holder.name != name:
+            raise AdapterExistsError(
+                f"LoRA task {task_id} already is adapter {holder.name!r}", param="task_id"
             )
 
     def add(
@@ -111,119 +126,252 @@ class AdapterStore:
         task_id: int | None = None,
         replace: bool = False,
     ) -> AdapterVersion:
+        """register(), for whom it is the same whether anything changed."""
+        registration = self.register(
+            model, tenant, name, staged, path=path, task_id=task_id, replace=replace
+        )
+        return registration.version
+
+    def register(
+        self,
+        model: str,
+        tenant: str,
+        name: str,
+        staged: StagedAdapter,
+        *,
+        path: str,
+        task_id: int | None = None,
+        replace: bool = False,
+        origin: Origin = Origin.API,
+    ) -> Registration:
         """Register a staged adapter. Raises as check_free; then nothing has changed.
 
-        A replacement is a new version; without a task id of its own it keeps the old one's.
+        Other bytes under a known name are a new version; the same bytes are the same version, with
+        path, report and origin of this time. Without a task id of its own it keeps the old one's.
+        Raises AdapterLoadError if the normal file is gone again.
         """
-        self.check_free(model, tenant, name, task_id, replace=replace)
-        old = self._versions.get((model, tenant), {}).get(name)
-        if old is not None:
-            task_id = old.task_id if task_id is None else task_id
-            self._drop(old)
-        version = AdapterVersion(
-            model=model,
-            tenant=tenant,
-            name=name,
-            task_id=task_id,
-            number=1 if old is None else old.number + 1,
-            staged=staged,
-            path=path,
-            created=int(self._unix_seconds()),
-        )
-        self._put(version)
-        return version
+        with self._changing:
+            self.check_free(model, tenant, name, task_id, replace=replace)
+            present = self._names.version((model, tenant), name)
+            kept_task_id = None if present is None else present.task_id
+            version = AdapterVersion(
+                model=model,
+                tenant=tenant,
+                name=name,
+                task_id=kept_task_id if task_id is None else task_id,
+                number=1 if present is None else present.number + 1,
+                # How long this load took does not make it another one.
+                staged=msgspec.structs.replace(staged, seconds={}, was_known=False),
+                path=path,
+                created=int(self._unix_seconds()),
+                origin=origin,
+            )
+            is_unchanged = present is not None and present.digest == version.digest
+            if present is not None and is_unchanged:
+                version = _same_version(present, version)
+            if version != present or version.digest in self._missing:
+                self._write(version)
+            return Registration(version, is_unchanged)
 
     def remove(self, ref: AdapterRef) -> AdapterVersion:
-        """Forget a name; the version that it meant. Raises AdapterNotFoundError."""
-        version = self.resolve(ref)
-        self._drop(version)
-        return version
+        """Forget a name with its history, pins and aliases; the version that it meant.
+
+        The name of an alias forgets the alias only. Raises AdapterNotFoundError.
+        """
+        with self._changing:
+            version = self._names.resolve(ref)
+            if isinstance(ref.key, ByName) and ref.key.name != version.name:
+                self._journal.drop_alias(version.owner, ref.key.name)
+            else:
+                self._journal.drop([version])
+            return version
 
     def resolve(self, ref: AdapterRef) -> AdapterVersion:
-        """The present version. Raises AdapterNotFoundError, which names what there is."""
-        found = self.find(ref)
-        if found is None:
-            names = list(self._versions.get((ref.model, ref.tenant), {}))
-            raise AdapterNotFoundError(_not_found(ref.key, ref.model, names))
-        return found
+        """The present version. Raises AdapterNotFoundError, which names what there is, or
+        AdapterLoadError if its normal file was found to be gone.
+        """
+        version = self._names.resolve(ref)
+        if version.digest in self._missing:
+            raise _file_is_gone(version)
+        return version
 
     def find(self, ref: AdapterRef) -> AdapterVersion | None:
-        """The present version, if there is one."""
-        owner = (ref.model, ref.tenant)
-        versions = self._versions.get(owner, {})
-        match ref.key:
-            case ByName(name):
-                return versions.get(name)
-            case ByTaskId(task_id):
-                return versions.get(self._names_by_task.get(owner, {}).get(task_id, ""))
-            case ByDigest(digest):
-                return next((v for v in versions.values() if v.digest == digest), None)
+        """The present version, if there is one; also if its normal file is gone."""
+        return self._names.find(ref)
 
     def list(self, tenant: str, model: str | None = None) -> list[AdapterVersion]:
-        """A tenant's adapters, by model and name."""
+        """A tenant's adapters, by model and name; those whose file is gone among them."""
         return sorted(
             (
                 version
-                for (its_model, its_tenant), versions in self._versions.items()
-                if its_tenant == tenant and model in (None, its_model)
-                for version in versions.values()
+                for version in self._names.versions()
+                if version.tenant == tenant and model in (None, version.model)
             ),
             key=lambda version: (version.model, version.name),
         )
 
-    def _put(self, version: AdapterVersion) -> None:
-        owner = (version.model, version.tenant)
-        self._versions.setdefault(owner, {})[version.name] = version
-        if version.task_id is not None:
-            self._names_by_task.setdefault(owner, {})[version.task_id] = version.name
+    def rollback(self, ref: AdapterRef, number: int | None = None) -> AdapterVersion:
+        """Make an older version the present one again, as a new version of the same bytes.
 
-    def _drop(self, version: AdapterVersion) -> None:
-        owner = (version.model, version.tenant)
-        del self._versions[owner][version.name]
-        if version.task_id is not None:
-            del self._names_by_task[owner][version.task_id]
-
-
-def _check_name(name: str) -> None:
-    if not 1 <= len(name) <= MAX_NAME_LENGTH:
-        raise InvalidParameterError(
-            f"an adapter's name must have 1 to {MAX_NAME_LENGTH} characters, got {len(name)}",
-            param="name",
-        )
-    bad = next((c for c in name if unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp")), None)
-    if bad is not None:
-        raise InvalidParameterError(
-            f"an adapter's name must not hold the control character U+{ord(bad):04X}", param="name"
-        )
-
-
-def _check_task_id(task_id: int | None) -> None:
-    if task_id is not None and not 0 <= task_id <= MAX_TASK_ID:
-        raise InvalidParameterError(
-            f"a LoRA task id must be in [0, {MAX_TASK_ID}], got {task_id}", param="task_id"
-        )
-
-
-def _not_found(key: AdapterKey, model: str, names: list[str]) -> str:
-    """Clients of TensorRT-LLM look for the sentence about a task id: it must stay as it is."""
-    match key:
-        case ByName(name):
-            missing = f"adapter {name!r} not found for model {model!r}"
-            names = _nearest_first(name, names)
-        case ByTaskId(task_id):
-            missing = (
-                f"LoRA task {task_id} not found in cache. "
-                "Please send LoRA weights with request, or register an adapter with this task id"
+        Without a number: the one before the present; again: the one before that. Raises
+        AdapterNotFoundError if there is none, AdapterLoadError if its normal file is gone.
+        """
+        with self._changing:
+            present = self._names.resolve(ref)
+            if number is None:
+                target = self._version_before(present)
+            else:
+                target = self._numbered(present, number)
+            if target.digest == present.digest:
+                return present
+            version = dataclasses.replace(
+                target,
+                number=present.number + 1,
+                created=int(self._unix_seconds()),
+                origin=Origin.API,
+                restored=target.restored or target.number,
+                is_pinned=False,
             )
-        case ByDigest(digest):
-            missing = f"no adapter of model {model!r} has digest {digest}"
-    if not names:
-        return f"{missing}; no adapter is registered"
-    told = ", ".join(repr(name) for name in names[:_MOST_NAMES_TOLD])
-    more = f" and {len(names) - _MOST_NAMES_TOLD} more" if len(names) > _MOST_NAMES_TOLD else ""
-    return f"{missing}; known adapters: {told}{more}"
+            self._write(version)
+            return version
+
+    def history(self, ref: AdapterRef) -> Sequence[AdapterVersion]:
+        """The versions of a name that are kept, the present one first."""
+        with self._changing:
+            return self._journal.history(self._names.resolve(ref))
+
+    def pin(self, ref: AdapterRef, number: int | None = None) -> AdapterVersion:
+        """Keep a version (the present one without a number) in the history, and its file.
+
+        Raises AdapterNotFoundError for a number that is not in the history. Removing the name
+        takes the pin away.
+        """
+        return self._set_pinned(ref, number, True)
+
+    def unpin(self, ref: AdapterRef, number: int | None = None) -> AdapterVersion:
+        """Undo pin(). A version beyond the history's length is forgotten."""
+        return self._set_pinned(ref, number, False)
+
+    def alias(self, ref: AdapterRef, alias: str, *, replace: bool = False) -> AdapterVersion:
+        """Another name for an adapter: it follows the adapter's present version.
+
+        With replace, an alias of another adapter is turned over to this one. Raises
+        AdapterExistsError for a name that is taken; an adapter's own name always is.
+        """
+        check_name(alias)
+        with self._changing:
+            version = self._names.resolve(ref)
+            owner = version.owner
+            meant = self._names.aliases(owner).get(alias)
+            if meant == version.name:
+                return version
+            if self._names.version(owner, alias) is not None:
+                raise AdapterExistsError(f"{alias!r} is the name of an adapter", param="alias")
+            if meant is not None and not replace:
+                raise AdapterExistsError(
+                    f"{alias!r} already is an alias of adapter {meant!r}; remove it first, or "
+                    "replace it",
+                    param="alias",
+                )
+            self._journal.put_alias(owner, alias, version.name)
+            return version
+
+    def aliases(self, tenant: str, model: str) -> Mapping[str, str]:
+        """alias -> name"""
+        return self._names.aliases((model, tenant))
+
+    def is_missing(self, version: AdapterVersion) -> bool:
+        """Whether its normal file was gone when it was last looked for."""
+        return version.digest in self._missing
+
+    def missing(self) -> Sequence[AdapterVersion]:
+        """Look for every present version's normal file; those without, of all tenants.
+
+        resolve() refuses them until they are staged and registered again.
+        """
+        with self._changing:
+            return self._look_for_files()
+
+    def collect_garbage(
+        self, in_use: Collection[str], min_age_seconds: float = GARBAGE_AGE_SECONDS
+    ) -> Collected:
+        """Delete the normal files that no version in a history refers to.
+
+        in_use: digests that engines know still. A file stays that was written, or whose version
+        was forgotten, within min_age_seconds: it may be on its way into a name or an engine.
+        """
+        with self._changing:
+            return self._journal.collect_garbage(in_use, min_age_seconds)
+
+    def apply_configuration(
+        self, model: str, tenant: str, task_ids: Mapping[str, int | None]
+    ) -> Reconfigured:
+        """Make room for the adapters that a configuration names (with their task ids).
+
+        Call it at the start, before they are registered with origin CONFIGURED: a configured name
+        and its task id always win. Forgets what only an earlier configuration had named.
+        """
+        owner = (model, tenant)
+        with self._changing:
+            versions, aliases = self._names.versions(owner), self._names.aliases(owner)
+            change = reconfigure(versions, aliases, task_ids)
+            self._journal.reconfigure(owner, change)
+            return change
+
+    def _look_for_files(self) -> Sequence[AdapterVersion]:
+        missing = [v for v in self._names.versions() if not self._journal.has_file(v)]
+        self._missing = frozenset(version.digest for version in missing)
+        return missing
+
+    def _write(self, version: AdapterVersion) -> None:
+        if not self._journal.has_file(version):
+            raise _file_is_gone(version)
+        self._journal.write(version)
+        self._missing -= {version.digest}
+
+    def _version_before(self, present: AdapterVersion) -> AdapterVersion:
+        """Of a version that a rollback brought back: the one before its original."""
+        below = present.restored or present.number
+        for version in self._journal.history(present):
+            if version.number < below and version.digest != present.digest:
+                return version
+        raise AdapterNotFoundError(
+            f"adapter {present.name!r} has no version before {below} in its history"
+        )
+
+    def _numbered(self, present: AdapterVersion, number: int) -> AdapterVersion:
+        history = self._journal.history(present)
+        for version in history:
+            if version.number == number:
+                return version
+        kept = ", ".join(str(version.number) for version in history)
+        raise AdapterNotFoundError(
+            f"adapter {present.name!r} has no version {number}; kept are: {kept}", param="version"
+        )
+
+    def _set_pinned(self, ref: AdapterRef, number: int | None, is_pinned: bool) -> AdapterVersion:
+        with self._changing:
+            present = self._names.resolve(ref)
+            version = present if number is None else self._numbered(present, number)
+            pinned = dataclasses.replace(version, is_pinned=is_pinned)
+            self._journal.set_pinned(pinned)
+            return pinned
 
 
-def _nearest_first(wanted: str, names: list[str]) -> list[str]:
-    near = difflib.get_close_matches(wanted, names, n=_MOST_NAMES_TOLD)
-    return near + sorted(name for name in names if name not in near)
+def _same_version(present: AdapterVersion, again: AdapterVersion) -> AdapterVersion:
+    """The present version, with what may differ between two loads of the same bytes."""
+    return dataclasses.replace(
+        present,
+        task_id=again.task_id,
+        staged=again.staged,
+        path=again.path,
+        origin=again.origin,
+    )
+
+
+def _file_is_gone(version: AdapterVersion) -> AdapterLoadError:
+    return AdapterLoadError(
+        f"the normal file of adapter {version.name!r} (version {version.number}, digest "
+        f"{version.digest[:12]}) is gone from the state directory; load it again from "
+        f"{version.path or 'its source'}"
+    )

@@ -1,7 +1,8 @@
+import msgspec
 import pytest
 
 from loraplex.adapters.staged import StagedAdapter
-from loraplex.adapters.store import AdapterStore
+from loraplex.adapters.store import MAX_HISTORY, AdapterStore, Origin
 from loraplex.core.adapter import (
     AdapterRef,
     AdapterSource,
@@ -33,6 +34,14 @@ def add(store, name="cats", adapter=None, *, tenant="t", model="m", **kwargs):
     return store.add(model, tenant, name, adapter, path=f"/adapters/{name}", **kwargs)
 
 
+def register(store, name, adapter, *, tenant="t", **kwargs):
+    return store.register("m", tenant, name, adapter, path=f"/adapters/{name}", **kwargs)
+
+
+def numbers(store, name="cats"):
+    return [version.number for version in store.history(by_name(name))]
+
+
 def by_name(name, tenant="t", model="m") -> AdapterRef:
     return AdapterRef(model, tenant, ByName(name))
 
@@ -61,6 +70,13 @@ def test_tenants_and_models_do_not_see_each_other(store):
     add(store, "cats", staged("other"), tenant="u", task_id=1)
     assert store.resolve(by_name("cats")).digest == "d1"
     assert [v.digest for v in store.list("u")] == ["other"]
+
+
+def test_finding_asks_without_an_error(store):
+    version = add(store, "cats", task_id=3)
+    assert store.find(by_name("cats")) == store.find(by_task(3)) == version
+    for ref in (by_name("dogs"), by_task(4), AdapterRef("m", "t", ByDigest("d9"))):
+        assert store.find(ref) is None
 
 
 class TestReplacing:
@@ -101,6 +117,226 @@ class TestReplacing:
         assert [v.name for v in store.list("t")] == ["cats"]
 
 
+class TestReloading:
+    def test_the_same_bytes_are_the_same_version(self, store):
+        first = register(store, "cats", staged("d1"), task_id=7)
+        again = register(store, "cats", staged("d1"), replace=True)
+        assert (first.is_unchanged, again.is_unchanged) == (False, True)
+        assert again.version == first.version == store.resolve(by_name("cats"))
+        assert numbers(store) == [1]
+
+    def test_they_may_come_from_elsewhere_with_another_report(self, store):
+        register(store, "cats", staged("d1"))
+        version = store.register(
+            "m", "t", "cats", staged("d1", warnings=("w",)), path="/new", replace=True
+        ).version
+        assert (version.number, version.path, version.warnings) == (1, "/new", ("w",))
+        assert store.history(by_name("cats")) == [version]
+
+    def test_the_time_that_it_took_is_no_difference(self, store):
+        slow = msgspec.structs.replace(staged("d1"), seconds={"read": 3.0}, was_known=True)
+        first = register(store, "cats", slow).version
+        assert register(store, "cats", staged("d1"), replace=True).version == first
+
+    def test_other_bytes_are_a_new_version(self, store):
+        first = register(store, "cats", staged("d1")).version
+        second = register(store, "cats", staged("d2"), replace=True)
+        assert (second.is_unchanged, second.version.number) == (False, 2)
+        assert store.history(by_name("cats")) == [second.version, first]
+
+    def test_bytes_that_came_back_are_a_new_version_too(self, store):
+        for digest in ("d1", "d2", "d1"):
+            add(store, "cats", staged(digest), replace=True)
+        assert [(v.number, v.digest) for v in store.history(by_name("cats"))] == [
+            (3, "d1"),
+            (2, "d2"),
+            (1, "d1"),
+        ]
+
+    def test_the_history_has_an_end(self, store):
+        for i in range(MAX_HISTORY + 3):
+            add(store, "cats", staged(f"d{i}"), replace=True)
+        assert numbers(store) == list(range(MAX_HISTORY + 3, 3, -1))
+
+
+class TestRollingBack:
+    def test_goes_back_one_version_at_a_time(self, store):
+        for digest in ("d1", "d2", "d3"):
+            add(store, "cats", staged(digest), task_id=7, replace=True)
+        back = store.rollback(by_task(7))
+        assert (back.number, back.digest, back.restored, back.task_id) == (4, "d2", 2, 7)
+        assert store.resolve(by_name("cats")) == back
+        assert store.rollback(by_name("cats")).digest == "d1"
+        with pytest.raises(AdapterNotFoundError, match="no version before 1"):
+            store.rollback(by_name("cats"))
+        assert numbers(store) == [5, 4, 3, 2, 1]
+
+    def test_after_a_load_goes_back_to_what_was_served_before_it(self, store):
+        for digest in ("d1", "d2"):
+            add(store, "cats", staged(digest), replace=True)
+        store.rollback(by_name("cats"))
+        add(store, "cats", staged("d4"), replace=True)
+        back = store.rollback(by_name("cats"))
+        assert (back.digest, back.restored) == ("d1", 1)
+
+    def test_to_any_version_in_the_history(self, store):
+        for digest in ("d1", "d2", "d3"):
+            add(store, "cats", staged(digest), replace=True)
+        assert store.rollback(by_name("cats"), 1).digest == "d1"
+        assert store.rollback(by_name("cats"), 3).digest == "d3"
+        present = store.rollback(by_name("cats"), 3)
+        assert (present.number, numbers(store)) == (5, [5, 4, 3, 2, 1])
+        with pytest.raises(AdapterNotFoundError, match="no version 9; kept are: 5, 4, 3, 2, 1"):
+            store.rollback(by_name("cats"), 9)
+
+    def test_a_new_version_has_the_source_of_the_old_one(self, store):
+        store.add("m", "t", "cats", staged("d1"), path="/one", task_id=7)
+        store.add("m", "t", "cats", staged("d2"), path="/two", task_id=8, replace=True)
+        back = store.rollback(by_name("cats"))
+        assert (back.path, back.task_id, back.is_pinned) == ("/one", 8, False)
+        with pytest.raises(AdapterNotFoundError):
+            store.resolve(by_task(7))
+
+    def test_is_the_api_s_doing(self, store):
+        for digest in ("d1", "d2"):
+            register(store, "cats", staged(digest), origin=Origin.CONFIGURED, replace=True)
+        assert store.rollback(by_name("cats")).origin is Origin.API
+        assert store.apply_configuration("m", "t", {}).removed == ()
+
+
+class TestPinning:
+    def test_a_pinned_version_outlives_the_history(self, store):
+        add(store, "cats", staged("d0"))
+        assert store.pin(by_name("cats")).is_pinned
+        for i in range(1, MAX_HISTORY + 3):
+            add(store, "cats", staged(f"d{i}"), replace=True)
+        newest = MAX_HISTORY + 3
+        assert numbers(store) == [*range(newest, 3, -1), 1]
+        assert store.rollback(by_name("cats"), 1).digest == "d0"
+        assert not store.unpin(by_name("cats"), 1).is_pinned
+        assert numbers(store) == list(range(newest + 1, 4, -1))
+
+    def test_the_present_version_shows_its_pin(self, store):
+        add(store, "cats")
+        pinned = store.pin(by_name("cats"), 1)
+        assert store.resolve(by_name("cats")) == pinned
+        add(store, "cats", replace=True)
+        assert store.resolve(by_name("cats")).is_pinned
+        store.unpin(by_name("cats"))
+        assert not store.resolve(by_name("cats")).is_pinned
+
+    def test_an_old_version_s_pin_is_not_the_present_one_s(self, store):
+        add(store, "cats", staged("d1"))
+        second = add(store, "cats", staged("d2"), replace=True)
+        store.pin(by_name("cats"), 1)
+        assert store.resolve(by_name("cats")) == second
+        with pytest.raises(AdapterNotFoundError, match="no version 3"):
+            store.pin(by_name("cats"), 3)
+
+
+class TestAliases:
+    def test_follow_the_adapter(self, store):
+        add(store, "cats", staged("d1"))
+        store.alias(by_name("cats"), "pets")
+        store.alias(by_name("pets"), "animals")
+        second = add(store, "cats", staged("d2"), replace=True)
+        assert store.resolve(by_name("pets")) == store.resolve(by_name("animals")) == second
+        assert store.aliases("t", "m") == {"pets": "cats", "animals": "cats"}
+        assert [v.name for v in store.list("t")] == ["cats"]
+
+    def test_are_removed_alone_or_with_their_adapter(self, store):
+        version = add(store, "cats")
+        for alias in ("pets", "animals"):
+            store.alias(by_name("cats"), alias)
+        assert store.remove(by_name("pets")) == version
+        assert store.resolve(by_name("cats")) == version
+        store.remove(by_name("cats"))
+        assert store.aliases("t", "m") == {}
+        with pytest.raises(AdapterNotFoundError):
+            store.resolve(by_name("animals"))
+        add(store, "animals")
+
+    def test_turn_over_to_another_adapter_if_asked(self, store):
+        add(store, "blue", staged("d1"))
+        green = add(store, "green", staged("d2"))
+        store.alias(by_name("blue"), "live")
+        store.alias(by_name("blue"), "live")
+        with pytest.raises(AdapterExistsError, match="already is an alias of adapter 'blue'"):
+            store.alias(by_name("green"), "live")
+        store.alias(by_name("green"), "live", replace=True)
+        assert store.resolve(by_name("live")) == green
+
+    def test_and_names_do_not_meet(self, store):
+        add(store, "cats")
+        add(store, "dogs", staged("d2"))
+        store.alias(by_name("cats"), "pets")
+        for replace in (False, True):
+            with pytest.raises(AdapterExistsError, match="'dogs' is the name of an adapter"):
+                store.alias(by_name("cats"), "dogs", replace=replace)
+            with pytest.raises(AdapterExistsError, match="'pets' is an alias of adapter 'cats'"):
+                add(store, "pets", replace=replace)
+        with pytest.raises(InvalidParameterError):
+            store.alias(by_name("cats"), "a\nb")
+
+    def test_are_told_when_a_name_is_unknown(self, store):
+        add(store, "cats")
+        store.alias(by_name("cats"), "pets")
+        with pytest.raises(AdapterNotFoundError, match=r"known adapters: 'pets', 'cats'$"):
+            store.resolve(by_name("petz"))
+
+
+class TestConfiguration:
+    def test_forgets_what_only_an_earlier_one_had_named(self, store):
+        old = register(store, "old", staged("d1"), origin=Origin.CONFIGURED, task_id=7).version
+        register(store, "stays", staged("d2"), origin=Origin.CONFIGURED)
+        register(store, "loaded", staged("d3"))
+        register(store, "old", staged("d1"), origin=Origin.CONFIGURED, tenant="u")
+        change = store.apply_configuration("m", "t", {"stays": None, "new": 7})
+        assert (change.removed, change.aliases, change.task_ids) == ((old,), (), ())
+        assert [v.name for v in store.list("t")] == ["loaded", "stays"]
+        assert [v.name for v in store.list("u")] == ["old"]
+
+    def test_an_adapter_that_was_replaced_over_the_api_is_not_its_own(self, store):
+        register(store, "cats", staged("d1"), origin=Origin.CONFIGURED)
+        register(store, "cats", staged("d2"), replace=True)
+        store.apply_configuration("m", "t", {})
+        assert store.resolve(by_name("cats")).digest == "d2"
+
+    def test_who_registered_last_decides_even_with_the_same_bytes(self, store):
+        register(store, "cats", staged("d1"))
+        register(store, "cats", staged("d1"), origin=Origin.CONFIGURED, replace=True)
+        assert store.apply_configuration("m", "t", {}).removed
+        assert store.list("t") == []
+
+    def test_takes_names_and_task_ids(self, store):
+        register(store, "cats", staged("d1"), task_id=7)
+        dogs = register(store, "dogs", staged("d2"), task_id=8).version
+        store.alias(by_name("dogs"), "pets")
+        change = store.apply_configuration("m", "t", {"pets": 8, "cats": 7})
+        assert (change.removed, change.aliases, change.task_ids) == ((), ("pets",), (dogs,))
+        register(store, "pets", staged("d3"), task_id=8, origin=Origin.CONFIGURED)
+        assert store.resolve(by_task(8)).name == "pets"
+        assert store.resolve(by_task(7)).name == "cats"
+        assert store.resolve(by_name("dogs")).task_id is None
+
+    def test_two_adapters_may_swap_their_task_ids(self, store):
+        for name, task_id in (("cats", 7), ("dogs", 8)):
+            register(store, name, staged(name), task_id=task_id, origin=Origin.CONFIGURED)
+        swapped = {"cats": 8, "dogs": 7}
+        assert len(store.apply_configuration("m", "t", swapped).task_ids) == 2
+        for name, task_id in swapped.items():
+            register(store, name, staged(name), task_id=task_id, replace=True)
+        assert [(v.name, v.task_id, v.number) for v in store.list("t")] == [
+            ("cats", 8, 1),
+            ("dogs", 7, 1),
+        ]
+
+    def test_an_id_that_it_no_longer_gives_is_free(self, store):
+        register(store, "cats", staged("d1"), task_id=7, origin=Origin.CONFIGURED)
+        store.apply_configuration("m", "t", {"cats": None})
+        register(store, "dogs", staged("d2"), task_id=7)
+
+
 class TestRemoving:
     def test_by_name_or_task(self, store):
         add(store, "cats", task_id=7)
@@ -129,6 +365,13 @@ class TestNotFound:
             add(store, f"n{i:02}")
         with pytest.raises(AdapterNotFoundError, match=r"and 4 more$"):
             store.resolve(by_name("other"))
+
+    def test_of_very_many_the_near_ones_are_found_among_those_that_begin_alike(self, store):
+        for i in range(600):
+            add(store, f"customer-{i}")
+        add(store, "zebra")
+        with pytest.raises(AdapterNotFoundError, match="known adapters: 'zebra', 'customer-0'"):
+            store.resolve(by_name("zebras"))
 
     def test_a_task_id_says_the_sentence_that_clients_look_for(self, store):
         sentence = "LoRA task 5 not found in cache. Please send LoRA weights with request"

@@ -1,0 +1,251 @@
+"""The adapter store's tables in SQLite: names, aliases, and the history of every name.
+
+A change is one transaction: after a crash it is there, whole, or not at all. Knows no rules: what
+may be registered, rolled back or forgotten is the store's business. Used by one thread at a time.
+"""
+
+import contextlib
+import dataclasses
+import sqlite3
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from loraplex.adapters.staged import StagedAdapter
+from loraplex.adapters.version import AdapterVersion, Origin, Owner
+from loraplex.core.errors import ConfigError, InternalError
+
+IN_MEMORY = ":memory:"
+SCHEMA_VERSION = 1
+_LOCK_SECONDS = 0.2
+"""How long to wait for another program. Another server is kept out by StateLock."""
+
+# SQLite's integers are signed: a task id, a uint64, is text.
+_SCHEMA = """
+CREATE TABLE adapters (
+    id INTEGER PRIMARY KEY,
+    model TEXT NOT NULL,
+    tenant TEXT NOT NULL,
+    name TEXT NOT NULL,
+    task_id TEXT,
+    number INTEGER NOT NULL,
+    UNIQUE (model, tenant, name),
+    UNIQUE (model, tenant, task_id)
+);
+CREATE TABLE versions (
+    adapter INTEGER NOT NULL REFERENCES adapters (id) ON DELETE CASCADE,
+    number INTEGER NOT NULL,
+    digest TEXT NOT NULL,
+    path TEXT NOT NULL,
+    created INTEGER NOT NULL,
+    origin TEXT NOT NULL,
+    restored INTEGER,
+    pinned INTEGER NOT NULL,
+    staged TEXT NOT NULL,
+    PRIMARY KEY (adapter, number)
+);
+CREATE TABLE aliases (
+    model TEXT NOT NULL,
+    tenant TEXT NOT NULL,
+    name TEXT NOT NULL,
+    adapter INTEGER NOT NULL REFERENCES adapters (id) ON DELETE CASCADE,
+    PRIMARY KEY (model, tenant, name)
+);
+CREATE INDEX versions_by_digest ON versions (digest);
+CREATE INDEX aliases_by_adapter ON aliases (adapter);
+"""
+_VERSION = """
+SELECT model, tenant, name, task_id, v.number, path, created, origin, restored, pinned, staged
+FROM versions AS v JOIN adapters AS a ON a.id = v.adapter
+"""
+_OF_NAME = "(SELECT id FROM adapters WHERE model = ? AND tenant = ? AND name = ?)"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Alias:
+    owner: Owner
+    alias: str
+    name: str
+
+
+class AdapterDatabase:
+    """One connection, which keeps every other one out while it is open."""
+
+    def __init__(self, path: Path | str) -> None:
+        """Open or create. Raises ConfigError if the file is not ours, broken, or locked."""
+        self._path = path
+        try:
+            # The store calls from several threads, one at a time.
+            self._connection = sqlite3.connect(
+                path, timeout=_LOCK_SECONDS, isolation_level=None, check_same_thread=False
+            )
+        except sqlite3.Error as error:
+            raise ConfigError(f"cannot open the adapter store {path}: {error}") from error
+        try:
+            self._prepare()
+        except sqlite3.Error as error:
+            self._connection.close()
+            raise _unusable(path, error) from error
+        except ConfigError:
+            self._connection.close()
+            raise
+
+    def close(self) -> None:
+        self._connection.close()
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All of the changes inside, on the disk, or none. Raises InternalError if it cannot."""
+        try:
+            with self._begun():
+                yield
+        except sqlite3.Error as error:
+            raise InternalError(
+                f"the adapter store {self._path} cannot be written: {error}"
+            ) from error
+
+    def load(self) -> tuple[list[AdapterVersion], list[Alias]]:
+        """What every name means, the oldest name first, and the aliases. Raises ConfigError."""
+        try:
+            versions = self._connection.execute(
+                f"{_VERSION} WHERE v.number = a.number ORDER BY a.id"
+            )
+            aliases = self._connection.execute(
+                "SELECT s.model, s.tenant, s.name, a.name "
+                "FROM aliases AS s JOIN adapters AS a ON a.id = s.adapter"
+            )
+            return (
+                [_version(row) for row in versions],
+                [Alias((model, tenant), alias, name) for model, tenant, alias, name in aliases],
+            )
+        except (sqlite3.Error, ValueError) as error:
+            raise _unusable(self._path, error) from error
+
+    def history(self, owner: Owner, name: str) -> list[AdapterVersion]:
+        """The versions of a name that are kept, the newest first."""
+        rows = self._select(
+            f"{_VERSION} WHERE v.adapter = {_OF_NAME} ORDER BY v.number DESC", (*owner, name)
+        )
+        return [_version(row) for row in rows]
+
+    def digests(self) -> set[str]:
+        """Of every version that is kept."""
+        return {digest for (digest,) in self._select("SELECT digest FROM versions", ())}
+
+    def put(self, version: AdapterVersion) -> None:
+        """Write a version, new or known, as the present one of its name, new or known."""
+        owner_and_name = (*version.owner, version.name)
+        task_id = None if version.task_id is None else str(version.task_id)
+        self._connection.execute(
+            "INSERT INTO adapters (model, tenant, name, task_id, number) VALUES (?, ?, ?, ?, ?) "
+            "ON CONFLICT (model, tenant, name) "
+            "DO UPDATE SET task_id = excluded.task_id, number = excluded.number",
+            (*owner_and_name, task_id, version.number),
+        )
+        self._connection.execute(
+            f"INSERT OR REPLACE INTO versions VALUES ({_OF_NAME}, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                *owner_and_name,
+                version.number,
+                version.digest,
+                version.path,
+                version.created,
+                version.origin.value,
+                version.restored,
+                version.is_pinned,
+                msgspec.json.encode(version.staged).decode(),
+            ),
+        )
+
+    def set_pinned(self, version: AdapterVersion) -> None:
+        self._connection.execute(
+            f"UPDATE versions SET pinned = ? WHERE adapter = {_OF_NAME} AND number = ?",
+            (version.is_pinned, *version.owner, version.name, version.number),
+        )
+
+    def drop_versions(self, versions: Iterable[AdapterVersion]) -> None:
+        self._connection.executemany(
+            f"DELETE FROM versions WHERE adapter = {_OF_NAME} AND number = ?",
+            [(*version.owner, version.name, version.number) for version in versions],
+        )
+
+    def drop(self, version: AdapterVersion) -> None:
+        """The name with its history and its aliases."""
+        self._connection.execute(
+            "DELETE FROM adapters WHERE model = ? AND tenant = ? AND name = ?",
+            (*version.owner, version.name),
+        )
+
+    def put_alias(self, alias: Alias) -> None:
+        self._connection.execute(
+            f"INSERT OR REPLACE INTO aliases VALUES (?, ?, ?, {_OF_NAME})",
+            (*alias.owner, alias.alias, *alias.owner, alias.name),
+        )
+
+    def drop_alias(self, owner: Owner, alias: str) -> None:
+        self._connection.execute(
+            "DELETE FROM aliases WHERE model = ? AND tenant = ? AND name = ?", (*owner, alias)
+        )
+
+    @contextlib.contextmanager
+    def _begun(self) -> Iterator[None]:
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._connection.execute("COMMIT")
+        except BaseException:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+            raise
+
+    def _select(self, query: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        try:
+            return self._connection.execute(query, values).fetchall()
+        except sqlite3.Error as error:
+            raise InternalError(
+                f"the adapter store {self._path} cannot be read: {error}"
+            ) from error
+
+    def _prepare(self) -> None:
+        connection = self._connection
+        # Exclusive: needs no shared memory beside the file, so any file system will do.
+        connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+        connection.execute("PRAGMA journal_mode = WAL")
+        # An answered change survives a loss of power, not only the death of the process.
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("PRAGMA foreign_keys = ON")
+        (schema_version,) = connection.execute("PRAGMA user_version").fetchone()
+        if schema_version == 0:
+            connection.executescript(
+                f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
+            )
+        elif schema_version != SCHEMA_VERSION:
+            raise ConfigError(
+                f"the adapter store {self._path} has schema {schema_version}; this version of "
+                f"loraplex reads {SCHEMA_VERSION}. Run the version that wrote it, or move it away"
+            )
+
+
+def _unusable(path: Path | str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"cannot use the adapter store {path}: {error}; move it away to start with none"
+    )
+
+
+def _version(row: tuple[Any, ...]) -> AdapterVersion:
+    model, tenant, name, task_id, number, path, created, origin, restored, pinned, staged = row
+    return AdapterVersion(
+        model=model,
+        tenant=tenant,
+        name=name,
+        task_id=None if task_id is None else int(task_id),
+        number=number,
+        staged=msgspec.json.decode(staged, type=StagedAdapter),
+        path=path,
+        created=created,
+        origin=Origin(origin),
+        restored=restored,
+        is_pinned=bool(pinned),
+    )

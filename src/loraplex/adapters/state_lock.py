@@ -1,0 +1,78 @@
+"""Who uses a state directory: advisory locks on files in it, which the kernel frees at any death.
+
+One process may own the database; any number may use the normal files. Does not know what either
+holds.
+"""
+
+import fcntl
+import os
+from pathlib import Path
+
+from loraplex.core.errors import ConfigError
+
+_OWNER_NAME = "adapters.lock"
+_USERS_NAME = "files.lock"
+_MAX_PID_BYTES = 32
+
+
+class StateLock:
+    """A lock on one file, held until close() or the end of the process.
+
+    The descriptor is not inherited: no child keeps a dead server's lock.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    @classmethod
+    def own(cls, state_dir: Path) -> "StateLock":
+        """Be the one server of this state directory. Raises ConfigError, which names the other."""
+        path = state_dir / _OWNER_NAME
+        lock = cls._opened(path)
+        if lock.try_exclusive():
+            os.ftruncate(lock._descriptor, 0)
+            os.pwrite(lock._descriptor, f"{os.getpid()}\n".encode(), 0)
+            return lock
+        other = os.pread(lock._descriptor, _MAX_PID_BYTES, 0).decode(errors="replace").strip()
+        lock.close()
+        raise ConfigError(
+            f"the state directory {state_dir} is in use by another server, process "
+            f"{other or 'unknown'} ({path} is locked); stop it, or give this one a --state-dir of "
+            "its own"
+        )
+
+    @classmethod
+    def use_files(cls, state_dir: Path) -> "StateLock":
+        """Keep every normal file of a state directory from being collected, whoever owns it.
+
+        Waits for a collection that is under way. Raises ConfigError if the folder is unusable.
+        """
+        lock = cls._opened(state_dir / _USERS_NAME)
+        lock.share()
+        return lock
+
+    @classmethod
+    def _opened(cls, path: Path) -> "StateLock":
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return cls(path)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot use the state directory {path.parent}: {error.strerror}; "
+                "set --state-dir to a folder that can be written"
+            ) from error
+
+    def share(self) -> None:
+        """Hold it with others, from now on."""
+        fcntl.flock(self._descriptor, fcntl.LOCK_SH)
+
+    def try_exclusive(self) -> bool:
+        """Hold it alone; False, and what was held before may be lost, if another holds it."""
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def close(self) -> None:
+        os.close(self._descriptor)
