@@ -61,7 +61,7 @@ def free_ports(count: int) -> list[int]:
 @contextlib.contextmanager
 def running_server(http_port: int, grpc_port: int, metrics_port: int) -> Iterator[None]:
     """`loraplex serve` with the shipped model, from ready to stopped."""
-    command = [sys.executable, "-m", "loraplex", "serve", str(BASE_PATH), "--name", "capitals"]
+    command = [sys.executable, "-m", "loraplex", "serve", str(BASE_PATH)]
     for name, task_id in TASK_IDS.items():
         if task_id is not None:
             command += ["--adapter", f"{name}={ADAPTER_PATHS[name]},task_id={task_id}"]

@@ -23,3 +23,7 @@ def __getattr__(name: str) -> Any:
 
         return LLM
     raise AttributeError(f"module 'loraplex' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -13,6 +13,7 @@ from loraplex.adapters.store import AdapterStore
 from loraplex.core.clock import SystemClock
 from loraplex.core.config import Config, ModelConfig, state_directory
 from loraplex.core.errors import ConfigError
+from loraplex.execution.checkpoint import resolve_model
 from loraplex.models.config import DecoderConfig, module_shapes
 from loraplex.models.registry import read_config
 from loraplex.serving.adapter_loading import AdapterLoading
@@ -40,8 +41,17 @@ def engine_process(model: ModelConfig) -> LinkFactory:
     return start
 
 
+def with_local_paths(config: Config) -> Config:
+    """The same, with every model in a folder here; a hub id is downloaded. Raises ConfigError."""
+    models = {
+        name: msgspec.structs.replace(model, path=str(resolve_model(model.path, model.revision)))
+        for name, model in config.models.items()
+    }
+    return msgspec.structs.replace(config, models=models)
+
+
 def build_service(config: Config, launch: EngineLauncher, metrics: RequestMetrics) -> Service:
-    """Everything but what is running. Paths of models must be local folders."""
+    """Everything but what is running, from a configuration with local paths. Raises ConfigError."""
     clock = SystemClock()
     store = AdapterStore()
     models = [
@@ -69,7 +79,7 @@ def _served_model(
         vocab_size=decoder.vocab_size,
         eos_token_id=eos_token_ids[0] if eos_token_ids else None,
         pad_token_id=tokenizer.pad_token_id,
-        dtype=decoder.dtype or "float32" if model.dtype == "auto" else model.dtype,
+        dtype=(decoder.dtype or "float32") if model.dtype == "auto" else model.dtype,
     )
     return ServedModel(
         card=card,
@@ -90,6 +100,8 @@ def _chat_template(folder: Path, replacement: str | None, tokenizer: Tokenizer) 
         text = Path(replacement).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read chat_template {replacement}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"chat_template {replacement} is not UTF-8: {error.reason}") from error
     return ChatTemplate({"default": text}, tokenizer.special_tokens, source=replacement)
 
 

@@ -1,15 +1,9 @@
 """The engine of one model: built from its settings, run in a thread or as a process of its own.
 
-`python -m loraplex.app.engine` is the engine process: it reads an EngineStart from its standard
-input, serves until Shutdown, and ends when that pipe ends, because then serving is gone.
+`python -m loraplex.app.engine` is the engine process (engine.process says how it is started).
 """
 
 import logging
-import os
-import signal
-import sys
-import threading
-from io import RawIOBase
 from pathlib import Path
 
 import msgspec
@@ -18,22 +12,18 @@ import torch
 from loraplex.core.clock import SystemClock
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import ConfigError, LoraplexError
-from loraplex.engine.channel import EngineChannel, SocketChannel
+from loraplex.engine.channel import EngineChannel
 from loraplex.engine.engine import Engine
 from loraplex.engine.engine import build_engine as engine_of
 from loraplex.engine.loop import EngineLoop
 from loraplex.engine.messages import EngineFailed
+from loraplex.engine.process import be_engine_process
 from loraplex.execution.adapter_loader import FileAdapterLoader
 from loraplex.execution.host_adapters import HostAdapters
 from loraplex.execution.loading import load_runner
 from loraplex.execution.sizing import RunnerSettings
 from loraplex.scheduling.settings import SchedulerSettings
-from loraplex.serving.engine_link import (
-    EngineLink,
-    LinkFactory,
-    ThreadLink,
-    read_engine_start,
-)
+from loraplex.serving.engine_link import EngineLink, LinkFactory, ThreadLink
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +33,20 @@ def build_engine(model: ModelConfig) -> Engine:
     if model.num_threads is not None:
         torch.set_num_threads(model.num_threads)
     host_adapters = HostAdapters()
-    return engine_of(
-        load_runner(Path(model.path), _runner_settings(model), host_adapters),
-        FileAdapterLoader(host_adapters),
-        SystemClock(),
-        _scheduler_settings(model),
-        adapter_host_bytes=model.lora_host_bytes,
-    )
+    runner = load_runner(Path(model.path), _runner_settings(model), host_adapters)
+    loader = FileAdapterLoader(host_adapters)
+    try:
+        return engine_of(
+            runner,
+            loader,
+            SystemClock(),
+            _scheduler_settings(model),
+            adapter_host_bytes=model.lora_host_bytes,
+        )
+    except ConfigError:
+        loader.close()
+        runner.close()
+        raise
 
 
 def run_engine(model: ModelConfig, channel: EngineChannel) -> None:
@@ -104,20 +101,11 @@ def _scheduler_settings(model: ModelConfig) -> SchedulerSettings:
 def main() -> None:
     """Be an engine process."""
     logging.basicConfig(level=logging.INFO, format="%(levelname).1s engine: %(message)s")
-    # A Ctrl-C in the terminal reaches the whole group: serving decides when the engine stops.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Unbuffered: a thread that waits in a buffered read would hold its lock at the exit.
-    pipe = open(sys.stdin.fileno(), "rb", buffering=0, closefd=False)  # noqa: SIM115
-    start = read_engine_start(pipe)
-    threading.Thread(target=_end_with_serving, args=(pipe,), daemon=True).start()
-    channel = SocketChannel(start.endpoint, start.epoch)
-    run_engine(msgspec.msgpack.decode(start.settings, type=ModelConfig), channel)
-    channel.close()
-
-
-def _end_with_serving(pipe: RawIOBase) -> None:
-    pipe.read()
-    os._exit(0)
+    be_engine_process(
+        lambda settings, channel: run_engine(
+            msgspec.msgpack.decode(settings, type=ModelConfig), channel
+        )
+    )
 
 
 if __name__ == "__main__":

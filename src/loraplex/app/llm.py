@@ -2,15 +2,19 @@
 
 import asyncio
 import dataclasses
+import operator
+import os
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from numbers import Integral
+from types import MappingProxyType
+from typing import Any, Final, Literal, TypeVar
 
-from loraplex.app.builder import build_service, engine_process
+from loraplex.app.builder import EngineLauncher, build_service, engine_process, with_local_paths
 from loraplex.app.engine import engine_thread
-from loraplex.core.adapter import AdapterChoice, AdapterKey, AdapterRef, ByName
+from loraplex.core.adapter import AdapterChoice, AdapterRef, ByName
 from loraplex.core.config import Config, Layer, resolve
-from loraplex.core.errors import InvalidRequestError
+from loraplex.core.errors import ConfigError, InvalidRequestError, NotReadyError
 from loraplex.core.output import (
     FinishReason,
     RequestOutput,
@@ -23,7 +27,7 @@ from loraplex.core.principal import DEFAULT_TENANT, LOCAL
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.stats import EngineStats
-from loraplex.execution.checkpoint import resolve_model
+from loraplex.frontends.streams import close_outputs
 from loraplex.serving.backend import AdapterCard
 from loraplex.serving.request_metrics import RequestMetrics
 
@@ -32,7 +36,9 @@ T = TypeVar("T")
 Prompt = str | Sequence[int]
 """Text, or token ids."""
 
-_MODEL_NAME = "model"
+_LAUNCHERS: Final[Mapping[str, EngineLauncher]] = MappingProxyType(
+    {"thread": engine_thread, "process": engine_process}
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,21 +101,26 @@ class LLM:
 
     def __init__(
         self,
-        model: str,
-        adapters: Mapping[str, str] | None = None,
+        model: str | os.PathLike[str],
+        adapters: Mapping[str, str | os.PathLike[str]] | None = None,
         *,
         engine: Literal["thread", "process"] = "thread",
-        state_dir: str = "",
+        state_dir: str | os.PathLike[str] = "",
         **settings: Any,
     ) -> None:
-        config = _config(model, adapters or {}, state_dir, settings)
+        launch = _LAUNCHERS.get(engine)
+        if launch is None:
+            raise ConfigError(f"engine must be one of {', '.join(_LAUNCHERS)}, got {engine!r}")
+        self._model = os.fspath(model)
+        config = _config(self._model, adapters or {}, state_dir, settings)
+        self._service = build_service(with_local_paths(config), launch, RequestMetrics())
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
-            target=self._loop.run_forever, name="loraplex-serving", daemon=True
+            target=_run_loop, args=(self._loop,), name="loraplex-serving", daemon=True
         )
+        self._lock = threading.RLock()
+        """Held while work is handed to the loop, and while the loop ends."""
         self._thread.start()
-        launch = engine_thread if engine == "thread" else engine_process
-        self._service = build_service(config, launch, RequestMetrics())
         try:
             self._wait(self._service.start())
         except BaseException:
@@ -123,13 +134,13 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Stop the engine. Safe to call twice."""
-        if self._loop.is_closed():
-            return
-        self._wait(self._service.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        """Stop the engine; prompts in work end with an error. Safe to call twice."""
+        with self._lock:
+            if self._loop.is_closed():
+                return
+            self._wait(self._service.close())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
 
     def generate(
         self,
@@ -141,33 +152,45 @@ class LLM:
         """Answer prompts together, in their order.
 
         `sampling_params` and `adapter` are one for all prompts, or one per prompt; adapter None is
-        the base model. Raises the first RequestError, after all prompts have ended.
+        the base model. Raises the first error, in the order of the prompts, after all have ended.
         """
         listed = _as_prompts(prompts)
-        params = _per_prompt("sampling_params", sampling_params or SamplingParams(), len(listed))
+        if sampling_params is None:
+            sampling_params = SamplingParams()
+        params = _per_prompt("sampling_params", sampling_params, len(listed))
         names = _per_prompt("adapter", adapter, len(listed))
         return self._wait(self._generate_all(listed, params, names))
 
     def add_adapter(
-        self, name: str, path: str, *, task_id: int | None = None, replace: bool = False
+        self,
+        name: str,
+        path: str | os.PathLike[str],
+        *,
+        task_id: int | None = None,
+        replace: bool = False,
     ) -> AdapterCard:
         """Load an adapter; what it is and how large. Raises before anything changes."""
         return self._wait(
             self._service.load_adapter(
-                LOCAL, model=_MODEL_NAME, name=name, path=path, task_id=task_id, replace=replace
+                LOCAL,
+                model=self._model,
+                name=name,
+                path=os.fspath(path),
+                task_id=task_id,
+                replace=replace,
             )
         )
 
     def remove_adapter(self, name: str) -> None:
         """Forget a name; requests that run with it end normally."""
-        ref = AdapterRef(_MODEL_NAME, DEFAULT_TENANT, ByName(name))
+        ref = AdapterRef(self._model, DEFAULT_TENANT, ByName(name))
         self._wait(self._service.unload_adapter(LOCAL, ref))
 
     def adapters(self) -> list[AdapterCard]:
         return list(self._service.adapters(LOCAL))
 
     def stats(self) -> EngineStats:
-        return self._service.stats(_MODEL_NAME)
+        return self._service.stats(self._model)
 
     async def _generate_all(
         self,
@@ -186,19 +209,43 @@ class LLM:
     async def _generate(
         self, prompt: Prompt, params: SamplingParams, name: str | None
     ) -> Generated:
-        key: AdapterKey | None = None if name is None else ByName(name)
         request = GenerateRequest(
             request_id=self._service.new_request_id(),
-            model=_MODEL_NAME,
+            model=self._model,
             prompt=prompt if isinstance(prompt, str) else tuple(prompt),
             sampling=params,
-            adapters=() if key is None else (AdapterChoice(key),),
+            adapters=() if name is None else (AdapterChoice(ByName(name)),),
         )
-        outputs = [output async for output in await self._service.generate(request, LOCAL)]
+        stream = await self._service.generate(request, LOCAL)
+        try:
+            outputs = [output async for output in stream]
+        finally:
+            await close_outputs(stream)
         return collect(prompt, outputs, params.n)
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        """Do the work on serving's loop; an interrupt here ends it there."""
+        with self._lock:
+            if self._loop.is_closed():
+                work.close()
+                raise NotReadyError("this LLM is closed")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Run until stopped; then end what is left, so that no task or thread outlives its loop."""
+    asyncio.set_event_loop(loop)
+    loop.run_forever()
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+    loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()
 
 
 def collect(prompt: Prompt, outputs: Sequence[RequestOutput], n: int) -> Generated:
@@ -232,17 +279,22 @@ def _completion(pieces: Sequence[SequenceOutput]) -> Completion:
 
 
 def _config(
-    model: str, adapters: Mapping[str, str], state_dir: str, settings: Mapping[str, Any]
+    model: str,
+    adapters: Mapping[str, str | os.PathLike[str]],
+    state_dir: str | os.PathLike[str],
+    settings: Mapping[str, Any],
 ) -> Config:
+    if "path" in settings:
+        raise ConfigError("path is no setting of LLM: it is the first argument, model")
     values = {
         **settings,
-        "path": str(resolve_model(model, settings.get("revision"))),
-        "adapters": {name: {"path": str(path)} for name, path in adapters.items()},
+        "path": model,
+        "adapters": {name: {"path": os.fspath(path)} for name, path in adapters.items()},
     }
     return resolve(
         [
-            Layer("argument of LLM", {"models": {_MODEL_NAME: values}}),
-            Layer("argument of LLM", {"server": {"state_dir": state_dir}}),
+            Layer("argument of LLM", {"models": {model: values}}),
+            Layer("argument of LLM", {"server": {"state_dir": os.fspath(state_dir)}}),
         ]
     )
 
@@ -251,9 +303,21 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     items: list[Any] = list(prompts)
-    if items and all(isinstance(item, int) for item in items):
-        return [items]
-    return items
+    if items and all(isinstance(item, Integral) for item in items):
+        return [_as_prompt(items)]
+    return [_as_prompt(item) for item in items]
+
+
+def _as_prompt(item: Any) -> Prompt:
+    """Numpy's integers are taken, too."""
+    if isinstance(item, str):
+        return item
+    try:
+        return [operator.index(token_id) for token_id in item]
+    except TypeError as error:
+        raise InvalidRequestError(
+            f"a prompt is a text or a list of token ids, got {item!r}", param="prompts"
+        ) from error
 
 
 def _per_prompt(name: str, value: Any, count: int) -> list[Any]:

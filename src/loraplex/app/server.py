@@ -8,13 +8,14 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
-from loraplex.app.builder import build_service, engine_process
+from loraplex.app.builder import build_service, engine_process, with_local_paths
 from loraplex.core.config import Config, ServerConfig
 from loraplex.core.errors import ConfigError
 from loraplex.core.version import __version__
@@ -31,6 +32,8 @@ from loraplex.serving.service import Service
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
+_LINGER_SECONDS = 5
+"""How long connections may still take their last bytes after everything else has stopped."""
 
 
 def run_server(config: Config, say: Callable[[str], None]) -> None:
@@ -41,7 +44,7 @@ def run_server(config: Config, say: Callable[[str], None]) -> None:
     logging.basicConfig(
         level=config.server.log_level.upper(), format="%(levelname).1s %(name)s: %(message)s"
     )
-    asyncio.run(Server(config, say).run())
+    asyncio.run(Server(with_local_paths(config), say).run())
 
 
 class HttpServer(uvicorn.Server):
@@ -59,6 +62,7 @@ class Server:
         self._config = config
         self._say = say
         self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
 
     async def run(self) -> None:
         settings = self._config.server
@@ -81,30 +85,37 @@ class Server:
             )
             await grpc_server.start()
             stack.push_async_callback(grpc_server.stop)
-            if await self._start(service):
+            if await unless(self._stop, service.start()):
                 for line in started_lines(settings.host, grpc_server.port, http_port, metrics_port):
                     self._say(line)
                 await self._stop.wait()
                 logger.info("stopping: requests in work may end")
-                await service.drain(settings.shutdown_seconds)
-
-    async def _start(self, service: Service) -> bool:
-        """Start the models; False if a stop was asked for meanwhile."""
-        start = asyncio.create_task(service.start())
-        stop = asyncio.create_task(self._stop.wait())
-        await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
-        if start.done():
-            stop.cancel()
-            start.result()
-            return True
-        start.cancel()
-        await asyncio.gather(start, return_exceptions=True)
-        return False
+                await unless(self._hurry, service.drain(settings.shutdown_seconds))
+                # Before the ports close: what is left is told, so that its connection ends.
+                await service.close()
 
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._stop.set)
+            loop.add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        """The first asks for a stop, the second not to wait for requests in work."""
+        (self._hurry if self._stop.is_set() else self._stop).set()
+
+
+async def unless(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+    """Whether the work was done before the event came; if not, it is cancelled."""
+    task, waiting = asyncio.create_task(work), asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+        return task.done()
+    finally:
+        task.cancel()
+        waiting.cancel()
+        await asyncio.gather(task, waiting, return_exceptions=True)
 
 
 def http_app(service: Service, triton: TritonService, settings: ServerConfig) -> FastAPI:
@@ -124,7 +135,14 @@ async def serving_http(app: ASGIApp, host: str, port: int) -> AsyncIterator[int]
     """Serve an app while the context lasts; gives the bound port."""
     listener = bind(host, port)
     server = HttpServer(
-        uvicorn.Config(app, log_level="warning", lifespan="off", ws="none", access_log=False)
+        uvicorn.Config(
+            app,
+            log_level="warning",
+            lifespan="off",
+            ws="none",
+            access_log=False,
+            timeout_graceful_shutdown=_LINGER_SECONDS,
+        )
     )
     task = asyncio.create_task(server.serve([listener]))
     try:
@@ -146,6 +164,10 @@ def bind(host: str, port: int) -> socket.socket:
     """Raises ConfigError that names the address."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    # Accepted sockets inherit it. asyncio sets it only on sockets that name their protocol, and
+    # without it the chunks of a stream wait for each other, some 40 ms.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener

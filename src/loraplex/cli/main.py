@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from loraplex.cli.bench import bench
+from loraplex.cli.convert import convert_lora, extract_lora
 from loraplex.cli.generate import generate
 from loraplex.cli.serve import serve
 from loraplex.core.version import __version__
@@ -15,10 +16,13 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
 )
 app.command()(serve)
 app.command()(generate)
 app.command()(bench)
+app.command()(convert_lora)
+app.command()(extract_lora)
 
 
 def _print_version(asked: bool) -> None:

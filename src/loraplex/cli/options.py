@@ -18,13 +18,13 @@ def parse_adapters(specs: list[str]) -> dict[str, dict[str, Any]]:
     adapters: dict[str, dict[str, Any]] = {}
     for spec in specs:
         name, equals, rest = spec.partition("=")
-        path, _, option = rest.partition(",task_id=")
+        path, comma, option = rest.partition(",task_id=")
         if not (name and equals and path):
             raise ConfigError(f"--adapter wants NAME=PATH or NAME=PATH,task_id=N, got {spec!r}")
         if name in adapters:
             raise ConfigError(f"--adapter names {name!r} twice")
         adapters[name] = {"path": path}
-        if option:
+        if comma:
             if not option.isascii() or not option.isdigit():
                 raise ConfigError(f"--adapter {name}: task_id must be an integer, got {option!r}")
             adapters[name]["task_id"] = int(option)

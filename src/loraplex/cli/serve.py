@@ -1,6 +1,8 @@
 """`loraplex serve`: flags, file and environment become a Config; app.server runs it."""
 
 import functools
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -79,6 +81,10 @@ def serve(
         str | None,
         typer.Option(help="debug, info, warning or error [info].", rich_help_panel=_SERVER),
     ] = None,
+    shutdown_seconds: Annotated[
+        float | None,
+        typer.Option(help="Requests in work may end after a stop [30].", rich_help_panel=_SERVER),
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(help="auto, float32, float16, bfloat16 [auto].", rich_help_panel=_ENGINE),
@@ -117,8 +123,15 @@ def serve(
     num_threads: Annotated[
         int | None, typer.Option(help="Threads of the arithmetic.", rich_help_panel=_ENGINE)
     ] = None,
+    block_size: Annotated[
+        int | None, typer.Option(help="Tokens in one KV block [16].", rich_help_panel=_ENGINE)
+    ] = None,
     chat_template: Annotated[
         str | None, typer.Option(help="A jinja file for chat.", rich_help_panel=_ENGINE)
+    ] = None,
+    revision: Annotated[
+        str | None,
+        typer.Option(help="Branch, tag or commit of a hub id.", rich_help_panel=_ENGINE),
     ] = None,
 ) -> None:
     """Serve a model and its adapters over the OpenAI and the Triton (KServe) protocols."""
@@ -144,28 +157,46 @@ def build_config(
     flags: dict[str, Any],
 ) -> Config:
     """Join the layers. Raises ConfigError."""
-    layers = [file_layer(config_path)] if config_path else []
-    served = list(layers[0].values.get("models", {})) if layers else []
-    if model is not None:
-        label = name or Path(model).name or model
-        served.append(label)
-        layers.append(Layer("argument MODEL", {"models": {label: {"path": model}}}))
+    file = file_layer(config_path) if config_path else Layer("no file", {})
+    arguments = _arguments(model, name)
+    served = list(dict.fromkeys([*file.model_names, *arguments.model_names]))
     if not served:
         raise ConfigError("no model: give a folder or a hub id, or a --config with [models.NAME]")
+    environment = field_layers(
+        "environment variable LORAPLEX_{variable}", environment_fields(), served
+    )
+    return resolve(
+        [
+            file,
+            *environment,
+            arguments,
+            *_adapter_layers(adapters, adapter_dirs, served),
+            *field_layers("flag --{flag}", flags, served),
+        ]
+    )
+
+
+def _arguments(model: str | None, name: str | None) -> Layer:
+    """MODEL under its name."""
+    if model is None:
+        if name is not None:
+            raise ConfigError("--name is the name of the argument MODEL, which is not given")
+        return Layer("no argument", {})
+    label = name or Path(os.path.abspath(model)).name or model
+    return Layer("argument MODEL", {"models": {label: {"path": model}}})
+
+
+def _adapter_layers(
+    adapters: list[str], adapter_dirs: list[str], served: list[str]
+) -> Iterator[Layer]:
     if (adapters or adapter_dirs) and len(served) > 1:
         raise ConfigError(
             "--adapter and --adapter-dir need exactly one model; with several, "
             "write [models.NAME.adapters] in the configuration file"
         )
-    only = served[0]
     if adapters:
-        parsed = parse_adapters(adapters)
-        layers.append(Layer("flag --adapter", {"models": {only: {"adapters": parsed}}}))
+        table = {"adapters": parse_adapters(adapters)}
+        yield Layer("flag --adapter", {"models": {served[0]: table}})
     if adapter_dirs:
-        layers.append(
-            Layer("flag --adapter-dir", {"models": {only: {"adapter_dirs": adapter_dirs}}})
-        )
-    environment = field_layers(
-        "environment variable LORAPLEX_{variable}", environment_fields(), served
-    )
-    return resolve([*layers, *environment, *field_layers("flag --{flag}", flags, served)])
+        folders = {"adapter_dirs": adapter_dirs}
+        yield Layer("flag --adapter-dir", {"models": {served[0]: folders}})

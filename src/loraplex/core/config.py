@@ -314,6 +314,8 @@ def _problem(field: str, value: Any) -> str | None:
         return "must be cpu, cuda or cuda:N"
     if field.endswith("_port") and not 0 <= value <= 65535:
         return "must be a port from 0 (any free one) to 65535"
-    if field in _MINIMUM and not _MINIMUM[field] <= value <= _INT64_MAX:
-        return f"must be at least {_MINIMUM[field]} and at most {_INT64_MAX}"
+    if field in _MINIMUM and not value >= _MINIMUM[field]:  # true for NaN, too
+        return f"must be at least {_MINIMUM[field]}"
+    if field in _MINIMUM and value > _INT64_MAX:
+        return f"must be at most {_INT64_MAX}"
     return None

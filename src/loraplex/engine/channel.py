@@ -3,6 +3,7 @@
 The loop is the only reader and the only writer, so a channel needs no locks of its own.
 """
 
+import math
 import queue
 from collections.abc import Callable
 from typing import Protocol
@@ -63,7 +64,8 @@ class SocketChannel:
         self._socket.connect(endpoint)
 
     def receive(self, timeout_seconds: float | None) -> EngineCommand | None:
-        timeout_ms = None if timeout_seconds is None else max(0, -int(-timeout_seconds * 1000))
+        # Rounded up: a poll of 0 ms that comes back too early would make the loop spin.
+        timeout_ms = None if timeout_seconds is None else max(0, math.ceil(timeout_seconds * 1000))
         while self._socket.poll(timeout_ms):
             epoch, payload = self._socket.recv_multipart()
             if epoch == self._epoch:

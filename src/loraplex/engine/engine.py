@@ -157,7 +157,9 @@ class Engine:
         except Exception as error:
             logger.exception("step %d failed", plan.step_id)
             if not isinstance(error, LoraplexError):
-                error = StepFailedError("a step of the model failed; the server's log has the cause")
+                error = StepFailedError(
+                    "a step of the model failed; the server's log has the cause"
+                )
             return tuple(self._scheduler.fail(plan, error))
         return tuple(self._scheduler.absorb(plan, result))
 

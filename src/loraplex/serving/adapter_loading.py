@@ -5,9 +5,12 @@ import logging
 from collections.abc import Container
 from pathlib import Path
 
-from loraplex.adapters.staging import StagedAdapter, StagingWorker
+from loraplex.adapters.staging import RequestTensor, StagedAdapter, StagingWorker
 from loraplex.adapters.store import AdapterVersion
+from loraplex.core.adapter import AdapterKey, AdapterRef, ByDigest, ByTaskId
 from loraplex.core.errors import (
+    AdapterLoadError,
+    AdapterNotFoundError,
     AdapterTooLargeError,
     ConfigError,
     InvalidAdapterError,
@@ -22,6 +25,9 @@ from loraplex.serving.served_model import ServedModel
 logger = logging.getLogger(__name__)
 
 PEFT_CONFIG_NAME = "adapter_config.json"
+_ADAPTER_FILES = (PEFT_CONFIG_NAME, "model.lora_weights.npy")
+_REQUEST_TENSORS = "a request's lora_weights"
+_NUM_NAME_DIGITS = 12
 
 
 class AdapterLoading:
@@ -53,6 +59,42 @@ class AdapterLoading:
                 param="path",
             )
         return self._register(model, tenant, name, staged, path, task_id, replace=replace)
+
+    async def load_tensors(
+        self,
+        model: ServedModel,
+        tenant: str,
+        task_id: int | None,
+        weights: RequestTensor,
+        config: RequestTensor,
+        base_names: Container[str] = (),
+    ) -> AdapterKey:
+        """What a request brings along, as `Backend.add_adapter_tensors` says.
+
+        The name is that of the task id's adapter; a new one is called by its task id or digest.
+        """
+        staged = await self._worker.stage_tensors(
+            weights, config, shapes=model.shapes, max_rank=model.config.max_lora_rank
+        )
+        if staged.changes_nothing:
+            raise InvalidAdapterError(
+                "the adapter in the request changes nothing: every B of lora_weights is zero",
+                param="lora_weights",
+            )
+        digest = staged.source.digest
+        key = ByDigest(digest) if task_id is None else ByTaskId(task_id)
+        # No await from here on: two requests with one new task id must not both find it free.
+        present = _present(model, AdapterRef(model.card.name, tenant, key))
+        if present is None:
+            name = f"inline-{digest[:_NUM_NAME_DIGITS]}" if task_id is None else str(task_id)
+            check_is_no_base(name, base_names)
+        elif present.digest == digest and not model.store.is_missing(present):
+            return key
+        else:
+            name = present.name
+        replace = present is not None
+        self._register(model, tenant, name, staged, _REQUEST_TENSORS, task_id, replace=replace)
+        return key
 
     async def load_configured(self, model: ServedModel, base_names: Container[str] = ()) -> None:
         """What the model's configuration names; no adapter may be called as a base is.
@@ -116,7 +158,9 @@ class AdapterLoading:
 
 
 def find_adapters(folder: Path) -> list[tuple[str, Path]]:
-    """(name, path) of every sub-folder that holds a PEFT adapter, by name. Raises ConfigError."""
+    """(name, path) of every sub-folder that holds a PEFT adapter or TensorRT-LLM's pair of files,
+    by name. Raises ConfigError.
+    """
     try:
         entries = sorted(folder.expanduser().iterdir())
     except OSError as error:
@@ -125,7 +169,7 @@ def find_adapters(folder: Path) -> list[tuple[str, Path]]:
         ) from error
     found = [(entry.name, entry) for entry in entries if _is_adapter(entry)]
     if not found:
-        logger.warning("no sub-folder of %s has an %s", folder, PEFT_CONFIG_NAME)
+        logger.warning("no sub-folder of %s has an %s", folder, " or a ".join(_ADAPTER_FILES))
     return found
 
 
@@ -153,9 +197,26 @@ def card_of(version: AdapterVersion) -> AdapterCard:
 
 def _is_adapter(folder: Path) -> bool:
     try:
-        return (folder / PEFT_CONFIG_NAME).is_file()
+        return any((folder / name).is_file() for name in _ADAPTER_FILES)
     except OSError:
         return True  # a folder that may not be entered: staging says what is wrong with it
+
+
+def _present(model: ServedModel, ref: AdapterRef) -> AdapterVersion | None:
+    """What the key means now, whether its file is there or gone."""
+    try:
+        return model.store.resolve(ref)
+    except AdapterNotFoundError:
+        return None
+    except AdapterLoadError:
+        versions = model.store.list(ref.tenant, ref.model)
+        return next(version for version in versions if _is_meant(version, ref.key))
+
+
+def _is_meant(version: AdapterVersion, key: AdapterKey) -> bool:
+    if isinstance(key, ByTaskId):
+        return version.task_id == key.task_id
+    return isinstance(key, ByDigest) and version.digest == key.digest
 
 
 def _task_id(name: str, configured: int | None) -> int | None:

@@ -97,8 +97,9 @@ class AsyncEngine:
 
     async def start(self) -> Capacity:
         """Start the engine and wait until it is ready. Raises what keeps it from starting."""
-        self._task = asyncio.create_task(self._run(), name=f"engine-{self.model}")
-        await self._settled.wait()
+        if self.state is EngineState.STARTING:
+            self._task = asyncio.create_task(self._run(), name=f"engine-{self.model}")
+            await self._settled.wait()
         if self.failure is not None:
             raise self.failure
         if self._capacity is None:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from loraplex.adapters.staging import RequestTensor
 from loraplex.core.adapter import AdapterKey, AdapterRef
 from loraplex.core.output import RequestOutput
 from loraplex.core.principal import Principal
@@ -130,6 +131,23 @@ class Backend(Protocol):
         replace: bool = False,
     ) -> AdapterCard:
         """Stage, validate and register. Raises before anything changes if the adapter is bad."""
+        ...
+
+    async def add_adapter_tensors(
+        self,
+        principal: Principal,
+        *,
+        model: str,
+        task_id: int | None,
+        weights: RequestTensor,
+        config: RequestTensor,
+    ) -> AdapterKey:
+        """Register the adapter that a request brings along; the key means it from now on.
+
+        `weights` and `config` are TensorRT-LLM's lora_weights and lora_config. Under a task id that
+        is known already they are a new version, or, if the bytes are the same, change nothing.
+        Without a task id the key is the digest. Raises as load_adapter.
+        """
         ...
 
     async def unload_adapter(self, principal: Principal, ref: AdapterRef) -> None:

@@ -12,10 +12,8 @@ import signal
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from io import RawIOBase
 from typing import Protocol
 
-import msgspec
 import zmq
 import zmq.asyncio
 
@@ -23,10 +21,10 @@ from loraplex.core.config import child_environment
 from loraplex.core.errors import ConfigError
 from loraplex.engine.channel import EPOCH_BYTES, EngineChannel, ThreadChannel
 from loraplex.engine.messages import EngineCommand, EngineEvent, Shutdown, decode_event, encode
+from loraplex.engine.process import EngineStart
 
 logger = logging.getLogger(__name__)
 
-_LENGTH_BYTES = 4
 _LAST_WORDS_MS = 100
 """How long the events of an engine that has ended may still be on their way."""
 _STOP_SECONDS = 5.0
@@ -90,37 +88,6 @@ class ThreadLink:
         # The loop may be gone already when the interpreter shuts down.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
-
-
-class EngineStart(msgspec.Struct, frozen=True):
-    """What an engine process reads from its standard input: 4 bytes of length, then msgpack.
-
-    The pipe then stays open: its end tells the engine that serving is gone.
-    """
-
-    endpoint: str
-    epoch: int
-    settings: bytes
-
-    def to_bytes(self) -> bytes:
-        body = msgspec.msgpack.encode(self)
-        return len(body).to_bytes(_LENGTH_BYTES, "big") + body
-
-
-def read_engine_start(pipe: RawIOBase) -> EngineStart:
-    """The engine's end of an unbuffered pipe. Raises EOFError if serving is gone."""
-    length = int.from_bytes(_read_exactly(pipe, _LENGTH_BYTES), "big")
-    return msgspec.msgpack.decode(_read_exactly(pipe, length), type=EngineStart)
-
-
-def _read_exactly(pipe: RawIOBase, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        piece = pipe.read(count - len(data))
-        if not piece:
-            raise EOFError("serving ended before it had said what to start")
-        data += piece
-    return data
 
 
 class ProcessLink:

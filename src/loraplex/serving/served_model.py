@@ -9,7 +9,12 @@ from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.store import AdapterStore, AdapterVersion
 from loraplex.core.adapter import AdapterChoice, AdapterRef, AdapterUse, ByName
 from loraplex.core.config import ModelConfig
-from loraplex.core.errors import LoraplexError, PermissionDeniedError
+from loraplex.core.errors import (
+    AdapterLoadError,
+    AdapterNotFoundError,
+    LoraplexError,
+    PermissionDeniedError,
+)
 from loraplex.core.output import ResolvedAdapter
 from loraplex.core.principal import Principal
 from loraplex.serving.async_engine import AsyncEngine
@@ -60,7 +65,13 @@ class ServedModel:
         ]
 
     def has_adapter(self, name: str, tenant: str) -> bool:
-        return self.store.find(AdapterRef(self.card.name, tenant, ByName(name))) is not None
+        try:
+            self.store.resolve(AdapterRef(self.card.name, tenant, ByName(name)))
+        except AdapterNotFoundError:
+            return False
+        except AdapterLoadError:  # it is registered, though its file is gone
+            pass
+        return True
 
     @property
     def problem(self) -> str:

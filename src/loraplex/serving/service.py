@@ -10,6 +10,7 @@ import logging
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
+from loraplex.adapters.staging import RequestTensor
 from loraplex.core.adapter import AdapterKey, AdapterRef, ByName
 from loraplex.core.clock import Clock
 from loraplex.core.errors import (
@@ -220,6 +221,25 @@ class Service:
             task_id=task_id,
             replace=replace,
         )
+
+    async def add_adapter_tensors(
+        self,
+        principal: Principal,
+        *,
+        model: str,
+        task_id: int | None,
+        weights: RequestTensor,
+        config: RequestTensor,
+    ) -> AdapterKey:
+        try:
+            _require_manager(principal)
+            self._require_open()
+            return await self._loading.load_tensors(
+                self._served(model), principal.tenant, task_id, weights, config, self._models
+            )
+        except LoraplexError as error:  # part of a request: it fails with it
+            self._metrics.observe_error(model, error)
+            raise
 
     async def unload_adapter(self, principal: Principal, ref: AdapterRef) -> None:
         _require_manager(principal)

@@ -3,11 +3,10 @@
 Its answer is a pure function of model, adapters, prompt and sequence index (echo_sequence), a token
 is a byte (echo_tokenizer), and every output carries one token per running sequence. A bad day can
 be asked for: delays, errors at admission or in mid-stream, a server that is not ready. What the
-front end did is recorded: `requests`, `finished`, `aborted`.
+front end did is recorded: `requests`, `finished`, `aborted`, `adapter_tensors`.
 """
 
 import asyncio
-import hashlib
 import itertools
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
@@ -15,10 +14,10 @@ from typing import Any
 
 import msgspec
 
-from loraplex.core.adapter import AdapterChoice, AdapterKey, AdapterRef, ByDigest, ByName, ByTaskId
+from loraplex.adapters.staging import RequestTensor
+from loraplex.core.adapter import AdapterChoice, AdapterKey, AdapterRef, ByName
 from loraplex.core.errors import (
     AdapterExistsError,
-    AdapterNotFoundError,
     InvalidRequestError,
     LoraplexError,
     ModelNotFoundError,
@@ -32,10 +31,8 @@ from loraplex.core.request import GenerateRequest, RequestId
 from loraplex.core.stats import EngineStats, StepRecord
 from loraplex.serving.backend import AdapterCard, Health, ModelCard
 from loraplex.testing import echo_tokenizer
+from loraplex.testing.echo_adapters import CREATED, EchoAdapters
 from loraplex.testing.echo_sequence import EchoSequence, echo_answer, echo_logprob
-
-CREATED = 1_700_000_000
-"""Unix seconds: when every model and adapter of this backend was made."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -100,7 +97,8 @@ class EchoBackend:
         self.finished: list[RequestId] = []
         self.aborted: list[RequestId] = []
         self._models = {name: echo_model(name, max_model_len=max_model_len) for name in models}
-        self._adapters: dict[tuple[str, str], AdapterCard] = {}
+        self.adapter_tensors: list[tuple[RequestTensor, RequestTensor]] = []
+        self._adapters = EchoAdapters()
         self._faults: deque[Fault] = deque()
         self._load_faults: deque[LoraplexError] = deque()
         self._request_ids = itertools.count(1)
@@ -110,7 +108,7 @@ class EchoBackend:
         self._faults.append(Fault(error, after_outputs))
 
     def plant_load(self, error: LoraplexError) -> None:
-        """Let the next load_adapter fail."""
+        """Let the next load_adapter or add_adapter_tensors fail."""
         self._load_faults.append(error)
 
     def register(
@@ -124,21 +122,10 @@ class EchoBackend:
     ) -> AdapterCard:
         """Register an adapter without awaiting; its digest is the SHA-256 of its path."""
         base = self.model(model if model is not None else next(iter(self._models)))
-        source = path if path is not None else f"/adapters/{name}"
-        if name in self._models or (not replace and (base.name, name) in self._adapters):
+        if name in self._models:
             raise AdapterExistsError(f"{name!r} is already served", param="name")
-        card = AdapterCard(
-            name=name,
-            model=base.name,
-            task_id=task_id,
-            digest=hashlib.sha256(source.encode()).hexdigest(),
-            created=CREATED,
-            rank=8,
-            num_bytes=1024,
-            source=source,
-        )
-        self._adapters[base.name, name] = card
-        return card
+        source = path if path is not None else f"/adapters/{name}"
+        return self._adapters.add(base.name, name, source=source, task_id=task_id, replace=replace)
 
     def new_request_id(self) -> RequestId:
         return next(self._request_ids)
@@ -160,7 +147,7 @@ class EchoBackend:
 
     def adapters(self, principal: Principal, model: str | None = None) -> Sequence[AdapterCard]:
         del principal
-        return [card for card in self._adapters.values() if model in (None, card.model)]
+        return self._adapters.cards(model)
 
     def find(self, name: str, principal: Principal) -> tuple[ModelCard, AdapterKey | None]:
         if name in self._models:
@@ -233,10 +220,25 @@ class EchoBackend:
             raise self._load_faults.popleft()
         return self.register(name, model=model, path=path, task_id=task_id, replace=replace)
 
+    async def add_adapter_tensors(
+        self,
+        principal: Principal,
+        *,
+        model: str,
+        task_id: int | None,
+        weights: RequestTensor,
+        config: RequestTensor,
+    ) -> AdapterKey:
+        _check_may_manage(principal)
+        self.adapter_tensors.append((weights, config))
+        await asyncio.sleep(self.delay_seconds)
+        if self._load_faults:
+            raise self._load_faults.popleft()
+        return self._adapters.add_tensors(self.model(model).name, task_id, weights, config)
+
     async def unload_adapter(self, principal: Principal, ref: AdapterRef) -> None:
         _check_may_manage(principal)
-        card = self._card(ref.model, ref.key)
-        del self._adapters[card.model, card.name]
+        self._adapters.remove(ref.model, ref.key)
 
     def steps(self, model: str, limit: int) -> Sequence[StepRecord]:
         self.model(model)
@@ -282,15 +284,8 @@ class EchoBackend:
             )
         return token_ids
 
-    def _card(self, model: str, key: AdapterKey) -> AdapterCard:
-        for card in self._adapters.values():
-            if card.model == model and _matches(card, key):
-                return card
-        ref = AdapterRef(model, "", key)
-        raise AdapterNotFoundError(f"there is no {ref} for model {model!r}", param="adapter")
-
     def _resolve(self, model: str, choice: AdapterChoice) -> ResolvedAdapter:
-        card = self._card(model, choice.key)
+        card = self._adapters.card(model, choice.key)
         return ResolvedAdapter(card.name, card.digest, choice.scale)
 
 
@@ -380,16 +375,6 @@ class EchoStream(AsyncIterator[RequestOutput]):
 
     def _timing(self) -> RequestTiming:
         return RequestTiming(arrival_ns=0, num_cached_tokens=self._backend.num_cached_tokens)
-
-
-def _matches(card: AdapterCard, key: AdapterKey) -> bool:
-    match key:
-        case ByName(name):
-            return card.name == name
-        case ByTaskId(task_id):
-            return card.task_id == task_id
-        case ByDigest(digest):
-            return card.digest == digest
 
 
 def _check_may_manage(principal: Principal) -> None:

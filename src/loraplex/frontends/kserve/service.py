@@ -8,10 +8,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from loraplex.core.adapter import ByTaskId
+import msgspec
+
+from loraplex.core.adapter import AdapterChoice, AdapterKey, ByTaskId
 from loraplex.core.errors import AdapterNotFoundError, InvalidRequestError, LoraplexError
 from loraplex.core.output import RequestOutput
 from loraplex.core.principal import Principal
+from loraplex.core.request import GenerateRequest
 from loraplex.frontends.kserve.active import ActiveRequest, ActiveRequests, StreamScope
 from loraplex.frontends.kserve.inference import Inference
 from loraplex.frontends.kserve.messages import InferRequest, InferResponse
@@ -21,7 +24,7 @@ from loraplex.frontends.kserve.models.catalog import (
     Catalog,
     TritonModel,
 )
-from loraplex.frontends.kserve.models.convert import Generation, convert
+from loraplex.frontends.kserve.models.convert import Generation, InlineAdapter, convert
 from loraplex.frontends.kserve.models.inputs import Inputs, check_requested, read_inputs
 from loraplex.frontends.kserve.statistics import Statistics
 from loraplex.frontends.streams import close_outputs
@@ -144,10 +147,24 @@ class TritonService:
     async def _generate(
         self, generation: Generation, principal: Principal
     ) -> AsyncIterator[RequestOutput]:
+        request = generation.request
+        if generation.inline_adapter is not None:
+            key = await self._add(generation.inline_adapter, request.model, principal)
+            request = msgspec.structs.replace(request, adapters=(AdapterChoice(key),))
         try:
-            return await self.backend.generate(generation.request, principal)
+            return await self.backend.generate(request, principal)
         except AdapterNotFoundError as error:
-            raise _in_tensorrt_words(error, generation) from None
+            raise _in_tensorrt_words(error, request) from None
+
+    async def _add(self, adapter: InlineAdapter, model: str, principal: Principal) -> AdapterKey:
+        """Right before the request is admitted, so that no other adapter takes its key between."""
+        return await self.backend.add_adapter_tensors(
+            principal,
+            model=model,
+            task_id=adapter.task_id,
+            weights=adapter.weights,
+            config=adapter.config,
+        )
 
     async def _timed_responses(
         self, model: TritonModel, inference: Inference, batch_size: int
@@ -215,10 +232,12 @@ async def _one(response: InferResponse) -> AsyncGenerator[InferResponse, None]:
     yield response
 
 
-def _in_tensorrt_words(error: AdapterNotFoundError, generation: Generation) -> LoraplexError:
+def _in_tensorrt_words(error: AdapterNotFoundError, request: GenerateRequest) -> LoraplexError:
     """Clients of TensorRT-LLM look for this sentence to know that an adapter is not there."""
-    keys = [choice.key for choice in generation.request.adapters]
+    keys = [choice.key for choice in request.adapters]
     task_id = next((key.task_id for key in keys if isinstance(key, ByTaskId)), None)
+    if task_id is None:
+        return error
     return AdapterNotFoundError(
         f"LoRA task {task_id} not found in cache. Please send LoRA weights with request "
         f"({error.message})",

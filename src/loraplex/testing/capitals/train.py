@@ -41,7 +41,7 @@ NUM_THREADS: Final = 1  # sums come out the same whatever the number of cores
 BASE_DTYPE: Final = torch.bfloat16
 ADAPTER_DTYPE: Final = torch.float16
 FILE_MODE: Final = 0o644  # safetensors writes for the owner only; a package is read by all
-BASE_MODEL_NAME: Final = "loraplex/capitals"
+BASE_MODEL_NAME: Final = "loraplex/capitals/base"
 ADAPTER_LANGUAGES: Final[Mapping[str, Language]] = {"chinese": "chinese", "japanese": "japanese"}
 
 

@@ -8,12 +8,15 @@ top_p the choice is greedy, the seed is 0, and the end token cannot be the first
 import dataclasses
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
+from loraplex.adapters.staging import RequestTensor
 from loraplex.core.adapter import AdapterChoice, ByTaskId
 from loraplex.core.errors import InvalidParameterError, InvalidTensorError
 from loraplex.core.request import GenerateRequest, RequestId
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.frontends.kserve.models.inputs import Inputs
-from loraplex.frontends.kserve.tensors import Array
+from loraplex.frontends.kserve.tensors import Array, Tensor
 from loraplex.serving.backend import ModelCard
 
 Detokenize = Callable[[Sequence[int]], str]
@@ -22,10 +25,21 @@ NO_END_ID = -1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class InlineAdapter:
+    """An adapter that came with the request; task_id is what the client calls it, if anything."""
+
+    task_id: int | None
+    weights: RequestTensor
+    config: RequestTensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
     """A request for the backend, and what its client wants to see of the answer."""
 
     request: GenerateRequest
+    """With an inline adapter its `adapters` are empty until the backend has a key for it."""
+    inline_adapter: InlineAdapter | None
     end_token_ids: frozenset[int]
     """They end the answer and are never shown."""
     is_streamed: bool
@@ -48,18 +62,20 @@ def convert(
     end_id = _end_id(inputs, card)
     sampling = _sampling(inputs, card, end_id, detokenize)
     _validate(inputs, sampling)
+    inline_adapter = _inline_adapter(inputs)
     request = GenerateRequest(
         request_id=request_id,
         model=card.name,
         prompt=_prompt(inputs),
         sampling=sampling,
-        adapters=_adapters(inputs),
+        adapters=() if inline_adapter else _adapters(inputs),
         client_request_id=client_request_id,
         timeout_seconds=timeout_seconds,
     )
     eos = () if card.eos_token_id is None or sampling.ignore_eos else (card.eos_token_id,)
     return Generation(
         request=request,
+        inline_adapter=inline_adapter,
         end_token_ids=frozenset((*eos, *(() if end_id is None else (end_id,)))),
         is_streamed=inputs.flag("is_streamed"),
         excludes_input=inputs.flag("excludes_input"),
@@ -70,8 +86,38 @@ def convert(
 
 
 def _adapters(inputs: Inputs) -> tuple[AdapterChoice, ...]:
+    task_id = _task_id(inputs)
+    return () if task_id is None else (AdapterChoice(ByTaskId(task_id)),)
+
+
+def _task_id(inputs: Inputs) -> int | None:
     array = inputs.array("lora_task_id")
-    return () if array is None else (AdapterChoice(ByTaskId(int(array.flat[0]))),)
+    return None if array is None else int(array.flat[0])
+
+
+def _inline_adapter(inputs: Inputs) -> InlineAdapter | None:
+    """TensorRT-LLM's sentence says lora_keys: the old name of lora_config."""
+    weights, config = inputs.tensor("lora_weights"), inputs.tensor("lora_config")
+    if weights is None and config is None:
+        return None
+    if weights is None or config is None:
+        missing = "lora_weights" if weights is None else "lora_config"
+        raise InvalidTensorError(
+            "Request for LoRA inference must have both lora_weights and lora_keys; input "
+            f"'{missing}' is missing or empty",
+            param=missing,
+        )
+    return InlineAdapter(
+        task_id=_task_id(inputs),
+        weights=_request_tensor(weights),
+        config=_request_tensor(config),
+    )
+
+
+def _request_tensor(tensor: Tensor) -> RequestTensor:
+    """A view of the tensor's bytes, not a copy."""
+    data = np.ascontiguousarray(tensor.array).reshape(-1).view(np.uint8).data
+    return RequestTensor(tensor.datatype, tensor.shape, data)
 
 
 # ---------------------------------------------------------------- the prompt

@@ -4,8 +4,11 @@ Gives one `Inputs` per element of the batch. The texts begin as Triton's own do,
 that looks for them finds them.
 """
 
+import dataclasses
 import difflib
 from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from loraplex.core.errors import InvalidTensorError, UnsupportedFeatureError
 from loraplex.frontends.kserve.models.kinds import (
@@ -20,17 +23,22 @@ from loraplex.frontends.kserve.tensors import Array, Tensor, to_text
 class Inputs:
     """The used inputs of one element of a batch, by field."""
 
-    def __init__(self, kind: ModelKind, arrays: Mapping[str, Array]) -> None:
+    def __init__(self, kind: ModelKind, tensors: Mapping[str, Tensor]) -> None:
         self.kind = kind
-        self._arrays = arrays
+        self._tensors = tensors
 
     def __contains__(self, field: str) -> bool:
-        return field in self._arrays
+        return field in self._tensors
+
+    def tensor(self, field: str) -> Tensor | None:
+        """The tensor without its batch dimension; None if it was not sent or is empty."""
+        tensor = self._tensors.get(field)
+        return None if tensor is None or tensor.array.size == 0 else tensor
 
     def array(self, field: str) -> Array | None:
-        """The tensor without its batch dimension; None if it was not sent or is empty."""
-        array = self._arrays.get(field)
-        return None if array is None or array.size == 0 else array
+        """As tensor(), without its name and type."""
+        tensor = self.tensor(field)
+        return None if tensor is None else tensor.array
 
     def integer(self, field: str, default: int) -> int:
         array = self.array(field)
@@ -59,7 +67,7 @@ def read_inputs(
     A stop request may lack the required tensors: it asks for nothing that needs them.
     """
     rows = _rows_by_name(kind, model, tensors)
-    kept = [tensor for tensor in tensors if tensor.name in rows]
+    kept = [_batched(rows[t.name], t) for t in tensors if t.name in rows]
     for tensor in kept:
         _check_served(rows[tensor.name], tensor)
         _check_tensor(rows[tensor.name], model, tensor)
@@ -68,7 +76,7 @@ def read_inputs(
         Inputs(
             kind,
             {
-                rows[tensor.name].field: tensor.array[index]
+                rows[tensor.name].field: dataclasses.replace(tensor, array=tensor.array[index])
                 for tensor in kept
                 if rows[tensor.name].effect is Effect.USED
             },
@@ -78,6 +86,13 @@ def read_inputs(
     if not (elements and elements[0].flag("stop")):
         _check_required(kind, model, [tensor.name for tensor in kept])
     return elements
+
+
+def _batched(row: InputSpec, tensor: Tensor) -> Tensor:
+    """The tensor with its batch dimension, if it is one that may lack it."""
+    if not row.is_adapter or len(tensor.shape) != len(row.dims):
+        return tensor
+    return dataclasses.replace(tensor, array=tensor.array[np.newaxis])
 
 
 def _rows_by_name(kind: ModelKind, model: str, tensors: Sequence[Tensor]) -> dict[str, InputSpec]:
@@ -113,15 +128,18 @@ def _unexpected(what: str, name: str, known: list[str], model: str) -> InvalidTe
 
 
 def _check_tensor(row: InputSpec, model: str, tensor: Tensor) -> None:
-    if tensor.datatype != row.datatype:
+    datatypes = (row.datatype, *row.other_datatypes)
+    if tensor.datatype not in datatypes:
+        expected_type = " or ".join(f"'{datatype}'" for datatype in datatypes)
         raise InvalidTensorError(
             f"inference input '{row.name}' data-type is '{tensor.datatype}', but model '{model}' "
-            f"expects '{row.datatype}'",
+            f"expects {expected_type}",
             param=row.name,
         )
     dims = tensor.shape[1:]
-    fits = len(dims) == len(row.dims) and all(
-        expected in (-1, dim) for expected, dim in zip(row.dims, dims, strict=True)
+    fits = len(dims) == len(row.dims) and (
+        row.is_adapter
+        or all(expected in (-1, dim) for expected, dim in zip(row.dims, dims, strict=True))
     )
     if not fits or not tensor.shape:
         expected_shape = ",".join(str(dim) for dim in (-1, *row.dims))

@@ -37,6 +37,11 @@ class InputSpec:
     is_ragged: bool = False
     is_declared: bool = True
     """False: an older name, understood but not shown in metadata."""
+    other_datatypes: tuple[str, ...] = ()
+    """Taken beside the declared one."""
+    is_adapter: bool = False
+    """Half of an adapter: staging, whose sentences clients know, checks its numbers of rows and
+    columns. A single one may lack the batch dimension."""
     neutral: tuple[object, ...] = ()
     """Of a REFUSED input: the element values that ask for nothing. An empty tensor never does."""
     reason: str = ""
@@ -106,6 +111,21 @@ def used(
     )
 
 
+def adapter(
+    name: str, datatype: str, dims: tuple[int, ...], *, other_datatypes: tuple[str, ...] = ()
+) -> InputSpec:
+    """A row whose tensor is half of an adapter."""
+    return InputSpec(
+        name,
+        datatype,
+        dims,
+        field=name,
+        is_ragged=True,
+        other_datatypes=other_datatypes,
+        is_adapter=True,
+    )
+
+
 def no_effect(
     name: str, datatype: str, dims: tuple[int, ...] = (1,), *, ragged: bool = False
 ) -> InputSpec:
@@ -145,11 +165,14 @@ LOGITS = "logits in the answer"
 PERF_METRICS = "performance metrics in the answer"
 PROMPT_TUNING = "prompt tuning"
 BAD_WORDS = "forbidden words"
-INLINE_LORA = (
-    "LoRA weights inside the request; register the adapter and send its lora_task_id alone"
-)
 GUIDED_DECODING = "guided decoding"
 BEAM_SEARCH = "beam search"
+
+INLINE_LORA = (
+    # An old template's type; the others are what later converters write.
+    adapter("lora_weights", "FP16", (-1, -1), other_datatypes=("FP32", "BF16")),
+    adapter("lora_config", "INT32", (-1, 3)),  # or 4 columns, since DoRA
+)
 
 TIMING_OUTPUTS = (
     OutputSpec("arrival_time_ns", "INT64"),

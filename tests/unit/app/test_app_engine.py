@@ -1,0 +1,84 @@
+"""How the real engine begins, and what it says if it cannot."""
+
+import threading
+
+import pytest
+import torch
+
+from loraplex.app import engine as app_engine
+from loraplex.app.engine import build_engine, run_engine
+from loraplex.core.config import ModelConfig
+from loraplex.core.errors import ConfigError
+from loraplex.engine.channel import ThreadChannel
+from loraplex.engine.messages import EngineFailed, EngineReady, Shutdown
+from loraplex.testing.capitals import BASE_PATH
+
+MODEL = ModelConfig(
+    path=str(BASE_PATH), kv_cache_bytes=1 << 20, max_num_seqs=3, block_size=8, max_lora_rank=8
+)
+
+
+@pytest.fixture
+def events():
+    return []
+
+
+@pytest.fixture
+def channel(events):
+    return ThreadChannel(events.append)
+
+
+def test_an_engine_is_as_large_as_its_settings_say():
+    engine = build_engine(MODEL)
+    capacity = engine.capacity
+    engine.close()
+    assert (capacity.block_size, capacity.max_num_seqs) == (8, 3)
+    assert capacity.kv_cache_bytes <= 1 << 20
+    assert capacity.vocab_size == 1024
+
+
+def test_it_is_ready_and_ends_with_shutdown(channel, events):
+    channel.put(Shutdown())
+    threads = set(threading.enumerate())
+    run_engine(MODEL, channel)
+    assert [type(event) for event in events] == [EngineReady]
+    assert set(threading.enumerate()) <= threads
+
+
+def test_the_number_of_threads_is_torchs(monkeypatch, channel):
+    told = []
+    monkeypatch.setattr(torch, "set_num_threads", told.append)
+    channel.put(Shutdown())
+    run_engine(ModelConfig(path=MODEL.path, kv_cache_bytes=1 << 20, num_threads=3), channel)
+    assert told == [3]
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"path": "/nowhere"}, "/nowhere"),
+        ({"kv_cache_bytes": 1}, "KV cache"),
+        ({"max_num_seqs": 600}, "max_num_batched_tokens"),
+        ({"device": "cuda:99"}, "cuda"),
+    ],
+)
+def test_a_wrong_setting_is_the_engines_last_word(channel, events, fields, text):
+    settings = {"path": MODEL.path, "kv_cache_bytes": 1 << 20} | fields
+    run_engine(ModelConfig(**settings), channel)
+    (event,) = events
+    assert isinstance(event, EngineFailed)
+    assert event.error.code == ConfigError.code
+    assert text in event.error.message
+
+
+@pytest.mark.parametrize("error", [MemoryError("none left"), RuntimeError("CUDA out of memory")])
+def test_so_is_memory_that_is_not_there(channel, events, monkeypatch, error, caplog):
+    def load_runner(*args):
+        raise error
+
+    monkeypatch.setattr(app_engine, "load_runner", load_runner)
+    run_engine(MODEL, channel)
+    (event,) = events
+    assert event.error.code == ConfigError.code
+    assert event.error.message == f"the engine cannot start: {error}"
+    assert "Traceback" in caplog.text

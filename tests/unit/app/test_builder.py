@@ -1,0 +1,103 @@
+"""What serving knows of a model before its engine starts."""
+
+import json
+import shutil
+
+import pytest
+
+from loraplex.app.builder import build_service, with_local_paths
+from loraplex.core.config import Config, ModelConfig, ServerConfig
+from loraplex.core.errors import ConfigError, UnsupportedModelError
+from loraplex.serving.request_metrics import RequestMetrics
+from loraplex.testing.capitals import BASE_PATH
+from loraplex.testing.fake_engine_process import fake_engine_thread
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of the shipped model without its weights, to be changed."""
+    shutil.copytree(BASE_PATH, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def build(folder, tmp_path):
+    def build_with(**fields):
+        config = Config(
+            server=ServerConfig(state_dir=str(tmp_path / "state")),
+            models={"m": ModelConfig(path=str(folder), **fields)},
+        )
+        return build_service(config, lambda model: fake_engine_thread(), RequestMetrics())
+
+    return build_with
+
+
+def change(folder, name: str, **fields) -> None:
+    path = folder / name
+    values = json.loads(path.read_text()) | fields
+    path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+
+
+def test_the_card(build, folder):
+    card = build().model("m")
+    assert (card.name, card.path) == ("m", str(folder))
+    assert (card.max_model_len, card.vocab_size) == (2048, 1024)
+    assert (card.eos_token_id, card.pad_token_id, card.dtype) == (2, 0, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "asked", "told"),
+    [
+        ("float16", "auto", "float16"),
+        (None, "auto", "float32"),
+        ("float16", "bfloat16", "bfloat16"),
+    ],
+)
+def test_the_dtype(build, folder, checkpoint, asked, told):
+    change(folder, "config.json", dtype=checkpoint)
+    assert build(dtype=asked).model("m").dtype == told
+
+
+def test_the_end_token_may_be_the_tokenizers(build, folder):
+    (folder / "generation_config.json").unlink()
+    change(folder, "config.json", eos_token_id=None)
+    assert build().model("m").eos_token_id == 2
+
+
+def test_max_model_len(build):
+    assert build(max_model_len=100).model("m").max_model_len == 100
+    with pytest.raises(ConfigError, match=r"max_model_len 2049 is more than the 2048 .*'m'"):
+        build(max_model_len=2049)
+
+
+def test_a_chat_template_of_ones_own(build, tmp_path):
+    template = tmp_path / "chat.jinja"
+    template.write_text("<{{ messages[0].content }}>")
+    service = build(chat_template=str(template))
+    assert service.render_chat("m", [{"role": "user", "content": "hm"}]) == "<hm>"
+
+
+@pytest.mark.parametrize(
+    ("content", "text"), [(None, "No such file"), (b"\xff", "not UTF-8"), (b"{% if", "chat")]
+)
+def test_a_chat_template_that_is_wrong(build, tmp_path, content, text):
+    template = tmp_path / "chat.jinja"
+    if content is not None:
+        template.write_bytes(content)
+    with pytest.raises(ConfigError, match=text) as caught:
+        build(chat_template=str(template))
+    assert str(template) in caught.value.message
+
+
+def test_an_unknown_architecture_names_the_known_ones(build, folder):
+    change(folder, "config.json", architectures=["BertModel"])
+    with pytest.raises(UnsupportedModelError, match=r"BertModel.*LlamaForCausalLM.*Qwen3"):
+        build()
+
+
+def test_local_paths(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = Config(models={"m": ModelConfig(path="~/model", block_size=8)})
+    assert with_local_paths(config).models["m"] == ModelConfig(path=str(folder), block_size=8)
+    with pytest.raises(ConfigError, match="no folder /nowhere/at/all"):
+        with_local_paths(Config(models={"m": ModelConfig(path="/nowhere/at/all")}))

@@ -1,0 +1,297 @@
+"""loraplex as a library, with the shipped model: one LLM for most of the tests."""
+
+import gc
+import threading
+import warnings
+
+import numpy as np
+import pytest
+
+from loraplex import LLM, SamplingParams
+from loraplex.app.llm import Generated
+from loraplex.core.errors import (
+    AdapterExistsError,
+    AdapterNotFoundError,
+    ConfigError,
+    InvalidAdapterError,
+    InvalidParameterError,
+    InvalidRequestError,
+    NotReadyError,
+    PromptTooLongError,
+    UnsupportedModelError,
+)
+from loraplex.core.output import FinishReason
+from loraplex.testing.capitals import ADAPTER_PATHS, BASE_PATH
+
+QUESTION = "What is the capital of France?"
+GREEDY = SamplingParams(max_tokens=24, temperature=0)
+SMALL = {"kv_cache_bytes": "8MiB", "num_threads": 1}
+
+
+@pytest.fixture(scope="module")
+def state_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("state")
+
+
+@pytest.fixture(scope="module")
+def llm(state_dir):
+    with LLM(BASE_PATH, ADAPTER_PATHS, state_dir=state_dir, **SMALL) as llm:
+        yield llm
+
+
+def texts(answers: list[Generated]) -> list[str]:
+    return [answer.text.strip() for answer in answers]
+
+
+def test_one_text(llm):
+    (answer,) = llm.generate(QUESTION, GREEDY)
+    assert answer.text.strip() == "Paris"
+    assert answer.prompt == QUESTION
+    assert answer.finish_reason is FinishReason.STOP
+    assert answer.completions[0].stop_reason is None
+    assert answer.adapter is None
+    assert answer.logprobs == ()
+    assert answer.timing.last_token_ns >= answer.timing.first_token_ns > 0
+
+
+def test_ids_are_a_prompt_and_several_are_several(llm):
+    ids = llm.generate(QUESTION, GREEDY)[0].prompt_token_ids
+    for prompts in (list(ids), tuple(ids), np.array(ids), [list(ids)], [QUESTION]):
+        (answer,) = llm.generate(prompts, GREEDY)
+        assert answer.prompt_token_ids == ids
+        assert answer.text.strip() == "Paris"
+    assert texts(llm.generate([list(ids), QUESTION, np.array(ids)], GREEDY)) == ["Paris"] * 3
+    assert llm.generate([]) == []
+
+
+def test_an_adapter_for_all_or_one_for_each(llm):
+    assert texts(llm.generate([QUESTION] * 2, GREEDY, adapter="chinese")) == ["巴黎", "巴黎"]
+    answers = llm.generate([QUESTION] * 3, GREEDY, adapter=["japanese", None, "chinese"])
+    assert texts(answers) == ["パリ", "Paris", "巴黎"]
+    digests = {card.name: card.digest for card in llm.adapters()}
+    assert [a.adapter and a.adapter.digest for a in answers] == [
+        digests["japanese"],
+        None,
+        digests["chinese"],
+    ]
+
+
+def test_params_for_each(llm):
+    params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (1, 3)]
+    assert [len(a.token_ids) for a in llm.generate([QUESTION] * 2, params)] == [1, 3]
+
+
+def test_the_default_params_are_openais(llm):
+    (answer,) = llm.generate(QUESTION)
+    assert len(answer.token_ids) <= 16
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"sampling_params": [GREEDY]},
+        {"sampling_params": []},
+        {"adapter": ["chinese"]},
+        {"adapter": []},
+    ],
+    ids=str,
+)
+def test_as_many_entries_as_prompts(llm, arguments):
+    with pytest.raises(InvalidRequestError, match=r"has \d entries for 2 prompts"):
+        llm.generate([QUESTION] * 2, **arguments)
+
+
+@pytest.mark.parametrize("prompts", [[3.5], [QUESTION, None], [[1, "x"]], [[1.0]]])
+def test_what_is_no_prompt(llm, prompts):
+    with pytest.raises(InvalidRequestError, match="a prompt is a text or a list of token ids"):
+        llm.generate(prompts)
+
+
+def test_several_completions(llm):
+    params = SamplingParams(max_tokens=8, temperature=1.5, n=3, seed=7, ignore_eos=True)
+    (answer,) = llm.generate(QUESTION, params)
+    assert len(answer.completions) == 3
+    assert len({completion.token_ids for completion in answer.completions}) == 3
+    assert answer.text == answer.completions[0].text
+    assert llm.generate(QUESTION, params)[0].completions == answer.completions
+
+
+def test_logprobs(llm):
+    params = SamplingParams(
+        max_tokens=4, temperature=0, logprobs=2, prompt_logprobs=1, ignore_eos=True
+    )
+    (answer,) = llm.generate(QUESTION, params)
+    assert [logprob.token_id for logprob in answer.logprobs] == list(answer.token_ids)
+    assert all(logprob.rank == 1 and len(logprob.top) == 2 for logprob in answer.logprobs)
+    assert answer.prompt_logprobs[0] is None
+    told = [logprob.token_id for logprob in answer.prompt_logprobs[1:]]
+    assert told == list(answer.prompt_token_ids[1:])
+
+
+def test_stop_strings(llm):
+    params = SamplingParams(max_tokens=24, temperature=0, stop=["ari"])
+    (answer,) = llm.generate(QUESTION, params)
+    assert answer.text.strip() == "P"
+    assert answer.finish_reason is FinishReason.STOP
+    assert answer.completions[0].stop_reason == "ari"
+
+
+def test_an_unknown_adapter(llm):
+    with pytest.raises(AdapterNotFoundError, match=r"'french'.*'chinese'"):
+        llm.generate(QUESTION, GREEDY, adapter="french")
+
+
+def test_the_first_error_is_raised_and_the_others_were_answered(llm):
+    before = llm.stats().generation_tokens
+    prompts = [QUESTION, "", [5] * 99999, QUESTION]
+    with pytest.raises(InvalidRequestError, match="at least one token"):
+        llm.generate(prompts, SamplingParams(max_tokens=5, temperature=0, ignore_eos=True))
+    assert llm.stats().generation_tokens == before + 10
+    with pytest.raises(PromptTooLongError, match="99999 tokens"):
+        llm.generate(prompts[2:], GREEDY)
+
+
+@pytest.mark.parametrize("field", [{"top_p": 5}, {"stop": "END"}, {"max_tokens": "16"}])
+def test_bad_params(llm, field):
+    with pytest.raises(InvalidParameterError, match=next(iter(field))):
+        llm.generate(QUESTION, SamplingParams(**field))
+
+
+def test_adapters_come_change_and_go(llm):
+    zh, ja = ADAPTER_PATHS["chinese"], ADAPTER_PATHS["japanese"]
+    card = llm.add_adapter("mine", zh, task_id=4)
+    assert (card.name, card.task_id, card.source) == ("mine", 4, str(zh))
+    assert "mine" in {card.name for card in llm.adapters()}
+    assert texts(llm.generate(QUESTION, GREEDY, adapter="mine")) == ["巴黎"]
+    with pytest.raises(AdapterExistsError):
+        llm.add_adapter("mine", str(ja))
+    llm.add_adapter("mine", str(ja), replace=True)
+    assert texts(llm.generate(QUESTION, GREEDY, adapter="mine")) == ["パリ"]
+    llm.remove_adapter("mine")
+    with pytest.raises(AdapterNotFoundError):
+        llm.generate(QUESTION, adapter="mine")
+    with pytest.raises(AdapterNotFoundError):
+        llm.remove_adapter("mine")
+
+
+def test_a_folder_that_is_no_adapter(llm, tmp_path):
+    with pytest.raises(InvalidAdapterError):
+        llm.add_adapter("mine", tmp_path)
+    assert "mine" not in {card.name for card in llm.adapters()}
+
+
+def test_stats(llm):
+    before = llm.stats()
+    llm.generate(QUESTION, SamplingParams(max_tokens=3, temperature=0, ignore_eos=True))
+    after = llm.stats()
+    assert after.generation_tokens == before.generation_tokens + 3
+    assert after.prompt_tokens > before.prompt_tokens
+    assert (after.num_running, after.num_waiting, after.blocks_held) == (0, 0, 0)
+
+
+def test_several_threads_may_ask(llm):
+    found: list[str] = []
+    threads = [
+        threading.Thread(target=lambda: found.extend(texts(llm.generate(QUESTION, GREEDY))))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == ["Paris"] * 4
+
+
+def test_an_interrupt_ends_the_prompts(llm, monkeypatch):
+    """What waits in another thread's loop must not go on unseen."""
+    wait = llm._wait
+
+    def interrupted(work):
+        monkeypatch.setattr("concurrent.futures.Future.result", ctrl_c)
+        try:
+            return wait(work)
+        finally:
+            monkeypatch.undo()
+
+    def ctrl_c(future, timeout=None):
+        raise KeyboardInterrupt
+
+    before = llm.stats().generation_tokens
+    monkeypatch.setattr(llm, "_wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(QUESTION, SamplingParams(max_tokens=2000, ignore_eos=True))
+    llm.generate(QUESTION, GREEDY)
+    assert llm.stats().num_running == 0
+    assert llm.stats().generation_tokens < before + 2000
+
+
+class TestLife:
+    def test_close_twice_and_what_comes_after(self, state_dir):
+        llm = LLM(str(BASE_PATH), state_dir=str(state_dir), **SMALL)
+        threads = threading.active_count()
+        llm.close()
+        llm.close()
+        assert threading.active_count() < threads
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for work in (
+                lambda: llm.generate(QUESTION),
+                lambda: llm.add_adapter("x", BASE_PATH),
+            ):
+                with pytest.raises(NotReadyError, match="this LLM is closed"):
+                    work()
+            gc.collect()
+
+    @pytest.mark.parametrize(
+        ("arguments", "text"),
+        [
+            ({"dtyp": "float32"}, r"dtyp: unknown setting; known: .*dtype"),
+            ({"dtype": "float8"}, "must be one of auto"),
+            ({"kv_cache_bytes": "many"}, "512MiB"),
+            ({"path": "x"}, "first argument"),
+            ({"engine": "cloud"}, "engine must be one of thread, process"),
+            ({"adapters": {"zh": "/nowhere"}}, "adapter 'zh': "),
+            ({"max_model_len": 10**6}, "max_model_len 1000000 is more than the 2048"),
+            ({"max_num_seqs": 600}, r"max_num_batched_tokens \(512\)"),
+            ({"kv_cache_bytes": 1}, "KV cache holds 0 tokens"),
+            ({"chat_template": "/nowhere"}, "cannot read chat_template /nowhere: No such file"),
+        ],
+        ids=str,
+    )
+    def test_a_wrong_setting_leaves_nothing_behind(self, state_dir, arguments, text):
+        threads = set(threading.enumerate())
+        with pytest.raises(ConfigError, match=text):
+            LLM(BASE_PATH, state_dir=state_dir, **(SMALL | arguments))
+        assert set(threading.enumerate()) <= threads
+
+    def test_models_that_are_none(self, tmp_path):
+        with pytest.raises(ConfigError, match="no folder"):
+            LLM(tmp_path / "nowhere" / "at" / "all")
+        with pytest.raises(ConfigError, match=r"no config\.json"):
+            LLM(tmp_path)
+        (tmp_path / "config.json").write_text('{"architectures": ["T5Model"]}')
+        with pytest.raises(UnsupportedModelError, match=r"T5Model.*LlamaForCausalLM"):
+            LLM(tmp_path)
+
+    def test_a_prompt_in_work_is_told_of_the_close(self, state_dir):
+        llm = LLM(BASE_PATH, state_dir=state_dir, **SMALL)
+        errors: list[BaseException] = []
+
+        def ask() -> None:
+            try:
+                llm.generate(QUESTION, SamplingParams(max_tokens=2000, ignore_eos=True))
+            except NotReadyError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        while not llm.stats().num_running:
+            pass
+        llm.close()
+        thread.join(20)
+        assert [str(error) for error in errors] == ["the server is stopping"]
+
+    def test_an_engine_in_its_own_process(self, state_dir):
+        with LLM(BASE_PATH, ADAPTER_PATHS, engine="process", state_dir=state_dir, **SMALL) as llm:
+            answers = llm.generate([QUESTION] * 2, GREEDY, adapter=[None, "chinese"])
+        assert texts(answers) == ["Paris", "巴黎"]

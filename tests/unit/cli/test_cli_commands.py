@@ -1,0 +1,225 @@
+"""The `loraplex` command as a user meets it: in a process of its own where imports matter."""
+
+import inspect
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+import loraplex
+from loraplex.cli.main import app
+from loraplex.cli.serve import serve
+from loraplex.core.config import ModelConfig, ServerConfig
+from loraplex.core.version import __version__
+from loraplex.testing.capitals import ADAPTER_PATHS, BASE_PATH
+from loraplex.testing.running_server import free_ports
+
+HEAVY = ("torch", "numpy", "fastapi", "uvicorn", "grpc", "tokenizers", "transformers")
+COMMANDS = {c.callback.__name__.replace("_", "-"): c.callback for c in app.registered_commands}
+
+
+def loraplex_command(*arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "loraplex", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"COLUMNS": "200", "NO_COLOR": "1"} | variables,
+    )
+
+
+def modules_after(code: str) -> set[str]:
+    """The heavy modules that are there after some code in a fresh interpreter."""
+    script = f"import sys\ntry:\n    {code}\nexcept SystemExit: pass\n"
+    script += f"print('\\n', *(m for m in {HEAVY!r} if m in sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def one_line(done: "subprocess.CompletedProcess[str]") -> str:
+    assert done.returncode == 1, done
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("loraplex: ")
+    return line
+
+
+def test_the_test_of_modules_can_fail():
+    assert modules_after("import numpy") == {"numpy"}
+
+
+def test_importing_loraplex_is_light():
+    assert modules_after("import loraplex; loraplex.SamplingParams; dir(loraplex)") == set()
+
+
+def test_what_loraplex_offers():
+    assert dir(loraplex) == loraplex.__all__
+    assert {name for name in loraplex.__all__ if getattr(loraplex, name) is None} == set()
+    assert loraplex.__version__ == __version__
+    with pytest.raises(AttributeError, match="no attribute 'LMM'"):
+        _ = loraplex.LMM
+
+
+def test_torch_comes_with_the_library():
+    assert "torch" in modules_after("import loraplex; loraplex.LLM")
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["serve", "--help"]])
+def test_asking_is_light(arguments):
+    code = f"import loraplex.cli.main; loraplex.cli.main.app({arguments!r})"
+    assert modules_after(code) & {"torch", "fastapi", "grpc"} == set()
+
+
+def test_the_version():
+    done = loraplex_command("--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"loraplex {__version__}\n", "")
+
+
+def test_without_a_command_the_commands_are_told():
+    result = CliRunner().invoke(app, [])
+    assert all(name in result.output for name in COMMANDS)
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_tells_every_option_to_the_last_letter(command):
+    """Brackets in help texts are easily taken for markup, and vanish."""
+    result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "250"})
+    assert result.exit_code == 0
+    shown = " ".join(result.output.replace("│", " ").split())
+    for name, parameter in inspect.signature(COMMANDS[command], eval_str=True).parameters.items():
+        info = parameter.annotation.__metadata__[0]
+        text = " ".join(info.help.replace("`", "").split())
+        assert text in shown, name
+
+
+def test_every_setting_has_its_flag():
+    """docs/settings.md promises it."""
+    one_models_own = {"path", "adapters", "adapter_dirs"}
+    settings = {*ServerConfig.__struct_fields__, *ModelConfig.__struct_fields__} - one_models_own
+    assert settings <= set(inspect.signature(serve).parameters)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["serve", "--http-prt", "1"], "--http-prt"),
+        (["serve", "x", "--http-port", "many"], "--http-port"),
+        (["serve", "x", "y"], "y"),
+        (["sevre"], "sevre"),
+        (["generate", "x"], "prompt"),
+    ],
+)
+def test_flags_that_cannot_be_read(arguments, text):
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert text in result.output.lower()
+    assert "Traceback" not in result.output
+    assert result.stdout == ""
+
+
+class TestServeSaysInOneLine:
+    def test_no_model(self):
+        assert "no model" in one_line(loraplex_command("serve"))
+
+    def test_a_value_out_of_range(self):
+        line = one_line(loraplex_command("serve", "/m", "--max-num-seqs", "0"))
+        assert "flag --max-num-seqs" in line
+        assert "at least 1, got 0" in line
+
+    def test_a_folder_that_is_not_there(self):
+        line = one_line(loraplex_command("serve", "/nowhere/at/all"))
+        assert "there is no folder /nowhere/at/all" in line
+
+    def test_a_folder_that_is_no_model(self, tmp_path):
+        assert "no config.json" in one_line(loraplex_command("serve", str(tmp_path)))
+
+    def test_an_architecture_that_is_not_served(self, tmp_path):
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": ["BertModel"]}))
+        line = one_line(loraplex_command("serve", str(tmp_path)))
+        assert "BertModel" in line
+        assert "LlamaForCausalLM" in line
+
+    def test_a_file_that_is_not_there(self):
+        line = one_line(loraplex_command("serve", "--config", "/nowhere.toml"))
+        assert "/nowhere.toml: No such file" in line
+
+    def test_a_variable_that_is_no_setting(self):
+        line = one_line(loraplex_command("serve", "/m", LORAPLEX_PROT="1"))
+        assert "LORAPLEX_PROT is not a setting" in line
+
+    def test_a_port_in_use(self, tmp_path):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = str(listener.getsockname()[1])
+            ports = ["--http-port", port, "--grpc-port", "0", "--metrics-port", "0"]
+            state = ["--state-dir", str(tmp_path)]
+            line = one_line(loraplex_command("serve", str(BASE_PATH), *ports, *state))
+        assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in line
+
+    def test_an_adapter_that_is_broken(self, tmp_path):
+        ports = map(str, free_ports(3))
+        flags = zip(("--http-port", "--grpc-port", "--metrics-port"), ports, strict=True)
+        done = loraplex_command(
+            "serve",
+            str(BASE_PATH),
+            *(part for flag in flags for part in flag),
+            *("--state-dir", str(tmp_path), "--adapter", f"zh={tmp_path}", "--log-level", "error"),
+        )
+        assert "adapter 'zh': " in one_line(done)
+
+
+class TestGenerate:
+    def test_every_adapter_answers(self, tmp_path):
+        adapters = [f"--adapter={name}={path}" for name, path in ADAPTER_PATHS.items()]
+        done = loraplex_command(
+            "generate",
+            str(BASE_PATH),
+            "What is the capital of France?",
+            *adapters,
+            XDG_STATE_HOME=str(tmp_path),
+        )
+        lines = [line.strip() for line in done.stdout.splitlines()]
+        assert lines == ["--- base", "Paris", "--- chinese", "巴黎", "--- japanese", "パリ"]
+        assert done.returncode == 0
+
+    @pytest.mark.parametrize(
+        ("arguments", "text"),
+        [
+            (["--top-p", "7"], "top_p must be in"),
+            (["--adapter", "zh"], "NAME=PATH"),
+            (["--adapter", "base=/x"], "'base' names the base model"),
+            (["--dtype", "int4"], "must be one of auto"),
+        ],
+    )
+    def test_what_is_wrong_is_one_line(self, arguments, text):
+        result = CliRunner().invoke(app, ["generate", str(BASE_PATH), "x", *arguments])
+        assert result.exit_code == 1
+        assert text in result.stderr
+        assert result.stderr.count("\n") == 1
+
+    def test_a_prompt_from_standard_input(self, monkeypatch):
+        asked = []
+
+        class FakeLLM:
+            def __init__(self, model, adapters, **settings):
+                pass
+
+            def __enter__(self):
+                return self
+
+            def __exit__(self, *exc_info):
+                pass
+
+            def generate(self, prompts, sampling, adapter):
+                asked.extend(prompts)
+                return [type("Answer", (), {"text": "fine"})]
+
+        monkeypatch.setattr("loraplex.app.llm.LLM", FakeLLM)
+        result = CliRunner().invoke(app, ["generate", "m", "-"], input="How are you?\n")
+        assert (asked, result.stdout) == (["How are you?\n"], "fine\n")

@@ -1,0 +1,320 @@
+"""Settings from their layers to one value, and what is said about a wrong one."""
+
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from loraplex.core.config import (
+    AdapterConfig,
+    Config,
+    Layer,
+    ModelConfig,
+    ServerConfig,
+    child_environment,
+    environment_fields,
+    field_layers,
+    file_layer,
+    let_threads_sleep,
+    parse_bytes,
+    resolve,
+    state_directory,
+)
+from loraplex.core.errors import ConfigError
+
+FLAG = "flag --{flag}"
+VARIABLE = "variable LORAPLEX_{variable}"
+
+
+def layers(file: dict, environment: dict, flags: dict, names=("m",)) -> list[Layer]:
+    return [
+        Layer("settings.toml", file),
+        *field_layers(VARIABLE, environment, names),
+        *field_layers(FLAG, flags, names),
+    ]
+
+
+def model(**fields) -> dict:
+    return {"models": {"m": {"path": "/m", **fields}}}
+
+
+def error_of(*given: Layer) -> str:
+    with pytest.raises(ConfigError) as caught:
+        resolve(given)
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+def test_defaults():
+    config = resolve([Layer("f", model())])
+    assert config == Config(models={"m": ModelConfig(path="/m")})
+    assert resolve([]) == Config()
+
+
+@pytest.mark.parametrize(
+    ("file", "environment", "flags", "expected"),
+    [
+        ({}, {}, {}, ServerConfig().http_port),
+        ({"server": {"http_port": 1}}, {}, {}, 1),
+        ({"server": {"http_port": 1}}, {"http_port": "2"}, {}, 2),
+        ({"server": {"http_port": 1}}, {"http_port": "2"}, {"http_port": 3}, 3),
+        ({"server": {"http_port": 1}}, {}, {"http_port": 3}, 3),
+        ({}, {"http_port": "2"}, {}, 2),
+    ],
+)
+def test_precedence(file, environment, flags, expected):
+    assert resolve(layers(file, environment, flags)).server.http_port == expected
+
+
+def test_a_flag_holds_for_every_model():
+    file = {"models": {"a": {"path": "/a", "block_size": 8}, "b": {"path": "/b"}}}
+    given = layers(file, {"dtype": "float16"}, {"max_num_seqs": 7}, ("a", "b"))
+    models = resolve(given).models
+    assert [m.max_num_seqs for m in models.values()] == [7, 7]
+    assert [m.dtype for m in models.values()] == ["float16", "float16"]
+    assert [m.block_size for m in models.values()] == [8, 16]
+
+
+def test_tables_are_merged_and_lists_are_replaced():
+    first = Layer("f", model(adapters={"a": {"path": "/a", "task_id": 1}}, adapter_dirs=["/x"]))
+    second = Layer("g", model(adapters={"b": {"path": "/b"}}, adapter_dirs=["/y", "/z"]))
+    config = resolve([first, second]).models["m"]
+    assert config.adapters == {"a": AdapterConfig("/a", 1), "b": AdapterConfig("/b")}
+    assert config.adapter_dirs == ("/y", "/z")
+
+
+def test_an_empty_table_takes_nothing_away():
+    first = Layer("f", model(adapters={"a": {"path": "/a"}}))
+    second = Layer("g", {"models": {"m": {"adapters": {}}}, "server": {}})
+    assert set(resolve([first, second]).models["m"].adapters) == {"a"}
+
+
+def test_layers_are_left_as_they_are():
+    values = {"models": {}, "server": {}}
+    resolve([Layer("f", values), *field_layers(FLAG, {"http_port": 1}, ["m"])])
+    assert values == {"models": {}, "server": {}}
+
+
+def test_text_from_the_environment_becomes_what_the_setting_is():
+    environment = {
+        "shutdown_seconds": "1.5",
+        "enable_prefix_cache": "false",
+        "max_model_len": "null",
+        "kv_cache_bytes": "2GiB",
+    }
+    config = resolve(layers(model(max_model_len=5), environment, {}))
+    assert config.server.shutdown_seconds == 1.5
+    assert config.models["m"].enable_prefix_cache is False
+    assert config.models["m"].max_model_len is None
+    assert config.models["m"].kv_cache_bytes == 2 << 30
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0", 0),
+        ("1048576", 1048576),
+        ("1MiB", 1 << 20),
+        ("1 mib", 1 << 20),
+        ("1.5 GB", 1_500_000_000),
+        ("1.5g", 1_500_000_000),
+        ("2TiB", 2 << 40),
+        ("3k", 3000),
+        ("7b", 7),
+        ("9007199254740993", 9007199254740993),  # a float could not hold it
+        ("0.1KB", 100),
+    ],
+)
+def test_bytes(text, expected):
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "many", "-1", "1ib", "1 PB", "1e9", "1.GB", "0x10", "1 2"])
+def test_not_bytes(text):
+    with pytest.raises(ValueError, match="512MiB"):
+        parse_bytes(text)
+    message = error_of(*layers(model(), {"lora_host_bytes": text}, {}))
+    assert message.startswith("variable LORAPLEX_LORA_HOST_BYTES: models.m.lora_host_bytes: ")
+
+
+WRONG = [
+    ({"http_port": 65536}, "port from 0"),
+    ({"grpc_port": -1}, "port from 0"),
+    ({"metrics_port": "http"}, "Expected `int`"),
+    ({"log_level": "loud"}, "debug, info, warning, error"),
+    ({"max_body_bytes": 0}, "at least 1"),
+    ({"shutdown_seconds": -0.1}, "at least 0"),
+    ({"shutdown_seconds": float("nan")}, "at least 0"),
+    ({"shutdown_seconds": float("inf")}, "at most"),
+    ({"dtype": "float8"}, "auto, float32, float16, bfloat16"),
+    ({"device": "tpu"}, "cpu, cuda or cuda:N"),
+    ({"device": "cuda:x"}, "cpu, cuda or cuda:N"),
+    ({"max_model_len": 0}, "at least 1"),
+    ({"max_num_seqs": 0}, "at least 1"),
+    ({"max_num_seqs": 2**63}, "at most"),
+    ({"max_num_seqs": True}, "Expected `int`"),
+    ({"max_num_batched_tokens": 0}, "at least 1"),
+    ({"block_size": 0}, "at least 1"),
+    ({"kv_cache_bytes": 0}, "at least 1"),
+    ({"max_queue_size": -1}, "at least 0"),
+    ({"max_queue_delay_microseconds": -1}, "at least 0"),
+    ({"max_lora_rank": 0}, "at least 1"),
+    ({"lora_device_bytes": 0}, "at least 1"),
+    ({"lora_host_bytes": 0}, "at least 1"),
+    ({"num_threads": 0}, "at least 1"),
+    ({"enable_prefix_cache": "maybe"}, "Expected `bool`"),
+]
+
+
+@pytest.mark.parametrize(("flags", "reason"), WRONG, ids=str)
+def test_a_wrong_value_names_itself_and_its_source(flags, reason):
+    (field,) = flags
+    message = error_of(*layers(model(), {}, flags))
+    assert message.startswith(f"flag --{field.replace('_', '-')}: ")
+    assert field in message
+    assert reason in message
+
+
+def test_the_source_is_the_layer_that_won():
+    file = model(block_size=-5)
+    assert error_of(*layers(file, {}, {})).startswith("settings.toml: models.m.block_size: ")
+    assert error_of(*layers(file, {"block_size": "-6"}, {})).startswith("variable LORAPLEX_BLOCK")
+    assert "got -7" in error_of(*layers(file, {"block_size": "-6"}, {"block_size": -7}))
+    assert resolve(layers(file, {}, {"block_size": 8})).models["m"].block_size == 8
+
+
+def test_of_several_models_the_right_one_is_named():
+    """Keys of a dictionary are lost in the messages of msgspec."""
+    good = Layer("good.toml", {"models": {"a": {"path": "/a"}}})
+    wrong = Layer("wrong.toml", {"models": {"b": {"path": "/b", "dtype": 8}}})
+    assert error_of(good, wrong).startswith("wrong.toml: models.b.dtype: Expected `str`")
+    pathless = Layer("wrong.toml", {"models": {"b": {"block_size": 8}}})
+    message = error_of(good, pathless)
+    assert message.startswith("wrong.toml: models.b: ")
+    assert "`path`" in message
+    adapters = {"x": {"path": "/x"}, "y": {"path": "/y", "task_id": "seven"}}
+    assert error_of(good, Layer("wrong.toml", {"models": {"a": {"adapters": adapters}}})) == (
+        "wrong.toml: models.a.adapters.y.task_id: Expected `int | null`, got `str`"
+    )
+
+
+def test_a_model_without_anything_is_not_forgotten():
+    assert error_of(Layer("f.toml", {"models": {"a": {}}})).startswith("f.toml: models.a: ")
+
+
+@pytest.mark.parametrize(
+    ("values", "where"),
+    [
+        ({"sever": {}}, "sever"),
+        ({"server": {"port": 1}}, "server.port"),
+        ({"models": {"m": {"path": "/m", "max_seqs": 1}}}, "models.m.max_seqs"),
+        (
+            {"models": {"m": {"path": "/m", "adapters": {"a": {"pth": 1}}}}},
+            "models.m.adapters.a.pth",
+        ),
+    ],
+)
+def test_unknown_keys_are_errors_that_name_the_known_ones(values, where):
+    message = error_of(Layer("f.toml", values))
+    assert message.startswith(f"f.toml: {where}: unknown setting; known: ")
+
+
+@pytest.mark.parametrize(
+    ("values", "where"),
+    [
+        ({"server": 3}, "server"),
+        ({"models": ["m"]}, "models"),
+        ({"models": {"m": "/m"}}, "models.m"),
+        ({"models": {"m": {"path": "/m", "adapters": "zh"}}}, "models.m.adapters"),
+        ({"models": {"m": {"path": "/m", "adapters": {"zh": "/zh"}}}}, "models.m.adapters.zh"),
+    ],
+)
+def test_what_is_no_table_is_an_error_even_under_flags(values, where):
+    flags = field_layers(FLAG, {"http_port": 1, "block_size": 8}, ["m"])
+    adapter = Layer("flag --adapter", {"models": {"m": {"adapters": {"zh": {"path": "/zh"}}}}})
+    message = error_of(Layer("f.toml", values), *flags, adapter)
+    assert message.startswith(f"f.toml: {where}: must be a table, got ")
+
+
+def test_a_later_layer_that_breaks_a_table_is_named():
+    message = error_of(Layer("f.toml", model()), Layer("g.toml", {"models": 3}))
+    assert message == "g.toml: models: must be a table, got 3"
+
+
+def test_names_that_are_no_settings():
+    with pytest.raises(ConfigError, match="variable LORAPLEX_HTP_PORT is not a setting"):
+        field_layers(VARIABLE, {"htp_port": "1"}, ["m"])
+    for field in ("path", "adapters", "adapter_dirs"):
+        with pytest.raises(ConfigError, match=r"belongs to one model.*models\.NAME"):
+            field_layers(VARIABLE, {field: "x"}, ["m"])
+
+
+def test_the_environment_by_field_name(monkeypatch):
+    assert environment_fields({"LORAPLEX_HTTP_PORT": "1", "PATH": "x", "loraplex_x": "y"}) == {
+        "http_port": "1"
+    }
+    monkeypatch.setenv("LORAPLEX_HOST", "::1")
+    assert environment_fields()["host"] == "::1"
+
+
+def test_a_file(tmp_path):
+    path = tmp_path / "a.toml"
+    path.write_text('[server]\nhttp_port = 1\n[models.m]\npath = "/m"\n[models.n]\npath = "/n"\n')
+    layer = file_layer(path)
+    assert layer.model_names == ["m", "n"]
+    config = resolve([layer])
+    assert (config.server.http_port, config.models["n"].path) == (1, "/n")
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot read .*no\.toml: No such file"):
+        file_layer(tmp_path / "no.toml")
+    path = tmp_path / "bad.toml"
+    path.write_text("[server\n")
+    with pytest.raises(ConfigError, match=r"bad\.toml is not TOML"):
+        file_layer(path)
+    path.write_bytes(b"a = '\xff'")
+    with pytest.raises(ConfigError, match=r"bad\.toml is not TOML"):
+        file_layer(path)
+
+
+def test_model_names_of_something_else():
+    assert Layer("f", {"models": 3}).model_names == []
+    assert Layer("f", {}).model_names == []
+
+
+def test_a_model_config_crosses_a_process():
+    config = resolve([Layer("f", model(adapters={"a": {"path": "/a"}}, adapter_dirs=["/x"]))])
+    wire = msgspec.msgpack.encode(config.models["m"])
+    assert msgspec.msgpack.decode(wire, type=ModelConfig) == config.models["m"]
+
+
+def test_state_directory(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("XDG_STATE_HOME", "/state")
+    assert state_directory("") == Path("/state/loraplex")
+    assert state_directory("~/x") == Path("/home/me/x")
+    monkeypatch.delenv("XDG_STATE_HOME")
+    assert state_directory("") == Path("/home/me/.local/state/loraplex")
+
+
+def test_settings_do_not_reach_child_processes_by_variables(monkeypatch):
+    monkeypatch.setenv("LORAPLEX_HTTP_PORT", "1")
+    monkeypatch.setenv("OTHER", "kept")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    environment = child_environment()
+    assert "LORAPLEX_HTTP_PORT" not in environment
+    assert environment["OTHER"] == "kept"
+    assert environment["OMP_WAIT_POLICY"] == "ACTIVE"  # the operator decided
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    assert child_environment()["OMP_WAIT_POLICY"] == "PASSIVE"
+
+
+def test_threads_sleep_unless_the_operator_decided(monkeypatch):
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    let_threads_sleep()
+    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    let_threads_sleep()
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"

@@ -1,0 +1,272 @@
+"""The loop over a real engine on fake parts, spoken to through a channel."""
+
+import queue
+import threading
+import time
+
+import pytest
+
+from loraplex.core.adapter import AdapterUse
+from loraplex.core.clock import SystemClock
+from loraplex.core.errors import ErrorInfo
+from loraplex.core.output import FinishReason
+from loraplex.core.request import EngineRequest
+from loraplex.core.sampling_params import SamplingParams
+from loraplex.engine.channel import ThreadChannel
+from loraplex.engine.engine import Engine, build_engine
+from loraplex.engine.loop import EngineLoop
+from loraplex.engine.messages import (
+    AbortRequest,
+    AdapterRejected,
+    AddRequest,
+    EngineReady,
+    PreloadAdapter,
+    RegisterAdapter,
+    Shutdown,
+    StepDone,
+)
+from loraplex.scheduling.settings import SchedulerSettings
+from loraplex.testing.fake_loader import FakeLoader, fake_source
+from loraplex.testing.fake_runner import FAKE_CAPACITY, FakeRunner
+
+GEOMETRY = FAKE_CAPACITY.page_geometry
+QUIET_SECONDS = 0.05
+
+
+def request(request_id: int = 1, *digests: str, max_tokens: int = 3, **fields) -> EngineRequest:
+    return EngineRequest(
+        **{
+            "request_id": request_id,
+            "prompt_token_ids": (1, 2, 3),
+            "sampling": SamplingParams(max_tokens=max_tokens, seed=0, temperature=0),
+            "eos_token_ids": (),
+            "adapters": tuple(map(AdapterUse, digests)),
+            "kv_salt": b"".join(digest.encode() for digest in digests),
+            "tenant": "default",
+            "priority": 0,
+            "arrival_ns": time.monotonic_ns(),
+            "deadline_ns": None,
+        }
+        | fields
+    )
+
+
+class CountingEngine(Engine):
+    num_steps = 0
+    num_checks = 0
+
+    def step(self):
+        self.num_steps += 1
+        return super().step()
+
+    def check(self):
+        self.num_checks += 1
+        super().check()
+
+
+class RunningLoop:
+    """A loop in its thread; events come in the order in which they were sent."""
+
+    def __init__(self, settings: SchedulerSettings | None = None, *, num_polls: int = 1, **kwargs):
+        self.events: queue.SimpleQueue = queue.SimpleQueue()
+        self.channel = ThreadChannel(self.events.put)
+        self.loader = FakeLoader(num_polls)
+        self.runner = FakeRunner(loader=self.loader)
+        clock = SystemClock()
+        self.engine = build_engine(
+            self.runner, self.loader, clock, settings, adapter_host_bytes=1000
+        )
+        self.engine.__class__ = CountingEngine
+        self.loop = EngineLoop(self.engine, self.channel, clock, **kwargs)
+        self.thread = threading.Thread(target=self.loop.run, daemon=True)
+        self.thread.start()
+        assert self.event() == EngineReady(FAKE_CAPACITY)
+
+    def put(self, *commands) -> None:
+        for command in commands:
+            self.channel.put(command)
+
+    def event(self):
+        return self.events.get(timeout=5)
+
+    def outputs_until_finished(self, request_id: int) -> list:
+        outputs = []
+        while not (outputs and outputs[-1].finished):
+            event = self.event()
+            assert isinstance(event, StepDone)
+            outputs += [o for o in event.outputs if o.request_id == request_id]
+        return outputs
+
+    def tokens(self, request_id: int) -> list[int]:
+        outputs = self.outputs_until_finished(request_id)
+        assert outputs[-1].error is None
+        return [t for output in outputs for delta in output.deltas for t in delta.token_ids]
+
+    def stop(self) -> None:
+        self.put(Shutdown())
+        self.thread.join(5)
+        assert not self.thread.is_alive()
+        assert self.runner.violations == []
+
+
+@pytest.fixture
+def running():
+    loop = RunningLoop(check_when_idle=True)
+    yield loop
+    loop.stop()
+
+
+def test_requests_are_answered(running):
+    first, second = request(1, max_tokens=5), request(2, prompt_token_ids=(9,))
+    running.put(AddRequest(first))
+    assert running.tokens(1) == running.runner.model.answer(first, 0, 5)
+    running.put(AddRequest(second))
+    assert running.tokens(2) == running.runner.model.answer(second, 0, 3)
+
+
+def test_commands_that_wait_are_taken_before_the_next_step():
+    loop = RunningLoop()
+    loop.stop()
+    for request_id in (1, 2, 3):
+        loop.put(AddRequest(request(request_id)))
+    loop.put(AbortRequest(2))
+    thread = threading.Thread(target=loop.loop.run)
+    thread.start()
+    assert isinstance(loop.event(), EngineReady)
+    step = loop.event()
+    assert step.record.request_ids == (1, 3)
+    loop.put(Shutdown())
+    thread.join(5)
+
+
+def test_every_step_tells_what_it_did(running):
+    running.put(AddRequest(request(1, max_tokens=1)))
+    event = running.event()
+    assert event.record.request_ids == (1,)
+    assert event.record.num_tokens == 3
+    assert event.stats.steps == 1
+    assert event.stats.generation_tokens == 1
+    assert event.stats.num_running == 0
+
+
+def test_a_refused_request_is_told_without_a_step(running):
+    running.put(AddRequest(request(1, prompt_token_ids=())))
+    event = running.event()
+    assert event.record is None
+    assert event.outputs[0].error.code == "invalid_request"
+
+
+def test_an_abort_ends_a_request(running):
+    running.put(AddRequest(request(1, max_tokens=1000)))
+    running.event()
+    running.put(AbortRequest(1))
+    last = running.outputs_until_finished(1)[-1]
+    assert last.deltas[-1].finish_reason is FinishReason.ABORT
+    assert last.error is None
+
+
+def test_an_abort_of_nobody_changes_nothing(running):
+    running.put(AbortRequest(99), AbortRequest(99, 3), AddRequest(request(1)))
+    assert len(running.tokens(1)) == 3
+
+
+def test_an_adapter_is_registered_and_loaded(running):
+    asked = request(1, "a")
+    running.put(RegisterAdapter(fake_source("a", GEOMETRY)), AddRequest(asked))
+    assert running.tokens(1) == running.runner.model.answer(asked, 0, 3)
+
+
+@pytest.mark.parametrize("size", [{"num_pages": 17}, {"num_bytes": 1001}])
+def test_an_adapter_that_is_too_large_is_rejected(running, size):
+    running.put(RegisterAdapter(fake_source("a", GEOMETRY, **size)))
+    event = running.event()
+    assert isinstance(event, AdapterRejected)
+    assert (event.digest, event.error.code) == ("a", "adapter_too_large")
+    running.put(AddRequest(request(1, "a")))
+    assert running.outputs_until_finished(1)[-1].error.code == "adapter_not_found"
+
+
+def test_preloading_brings_an_adapter_to_the_device(running):
+    running.put(RegisterAdapter(fake_source("a", GEOMETRY)), PreloadAdapter("a"))
+    event = running.event()
+    assert (event.record.num_rows, event.record.adapter_copies_started) == (0, 1)
+    assert event.stats.adapters.num_on_device == 1
+    running.put(AddRequest(request(1, "a", max_tokens=1)))
+    assert running.event().stats.adapters.device_hits == 1
+
+
+def test_preloading_what_is_not_registered_is_rejected(running):
+    running.put(PreloadAdapter("b"))
+    event = running.event()
+    assert (event.digest, event.error.code) == ("b", "adapter_not_found")
+
+
+def test_a_failed_load_fails_its_request(running):
+    running.loader.fail("a")
+    running.put(RegisterAdapter(fake_source("a", GEOMETRY)), AddRequest(request(1, "a")))
+    error = running.outputs_until_finished(1)[-1].error
+    assert isinstance(error, ErrorInfo)
+    assert error.code == "adapter_load_failed"
+
+
+def test_a_load_that_takes_its_time_is_awaited_without_spinning():
+    loop = RunningLoop(num_polls=20)
+    start = time.monotonic()
+    loop.put(RegisterAdapter(fake_source("a", GEOMETRY)), AddRequest(request(1, "a")))
+    assert len(loop.tokens(1)) == 3
+    seconds = time.monotonic() - start
+    # One turn per poll interval of a millisecond, and some for the tokens.
+    assert 20 <= loop.engine.num_steps <= 1000 * seconds + 10
+    loop.stop()
+
+
+def test_an_idle_loop_sleeps(running):
+    running.put(AddRequest(request(1)))
+    running.tokens(1)
+    time.sleep(QUIET_SECONDS)
+    num_steps = running.engine.num_steps
+    time.sleep(QUIET_SECONDS)
+    assert running.engine.num_steps == num_steps
+    assert num_steps < 10
+
+
+def test_the_queue_delay_lets_requests_join():
+    loop = RunningLoop(SchedulerSettings(max_queue_delay_ns=60_000_000))
+    start = time.monotonic()
+    loop.put(AddRequest(request(1)))
+    time.sleep(0.01)
+    loop.put(AddRequest(request(2)))
+    event = loop.event()
+    assert time.monotonic() - start >= 0.06
+    assert event.record.request_ids == (1, 2)
+    assert loop.engine.num_steps <= 6, "it spins while it waits"
+    loop.stop()
+
+
+def test_a_deadline_wakes_the_loop():
+    loop = RunningLoop(SchedulerSettings(max_queue_delay_ns=10**12))
+    loop.put(AddRequest(request(1, deadline_ns=time.monotonic_ns() + 20_000_000)))
+    assert loop.outputs_until_finished(1)[-1].error.code == "deadline_exceeded"
+    loop.stop()
+
+
+def test_an_idle_engine_is_checked(running):
+    running.put(AddRequest(request(1, max_tokens=4)))
+    running.tokens(1)
+    running.stop()
+    assert running.engine.num_checks == 1
+
+
+def test_checks_are_off_by_default():
+    loop = RunningLoop()
+    loop.put(AddRequest(request(1)))
+    loop.tokens(1)
+    loop.stop()
+    assert loop.engine.num_checks == 0
+
+
+def test_shutdown_leaves_work_undone():
+    loop = RunningLoop()
+    loop.put(AddRequest(request(1, max_tokens=10**6)))
+    loop.event()
+    loop.stop()

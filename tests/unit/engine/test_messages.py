@@ -1,0 +1,176 @@
+"""Every message between serving and an engine survives the way there, whatever it holds."""
+
+import math
+import typing
+
+import msgspec
+import pytest
+
+from loraplex.core.adapter import AdapterSource, AdapterUse, LoraTarget
+from loraplex.core.errors import ErrorInfo
+from loraplex.core.output import (
+    EngineOutput,
+    FinishReason,
+    RequestTiming,
+    SequenceDelta,
+    TokenLogprob,
+)
+from loraplex.core.plan import (
+    AdapterCopy,
+    BlockCopy,
+    LogitsNeeded,
+    RowAdded,
+    RowResult,
+    RowStep,
+    StepPlan,
+    StepResult,
+    StepTiming,
+)
+from loraplex.core.request import EngineRequest
+from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.stats import AdapterTierStats, EngineStats, StepRecord
+from loraplex.engine.messages import (
+    AbortRequest,
+    AdapterRejected,
+    AddRequest,
+    EngineCommand,
+    EngineEvent,
+    EngineFailed,
+    EngineReady,
+    PreloadAdapter,
+    RegisterAdapter,
+    Shutdown,
+    StepDone,
+    decode_command,
+    decode_event,
+    encode,
+)
+from loraplex.testing.fake_runner import FAKE_CAPACITY
+
+UINT64 = 2**64 - 1
+SAMPLING = SamplingParams(
+    max_tokens=2**31 - 1,
+    min_tokens=3,
+    n=2,
+    temperature=0.7,
+    top_k=-1,
+    top_p=0.9,
+    min_p=0.1,
+    repetition_penalty=1.1,
+    presence_penalty=-2.0,
+    frequency_penalty=2.0,
+    seed=UINT64,
+    stop=("終", "\n\n", "\x00"),
+    stop_token_ids=(0, 2**31 - 1),
+    include_stop_in_output=True,
+    ignore_eos=True,
+    logprobs=0,
+    prompt_logprobs=20,
+    skip_special_tokens=False,
+)
+REQUEST = EngineRequest(
+    request_id=UINT64,
+    prompt_token_ids=(0, 5, 2**31 - 1),
+    sampling=SAMPLING,
+    eos_token_ids=(2,),
+    adapters=(AdapterUse("ab" * 32, -0.5), AdapterUse("cd" * 32)),
+    kv_salt=bytes(range(256)),
+    tenant="ténant",
+    priority=-(2**63),
+    arrival_ns=2**62,
+    deadline_ns=2**62 + 1,
+)
+SOURCE = AdapterSource("ab" * 32, "/state/normal/ab", 2**40, (LoraTarget(0, "q_proj", 8, 64, 32),))
+LOGPROB = TokenLogprob(7, -0.25, 1, ((7, -0.25), (8, -math.inf)))
+COMMANDS = [
+    AddRequest(REQUEST),
+    AbortRequest(UINT64),
+    AbortRequest(1, 0),
+    RegisterAdapter(SOURCE),
+    PreloadAdapter("ab" * 32),
+    Shutdown(),
+]
+EVENTS = [
+    EngineReady(FAKE_CAPACITY),
+    EngineFailed(ErrorInfo("invalid_config", "no weights", "path", 1.0)),
+    StepDone((), EngineStats()),
+    StepDone(
+        (
+            EngineOutput(
+                UINT64,
+                (
+                    SequenceDelta(0, (7,), (LOGPROB,), FinishReason.STOP, 7),
+                    SequenceDelta(1, (8, 9)),
+                ),
+                prompt_logprobs=(None, LOGPROB),
+                finished=True,
+                error=ErrorInfo("row_failed", "hm"),
+                timing=RequestTiming(1, 2, 3, 4, 5, 6, 7),
+            ),
+            EngineOutput(0),
+        ),
+        EngineStats(steps=UINT64, adapters=AdapterTierStats(host_bytes_used=2**40)),
+        StepRecord(*range(15), request_ids=(UINT64, 0)),
+    ),
+    AdapterRejected("ab" * 32, ErrorInfo("adapter_too_large", "17 pages")),
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: type(command).__name__)
+def test_commands_come_back_equal(command):
+    assert decode_command(encode(command)) == command
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
+def test_events_come_back_equal(event):
+    back = decode_event(encode(event))
+    assert back == event
+    assert type(back) is type(event)
+
+
+def test_no_message_is_forgotten_here():
+    assert {type(c) for c in COMMANDS} == set(typing.get_args(EngineCommand))
+    assert {type(e) for e in EVENTS} == set(typing.get_args(EngineEvent))
+
+
+def test_sampling_params_here_differ_from_every_default():
+    defaults = SamplingParams()
+    same = [
+        name
+        for name in SamplingParams.__struct_fields__
+        if getattr(SAMPLING, name) == getattr(defaults, name)
+    ]
+    assert same == []
+
+
+def test_commands_and_events_are_not_taken_for_each_other():
+    with pytest.raises(msgspec.ValidationError):
+        decode_event(encode(Shutdown()))
+    with pytest.raises(msgspec.ValidationError):
+        decode_command(encode(EngineReady(FAKE_CAPACITY)))
+    with pytest.raises(msgspec.DecodeError):
+        decode_command(b"\xc1")
+
+
+def test_plans_and_results_can_be_logged():
+    plan = StepPlan(
+        step_id=9,
+        removed=(1,),
+        added=(RowAdded(0, 5, SAMPLING, UINT64, 1, (1, 2), 2, (2,), ((3, 0.5),)),),
+        rows=(
+            RowStep(0, 0, 2, (1, 2), (), ((4, 5),), LogitsNeeded.ALL, 3, 1),
+            RowStep(2, 7, 1),
+        ),
+        block_copies=(BlockCopy(0, 1, 2),),
+        adapter_copies=(AdapterCopy(3, (0, 1)),),
+    )
+    result = StepResult(
+        9,
+        (RowResult(0, (7,), (LOGPROB,), (LOGPROB,), ErrorInfo("row_failed", "hm")),),
+        (3,),
+        ((4, ErrorInfo("adapter_load_failed", "hm")),),
+        StepTiming(1, 2, 3),
+    )
+    for thing in (plan, result):
+        wire = msgspec.msgpack.encode(thing)
+        assert msgspec.msgpack.decode(wire, type=type(thing)) == thing

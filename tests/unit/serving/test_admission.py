@@ -1,0 +1,190 @@
+"""What is refused before an engine hears of it, and what an engine is told."""
+
+import math
+
+import msgspec
+import pytest
+
+from loraplex.core.adapter import AdapterUse
+from loraplex.core.errors import (
+    InvalidParameterError,
+    InvalidRequestError,
+    PromptTooLongError,
+    TokenOutOfVocabularyError,
+)
+from loraplex.core.principal import LOCAL, Principal
+from loraplex.core.request import GenerateRequest
+from loraplex.core.sampling_params import SamplingParams
+from loraplex.serving.admission import admit
+from loraplex.serving.backend import ModelCard
+
+CARD = ModelCard(
+    name="m",
+    path="/m",
+    created=0,
+    max_model_len=10,
+    vocab_size=100,
+    eos_token_id=2,
+    pad_token_id=0,
+    dtype="float32",
+)
+PROMPT = (1, 2, 3)
+NOW_NS = 5_000_000_000
+
+
+def admitted(prompt=PROMPT, *, adapters=(), principal=LOCAL, card=CARD, request=None, **sampling):
+    request = request or {}
+    return admit(
+        GenerateRequest(
+            request_id=1,
+            model=card.name,
+            prompt=tuple(prompt),
+            sampling=SamplingParams(**{"max_tokens": 4} | sampling),
+            **request,
+        ),
+        prompt,
+        model=card,
+        eos_token_ids=(2, 3),
+        adapters=tuple(adapters),
+        principal=principal,
+        now_ns=NOW_NS,
+    )
+
+
+def test_the_engine_is_told_everything():
+    request = admitted(
+        adapters=[AdapterUse("d", 0.5)],
+        principal=Principal("t"),
+        request={"priority": -3, "timeout_seconds": 1.5},
+        seed=7,
+        temperature=0.5,
+    )
+    assert request.request_id == 1
+    assert request.prompt_token_ids == PROMPT
+    assert request.sampling == SamplingParams(max_tokens=4, seed=7, temperature=0.5)
+    assert request.eos_token_ids == (2, 3)
+    assert request.adapters == (AdapterUse("d", 0.5),)
+    assert (request.tenant, request.priority) == ("t", -3)
+    assert (request.arrival_ns, request.deadline_ns) == (NOW_NS, NOW_NS + 1_500_000_000)
+
+
+@pytest.mark.parametrize("prompt", [(), []])
+def test_an_empty_prompt(prompt):
+    with pytest.raises(InvalidRequestError, match="at least one token") as caught:
+        admitted(prompt)
+    assert caught.value.param == "prompt"
+
+
+def test_a_prompt_leaves_room_for_one_token():
+    assert admitted([1] * 9, max_tokens=1).sampling.max_tokens == 1
+    for num_tokens in (10, 11):
+        with pytest.raises(PromptTooLongError, match=f"has {num_tokens} tokens.* at most 9") as e:
+            admitted([1] * num_tokens, max_tokens=1)
+        assert e.value.param == "prompt"
+
+
+def test_max_tokens():
+    assert admitted(max_tokens=None).sampling.max_tokens == 7
+    assert admitted(max_tokens=7).sampling.max_tokens == 7
+    with pytest.raises(PromptTooLongError, match=r"max_tokens is 8.*ask for at most 7") as caught:
+        admitted(max_tokens=8)
+    assert caught.value.param == "max_tokens"
+
+
+def test_min_tokens_must_find_room():
+    assert admitted(max_tokens=None, min_tokens=7).sampling.min_tokens == 7
+    with pytest.raises(PromptTooLongError, match="min_tokens is 8") as caught:
+        admitted(max_tokens=None, min_tokens=8)
+    assert caught.value.param == "min_tokens"
+
+
+@pytest.mark.parametrize("token_id", [-1, 100, 2**40])
+def test_ids_outside_of_the_vocabulary(token_id):
+    with pytest.raises(TokenOutOfVocabularyError, match=rf"{token_id} .*'m', which is 0 to 99"):
+        admitted((1, token_id, 2))
+    with pytest.raises(TokenOutOfVocabularyError, match="stop_token_ids") as caught:
+        admitted(stop_token_ids=(1, token_id))
+    assert caught.value.param == "stop_token_ids"
+    assert admitted((0, 99), stop_token_ids=(0, 99)).prompt_token_ids == (0, 99)
+
+
+def test_sampling_is_checked():
+    with pytest.raises(InvalidParameterError, match="top_p"):
+        admitted(top_p=2.0)
+
+
+def test_a_seed_is_always_set():
+    seeds = {admitted().sampling.seed for _ in range(8)}
+    assert len(seeds) == 8
+    assert all(0 <= seed < 2**64 for seed in seeds)
+
+
+@pytest.mark.parametrize(
+    ("seed", "told"), [(0, 0), (2**64 - 1, 2**64 - 1), (-1, 2**64 - 1), (-(2**63), 2**63)]
+)
+def test_a_negative_seed_becomes_a_uint64(seed, told):
+    request = admitted(seed=seed)
+    assert request.sampling.seed == told
+    assert msgspec.msgpack.encode(request)
+
+
+@pytest.mark.parametrize(
+    ("timeout", "deadline_ns"),
+    [
+        (None, None),
+        (1e-9, NOW_NS + 1),
+        (2, NOW_NS + 2_000_000_000),
+        (1e8, NOW_NS + 10**17),
+        (1e300, None),
+        (math.inf, None),
+    ],
+)
+def test_a_timeout_becomes_a_deadline(timeout, deadline_ns):
+    request = admitted(request={"timeout_seconds": timeout})
+    assert request.deadline_ns == deadline_ns
+    assert msgspec.msgpack.encode(request)
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, math.nan])
+def test_a_timeout_must_be_positive(timeout):
+    with pytest.raises(InvalidParameterError, match="timeout") as caught:
+        admitted(request={"timeout_seconds": timeout})
+    assert caught.value.param == "timeout"
+
+
+@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf])
+def test_a_scale_must_be_finite(scale):
+    with pytest.raises(InvalidParameterError, match="scale"):
+        admitted(adapters=[AdapterUse("d", scale)])
+
+
+def test_the_salt_keeps_apart_what_must_not_share_kv():
+    salts = [
+        admitted(**fields).kv_salt
+        for fields in (
+            {},
+            {"adapters": [AdapterUse("a")]},
+            {"adapters": [AdapterUse("b")]},
+            {"adapters": [AdapterUse("a", 0.5)]},
+            {"adapters": [AdapterUse("a"), AdapterUse("b")]},
+            {"adapters": [AdapterUse("b"), AdapterUse("a")]},
+            {"principal": Principal("other")},
+            {"card": msgspec.structs.replace(CARD, name="n")},
+            {"card": msgspec.structs.replace(CARD, dtype="bfloat16")},
+        )
+    ]
+    assert len(set(salts)) == len(salts)
+
+
+def test_the_salt_is_the_same_for_all_else():
+    salts = {
+        admitted(prompt, adapters=[AdapterUse("a")], **fields).kv_salt
+        for prompt, fields in (
+            (PROMPT, {}),
+            ((4, 5), {}),
+            (PROMPT, {"temperature": 0.1, "seed": 3, "n": 2}),
+            (PROMPT, {"request": {"priority": 1, "client_request_id": "x"}}),
+            (PROMPT, {"principal": Principal(may_manage_adapters=False)}),
+        )
+    }
+    assert len(salts) == 1

@@ -1,0 +1,490 @@
+"""Requests across the lives of an engine: by a script, and with a process that is killed."""
+
+import asyncio
+import os
+import signal
+import threading
+
+import pytest
+
+from loraplex.core.clock import SystemClock
+from loraplex.core.errors import (
+    AdapterTooLargeError,
+    ConfigError,
+    EngineRestartedError,
+    ErrorInfo,
+    InternalError,
+    NotReadyError,
+)
+from loraplex.core.output import EngineOutput, SequenceDelta
+from loraplex.core.stats import EngineStats
+from loraplex.engine.messages import (
+    AbortRequest,
+    AdapterRejected,
+    AddRequest,
+    EngineFailed,
+    EngineReady,
+    PreloadAdapter,
+    RegisterAdapter,
+    StepDone,
+)
+from loraplex.serving import async_engine
+from loraplex.serving.async_engine import AsyncEngine, EngineState, OutputStream
+from loraplex.serving.engine_link import EngineDied, ThreadLink
+from loraplex.testing.fake_clock import FakeClock
+from loraplex.testing.fake_engine_process import (
+    FakeEngineSettings,
+    fake_engine_process,
+    fake_engine_thread,
+)
+from loraplex.testing.fake_loader import fake_source
+from loraplex.testing.fake_runner import FAKE_CAPACITY
+
+READY = EngineReady(FAKE_CAPACITY)
+SOURCE = fake_source("digest", FAKE_CAPACITY.page_geometry)
+
+
+class ScriptedLink:
+    """An engine that says what a test puts into `events`; None is its death."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.events: asyncio.Queue = asyncio.Queue()
+        self.commands: list = []
+        self.is_closed = False
+
+    def send(self, command) -> None:
+        self.commands.append(command)
+
+    async def receive(self):
+        event = await self.events.get()
+        if event is None:
+            raise EngineDied("by script")
+        if isinstance(event, Exception):
+            raise event
+        return event
+
+    async def close(self) -> None:
+        await asyncio.sleep(0)
+        self.is_closed = True
+
+    def say(self, *events) -> None:
+        for event in events:
+            self.events.put_nowait(event)
+
+
+class Script:
+    """Starts ScriptedLinks, or raises `errors` first, one for each start."""
+
+    def __init__(self) -> None:
+        self.links: list[ScriptedLink] = []
+        self.errors: list[Exception] = []
+        self.first_events: list = [READY]
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def __call__(self, epoch: int) -> ScriptedLink:
+        await self.gate.wait()
+        if self.errors:
+            raise self.errors.pop(0)
+        self.links.append(ScriptedLink(epoch))
+        self.links[-1].say(*self.first_events)
+        return self.links[-1]
+
+    @property
+    def link(self) -> ScriptedLink:
+        return self.links[-1]
+
+
+@pytest.fixture(autouse=True)
+def _no_pause(monkeypatch):
+    monkeypatch.setattr(async_engine, "_FIRST_PAUSE_SECONDS", 0.0)
+
+
+@pytest.fixture
+def script():
+    return Script()
+
+
+@pytest.fixture
+async def engine(script):
+    engine = AsyncEngine("m", script, FakeClock())
+    yield engine
+    await engine.close()
+    assert all(link.is_closed for link in script.links)
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def error_of(stream: OutputStream) -> ErrorInfo:
+    outputs = await stream.take()
+    assert outputs[-1].finished
+    return outputs[-1].error
+
+
+def done(request_id: int, *token_ids: int, finished: bool = True, **fields) -> StepDone:
+    output = EngineOutput(
+        request_id, (SequenceDelta(0, token_ids),) if token_ids else (), finished=finished, **fields
+    )
+    return StepDone((output,), EngineStats(steps=1))
+
+
+class TestStart:
+    async def test_gives_the_capacity(self, engine):
+        assert engine.state is EngineState.STARTING
+        assert not engine.is_ready
+        assert await engine.start() == FAKE_CAPACITY == engine.capacity
+        assert engine.is_ready
+
+    async def test_raises_what_the_engine_says(self, engine, script):
+        error = ConfigError("no weights here", param="path")
+        script.first_events = [EngineFailed(error.to_info())]
+        with pytest.raises(ConfigError, match="no weights here") as caught:
+            await engine.start()
+        assert caught.value.param == "path"
+        assert engine.state is EngineState.FAILED
+        assert engine.failure is caught.value
+        assert len(script.links) == 1
+
+    async def test_death_before_it_is_ready_is_an_error_and_no_loop(self, engine, script):
+        script.first_events = [None]
+        with pytest.raises(InternalError, match="'m' ended while it started"):
+            await engine.start()
+        assert engine.state is EngineState.FAILED
+        assert len(script.links) == 1
+
+    @pytest.mark.parametrize(
+        ("error", "raised", "text"),
+        [
+            (ConfigError("TMPDIR is full"), ConfigError, "TMPDIR is full"),
+            (OSError(11, "no more processes"), InternalError, "no more processes"),
+            (ZeroDivisionError(), InternalError, "given up"),
+        ],
+    )
+    async def test_an_engine_that_cannot_be_spawned(self, engine, script, error, raised, text):
+        script.errors = [error]
+        with pytest.raises(raised, match=text):
+            await engine.start()
+        assert engine.state is EngineState.FAILED
+
+    async def test_nothing_is_taken_before_and_after_a_failed_start(
+        self, engine, script, make_request
+    ):
+        script.first_events = [None]
+        with pytest.raises(NotReadyError, match="is starting") as caught:
+            engine.submit(make_request(), [])
+        assert caught.value.retry_after_seconds == 2
+        with pytest.raises(InternalError):
+            await engine.start()
+        with pytest.raises(NotReadyError, match="is failed"):
+            engine.submit(make_request(), [])
+        with pytest.raises(NotReadyError):
+            engine.preload(SOURCE)
+
+
+class TestRequests:
+    async def test_a_request_gets_its_outputs(self, engine, script, make_request):
+        await engine.start()
+        request = make_request(5)
+        stream = engine.submit(request, [])
+        assert script.link.commands == [AddRequest(request)]
+        assert engine.num_requests == 1
+        script.link.say(done(5, 1, finished=False), done(6, 2), done(5, 3))
+        first = await stream.take()
+        assert first[0].deltas[0].token_ids == (1,)
+        await until(lambda: engine.num_requests == 0)
+
+    async def test_a_slow_reader_finds_all_at_once(self, engine, script, make_request):
+        await engine.start()
+        stream = engine.submit(make_request(5), [])
+        script.link.say(*(done(5, token, finished=token == 9) for token in range(10)))
+        await until(lambda: engine.num_requests == 0)
+        outputs = await stream.take()
+        assert [o.deltas[0].token_ids for o in outputs] == [(token,) for token in range(10)]
+        assert [o.finished for o in outputs] == [False] * 9 + [True]
+
+    async def test_a_reader_may_be_cancelled_and_come_again(self, engine, script, make_request):
+        await engine.start()
+        stream = engine.submit(make_request(5), [])
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(stream.take(), 0.001)
+        script.link.say(done(5, 1))
+        assert len(await stream.take()) == 1
+
+    async def test_adapters_are_registered_once_and_before_their_request(
+        self, engine, script, make_request
+    ):
+        await engine.start()
+        first, second = make_request(1, "digest"), make_request(2, "digest")
+        engine.submit(first, [SOURCE])
+        engine.submit(second, [SOURCE, SOURCE])
+        engine.preload(SOURCE)
+        assert script.link.commands == [
+            RegisterAdapter(SOURCE),
+            AddRequest(first),
+            AddRequest(second),
+            PreloadAdapter("digest"),
+        ]
+
+    async def test_what_the_engine_rejected_is_told_from_then_on(
+        self, engine, script, make_request
+    ):
+        await engine.start()
+        engine.preload(SOURCE)
+        error = AdapterTooLargeError("17 pages")
+        script.link.say(AdapterRejected("digest", error.to_info()))
+        await until(lambda: engine._rejected)
+        with pytest.raises(AdapterTooLargeError, match="17 pages"):
+            engine.submit(make_request(1, "digest"), [SOURCE])
+        assert engine.num_requests == 0
+
+    async def test_aborts_reach_the_engine_while_the_request_is_there(
+        self, engine, script, make_request
+    ):
+        await engine.start()
+        engine.submit(make_request(5), [])
+        engine.abort(6)
+        engine.abort(5, 1)
+        engine.abort(5)
+        assert script.link.commands[1:] == [AbortRequest(5, 1), AbortRequest(5)]
+        script.link.say(done(5))
+        await until(lambda: engine.num_requests == 0)
+        engine.abort(5)
+        assert len(script.link.commands) == 3
+
+    async def test_stats_and_steps_are_kept(self, engine, script):
+        await engine.start()
+        script.link.say(StepDone((), EngineStats(steps=3)))
+        await until(lambda: engine.stats.steps == 3)
+        assert len(engine.steps) == 0
+
+    async def test_a_request_that_cannot_be_sent_leaves_no_stream(
+        self, engine, script, make_request, monkeypatch
+    ):
+        await engine.start()
+        monkeypatch.setattr(script.link, "send", lambda command: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.submit(make_request(), [])
+        assert engine.num_requests == 0
+
+
+class TestRestart:
+    async def test_requests_are_told_and_a_new_engine_takes_new_ones(
+        self, engine, script, make_request
+    ):
+        await engine.start()
+        script.link.say(StepDone((), EngineStats(num_running=2)))
+        stream = engine.submit(make_request(1, "digest"), [SOURCE])
+        script.gate.clear()
+        script.link.say(None)
+        error = await error_of(stream)
+        assert error.code == EngineRestartedError.code
+        assert error.retry_after_seconds == 5
+        assert engine.state is EngineState.RESTARTING
+        assert not engine.is_ready
+        assert engine.stats == EngineStats()
+        with pytest.raises(NotReadyError, match="is restarting"):
+            engine.submit(make_request(2), [])
+        engine.abort(1)
+        script.gate.set()
+        await until(lambda: engine.is_ready)
+        assert [link.epoch for link in script.links] == [1, 2]
+        assert script.links[0].is_closed
+        assert engine.num_restarts == 1
+        request = make_request(3, "digest")
+        engine.submit(request, [SOURCE])
+        assert script.link.commands == [RegisterAdapter(SOURCE), AddRequest(request)]
+
+    async def test_what_came_before_the_death_is_delivered(self, engine, script, make_request):
+        await engine.start()
+        stream = engine.submit(make_request(1), [])
+        script.link.say(done(1, 7, finished=False), None)
+        await until(lambda: engine.num_requests == 0)
+        outputs = await stream.take()
+        assert outputs[0].deltas[0].token_ids == (7,)
+        assert outputs[1].error.code == "engine_restarted"
+
+    async def test_it_tries_until_an_engine_is_there(self, engine, script):
+        await engine.start()
+        script.errors = [OSError("no more processes"), ConfigError("not now")]
+        script.link.say(EngineFailed(ErrorInfo("invalid_config", "gone")), None)
+        await until(lambda: engine.num_restarts == 3 and engine.is_ready)
+        assert engine.failure is None
+
+    async def test_pauses_grow_and_a_stable_engine_resets_them(self, script, monkeypatch):
+        pauses: list[float] = []
+        sleep = asyncio.sleep
+
+        async def record(seconds: float) -> None:
+            pauses.append(seconds)
+            await sleep(0)
+
+        clock = FakeClock()
+        engine = AsyncEngine("m", script, clock)
+        monkeypatch.setattr(async_engine, "_FIRST_PAUSE_SECONDS", 8.0)
+        await engine.start()
+        monkeypatch.setattr(async_engine.asyncio, "sleep", record)
+        for lived_seconds in (1, 1, 1, 1, 61, 60):
+            num_restarts = engine.num_restarts
+            clock.advance_seconds(lived_seconds)
+            script.link.say(None)
+            while engine.num_restarts == num_restarts or not engine.is_ready:
+                await sleep(0)
+        assert [pause for pause in pauses if pause] == [8, 16, 30, 30, 8, 16]
+        await engine.close()
+
+    async def test_an_event_that_cannot_be_read_gives_the_engine_up(
+        self, engine, script, make_request
+    ):
+        await engine.start()
+        stream = engine.submit(make_request(1), [])
+        script.link.say(ValueError("not msgpack"))
+        assert (await error_of(stream)).code == "engine_restarted"
+        await until(lambda: engine.state is EngineState.FAILED)
+        assert script.link.is_closed
+
+
+class TestClose:
+    async def test_before_the_start(self, script):
+        engine = AsyncEngine("m", script, FakeClock())
+        await engine.close()
+        assert engine.state is EngineState.CLOSED
+
+    @pytest.mark.parametrize("num_turns", [0, 1, 2, 3])
+    @pytest.mark.parametrize("first_events", [[], [READY]])
+    async def test_while_starting(self, engine, script, first_events, num_turns):
+        script.first_events = first_events
+        start = asyncio.create_task(engine.start())
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        await engine.close()
+        (result,) = await asyncio.gather(start, return_exceptions=True)
+        assert isinstance(result, NotReadyError) or result == FAKE_CAPACITY
+        assert engine.state is EngineState.CLOSED
+
+    async def test_while_the_engine_is_being_spawned(self, engine, script):
+        script.gate.clear()
+        start = asyncio.create_task(engine.start())
+        await asyncio.sleep(0.001)
+        await engine.close()
+        with pytest.raises(NotReadyError, match="stopped as it started"):
+            await start
+
+    async def test_while_requests_are_in_work(self, engine, script, make_request):
+        await engine.start()
+        stream = engine.submit(make_request(), [])
+        await engine.close()
+        error = await error_of(stream)
+        assert (error.code, error.message) == ("not_ready", "the server is stopping")
+        assert script.link.is_closed
+        with pytest.raises(NotReadyError, match="is closed"):
+            engine.submit(make_request(), [])
+        engine.abort(1)
+
+    async def test_while_restarting(self, engine, script, monkeypatch):
+        await engine.start()
+        monkeypatch.setattr(async_engine, "_LONGEST_PAUSE_SECONDS", 60.0)
+        script.gate.clear()
+        script.link.say(None)
+        await until(lambda: engine.state is EngineState.RESTARTING)
+        await engine.close()
+        assert engine.state is EngineState.CLOSED
+        assert len(script.links) == 1
+
+    async def test_in_the_pause_before_a_restart(self, script, monkeypatch):
+        monkeypatch.setattr(async_engine, "_FIRST_PAUSE_SECONDS", 60.0)
+        engine = AsyncEngine("m", script, FakeClock())
+        await engine.start()
+        script.link.say(None)
+        await until(lambda: engine.num_restarts == 1)
+        async with asyncio.timeout(20):
+            await engine.close()
+
+    async def test_after_a_failed_start_and_twice(self, engine, script):
+        script.first_events = [None]
+        with pytest.raises(InternalError):
+            await engine.start()
+        await engine.close()
+        await engine.close()
+
+    async def test_no_task_is_left(self, engine):
+        before = asyncio.all_tasks()
+        await engine.start()
+        await engine.close()
+        assert asyncio.all_tasks() == before
+
+
+class TestRealEngines:
+    @pytest.mark.parametrize("factory", [fake_engine_thread, fake_engine_process])
+    async def test_close_leaves_nothing(self, factory, temporary_folder, make_request, capfd):
+        threads = set(threading.enumerate())
+        engine = AsyncEngine("m", factory(), SystemClock())
+        await engine.start()
+        stream = engine.submit(make_request(1, "digest"), [SOURCE])
+        tokens = []
+        while not (outputs := await stream.take())[-1].finished:
+            tokens += [t for o in outputs for d in o.deltas for t in d.token_ids]
+        await engine.close()
+        left = {t.name for t in set(threading.enumerate()) - threads if "loraplex" in t.name}
+        assert left == set()
+        assert capfd.readouterr().err == ""
+
+    async def test_a_killed_process(self, temporary_folder, make_request):
+        settings = FakeEngineSettings(step_seconds=0.02)
+        engine = AsyncEngine("m", fake_engine_process(settings), SystemClock())
+        await engine.start()
+        streams = [engine.submit(make_request(i, max_tokens=999), []) for i in (1, 2)]
+        await streams[1].take()
+        os.kill(engine._link.pid, signal.SIGKILL)
+        for stream in streams:
+            while not (outputs := await stream.take())[-1].finished:
+                pass
+            assert outputs[-1].error.code == "engine_restarted"
+        await until(lambda: engine.is_ready)
+        stream = engine.submit(make_request(3, "digest", max_tokens=1), [SOURCE])
+        (output,) = await stream.take()
+        assert output.error is None
+        await engine.close()
+
+    async def test_a_process_that_cannot_start(self, temporary_folder):
+        failure = ConfigError("max_model_len is too long").to_info()
+        engine = AsyncEngine(
+            "m", fake_engine_process(FakeEngineSettings(failure=failure)), SystemClock()
+        )
+        with pytest.raises(ConfigError, match="max_model_len is too long"):
+            await engine.start()
+        await engine.close()
+
+    async def test_closing_a_process_that_starts(self, temporary_folder):
+        engine = AsyncEngine(
+            "m", fake_engine_process(FakeEngineSettings(start_seconds=60)), SystemClock()
+        )
+        start = asyncio.create_task(engine.start())
+        await asyncio.sleep(0.05)
+        async with asyncio.timeout(20):
+            await engine.close()
+        with pytest.raises(NotReadyError):
+            await start
+
+    async def test_a_thread_that_fails_is_replaced(self, make_request, caplog):
+        lives = []
+
+        async def start(epoch):
+            healthy = await fake_engine_thread()(epoch)
+            lives.append(healthy)
+            if len(lives) > 1:
+                return healthy
+            await healthy.close()
+            return ThreadLink(lambda channel: (channel.send(READY), channel.receive(None), 1 / 0))
+
+        engine = AsyncEngine("m", start, SystemClock())
+        await engine.start()
+        stream = engine.submit(make_request(), [])
+        assert (await error_of(stream)).code == "engine_restarted"
+        await until(lambda: engine.is_ready)
+        await engine.close()
+        assert "ZeroDivisionError" in caplog.text

@@ -1,0 +1,439 @@
+"""The one door, over two models on fake engines and two tenants."""
+
+import asyncio
+import itertools
+
+import pytest
+
+from loraplex.core.adapter import AdapterChoice, AdapterRef, ByDigest, ByName, ByTaskId
+from loraplex.core.clock import SystemClock
+from loraplex.core.config import AdapterConfig
+from loraplex.core.errors import (
+    AdapterExistsError,
+    AdapterNotFoundError,
+    ConfigError,
+    InvalidParameterError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    NotReadyError,
+    PermissionDeniedError,
+    PromptTooLongError,
+    QueueFullError,
+)
+from loraplex.core.output import FinishReason
+from loraplex.core.principal import LOCAL, Principal
+from loraplex.core.request import GenerateRequest
+from loraplex.core.sampling_params import SamplingParams
+from loraplex.serving import served_model
+from loraplex.serving.adapter_loading import AdapterLoading
+from loraplex.serving.async_engine import EngineState
+from loraplex.serving.backend import Backend
+from loraplex.serving.request_metrics import RequestMetrics
+from loraplex.serving.service import Service
+from loraplex.testing.fake_engine_process import FakeEngineSettings
+
+ACME, GLOBEX = Principal("acme"), Principal("globex")
+SLOW = FakeEngineSettings(step_seconds=0.005)
+
+
+@pytest.fixture
+async def make_service(make_model, staging):
+    """A function (model name=settings...) -> a service that is not started; it is closed."""
+    services = []
+
+    def make(config: dict | None = None, **settings) -> Service:
+        models = [make_model(name, one, **(config or {})) for name, one in settings.items()]
+        metrics = RequestMetrics(settings)
+        service = Service(models, AdapterLoading(staging), metrics, SystemClock())
+        service.metrics = metrics
+        services.append(service)
+        return service
+
+    yield make
+    for service in services:
+        await service.close()
+
+
+@pytest.fixture
+async def service(make_service, staging):
+    """Models `a` and `b`; adapters of acme: zh on both, ja on a; of globex: zh on a."""
+    service: Backend = make_service(a=None, b=None)
+    await service.start()
+    for path in ("/zh", "/ja", "/other-zh"):
+        staging.put(path)
+    await service.load_adapter(ACME, model="a", name="zh", path="/zh", task_id=1)
+    await service.load_adapter(ACME, model="b", name="zh", path="/zh")
+    await service.load_adapter(ACME, model="a", name="ja", path="/ja")
+    await service.load_adapter(GLOBEX, model="a", name="zh", path="/other-zh")
+    return service
+
+
+@pytest.fixture
+async def slow(make_service, staging):
+    """One model whose steps take long enough to act in between."""
+    service = make_service(a=SLOW)
+    await service.start()
+    await service.load_adapter(LOCAL, model="a", name="zh", path=staging.put("/zh"))
+    return service
+
+
+_REQUEST_IDS = itertools.count(1)
+
+
+def request(model="a", *keys, prompt="What is the capital of France?", max_tokens=4, **fields):
+    sampling = fields.pop("sampling", None) or SamplingParams(
+        max_tokens=max_tokens, temperature=0, ignore_eos=True
+    )
+    return GenerateRequest(
+        request_id=next(_REQUEST_IDS),
+        model=model,
+        prompt=prompt,
+        sampling=sampling,
+        adapters=tuple(AdapterChoice(key) for key in keys),
+        **fields,
+    )
+
+
+async def outputs_of(service, asked, principal=ACME) -> list:
+    async with asyncio.timeout(20):
+        return [output async for output in await service.generate(asked, principal)]
+
+
+async def tokens_of(service, asked, principal=ACME) -> list[int]:
+    outputs = await outputs_of(service, asked, principal)
+    return [t for output in outputs for s in output.sequences for t in s.token_ids]
+
+
+class TestGenerate:
+    async def test_the_base_model(self, service):
+        outputs = await outputs_of(service, request("b", client_request_id="mine"))
+        last = outputs[-1]
+        assert (last.model, last.client_request_id, last.adapters) == ("b", "mine", ())
+        assert last.finished
+        assert last.num_output_tokens == 4
+        assert last.sequences[-1].finish_reason is FinishReason.LENGTH
+        prompt = service.tokenize("b", "What is the capital of France?")
+        assert last.prompt_token_ids == tuple(prompt)
+
+    async def test_prompts_may_be_ids_and_without_special_tokens(self, service):
+        text = await outputs_of(service, request(prompt="hm", add_special_tokens=False))
+        ids = service.tokenize("a", "hm", add_special_tokens=False)
+        assert text[-1].prompt_token_ids == tuple(ids)
+        same = await outputs_of(service, request(prompt=tuple(ids)))
+        assert same[-1].prompt_token_ids == tuple(ids)
+
+    async def test_a_long_text_is_tokenized_beside_the_loop(self, service, monkeypatch):
+        monkeypatch.setattr(served_model, "_INLINE_CHARACTERS", 10)
+        text = "France is big."
+        outputs = await outputs_of(service, request(prompt=text))
+        assert outputs[-1].prompt_token_ids == tuple(service.tokenize("a", text))
+
+    async def test_adapters_by_name_task_and_digest(self, service):
+        base = await tokens_of(service, request())
+        digest = service.adapters(ACME, "b")[0].digest
+        by_key = [
+            await tokens_of(service, request("a", key))
+            for key in (ByName("zh"), ByTaskId(1), ByDigest(digest))
+        ]
+        assert by_key[0] == by_key[1] == by_key[2] != base
+        assert await tokens_of(service, request("a", ByName("ja"))) not in (base, by_key[0])
+        outputs = await outputs_of(service, request("a", ByTaskId(1)))
+        (adapter,) = outputs[0].adapters
+        assert (adapter.name, adapter.digest, adapter.scale) == ("zh", "digest of /zh", 1.0)
+
+    async def test_each_tenant_has_its_own(self, service):
+        acme = await outputs_of(service, request("a", ByName("zh")), ACME)
+        globex = await outputs_of(service, request("a", ByName("zh")), GLOBEX)
+        assert acme[0].adapters[0].digest == "digest of /zh"
+        assert globex[0].adapters[0].digest == "digest of /other-zh"
+        with pytest.raises(AdapterNotFoundError, match="known adapters: 'zh'"):
+            await service.generate(request("a", ByName("ja")), GLOBEX)
+        with pytest.raises(AdapterNotFoundError):
+            await service.generate(request("a", ByDigest("digest of /zh")), GLOBEX)
+
+    @pytest.mark.parametrize(
+        ("asked", "error", "text"),
+        [
+            (request(prompt=""), InvalidRequestError, "at least one token"),
+            (request(prompt=()), InvalidRequestError, "at least one token"),
+            (request("c"), ModelNotFoundError, "no model 'c' here; there are: 'a', 'b'"),
+            (request("a", ByName("fr")), AdapterNotFoundError, "'fr' not found"),
+            (request(prompt=(1,) * 3000), PromptTooLongError, "3000 tokens"),
+            (request(sampling=SamplingParams(top_p=7)), InvalidParameterError, "top_p"),
+            (request(prompt="\ud800"), InvalidRequestError, "lone surrogate"),
+        ],
+        ids=lambda value: value if isinstance(value, str) else "",
+    )
+    async def test_what_is_wrong_is_raised_at_once_and_counted(self, service, asked, error, text):
+        with pytest.raises(error, match=text):
+            await service.generate(asked, ACME)
+        model = asked.model if asked.model in ("a", "b") else ""
+        assert service.metrics.errors.labels(model, error.code)._value.get() == 1
+
+    async def test_the_models_length_is_the_engines(self, service):
+        """The engine's memory may hold less than the model was made for."""
+        assert service.model("a").max_model_len == 2048
+
+    async def test_rights(self, service):
+        nobody = Principal("acme", may_use_adapters=False, may_manage_adapters=False)
+        assert await tokens_of(service, request(), nobody)
+        with pytest.raises(PermissionDeniedError, match="'acme' may not use"):
+            await service.generate(request("a", ByName("zh")), nobody)
+        with pytest.raises(PermissionDeniedError, match="'acme' may not manage"):
+            await service.load_adapter(nobody, model="a", name="x", path="/zh")
+        with pytest.raises(PermissionDeniedError, match="'acme' may not manage"):
+            await service.unload_adapter(nobody, AdapterRef("a", "acme", ByName("zh")))
+
+    async def test_closing_the_iterator_aborts(self, slow):
+        outputs = await slow.generate(request(max_tokens=2000), LOCAL)
+        await anext(outputs)
+        await outputs.aclose()
+        await slow.drain(5)
+        assert slow.stats("a").num_running == 0
+        assert slow.stats("a").generation_tokens < 2000
+
+    async def test_a_deadline(self, slow):
+        outputs = await slow.generate(request(max_tokens=2000, timeout_seconds=0.03), LOCAL)
+        with pytest.raises(Exception, match=r"within its 0\.03 seconds"):
+            [output async for output in outputs]
+
+    async def test_a_full_queue_is_the_iterators_first_word(self, make_service):
+        settings = FakeEngineSettings(step_seconds=0.005, max_queue_size=1)
+        service = make_service(a=settings)
+        await service.start()
+        streams = [await service.generate(request(max_tokens=50), LOCAL) for _ in range(40)]
+        results = await asyncio.gather(*map(anext, streams), return_exceptions=True)
+        assert any(isinstance(result, QueueFullError) for result in results)
+        for stream in streams:
+            await stream.aclose()
+
+    async def test_requests_are_numbered(self, service):
+        assert service.new_request_id() < service.new_request_id()
+
+
+class TestFind:
+    @pytest.mark.parametrize(
+        ("name", "model", "key"),
+        [
+            ("a", "a", None),
+            ("b", "b", None),
+            ("ja", "a", ByName("ja")),
+            ("a:ja", "a", ByName("ja")),
+            ("a:zh", "a", ByName("zh")),
+            ("b:zh", "b", ByName("zh")),
+        ],
+    )
+    async def test_what_a_name_means(self, service, name, model, key):
+        assert service.find(name, ACME) == (service.model(model), key)
+
+    @pytest.mark.parametrize("name", ["c", "b:ja", "a:", ":ja", "", "c:zh", "a:zh:zh", "A"])
+    async def test_unknown_names_list_what_there_is(self, service, name):
+        with pytest.raises(ModelNotFoundError, match="there are: 'a', 'b', 'ja', 'zh', 'zh'"):
+            service.find(name, ACME)
+
+    async def test_a_name_on_two_models_must_be_told_apart(self, service):
+        with pytest.raises(ModelNotFoundError, match="'zh' is ambiguous; say a:zh or b:zh"):
+            service.find("zh", ACME)
+        assert service.find("zh", GLOBEX) == (service.model("a"), ByName("zh"))
+
+    async def test_tenants_do_not_see_each_other(self, service):
+        with pytest.raises(ModelNotFoundError, match=r"'a', 'b', 'zh'$"):
+            service.find("ja", GLOBEX)
+
+    async def test_names_with_colons(self, make_service, staging):
+        models = {"org:base": None, "org": None}
+        service = make_service(**models)
+        await service.start()
+        staging.put("/x")
+        for name in ("zh", "very:odd"):
+            await service.load_adapter(LOCAL, model="org:base", name=name, path="/x")
+        for name in ("org:base:zh", "zh"):
+            assert service.find(name, LOCAL)[1] == ByName("zh")
+        for name in ("very:odd", "org:base:very:odd"):
+            assert service.find(name, LOCAL)[1] == ByName("very:odd")
+
+    async def test_a_long_list_is_cut(self, service, staging):
+        for number in range(30):
+            await service.load_adapter(GLOBEX, model="b", name=f"n{number:02}", path="/zh")
+        with pytest.raises(ModelNotFoundError, match=r"'n16' and 13 more$"):
+            service.find("x", GLOBEX)
+
+
+class TestAdapters:
+    async def test_listing(self, service):
+        cards = service.adapters(ACME)
+        assert [(card.model, card.name) for card in cards] == [
+            ("a", "ja"),
+            ("a", "zh"),
+            ("b", "zh"),
+        ]
+        assert [card.name for card in service.adapters(ACME, "b")] == ["zh"]
+        with pytest.raises(ModelNotFoundError):
+            service.adapters(ACME, "c")
+
+    @pytest.mark.parametrize("name", ["a", "b"])
+    async def test_a_bases_name_is_taken(self, service, name):
+        with pytest.raises(InvalidRequestError, match="name of a base model"):
+            await service.load_adapter(ACME, model="a", name=name, path="/zh")
+
+    async def test_loading_for_an_unknown_model(self, service):
+        with pytest.raises(ModelNotFoundError):
+            await service.load_adapter(ACME, model="c", name="x", path="/zh")
+
+    async def test_a_name_twice(self, service):
+        with pytest.raises(AdapterExistsError):
+            await service.load_adapter(ACME, model="a", name="zh", path="/zh")
+
+    async def test_unload(self, service):
+        await service.unload_adapter(ACME, AdapterRef("a", "acme", ByTaskId(1)))
+        with pytest.raises(AdapterNotFoundError):
+            await service.generate(request("a", ByName("zh")), ACME)
+        with pytest.raises(AdapterNotFoundError):
+            await service.unload_adapter(ACME, AdapterRef("a", "acme", ByName("zh")))
+        assert await tokens_of(service, request("b", ByName("zh")))  # the other model's stays
+        assert await tokens_of(service, request("a", ByName("zh")), GLOBEX)
+
+    async def test_requests_that_run_with_an_unloaded_adapter_end_normally(self, slow):
+        whole = await tokens_of(slow, request("a", ByName("zh"), max_tokens=20), LOCAL)
+        outputs = await slow.generate(request("a", ByName("zh"), max_tokens=20), LOCAL)
+        first = await anext(outputs)
+        await slow.unload_adapter(LOCAL, AdapterRef("a", "default", ByName("zh")))
+        rest = [output async for output in outputs]
+        tokens = [t for output in [first, *rest] for s in output.sequences for t in s.token_ids]
+        assert tokens == whole
+        assert len(first.sequences[0].token_ids) < 20
+
+    async def test_a_replacement_is_for_new_requests(self, slow, staging):
+        old = await slow.generate(request("a", ByName("zh"), max_tokens=20), LOCAL)
+        first = await anext(old)
+        await slow.load_adapter(LOCAL, model="a", name="zh", path=staging.put("/new"), replace=True)
+        new = await outputs_of(slow, request("a", ByName("zh"), max_tokens=20), LOCAL)
+        rest = [output async for output in old]
+        assert {o.adapters[0].digest for o in [first, *rest]} == {"digest of /zh"}
+        assert {o.adapters[0].digest for o in new} == {"digest of /new"}
+        assert rest[-1].num_output_tokens == new[-1].num_output_tokens == 20
+
+
+class TestLifecycle:
+    async def test_before_the_start_all_is_refused_to_be_tried_again(self, make_service):
+        service = make_service(a=None)
+        assert (service.health().live, service.health().ready) == (True, False)
+        assert service.health().reason == "the server is starting"
+        assert not service.model_ready("a")
+        assert service.find("a", LOCAL)[1] is None
+        for work in (
+            service.generate(request(), LOCAL),
+            service.load_adapter(LOCAL, model="a", name="x", path="/x"),
+        ):
+            with pytest.raises(NotReadyError, match="starting") as caught:
+                await work
+            assert caught.value.retry_after_seconds
+        with pytest.raises(NotReadyError, match="starting"):
+            service.find("an adapter that is not loaded yet", LOCAL)
+
+    async def test_configured_adapters_are_there_when_it_is_ready(self, make_service, staging):
+        config = {"adapters": {"zh": AdapterConfig(staging.put("/zh"))}}
+        service = make_service(config, a=None)
+        await service.start()
+        assert service.health().ready
+        assert [card.name for card in service.adapters(LOCAL)] == ["zh"]
+
+    async def test_an_adapter_named_as_another_base_stops_the_start(self, make_service, staging):
+        config = {"adapters": {"b": AdapterConfig(staging.put("/zh"))}}
+        service = make_service(config, a=None, b=None)
+        with pytest.raises(ConfigError, match="'b' is the name of a base model"):
+            await service.start()
+        assert not service.health().ready
+
+    async def test_one_engine_that_cannot_start_stops_the_start(self, make_service):
+        failure = ConfigError("no weights").to_info()
+        service = make_service(a=None, b=FakeEngineSettings(failure=failure))
+        with pytest.raises(ConfigError, match="no weights"):
+            await service.start()
+        await service.close()
+
+    async def test_drain_lets_requests_end_and_takes_no_new_ones(self, slow):
+        outputs = await slow.generate(request(max_tokens=10), LOCAL)
+        drain = asyncio.create_task(slow.drain(20))
+        await asyncio.sleep(0)
+        assert slow.health().reason == "the server is stopping"
+        assert not slow.model_ready("a")
+        with pytest.raises(NotReadyError, match="stopping"):
+            await slow.generate(request(), LOCAL)
+        with pytest.raises(NotReadyError, match="stopping"):
+            await slow.load_adapter(LOCAL, model="a", name="x", path="/zh")
+        await drain
+        assert [output async for output in outputs][-1].num_output_tokens == 10
+
+    async def test_drain_gives_up_in_time_and_close_tells_the_rest(self, slow, caplog):
+        outputs = await slow.generate(request(max_tokens=2000), LOCAL)
+        async with asyncio.timeout(10):
+            await slow.drain(0.0)
+        assert "the time to drain is up" in caplog.text
+        await slow.close()
+        with pytest.raises(NotReadyError, match="stopping"):
+            [output async for output in outputs]
+
+    async def test_an_idle_service_drains_at_once(self, service):
+        async with asyncio.timeout(0.04):
+            await service.drain(60)
+
+    async def test_close_ends_the_staging_worker_and_may_come_twice(self, service, staging):
+        await service.close()
+        await service.close()
+        assert staging.is_closed
+
+
+class TestHealth:
+    @pytest.mark.parametrize(
+        ("states", "ready"),
+        [
+            (("ready", "ready"), True),
+            (("ready", "restarting"), False),
+            (("starting", "ready"), False),
+            (("failed", "ready"), False),
+            (("closed", "closed"), False),
+        ],
+    )
+    async def test_ready_is_when_every_engine_is(self, service, states, ready):
+        for served, state in zip(service._models.values(), states, strict=True):
+            served.engine.state = EngineState(state)
+        health = service.health()
+        assert (health.live, health.ready) == (True, ready)
+        for name, state in zip("ab", states, strict=True):
+            assert service.model_ready(name) == (state == "ready")
+            told = f"model {name!r} is {state}" in health.reason
+            assert told == (state != "ready")
+        assert not service.model_ready("c")
+
+    async def test_the_reason_of_a_failure_is_told(self, service):
+        engine = service._models["b"].engine
+        engine.state, engine.failure = EngineState.FAILED, ConfigError("no weights")
+        assert service.health().reason == "the engine of model 'b' is failed: no weights"
+
+
+class TestAsides:
+    async def test_models(self, service):
+        assert [card.name for card in service.models()] == ["a", "b"]
+        assert service.model("b").path == "/models/b"
+        with pytest.raises(ModelNotFoundError, match="'a', 'b'"):
+            service.model("zh")
+
+    async def test_text_and_tokens(self, service):
+        ids = service.tokenize("a", "Paris")
+        assert service.detokenize("a", ids) == "Paris"
+        assert service.detokenize("a", ids, skip_special_tokens=False) != "Paris"
+        assert b"".join(service.token_bytes("a", i) for i in ids[1:]).strip() == b"Paris"
+
+    async def test_chat(self, service):
+        messages = [{"role": "user", "content": "Capital of France?"}]
+        asked = service.render_chat("a", messages)
+        assert "Capital of France?" in asked
+        assert len(service.render_chat("a", messages, add_generation_prompt=False)) <= len(asked)
+
+    async def test_steps_and_stats(self, service):
+        await tokens_of(service, request(max_tokens=5))
+        newest, last = service.steps("a", 2)
+        assert (newest.step_id + 1, last.step_id) == (last.step_id, service.stats("a").steps)
+        assert len(service.steps("a", 99)) == last.step_id
+        assert service.steps("a", 0) == service.steps("a", -1) == []
