@@ -12,7 +12,16 @@ import tritonclient.grpc
 import tritonclient.http
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
-from loraplex.core.errors import QueueFullError, RowFailedError
+from loraplex.core.errors import (
+    AdapterExistsError,
+    AdapterMismatchError,
+    AdapterTooLargeError,
+    InvalidAdapterError,
+    LoraplexError,
+    PermissionDeniedError,
+    QueueFullError,
+    RowFailedError,
+)
 from loraplex.testing.echo_backend import EchoBackend
 from loraplex.testing.served_triton import ServedTriton, served_triton
 
@@ -68,6 +77,16 @@ def ensemble(**tensors: np.ndarray) -> Case:
 def tensorrt(**tensors: np.ndarray) -> Case:
     core = {"input_ids": i32(1, 2, 3), "input_lengths": i32(3), "request_output_len": i32(5)}
     return Case({**core, **tensors}, model="tensorrt_llm")
+
+
+WEIGHTS = np.ones((1, 2, 4), dtype=np.float16)
+CONFIG = np.array([[[1, 0, 8], [2, 0, 8]]], dtype=np.int32)
+
+
+def refused_adapter(error: LoraplexError) -> Case:
+    """With an adapter that the backend refuses so."""
+    case = tensorrt(lora_weights=WEIGHTS, lora_config=CONFIG)
+    return case._replace(prepare=lambda backend: backend.plant_load(error))
 
 
 def truth() -> np.ndarray:
@@ -134,7 +153,26 @@ CASES = {
     ),
     "beam search": ensemble(beam_width=i32(2)),
     "forbidden words": ensemble(bad_words=text("rude")),
-    "inline LoRA weights": tensorrt(lora_weights=np.ones((1, 2, 4), dtype=np.float16)),
+    "weights without a config": tensorrt(lora_weights=WEIGHTS),
+    "config without weights": tensorrt(lora_config=CONFIG),
+    "weights of another type": tensorrt(lora_weights=WEIGHTS.astype(np.float64)),
+    "weights that staging refuses": refused_adapter(
+        InvalidAdapterError("lora_weights has to few values for attn_q: row 0")
+    ),
+    "weights of another base": refused_adapter(
+        AdapterMismatchError("lora module attn_qkv not enabled for this model: row 0")
+    ),
+    "rank of the weights too large": refused_adapter(
+        AdapterTooLargeError(
+            "Invalid low_rank (65). low_rank must be smaller than mMaxLowRank (64): row 0"
+        )
+    ),
+    "weights under a taken name": refused_adapter(
+        AdapterExistsError("adapter '7' already exists (digest d); remove it first")
+    ),
+    "weights from who may not load": refused_adapter(
+        PermissionDeniedError("tenant 't' may not manage adapters")
+    ),
     "streaming in a unary call": tensorrt(streaming=truth()),
     "stop request without an id": tensorrt(stop=truth()),
     "shared memory": ensemble()._replace(

@@ -32,7 +32,8 @@ typedef struct loraplex_attention_step {
 } loraplex_attention_step;
 
 /* Causal attention; scores are scaled by D ** -0.5, sums are float32. query and output
- * [num_tokens, num_heads, D], of one dtype; a token's heads are contiguous, tokens have a stride. */
+ * [num_tokens, num_heads, D], of one dtype; a token's heads are contiguous, tokens have a stride.
+ */
 LORAPLEX_API loraplex_status loraplex_paged_attention(
     loraplex_pool *pool, const loraplex_attention_step *step, loraplex_dtype kv_dtype,
     const void *keys, const void *values, loraplex_dtype dtype, const void *query,

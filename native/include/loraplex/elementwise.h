@@ -16,7 +16,7 @@ LORAPLEX_API loraplex_status loraplex_rms_norm(loraplex_pool *pool, int64_t num_
                                                int64_t inner_stride, const void *weight, float eps,
                                                void *output);
 
-/* sum = x + residual, rounded; output = rms_norm(sum). All [num_rows, n]; the results contiguous. */
+/* sum = x + residual, rounded; output = rms_norm(sum). All [num_rows, n], results contiguous. */
 LORAPLEX_API loraplex_status loraplex_add_rms_norm(loraplex_pool *pool, int64_t num_rows, int64_t n,
                                                    loraplex_dtype dtype, const void *x,
                                                    int64_t x_stride, const void *residual,

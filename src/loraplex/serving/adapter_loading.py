@@ -1,4 +1,4 @@
-"""From a path to a registered adapter: staged, checked against the engine, named, preloaded."""
+"""From a path, or a request's tensors, to an adapter: staged, checked, named, preloaded."""
 
 import asyncio
 import logging

@@ -10,8 +10,6 @@ from loraplex.adapters.store import AdapterStore, AdapterVersion
 from loraplex.core.adapter import AdapterChoice, AdapterRef, AdapterUse, ByName
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import (
-    AdapterLoadError,
-    AdapterNotFoundError,
     LoraplexError,
     PermissionDeniedError,
 )
@@ -65,13 +63,7 @@ class ServedModel:
         ]
 
     def has_adapter(self, name: str, tenant: str) -> bool:
-        try:
-            self.store.resolve(AdapterRef(self.card.name, tenant, ByName(name)))
-        except AdapterNotFoundError:
-            return False
-        except AdapterLoadError:  # it is registered, though its file is gone
-            pass
-        return True
+        return self.store.find(AdapterRef(self.card.name, tenant, ByName(name))) is not None
 
     @property
     def problem(self) -> str:

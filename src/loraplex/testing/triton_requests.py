@@ -53,3 +53,18 @@ def token_request(
         runtime_top_p=np.array([[0.0]], dtype=np.float32),
         **more,
     )
+
+
+def bf16_tensor(module: ModuleType, name: str, bits: Array) -> Any:
+    """A BF16 input from its bit patterns, as uint16.
+
+    Versions of tritonclient do not agree on what array they take for this type, so it is made as
+    the other type of two bytes and renamed.
+    """
+    tensor = module.InferInput(name, bits.shape, "FP16")
+    tensor.set_data_from_numpy(bits.view(np.float16))
+    if hasattr(tensor, "_input"):
+        tensor._input.datatype = "BF16"  # gRPC's holds its protobuf message
+    else:
+        tensor._datatype = "BF16"
+    return tensor

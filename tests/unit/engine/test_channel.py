@@ -123,10 +123,12 @@ def test_sending_never_waits_for_a_reader(ends):
 
 
 def test_what_was_sent_is_delivered_after_close(ends):
+    """More than the socket's own buffers hold, so that some is still in the channel."""
     channel, end = ends
-    channel.send(READY)
+    for _ in range(6000):
+        channel.send(READY)
     closing = threading.Thread(target=channel.close)
     closing.start()
-    assert [decode_event(end.receive()[1]) for _ in range(2)] == [READY, READY]
+    assert [decode_event(end.receive()[1]) for _ in range(6001)] == [READY] * 6001
     closing.join(5)
     assert not closing.is_alive()

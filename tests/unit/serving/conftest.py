@@ -91,6 +91,10 @@ class FakeStaging:
             raise staged
         return staged
 
+    async def stage_tensors(self, lora_weights, lora_config, **asked) -> StagedAdapter:
+        """As stage; the bytes of lora_weights are the path."""
+        return await self.stage(bytes(lora_weights.view).decode(), config=lora_config, **asked)
+
     async def close(self) -> None:
         self.is_closed = True
 

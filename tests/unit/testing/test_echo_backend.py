@@ -1,5 +1,6 @@
 import pytest
 
+from loraplex.adapters.staging import RequestTensor
 from loraplex.core.adapter import AdapterChoice, AdapterRef, ByDigest, ByName, ByTaskId
 from loraplex.core.errors import (
     AdapterExistsError,
@@ -199,3 +200,36 @@ def test_readiness():
     backend.unready_reason = "draining"
     assert backend.health().reason == "draining"
     assert not backend.model_ready("echo")
+
+
+TENSORS = {
+    "model": "echo",
+    "weights": RequestTensor("FP16", (1, 1), b"\x00\x3c"),
+    "config": RequestTensor("INT32", (1, 3), bytes(12)),
+}
+
+
+async def test_adapters_from_tensors():
+    backend = EchoBackend()
+    assert await backend.add_adapter_tensors(LOCAL, task_id=0, **TENSORS) == ByTaskId(0)
+    key = await backend.add_adapter_tensors(LOCAL, task_id=None, **TENSORS)
+    [card] = backend.adapters(LOCAL)
+    assert (card.name, card.task_id, key) == ("0", 0, ByDigest(card.digest))
+    assert backend.adapter_tensors == [(TENSORS["weights"], TENSORS["config"])] * 2
+    other = RequestTensor("FP16", (1, 1), b"\x00\x40")
+    await backend.add_adapter_tensors(LOCAL, task_id=0, **(TENSORS | {"weights": other}))
+    [changed] = backend.adapters(LOCAL)
+    assert changed.name == "0"
+    assert changed.digest != card.digest
+
+
+async def test_adapters_from_tensors_can_fail():
+    backend = EchoBackend()
+    backend.plant_load(AdapterExistsError("taken"))
+    with pytest.raises(AdapterExistsError, match="taken"):
+        await backend.add_adapter_tensors(LOCAL, task_id=0, **TENSORS)
+    with pytest.raises(PermissionDeniedError):
+        await backend.add_adapter_tensors(
+            Principal("t", may_manage_adapters=False), task_id=0, **TENSORS
+        )
+    assert backend.adapters(LOCAL) == []

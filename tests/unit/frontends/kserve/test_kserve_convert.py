@@ -7,7 +7,7 @@ from loraplex.frontends.kserve.models.convert import convert, split_words
 from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
 from loraplex.frontends.kserve.models.inputs import read_inputs
 from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
-from loraplex.frontends.kserve.tensors import Tensor, from_values
+from loraplex.frontends.kserve.tensors import DATATYPES, Tensor, from_values
 from loraplex.testing.echo_backend import echo_model
 
 EOS = 257
@@ -112,6 +112,72 @@ def test_the_adapter():
     assert text(lora_task_id=0).request.adapters == (AdapterChoice(ByTaskId(0)),)
     top = 2**64 - 1
     assert tokens(lora_task_id=top).request.adapters == (AdapterChoice(ByTaskId(top)),)
+
+
+def inline(datatype="FP32", **values):
+    """`ensemble` with lora_weights [[1, 2]] and lora_config [[1, 0, 8]], or what replaces them."""
+    made = {
+        "lora_weights": Tensor(
+            "lora_weights", datatype, np.array([[[1, 2]]], DATATYPES[datatype].wire_dtype)
+        ),
+        "lora_config": from_values("lora_config", "INT32", [1, 1, 3], [1, 0, 8]),
+    }
+    given = [t for t in (made | values).values() if t is not None]
+    given += tensors(ENSEMBLE, {"text_input": "hi", "max_tokens": 5})
+    inputs = read_inputs(ENSEMBLE, "ensemble", given, max_batch_size=1)[0]
+    return convert(inputs, echo_model("echo"), 7, detokenize=str)
+
+
+def task(task_id):
+    return from_values("lora_task_id", "UINT64", [1, 1], [task_id])
+
+
+@pytest.mark.parametrize("datatype", ["FP16", "FP32", "BF16"])
+def test_an_adapter_in_the_request(datatype):
+    generation = inline(datatype)
+    adapter = generation.inline_adapter
+    assert generation.request.adapters == ()
+    assert (adapter.weights.dtype, adapter.weights.shape) == (datatype, (1, 2))
+    wire = np.array([1, 2], DATATYPES[datatype].wire_dtype).tobytes()
+    assert bytes(adapter.weights.view) == wire
+    assert (adapter.config.dtype, adapter.config.shape) == ("INT32", (1, 3))
+    assert bytes(adapter.config.view) == np.array([1, 0, 8], "<i4").tobytes()
+    assert adapter.task_id is None
+
+
+def test_its_bytes_are_not_copied():
+    array = np.zeros((1, 2, 3), np.float16)
+    adapter = inline(lora_weights=Tensor("lora_weights", "FP16", array)).inline_adapter
+    array[0, 0, 0] = 1
+    assert bytes(adapter.weights.view)[:2] == b"\x00\x3c"
+
+
+@pytest.mark.parametrize("task_id", [0, 7, 2**64 - 1])
+def test_an_adapter_in_the_request_and_its_task_id(task_id):
+    generation = inline(lora_task_id=task(task_id))
+    assert generation.inline_adapter.task_id == task_id
+    assert generation.request.adapters == (), "what the id meant before is not asked for"
+
+
+@pytest.mark.parametrize("missing", ["lora_weights", "lora_config"])
+@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize("task_id", [None, task(1)])
+def test_half_an_adapter(missing, empty, task_id):
+    datatype = ENSEMBLE.input(missing).datatype
+    half = Tensor(missing, datatype, np.zeros((1, 0, 3), DATATYPES[datatype].wire_dtype))
+    with pytest.raises(InvalidTensorError) as raised:
+        inline(**{missing: half if empty else None, "lora_task_id": task_id})
+    assert raised.value.param == missing
+    stable = "Request for LoRA inference must have both lora_weights and lora_keys; "
+    assert raised.value.message == f"{stable}input '{missing}' is missing or empty"
+
+
+def test_empty_tensors_are_no_adapter():
+    weights = Tensor("lora_weights", "FP16", np.zeros((1, 0, 0), np.float16))
+    config = Tensor("lora_config", "INT32", np.zeros((1, 0, 3), np.int32))
+    generation = inline(lora_weights=weights, lora_config=config, lora_task_id=task(3))
+    assert generation.inline_adapter is None
+    assert generation.request.adapters == (AdapterChoice(ByTaskId(3)),)
 
 
 def test_what_the_client_wants_to_see():

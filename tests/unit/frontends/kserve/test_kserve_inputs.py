@@ -146,12 +146,59 @@ def test_a_stop_request_needs_nothing_else():
         read(tensor("stop", "BOOL", [1, 1], False), kind=TENSORRT_LLM)
 
 
-def test_inline_lora_is_refused_in_all_its_shapes():
-    weights = Tensor("lora_weights", "BF16", np.ones((3, 4), dtype=np.float32))
-    config = tensor("lora_config", "INT32", [1, 1, 4], 0, 0, 8, 1)
-    for inline in (weights, config):
-        with pytest.raises(UnsupportedFeatureError, match=r"register the adapter"):
-            read(TEXT, LIMIT, inline)
+@KINDS
+def test_both_models_take_an_adapter_alike(kind):
+    weights, config = kind.input("lora_weights"), kind.input("lora_config")
+    assert (weights.datatype, weights.dims) == ("FP16", (-1, -1)), "as old templates declare it"
+    assert (config.datatype, config.dims) == ("INT32", (-1, 3))
+    assert weights.is_ragged
+    assert config.is_ragged
+
+
+@pytest.mark.parametrize("datatype", ["FP16", "FP32", "BF16"])
+@pytest.mark.parametrize("columns", [3, 4, 5])
+def test_an_adapter_with_and_without_its_batch_dimension(datatype, columns):
+    """Staging says what is wrong with the rows and columns."""
+    weights = np.arange(6, dtype=DATATYPES[datatype].wire_dtype).reshape(1, 2, 3)
+    config = np.ones((1, 2, columns), dtype=np.int32)
+    for both in ((weights, config), (weights[0], config), (weights, config[0])):
+        given = Tensor("lora_weights", datatype, both[0]), Tensor("lora_config", "INT32", both[1])
+        inputs = read(TEXT, LIMIT, *given)[0]
+        assert inputs.tensor("lora_weights").datatype == datatype
+        assert inputs.array("lora_weights").tolist() == weights[0].tolist()
+        assert inputs.array("lora_config").shape == (2, columns)
+
+
+def test_each_element_of_a_batch_has_its_own_adapter():
+    texts = tensor("text_input", "BYTES", [2, 1], "a", "b")
+    limits = tensor("max_tokens", "INT32", [2, 1], 5, 5)
+    weights = tensor("lora_weights", "FP32", [2, 1, 2], 1.0, 2.0, 3.0, 4.0)
+    first, second = read(texts, limits, weights)
+    assert first.array("lora_weights").tolist() == [[1.0, 2.0]]
+    assert second.array("lora_weights").tolist() == [[3.0, 4.0]]
+    for shape in ([2, 2], [1, 2, 2]):
+        one = tensor("lora_weights", "FP32", shape, 1.0, 2.0, 3.0, 4.0)
+        with pytest.raises(InvalidTensorError, match="'lora_weights' batch size does not match"):
+            read(texts, limits, one)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "fragment"),
+    [
+        (tensor("lora_weights", "FP64", [1, 1, 1], 1.0), "expects 'FP16' or 'FP32' or 'BF16'"),
+        (
+            tensor("lora_config", "INT64", [1, 1, 3], 0, 0, 8),
+            "but model 'ensemble' expects 'INT32'",
+        ),
+        (tensor("lora_weights", "FP32", [1], 1.0), "Expected [-1,-1,-1], got [1]"),
+        (tensor("lora_weights", "FP32", [1, 1, 1, 1], 1.0), "got [1,1,1,1]"),
+    ],
+)
+def test_what_cannot_be_an_adapter(tensors, fragment):
+    with pytest.raises(InvalidTensorError) as raised:
+        read(TEXT, LIMIT, tensors)
+    assert fragment in raised.value.message
+    assert raised.value.param == tensors.name
 
 
 def test_requested_outputs():

@@ -1,13 +1,18 @@
 """TritonService over an EchoBackend, without a wire."""
 
 import asyncio
+import dataclasses
 
+import numpy as np
 import pytest
 
+from loraplex.core.adapter import AdapterChoice, ByDigest
 from loraplex.core.errors import (
     AdapterNotFoundError,
+    InvalidAdapterError,
     InvalidParameterError,
     InvalidRequestError,
+    PermissionDeniedError,
     QueueFullError,
     RowFailedError,
 )
@@ -75,6 +80,83 @@ async def test_the_adapter_that_answered_is_told(backend, service):
     assert response.parameters["adapter_digest"] == card.digest
     with pytest.raises(AdapterNotFoundError, match=r"^LoRA task 4 not found in cache\. Please"):
         await service.infer(request(lora_task_id=4), LOCAL)
+
+
+def with_adapters(texts=("hi",), values=(1.0,), task_id=None):
+    """Each element brings its adapter [[value]]."""
+    size = len(texts)
+    asked = request(texts) if task_id is None else request(texts, lora_task_id=task_id)
+    inputs = (
+        *asked.inputs,
+        from_values("lora_weights", "FP32", [size, 1, 1], list(values)),
+        from_values("lora_config", "INT32", [size, 1, 3], [1, 0, 8] * size),
+    )
+    return dataclasses.replace(asked, inputs=inputs)
+
+
+async def test_an_adapter_that_comes_with_the_request(backend, service):
+    response = await service.infer(with_adapters(task_id=5), LOCAL)
+    assert text_of(response) == [b"hiecho+5: hi"]
+    assert response.parameters["adapter"] == "5"
+    response = await service.infer(request(lora_task_id=5), LOCAL)
+    assert response.parameters["adapter"] == "5"
+    [card] = backend.adapters(LOCAL)
+    assert (card.name, card.task_id) == ("5", 5)
+
+
+async def test_other_bytes_under_the_same_task_id(backend, service):
+    digests = []
+    for value in (1.0, 2.0, 2.0, 1.0):
+        response = await service.infer(with_adapters(values=(value,), task_id=0), LOCAL)
+        digests.append(response.parameters["adapter_digest"])
+        later = await service.infer(request(lora_task_id=0), LOCAL)
+        assert later.parameters["adapter_digest"] == digests[-1]
+    assert digests[0] == digests[3] != digests[1] == digests[2]
+    assert len(backend.adapters(LOCAL)) == 1
+
+
+async def test_an_adapter_without_a_task_id_is_its_digest(backend, service):
+    response = await service.infer(with_adapters(), LOCAL)
+    [card] = backend.adapters(LOCAL)
+    assert card.task_id is None
+    assert card.name == f"inline-{card.digest[:12]}"
+    assert response.parameters["adapter_digest"] == card.digest
+    assert backend.requests[-1].adapters == (AdapterChoice(ByDigest(card.digest)),)
+
+
+async def test_a_batch_of_adapters(backend, service):
+    response = await service.infer(with_adapters(("a", "b"), (1.0, 2.0), task_id=3), LOCAL)
+    assert text_of(response) == [b"aecho+3: a", b"becho+3: b"]
+    views = [bytes(weights.view) for weights, _ in backend.adapter_tensors]
+    assert views == [np.float32(value).tobytes() for value in (1.0, 2.0)]
+
+
+async def test_a_bad_adapter_is_the_end_of_its_batch(backend, service):
+    backend.plant_load(InvalidAdapterError("lora_weights has to few values for attn_q"))
+    with pytest.raises(InvalidAdapterError, match="has to few values"):
+        await service.infer(with_adapters(("a", "b"), (1.0, 2.0)), LOCAL)
+    assert backend.requests == []
+    assert service.num_active == 0
+    with pytest.raises(PermissionDeniedError):
+        await service.infer(with_adapters(), Principal("t", may_manage_adapters=False))
+
+
+async def test_a_client_that_leaves_while_its_adapter_is_staged(backend, service):
+    backend.delay_seconds = 60.0
+    asking = asyncio.create_task(service.infer(with_adapters(), LOCAL))
+    while not backend.adapter_tensors:
+        await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    assert asking.cancelled()
+    assert backend.requests == []
+    assert service.num_active == 0
+
+
+async def test_a_digest_that_is_gone_is_not_called_a_task(backend, service):
+    backend.plant(AdapterNotFoundError("no adapter has digest d"))
+    with pytest.raises(AdapterNotFoundError, match=r"^no adapter has digest d$"):
+        await service.infer(with_adapters(), LOCAL)
 
 
 async def test_a_batch_is_admitted_whole_or_not_at_all(backend, service):

@@ -55,11 +55,12 @@ def test_raw_is_little_endian_and_row_major():
     assert tensor.array.tolist() == [[1, 2], [3, -1]]
 
 
-def test_bf16_is_widened_exactly():
-    # 1.0, -2.5 and the largest finite bfloat16
-    tensor = from_raw("t", "BF16", [3], b"\x80\x3f\x20\xc0\x7f\x7f")
-    assert tensor.array.dtype == np.float32
-    assert tensor.array.tolist() == [1.0, -2.5, 3.3895313892515355e38]
+def test_bf16_is_kept_bit_for_bit():
+    # 1.0, -2.5, a signalling NaN
+    data = b"\x80\x3f\x20\xc0\x81\x7f"
+    tensor = from_raw("t", "BF16", [3], data)
+    assert tensor.array.tolist() == [0x3F80, 0xC020, 0x7F81]
+    assert to_raw(tensor) == data
 
 
 def test_nested_and_flat_json_are_the_same():

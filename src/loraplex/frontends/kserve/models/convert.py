@@ -39,7 +39,7 @@ class Generation:
 
     request: GenerateRequest
     """With an inline adapter its `adapters` are empty until the backend has a key for it."""
-    inline_adapter: InlineAdapter | None
+    inline_adapter: InlineAdapter | None = None
     end_token_ids: frozenset[int]
     """They end the answer and are never shown."""
     is_streamed: bool

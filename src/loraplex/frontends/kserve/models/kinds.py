@@ -169,7 +169,7 @@ GUIDED_DECODING = "guided decoding"
 BEAM_SEARCH = "beam search"
 
 INLINE_LORA = (
-    # An old template's type; the others are what later converters write.
+    # Declared as in TensorRT-LLM's templates; its converters write the other types too.
     adapter("lora_weights", "FP16", (-1, -1), other_datatypes=("FP32", "BF16")),
     adapter("lora_config", "INT32", (-1, 3)),  # or 4 columns, since DoRA
 )
