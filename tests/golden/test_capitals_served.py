@@ -1,0 +1,29 @@
+"""The shipped model through loraplex: every country, language and adapter, in big batches."""
+
+import pytest
+
+from loraplex import LLM, SamplingParams
+from loraplex.testing.capitals import ADAPTER_PATHS, BASE_PATH
+from loraplex.testing.capitals.corpus import COUNTRIES, Language, answer, questions
+
+ANSWERS_IN: dict[str | None, Language] = {
+    None: "english",
+    "chinese": "chinese",
+    "japanese": "japanese",
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_country_in_every_language_by_every_adapter(tmp_path, dtype):
+    cases = [
+        (question, name, answer(country, language))
+        for country in COUNTRIES
+        for name, language in ANSWERS_IN.items()
+        for question in questions(country).values()
+    ]
+    prompts, names, expected = zip(*cases, strict=True)
+    with LLM(BASE_PATH, ADAPTER_PATHS, state_dir=tmp_path, dtype=dtype) as llm:
+        sampling = SamplingParams(max_tokens=24, temperature=0)
+        answers = llm.generate(list(prompts), sampling, adapter=list(names))
+    assert [one.text for one in answers] == list(expected)
+    assert {one.finish_reason for one in answers} == {"stop"}
