@@ -18,6 +18,7 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
+NATIVE := native/CMakeLists.txt $(wildcard native/src/*) $(wildcard native/include/loraplex/*)
 INSTALL := $(BIN)/pip install --disable-pip-version-check --quiet -c constraints.txt $(PIP_ARGS)
 
 .PHONY: demo test test-all lint types bench docs fmt clean
@@ -27,7 +28,7 @@ $(BIN)/python:
 		{ echo "loraplex needs Python 3.11 or newer; say which: make PYTHON=python3.12 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.runtime: $(BIN)/python pyproject.toml constraints.txt
+$(VENV)/.runtime: $(BIN)/python pyproject.toml constraints.txt $(NATIVE)
 	@echo "Installing loraplex and torch into $(VENV) (a few minutes the first time) ..."
 	$(INSTALL) torch
 	$(INSTALL) -e .

@@ -15,11 +15,13 @@ from peft import LoraConfig, PeftModel
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from loraplex.core.plan import RowResult
+from loraplex.execution import loading
 from loraplex.execution.host_adapters import HostAdapters
 from loraplex.execution.loading import load_parts
 from loraplex.execution.model_runner import ModelRunner
 from loraplex.execution.sampler import Sampler
 from loraplex.execution.sizing import RunnerSettings
+from loraplex.kernels.reference import ReferenceKernels
 from loraplex.memory.adapter_pages import place
 from loraplex.testing.checkpoints import add_random_adapters, host_adapter, save_random_model
 from loraplex.testing.step_driver import Prompt, StepDriver
@@ -175,6 +177,13 @@ def make_subject(folder: Path, config: PretrainedConfig) -> Subject:
     for name, handle in HANDLES.items():
         adapters.put(handle, host_adapter(reference, name))
     return Subject(folder, reference, adapters)
+
+
+@pytest.fixture(autouse=True, params=["fastest", "reference"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this machine would choose, and torch alone: both must be right."""
+    if request.param == "reference":
+        monkeypatch.setattr(loading, "select_kernels", ReferenceKernels)
 
 
 @pytest.fixture(scope="module", params=CONFIGS)

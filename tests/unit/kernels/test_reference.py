@@ -1,4 +1,4 @@
-"""The reference ops against plain formulas; and the same bits for a row alone and in company."""
+"""Both CPU backends against plain formulas; and the same bits for a row alone and in company."""
 
 import itertools
 from collections.abc import Sequence
@@ -9,16 +9,17 @@ from torch.nn import functional
 
 from loraplex.kernels.dispatch import select_kernels
 from loraplex.kernels.ops import AttentionShape, Kernels, KVStorage, RowLayout
+from loraplex.kernels.reference import ReferenceKernels
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(num_heads=6, num_kv_heads=2, head_dim=16, block_size=8)
 NUM_BLOCKS = 200
 
 
-@pytest.fixture
-def kernels() -> Kernels:
+@pytest.fixture(params=["reference", "fastest"])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
     torch.manual_seed(0)
-    return select_kernels(CPU)
+    return ReferenceKernels(CPU) if request.param == "reference" else select_kernels(CPU)
 
 
 def test_linear(kernels: Kernels) -> None:
