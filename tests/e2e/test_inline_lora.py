@@ -205,18 +205,18 @@ def test_without_a_task_id(server, client, pairs):
     for language in ("chinese", "japanese", "chinese"):
         pair = pairs[f"{language} float16"]
         assert ask_text(client, triton_grpc, lora(pair)) == answer(USA, language)
-    names = set(adapters(server)) - set(ADAPTER_PATHS)
-    assert len(names) == 2
-    assert all(name.startswith("inline-") for name in names)
+    inline = [name for name in adapters(server) if name.startswith("inline-")]
+    assert len(inline) == 2  # each content once, however often it came
 
 
 @pytest.mark.parametrize("task_id", [105, None])
 def test_many_first_requests_at_once(server, client, pairs, task_id):
     inputs = lora(pairs["chinese float16"], task_id)
+    before = set(adapters(server))
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         told = list(pool.map(lambda _: ask_text(client, triton_grpc, inputs), range(4)))
     assert told == [answer(USA, "chinese")] * 4
-    assert len(adapters(server)) == len(ADAPTER_PATHS) + 1
+    assert len(set(adapters(server)) - before) == 1
 
 
 def changed(config: np.ndarray, column: int, value: int) -> np.ndarray:

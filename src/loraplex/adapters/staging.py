@@ -205,6 +205,7 @@ class StagingWorker:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
+                start_new_session=True,  # a Ctrl-C in the terminal is for serving alone
             )
             assert self._process.stderr is not None
             self._log_task = asyncio.create_task(_log_lines(self._process.stderr))

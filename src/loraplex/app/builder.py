@@ -1,6 +1,7 @@
 """Builds serving from a Config: which classes, with which arguments. It starts nothing."""
 
 import sys
+import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -58,7 +59,7 @@ def build_service(config: Config, launch: EngineLauncher, metrics: RequestMetric
         _served_model(name, model, store, AsyncEngine(name, launch(model), clock))
         for name, model in config.models.items()
     ]
-    worker = StagingWorker(state_directory(config.server.state_dir))
+    worker = StagingWorker(_made(state_directory(config.server.state_dir)))
     return Service(models, AdapterLoading(worker), metrics, clock)
 
 
@@ -91,6 +92,16 @@ def _served_model(
         store=store,
         engine=engine,
     )
+
+
+def _made(folder: Path) -> Path:
+    """The state directory, there and writable. Raises ConfigError: better now than at a load."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise ConfigError(f"cannot write to state_dir {folder}: {error.strerror}") from error
 
 
 def _chat_template(folder: Path, replacement: str | None, tokenizer: Tokenizer) -> ChatTemplate:

@@ -120,7 +120,7 @@ async def unless(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
 
 def http_app(service: Service, triton: TritonService, settings: ServerConfig) -> FastAPI:
     """OpenAI, KServe and operations on one port."""
-    app = FastAPI(title="loraplex", version=__version__, redoc_url=None)
+    app = FastAPI(title="loraplex", version=__version__, docs_url=None, redoc_url=None)
     app.include_router(
         openai_routes(service, OpenAIOptions(max_body_bytes=settings.max_body_bytes))
     )

@@ -38,14 +38,14 @@ def serve(
     adapter: Annotated[
         list[str] | None,
         typer.Option(
-            help="NAME=PATH[,task_id=N], repeatable. PATH is a PEFT folder.",
+            help="NAME=PATH[,task_id=N], repeatable. PATH is a folder or file of an adapter.",
             rich_help_panel=_LORA,
         ),
     ] = None,
     adapter_dir: Annotated[
         list[str] | None,
         typer.Option(
-            help="Every PEFT folder in it is an adapter of that name; repeatable.",
+            help="Every adapter folder in it is an adapter of that name; repeatable.",
             rich_help_panel=_LORA,
         ),
     ] = None,
@@ -161,6 +161,7 @@ def build_config(
     arguments = _arguments(model, name)
     served = list(dict.fromkeys([*file.model_names, *arguments.model_names]))
     if not served:
+        resolve([file])  # a misspelt key of the file is the likelier reason
         raise ConfigError("no model: give a folder or a hub id, or a --config with [models.NAME]")
     environment = field_layers(
         "environment variable LORAPLEX_{variable}", environment_fields(), served

@@ -93,7 +93,7 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """A jinja file that replaces the folder's own."""
     adapters: dict[str, AdapterConfig] = {}
     adapter_dirs: tuple[str, ...] = ()
-    """Every sub-folder with an adapter_config.json is an adapter of that name."""
+    """Every sub-folder that holds an adapter is one of that name."""
 
 
 class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -125,7 +125,6 @@ class AdapterLoading:
         if staged.changes_nothing:
             logger.warning("adapter %r changes nothing: every lora_B of %s is zero", name, path)
         card = self._register(model, DEFAULT_TENANT, name, staged, path, task_id, replace=False)
-        logger.info("adapter %r is %s, rank %d", name, card.digest[:12], card.rank)
         for warning in card.warnings:
             logger.warning("adapter %r: %s", name, warning)
 
@@ -134,7 +133,7 @@ class AdapterLoading:
             path,
             shapes=model.shapes,
             max_rank=model.config.max_lora_rank,
-            base_model=model.card.name,
+            base_model=_trained_name(model.card.path),
         )
 
     def _register(
@@ -154,7 +153,17 @@ class AdapterLoading:
         )
         if model.engine.is_ready:
             model.engine.preload(version.source)
-        return card_of(version)
+        card = card_of(version)
+        logger.info("adapter %r is %s, rank %d", name, card.digest[:12], card.rank)
+        return card
+
+
+def _trained_name(model_path: str) -> str:
+    """What adapters are likely to call this base: its folder's name, or its hub id."""
+    folder = Path(model_path).resolve()
+    if folder.parent.name == "snapshots":  # the hub's cache: models--OWNER--NAME/snapshots/COMMIT
+        return folder.parent.parent.name.removeprefix("models--").replace("--", "/")
+    return folder.name
 
 
 def find_adapters(folder: Path) -> list[tuple[str, Path]]:

@@ -231,6 +231,8 @@ class AsyncEngine:
     def _handle(self, event: EngineEvent, link: EngineLink) -> None:
         match event:
             case EngineReady(capacity):
+                if self.num_restarts:
+                    logger.warning("model %s: its engine is back", self.model)
                 self._capacity = capacity
                 self._link = link
                 self.state = EngineState.READY

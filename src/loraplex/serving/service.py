@@ -243,7 +243,8 @@ class Service:
 
     async def unload_adapter(self, principal: Principal, ref: AdapterRef) -> None:
         _require_manager(principal)
-        self._served(ref.model).store.remove(ref)
+        version = self._served(ref.model).store.remove(ref)
+        logger.info("adapter %r (%s) is unloaded", version.name, version.digest[:12])
 
     def steps(self, model: str, limit: int) -> Sequence[StepRecord]:
         records = self._served(model).engine.steps

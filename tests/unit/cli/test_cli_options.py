@@ -143,7 +143,8 @@ class TestBuildConfig:
     @pytest.mark.parametrize(
         ("text", "reason"),
         [
-            ("models = 3", "no model"),
+            ("models = 3", r"loraplex\.toml: models: must be a table"),
+            ("[modles.m]\npath = '/m'", "modles: unknown setting"),
             ("[models]\nm = 3", r"loraplex\.toml: models\.m: must be a table"),
             ("[models.m]", r"loraplex\.toml: models\.m: .*`path`"),
             ("[models.m", "is not TOML"),

@@ -238,8 +238,6 @@ def _in_tensorrt_words(error: AdapterNotFoundError, request: GenerateRequest) ->
     task_id = next((key.task_id for key in keys if isinstance(key, ByTaskId)), None)
     if task_id is None:
         return error
-    return AdapterNotFoundError(
-        f"LoRA task {task_id} not found in cache. Please send LoRA weights with request "
-        f"({error.message})",
-        param="lora_task_id",
-    )
+    sentence = f"LoRA task {task_id} not found in cache. Please send LoRA weights with request"
+    message = error.message if sentence in error.message else f"{sentence} ({error.message})"
+    return AdapterNotFoundError(message, param="lora_task_id")
