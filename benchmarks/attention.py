@@ -6,22 +6,17 @@ A time is the least of many calls: the machine is shared. GB/s counts the keys a
 rows see, once; GFLOP/s counts the two products over the keys that a token sees.
 """
 
-import argparse
 import dataclasses
 import itertools
-import json
-import time
-from collections.abc import Callable, Sequence
 
 import torch
+from against_reference import figures, least_time, run
 
 from loraplex.kernels.native.attention import AttentionKernel
-from loraplex.kernels.native.library import INSTRUCTION_SETS, ThreadPool, load_library
 from loraplex.kernels.ops import AttentionShape, KVStorage, RowLayout
 from loraplex.kernels.reference import ReferenceKernels
 
 BLOCK_SIZE = 16
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,17 +57,6 @@ CASES = [
 ]
 
 
-def least_time(function: Callable[[], object], seconds: float) -> float:
-    function()
-    times = []
-    end = time.perf_counter() + seconds
-    while len(times) < 3 or time.perf_counter() < end:
-        start = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
 def block_tables(case: Case) -> torch.Tensor:
     per_row = -(-case.context // BLOCK_SIZE)
     return torch.randperm(case.num_rows * per_row).view(case.num_rows, per_row)
@@ -99,48 +83,9 @@ def measure(case: Case, dtype: torch.dtype, native: AttentionKernel, seconds: fl
     reference_time = least_time(
         lambda: reference.paged_attention(query, storage, reference_plan), seconds
     )
-    return {
-        "case": case.name,
-        "dtype": str(dtype).removeprefix("torch."),
-        "native_ms": native_time * 1e3,
-        "reference_ms": reference_time * 1e3,
-        "ratio": reference_time / native_time,
-        "gb_per_second": case.kv_elements * dtype.itemsize / native_time / 1e9,
-        "gflop_per_second": case.num_flops / native_time / 1e9,
-    }
-
-
-def print_table(results: Sequence[dict]) -> None:
-    print("| case | dtype | native ms | reference ms | ratio | GB/s | GFLOP/s |")
-    print("|---|---|---|---|---|---|---|")
-    for result in results:
-        print(
-            "| {case} | {dtype} | {native_ms:.3f} | {reference_ms:.3f} | {ratio:.1f} "
-            "| {gb_per_second:.1f} | {gflop_per_second:.0f} |".format(**result)
-        )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=0.5, help="per case and backend")
-    parser.add_argument("--instruction-set", help="instead of the best one")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    wanted = arguments.instruction_set
-    library = load_library([wanted] if wanted else INSTRUCTION_SETS)
-    native = AttentionKernel(library, ThreadPool(library, arguments.threads))
-    results = [
-        measure(case, dtype, native, arguments.seconds)
-        for case in CASES
-        for dtype in DTYPES.values()
-    ]
-    if arguments.json:
-        print(json.dumps({"instruction_set": library.instruction_set, "results": results}))
-    else:
-        print_table(results)
+    times = (native_time, reference_time)
+    return figures(case.name, dtype, times, case.kv_elements, case.num_flops)
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, AttentionKernel, CASES, measure, seconds=0.5)

@@ -7,17 +7,13 @@ prefill has many tokens of one. GB/s counts the pages that the adapters need, on
 both products.
 """
 
-import argparse
 import dataclasses
-import json
-import time
-from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from against_reference import figures, least_time, run
 
 from loraplex.kernels.lora import LoraBatch, LoraGroup, LoraTable, add_lora
-from loraplex.kernels.native.library import INSTRUCTION_SETS, ThreadPool, load_library
 from loraplex.kernels.native.lora import LoraKernel
 
 LAYERS = {
@@ -25,7 +21,6 @@ LAYERS = {
     "gate_up": (2048, {"gate_proj": 5632, "up_proj": 5632}),
     "down": (5632, {"down_proj": 2048}),
 }
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,17 +55,6 @@ CASES = [
 ]
 
 
-def least_time(function: Callable[[], object], seconds: float) -> float:
-    function()
-    times = []
-    end = time.perf_counter() + seconds
-    while len(times) < 3 or time.perf_counter() < end:
-        start = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
 def make_batch(case: Case, dtype: torch.dtype) -> LoraBatch:
     in_features, modules = LAYERS[case.layer]
     shape = (case.num_adapters, 1, len(modules))
@@ -100,48 +84,15 @@ def measure(case: Case, dtype: torch.dtype, native: LoraKernel, seconds: float) 
     arguments = (y, x, batch, 0, tuple(modules), out_offsets)
     native_time = least_time(lambda: native.add(*arguments), seconds)
     reference_time = least_time(lambda: add_lora(*arguments), seconds)
-    return {
-        "case": case.name,
-        "dtype": str(dtype).removeprefix("torch."),
-        "native_ms": native_time * 1e3,
-        "reference_ms": reference_time * 1e3,
-        "ratio": reference_time / native_time,
-        "gb_per_second": case.page_elements * dtype.itemsize / native_time / 1e9,
-        "gflop_per_second": 2 * case.page_elements * case.tokens_per_adapter / native_time / 1e9,
-    }
-
-
-def print_table(results: Sequence[dict]) -> None:
-    print("| case | dtype | native ms | reference ms | ratio | GB/s | GFLOP/s |")
-    print("|---|---|---|---|---|---|---|")
-    for result in results:
-        print(
-            "| {case} | {dtype} | {native_ms:.3f} | {reference_ms:.3f} | {ratio:.1f} "
-            "| {gb_per_second:.1f} | {gflop_per_second:.0f} |".format(**result)
-        )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=0.3, help="per case and backend")
-    parser.add_argument("--instruction-set", help="instead of the best one")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    wanted = arguments.instruction_set
-    library = load_library([wanted] if wanted else INSTRUCTION_SETS)
-    native = LoraKernel(library, ThreadPool(library, arguments.threads))
-    results = [
-        measure(case, dtype, native, arguments.seconds)
-        for case in CASES
-        for dtype in DTYPES.values()
-    ]
-    if arguments.json:
-        print(json.dumps({"instruction_set": library.instruction_set, "results": results}))
-    else:
-        print_table(results)
+    times = (native_time, reference_time)
+    return figures(
+        case.name,
+        dtype,
+        times,
+        case.page_elements,
+        2 * case.page_elements * case.tokens_per_adapter,
+    )
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, LoraKernel, CASES, measure, seconds=0.3)
