@@ -57,8 +57,8 @@ test-all: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not gpu and not network" $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev
-	$(BIN)/ruff format --check src tests examples
-	$(BIN)/ruff check src tests examples
+	$(BIN)/ruff format --check src tests examples benchmarks
+	$(BIN)/ruff check src tests examples benchmarks
 	$(BIN)/lint-imports --no-cache
 
 types: $(VENV)/.dev
@@ -71,8 +71,8 @@ docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict
 
 fmt: $(VENV)/.dev
-	$(BIN)/ruff format src tests examples
-	$(BIN)/ruff check --fix src tests examples
+	$(BIN)/ruff format src tests examples benchmarks
+	$(BIN)/ruff check --fix src tests examples benchmarks
 
 clean:
 	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .hypothesis
