@@ -9,7 +9,6 @@ Triton's own gRPC client, and shows what came back. Exit code 0 only if all six 
 import asyncio
 import contextlib
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ import tritonclient.grpc.aio as triton
 from tokenizers import Tokenizer
 
 from loraplex.testing.capitals import ADAPTER_PATHS, BASE_PATH
+from loraplex.testing.running_server import free_ports
 
 # The exact texts of the founding example: a backslash and an n, not a line break.
 CHINESE_QUESTION = r"美国的首都在哪里? \n答案:"
@@ -47,15 +47,6 @@ class Answer:
     @property
     def is_right(self) -> bool:
         return self.text.strip() == EXPECTED[self.adapter]
-
-
-def free_ports(count: int) -> list[int]:
-    """Loopback ports that nobody listens on now."""
-    with contextlib.ExitStack() as stack:
-        sockets = [
-            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
-        ]
-        return [sock.getsockname()[1] for sock in sockets]
 
 
 @contextlib.contextmanager

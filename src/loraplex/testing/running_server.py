@@ -69,6 +69,7 @@ def fetch(url: str, data: bytes | None = None) -> tuple[int, str]:
 
 
 def free_ports(count: int) -> list[int]:
+    """Loopback ports that nobody listens on now."""
     with contextlib.ExitStack() as stack:
         listeners = [
             stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
