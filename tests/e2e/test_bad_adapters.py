@@ -137,3 +137,4 @@ def test_new_weights_under_an_old_name_answer_at_once(server, tmp_path):
     assert load("japanese")[0] in (200, 201)
     assert answer("mine") == answer("japanese")
     assert answer("japanese") != answer("chinese")
+    assert server.delete("/v1/adapters/mine") == 200

@@ -41,6 +41,10 @@ class RunningServer:
         status, text = fetch(f"{self.url}{path}", data)
         return status, json.loads(text) if text else None
 
+    def delete(self, path: str) -> int:
+        """The status."""
+        return fetch(f"{self.url}{path}", method="DELETE")[0]
+
     def is_ready(self) -> bool:
         with contextlib.suppress(OSError):
             return self.get("/health/ready")[0] == 200
@@ -58,8 +62,8 @@ class RunningServer:
         return self.process.wait(STOP_SECONDS)
 
 
-def fetch(url: str, data: bytes | None = None) -> tuple[int, str]:
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+def fetch(url: str, data: bytes | None = None, method: str | None = None) -> tuple[int, str]:
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
     try:
         with urllib.request.urlopen(request, timeout=60) as response:
             return response.status, response.read().decode()
