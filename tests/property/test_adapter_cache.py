@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from loraplex.core.adapter import Residency
 from loraplex.core.errors import AdapterTooLargeError, ErrorInfo
 from loraplex.memory.adapter_cache import AdapterCache
+from loraplex.memory.eviction import LRUPolicy, cost_policy, lfu_policy
 from loraplex.testing.fake_clock import FakeClock
 
 HOST_BYTES = 20
@@ -33,14 +34,22 @@ class Shadow:
     pins: int = 0
     num_failures: int = 0
     retry_at_ns: int = 0
+    held: bool = False
+    idle_since_ns: int | None = None
 
 
 class AdapterCacheMachine(RuleBasedStateMachine):
     keeps_host_copy = True
+    new_policy = LRUPolicy
 
     def __init__(self):
         super().__init__()
-        self.cache = AdapterCache(HOST_BYTES, NUM_PAGES, keeps_host_copy=self.keeps_host_copy)
+        self.cache = AdapterCache(
+            HOST_BYTES,
+            NUM_PAGES,
+            keeps_host_copy=self.keeps_host_copy,
+            new_policy=type(self).new_policy,
+        )
         self.clock = FakeClock(start_ns=5)
         self.adapters = {}
         self.num_registered = 0
@@ -92,11 +101,16 @@ class AdapterCacheMachine(RuleBasedStateMachine):
             handle
             for handle in self.among(DEVICE)
             if not self.adapters[handle].pins
+            and not self.adapters[handle].held
             and (may_evict_wanted or not self.adapters[handle].wants)
         ]
 
+    def held_pages(self):
+        return sum(shadow.num_pages for shadow in self.adapters.values() if shadow.held)
+
     @rule(num_bytes=st.integers(0, HOST_BYTES // 2), num_pages=st.integers(0, NUM_PAGES // 2 + 1))
     def register(self, num_bytes, num_pages):
+        num_pages = min(num_pages, NUM_PAGES - self.held_pages())
         handle = self.num_registered
         self.num_registered += 1
         self.cache.register(handle, num_bytes, num_pages)
@@ -104,7 +118,7 @@ class AdapterCacheMachine(RuleBasedStateMachine):
 
     @rule(num_bytes=st.integers(0, HOST_BYTES + 3), num_pages=st.integers(0, NUM_PAGES + 3))
     def register_too_large(self, num_bytes, num_pages):
-        if num_bytes <= HOST_BYTES and num_pages <= NUM_PAGES:
+        if num_bytes <= HOST_BYTES and num_pages <= NUM_PAGES - self.held_pages():
             num_pages += NUM_PAGES + 1
         with pytest.raises(AdapterTooLargeError):
             self.cache.register(-1, num_bytes, num_pages)
@@ -131,6 +145,7 @@ class AdapterCacheMachine(RuleBasedStateMachine):
         handle = self.draw(data, self.adapters)
         self.cache.want(handle)
         self.adapters[handle].wants += 1
+        self.adapters[handle].idle_since_ns = None
 
     def wanted(self):
         return [handle for handle, shadow in self.adapters.items() if shadow.wants]
@@ -171,7 +186,7 @@ class AdapterCacheMachine(RuleBasedStateMachine):
         self.end_load(self.draw(data, self.among(LOADING)))
 
     def end_load(self, handle):
-        self.cache.loaded(handle)
+        self.cache.loaded(handle, load_ns=1 + handle % 3)
         self.adapters[handle].residency = HOST
 
     @precondition(lambda self: self.among(LOADING))
@@ -272,6 +287,49 @@ class AdapterCacheMachine(RuleBasedStateMachine):
         self.cache.unpin(handle)
         self.adapters[handle].pins -= 1
 
+    @precondition(lambda self: self.adapters)
+    @rule(data=st.data())
+    def hold(self, data):
+        handle = self.draw(data, self.adapters)
+        shadow = self.adapters[handle]
+        held = self.held_pages() + (0 if shadow.held else shadow.num_pages)
+        others = [s.num_pages for h, s in self.adapters.items() if not s.held and h != handle]
+        if shadow.held or max([0, *others]) <= NUM_PAGES - held:
+            self.cache.hold(handle)
+            shadow.held = True
+        else:
+            with pytest.raises(AdapterTooLargeError, match="would be held"):
+                self.cache.hold(handle)
+
+    @precondition(lambda self: self.held_pages())
+    @rule(data=st.data())
+    def release(self, data):
+        handle = self.draw(data, [h for h, shadow in self.adapters.items() if shadow.held])
+        self.cache.release(handle)
+        self.adapters[handle].held = False
+
+    @rule(ttl_seconds=st.integers(1, 60))
+    def expire(self, ttl_seconds):
+        idle = [
+            handle
+            for handle, shadow in self.adapters.items()
+            if not (shadow.wants or shadow.pins)
+            and (shadow.residency is HOST or (shadow.residency is DEVICE and not shadow.held))
+        ]
+        now_ns = self.clock.now_ns()
+        due = []
+        for handle in idle:
+            shadow = self.adapters[handle]
+            if shadow.idle_since_ns is None:
+                shadow.idle_since_ns = now_ns
+            elif now_ns - shadow.idle_since_ns >= ttl_seconds * 1_000_000_000:
+                due.append(handle)
+        dropped = self.cache.expire(now_ns, ttl_seconds * 1_000_000_000)
+        assert set(dropped) == self.host_copies & set(due)
+        self.discard(dropped)
+        self.note_evictions(due)
+        assert all(self.adapters[handle].residency is ABSENT for handle in due)
+
     @invariant()
     def agrees_with_loader_and_runner(self):
         self.cache.check()
@@ -292,6 +350,8 @@ class AdapterCacheMachine(RuleBasedStateMachine):
                 self.cache.unpin(handle)
             for _ in range(shadow.wants):
                 self.cache.unwant(handle)
+            self.cache.release(handle)
+            shadow.held = False
             shadow.pins = shadow.wants = 0
         for handle in self.among(LOADING):
             self.end_load(handle)
@@ -326,7 +386,19 @@ class WithoutHostCopyMachine(AdapterCacheMachine):
     keeps_host_copy = False
 
 
+class LeastFrequentlyUsedMachine(AdapterCacheMachine):
+    new_policy = lfu_policy
+
+
+class CheapestToReloadMachine(WithoutHostCopyMachine):
+    new_policy = cost_policy
+
+
 TestWithHostCopy = AdapterCacheMachine.TestCase
-TestWithHostCopy.settings = settings(max_examples=150, stateful_step_count=50)
 TestWithoutHostCopy = WithoutHostCopyMachine.TestCase
-TestWithoutHostCopy.settings = settings(max_examples=150, stateful_step_count=50)
+TestLeastFrequentlyUsed = LeastFrequentlyUsedMachine.TestCase
+TestCheapestToReload = CheapestToReloadMachine.TestCase
+for case in (TestWithHostCopy, TestWithoutHostCopy):
+    case.settings = settings(max_examples=150, stateful_step_count=50)
+for case in (TestLeastFrequentlyUsed, TestCheapestToReload):
+    case.settings = settings(max_examples=75, stateful_step_count=50)

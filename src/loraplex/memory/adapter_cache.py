@@ -6,7 +6,7 @@ neither names nor files, and takes the time as an argument.
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from loraplex.core.adapter import AdapterHandle, Residency
@@ -14,7 +14,8 @@ from loraplex.core.errors import AdapterTooLargeError, ErrorInfo
 from loraplex.core.plan import PageId
 from loraplex.core.stats import AdapterTierStats
 from loraplex.memory.adapter_entry import AdapterEntry, LoadFailure
-from loraplex.memory.eviction import LRU, EvictionOrder, NewEvictionOrder
+from loraplex.memory.adapter_orders import AdapterOrders
+from loraplex.memory.eviction import LRUPolicy, NewEvictionPolicy
 
 FIRST_RETRY_NS = 1_000_000_000
 LAST_RETRY_NS = 60_000_000_000
@@ -53,6 +54,8 @@ class AdapterCache:
     runs. Pinned adapters stay on the device. Wanted ones leave a tier only if the caller allows
     it: it should for the request that is next in line (or two requests could wait for each other's
     room for ever), and not for those behind it (or they would take it away from the next).
+    *Held* ones are the operator's: once on the device they stay. Together they leave room for
+    whatever else may be asked for.
 
     With `keeps_host_copy` an adapter on the device keeps its host bytes while the host has room;
     such copies are the first to leave the host, since their loss costs nothing now. Without it
@@ -69,19 +72,18 @@ class AdapterCache:
         num_pages: int,
         *,
         keeps_host_copy: bool,
-        new_order: NewEvictionOrder = LRU,
+        new_policy: NewEvictionPolicy = LRUPolicy,
     ) -> None:
         self._host_bytes_total = host_bytes
         self._host_bytes_free = host_bytes
         self._num_pages = num_pages
         self._free_pages = list(range(num_pages - 1, -1, -1))
+        self._held_pages = 0
+        self._most_pages_together = 0
+        """Of the requests so far."""
         self._keeps_host_copy = keeps_host_copy
         self._entries: dict[AdapterHandle, AdapterEntry] = {}
-        self._host_redundant = new_order()
-        self._host_idle = new_order()
-        self._host_wanted = new_order()
-        self._device_idle = new_order()
-        self._device_wanted = new_order()
+        self._orders = AdapterOrders(new_policy)
         self._num_in: Counter[Residency] = Counter()
         self._counts = _Counts()
 
@@ -96,14 +98,64 @@ class AdapterCache:
                 f"the adapter has {num_bytes} bytes, the whole host cache for adapters "
                 f"{self._host_bytes_total}"
             )
-        self._require_pages(num_pages, "the adapter needs")
+        self._require_pages(num_pages, self._held_pages, "the adapter needs")
         self._entries[handle] = AdapterEntry(handle, num_bytes, num_pages)
         self._num_in[Residency.ABSENT] += 1
 
     def require_fit(self, handles: Iterable[AdapterHandle]) -> None:
         """Raise AdapterTooLargeError if these could never be on the device together."""
-        num_pages = sum(self._entries[handle].num_pages for handle in set(handles))
-        self._require_pages(num_pages, "the request's adapters together need")
+        entries = [self._entries[handle] for handle in set(handles)]
+        num_pages = sum(entry.num_pages for entry in entries)
+        held = self._held_pages - sum(entry.num_pages for entry in entries if entry.is_held)
+        self._require_pages(num_pages, held, "the request's adapters together need")
+        self._most_pages_together = max(self._most_pages_together, num_pages)
+
+    def hold(self, handle: AdapterHandle) -> None:
+        """From now on it does not leave the device; it does not come there by this alone.
+
+        Raises AdapterTooLargeError if the rest of the device could not hold whatever else is
+        registered, or was asked for together.
+        """
+        entry = self._entries[handle]
+        if entry.is_held:
+            return
+        others = (e.num_pages for e in self._entries.values() if not e.is_held and e is not entry)
+        needed = max(self._most_pages_together, *others, 0)
+        held = self._held_pages + entry.num_pages
+        if needed > self._num_pages - held:
+            raise AdapterTooLargeError(
+                f"with this adapter {held} of {self._num_pages} device pages would be held, and "
+                f"other adapters need up to {needed}: release one, or give the device more room"
+            )
+        entry.is_held = True
+        self._held_pages = held
+        self._orders.settle(entry)
+
+    def release(self, handle: AdapterHandle) -> None:
+        """Undo `hold`."""
+        entry = self._entries[handle]
+        if entry.is_held:
+            entry.is_held = False
+            self._held_pages -= entry.num_pages
+            self._orders.settle(entry)
+
+    def expire(self, now_ns: int, ttl_ns: int) -> tuple[AdapterHandle, ...]:
+        """Evict from both tiers what was idle for `ttl_ns`; the host copies dropped.
+
+        How long is counted from one call to another: call it more often than once in `ttl_ns`.
+        """
+        dropped: list[AdapterHandle] = []
+        for handle in self._orders.idle():
+            entry = self._entries[handle]
+            if entry.idle_since_ns is None:
+                entry.idle_since_ns = now_ns
+            elif now_ns - entry.idle_since_ns >= ttl_ns:
+                if entry.residency is Residency.DEVICE:
+                    self._evict_from_device(entry)
+                if entry.has_host_bytes:
+                    self._evict_from_host(entry)
+                    dropped.append(handle)
+        return tuple(dropped)
 
     def forget(self, handle: AdapterHandle) -> tuple[AdapterHandle, ...] | None:
         """Remove an adapter from the table and from both tiers; the host copies dropped.
@@ -113,11 +165,13 @@ class AdapterCache:
         entry = self._entries[handle]
         if entry.wants or entry.pins or entry.in_transit:
             return None
+        self.release(handle)
         dropped = self._drop_host_bytes(entry)
         self._free_device_pages(entry)
         self._become(entry, Residency.ABSENT)
         self._num_in[Residency.ABSENT] -= 1
         del self._entries[handle]
+        self._orders.forget(handle)
         return dropped
 
     def __contains__(self, handle: AdapterHandle) -> bool:
@@ -138,14 +192,16 @@ class AdapterCache:
         """A request that needs it was added. In any state."""
         entry = self._entries[handle]
         entry.wants += 1
-        self._settle(entry)
+        entry.idle_since_ns = None
+        self._orders.used(handle)
+        self._orders.settle(entry)
 
     def unwant(self, handle: AdapterHandle) -> None:
         """A request that needed it ended: undoes one `want`."""
         entry = self._entries[handle]
         assert entry.wants > 0, f"adapter {handle} is not wanted"
         entry.wants -= 1
-        self._settle(entry)
+        self._orders.settle(entry)
 
     def begin_load(
         self, handle: AdapterHandle, now_ns: int, *, may_evict_wanted: bool = False
@@ -159,10 +215,9 @@ class AdapterCache:
         assert entry.residency in (Residency.ABSENT, Residency.FAILED), entry.residency
         if entry.failure is not None and now_ns < entry.failure.retry_at_ns:
             return None
-        orders = [self._host_redundant, self._host_idle]
-        if may_evict_wanted:
-            orders.append(self._host_wanted)
-        victims = _choose(orders, entry.num_bytes - self._host_bytes_free)
+        victims = self._orders.choose_from_host(
+            entry.num_bytes - self._host_bytes_free, may_evict_wanted=may_evict_wanted
+        )
         if victims is None:
             return None
         for victim in victims:
@@ -173,11 +228,12 @@ class AdapterCache:
         self._become(entry, Residency.LOADING)
         return LoadGrant(dropped=tuple(victims))
 
-    def loaded(self, handle: AdapterHandle) -> None:
-        """LOADING -> HOST."""
+    def loaded(self, handle: AdapterHandle, load_ns: int = 0) -> None:
+        """LOADING -> HOST, after a load that took so long."""
         entry = self._entries[handle]
         assert entry.residency is Residency.LOADING, entry.residency
         self._counts.loads += 1
+        self._orders.loaded(handle, load_ns)
         self._become(entry, Residency.HOST)
 
     def load_failed(self, handle: AdapterHandle, error: ErrorInfo, now_ns: int) -> None:
@@ -199,10 +255,9 @@ class AdapterCache:
         """
         entry = self._entries[handle]
         assert entry.residency is Residency.HOST, entry.residency
-        orders = [self._device_idle]
-        if may_evict_wanted:
-            orders.append(self._device_wanted)
-        victims = _choose(orders, entry.num_pages - len(self._free_pages))
+        victims = self._orders.choose_from_device(
+            entry.num_pages - len(self._free_pages), may_evict_wanted=may_evict_wanted
+        )
         if victims is None:
             return None
         for victim in victims:
@@ -236,14 +291,14 @@ class AdapterCache:
         entry = self._entries[handle]
         assert entry.residency is Residency.DEVICE, entry.residency
         entry.pins += 1
-        self._settle(entry, used=True)
+        self._orders.settle(entry, used=True)
 
     def unpin(self, handle: AdapterHandle) -> None:
         """Undo one pin, when no plan in flight names the adapter for this sequence any more."""
         entry = self._entries[handle]
         assert entry.pins > 0, f"adapter {handle} is not pinned"
         entry.pins -= 1
-        self._settle(entry, used=True)
+        self._orders.settle(entry, used=True)
 
     def count_admission(self, *, hit: bool) -> None:
         """For the statistics: did a new request find every adapter on the device?"""
@@ -254,7 +309,7 @@ class AdapterCache:
 
     def stats(self) -> AdapterTierStats:
         on_host = self._num_in[Residency.HOST] + self._num_in[Residency.COPYING]
-        on_host += len(self._host_redundant)
+        on_host += self._orders.num_redundant
         return AdapterTierStats(
             host_bytes_used=self._host_bytes_total - self._host_bytes_free,
             host_bytes_total=self._host_bytes_total,
@@ -276,68 +331,22 @@ class AdapterCache:
         assert +self._num_in == Counter(entry.residency for entry in entries), "counts"
         for entry in entries:
             entry.check(keeps_host_copy=self._keeps_host_copy)
-        self._check_orders()
+        held = sum(entry.num_pages for entry in entries if entry.is_held)
+        assert held == self._held_pages, "held pages"
+        self._orders.check(entries)
 
-    def _check_orders(self) -> None:
-        for order in (self._host_redundant, self._host_idle, self._host_wanted):
-            sizes = {e.handle: e.num_bytes for e in self._entries.values() if e.host_order is order}
-            assert order.sizes() == sizes, "host eviction order"
-            assert order.total_size == sum(sizes.values())
-        for order in (self._device_idle, self._device_wanted):
-            sizes = {
-                e.handle: e.num_pages for e in self._entries.values() if e.device_order is order
-            }
-            assert order.sizes() == sizes, "device eviction order"
-            assert order.total_size == sum(sizes.values())
-        for entry in self._entries.values():
-            assert entry.host_order is self._host_order_of(entry), entry
-            assert entry.device_order is self._device_order_of(entry), entry
-
-    def _require_pages(self, num_pages: int, who_needs: str) -> None:
-        if num_pages > self._num_pages:
+    def _require_pages(self, num_pages: int, held: int, who_needs: str) -> None:
+        if num_pages > self._num_pages - held:
             raise AdapterTooLargeError(
                 f"{who_needs} {num_pages} device pages, the whole device cache for adapters has "
-                f"{self._num_pages}"
+                f"{self._num_pages}" + (f", and {held} of them are held for others" if held else "")
             )
 
     def _become(self, entry: AdapterEntry, residency: Residency) -> None:
         self._num_in[entry.residency] -= 1
         self._num_in[residency] += 1
         entry.residency = residency
-        self._settle(entry)
-
-    def _settle(self, entry: AdapterEntry, *, used: bool = False) -> None:
-        """Put an entry in the eviction orders where its state belongs.
-
-        It joins an order at the end, and `used` moves it there in its host order. In the device
-        order this happens by itself: a pinned adapter is not in it.
-        """
-        host_order = self._host_order_of(entry)
-        if used or host_order is not entry.host_order:
-            if entry.host_order is not None:
-                entry.host_order.remove(entry.handle)
-            if host_order is not None:
-                host_order.add(entry.handle, entry.num_bytes)
-            entry.host_order = host_order
-        device_order = self._device_order_of(entry)
-        if device_order is not entry.device_order:
-            if entry.device_order is not None:
-                entry.device_order.remove(entry.handle)
-            if device_order is not None:
-                device_order.add(entry.handle, entry.num_pages)
-            entry.device_order = device_order
-
-    def _host_order_of(self, entry: AdapterEntry) -> EvictionOrder | None:
-        if not entry.has_host_bytes or entry.in_transit:
-            return None
-        if entry.residency is Residency.DEVICE:
-            return self._host_redundant
-        return self._host_wanted if entry.wants else self._host_idle
-
-    def _device_order_of(self, entry: AdapterEntry) -> EvictionOrder | None:
-        if entry.residency is not Residency.DEVICE or entry.pins:
-            return None
-        return self._device_wanted if entry.wants else self._device_idle
+        self._orders.settle(entry)
 
     def _evict_from_host(self, entry: AdapterEntry) -> None:
         self._counts.host_evictions += 1
@@ -345,7 +354,7 @@ class AdapterCache:
         if entry.residency is Residency.HOST:
             self._become(entry, Residency.ABSENT)
         else:
-            self._settle(entry)
+            self._orders.settle(entry)
 
     def _evict_from_device(self, entry: AdapterEntry) -> None:
         self._counts.device_evictions += 1
@@ -368,14 +377,3 @@ class AdapterCache:
         entry.num_failures += 1
         entry.failure = LoadFailure(error, now_ns + pause_ns)
         self._become(entry, Residency.FAILED)
-
-
-def _choose(orders: Sequence[EvictionOrder], size: int) -> list[AdapterHandle] | None:
-    """Whom to evict so that `size` more is free, one order after the other; None: not enough."""
-    if size > sum(order.total_size for order in orders):
-        return None
-    victims: list[AdapterHandle] = []
-    for order in orders:
-        victims += order.choose(size)
-        size -= order.total_size
-    return victims

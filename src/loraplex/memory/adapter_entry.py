@@ -29,6 +29,9 @@ class AdapterEntry:
     page_ids: tuple[PageId, ...] = ()
     wants: int = 0
     pins: int = 0
+    is_held: bool = False
+    idle_since_ns: int | None = None
+    """When it was first seen idle; None: it was used since."""
     failure: LoadFailure | None = None
     num_failures: int = 0
     """In a row."""
@@ -45,6 +48,7 @@ class AdapterEntry:
         assert self.pins >= 0, self
         assert self.wants >= 0, self
         assert not self.pins or residency is Residency.DEVICE, "pinned, and not on the device"
+        assert not self.wants or self.idle_since_ns is None, "idle, and wanted"
         assert (self.failure is not None) == (residency is Residency.FAILED), self
         on_device = residency in (Residency.COPYING, Residency.DEVICE)
         assert len(self.page_ids) == (self.num_pages if on_device else 0), "pages without a copy"

@@ -1,7 +1,10 @@
-"""In which order things leave a tier that is full."""
+"""In which order adapters leave a tier that is full: orders, and the policies that make them."""
 
+import heapq
+import itertools
+from collections import Counter
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from loraplex.core.adapter import AdapterHandle
 
@@ -23,11 +26,29 @@ class EvictionOrder(Protocol):
         ...
 
     def choose(self, size: int) -> list[AdapterHandle]:
-        """Those to evict first, until their sizes add up to `size`; all, if they do not."""
+        """Those to evict now: the first until their sizes add up to `size`; all, if they do not."""
         ...
 
     def sizes(self) -> dict[AdapterHandle, int]:
         """Everything in it, first to leave first."""
+        ...
+
+
+class EvictionPolicy(Protocol):
+    """The orders of one tier, and what is remembered of its adapters beyond them."""
+
+    def new_order(self) -> EvictionOrder: ...
+
+    def used(self, handle: AdapterHandle) -> None:
+        """A request asked for it, wherever it is."""
+        ...
+
+    def loaded(self, handle: AdapterHandle, load_ns: int) -> None:
+        """It was brought from its file, which took so long."""
+        ...
+
+    def forget(self, handle: AdapterHandle) -> None:
+        """It is no longer registered."""
         ...
 
 
@@ -66,4 +87,126 @@ class LRU:
         return dict(self._sizes)
 
 
-NewEvictionOrder = Callable[[], EvictionOrder]
+class LRUPolicy:
+    """Remembers nothing: when an adapter was used last is its place in the order."""
+
+    def new_order(self) -> EvictionOrder:
+        return LRU()
+
+    def used(self, handle: AdapterHandle) -> None:
+        """Joining an order says it."""
+
+    def loaded(self, handle: AdapterHandle, load_ns: int) -> None:
+        """All loads count alike."""
+
+    def forget(self, handle: AdapterHandle) -> None:
+        """Nothing was remembered."""
+
+
+class _Worth(NamedTuple):
+    """Least first."""
+
+    value: float
+    joined: int
+    """The earlier one of equal values leaves first."""
+
+
+class GreedyDualPolicy:
+    """Least worth first, where worth grows with use and fades with time.
+
+    An adapter that joins an order is worth L + worth(uses, load time, size), and L becomes the
+    worth of the last one evicted: so what was popular long ago falls behind what is used now. This
+    is GreedyDual-Size with frequency (Cherkasova, HP Labs TR 98-69; Cao and Irani, USITS 1997).
+    """
+
+    def __init__(self, worth: Callable[[int, int, int], float]) -> None:
+        """worth(uses, load_ns, size): what an adapter gives by staying, before it fades."""
+        self._worth = worth
+        self._uses: Counter[AdapterHandle] = Counter()
+        self._load_ns: dict[AdapterHandle, int] = {}
+        self._faded = 0.0
+        self._joins = itertools.count()
+
+    def new_order(self) -> EvictionOrder:
+        return _LeastWorth(self)
+
+    def used(self, handle: AdapterHandle) -> None:
+        self._uses[handle] += 1
+
+    def loaded(self, handle: AdapterHandle, load_ns: int) -> None:
+        self._load_ns[handle] = load_ns
+
+    def forget(self, handle: AdapterHandle) -> None:
+        self._uses.pop(handle, None)
+        self._load_ns.pop(handle, None)
+
+    def worth_now(self, handle: AdapterHandle, size: int) -> _Worth:
+        lasting = self._worth(self._uses[handle], self._load_ns.get(handle, 0), size)
+        return _Worth(self._faded + lasting, next(self._joins))
+
+    def evicted(self, worth: _Worth) -> None:
+        self._faded = max(self._faded, worth.value)
+
+
+class _LeastWorth:
+    """One order of a GreedyDualPolicy. `choose` is O(n), the rest O(1) but for `sizes`."""
+
+    def __init__(self, policy: GreedyDualPolicy) -> None:
+        self._policy = policy
+        self._sizes: dict[AdapterHandle, int] = {}
+        self._worths: dict[AdapterHandle, _Worth] = {}
+        self._total_size = 0
+
+    @property
+    def total_size(self) -> int:
+        return self._total_size
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def add(self, handle: AdapterHandle, size: int) -> None:
+        assert handle not in self._sizes, f"adapter {handle} is in the order already"
+        self._sizes[handle] = size
+        self._worths[handle] = self._policy.worth_now(handle, size)
+        self._total_size += size
+
+    def remove(self, handle: AdapterHandle) -> None:
+        self._total_size -= self._sizes.pop(handle)
+        del self._worths[handle]
+
+    def choose(self, size: int) -> list[AdapterHandle]:
+        if size <= 0:
+            return []
+        heap = [(worth, handle) for handle, worth in self._worths.items()]
+        heapq.heapify(heap)
+        chosen: list[AdapterHandle] = []
+        while heap and size > 0:
+            worth, handle = heapq.heappop(heap)
+            self._policy.evicted(worth)
+            chosen.append(handle)
+            size -= self._sizes[handle]
+        return chosen
+
+    def sizes(self) -> dict[AdapterHandle, int]:
+        ordered = sorted(self._worths, key=self._worths.__getitem__)
+        return {handle: self._sizes[handle] for handle in ordered}
+
+
+def lfu_policy() -> EvictionPolicy:
+    """Least frequently used first, with ageing."""
+    return GreedyDualPolicy(lambda uses, _load_ns, _size: uses)
+
+
+def cost_policy() -> EvictionPolicy:
+    """Cheapest to bring back first: by uses times load time, for each unit of room."""
+    return GreedyDualPolicy(lambda uses, load_ns, size: uses * load_ns / max(size, 1))
+
+
+NewEvictionPolicy = Callable[[], EvictionPolicy]
+
+EVICTION_POLICIES: dict[str, NewEvictionPolicy] = {
+    "lru": LRUPolicy,
+    "lfu": lfu_policy,
+    "cost": cost_policy,
+}
+"""By the name that an operator gives."""
