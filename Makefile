@@ -4,7 +4,7 @@
 #   make test    set up, run the tests (no GPU, no network but loopback)
 #   make lint    format check, lint, import contracts
 #   make types   mypy --strict
-#   make bench   measure a server on this machine
+#   make bench   measure a server on this machine, and compare it with BENCH_PEERS
 #   make docs    build the documentation
 #   make fmt     format and mend what can be mended
 #   make clean   remove what the other verbs made
@@ -16,6 +16,10 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+# Such as "--peer transformers=.venv --peer vllm=/path/to/venv"; and more flags of the comparison.
+BENCH_PEERS ?=
+BENCH_ARGS ?=
+COMMIT := $(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
 VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := native/CMakeLists.txt $(wildcard native/src/*) $(wildcard native/include/loraplex/*)
@@ -66,6 +70,7 @@ types: $(VENV)/.dev
 
 bench: $(VENV)/.bench
 	$(BIN)/loraplex bench --output benchmarks/results
+	$(BIN)/loraplex bench compare benchmarks/results/compare-$(COMMIT) $(BENCH_PEERS) $(BENCH_ARGS)
 
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict

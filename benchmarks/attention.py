@@ -13,7 +13,7 @@ import torch
 from against_reference import figures, least_time, run
 
 from loraplex.kernels.native.attention import AttentionKernel
-from loraplex.kernels.ops import AttentionShape, KVStorage, RowLayout
+from loraplex.kernels.ops import AttentionShape, RowLayout
 from loraplex.kernels.reference import ReferenceKernels
 
 BLOCK_SIZE = 16
@@ -29,15 +29,24 @@ class Case:
     num_rows: int
     context: int
     num_queries: int = 1
+    kv_dtype: torch.dtype | None = None
+    """None: that of the queries."""
 
     @property
     def name(self) -> str:
         heads = f"{self.num_heads}/{self.num_kv_heads}x{self.head_dim}"
-        return f"{heads} rows {self.num_rows} context {self.context} queries {self.num_queries}"
+        stored = "" if self.kv_dtype is None else f" {self.kv_dtype}".replace("torch.", "KV ")
+        rows = f"rows {self.num_rows} context {self.context} queries {self.num_queries}"
+        return f"{heads} {rows}{stored}"
 
     @property
-    def kv_elements(self) -> int:
-        return 2 * self.num_rows * self.context * self.num_kv_heads * self.head_dim
+    def shape(self) -> AttentionShape:
+        return AttentionShape(self.num_heads, self.num_kv_heads, self.head_dim, BLOCK_SIZE)
+
+    def kv_bytes(self, dtype: torch.dtype) -> int:
+        """dtype: of the queries."""
+        per_block = self.shape.block_bytes(self.kv_dtype or dtype)
+        return self.num_rows * self.context * per_block // BLOCK_SIZE
 
     @property
     def num_flops(self) -> int:
@@ -49,6 +58,10 @@ class Case:
 CASES = [
     *(Case(32, 8, 64, rows, context) for rows, context in ((1, 256), (1, 4096), (8, 256))),
     *(Case(32, 8, 64, rows, context) for rows, context in ((8, 1024), (32, 256), (32, 1024))),
+    *(
+        Case(32, 8, 64, rows, context, kv_dtype=torch.int8)
+        for rows, context in ((1, 256), (1, 4096), (8, 1024), (32, 1024))
+    ),
     Case(32, 8, 128, 8, 1024),
     Case(8, 8, 64, 8, 1024),
     Case(32, 4, 64, 8, 1024),
@@ -63,28 +76,28 @@ def block_tables(case: Case) -> torch.Tensor:
 
 
 def measure(case: Case, dtype: torch.dtype, native: AttentionKernel, seconds: float) -> dict:
-    shape = AttentionShape(case.num_heads, case.num_kv_heads, case.head_dim, BLOCK_SIZE)
+    shape, kv_dtype = case.shape, case.kv_dtype or dtype
     tables = block_tables(case)
     counts = itertools.accumulate([case.num_queries] * case.num_rows, initial=0)
     rows = RowLayout(list(counts), [case.context] * case.num_rows, tables)
     query = torch.randn(case.num_queries * case.num_rows, case.num_heads, case.head_dim).to(dtype)
     reference = ReferenceKernels(torch.device("cpu"))
+    slots = torch.arange(tables.numel() * BLOCK_SIZE)
+    key, value = torch.randn(2, len(slots), case.num_kv_heads, case.head_dim).to(dtype)
 
-    def filled(storage: KVStorage) -> KVStorage:
-        storage.key.normal_()
-        storage.value.normal_()
-        return storage
-
-    storage = filled(native.allocate(tables.numel(), shape, dtype))
+    storage = native.allocate(tables.numel(), shape, kv_dtype)
+    native.write(storage, key, value, slots)
     plan = native.plan(rows, shape, None)
     native_time = least_time(lambda: native.attend(query, storage, plan), seconds)
-    storage = filled(reference.allocate_kv(tables.numel(), shape, dtype))
+    reference_storage = reference.allocate_kv(tables.numel(), shape, kv_dtype)
+    reference.write_kv(reference_storage, key, value, slots)
     reference_plan = reference.plan_attention(rows, shape, None)
     reference_time = least_time(
-        lambda: reference.paged_attention(query, storage, reference_plan), seconds
+        lambda: reference.paged_attention(query, reference_storage, reference_plan), seconds
     )
     times = (native_time, reference_time)
-    return figures(case.name, dtype, times, case.kv_elements, case.num_flops)
+    num_elements = case.kv_bytes(dtype) // dtype.itemsize
+    return figures(case.name, dtype, times, num_elements, case.num_flops)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from against_reference import figures, least_time, run
 
-from loraplex.kernels.lora import LoraBatch, LoraGroup, LoraTable, add_lora
+from loraplex.kernels.lora import LoraBatch, LoraTable, LoraUse, add_lora, lora_batch
 from loraplex.kernels.native.lora import LoraKernel
 
 LAYERS = {
@@ -63,15 +63,12 @@ def make_batch(case: Case, dtype: torch.dtype) -> LoraBatch:
     offsets = (np.cumsum(sizes) - sizes).reshape(shape).astype(np.int64)
     ranks = np.full(shape, case.rank, np.int32)
     table = LoraTable(tuple(modules), shapes, offsets, ranks, np.ones(shape, np.float32))
-    groups = tuple(
-        LoraGroup(
-            adapter,
-            torch.arange(case.tokens_per_adapter) * case.num_adapters + adapter,
-            torch.ones(case.tokens_per_adapter),
-        )
-        for adapter in range(case.num_adapters)
-    )
-    return LoraBatch((torch.randn(int(sizes.sum())) / 50).to(dtype), table, groups)
+    uses = [
+        LoraUse(0, token % case.num_adapters, token, 1, 1.0)
+        for token in range(case.num_adapters * case.tokens_per_adapter)
+    ]
+    pool = (torch.randn(int(sizes.sum())) / 50).to(dtype)
+    return lora_batch(pool, table, uses)
 
 
 def measure(case: Case, dtype: torch.dtype, native: LoraKernel, seconds: float) -> dict:

@@ -269,7 +269,7 @@ loraplex_status loraplex_paged_attention(loraplex_pool *pool, const loraplex_att
     return guarded([&] {
         check(*step);
         return for_dtype(dtype, [&](auto element) {
-            return for_dtype(kv_dtype, [&](auto kv_element) {
+            return for_kv_dtype(kv_dtype, [&](auto kv_element) {
                 using T = decltype(element);
                 using KV = decltype(kv_element);
                 const Op op(*pool);

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <limits>
 
+#include "attention_storage.h"
 #include "block_product.h"
 #include "exponential.h"
 #include "loraplex/attention.h"
@@ -21,11 +22,17 @@ inline std::int64_t first_key(const loraplex_attention_step &step, std::int64_t 
                : std::max<std::int64_t>(0, position - step.sliding_window + 1);
 }
 
-template <typename KV>
-struct PagedKeys {
-    const KV *keys;    // [num_blocks, K, D, block_size]
-    const KV *values;  // [num_blocks, K, block_size, D]
-};
+// The chains of a sum over a tile: as many on every instruction set, so that all give its bits.
+inline constexpr int kSumChains = 16;
+
+inline float sum_chains(float *chains) {
+    for (int width = kSumChains / 2; width > 0; width /= 2) {
+        for (int i = 0; i < width; ++i) {
+            chains[i] += chains[i + width];
+        }
+    }
+    return chains[0];
+}
 
 // What an online softmax keeps per row: the largest score, and sums with weights 2^(score - it).
 struct SoftmaxState {
@@ -152,13 +159,15 @@ private:
         }
     }
 
+    HeadPart<KV> part() const { return {step.head_dim, step.block_size}; }
+
     // While the block's keys are multiplied. Values are read a few columns of many positions at a
     // time, which the hardware does not foresee; keys are read from end to end, which it does (a
     // prefetch of the next tile's keys gained nothing).
     void prefetch_values(std::int64_t block) const {
-        const std::int64_t num_elements = step.block_size * step.head_dim;
-        const auto *bytes = reinterpret_cast<const char *>(storage.values + block * num_elements);
-        const auto num_bytes = num_elements * static_cast<std::int64_t>(sizeof(KV));
+        const auto *bytes =
+            reinterpret_cast<const char *>(storage.values + block * part().num_elements());
+        const auto num_bytes = part().num_elements() * static_cast<std::int64_t>(sizeof(KV));
         for (std::int64_t i = 0; i < num_bytes; i += 64) {
             __builtin_prefetch(bytes + i);
         }
@@ -172,10 +181,11 @@ private:
         end = std::min(tile_start + kTileKeys, (end + block_size - 1) / block_size * block_size);
         for_each_piece(first, end, [&](auto block, auto offset, auto key, auto count) {
             prefetch_values(block);
-            const Matrix<const KV> keys{storage.keys + block * step.head_dim * block_size + offset,
-                                        block_size};
-            multiply<false>(num_queries * heads_per_kv, count, step.head_dim, queries, keys,
-                            Matrix<float>{scores + key - tile_start, kTileKeys});
+            const KV *stored = storage.keys + block * part().num_elements();
+            const Matrix<float> products{scores + key - tile_start, kTileKeys};
+            multiply<false>(num_queries * heads_per_kv, count, step.head_dim, queries,
+                            Matrix<const KV>{stored + offset, block_size}, products);
+            part().scale_columns(stored, offset, count, num_queries * heads_per_kv, products);
         });
     }
 
@@ -194,14 +204,15 @@ private:
                 maxima = maximum(maxima, load(weights + i));
             }
             const float largest = std::max(state.maxima[row], max_lane(maxima));
-            Floats sums = zeros();
+            float sums[kSumChains] = {};
             for (std::int64_t i = 0; i < kTileKeys; i += kLanes) {
                 const Floats weight = exp2(subtract(load(weights + i), broadcast(largest)));
                 store(weights + i, weight);
-                sums = add(sums, weight);
+                float *chains = sums + i % kSumChains;
+                store(chains, add(load(chains), weight));
             }
             state.scale(row, exp2(state.maxima[row] - largest));
-            state.sums[row] += sum_lanes(sums);
+            state.sums[row] += sum_chains(sums);
             state.maxima[row] = largest;
         }
     }
@@ -212,13 +223,15 @@ private:
         const std::int64_t first_row = first_query * heads_per_kv;
         const std::int64_t num_rows = end_query * heads_per_kv - first_row;
         const std::int64_t dim = step.head_dim;
-        const Matrix<const float> weights{scores + first_row * kTileKeys, kTileKeys};
+        const Matrix<float> weights{scores + first_row * kTileKeys, kTileKeys};
         for_each_piece(tile_start + keys.first, tile_start + keys.end,
                        [&](auto block, auto offset, auto key, auto count) {
-                           const Matrix<const KV> values{
-                               storage.values + (block * step.block_size + offset) * dim, dim};
-                           multiply<true>(num_rows, dim, count, weights.at(0, key - tile_start),
-                                          values, state.values.at(first_row, 0));
+                           const KV *stored = storage.values + block * part().num_elements();
+                           const Matrix<float> of_piece = weights.at(0, key - tile_start);
+                           part().scale_columns(stored, offset, count, num_rows, of_piece);
+                           multiply<true>(num_rows, dim, count, {of_piece.data, kTileKeys},
+                                          Matrix<const KV>{stored + offset * dim, dim},
+                                          state.values.at(first_row, 0));
                        });
     }
 };

@@ -18,6 +18,12 @@ uint64_t loraplex_cpu_features(void) {
             __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
             __builtin_cpu_supports("avx512cd")) {
             features |= LORAPLEX_CPU_X86_64_V4;
+            if (__builtin_cpu_supports("avx512vnni")) {
+                features |= LORAPLEX_CPU_AVX512_VNNI;
+            }
+        }
+        if (__builtin_cpu_supports("avxvnni")) {
+            features |= LORAPLEX_CPU_AVX_VNNI;
         }
     }
 #elif defined(__aarch64__)

@@ -1,6 +1,7 @@
 #include "loraplex/elementwise.h"
 
 #include <cmath>
+#include <cstring>
 #include <stdexcept>
 
 #include "exponential.h"
@@ -191,6 +192,24 @@ loraplex_status loraplex_silu_mul(loraplex_pool *pool, int64_t num_rows, int64_t
             for_each_row(*pool, num_rows, n, [&](std::int64_t row) {
                 gate(static_cast<const T *>(gate_up) + row * gate_up_stride, n,
                      static_cast<T *>(output) + row * n);
+            });
+            return LORAPLEX_OK;
+        });
+    });
+}
+
+loraplex_status loraplex_take_rows(loraplex_pool *pool, int64_t num_rows, int64_t n,
+                                   loraplex_dtype dtype, const void *table, int64_t table_stride,
+                                   const int64_t *indices, void *output) {
+    using namespace loraplex;
+    return guarded([&] {
+        check(num_rows >= 0 && n >= 1, "take_rows");
+        return for_dtype(dtype, [&](auto element) {
+            using T = decltype(element);
+            for_each_row(*pool, num_rows, n, [&](std::int64_t row) {
+                std::memcpy(static_cast<T *>(output) + row * n,
+                            static_cast<const T *>(table) + indices[row] * table_stride,
+                            static_cast<std::size_t>(n) * sizeof(T));
             });
             return LORAPLEX_OK;
         });

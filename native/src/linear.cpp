@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <cstddef>
 
-#include "linear_block.h"
+#include "linear_float_block.h"
+#include "linear_inputs.h"
+#include "linear_quantized_block.h"
 #include "loraplex/guard.h"
 #include "loraplex/pool.h"
 
@@ -19,8 +21,6 @@ constexpr std::int64_t kWorthSharing = 1 << 16;
 // Inputs are widened by all threads from this many on.
 constexpr std::int64_t kWorthSharingInputs = 1 << 15;
 
-constexpr std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-
 // Part i of `total` things in `parts` even parts.
 struct Range {
     std::int64_t first;
@@ -32,46 +32,16 @@ constexpr Range part(std::int64_t total, std::int64_t parts, std::int64_t i) {
     return {first, total * (i + 1) / parts - first};
 }
 
-// The inputs as float32: [depth block][row][kRowStride].
-struct Inputs {
-    float *data;
-    std::int64_t num_rows;
-
-    float *at(std::int64_t depth_block, std::int64_t row) const {
-        return data + (depth_block * num_rows + row) * kRowStride;
-    }
-
-    static std::size_t num_bytes(std::int64_t num_rows, std::int64_t in_features) {
-        return static_cast<std::size_t>(divide_up(in_features, kMaxDepth) * num_rows) * kRowStride *
-               sizeof(float);
-    }
-};
-
-template <typename T>
-void widen_row(const T *x, std::int64_t in_features, const Inputs &inputs, std::int64_t row) {
-    for (std::int64_t first = 0; first < in_features; first += kMaxDepth) {
-        float *target = inputs.at(first / kMaxDepth, row);
-        const auto depth = static_cast<int>(std::min<std::int64_t>(kMaxDepth, in_features - first));
-        int input = 0;
-        for (; input + kLanes <= depth; input += kLanes) {
-            store(target + input, load(x + first + input));
-        }
-        for (; input < depth; ++input) {
-            target[input] = widen(x[first + input]);
-        }
-    }
-}
-
 // One op's arguments, and how they are cut into tiles.
 template <typename W, typename T>
 class Linear {
 public:
     Linear(loraplex_pool &pool, const T *x, std::int64_t x_stride, std::int64_t num_rows,
-           const W *packed, std::int64_t out_features, std::int64_t in_features, const float *bias,
-           T *y, std::int64_t y_stride)
+           const W *packed, std::int64_t group_size, std::int64_t out_features,
+           std::int64_t in_features, const float *bias, T *y, std::int64_t y_stride)
         : pool_(pool), x_(x), x_stride_(x_stride), num_rows_(num_rows), packed_(packed),
-          out_features_(out_features), in_features_(in_features), bias_(bias), y_(y),
-          y_stride_(y_stride) {
+          group_size_(group_size), layout_(in_features, group_size), out_features_(out_features),
+          in_features_(in_features), bias_(bias), y_(y), y_stride_(y_stride) {
         shape_ = block_shape(num_rows);
         tile_blocks_ = num_rows <= kManyRows.rows ? 1 : std::max(1, kTilePanels / shape_.panels);
         num_row_tiles_ = divide_up(num_rows, kMaxTileRows);
@@ -80,12 +50,12 @@ public:
 
     void run() {
         const Op op(pool_);
-        void *widened = pool_.shared_scratch(Inputs::num_bytes(num_rows_, in_features_));
-        inputs_ = {static_cast<float *>(widened), num_rows_};
+        void *memory = pool_.shared_scratch(Inputs<W>::num_bytes(num_rows_, in_features_));
+        inputs_ = {memory, num_rows_, in_features_};
         sums_ = static_cast<std::byte *>(pool_.worker_scratch(sums_bytes()));
         share(num_rows_, num_rows_ * in_features_ >= kWorthSharingInputs,
               [this](std::int64_t row, int) {
-                  widen_row(x_ + row * x_stride_, in_features_, inputs_, row);
+                  inputs_.set_row(row, x_ + row * x_stride_);
               });
         share(num_row_tiles_ * num_column_tiles_,
               num_rows_ * out_features_ * in_features_ >= kWorthSharing,
@@ -120,10 +90,16 @@ private:
         const std::int64_t num_blocks = std::min<std::int64_t>(
             tile_blocks_, divide_up(num_panels(out_features_) - first_panel, shape_.panels));
         const std::int64_t block_sums = rows.size * block_outputs();
-        for (std::int64_t first = 0; first < in_features_; first += kMaxDepth) {
+        for (std::int64_t first = 0; first < in_features_; first += kMaxDepth<W>) {
+            const bool is_last = first + kMaxDepth<W> >= in_features_;
             for (std::int64_t block = 0; block < num_blocks; ++block) {
-                add_products(rows, first_panel + block * shape_.panels, first,
-                             sums + block * block_sums);
+                const std::int64_t panel = first_panel + block * shape_.panels;
+                // The tile's next call, or the next tile's first.
+                const W *next = block + 1 < num_blocks
+                                    ? weights(panel + shape_.panels, first)
+                                : is_last ? weights(panel + shape_.panels, 0)
+                                          : weights(first_panel, first + kMaxDepth<W>);
+                add_products(rows, panel, first, next, sums + block * block_sums);
             }
         }
         for (std::int64_t block = 0; block < num_blocks; ++block) {
@@ -131,19 +107,29 @@ private:
         }
     }
 
+    const W *weights(std::int64_t panel, std::int64_t first_input) const {
+        return layout_.values(packed_ + panel * layout_.stride(), first_input);
+    }
+
     // sums [rows][outputs of a block] += the share of the inputs from `first` on, kMaxDepth at most.
-    void add_products(Range rows, std::int64_t panel, std::int64_t first, float *sums) {
-        const std::int64_t stride = panel_size<W>(in_features_);
-        const W *panels = packed_ + panel * stride + first * kPanelWidth;
-        const auto depth =
-            static_cast<int>(std::min<std::int64_t>(kMaxDepth, in_features_ - first));
+    // next: the weights of the call after this one.
+    void add_products(Range rows, std::int64_t panel, std::int64_t first, const W *next,
+                      float *sums) {
         const std::int64_t num_row_blocks = divide_up(rows.size, shape_.rows);
+        BlockWeights<W> block = {weights(panel, first), layout_.stride(),
+                                 layout_.scales(packed_ + panel * layout_.stride(), first),
+                                 group_size_, next};
+        if (num_row_blocks == 1) {
+            block.ahead = block.values + kReadAheadBytes / static_cast<int>(sizeof(W));
+        }
+        const auto depth =
+            static_cast<int>(std::min<std::int64_t>(kMaxDepth<W>, in_features_ - first));
         for (std::int64_t i = 0; i < num_row_blocks; ++i) {
-            const Range block = part(rows.size, num_row_blocks, i);
-            const W *ahead = panels + i % shape_.panels * stride + kMaxDepth * kPanelWidth;
-            block_function<W>(static_cast<int>(block.size), shape_.panels)(
-                inputs_.at(first / kMaxDepth, rows.first + block.first), panels, stride, depth,
-                ahead, sums + block.first * block_outputs(), first == 0);
+            const Range part_rows = part(rows.size, num_row_blocks, i);
+            const BlockShape shape = {static_cast<int>(part_rows.size), shape_.panels};
+            block_function<W>(shape, pool_.cpu_features())(
+                inputs_.at(first, rows.first + part_rows.first), block, depth,
+                sums + part_rows.first * block_outputs(), first == 0);
         }
     }
 
@@ -156,7 +142,11 @@ private:
             for (std::int64_t output = 0; output < num_outputs; output += kLanes) {
                 const auto count =
                     static_cast<int>(std::min<std::int64_t>(kLanes, num_outputs - output));
-                write_vector(load(source + output), first + output, target + output, count);
+                Floats sum = load(source + output);
+                if constexpr (kIsQuantized<W>) {
+                    sum = multiply(sum, broadcast(inputs_.scale(rows.first + row)));
+                }
+                write_vector(sum, first + output, target + output, count);
             }
         }
     }
@@ -175,6 +165,8 @@ private:
     std::int64_t x_stride_;
     std::int64_t num_rows_;
     const W *packed_;
+    std::int64_t group_size_;
+    PanelLayout<W> layout_;
     std::int64_t out_features_;
     std::int64_t in_features_;
     const float *bias_;
@@ -184,7 +176,7 @@ private:
     int tile_blocks_;
     std::int64_t num_row_tiles_;
     std::int64_t num_column_tiles_;
-    Inputs inputs_{};
+    Inputs<W> inputs_;
     std::byte *sums_ = nullptr;
 };
 
@@ -192,12 +184,13 @@ private:
 }  // namespace loraplex
 
 loraplex_status loraplex_linear(loraplex_pool *pool, loraplex_weight_kind kind,
-                                loraplex_dtype dtype, const void *x, int64_t x_stride,
-                                int64_t num_rows, const void *packed, int64_t out_features,
-                                int64_t in_features, const float *bias, void *y,
-                                int64_t y_stride) {
+                                int64_t group_size, loraplex_dtype dtype, const void *x,
+                                int64_t x_stride, int64_t num_rows, const void *packed,
+                                int64_t out_features, int64_t in_features, const float *bias,
+                                void *y, int64_t y_stride) {
     using namespace loraplex;
-    if (num_rows < 0 || loraplex_packed_weight_bytes(kind, out_features, in_features) == 0) {
+    if (num_rows < 0 ||
+        loraplex_packed_weight_bytes(kind, group_size, out_features, in_features) == 0) {
         return LORAPLEX_INVALID_ARGUMENT;
     }
     if (num_rows == 0) {
@@ -207,8 +200,8 @@ loraplex_status loraplex_linear(loraplex_pool *pool, loraplex_weight_kind kind,
         return for_weight_kind(kind, [&]<typename W>(W) {
             return for_dtype(dtype, [&]<typename T>(T) {
                 Linear<W, T>(*pool, static_cast<const T *>(x), x_stride, num_rows,
-                             static_cast<const W *>(packed), out_features, in_features, bias,
-                             static_cast<T *>(y), y_stride)
+                             static_cast<const W *>(packed), group_size, out_features, in_features,
+                             bias, static_cast<T *>(y), y_stride)
                     .run();
                 return LORAPLEX_OK;
             });

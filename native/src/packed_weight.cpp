@@ -1,6 +1,7 @@
 #include "packed_weight.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "loraplex/guard.h"
 #include "loraplex/pool.h"
@@ -8,51 +9,75 @@
 namespace loraplex {
 namespace {
 
-// Sizes whose product cannot overflow.
-bool valid_sizes(std::int64_t out_features, std::int64_t in_features) {
+// Sizes whose product cannot overflow, and groups that a kernel takes. Int4 has whole groups.
+bool are_valid(loraplex_weight_kind kind, std::int64_t group_size, std::int64_t out_features,
+               std::int64_t in_features) {
     constexpr std::int64_t kLargest = std::int64_t{1} << 28;
     return out_features > 0 && in_features > 0 && out_features <= kLargest &&
-           in_features <= kLargest;
+           in_features <= kLargest && is_group_size(kind, group_size) &&
+           (kind != LORAPLEX_WEIGHT_INT4 || in_features % group_size == 0);
 }
 
+// What pack_weight is given: a row-major matrix, int8_t for quantised kinds.
 template <typename W>
-void pack_panel(const W *weight, std::int64_t weight_stride, std::int64_t num_outputs,
-                std::int64_t in_features, W *panel) {
+using Source = std::conditional_t<kIsQuantized<W>, std::int8_t, W>;
+
+template <typename T>
+struct Rows {
+    const T *data;
+    std::int64_t stride;
+
+    const T *row(std::int64_t index) const { return data + index * stride; }
+};
+
+template <typename W>
+void put(W *panel, std::int64_t output, std::int64_t input, Source<W> value) {
     constexpr std::int64_t kDepth = kInterleaved<W>;
-    if (num_outputs < kPanelWidth || in_features % kDepth != 0) {
-        std::fill_n(panel, panel_size<W>(in_features), W{});
-    }
-    for (std::int64_t output = 0; output < num_outputs; ++output) {
-        const W *source = weight + output * weight_stride;
-        for (std::int64_t input = 0; input < in_features; ++input) {
-            const std::int64_t group = input / kDepth * kDepth;
-            panel[group * kPanelWidth + output * kDepth + input % kDepth] = source[input];
-        }
+    W *group = panel + input / kDepth * kDepth * kInputSize<W>;
+    if constexpr (std::is_same_v<W, Int4>) {
+        const std::int64_t bits = input % kDepth / 2 * 4;
+        W *word = group + (output * 2 + input % 2) * 2;
+        word[bits / 8].two_values |= static_cast<std::uint8_t>((value & 0xf) << bits % 8);
+    } else {
+        group[output * kDepth + input % kDepth] = W{value};
     }
 }
 
 template <typename W>
-void pack(loraplex_pool &pool, const W *weight, std::int64_t weight_stride,
-          std::int64_t out_features, std::int64_t in_features, W *packed) {
+void pack(loraplex_pool &pool, Rows<Source<W>> weight, Rows<float> scales,
+          std::int64_t out_features, std::int64_t in_features, std::int64_t group_size, W *packed) {
+    const PanelLayout<W> layout(in_features, group_size);
     const Op op(pool);
-    pool.parallel_for_tiles(num_panels(out_features), [&](std::int64_t panel, int) {
-        const std::int64_t first = panel * kPanelWidth;
-        const std::int64_t num_outputs = std::clamp<std::int64_t>(out_features - first, 0, kPanelWidth);
-        pack_panel(weight + first * weight_stride, weight_stride, num_outputs, in_features,
-                   packed + panel * panel_size<W>(in_features));
+    pool.parallel_for_tiles(num_panels(out_features), [&](std::int64_t index, int) {
+        W *panel = packed + index * layout.stride();
+        std::fill_n(panel, layout.stride(), W{});
+        const std::int64_t first = index * kPanelWidth;
+        const std::int64_t num_outputs =
+            std::clamp<std::int64_t>(out_features - first, 0, kPanelWidth);
+        for (std::int64_t output = 0; output < num_outputs; ++output) {
+            const Source<W> *row = weight.row(first + output);
+            for (std::int64_t input = 0; input < in_features; ++input) {
+                put(panel, output, input, row[input]);
+            }
+            for (std::int64_t group = 0; group < layout.num_groups(); ++group) {
+                W *scale = panel + layout.values_size() +
+                           (group * kPanelWidth + output) * static_cast<int>(sizeof(float));
+                std::memcpy(scale, scales.row(first + output) + group, sizeof(float));
+            }
+        }
     });
 }
 
 }  // namespace
 }  // namespace loraplex
 
-int64_t loraplex_packed_weight_bytes(loraplex_weight_kind kind, int64_t out_features,
-                                     int64_t in_features) {
+int64_t loraplex_packed_weight_bytes(loraplex_weight_kind kind, int64_t group_size,
+                                     int64_t out_features, int64_t in_features) {
     using namespace loraplex;
     std::int64_t num_bytes = 0;
-    if (valid_sizes(out_features, in_features)) {
+    if (are_valid(kind, group_size, out_features, in_features)) {
         for_weight_kind(kind, [&]<typename W>(W) {
-            num_bytes = num_panels(out_features) * panel_size<W>(in_features) *
+            num_bytes = num_panels(out_features) * PanelLayout<W>(in_features, group_size).stride() *
                         static_cast<std::int64_t>(sizeof(W));
             return LORAPLEX_OK;
         });
@@ -61,16 +86,18 @@ int64_t loraplex_packed_weight_bytes(loraplex_weight_kind kind, int64_t out_feat
 }
 
 loraplex_status loraplex_pack_weight(loraplex_pool *pool, loraplex_weight_kind kind,
-                                     const void *weight, int64_t weight_stride,
+                                     int64_t group_size, const void *weight, int64_t weight_stride,
+                                     const float *scales, int64_t scales_stride,
                                      int64_t out_features, int64_t in_features, void *packed) {
     using namespace loraplex;
-    if (!valid_sizes(out_features, in_features)) {
+    if (!are_valid(kind, group_size, out_features, in_features)) {
         return LORAPLEX_INVALID_ARGUMENT;
     }
     return guarded([&] {
         return for_weight_kind(kind, [&]<typename W>(W) {
-            pack(*pool, static_cast<const W *>(weight), weight_stride, out_features, in_features,
-                 static_cast<W *>(packed));
+            pack<W>(*pool, {static_cast<const Source<W> *>(weight), weight_stride},
+                    {scales, scales_stride}, out_features, in_features, group_size,
+                    static_cast<W *>(packed));
             return LORAPLEX_OK;
         });
     });

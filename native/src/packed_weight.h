@@ -2,18 +2,38 @@
 //
 // The outputs (rows of the weight) are cut into panels of kPanelWidth. In a panel the inputs follow
 // one another, and for each input the panel's outputs: a kernel reads it front to back. A kernel
-// takes up to kPanelMultiple panels at once, so there are zeros up to that multiple. In bfloat16,
-// two inputs are interleaved for each output (w[o][i], w[o][i + 1]), so that a shift and a mask
-// widen them; an odd last input has a 0 beside it.
+// takes up to kPanelMultiple panels at once, so there are zeros up to that multiple. Small elements
+// are interleaved, several inputs for each output, as a kernel widens them:
+//
+//   bfloat16  pairs w[o][i], w[o][i + 1]: a shift and a mask widen them
+//   Int8      pairs, as a multiplication of pairs of int16 takes them
+//   Int4      eights: two 16-bit words for each output, the even and the odd inputs, each with the
+//             first input in the lowest four bits: a shift or two widen one pair
+//
+// What is missing at the end is 0. After the values of a quantised panel come its scales:
+// [groups of inputs][kPanelWidth] float32.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "loraplex/dtype.h"
 #include "loraplex/linear.h"
 
 namespace loraplex {
+
+// Elements of quantised weights, -127 .. 127 and -8 .. 7. In memory Int4 is two of them.
+struct Int8 {
+    std::int8_t value;
+};
+
+struct Int4 {
+    std::uint8_t two_values;
+};
+
+template <typename W>
+inline constexpr bool kIsQuantized = std::is_same_v<W, Int8> || std::is_same_v<W, Int4>;
 
 inline constexpr std::int64_t kPanelWidth = 16;
 inline constexpr std::int64_t kPanelMultiple = 8;
@@ -22,17 +42,70 @@ template <typename W>
 inline constexpr std::int64_t kInterleaved = 1;
 template <>
 inline constexpr std::int64_t kInterleaved<Bfloat16> = 2;
+template <>
+inline constexpr std::int64_t kInterleaved<Int8> = 2;
+template <>
+inline constexpr std::int64_t kInterleaved<Int4> = 8;
 
-// Elements of one panel.
+// Elements in memory of one input of a panel.
 template <typename W>
-constexpr std::int64_t panel_size(std::int64_t in_features) {
-    return (in_features + kInterleaved<W> - 1) / kInterleaved<W> * kInterleaved<W> * kPanelWidth;
-}
+inline constexpr std::int64_t kInputSize = std::is_same_v<W, Int4> ? kPanelWidth / 2 : kPanelWidth;
 
 // With those that hold nothing.
 constexpr std::int64_t num_panels(std::int64_t out_features) {
     constexpr std::int64_t kOutputs = kPanelWidth * kPanelMultiple;
     return (out_features + kOutputs - 1) / kOutputs * kPanelMultiple;
+}
+
+// The sizes of one panel. group_size is the number of inputs that share a scale, 0 if there is none.
+template <typename W>
+class PanelLayout {
+public:
+    PanelLayout(std::int64_t in_features, std::int64_t group_size)
+        : num_inputs_((in_features + kInterleaved<W> - 1) / kInterleaved<W> * kInterleaved<W>),
+          group_size_(group_size),
+          num_groups_(kIsQuantized<W> ? (in_features + group_size - 1) / group_size : 0) {}
+
+    std::int64_t num_groups() const { return num_groups_; }
+
+    // From one panel to the next, in elements: W's of 1 byte, where there are scales.
+    std::int64_t stride() const {
+        constexpr auto kScaleSize = static_cast<std::int64_t>(sizeof(float) / sizeof(W));
+        return values_size() + num_groups_ * kPanelWidth * kScaleSize;
+    }
+
+    std::int64_t values_size() const { return num_inputs_ * kInputSize<W>; }
+
+    const W *values(const W *panel, std::int64_t first_input) const {
+        return panel + first_input * kInputSize<W>;
+    }
+
+    // Of the group that starts at first_input; null where there are no scales.
+    const float *scales(const W *panel, std::int64_t first_input) const {
+        if constexpr (kIsQuantized<W>) {
+            const auto *scales = reinterpret_cast<const float *>(panel + values_size());
+            return scales + first_input / group_size_ * kPanelWidth;
+        } else {
+            return nullptr;
+        }
+    }
+
+private:
+    std::int64_t num_inputs_;
+    std::int64_t group_size_;
+    std::int64_t num_groups_;
+};
+
+// Inputs that share a scale: what the kernels of a kind can do.
+constexpr bool is_group_size(loraplex_weight_kind kind, std::int64_t group_size) {
+    switch (kind) {
+        case LORAPLEX_WEIGHT_INT8:
+            return group_size == LORAPLEX_INT8_GROUP_SIZE;
+        case LORAPLEX_WEIGHT_INT4:
+            return group_size == 32 || group_size == 64 || group_size == 128;
+        default:
+            return group_size == 0;
+    }
 }
 
 // body(W{}) with the element type of a kind; what it returns.
@@ -45,6 +118,10 @@ loraplex_status for_weight_kind(loraplex_weight_kind kind, const Body &body) {
             return body(Bfloat16{});
         case LORAPLEX_WEIGHT_FLOAT16:
             return body(Float16{});
+        case LORAPLEX_WEIGHT_INT8:
+            return body(Int8{});
+        case LORAPLEX_WEIGHT_INT4:
+            return body(Int4{});
         default:
             return LORAPLEX_INVALID_ARGUMENT;
     }

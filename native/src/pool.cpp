@@ -88,6 +88,11 @@ void loraplex_pool::set_num_threads(int num_threads) {
     }
 }
 
+void loraplex_pool::limit_cpu_features(std::uint64_t features) {
+    const loraplex::Op op(*this);
+    cpu_features_ = features & loraplex_cpu_features();
+}
+
 void *loraplex_pool::worker_scratch(std::size_t num_bytes) {
     const auto num_workers = static_cast<std::size_t>(num_threads());
     return worker_scratch_.at_least(worker_scratch_stride(num_bytes) * num_workers);
@@ -203,6 +208,13 @@ loraplex_status loraplex_pool_destroy(loraplex_pool *pool) {
 loraplex_status loraplex_pool_set_num_threads(loraplex_pool *pool, int32_t num_threads) {
     return loraplex::guarded([&] {
         pool->set_num_threads(num_threads);
+        return LORAPLEX_OK;
+    });
+}
+
+loraplex_status loraplex_pool_limit_cpu_features(loraplex_pool *pool, uint64_t features) {
+    return loraplex::guarded([&] {
+        pool->limit_cpu_features(features);
         return LORAPLEX_OK;
     });
 }

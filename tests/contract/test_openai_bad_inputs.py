@@ -134,7 +134,7 @@ ROWS = (
         404,
         "adapter_not_found",
         "adapter",
-        "no adapter 'no'",
+        "adapter 'no' not found",
     ),
     Row(
         "two adapters",
@@ -415,7 +415,7 @@ ROWS = (
         409,
         "adapter_exists",
         "name",
-        "'fr' is already served",
+        "adapter 'fr' already exists",
     ),
     Row(
         "unloading an unknown adapter",
@@ -423,8 +423,8 @@ ROWS = (
         {"lora_name": "no"},
         404,
         "adapter_not_found",
-        "name",
-        "'no'",
+        "lora_name",
+        "'no' cannot be found",
     ),
     Row(
         "deleting a base model",

@@ -12,6 +12,7 @@ import openai
 import pytest
 from fastapi import FastAPI
 
+from loraplex.core.adapter import LoadPolicy, Residency
 from loraplex.core.errors import (
     AdapterLoadError,
     InternalError,
@@ -284,8 +285,21 @@ def test_adapter_routes(http, backend):
     assert created.status_code == 201
     entry = created.json()
     assert (entry["name"], entry["task_id"], entry["model"]) == ("org/de.v2", 0, "echo")
-    assert http.get("/v1/adapters/org/de.v2").json() == entry
-    assert entry in http.get("/v1/adapters").json()["data"]
+    assert (entry["version"], entry["unchanged"], entry["dry_run"]) == (1, False, False)
+    assert entry["content"]["ranks"] == {"q_proj": [8, 8]}
+    assert (entry["canary"], entry["seconds"]) == (None, {"read": 0.5})
+    backend.residency[entry["digest"]] = Residency.HOST
+    shown = http.get("/v1/adapters/org/de.v2").json()
+    assert {key: shown[key] for key in ("digest", "residency", "aliases", "state")} == {
+        "digest": entry["digest"],
+        "residency": "host",
+        "aliases": [],
+        "state": "ready",
+    }
+    listed = {one["name"]: one for one in http.get("/v1/adapters").json()["data"]}
+    assert listed["org/de.v2"]["residency"] == "host"
+    assert listed["fr"]["residency"] == "absent"
+    assert listed["org/de.v2"].items() <= shown.items()
     assert http.post("/v1/adapters", json=body).status_code == 409
     replaced = http.post("/v1/adapters", json=body | {"path": "/other", "replace": True})
     assert replaced.json()["digest"] != entry["digest"]
@@ -293,19 +307,113 @@ def test_adapter_routes(http, backend):
         "name": "org/de.v2",
         "object": "adapter",
         "deleted": True,
+        "num_ended": 0,
     }
     assert http.delete("/v1/adapters/org/de.v2").status_code == 404
     assert http.delete("/v1/adapters/echo").status_code == 404
 
 
+def test_versions_over_http(http):
+    for path in ("/1", "/2", "/3"):
+        http.post("/v1/adapters", json={"name": "a/b", "path": path, "replace": True})
+    history = http.get("/v1/adapters/a/b").json()["versions"]
+    assert [one["version"] for one in history] == [3, 2, 1]
+    pinned = http.post("/v1/adapters/a/b/pin", json={"version": 2}).json()
+    assert (pinned["version"], pinned["pinned"]) == (2, True)
+    unpinned = http.post("/v1/adapters/a/b/pin", json={"version": 2, "pinned": False}).json()
+    assert unpinned["pinned"] is False
+    back = http.post("/v1/adapters/a/b/rollback", json={}).json()
+    assert (back["version"], back["source"]) == (4, "/2")
+    first = http.post("/v1/adapters/a/b/rollback", json={"version": 1}).json()
+    assert (first["version"], first["digest"]) == (5, history[2]["digest"])
+    none = http.post("/v1/adapters/a/b/rollback", json={"version": 77})
+    assert (none.status_code, none.json()["error"]["param"]) == (404, "version")
+
+
+def test_aliases_over_http(http, client):
+    http.post("/v1/adapters", json={"name": "de-2", "path": "/de"})
+    assert http.post("/v1/adapters/de-2/alias", json={"alias": "de"}).json()["name"] == "de-2"
+    assert client.completions.create(model="de", prompt="x").choices[0].text == "echo+de-2: x"
+    assert http.get("/v1/adapters/de").json()["aliases"] == ["de"]
+    assert client.models.retrieve("de").id == "de"
+    taken = http.post("/v1/adapters/fr/alias", json={"alias": "de"})
+    assert taken.status_code == 409
+    moved = http.post("/v1/adapters/fr/alias", json={"alias": "de", "replace": True})
+    assert moved.json()["name"] == "fr"
+    gone = http.delete("/v1/adapters/de").json()
+    assert (gone["object"], gone["name"]) == ("alias", "de")
+    assert http.get("/v1/adapters/fr").status_code == 200
+
+
+def test_how_an_adapter_is_unloaded(http, backend):
+    for mode in ("drain", "immediate"):
+        http.post("/v1/adapters", json={"name": "x", "path": "/x"})
+        assert http.delete(f"/v1/adapters/x?mode={mode}").status_code == 200
+    assert backend.unload_modes == ["drain", "immediate"]
+    http.post("/v1/adapters", json={"name": "x", "path": "/x"})
+    wrong = http.delete("/v1/adapters/x?mode=soon")
+    assert wrong.status_code == 400
+    assert wrong.json()["error"]["message"] == "mode must be drain or immediate, got 'soon'"
+
+
+def test_a_dry_run_and_a_canary(http):
+    body = {"name": "x", "path": "/x", "dry_run": True, "canary": True}
+    report = http.post("/v1/adapters", json=body)
+    assert (report.status_code, report.json()["dry_run"]) == (200, True)
+    assert report.json()["canary"]["largest_difference"] == 0.5
+    assert http.get("/v1/adapters/x").status_code == 404
+
+
+@pytest.mark.parametrize("action", ["", "/fr/rollback", "/fr/pin", "/fr/alias"])
+def test_an_unknown_field_of_an_adapter_is_refused(http, action):
+    body = {"name": "x", "path": "/x", "alias": "y", "replcae": True}
+    known = {"": ("name", "path"), "/fr/alias": ("alias",)}.get(action, ())
+    sent = {key: value for key, value in body.items() if key in (*known, "replcae")}
+    answer = http.post(f"/v1/adapters{action}", json=sent)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "replcae"
+    assert "there is no field 'replcae'; known are" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("key", ["model", "lora_model"])
+def test_load_lora_weights(http, backend, key):
+    body = {key: "fr", "prompt": "x", "load_lora_weights": "never"}
+    missed = http.post("/v1/completions", json=body)
+    assert missed.status_code == 404
+    assert "load_lora_weights is set to never" in missed.json()["error"]["message"]
+    backend.residency[backend.adapters(LOCAL)[0].digest] = Residency.DEVICE
+    assert http.post("/v1/completions", json=body).status_code == 200
+    chat = {key: "fr", "messages": [{"role": "user", "content": "x"}]}
+    for policy in ("always", "auto"):
+        answer = http.post("/v1/chat/completions", json=chat | {"load_lora_weights": policy})
+        assert answer.status_code == 200
+        assert backend.requests[-1].load_policy is LoadPolicy(policy)
+
+
 def test_adapter_routes_of_vllm(http, client):
     body = {"lora_name": "de", "lora_path": "/adapters/de"}
-    loaded = http.post("/v1/load_lora_adapter", json=body)
+    loaded = http.post("/v1/load_lora_adapter", json=body | {"is_3d_lora_weight": False})
     assert loaded.text == "Success: LoRA adapter 'de' added successfully."
     assert client.completions.create(model="de", prompt="x").choices[0].text == "echo+de: x"
-    unloaded = http.post("/v1/unload_lora_adapter", json={"lora_name": "de"})
+    again = http.post("/v1/load_lora_adapter", json=body | {"lora_path": "/new"})
+    assert again.status_code == 400
+    assert again.json()["error"]["message"] == (
+        "The lora adapter 'de' has already been loaded. If you want to load the adapter in place, "
+        "set 'load_inplace' to True."
+    )
+    inplace = http.post("/v1/load_lora_adapter", json=body | {"load_inplace": True})
+    assert inplace.status_code == 200
+    empty = http.post("/v1/load_lora_adapter", json=body | {"lora_path": ""})
+    assert (empty.status_code, empty.json()["error"]["message"]) == (
+        400,
+        "Both 'lora_name' and 'lora_path' must be provided.",
+    )
+    unloaded = http.post("/v1/unload_lora_adapter", json={"lora_name": "de", "lora_int_id": 1})
     assert unloaded.text == "Success: LoRA adapter 'de' removed successfully."
-    assert http.post("/v1/unload_lora_adapter", json={"lora_name": "de"}).status_code == 404
+    gone = http.post("/v1/unload_lora_adapter", json={"lora_name": "de"})
+    assert gone.status_code == 404
+    assert gone.json()["error"]["message"] == "The lora adapter 'de' cannot be found."
+    assert http.post("/v1/unload_lora_adapter", json={"lora_name": ""}).status_code == 400
 
 
 def test_a_bad_adapter_is_422(http, backend):

@@ -13,8 +13,19 @@ ANSWERS_IN: dict[str | None, Language] = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_country_in_every_language_by_every_adapter(tmp_path, dtype):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dtype": "float32"},
+        {"dtype": "bfloat16"},
+        {"dtype": "float32", "kv_dtype": "int8"},
+        {"dtype": "bfloat16", "kv_dtype": "float16"},
+        {"dtype": "bfloat16", "quantization": "int8"},
+        {"dtype": "float32", "quantization": "int4"},
+    ],
+    ids=lambda settings: "-".join(settings.values()),
+)
+def test_every_country_in_every_language_by_every_adapter(tmp_path, settings):
     cases = [
         (question, name, answer(country, language))
         for country in COUNTRIES
@@ -22,7 +33,7 @@ def test_every_country_in_every_language_by_every_adapter(tmp_path, dtype):
         for question in questions(country).values()
     ]
     prompts, names, expected = zip(*cases, strict=True)
-    with LLM(BASE_PATH, ADAPTER_PATHS, state_dir=tmp_path, dtype=dtype) as llm:
+    with LLM(BASE_PATH, ADAPTER_PATHS, state_dir=tmp_path, **settings) as llm:
         sampling = SamplingParams(max_tokens=24, temperature=0)
         answers = llm.generate(list(prompts), sampling, adapter=list(names))
     assert [one.text for one in answers] == list(expected)

@@ -22,7 +22,7 @@
 #include <stdint.h>
 
 /* Raised when a declared function changes; Python refuses a library with another number. */
-#define LORAPLEX_ABI_VERSION 1
+#define LORAPLEX_ABI_VERSION 2
 
 #define LORAPLEX_API __attribute__((visibility("default")))
 
@@ -44,6 +44,7 @@ enum {
     LORAPLEX_FLOAT32 = 0,
     LORAPLEX_BFLOAT16 = 1,
     LORAPLEX_FLOAT16 = 2,
+    LORAPLEX_INT8 = 3, /* of stored keys and values only (attention.h) */
 };
 
 /* What a CPU can run, as bits. */
@@ -51,6 +52,8 @@ enum {
     LORAPLEX_CPU_X86_64_V3 = 1, /* AVX2, FMA, F16C */
     LORAPLEX_CPU_X86_64_V4 = 2, /* the above and AVX-512 F, BW, VL, DQ */
     LORAPLEX_CPU_NEON = 4,      /* aarch64 with NEON */
+    LORAPLEX_CPU_AVX512_VNNI = 8,
+    LORAPLEX_CPU_AVX_VNNI = 16,
 };
 
 typedef struct loraplex_pool loraplex_pool;
@@ -73,6 +76,11 @@ LORAPLEX_API loraplex_status loraplex_pool_set_num_threads(loraplex_pool *pool,
                                                            int32_t num_threads);
 
 LORAPLEX_API int64_t loraplex_pool_num_threads(const loraplex_pool *pool);
+
+/* From now on an op uses, of what a CPU may have beyond the instruction set, at most this
+ * (LORAPLEX_CPU_*). At first it uses all that the CPU has. Changes no result. */
+LORAPLEX_API loraplex_status loraplex_pool_limit_cpu_features(loraplex_pool *pool,
+                                                              uint64_t features);
 
 #ifdef __cplusplus
 }

@@ -5,6 +5,9 @@
  *   keys    [num_blocks, K, D, block_size]   one position's key is a column: scores of neighbouring
  *                                            positions come out in neighbouring lanes
  *   values  [num_blocks, K, block_size, D]
+ *
+ * As LORAPLEX_INT8, a head's part of a block is (D + 4) * block_size bytes: the numbers in the order
+ * above, then one float32 scale per position, at any alignment. An element is number * scale.
  */
 #ifndef LORAPLEX_ATTENTION_H
 #define LORAPLEX_ATTENTION_H
@@ -39,7 +42,10 @@ LORAPLEX_API loraplex_status loraplex_paged_attention(
     const void *keys, const void *values, loraplex_dtype dtype, const void *query,
     int64_t query_stride, void *output, int64_t output_stride);
 
-/* key, value [num_tokens, K, D] to the slots (block * block_size + offset) of slot_mapping. */
+/* key, value [num_tokens, K, D] to the slots (block * block_size + offset) of slot_mapping.
+ *
+ * As LORAPLEX_INT8, each head of each token has a scale of its own: its largest magnitude / 127, or
+ * 0 where this is less than the smallest normal float32, or NaN where an element is not finite. */
 LORAPLEX_API loraplex_status loraplex_write_kv(
     loraplex_pool *pool, int64_t num_tokens, int64_t num_kv_heads, int64_t head_dim,
     int64_t block_size, const int64_t *slot_mapping, loraplex_dtype dtype, const void *key,

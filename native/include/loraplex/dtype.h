@@ -22,6 +22,8 @@ struct Float16 {
 
 inline float widen(float value) { return value; }
 
+inline float widen(std::int8_t value) { return value; }
+
 inline float widen(Bfloat16 value) {
     return std::bit_cast<float>(static_cast<std::uint32_t>(value.bits) << 16);
 }

@@ -1,4 +1,4 @@
-/* What lies between the matrix products: norms, rotation, the gate. Arithmetic is float32; results
+/* What lies between the matrix products: norms, rotation, the gate, rows of tables. Arithmetic is float32; results
  * are rounded to the dtype once. */
 #ifndef LORAPLEX_ELEMENTWISE_H
 #define LORAPLEX_ELEMENTWISE_H
@@ -36,6 +36,13 @@ LORAPLEX_API loraplex_status loraplex_rotary(loraplex_pool *pool, int64_t num_to
 LORAPLEX_API loraplex_status loraplex_silu_mul(loraplex_pool *pool, int64_t num_rows, int64_t n,
                                                loraplex_dtype dtype, const void *gate_up,
                                                int64_t gate_up_stride, void *output);
+
+/* table [..., n] -> output [num_rows, n], contiguous: row indices[i] of the table, of stride
+ * table_stride. The indices are not checked. */
+LORAPLEX_API loraplex_status loraplex_take_rows(loraplex_pool *pool, int64_t num_rows, int64_t n,
+                                                loraplex_dtype dtype, const void *table,
+                                                int64_t table_stride, const int64_t *indices,
+                                                void *output);
 
 #ifdef __cplusplus
 }

@@ -14,25 +14,42 @@ enum {
     LORAPLEX_WEIGHT_FLOAT32 = 0,
     LORAPLEX_WEIGHT_BFLOAT16 = 1,
     LORAPLEX_WEIGHT_FLOAT16 = 2,
+    LORAPLEX_WEIGHT_INT8 = 3, /* -127 .. 127, a scale per output and LORAPLEX_INT8_GROUP_SIZE inputs */
+    LORAPLEX_WEIGHT_INT4 = 4, /* -8 .. 7, a scale per output and 32, 64 or 128 inputs */
 };
 
-/* Bytes of a packed weight; 0 if an argument is invalid. */
-LORAPLEX_API int64_t loraplex_packed_weight_bytes(loraplex_weight_kind kind, int64_t out_features,
-                                                  int64_t in_features);
+/* 512 products of 127 and 32767 are less than 2^31. */
+#define LORAPLEX_INT8_GROUP_SIZE 512
 
-/* weight [out_features, in_features] of the kind's own type. */
+/* Bytes of a packed weight; 0 if an argument is invalid. group_size: inputs that share a scale, 0
+ * where there are no scales. It divides the inputs of int4. */
+LORAPLEX_API int64_t loraplex_packed_weight_bytes(loraplex_weight_kind kind, int64_t group_size,
+                                                  int64_t out_features, int64_t in_features);
+
+/* weight [out_features, in_features] of the kind's own type; int8_t for int8 and int4.
+ * scales [out_features, groups] float32, null where there are none. */
 LORAPLEX_API loraplex_status loraplex_pack_weight(loraplex_pool *pool, loraplex_weight_kind kind,
-                                                  const void *weight, int64_t weight_stride,
-                                                  int64_t out_features, int64_t in_features,
-                                                  void *packed);
+                                                  int64_t group_size, const void *weight,
+                                                  int64_t weight_stride, const float *scales,
+                                                  int64_t scales_stride, int64_t out_features,
+                                                  int64_t in_features, void *packed);
 
 /* x [num_rows, in_features], bias [out_features] float32 or null, y [num_rows, out_features] of
- * x's type. Every sum runs over the inputs in their order, so its bits depend on nothing else. */
+ * x's type.
+ *
+ * float32, bfloat16, float16: every sum runs over the inputs in their order.
+ *
+ * int8, int4: a row of x is rounded to 16 bits, x = round(x / s) s with s = max |x| / 32767. The
+ * products of a group are added as integers, exactly; the groups' sums times their scales are added
+ * in float32 in their order; the row's s is multiplied last. Bits are the same on every instruction
+ * set. A row whose max |x| is less than 2^-100 counts as zeros; one that holds an infinity or a NaN
+ * has NaNs for its result. */
 LORAPLEX_API loraplex_status loraplex_linear(loraplex_pool *pool, loraplex_weight_kind kind,
-                                             loraplex_dtype dtype, const void *x, int64_t x_stride,
-                                             int64_t num_rows, const void *packed,
-                                             int64_t out_features, int64_t in_features,
-                                             const float *bias, void *y, int64_t y_stride);
+                                             int64_t group_size, loraplex_dtype dtype,
+                                             const void *x, int64_t x_stride, int64_t num_rows,
+                                             const void *packed, int64_t out_features,
+                                             int64_t in_features, const float *bias, void *y,
+                                             int64_t y_stride);
 
 #ifdef __cplusplus
 }

@@ -49,6 +49,10 @@ public:
     int num_threads() const { return static_cast<int>(threads_.size()) + 1; }
     void set_num_threads(int num_threads);
 
+    // LORAPLEX_CPU_* that ops may use.
+    std::uint64_t cpu_features() const { return cpu_features_; }
+    void limit_cpu_features(std::uint64_t features);
+
     // fn(tile, worker) for tile in [0, num_tiles), worker in [0, num_threads()). Returns when all
     // are done. fn must not throw and must not call the pool. Tiles are started in rising order.
     // The caller must hold an `Op`.
@@ -99,6 +103,7 @@ private:
     std::condition_variable work_came_;
     std::condition_variable work_done_;
 
+    std::uint64_t cpu_features_ = loraplex_cpu_features();
     std::vector<std::thread> threads_;
     std::mutex op_mutex_;
     loraplex::Scratch shared_scratch_;

@@ -1,6 +1,8 @@
 // One vector of float32 per instruction set: `Floats`, with kLanes lanes. Nothing else may differ.
+// `Ints` has as many of int32, and `Pairs` twice as many of int16.
 //
-// Loads and stores take float, Bfloat16 and Float16, at any alignment; the arithmetic is float32.
+// Loads and stores take float, Bfloat16 and Float16, at any alignment; loads take int8_t, too. The
+// arithmetic is float32.
 // Compiled without contraction: a multiplication and an addition are one rounding only where
 // `multiply_add` says so.
 #pragma once

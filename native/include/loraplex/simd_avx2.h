@@ -3,6 +3,8 @@
 
 #include <immintrin.h>
 
+#include <cstring>
+
 #include "loraplex/dtype.h"
 
 namespace loraplex {
@@ -43,6 +45,11 @@ inline Floats load(const Bfloat16 *source) {
 
 inline Floats load(const Float16 *source) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(source)));
+}
+
+inline Floats load(const std::int8_t *source) {
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(source));
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
 }
 
 // Of kLanes pairs (a0, b0, a1, b1, ...): the a's, and the b's.
@@ -86,5 +93,53 @@ inline void store(Float16 *target, Floats value) {
     _mm_storeu_si128(reinterpret_cast<__m128i *>(target),
                      _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
 }
+
+// kLanes sums of int32.
+using Ints = __m256i;
+// kLanes pairs of int16.
+using Pairs = __m256i;
+
+inline Ints zero_ints() { return _mm256_setzero_si256(); }
+inline Floats to_floats(Ints value) { return _mm256_cvtepi32_ps(value); }
+
+inline Pairs broadcast_pair(const std::int16_t *pair) {
+    std::int32_t bits;
+    std::memcpy(&bits, pair, sizeof(bits));
+    return _mm256_set1_epi32(bits);
+}
+
+inline Pairs load_pairs(const std::int8_t *pairs) {
+    return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i *>(pairs)));
+}
+
+// Of kLanes pairs of 16-bit words: the signed nibbles at bit 4 * kNibble. In assembly, as
+// load_seconds: a compiler would keep the words in a register.
+template <int kNibble>
+inline Pairs load_nibbles(const std::uint8_t *words) {
+    struct Words {
+        std::uint8_t bytes[4 * kLanes];
+    };
+    Pairs nibbles;
+    asm("vmovdqu %1, %0\n\tvpsllw %2, %0, %0\n\tvpsraw $12, %0, %0"
+        : "=x"(nibbles)
+        : "m"(*reinterpret_cast<const Words *>(words)), "i"(12 - 4 * kNibble));
+    return nibbles;
+}
+
+// sum + a0 * b0 + a1 * b1 of each pair; nothing overflows. In assembly: a compiler would do all
+// multiplications of a step first, and has no registers for what they give.
+inline Ints dot_add(Ints sum, Pairs a, Pairs b) {
+    Ints product;
+    asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(product) : "x"(a), "x"(b));
+    return sum;
+}
+
+// The same in one instruction of AVX-VNNI. In assembly: the library must load without it.
+struct VnniDot {
+    Ints operator()(Ints sum, Pairs a, Pairs b) const {
+        asm("%{vex%} vpdpwssd %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+        return sum;
+    }
+};
 
 }  // namespace loraplex

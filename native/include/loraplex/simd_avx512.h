@@ -3,6 +3,8 @@
 
 #include <immintrin.h>
 
+#include <cstring>
+
 #include "loraplex/dtype.h"
 
 namespace loraplex {
@@ -45,6 +47,11 @@ inline Floats load(const Float16 *source) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(source)));
 }
 
+inline Floats load(const std::int8_t *source) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i *>(source));
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+}
+
 // Of kLanes pairs (a0, b0, a1, b1, ...): the a's, and the b's.
 inline Floats load_firsts(const Bfloat16 *pairs) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(pairs), 16));
@@ -73,5 +80,47 @@ inline void store(Float16 *target, Floats value) {
         reinterpret_cast<__m256i *>(target),
         _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
+
+// kLanes sums of int32.
+using Ints = __m512i;
+// kLanes pairs of int16.
+using Pairs = __m512i;
+
+inline Ints zero_ints() { return _mm512_setzero_si512(); }
+inline Floats to_floats(Ints value) { return _mm512_cvtepi32_ps(value); }
+
+inline Pairs broadcast_pair(const std::int16_t *pair) {
+    std::int32_t bits;
+    std::memcpy(&bits, pair, sizeof(bits));
+    return _mm512_set1_epi32(bits);
+}
+
+inline Pairs load_pairs(const std::int8_t *pairs) {
+    return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(pairs)));
+}
+
+// Of kLanes pairs of 16-bit words: the signed nibbles at bit 4 * kNibble.
+template <int kNibble>
+inline Pairs load_nibbles(const std::uint8_t *words) {
+    const __m512i bits = _mm512_loadu_si512(words);
+    const __m512i top = kNibble == 3 ? bits : _mm512_slli_epi16(bits, 12 - 4 * kNibble);
+    return _mm512_srai_epi16(top, 12);
+}
+
+// sum + a0 * b0 + a1 * b1 of each pair; nothing overflows. In assembly: a compiler would do all
+// multiplications of a step first, and has no registers for what they give.
+inline Ints dot_add(Ints sum, Pairs a, Pairs b) {
+    Ints product;
+    asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+v"(sum), "=&v"(product) : "v"(a), "v"(b));
+    return sum;
+}
+
+// The same in one instruction of AVX512-VNNI. In assembly: the library must load without it.
+struct VnniDot {
+    Ints operator()(Ints sum, Pairs a, Pairs b) const {
+        asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+        return sum;
+    }
+};
 
 }  // namespace loraplex

@@ -7,6 +7,10 @@
 
 #include "loraplex/dtype.h"
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 namespace loraplex {
 
 using Floats = float __attribute__((vector_size(16)));
@@ -78,6 +82,45 @@ inline void store(T *target, Floats value) {
     for (int lane = 0; lane < kLanes; ++lane) {
         target[lane] = narrow<T>(value[lane]);
     }
+}
+
+// kLanes sums of int32.
+using Ints = std::int32_t __attribute__((vector_size(16)));
+// kLanes pairs of int16.
+using Pairs = std::int16_t __attribute__((vector_size(16)));
+
+inline Ints zero_ints() { return Ints{}; }
+inline Floats to_floats(Ints value) { return __builtin_convertvector(value, Floats); }
+
+inline Pairs broadcast_pair(const std::int16_t *pair) {
+    return Pairs{pair[0], pair[1], pair[0], pair[1], pair[0], pair[1], pair[0], pair[1]};
+}
+
+inline Pairs load_pairs(const std::int8_t *pairs) {
+    std::int8_t bytes __attribute__((vector_size(8)));
+    std::memcpy(&bytes, pairs, sizeof(bytes));
+    return __builtin_convertvector(bytes, Pairs);
+}
+
+// Of kLanes pairs of 16-bit words: the signed nibbles at bit 4 * kNibble.
+template <int kNibble>
+inline Pairs load_nibbles(const std::uint8_t *words) {
+    Pairs bits;
+    std::memcpy(&bits, words, sizeof(bits));
+    return (bits << (12 - 4 * kNibble)) >> 12;
+}
+
+// sum + a0 * b0 + a1 * b1 of each pair; nothing overflows.
+inline Ints dot_add(Ints sum, Pairs a, Pairs b) {
+#if defined(__SSE2__)
+    return sum + reinterpret_cast<Ints>(_mm_madd_epi16(reinterpret_cast<__m128i>(a),
+                                                       reinterpret_cast<__m128i>(b)));
+#else
+    for (int lane = 0; lane < kLanes; ++lane) {
+        sum[lane] += a[2 * lane] * b[2 * lane] + a[2 * lane + 1] * b[2 * lane + 1];
+    }
+    return sum;
+#endif
 }
 
 }  // namespace loraplex

@@ -3,6 +3,8 @@
 
 #include <arm_neon.h>
 
+#include <cstring>
+
 #include "loraplex/dtype.h"
 
 namespace loraplex {
@@ -44,6 +46,13 @@ inline Floats load(const Float16 *source) {
     return vcvt_f32_f16(vreinterpret_f16_u16(halves));
 }
 
+inline Floats load(const std::int8_t *source) {
+    std::int32_t four;
+    std::memcpy(&four, source, sizeof(four));
+    const int16x8_t wide = vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four)));
+    return vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide)));
+}
+
 // Of kLanes pairs (a0, b0, a1, b1, ...): the a's, and the b's.
 inline Floats load_firsts(const Bfloat16 *pairs) {
     const uint16x8_t bits = vld1q_u16(reinterpret_cast<const std::uint16_t *>(pairs));
@@ -72,6 +81,35 @@ inline void store(Bfloat16 *target, Floats value) {
 inline void store(Float16 *target, Floats value) {
     const uint16x4_t halves = vreinterpret_u16_f16(vcvt_f16_f32(value));
     vst1_u16(reinterpret_cast<std::uint16_t *>(target), halves);
+}
+
+// kLanes sums of int32.
+using Ints = int32x4_t;
+// kLanes pairs of int16.
+using Pairs = int16x8_t;
+
+inline Ints zero_ints() { return vdupq_n_s32(0); }
+inline Floats to_floats(Ints value) { return vcvtq_f32_s32(value); }
+
+inline Pairs broadcast_pair(const std::int16_t *pair) {
+    std::int32_t bits;
+    std::memcpy(&bits, pair, sizeof(bits));
+    return vreinterpretq_s16_s32(vdupq_n_s32(bits));
+}
+
+inline Pairs load_pairs(const std::int8_t *pairs) { return vmovl_s8(vld1_s8(pairs)); }
+
+// Of kLanes pairs of 16-bit words: the signed nibbles at bit 4 * kNibble. Little endian.
+template <int kNibble>
+inline Pairs load_nibbles(const std::uint8_t *words) {
+    const int16x8_t bits = vreinterpretq_s16_u8(vld1q_u8(words));
+    return vshrq_n_s16(vshlq_n_s16(bits, 12 - 4 * kNibble), 12);
+}
+
+// sum + a0 * b0 + a1 * b1 of each pair; nothing overflows.
+inline Ints dot_add(Ints sum, Pairs a, Pairs b) {
+    const int32x4_t low = vmull_s16(vget_low_s16(a), vget_low_s16(b));
+    return vaddq_s32(sum, vpaddq_s32(low, vmull_high_s16(a, b)));
 }
 
 }  // namespace loraplex

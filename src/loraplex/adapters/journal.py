@@ -27,10 +27,12 @@ MAX_HISTORY = 10
 class Journal:
     """`names` is for reading."""
 
-    def __init__(self, state_dir: Path | None, unix_seconds: Callable[[], float]) -> None:
-        """In memory, without files, if there is no state directory.
+    def __init__(
+        self, state_dir: Path | None, unix_seconds: Callable[[], float], *, is_persistent: bool
+    ) -> None:
+        """Without a state directory there are no files; if not persistent, all else is in memory.
 
-        Raises ConfigError if another process has it open, or if it cannot be read.
+        Raises ConfigError if another process has the database open, or if it cannot be read.
         """
         self.names = Registry()
         self._unix_seconds = unix_seconds
@@ -38,13 +40,15 @@ class Journal:
         """When a digest last left a history. A request that resolved it before may not have
         reached its engine yet."""
         self._files: NormalFiles | None = None
+        self._is_persistent = is_persistent
         path: Path | str = IN_MEMORY
         with contextlib.ExitStack() as opened:
-            if state_dir is not None:
+            if state_dir is not None and is_persistent:
                 opened.callback(StateLock.own(state_dir).close)
+                path = state_dir / DATABASE_NAME
+            if state_dir is not None:
                 self._files = NormalFiles(state_dir)
                 opened.callback(self._files.close)
-                path = state_dir / DATABASE_NAME
             self._database = AdapterDatabase(path)
             opened.callback(self._database.close)
             self._load()
@@ -115,9 +119,14 @@ class Journal:
         self._note_dropped(dropped)
 
     def collect_garbage(self, in_use: Collection[str], min_age_seconds: float) -> Collected:
-        """Delete the normal files that nothing refers to, or did min_age_seconds ago."""
+        """Delete the normal files that nothing refers to, or did min_age_seconds ago.
+
+        Refused without the database: the files may be named in it.
+        """
         if self._files is None:
             return Collected()
+        if not self._is_persistent:
+            return Collected(is_refused=True)
         oldest = self._unix_seconds() - min_age_seconds
         self._dropped = {digest: at for digest, at in self._dropped.items() if at > oldest}
         kept = self._database.digests() | set(in_use) | set(self._dropped)

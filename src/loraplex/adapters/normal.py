@@ -22,7 +22,6 @@ from loraplex.adapters.tensor_file import (
     read_tensors,
     write_atomically,
 )
-from loraplex.core.adapter import AdapterSource, LoraTarget
 from loraplex.core.errors import InvalidAdapterError
 
 FORMAT = "loraplex-adapter"
@@ -33,18 +32,24 @@ _MAX_HEADER_BYTES = 256 << 20
 
 
 class RowKind(enum.StrEnum):
-    """What a row does to its target. Only LORA is served now; the others are named apart."""
+    """What a row does to its target, and its tensors."""
 
     LORA = "lora"
+    """"a" [rank, in], "b" [out, rank]; "bias" [out] if lora_B has one: scale * (B A x + bias)."""
     BIAS = "bias"
+    """"bias" [out], in place of the base's."""
     MAGNITUDE = "magnitude"
+    """"magnitude" [out] of DoRA: the row norms of the weight with its LoRA (arXiv:2402.09353)."""
     FULL = "full"
+    """"weight": a trained copy, in place of the base's. Or "base": it stands for the base's own
+    parameter, so what is tied to that changes with it."""
     TOKENS = "tokens"
+    """"indices" I64 [n], "weight" [n, hidden]: rows of a token embedding in place of the base's."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class NormalRow:
-    """One target. A row of kind LORA has the tensors "a" [rank, in] and "b" [out, rank]."""
+    """One target. Outside the decoder layers (embed_tokens, norm, lm_head) it has no layer."""
 
     layer: int | None
     module: str
@@ -151,28 +156,6 @@ def parse_normal(path: Path, content: TensorFile) -> NormalFile:
         return NormalFile(metadata["digest"], _rows(headers, content))
     except (KeyError, ValueError, OverflowError, msgspec.MsgspecError) as error:
         raise InvalidAdapterError(f"{path} is a broken normal adapter file: {error}") from error
-
-
-def source_of(adapter_digest: str, path: Path, rows: Iterable[NormalRow]) -> AdapterSource:
-    """What the engine is told of a staged adapter. Its rows must be LORA rows of layers."""
-    ordered = sort_rows(rows)
-    return AdapterSource(
-        digest=adapter_digest,
-        path=str(path),
-        num_bytes=sum(row.num_bytes for row in ordered),
-        targets=tuple(sorted(lora_target(row) for row in ordered)),
-    )
-
-
-def lora_target(row: NormalRow) -> LoraTarget:
-    """The row as the page arithmetic sees it. Raises InvalidAdapterError for other rows."""
-    if row.kind is not RowKind.LORA or row.layer is None or row.expert is not None:
-        raise InvalidAdapterError(
-            f"a row of kind {row.kind} for layer {row.layer}, {row.module}, expert {row.expert} "
-            "cannot be applied; only LoRA of a decoder layer's linear layers can"
-        )
-    rank, in_features = row.tensors["a"].shape
-    return LoraTarget(row.layer, row.module, rank, in_features, row.tensors["b"].shape[0])
 
 
 def _rows(headers: Sequence[_RowHeader], content: TensorFile) -> tuple[NormalRow, ...]:

@@ -45,7 +45,7 @@ class Registry:
             with self._lock:
                 names = self._names((ref.model, ref.tenant))
                 known = [*names.versions, *names.aliases]
-            raise AdapterNotFoundError(_not_found(ref.key, ref.model, known))
+            raise AdapterNotFoundError(_not_found(ref.key, ref.model, known), param="adapter")
         return found
 
     def find(self, ref: AdapterRef) -> AdapterVersion | None:

@@ -1,4 +1,4 @@
-"""What an adapter is checked against: the linear layers of a base model."""
+"""What an adapter is checked against: the modules of a base model."""
 
 import msgspec
 
@@ -7,3 +7,15 @@ class BaseShapes(msgspec.Struct, frozen=True):
     num_layers: int
     modules: dict[str, tuple[int, int]]
     """(in_features, out_features) of every linear layer of a decoder layer that may be adapted."""
+    vocab_size: int = 0
+    """0: only the linear layers of the decoder layers may be adapted, and only by LoRA."""
+    hidden_size: int = 0
+    biased_modules: tuple[str, ...] = ()
+    """The linear layers that have a bias."""
+    ties_embeddings: bool = False
+    """lm_head's weight is the token embedding's."""
+
+    @property
+    def largest_target(self) -> int:
+        """in_features + out_features of the largest linear layer."""
+        return max((sum(features) for features in self.modules.values()), default=0)

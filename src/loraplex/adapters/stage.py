@@ -10,18 +10,21 @@ from pathlib import Path
 
 import msgspec
 
-from loraplex.adapters.formats import peft, trtllm
+from loraplex.adapters.base_check import check_shapes
+from loraplex.adapters.casting import check_cast
+from loraplex.adapters.formats import trtllm
 from loraplex.adapters.formats.inputs import AdapterInput, RequestTensors, open_input
 from loraplex.adapters.normal import (
     NormalRow,
+    RowKind,
     digest,
     normal_path,
     read_normal,
-    source_of,
     write_normal,
 )
 from loraplex.adapters.seen_files import SeenFiles, identities_of
 from loraplex.adapters.staged import StagedAdapter, StageRequest
+from loraplex.adapters.targets import source_of
 from loraplex.core.errors import InvalidAdapterError
 
 Buffer = bytes | bytearray | memoryview
@@ -56,12 +59,12 @@ def stage(request: StageRequest, tensors: Sequence[Buffer] = ()) -> StagedAdapte
     rows = None if known_digest is None else _known_rows(state_dir, known_digest)
     watch.lap("look_up")
     if known_digest is not None and rows is not None:
-        peft.check_against_base(rows, request.shapes, request.limits.max_rank)
+        warnings = _check(request, source, rows)
         watch.lap("check")
-        return _staged(request, source, rows, known_digest, watch, was_known=True)
+        return _staged(request, rows, known_digest, warnings, watch, was_known=True)
     rows = source.read_rows(request.shapes, request.limits)
     watch.lap("read")
-    peft.check_against_base(rows, request.shapes, request.limits.max_rank)
+    warnings = _check(request, source, rows)
     watch.lap("check")
     new_digest = digest(rows)
     watch.lap("hash")
@@ -72,7 +75,7 @@ def stage(request: StageRequest, tensors: Sequence[Buffer] = ()) -> StagedAdapte
     if source.files:
         seen.remember(identities, new_digest, context)
     watch.lap("write")
-    return _staged(request, source, rows, new_digest, watch, was_known=False)
+    return _staged(request, rows, new_digest, warnings, watch, was_known=False)
 
 
 def _input(request: StageRequest, tensors: Sequence[Buffer]) -> AdapterInput:
@@ -99,11 +102,22 @@ def _known_rows(state_dir: Path, known_digest: str) -> tuple[NormalRow, ...] | N
     return content.rows if content.digest == known_digest else None
 
 
+def _check(
+    request: StageRequest, source: AdapterInput, rows: tuple[NormalRow, ...]
+) -> tuple[str, ...]:
+    """Warnings; what does not fit the base or the engine is raised."""
+    check_shapes(rows, request.shapes, request.limits.max_rank)
+    warnings = source.warnings(rows, request.base_model, request.base_check)
+    if request.pool_dtype:
+        warnings += check_cast(rows, request.pool_dtype)
+    return tuple(warnings)
+
+
 def _staged(
     request: StageRequest,
-    source: AdapterInput,
     rows: tuple[NormalRow, ...],
     adapter_digest: str,
+    warnings: tuple[str, ...],
     watch: Stopwatch,
     *,
     was_known: bool,
@@ -111,11 +125,18 @@ def _staged(
     path = normal_path(Path(request.state_dir), adapter_digest)
     tensors = [tensor for row in rows for tensor in row.tensors.values()]
     return StagedAdapter(
-        source=source_of(adapter_digest, path, rows),
-        dtypes=tuple(sorted({tensor.dtype for tensor in tensors})),
+        source=source_of(adapter_digest, path, rows, request.shapes, request.limits.max_rank),
+        dtypes=tuple(sorted({tensor.dtype for tensor in tensors if tensor.is_float})),
         num_tensors=len(tensors),
-        changes_nothing=all(row.tensors["b"].is_zero() for row in rows),
-        warnings=tuple(source.warnings(rows, request.base_model)),
+        changes_nothing=all(_changes_nothing(row) for row in rows),
+        warnings=warnings,
         was_known=was_known,
         seconds=watch.seconds,
     )
+
+
+def _changes_nothing(row: NormalRow) -> bool:
+    """LoRA that was never trained. Of other kinds only the base model could tell."""
+    bias = row.tensors.get("bias")
+    is_silent = bias is None or bias.is_zero()
+    return row.kind is RowKind.LORA and is_silent and row.tensors["b"].is_zero()

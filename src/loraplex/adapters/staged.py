@@ -2,8 +2,9 @@
 
 import msgspec
 
+from loraplex.adapters.base_check import BaseCheck
 from loraplex.adapters.shapes import BaseShapes
-from loraplex.core.adapter import AdapterSource
+from loraplex.core.adapter import AdapterSource, TargetPart
 from loraplex.core.errors import ErrorInfo
 
 
@@ -36,7 +37,15 @@ class StageRequest(msgspec.Struct, frozen=True, kw_only=True):
     shapes: BaseShapes
     limits: StagingLimits = StagingLimits()
     base_model: str = ""
-    """What clients call the base, to warn when an adapter names another; empty: do not warn."""
+    """What clients call the base, to tell when an adapter names another; empty: unknown."""
+    base_path: str = ""
+    """The base's folder: a copy of its own weights that an adapter brings is left out."""
+    base_check: BaseCheck = BaseCheck.WARN
+    """What an adapter that names another base leads to."""
+    pool_dtype: str = ""
+    """float32, float16 or bfloat16: what the engine computes in; empty: unknown."""
+    reads_again: bool = False
+    """Though the files look as they did when they were staged before."""
 
 
 class StagedAdapter(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +68,8 @@ class StagedAdapter(msgspec.Struct, frozen=True, kw_only=True):
         """(smallest, largest) rank by module."""
         found: dict[str, tuple[int, int]] = {}
         for target in self.source.targets:
+            if target.part is not TargetPart.LORA:
+                continue
             low, high = found.get(target.module, (target.rank, target.rank))
             found[target.module] = (min(low, target.rank), max(high, target.rank))
         return found

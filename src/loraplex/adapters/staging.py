@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from loraplex.adapters.base_check import BaseCheck
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.staged import (
     StagedAdapter,
@@ -85,8 +86,14 @@ class StagingWorker:
         shapes: BaseShapes,
         max_rank: int,
         base_model: str = "",
+        base_path: str = "",
+        base_check: BaseCheck = BaseCheck.WARN,
+        pool_dtype: str = "",
+        reads_again: bool = False,
     ) -> StagedAdapter:
         """Put the adapter at `path` into normal form and check it against the base.
+
+        StageRequest says what each argument is.
 
         Raises what is wrong with it (InvalidAdapterError, AdapterMismatchError,
         AdapterTooLargeError, UnsupportedFeatureError), or AdapterLoadError if the worker died or
@@ -100,6 +107,10 @@ class StagingWorker:
                 shapes=shapes,
                 limits=StagingLimits(max_rank=max_rank),
                 base_model=base_model,
+                base_path=base_path,
+                base_check=base_check,
+                pool_dtype=pool_dtype,
+                reads_again=reads_again,
             )
         )
 
@@ -110,6 +121,7 @@ class StagingWorker:
         *,
         shapes: BaseShapes,
         max_rank: int,
+        pool_dtype: str = "",
     ) -> StagedAdapter:
         """As stage, for TensorRT-LLM's tensors [1, N, W] and [1, N, 3 or 4] (or without the 1).
 
@@ -130,6 +142,7 @@ class StagingWorker:
             state_dir=str(self._state_dir),
             shapes=shapes,
             limits=limits,
+            pool_dtype=pool_dtype,
         )
         return await self._stage(request, [tensor.view for tensor in tensors])
 

@@ -6,6 +6,7 @@ holds.
 
 import fcntl
 import os
+import time
 from pathlib import Path
 
 from loraplex.core.errors import ConfigError
@@ -13,6 +14,8 @@ from loraplex.core.errors import ConfigError
 _OWNER_NAME = "adapters.lock"
 _USERS_NAME = "files.lock"
 _MAX_PID_BYTES = 32
+_PATIENCE_SECONDS = 1.0
+_POLL_SECONDS = 0.02
 
 
 class StateLock:
@@ -29,7 +32,7 @@ class StateLock:
         """Be the one server of this state directory. Raises ConfigError, which names the other."""
         path = state_dir / _OWNER_NAME
         lock = cls._opened(path)
-        if lock.try_exclusive():
+        if lock._exclusive_soon():
             os.ftruncate(lock._descriptor, 0)
             os.pwrite(lock._descriptor, f"{os.getpid()}\n".encode(), 0)
             return lock
@@ -72,6 +75,18 @@ class StateLock:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
+        return True
+
+    def _exclusive_soon(self) -> bool:
+        """As try_exclusive, with patience for a server that was killed a moment ago.
+
+        If it was starting a process just then, that one has the lock until its program is there.
+        """
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while not self.try_exclusive():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
         return True
 
     def close(self) -> None:

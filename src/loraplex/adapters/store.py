@@ -62,11 +62,12 @@ class AdapterStore:
         unix_seconds: Callable[[], float] = time.time,
         *,
         state_dir: Path | None = None,
+        is_persistent: bool = False,
     ) -> None:
-        """In memory without a state directory; with one see open()."""
+        """In memory, and without files if there is no state directory. See also open()."""
         self._unix_seconds = unix_seconds
         self._changing = threading.Lock()
-        self._journal = Journal(state_dir, unix_seconds)
+        self._journal = Journal(state_dir, unix_seconds, is_persistent=is_persistent)
         self._names = self._journal.names
         self._missing: frozenset[str] = frozenset()
         self._look_for_files()
@@ -77,7 +78,16 @@ class AdapterStore:
 
         Raises ConfigError if another process has it open, or if it cannot be read.
         """
-        return cls(unix_seconds, state_dir=state_dir)
+        return cls(unix_seconds, state_dir=state_dir, is_persistent=True)
+
+    @classmethod
+    def in_memory(cls, state_dir: Path) -> "AdapterStore":
+        """An empty store that ends with its process, for files that it keeps from being collected.
+
+        Any number may be open beside one that owns the database. Raises ConfigError if the
+        folder is unusable.
+        """
+        return cls(state_dir=state_dir)
 
     def close(self) -> None:
         """Give the state directory back. Lookups still answer; changes fail."""
@@ -210,11 +220,21 @@ class AdapterStore:
             key=lambda version: (version.model, version.name),
         )
 
-    def rollback(self, ref: AdapterRef, number: int | None = None) -> AdapterVersion:
+    def present(self, model: str) -> Sequence[AdapterVersion]:
+        """The present version of every name of a model, of all tenants."""
+        return [version for version in self._names.versions() if version.model == model]
+
+    def rollback(
+        self,
+        ref: AdapterRef,
+        number: int | None = None,
+        check: Callable[[AdapterVersion], object] | None = None,
+    ) -> AdapterVersion:
         """Make an older version the present one again, as a new version of the same bytes.
 
         Without a number: the one before the present; again: the one before that. Raises
-        AdapterNotFoundError if there is none, AdapterLoadError if its normal file is gone.
+        AdapterNotFoundError if there is none, AdapterLoadError if its normal file is gone, and
+        what `check` raises for the older version.
         """
         with self._changing:
             present = self._names.resolve(ref)
@@ -224,6 +244,8 @@ class AdapterStore:
                 target = self._numbered(present, number)
             if target.digest == present.digest:
                 return present
+            if check is not None:
+                check(target)
             version = dataclasses.replace(
                 target,
                 number=present.number + 1,

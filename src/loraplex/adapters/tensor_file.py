@@ -46,6 +46,10 @@ class RawTensor:
         return len(self.data)
 
     @property
+    def num_values(self) -> int:
+        return math.prod(self.shape)
+
+    @property
     def is_float(self) -> bool:
         """Whether its type is one that a weight may have."""
         return self.dtype in FLOAT_TYPES
@@ -63,6 +67,11 @@ class RawTensor:
         if self.dtype == "BF16":
             return (self.bits().astype(np.uint32) << np.uint32(16)).view(np.float32)
         return np.ndarray(self.shape, _ARRAY_TYPES[self.dtype], self.data)
+
+    def integers(self) -> npt.NDArray[np.int64]:
+        """The elements of an I64 tensor."""
+        assert self.dtype == "I64", self.dtype
+        return np.ndarray(self.shape, "<i8", self.data)
 
     def is_finite(self) -> bool:
         """No NaN and no infinity. Only for float types."""

@@ -1,66 +1,45 @@
 """Builds serving from a Config: which classes, with which arguments. It starts nothing."""
 
-import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-
-import msgspec
 
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.staging import StagingWorker
 from loraplex.adapters.store import AdapterStore
+from loraplex.app.launch import EngineLauncher
 from loraplex.core.clock import SystemClock
 from loraplex.core.config import Config, ModelConfig, state_directory
 from loraplex.core.errors import ConfigError
-from loraplex.execution.checkpoint import resolve_model
 from loraplex.models.config import DecoderConfig, module_shapes
 from loraplex.models.registry import read_config
-from loraplex.serving.adapter_loading import AdapterLoading
 from loraplex.serving.async_engine import AsyncEngine
 from loraplex.serving.backend import ModelCard
 from loraplex.serving.chat_template import ChatTemplate
-from loraplex.serving.engine_link import EngineLink, LinkFactory, ProcessLink
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.served_model import ServedModel
 from loraplex.serving.service import Service
 from loraplex.serving.tokenizer import Tokenizer, load_tokenizer
 
-EngineLauncher = Callable[[ModelConfig], LinkFactory]
-"""Where a model's engine runs: in a process of its own, or in a thread."""
-
-
-def engine_process(model: ModelConfig) -> LinkFactory:
-    """The engine runs in its own process."""
-    command = [sys.executable, "-m", "loraplex.app.engine"]
-    settings = msgspec.msgpack.encode(model)
-
-    def start(epoch: int) -> Awaitable[EngineLink]:
-        return ProcessLink.start(command, settings, epoch)
-
-    return start
-
-
-def with_local_paths(config: Config) -> Config:
-    """The same, with every model in a folder here; a hub id is downloaded. Raises ConfigError."""
-    models = {
-        name: msgspec.structs.replace(model, path=str(resolve_model(model.path, model.revision)))
-        for name, model in config.models.items()
-    }
-    return msgspec.structs.replace(config, models=models)
-
 
 def build_service(config: Config, launch: EngineLauncher, metrics: RequestMetrics) -> Service:
-    """Everything but what is running, from a configuration with local paths. Raises ConfigError."""
+    """Everything but what is running, from a configuration with local paths. Raises ConfigError.
+
+    It holds the state directory until the service is closed.
+    """
     clock = SystemClock()
-    store = AdapterStore()
-    models = [
-        _served_model(name, model, store, AsyncEngine(name, launch(model), clock))
-        for name, model in config.models.items()
-    ]
-    worker = StagingWorker(_made(state_directory(config.server.state_dir)))
-    return Service(models, AdapterLoading(worker), metrics, clock)
+    state_dir = _made(state_directory(config.server.state_dir))
+    persists = config.server.persist_adapters
+    store = AdapterStore.open(state_dir) if persists else AdapterStore.in_memory(state_dir)
+    try:
+        models = [
+            _served_model(name, model, store, AsyncEngine(name, launch(model), clock))
+            for name, model in config.models.items()
+        ]
+    except BaseException:
+        store.close()
+        raise
+    return Service(models, StagingWorker(state_dir), metrics, clock)
 
 
 def _served_model(
@@ -72,6 +51,7 @@ def _served_model(
     eos_token_ids = decoder.eos_token_ids
     if not eos_token_ids and tokenizer.eos_token_id is not None:
         eos_token_ids = (tokenizer.eos_token_id,)
+    dtype = (decoder.dtype or "float32") if model.dtype == "auto" else model.dtype
     card = ModelCard(
         name=name,
         path=str(folder),
@@ -80,17 +60,38 @@ def _served_model(
         vocab_size=decoder.vocab_size,
         eos_token_id=eos_token_ids[0] if eos_token_ids else None,
         pad_token_id=tokenizer.pad_token_id,
-        dtype=(decoder.dtype or "float32") if model.dtype == "auto" else model.dtype,
+        dtype=dtype,
+        kv_dtype=dtype if model.kv_dtype == "auto" else model.kv_dtype,
     )
     return ServedModel(
         card=card,
         tokenizer=tokenizer,
         chat_template=_chat_template(folder, model.chat_template, tokenizer),
         eos_token_ids=eos_token_ids,
-        shapes=BaseShapes(decoder.num_layers, dict(module_shapes(decoder))),
+        shapes=_base_shapes(decoder),
         config=model,
         store=store,
         engine=engine,
+    )
+
+
+def _base_shapes(config: DecoderConfig) -> BaseShapes:
+    biased = {
+        "q_proj": config.qkv_bias,
+        "k_proj": config.qkv_bias,
+        "v_proj": config.qkv_bias,
+        "o_proj": config.o_bias,
+        "gate_proj": config.mlp_bias,
+        "up_proj": config.mlp_bias,
+        "down_proj": config.mlp_bias,
+    }
+    return BaseShapes(
+        config.num_layers,
+        dict(module_shapes(config)),
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        biased_modules=tuple(module for module, has_bias in biased.items() if has_bias),
+        ties_embeddings=config.tie_word_embeddings,
     )
 
 

@@ -1,17 +1,20 @@
 """The engine of one model: built from its settings, run in a thread or as a process of its own.
 
-`python -m loraplex.app.engine` is the engine process (engine.process says how it is started).
+`python -m loraplex.app.engine LOG_LEVEL` is the engine process (engine.process says how it
+starts).
 """
 
 import logging
+import sys
 from pathlib import Path
 
 import msgspec
 import torch
 
 from loraplex.core.clock import SystemClock
-from loraplex.core.config import ModelConfig
+from loraplex.core.config import NO_CACHE, ModelConfig
 from loraplex.core.errors import ConfigError, LoraplexError
+from loraplex.core.weight_precision import WeightPrecision
 from loraplex.engine.channel import EngineChannel
 from loraplex.engine.engine import Engine
 from loraplex.engine.engine import build_engine as engine_of
@@ -34,7 +37,7 @@ def build_engine(model: ModelConfig) -> Engine:
         torch.set_num_threads(model.num_threads)
     host_adapters = HostAdapters()
     runner = load_runner(Path(model.path), _runner_settings(model), host_adapters)
-    loader = FileAdapterLoader(host_adapters)
+    loader = FileAdapterLoader(host_adapters, runner.prepare_adapter)
     try:
         return engine_of(
             runner,
@@ -79,7 +82,11 @@ def engine_thread(model: ModelConfig) -> LinkFactory:
 def _runner_settings(model: ModelConfig) -> RunnerSettings:
     return RunnerSettings(
         dtype=model.dtype,
+        kv_dtype=model.kv_dtype,
         device=model.device,
+        quantization=WeightPrecision(model.quantization),
+        weights_cache_dir=_weights_cache(model),
+        weights_cache_bytes=model.weights_cache_bytes,
         max_model_len=model.max_model_len,
         max_num_seqs=model.max_num_seqs,
         block_size=model.block_size,
@@ -87,6 +94,12 @@ def _runner_settings(model: ModelConfig) -> RunnerSettings:
         max_lora_rank=model.max_lora_rank,
         lora_device_bytes=model.lora_device_bytes,
     )
+
+
+def _weights_cache(model: ModelConfig) -> Path | None:
+    """The builder has put a folder in, or none; a bare ModelConfig means no cache."""
+    folder = model.weights_cache_dir or NO_CACHE
+    return None if folder == NO_CACHE else Path(folder)
 
 
 def _scheduler_settings(model: ModelConfig) -> SchedulerSettings:
@@ -100,7 +113,8 @@ def _scheduler_settings(model: ModelConfig) -> SchedulerSettings:
 
 def main() -> None:
     """Be an engine process."""
-    logging.basicConfig(level=logging.INFO, format="%(levelname).1s engine: %(message)s")
+    (log_level,) = sys.argv[1:]
+    logging.basicConfig(level=log_level.upper(), format="%(levelname).1s engine: %(message)s")
     be_engine_process(
         lambda settings, channel: run_engine(
             msgspec.msgpack.decode(settings, type=ModelConfig), channel

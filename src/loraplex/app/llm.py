@@ -1,85 +1,51 @@
 """loraplex as a library: the same service, without its front ends."""
 
 import asyncio
-import dataclasses
-import operator
+import itertools
 import os
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
-from numbers import Integral
 from types import MappingProxyType
 from typing import Any, Final, Literal, TypeVar
 
-from loraplex.app.builder import EngineLauncher, build_service, engine_process, with_local_paths
+from loraplex.app.answers import Completion, Generated, Prompt, collect
+from loraplex.app.builder import build_service
 from loraplex.app.engine import engine_thread
-from loraplex.core.adapter import AdapterChoice, AdapterRef, ByName
+from loraplex.app.launch import EngineLauncher, engine_process, with_local_paths
+from loraplex.app.lora_arrays import LoraArrays, lora_arrays
+from loraplex.app.prompts import as_prompts, per_prompt
+from loraplex.core.adapter import (
+    AdapterChoice,
+    AdapterKey,
+    AdapterRef,
+    ByName,
+    ByTaskId,
+    LoadPolicy,
+)
 from loraplex.core.config import Config, Layer, resolve
 from loraplex.core.errors import ConfigError, InvalidRequestError, NotReadyError
-from loraplex.core.output import (
-    FinishReason,
-    RequestOutput,
-    RequestTiming,
-    ResolvedAdapter,
-    SequenceOutput,
-    TokenLogprob,
-)
 from loraplex.core.principal import DEFAULT_TENANT, LOCAL
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.stats import EngineStats
 from loraplex.frontends.streams import close_outputs
-from loraplex.serving.backend import AdapterCard
+from loraplex.serving.adapter_cards import (
+    AdapterCard,
+    AdapterDetails,
+    LoadReport,
+    Unloaded,
+    UnloadMode,
+    VersionCard,
+)
 from loraplex.serving.request_metrics import RequestMetrics
 
-T = TypeVar("T")
+__all__ = ["LLM", "Completion", "Generated", "Prompt"]
 
-Prompt = str | Sequence[int]
-"""Text, or token ids."""
+T = TypeVar("T")
 
 _LAUNCHERS: Final[Mapping[str, EngineLauncher]] = MappingProxyType(
     {"thread": engine_thread, "process": engine_process}
 )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Completion:
-    """One generated sequence."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-    stop_reason: str | int | None
-    logprobs: tuple[TokenLogprob, ...]
-    """One per token if asked for, else empty."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Generated:
-    """The answer to one prompt. Its own text, tokens and so on are those of the first sequence."""
-
-    prompt: Prompt
-    prompt_token_ids: tuple[int, ...]
-    completions: tuple[Completion, ...]
-    adapter: ResolvedAdapter | None
-    """The very adapter that answered, with its digest; None for the base."""
-    timing: RequestTiming
-    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-
-    @property
-    def text(self) -> str:
-        return self.completions[0].text
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        return self.completions[0].token_ids
-
-    @property
-    def finish_reason(self) -> FinishReason:
-        return self.completions[0].finish_reason
-
-    @property
-    def logprobs(self) -> tuple[TokenLogprob, ...]:
-        return self.completions[0].logprobs
 
 
 class LLM:
@@ -148,43 +114,81 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         adapter: str | Sequence[str | None] | None = None,
+        lora_task_id: int | Sequence[int | None] | None = None,
+        lora_weights: Any = None,
+        lora_config: Any = None,
+        load_lora_weights: Literal["auto", "always", "never"] = "auto",
     ) -> list[Generated]:
         """Answer prompts together, in their order.
 
-        `sampling_params` and `adapter` are one for all prompts, or one per prompt; adapter None is
-        the base model. Raises the first error, in the order of the prompts, after all have ended.
+        Each argument is one for all prompts, or a list with one per prompt; no adapter is the base
+        model. `lora_task_id`, `lora_weights` and `lora_config` are TensorRT-LLM's, the latter two
+        arrays of numpy or torch: they register the adapter, later its id alone means it. Raises
+        the first error, in the order of the prompts, after all have ended.
         """
-        listed = _as_prompts(prompts)
+        listed = as_prompts(prompts)
         if sampling_params is None:
             sampling_params = SamplingParams()
-        params = _per_prompt("sampling_params", sampling_params, len(listed))
-        names = _per_prompt("adapter", adapter, len(listed))
-        return self._wait(self._generate_all(listed, params, names))
+        params = per_prompt("sampling_params", sampling_params, len(listed))
+        names = per_prompt("adapter", adapter, len(listed))
+        arrays = lora_arrays(lora_task_id, lora_weights, lora_config, len(listed))
+        policy = _load_policy(load_lora_weights)
+        return self._wait(self._generate_all(listed, params, names, arrays, policy))
 
     def add_adapter(
         self,
-        name: str,
-        path: str | os.PathLike[str],
+        name: str | None = None,
+        path: str | os.PathLike[str] | None = None,
         *,
         task_id: int | None = None,
         replace: bool = False,
+        dry_run: bool = False,
+        canary: bool = False,
+        lora_weights: Any = None,
+        lora_config: Any = None,
     ) -> AdapterCard:
-        """Load an adapter; what it is and how large. Raises before anything changes."""
-        return self._wait(
-            self._service.load_adapter(
-                LOCAL,
-                model=self._model,
-                name=name,
-                path=os.fspath(path),
-                task_id=task_id,
-                replace=replace,
-            )
-        )
+        """Load an adapter; what it is and how large. Raises before anything changes.
 
-    def remove_adapter(self, name: str) -> None:
-        """Forget a name; requests that run with it end normally."""
-        ref = AdapterRef(self._model, DEFAULT_TENANT, ByName(name))
-        self._wait(self._service.unload_adapter(LOCAL, ref))
+        From a path: under a name; see `serving.backend.Backend.load_adapter` for the flags. From
+        arrays, as `generate` takes them: under its task id, or its digest.
+        """
+        if lora_weights is None and lora_config is None:
+            return self._wait(self._load(name, path, task_id, replace, dry_run, canary))
+        if name is not None or path is not None or replace or dry_run or canary:
+            raise InvalidRequestError(
+                "an adapter of arrays is called by its task id or its digest: give it no name, "
+                "path, replace, dry_run or canary; alias_adapter gives it a name"
+            )
+        (arrays,) = lora_arrays(task_id, lora_weights, lora_config, 1)
+        return self._wait(self._add_arrays(arrays))
+
+    def remove_adapter(self, name: str, mode: UnloadMode | str = UnloadMode.DRAIN) -> Unloaded:
+        """Forget a name; requests that run with it end normally, or at once ("immediate")."""
+        modes = [str(known) for known in UnloadMode]
+        if mode not in modes:
+            raise InvalidRequestError(f"mode must be {' or '.join(modes)}, got {mode!r}")
+        ref = self._ref(name)
+        return self._wait(self._service.unload_adapter(LOCAL, ref, UnloadMode(mode)))
+
+    def rollback_adapter(self, name: str, version: int | None = None) -> AdapterCard:
+        """Give a name its older bytes again: those of a version, or those before the present."""
+        return self._wait(self._service.rollback_adapter(LOCAL, self._ref(name), version))
+
+    def pin_adapter(
+        self, name: str, version: int | None = None, *, pinned: bool = True
+    ) -> VersionCard:
+        """Keep a version in the history however old it grows, or no longer; None: the present."""
+        ref = self._ref(name)
+        return self._wait(self._service.pin_adapter(LOCAL, ref, version, is_pinned=pinned))
+
+    def alias_adapter(self, name: str, alias: str, *, replace: bool = False) -> AdapterCard:
+        """Another name for an adapter; remove_adapter takes it away again."""
+        ref = self._ref(name)
+        return self._wait(self._service.alias_adapter(LOCAL, ref, alias, replace=replace))
+
+    def adapter(self, name: str) -> AdapterDetails:
+        """All that is known of an adapter, its history among it."""
+        return self._wait(self._service.describe_adapter(LOCAL, self._ref(name)))
 
     def adapters(self) -> list[AdapterCard]:
         return list(self._service.adapters(LOCAL))
@@ -197,9 +201,12 @@ class LLM:
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams],
         names: Sequence[str | None],
+        arrays: Sequence[LoraArrays],
+        policy: LoadPolicy,
     ) -> list[Generated]:
         answers = await asyncio.gather(
-            *map(self._generate, prompts, params, names), return_exceptions=True
+            *map(self._generate, prompts, params, names, arrays, itertools.repeat(policy)),
+            return_exceptions=True,
         )
         for answer in answers:
             if isinstance(answer, BaseException):
@@ -207,14 +214,21 @@ class LLM:
         return [answer for answer in answers if isinstance(answer, Generated)]
 
     async def _generate(
-        self, prompt: Prompt, params: SamplingParams, name: str | None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        name: str | None,
+        arrays: LoraArrays,
+        policy: LoadPolicy,
     ) -> Generated:
+        key = await self._key(name, arrays)
         request = GenerateRequest(
             request_id=self._service.new_request_id(),
             model=self._model,
             prompt=prompt if isinstance(prompt, str) else tuple(prompt),
             sampling=params,
-            adapters=() if name is None else (AdapterChoice(ByName(name)),),
+            adapters=() if key is None else (AdapterChoice(key),),
+            load_policy=policy,
         )
         stream = await self._service.generate(request, LOCAL)
         try:
@@ -222,6 +236,51 @@ class LLM:
         finally:
             await close_outputs(stream)
         return collect(prompt, outputs, params.n)
+
+    async def _key(self, name: str | None, arrays: LoraArrays) -> AdapterKey | None:
+        """Which adapter; one that came along is registered first."""
+        if arrays.tensors is None and arrays.task_id is None:
+            return None if name is None else ByName(name)
+        if name is not None:
+            raise InvalidRequestError("adapter and lora_task_id or lora_weights name two adapters")
+        if arrays.tensors is None:
+            assert arrays.task_id is not None
+            return ByTaskId(arrays.task_id)
+        weights, config = arrays.tensors
+        return await self._service.add_adapter_tensors(
+            LOCAL, model=self._model, task_id=arrays.task_id, weights=weights, config=config
+        )
+
+    async def _add_arrays(self, arrays: LoraArrays) -> AdapterDetails:
+        key = await self._key(None, arrays)
+        assert key is not None
+        ref = AdapterRef(self._model, DEFAULT_TENANT, key)
+        return await self._service.describe_adapter(LOCAL, ref)
+
+    async def _load(
+        self,
+        name: str | None,
+        path: str | os.PathLike[str] | None,
+        task_id: int | None,
+        replace: bool,
+        dry_run: bool,
+        canary: bool,
+    ) -> LoadReport:
+        if name is None or path is None:
+            raise InvalidRequestError("give a name and a path, or lora_weights and lora_config")
+        return await self._service.load_adapter(
+            LOCAL,
+            model=self._model,
+            name=name,
+            path=os.fspath(path),
+            task_id=task_id,
+            replace=replace,
+            dry_run=dry_run,
+            canary=canary,
+        )
+
+    def _ref(self, name: str) -> AdapterRef:
+        return AdapterRef(self._model, DEFAULT_TENANT, ByName(name))
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         """Do the work on serving's loop; an interrupt here ends it there."""
@@ -248,34 +307,14 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     loop.close()
 
 
-def collect(prompt: Prompt, outputs: Sequence[RequestOutput], n: int) -> Generated:
-    """The whole answer from its increments."""
-    pieces = [piece for output in outputs for piece in output.sequences]
-    last = outputs[-1]
-    assert last.timing is not None, "the last output tells the timing"
-    prompt_logprobs = (output.prompt_logprobs for output in outputs)
-    return Generated(
-        prompt=prompt,
-        prompt_token_ids=last.prompt_token_ids,
-        completions=tuple(
-            _completion([piece for piece in pieces if piece.index == index]) for index in range(n)
-        ),
-        adapter=last.adapters[0] if last.adapters else None,
-        timing=last.timing,
-        prompt_logprobs=next((values for values in prompt_logprobs if values is not None), None),
-    )
-
-
-def _completion(pieces: Sequence[SequenceOutput]) -> Completion:
-    last = pieces[-1]
-    assert last.finish_reason is not None, "a sequence's last piece tells why it ended"
-    return Completion(
-        text="".join(piece.text for piece in pieces),
-        token_ids=tuple(token_id for piece in pieces for token_id in piece.token_ids),
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-        logprobs=tuple(logprob for piece in pieces for logprob in piece.logprobs),
-    )
+def _load_policy(text: str) -> LoadPolicy:
+    try:
+        return LoadPolicy(text)
+    except ValueError:
+        known = ", ".join(LoadPolicy)
+        raise InvalidRequestError(
+            f"load_lora_weights must be one of {known}, got {text!r}", param="load_lora_weights"
+        ) from None
 
 
 def _config(
@@ -295,35 +334,6 @@ def _config(
         [
             Layer("argument of LLM", {"models": {model: values}}),
             Layer("argument of LLM", {"server": {"state_dir": os.fspath(state_dir)}}),
+            Layer("LLM", {"server": {"persist_adapters": False}}),
         ]
     )
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    items: list[Any] = list(prompts)
-    if items and all(isinstance(item, Integral) for item in items):
-        return [_as_prompt(items)]
-    return [_as_prompt(item) for item in items]
-
-
-def _as_prompt(item: Any) -> Prompt:
-    """Numpy's integers are taken, too."""
-    if isinstance(item, str):
-        return item
-    try:
-        return [operator.index(token_id) for token_id in item]
-    except TypeError as error:
-        raise InvalidRequestError(
-            f"a prompt is a text or a list of token ids, got {item!r}", param="prompts"
-        ) from error
-
-
-def _per_prompt(name: str, value: Any, count: int) -> list[Any]:
-    if value is None or isinstance(value, str | SamplingParams):
-        return [value] * count
-    values = list(value)
-    if len(values) != count:
-        raise InvalidRequestError(f"{name} has {len(values)} entries for {count} prompts")
-    return values

@@ -15,7 +15,8 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
-from loraplex.app.builder import build_service, engine_process, with_local_paths
+from loraplex.app.builder import build_service
+from loraplex.app.launch import EngineLauncher
 from loraplex.core.config import Config, ServerConfig
 from loraplex.core.errors import ConfigError
 from loraplex.core.version import __version__
@@ -36,17 +37,6 @@ _LINGER_SECONDS = 5
 """How long connections may still take their last bytes after everything else has stopped."""
 
 
-def run_server(config: Config, say: Callable[[str], None]) -> None:
-    """Serve until SIGINT or SIGTERM. Raises ConfigError if it cannot start.
-
-    `say` is told the addresses once the server is ready.
-    """
-    logging.basicConfig(
-        level=config.server.log_level.upper(), format="%(levelname).1s %(name)s: %(message)s"
-    )
-    asyncio.run(Server(with_local_paths(config), say).run())
-
-
 class HttpServer(uvicorn.Server):
     """uvicorn without signal handlers of its own: one server of ours runs two of them."""
 
@@ -58,8 +48,10 @@ class HttpServer(uvicorn.Server):
 class Server:
     """One run of the serving process."""
 
-    def __init__(self, config: Config, say: Callable[[str], None]) -> None:
+    def __init__(self, config: Config, launch: EngineLauncher, say: Callable[[str], None]) -> None:
+        """A configuration with local paths. `say` is told the addresses once all is ready."""
         self._config = config
+        self._launch = launch
         self._say = say
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -67,7 +59,7 @@ class Server:
     async def run(self) -> None:
         settings = self._config.server
         metrics = RequestMetrics(self._config.models)
-        service = build_service(self._config, engine_process, metrics)
+        service = build_service(self._config, self._launch, metrics)
         triton = TritonService(service)
         grpc_server = GrpcServer(
             triton, asyncio.get_running_loop(), settings.host, settings.grpc_port

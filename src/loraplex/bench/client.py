@@ -14,8 +14,9 @@ from typing import Any
 import httpx
 import msgspec
 
+from loraplex.bench.arrivals import Arrivals, ClosedLoop
 from loraplex.bench.statistics import RequestRecord
-from loraplex.bench.workload import Arrivals, ClosedLoop, PlannedRequest
+from loraplex.bench.workload import PlannedRequest
 from loraplex.core.errors import ConfigError
 
 # Words of many tokens: the prompts are drawn from their ids, which any tokenizer has.

@@ -1,8 +1,11 @@
 """Where and with what a result was made: the machine, the version, the commit."""
 
+import contextlib
+import importlib.metadata
 import os
 import platform
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -11,6 +14,11 @@ from loraplex.core.version import __version__
 
 _PACKAGE = Path(__file__).parent.parent
 _CPU_INFO = Path("/proc/cpuinfo")
+_PACKAGES = ("torch", "numpy", "httpx", "uvicorn")
+_TELLING_FLAGS = (
+    "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx_vnni",
+    "amx_bf16", "amx_int8", "asimd", "asimdhp", "asimddp", "i8mm", "bf16", "sve",
+)  # fmt: skip
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,6 +31,10 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     python: str
     load_average: float | None
     """Runnable processes in the last minute, before the start: 0 is a quiet machine."""
+    cpu_flags: tuple[str, ...] = ()
+    """Its instruction sets and other abilities, as Linux names them."""
+    packages: dict[str, str] = {}
+    """Versions of what loraplex computes and speaks with."""
 
 
 class Code(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,8 +54,32 @@ def this_machine() -> Machine:
         memory_bytes=_memory_bytes(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         python=platform.python_version(),
-        load_average=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        load_average=load_average(),
+        cpu_flags=tuple(sorted((_cpu_field("flags") or _cpu_field("Features") or "").split())),
+        packages=_package_versions(),
     )
+
+
+def load_average() -> float | None:
+    """Runnable processes over the last minute; None where the system does not tell."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
+def machine_lines(created: str, code: Code, machine: Machine) -> Iterator[str]:
+    """When, with what and on what a result was made, for people."""
+    modified = " with changes" if code.is_modified else ""
+    yield f"{created}, loraplex {code.version}, commit {code.commit or 'unknown'}{modified}"
+    memory = "" if machine.memory_bytes is None else f", {machine.memory_bytes / 2**30:.0f} GiB"
+    yield (
+        f"{machine.cpu_model}, {machine.num_cores} cores{memory}, {machine.system}, "
+        f"Python {machine.python}"
+    )
+    if found := [flag for flag in _TELLING_FLAGS if flag in machine.cpu_flags]:
+        yield f"instruction sets: {', '.join(found)}"
+    if machine.packages:
+        yield ", ".join(f"{name} {version}" for name, version in machine.packages.items())
+    if machine.load_average is not None:
+        yield f"load average before the start: {machine.load_average:.2f}"
 
 
 def this_code(package: Path = _PACKAGE) -> Code:
@@ -68,12 +104,25 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def _cpu_model() -> str:
+    return _cpu_field("model name") or platform.processor() or platform.machine()
+
+
+def _cpu_field(name: str) -> str | None:
+    """Of the first processor in /proc/cpuinfo; None if there is none such."""
     if _CPU_INFO.exists():
         for line in _CPU_INFO.read_text(errors="replace").splitlines():
             key, _, value = line.partition(":")
-            if key.strip() == "model name":
+            if key.strip() == name:
                 return value.strip()
-    return platform.processor() or platform.machine()
+    return None
+
+
+def _package_versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def _memory_bytes() -> int | None:

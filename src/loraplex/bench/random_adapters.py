@@ -7,12 +7,16 @@ read from the headers of the model's safetensors files, so no model family has t
 
 import json
 import re
+from collections.abc import Collection
 from pathlib import Path
 
+import msgspec
 import numpy as np
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from loraplex.bench.bfloat16 import to_bfloat16, widen_bfloat16
 from loraplex.core.errors import ConfigError
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -23,6 +27,17 @@ _WEIGHT = re.compile(
 )
 _B_SCALE = 0.01
 """Standard deviation of B: small, so that the answers stay those of a language model."""
+
+
+class AdapterKind(msgspec.Struct, frozen=True, kw_only=True):
+    """What random adapters have in common."""
+
+    rank: int
+    alpha: int
+    modules: tuple[str, ...] = MODULES
+    b_scale: float = _B_SCALE
+    """Standard deviation of B; that of A is such that A x is as large as x's elements."""
+
 
 Shape = tuple[int, int]
 """(out_features, in_features), as in the file."""
@@ -52,31 +67,42 @@ def write_random_adapters(
     folder: Path, shapes: dict[str, Shape], *, count: int, rank: int, seed: int
 ) -> list[str]:
     """Write `count` PEFT folders of one rank into `folder`; gives their names."""
+    kind = AdapterKind(rank=rank, alpha=rank)
     names = [f"random-{index:04d}" for index in range(count)]
     for index, name in enumerate(names):
-        _write_adapter(folder / name, shapes, rank, np.random.default_rng([seed, index]))
+        write_random_adapter(folder / name, shapes, kind, seed=(seed, index))
     return names
 
 
-def _write_adapter(
-    folder: Path, shapes: dict[str, Shape], rank: int, draws: np.random.Generator
+def write_random_adapter(
+    folder: Path, shapes: dict[str, Shape], kind: AdapterKind, *, seed: Collection[int]
 ) -> None:
+    """Write one PEFT folder, which must not exist."""
+    draws = np.random.default_rng([*seed])
+    adapted = {
+        path: shape for path, shape in shapes.items() if path.rpartition(".")[2] in kind.modules
+    }
     tensors = {}
-    for path, (out_features, in_features) in shapes.items():
-        a = draws.standard_normal((rank, in_features), dtype=np.float32) / np.sqrt(in_features)
-        b = draws.standard_normal((out_features, rank), dtype=np.float32) * _B_SCALE
-        tensors[f"base_model.model.{path}.lora_A.weight"] = a.astype(np.float16)
-        tensors[f"base_model.model.{path}.lora_B.weight"] = b.astype(np.float16)
+    for path, (out_features, in_features) in adapted.items():
+        a = draws.standard_normal((kind.rank, in_features), dtype=np.float32)
+        b = draws.standard_normal((out_features, kind.rank), dtype=np.float32)
+        tensors[f"base_model.model.{path}.lora_A.weight"] = _half(a / np.float32(in_features**0.5))
+        tensors[f"base_model.model.{path}.lora_B.weight"] = _half(b * np.float32(kind.b_scale))
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "r": rank,
-        "lora_alpha": rank,
+        "r": kind.rank,
+        "lora_alpha": kind.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": sorted({path.rpartition(".")[2] for path in shapes}),
+        "target_modules": sorted({path.rpartition(".")[2] for path in adapted}),
         "inference_mode": True,
     }
     folder.mkdir(parents=True)
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
     save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def _half(values: NDArray[np.float32]) -> NDArray[np.float16]:
+    """float16 numbers that are bfloat16 numbers, too: a server loses nothing with either."""
+    return widen_bfloat16(to_bfloat16(values)).astype(np.float16)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from loraplex.bench.machine import Code, Machine
+from loraplex.bench.machine import Code, Machine, machine_lines
+from loraplex.bench.markdown import markdown_table
 from loraplex.bench.settings import Settings
 from loraplex.bench.statistics import Percentiles, Ratio, RunStatistics
 from loraplex.bench.workload import Workload
@@ -110,16 +111,8 @@ def markdown(report: Report) -> str:
 
 def circumstances(report: Report) -> Iterator[str]:
     """Everything beside the table that one has to know to read it."""
-    code, machine, served, settings = report.code, report.machine, report.served, report.settings
-    modified = " with changes" if code.is_modified else ""
-    yield f"{report.created}, loraplex {code.version}, commit {code.commit or 'unknown'}{modified}"
-    memory = "" if machine.memory_bytes is None else f", {machine.memory_bytes / 2**30:.0f} GiB"
-    yield (
-        f"{machine.cpu_model}, {machine.num_cores} cores{memory}, {machine.system}, "
-        f"Python {machine.python}"
-    )
-    if machine.load_average is not None:
-        yield f"load average before the start: {machine.load_average:.2f}"
+    served, settings = report.served, report.settings
+    yield from machine_lines(report.created, report.code, report.machine)
     if served.url is None:
         flags = f" with {' '.join(served.serve_flags)}" if served.serve_flags else ""
         yield (
@@ -135,15 +128,8 @@ def circumstances(report: Report) -> Iterator[str]:
 
 
 def table(results: Sequence[WorkloadResult]) -> str:
-    """The results as a Markdown table that is aligned, so that a terminal shows it too."""
-    rows = [_COLUMNS, *(_row(result) for result in results)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
-    rule = tuple("-" * width for width in widths)
-    return "\n".join(_line(row, widths) for row in (rows[0], rule, *rows[1:]))
-
-
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    return f"| {' | '.join(map(str.ljust, row, widths))} |"
+    """The results as a Markdown table."""
+    return markdown_table(_COLUMNS, [_row(result) for result in results])
 
 
 def _row(result: WorkloadResult) -> tuple[str, ...]:

@@ -15,8 +15,8 @@ from loraplex.core.errors import ConfigError
 
 _START_SECONDS = 300.0
 _STOP_SECONDS = 60.0
-_HTTP_LINE = re.compile(r"Started HTTPService at (\S+:\d+)")
-_LAST_LINE = "Started Metrics Service at"
+HTTP_LINE = re.compile(r"Started HTTPService at (\S+:\d+)")
+LAST_LINE = "Started Metrics Service at"
 
 
 def serve_command(
@@ -60,9 +60,9 @@ async def _read_address(process: asyncio.subprocess.Process) -> str:
     url = ""
     async for line in process.stdout:
         text = line.decode(errors="replace")
-        if match := _HTTP_LINE.search(text):
+        if match := HTTP_LINE.search(text):
             url = f"http://{match[1]}"
-        if _LAST_LINE in text:
+        if LAST_LINE in text:
             return url
     status = await process.wait()
     raise ConfigError(f"the server ended with status {status} before it was ready")

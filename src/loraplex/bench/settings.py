@@ -2,14 +2,9 @@
 
 import msgspec
 
-from loraplex.bench.workload import (
-    Arrivals,
-    BaseOnly,
-    ClosedLoop,
-    Lengths,
-    Popularity,
-    Workload,
-)
+from loraplex.bench.arrivals import Arrivals, ClosedLoop
+from loraplex.bench.popularity import BaseOnly, Popularity
+from loraplex.bench.workload import Lengths, Workload
 
 _MIN_REQUESTS = 8
 

@@ -8,7 +8,9 @@ warms up does so for all of them. The first pass is not counted.
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+from loraplex.bench.arrivals import ClosedLoop
 from loraplex.bench.client import Target, run
+from loraplex.bench.popularity import BaseOnly, Distinct
 from loraplex.bench.report import WorkloadResult
 from loraplex.bench.settings import Settings
 from loraplex.bench.statistics import (
@@ -17,14 +19,7 @@ from loraplex.bench.statistics import (
     summarize,
     throughput_ratio,
 )
-from loraplex.bench.workload import (
-    BaseOnly,
-    ClosedLoop,
-    Distinct,
-    Lengths,
-    Workload,
-    generate,
-)
+from loraplex.bench.workload import Lengths, Workload, generate
 from loraplex.core.errors import ConfigError
 
 _WARM_UP_CONCURRENCY = 8

@@ -10,78 +10,21 @@ from collections.abc import Sequence
 
 import msgspec
 
+from loraplex.bench import arrivals as arrival_times
+from loraplex.bench import popularity as laws
+from loraplex.bench.arrivals import Arrivals, Burst, ClosedLoop, Gamma, Poisson
+from loraplex.bench.popularity import (
+    Distinct,
+    Geometric,
+    Identical,
+    Popularity,
+    PowerFunction,
+    Shuffled,
+    SquareRoot,
+    Uniform,
+    Zipf,
+)
 from loraplex.core.errors import ConfigError
-
-
-class BaseOnly(msgspec.Struct, frozen=True, tag="base"):
-    """No adapter at all: what the others are compared with."""
-
-    def __str__(self) -> str:
-        return "base"
-
-
-class Identical(msgspec.Struct, frozen=True, tag="identical"):
-    """Every request asks for the first adapter."""
-
-    def __str__(self) -> str:
-        return "identical"
-
-
-class Uniform(msgspec.Struct, frozen=True, tag="uniform"):
-    """Every request draws one of the adapters, all equally likely."""
-
-    def __str__(self) -> str:
-        return "uniform"
-
-
-class Distinct(msgspec.Struct, frozen=True, tag="distinct"):
-    """The adapters in turn: any `num_adapters` successive requests ask for as many adapters."""
-
-    def __str__(self) -> str:
-        return "distinct"
-
-
-class Zipf(msgspec.Struct, frozen=True, tag="zipf"):
-    """Adapter k (from 1) is drawn with a probability proportional to k ** -exponent.
-
-    Zipf's law itself; some benchmarks call a geometric rule (exponent ** -k) by this name.
-    """
-
-    exponent: float
-
-    def __str__(self) -> str:
-        return f"zipf:{self.exponent:g}"
-
-
-Popularity = BaseOnly | Identical | Uniform | Distinct | Zipf
-
-
-class Burst(msgspec.Struct, frozen=True, tag="burst"):
-    """All requests at once."""
-
-    def __str__(self) -> str:
-        return "burst"
-
-
-class ClosedLoop(msgspec.Struct, frozen=True, tag="closed"):
-    """`concurrency` clients, each sending its next request when the last one was answered."""
-
-    concurrency: int
-
-    def __str__(self) -> str:
-        return f"closed:{self.concurrency}"
-
-
-class Poisson(msgspec.Struct, frozen=True, tag="poisson"):
-    """Independent arrivals at a mean rate, whether or not earlier requests were answered."""
-
-    requests_per_second: float
-
-    def __str__(self) -> str:
-        return f"poisson:{self.requests_per_second:g}"
-
-
-Arrivals = Burst | ClosedLoop | Poisson
 
 
 class Lengths(msgspec.Struct, frozen=True):
@@ -102,6 +45,11 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     num_adapters: int
     arrivals: Arrivals
     seed: int
+
+    @property
+    def concurrency(self) -> int | None:
+        """Clients of a closed loop; None: each request is sent when it is due."""
+        return self.arrivals.concurrency if isinstance(self.arrivals, ClosedLoop) else None
 
 
 class PlannedRequest(msgspec.Struct, frozen=True):
@@ -126,8 +74,10 @@ def generate(workload: Workload, repeat: int, vocabulary: Sequence[int]) -> list
     num_requests = workload.num_requests
     prompt_lengths = draw_lengths(workload.prompt_tokens, num_requests, f"{moment}/prompts")
     output_lengths = draw_lengths(workload.output_tokens, num_requests, f"{moment}/outputs")
-    adapters = draw_adapters(workload, f"{moment}/adapters")
-    due = draw_arrivals(workload.arrivals, num_requests, f"{moment}/arrivals")
+    adapters = laws.draw(
+        workload.popularity, num_requests, workload.num_adapters, f"{moment}/adapters"
+    )
+    due = arrival_times.draw(workload.arrivals, num_requests, f"{moment}/arrivals")
     tokens = random.Random(msgspec.json.encode(workload) + moment.encode())
     return [
         PlannedRequest(
@@ -147,58 +97,51 @@ def draw_lengths(lengths: Lengths, count: int, seed: str) -> list[int]:
     return [draws.randint(lengths.low, lengths.high) for _ in range(count)]
 
 
-def draw_adapters(workload: Workload, seed: str) -> list[int | None]:
-    """An adapter's index for each request; None for the base model."""
-    count, num_adapters = workload.num_requests, workload.num_adapters
-    match workload.popularity:
-        case BaseOnly():
-            return [None] * count
-        case Identical():
-            return [0] * count
-        case Distinct():
-            return [index % num_adapters for index in range(count)]
-        case Uniform():
-            weights = [1.0] * num_adapters
-        case Zipf(exponent):
-            weights = [rank**-exponent for rank in range(1, num_adapters + 1)]
-    return [*random.Random(seed).choices(range(num_adapters), weights, k=count)]
-
-
-def draw_arrivals(arrivals: Arrivals, count: int, seed: str) -> list[float]:
-    """Seconds from the start of the run; all 0 unless the arrivals are Poisson."""
-    if not isinstance(arrivals, Poisson):
-        return [0.0] * count
-    draws = random.Random(seed)
-    due, times = 0.0, []
-    for _ in range(count):
-        due += draws.expovariate(arrivals.requests_per_second)
-        times.append(due)
-    return times
-
-
 def parse_popularity(text: str) -> Popularity:
-    """`identical`, `uniform`, `distinct` or `zipf:S`. Raises ConfigError."""
+    """`identical`, `uniform`, `distinct`, `shuffled`, `square-root`, `zipf:S`, `powerfunc:ALPHA` or
+    `geometric:RATIO`. Raises ConfigError.
+    """
     plain: dict[str, Popularity] = {
-        str(popularity): popularity for popularity in (Identical(), Uniform(), Distinct())
+        str(popularity): popularity
+        for popularity in (Identical(), Uniform(), Distinct(), Shuffled(), SquareRoot())
     }
     kind, _, value = text.partition(":")
+    label = f"popularity {text!r}"
     if text in plain:
         return plain[text]
     if kind == "zipf":
-        return Zipf(_positive(value, f"popularity {text!r}"))
-    raise ConfigError(f"popularity must be {', '.join(plain)} or zipf:S, got {text!r}")
+        return Zipf(_positive(value, label))
+    if kind == "powerfunc":
+        return PowerFunction(_positive(value, label))
+    if kind == "geometric":
+        ratio = _positive(value, label)
+        if ratio <= 1:
+            raise ConfigError(f"{label} needs a ratio above 1")
+        return Geometric(ratio)
+    raise ConfigError(
+        f"popularity must be {', '.join(plain)}, zipf:S, powerfunc:ALPHA or geometric:RATIO, "
+        f"got {text!r}"
+    )
 
 
 def parse_arrivals(text: str) -> Arrivals:
-    """`closed:CONCURRENCY`, `burst` or `poisson:REQUESTS_PER_SECOND`. Raises ConfigError."""
+    """`closed:CONCURRENCY`, `burst`, `poisson:REQUESTS_PER_SECOND` or
+    `gamma:REQUESTS_PER_SECOND,CV`. Raises ConfigError.
+    """
     kind, _, value = text.partition(":")
+    label = f"load {text!r}"
     if text == "burst":
         return Burst()
     if kind == "closed":
-        return ClosedLoop(_count(value, f"load {text!r}"))
+        return ClosedLoop(_count(value, label))
     if kind == "poisson":
-        return Poisson(_positive(value, f"load {text!r}"))
-    raise ConfigError(f"load must be closed:CONCURRENCY, burst or poisson:RATE, got {text!r}")
+        return Poisson(_positive(value, label))
+    if kind == "gamma":
+        rate, _, cv = value.partition(",")
+        return Gamma(_positive(rate, label), _positive(cv, label))
+    raise ConfigError(
+        f"load must be closed:CONCURRENCY, burst, poisson:RATE or gamma:RATE,CV, got {text!r}"
+    )
 
 
 def parse_lengths(text: str) -> Lengths:

@@ -1,4 +1,6 @@
-"""`loraplex bench`: measure a server over its wire, and what its adapters cost."""
+"""`loraplex bench run`, or just `loraplex bench`: measure a server over its wire, and what its
+adapters cost.
+"""
 
 import asyncio
 import importlib.util
@@ -23,7 +25,7 @@ _NUM_ADAPTERS = 32
 _SHIPPED_MODEL = "capitals"
 
 
-def bench(
+def bench_run(
     serve_flags: Annotated[
         list[str] | None,
         typer.Argument(help="After --: more flags for the `loraplex serve` that is measured."),

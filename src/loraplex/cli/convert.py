@@ -5,20 +5,15 @@ The flags are those of TensorRT-LLM's hf_lora_convert.py and llgtrt's extract_lo
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loraplex.adapters.formats.export import StorageType
+from loraplex.adapters.formats.storage_type import StorageType
 from loraplex.cli.options import errors_to_exit_code
-from loraplex.convert.adapters import (
-    PeftAdapter,
-    Written,
-    describe_rows,
-    read_peft,
-    write_lora_file,
-    write_pair,
-)
+
+if TYPE_CHECKING:
+    from loraplex.convert.adapters import PeftAdapter, Written
 
 InFile = Annotated[str, typer.Option("-i", "--in-file", help="A PEFT folder.", show_default=False)]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite what is there.")]
@@ -37,6 +32,8 @@ def convert_lora(
     verbose: Verbose = False,
 ) -> None:
     """Write a PEFT adapter as TensorRT-LLM's model.lora_weights.npy and model.lora_config.npy."""
+    from loraplex.convert.adapters import read_peft, write_pair  # noqa: PLC0415 - numpy
+
     with errors_to_exit_code():
         adapter = read_peft(in_file)
         written = write_pair(adapter.rows, out_dir, storage_type, force=force)
@@ -56,14 +53,18 @@ def extract_lora(
     verbose: Verbose = False,
 ) -> None:
     """Write a PEFT adapter as llgtrt's .safetensors file with weights and config."""
+    from loraplex.convert.adapters import read_peft, write_lora_file  # noqa: PLC0415 - numpy
+
     with errors_to_exit_code():
         adapter = read_peft(in_file)
         written = write_lora_file(adapter.rows, out_file, dtype, force=force)
         _print_report(adapter, written, verbose)
 
 
-def _print_report(adapter: PeftAdapter, written: Sequence[Written], verbose: bool) -> None:
+def _print_report(adapter: "PeftAdapter", written: "Sequence[Written]", verbose: bool) -> None:
     """What was converted and what was not: nothing, as all else is an error."""
+    from loraplex.convert.adapters import describe_rows  # noqa: PLC0415 - numpy
+
     num_tensors = sum(len(row.tensors) for row in adapter.rows)
     print(f"converted {num_tensors} tensors of {len(adapter.rows)} modules")
     for line in describe_rows(adapter.rows):

@@ -24,6 +24,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="Stop string, repeatable.")] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, float16, bfloat16.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    quantization: Annotated[str, typer.Option(help="Weights in none, int8 or int4.")] = "none",
 ) -> None:
     """Answer one prompt with the base model and with every adapter given, in one batch."""
     text = typer.get_text_stream("stdin").read() if prompt == "-" else prompt
@@ -43,7 +44,7 @@ def generate(
         # torch takes seconds to import: a wrong flag must not wait for it.
         from loraplex.app.llm import LLM  # noqa: PLC0415
 
-        with LLM(model, adapters, dtype=dtype, device=device) as llm:
+        with LLM(model, adapters, dtype=dtype, device=device, quantization=quantization) as llm:
             names = [None, *adapters]
             answers = llm.generate([text] * len(names), sampling, adapter=names)
         for name, answer in zip(names, answers, strict=True):

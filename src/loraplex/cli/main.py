@@ -4,7 +4,8 @@ from typing import Annotated
 
 import typer
 
-from loraplex.cli.bench import bench
+from loraplex.cli import adapters
+from loraplex.cli.bench_group import bench_app
 from loraplex.cli.convert import convert_lora, extract_lora
 from loraplex.cli.generate import generate
 from loraplex.cli.serve import serve
@@ -20,9 +21,10 @@ app = typer.Typer(
 )
 app.command()(serve)
 app.command()(generate)
-app.command()(bench)
 app.command()(convert_lora)
 app.command()(extract_lora)
+app.add_typer(bench_app, name="bench")
+app.add_typer(adapters.app, name="adapters")
 
 
 def _print_version(asked: bool) -> None:

@@ -50,14 +50,58 @@ def serve(
         ),
     ] = None,
     max_lora_rank: Annotated[
-        int | None, typer.Option(help="Largest rank served [64].", rich_help_panel=_LORA)
+        int | None,
+        typer.Option(
+            "--max-lora-rank",
+            "--lora-cache-max-adapter-size",
+            help="Largest rank served [64].",
+            rich_help_panel=_LORA,
+        ),
+    ] = None,
+    optimal_lora_rank: Annotated[
+        int | None,
+        typer.Option(
+            "--optimal-lora-rank",
+            "--lora-cache-optimal-adapter-size",
+            help="The usual rank, by which memory is cut into pages [8].",
+            rich_help_panel=_LORA,
+        ),
     ] = None,
     lora_device_bytes: Annotated[
         str | None,
         typer.Option(help="Device adapter pool, such as 256MiB.", rich_help_panel=_LORA),
     ] = None,
+    lora_device_fraction: Annotated[
+        float | None,
+        typer.Option(
+            "--lora-device-fraction",
+            "--lora-cache-gpu-memory-fraction",
+            help="Device adapter pool, of what weights and KV leave; on a CPU of --memory [0.05].",
+            rich_help_panel=_LORA,
+        ),
+    ] = None,
     lora_host_bytes: Annotated[
-        str | None, typer.Option(help="Host adapter cache [1GiB].", rich_help_panel=_LORA)
+        str | None,
+        typer.Option(
+            "--lora-host-bytes",
+            "--lora-cache-host-memory-bytes",
+            help="Host adapter cache [1GiB].",
+            rich_help_panel=_LORA,
+        ),
+    ] = None,
+    lora_eviction_policy: Annotated[
+        str | None,
+        typer.Option(help="Who leaves first: lru, lfu or cost [lru].", rich_help_panel=_LORA),
+    ] = None,
+    lora_ttl_seconds: Annotated[
+        float | None,
+        typer.Option(help="Idle adapters leave memory after so long.", rich_help_panel=_LORA),
+    ] = None,
+    adapter_base_check: Annotated[
+        str | None,
+        typer.Option(
+            help="An adapter of another base's name: warn or error [warn].", rich_help_panel=_LORA
+        ),
     ] = None,
     host: Annotated[
         str | None, typer.Option(help="Address to bind [127.0.0.1].", rich_help_panel=_SERVER)
@@ -77,6 +121,14 @@ def serve(
     state_dir: Annotated[
         str | None, typer.Option(help="Where staged adapters are kept.", rich_help_panel=_SERVER)
     ] = None,
+    persist_adapters: Annotated[
+        bool | None,
+        typer.Option(
+            "--persist-adapters/--no-persist-adapters",
+            help="Adapters loaded over the API are there after a restart [on].",
+            rich_help_panel=_LORA,
+        ),
+    ] = None,
     log_level: Annotated[
         str | None,
         typer.Option(help="debug, info, warning or error [info].", rich_help_panel=_SERVER),
@@ -88,6 +140,26 @@ def serve(
     dtype: Annotated[
         str | None,
         typer.Option(help="auto, float32, float16, bfloat16 [auto].", rich_help_panel=_ENGINE),
+    ] = None,
+    quantization: Annotated[
+        str | None,
+        typer.Option(help="Weights in none, int8 or int4 [none].", rich_help_panel=_ENGINE),
+    ] = None,
+    weights_cache_dir: Annotated[
+        str | None,
+        typer.Option(
+            help="Packed weights, for a fast next start; none: no cache.", rich_help_panel=_ENGINE
+        ),
+    ] = None,
+    weights_cache_bytes: Annotated[
+        str | None, typer.Option(help="Largest weights cache [64GiB].", rich_help_panel=_ENGINE)
+    ] = None,
+    kv_dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Of the KV cache: auto, float32, float16, bfloat16, int8 [auto].",
+            rich_help_panel=_ENGINE,
+        ),
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda or cuda:N [cpu].", rich_help_panel=_ENGINE)
@@ -104,6 +176,24 @@ def serve(
     ] = None,
     kv_cache_bytes: Annotated[
         str | None, typer.Option(help="KV cache, such as 4GiB.", rich_help_panel=_ENGINE)
+    ] = None,
+    memory_bytes: Annotated[
+        str | None,
+        typer.Option(
+            "--memory-bytes",
+            "--memory",
+            help="What the device may hold: weights, KV cache and adapters.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = None,
+    kv_cache_fraction: Annotated[
+        float | None,
+        typer.Option(
+            "--kv-cache-fraction",
+            "--kv-cache-free-gpu-mem-fraction",
+            help="KV cache, of the device memory that weights leave [0.9].",
+            rich_help_panel=_ENGINE,
+        ),
     ] = None,
     enable_prefix_cache: Annotated[
         bool | None,
@@ -142,8 +232,8 @@ def serve(
     }
     with errors_to_exit_code():
         settings = build_config(model, name, config, adapter or [], adapter_dir or [], flags)
-        # torch and the web stack take seconds to import: `--help` must not wait for them.
-        from loraplex.app.server import run_server  # noqa: PLC0415
+        # `--help` must not wait for what a server needs.
+        from loraplex.app.launch import run_server  # noqa: PLC0415
 
         run_server(settings, functools.partial(print, flush=True))
 

@@ -10,9 +10,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from loraplex.adapters.base_check import BaseCheck
 from loraplex.adapters.formats import llgtrt, trtllm
 from loraplex.adapters.formats.export import (
-    StorageType,
     common_storage_type,
     holding_module,
     lora_tensors,
@@ -22,6 +22,7 @@ from loraplex.adapters.formats.inputs import FILE_SUFFIX, PeftFolder, open_input
 from loraplex.adapters.formats.npy import encode_npy_header
 from loraplex.adapters.formats.peft import WEIGHTS_NAME
 from loraplex.adapters.formats.peft_config import CONFIG_NAME
+from loraplex.adapters.formats.storage_type import StorageType
 from loraplex.adapters.normal import NormalRow
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.staged import StagingLimits
@@ -60,7 +61,7 @@ def read_peft(folder: str) -> PeftAdapter:
             f"{folder} is not a PEFT folder ({CONFIG_NAME} beside {WEIGHTS_NAME})"
         )
     rows = source.read_rows(_NO_BASE, limits)
-    return PeftAdapter(rows, tuple(source.warnings(rows, base_model="")))
+    return PeftAdapter(rows, tuple(source.warnings(rows, "", BaseCheck.WARN)))
 
 
 def write_pair(

@@ -5,6 +5,7 @@ adapter's only identity: everything below serving knows digests and the handles 
 """
 
 import enum
+from collections.abc import Mapping
 
 import msgspec
 
@@ -62,14 +63,55 @@ class AdapterUse(msgspec.Struct, frozen=True):
     scale: float = 1.0
 
 
+OUTSIDE_LAYERS = -1
+"""The layer of what belongs to no decoder layer: the token embedding, the final norm, lm_head."""
+
+
+class TargetPart(enum.StrEnum):
+    """What of a module's change lies in one place of the pool, and how it is laid out."""
+
+    LORA = "lora"
+    """A [rank, in_features], then B transposed [rank, out_features]."""
+    FACTOR = "factor"
+    """[rank, out_features]: DoRA's factor of the output, less one; with rank 2, what takes that
+    share of the base's bias back."""
+    BIAS = "bias"
+    """[out_features]: what takes the place of the base's bias, less that bias."""
+    SHIFT = "shift"
+    """[out_features]: what is added to the output: a bias of lora_B, scaled."""
+    ROWS = "rows"
+    """[rank, out_features]: rows of a weight that takes the place of the base's."""
+    TOKENS = "tokens"
+    """[rank, out_features]: rows of single tokens."""
+    EMBEDDING_A = "embedding_a"
+    """[rank, out_features]: a token's row of A transposed; out_features is the adapter's rank."""
+    EMBEDDING_B = "embedding_b"
+    """[rank, out_features]: B transposed."""
+
+
 class LoraTarget(msgspec.Struct, frozen=True, order=True):
-    """One adapted linear layer, as the page arithmetic sees it."""
+    """What an adapter has for one module, as the page arithmetic sees it.
+
+    It takes rank * (in_features + out_features) elements in one piece. What is larger than a piece
+    may be is several targets: each begins at `first` of the rows, or of the outputs.
+    """
 
     layer: int
     module: str
     rank: int
     in_features: int
     out_features: int
+    part: TargetPart = TargetPart.LORA
+    first: int = 0
+
+    @property
+    def num_elements(self) -> int:
+        return self.rank * (self.in_features + self.out_features)
+
+
+def head_block_size(modules: Mapping[str, tuple[int, int]], hidden_size: int) -> int:
+    """How many outputs of lm_head's LoRA lie together: then no piece is larger than a layer's."""
+    return max(sum(features) for features in modules.values()) - hidden_size
 
 
 class AdapterSource(msgspec.Struct, frozen=True):
@@ -80,6 +122,17 @@ class AdapterSource(msgspec.Struct, frozen=True):
     num_bytes: int
     """Bytes of the tensors once they are in host memory."""
     targets: tuple[LoraTarget, ...]
+
+
+class LoadPolicy(enum.StrEnum):
+    """What a request says about loading its adapters (llgtrt's load_lora_weights)."""
+
+    AUTO = "auto"
+    """Load what is not there."""
+    ALWAYS = "always"
+    """Look at the source again first: what changed there is the adapter from now on."""
+    NEVER = "never"
+    """Fail unless it is in the host or the device tier, or on its way there."""
 
 
 class Residency(enum.StrEnum):

@@ -19,8 +19,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from loraplex.core.errors import ConfigError
+from loraplex.core.weight_precision import WeightPrecision
 
 ENVIRONMENT_PREFIX = "LORAPLEX_"
+NO_CACHE = "none"
+"""As weights_cache_dir; a folder of that name is ./none."""
 _BYTES = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt])(i?))?b?", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _INT64_MAX = 2**63 - 1
@@ -30,6 +33,10 @@ _SLEEPING_THREADS = ("OMP_WAIT_POLICY", "PASSIVE")
 _OF_ONE_MODEL = ("path", "adapters", "adapter_dirs")
 _CHOICES = {
     "dtype": ("auto", "float32", "float16", "bfloat16"),
+    "kv_dtype": ("auto", "float32", "float16", "bfloat16", "int8"),
+    "quantization": tuple(WeightPrecision),
+    "adapter_base_check": ("warn", "error"),
+    "lora_eviction_policy": ("lru", "lfu", "cost"),
     "log_level": ("debug", "info", "warning", "error"),
 }
 _DEVICE = re.compile(r"cpu|cuda(:[0-9]+)?")
@@ -39,15 +46,29 @@ _MINIMUM = {
     "max_num_batched_tokens": 1,
     "block_size": 1,
     "kv_cache_bytes": 1,
+    "memory_bytes": 1,
     "max_queue_size": 0,
     "max_queue_delay_microseconds": 0,
     "max_lora_rank": 1,
+    "optimal_lora_rank": 1,
     "lora_device_bytes": 1,
     "lora_host_bytes": 1,
+    "lora_ttl_seconds": 1,
+    "weights_cache_bytes": 1,
     "num_threads": 1,
     "max_body_bytes": 1,
     "shutdown_seconds": 0,
 }
+
+ALIASES = {
+    "memory": "memory_bytes",
+    "kv_cache_free_gpu_mem_fraction": "kv_cache_fraction",
+    "lora_cache_max_adapter_size": "max_lora_rank",
+    "lora_cache_optimal_adapter_size": "optimal_lora_rank",
+    "lora_cache_gpu_memory_fraction": "lora_device_fraction",
+    "lora_cache_host_memory_bytes": "lora_host_bytes",
+}
+"""Other names of a model's settings: TensorRT-LLM's, and a short one."""
 
 KeyPath = tuple[str, ...]
 Section = TypeVar("Section", bound=msgspec.Struct)
@@ -68,6 +89,15 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     revision: str | None = None
     dtype: str = "auto"
     """auto (the checkpoint's), float32, float16 or bfloat16."""
+    kv_dtype: str = "auto"
+    """Of stored keys and values: auto (the model's), float32, float16, bfloat16 or int8."""
+    quantization: str = "none"
+    """Of the linear layers' weights, when they are loaded: none, int8 or int4."""
+    weights_cache_dir: str = ""
+    """Packed weights, for a fast next start; none: no cache; empty: beside the staged adapters if
+    state_dir is set, else the user's cache directory."""
+    weights_cache_bytes: int = 64 << 30
+    """All models together; those used longest ago go first."""
     device: str = "cpu"
     max_model_len: int | None = None
     """Prompt and output together; None: what the model was made for."""
@@ -77,16 +107,32 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Tokens in one step, prompts and outputs together."""
     block_size: int = 16
     kv_cache_bytes: int | None = None
-    """None: room for max_num_seqs sequences of max_model_len, at most 2 GiB."""
+    """None: kv_cache_fraction, if the device's memory is known; else room for max_num_seqs sequences
+    of max_model_len, at most 2 GiB."""
+    memory_bytes: int | None = None
+    """What the device may hold: weights, KV cache and adapters; None: on a CPU unknown, else all."""
+    kv_cache_fraction: float = 0.9
+    """Of the device's memory that the weights leave."""
     enable_prefix_cache: bool = True
     max_queue_size: int = 0
     """Waiting requests; 0 is no limit."""
     max_queue_delay_microseconds: int = 0
     """How long an idle engine waits for more requests to join the first."""
     max_lora_rank: int = 64
+    optimal_lora_rank: int = 8
+    """An adapter of this rank on every module fills whole pages of the device pool."""
     lora_device_bytes: int | None = None
-    """The device pool; None: 256 MiB, and never less than one adapter of max_lora_rank."""
+    """The device pool; None: lora_device_fraction, if the device's memory is known; else 256 MiB.
+    Never less than one adapter of max_lora_rank."""
+    lora_device_fraction: float = 0.05
+    """Of the device's memory that weights and KV cache leave; on a CPU of memory_bytes."""
     lora_host_bytes: int = 1 << 30
+    lora_eviction_policy: str = "lru"
+    """Who leaves a full tier first: lru, lfu or cost (bytes times load time by use)."""
+    lora_ttl_seconds: float | None = None
+    """An adapter that was idle for so long leaves both tiers; None: only for others."""
+    adapter_base_check: str = "warn"
+    """What an adapter that says that it was trained on another base leads to: warn or error."""
     num_threads: int | None = None
     """Of the engine's arithmetic; None: torch's choice."""
     chat_template: str | None = None
@@ -105,7 +151,9 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     metrics_port: int = 8002
     max_body_bytes: int = 64 << 20
     state_dir: str = ""
-    """Staged adapters; empty: the user's state directory."""
+    """Staged adapters, and which names they have; empty: the user's state directory."""
+    persist_adapters: bool = True
+    """Adapters that were loaded over the API are there after a restart."""
     log_level: str = "info"
     shutdown_seconds: float = 30.0
     """How long running requests may finish after a stop was asked for."""
@@ -153,6 +201,7 @@ def field_layers(source: str, fields: Mapping[str, Any], model_names: Iterable[s
     layers = []
     for field, value in fields.items():
         label = source.format(flag=field.replace("_", "-"), variable=field.upper())
+        field = ALIASES.get(field, field)
         if field in ServerConfig.__struct_fields__:
             layers.append(Layer(label, {"server": {field: value}}))
         elif field in _OF_ONE_MODEL:
@@ -188,6 +237,23 @@ def state_directory(configured: str) -> Path:
     if configured:
         return Path(configured).expanduser()
     base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(base).expanduser() / "loraplex"
+
+
+def weights_cache_directory(configured: str, state_dir: str) -> Path | None:
+    """Where packed weights live; None: nowhere. state_dir: as configured."""
+    if configured == NO_CACHE:
+        return None
+    if configured:
+        return Path(configured).expanduser()
+    if state_dir:
+        return state_directory(state_dir) / "weights"
+    return cache_directory() / "weights"
+
+
+def cache_directory() -> Path:
+    """What can be made again lives here, by the XDG rule."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "loraplex"
 
 
@@ -234,6 +300,11 @@ class _MergedLayers:
         self._sources: dict[KeyPath, str] = {}
 
     def put(self, path: KeyPath, value: Any, source: str) -> None:
+        asked = path
+        if len(path) == 3 and path[0] == "models":
+            path = (*path[:2], ALIASES.get(path[2], path[2]))
+        if path != asked and self._sources.get(path) == source:
+            raise ConfigError(f"{source}: {'.'.join(asked)} is another name of {path[2]}: say one")
         table = self._values
         for depth, key in enumerate(path[:-1], start=1):
             inner = table.setdefault(key, {})
@@ -312,6 +383,8 @@ def _problem(field: str, value: Any) -> str | None:
         return f"must be one of {', '.join(_CHOICES[field])}"
     if field == "device" and not _DEVICE.fullmatch(value):
         return "must be cpu, cuda or cuda:N"
+    if field.endswith("_fraction") and not 0 < value <= 1:
+        return "must be more than 0 and at most 1"
     if field.endswith("_port") and not 0 <= value <= 65535:
         return "must be a port from 0 (any free one) to 65535"
     if field in _MINIMUM and not value >= _MINIMUM[field]:  # true for NaN, too

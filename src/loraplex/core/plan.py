@@ -120,6 +120,8 @@ class StepTiming(msgspec.Struct, frozen=True):
     prepare_ns: int = 0
     forward_ns: int = 0
     sample_ns: int = 0
+    copy_ns: int = 0
+    """Of prepare_ns: the copies of adapters."""
 
 
 class StepResult(msgspec.Struct, frozen=True):

@@ -1,12 +1,21 @@
 """A request, twice: as the client meant it, and as the engine is told."""
 
+from collections.abc import Sequence
+from typing import Final
+
 import msgspec
 
-from loraplex.core.adapter import AdapterChoice, AdapterUse
+from loraplex.core.adapter import AdapterChoice, AdapterUse, LoadPolicy
+from loraplex.core.errors import InvalidParameterError
 from loraplex.core.sampling_params import SamplingParams
 
 RequestId = int
 """Ours: uint64, unique in a server's life. The client's own string is kept beside it."""
+
+MAX_ADAPTERS: Final = 16
+"""Of one request."""
+MAX_SCALE: Final = 100.0
+"""How strongly an adapter may be applied, either way. Far below, answers are noise already."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,7 +27,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str | tuple[int, ...]
     sampling: SamplingParams = SamplingParams()
     adapters: tuple[AdapterChoice, ...] = ()
-    """Empty: the base model."""
+    """Empty: the base model. Several: what each of them changes is added up."""
+    load_policy: LoadPolicy = LoadPolicy.AUTO
     client_request_id: str = ""
     """The client's own id: may be empty, may repeat."""
     add_special_tokens: bool = True
@@ -37,9 +47,29 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`max_tokens` and `seed` are set."""
     eos_token_ids: tuple[int, ...]
     adapters: tuple[AdapterUse, ...]
+    """Each digest once, ascending; no scale is 0. So one composition has one salt."""
     kv_salt: bytes
     """Hashed into every KV block: prompts share blocks only if it is equal."""
     tenant: str
     priority: int
     arrival_ns: int
     deadline_ns: int | None
+    requires_resident: bool = False
+    """Refuse it if an adapter would have to be read from its file first."""
+
+
+def check_adapters(adapters: Sequence[AdapterChoice]) -> None:
+    """Raise InvalidParameterError for too many adapters, or a scale that is out of its range."""
+    if len(adapters) > MAX_ADAPTERS:
+        raise InvalidParameterError(
+            f"adapters has {len(adapters)} entries; at most {MAX_ADAPTERS} are allowed in one "
+            "request",
+            param="adapters",
+        )
+    for adapter in adapters:
+        if not abs(adapter.scale) <= MAX_SCALE:  # true for NaN, too
+            raise InvalidParameterError(
+                f"an adapter's scale must be in [{-MAX_SCALE:g}, {MAX_SCALE:g}], got "
+                f"{adapter.scale:g}",
+                param="adapters",
+            )

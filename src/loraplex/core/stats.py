@@ -1,6 +1,16 @@
 """What an engine tells about itself, once a step: plain numbers that serving turns into metrics."""
 
+import bisect
+
 import msgspec
+
+from loraplex.core.adapter import Residency
+
+LOAD_SECONDS_BOUNDS = (
+    *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 30.0),
+)
+"""Upper bounds of the buckets of a Durations; one more has what is longer."""
 
 
 class StepRecord(msgspec.Struct, frozen=True):
@@ -27,6 +37,20 @@ class StepRecord(msgspec.Struct, frozen=True):
     """Of the rows, in the plan's order."""
 
 
+class Durations(msgspec.Struct, frozen=True):
+    """A histogram of times."""
+
+    counts: tuple[int, ...] = (0,) * (len(LOAD_SECONDS_BOUNDS) + 1)
+    """By bucket, each for itself."""
+    total_ns: int = 0
+
+    def with_one(self, duration_ns: int) -> "Durations":
+        """This, and one more."""
+        bucket = bisect.bisect_left(LOAD_SECONDS_BOUNDS, duration_ns / 1e9)
+        counts = (*self.counts[:bucket], self.counts[bucket] + 1, *self.counts[bucket + 1 :])
+        return Durations(counts, self.total_ns + duration_ns)
+
+
 class AdapterTierStats(msgspec.Struct, frozen=True):
     """Counters since the engine started, and the present fill."""
 
@@ -36,13 +60,24 @@ class AdapterTierStats(msgspec.Struct, frozen=True):
     device_pages_total: int = 0
     num_on_host: int = 0
     num_on_device: int = 0
+    num_held: int = 0
+    """Adapters that stay on the device, or come there first."""
     device_hits: int = 0
     """Admissions that found every adapter on the device."""
     device_misses: int = 0
+    host_hits: int = 0
+    """Of those misses: the adapters that were not on the device were all on the host."""
+    host_misses: int = 0
     loads: int = 0
     load_failures: int = 0
+    copies: int = 0
+    """From the host to the device."""
     host_evictions: int = 0
     device_evictions: int = 0
+    read_times: Durations = Durations()
+    """Of loads: from the normal file into host memory."""
+    copy_times: Durations = Durations()
+    """Of copies to the device; those of one step share their time."""
 
 
 class EngineStats(msgspec.Struct, frozen=True):
@@ -61,3 +96,16 @@ class EngineStats(msgspec.Struct, frozen=True):
     generation_tokens: int = 0
     preemptions: int = 0
     adapters: AdapterTierStats = AdapterTierStats()
+
+
+class AdapterActivity(msgspec.Struct, frozen=True):
+    """Where an engine's adapters are, and for whom: by digest, at one moment between two steps."""
+
+    residency: dict[str, Residency] = {}
+    """What is not named is absent."""
+    running: dict[str, int] = {}
+    """Sequences that hold a slot."""
+    waiting: dict[str, int] = {}
+    """Sequences that wait for a slot, blocks or an adapter."""
+    held: tuple[str, ...] = ()
+    """Those that stay on the device."""

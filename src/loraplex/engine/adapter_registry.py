@@ -1,8 +1,8 @@
 """The engine's adapters by digest and by handle, and the way from a handle to its file."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from loraplex.core.adapter import AdapterHandle, AdapterSource, AdapterUse
+from loraplex.core.adapter import AdapterHandle, AdapterSource, AdapterUse, Residency
 from loraplex.core.errors import AdapterNotFoundError
 from loraplex.core.plan import PageGeometry
 from loraplex.engine.runner import AdapterLoader
@@ -23,6 +23,8 @@ class AdapterRegistry:
         self._geometry = geometry
         self._handles: dict[str, AdapterHandle] = {}
         self._sources: dict[AdapterHandle, AdapterSource] = {}
+        self._leaving: set[str] = set()
+        """Digests to forget as soon as nothing needs them."""
         self._next_handle = 1
 
     def register(self, source: AdapterSource) -> AdapterHandle:
@@ -31,6 +33,7 @@ class AdapterRegistry:
         A known digest keeps its handle, and from now on is read from the newly named file. Raises
         AdapterTooLargeError if the adapter could not even be served alone.
         """
+        self._leaving.discard(source.digest)
         handle = self._handles.get(source.digest)
         if handle is None:
             handle = self._next_handle
@@ -53,7 +56,36 @@ class AdapterRegistry:
         for dropped_handle in dropped:
             self._loader.discard(dropped_handle)
         del self._handles[digest], self._sources[handle]
+        self._leaving.discard(digest)
         return True
+
+    def forget(self, digest: str) -> None:
+        """Unregister a digest now, or as soon as nothing needs it. No change if it is unknown."""
+        if digest in self._handles and not self.unregister(digest):
+            self._leaving.add(digest)
+
+    def forget_unneeded(self) -> None:
+        """Unregister what was to be forgotten and is needed no longer."""
+        for digest in list(self._leaving):
+            self.unregister(digest)
+
+    def residency(self) -> dict[str, Residency]:
+        """Of every digest that is not absent."""
+        found = {digest: self._cache.residency(handle) for digest, handle in self._handles.items()}
+        return {digest: at for digest, at in found.items() if at is not Residency.ABSENT}
+
+    def require_resident(
+        self, uses: Iterable[AdapterUse], is_preloading: Callable[[AdapterHandle], bool]
+    ) -> None:
+        """Raise AdapterNotFoundError if one is in no tier, and not on its way into one either."""
+        for use in uses:
+            handle = self.handle(use.digest)
+            is_away = self._cache.residency(handle) in (Residency.ABSENT, Residency.FAILED)
+            if is_away and not is_preloading(handle):
+                raise AdapterNotFoundError(
+                    f"the adapter {use.digest[:12]} was not in cache and load_lora_weights is set "
+                    "to never: send auto, and it is loaded"
+                )
 
     def handle(self, digest: str) -> AdapterHandle:
         """Raises AdapterNotFoundError."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from loraplex.core.adapter import AdapterHandle, AdapterSource
+from loraplex.core.adapter import AdapterHandle, AdapterSource, Residency
 from loraplex.core.clock import Clock
 from loraplex.core.errors import (
     InvalidRequestError,
@@ -87,6 +87,14 @@ class Engine:
         """
         return self._adapters.unregister(digest)
 
+    def forget_adapter(self, digest: str) -> None:
+        """unregister_adapter, now or as soon as no request needs it. An unknown one is fine."""
+        self._adapters.forget(digest)
+
+    def residency(self) -> dict[str, Residency]:
+        """Where the adapters are, by digest; those that are absent are left out."""
+        return self._adapters.residency()
+
     def preload(self, digest: str) -> None:
         """Bring an adapter to the device ahead of requests, as soon as no request wants the room.
 
@@ -113,6 +121,11 @@ class Engine:
     def step(self) -> EngineTurn:
         """Plan, launch, wait, absorb; without a launch if there is nothing to compute."""
         self._poll_loads()
+        turn = self._turn()
+        self._adapters.forget_unneeded()
+        return turn
+
+    def _turn(self) -> EngineTurn:
         plan = self._scheduler.plan()
         if plan is None:
             return EngineTurn(tuple(self._scheduler.take_outputs()), None)
@@ -175,6 +188,8 @@ class Engine:
         request.sampling.validate()
         self._check_tokens(request.prompt_token_ids)
         adapters = self._adapters.resolve(request.adapters)
+        if request.requires_resident:
+            self._adapters.require_resident(request.adapters, self._scheduler.is_preloading)
         seed = request.request_id if request.sampling.seed is None else request.sampling.seed
         sequences = [
             Sequence(

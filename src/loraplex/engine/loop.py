@@ -11,12 +11,15 @@ from loraplex.engine.messages import (
     AbortRequest,
     AdapterRejected,
     AddRequest,
+    AskResidency,
     EngineCommand,
     EngineReady,
     PreloadAdapter,
     RegisterAdapter,
+    ResidencyTold,
     Shutdown,
     StepDone,
+    UnregisterAdapter,
 )
 
 logger = logging.getLogger(__name__)
@@ -73,6 +76,10 @@ class EngineLoop:
                 self._engine.abort(request_id, sequence_index)
             case RegisterAdapter(source):
                 self._try(source.digest, lambda: self._engine.register_adapter(source))
+            case UnregisterAdapter(digest):
+                self._engine.forget_adapter(digest)
+            case AskResidency(query_id):
+                self._channel.send(ResidencyTold(query_id, self._engine.residency()))
             case PreloadAdapter(digest):
                 self._try(digest, lambda: self._engine.preload(digest))
 

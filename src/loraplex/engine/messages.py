@@ -6,7 +6,7 @@ the one that took its place.
 
 import msgspec
 
-from loraplex.core.adapter import AdapterSource
+from loraplex.core.adapter import AdapterSource, Residency
 from loraplex.core.errors import ErrorInfo
 from loraplex.core.output import EngineOutput
 from loraplex.core.plan import Capacity
@@ -31,6 +31,18 @@ class RegisterAdapter(msgspec.Struct, frozen=True, tag="register"):
     source: AdapterSource
 
 
+class UnregisterAdapter(msgspec.Struct, frozen=True, tag="unregister"):
+    """Forget a digest, and its copies, as soon as no request needs it."""
+
+    digest: str
+
+
+class AskResidency(msgspec.Struct, frozen=True, tag="ask_residency"):
+    """Where the adapters are; answered by ResidencyTold with the same number."""
+
+    query_id: int
+
+
 class PreloadAdapter(msgspec.Struct, frozen=True, tag="preload"):
     """Bring a registered adapter to the device while there is room for it."""
 
@@ -41,7 +53,15 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Leave the loop. What still runs ends with an error."""
 
 
-EngineCommand = AddRequest | AbortRequest | RegisterAdapter | PreloadAdapter | Shutdown
+EngineCommand = (
+    AddRequest
+    | AbortRequest
+    | RegisterAdapter
+    | UnregisterAdapter
+    | AskResidency
+    | PreloadAdapter
+    | Shutdown
+)
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
@@ -72,7 +92,14 @@ class AdapterRejected(msgspec.Struct, frozen=True, tag="rejected"):
     error: ErrorInfo
 
 
-EngineEvent = EngineReady | EngineFailed | StepDone | AdapterRejected
+class ResidencyTold(msgspec.Struct, frozen=True, tag="residency"):
+    """By digest; what is not named is absent."""
+
+    query_id: int
+    residency: dict[str, Residency]
+
+
+EngineEvent = EngineReady | EngineFailed | StepDone | AdapterRejected | ResidencyTold
 
 _COMMAND_DECODER = msgspec.msgpack.Decoder(EngineCommand)
 _EVENT_DECODER = msgspec.msgpack.Decoder(EngineEvent)

@@ -46,6 +46,11 @@ class HostLoad(Protocol):
     @property
     def error(self) -> ErrorInfo | None: ...
 
+    @property
+    def load_ns(self) -> int:
+        """How long it took."""
+        ...
+
 
 class AdapterLoader(Protocol):
     """Reads staged adapters into host memory, beside the steps. The adapter cache decides which."""

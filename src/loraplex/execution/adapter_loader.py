@@ -8,24 +8,17 @@ import dataclasses
 import logging
 import queue
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
-from loraplex.adapters.normal import NormalRow, lora_target, read_normal
-from loraplex.adapters.tensor_file import RawTensor
+from loraplex.adapters.normal import read_normal
 from loraplex.core.adapter import AdapterHandle, AdapterSource
 from loraplex.core.errors import AdapterLoadError, ErrorInfo, InvalidAdapterError, LoraplexError
-from loraplex.execution.host_adapters import HostAdapter, HostAdapters, HostWeight
+from loraplex.execution.host_adapters import HostAdapter, HostAdapters
+from loraplex.execution.host_pieces import host_adapter
 
 logger = logging.getLogger(__name__)
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,13 +27,21 @@ class FinishedLoad:
 
     handle: AdapterHandle
     error: ErrorInfo | None = None
+    load_ns: int = 0
+    """How long it was read."""
 
 
 class FileAdapterLoader:
     """One thread, loads in the order of their starts. start and poll never wait for it."""
 
-    def __init__(self, host: HostAdapters) -> None:
+    def __init__(
+        self,
+        host: HostAdapters,
+        prepare: Callable[[HostAdapter], HostAdapter] = lambda adapter: adapter,
+    ) -> None:
+        """prepare: what is done to an adapter once it is read, such as AdapterBank.prepare."""
         self._host = host
+        self._prepare = prepare
         self._wanted: queue.SimpleQueue[tuple[AdapterHandle, AdapterSource] | None] = (
             queue.SimpleQueue()
         )
@@ -73,8 +74,9 @@ class FileAdapterLoader:
     def _run(self) -> None:
         while (wanted := self._wanted.get()) is not None and not self._closing.is_set():
             handle, source = wanted
+            start_ns = time.monotonic_ns()
             try:
-                self._host.put(handle, read_host_adapter(source))
+                self._host.put(handle, self._prepare(read_host_adapter(source)))
             except LoraplexError as error:
                 self._finished.put(FinishedLoad(handle, error.to_info()))
             except Exception as error:
@@ -82,7 +84,8 @@ class FileAdapterLoader:
                 failure = AdapterLoadError(f"loading adapter {source.digest} failed: {error}")
                 self._finished.put(FinishedLoad(handle, failure.to_info()))
             else:
-                self._finished.put(FinishedLoad(handle))
+                load_ns = time.monotonic_ns() - start_ns
+                self._finished.put(FinishedLoad(handle, load_ns=load_ns))
 
 
 def read_host_adapter(source: AdapterSource) -> HostAdapter:
@@ -92,22 +95,12 @@ def read_host_adapter(source: AdapterSource) -> HostAdapter:
     """
     try:
         content = read_normal(Path(source.path))
-        weights = tuple(_weight(row) for row in content.rows)
+        adapter = host_adapter(content, source.targets)
     except (InvalidAdapterError, OSError) as error:
         raise AdapterLoadError(f"cannot load adapter {source.digest}: {error}") from error
-    adapter = HostAdapter(content.digest, tuple(sorted(weights, key=lambda w: w.target)))
-    if content.digest != source.digest or adapter.targets != source.targets:
+    if content.digest != source.digest:
         raise AdapterLoadError(
             f"cannot load adapter {source.digest}: {source.path} holds another one, "
             f"{content.digest}"
         )
     return adapter
-
-
-def _weight(row: NormalRow) -> HostWeight:
-    target = lora_target(row)
-    return HostWeight(target, _tensor(row.tensors["a"]), _tensor(row.tensors["b"]), row.scale)
-
-
-def _tensor(raw: RawTensor) -> torch.Tensor:
-    return torch.frombuffer(raw.data, dtype=_DTYPES[raw.dtype]).view(raw.shape)

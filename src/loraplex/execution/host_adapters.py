@@ -5,6 +5,7 @@ Written by the loader's thread, read by the bank. The adapter cache (memory) dec
 
 import dataclasses
 import threading
+from collections.abc import Mapping
 
 import torch
 
@@ -23,18 +24,39 @@ class HostWeight:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class HostPart:
+    """A piece of what an adapter has beside LoRA, in the dtype of its file."""
+
+    target: LoraTarget
+    values: torch.Tensor
+    """[rank, out_features] of the target; of a vector [out_features]."""
+    scale: float = 1.0
+    """What a shift is multiplied with."""
+    indices: torch.Tensor | None = None
+    """Of trained tokens: their ids, [rank] int64."""
+    is_base: bool = False
+    """Rows that stand for the base's own parameter: what is tied to it changes, too."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class HostAdapter:
     digest: str
     weights: tuple[HostWeight, ...]
-    """In the order of AdapterSource.targets."""
+    """LoRA, in the order of AdapterSource.targets."""
+    parts: tuple[HostPart, ...] = ()
+    """The rest, in the same order."""
+    factors: Mapping[tuple[int, str], torch.Tensor] = dataclasses.field(default_factory=dict)
+    """DoRA's of each output, float64, by layer and module; once AdapterBank.prepare has run."""
 
     @property
     def targets(self) -> tuple[LoraTarget, ...]:
-        return tuple(weight.target for weight in self.weights)
+        weights = [weight.target for weight in self.weights]
+        return tuple(sorted([*weights, *(part.target for part in self.parts)]))
 
     @property
     def num_bytes(self) -> int:
-        return sum(weight.a.nbytes + weight.b.nbytes for weight in self.weights)
+        weights = sum(weight.a.nbytes + weight.b.nbytes for weight in self.weights)
+        return weights + sum(part.values.nbytes for part in self.parts)
 
 
 class HostAdapters:

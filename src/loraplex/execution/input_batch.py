@@ -4,6 +4,7 @@ Knows slots, block tables and positions; neither requests, nor adapters' weights
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,8 +27,25 @@ class _Row:
     num_blocks: int = 0
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Layout:
+    """What depends on who computes how many tokens, and not on where they are by now."""
+
+    shape: tuple[tuple[Slot, int, int], ...]
+    """Slot, number of tokens and of wanted logits of each row."""
+    slots: IntArray  # [R]
+    query_start_loc: list[int]
+    row_of_token: IntArray  # [T]
+    token_in_row: IntArray  # [T]
+    logits_indices: torch.Tensor  # [S]
+
+
 class InputBatch:
-    """Block tables by slot; a plan only tells how they grow."""
+    """Block tables by slot; a plan only tells how they grow.
+
+    What the last step made is kept as far as the next one needs the same: while rows decode, the
+    layout; while none of them takes a block, their block tables.
+    """
 
     def __init__(
         self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device
@@ -38,6 +56,9 @@ class InputBatch:
         self._block_tables: IntArray = np.zeros(
             (max_num_seqs, -(-max_model_len // block_size)), dtype=np.int64
         )
+        self._layout: _Layout | None = None
+        self._tables: IntArray = self._block_tables[:0]
+        self._device_tables = self._tensor(self._tables)
 
     def add_row(self, row: RowAdded) -> None:
         assert row.slot not in self._rows, f"slot {row.slot} is taken"
@@ -56,45 +77,59 @@ class InputBatch:
         lora: LoraBatch | None,
     ) -> ForwardBatch:
         """The tensors of a step; token_ids are those of each row, num_tokens of them."""
-        for step in steps:
-            self._extend_block_table(step)
+        layout = self._layout_of(steps)
+        if self._extend_block_tables(steps) or layout is not self._layout:
+            num_blocks = max(self._rows[step.slot].num_blocks for step in steps)
+            self._tables = self._block_tables[layout.slots, :num_blocks]
+            self._device_tables = self._tensor(self._tables)
+        self._layout = layout
         starts = np.array([step.start for step in steps], dtype=np.int64)
-        counts = np.array([step.num_tokens for step in steps], dtype=np.int64)
-        query_start_loc = np.concatenate(([0], counts.cumsum()))
-        row_of_token = np.repeat(np.arange(len(steps)), counts)
-        token_in_row = np.arange(query_start_loc[-1]) - query_start_loc[row_of_token]
-        positions = starts[row_of_token] + token_in_row
-        seq_lens = starts + counts
-        tables = self._tables([step.slot for step in steps], int(seq_lens.max()))
-        blocks = tables[row_of_token, positions // self._block_size]
+        positions = starts[layout.row_of_token] + layout.token_in_row
+        blocks = self._tables[layout.row_of_token, positions // self._block_size]
+        slot_mapping = blocks * self._block_size + positions % self._block_size
+        seq_lens = [step.start + step.num_tokens for step in steps]
         return ForwardBatch(
-            token_ids=self._tensor(np.concatenate(token_ids)),
+            token_ids=self._tensor(np.array(list(itertools.chain(*token_ids)), dtype=np.int64)),
             positions=self._tensor(positions),
-            slot_mapping=self._tensor(blocks * self._block_size + positions % self._block_size),
-            rows=RowLayout(query_start_loc.tolist(), seq_lens.tolist(), self._tensor(tables)),
-            logits_indices=self._tensor(_logits_indices(steps, query_start_loc)),
+            slot_mapping=self._tensor(slot_mapping),
+            rows=RowLayout(layout.query_start_loc, seq_lens, self._device_tables),
+            logits_indices=layout.logits_indices,
             lora=lora,
         )
 
-    def _extend_block_table(self, step: RowStep) -> None:
-        row = self._rows[step.slot]
-        (new_block_ids,) = step.new_block_ids
-        end = row.num_blocks + len(new_block_ids)
-        self._block_tables[step.slot, row.num_blocks : end] = new_block_ids
-        row.num_blocks = end
-        assert step.start + step.num_tokens <= end * self._block_size, "a block is missing"
+    def _layout_of(self, steps: Sequence[RowStep]) -> _Layout:
+        """That of the last step, if it is the same."""
+        shape = tuple((step.slot, step.num_tokens, num_logits_rows(step)) for step in steps)
+        if self._layout is not None and self._layout.shape == shape:
+            return self._layout
+        slots, counts, num_logits = np.array(shape, dtype=np.int64).T
+        ends = counts.cumsum()
+        row_of_token = np.repeat(np.arange(len(shape)), counts)
+        token_in_row = np.arange(ends[-1]) - (ends - counts)[row_of_token]
+        is_wanted = token_in_row >= (counts - num_logits)[row_of_token]
+        return _Layout(
+            shape,
+            slots,
+            [0, *ends.tolist()],
+            row_of_token,
+            token_in_row,
+            self._tensor(np.flatnonzero(is_wanted)),
+        )
 
-    def _tables(self, slots: Sequence[Slot], max_seq_len: int) -> IntArray:
-        """[num rows, blocks of the longest row]"""
-        return self._block_tables[list(slots), : -(-max_seq_len // self._block_size)]
+    def _extend_block_tables(self, steps: Sequence[RowStep]) -> bool:
+        """Whether any row took a block."""
+        has_grown = False
+        for step in steps:
+            row = self._rows[step.slot]
+            (new_block_ids,) = step.new_block_ids
+            if new_block_ids:
+                end = row.num_blocks + len(new_block_ids)
+                self._block_tables[step.slot, row.num_blocks : end] = new_block_ids
+                row.num_blocks = end
+                has_grown = True
+            end = row.num_blocks * self._block_size
+            assert step.start + step.num_tokens <= end, "a block is missing"
+        return has_grown
 
     def _tensor(self, values: IntArray) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int64, copy=False)).to(self._device)
-
-
-def _logits_indices(steps: Sequence[RowStep], query_start_loc: IntArray) -> IntArray:
-    """The last num_logits_rows tokens of each row."""
-    ends = query_start_loc[1:]
-    return np.concatenate(
-        [np.arange(end - num_logits_rows(step), end) for step, end in zip(steps, ends, strict=True)]
-    )

@@ -19,6 +19,7 @@ class KVCache:
         dtype: torch.dtype,
         kernels: Kernels,
     ) -> None:
+        """dtype: of keys and values as they are stored, which the model's need not be."""
         self.storages: tuple[KVStorage, ...] = tuple(
             kernels.allocate_kv(num_blocks, shape, dtype) for _ in range(num_layers)
         )
@@ -40,6 +41,5 @@ class KVCache:
 
 
 def block_bytes(num_layers: int, shape: AttentionShape, dtype: torch.dtype) -> int:
-    """Of one block in all layers, keys and values."""
-    elements = 2 * num_layers * shape.block_size * shape.num_kv_heads * shape.head_dim
-    return elements * dtype.itemsize
+    """Of one block in all layers: keys and values, with the scales that int8 has."""
+    return num_layers * shape.block_bytes(dtype)

@@ -5,10 +5,12 @@ from pathlib import Path
 import torch
 
 from loraplex.core.plan import Capacity
-from loraplex.execution.adapter_bank import AdapterBank
+from loraplex.execution.adapter_bank import AdapterBank, BaseEnds
 from loraplex.execution.host_adapters import HostAdapters
 from loraplex.execution.kv_cache import KVCache
 from loraplex.execution.model_runner import ModelRunner, RunnerParts
+from loraplex.execution.packed_cache import PackedCache
+from loraplex.execution.packing import WeightFormat
 from loraplex.execution.sampler import Sampler
 from loraplex.execution.sizing import (
     AdapterPoolSize,
@@ -16,15 +18,15 @@ from loraplex.execution.sizing import (
     RunnerSettings,
     choose_device,
     choose_dtype,
+    choose_kv_dtype,
     size_adapter_pool,
     size_kv,
 )
-from loraplex.execution.weights import load_parameters
+from loraplex.execution.weight_loading import load_weights
 from loraplex.kernels.dispatch import select_kernels
 from loraplex.models.attention import attention_shape
 from loraplex.models.config import DecoderConfig, module_shapes
 from loraplex.models.decoder import Decoder
-from loraplex.models.parameters import DecoderParameters, allocate_parameters
 from loraplex.models.registry import read_config
 from loraplex.models.rope import RotaryTable
 
@@ -41,28 +43,38 @@ def load_parts(folder: Path, settings: RunnerSettings, host_adapters: HostAdapte
     """As load_runner, before the parts are put together."""
     config = read_config(folder)
     device, dtype = choose_device(settings), choose_dtype(settings, config)
+    kv_dtype = choose_kv_dtype(settings, dtype)
     shape = attention_shape(config, settings.block_size)
-    kv_size = size_kv(settings, config, shape, dtype)
+    kv_size = size_kv(settings, config, shape, kv_dtype)
     pool_size = size_adapter_pool(settings, config, dtype)
-    parameters = allocate_parameters(config, dtype, device)
-    load_parameters(folder, parameters, config)
     kernels = select_kernels(device)
+    form = WeightFormat(dtype=dtype, precision=settings.quantization, device=device)
+    cache = _weights_cache(settings)
+    weights = load_weights(folder, config, kernels, form, cache)
     rotary = RotaryTable(config, kv_size.max_model_len, device)
-    kv_cache = KVCache(kv_size.num_blocks, config.num_layers, shape, dtype, kernels)
+    kv_cache = KVCache(kv_size.num_blocks, config.num_layers, shape, kv_dtype, kernels)
+    decoder = Decoder(config, weights.parameters, rotary, kernels, block_size=settings.block_size)
     return RunnerParts(
-        decoder=Decoder(config, parameters, rotary, kernels, block_size=settings.block_size),
+        decoder=decoder,
         kv_cache=kv_cache,
-        adapter_bank=_adapter_bank(config, pool_size, dtype, device),
+        adapter_bank=_adapter_bank(decoder, pool_size, dtype, device),
         host_adapters=host_adapters,
-        sampler=Sampler(config.vocab_size, device=device),
-        capacity=_capacity(settings, config, kv_size, pool_size, kv_cache, parameters),
+        sampler=Sampler(config.vocab_size, device=device, kernels=kernels),
+        capacity=_capacity(settings, config, kv_size, pool_size, kv_cache, weights.num_bytes),
         device=device,
     )
 
 
+def _weights_cache(settings: RunnerSettings) -> PackedCache | None:
+    if settings.weights_cache_dir is None:
+        return None
+    return PackedCache.usable(settings.weights_cache_dir, settings.weights_cache_bytes)
+
+
 def _adapter_bank(
-    config: DecoderConfig, size: AdapterPoolSize, dtype: torch.dtype, device: torch.device
+    decoder: Decoder, size: AdapterPoolSize, dtype: torch.dtype, device: torch.device
 ) -> AdapterBank:
+    config = decoder.config
     return AdapterBank(
         size.geometry,
         size.num_pages,
@@ -70,6 +82,12 @@ def _adapter_bank(
         device=device,
         num_layers=config.num_layers,
         modules=module_shapes(config),
+        ends=BaseEnds(
+            config.vocab_size,
+            config.hidden_size,
+            config.tie_word_embeddings,
+            decoder.base_linears,
+        ),
     )
 
 
@@ -79,7 +97,7 @@ def _capacity(
     kv_size: KVSize,
     pool_size: AdapterPoolSize,
     kv_cache: KVCache,
-    parameters: DecoderParameters,
+    weights_bytes: int,
 ) -> Capacity:
     return Capacity(
         block_size=settings.block_size,
@@ -92,5 +110,5 @@ def _capacity(
         adapter_page_bytes=pool_size.page_bytes,
         keeps_host_copy=choose_device(settings).type != "cpu",
         kv_cache_bytes=kv_cache.num_bytes,
-        weights_bytes=parameters.num_bytes,
+        weights_bytes=weights_bytes,
     )

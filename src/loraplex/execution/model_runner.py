@@ -32,7 +32,7 @@ from loraplex.core.plan import (
     StepTiming,
 )
 from loraplex.execution.adapter_bank import AdapterBank, AdapterRow
-from loraplex.execution.host_adapters import HostAdapters
+from loraplex.execution.host_adapters import HostAdapter, HostAdapters
 from loraplex.execution.input_batch import InputBatch
 from loraplex.execution.kv_cache import KVCache
 from loraplex.execution.sampler import Sampler
@@ -69,7 +69,7 @@ class CompletedStep:
 
 
 class ModelRunner:
-    """Used by one thread. A step runs within `launch`."""
+    """Used by one thread, but for `prepare_adapter`. A step runs within `launch`."""
 
     def __init__(self, parts: RunnerParts) -> None:
         self._decoder = parts.decoder
@@ -87,6 +87,10 @@ class ModelRunner:
 
     def capacity(self) -> Capacity:
         return self._capacity
+
+    def prepare_adapter(self, adapter: HostAdapter) -> HostAdapter:
+        """AdapterBank.prepare, for the loader's thread."""
+        return self._adapter_bank.prepare(adapter)
 
     def launch(self, plan: StepPlan) -> CompletedStep:
         """Never raises: what goes wrong is raised by wait()."""
@@ -142,7 +146,7 @@ class ModelRunner:
         self, steps: Sequence[RowStep], start_ns: int
     ) -> tuple[tuple[RowResult, ...], StepTiming]:
         faults = self._faults(steps)
-        lora = self._adapter_bank.lora_batch([self._adapter_row(s, faults) for s in steps])
+        lora = self._adapter_bank.lora_batch(tuple(self._adapter_row(s, faults) for s in steps))
         token_ids = [
             [self._in_vocabulary(token_id) for token_id in self._token_ids(step)] for step in steps
         ]

@@ -13,8 +13,8 @@ import numpy.typing as npt
 _ROUNDS = 10
 _MULTIPLIER_0 = np.uint64(0xD2511F53)
 _MULTIPLIER_1 = np.uint64(0xCD9E8D57)
-_WEYL_0 = 0x9E3779B9
-_WEYL_1 = 0xBB67AE85
+_WEYL_0 = np.uint32(0x9E3779B9)
+_WEYL_1 = np.uint32(0xBB67AE85)
 _MASK_32 = 0xFFFFFFFF
 _MASK_64 = 0xFFFFFFFFFFFFFFFF
 _SHIFT_32 = np.uint64(32)
@@ -31,23 +31,20 @@ class Purpose(enum.IntEnum):
 
 def philox4x32(counters: U32Array, keys: U32Array) -> U32Array:
     """Ten rounds. counters: [n, 4], keys: [n, 2]; returns [n, 4]."""
-    words = counters.astype(np.uint64)
-    key_0, key_1 = keys[:, 0].astype(np.uint64), keys[:, 1].astype(np.uint64)
+    word_0, word_1, word_2, word_3 = counters.astype(np.uint64).T
+    key_0, key_1 = keys.T.copy()
     for _ in range(_ROUNDS):
-        product_0 = words[:, 0] * _MULTIPLIER_0
-        product_1 = words[:, 2] * _MULTIPLIER_1
-        words = np.stack(
-            (
-                (product_1 >> _SHIFT_32) ^ words[:, 1] ^ key_0,
-                product_1 & _LOW_32,
-                (product_0 >> _SHIFT_32) ^ words[:, 3] ^ key_1,
-                product_0 & _LOW_32,
-            ),
-            axis=1,
+        product_0 = word_0 * _MULTIPLIER_0
+        product_1 = word_2 * _MULTIPLIER_1
+        word_0, word_1, word_2, word_3 = (
+            (product_1 >> _SHIFT_32) ^ word_1 ^ key_0,
+            product_1 & _LOW_32,
+            (product_0 >> _SHIFT_32) ^ word_3 ^ key_1,
+            product_0 & _LOW_32,
         )
-        key_0 = (key_0 + np.uint64(_WEYL_0)) & _LOW_32
-        key_1 = (key_1 + np.uint64(_WEYL_1)) & _LOW_32
-    return words.astype(np.uint32)
+        key_0 += _WEYL_0  # modulo 2^32
+        key_1 += _WEYL_1
+    return np.stack((word_0, word_1, word_2, word_3), axis=1).astype(np.uint32)
 
 
 def uniforms(draws: Sequence[tuple[int, int, int]], purpose: Purpose) -> npt.NDArray[np.float64]:

@@ -7,16 +7,21 @@ index). It does not know the model, the KV storage, or which requests the rows b
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from loraplex.core.errors import RowFailedError
 from loraplex.core.output import TokenLogprob
 from loraplex.core.plan import LogitsNeeded, RowAdded, RowResult, RowStep, Slot
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.execution import distribution
-from loraplex.execution.logprobs import token_logprobs
+from loraplex.execution.logits_edits import LogitsEdits
+from loraplex.execution.penalties import TokenCounts, penalized
 from loraplex.execution.philox import Purpose, uniforms
+from loraplex.kernels.ops import Kernels
+from loraplex.kernels.reference import ReferenceKernels
+from loraplex.kernels.sampling import DrawOptions
 
 
 def num_logits_rows(step: RowStep) -> int:
@@ -37,8 +42,7 @@ class _Row:
 
     added: RowAdded
     token_ids: list[int]
-    prompt_seen: torch.Tensor | None = None  # [vocab] bool; only of rows with penalties
-    output_counts: torch.Tensor | None = None  # [vocab] int32
+    counts: TokenCounts | None = None  # only of rows with penalties
 
     @property
     def sampling(self) -> SamplingParams:
@@ -50,12 +54,11 @@ class _Row:
 
     def append(self, token_ids: Sequence[int]) -> None:
         self.token_ids.extend(token_ids)
-        if self.output_counts is not None:
-            self.output_counts = _with_tokens(self.output_counts, token_ids)
+        if self.counts is not None:
+            self.counts.add(token_ids)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _StepRows:
+class _StepRows(NamedTuple):
     """One row's step and where its logits begin."""
 
     step: RowStep
@@ -70,8 +73,7 @@ class _StepRows:
         return self.step.start + self.step.num_tokens == num_known
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Draw:
+class _Draw(NamedTuple):
     """One position to sample, under the assumption that the drafts before it were accepted."""
 
     logits_row: int
@@ -83,12 +85,23 @@ class _Draw:
         return self.row.num_outputs + len(self.accepted)
 
 
+class _WantedLogprob(NamedTuple):
+    step_row: int
+    """Which row of the step it is for."""
+    logits_row: int
+    token_id: int
+    num_top: int
+
+
 class Sampler:
     """State per slot, and one vectorised sample() per step. Used by one thread."""
 
-    def __init__(self, vocab_size: int, *, device: torch.device) -> None:
+    def __init__(
+        self, vocab_size: int, *, device: torch.device, kernels: Kernels | None = None
+    ) -> None:
+        """kernels: None is the torch reference on the device."""
         self._vocab_size = vocab_size
-        self._device = device
+        self._kernels = kernels or ReferenceKernels(device)
         self._rows: dict[Slot, _Row] = {}
 
     def add_row(self, row: RowAdded) -> None:
@@ -96,9 +109,8 @@ class Sampler:
         assert row.slot not in self._rows, f"slot {row.slot} is taken"
         state = _Row(row, list(row.token_ids))
         if row.sampling.has_penalties:
-            none = torch.zeros(self._vocab_size, dtype=torch.int32, device=self._device)
-            state.prompt_seen = _with_tokens(none, row.token_ids[: row.num_prompt_tokens]) > 0
-            state.output_counts = _with_tokens(none, row.token_ids[row.num_prompt_tokens :])
+            prompt = row.token_ids[: row.num_prompt_tokens]
+            state.counts = TokenCounts(prompt, row.token_ids[row.num_prompt_tokens :])
         self._rows[row.slot] = state
 
     def remove_row(self, slot: Slot) -> None:
@@ -112,10 +124,11 @@ class Sampler:
         """Sample the rows of a step; one result per step row, in their order.
 
         logits: [S, vocab_size] float32, S = sum of num_logits_rows(step), the rows' positions one
-        after another. It is not changed. A row with LogitsNeeded.NONE gives an empty result. A row
-        with ALL samples only if its last position is the newest known token; its prompt_logprobs
-        are of the token after each computed position, where it is known. A row whose logits are
-        not finite gets a RowFailedError of its own; the others are not touched by it.
+        after another; changed on the way, but in the end as before. A row with LogitsNeeded.NONE
+        gives an empty result. A row with ALL samples only if its last position is the newest known
+        token; its prompt_logprobs are of the token after each computed position, where it is known.
+        A row whose logits are not finite gets a RowFailedError of its own; the others are not
+        touched by it.
         """
         sizes = [num_logits_rows(step) for step in steps]
         firsts = itertools.accumulate(sizes, initial=0)
@@ -126,11 +139,13 @@ class Sampler:
         ]
         if logits.shape[0] == 0:
             return [RowResult(step.slot) for step in steps]
-        finite = torch.isfinite(logits.amax(-1)).tolist()
+        best_ids, maxima = self._kernels.argmax(logits, np.arange(len(logits)))
+        finite = torch.isfinite(maxima).tolist()
         usable = [
             all(finite[r.first : r.first + size]) for r, size in zip(rows, sizes, strict=True)
         ]
-        sampled = self._sample(logits, [r for r, ok in zip(rows, usable, strict=True) if ok])
+        good_rows = [r for r, ok in zip(rows, usable, strict=True) if ok]
+        sampled = self._sample(logits, best_ids.tolist(), good_rows)
         return [
             sampled[row.step.slot]
             if ok
@@ -138,17 +153,19 @@ class Sampler:
             for row, ok in zip(rows, usable, strict=True)
         ]
 
-    def _sample(self, logits: torch.Tensor, rows: Sequence[_StepRows]) -> dict[Slot, RowResult]:
+    def _sample(
+        self, logits: torch.Tensor, best_ids: Sequence[int], rows: Sequence[_StepRows]
+    ) -> dict[Slot, RowResult]:
         draws = [_draws(row) for row in rows]
-        tokens = self._choose(logits, [draw for of_row in draws for draw in of_row])
+        tokens = self._choose(logits, best_ids, [draw for of_row in draws for draw in of_row])
         remaining = iter(tokens)
         chosen = [[next(remaining) for _ in of_row] for of_row in draws]
         accepted = [
             _accept(row.step.draft_token_ids, of_row)
             for row, of_row in zip(rows, chosen, strict=True)
         ]
-        prompt_logprobs = _prompt_logprobs(logits, rows)
-        logprobs = _chosen_logprobs(logits, rows, draws, accepted)
+        prompt_logprobs = self._logprobs(logits, _wanted_of_prompts(rows), len(rows))
+        logprobs = self._logprobs(logits, _wanted_of_tokens(rows, draws, accepted), len(rows))
         results = {}
         for row, token_ids, top, prompt in zip(
             rows, accepted, logprobs, prompt_logprobs, strict=True
@@ -160,56 +177,73 @@ class Sampler:
             results[row.step.slot] = RowResult(row.step.slot, tuple(token_ids), top, prompt)
         return results
 
-    def _choose(self, logits: torch.Tensor, draws: Sequence[_Draw]) -> list[int | None]:
-        """The token of each draw; None where nothing finite is left to choose."""
-        if not draws:
-            return []
-        picked = logits[[draw.logits_row for draw in draws]]
-        self._penalize(picked, draws)
-        _suppress(picked, draws)
-        possible = torch.isfinite(picked.amax(-1)).tolist()
-        token_ids = picked.argmax(-1)
-        random = [i for i, d in enumerate(draws) if possible[i] and not d.row.sampling.is_greedy]
-        if random:
-            token_ids[random] = self._draw(picked[random], [draws[i] for i in random])
-        return [
-            token_id if ok else None
-            for token_id, ok in zip(token_ids.tolist(), possible, strict=True)
-        ]
+    def _choose(
+        self, logits: torch.Tensor, best_ids: Sequence[int], draws: Sequence[_Draw]
+    ) -> list[int | None]:
+        """The token of each draw; None where nothing finite is left to choose.
 
-    def _penalize(self, logits: torch.Tensor, draws: Sequence[_Draw]) -> None:
-        """In place, for the rows that ask for it."""
-        which, seen, counts = [], [], []
-        for index, item in enumerate(draws):
-            if item.row.prompt_seen is None or item.row.output_counts is None:
-                continue
-            which.append(index)
-            seen.append(item.row.prompt_seen)
-            counts.append(_with_tokens(item.row.output_counts, item.accepted))
-        if not which:
-            return
-        logits[which] = distribution.penalize(
-            logits[which],
-            torch.stack(seen),
-            torch.stack(counts),
-            [draws[i].row.sampling for i in which],
+        best_ids: the likeliest token of each row of the logits.
+        """
+        token_ids: list[int | None] = [best_ids[draw.logits_row] for draw in draws]
+        with LogitsEdits(logits) as edits:
+            changed = sorted({*_penalize(edits, draws), *_suppress(edits, draws)})
+            if changed:
+                rows = np.array([draws[i].logits_row for i in changed])
+                best, maxima = self._kernels.argmax(logits, rows)
+                finite = torch.isfinite(maxima).tolist()
+                for i, token_id, ok in zip(changed, best.tolist(), finite, strict=True):
+                    token_ids[i] = token_id if ok else None
+            random = [
+                i
+                for i, draw in enumerate(draws)
+                if token_ids[i] is not None and not draw.row.sampling.is_greedy
+            ]
+            if random:
+                drawn = self._draw(logits, [draws[i] for i in random])
+                for i, token_id in zip(random, drawn, strict=True):
+                    token_ids[i] = token_id
+        return token_ids
+
+    def _draw(self, logits: torch.Tensor, draws: Sequence[_Draw]) -> list[int]:
+        params = [draw.row.sampling for draw in draws]
+        options = DrawOptions(
+            temperature=np.array([p.temperature for p in params], dtype=np.float32),
+            top_k=np.array([max(p.top_k, 0) for p in params], dtype=np.int64),
+            top_p=np.array([p.top_p for p in params], dtype=np.float64),
+            min_p=np.array([p.min_p for p in params], dtype=np.float64),
+            uniforms=uniforms(
+                [(d.row.added.seed, d.row.added.sequence_index, d.output_index) for d in draws],
+                Purpose.TOKEN,
+            ),
         )
+        rows = np.array([draw.logits_row for draw in draws])
+        token_ids: list[int] = self._kernels.draw_tokens(logits, rows, options).tolist()
+        return token_ids
 
-    def _draw(self, logits: torch.Tensor, draws: Sequence[_Draw]) -> torch.Tensor:
-        weights = distribution.kept_weights(logits, [draw.row.sampling for draw in draws])
-        numbers = uniforms(
-            [(d.row.added.seed, d.row.added.sequence_index, d.output_index) for d in draws],
-            Purpose.TOKEN,
+    def _logprobs(
+        self, logits: torch.Tensor, wanted: Sequence[_WantedLogprob], num_rows: int
+    ) -> list[tuple[TokenLogprob, ...]]:
+        """What is wanted, by the index of the step's row."""
+        if not wanted:
+            return [()] * num_rows
+        found = self._kernels.top_logprobs(
+            logits,
+            np.array([w.logits_row for w in wanted]),
+            np.array([w.token_id for w in wanted]),
+            min(max(w.num_top for w in wanted), self._vocab_size),
         )
-        return distribution.draw(weights, torch.from_numpy(numbers).to(self._device))
-
-
-def _with_tokens(counts: torch.Tensor, token_ids: Sequence[int]) -> torch.Tensor:
-    """Counts [vocab] plus the tokens; the same tensor if there are none."""
-    if not token_ids:
-        return counts
-    ids = torch.tensor(token_ids, dtype=torch.int64, device=counts.device)
-    return counts.index_add(0, ids, torch.ones_like(ids, dtype=counts.dtype))
+        by_row: list[list[TokenLogprob]] = [[] for _ in range(num_rows)]
+        for want, logprob, rank, ids, logprobs in zip(
+            wanted,
+            found.logprobs.tolist(),
+            found.ranks.tolist(),
+            found.top_ids.tolist(),
+            found.top_logprobs.tolist(),
+            strict=True,
+        ):
+            top = tuple(zip(ids[: want.num_top], logprobs[: want.num_top], strict=True))
+            by_row[want.step_row].append(TokenLogprob(want.token_id, logprob, rank, top))
+        return [tuple(of_row) for of_row in by_row]
 
 
 def _draws(rows: _StepRows) -> list[_Draw]:
@@ -233,39 +267,52 @@ def _accept(drafts: Sequence[int], sampled: Sequence[int | None]) -> list[int]:
     return accepted
 
 
-def _suppress(logits: torch.Tensor, draws: Sequence[_Draw]) -> None:
-    """End and stop tokens cannot be chosen before min_tokens. In place."""
+def _penalize(edits: LogitsEdits, draws: Sequence[_Draw]) -> list[int]:
+    """Which draws ask for it."""
+    which, seen = [], []
+    for index, draw in enumerate(draws):
+        if draw.row.counts is not None:
+            which.append(index)
+            seen.append(draw.row.counts.seen(draw.accepted))
+    if which:
+        sizes = [len(row.token_ids) for row in seen]
+        rows = np.repeat(np.array([draws[i].logits_row for i in which]), sizes)
+        opened = edits.open(rows, np.concatenate([row.token_ids for row in seen]))
+        params = [draws[i].row.sampling for i in which]
+        opened.set(penalized(opened.values, seen, params))
+    return which
+
+
+def _suppress(edits: LogitsEdits, draws: Sequence[_Draw]) -> list[int]:
+    """End and stop tokens cannot be chosen before min_tokens. Which draws that changes."""
+    which = [i for i, d in enumerate(draws) if d.output_index < d.row.sampling.min_tokens]
     pairs = [
-        (index, token_id)
-        for index, item in enumerate(draws)
-        if item.output_index < item.row.sampling.min_tokens
-        for token_id in item.row.added.suppressed_token_ids
+        (draws[i].logits_row, token_id)
+        for i in which
+        for token_id in draws[i].row.added.suppressed_token_ids
     ]
     if pairs:
-        rows, token_ids = zip(*pairs, strict=True)
-        logits[list(rows), list(token_ids)] = -torch.inf
+        rows, token_ids = np.array(pairs).T.copy()
+        edits.open(rows, token_ids).set(-torch.inf)
+    return which
 
 
-def _chosen_logprobs(
-    logits: torch.Tensor,
+def _wanted_of_tokens(
     rows: Sequence[_StepRows],
     draws: Sequence[Sequence[_Draw]],
     accepted: Sequence[Sequence[int]],
-) -> list[tuple[TokenLogprob, ...]]:
-    """Per row, of its new tokens; empty where the step wants none."""
-    wanted = []
-    for index, (row, of_row, token_ids) in enumerate(zip(rows, draws, accepted, strict=True)):
-        if row.step.num_logprobs is None:
-            continue
-        for item, token_id in zip(of_row, token_ids, strict=False):
-            wanted.append((index, item.logits_row, token_id, row.step.num_logprobs))
-    return _logprobs_by_row(logits, wanted, len(rows))
+) -> list[_WantedLogprob]:
+    """Of the new tokens, in the rows whose step wants that."""
+    return [
+        _WantedLogprob(index, draw.logits_row, token_id, row.step.num_logprobs)
+        for index, (row, of_row, ids) in enumerate(zip(rows, draws, accepted, strict=True))
+        if row.step.num_logprobs is not None
+        for draw, token_id in zip(of_row, ids, strict=False)
+    ]
 
 
-def _prompt_logprobs(
-    logits: torch.Tensor, rows: Sequence[_StepRows]
-) -> list[tuple[TokenLogprob, ...]]:
-    """Per row with LogitsNeeded.ALL, of the known token after each computed position."""
+def _wanted_of_prompts(rows: Sequence[_StepRows]) -> list[_WantedLogprob]:
+    """In rows with LogitsNeeded.ALL, of the known token after each computed position."""
     wanted = []
     for index, row in enumerate(rows):
         if row.step.logits is not LogitsNeeded.ALL:
@@ -273,21 +320,8 @@ def _prompt_logprobs(
         start, num_top = row.step.start, row.row.sampling.prompt_logprobs or 0
         following = row.row.token_ids[start + 1 : start + 1 + row.step.num_tokens]
         for offset, token_id in enumerate(following):
-            wanted.append((index, row.first + offset, token_id, num_top))
-    return _logprobs_by_row(logits, wanted, len(rows))
-
-
-def _logprobs_by_row(
-    logits: torch.Tensor, wanted: Sequence[tuple[int, int, int, int]], num_rows: int
-) -> list[tuple[TokenLogprob, ...]]:
-    """wanted: (index of the row, row of logits, token id, how many of the most likely)."""
-    by_row: list[list[TokenLogprob]] = [[] for _ in range(num_rows)]
-    if wanted:
-        indices, logits_rows, token_ids, num_top = zip(*wanted, strict=True)
-        found = token_logprobs(logits, logits_rows, token_ids, num_top)
-        for index, logprob in zip(indices, found, strict=True):
-            by_row[index].append(logprob)
-    return [tuple(of_row) for of_row in by_row]
+            wanted.append(_WantedLogprob(index, row.first + offset, token_id, num_top))
+    return wanted
 
 
 def _failed(rows: _StepRows, reason: str) -> RowResult:

@@ -1,24 +1,27 @@
 """How much fits: from settings and model sizes to numbers of blocks and adapter pages."""
 
 import dataclasses
+from pathlib import Path
 
 import torch
 
 from loraplex.core.adapter import LoraTarget
 from loraplex.core.errors import ConfigError
 from loraplex.core.plan import PageGeometry
+from loraplex.core.weight_precision import WeightPrecision
 from loraplex.execution.kv_cache import block_bytes
 from loraplex.kernels.ops import AttentionShape
 from loraplex.memory.adapter_pages import (
     page_geometry,
     pages_for_bytes,
-    pages_of_largest_adapter,
+    pages_at_rank,
 )
 from loraplex.models.config import DecoderConfig, module_shapes
 
 _DEFAULT_KV_BYTES = 2 << 30
 _DEFAULT_ADAPTER_BYTES = 256 << 20
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_KV_DTYPES = {**_DTYPES, "int8": torch.int8}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +30,13 @@ class RunnerSettings:
 
     dtype: str = "auto"
     """auto is the checkpoint's own."""
+    kv_dtype: str = "auto"
+    """Of stored keys and values; auto is the model's."""
     device: str = "cpu"
+    quantization: WeightPrecision = WeightPrecision.NATIVE
+    weights_cache_dir: Path | None = None
+    """Where packed weights are kept for the next start; None: nowhere."""
+    weights_cache_bytes: int = 64 << 30
     max_model_len: int | None = None
     """None: what the model was made for, or less if the KV cache holds less."""
     max_num_seqs: int = 64
@@ -64,6 +73,18 @@ def choose_dtype(settings: RunnerSettings, config: DecoderConfig) -> torch.dtype
     return _DTYPES[name]
 
 
+def choose_kv_dtype(settings: RunnerSettings, dtype: torch.dtype) -> torch.dtype:
+    """dtype: the model's."""
+    if settings.kv_dtype == "auto":
+        return dtype
+    if settings.kv_dtype not in _KV_DTYPES:
+        raise ConfigError(
+            f"kv_dtype {settings.kv_dtype!r} is none of auto, {', '.join(_KV_DTYPES)}",
+            param="kv_dtype",
+        )
+    return _KV_DTYPES[settings.kv_dtype]
+
+
 def choose_device(settings: RunnerSettings) -> torch.device:
     device = torch.device(settings.device)
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -74,7 +95,7 @@ def choose_device(settings: RunnerSettings) -> torch.device:
 def size_kv(
     settings: RunnerSettings, config: DecoderConfig, shape: AttentionShape, dtype: torch.dtype
 ) -> KVSize:
-    """Raises ConfigError if one sequence of max_model_len does not fit."""
+    """dtype: of the KV cache. Raises ConfigError if one sequence of max_model_len does not fit."""
     max_model_len = _wanted_model_len(settings, config)
     per_sequence = -(-max_model_len // shape.block_size)
     num_blocks = _num_blocks(settings, config, shape, dtype, settings.max_num_seqs * per_sequence)
@@ -130,7 +151,7 @@ def size_adapter_pool(
     optimal_rank = min(settings.optimal_lora_rank, max_rank)
     geometry = page_geometry(targets, optimal_rank=optimal_rank, max_rank=max_rank)
     page_bytes = geometry.page_elements * dtype.itemsize
-    needed = pages_of_largest_adapter(targets, max_rank, geometry)
+    needed = pages_at_rank(targets, max_rank, geometry)
     if settings.lora_device_bytes is None:
         default = pages_for_bytes(_DEFAULT_ADAPTER_BYTES, geometry, dtype.itemsize)
         return AdapterPoolSize(geometry, max(default, needed), page_bytes)

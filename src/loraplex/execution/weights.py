@@ -1,42 +1,87 @@
-"""Fills a decoder's parameters from a Hugging Face folder, one tensor at a time.
+"""The tensors of a Hugging Face folder by name, each read when it is asked for.
 
-Reads safetensors, and `.bin` files with torch's restricted unpickler only. Every tensor must be
-accounted for: one that is missing, unknown, twice there or of another shape is an error.
+Reads safetensors, and `.bin` files with torch's restricted unpickler only; both are mapped. Every
+tensor must be accounted for: one that is missing, unknown, twice there or of another shape is an
+error.
 """
 
-from collections.abc import Iterator, Mapping
+import contextlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from tqdm import tqdm
 
 from loraplex.core.errors import ConfigError
 from loraplex.models.config import DecoderConfig
 from loraplex.models.config_fields import read_fields
-from loraplex.models.parameters import DecoderParameters, checkpoint_tensors
+from loraplex.models.parameters import checkpoint_shapes
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
-def load_parameters(folder: Path, parameters: DecoderParameters, config: DecoderConfig) -> None:
-    """Copy the checkpoint into the parameters, in their dtype. Raises ConfigError."""
-    places = checkpoint_tensors(parameters, config)
-    filled: set[str] = set()
-    # disable=None: only where a person watches.
-    with tqdm(total=len(places), desc="Loading weights", unit="tensor", disable=None) as progress:
-        for path in weight_files(folder):
-            for name, tensor in _tensors(path):
-                if _is_redundant(name, config):
-                    continue
-                _fill(name, tensor, places, filled, path)
-                progress.update()
-    missing = sorted(places.keys() - filled)
-    if missing:
-        raise ConfigError(
-            f"{folder} lacks {len(missing)} weights of {config.architecture}, "
-            f"the first of them {missing[0]}"
-        )
+class Checkpoint:
+    """The open files of one folder. What `read` gave is valid until the checkpoint is closed."""
+
+    def __init__(self, folder: Path, config: DecoderConfig) -> None:
+        """Raises ConfigError, which names the file and the weight."""
+        self._shapes = checkpoint_shapes(config)
+        self._files: dict[str, _TensorFile] = {}
+        with contextlib.ExitStack() as stack:
+            for path in weight_files(folder):
+                file = stack.enter_context(_open(path))
+                self._add(file, config)
+            missing = sorted(self._shapes.keys() - self._files.keys())
+            if missing:
+                raise ConfigError(
+                    f"{folder} lacks {len(missing)} weights of {config.architecture}, "
+                    f"the first of them {missing[0]}"
+                )
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        """The number of tensors."""
+        return len(self._files)
+
+    def close(self) -> None:
+        self._stack.close()
+        self._files.clear()
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor of the shape that the configuration means, on the host; not to be written to."""
+        file, shape = self._files[name], self._shapes[name]
+        tensor = file.tensor(name)
+        if not isinstance(tensor, torch.Tensor):
+            raise ConfigError(f"{file.path}: {name} is no tensor but {type(tensor).__name__}")
+        if tensor.shape != shape:
+            raise ConfigError(
+                f"{file.path}: {name} has shape {list(tensor.shape)}, "
+                f"config.json means {list(shape)}"
+            )
+        if tensor.dtype not in _FLOATS:
+            raise ConfigError(
+                f"{file.path}: {name} is {tensor.dtype}; floating-point weights are supported"
+            )
+        return tensor
+
+    def _add(self, file: "_TensorFile", config: DecoderConfig) -> None:
+        for name in file.names:
+            if _is_redundant(name, config):
+                continue
+            if name not in self._shapes:
+                raise ConfigError(
+                    f"{file.path}: unknown weight {name}; config.json does not account for it"
+                )
+            if name in self._files:
+                raise ConfigError(f"{file.path}: weight {name} is there twice")
+            self._files[name] = file
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -64,55 +109,69 @@ def _shards(folder: Path, index: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    try:
-        yield from _safetensors(path) if path.suffix == ".safetensors" else _pickled(path)
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-
-
-def _safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    with safe_open(path, framework="pt") as tensors:
-        for name in tensors.keys():  # noqa: SIM118 - it is no mapping
-            yield name, tensors.get_tensor(name)
-
-
-def _pickled(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    try:
-        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch.load raises whatever the bytes lead it to
-        raise ConfigError(
-            f"cannot read {path}: it must be a plain state dict in torch's zip format "
-            f"({type(error).__name__})"
-        ) from error
-    if not isinstance(tensors, dict):
-        raise ConfigError(f"{path} holds no state dict")
-    yield from tensors.items()
-
-
 def _is_redundant(name: str, config: DecoderConfig) -> bool:
     """Old checkpoints stored the rotary frequencies; tied ones may store the embedding twice."""
     tied = config.tie_word_embeddings and name == "lm_head.weight"
     return tied or name.endswith("rotary_emb.inv_freq")
 
 
-def _fill(
-    name: str,
-    tensor: torch.Tensor,
-    places: Mapping[str, torch.Tensor],
-    filled: set[str],
-    path: Path,
-) -> None:
-    place = places.get(name)
-    if place is None:
-        raise ConfigError(f"{path}: unknown weight {name}; config.json does not account for it")
-    if name in filled:
-        raise ConfigError(f"{path}: weight {name} is there twice")
-    if tensor.shape != place.shape:
-        raise ConfigError(
-            f"{path}: {name} has shape {list(tensor.shape)}, config.json means {list(place.shape)}"
-        )
-    if tensor.dtype not in _FLOATS:
-        raise ConfigError(f"{path}: {name} is {tensor.dtype}; floating-point weights are supported")
-    place.copy_(tensor)
-    filled.add(name)
+class _TensorFile(Protocol):
+    path: Path
+    names: Sequence[str]
+
+    def __enter__(self) -> "_TensorFile": ...
+
+    def __exit__(self, *exc_info: object) -> None: ...
+
+    def tensor(self, name: str) -> Any: ...
+
+
+class _SafetensorsFile:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._handle: Any = safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"cannot read {path}: {error}") from error
+        self.names: Sequence[str] = list(self._handle.keys())  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> "_SafetensorsFile":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._handle.__exit__(None, None, None)
+
+    def tensor(self, name: str) -> Any:
+        try:
+            return self._handle.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"cannot read {self.path}: {error}") from error
+
+
+class _PickledFile:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # torch.load raises whatever the bytes lead it to
+            raise ConfigError(
+                f"cannot read {path}: it must be a plain state dict in torch's zip format "
+                f"({type(error).__name__})"
+            ) from error
+        if not isinstance(tensors, dict):
+            raise ConfigError(f"{path} holds no state dict")
+        self._tensors: Mapping[str, Any] = tensors
+        self.names: Sequence[str] = list(tensors)
+
+    def __enter__(self) -> "_PickledFile":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._tensors = {}
+
+    def tensor(self, name: str) -> Any:
+        return self._tensors[name]
+
+
+def _open(path: Path) -> _TensorFile:
+    return _SafetensorsFile(path) if path.suffix == ".safetensors" else _PickledFile(path)

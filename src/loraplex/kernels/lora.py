@@ -1,17 +1,22 @@
 """The low-rank part of a linear layer: y += scale * (x A^T) B^T, for many adapters in one batch.
 
-Owns the data layout that such an op reads (`LoraTable`, `LoraGroup`, `LoraBatch`) and its torch
-reference. Does not know where an adapter came from, nor who decides what is in the pool.
+Owns the data layout that such an op reads (`LoraTable`, `LoraBatch`) and its torch reference.
+Does not know where an adapter came from, nor who decides what is in the pool.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-_HOST_TILE_TOKENS = 16
+from loraplex.kernels.adapter_parts import PartsUse, add_vectors, of_rows
+from loraplex.kernels.host_tiles import fixed_tiles
+
+IntArray = npt.NDArray[np.int64]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,32 +31,117 @@ class LoraTable:
     modules: tuple[str, ...]
     shapes: tuple[tuple[int, int], ...]
     """(in_features, out_features) of each module."""
-    offsets: npt.NDArray[np.int64]  # [entries, layers, modules], in elements
+    offsets: IntArray  # [entries, layers, modules], in elements
     ranks: npt.NDArray[np.int32]  # [entries, layers, modules]
     scales: npt.NDArray[np.float32]  # [entries, layers, modules], the adapter's own scale
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LoraGroup:
-    """The tokens of one step that one adapter applies to. A token occurs once in a group."""
+class LoraUse(NamedTuple):
+    """Neighbouring tokens of a step that one adapter applies to."""
 
+    wave: int
+    """How many adapters of the tokens come before. In a wave a token occurs once."""
     entry: int
     """Row of the LoraTable."""
+    first_token: int
+    num_tokens: int
+    scale: float
+    """The request's own."""
+
+
+class LoraGroup(NamedTuple):
+    """All tokens that one adapter applies to in one wave."""
+
+    entry: int
     token_indices: torch.Tensor  # [n] int64, on the device
-    token_scales: torch.Tensor  # [n] float32, on the device: the requests' scales
+    token_scales: torch.Tensor  # [n] float32, on the device
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class LoraBatch:
-    """The adapters of one step. Built once (AdapterBank.lora_batch), used by every layer.
+    """The adapters of one step as flat arrays. Built once (`lora_batch`), used by every layer.
 
-    The groups are in the order of the rows' own adapter lists: every row's first adapters, then
+    Group g applies the adapter entries[g] to token_indices[group_starts[g] : group_starts[g + 1]].
+    Wave w is the groups wave_starts[w] .. wave_starts[w + 1] - 1: every row's first adapters, then
     every row's second ones. So the order of a row's sums does not depend on the other rows.
     """
 
     pool: torch.Tensor  # [num_pages * page_elements]
     table: LoraTable
-    groups: tuple[LoraGroup, ...]
+    entries: IntArray  # [groups], on the host, as are the starts
+    group_starts: IntArray  # [groups + 1]
+    wave_starts: IntArray  # [waves + 1]
+    token_indices: torch.Tensor  # [n] int64, on the device
+    token_scales: torch.Tensor  # [n] float32, on the device
+    parts: tuple[PartsUse, ...] = ()
+    """What adapters of this step change beside LoRA, in the order of the groups."""
+    head_table: LoraTable | None = None
+    """Where LoRA of lm_head lies, if an adapter of this step has some: one layer, whose modules are
+    neighbouring blocks of outputs. It has the same entries."""
+
+    @property
+    def is_plain(self) -> bool:
+        """LoRA of the layers' linear parts, and nothing else."""
+        return not self.parts and self.head_table is None
+
+    def groups(self) -> Iterator[LoraGroup]:
+        """One after another, in the order in which they are added up."""
+        starts = self.group_starts.tolist()
+        for entry, first, end in zip(self.entries.tolist(), starts, starts[1:], strict=False):
+            yield LoraGroup(entry, self.token_indices[first:end], self.token_scales[first:end])
+
+
+def lora_batch(pool: torch.Tensor, table: LoraTable, uses: Sequence[LoraUse]) -> LoraBatch:
+    """Group the uses by wave and adapter."""
+    columns = np.array(uses, np.float64).reshape(-1, len(LoraUse._fields)).T
+    order = np.lexsort((columns[1], columns[0]))
+    waves, entries, firsts, counts = columns[:4, order].astype(np.int64)
+    bounds = np.concatenate(([0], counts.cumsum()))
+    heads = np.flatnonzero(_differs_from_last(waves) | _differs_from_last(entries))
+    token_indices = np.arange(bounds[-1]) + np.repeat(firsts - bounds[:-1], counts)
+    token_scales = np.repeat(columns[4, order].astype(np.float32), counts)
+    return LoraBatch(
+        pool,
+        table,
+        entries[heads],
+        np.append(bounds[heads], bounds[-1]),
+        np.append(np.flatnonzero(_differs_from_last(waves[heads])), len(heads)),
+        torch.from_numpy(token_indices).to(pool.device),
+        torch.from_numpy(token_scales).to(pool.device),
+    )
+
+
+def batch_of_rows(batch: LoraBatch, row_indices: torch.Tensor, num_tokens: int) -> LoraBatch:
+    """The batch of what lm_head is computed for: row_indices [S] of the step's num_tokens.
+
+    Its tokens are counted among these rows, and its table is the head's, if there is one.
+    """
+    places = torch.full((num_tokens,), -1, dtype=torch.int64, device=row_indices.device)
+    places[row_indices] = torch.arange(len(row_indices), device=row_indices.device)
+    rows = places[batch.token_indices]
+    is_chosen = rows >= 0
+    counts = np.concatenate(([0], is_chosen.cpu().numpy().cumsum(dtype=np.int64)))
+    return dataclasses.replace(
+        batch,
+        table=batch.head_table or batch.table,
+        group_starts=counts[batch.group_starts],
+        token_indices=rows[is_chosen],
+        token_scales=batch.token_scales[is_chosen],
+        parts=of_rows(batch.parts, places),
+    )
+
+
+def head_blocks(table: LoraTable) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The modules of a head's table, and where the outputs of each begin."""
+    sizes = [out_features for _, out_features in table.shapes]
+    return table.modules, (0, *itertools.accumulate(sizes[:-1]))
+
+
+def _differs_from_last(values: IntArray) -> npt.NDArray[np.bool_]:
+    """Of each value; the first one does."""
+    differs = np.ones(len(values), np.bool_)
+    np.not_equal(values[1:], values[:-1], out=differs[1:])
+    return differs
 
 
 def add_lora(
@@ -68,13 +158,15 @@ def add_lora(
     from out_offsets[i] on (its own out_features of them): for a fused q/k/v projection
     modules = ("q_proj", "k_proj", "v_proj"), out_offsets = (0, q_size, q_size + kv_size). A module
     that an adapter does not adapt is left alone. Sums are float32 whatever the dtypes; the scale
-    is applied to x A^T.
+    is applied to x A^T. What an adapter changes of the outputs beside LoRA comes first.
     """
+    if batch.parts:
+        add_vectors(y, batch.parts, layer, modules, out_offsets)
     wanted = [
         (batch.table.modules.index(module), first)
         for module, first in zip(modules, out_offsets, strict=True)
     ]
-    for group in batch.groups:
+    for group in batch.groups():
         ranks = batch.table.ranks[group.entry, layer]
         adapted = [(module, first) for module, first in wanted if ranks[module] > 0]
         if not adapted:
@@ -101,19 +193,6 @@ def _delta(
     scales = (group.token_scales * float(table.scales[place])).unsqueeze(1)
     tiles = [
         torch.mm(torch.mm(tile, a.t()) * tile_scales, b)
-        for tile, tile_scales in zip(_tiles(inputs), _tiles(scales), strict=True)
+        for tile, tile_scales in zip(fixed_tiles(inputs), fixed_tiles(scales), strict=True)
     ]
     return torch.cat(tiles)[: len(inputs)]
-
-
-def _tiles(values: torch.Tensor) -> Iterator[torch.Tensor]:
-    """On the host, tiles of one fixed number of rows, the last one padded with zeros.
-
-    A host matmul chooses its order of summation by the number of rows; with tiles, a token's bits
-    do not depend on how many others share its adapter. A device takes all rows at once.
-    """
-    if values.device.type != "cpu":
-        yield values
-        return
-    padded = torch.nn.functional.pad(values, (0, 0, 0, -len(values) % _HOST_TILE_TOKENS))
-    yield from padded.view(-1, _HOST_TILE_TOKENS, values.shape[1]).unbind(0)

@@ -5,18 +5,37 @@ H query heads share K key and value heads; D is the head size.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
 import torch
 
+from loraplex.core.weight_precision import WeightPrecision
+from loraplex.kernels.kv_vectors import stored_size
 from loraplex.kernels.lora import LoraBatch
+from loraplex.kernels.sampling import DrawOptions, IntArray, TopLogprobs
 
 PackedLinear = object
 """A linear layer in the form that one backend likes. Opaque: only that backend can use it."""
 
 AttentionPlan = object
 """What one backend worked out for a step before its layers run. Opaque, like PackedLinear."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LinearParts:
+    """A PackedLinear taken apart, so that it can be kept in a file."""
+
+    numbers: tuple[int, ...]
+    tensors: tuple[torch.Tensor | None, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors if tensor is not None)
+
+
+Parameter = torch.Tensor | LoraBatch | AttentionPlan | None
+"""What differs between two computations of one shape."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,6 +59,11 @@ class AttentionShape:
     head_dim: int
     block_size: int
 
+    def block_bytes(self, dtype: torch.dtype) -> int:
+        """Of one block of keys and values that are stored as this dtype; as int8 with scales."""
+        vectors = 2 * self.block_size * self.num_kv_heads
+        return vectors * stored_size(self.head_dim, dtype) * dtype.itemsize
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowLayout:
@@ -57,12 +81,60 @@ class RowLayout:
 class Kernels(Protocol):
     """One backend. Its methods are pure but for the arguments that they are said to change."""
 
-    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
-        """weight [out, in], bias [out] or None; done once, at load."""
+    def repeat(
+        self,
+        key: Hashable,
+        parameters: Sequence[Parameter],
+        compute: Callable[[], torch.Tensor],
+    ) -> torch.Tensor:
+        """compute(); or the same ops with these parameters, without calling it.
+
+        compute may call ops of this backend and take views of their results, nothing else. Under
+        one key its calls differ in the parameters alone: in contiguous tensors of one shape and
+        dtype, and in plans and batches for one number of tokens. The result, new from an op, is
+        valid until the next call.
+        """
+        ...
+
+    def take_rows(self, table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        """table [..., N], indices [T] int64 -> [T, N]."""
+        ...
+
+    def pack_linear(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        precision: WeightPrecision = WeightPrecision.NATIVE,
+    ) -> PackedLinear:
+        """weight [out, in], bias [out] or None; done once, at load.
+
+        Raises ConfigError if the weight cannot be quantised to the precision (quantization.py).
+        """
+        ...
+
+    @property
+    def packed_layout(self) -> str:
+        """Names the form of packed layers: parts may be joined where it is the same."""
+        ...
+
+    def linear_parts(self, packed: PackedLinear) -> LinearParts:
+        """The very tensors of a packed layer, no copies."""
+        ...
+
+    def join_linear(self, parts: LinearParts) -> PackedLinear:
+        """The layer that `linear_parts` took apart. It keeps the tensors, and only reads them."""
         ...
 
     def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
         """x [T, in] -> [T, out], x weight^T + bias."""
+        ...
+
+    def linear_apart(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+        """As `linear`, from any one other thread, beside the ops of the first; slower."""
+        ...
+
+    def squared_row_norms(self, packed: PackedLinear) -> torch.Tensor:
+        """[out] float64: of each row of what the weight stands for; from any thread."""
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -101,13 +173,21 @@ class Kernels(Protocol):
         ...
 
     def allocate_kv(self, num_blocks: int, shape: AttentionShape, dtype: torch.dtype) -> KVStorage:
-        """Storage for one layer. A block's bytes are 2 * block_size * K * D elements."""
+        """Storage for one layer, zero: num_blocks * shape.block_bytes(dtype) bytes.
+
+        dtype: float32, bfloat16, float16 or int8, whatever the model's is. int8 has a float32 scale
+        per token, head, and key or value, in the block that has the numbers.
+        """
         ...
 
     def write_kv(
         self, storage: KVStorage, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        """Store key, value [T, K, D]; slot_mapping [T] int64: block * block_size + offset."""
+        """Store key, value [T, K, D]; slot_mapping [T] int64: block * block_size + offset.
+
+        They are rounded to the storage's dtype. As int8: scale = largest magnitude / 127, number =
+        element / scale to the nearest, ties to even; a vector that is not finite has scale NaN.
+        """
         ...
 
     def plan_attention(
@@ -123,5 +203,37 @@ class Kernels(Protocol):
 
         Scores are scaled by D ** -0.5. With a sliding window of W a token at position p sees
         p - W + 1 .. p. The step's own keys must have been written before.
+        """
+        ...
+
+    def argmax(self, logits: torch.Tensor, rows: IntArray) -> tuple[torch.Tensor, torch.Tensor]:
+        """(token ids [n] int64, maxima [n]) of the rows [n] of logits [any, vocab] float32.
+
+        Of equal logits the lowest id. Where a row has a NaN, its maximum is NaN.
+        """
+        ...
+
+    def draw_tokens(
+        self, logits: torch.Tensor, rows: IntArray, options: DrawOptions
+    ) -> torch.Tensor:
+        """Token ids [n] int64 of the rows [n] of logits [any, vocab] float32.
+
+        Top-k (ties with the kth stay), temperature, top-p (of equals the lower ids stay), min-p,
+        then the inverse of the cumulative distribution in id order; see kernels.sampling. The
+        tokens are those of its functions exactly. No row has a NaN; each has a finite maximum.
+        """
+        ...
+
+    def top_logprobs(
+        self, logits: torch.Tensor, rows: IntArray, token_ids: IntArray, num_top: int
+    ) -> TopLogprobs:
+        """Of token_ids [n] and of the num_top <= vocab likeliest in the rows [n] of the logits."""
+        ...
+
+    def apply_bitmask(self, logits: torch.Tensor, bitmask: torch.Tensor) -> None:
+        """logits [n, vocab] float32, in place: -inf where a token's bit is 0.
+
+        bitmask [n, ceil(vocab / 32)] int32: token i is bit i % 32, from the least significant, of
+        word i / 32 (the layout of llguidance and XGrammar).
         """
         ...

@@ -1,29 +1,38 @@
 """The torch version of every op: correct first, on any device that torch has.
 
 On a CPU it is also batch-invariant: a row's result has the same bits alone and in company. BLAS
-picks its way of summing by the number of rows, so rows are padded to a number where all ways agree
-(measured for MKL and oneDNN; tests check it), and torch computes the ends of a chunk of a tensor
-with other code than its middle, so activations are rounded from float64.
+picks its way of summing by the number of rows, so rows go in tiles of one number, and torch
+computes the ends of a chunk of a tensor with other code than its middle, so activations are
+rounded from float64.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch.nn import functional
 
+from loraplex.core.weight_precision import WeightPrecision
+from loraplex.kernels import sampling
+from loraplex.kernels.host_tiles import fixed_tiles
+from loraplex.kernels.kv_vectors import stored_size, to_stored
 from loraplex.kernels.lora import LoraBatch, add_lora
 from loraplex.kernels.ops import (
     AttentionPlan,
     AttentionShape,
     KVStorage,
+    LinearParts,
     PackedLinear,
+    Parameter,
     RowLayout,
 )
+from loraplex.kernels.quantization import quantize
 from loraplex.kernels.reference_attention import TilePlan, attend, plan_tiles
+from loraplex.kernels.sampling import DrawOptions, IntArray, TopLogprobs
 
-_CPU_ROW_MULTIPLE = {torch.float32: 8, torch.bfloat16: 2, torch.float16: 2}
+_HOST_QUERY_ROWS = 8
+"""Of float32 attention scores: multiples of it are summed alike (measured for MKL; tests check)."""
 
 
 class _Linear(NamedTuple):
@@ -36,19 +45,54 @@ class ReferenceKernels:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pads_rows = device.type == "cpu"
+        self._is_host = device.type == "cpu"
 
-    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
+    def repeat(
+        self,
+        key: Hashable,  # noqa: ARG002
+        parameters: Sequence[Parameter],  # noqa: ARG002
+        compute: Callable[[], torch.Tensor],
+    ) -> torch.Tensor:
+        return compute()
+
+    def take_rows(self, table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        return table[indices]
+
+    def pack_linear(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        precision: WeightPrecision = WeightPrecision.NATIVE,
+    ) -> PackedLinear:
+        """Quantised weights are multiplied in their own type again: rounded, but no smaller."""
+        if precision is not WeightPrecision.NATIVE:
+            weight = quantize(weight, precision).dequantized().to(weight.dtype)
+        return _Linear(weight, bias)
+
+    @property
+    def packed_layout(self) -> str:
+        return "torch"
+
+    def linear_parts(self, packed: PackedLinear) -> LinearParts:
+        assert isinstance(packed, _Linear)
+        return LinearParts((), packed)
+
+    def join_linear(self, parts: LinearParts) -> PackedLinear:
+        weight, bias = parts.tensors
+        assert weight is not None
         return _Linear(weight, bias)
 
     def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
         assert isinstance(packed, _Linear)
-        num_rows = x.shape[0]
-        multiple = _CPU_ROW_MULTIPLE[x.dtype] if self._pads_rows else 1
-        padding = -num_rows % multiple
-        if padding:
-            x = functional.pad(x, (0, 0, 0, padding))
-        return functional.linear(x, packed.weight, packed.bias)[:num_rows]
+        tiles = [functional.linear(tile, packed.weight, packed.bias) for tile in fixed_tiles(x)]
+        return torch.cat(tiles)[: len(x)]
+
+    def linear_apart(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+        return self.linear(x, packed)
+
+    def squared_row_norms(self, packed: PackedLinear) -> torch.Tensor:
+        assert isinstance(packed, _Linear)
+        return packed.weight.square().sum(1, dtype=torch.float64)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         wide = x.float()
@@ -69,7 +113,7 @@ class ReferenceKernels:
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        if self._pads_rows:
+        if self._is_host:
             return functional.silu(gate.double()).to(gate.dtype) * up
         return functional.silu(gate) * up
 
@@ -85,8 +129,9 @@ class ReferenceKernels:
         add_lora(y, x, batch, layer, modules, out_offsets)
 
     def allocate_kv(self, num_blocks: int, shape: AttentionShape, dtype: torch.dtype) -> KVStorage:
-        """Layout [num_blocks, K, block_size, D]."""
-        sizes = (num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
+        """Layout [num_blocks, K, block_size, stored_size] (kernels.kv_vectors)."""
+        vector_size = stored_size(shape.head_dim, dtype)
+        sizes = (num_blocks, shape.num_kv_heads, shape.block_size, vector_size)
         return KVStorage(
             torch.zeros(sizes, dtype=dtype, device=self._device),
             torch.zeros(sizes, dtype=dtype, device=self._device),
@@ -98,14 +143,14 @@ class ReferenceKernels:
         block_size = storage.key.shape[2]
         blocks = torch.div(slot_mapping, block_size, rounding_mode="floor")
         offsets = slot_mapping % block_size
-        storage.key[blocks, :, offsets] = key
-        storage.value[blocks, :, offsets] = value
+        storage.key[blocks, :, offsets] = to_stored(key, storage.key.dtype)
+        storage.value[blocks, :, offsets] = to_stored(value, storage.value.dtype)
 
     def plan_attention(
         self, rows: RowLayout, shape: AttentionShape, sliding_window: int | None
     ) -> AttentionPlan:
         heads_per_kv = shape.num_heads // shape.num_kv_heads
-        multiple = _CPU_ROW_MULTIPLE[torch.float32] if self._pads_rows else 1
+        multiple = _HOST_QUERY_ROWS if self._is_host else 1
         query_multiple = multiple // math.gcd(multiple, heads_per_kv)
         return plan_tiles(rows, shape.block_size, sliding_window, query_multiple)
 
@@ -114,6 +159,22 @@ class ReferenceKernels:
     ) -> torch.Tensor:
         assert isinstance(plan, TilePlan)
         return attend(query, storage, plan)
+
+    def argmax(self, logits: torch.Tensor, rows: IntArray) -> tuple[torch.Tensor, torch.Tensor]:
+        return sampling.argmax(logits, rows)
+
+    def draw_tokens(
+        self, logits: torch.Tensor, rows: IntArray, options: DrawOptions
+    ) -> torch.Tensor:
+        return sampling.draw_tokens(logits, rows, options)
+
+    def top_logprobs(
+        self, logits: torch.Tensor, rows: IntArray, token_ids: IntArray, num_top: int
+    ) -> TopLogprobs:
+        return sampling.top_logprobs(logits, rows, token_ids, num_top)
+
+    def apply_bitmask(self, logits: torch.Tensor, bitmask: torch.Tensor) -> None:
+        sampling.apply_bitmask(logits, bitmask)
 
 
 def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:

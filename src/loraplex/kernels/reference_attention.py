@@ -8,6 +8,7 @@ import dataclasses
 import torch
 
 from loraplex.kernels.attention_tiles import TileGroup, tile_groups
+from loraplex.kernels.kv_vectors import from_stored
 from loraplex.kernels.ops import KVStorage, RowLayout
 
 
@@ -45,7 +46,7 @@ def plan_tiles(
 
 
 def attend(query: torch.Tensor, storage: KVStorage, plan: TilePlan) -> torch.Tensor:
-    """query [T, H, D] -> [T, H, D]; storage [num_blocks, K, block_size, D]."""
+    """query [T, H, D] -> [T, H, D]; storage [num_blocks, K, block_size, stored_size]."""
     output = torch.empty_like(query)
     for group in plan.groups:
         attended = _attend_group(query, storage, group)
@@ -74,12 +75,12 @@ def _attend_group(query: torch.Tensor, storage: KVStorage, group: _GroupIndices)
 
 
 def _gather(blocks: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
-    """[num_blocks, K, block_size, D] by block_ids [I, B] -> [I, K, B * block_size, D] float32."""
-    num_kv_heads, block_size, head_dim = blocks.shape[1:]
+    """Stored vectors by block_ids [I, B] -> [I, K, B * block_size, D] float32."""
+    num_kv_heads, block_size, stored_size = blocks.shape[1:]
     heads = torch.arange(num_kv_heads, device=blocks.device)
     pieces = block_ids.unsqueeze(1) * num_kv_heads + heads.unsqueeze(1)
-    gathered = blocks.view(-1, block_size * head_dim)[pieces.flatten()]
-    return gathered.float().view(len(block_ids), num_kv_heads, -1, head_dim)
+    gathered = blocks.view(-1, block_size * stored_size)[pieces.flatten()]
+    return from_stored(gathered.view(len(block_ids), num_kv_heads, -1, stored_size))
 
 
 def _indices(

@@ -7,12 +7,12 @@ neither names nor files, and takes the time as an argument.
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from loraplex.core.adapter import AdapterHandle, Residency
 from loraplex.core.errors import AdapterTooLargeError, ErrorInfo
 from loraplex.core.plan import PageId
-from loraplex.core.stats import AdapterTierStats
+from loraplex.core.stats import AdapterTierStats, Durations
 from loraplex.memory.adapter_entry import AdapterEntry, LoadFailure
 from loraplex.memory.adapter_orders import AdapterOrders
 from loraplex.memory.eviction import LRUPolicy, NewEvictionPolicy
@@ -34,10 +34,18 @@ class _Counts:
 
     device_hits: int = 0
     device_misses: int = 0
+    host_hits: int = 0
+    host_misses: int = 0
     loads: int = 0
     load_failures: int = 0
+    copies: int = 0
     host_evictions: int = 0
     device_evictions: int = 0
+    read_times: Durations = Durations()
+    copy_times: Durations = Durations()
+
+    def fields(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
 
 
 class AdapterCache:
@@ -79,6 +87,7 @@ class AdapterCache:
         self._num_pages = num_pages
         self._free_pages = list(range(num_pages - 1, -1, -1))
         self._held_pages = 0
+        self._num_held = 0
         self._most_pages_together = 0
         """Of the requests so far."""
         self._keeps_host_copy = keeps_host_copy
@@ -128,6 +137,7 @@ class AdapterCache:
                 f"other adapters need up to {needed}: release one, or give the device more room"
             )
         entry.is_held = True
+        self._num_held += 1
         self._held_pages = held
         self._orders.settle(entry)
 
@@ -136,6 +146,7 @@ class AdapterCache:
         entry = self._entries[handle]
         if entry.is_held:
             entry.is_held = False
+            self._num_held -= 1
             self._held_pages -= entry.num_pages
             self._orders.settle(entry)
 
@@ -233,6 +244,7 @@ class AdapterCache:
         entry = self._entries[handle]
         assert entry.residency is Residency.LOADING, entry.residency
         self._counts.loads += 1
+        self._counts.read_times = self._counts.read_times.with_one(load_ns)
         self._orders.loaded(handle, load_ns)
         self._become(entry, Residency.HOST)
 
@@ -266,11 +278,14 @@ class AdapterCache:
         self._become(entry, Residency.COPYING)
         return entry.page_ids
 
-    def copied(self, handle: AdapterHandle) -> tuple[AdapterHandle, ...]:
-        """COPYING -> DEVICE; the host copies dropped: its own, unless it is kept."""
+    def copied(self, handle: AdapterHandle, copy_ns: int = 0) -> tuple[AdapterHandle, ...]:
+        """COPYING -> DEVICE, after a copy that took so long; the host copies dropped: its own,
+        unless it is kept."""
         entry = self._entries[handle]
         assert entry.residency is Residency.COPYING, entry.residency
         entry.num_failures = 0
+        self._counts.copies += 1
+        self._counts.copy_times = self._counts.copy_times.with_one(copy_ns)
         dropped = () if self._keeps_host_copy else self._drop_host_bytes(entry)
         self._become(entry, Residency.DEVICE)
         return dropped
@@ -300,12 +315,26 @@ class AdapterCache:
         entry.pins -= 1
         self._orders.settle(entry, used=True)
 
-    def count_admission(self, *, hit: bool) -> None:
-        """For the statistics: did a new request find every adapter on the device?"""
-        if hit:
+    def count_admission(self, handles: Iterable[AdapterHandle]) -> None:
+        """For the statistics: where did a new request find its adapters?"""
+        found = {self._entries[handle].residency for handle in handles}
+        if found <= {Residency.DEVICE}:
             self._counts.device_hits += 1
+            return
+        self._counts.device_misses += 1
+        if found <= {Residency.DEVICE, Residency.COPYING, Residency.HOST}:
+            self._counts.host_hits += 1
         else:
-            self._counts.device_misses += 1
+            self._counts.host_misses += 1
+
+    def is_held(self, handle: AdapterHandle) -> bool:
+        return self._entries[handle].is_held
+
+    @property
+    def has_residents(self) -> bool:
+        """Whether either tier holds anything that may leave it."""
+        on_host = self._num_in[Residency.HOST]
+        return on_host + self._num_in[Residency.DEVICE] > self._num_held
 
     def stats(self) -> AdapterTierStats:
         on_host = self._num_in[Residency.HOST] + self._num_in[Residency.COPYING]
@@ -317,7 +346,8 @@ class AdapterCache:
             device_pages_total=self._num_pages,
             num_on_host=on_host,
             num_on_device=self._num_in[Residency.DEVICE],
-            **dataclasses.asdict(self._counts),
+            num_held=self._num_held,
+            **self._counts.fields(),
         )
 
     def check(self) -> None:
@@ -331,6 +361,7 @@ class AdapterCache:
         assert +self._num_in == Counter(entry.residency for entry in entries), "counts"
         for entry in entries:
             entry.check(keeps_host_copy=self._keeps_host_copy)
+        assert self._num_held == sum(entry.is_held for entry in entries), "held adapters"
         held = sum(entry.num_pages for entry in entries if entry.is_held)
         assert held == self._held_pages, "held pages"
         self._orders.check(entries)

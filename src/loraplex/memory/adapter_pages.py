@@ -2,11 +2,13 @@
 
 A page is a whole number of slots; a target (one adapted linear layer: A and B together) takes
 whole slots of one page and never crosses into the next. An adapter takes room by its true ranks.
-The geometry follows that of TensorRT-LLM's adapter cache: a page is just what an adapter of the
-usual rank needs on every module, and no page is too small for one target of the largest rank.
+The geometry follows that of TensorRT-LLM's adapter cache, whose page is just what an adapter of the
+usual rank needs on every module. Ours is a whole share of that, some layers of it, so that an
+adapter of fewer modules wastes little; and no page is too small for one target of the largest rank.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -14,6 +16,10 @@ import msgspec
 from loraplex.core.adapter import LoraTarget
 from loraplex.core.errors import AdapterTooLargeError, ConfigError
 from loraplex.core.plan import PageGeometry
+
+
+_LARGEST_TARGETS_PER_PAGE = 2
+"""At least, if the usual adapter is so large: less than half a page is lost behind a target."""
 
 
 class TargetPlace(NamedTuple):
@@ -38,17 +44,45 @@ def page_geometry(
     """The geometry for a model.
 
     `targets` are all linear layers that may be adapted, of all layers; their ranks do not matter.
-    An adapter of `optimal_rank` on all of them is one page; any one of them at `max_rank` fits in
-    a page. Raises ConfigError if there is no target or a rank is not positive.
+    An adapter of `optimal_rank` on all of them fills whole pages, if its layers are alike; any one
+    of them at `max_rank` fits in a page. Raises ConfigError if there is no target or a rank is not
+    positive.
     """
     _check_targets(targets, optimal_rank=optimal_rank, max_rank=max_rank)
     one_slot = PageGeometry(
         slot_elements=min(target.in_features + target.out_features for target in targets),
         slots_per_page=1,
     )
-    usual_adapter = sum(one_slot.slots_of(target) for target in _at_rank(targets, optimal_rank))
+    usual_layers: Counter[int] = Counter()
+    for target in _at_rank(targets, optimal_rank):
+        usual_layers[target.layer] += one_slot.slots_of(target)
     largest_target = max(one_slot.slots_of(target) for target in _at_rank(targets, max_rank))
-    return PageGeometry(one_slot.slot_elements, max(usual_adapter, largest_target))
+    return PageGeometry(
+        one_slot.slot_elements, _slots_per_page(list(usual_layers.values()), largest_target)
+    )
+
+
+def _slots_per_page(usual_layers: Sequence[int], largest_target: int) -> int:
+    """The smallest whole share of the usual adapter that is large enough for large targets."""
+    num_layers = len(usual_layers)
+    for per_page in range(1, num_layers):
+        if num_layers % per_page == 0:
+            groups = range(0, num_layers, per_page)
+            slots = max(sum(usual_layers[first : first + per_page]) for first in groups)
+            if slots >= _LARGEST_TARGETS_PER_PAGE * largest_target:
+                return slots
+    return max(sum(usual_layers), largest_target)
+
+
+def layer_targets(
+    num_layers: int, modules: Mapping[str, tuple[int, int]], rank: int = 1
+) -> list[LoraTarget]:
+    """Every linear layer of a model. modules: (in_features, out_features) by name."""
+    return [
+        LoraTarget(layer, module, rank, in_features, out_features)
+        for layer in range(num_layers)
+        for module, (in_features, out_features) in modules.items()
+    ]
 
 
 def place(targets: Sequence[LoraTarget], geometry: PageGeometry) -> Placement:
@@ -72,16 +106,13 @@ def place(targets: Sequence[LoraTarget], geometry: PageGeometry) -> Placement:
     return Placement(tuple(places), page_index + 1 if places else 0)
 
 
-def pages_of_largest_adapter(
-    targets: Sequence[LoraTarget], max_rank: int, geometry: PageGeometry
-) -> int:
-    """Pages of an adapter of max_rank on all `targets` (as for page_geometry).
+def pages_at_rank(targets: Sequence[LoraTarget], rank: int, geometry: PageGeometry) -> int:
+    """Pages of an adapter of this rank on all `targets` (as for page_geometry).
 
-    A pool with at least so many pages can hold any one adapter of ranks up to max_rank on any of
-    the targets: with a fixed order and no back-filling, fewer or smaller targets never need more
-    pages.
+    A pool with at least so many pages can hold any one adapter of ranks up to this on any of the
+    targets: with a fixed order and no back-filling, fewer or smaller targets never need more pages.
     """
-    return place(_at_rank(targets, max_rank), geometry).num_pages
+    return place(_at_rank(targets, rank), geometry).num_pages
 
 
 def pages_for_bytes(num_bytes: int, geometry: PageGeometry, element_bytes: int) -> int:

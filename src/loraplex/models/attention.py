@@ -21,8 +21,8 @@ class Attention:
         self._config = config
         self._layer = layer
         self._kernels = kernels
-        self._qkv = kernels.pack_linear(parameters.qkv.weight, parameters.qkv.bias)
-        self._o = kernels.pack_linear(parameters.o.weight, parameters.o.bias)
+        self._qkv = parameters.qkv
+        self._o = parameters.o
         self._q_norm = parameters.q_norm
         self._k_norm = parameters.k_norm
         self._qkv_offsets = (0, config.q_size, config.q_size + config.kv_size)

@@ -1,16 +1,23 @@
 """The whole decoder: token ids in, logits out. All that a step needs is an argument."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
+from loraplex.core.adapter import OUTSIDE_LAYERS
+from loraplex.kernels.adapter_parts import LM_HEAD, add_vectors, embed, replace_logits
+from loraplex.kernels.lora import batch_of_rows, head_blocks
 from loraplex.kernels.ops import AttentionPlan, Kernels, KVStorage
 from loraplex.models.attention import Attention, attention_shape
+from loraplex.models.base_linears import BaseLinears, base_linears
 from loraplex.models.batch import ForwardBatch
 from loraplex.models.config import DecoderConfig
 from loraplex.models.mlp import Mlp
 from loraplex.models.parameters import DecoderParameters, LayerParameters
 from loraplex.models.rope import RotaryTable
+
+_MAX_REPEATED_TOKENS = 256
+"""Beyond that, what it costs to call the ops is little beside what they compute."""
 
 
 class DecoderLayer:
@@ -19,7 +26,6 @@ class DecoderLayer:
     ) -> None:
         self._kernels = kernels
         self._eps = config.rms_norm_eps
-        self._input_norm = parameters.input_norm
         self._post_attention_norm = parameters.post_attention_norm
         self._attention = Attention(config, layer, parameters, kernels)
         self._mlp = Mlp(config, layer, parameters, kernels)
@@ -33,10 +39,12 @@ class DecoderLayer:
         storage: KVStorage,
         plan: AttentionPlan,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(output, residual), each [T, hidden]: their sum is what the next layer sees."""
-        norm = self._kernels.add_rms_norm
-        x, residual = norm(x, residual, self._input_norm, self._eps)
+        """(output, residual), each [T, hidden]: their sum is what the next layer sees.
+
+        x is the normed residual, the one that is given.
+        """
         x = self._attention.forward(x, batch, angles, storage, plan)
+        norm = self._kernels.add_rms_norm
         x, residual = norm(x, residual, self._post_attention_norm, self._eps)
         return self._mlp.forward(x, batch.lora), residual
 
@@ -53,7 +61,9 @@ class Decoder:
         *,
         block_size: int,
     ) -> None:
-        """block_size: of the KV storage that `forward` will be given."""
+        """The parameters must be packed by these kernels. block_size: of the KV storage that
+        `forward` will be given.
+        """
         self.config = config
         self._kernels = kernels
         self._rotary = rotary
@@ -63,28 +73,74 @@ class Decoder:
             DecoderLayer(config, index, layer, kernels)
             for index, layer in enumerate(parameters.layers)
         ]
-        self._final_norm = parameters.final_norm
-        self._lm_head = kernels.pack_linear(parameters.lm_head, None)
+        self._first_norm, *self._next_norms = (
+            *(layer.input_norm for layer in parameters.layers),
+            parameters.final_norm,
+        )
+        self._lm_head = parameters.lm_head
+        self.base_linears: BaseLinears = base_linears(config, parameters, kernels)
+        """The linear layers as adapters see them."""
 
     def forward(self, batch: ForwardBatch, kv: Sequence[KVStorage]) -> torch.Tensor:
-        """Logits [S, vocab_size] float32 of batch.logits_indices; kv has one entry per layer."""
-        angles = self._rotary.at(batch.positions)
+        """Logits [S, vocab_size] float32 of batch.logits_indices; kv has one entry per layer.
+
+        They are valid until the next call.
+        """
         plans = self._plan(batch)
-        x = self._embedding[batch.token_ids]
-        residual = torch.zeros_like(x)
-        windows = self.config.layer_windows
-        for layer, storage, window in zip(self._layers, kv, windows, strict=True):
-            x, residual = layer.forward(x, residual, batch, angles, storage, plans[window])
-        return self._logits(x[batch.logits_indices], residual[batch.logits_indices])
+        if not _is_repeatable(batch):
+            return self._logits(self._hidden(batch, kv, plans), batch).float()
+        logits = self._kernels.repeat(
+            (id(self), id(kv), batch.token_ids.shape[0], batch.lora is None),
+            (batch.token_ids, batch.positions, batch.slot_mapping, batch.lora, *plans.values()),
+            lambda: self._kernels.linear(self._hidden(batch, kv, plans), self._lm_head),
+        )
+        return logits.float()
+
+    def _hidden(
+        self,
+        batch: ForwardBatch,
+        kv: Sequence[KVStorage],
+        plans: Mapping[int | None, AttentionPlan],
+    ) -> torch.Tensor:
+        """[T, hidden], after the final norm."""
+        kernels, eps = self._kernels, self.config.rms_norm_eps
+        cos = kernels.take_rows(self._rotary.cos, batch.positions)
+        sin = kernels.take_rows(self._rotary.sin, batch.positions)
+        residual = kernels.take_rows(self._embedding, batch.token_ids)
+        if batch.lora is not None and batch.lora.parts:
+            embed(residual, batch.token_ids, batch.lora.parts)
+        x = kernels.rms_norm(residual, self._first_norm, eps)
+        layers = zip(self._layers, kv, self.config.layer_windows, self._next_norms, strict=True)
+        for layer, storage, window, next_norm in layers:
+            x, residual = layer.forward(x, residual, batch, (cos, sin), storage, plans[window])
+            x, residual = kernels.add_rms_norm(x, residual, next_norm, eps)
+        return x
 
     def _plan(self, batch: ForwardBatch) -> dict[int | None, AttentionPlan]:
         """One attention plan per kind of layer."""
         return {
             window: self._kernels.plan_attention(batch.rows, self._attention_shape, window)
-            for window in set(self.config.layer_windows)
+            for window in dict.fromkeys(self.config.layer_windows)
         }
 
-    def _logits(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        norm, eps = self._final_norm, self.config.rms_norm_eps
-        x, _ = self._kernels.add_rms_norm(x, residual, norm, eps)
-        return self._kernels.linear(x, self._lm_head).float()
+    def _logits(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """x [T, hidden], normed -> [S, vocab_size]."""
+        indices, lora = batch.logits_indices, batch.lora
+        x = x[indices]
+        logits = self._kernels.linear(x, self._lm_head)
+        if lora is not None and not lora.is_plain:
+            lora = batch_of_rows(lora, indices, batch.token_ids.shape[0])
+            replace_logits(logits, x, lora.parts)
+            add_vectors(logits, lora.parts, OUTSIDE_LAYERS, (LM_HEAD,), (0,))
+            if lora.head_table is not None:
+                blocks, firsts = head_blocks(lora.head_table)
+                self._kernels.add_lora(logits, x, lora, 0, blocks, firsts)
+        return logits
+
+
+def _is_repeatable(batch: ForwardBatch) -> bool:
+    """A small step that only decodes: one like it comes again, and it is nothing but kernels."""
+    num_tokens = batch.token_ids.shape[0]
+    if num_tokens > _MAX_REPEATED_TOKENS or batch.logits_indices.shape[0] < num_tokens:
+        return False
+    return batch.lora is None or batch.lora.is_plain

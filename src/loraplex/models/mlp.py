@@ -16,8 +16,8 @@ class Mlp:
     ) -> None:
         self._layer = layer
         self._kernels = kernels
-        self._gate_up = kernels.pack_linear(parameters.gate_up.weight, parameters.gate_up.bias)
-        self._down = kernels.pack_linear(parameters.down.weight, parameters.down.bias)
+        self._gate_up = parameters.gate_up
+        self._down = parameters.down
         self._gate_up_offsets = (0, config.intermediate_size)
 
     def forward(self, x: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:

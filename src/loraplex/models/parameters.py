@@ -1,139 +1,133 @@
-"""The weights of a decoder: their tensors, fused as the layers use them, and their file names."""
+"""The weights of a decoder: what its layers hold, and of which checkpoint tensors it is made."""
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 
+from loraplex.kernels.ops import PackedLinear
 from loraplex.models.config import DecoderConfig
 
-_LAYER = "model.layers.{layer}."
+_EMBEDDING = "model.embed_tokens"
+_LM_HEAD = "lm_head"
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class LinearParameters:
-    weight: torch.Tensor  # [out, in]
-    bias: torch.Tensor | None  # [out]
-
-
-@dataclasses.dataclass(slots=True, eq=False)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class LayerParameters:
     input_norm: torch.Tensor  # [hidden]
     post_attention_norm: torch.Tensor  # [hidden]
-    qkv: LinearParameters  # out: q_size + 2 * kv_size
-    o: LinearParameters
-    gate_up: LinearParameters  # out: 2 * intermediate_size
-    down: LinearParameters
+    qkv: PackedLinear  # out: q_size + 2 * kv_size
+    o: PackedLinear
+    gate_up: PackedLinear  # out: 2 * intermediate_size
+    down: PackedLinear
     q_norm: torch.Tensor | None  # [head_dim]
     k_norm: torch.Tensor | None  # [head_dim]
 
-    @property
-    def num_bytes(self) -> int:
-        norms = (self.input_norm, self.post_attention_norm, self.q_norm, self.k_norm)
-        linears = (self.qkv, self.o, self.gate_up, self.down)
-        tensors = [*norms, *(t for linear in linears for t in (linear.weight, linear.bias))]
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
-
-@dataclasses.dataclass(slots=True, eq=False)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class DecoderParameters:
     embedding: torch.Tensor  # [vocab_size, hidden]
-    layers: list[LayerParameters]
+    layers: tuple[LayerParameters, ...]
     final_norm: torch.Tensor  # [hidden]
-    lm_head: torch.Tensor  # [vocab_size, hidden]; the embedding itself if they are tied
+    lm_head: PackedLinear  # out: vocab_size; packed from the embedding if they are tied
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LinearPlace:
+    """A linear layer as a decoder uses it: the checkpoint's layers whose outputs lie side by side.
+
+    Each of them is a tensor `<part>.weight` [out, in] and, with has_bias, `<part>.bias` [out].
+    """
+
+    parts: Mapping[str, int]
+    """Outputs by the part's name, in order."""
+    in_features: int
+    has_bias: bool = False
+    is_lm_head: bool = False
 
     @property
-    def num_bytes(self) -> int:
-        own_head = [] if self.lm_head is self.embedding else [self.lm_head]
-        tensors = [self.embedding, self.final_norm, *own_head]
-        return sum(t.nbytes for t in tensors) + sum(layer.num_bytes for layer in self.layers)
+    def name(self) -> str:
+        """For people: the parts' common prefix, then their own names, joined."""
+        prefixes, names = zip(*(part.rpartition(".")[::2] for part in self.parts), strict=True)
+        return f"{prefixes[0]}.{'+'.join(names)}" if prefixes[0] else "+".join(names)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[out, in]"""
+        return sum(self.parts.values()), self.in_features
 
 
-class _Allocator:
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._dtype = dtype
-        self._device = device
+class ParameterSource(Protocol):
+    """Where a decoder's weights come from: a checkpoint, or an earlier reading of one."""
 
-    def tensor(self, *shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=self._dtype, device=self._device)
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The checkpoint's tensor of that name, in the decoder's dtype, on its device."""
+        ...
 
-    def linear(self, in_features: int, out_features: int, has_bias: bool) -> LinearParameters:
-        bias = self.tensor(out_features) if has_bias else None
-        return LinearParameters(self.tensor(out_features, in_features), bias)
+    def linear(self, place: LinearPlace) -> PackedLinear: ...
 
 
-def allocate_parameters(
-    config: DecoderConfig, dtype: torch.dtype, device: torch.device
-) -> DecoderParameters:
-    """Uninitialised tensors; `checkpoint_tensors` says what to fill them with."""
-    allocator = _Allocator(dtype, device)
-    embedding = allocator.tensor(config.vocab_size, config.hidden_size)
+def build_parameters(config: DecoderConfig, source: ParameterSource) -> DecoderParameters:
+    """Ask the source for every weight once, in the order of use."""
+    vocab, hidden = config.vocab_size, config.hidden_size
+    lm_head = _EMBEDDING if config.tie_word_embeddings else _LM_HEAD
     return DecoderParameters(
-        embedding=embedding,
-        layers=[_allocate_layer(config, allocator) for _ in range(config.num_layers)],
-        final_norm=allocator.tensor(config.hidden_size),
-        lm_head=embedding if config.tie_word_embeddings else torch.empty_like(embedding),
+        embedding=source.tensor(f"{_EMBEDDING}.weight", (vocab, hidden)),
+        layers=tuple(_build_layer(config, index, source) for index in range(config.num_layers)),
+        final_norm=source.tensor("model.norm.weight", (hidden,)),
+        lm_head=source.linear(LinearPlace({lm_head: vocab}, hidden, is_lm_head=True)),
     )
 
 
-def _allocate_layer(config: DecoderConfig, allocator: _Allocator) -> LayerParameters:
-    hidden, inner = config.hidden_size, config.intermediate_size
+def _build_layer(config: DecoderConfig, index: int, source: ParameterSource) -> LayerParameters:
+    prefix = f"model.layers.{index}."
+    hidden, inner, q, kv = (
+        *(config.hidden_size, config.intermediate_size),
+        *(config.q_size, config.kv_size),
+    )
+
+    def norm(name: str, size: int) -> torch.Tensor:
+        return source.tensor(f"{prefix}{name}.weight", (size,))
+
+    def linear(parts: Mapping[str, int], in_features: int, has_bias: bool) -> PackedLinear:
+        named = {prefix + part: size for part, size in parts.items()}
+        return source.linear(LinearPlace(named, in_features, has_bias))
+
+    qkv = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
+    gate_up = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
     return LayerParameters(
-        input_norm=allocator.tensor(hidden),
-        post_attention_norm=allocator.tensor(hidden),
-        qkv=allocator.linear(hidden, config.q_size + 2 * config.kv_size, config.qkv_bias),
-        o=allocator.linear(config.q_size, hidden, config.o_bias),
-        gate_up=allocator.linear(hidden, 2 * inner, config.mlp_bias),
-        down=allocator.linear(inner, hidden, config.mlp_bias),
-        q_norm=allocator.tensor(config.head_dim) if config.qk_norm else None,
-        k_norm=allocator.tensor(config.head_dim) if config.qk_norm else None,
+        input_norm=norm("input_layernorm", hidden),
+        post_attention_norm=norm("post_attention_layernorm", hidden),
+        qkv=linear(qkv, hidden, config.qkv_bias),
+        o=linear({"self_attn.o_proj": hidden}, q, config.o_bias),
+        gate_up=linear(gate_up, hidden, config.mlp_bias),
+        down=linear({"mlp.down_proj": hidden}, inner, config.mlp_bias),
+        q_norm=norm("self_attn.q_norm", config.head_dim) if config.qk_norm else None,
+        k_norm=norm("self_attn.k_norm", config.head_dim) if config.qk_norm else None,
     )
 
 
-def checkpoint_tensors(
-    parameters: DecoderParameters, config: DecoderConfig
-) -> Mapping[str, torch.Tensor]:
-    """Every tensor that a Hugging Face checkpoint must hold -> where it belongs.
-
-    The values are views: copying into them fills the parameters. A tied lm_head has no entry.
-    """
-    tensors = {
-        "model.embed_tokens.weight": parameters.embedding,
-        "model.norm.weight": parameters.final_norm,
-    }
-    if not config.tie_word_embeddings:
-        tensors["lm_head.weight"] = parameters.lm_head
-    for index, layer in enumerate(parameters.layers):
-        prefix = _LAYER.format(layer=index)
-        tensors.update(
-            {prefix + name: tensor for name, tensor in _layer_tensors(layer, config).items()}
-        )
-    return tensors
+def checkpoint_shapes(config: DecoderConfig) -> Mapping[str, tuple[int, ...]]:
+    """Every tensor that a Hugging Face checkpoint must hold. A tied lm_head is none."""
+    shapes = _Shapes()
+    build_parameters(config, shapes)
+    return shapes.by_name
 
 
-def _layer_tensors(layer: LayerParameters, config: DecoderConfig) -> dict[str, torch.Tensor]:
-    q, kv, inner = config.q_size, config.kv_size, config.intermediate_size
-    tensors = {
-        "input_layernorm.weight": layer.input_norm,
-        "post_attention_layernorm.weight": layer.post_attention_norm,
-    }
-    qkv_sizes = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
-    tensors |= _fused_tensors(layer.qkv, qkv_sizes)
-    tensors |= _fused_tensors(layer.o, {"self_attn.o_proj": config.hidden_size})
-    tensors |= _fused_tensors(layer.gate_up, {"mlp.gate_proj": inner, "mlp.up_proj": inner})
-    tensors |= _fused_tensors(layer.down, {"mlp.down_proj": config.hidden_size})
-    if layer.q_norm is not None and layer.k_norm is not None:
-        tensors["self_attn.q_norm.weight"] = layer.q_norm
-        tensors["self_attn.k_norm.weight"] = layer.k_norm
-    return tensors
+class _Shapes:
+    """A source that gives nothing and notes what it was asked for."""
 
+    def __init__(self) -> None:
+        self.by_name: dict[str, tuple[int, ...]] = {}
 
-def _fused_tensors(linear: LinearParameters, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
-    """Row ranges of a fused layer, by the names of its parts."""
-    tensors, start = {}, 0
-    for name, size in sizes.items():
-        tensors[f"{name}.weight"] = linear.weight[start : start + size]
-        if linear.bias is not None:
-            tensors[f"{name}.bias"] = linear.bias[start : start + size]
-        start += size
-    return tensors
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        self.by_name[name] = shape
+        return torch.empty(shape, device="meta")
+
+    def linear(self, place: LinearPlace) -> PackedLinear:
+        for part, size in place.parts.items():
+            self.by_name[f"{part}.weight"] = (size, place.in_features)
+            if place.has_bias:
+                self.by_name[f"{part}.bias"] = (size,)
+        return None

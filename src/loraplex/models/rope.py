@@ -34,12 +34,8 @@ class RotaryTable:
             frequencies = inverse_frequencies(config.rope, config.head_dim, max_model_len)
         angles = positions.unsqueeze(1) * frequencies
         scale = attention_scale(config.rope)
-        self._cos = (angles.cos() * scale).to(device)
-        self._sin = (angles.sin() * scale).to(device)
-
-    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, sin), each [num_tokens, head_dim / 2]; positions [num_tokens] int64."""
-        return self._cos[positions], self._sin[positions]
+        self.cos = (angles.cos() * scale).to(device)
+        self.sin = (angles.sin() * scale).to(device)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, max_model_len: int) -> torch.Tensor:

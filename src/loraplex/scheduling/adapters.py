@@ -14,6 +14,8 @@ from loraplex.core.stats import AdapterTierStats
 from loraplex.memory.adapter_cache import AdapterCache
 from loraplex.scheduling.active import ActiveRequest
 
+LONGEST_EXPIRY_PAUSE_NS = 1_000_000_000
+
 
 class HostTier(Protocol):
     """Where host copies come from and go to. Both calls return at once."""
@@ -50,10 +52,15 @@ class AdapterDemand:
     always one that gets its room, and those behind it cannot take it away again.
     """
 
-    def __init__(self, cache: AdapterCache, host: HostTier, aging_ns: int) -> None:
+    def __init__(
+        self, cache: AdapterCache, host: HostTier, aging_ns: int, ttl_ns: int | None = None
+    ) -> None:
+        """ttl_ns: what was idle for so long leaves both tiers; None: nothing does."""
         self._cache = cache
         self._host = host
         self._aging_ns = aging_ns
+        self._ttl_ns = ttl_ns
+        self._next_expiry_ns = 0
         self._pins: Counter[AdapterHandle] = Counter()
         self._loading: set[AdapterHandle] = set()
         self._copying: dict[AdapterHandle, AdapterCopy] = {}
@@ -82,7 +89,7 @@ class AdapterDemand:
         for handle in handles:
             self._cache.want(handle)
         if handles:
-            self._cache.count_admission(hit=self._all_on_device(handles))
+            self._cache.count_admission(handles)
 
     def unwant(self, handles: tuple[AdapterHandle, ...]) -> None:
         for handle in handles:
@@ -105,6 +112,39 @@ class AdapterDemand:
         """Bring it to the device when no request wants the room; forgotten if the load fails."""
         self._preloads[handle] = None
 
+    def hold(self, handle: AdapterHandle) -> None:
+        """Keep it on the device, and bring it there. Raises as AdapterCache.hold."""
+        self._cache.hold(handle)
+        self.preload(handle)
+
+    def release(self, handle: AdapterHandle) -> None:
+        """Undo `hold`."""
+        self._cache.release(handle)
+
+    def is_held(self, handle: AdapterHandle) -> bool:
+        return self._cache.is_held(handle)
+
+    def expire(self, now_ns: int) -> None:
+        """Evict what was idle for too long, twice in that time or once a second."""
+        if self._ttl_ns is not None and now_ns >= self._next_expiry_ns:
+            self._next_expiry_ns = now_ns + min(self._ttl_ns // 2, LONGEST_EXPIRY_PAUSE_NS)
+            self._discard(self._cache.expire(now_ns, self._ttl_ns))
+
+    def next_expiry_ns(self) -> int | None:
+        """When to call `expire` again; None: as soon as something is in a tier, or never."""
+        if self._ttl_ns is None or not self._cache.has_residents:
+            return None
+        return self._next_expiry_ns
+
+    @property
+    def running(self) -> Counter[AdapterHandle]:
+        """How many sequences that hold a slot need each adapter."""
+        return Counter(self._pins)
+
+    def is_preloading(self, handle: AdapterHandle) -> bool:
+        """Whether a preload was asked for and has not ended."""
+        return handle in self._preloads
+
     def scan(self, now_ns: int) -> "AdapterScan":
         return AdapterScan(self, now_ns)
 
@@ -118,20 +158,20 @@ class AdapterDemand:
         """The plan that named these failed: they are named in the next one, with the same pages."""
         self._copies_to_start.extend(copies)
 
-    def loaded(self, handle: AdapterHandle) -> None:
+    def loaded(self, handle: AdapterHandle, load_ns: int) -> None:
         self._loading.remove(handle)
-        self._cache.loaded(handle)
+        self._cache.loaded(handle, load_ns)
 
     def load_failed(self, handle: AdapterHandle, error: ErrorInfo, now_ns: int) -> None:
         self._loading.remove(handle)
         self._preloads.pop(handle, None)
         self._cache.load_failed(handle, error, now_ns)
 
-    def copied(self, handle: AdapterHandle) -> None:
+    def copied(self, handle: AdapterHandle, copy_ns: int) -> None:
         if self._copying.pop(handle, None) is None:
             return  # told again: the copy was named in a plan that failed, and in the next one
         self._preloads.pop(handle, None)
-        self._discard(self._cache.copied(handle))
+        self._discard(self._cache.copied(handle, copy_ns))
 
     def copy_failed(self, handle: AdapterHandle, error: ErrorInfo, now_ns: int) -> None:
         if self._copying.pop(handle, None) is None:
@@ -150,9 +190,6 @@ class AdapterDemand:
             assert self._cache.residency(handle) is Residency.LOADING
         for handle in self._copying:
             assert self._cache.residency(handle) is Residency.COPYING
-
-    def _all_on_device(self, handles: tuple[AdapterHandle, ...]) -> bool:
-        return all(self._cache.residency(handle) is Residency.DEVICE for handle in handles)
 
     def is_aged(self, request: ActiveRequest, now_ns: int) -> bool:
         """Has it been passed over for longer than the bound?"""
@@ -224,7 +261,8 @@ class AdapterDemand:
 
     def advance_preloads(self, now_ns: int) -> None:
         for handle in list(self._preloads):
-            if self._cache.residency(handle) is Residency.DEVICE:
+            is_forgotten = handle not in self._cache
+            if is_forgotten or self._cache.residency(handle) is Residency.DEVICE:
                 del self._preloads[handle]
             else:
                 self._begin(handle, now_ns, may_evict_wanted=False)

@@ -92,6 +92,13 @@ class WaitingQueue:
             del self._lanes[lane.handles]
         self._num_waiting -= 1
 
+    def num_by_handle(self) -> Counter[AdapterHandle]:
+        """How many sequences wait that need each adapter."""
+        counts: Counter[AdapterHandle] = Counter()
+        for handles, lane in self._lanes.items():
+            counts.update(dict.fromkeys(handles, len(lane)))
+        return counts
+
     def check(self) -> None:
         """Every lane is listed once, by its head, in order."""
         assert len(self._order) == len(self._lanes)

@@ -6,6 +6,7 @@ tensor and no file.
 
 import dataclasses
 import heapq
+from collections import Counter
 
 from loraplex.core.adapter import AdapterHandle
 from loraplex.core.clock import Clock
@@ -63,7 +64,9 @@ class Scheduler:
         self._shares_prompts = settings.enable_prefix_cache
         self._clock = clock
         self._policy = policy or PriorityThenArrival()
-        self._adapters = AdapterDemand(adapters, host, settings.adapter_aging_ns)
+        self._adapters = AdapterDemand(
+            adapters, host, settings.adapter_aging_ns, settings.adapter_ttl_ns
+        )
         self._roster = Roster(
             kv,
             self._adapters,
@@ -121,9 +124,24 @@ class Scheduler:
         """Bring an adapter to the device as soon as there is room that no request wants."""
         self._adapters.preload(handle)
 
-    def loaded(self, handle: AdapterHandle) -> None:
-        """Told for the host tier: an adapter is in host memory."""
-        self._adapters.loaded(handle)
+    def is_preloading(self, handle: AdapterHandle) -> bool:
+        """Whether a preload was asked for and has not ended."""
+        return self._adapters.is_preloading(handle)
+
+    def hold(self, handle: AdapterHandle) -> None:
+        """Keep an adapter on the device. Raises AdapterTooLargeError if others then lack room."""
+        self._adapters.hold(handle)
+
+    def release(self, handle: AdapterHandle) -> None:
+        """Undo `hold`."""
+        self._adapters.release(handle)
+
+    def is_held(self, handle: AdapterHandle) -> bool:
+        return self._adapters.is_held(handle)
+
+    def loaded(self, handle: AdapterHandle, load_ns: int) -> None:
+        """Told for the host tier: an adapter is in host memory, after a load that took so long."""
+        self._adapters.loaded(handle, load_ns)
 
     def load_failed(self, handle: AdapterHandle, error: ErrorInfo) -> None:
         """Told for the host tier: the requests that wait for this adapter end with an error."""
@@ -138,6 +156,7 @@ class Scheduler:
         assert self._in_flight is None, "a plan is in flight"
         now_ns = self._clock.now_ns()
         self._expire(now_ns)
+        self._adapters.expire(now_ns)
         draft = self._planner.draft(now_ns)
         copies = self._adapters.take_copies_to_start()
         if not (draft.num_rows or copies or self._adapters.num_copying):
@@ -158,7 +177,7 @@ class Scheduler:
             if not active.is_finished:
                 absorb_row(self._roster, active, row, row_result, now_ns)
         for handle in result.copies_done:
-            self._adapters.copied(handle)
+            self._adapters.copied(handle, result.timing.copy_ns // len(result.copies_done))
         for handle, error in result.copies_failed:
             self._adapters.copy_failed(handle, error, now_ns)
             self._roster.fail_waiting_for(handle)
@@ -198,6 +217,10 @@ class Scheduler:
         elif roster.waiting and not self._adapters.num_loading:
             wakes.append(now_ns)
         return max(now_ns, min(wakes)) if wakes else None
+
+    def next_expiry_ns(self) -> int | None:
+        """When to plan again so that an idle adapter leaves; None: nothing may leave by itself."""
+        return self._adapters.next_expiry_ns()
 
     @property
     def has_unfinished(self) -> bool:
@@ -239,7 +262,7 @@ class Scheduler:
         )
 
     def stats(self) -> EngineStats:
-        roster = self._roster
+        roster, counts = self._roster, self._roster.counts
         return EngineStats(
             num_running=len(roster.running),
             num_waiting=roster.num_waiting,
@@ -247,8 +270,20 @@ class Scheduler:
             blocks_cached=roster.kv.num_cached,
             blocks_free=roster.kv.num_free,
             adapters=self._adapters.stats(),
-            **dataclasses.asdict(roster.counts),
+            steps=counts.steps,
+            prompt_tokens=counts.prompt_tokens,
+            cached_tokens=counts.cached_tokens,
+            generation_tokens=counts.generation_tokens,
+            preemptions=counts.preemptions,
         )
+
+    def num_running_by_adapter(self) -> Counter[AdapterHandle]:
+        """Sequences that hold a slot."""
+        return self._adapters.running
+
+    def num_waiting_by_adapter(self) -> Counter[AdapterHandle]:
+        """Sequences that wait for a slot, blocks or an adapter."""
+        return self._roster.waiting.num_by_handle()
 
     def check(self) -> None:
         """Nothing is lost and nothing is counted twice. While no plan is in flight."""

@@ -24,6 +24,8 @@ class SchedulerSettings:
     enable_prefix_cache: bool = True
     adapter_aging_ns: int = DEFAULT_ADAPTER_AGING_NS
     """How long a request may be passed over because its adapters lack room. See AdapterDemand."""
+    adapter_ttl_ns: int | None = None
+    """An adapter that was idle for so long leaves both tiers; None: it stays."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a value out of its range."""
@@ -33,6 +35,8 @@ class SchedulerSettings:
         self._check_at_least("max_queue_size", self.max_queue_size, 0)
         self._check_at_least("max_queue_delay_ns", self.max_queue_delay_ns, 0)
         self._check_at_least("adapter_aging_ns", self.adapter_aging_ns, 0)
+        if self.adapter_ttl_ns is not None:
+            self._check_at_least("adapter_ttl_ns", self.adapter_ttl_ns, 1)
 
     @staticmethod
     def _check_at_least(name: str, value: int, low: int) -> None:

@@ -1,40 +1,44 @@
 """From a path, or a request's tensors, to an adapter: staged, checked, named, preloaded."""
 
-import asyncio
 import logging
-from collections.abc import Container
+import time
+from collections.abc import Callable, Container
 from pathlib import Path
 
+from loraplex.adapters.base_check import BaseCheck
 from loraplex.adapters.staging import RequestTensor, StagedAdapter, StagingWorker
-from loraplex.adapters.store import AdapterVersion
-from loraplex.core.adapter import AdapterKey, AdapterRef, ByDigest, ByTaskId
-from loraplex.core.errors import (
-    AdapterLoadError,
-    AdapterNotFoundError,
-    AdapterTooLargeError,
-    ConfigError,
-    InvalidAdapterError,
-    InvalidRequestError,
-    LoraplexError,
+from loraplex.adapters.store import AdapterVersion, Origin
+from loraplex.core.adapter import AdapterKey, AdapterRef, ByDigest, ByName, ByTaskId
+from loraplex.core.clock import Clock
+from loraplex.core.errors import AdapterLoadError, InvalidAdapterError, InvalidRequestError
+from loraplex.core.principal import Principal
+from loraplex.core.request import RequestId
+from loraplex.serving.adapter_cards import (
+    AdapterState,
+    CanaryReport,
+    LoadReport,
+    card_fields,
+    content_of,
 )
-from loraplex.core.principal import DEFAULT_TENANT
-from loraplex.memory.adapter_pages import place
-from loraplex.serving.backend import AdapterCard
+from loraplex.serving.adapter_changes import AdapterChanges, is_present
+from loraplex.serving.adapter_fit import check_room
+from loraplex.serving.canary import run_canary
 from loraplex.serving.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
 
-PEFT_CONFIG_NAME = "adapter_config.json"
-_ADAPTER_FILES = (PEFT_CONFIG_NAME, "model.lora_weights.npy")
-_REQUEST_TENSORS = "a request's lora_weights"
+REQUEST_TENSORS = "a request's lora_weights"
+"""The source of what came in a request: there is none but its normal file."""
 _NUM_NAME_DIGITS = 12
 
 
 class AdapterLoading:
     """Owns the staging worker. One load runs at a time; steps and requests go on beside it."""
 
-    def __init__(self, worker: StagingWorker) -> None:
+    def __init__(self, worker: StagingWorker, changes: AdapterChanges, clock: Clock) -> None:
         self._worker = worker
+        self._changes = changes
+        self._clock = clock
 
     async def close(self) -> None:
         await self._worker.close()
@@ -42,23 +46,53 @@ class AdapterLoading:
     async def load(
         self,
         model: ServedModel,
-        tenant: str,
+        principal: Principal,
         *,
         name: str,
         path: str,
         task_id: int | None = None,
         replace: bool = False,
-    ) -> AdapterCard:
-        """Raises before anything changes if the adapter is bad, or would change nothing."""
-        model.store.check_free(model.card.name, tenant, name, task_id, replace=replace)
-        staged = await self._stage(model, path)
+        dry_run: bool = False,
+        canary_id: Callable[[], RequestId] | None = None,
+    ) -> LoadReport:
+        """Raises before anything changes if the adapter is bad, or would change nothing.
+
+        canary_id: gives the canary's requests their ids; None runs no canary.
+        """
+        tenant, store = principal.tenant, model.store
+        store.check_free(model.card.name, tenant, name, task_id, replace=replace)
+        staged = await self.stage(model, path)
         if staged.changes_nothing:
             raise InvalidAdapterError(
                 f"adapter {name!r} changes nothing: every lora_B of {path} is zero (an untrained "
                 "adapter?)",
                 param="path",
             )
-        return self._register(model, tenant, name, staged, path, task_id, replace=replace)
+        check_room(staged.source, model.config, model.engine.capacity)
+        seconds = dict(staged.seconds)
+        canary = None
+        if canary_id is not None:
+            started = time.perf_counter()
+            canary = await self._canary(model, principal, staged, canary_id)
+            seconds["canary"] = time.perf_counter() - started
+        started = time.perf_counter()
+        ref = AdapterRef(model.card.name, tenant, ByName(name))
+        if dry_run:
+            version, is_unchanged = self._prospect(model, ref, staged, path, task_id)
+        else:
+            registration = await self._changes.register(
+                model, tenant, name, staged, path=path, task_id=task_id, replace=replace
+            )
+            version, is_unchanged = registration.version, registration.is_unchanged
+            seconds["register"] = time.perf_counter() - started
+        return LoadReport(
+            **card_fields(version, AdapterState.READY),
+            is_unchanged=is_unchanged,
+            is_dry_run=dry_run,
+            content=content_of(staged, model.engine.capacity, model.card.dtype),
+            seconds=seconds,
+            canary=canary,
+        )
 
     async def load_tensors(
         self,
@@ -74,112 +108,164 @@ class AdapterLoading:
         The name is that of the task id's adapter; a new one is called by its task id or digest.
         """
         staged = await self._worker.stage_tensors(
-            weights, config, shapes=model.shapes, max_rank=model.config.max_lora_rank
+            weights,
+            config,
+            shapes=model.shapes,
+            max_rank=model.config.max_lora_rank,
+            pool_dtype=model.card.dtype,
         )
         if staged.changes_nothing:
             raise InvalidAdapterError(
                 "the adapter in the request changes nothing: every B of lora_weights is zero",
                 param="lora_weights",
             )
+        check_room(staged.source, model.config, model.engine.capacity)
         digest = staged.source.digest
         key = ByDigest(digest) if task_id is None else ByTaskId(task_id)
-        # No await from here on: two requests with one new task id must not both find it free.
-        present = _present(model, AdapterRef(model.card.name, tenant, key))
-        if present is None:
-            name = f"inline-{digest[:_NUM_NAME_DIGITS]}" if task_id is None else str(task_id)
-            check_is_no_base(name, base_names)
-        elif present.digest == digest and not model.store.is_missing(present):
-            return key
-        else:
-            name = present.name
-        replace = present is not None
-        self._register(model, tenant, name, staged, _REQUEST_TENSORS, task_id, replace=replace)
+        ref = AdapterRef(model.card.name, tenant, key)
+
+        def change() -> tuple[AdapterVersion | None, AdapterVersion]:
+            # In one turn: two requests with one new task id must not both find it free.
+            before = model.store.find(ref)
+            if before is None:
+                name = f"inline-{digest[:_NUM_NAME_DIGITS]}" if task_id is None else str(task_id)
+                check_is_no_base(name, base_names)
+            elif before.digest == digest and not model.store.is_missing(before):
+                return before, before
+            else:
+                name = before.name
+            return before, model.store.add(
+                model.card.name,
+                tenant,
+                name,
+                staged,
+                path=REQUEST_TENSORS,
+                task_id=task_id,
+                replace=before is not None,
+            )
+
+        before, version = await self._changes.run(change)
+        if before is not version:
+            self._changes.became(model, before, version)
         return key
 
-    async def load_configured(self, model: ServedModel, base_names: Container[str] = ()) -> None:
-        """What the model's configuration names; no adapter may be called as a base is.
+    async def reload(self, model: ServedModel, version: AdapterVersion) -> bool:
+        """Look at a version's source again; other bytes are the next version. Whether they were.
 
-        Raises ConfigError for an adapter named one by one; one that was merely found in a folder
-        is left out with a warning.
+        What came in a request has no source to look at. Raises what is wrong with the source now.
         """
-        for name, adapter in model.config.adapters.items():
-            try:
-                check_is_no_base(name, base_names)
-                await self._load_at_start(
-                    model, name, adapter.path, _task_id(name, adapter.task_id)
-                )
-            except LoraplexError as error:
-                raise ConfigError(f"adapter {name!r}: {error.message}") from error
-        for folder in model.config.adapter_dirs:
-            for name, path in await asyncio.to_thread(find_adapters, Path(folder)):
-                try:
-                    check_is_no_base(name, base_names)
-                    await self._load_at_start(model, name, str(path), _task_id(name, None))
-                except LoraplexError as error:
-                    logger.warning("left out adapter %r: %s", name, error.message)
+        if version.path == REQUEST_TENSORS:
+            return False
+        staged = await self.stage(model, version.path, reads_again=True)
+        is_same = staged.source.digest == version.digest
+        if not is_same or model.store.is_missing(version):
+            check_room(staged.source, model.config, model.engine.capacity)
+            await self._register_again(model, version, staged)
+        return not is_same
 
-    async def _load_at_start(
-        self, model: ServedModel, name: str, path: str, task_id: int | None
+    async def heal(self, model: ServedModel, version: AdapterVersion) -> bool:
+        """Make a lost normal file again from its source; False if that gives other bytes by now.
+
+        Then nothing is registered: what other bytes shall mean is for the operator to say. Raises
+        why there is nothing to make it from.
+        """
+        if version.path == REQUEST_TENSORS:
+            raise AdapterLoadError("its weights came in a request: send them again")
+        staged = await self.stage(model, version.path)
+        is_same = staged.source.digest == version.digest
+        if is_same:
+            await self._register_again(model, version, staged)
+        return is_same
+
+    async def _register_again(
+        self, model: ServedModel, version: AdapterVersion, staged: StagedAdapter
     ) -> None:
-        staged = await self._stage(model, path)
+        await self._changes.register(
+            model,
+            version.tenant,
+            version.name,
+            staged,
+            path=version.path,
+            replace=True,
+            origin=version.origin,
+        )
+
+    async def register_configured(
+        self, model: ServedModel, tenant: str, name: str, path: str, task_id: int | None
+    ) -> None:
+        """Stage and register what a configuration names; it takes the name from whoever had it."""
+        staged = await self.stage(model, path)
         if staged.changes_nothing:
             logger.warning("adapter %r changes nothing: every lora_B of %s is zero", name, path)
-        card = self._register(model, DEFAULT_TENANT, name, staged, path, task_id, replace=False)
-        for warning in card.warnings:
+        check_room(staged.source, model.config, model.engine.capacity)
+        await self._changes.register(
+            model,
+            tenant,
+            name,
+            staged,
+            path=path,
+            task_id=task_id,
+            replace=True,
+            origin=Origin.CONFIGURED,
+        )
+        for warning in staged.warnings:
             logger.warning("adapter %r: %s", name, warning)
 
-    async def _stage(self, model: ServedModel, path: str) -> StagedAdapter:
+    async def stage(
+        self, model: ServedModel, path: str, *, reads_again: bool = False
+    ) -> StagedAdapter:
         return await self._worker.stage(
             path,
             shapes=model.shapes,
             max_rank=model.config.max_lora_rank,
             base_model=_trained_name(model.card.path),
+            base_path=model.card.path,
+            base_check=BaseCheck(model.config.adapter_base_check),
+            pool_dtype=model.card.dtype,
+            reads_again=reads_again,
         )
 
-    def _register(
+    async def _canary(
         self,
         model: ServedModel,
-        tenant: str,
-        name: str,
+        principal: Principal,
+        staged: StagedAdapter,
+        new_request_id: Callable[[], RequestId],
+    ) -> CanaryReport:
+        digest = staged.source.digest
+        try:
+            return await run_canary(
+                model, principal, staged.source, new_request_id, self._clock.now_ns()
+            )
+        finally:
+            # If it is let in, its name brings it back; the copies are not touched till then.
+            if not is_present(model.store, model.card.name, digest):
+                model.engine.forget_adapter(digest)
+
+    def _prospect(
+        self,
+        model: ServedModel,
+        ref: AdapterRef,
         staged: StagedAdapter,
         path: str,
         task_id: int | None,
-        *,
-        replace: bool,
-    ) -> AdapterCard:
-        _check_fits(model, staged)
-        version = model.store.add(
-            model.card.name, tenant, name, staged, path=path, task_id=task_id, replace=replace
+    ) -> tuple[AdapterVersion, bool]:
+        """The version that a load would make, and whether the name has these bytes already."""
+        present = model.store.find(ref)
+        is_unchanged = present is not None and present.digest == staged.source.digest
+        number = 1 if present is None else present.number + (not is_unchanged)
+        assert isinstance(ref.key, ByName)
+        version = AdapterVersion(
+            model=ref.model,
+            tenant=ref.tenant,
+            name=ref.key.name,
+            task_id=present.task_id if present is not None and task_id is None else task_id,
+            number=number,
+            staged=staged,
+            path=path,
+            created=int(time.time()),
         )
-        if model.engine.is_ready:
-            model.engine.preload(version.source)
-        card = card_of(version)
-        logger.info("adapter %r is %s, rank %d", name, card.digest[:12], card.rank)
-        return card
-
-
-def _trained_name(model_path: str) -> str:
-    """What adapters are likely to call this base: its folder's name, or its hub id."""
-    folder = Path(model_path).resolve()
-    if folder.parent.name == "snapshots":  # the hub's cache: models--OWNER--NAME/snapshots/COMMIT
-        return folder.parent.parent.name.removeprefix("models--").replace("--", "/")
-    return folder.name
-
-
-def find_adapters(folder: Path) -> list[tuple[str, Path]]:
-    """(name, path) of every sub-folder that holds a PEFT adapter or TensorRT-LLM's pair of files,
-    by name. Raises ConfigError.
-    """
-    try:
-        entries = sorted(folder.expanduser().iterdir())
-    except OSError as error:
-        raise ConfigError(
-            f"cannot look for adapters in the folder {folder}: {error.strerror}"
-        ) from error
-    found = [(entry.name, entry) for entry in entries if _is_adapter(entry)]
-    if not found:
-        logger.warning("no sub-folder of %s has an %s", folder, " or a ".join(_ADAPTER_FILES))
-    return found
+        return version, is_unchanged
 
 
 def check_is_no_base(name: str, base_names: Container[str]) -> None:
@@ -190,62 +276,9 @@ def check_is_no_base(name: str, base_names: Container[str]) -> None:
         )
 
 
-def card_of(version: AdapterVersion) -> AdapterCard:
-    return AdapterCard(
-        name=version.name,
-        model=version.model,
-        task_id=version.task_id,
-        digest=version.digest,
-        created=version.created,
-        rank=version.rank,
-        num_bytes=version.source.num_bytes,
-        source=version.path,
-        warnings=version.warnings,
-    )
-
-
-def _is_adapter(folder: Path) -> bool:
-    try:
-        return any((folder / name).is_file() for name in _ADAPTER_FILES)
-    except OSError:
-        return True  # a folder that may not be entered: staging says what is wrong with it
-
-
-def _present(model: ServedModel, ref: AdapterRef) -> AdapterVersion | None:
-    """What the key means now, whether its file is there or gone."""
-    try:
-        return model.store.resolve(ref)
-    except AdapterNotFoundError:
-        return None
-    except AdapterLoadError:
-        versions = model.store.list(ref.tenant, ref.model)
-        return next(version for version in versions if _is_meant(version, ref.key))
-
-
-def _is_meant(version: AdapterVersion, key: AdapterKey) -> bool:
-    if isinstance(key, ByTaskId):
-        return version.task_id == key.task_id
-    return isinstance(key, ByDigest) and version.digest == key.digest
-
-
-def _task_id(name: str, configured: int | None) -> int | None:
-    """A name of digits is its task id, as in TensorRT-LLM's lora_prefetch_dir."""
-    if configured is None and name.isascii() and name.isdigit():
-        return int(name)
-    return configured
-
-
-def _check_fits(model: ServedModel, staged: StagedAdapter) -> None:
-    source, capacity = staged.source, model.engine.capacity
-    host_bytes = model.config.lora_host_bytes
-    if source.num_bytes > host_bytes:
-        raise AdapterTooLargeError(
-            f"the adapter has {source.num_bytes} bytes, the host cache for adapters {host_bytes}; "
-            "raise lora_host_bytes"
-        )
-    num_pages = place(source.targets, capacity.page_geometry).num_pages
-    if num_pages > capacity.num_adapter_pages:
-        raise AdapterTooLargeError(
-            f"the adapter needs {num_pages} pages of {capacity.adapter_page_bytes} bytes on the "
-            f"device, whose pool has {capacity.num_adapter_pages}; raise lora_device_bytes"
-        )
+def _trained_name(model_path: str) -> str:
+    """What adapters are likely to call this base: its folder's name, or its hub id."""
+    folder = Path(model_path).resolve()
+    if folder.parent.name == "snapshots":  # the hub's cache: models--OWNER--NAME/snapshots/COMMIT
+        return folder.parent.parent.name.removeprefix("models--").replace("--", "/")
+    return folder.name

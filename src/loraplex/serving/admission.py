@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from loraplex.core.adapter import AdapterUse
+from loraplex.core.adapter import AdapterUse, LoadPolicy
 from loraplex.core.errors import (
     InvalidParameterError,
     InvalidRequestError,
@@ -52,7 +52,7 @@ def admit(
         adapters=adapters,
         kv_salt=kv_salt(
             model.name,
-            model.dtype,
+            model.kv_dtype,
             [(adapter.digest, adapter.scale) for adapter in adapters],
             principal.tenant,
         ),
@@ -60,6 +60,7 @@ def admit(
         priority=request.priority,
         arrival_ns=now_ns,
         deadline_ns=_deadline_ns(request.timeout_seconds, now_ns),
+        requires_resident=request.load_policy is LoadPolicy.NEVER,
     )
 
 

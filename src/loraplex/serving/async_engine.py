@@ -9,9 +9,9 @@ import collections
 import enum
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 
-from loraplex.core.adapter import AdapterSource
+from loraplex.core.adapter import AdapterSource, Residency
 from loraplex.core.clock import Clock
 from loraplex.core.errors import (
     EngineRestartedError,
@@ -29,12 +29,15 @@ from loraplex.engine.messages import (
     AbortRequest,
     AdapterRejected,
     AddRequest,
+    AskResidency,
     EngineEvent,
     EngineFailed,
     EngineReady,
     PreloadAdapter,
     RegisterAdapter,
+    ResidencyTold,
     StepDone,
+    UnregisterAdapter,
 )
 from loraplex.serving.engine_link import EngineDied, EngineLink, LinkFactory
 
@@ -58,7 +61,8 @@ class EngineState(enum.StrEnum):
 class OutputStream:
     """The outputs of one request. A slow reader finds them merged; it never holds a step back."""
 
-    def __init__(self) -> None:
+    def __init__(self, labels: Collection[Hashable] = ()) -> None:
+        self.labels = labels
         self._pending: list[EngineOutput] = []
         self._filled = asyncio.Event()
 
@@ -92,6 +96,8 @@ class AsyncEngine:
         self._registered: set[str] = set()
         self._rejected: dict[str, ErrorInfo] = {}
         """Digests that the running engine knows, and those that it can never serve."""
+        self._residency_queries: dict[int, asyncio.Future[Mapping[str, Residency]]] = {}
+        self._query_ids = itertools.count(1)
         self._settled = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -128,8 +134,18 @@ class AsyncEngine:
     def num_requests(self) -> int:
         return len(self._streams)
 
-    def submit(self, request: EngineRequest, adapters: Sequence[AdapterSource]) -> OutputStream:
-        """Give a request to the engine.
+    @property
+    def registered(self) -> Collection[str]:
+        """The digests that the running engine was told of and has not been told to forget."""
+        return frozenset(self._registered)
+
+    def submit(
+        self,
+        request: EngineRequest,
+        adapters: Sequence[AdapterSource],
+        labels: Collection[Hashable] = (),
+    ) -> OutputStream:
+        """Give a request to the engine. By one of its labels, fail_labelled can end it.
 
         Raises NotReadyError while there is none, and what it said of an adapter that it rejected.
         """
@@ -137,13 +153,50 @@ class AsyncEngine:
         for source in adapters:
             self._register(link, source)
         link.send(AddRequest(request))
-        stream = self._streams[request.request_id] = OutputStream()
+        stream = self._streams[request.request_id] = OutputStream(labels)
         return stream
 
     def abort(self, request_id: RequestId, sequence_index: int | None = None) -> None:
         """End a request, or one sequence of it; its stream then gets its last output."""
         if request_id in self._streams and self._link is not None:
             self._link.send(AbortRequest(request_id, sequence_index))
+
+    def num_labelled(self, label: Hashable) -> int:
+        """Requests in work that carry a label."""
+        return sum(label in stream.labels for stream in self._streams.values())
+
+    def fail_labelled(self, label: Hashable, error: LoraplexError) -> int:
+        """End the requests that carry a label, with an error; how many those were."""
+        found = [(id_, stream) for id_, stream in self._streams.items() if label in stream.labels]
+        for request_id, stream in found:
+            self.abort(request_id)
+            del self._streams[request_id]
+            stream.put(EngineOutput(request_id, finished=True, error=error.to_info()))
+        return len(found)
+
+    def forget_adapter(self, digest: str) -> None:
+        """Let the engine forget an adapter once no request needs it. It may be named again."""
+        self._rejected.pop(digest, None)
+        if digest in self._registered:
+            self._registered.remove(digest)
+            if self._link is not None:
+                self._link.send(UnregisterAdapter(digest))
+
+    async def residency(self) -> Mapping[str, Residency]:
+        """Where the adapters are, by digest; what is absent is left out.
+
+        Answered between two steps; empty while there is no engine.
+        """
+        if self._link is None or not self.is_ready:
+            return {}
+        query_id = next(self._query_ids)
+        told = self._residency_queries[query_id] = asyncio.get_running_loop().create_future()
+        self._link.send(AskResidency(query_id))
+        try:
+            residency: Mapping[str, Residency] = await told
+            return residency
+        finally:
+            del self._residency_queries[query_id]
 
     def preload(self, source: AdapterSource) -> None:
         """Ask for an adapter ahead of its first request."""
@@ -217,6 +270,9 @@ class AsyncEngine:
         self._link = None
         self._registered.clear()
         self._rejected.clear()
+        for query in self._residency_queries.values():
+            if not query.done():
+                query.set_result({})
         self.stats = EngineStats()
         if self.state is EngineState.READY:
             self.state = EngineState.RESTARTING
@@ -245,6 +301,10 @@ class AsyncEngine:
                     self.steps.append(record)
                 for output in outputs:
                     self._deliver(output)
+            case ResidencyTold(query_id, residency):
+                query = self._residency_queries.get(query_id)
+                if query is not None and not query.done():
+                    query.set_result(residency)
             case AdapterRejected(digest, error):
                 logger.warning("model %s refused adapter %s: %s", self.model, digest, error.message)
                 self._rejected[digest] = error

@@ -10,11 +10,21 @@ from typing import Any, Protocol
 import msgspec
 
 from loraplex.adapters.staging import RequestTensor
-from loraplex.core.adapter import AdapterKey, AdapterRef
+from loraplex.core.adapter import AdapterKey, AdapterRef, Residency
 from loraplex.core.output import RequestOutput
 from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest, RequestId
 from loraplex.core.stats import EngineStats, StepRecord
+from loraplex.serving.adapter_cards import (
+    AdapterCard,
+    AdapterDetails,
+    LoadReport,
+    Unloaded,
+    UnloadMode,
+    VersionCard,
+)
+
+__all__ = ["AdapterCard", "Backend", "Health", "ModelCard"]
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,22 +39,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_id: int | None
     pad_token_id: int | None
     dtype: str
-
-
-class AdapterCard(msgspec.Struct, frozen=True, kw_only=True):
-    """A registered adapter, as a listing shows it."""
-
-    name: str
-    model: str
-    """The base model: its parent."""
-    task_id: int | None
-    digest: str
-    created: int
-    rank: int
-    """The largest of its ranks."""
-    num_bytes: int
-    source: str
-    warnings: tuple[str, ...] = ()
+    kv_dtype: str
+    """Of stored keys and values."""
 
 
 class Health(msgspec.Struct, frozen=True):
@@ -129,8 +125,14 @@ class Backend(Protocol):
         path: str,
         task_id: int | None = None,
         replace: bool = False,
-    ) -> AdapterCard:
-        """Stage, validate and register. Raises before anything changes if the adapter is bad."""
+        dry_run: bool = False,
+        canary: bool = False,
+    ) -> LoadReport:
+        """Stage, validate and register; with dry_run all but the last.
+
+        With canary it runs a forward first, and what gives the base model's log probabilities is
+        refused. Raises before anything changes if the adapter is bad.
+        """
         ...
 
     async def add_adapter_tensors(
@@ -150,8 +152,39 @@ class Backend(Protocol):
         """
         ...
 
-    async def unload_adapter(self, principal: Principal, ref: AdapterRef) -> None:
-        """Forget a name. Requests that run with it end normally."""
+    async def unload_adapter(
+        self, principal: Principal, ref: AdapterRef, mode: UnloadMode = UnloadMode.DRAIN
+    ) -> Unloaded:
+        """Forget a name with its history; by the name of an alias only the alias."""
+        ...
+
+    async def rollback_adapter(
+        self, principal: Principal, ref: AdapterRef, number: int | None = None
+    ) -> AdapterCard:
+        """Give a name its version of that number again, or the one before the present.
+
+        Requests in work end on what they began with. Raises AdapterNotFoundError.
+        """
+        ...
+
+    async def pin_adapter(
+        self, principal: Principal, ref: AdapterRef, number: int | None, *, is_pinned: bool
+    ) -> VersionCard:
+        """Keep a version in the history however old it grows, or no longer; None: the present."""
+        ...
+
+    async def alias_adapter(
+        self, principal: Principal, ref: AdapterRef, alias: str, *, replace: bool = False
+    ) -> AdapterCard:
+        """Another name, which follows the adapter's present version. Raises AdapterExistsError."""
+        ...
+
+    async def describe_adapter(self, principal: Principal, ref: AdapterRef) -> AdapterDetails:
+        """Raises AdapterNotFoundError."""
+        ...
+
+    async def adapter_residency(self, model: str) -> Mapping[str, Residency]:
+        """Where the engine has its adapters, by digest; those that are absent are left out."""
         ...
 
     def steps(self, model: str, limit: int) -> Sequence[StepRecord]:

@@ -25,7 +25,7 @@ from loraplex.engine.process import EngineStart
 
 logger = logging.getLogger(__name__)
 
-_LAST_WORDS_MS = 100
+_LAST_WORDS_SECONDS = 0.1
 """How long the events of an engine that has ended may still be on their way."""
 _STOP_SECONDS = 5.0
 
@@ -136,8 +136,8 @@ class ProcessLink:
         self._endpoint.socket.send_multipart([self._identity, self._epoch, encode(command)])
 
     async def receive(self) -> EngineEvent:
-        while await self._readable():
-            identity, epoch, payload = await self._endpoint.socket.recv_multipart()
+        while (frames := await self._next_frames()) is not None:
+            identity, epoch, payload = frames
             if epoch == self._epoch:
                 self._identity = identity
                 return decode_event(payload)
@@ -160,17 +160,17 @@ class ProcessLink:
             self._process.stdin.write(start.to_bytes())
             await self._process.stdin.drain()
 
-    async def _readable(self) -> bool:
-        """Wait for an event or the engine's end; the events of a dead engine are read first."""
-        if not self._exited.done():
-            poll = asyncio.ensure_future(self._endpoint.socket.poll())
-            try:
-                await asyncio.wait({poll, self._exited}, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                is_waiting = poll.cancel()
-            if not is_waiting:
-                return True
-        return bool(await self._endpoint.socket.poll(_LAST_WORDS_MS))
+    async def _next_frames(self) -> list[bytes] | None:
+        """Of a message; None once the engine has ended and all that it said was read."""
+        frames = asyncio.ensure_future(self._endpoint.socket.recv_multipart())
+        try:
+            if not frames.done():  # else they were there already
+                await asyncio.wait({frames, self._exited}, return_when=asyncio.FIRST_COMPLETED)
+            if not frames.done():
+                await asyncio.wait({frames}, timeout=_LAST_WORDS_SECONDS)
+            return frames.result() if frames.done() else None
+        finally:
+            frames.cancel()
 
 
 class _Endpoint:

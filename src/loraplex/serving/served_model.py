@@ -2,6 +2,8 @@
 
 import asyncio
 import dataclasses
+import logging
+from collections.abc import Hashable
 
 import msgspec
 
@@ -15,10 +17,14 @@ from loraplex.core.errors import (
 )
 from loraplex.core.output import ResolvedAdapter
 from loraplex.core.principal import Principal
+from loraplex.serving.adapter_cards import AdapterState
+from loraplex.serving.adapter_fit import check_base, check_room
 from loraplex.serving.async_engine import AsyncEngine
 from loraplex.serving.backend import ModelCard
 from loraplex.serving.chat_template import ChatTemplate
 from loraplex.serving.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 _INLINE_CHARACTERS = 4096
 """Shorter texts are tokenized on the event loop: a thread's hand-over would cost more."""
@@ -34,6 +40,8 @@ class ServedModel:
     config: ModelConfig
     store: AdapterStore
     engine: AsyncEngine
+    unfit: dict[str, LoraplexError] = dataclasses.field(default_factory=dict)
+    """Why a stored adapter cannot be served, by digest."""
 
     async def start(self) -> None:
         """Start the engine; it tells how long a sequence its memory holds."""
@@ -54,13 +62,36 @@ class ServedModel:
         """The versions that a request will run with, from now to its end."""
         if choices and not principal.may_use_adapters:
             raise PermissionDeniedError(f"tenant {principal.tenant!r} may not use adapters")
-        return [
-            (
-                self.store.resolve(AdapterRef(self.card.name, principal.tenant, choice.key)),
-                choice.scale,
-            )
-            for choice in choices
-        ]
+        chosen = []
+        for choice in choices:
+            ref = AdapterRef(self.card.name, principal.tenant, choice.key)
+            version = self.store.resolve(ref)
+            if version.digest in self.unfit:
+                raise self.unfit[version.digest]
+            chosen.append((version, choice.scale))
+        return chosen
+
+    def check_stored(self) -> None:
+        """Find what was stored for another base of this name, or for larger limits."""
+        self.unfit.clear()
+        for version in self.store.present(self.card.name):
+            try:
+                self.check_fits(version)
+            except LoraplexError as error:
+                message = f"adapter {version.name!r} cannot be served any longer: {error.message}"
+                logger.warning("%s", message)
+                self.unfit[version.digest] = type(error)(message)
+
+    def check_fits(self, version: AdapterVersion) -> None:
+        """Raises AdapterMismatchError or AdapterTooLargeError."""
+        check_base(version.source, self.shapes, self.config.max_lora_rank)
+        check_room(version.source, self.config, self.engine.capacity)
+
+    def state_of(self, version: AdapterVersion) -> AdapterState:
+        """Whether a request would be refused for it."""
+        if self.store.is_missing(version):
+            return AdapterState.MISSING
+        return AdapterState.UNFIT if version.digest in self.unfit else AdapterState.READY
 
     def has_adapter(self, name: str, tenant: str) -> bool:
         return self.store.find(AdapterRef(self.card.name, tenant, ByName(name))) is not None
@@ -73,6 +104,11 @@ class ServedModel:
         failure: LoraplexError | None = self.engine.failure
         detail = f": {failure.message}" if failure else ""
         return f"the engine of model {self.card.name!r} is {self.engine.state}{detail}"
+
+
+def label(version: AdapterVersion) -> Hashable:
+    """What the requests of an adapter are found by in their engine, whatever their version."""
+    return version.tenant, version.name
 
 
 def uses(chosen: list[tuple[AdapterVersion, float]]) -> tuple[AdapterUse, ...]:

@@ -10,8 +10,8 @@ import logging
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
-from loraplex.adapters.staging import RequestTensor
-from loraplex.core.adapter import AdapterKey, AdapterRef, ByName
+from loraplex.adapters.staging import RequestTensor, StagingWorker
+from loraplex.core.adapter import AdapterKey, AdapterRef, ByName, LoadPolicy, Residency
 from loraplex.core.clock import Clock
 from loraplex.core.errors import (
     InvalidRequestError,
@@ -22,14 +22,28 @@ from loraplex.core.errors import (
 )
 from loraplex.core.output import RequestOutput
 from loraplex.core.principal import Principal
-from loraplex.core.request import GenerateRequest, RequestId
+from loraplex.core.request import GenerateRequest, RequestId, check_adapters
 from loraplex.core.stats import EngineStats, StepRecord
-from loraplex.serving.adapter_loading import AdapterLoading, card_of, check_is_no_base
+from loraplex.serving.adapter_cards import (
+    AdapterCard,
+    AdapterDetails,
+    LoadReport,
+    Unloaded,
+    UnloadMode,
+    VersionCard,
+    card_of,
+    version_card,
+)
+from loraplex.serving.adapter_changes import AdapterChanges, describe
+from loraplex.serving.adapter_loading import AdapterLoading, check_is_no_base
+from loraplex.serving.adapter_upkeep import AdapterUpkeep
 from loraplex.serving.admission import admit
-from loraplex.serving.backend import AdapterCard, Health, ModelCard
+from loraplex.serving.backend import Health, ModelCard
+from loraplex.serving.composition import compose
+from loraplex.serving.configured_adapters import load_configured
 from loraplex.serving.generation import Generation
 from loraplex.serving.request_metrics import RequestMetrics
-from loraplex.serving.served_model import ServedModel, answered_by, uses
+from loraplex.serving.served_model import ServedModel, answered_by, label, uses
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +56,14 @@ class Service:
     def __init__(
         self,
         models: Sequence[ServedModel],
-        loading: AdapterLoading,
+        worker: StagingWorker,
         metrics: RequestMetrics,
         clock: Clock,
     ) -> None:
         self._models = {model.card.name: model for model in models}
-        self._loading = loading
+        self._changes = AdapterChanges()
+        self._loading = AdapterLoading(worker, self._changes, clock)
+        self._upkeep = AdapterUpkeep(models, self._loading)
         self._metrics = metrics
         self._clock = clock
         self._request_ids = itertools.count(1)
@@ -59,7 +75,9 @@ class Service:
         models = list(self._models.values())
         await asyncio.gather(*(model.start() for model in models))
         for model in models:
-            await self._loading.load_configured(model, self._models)
+            await load_configured(model, self._loading, self._changes, self._models)
+            await asyncio.to_thread(model.check_stored)
+        self._upkeep.start()
         self._is_started = True
 
     async def drain(self, timeout_seconds: float) -> None:
@@ -73,9 +91,13 @@ class Service:
             await asyncio.sleep(_DRAIN_POLL_SECONDS)
 
     async def close(self) -> None:
+        """Stop the engines, end the staging worker, give the state directory back."""
         self._is_draining = True
+        await self._upkeep.close()
         await asyncio.gather(*(model.engine.close() for model in self._models.values()))
         await self._loading.close()
+        for model in self._models.values():
+            await self._changes.run(model.store.close)
 
     def new_request_id(self) -> RequestId:
         return next(self._request_ids)
@@ -102,7 +124,7 @@ class Service:
     def adapters(self, principal: Principal, model: str | None = None) -> Sequence[AdapterCard]:
         served = self._models.values() if model is None else [self._served(model)]
         return [
-            card_of(version)
+            card_of(version, one.state_of(version))
             for one in served
             for version in one.store.list(principal.tenant, one.card.name)
         ]
@@ -184,18 +206,28 @@ class Service:
             )
         model = self._served(request.model)
         request.sampling.validate()
+        check_adapters(request.adapters)
         chosen = model.resolve(request.adapters, principal)
+        if request.load_policy is LoadPolicy.ALWAYS:
+            for version, _ in chosen:
+                await self._loading.reload(model, version)
+            chosen = model.resolve(request.adapters, principal)
+        composition = compose(chosen, model.shapes)
         token_ids = await model.tokenize(request.prompt, request.add_special_tokens)
         engine_request = admit(
             request,
             token_ids,
             model=model.card,
             eos_token_ids=model.eos_token_ids,
-            adapters=uses(chosen),
+            adapters=uses(composition),
             principal=principal,
             now_ns=self._clock.now_ns(),
         )
-        stream = model.engine.submit(engine_request, [version.source for version, _ in chosen])
+        stream = model.engine.submit(
+            engine_request,
+            [version.source for version, _ in composition],
+            frozenset(label(version) for version, _ in chosen),
+        )
         return Generation(
             request, engine_request, answered_by(chosen), model.tokenizer, stream, model.engine
         )
@@ -209,17 +241,20 @@ class Service:
         path: str,
         task_id: int | None = None,
         replace: bool = False,
-    ) -> AdapterCard:
-        _require_manager(principal)
-        self._require_open()
+        dry_run: bool = False,
+        canary: bool = False,
+    ) -> LoadReport:
+        served = self._managed(principal, model)
         check_is_no_base(name, self._models)
         return await self._loading.load(
-            self._served(model),
-            principal.tenant,
+            served,
+            principal,
             name=name,
             path=path,
             task_id=task_id,
             replace=replace,
+            dry_run=dry_run,
+            canary_id=self.new_request_id if canary else None,
         )
 
     async def add_adapter_tensors(
@@ -232,19 +267,49 @@ class Service:
         config: RequestTensor,
     ) -> AdapterKey:
         try:
-            _require_manager(principal)
-            self._require_open()
+            served = self._managed(principal, model)
             return await self._loading.load_tensors(
-                self._served(model), principal.tenant, task_id, weights, config, self._models
+                served, principal.tenant, task_id, weights, config, self._models
             )
         except LoraplexError as error:  # part of a request: it fails with it
             self._metrics.observe_error(model, error)
             raise
 
-    async def unload_adapter(self, principal: Principal, ref: AdapterRef) -> None:
-        _require_manager(principal)
-        version = self._served(ref.model).store.remove(ref)
-        logger.info("adapter %r (%s) is unloaded", version.name, version.digest[:12])
+    async def unload_adapter(
+        self, principal: Principal, ref: AdapterRef, mode: UnloadMode = UnloadMode.DRAIN
+    ) -> Unloaded:
+        model = self._managed(principal, ref.model)
+        return await self._changes.remove(model, ref, mode)
+
+    async def rollback_adapter(
+        self, principal: Principal, ref: AdapterRef, number: int | None = None
+    ) -> AdapterCard:
+        model = self._managed(principal, ref.model)
+        version = await self._changes.rollback(model, ref, number)
+        return card_of(version, model.state_of(version))
+
+    async def pin_adapter(
+        self, principal: Principal, ref: AdapterRef, number: int | None, *, is_pinned: bool
+    ) -> VersionCard:
+        store = self._managed(principal, ref.model).store
+        change = store.pin if is_pinned else store.unpin
+        return version_card(await self._changes.run(lambda: change(ref, number)))
+
+    async def alias_adapter(
+        self, principal: Principal, ref: AdapterRef, alias: str, *, replace: bool = False
+    ) -> AdapterCard:
+        model = self._managed(principal, ref.model)
+        check_is_no_base(alias, self._models)
+        version = await self._changes.run(lambda: model.store.alias(ref, alias, replace=replace))
+        return card_of(version, model.state_of(version))
+
+    async def describe_adapter(self, principal: Principal, ref: AdapterRef) -> AdapterDetails:
+        del principal  # the reference names the tenant
+        self._require_open()
+        return await describe(self._served(ref.model), ref)
+
+    async def adapter_residency(self, model: str) -> Mapping[str, Residency]:
+        return await self._served(model).engine.residency()
 
     def steps(self, model: str, limit: int) -> Sequence[StepRecord]:
         records = self._served(model).engine.steps
@@ -259,6 +324,13 @@ class Service:
         if not self._is_started:
             raise NotReadyError("the server is starting", retry_after_seconds=2)
 
+    def _managed(self, principal: Principal, model: str) -> ServedModel:
+        """The model whose adapters are to be changed; raises if they may not be."""
+        if not principal.may_manage_adapters:
+            raise PermissionDeniedError(f"tenant {principal.tenant!r} may not manage adapters")
+        self._require_open()
+        return self._served(model)
+
     def _served(self, name: str) -> ServedModel:
         model = self._models.get(name)
         if model is None:
@@ -267,11 +339,6 @@ class Service:
                 param="model",
             )
         return model
-
-
-def _require_manager(principal: Principal) -> None:
-    if not principal.may_manage_adapters:
-        raise PermissionDeniedError(f"tenant {principal.tenant!r} may not manage adapters")
 
 
 def _listing(names: list[str], most: int = 20) -> str:

@@ -1,24 +1,73 @@
-"""The adapters of an EchoBackend: their cards and what they are called. They hold no weights."""
+"""The adapters of an EchoBackend: a real AdapterStore in memory, whose adapters hold no weights."""
 
 import hashlib
+from collections.abc import Mapping
 
+from loraplex.adapters.staged import StagedAdapter
 from loraplex.adapters.staging import RequestTensor
-from loraplex.core.adapter import AdapterKey, AdapterRef, ByDigest, ByName, ByTaskId
-from loraplex.core.errors import AdapterExistsError, AdapterNotFoundError
-from loraplex.serving.backend import AdapterCard
+from loraplex.adapters.store import AdapterStore, AdapterVersion
+from loraplex.core.adapter import (
+    AdapterKey,
+    AdapterRef,
+    AdapterSource,
+    ByDigest,
+    ByName,
+    ByTaskId,
+    LoraTarget,
+    Residency,
+)
+from loraplex.core.principal import DEFAULT_TENANT
+from loraplex.serving.adapter_cards import (
+    AdapterCard,
+    AdapterContent,
+    AdapterDetails,
+    AdapterState,
+    CanaryReport,
+    LoadReport,
+    Unloaded,
+    VersionCard,
+    card_fields,
+    card_of,
+    version_card,
+)
 
 CREATED = 1_700_000_000
 """Unix seconds: when every model and adapter of an EchoBackend was made."""
 
+CONTENT = AdapterContent(
+    ranks={"q_proj": (8, 8)},
+    layers=(0,),
+    num_tensors=2,
+    dtypes=("F32",),
+    device_dtype="float32",
+    host_bytes=1024,
+    device_bytes=2048,
+    device_pages=1,
+)
+CANARY = CanaryReport(
+    num_compared=40,
+    largest_difference=0.5,
+    mean_difference=0.25,
+    base_token_id=65,
+    adapter_token_id=66,
+)
+
 
 class EchoAdapters:
-    """Cards by (model, name). A version before the present one is forgotten."""
+    """All belong to the default tenant, whoever asks. Raises as AdapterStore does."""
 
     def __init__(self) -> None:
-        self._cards: dict[tuple[str, str], AdapterCard] = {}
+        self._store = AdapterStore(lambda: CREATED)
 
     def cards(self, model: str | None = None) -> list[AdapterCard]:
-        return [card for card in self._cards.values() if model in (None, card.model)]
+        return [card_of(version) for version in self._store.list(DEFAULT_TENANT, model)]
+
+    def find(self, model: str, name: str) -> AdapterVersion | None:
+        """By a name or an alias."""
+        return self._store.find(AdapterRef(model, DEFAULT_TENANT, ByName(name)))
+
+    def check_free(self, model: str, name: str, task_id: int | None, *, replace: bool) -> None:
+        self._store.check_free(model, DEFAULT_TENANT, name, task_id, replace=replace)
 
     def add(
         self,
@@ -29,22 +78,21 @@ class EchoAdapters:
         digest: str = "",
         task_id: int | None = None,
         replace: bool = False,
-    ) -> AdapterCard:
-        """Without a digest it is the SHA-256 of the source. Raises AdapterExistsError."""
-        if not replace and (model, name) in self._cards:
-            raise AdapterExistsError(f"{name!r} is already served", param="name")
-        card = AdapterCard(
-            name=name,
-            model=model,
-            task_id=task_id,
-            digest=digest or hashlib.sha256(source.encode()).hexdigest(),
-            created=CREATED,
-            rank=8,
-            num_bytes=1024,
-            source=source,
+        canary: bool = False,
+    ) -> LoadReport:
+        """Without a digest it is the SHA-256 of the source."""
+        staged = _staged(digest or hashlib.sha256(source.encode()).hexdigest())
+        registration = self._store.register(
+            model, DEFAULT_TENANT, name, staged, path=source, task_id=task_id, replace=replace
         )
-        self._cards[model, name] = card
-        return card
+        return LoadReport(
+            **card_fields(registration.version, AdapterState.READY),
+            is_unchanged=registration.is_unchanged,
+            is_dry_run=False,
+            content=CONTENT,
+            seconds={"read": 0.5},
+            canary=CANARY if canary else None,
+        )
 
     def add_tensors(
         self, model: str, task_id: int | None, weights: RequestTensor, config: RequestTensor
@@ -52,7 +100,7 @@ class EchoAdapters:
         """Any tensors are an adapter; its digest is the SHA-256 of their bytes."""
         digest = hashlib.sha256(bytes(weights.view) + bytes(config.view)).hexdigest()
         key = ByDigest(digest) if task_id is None else ByTaskId(task_id)
-        present = next((card for card in self.cards(model) if _matches(card, key)), None)
+        present = self._store.find(AdapterRef(model, DEFAULT_TENANT, key))
         if present is not None:
             name = present.name
         else:
@@ -62,25 +110,45 @@ class EchoAdapters:
             self.add(model, name, source=source, digest=digest, task_id=task_id, replace=True)
         return key
 
-    def card(self, model: str, key: AdapterKey) -> AdapterCard:
-        """Raises AdapterNotFoundError."""
-        for card in self.cards(model):
-            if _matches(card, key):
-                return card
-        ref = AdapterRef(model, "", key)
-        raise AdapterNotFoundError(f"there is no {ref} for model {model!r}", param="adapter")
+    def resolve(self, model: str, key: AdapterKey) -> AdapterVersion:
+        return self._store.resolve(AdapterRef(model, DEFAULT_TENANT, key))
 
-    def remove(self, model: str, key: AdapterKey) -> None:
-        """Raises AdapterNotFoundError."""
-        card = self.card(model, key)
-        del self._cards[card.model, card.name]
+    def remove(self, ref: AdapterRef) -> Unloaded:
+        version = self._store.remove(_ours(ref))
+        asked = ref.key.name if isinstance(ref.key, ByName) else version.name
+        return Unloaded(
+            name=asked, is_alias=asked != version.name, digest=version.digest, num_ended=0
+        )
+
+    def rollback(self, ref: AdapterRef, number: int | None) -> AdapterCard:
+        return card_of(self._store.rollback(_ours(ref), number))
+
+    def pin(self, ref: AdapterRef, number: int | None, *, is_pinned: bool) -> VersionCard:
+        change = self._store.pin if is_pinned else self._store.unpin
+        return version_card(change(_ours(ref), number))
+
+    def alias(self, ref: AdapterRef, alias: str, *, replace: bool) -> AdapterCard:
+        return card_of(self._store.alias(_ours(ref), alias, replace=replace))
+
+    def describe(self, ref: AdapterRef, residency: Mapping[str, Residency]) -> AdapterDetails:
+        history = self._store.history(_ours(ref))
+        version = history[0]
+        aliases = self._store.aliases(DEFAULT_TENANT, ref.model)
+        return AdapterDetails(
+            **card_fields(version, AdapterState.READY),
+            aliases=tuple(sorted(a for a, name in aliases.items() if name == version.name)),
+            residency=residency.get(version.digest, Residency.ABSENT),
+            num_running=0,
+            content=CONTENT,
+            versions=tuple(map(version_card, history)),
+        )
 
 
-def _matches(card: AdapterCard, key: AdapterKey) -> bool:
-    match key:
-        case ByName(name):
-            return card.name == name
-        case ByTaskId(task_id):
-            return card.task_id == task_id
-        case ByDigest(digest):
-            return card.digest == digest
+def _ours(ref: AdapterRef) -> AdapterRef:
+    return AdapterRef(ref.model, DEFAULT_TENANT, ref.key)
+
+
+def _staged(digest: str) -> StagedAdapter:
+    targets = (LoraTarget(0, "q_proj", 8, 64, 64),)
+    source = AdapterSource(digest, f"/normal/{digest}", CONTENT.host_bytes, targets)
+    return StagedAdapter(source=source, dtypes=CONTENT.dtypes, num_tensors=CONTENT.num_tensors)

@@ -9,15 +9,23 @@ front end did is recorded: `requests`, `finished`, `aborted`, `adapter_tensors`.
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from loraplex.adapters.staging import RequestTensor
-from loraplex.core.adapter import AdapterChoice, AdapterKey, AdapterRef, ByName
+from loraplex.core.adapter import (
+    AdapterChoice,
+    AdapterKey,
+    AdapterRef,
+    ByName,
+    LoadPolicy,
+    Residency,
+)
 from loraplex.core.errors import (
     AdapterExistsError,
+    AdapterNotFoundError,
     InvalidRequestError,
     LoraplexError,
     ModelNotFoundError,
@@ -25,24 +33,24 @@ from loraplex.core.errors import (
     PromptTooLongError,
     TokenOutOfVocabularyError,
 )
-from loraplex.core.output import RequestOutput, RequestTiming, ResolvedAdapter
+from loraplex.core.output import RequestOutput, ResolvedAdapter
 from loraplex.core.principal import LOCAL, Principal
-from loraplex.core.request import GenerateRequest, RequestId
+from loraplex.core.request import GenerateRequest, RequestId, check_adapters
 from loraplex.core.stats import EngineStats, StepRecord
-from loraplex.serving.backend import AdapterCard, Health, ModelCard
+from loraplex.serving.adapter_cards import (
+    AdapterCard,
+    AdapterDetails,
+    LoadReport,
+    Unloaded,
+    UnloadMode,
+    VersionCard,
+)
+from loraplex.serving.backend import Health, ModelCard
 from loraplex.testing import echo_tokenizer
 from loraplex.testing.echo_adapters import CREATED, EchoAdapters
-from loraplex.testing.echo_sequence import EchoSequence, echo_answer, echo_logprob
+from loraplex.testing.echo_stream import EchoStream, Fault
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-
-
-class Fault(msgspec.Struct, frozen=True):
-    """An error that the next request meets."""
-
-    error: LoraplexError
-    after_outputs: int | None
-    """None: raised by `await generate(...)`; k: by the iterator, after k outputs."""
 
 
 def echo_chat_prompt(
@@ -70,6 +78,7 @@ def echo_model(name: str, *, max_model_len: int = 4096) -> ModelCard:
         eos_token_id=echo_tokenizer.EOS_TOKEN_ID,
         pad_token_id=echo_tokenizer.PAD_TOKEN_ID,
         dtype="float32",
+        kv_dtype="float32",
     )
 
 
@@ -78,7 +87,8 @@ class EchoBackend:
 
     Public fields may be set and read by a test at any time:
     `delay_seconds` sleeps before every output; `num_cached_tokens` is reported in the timing of
-    every request; `unready_reason` makes health and model_ready say no.
+    every request; `unready_reason` makes health and model_ready say no; `residency` is where the
+    adapters are, by digest.
     """
 
     def __init__(
@@ -91,6 +101,8 @@ class EchoBackend:
         self.delay_seconds = delay_seconds
         self.num_cached_tokens = 0
         self.unready_reason = ""
+        self.residency: dict[str, Residency] = {}
+        self.unload_modes: list[UnloadMode] = []
         self.engine_stats = EngineStats()
         self.step_records: list[StepRecord] = []
         self.requests: list[GenerateRequest] = []
@@ -119,13 +131,16 @@ class EchoBackend:
         path: str | None = None,
         task_id: int | None = None,
         replace: bool = False,
-    ) -> AdapterCard:
+        canary: bool = False,
+    ) -> LoadReport:
         """Register an adapter without awaiting; its digest is the SHA-256 of its path."""
         base = self.model(model if model is not None else next(iter(self._models)))
         if name in self._models:
             raise AdapterExistsError(f"{name!r} is already served", param="name")
         source = path if path is not None else f"/adapters/{name}"
-        return self._adapters.add(base.name, name, source=source, task_id=task_id, replace=replace)
+        return self._adapters.add(
+            base.name, name, source=source, task_id=task_id, replace=replace, canary=canary
+        )
 
     def new_request_id(self) -> RequestId:
         return next(self._request_ids)
@@ -150,19 +165,23 @@ class EchoBackend:
         return self._adapters.cards(model)
 
     def find(self, name: str, principal: Principal) -> tuple[ModelCard, AdapterKey | None]:
+        del principal
         if name in self._models:
             return self._models[name], None
         matches = [
-            card
-            for card in self.adapters(principal)
-            if name in (card.name, f"{card.model}:{card.name}")
+            (model, adapter)
+            for model in self._models
+            for adapter in (name, name.removeprefix(f"{model}:"))
+            if self._adapters.find(model, adapter) is not None
         ]
+        matches = list(dict.fromkeys(matches))
         if not matches:
             raise self._unknown(name)
         if len(matches) > 1:
-            choices = " or ".join(f"{card.model}:{card.name}" for card in matches)
+            choices = " or ".join(f"{model}:{adapter}" for model, adapter in matches)
             raise ModelNotFoundError(f"{name!r} is ambiguous; say {choices}", param="model")
-        return self._models[matches[0].model], ByName(matches[0].name)
+        model, adapter = matches[0]
+        return self._models[model], ByName(adapter)
 
     def render_chat(
         self,
@@ -199,10 +218,11 @@ class EchoBackend:
         if fault is not None and fault.after_outputs is None:
             raise fault.error
         request.sampling.validate()
+        check_adapters(request.adapters)
         prompt_token_ids = self._prompt_token_ids(request)
         if request.adapters and not principal.may_use_adapters:
             raise PermissionDeniedError("this key may not use adapters")
-        adapters = tuple(self._resolve(request.model, choice) for choice in request.adapters)
+        adapters = tuple(self._resolve(request, choice) for choice in request.adapters)
         return EchoStream(self, request, prompt_token_ids, adapters, fault)
 
     async def load_adapter(
@@ -214,11 +234,19 @@ class EchoBackend:
         path: str,
         task_id: int | None = None,
         replace: bool = False,
-    ) -> AdapterCard:
+        dry_run: bool = False,
+        canary: bool = False,
+    ) -> LoadReport:
         _check_may_manage(principal)
         if self._load_faults:
             raise self._load_faults.popleft()
-        return self.register(name, model=model, path=path, task_id=task_id, replace=replace)
+        if dry_run:
+            self._adapters.check_free(model, name, task_id, replace=replace)
+            trial = EchoAdapters().add(model, name, source=path, task_id=task_id, canary=canary)
+            return msgspec.structs.replace(trial, is_dry_run=True)
+        return self.register(
+            name, model=model, path=path, task_id=task_id, replace=replace, canary=canary
+        )
 
     async def add_adapter_tensors(
         self,
@@ -236,9 +264,38 @@ class EchoBackend:
             raise self._load_faults.popleft()
         return self._adapters.add_tensors(self.model(model).name, task_id, weights, config)
 
-    async def unload_adapter(self, principal: Principal, ref: AdapterRef) -> None:
+    async def unload_adapter(
+        self, principal: Principal, ref: AdapterRef, mode: UnloadMode = UnloadMode.DRAIN
+    ) -> Unloaded:
         _check_may_manage(principal)
-        self._adapters.remove(ref.model, ref.key)
+        self.unload_modes.append(mode)
+        return self._adapters.remove(ref)
+
+    async def rollback_adapter(
+        self, principal: Principal, ref: AdapterRef, number: int | None = None
+    ) -> AdapterCard:
+        _check_may_manage(principal)
+        return self._adapters.rollback(ref, number)
+
+    async def pin_adapter(
+        self, principal: Principal, ref: AdapterRef, number: int | None, *, is_pinned: bool
+    ) -> VersionCard:
+        _check_may_manage(principal)
+        return self._adapters.pin(ref, number, is_pinned=is_pinned)
+
+    async def alias_adapter(
+        self, principal: Principal, ref: AdapterRef, alias: str, *, replace: bool = False
+    ) -> AdapterCard:
+        _check_may_manage(principal)
+        return self._adapters.alias(ref, alias, replace=replace)
+
+    async def describe_adapter(self, principal: Principal, ref: AdapterRef) -> AdapterDetails:
+        del principal
+        return self._adapters.describe(ref, self.residency)
+
+    async def adapter_residency(self, model: str) -> Mapping[str, Residency]:
+        self.model(model)
+        return dict(self.residency)
 
     def steps(self, model: str, limit: int) -> Sequence[StepRecord]:
         self.model(model)
@@ -284,97 +341,14 @@ class EchoBackend:
             )
         return token_ids
 
-    def _resolve(self, model: str, choice: AdapterChoice) -> ResolvedAdapter:
-        card = self._adapters.card(model, choice.key)
-        return ResolvedAdapter(card.name, card.digest, choice.scale)
-
-
-class EchoStream(AsyncIterator[RequestOutput]):
-    """The outputs of one request. Closed or cancelled before its end, it counts as aborted."""
-
-    def __init__(
-        self,
-        backend: EchoBackend,
-        request: GenerateRequest,
-        prompt_token_ids: tuple[int, ...],
-        adapters: tuple[ResolvedAdapter, ...],
-        fault: Fault | None,
-    ) -> None:
-        self._backend = backend
-        self._request = request
-        self._prompt_token_ids = prompt_token_ids
-        self._adapters = adapters
-        self._fault = fault
-        self._is_over = False
-        self._outputs = self._run()
-
-    async def __anext__(self) -> RequestOutput:
-        return await anext(self._outputs)
-
-    async def aclose(self) -> None:
-        """Abort, unless the request is over."""
-        self._end(self._backend.aborted)
-        await self._outputs.aclose()
-
-    def _end(self, record: list[RequestId]) -> None:
-        if not self._is_over:
-            self._is_over = True
-            record.append(self._request.request_id)
-
-    async def _run(self) -> AsyncGenerator[RequestOutput, None]:
-        sequences = self._sequences()
-        try:
-            for num_outputs in itertools.count():
-                if self._fault is not None and self._fault.after_outputs == num_outputs:
-                    self._end(self._backend.finished)
-                    raise self._fault.error
-                await asyncio.sleep(self._backend.delay_seconds)
-                output = self._step(sequences, is_first=num_outputs == 0)
-                if output.finished:
-                    self._end(self._backend.finished)
-                yield output
-                if output.finished:
-                    return
-        finally:
-            self._end(self._backend.aborted)
-
-    def _sequences(self) -> list[EchoSequence]:
-        request = self._request
-        prompt = echo_tokenizer.decode(self._prompt_token_ids)
-        names = [adapter.name for adapter in self._adapters]
-        room = self._backend.model(request.model).max_model_len - len(self._prompt_token_ids)
-        return [
-            EchoSequence(
-                index, echo_answer(request.model, names, prompt, index), request.sampling, room
+    def _resolve(self, request: GenerateRequest, choice: AdapterChoice) -> ResolvedAdapter:
+        version = self._adapters.resolve(request.model, choice.key)
+        if request.load_policy is LoadPolicy.NEVER and version.digest not in self.residency:
+            raise AdapterNotFoundError(
+                f"the adapter {version.digest[:12]} was not in cache and load_lora_weights is set "
+                "to never: send auto, and it is loaded"
             )
-            for index in range(request.sampling.n)
-        ]
-
-    def _step(self, sequences: Sequence[EchoSequence], *, is_first: bool) -> RequestOutput:
-        running = [sequence for sequence in sequences if not sequence.is_finished]
-        outputs = tuple(sequence.step() for sequence in running)
-        is_last = all(sequence.is_finished for sequence in sequences)
-        return RequestOutput(
-            request_id=self._request.request_id,
-            client_request_id=self._request.client_request_id,
-            model=self._request.model,
-            adapters=self._adapters,
-            prompt_token_ids=self._prompt_token_ids,
-            sequences=outputs,
-            num_output_tokens=sum(sequence.num_tokens for sequence in sequences),
-            finished=is_last,
-            prompt_logprobs=self._prompt_logprobs() if is_first else None,
-            timing=self._timing() if is_last else None,
-        )
-
-    def _prompt_logprobs(self) -> tuple[Any, ...] | None:
-        num_top = self._request.sampling.prompt_logprobs
-        if num_top is None:
-            return None
-        return (None, *(echo_logprob(token_id, num_top) for token_id in self._prompt_token_ids[1:]))
-
-    def _timing(self) -> RequestTiming:
-        return RequestTiming(arrival_ns=0, num_cached_tokens=self._backend.num_cached_tokens)
+        return ResolvedAdapter(version.name, version.digest, choice.scale)
 
 
 def _check_may_manage(principal: Principal) -> None:

@@ -14,6 +14,7 @@ class FakeLoad:
 
     handle: AdapterHandle
     error: ErrorInfo | None = None
+    load_ns: int = 0
 
 
 class FakeLoader:

@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 from safetensors.torch import save_file
 
-from loraplex.models.parameters import allocate_parameters, checkpoint_tensors
+from loraplex.models.parameters import checkpoint_shapes
 from loraplex.models.registry import read_config
 
 _CONFIG: Final = {
@@ -30,11 +30,10 @@ class TinyCheckpoint:
         self.folder = folder
         (folder / "config.json").write_text(json.dumps(_CONFIG | changes))
         self.config = read_config(folder)
-        places = allocate_parameters(self.config, torch.float32, torch.device("meta"))
         generator = torch.Generator().manual_seed(seed)
         self.tensors = {
-            name: torch.randn(place.shape, generator=generator)
-            for name, place in checkpoint_tensors(places, self.config).items()
+            name: torch.randn(shape, generator=generator)
+            for name, shape in checkpoint_shapes(self.config).items()
         }
 
     def save(self) -> Path:

@@ -1,5 +1,6 @@
 """Exports: what comes back is what went in, bit for bit where the format can hold it."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -181,14 +182,26 @@ class TestRefusals:
         assert "model.layers.1.self_attn.c_proj" in raised.value.message
         assert "q_proj," not in raised.value.message
 
-    @pytest.mark.parametrize(
-        "change", [{"kind": RowKind.MAGNITUDE}, {"expert": 3}, {"origin": "lm_head"}]
-    )
-    def test_rows_that_are_no_lora_of_a_linear_layer(self, change):
-        row = lora("q_proj", **change)
-        for export in (peft_tensors, peft_config, lambda r: lora_tensors(r, StorageType.FLOAT16)):
-            with pytest.raises(UnsupportedFeatureError, match="is not LoRA of a linear layer"):
-                export([row])
+    @pytest.mark.parametrize("change", [{"kind": RowKind.MAGNITUDE}, {"expert": 3}])
+    def test_every_row_that_is_no_plain_lora_is_named(self, change):
+        rows = [lora("q_proj"), lora("k_proj", **change), lora("v_proj", **change)]
+        with pytest.raises(UnsupportedFeatureError) as raised:
+            lora_tensors(rows, StorageType.FLOAT16)
+        for name in ("k_proj", "v_proj"):
+            assert f"self_attn.{name} (" in raised.value.message
+        assert "q_proj" not in raised.value.message
+
+    def test_a_bias_of_lora_b_is_never_dropped(self):
+        row = lora("q_proj")
+        bias = RawTensor("F32", (12,), bytes(48))
+        biased = dataclasses.replace(row, tensors={**row.tensors, "bias": bias})
+        with pytest.raises(UnsupportedFeatureError, match="a, b, bias"):
+            lora_tensors([biased], StorageType.FLOAT16)
+
+    def test_peft_has_no_experts_here(self):
+        for export in (peft_tensors, peft_config):
+            with pytest.raises(UnsupportedFeatureError, match="expert 3"):
+                export([lora("q_proj", expert=3)])
 
     def test_two_rows_for_one_place(self):
         rows = [lora("o_proj"), lora("dense", shape=(8, 8), origin="layers.0.self_attn.dense")]

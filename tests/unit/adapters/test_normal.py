@@ -9,14 +9,11 @@ from loraplex.adapters.normal import (
     NormalRow,
     RowKind,
     digest,
-    lora_target,
     normal_path,
     read_normal,
-    source_of,
     write_normal,
 )
 from loraplex.adapters.tensor_file import RawTensor
-from loraplex.core.adapter import LoraTarget
 from loraplex.core.errors import InvalidAdapterError
 
 
@@ -101,24 +98,6 @@ def test_every_tensor_in_a_file_lies_aligned(tmp_path):
         for tensor in got.tensors.values():
             address = np.frombuffer(tensor.data, np.uint8).ctypes.data
             assert address % tensor.item_bytes == 0
-
-
-def test_the_source_lists_sorted_targets_and_counts_tensor_bytes(tmp_path):
-    source = source_of("d" * 64, tmp_path / "x", ROWS)
-    assert source.targets == (
-        LoraTarget(0, "q_proj", 1, 4, 6),
-        LoraTarget(0, "v_proj", 3, 4, 6),
-        LoraTarget(1, "q_proj", 2, 4, 6),
-    )
-    assert source.num_bytes == (1 * 4 + 3 * 2 + 2 * 4) * 10
-
-
-@pytest.mark.parametrize(
-    "change", [{"layer": None}, {"expert": 1}, {"kind": RowKind.BIAS}], ids=str
-)
-def test_a_row_that_cannot_be_applied_has_no_target(change):
-    with pytest.raises(InvalidAdapterError):
-        lora_target(dataclasses.replace(ROWS[0], **change))
 
 
 def test_another_file_is_not_a_normal_file(tmp_path):

@@ -19,6 +19,7 @@ PATHS = [
     for layer in (0, 1, 10, 11)
     for module in ("self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj")
 ]
+ENDS = ["model.embed_tokens", "lm_head"]
 
 
 def test_what_peft_saves_is_understood(tmp_path):
@@ -69,6 +70,12 @@ TARGETS = [
     {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": "layers"},
     {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": ["h", "layers"]},
     {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": "h"},
+    {"target_modules": ["q_proj", "lm_head"]},
+    {"target_modules": ["embed_tokens"]},
+    {"target_modules": ".*"},
+    {"target_modules": ["q_proj", "k_proj"], "modules_to_save": ["k_proj"]},
+    {"target_modules": ".*", "modules_to_save": ["lm_head"]},
+    {"target_modules": ["q_proj", "embed_tokens"], "layers_to_transform": [1]},
 ]
 
 
@@ -76,7 +83,7 @@ TARGETS = [
 def test_targets_are_those_of_peft(targets):
     ours = parse(**targets)
     theirs = LoraConfig(**targets)
-    for path in PATHS:
+    for path in PATHS + ENDS:
         found = check_target_module_exists(theirs, path)
         expected = bool(found) and "Excluded" not in type(found).__name__
         assert ours.targets(path) == expected, path
@@ -87,17 +94,50 @@ def test_all_linear_and_nothing_said_target_everything(all_of_them):
     assert all(parse(**all_of_them).targets(path) for path in PATHS)
 
 
+def test_all_linear_leaves_out_the_output_layer_as_peft_does():
+    config = parse(target_modules="all-linear")
+    assert not any(config.targets(path) for path in ENDS)
+
+
+@pytest.mark.parametrize(
+    ("names", "saved"),
+    [
+        (["lm_head"], {"lm_head"}),
+        (["norm"], {"model.norm", "model.layers.0.input_layernorm"}),
+        (["input_layernorm"], {"model.layers.0.input_layernorm"}),
+        ([], set()),
+    ],
+)
+def test_a_copy_is_named_by_the_end_of_its_path(names, saved):
+    paths = ["lm_head", "model.embed_tokens", "model.norm", "model.layers.0.input_layernorm"]
+    config = parse(modules_to_save=names)
+    assert {path for path in paths if config.saves(path)} == saved
+
+
+def test_ensured_ties_make_the_embedding_and_the_output_layer_one():
+    targeted = parse(target_modules=["embed_tokens"], ensure_weight_tying=True)
+    assert all(targeted.targets(path) for path in ENDS)
+    copied = parse(modules_to_save=["lm_head"], ensure_weight_tying=True)
+    assert all(copied.saves(path) for path in ENDS)
+
+
+def test_trained_tokens_of_a_list_are_of_the_embedding():
+    of_list = parse(trainable_token_indices=[4, 2])
+    assert (of_list.token_indices("embed_tokens"), of_list.token_indices("lm_head")) == ([4, 2], [])
+    both = parse(trainable_token_indices={"model.embed_tokens": [1], "lm_head": [0, 5]})
+    assert (both.token_indices("embed_tokens"), both.token_indices("lm_head")) == ([1], [0, 5])
+    assert both.modules_with_tokens == ["embed_tokens", "lm_head"]
+
+
+OTHER_METHODS = ("VERA", "LOHA", "LOKR", "OFT", "BOFT", "ADALORA", "IA3", "PROMPT_TUNING", "XLORA")
+
+
 @pytest.mark.parametrize(
     "feature",
     [
         {"peft_type": "IA3"},
         {"peft_type": None},
-        {"use_dora": True},
-        {"lora_bias": True},
-        {"bias": "all"},
-        {"modules_to_save": ["lm_head"]},
-        {"fan_in_fan_out": True},
-        {"trainable_token_indices": [1]},
+        *({"peft_type": name} for name in OTHER_METHODS),
         {"megatron_config": {"a": 1}},
         {"layer_replication": [[0, 4]]},
         {"target_parameters": ["w"]},
@@ -109,6 +149,11 @@ def test_all_linear_and_nothing_said_target_everything(all_of_them):
         {"init_lora_weights": "corda"},
         {"init_lora_weights": "loftq"},
         {"init_lora_weights": "lora_ga"},
+        {"init_lora_weights": "of_tomorrow"},
+        {"init_lora_weights": 3},
+        {"trainable_token_indices": {"wte": [1]}},
+        {"use_bdlora": {"nblocks": 2}},
+        {"arrow_config": {"top_k": 2}},
         {"some_future_feature": 3},
     ],
     ids=str,
@@ -125,6 +170,8 @@ def test_what_is_not_served_is_refused_by_name(feature):
         {"bias": "none", "use_dora": False, "modules_to_save": None, "layer_replication": []},
         {"init_lora_weights": True},
         {"init_lora_weights": "gaussian"},
+        {"init_lora_weights": "orthogonal"},
+        {"fan_in_fan_out": True},
         {"init_lora_weights": "eva", "eva_config": {"rho": 2.0}},
         {"lora_dropout": 0.1, "inference_mode": True, "task_type": "CAUSAL_LM", "revision": "x"},
         {"some_future_feature": None, "another": False, "third": {}},
@@ -148,6 +195,11 @@ def test_what_changes_nothing_is_accepted(harmless):
         ({"target_modules": "(q"}, "regular expression"),
         ({"layers_pattern": ["("]}, "regular expression"),
         ({"target_modules": 3}, "target_modules"),
+        ({"bias": "some"}, "none, all, lora_only"),
+        ({"use_dora": True, "lora_bias": True}, "exclude each other"),
+        ({"trainable_token_indices": [3, 3]}, "different token ids"),
+        ({"trainable_token_indices": {"lm_head": [-1]}}, "lm_head must be different"),
+        ({"modules_to_save": "lm_head"}, "modules_to_save"),
     ],
 )
 def test_a_bad_value_is_named(bad, named):

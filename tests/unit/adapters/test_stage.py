@@ -225,7 +225,9 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("change", "error"),
         [
-            ({"use_dora": True}, UnsupportedFeatureError),
+            ({"use_dora": True}, InvalidAdapterError),
+            ({"use_qalora": True}, UnsupportedFeatureError),
+            ({"bias": "sometimes"}, InvalidAdapterError),
             ({"r": 3}, InvalidAdapterError),
             ({"target_modules": ["v_proj"]}, InvalidAdapterError),
         ],

@@ -5,7 +5,8 @@ import shutil
 
 import pytest
 
-from loraplex.app.builder import build_service, with_local_paths
+from loraplex.app.builder import build_service
+from loraplex.app.launch import with_local_paths
 from loraplex.core.config import Config, ModelConfig, ServerConfig
 from loraplex.core.errors import ConfigError, UnsupportedModelError
 from loraplex.serving.request_metrics import RequestMetrics
@@ -24,7 +25,7 @@ def folder(tmp_path):
 def build(folder, tmp_path):
     def build_with(**fields):
         config = Config(
-            server=ServerConfig(state_dir=str(tmp_path / "state")),
+            server=ServerConfig(state_dir=str(tmp_path / "state"), persist_adapters=False),
             models={"m": ModelConfig(path=str(folder), **fields)},
         )
         return build_service(config, lambda model: fake_engine_thread(), RequestMetrics())
@@ -56,6 +57,14 @@ def test_the_card(build, folder):
 def test_the_dtype(build, folder, checkpoint, asked, told):
     change(folder, "config.json", dtype=checkpoint)
     assert build(dtype=asked).model("m").dtype == told
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [({}, "bfloat16"), ({"dtype": "float32"}, "float32"), ({"kv_dtype": "int8"}, "int8")],
+)
+def test_the_kv_dtype(build, asked, told):
+    assert build(**asked).model("m").kv_dtype == told
 
 
 def test_the_end_token_may_be_the_tokenizers(build, folder):
@@ -97,7 +106,29 @@ def test_an_unknown_architecture_names_the_known_ones(build, folder):
 
 def test_local_paths(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     config = Config(models={"m": ModelConfig(path="~/model", block_size=8)})
-    assert with_local_paths(config).models["m"] == ModelConfig(path=str(folder), block_size=8)
+    assert with_local_paths(config).models["m"] == ModelConfig(
+        path=str(folder),
+        block_size=8,
+        weights_cache_dir=str(tmp_path / ".cache" / "loraplex" / "weights"),
+    )
     with pytest.raises(ConfigError, match="no folder /nowhere/at/all"):
         with_local_paths(Config(models={"m": ModelConfig(path="/nowhere/at/all")}))
+
+
+async def test_a_service_holds_its_state_directory(folder, tmp_path):
+    def build_persistent(folder=folder):
+        config = Config(
+            server=ServerConfig(state_dir=str(tmp_path / "state")),
+            models={"m": ModelConfig(path=str(folder))},
+        )
+        return build_service(config, lambda model: fake_engine_thread(), RequestMetrics())
+
+    with pytest.raises(ConfigError):
+        build_persistent(tmp_path)  # no model there: and the state directory is free again
+    service = build_persistent()
+    with pytest.raises(ConfigError, match="in use by another server"):
+        build_persistent()
+    await service.close()
+    await build_persistent().close()

@@ -8,7 +8,7 @@ import socket
 import msgspec
 import pytest
 
-from loraplex.app import server as app_server
+from loraplex.app.launch import EngineLauncher
 from loraplex.app.server import Server, bind, unless
 from loraplex.core.config import Config, ModelConfig, ServerConfig
 from loraplex.core.errors import ConfigError
@@ -24,10 +24,10 @@ LONG = {"model": "m", "prompt": "x", "max_tokens": 1000, "ignore_eos": True}
 class Running:
     """A Server in the test's own loop. What it said is in `lines`."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, launch: EngineLauncher) -> None:
         self.lines: list[str] = []
         self.config = config
-        self.server = Server(config, self.lines.append)
+        self.server = Server(config, launch, self.lines.append)
         self.task = asyncio.create_task(self.server.run())
 
     async def until_ready(self) -> None:
@@ -57,22 +57,19 @@ class Running:
 
 
 @pytest.fixture
-async def run(monkeypatch, tmp_path):
+async def run(tmp_path):
     """A function (engine settings, **server settings) -> Running; all are stopped at the end."""
     servers: list[Running] = []
 
     def start(settings: FakeEngineSettings | None = None, **fields) -> Running:
         settings = msgspec.structs.replace(settings or FakeEngineSettings(), capacity=CAPACITY)
-        monkeypatch.setattr(
-            app_server, "engine_process", lambda model: fake_engine_thread(settings)
-        )
         http_port, grpc_port, metrics_port = free_ports(3)
         ports = {"http_port": http_port, "grpc_port": grpc_port, "metrics_port": metrics_port}
         config = Config(
             server=ServerConfig(**(ports | {"state_dir": str(tmp_path)} | fields)),
             models={"m": ModelConfig(path=str(BASE_PATH))},
         )
-        servers.append(Running(config))
+        servers.append(Running(config, lambda model: fake_engine_thread(settings)))
         return servers[-1]
 
     yield start

@@ -4,8 +4,10 @@ import json
 import pytest
 from starlette.responses import JSONResponse, PlainTextResponse
 
+from loraplex.bench.arrivals import Burst, ClosedLoop, Poisson
 from loraplex.bench.client import Target, discover, run
-from loraplex.bench.workload import BaseOnly, Burst, ClosedLoop, Lengths, Poisson, generate
+from loraplex.bench.popularity import BaseOnly
+from loraplex.bench.workload import Lengths, generate
 from loraplex.core.errors import AdapterLoadError, ConfigError, QueueFullError
 from loraplex.testing.served import served
 

@@ -3,7 +3,9 @@ import subprocess
 import msgspec
 import pytest
 
+from loraplex.bench.arrivals import ClosedLoop
 from loraplex.bench.machine import Code, Machine, this_code, this_machine
+from loraplex.bench.popularity import BaseOnly, Identical
 from loraplex.bench.report import (
     Report,
     Served,
@@ -14,7 +16,7 @@ from loraplex.bench.report import (
 )
 from loraplex.bench.settings import Settings
 from loraplex.bench.statistics import Ratio, RequestRecord, median_of_runs, summarize
-from loraplex.bench.workload import BaseOnly, ClosedLoop, Identical, Lengths
+from loraplex.bench.workload import Lengths
 from loraplex.core.errors import ConfigError
 from loraplex.core.version import __version__
 

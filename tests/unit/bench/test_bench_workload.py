@@ -6,17 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loraplex.bench.arrivals import Burst, ClosedLoop, Poisson
+from loraplex.bench.popularity import BaseOnly, Distinct, Identical, Uniform, Zipf
 from loraplex.bench.workload import (
-    BaseOnly,
-    Burst,
-    ClosedLoop,
-    Distinct,
-    Identical,
     Lengths,
-    Poisson,
-    Uniform,
     Workload,
-    Zipf,
     generate,
     parse_arrivals,
     parse_lengths,

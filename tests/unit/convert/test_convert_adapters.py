@@ -134,12 +134,15 @@ class TestConvertLora:
     def test_what_cannot_be_converted_is_named_and_nothing_is_written(self, folder, tmp_path):
         extra = {
             f"{PREFIX}.0.self_attn.q_proj.lora_magnitude_vector": np.zeros(12, "f4"),
+            f"{PREFIX}.11.mlp.up_proj.lora_magnitude_vector": np.zeros(10, "f4"),
             "base_model.model.lm_head.weight": np.zeros((2, 2), "f4"),
         }
-        result = run("convert-lora", "-i", folder(extra=extra), "-o", tmp_path / "out")
+        config = {"r": 2, "lora_alpha": 6, "rank_pattern": {"up_proj": 4}, "use_dora": True}
+        result = run("convert-lora", "-i", folder(config, extra=extra), "-o", tmp_path / "out")
         assert result.exit_code == 1
         for name in extra:
-            assert name in result.output
+            path = name.removeprefix("base_model.model.").rpartition(".")[0]
+            assert path in result.output
         assert not (tmp_path / "out").exists()
 
     def test_nothing_is_overwritten_unasked(self, folder, tmp_path):

@@ -214,3 +214,36 @@ def test_an_idle_engine_ends_by_deadline_what_waits_for_a_load(fakes):
     request_id = fakes.add([1], "a", timeout_ns=5 * MILLISECOND_NS)
     fakes.run()
     assert fakes.answers[request_id].error_code == "deadline_exceeded"
+
+
+def test_an_adapter_that_is_to_be_forgotten_leaves_after_its_last_request():
+    fake = FakeEngine()
+    fake.register("d")
+    request_id = fake.add((1, 2, 3), "d", max_tokens=4)
+    fake.step(3)
+    fake.engine.forget_adapter("d")
+    fake.engine.forget_adapter("never known")
+    assert fake.engine.residency() == {"d": "device"}
+    fake.run()
+    assert fake.tokens(request_id) == fake.alone(request_id)
+    assert fake.engine.residency() == {}
+
+
+def test_an_adapter_that_is_registered_again_meanwhile_stays():
+    fake = FakeEngine()
+    fake.register("d")
+    fake.add((1, 2, 3), "d", max_tokens=4)
+    fake.step(3)
+    fake.engine.forget_adapter("d")
+    fake.register("d")
+    fake.run()
+    assert fake.engine.residency() == {"d": "device"}
+
+
+def test_a_preload_of_an_adapter_that_was_forgotten_is_dropped():
+    fake = FakeEngine()
+    fake.register("d")
+    fake.engine.preload("d")
+    fake.engine.forget_adapter("d")
+    fake.run()
+    assert fake.engine.residency() == {}

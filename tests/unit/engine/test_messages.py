@@ -6,7 +6,7 @@ import typing
 import msgspec
 import pytest
 
-from loraplex.core.adapter import AdapterSource, AdapterUse, LoraTarget
+from loraplex.core.adapter import AdapterSource, AdapterUse, LoraTarget, Residency
 from loraplex.core.errors import ErrorInfo
 from loraplex.core.output import (
     EngineOutput,
@@ -33,14 +33,17 @@ from loraplex.engine.messages import (
     AbortRequest,
     AdapterRejected,
     AddRequest,
+    AskResidency,
     EngineCommand,
     EngineEvent,
     EngineFailed,
     EngineReady,
     PreloadAdapter,
     RegisterAdapter,
+    ResidencyTold,
     Shutdown,
     StepDone,
+    UnregisterAdapter,
     decode_command,
     decode_event,
     encode,
@@ -79,6 +82,7 @@ REQUEST = EngineRequest(
     priority=-(2**63),
     arrival_ns=2**62,
     deadline_ns=2**62 + 1,
+    requires_resident=True,
 )
 SOURCE = AdapterSource("ab" * 32, "/state/normal/ab", 2**40, (LoraTarget(0, "q_proj", 8, 64, 32),))
 LOGPROB = TokenLogprob(7, -0.25, 1, ((7, -0.25), (8, -math.inf)))
@@ -87,6 +91,8 @@ COMMANDS = [
     AbortRequest(UINT64),
     AbortRequest(1, 0),
     RegisterAdapter(SOURCE),
+    UnregisterAdapter("ab" * 32),
+    AskResidency(UINT64),
     PreloadAdapter("ab" * 32),
     Shutdown(),
 ]
@@ -112,6 +118,7 @@ EVENTS = [
         EngineStats(steps=UINT64, adapters=AdapterTierStats(host_bytes_used=2**40)),
         StepRecord(*range(15), request_ids=(UINT64, 0)),
     ),
+    ResidencyTold(UINT64, {"ab" * 32: Residency.DEVICE, "cd" * 32: Residency.LOADING}),
     AdapterRejected("ab" * 32, ErrorInfo("adapter_too_large", "17 pages")),
 ]
 

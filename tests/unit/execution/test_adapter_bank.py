@@ -47,7 +47,7 @@ def pages_of(host: HostAdapter) -> int:
 
 def delta(bank: AdapterBank, rows, x, layer, module) -> torch.Tensor:
     y = torch.zeros(x.shape[0], SHAPES[module][1])
-    batch = bank.lora_batch(rows)
+    batch = bank.lora_batch(tuple(rows))
     if batch is not None:
         add_lora(y, x, batch, layer, (module,), (0,))
     return y
@@ -115,11 +115,31 @@ def test_rows_are_grouped_by_adapter_with_their_own_scales():
     bank = make_bank()
     bank.copy(1, host_adapter(RANKS, 1), (0, 3))
     bank.copy(2, host_adapter(RANKS, 2), (2, 1))
-    batch = bank.lora_batch([(2, ((2, 0.5),)), (1, ()), (3, ((1, 1.0),)), (1, ((2, 2.0),))])
+    batch = bank.lora_batch(((2, ((2, 0.5),)), (1, ()), (3, ((1, 1.0),)), (1, ((2, 2.0),))))
     assert batch is not None
-    assert [group.token_indices.tolist() for group in batch.groups] == [[0, 1, 6], [3, 4, 5]]
-    assert [group.token_scales.tolist() for group in batch.groups] == [[0.5, 0.5, 2.0], [1.0] * 3]
-    assert len({group.entry for group in batch.groups}) == 2
+    groups = {tuple(group.token_indices.tolist()): group for group in batch.groups()}
+    assert groups.keys() == {(0, 1, 6), (3, 4, 5)}
+    assert groups[0, 1, 6].token_scales.tolist() == [0.5, 0.5, 2.0]
+    assert groups[3, 4, 5].token_scales.tolist() == [1.0, 1.0, 1.0]
+    assert len({group.entry for group in groups.values()}) == 2
+
+
+def test_the_next_step_of_the_same_rows_has_the_same_batch_until_an_adapter_is_copied():
+    bank = make_bank()
+    bank.copy(1, host_adapter(RANKS, 1), (0, 3))
+    rows = ((1, ((1, 0.5),)), (1, ()))
+    batch = bank.lora_batch(rows)
+    assert bank.lora_batch(((1, ((1, 0.5),)), (1, ()))) is batch
+    assert bank.lora_batch(((1, ((1, 0.25),)), (1, ()))) is not batch
+    bank.copy(2, host_adapter(RANKS, 2), (1, 2))
+    newer = host_adapter(RANKS, 3)
+    assert bank.lora_batch(rows) is not batch
+    bank.copy(1, newer, (4, 5))
+    assert_applies(bank, 1, newer)
+    bank.copy(3, host_adapter(RANKS, 4), (5, 0))
+    assert not bank.holds(1)
+    with pytest.raises(KeyError):
+        bank.lora_batch(((4, ((1, 1.0),)),))
 
 
 def test_the_adapters_of_a_row_add_up_in_the_row_s_own_order():
@@ -138,7 +158,7 @@ def test_the_adapters_of_a_row_add_up_in_the_row_s_own_order():
     assert torch.equal(alone, got[2:])
 
 
-@pytest.mark.parametrize("rows", [[], [(3, ())], [(1, ((1, 0.0),))], [(0, ((1, 1.0),))]])
+@pytest.mark.parametrize("rows", [(), ((3, ()),), ((1, ((1, 0.0),)),), ((0, ((1, 1.0),)),)])
 def test_rows_without_an_adapter_give_no_batch(rows):
     bank = make_bank()
     bank.copy(1, host_adapter(RANKS, 1), (0, 3))
@@ -169,7 +189,7 @@ def test_the_pool_is_allocated_once():
     bank = make_bank(num_pages=6)
     assert bank.num_bytes == 6 * GEOMETRY.page_elements * 4
     bank.copy(1, host_adapter(RANKS), (0, 1))
-    batch = bank.lora_batch([(1, ((1, 1.0),))])
+    batch = bank.lora_batch(((1, ((1, 1.0),)),))
     assert batch is not None
     assert batch.pool.nbytes == bank.num_bytes
     assert batch.table.ranks.dtype == np.int32

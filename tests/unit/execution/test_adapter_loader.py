@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from loraplex.adapters.normal import NormalRow, RowKind, digest, source_of, write_normal
+from loraplex.adapters.normal import NormalRow, RowKind, digest, write_normal
+from loraplex.adapters.shapes import BaseShapes
+from loraplex.adapters.targets import source_of
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.adapter import AdapterSource
 from loraplex.engine.runner import AdapterLoader
@@ -24,7 +26,7 @@ def staged(folder, seed=0) -> AdapterSource:
         rows.append(NormalRow(layer, "q_proj", None, RowKind.LORA, 0.5 + layer, tensors))
     path = folder / f"{seed}.safetensors"
     write_normal(rows, digest(rows), path)
-    return source_of(digest(rows), path, rows)
+    return source_of(digest(rows), path, rows, BaseShapes(2, {}), 64)
 
 
 @pytest.fixture

@@ -81,3 +81,32 @@ def test_a_plan_that_forgot_a_block_is_refused(batch: InputBatch) -> None:
 def test_a_taken_slot_is_refused(batch: InputBatch) -> None:
     with pytest.raises(AssertionError, match="slot 5 is taken"):
         batch.add_row(added(5))
+
+
+def test_rows_that_decode_move_on_and_take_blocks(batch: InputBatch) -> None:
+    prompts = [RowStep(5, 0, 3, new_block_ids=((7,),)), RowStep(2, 0, 7, new_block_ids=((3, 9),))]
+    batch.forward_batch(prompts, [range(3), range(7)], None)
+    forwards = []
+    for moved in range(3):
+        steps = [
+            RowStep(5, 3 + moved, 1, new_block_ids=((8,) if moved == 1 else (),)),
+            RowStep(2, 7 + moved, 1, new_block_ids=((1,) if moved == 1 else (),)),
+        ]
+        forwards.append(batch.forward_batch(steps, [[moved], [10 + moved]], None))
+    assert [f.positions.tolist() for f in forwards] == [[3, 7], [4, 8], [5, 9]]
+    assert [f.slot_mapping.tolist() for f in forwards] == [[31, 39], [32, 4], [33, 5]]
+    assert [f.rows.seq_lens for f in forwards] == [[4, 8], [5, 9], [6, 10]]
+    assert [f.token_ids.tolist() for f in forwards] == [[0, 10], [1, 11], [2, 12]]
+    assert forwards[0].rows.block_tables[:, :2].tolist() == [[7, 0], [3, 9]]
+    assert forwards[2].rows.block_tables.tolist() == [[7, 8, 0], [3, 9, 1]]
+    assert all(f.logits_indices.tolist() == [0, 1] for f in forwards)
+
+
+def test_a_row_that_takes_the_slot_of_one_that_decoded_has_its_own_blocks(
+    batch: InputBatch,
+) -> None:
+    batch.forward_batch([RowStep(5, 0, 1, new_block_ids=((7,),))], [[1]], None)
+    batch.remove_row(5)
+    batch.add_row(added(5))
+    forward = batch.forward_batch([RowStep(5, 0, 1, new_block_ids=((3,),))], [[1]], None)
+    assert forward.slot_mapping.tolist() == [12]

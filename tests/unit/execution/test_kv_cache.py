@@ -1,13 +1,20 @@
 """Block copies, and the arithmetic of a block."""
 
+import itertools
+
+import pytest
 import torch
 
 from loraplex.core.plan import BlockCopy
 from loraplex.execution.kv_cache import KVCache, block_bytes
 from loraplex.kernels.dispatch import select_kernels
-from loraplex.kernels.ops import AttentionShape
+from loraplex.kernels.ops import AttentionShape, Kernels, RowLayout
+from loraplex.kernels.reference import ReferenceKernels
 
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8, block_size=4)
+
+
+CPU = torch.device("cpu")
 
 
 def make_cache(num_blocks: int = 5) -> KVCache:
@@ -39,3 +46,25 @@ def test_nothing_to_copy() -> None:
     cache.storages[0].key.fill_(1)
     cache.copy_blocks([])
     assert (cache.storages[0].key == 1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("kernels", [select_kernels(CPU), ReferenceKernels(CPU)], ids=["", "torch"])
+def test_a_copied_block_is_read_as_the_original(kernels: Kernels, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    cache = KVCache(5, 2, SHAPE, dtype, kernels)
+    assert cache.num_bytes == 5 * block_bytes(2, SHAPE, dtype)
+    key, value = torch.randn(2, 4, SHAPE.num_kv_heads, SHAPE.head_dim)
+    query = torch.randn(4, SHAPE.num_heads, SHAPE.head_dim)
+    for storage in cache.storages:
+        kernels.write_kv(storage, key, value, torch.arange(4, 8))
+    cache.copy_blocks([BlockCopy(0, 1, 3)])
+
+    def attended(layer: int, block: int) -> torch.Tensor:
+        rows = RowLayout([0, 4], [4], torch.tensor([[block]]))
+        plan = kernels.plan_attention(rows, SHAPE, None)
+        return kernels.paged_attention(query, cache.storages[layer], plan)
+
+    for layer, block in itertools.product(range(2), (1, 3)):
+        assert torch.equal(attended(layer, block), attended(0, 1))
+    assert not torch.equal(attended(0, 2), attended(0, 1))

@@ -20,8 +20,11 @@ from loraplex.core.plan import (
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.engine.runner import Runner
 from loraplex.execution.host_adapters import HostAdapter, HostAdapters, HostWeight
-from loraplex.execution.loading import load_runner
+from loraplex.execution.loading import load_parts, load_runner
+from loraplex.execution.model_runner import ModelRunner
 from loraplex.execution.sizing import RunnerSettings
+from loraplex.kernels.native.backend import NativeKernels
+from loraplex.testing.step_driver import Prompt, StepDriver
 from loraplex.testing.tiny_model import TinyCheckpoint
 
 BLOCK_SIZE = 4
@@ -194,3 +197,20 @@ def test_a_step_that_fails_is_raised_by_wait_and_the_next_one_runs(runner: Runne
         handle.wait()
     assert answer_alone(runner, (1, 2)).logprob <= 0
     runner.close()
+
+
+def test_steps_that_decode_are_repeated_as_programs(
+    tiny_checkpoint: TinyCheckpoint, host_adapters: HostAdapters
+) -> None:
+    """Every op of such a step can be in a program, or Python would call them one by one again."""
+    parts = load_parts(tiny_checkpoint.save(), SETTINGS, host_adapters)
+    kernels = parts.decoder._kernels
+    if not isinstance(kernels, NativeKernels):
+        pytest.skip("the native kernels are not built")
+    driver = StepDriver(ModelRunner(parts))
+    driver.load(HANDLE, 1)
+    driver.generate([Prompt((5, 6), ((HANDLE, 1.0),)), Prompt((7,))], 4)
+    driver.generate([Prompt((5, 6))], 4)
+    programs = kernels._programs
+    assert len(programs) == 2
+    assert all(program is not None for program in programs.values())

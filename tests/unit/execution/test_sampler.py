@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from loraplex.core.plan import LogitsNeeded, RowAdded, RowStep
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.execution.sampler import Sampler, num_logits_rows
+from loraplex.kernels.dispatch import select_kernels
 
 VOCAB = 8
 GREEDY = SamplingParams(temperature=0.0)
@@ -288,6 +289,47 @@ def test_a_row_s_token_does_not_depend_on_its_company(params, seed):
         alone = make_sampler(40)
         alone.add_row(added)
         assert alone.sample(logits[slot : slot + 1], [steps[slot]]) == [results[slot]]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_backend_chooses_the_reference_s_tokens(seed):
+    """Many steps of rows with all kinds of options, logits with ties and masked tokens."""
+    vocab_size, num_rows = 3000, 24
+    generator = torch.Generator().manual_seed(seed)
+    params = [
+        SamplingParams(
+            temperature=(0.0, 0.7, 1.0, 1.8)[slot % 4],
+            top_k=(0, 1, 50, 2999, 10**6)[slot % 5],
+            top_p=(1.0, 0.9, 0.4)[slot // 2 % 3],
+            min_p=(0.0, 0.0, 0.1)[slot // 3 % 3],
+            repetition_penalty=(1.0, 1.0, 1.2)[slot // 4 % 3],
+            frequency_penalty=(0.0, 0.3)[slot // 5 % 2],
+            min_tokens=(0, 5)[slot // 7 % 2],
+        )
+        for slot in range(num_rows)
+    ]
+    cpu = torch.device("cpu")
+    reference = Sampler(vocab_size, device=cpu)
+    native = Sampler(vocab_size, device=cpu, kernels=select_kernels(cpu))
+    for sampler in (reference, native):
+        for slot, p in enumerate(params):
+            sampler.add_row(
+                row(slot, (slot, 5, 5), p, 2, seed=seed * 99 + slot, suppressed_token_ids=(7, 9))
+            )
+    for position in range(3, 40):
+        logits = 6 * torch.randn(num_rows, vocab_size, generator=generator)
+        logits[::3] = (logits[::3] * 2).round() / 2
+        logits[1::5, ::2] = -torch.inf
+        steps = [step(slot, position, 1, num_logprobs=3) for slot in range(num_rows)]
+        before = logits.clone()
+        got, expected = native.sample(logits, steps), reference.sample(logits, steps)
+        assert torch.equal(logits, before)
+        for one, other in zip(got, expected, strict=True):
+            assert one.token_ids == other.token_ids
+            (one_logprob,), (other_logprob,) = one.logprobs, other.logprobs
+            assert one_logprob.rank == other_logprob.rank
+            assert one_logprob.logprob == pytest.approx(other_logprob.logprob, abs=1e-5)
+            assert [i for i, _ in one_logprob.top] == [i for i, _ in other_logprob.top]
 
 
 class TestLogprobs:

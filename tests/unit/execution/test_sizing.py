@@ -13,6 +13,7 @@ from loraplex.execution.sizing import (
     RunnerSettings,
     choose_device,
     choose_dtype,
+    choose_kv_dtype,
     size_adapter_pool,
     size_kv,
 )
@@ -79,6 +80,21 @@ def test_dtype() -> None:
     assert choose_dtype(RunnerSettings(dtype="float16"), CONFIG) == torch.float16
     with pytest.raises(ConfigError, match="'int8' is none of auto, float32"):
         choose_dtype(RunnerSettings(dtype="int8"), CONFIG)
+
+
+def test_kv_dtype() -> None:
+    assert choose_kv_dtype(RunnerSettings(), torch.bfloat16) == torch.bfloat16
+    assert choose_kv_dtype(RunnerSettings(kv_dtype="float32"), torch.bfloat16) == torch.float32
+    assert choose_kv_dtype(RunnerSettings(kv_dtype="int8"), torch.bfloat16) == torch.int8
+    with pytest.raises(ConfigError, match="kv_dtype 'int4' is none of auto, float32"):
+        choose_kv_dtype(RunnerSettings(kv_dtype="int4"), torch.bfloat16)
+
+
+def test_int8_keys_and_values_have_scales() -> None:
+    per_block = 2 * 2 * 16 * 2 * (8 + 4)
+    assert block_bytes(2, SHAPE, torch.int8) == per_block
+    settings = RunnerSettings(kv_cache_bytes=10 * per_block - 1)
+    assert size_kv(settings, CONFIG, SHAPE, torch.int8).num_blocks == 9
 
 
 def test_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,25 +9,36 @@ import torch
 from safetensors.torch import save_file
 
 from loraplex.core.errors import ConfigError
-from loraplex.execution.weights import load_parameters, weight_files
-from loraplex.models.parameters import DecoderParameters, allocate_parameters
+from loraplex.execution.packing import PackedWeights, WeightFormat, pack_checkpoint
+from loraplex.execution.weights import weight_files
+from loraplex.kernels.ops import PackedLinear
+from loraplex.kernels.reference import ReferenceKernels
 from loraplex.testing.tiny_model import TinyCheckpoint
 
-
-def load(checkpoint: TinyCheckpoint, dtype: torch.dtype = torch.float32) -> DecoderParameters:
-    parameters = allocate_parameters(checkpoint.config, dtype, torch.device("cpu"))
-    load_parameters(checkpoint.folder, parameters, checkpoint.config)
-    return parameters
+CPU = torch.device("cpu")
+KERNELS = ReferenceKernels(CPU)
 
 
-def check(parameters: DecoderParameters, tensors: dict[str, torch.Tensor]) -> None:
-    layer, prefix = parameters.layers[1], "model.layers.1."
+def load(checkpoint: TinyCheckpoint, dtype: torch.dtype = torch.float32) -> PackedWeights:
+    form = WeightFormat(dtype=dtype)
+    return pack_checkpoint(checkpoint.folder, checkpoint.config, KERNELS, form)
+
+
+def weight_of(packed: PackedLinear) -> torch.Tensor:
+    weight, _ = KERNELS.linear_parts(packed).tensors
+    assert weight is not None
+    return weight
+
+
+def check(weights: PackedWeights, tensors: dict[str, torch.Tensor]) -> None:
+    parameters, prefix = weights.parameters, "model.layers.1."
+    layer = parameters.layers[1]
     qkv = [tensors[f"{prefix}self_attn.{name}_proj.weight"] for name in "qkv"]
-    assert torch.equal(layer.qkv.weight, torch.cat(qkv))
+    assert torch.equal(weight_of(layer.qkv), torch.cat(qkv))
     gate_up = [tensors[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up")]
-    assert torch.equal(layer.gate_up.weight, torch.cat(gate_up))
-    assert torch.equal(layer.o.weight, tensors[prefix + "self_attn.o_proj.weight"])
-    assert torch.equal(layer.down.weight, tensors[prefix + "mlp.down_proj.weight"])
+    assert torch.equal(weight_of(layer.gate_up), torch.cat(gate_up))
+    assert torch.equal(weight_of(layer.o), tensors[prefix + "self_attn.o_proj.weight"])
+    assert torch.equal(weight_of(layer.down), tensors[prefix + "mlp.down_proj.weight"])
     assert torch.equal(layer.input_norm, tensors[prefix + "input_layernorm.weight"])
     name = prefix + "post_attention_layernorm.weight"
     assert torch.equal(layer.post_attention_norm, tensors[name])
@@ -52,11 +63,12 @@ def write_shards(checkpoint: TinyCheckpoint, suffix: str) -> None:
 
 def test_one_safetensors_file(tiny_checkpoint: TinyCheckpoint) -> None:
     tiny_checkpoint.save()
-    parameters = load(tiny_checkpoint)
-    check(parameters, tiny_checkpoint.tensors)
-    assert torch.equal(parameters.lm_head, tiny_checkpoint.tensors["lm_head.weight"])
+    weights = load(tiny_checkpoint)
+    check(weights, tiny_checkpoint.tensors)
+    lm_head = weight_of(weights.parameters.lm_head)
+    assert torch.equal(lm_head, tiny_checkpoint.tensors["lm_head.weight"])
     num_elements = sum(tensor.numel() for tensor in tiny_checkpoint.tensors.values())
-    assert parameters.num_bytes == 4 * num_elements
+    assert weights.num_bytes == 4 * num_elements
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
@@ -80,16 +92,17 @@ def test_tied_embeddings(tmp_path: Path) -> None:
     tied_checkpoint = TinyCheckpoint(tmp_path, tie_word_embeddings=True)
     tied_checkpoint.tensors["lm_head.weight"] = torch.zeros(50, 16)
     tied_checkpoint.save()
-    parameters = load(tied_checkpoint)
-    assert parameters.lm_head is parameters.embedding
-    check(parameters, tied_checkpoint.tensors)
+    weights = load(tied_checkpoint)
+    check(weights, tied_checkpoint.tensors)
+    parameters = weights.parameters
+    assert torch.equal(weight_of(parameters.lm_head), parameters.embedding)
 
 
 def test_conversion_to_the_served_dtype(tiny_checkpoint: TinyCheckpoint) -> None:
     tiny_checkpoint.save()
-    parameters = load(tiny_checkpoint, torch.bfloat16)
+    weights = load(tiny_checkpoint, torch.bfloat16)
     expected = tiny_checkpoint.tensors["model.norm.weight"].bfloat16()
-    assert torch.equal(parameters.final_norm, expected)
+    assert torch.equal(weights.parameters.final_norm, expected)
 
 
 def test_old_rotary_buffers_are_no_weights(tiny_checkpoint: TinyCheckpoint) -> None:

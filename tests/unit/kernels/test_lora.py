@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from loraplex.kernels.lora import LoraBatch, LoraGroup, LoraTable, add_lora
+from loraplex.kernels.lora import LoraBatch, LoraTable, LoraUse, add_lora, lora_batch
 
 HIDDEN = 40
 SHAPES = {"q_proj": (HIDDEN, 48), "k_proj": (HIDDEN, 16), "v_proj": (HIDDEN, 16)}
@@ -87,15 +87,13 @@ def popularity(kind: str, num_tokens: int) -> list[int]:
 
 
 def batch_of(adapters: Adapters, users: list[int], scales=None) -> LoraBatch:
-    """One group per adapter, in order of first use."""
     scales = scales or [1.0] * len(users)
-    groups = []
-    for entry in dict.fromkeys(user for user in users if user >= 0):
-        tokens = [i for i, user in enumerate(users) if user == entry]
-        groups.append(
-            LoraGroup(entry, torch.tensor(tokens), torch.tensor([scales[i] for i in tokens]))
-        )
-    return LoraBatch(adapters.pool, adapters.table, tuple(groups))
+    uses = [
+        LoraUse(0, user, token, 1, scale)
+        for token, (user, scale) in enumerate(zip(users, scales, strict=True))
+        if user >= 0
+    ]
+    return lora_batch(adapters.pool, adapters.table, uses)
 
 
 def oracle(y, x, adapters: Adapters, users, scales, layer) -> torch.Tensor:
@@ -147,16 +145,36 @@ def test_a_token_s_bits_do_not_depend_on_its_company(dtype):
         assert torch.equal(alone[0], together[token])
 
 
+def test_uses_are_grouped_by_adapter_wave_by_wave():
+    adapters = make_adapters(3, (4,), torch.float32)
+    uses = [
+        LoraUse(0, 2, 0, 3, 1.0),
+        LoraUse(1, 0, 0, 3, 0.5),
+        LoraUse(0, 0, 4, 1, 2.0),
+        LoraUse(0, 2, 6, 2, 0.25),
+        LoraUse(1, 2, 8, 1, 4.0),
+        LoraUse(0, 1, 8, 1, 8.0),
+    ]
+    batch = lora_batch(adapters.pool, adapters.table, uses)
+    groups = [(g.entry, g.token_indices.tolist(), g.token_scales.tolist()) for g in batch.groups()]
+    assert groups == [
+        (0, [4], [2.0]),
+        (1, [8], [8.0]),
+        (2, [0, 1, 2, 6, 7], [1.0, 1.0, 1.0, 0.25, 0.25]),
+        (0, [0, 1, 2], [0.5, 0.5, 0.5]),
+        (2, [8], [4.0]),
+    ]
+    assert batch.wave_starts.tolist() == [0, 3, 5]
+
+
 def test_several_adapters_of_a_token_add_up():
     adapters = make_adapters(2, (4,), torch.float32)
     y, x = inputs(3, torch.float32)
     expected = oracle(y, x, adapters, [0, -1, 0], [1.0, 1.0, 0.5], layer=0)
     expected = oracle(expected, x, adapters, [1, -1, -1], [2.0, 1.0, 1.0], layer=0)
-    groups = (
-        LoraGroup(0, torch.tensor([0, 2]), torch.tensor([1.0, 0.5])),
-        LoraGroup(1, torch.tensor([0]), torch.tensor([2.0])),
-    )
-    add_lora(y, x, LoraBatch(adapters.pool, adapters.table, groups), 0, MODULES, OUT_OFFSETS)
+    uses = [LoraUse(0, 0, 0, 1, 1.0), LoraUse(1, 1, 0, 1, 2.0), LoraUse(0, 0, 2, 1, 0.5)]
+    batch = lora_batch(adapters.pool, adapters.table, uses)
+    add_lora(y, x, batch, 0, MODULES, OUT_OFFSETS)
     torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
 
 

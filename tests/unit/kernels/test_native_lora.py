@@ -5,14 +5,14 @@ import pytest
 import torch
 
 from loraplex.core.errors import InternalError
-from loraplex.kernels.lora import LoraBatch, LoraGroup, LoraTable, add_lora
+from loraplex.kernels.lora import LoraBatch, LoraTable, LoraUse, add_lora, lora_batch
 from loraplex.kernels.native.library import (
     NativeLibraryError,
     ThreadPool,
     available_instruction_sets,
     load_library,
 )
-from loraplex.kernels.native.lora import LoraKernel, wave_starts
+from loraplex.kernels.native.lora import LoraKernel
 
 try:
     INSTRUCTION_SETS = available_instruction_sets()
@@ -76,12 +76,9 @@ class Case:
     def batch(self, users, scales=None) -> LoraBatch:
         """users: each token's adapter, -1 for none. One group per adapter."""
         scales = scales or [1.0] * len(users)
-        groups = []
-        for entry in dict.fromkeys(user for user in users if user >= 0):
-            tokens = [i for i, user in enumerate(users) if user == entry]
-            token_scales = torch.tensor([scales[i] for i in tokens])
-            groups.append(LoraGroup(entry, torch.tensor(tokens), token_scales))
-        return LoraBatch(self.pool, self.table, tuple(groups))
+        pairs = enumerate(zip(users, scales, strict=True))
+        uses = [LoraUse(0, user, token, 1, scale) for token, (user, scale) in pairs if user >= 0]
+        return lora_batch(self.pool, self.table, uses)
 
     def add(self, kernel, y, x, batch, layer=1):
         kernel.add(y, x, batch, layer, FUSED, self.out_offsets)
@@ -89,7 +86,7 @@ class Case:
 
     def expected(self, y, x, batch, layer=1):
         result = y.double()
-        for group in batch.groups:
+        for group in batch.groups():
             for name, first in zip(FUSED, self.out_offsets, strict=True):
                 module = MODULES.index(name)
                 num_in, num_out = self.table.shapes[module]
@@ -178,32 +175,21 @@ def test_a_token_s_bits_do_not_depend_on_its_company_or_on_threads(library, size
 def test_several_adapters_of_a_token_add_up_in_the_order_of_the_groups(library):
     case = Case(3, (4,), dtype=torch.bfloat16)
     y, x = case.inputs(3)
-    groups = (
-        LoraGroup(0, torch.tensor([0, 2]), torch.tensor([1.0, 0.5])),
-        LoraGroup(1, torch.tensor([0]), torch.tensor([2.0])),
-        LoraGroup(2, torch.tensor([1, 0]), torch.tensor([1.0, 1.0])),
-    )
+    uses = [
+        LoraUse(0, 0, 0, 1, 1.0),
+        LoraUse(0, 0, 2, 1, 0.5),
+        LoraUse(1, 1, 0, 1, 2.0),
+        LoraUse(1, 2, 1, 1, 1.0),
+        LoraUse(2, 2, 0, 1, 1.0),
+    ]
     kernel = kernel_of(library, 2)
     one_by_one = y.clone()
-    for group in groups:
-        case.add(kernel, one_by_one, x, LoraBatch(case.pool, case.table, (group,)))
-    batch = LoraBatch(case.pool, case.table, groups)
+    for use in uses:
+        case.add(kernel, one_by_one, x, lora_batch(case.pool, case.table, [use]))
+    batch = lora_batch(case.pool, case.table, uses)
     expected = case.expected(y, x, batch)
     assert torch.equal(case.add(kernel, y, x, batch), one_by_one)
     assert relative_error(y, expected) < 2 * TOLERANCE[torch.bfloat16]
-
-
-@pytest.mark.parametrize(
-    ("groups", "starts"),
-    [
-        ([[0, 2], [1], [3]], [0, 3]),
-        ([[0], [1], [0], [1]], [0, 2, 4]),
-        ([[0, 1], [1, 2], [0], [2, 0]], [0, 1, 3, 4]),
-    ],
-)
-def test_a_token_occurs_once_in_a_wave(groups, starts):
-    groups = [LoraGroup(0, torch.tensor(tokens), torch.ones(len(tokens))) for tokens in groups]
-    assert wave_starts(groups) == starts
 
 
 def test_what_no_adapter_changes_keeps_its_bits(library):

@@ -9,7 +9,7 @@ from loraplex.core.plan import PageGeometry
 from loraplex.memory.adapter_pages import (
     page_geometry,
     pages_for_bytes,
-    pages_of_largest_adapter,
+    pages_at_rank,
     place,
 )
 
@@ -26,32 +26,62 @@ LLAMA_7B_QKV = dict.fromkeys(("q_proj", "k_proj", "v_proj"), (4096, 4096))
 
 
 class TestLlama7B:
-    """q, k and v of LLaMA-7B in fp16, pages made for rank 8."""
+    """q, k and v of LLaMA-7B in fp16, pages made for rank 8: a quarter of TensorRT-LLM's."""
 
     targets = layers(LLAMA_7B_QKV, 32)
     geometry = page_geometry(targets, optimal_rank=8, max_rank=64)
 
     def test_geometry(self):
-        assert self.geometry == PageGeometry(slot_elements=8192, slots_per_page=768)
-        assert self.geometry.page_elements * 2 == 12 * 2**20
+        assert self.geometry == PageGeometry(slot_elements=8192, slots_per_page=192)
+        assert self.geometry.page_elements * 2 == 3 * 2**20
 
-    @pytest.mark.parametrize(("rank", "num_pages"), [(1, 1), (8, 1), (9, 2), (16, 2), (64, 8)])
+    @pytest.mark.parametrize(("rank", "num_pages"), [(1, 1), (2, 1), (8, 4), (9, 5), (16, 8), (64, 32)])
     def test_pages_of_an_adapter(self, rank, num_pages):
         assert place(layers(LLAMA_7B_QKV, 32, rank), self.geometry).num_pages == num_pages
 
-    def test_twelve_rows_of_rank_64_share_a_page(self):
+    def test_three_targets_of_rank_64_fill_a_page(self):
         placement = place(layers(LLAMA_7B_QKV, 32, 64), self.geometry)
         counts = [0] * placement.num_pages
         for spot in placement.places:
             counts[spot.page_index] += 1
-        assert counts == [12] * 8
+        assert counts == [3] * 32
 
     def test_pages_of_a_host_budget(self):
-        assert pages_for_bytes(2**30, self.geometry, element_bytes=2) == 85
-        assert pages_for_bytes(12 * 2**20 - 1, self.geometry, element_bytes=2) == 0
+        assert pages_for_bytes(2**30, self.geometry, element_bytes=2) == 341
+        assert pages_for_bytes(3 * 2**20 - 1, self.geometry, element_bytes=2) == 0
 
     def test_largest_adapter(self):
-        assert pages_of_largest_adapter(self.targets, 64, self.geometry) == 8
+        assert pages_at_rank(self.targets, 64, self.geometry) == 32
+
+
+class TestAllModules:
+    """Seven modules of LLaMA-7B: what an adapter of only three of them takes."""
+
+    shapes = LLAMA_7B_QKV | {
+        "o_proj": (4096, 4096),
+        "gate_proj": (4096, 11008),
+        "up_proj": (4096, 11008),
+        "down_proj": (11008, 4096),
+    }
+    targets = layers(shapes, 32)
+    geometry = page_geometry(targets, optimal_rank=8, max_rank=64)
+
+    def test_the_usual_adapter_fills_its_pages(self):
+        usual = layers(self.shapes, 32, 8)
+        slots = sum(self.geometry.slots_of(target) for target in usual)
+        assert place(usual, self.geometry).num_pages * self.geometry.slots_per_page == slots
+
+    @pytest.mark.parametrize("rank", [8, 16, 32, 64])
+    def test_an_adapter_of_three_modules_wastes_a_quarter_at_most(self, rank):
+        adapter = layers(LLAMA_7B_QKV, 32, rank)
+        slots = sum(self.geometry.slots_of(target) for target in adapter)
+        taken = place(adapter, self.geometry).num_pages * self.geometry.slots_per_page
+        assert slots / taken > 0.75
+
+    def test_the_largest_adapter_wastes_a_quarter_at_most(self):
+        slots = sum(self.geometry.slots_of(target) for target in layers(self.shapes, 32, 64))
+        taken = pages_at_rank(self.targets, 64, self.geometry) * self.geometry.slots_per_page
+        assert slots / taken > 0.75
 
 
 def test_offsets_are_whole_slots_one_after_the_other():
@@ -91,7 +121,7 @@ def test_the_largest_adapter_is_counted_in_pages_not_in_elements():
     """Three of four slots are used in each page: by elements, three pages would do for four."""
     targets = layers({"q": (5, 5)}, 4)
     geometry = PageGeometry(slot_elements=10, slots_per_page=4)
-    assert pages_of_largest_adapter(targets, 3, geometry) == 4
+    assert pages_at_rank(targets, 3, geometry) == 4
 
 
 def test_an_adapter_of_no_targets_has_no_pages():
@@ -135,9 +165,11 @@ def test_the_guarantees_hold_for_any_model(case):
     model, optimal_rank, max_rank, adapter = case
     geometry = page_geometry(model, optimal_rank=optimal_rank, max_rank=max_rank)
     usual = [msgspec.structs.replace(target, rank=optimal_rank) for target in model]
-    assert place(usual, geometry).num_pages == 1
+    usual_slots = sum(geometry.slots_of(target) for target in usual)
+    num_usual_pages = place(usual, geometry).num_pages
+    assert num_usual_pages == 1 or num_usual_pages * geometry.slots_per_page == usual_slots
     placement = place(adapter, geometry)
-    assert placement.num_pages <= pages_of_largest_adapter(model, max_rank, geometry)
+    assert placement.num_pages <= pages_at_rank(model, max_rank, geometry)
     assert sorted(spot.target for spot in placement.places) == sorted(adapter)
     end = [0] * placement.num_pages
     for spot in placement.places:

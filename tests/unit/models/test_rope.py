@@ -107,14 +107,15 @@ def test_dynamic_follows_the_length_so_far() -> None:
         frequencies, _ = ROPE_INIT_FUNCTIONS["dynamic"](
             transformers_config("dynamic", values), torch.device("cpu"), seq_len=position + 1
         )
-        cos, sin = table.at(torch.tensor([position]))
+        cos, sin = table.cos[[position]], table.sin[[position]]
         torch.testing.assert_close(cos[0], (position * frequencies).cos(), rtol=0, atol=2e-5)
         torch.testing.assert_close(sin[0], (position * frequencies).sin(), rtol=0, atol=2e-5)
 
 
 def test_table_holds_scaled_cosines_and_sines() -> None:
     rope = rope_config("yarn", ROPES["yarn"])
-    cos, sin = RotaryTable(decoder_config(rope), 10, torch.device("cpu")).at(torch.tensor([9, 0]))
+    table = RotaryTable(decoder_config(rope), 10, torch.device("cpu"))
+    cos, sin = table.cos[[9, 0]], table.sin[[9, 0]]
     assert cos.shape == sin.shape == (2, HEAD_DIM // 2)
     scale = 0.1 * math.log(4.0) + 1
     torch.testing.assert_close(cos[1], torch.full((HEAD_DIM // 2,), scale))

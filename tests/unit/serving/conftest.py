@@ -127,13 +127,14 @@ def make_model(capitals_tokenizer):
             eos_token_id=0,
             pad_token_id=0,
             dtype="float32",
+            kv_dtype="float32",
         )
         return ServedModel(
             card=card,
             tokenizer=capitals_tokenizer,
             chat_template=ChatTemplate.load(BASE_PATH, capitals_tokenizer.special_tokens),
             eos_token_ids=(0,),
-            shapes=BaseShapes(2, {"q_proj": (8, 8)}),
+            shapes=BaseShapes(20, {"q": (64, 64)}),  # as fake_source has them
             config=ModelConfig(path=card.path, **config),
             store=store,
             engine=AsyncEngine(name, fake_engine_thread(settings), SystemClock()),

@@ -6,7 +6,8 @@ import logging
 import pytest
 
 from loraplex.core.adapter import AdapterRef, ByName, ByTaskId
-from loraplex.core.config import AdapterConfig
+from loraplex.core.clock import SystemClock
+from loraplex.core.config import AdapterConfig, ModelConfig
 from loraplex.core.errors import (
     AdapterExistsError,
     AdapterLoadError,
@@ -17,12 +18,26 @@ from loraplex.core.errors import (
     InvalidAdapterError,
     InvalidRequestError,
 )
-from loraplex.serving.adapter_loading import AdapterLoading, check_is_no_base, find_adapters
+from loraplex.core.principal import LOCAL, Principal
+from loraplex.serving.adapter_changes import AdapterChanges
+from loraplex.serving.adapter_loading import AdapterLoading, check_is_no_base
+from loraplex.serving.configured_adapters import find_adapters, load_configured
 
 
 @pytest.fixture
-def loading(staging):
-    return AdapterLoading(staging)
+def changes():
+    return AdapterChanges()
+
+
+@pytest.fixture
+def loading(staging, changes):
+    return AdapterLoading(staging, changes, SystemClock())
+
+
+@pytest.fixture
+def configure(loading, changes):
+    """A function (model, base names) that loads what the model's configuration names."""
+    return lambda model, base_names=(): load_configured(model, loading, changes, base_names)
 
 
 @pytest.fixture
@@ -62,7 +77,7 @@ def names_of(model) -> list[str]:
 async def test_a_load_tells_what_it_loaded(loading, staging, start):
     model = await start(max_lora_rank=32)
     staging.put("/zh", "d1", num_pages=3, num_bytes=500, warnings=("hm",))
-    card = await loading.load(model, "acme", name="zh", path="/zh", task_id=4)
+    card = await loading.load(model, Principal("acme"), name="zh", path="/zh", task_id=4)
     assert (card.name, card.model, card.task_id, card.digest) == ("zh", "base", 4, "d1")
     assert (card.rank, card.num_bytes, card.source, card.warnings) == (1, 500, "/zh", ("hm",))
     asked = {"path": "/zh", "shapes": model.shapes, "max_rank": 32, "base_model": "base"}
@@ -74,7 +89,7 @@ async def test_a_load_tells_what_it_loaded(loading, staging, start):
 
 async def test_a_loaded_adapter_is_brought_to_the_device(loading, staging, start):
     model = await start()
-    await loading.load(model, "default", name="zh", path=staging.put("/zh"))
+    await loading.load(model, LOCAL, name="zh", path=staging.put("/zh"))
     async with asyncio.timeout(20):
         while not model.engine.stats.adapters.num_on_device:
             await asyncio.sleep(0.001)
@@ -82,18 +97,18 @@ async def test_a_loaded_adapter_is_brought_to_the_device(loading, staging, start
 
 async def test_the_name_is_checked_before_anything_is_staged(loading, staging, start):
     model = await start()
-    await loading.load(model, "default", name="zh", path=staging.put("/zh"), task_id=1)
+    await loading.load(model, LOCAL, name="zh", path=staging.put("/zh"), task_id=1)
     staging.asked.clear()
     for name, task_id in (("zh", None), ("ja", 1)):
         with pytest.raises(AdapterExistsError):
-            await loading.load(model, "default", name=name, path="/zh", task_id=task_id)
+            await loading.load(model, LOCAL, name=name, path="/zh", task_id=task_id)
     assert staging.asked == []
 
 
 async def test_a_replacement_is_a_new_version(loading, staging, start):
     model = await start()
-    await loading.load(model, "default", name="zh", path=staging.put("/1"), task_id=1)
-    card = await loading.load(model, "default", name="zh", path=staging.put("/2"), replace=True)
+    await loading.load(model, LOCAL, name="zh", path=staging.put("/1"), task_id=1)
+    card = await loading.load(model, LOCAL, name="zh", path=staging.put("/2"), replace=True)
     assert (card.digest, card.task_id) == ("digest of /2", 1)
 
 
@@ -103,10 +118,10 @@ async def test_a_replacement_is_a_new_version(loading, staging, start):
 )
 async def test_a_bad_adapter_changes_nothing(loading, staging, start, error):
     model = await start()
-    await loading.load(model, "default", name="zh", path=staging.put("/good"))
+    await loading.load(model, LOCAL, name="zh", path=staging.put("/good"))
     staging.staged["/bad"] = error
     with pytest.raises(type(error), match=error.message):
-        await loading.load(model, "default", name="zh", path="/bad", replace=True)
+        await loading.load(model, LOCAL, name="zh", path="/bad", replace=True)
     assert model.store.resolve(AdapterRef("base", "default", ByName("zh"))).path == "/good"
 
 
@@ -114,7 +129,7 @@ async def test_an_adapter_that_changes_nothing_is_refused(loading, staging, star
     model = await start()
     staging.put("/zero", changes_nothing=True)
     with pytest.raises(InvalidAdapterError, match="every lora_B of /zero is zero") as caught:
-        await loading.load(model, "default", name="zero", path="/zero")
+        await loading.load(model, LOCAL, name="zero", path="/zero")
     assert caught.value.param == "path"
     assert names_of(model) == []
 
@@ -130,14 +145,14 @@ async def test_what_can_never_fit_is_refused_at_once(loading, staging, start, si
     model = await start(lora_host_bytes=1000)
     staging.put("/huge", **size)
     with pytest.raises(AdapterTooLargeError, match=reason):
-        await loading.load(model, "default", name="huge", path="/huge")
+        await loading.load(model, LOCAL, name="huge", path="/huge")
     assert names_of(model) == []
 
 
 async def test_what_just_fits_is_taken(loading, staging, start):
     model = await start(lora_host_bytes=1000)
     staging.put("/large", num_pages=16, num_bytes=1000)
-    await loading.load(model, "default", name="large", path="/large")
+    await loading.load(model, LOCAL, name="large", path="/large")
     assert names_of(model) == ["large"]
 
 
@@ -146,12 +161,12 @@ async def test_a_load_while_the_engine_restarts_waits_for_its_first_request(
 ):
     model = await start()
     await model.engine.close()
-    await loading.load(model, "default", name="zh", path=staging.put("/zh"))
+    await loading.load(model, LOCAL, name="zh", path=staging.put("/zh"))
     assert names_of(model) == ["zh"]
 
 
 class TestConfigured:
-    async def test_named_and_found(self, loading, staging, start, adapter_dir, caplog):
+    async def test_named_and_found(self, configure, staging, start, adapter_dir, caplog):
         caplog.set_level(logging.INFO)
         adapters = {
             "zh": AdapterConfig(staging.put("/zh", warnings=("hm",)), task_id=5),
@@ -162,73 +177,73 @@ class TestConfigured:
         (folder / "not-one").mkdir()
         (folder / "file").write_text("")
         model = await start(adapters=adapters, adapter_dirs=(str(folder),))
-        await loading.load_configured(model)
+        await configure(model)
         tasks = {version.name: version.task_id for version in model.store.list("default")}
         assert tasks == {"zh": 5, "7": 7, "8": 80, "ja": None, "12": 12}
         assert "'zh' is digest of /z" in caplog.text
         assert "'zh': hm" in caplog.text
 
-    async def test_a_broken_one_that_is_named_stops_the_start(self, loading, start):
+    async def test_a_broken_one_that_is_named_stops_the_start(self, configure, start):
         model = await start(adapters={"zh": AdapterConfig("/nowhere")})
         with pytest.raises(ConfigError, match="adapter 'zh': /nowhere is no adapter"):
-            await loading.load_configured(model)
+            await configure(model)
 
     async def test_a_broken_one_that_was_found_is_left_out(
-        self, loading, staging, start, adapter_dir, caplog
+        self, configure, staging, start, adapter_dir, caplog
     ):
         folder = adapter_dir("a", "b", "c")
         staging.staged[str(folder / "b")] = InvalidAdapterError("torn")
         model = await start(adapter_dirs=(str(folder),))
-        await loading.load_configured(model)
+        await configure(model)
         assert names_of(model) == ["a", "c"]
         assert [r.message for r in caplog.records] == ["left out adapter 'b': torn"]
 
     async def test_too_large_is_told_in_the_same_two_ways(
-        self, loading, staging, start, adapter_dir, caplog
+        self, configure, staging, start, adapter_dir, caplog
     ):
         staging.put("/huge", num_pages=17)
         model = await start(adapters={"huge": AdapterConfig("/huge")})
         with pytest.raises(ConfigError, match=r"'huge'.* 17 pages"):
-            await loading.load_configured(model)
+            await configure(model)
         folder = adapter_dir("big")
         staging.put(str(folder / "big"), num_pages=17)
         model = await start(adapter_dirs=(str(folder),))
-        await loading.load_configured(model)
+        await configure(model)
         assert "left out adapter 'big'" in caplog.text
 
     async def test_one_that_changes_nothing_is_loaded_with_a_warning(
-        self, loading, staging, start, caplog
+        self, configure, staging, start, caplog
     ):
         staging.put("/zero", changes_nothing=True)
         model = await start(adapters={"zero": AdapterConfig("/zero")})
-        await loading.load_configured(model)
+        await configure(model)
         assert names_of(model) == ["zero"]
         assert "'zero' changes nothing" in caplog.text
 
     async def test_a_bases_name_is_not_for_adapters(
-        self, loading, staging, start, adapter_dir, caplog
+        self, configure, staging, start, adapter_dir, caplog
     ):
         model = await start(adapters={"other": AdapterConfig(staging.put("/zh"))})
         with pytest.raises(ConfigError, match="'other' is the name of a base model"):
-            await loading.load_configured(model, {"base", "other"})
+            await configure(model, {"base", "other"})
         model = await start(adapter_dirs=(str(adapter_dir("other", "zh")),))
-        await loading.load_configured(model, {"base", "other"})
+        await configure(model, {"base", "other"})
         assert names_of(model) == ["zh"]
         assert "left out adapter 'other'" in caplog.text
 
-    async def test_a_name_that_is_taken(self, loading, staging, start, adapter_dir, caplog):
+    async def test_a_name_that_is_taken(self, configure, staging, start, adapter_dir, caplog):
         model = await start(
             adapters={"zh": AdapterConfig(staging.put("/zh"))},
             adapter_dirs=(str(adapter_dir("zh")),),
         )
-        await loading.load_configured(model)
+        await configure(model)
         assert model.store.resolve(AdapterRef("base", "default", ByName("zh"))).path == "/zh"
         assert "left out adapter 'zh'" in caplog.text
 
-    async def test_a_folder_that_is_none(self, loading, start, tmp_path):
+    async def test_a_folder_that_is_none(self, configure, start, tmp_path):
         model = await start(adapter_dirs=(str(tmp_path / "nowhere"),))
         with pytest.raises(ConfigError, match="nowhere: No such file"):
-            await loading.load_configured(model)
+            await configure(model)
 
     async def test_a_folder_without_adapters_is_worth_a_warning(self, tmp_path, caplog):
         assert find_adapters(tmp_path) == []
@@ -269,6 +284,48 @@ async def test_close_ends_the_worker(loading, staging):
 
 async def test_nothing_is_registered_for_others(loading, staging, start):
     model = await start()
-    await loading.load(model, "acme", name="zh", path=staging.put("/zh"))
+    await loading.load(model, Principal("acme"), name="zh", path=staging.put("/zh"))
     with pytest.raises(AdapterNotFoundError):
         model.store.resolve(AdapterRef("base", "default", ByName("zh")))
+
+    async def test_it_wins_over_what_was_stored(self, loading, configure, staging, start, caplog):
+        caplog.set_level(logging.INFO)
+        model = await start(adapters={"zh": AdapterConfig(staging.put("/zh"), task_id=5)})
+        await loading.load(model, LOCAL, name="mine", path=staging.put("/mine"), task_id=5)
+        await loading.load(model, LOCAL, name="zh", path="/mine")
+        model.store.alias(AdapterRef("base", "default", ByName("mine")), "live")
+        await configure(model)
+        zh = model.store.resolve(AdapterRef("base", "default", ByName("zh")))
+        assert (zh.digest, zh.number, zh.task_id, zh.origin) == (
+            "digest of /zh",
+            2,
+            5,
+            "configured",
+        )
+        mine = model.store.resolve(AdapterRef("base", "default", ByName("live")))
+        assert (mine.name, mine.task_id) == ("mine", None)
+        assert "adapter 'mine' lost its task id 5" in caplog.text
+
+    async def test_what_is_configured_no_longer_is_forgotten(
+        self, loading, configure, staging, start, caplog
+    ):
+        caplog.set_level(logging.INFO)
+        model = await start(adapters={"zh": AdapterConfig(staging.put("/zh"))})
+        await loading.load(model, LOCAL, name="mine", path=staging.put("/mine"))
+        await configure(model)
+        assert names_of(model) == ["mine", "zh"]
+        model.config = ModelConfig(path="/models/base")
+        await configure(model)
+        assert names_of(model) == ["mine"]
+        assert "'zh' is no longer configured" in caplog.text
+
+    async def test_one_task_id_for_two(self, configure, staging, start, adapter_dir, caplog):
+        folder = adapter_dir("5")
+        zh = AdapterConfig(staging.put("/zh"), task_id=5)
+        model = await start(adapters={"zh": zh}, adapter_dirs=(str(folder),))
+        await configure(model)
+        assert names_of(model) == ["zh"]
+        assert "left out adapter '5': LoRA task 5 already is adapter 'zh'" in caplog.text
+        model = await start(adapters={"zh": zh, "ja": AdapterConfig("/zh", task_id=5)})
+        with pytest.raises(ConfigError, match="'ja': LoRA task 5 already is adapter 'zh'"):
+            await configure(model)

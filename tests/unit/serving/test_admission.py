@@ -27,6 +27,7 @@ CARD = ModelCard(
     eos_token_id=2,
     pad_token_id=0,
     dtype="float32",
+    kv_dtype="float32",
 )
 PROMPT = (1, 2, 3)
 NOW_NS = 5_000_000_000
@@ -170,7 +171,7 @@ def test_the_salt_keeps_apart_what_must_not_share_kv():
             {"adapters": [AdapterUse("b"), AdapterUse("a")]},
             {"principal": Principal("other")},
             {"card": msgspec.structs.replace(CARD, name="n")},
-            {"card": msgspec.structs.replace(CARD, dtype="bfloat16")},
+            {"card": msgspec.structs.replace(CARD, kv_dtype="int8")},
         )
     ]
     assert len(set(salts)) == len(salts)

@@ -18,6 +18,7 @@ from loraplex.core.errors import (
     PermissionDeniedError,
 )
 from loraplex.core.principal import LOCAL, Principal
+from loraplex.serving.adapter_changes import AdapterChanges
 from loraplex.serving.adapter_loading import AdapterLoading
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.service import Service
@@ -35,7 +36,7 @@ async def model(make_model):
 
 @pytest.fixture
 def loading(staging):
-    return AdapterLoading(staging)
+    return AdapterLoading(staging, AdapterChanges(), SystemClock())
 
 
 @pytest.fixture
@@ -103,7 +104,7 @@ async def test_other_bytes_are_the_next_version(add, known):
 async def test_a_task_id_of_a_named_adapter(add, known, loading, staging, model):
     """The name and its task id stay; a folder's path stays while its bytes do."""
     staging.put("/zh", "d1")
-    await loading.load(model, "t", name="zh", path="/zh", task_id=5)
+    await loading.load(model, Principal("t"), name="zh", path="/zh", task_id=5)
     await add("same", 5, digest="d1")
     assert resolve(model, ByTaskId(5)).path == "/zh"
     await add("other", 5, digest="d2")
@@ -112,7 +113,7 @@ async def test_a_task_id_of_a_named_adapter(add, known, loading, staging, model)
 
 async def test_bytes_that_have_a_name_already(add, known, loading, staging, model):
     staging.put("/zh", "d1")
-    await loading.load(model, "t", name="zh", path="/zh")
+    await loading.load(model, Principal("t"), name="zh", path="/zh")
     assert await add("zh", digest="d1") == ByDigest("d1")
     assert known() == {"zh": (None, "d1", 1)}
     await add("zh", 5, digest="d1")
@@ -121,7 +122,8 @@ async def test_bytes_that_have_a_name_already(add, known, loading, staging, mode
 
 async def test_a_name_that_someone_else_has_is_not_taken_over(add, known, loading, staging, model):
     for name, task_id in (("5", None), ("6", 60)):
-        await loading.load(model, "t", name=name, path=staging.put("/x", "x"), task_id=task_id)
+        path = staging.put("/x", "x")
+        await loading.load(model, Principal("t"), name=name, path=path, task_id=task_id)
         with pytest.raises(AdapterExistsError, match=f"adapter '{name}' already exists"):
             await add("zh", int(name), digest="d1")
     assert known() == {"5": (None, "x", 1), "6": (60, "x", 1)}
@@ -155,7 +157,7 @@ async def test_a_file_that_is_gone_comes_back(
         raise AdapterLoadError("the normal file is gone")
 
     staging.put("/zh", "d1")
-    await loading.load(model, "t", name="zh", path="/zh", task_id=5)
+    await loading.load(model, Principal("t"), name="zh", path="/zh", task_id=5)
     await add("other", 6, digest="d2")
     with monkeypatch.context() as patch:
         patch.setattr(model.store, "resolve", gone)
@@ -185,7 +187,7 @@ class TestService:
     @pytest.fixture
     async def service(self, make_model, staging):
         metrics = RequestMetrics(["base"])
-        service = Service([make_model("base")], AdapterLoading(staging), metrics, SystemClock())
+        service = Service([make_model("base")], staging, metrics, SystemClock())
         yield service
         await service.close()
 

@@ -25,7 +25,6 @@ from loraplex.core.principal import LOCAL, Principal
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.serving import served_model
-from loraplex.serving.adapter_loading import AdapterLoading
 from loraplex.serving.async_engine import EngineState
 from loraplex.serving.backend import Backend
 from loraplex.serving.request_metrics import RequestMetrics
@@ -44,7 +43,7 @@ async def make_service(make_model, staging):
     def make(config: dict | None = None, **settings) -> Service:
         models = [make_model(name, one, **(config or {})) for name, one in settings.items()]
         metrics = RequestMetrics(settings)
-        service = Service(models, AdapterLoading(staging), metrics, SystemClock())
+        service = Service(models, staging, metrics, SystemClock())
         service.metrics = metrics
         services.append(service)
         return service

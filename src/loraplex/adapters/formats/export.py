@@ -5,7 +5,6 @@ What the tensors cannot hold is refused by name. Writes no file.
 """
 
 import dataclasses
-import enum
 import math
 from collections.abc import Iterable, Sequence
 
@@ -13,19 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from loraplex.adapters.formats.modules import LoraModule, module_of
+from loraplex.adapters.formats.storage_type import StorageType
 from loraplex.adapters.normal import NormalRow, RowKind
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.errors import InvalidAdapterError, InvalidParameterError, UnsupportedFeatureError
 
 _MOST_TOLD = 20
-
-
-class StorageType(enum.StrEnum):
-    """The element type of exported weights, as hf_lora_convert.py calls it."""
-
-    FLOAT32 = "float32"
-    FLOAT16 = "float16"
-    BFLOAT16 = "bfloat16"
 
 
 _TENSOR_TYPES = {
@@ -46,6 +38,17 @@ class _Entry:
         return sum(math.prod(tensor.shape) for tensor in self.row.tensors.values())
 
 
+def _is_plain(row: NormalRow) -> bool:
+    """LoRA of a decoder layer's module, and nothing beside A and B."""
+    is_lora = row.kind is RowKind.LORA and set(row.tensors) == {"a", "b"}
+    return is_lora and row.layer is not None and row.expert is None
+
+
+def _what(row: NormalRow) -> str:
+    """What a row that is not plain holds, for messages."""
+    return f"{row.kind}: {', '.join(sorted(row.tensors))}"
+
+
 def module_path(row: NormalRow) -> str:
     """The Hugging Face path of what a row adapts, as a causal LM has it.
 
@@ -53,11 +56,10 @@ def module_path(row: NormalRow) -> str:
     """
     parent, _, module = row.origin.rpartition(".")
     parent = parent.rpartition(".")[2]
-    is_lora = row.kind is RowKind.LORA and row.layer is not None and row.expert is None
-    if not is_lora or module != row.module or parent not in ("self_attn", "mlp"):
+    if not _is_plain(row) or module != row.module or parent not in ("self_attn", "mlp"):
         raise UnsupportedFeatureError(
-            f"{row.origin or row.module!r} (a row of kind {row.kind}, layer {row.layer}, expert "
-            f"{row.expert}) is not LoRA of a linear layer of a decoder layer"
+            f"{row.origin or row.module!r} ({_what(row)}, layer {row.layer}, expert {row.expert}) "
+            "is not plain LoRA of a linear layer of a decoder layer"
         )
     return f"model.layers.{row.layer}.{parent}.{module}"
 
@@ -106,7 +108,8 @@ def lora_tensors(rows: Sequence[NormalRow], storage: StorageType) -> tuple[RawTe
 def _entries(rows: Sequence[NormalRow]) -> list[_Entry]:
     """The rows with their modules, in the order of the export."""
     entries: dict[tuple[int, int], _Entry] = {}
-    refused = []
+    refused = [f"{row.origin} ({_what(row)})" for row in rows if not _is_plain(row)]
+    rows = [row for row in rows if _is_plain(row)]
     for row in rows:
         module = holding_module(row)
         if module is None:

@@ -9,32 +9,39 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from loraplex.adapters.formats.export import module_path
-from loraplex.adapters.normal import NormalRow
+from loraplex.adapters.formats.peft_names import EMBEDDING, NORMS, parameter_path
+from loraplex.adapters.normal import NormalRow, RowKind
 from loraplex.adapters.tensor_file import RawTensor
-from loraplex.core.errors import InvalidAdapterError
+from loraplex.core.errors import InvalidAdapterError, UnsupportedFeatureError
 
 _T = TypeVar("_T", int, float)
 
 
 def peft_tensors(rows: Sequence[NormalRow]) -> dict[str, RawTensor]:
-    """The tensors by PEFT's names. Raises UnsupportedFeatureError for a row that is no LoRA."""
-    tensors = {}
-    for row in rows:
-        prefix = f"base_model.model.{module_path(row)}"
-        tensors[f"{prefix}.lora_A.weight"] = row.tensors["a"]
-        tensors[f"{prefix}.lora_B.weight"] = row.tensors["b"]
-    return tensors
+    """The tensors by PEFT's names. Raises UnsupportedFeatureError for a row of an expert."""
+    wrapped = {_path(row) for row in rows if row.kind is RowKind.LORA}
+    return {
+        f"base_model.model.{_path(row)}.{slot}": tensor
+        for row in rows
+        for slot, tensor in _slots(row, is_wrapped=_path(row) in wrapped).items()
+    }
 
 
 def peft_config(rows: Sequence[NormalRow], base_model: str | None = None) -> dict[str, Any]:
-    """adapter_config.json for these rows; base_model is the base's name, if it is known."""
-    if not rows:
-        raise InvalidAdapterError("the adapter has no rows")
-    ranks = {module_path(row): row.tensors["a"].shape[0] for row in rows}
-    alphas = {module_path(row): row.scale * row.tensors["a"].shape[0] for row in rows}
+    """adapter_config.json for these rows; base_model is the base's name, if it is known.
+
+    Raises InvalidAdapterError if there is no LoRA, UnsupportedFeatureError for a mixture of modules
+    with and without DoRA, or with and without a bias of lora_B: PEFT has one switch for all.
+    """
+    lora = [row for row in rows if row.kind is RowKind.LORA]
+    if not lora:
+        raise InvalidAdapterError("the adapter has no rows of LoRA, which PEFT needs")
+    ranks = {_path(row): row.tensors["a"].shape[0] for row in lora}
+    alphas = {_path(row): row.scale * row.tensors["a"].shape[0] for row in lora}
     rank, rank_pattern = _with_exceptions(ranks)
     alpha, alpha_pattern = _with_exceptions(alphas)
+    scaled = {_path(row) for row in rows if row.kind is RowKind.MAGNITUDE}
+    biased = {_path(row) for row in lora if "bias" in row.tensors}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -44,13 +51,78 @@ def peft_config(rows: Sequence[NormalRow], base_model: str | None = None) -> dic
         "rank_pattern": rank_pattern,
         "alpha_pattern": {path: _number(value) for path, value in alpha_pattern.items()},
         "use_rslora": False,
-        "target_modules": _target_modules(rows),
+        "use_dora": _switch("DoRA's magnitude vector", set(ranks), scaled),
+        "lora_bias": _switch("a bias of lora_B", set(ranks), biased),
+        "target_modules": _target_modules(lora),
         "lora_dropout": 0.0,
-        "bias": "none",
+        "bias": _bias(rows, set(ranks)),
         "fan_in_fan_out": False,
-        "modules_to_save": None,
+        "modules_to_save": [
+            _path(row) for row in rows if row.kind is RowKind.FULL and "weight" in row.tensors
+        ]
+        or None,
+        "trainable_token_indices": {
+            row.module: row.tensors["indices"].integers().tolist()
+            for row in rows
+            if row.kind is RowKind.TOKENS
+        }
+        or None,
         "inference_mode": True,
     }
+
+
+def _path(row: NormalRow) -> str:
+    """The Hugging Face path of what a row changes, as a causal LM has it."""
+    if row.expert is not None:
+        raise UnsupportedFeatureError(f"{row.origin} is of expert {row.expert}: not written")
+    if row.layer is None:
+        return parameter_path(row.module)
+    if row.module in NORMS[:2]:
+        return f"model.layers.{row.layer}.{row.module}"
+    parent = row.origin.rpartition(".")[0].rpartition(".")[2]
+    return f"model.layers.{row.layer}.{parent}.{row.module}"
+
+
+def _slots(row: NormalRow, *, is_wrapped: bool) -> dict[str, RawTensor]:
+    """The tensors of a row by what PEFT calls them within the module.
+
+    is_wrapped: the module has LoRA, so the base's own parameters lie one level deeper.
+    """
+    tensors, own = row.tensors, "base_layer." if is_wrapped else ""
+    match row.kind:
+        case RowKind.LORA if row.module == EMBEDDING:
+            return {"lora_embedding_A": tensors["a"], "lora_embedding_B": tensors["b"]}
+        case RowKind.LORA:
+            slots = {"lora_A.weight": tensors["a"], "lora_B.weight": tensors["b"]}
+            return slots | ({"lora_B.bias": tensors["bias"]} if "bias" in tensors else {})
+        case RowKind.MAGNITUDE:
+            return {"lora_magnitude_vector": tensors["magnitude"]}
+        case RowKind.BIAS:
+            return {f"{own}bias": tensors["bias"]}
+        case RowKind.FULL if "weight" in tensors:
+            return {"weight": tensors["weight"]}
+        case RowKind.FULL:
+            return {f"{own}weight": tensors["base"]}
+        case RowKind.TOKENS:
+            return {"token_adapter.trainable_tokens_delta": tensors["weight"]}
+
+
+def _switch(what: str, paths: set[str], with_it: set[str]) -> bool:
+    """Of all modules or of none."""
+    if with_it and with_it != paths:
+        raise UnsupportedFeatureError(
+            f"{min(with_it)} has {what}, {min(paths - with_it)} has not: PEFT has one switch for "
+            "all modules"
+        )
+    return bool(with_it)
+
+
+def _bias(rows: Sequence[NormalRow], with_lora: set[str]) -> str:
+    copied = {_path(row) for row in rows if row.kind is RowKind.FULL}
+    paths = {_path(row) for row in rows if row.kind is RowKind.BIAS} - copied
+    if not paths:
+        return "none"
+    return "lora_only" if paths <= with_lora else "all"
 
 
 def _with_exceptions(values: Mapping[str, _T]) -> tuple[_T, dict[str, _T]]:
@@ -61,10 +133,11 @@ def _with_exceptions(values: Mapping[str, _T]) -> tuple[_T, dict[str, _T]]:
 
 def _target_modules(rows: Sequence[NormalRow]) -> list[str]:
     """Names if every layer up to the last has each of them, else the paths themselves."""
-    modules = sorted({row.module for row in rows})
-    num_layers = 1 + max(row.layer or 0 for row in rows)
-    paths = sorted({module_path(row) for row in rows})
-    return modules if len(paths) == num_layers * len(modules) else paths
+    ends = sorted({row.module for row in rows if row.layer is None})
+    modules = sorted({row.module for row in rows if row.layer is not None})
+    num_layers = 1 + max((row.layer for row in rows if row.layer is not None), default=-1)
+    paths = sorted({_path(row) for row in rows if row.layer is not None})
+    return (modules if len(paths) == num_layers * len(modules) else paths) + ends
 
 
 def _number(value: float) -> int | float:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
+from loraplex.adapters.base_check import BaseCheck, check_base_name
 from loraplex.adapters.formats import llgtrt, normal_file, peft, torch_bin, trtllm
 from loraplex.adapters.formats.peft_config import CONFIG_NAME, PeftConfig, read_config
 from loraplex.adapters.normal import FORMAT, NormalRow, parse_normal
@@ -38,8 +39,13 @@ class AdapterInput(Protocol):
 
     def read_rows(self, shapes: BaseShapes, limits: StagingLimits) -> tuple[NormalRow, ...]: ...
 
-    def warnings(self, rows: tuple[NormalRow, ...], base_model: str) -> list[str]:
-        """What is odd about it, but no error; base_model is what clients call the base."""
+    def warnings(
+        self, rows: tuple[NormalRow, ...], base_model: str, base_check: BaseCheck
+    ) -> list[str]:
+        """What is odd about it, but no error; base_model is what clients call the base.
+
+        Raises AdapterMismatchError if it names another base, and base_check says so.
+        """
         ...
 
 
@@ -66,13 +72,11 @@ class PeftFolder:
     def read_rows(self, _shapes: BaseShapes, limits: StagingLimits) -> tuple[NormalRow, ...]:
         return peft.normal_rows(self.config, self.read_tensors(limits))
 
-    def warnings(self, rows: tuple[NormalRow, ...], base_model: str) -> list[str]:
-        warnings = []
+    def warnings(
+        self, rows: tuple[NormalRow, ...], base_model: str, base_check: BaseCheck
+    ) -> list[str]:
         trained_on = self.config.base_model_name_or_path
-        if trained_on and base_model and _short(trained_on) != _short(base_model):
-            warnings.append(
-                f"it says that it was trained on {trained_on!r}; this server runs {base_model!r}"
-            )
+        warnings = check_base_name(trained_on, base_model, base_check)
         missing = peft.missing_modules(self.config, rows)
         if missing:
             names = ", ".join(missing)
@@ -99,7 +103,9 @@ class PairFolder:
         weights, config = trtllm.read_pair(self._folder, self._config, limits.max_file_bytes)
         return _rows_of_pair(str(self._folder), weights, config, shapes, limits)
 
-    def warnings(self, _rows: tuple[NormalRow, ...], _base_model: str) -> list[str]:
+    def warnings(
+        self, _rows: tuple[NormalRow, ...], _base_model: str, _base_check: BaseCheck
+    ) -> list[str]:
         return []
 
 
@@ -123,7 +129,9 @@ class LoraFile:
             f"{self._path} holds {_listed(content.tensors)}; understood are {UNDERSTOOD}"
         )
 
-    def warnings(self, _rows: tuple[NormalRow, ...], _base_model: str) -> list[str]:
+    def warnings(
+        self, _rows: tuple[NormalRow, ...], _base_model: str, _base_check: BaseCheck
+    ) -> list[str]:
         return []
 
 
@@ -139,7 +147,9 @@ class RequestTensors:
     def read_rows(self, shapes: BaseShapes, limits: StagingLimits) -> tuple[NormalRow, ...]:
         return trtllm.normal_rows(self._weights, self._config, shapes, limits.max_rank)
 
-    def warnings(self, _rows: tuple[NormalRow, ...], _base_model: str) -> list[str]:
+    def warnings(
+        self, _rows: tuple[NormalRow, ...], _base_model: str, _base_check: BaseCheck
+    ) -> list[str]:
         return []
 
 
@@ -205,8 +215,3 @@ def _listed(names: Iterable[str], most: int = 5) -> str:
     listed = sorted(names)
     more = f" and {len(listed) - most} more tensors" if len(listed) > most else ""
     return (", ".join(repr(name) for name in listed[:most]) or "no tensor") + more
-
-
-def _short(model: str) -> str:
-    """The last part of a hub id or a path: all that two machines share."""
-    return model.rstrip("/").rpartition("/")[2].casefold()

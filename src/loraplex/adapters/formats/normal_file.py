@@ -6,46 +6,79 @@ What the staging worker wrote itself is not read here; what a user gives may say
 from loraplex.adapters.normal import NormalRow, RowKind
 from loraplex.core.errors import InvalidAdapterError, UnsupportedFeatureError
 
+# The tensors of each kind of row, with their numbers of dimensions; one of the sets must be there.
+_TENSORS: dict[RowKind, tuple[dict[str, tuple[int, ...]], ...]] = {
+    RowKind.LORA: ({"a": (2,), "b": (2,)}, {"a": (2,), "b": (2,), "bias": (1,)}),
+    RowKind.BIAS: ({"bias": (1,)},),
+    RowKind.MAGNITUDE: ({"magnitude": (1,)},),
+    RowKind.FULL: ({"weight": (1, 2)}, {"base": (2,)}),
+    RowKind.TOKENS: ({"indices": (1,), "weight": (2,)},),
+}
+
 
 def check_rows(rows: tuple[NormalRow, ...]) -> tuple[NormalRow, ...]:
-    """The rows, if each is LoRA of another linear layer and its matrices belong together.
+    """The rows, if each is another one and its tensors belong together.
 
-    Raises InvalidAdapterError, or UnsupportedFeatureError for other kinds of rows.
+    Raises InvalidAdapterError, or UnsupportedFeatureError for rows of experts.
     """
     if not rows:
         raise InvalidAdapterError("the adapter has no rows")
-    places = set()
+    places: dict[tuple[int | None, str], set[RowKind]] = {}
     for row in rows:
-        where = f"the row of layer {row.layer}, module {row.module!r}"
-        if row.kind is not RowKind.LORA or row.layer is None or row.expert is not None:
+        where = f"the {row.kind} row of layer {row.layer}, module {row.module!r}"
+        if row.expert is not None:
             raise UnsupportedFeatureError(
-                f"{where} is of kind {row.kind}, expert {row.expert}: only LoRA of a decoder "
-                "layer's linear layers is served yet"
+                f"{where} is of expert {row.expert}: experts are not served"
             )
-        if (row.layer, row.module) in places:
+        kinds = places.setdefault((row.layer, row.module), set())
+        if row.kind in kinds:
             raise InvalidAdapterError(f"{where} is there twice")
-        places.add((row.layer, row.module))
-        _check_matrices(row, where)
+        kinds.add(row.kind)
+        _check_tensors(row, where)
+    for (layer, module), kinds in places.items():
+        if RowKind.MAGNITUDE in kinds and RowKind.LORA not in kinds:
+            raise InvalidAdapterError(
+                f"the magnitude row of layer {layer}, module {module!r} has no lora row beside it"
+            )
     return rows
 
 
-def _check_matrices(row: NormalRow, where: str) -> None:
-    if set(row.tensors) != {"a", "b"}:
+def _check_tensors(row: NormalRow, where: str) -> None:
+    understood = _TENSORS[row.kind]
+    wanted = next((names for names in understood if set(names) == set(row.tensors)), None)
+    if wanted is None:
+        needed = " or ".join(" and ".join(names) for names in understood)
         raise InvalidAdapterError(
-            f"{where} has the tensors {sorted(row.tensors)}; a and b are needed"
+            f"{where} has the tensors {sorted(row.tensors)}; {needed} are needed"
         )
-    a, b = row.tensors["a"], row.tensors["b"]
-    for name, tensor in (("a", a), ("b", b)):
-        if not tensor.is_float or len(tensor.shape) != 2 or 0 in tensor.shape:
+    for name, dimensions in wanted.items():
+        tensor = row.tensors[name]
+        is_typed = tensor.dtype == "I64" if name == "indices" else tensor.is_float
+        if not is_typed or len(tensor.shape) not in dimensions or 0 in tensor.shape:
+            kind = "I64" if name == "indices" else "float"
             raise InvalidAdapterError(
-                f"{name} of {where} is {tensor.dtype} {list(tensor.shape)}; a matrix of floats is "
-                "needed"
+                f"{name} of {where} is {tensor.dtype} {list(tensor.shape)}; {kind} of "
+                f"{' or '.join(map(str, dimensions))} dimensions is needed"
             )
-        if not tensor.is_finite():
+        if name != "indices" and not tensor.is_finite():
             raise InvalidAdapterError(f"{name} of {where} holds NaN or infinity")
-    if a.shape[0] != b.shape[1]:
-        raise InvalidAdapterError(
-            f"a {list(a.shape)} and b {list(b.shape)} of {where} have different ranks"
-        )
+    _check_sizes(row, where)
     if not abs(row.scale) < float("inf"):
         raise InvalidAdapterError(f"the scale of {where} is {row.scale}")
+
+
+def _check_sizes(row: NormalRow, where: str) -> None:
+    """Of the tensors of one row among each other."""
+    shapes = {name: list(tensor.shape) for name, tensor in row.tensors.items()}
+    if row.kind is RowKind.LORA and shapes["a"][0] != shapes["b"][1]:
+        raise InvalidAdapterError(
+            f"a {shapes['a']} and b {shapes['b']} of {where} have different ranks"
+        )
+    if row.kind is RowKind.TOKENS:
+        indices = row.tensors["indices"].integers().tolist()
+        is_set = len(set(indices)) == len(indices) and min(indices) >= 0
+        if len(indices) != shapes["weight"][0] or not is_set:
+            raise InvalidAdapterError(
+                f"{where} has {len(indices)} indices for {shapes['weight'][0]} rows; a different "
+                "token id for each is needed"
+            )

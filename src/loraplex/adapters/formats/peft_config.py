@@ -12,19 +12,23 @@ from typing import Any
 
 import msgspec
 
+from loraplex.adapters.formats.peft_names import EMBEDDING, LM_HEAD
 from loraplex.adapters.tensor_file import read_bounded
 from loraplex.core.errors import InvalidAdapterError, LoraplexError, UnsupportedFeatureError
 
 CONFIG_NAME = "adapter_config.json"
 _LINEAR_LAYERS = "all-linear"
+_TIED = {EMBEDDING: LM_HEAD, LM_HEAD: EMBEDDING}
 
 # Keys without a meaning once the adapter is trained (peft_type is checked apart).
 _HARMLESS = frozenset(
     (
         "auto_mapping",
         "corda_config",
-        "ensure_weight_tying",
         "eva_config",
+        # PEFT sets it aside, with a warning, for every layer that is a torch Linear or Embedding:
+        # all that the models served here have. It means GPT-2's Conv1D only.
+        "fan_in_fan_out",
         "inference_mode",
         "loftq_config",
         "lora_dropout",
@@ -42,16 +46,10 @@ _HARMLESS = frozenset(
 
 # What a key needs when it has any other value than its default (or nothing).
 _UNSUPPORTED: dict[str, tuple[Any, str]] = {
-    "use_dora": (False, "DoRA's magnitude vectors"),
-    "lora_bias": (False, "a bias of lora_B"),
-    "bias": ("none", "trained biases of the base model"),
-    "modules_to_save": (None, "whole modules in place of the base model's"),
-    "fan_in_fan_out": (False, "base weights that are stored transposed (Conv1D)"),
-    "trainable_token_indices": (None, "trained token embeddings"),
     "megatron_config": (None, "Megatron's parallel layers"),
     "layer_replication": (None, "replicated decoder layers"),
-    "target_parameters": (None, "LoRA of parameters that are not linear layers"),
-    "alora_invocation_tokens": (None, "activated LoRA (aLoRA)"),
+    "target_parameters": (None, "LoRA of parameters that are not linear layers, such as experts"),
+    "alora_invocation_tokens": (None, "LoRA that begins within a prompt (aLoRA)"),
     "use_qalora": (False, "QALoRA's pooled inputs"),
     "use_bdlora": (None, "block-diagonal LoRA"),
     "arrow_config": (None, "Arrow routing"),
@@ -61,7 +59,11 @@ _UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "enable_lora": (None, "LoRA of a part of a fused projection"),
 }
 
+# With these PEFT changes the base's weights whenever it builds the layer, also when it loads a
+# trained adapter.
 _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+_BIAS_CHOICES = ("none", "all", "lora_only")
 _EMPTY: tuple[Any, ...] = (None, False, "", [], {})
 
 
@@ -78,6 +80,12 @@ class PeftConfig(msgspec.Struct, frozen=True, kw_only=True):
     layers_to_transform: int | list[int] | None = None
     layers_pattern: str | list[str] | None = None
     base_model_name_or_path: str | None = None
+    bias: str = "none"
+    lora_bias: bool = False
+    use_dora: bool = False
+    modules_to_save: list[str] = []
+    trainable_token_indices: list[int] | dict[str, list[int]] = []
+    ensure_weight_tying: bool = False
 
     def rank(self, module_path: str) -> int:
         """What the rank of a module should be, such as of model.layers.0.self_attn.q_proj."""
@@ -91,14 +99,50 @@ class PeftConfig(msgspec.Struct, frozen=True, kw_only=True):
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def targets(self, module_path: str) -> bool:
-        """Whether PEFT would put LoRA on this module."""
+        """Whether PEFT would put LoRA on this module.
+
+        A tied embedding and output layer count as one if ensure_weight_tying is set.
+        """
+        if self._targets(module_path):
+            return True
+        twin = _TIED.get(module_path.rpartition(".")[2])
+        return self.ensure_weight_tying and twin is not None and self._targets(twin)
+
+    def saves(self, module_path: str) -> bool:
+        """Whether PEFT would train a copy of this module (modules_to_save).
+
+        A name counts if it ends the path, within a word too: "norm" is every layer norm.
+        """
+        if any(module_path.endswith(name) for name in self.modules_to_save):
+            return True
+        twin = _TIED.get(module_path.rpartition(".")[2], "")
+        return self.ensure_weight_tying and twin in self.modules_to_save
+
+    def token_indices(self, module: str) -> list[int]:
+        """The trained rows of embed_tokens or lm_head; a list is of the embedding."""
+        indices = self.trainable_token_indices
+        if isinstance(indices, list):
+            return indices if module == EMBEDDING else []
+        return next(
+            (rows for name, rows in indices.items() if name.rpartition(".")[2] == module), []
+        )
+
+    @property
+    def modules_with_tokens(self) -> list[str]:
+        """Of embed_tokens and lm_head, those with trained rows."""
+        return [module for module in _TIED if self.token_indices(module)]
+
+    def _targets(self, module_path: str) -> bool:
         if self.exclude_modules and _names(self.exclude_modules, module_path):
+            return False
+        if any(re.match(rf"(^|.*\.){name}($|\..*)", module_path) for name in self.modules_to_save):
             return False
         if self.target_modules is None:
             return True
         if isinstance(self.target_modules, str):
-            whole = self.target_modules.lower() == _LINEAR_LAYERS
-            return whole or re.fullmatch(self.target_modules, module_path) is not None
+            if self.target_modules.lower() == _LINEAR_LAYERS:
+                return module_path.rpartition(".")[2] not in _TIED
+            return re.fullmatch(self.target_modules, module_path) is not None
         if module_path in self.target_modules:
             return True
         return _names(self.target_modules, module_path) and self._transforms_layer(module_path)
@@ -141,6 +185,8 @@ def parse_config(content: bytes) -> PeftConfig:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidAdapterError(f"not a JSON object: {error}") from error
     _refuse_unsupported(values)
+    if isinstance(values.get("trainable_token_indices"), dict):
+        _refuse_other_tokens(values["trainable_token_indices"])
     known = {
         key: value
         for key, value in values.items()
@@ -151,6 +197,7 @@ def parse_config(content: bytes) -> PeftConfig:
     except msgspec.ValidationError as error:
         raise InvalidAdapterError(str(error)) from error
     _check_values(config)
+    _check_switches(config)
     return config
 
 
@@ -171,12 +218,41 @@ def _refuse_unsupported(values: dict[str, Any]) -> None:
             )
 
 
+def _refuse_other_tokens(indices: dict[str, object]) -> None:
+    for name in indices:
+        if name.rpartition(".")[2] not in _TIED:
+            raise UnsupportedFeatureError(
+                f"trainable_token_indices names {name!r}; token rows are those of {EMBEDDING} or "
+                f"{LM_HEAD}"
+            )
+
+
 def _refuse_base_changing_init(value: object) -> None:
     if isinstance(value, str) and value.lower().startswith(_BASE_CHANGING_INITS):
         raise UnsupportedFeatureError(
-            f"init_lora_weights = {value!r} changes the base model's weights; save the adapter "
-            "with path_initial_model_for_weight_conversion, which makes it a plain LoRA"
+            f"init_lora_weights = {value!r} changes the base model's weights, which all adapters "
+            "share; save the adapter with path_initial_model_for_weight_conversion, which makes it "
+            "a plain LoRA"
         )
+    if not isinstance(value, bool | str | None) or value not in _PLAIN_INITS:
+        raise UnsupportedFeatureError(
+            f"init_lora_weights = {value!r} is not known, so it cannot be told what it would change"
+        )
+
+
+def _check_switches(config: PeftConfig) -> None:
+    if config.bias not in _BIAS_CHOICES:
+        raise InvalidAdapterError(
+            f"bias is {config.bias!r}; it is one of {', '.join(_BIAS_CHOICES)}"
+        )
+    if config.use_dora and config.lora_bias:
+        raise InvalidAdapterError("use_dora and lora_bias exclude each other, in PEFT too")
+    for module in (EMBEDDING, LM_HEAD):
+        indices = config.token_indices(module)
+        if len(set(indices)) < len(indices) or min(indices, default=0) < 0:
+            raise InvalidAdapterError(
+                f"trainable_token_indices of {module} must be different token ids, got {indices}"
+            )
 
 
 def _check_values(config: PeftConfig) -> None:
@@ -186,7 +262,7 @@ def _check_values(config: PeftConfig) -> None:
     for name, alpha in {"lora_alpha": config.lora_alpha, **config.alpha_pattern}.items():
         if not math.isfinite(alpha):
             raise InvalidAdapterError(f"the alpha of {name!r} must be finite, got {alpha}")
-    patterns = [*config.rank_pattern, *config.alpha_pattern]
+    patterns = [*config.rank_pattern, *config.alpha_pattern, *config.modules_to_save]
     for value in (config.target_modules, config.exclude_modules, config.layers_pattern):
         if isinstance(value, str):
             patterns.append(value)

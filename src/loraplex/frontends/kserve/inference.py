@@ -78,9 +78,10 @@ class Inference:
     def _take(self, index: int, output: RequestOutput) -> list[Answer]:
         """Add an output to its answers; the answers that are to be sent now."""
         answers = self._batch[index]
-        for adapter in output.adapters:
-            self._parameters["adapter"] = adapter.name
-            self._parameters["adapter_digest"] = adapter.digest
+        if output.adapters:
+            names = ",".join(adapter.name for adapter in output.adapters)
+            digests = ",".join(adapter.digest for adapter in output.adapters)
+            self._parameters |= {"adapter": names, "adapter_digest": digests}
         for answer in answers:
             answer.begin(output.prompt_token_ids)
         for sequence in output.sequences:

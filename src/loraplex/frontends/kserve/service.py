@@ -140,6 +140,7 @@ class TritonService:
             model.card,
             self.backend.new_request_id(),
             client_request_id=request.request_id,
+            adapters=request.parameters.get("adapters", ""),
             timeout_seconds=int(timeout or 0) / MICROSECONDS if has_timeout else None,
             detokenize=lambda token_ids: self.backend.detokenize(model.card.name, token_ids),
         )
@@ -234,10 +235,11 @@ async def _one(response: InferResponse) -> AsyncGenerator[InferResponse, None]:
 
 def _in_tensorrt_words(error: AdapterNotFoundError, request: GenerateRequest) -> LoraplexError:
     """Clients of TensorRT-LLM look for this sentence to know that an adapter is not there."""
-    keys = [choice.key for choice in request.adapters]
-    task_id = next((key.task_id for key in keys if isinstance(key, ByTaskId)), None)
-    if task_id is None:
-        return error
+    match request.adapters:
+        case (AdapterChoice(key=ByTaskId(task_id=task_id)),):
+            pass
+        case _:
+            return error
     sentence = f"LoRA task {task_id} not found in cache. Please send LoRA weights with request"
     message = error.message if sentence in error.message else f"{sentence} ({error.message})"
     return AdapterNotFoundError(message, param="lora_task_id")

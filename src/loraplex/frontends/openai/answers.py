@@ -4,12 +4,19 @@ A writer lives for one HTTP call. Choices are numbered prompt-major: prompt i, s
 i * n + j.
 """
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from loraplex.core.output import FinishReason, RequestOutput, SequenceOutput, TokenLogprob
+from loraplex.core.output import (
+    FinishReason,
+    RequestOutput,
+    ResolvedAdapter,
+    SequenceOutput,
+    TokenLogprob,
+)
 from loraplex.core.request import GenerateRequest
 from loraplex.frontends.openai.logprobs import (
     CompletionLogprobWriter,
@@ -95,12 +102,18 @@ class UsageCounter:
 
 
 def fingerprint(output: RequestOutput) -> str:
-    """Changes whenever the weights that answer do: from the adapter's digest."""
-    return f"lp-{output.adapters[0].digest[:12]}" if output.adapters else BASE_FINGERPRINT
+    """Changes whenever the weights that answer do: from the adapters' digests and scales."""
+    match output.adapters:
+        case ():
+            return BASE_FINGERPRINT
+        case (ResolvedAdapter(digest=digest, scale=1.0),):
+            return f"lp-{digest[:12]}"
+    parts = sorted(f"{adapter.digest} {adapter.scale!r}" for adapter in output.adapters)
+    return f"lp-{hashlib.sha256(' '.join(parts).encode()).hexdigest()[:12]}"
 
 
 def adapter_headers(output: RequestOutput) -> dict[str, str]:
-    """The digest of the very adapter that answers; no header for the base model."""
+    """The digests of the very adapters that answer; no header for the base model."""
     digests = ",".join(adapter.digest for adapter in output.adapters)
     return {ADAPTER_HEADER: digests} if digests else {}
 

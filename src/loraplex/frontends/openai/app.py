@@ -4,7 +4,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from loraplex.frontends.openai.catalog import AdapterEndpoints, ModelEndpoints, TokenEndpoints
+from loraplex.frontends.openai.adapters import AdapterEndpoints
+from loraplex.frontends.openai.catalog import ModelEndpoints, TokenEndpoints
 from loraplex.frontends.openai.errors import INVALID, ErrorDetail, json_error
 from loraplex.frontends.openai.generation import GenerationEndpoints
 from loraplex.frontends.openai.room import (
@@ -39,6 +40,9 @@ def openai_routes(
         ("GET", "/v1/models/{model_id:path}", models.get_model),
         ("GET", "/v1/adapters", adapters.list_adapters),
         ("POST", "/v1/adapters", adapters.load_adapter),
+        ("POST", "/v1/adapters/{name:path}/rollback", adapters.rollback),
+        ("POST", "/v1/adapters/{name:path}/pin", adapters.pin),
+        ("POST", "/v1/adapters/{name:path}/alias", adapters.alias),
         ("GET", "/v1/adapters/{name:path}", adapters.get_adapter),
         ("DELETE", "/v1/adapters/{name:path}", adapters.delete_adapter),
         ("POST", "/v1/load_lora_adapter", adapters.load_lora_adapter),

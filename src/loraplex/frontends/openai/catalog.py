@@ -1,18 +1,15 @@
-"""What is served: models, adapters (vLLM's two routes and our JSON ones), and their tokenizers."""
+"""What is served: models and adapters as OpenAI lists them, and their tokenizers."""
 
 import asyncio
 
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 
 from loraplex.core.adapter import AdapterRef
-from loraplex.core.errors import AdapterNotFoundError, InvalidParameterError, ModelNotFoundError
+from loraplex.core.errors import InvalidParameterError
 from loraplex.core.principal import Principal
 from loraplex.frontends.openai.convert import chat_messages
 from loraplex.frontends.openai.responses import (
-    AdapterDeleted,
-    AdapterEntry,
-    AdapterList,
     Detokenized,
     ModelEntry,
     ModelList,
@@ -20,11 +17,8 @@ from loraplex.frontends.openai.responses import (
 )
 from loraplex.frontends.openai.room import OpenAIRoom, json_response
 from loraplex.frontends.openai.schema import (
-    AdapterBody,
     DetokenizeBody,
-    LoadLoraBody,
     TokenizeBody,
-    UnloadLoraBody,
 )
 from loraplex.serving.backend import AdapterCard, ModelCard
 
@@ -44,7 +38,9 @@ class ModelEndpoints:
         card, key = self._room.backend.find(name, principal)
         if key is None:
             return json_response(_model_entry(card))
-        adapter = find_adapter_card(self._room, name, principal)
+        adapter = await self._room.backend.describe_adapter(
+            principal, AdapterRef(card.name, principal.tenant, key)
+        )
         return json_response(_adapter_model_entry(adapter, card, name))
 
     def _entries(self, principal: Principal) -> list[ModelEntry]:
@@ -59,70 +55,6 @@ class ModelEndpoints:
             name = adapter.name if is_unique else f"{adapter.model}:{adapter.name}"
             entries.append(_adapter_model_entry(adapter, cards[adapter.model], name))
         return entries
-
-
-class AdapterEndpoints:
-    """/v1/adapters, and vLLM's /v1/load_lora_adapter and /v1/unload_lora_adapter."""
-
-    def __init__(self, room: OpenAIRoom) -> None:
-        self._room = room
-
-    async def list_adapters(self, request: Request) -> Response:
-        cards = self._room.backend.adapters(self._room.principal(request))
-        return json_response(AdapterList([_adapter_entry(card) for card in cards]))
-
-    async def get_adapter(self, request: Request) -> Response:
-        principal = self._room.principal(request)
-        card = find_adapter_card(self._room, request.path_params["name"], principal)
-        return json_response(_adapter_entry(card))
-
-    async def load_adapter(self, request: Request) -> Response:
-        principal = self._room.principal(request)
-        body = await self._room.body(request, AdapterBody)
-        card = await self._room.backend.load_adapter(
-            principal,
-            model=self._base_model(body.model, principal),
-            name=body.name,
-            path=body.path,
-            task_id=body.task_id,
-            replace=bool(body.replace),
-        )
-        return json_response(_adapter_entry(card), status=201)
-
-    async def delete_adapter(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        await self._unload(name, self._room.principal(request))
-        return json_response(AdapterDeleted(name))
-
-    async def load_lora_adapter(self, request: Request) -> Response:
-        principal = self._room.principal(request)
-        body = await self._room.body(request, LoadLoraBody)
-        await self._room.backend.load_adapter(
-            principal,
-            model=self._base_model(body.base_model_name, principal),
-            name=body.lora_name,
-            path=body.lora_path,
-            replace=bool(body.load_inplace),
-        )
-        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
-
-    async def unload_lora_adapter(self, request: Request) -> Response:
-        principal = self._room.principal(request)
-        body = await self._room.body(request, UnloadLoraBody)
-        await self._unload(body.lora_name, principal)
-        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
-
-    def _base_model(self, name: str | None, principal: Principal) -> str:
-        target = self._room.target(name, principal)
-        if target.key is not None:
-            raise InvalidParameterError(
-                f"model must be a base model; {name!r} is an adapter", param="model"
-            )
-        return target.model.name
-
-    async def _unload(self, name: str, principal: Principal) -> None:
-        ref = find_adapter_ref(self._room, name, principal)
-        await self._room.backend.unload_adapter(principal, ref)
 
 
 class TokenEndpoints:
@@ -166,25 +98,6 @@ class TokenEndpoints:
         return json_response(Detokenized(text))
 
 
-def find_adapter_ref(room: OpenAIRoom, name: str, principal: Principal) -> AdapterRef:
-    """Raises AdapterNotFoundError if the name means nothing, or a base model."""
-    try:
-        card, key = room.backend.find(name, principal)
-    except ModelNotFoundError as error:
-        raise AdapterNotFoundError(error.message, param="name") from None
-    if key is None:
-        raise AdapterNotFoundError(f"{name!r} is a base model, not an adapter", param="name")
-    return AdapterRef(card.name, principal.tenant, key)
-
-
-def find_adapter_card(room: OpenAIRoom, name: str, principal: Principal) -> AdapterCard:
-    ref = find_adapter_ref(room, name, principal)
-    for card in room.backend.adapters(principal, ref.model):
-        if name in (card.name, f"{card.model}:{card.name}"):
-            return card
-    raise AdapterNotFoundError(f"there is no {ref}", param="name")
-
-
 def _model_entry(card: ModelCard) -> ModelEntry:
     return ModelEntry(
         id=card.name,
@@ -202,18 +115,4 @@ def _adapter_model_entry(adapter: AdapterCard, base: ModelCard, name: str) -> Mo
         root=base.name,
         parent=base.name,
         max_model_len=base.max_model_len,
-    )
-
-
-def _adapter_entry(card: AdapterCard) -> AdapterEntry:
-    return AdapterEntry(
-        name=card.name,
-        model=card.model,
-        task_id=card.task_id,
-        digest=card.digest,
-        created=card.created,
-        rank=card.rank,
-        num_bytes=card.num_bytes,
-        source=card.source,
-        warnings=card.warnings,
     )

@@ -5,7 +5,7 @@ needs no model.
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from loraplex.core.adapter import AdapterChoice, AdapterKey, ByName
+from loraplex.core.adapter import AdapterChoice, AdapterKey, ByName, LoadPolicy
 from loraplex.core.errors import (
     InvalidParameterError,
     InvalidRequestError,
@@ -14,12 +14,14 @@ from loraplex.core.errors import (
 )
 from loraplex.core.request import GenerateRequest, RequestId
 from loraplex.core.sampling_params import MAX_LOGPROBS, SamplingParams
+from loraplex.frontends.adapter_choices import read_choices
 from loraplex.frontends.openai.schema import (
     ChatBody,
     CompletionBody,
     ContentPart,
     GenerationBody,
     Message,
+    SamplingBody,
 )
 from loraplex.frontends.openai.unsupported import refuse_unsupported
 from loraplex.serving.backend import ModelCard
@@ -28,7 +30,6 @@ MAX_PRIORITY = 2**31 - 1
 
 _SAMPLING_FIELDS = {
     "min_tokens": "min_tokens",
-    "n": "n",
     "temperature": "temperature",
     "top_p": "top_p",
     "top_k": "top_k",
@@ -76,6 +77,7 @@ def completion_requests(
             prompt=prompt,
             sampling=sampling,
             adapters=adapters,
+            load_policy=load_policy(body),
             add_special_tokens=body.add_special_tokens is not False,
             priority=body.priority or 0,
         )
@@ -107,6 +109,7 @@ def chat_request(
             prompt=prompt,
             sampling=chat_sampling(body, target.model.vocab_size),
             adapters=adapter_choices(body, target),
+            load_policy=load_policy(body),
             # The template has written them already.
             add_special_tokens=body.add_special_tokens is True,
             priority=body.priority or 0,
@@ -133,8 +136,13 @@ def prompts(prompt: str | list[Any], max_prompts: int) -> list[Prompt]:
 
 
 def adapter_choices(body: GenerationBody, target: Target) -> tuple[AdapterChoice, ...]:
-    """The adapter that `model` or `lora_model` names; both may name it if they agree."""
+    """The adapter that `model` or `lora_model` names, or those of `adapters`.
+
+    The first two may both name it if they agree.
+    """
     key = target.key
+    if body.adapters:
+        return _several(body, key)
     if body.lora_model:
         named = ByName(body.lora_model)
         if key not in (None, named):
@@ -144,7 +152,33 @@ def adapter_choices(body: GenerationBody, target: Target) -> tuple[AdapterChoice
                 param="lora_model",
             )
         key = named
-    return () if key is None else (AdapterChoice(key),)
+    if key is None:
+        if body.lora_scale is not None:
+            raise InvalidParameterError(
+                "lora_scale needs an adapter: name it in model or lora_model", param="lora_scale"
+            )
+        return ()
+    return (AdapterChoice(key, 1.0 if body.lora_scale is None else body.lora_scale),)
+
+
+def _several(body: GenerationBody, key: AdapterKey | None) -> tuple[AdapterChoice, ...]:
+    if key is not None or body.lora_model:
+        raise InvalidParameterError(
+            f"{'lora_model' if body.lora_model else 'model'} names an adapter, and so does "
+            "adapters; put all of them into adapters, and the base model into model",
+            param="adapters",
+        )
+    if body.lora_scale is not None:
+        raise InvalidParameterError(
+            "lora_scale is for the one adapter of model or lora_model; in adapters, each one has "
+            "its scale",
+            param="lora_scale",
+        )
+    return read_choices(body.adapters)
+
+
+def load_policy(body: SamplingBody) -> LoadPolicy:
+    return LoadPolicy(body.load_lora_weights or LoadPolicy.AUTO)
 
 
 def completion_sampling(body: CompletionBody, vocab_size: int) -> SamplingParams:
@@ -159,13 +193,13 @@ def completion_sampling(body: CompletionBody, vocab_size: int) -> SamplingParams
         raise UnsupportedFeatureError(
             f"best_of ({body.best_of}) other than n ({n}) is not supported", param="best_of"
         )
-    fields: dict[str, Any] = {"logprobs": body.logprobs}
+    fields: dict[str, Any] = {"logprobs": body.logprobs, "n": n}
     if body.max_tokens is not None:
         fields["max_tokens"] = body.max_tokens
     fields["prompt_logprobs"] = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         fields["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
-    return _sampling(body, fields, vocab_size)
+    return sampling_params(body, fields, vocab_size)
 
 
 def chat_sampling(body: ChatBody, vocab_size: int) -> SamplingParams:
@@ -173,6 +207,8 @@ def chat_sampling(body: ChatBody, vocab_size: int) -> SamplingParams:
         body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     )
     fields: dict[str, Any] = {"max_tokens": max_tokens, "prompt_logprobs": body.prompt_logprobs}
+    if body.n is not None:
+        fields["n"] = body.n
     num_top = body.top_logprobs or 0
     if not 0 <= num_top <= MAX_LOGPROBS:
         raise InvalidParameterError(
@@ -182,10 +218,13 @@ def chat_sampling(body: ChatBody, vocab_size: int) -> SamplingParams:
         fields["logprobs"] = num_top
     elif num_top:
         raise InvalidParameterError("top_logprobs needs logprobs: true", param="top_logprobs")
-    return _sampling(body, fields, vocab_size)
+    return sampling_params(body, fields, vocab_size)
 
 
-def _sampling(body: GenerationBody, fields: dict[str, Any], vocab_size: int) -> SamplingParams:
+def sampling_params(
+    body: SamplingBody, fields: dict[str, Any], vocab_size: int
+) -> SamplingParams:
+    """From what all bodies have, and `fields` of SamplingParams that only this one has."""
     given = {name: getattr(body, wire_name) for wire_name, name in _SAMPLING_FIELDS.items()}
     fields |= {name: value for name, value in given.items() if value is not None}
     stop = body.stop or ()
@@ -217,6 +256,10 @@ def _check_generation(body: GenerationBody) -> None:
         raise InvalidParameterError(
             "prompt_logprobs is not for stream: true", param="prompt_logprobs"
         )
+    check_priority(body)
+
+
+def check_priority(body: SamplingBody) -> None:
     if abs(body.priority or 0) > MAX_PRIORITY:
         raise InvalidParameterError(
             f"priority must be in [{-MAX_PRIORITY}, {MAX_PRIORITY}], got {body.priority}",

@@ -4,7 +4,7 @@ msgspec structs, because a field that is absent (UNSET) and one that is null dif
 and because a chunk is encoded for every token.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
@@ -144,28 +144,17 @@ class ModelList(Struct, frozen=True):
     object: Literal["list"] = "list"
 
 
-class AdapterEntry(Struct, frozen=True, kw_only=True):
-    name: str
-    object: Literal["adapter"] = "adapter"
-    model: str
-    task_id: int | None
-    digest: str
-    created: int
-    rank: int
-    num_bytes: int
-    source: str
-    warnings: tuple[str, ...]
-
-
 class AdapterList(Struct, frozen=True):
-    data: list[AdapterEntry]
+    data: list[dict[str, Any]]
     object: Literal["list"] = "list"
 
 
-class AdapterDeleted(Struct, frozen=True):
+class AdapterDeleted(Struct, frozen=True, kw_only=True):
     name: str
-    object: Literal["adapter"] = "adapter"
+    object: Literal["adapter", "alias"]
     deleted: bool = True
+    num_ended: int
+    """Requests that were ended with an error."""
 
 
 class Tokens(Struct, frozen=True):

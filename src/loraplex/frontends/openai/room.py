@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from loraplex.core.errors import InvalidRequestError
+from loraplex.core.errors import InvalidParameterError, InvalidRequestError
 from loraplex.core.principal import LOCAL, Principal
 from loraplex.frontends.openai.body import parse_body, read_body
 from loraplex.frontends.openai.convert import Target
@@ -56,6 +56,16 @@ class OpenAIRoom(msgspec.Struct, frozen=True):
 
     async def body(self, request: Request, schema: type[BodyT]) -> BodyT:
         return parse_body(schema, await read_body(request, self.options.max_body_bytes))
+
+    async def strict_body(self, request: Request, schema: type[BodyT]) -> BodyT:
+        """As body; a misspelt field must not be a request without it."""
+        body = await self.body(request, schema)
+        for field in body.model_extra or {}:
+            known = ", ".join(schema.model_fields)
+            raise InvalidParameterError(
+                f"there is no field {field!r}; known are {known}", param=field
+            )
+        return body
 
     def target(self, model: str | None, principal: Principal) -> Target:
         """What `model` names; without one, the default base model."""

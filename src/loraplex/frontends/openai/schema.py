@@ -39,17 +39,14 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
-class GenerationBody(Body):
-    """What completions and chat have in common."""
+class SamplingBody(Body):
+    """What everything that generates has in common: how tokens are drawn, and when it ends."""
 
     model: str | None = None
-    lora_model: str | None = None
-    """llgtrt's way to choose an adapter."""
     load_lora_weights: Literal["auto", "always", "never"] | None = None
-    """llgtrt's: without meaning here, where an adapter never has to be sent again."""
+    """llgtrt's, see core.adapter.LoadPolicy."""
     max_tokens: int | None = None
     min_tokens: int | None = None
-    n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -64,9 +61,21 @@ class GenerationBody(Body):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
-    prompt_logprobs: int | None = None
     priority: int | None = None
     user: str | None = None
+
+
+class GenerationBody(SamplingBody):
+    """What completions and chat have in common."""
+
+    lora_model: str | None = None
+    """llgtrt's way to choose an adapter."""
+    lora_scale: float | None = None
+    """How strongly the one adapter is applied; 1 if it is absent."""
+    adapters: list[Any] | None = None
+    """Several, see frontends.adapter_choices. An empty list is none."""
+    n: int | None = None
+    prompt_logprobs: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -106,6 +115,19 @@ class ChatBody(GenerationBody):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+class CompareBody(SamplingBody):
+    """POST /v1/compare: a prompt or a conversation. An unknown field is an error."""
+
+    prompt: str | TokenIds | None = None
+    messages: Messages | None = None
+    adapters: list[Any]
+    """One answer each: null for the base model, an adapter, or a list of adapters."""
+    logprobs: int | None = None
+    """How many likely tokens are shown beside each one."""
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
 class TokenizeBody(Body):
     """vLLM's: a prompt or a conversation."""
 
@@ -133,12 +155,36 @@ class LoadLoraBody(Body):
 
 class UnloadLoraBody(Body):
     lora_name: str
+    lora_int_id: int | None = None
+    """vLLM's own number: taken, and of no use here."""
 
 
 class AdapterBody(Body):
+    """POST /v1/adapters. Of this body and those below an unknown field is an error."""
+
     name: str
     path: str
     model: str | None = None
     """The base model; None is the default one."""
     task_id: int | None = None
     replace: bool | None = None
+    dry_run: bool | None = None
+    canary: bool | None = None
+
+
+class RollbackBody(Body):
+    version: int | None = None
+    """None: the one before the present."""
+
+
+class PinBody(Body):
+    version: int | None = None
+    """None: the present one."""
+    pinned: bool | None = None
+    """False takes the pin away."""
+
+
+class AliasBody(Body):
+    alias: str
+    replace: bool | None = None
+    """Turn an alias of another adapter over to this one."""

@@ -1,6 +1,8 @@
 """Native paged attention, and the storage that it reads.
 
 Keys lie in columns: [num_blocks, K, D, block_size]; values in rows: [num_blocks, K, block_size, D].
+As int8 both have SCALE_BYTES * block_size bytes more per block and head, behind the numbers: the
+scales of its vectors.
 """
 
 import ctypes
@@ -10,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from loraplex.kernels.host_memory import zeroed
+from loraplex.kernels.kv_vectors import SCALE_BYTES
 from loraplex.kernels.native.library import (
     DTYPES,
     Int,
@@ -19,6 +23,8 @@ from loraplex.kernels.native.library import (
     ThreadPool,
 )
 from loraplex.kernels.ops import AttentionShape, KVStorage, RowLayout
+
+_KV_DTYPES = {**DTYPES, torch.int8: 3}
 
 
 class _Step(ctypes.Structure):
@@ -63,10 +69,16 @@ class AttentionKernel:
 
     def allocate(self, num_blocks: int, shape: AttentionShape, dtype: torch.dtype) -> KVStorage:
         """Storage of one layer, zero."""
-        sizes = (shape.head_dim, shape.block_size)
+        blocks = (num_blocks, shape.num_kv_heads)
+        if dtype == torch.int8:
+            stored_size = shape.head_dim + SCALE_BYTES
+            return KVStorage(
+                zeroed((*blocks, stored_size, shape.block_size), dtype),
+                zeroed((*blocks, shape.block_size * stored_size), dtype),
+            )
         return KVStorage(
-            torch.zeros(num_blocks, shape.num_kv_heads, *sizes, dtype=dtype),
-            torch.zeros(num_blocks, shape.num_kv_heads, *sizes[::-1], dtype=dtype),
+            zeroed((*blocks, shape.head_dim, shape.block_size), dtype),
+            zeroed((*blocks, shape.block_size, shape.head_dim), dtype),
         )
 
     def write(
@@ -86,7 +98,7 @@ class AttentionKernel:
             key.stride(0),
             value.data_ptr(),
             value.stride(0),
-            DTYPES[storage.key.dtype],
+            _KV_DTYPES[storage.key.dtype],
             storage.key.data_ptr(),
             storage.value.data_ptr(),
         )
@@ -123,7 +135,7 @@ class AttentionKernel:
         self._attend(
             self._pool.address,
             plan.address,
-            DTYPES[storage.key.dtype],
+            _KV_DTYPES[storage.key.dtype],
             storage.key.data_ptr(),
             storage.value.data_ptr(),
             dtype,

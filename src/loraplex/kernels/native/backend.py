@@ -1,22 +1,29 @@
 """The backend of a CPU: every op natively."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
+from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.native.attention import AttentionKernel, NativeAttentionPlan
 from loraplex.kernels.native.elementwise import ElementwiseKernel
 from loraplex.kernels.native.library import NativeLibrary, ThreadPool
-from loraplex.kernels.native.linear import LinearKernel, PackedWeight
+from loraplex.kernels.native.linear import PACKED_LAYOUT, LinearKernel, PackedWeight, WeightKind
 from loraplex.kernels.native.lora import LoraKernel
+from loraplex.kernels.native.program import Program, Recorder
+from loraplex.kernels.native.row_norms import squared_row_norms
+from loraplex.kernels.native.sampling import SamplingKernel
 from loraplex.kernels.ops import (
     AttentionPlan,
     AttentionShape,
     KVStorage,
+    LinearParts,
     PackedLinear,
+    Parameter,
     RowLayout,
 )
+from loraplex.kernels.sampling import DrawOptions, IntArray, TopLogprobs
 
 
 class NativeKernels:
@@ -28,25 +35,77 @@ class NativeKernels:
     def __init__(self, library: NativeLibrary, num_threads: int) -> None:
         """num_threads: counting the one that calls."""
         self._pool = ThreadPool(library, num_threads)
+        self._sampling = SamplingKernel(library, self._pool)
+        # A thread and a pool of its own, out of the recorder's sight.
+        self._linear_apart = LinearKernel(library, ThreadPool(library, 1))
+        self._recorder = Recorder(library)
+        self._programs: dict[Hashable, Program | None] = {}
+        library = library.watched(self._recorder.watch)
         self._linear = LinearKernel(library, self._pool)
         self._attention = AttentionKernel(library, self._pool)
         self._lora = LoraKernel(library, self._pool)
         self._elementwise = ElementwiseKernel(library, self._pool)
 
-    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
-        return self._linear.pack(weight, bias)
+    def repeat(
+        self,
+        key: Hashable,
+        parameters: Sequence[Parameter],
+        compute: Callable[[], torch.Tensor],
+    ) -> torch.Tensor:
+        addresses = [self._address(parameter) for parameter in parameters]
+        if key not in self._programs:
+            result, self._programs[key] = self._recorder.record(addresses, compute)
+            return result
+        program = self._programs[key]
+        return compute() if program is None else program.run(addresses)
+
+    def take_rows(self, table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        return self._output(self._elementwise.take_rows(table, indices))
+
+    def pack_linear(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        precision: WeightPrecision = WeightPrecision.NATIVE,
+    ) -> PackedLinear:
+        return self._linear.pack(weight, bias, precision)
+
+    @property
+    def packed_layout(self) -> str:
+        return PACKED_LAYOUT
+
+    def linear_parts(self, packed: PackedLinear) -> LinearParts:
+        assert isinstance(packed, PackedWeight)
+        sizes = (packed.group_size, packed.out_features, packed.in_features)
+        return LinearParts((int(packed.kind), *sizes), (packed.panels, packed.bias))
+
+    def join_linear(self, parts: LinearParts) -> PackedLinear:
+        kind, group_size, out_features, in_features = parts.numbers
+        panels, bias = parts.tensors
+        assert panels is not None
+        sizes = (group_size, out_features, in_features)
+        return PackedWeight(WeightKind(kind), *sizes, panels, bias)
 
     def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
         assert isinstance(packed, PackedWeight)
-        return self._linear.apply(x, packed)
+        return self._output(self._linear.apply(x, packed))
+
+    def linear_apart(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+        assert isinstance(packed, PackedWeight)
+        return self._linear_apart.apply(x, packed)
+
+    def squared_row_norms(self, packed: PackedLinear) -> torch.Tensor:
+        assert isinstance(packed, PackedWeight)
+        return squared_row_norms(packed)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return self._elementwise.rms_norm(x, weight, eps)
+        return self._output(self._elementwise.rms_norm(x, weight, eps))
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._elementwise.add_rms_norm(x, residual, weight, eps)
+        normed, total = self._elementwise.add_rms_norm(x, residual, weight, eps)
+        return self._output(normed), self._output(total)
 
     def rotary(
         self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
@@ -54,7 +113,7 @@ class NativeKernels:
         self._elementwise.rotary(query, key, cos, sin)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return self._elementwise.silu_mul(gate_up)
+        return self._output(self._elementwise.silu_mul(gate_up))
 
     def add_lora(
         self,
@@ -84,4 +143,34 @@ class NativeKernels:
         self, query: torch.Tensor, storage: KVStorage, plan: AttentionPlan
     ) -> torch.Tensor:
         assert isinstance(plan, NativeAttentionPlan)
-        return self._attention.attend(query, storage, plan)
+        return self._output(self._attention.attend(query, storage, plan))
+
+    def argmax(self, logits: torch.Tensor, rows: IntArray) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._sampling.argmax(logits, rows)
+
+    def draw_tokens(
+        self, logits: torch.Tensor, rows: IntArray, options: DrawOptions
+    ) -> torch.Tensor:
+        return self._sampling.draw_tokens(logits, rows, options)
+
+    def top_logprobs(
+        self, logits: torch.Tensor, rows: IntArray, token_ids: IntArray, num_top: int
+    ) -> TopLogprobs:
+        return self._sampling.top_logprobs(logits, rows, token_ids, num_top)
+
+    def apply_bitmask(self, logits: torch.Tensor, bitmask: torch.Tensor) -> None:
+        self._sampling.apply_bitmask(logits, bitmask)
+
+    def _output(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._recorder.output(tensor)
+
+    def _address(self, parameter: Parameter) -> int:
+        match parameter:
+            case torch.Tensor():
+                return parameter.data_ptr()
+            case NativeAttentionPlan():
+                return parameter.address
+            case LoraBatch():
+                return self._lora.step_address(parameter)
+        assert parameter is None, f"no kernel reads a {type(parameter).__name__}"
+        return 0

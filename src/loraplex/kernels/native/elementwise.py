@@ -1,4 +1,7 @@
-"""Native norms, rotation and gate. Results are rounded once, to the dtype of the inputs."""
+"""Native norms, rotation, gate, and rows of tables.
+
+Results are rounded once, to the dtype of the inputs.
+"""
 
 import torch
 
@@ -32,9 +35,28 @@ class ElementwiseKernel:
             *(Pointer, Size, Size, Size, Size, Pointer, Pointer),
             *(Int, Pointer, Size, Pointer, Size),
         )
+        self._take_rows = library.function(
+            "loraplex_take_rows", *(Pointer, Size, Size, Int, Pointer, Size, Pointer, Pointer)
+        )
         self._silu_mul = library.function(
             "loraplex_silu_mul", *(Pointer, Size, Size, Int, Pointer, Size, Pointer)
         )
+
+    def take_rows(self, table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        """table [..., N], indices [T] int64, contiguous -> [T, N]."""
+        num_rows, size = indices.shape[0], table.shape[1]
+        output = torch.empty((num_rows, size), dtype=table.dtype)
+        self._take_rows(
+            self._pool.address,
+            num_rows,
+            size,
+            DTYPES[table.dtype],
+            table.data_ptr(),
+            table.stride(0),
+            indices.data_ptr(),
+            output.data_ptr(),
+        )
+        return output
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x [T, N] or [T, H, N] -> a contiguous tensor of this shape."""

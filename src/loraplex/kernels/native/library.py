@@ -4,6 +4,7 @@ Owns the border (native/include/loraplex/abi.h): versions, argument types, statu
 know the ops: each family of them declares its functions where it wraps them.
 """
 
+import copy
 import ctypes
 import weakref
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ Size = ctypes.c_int64
 Int = ctypes.c_int32
 Real = ctypes.c_float
 
-_ABI_VERSION = 1
+_ABI_VERSION = 2
 _FILES = {
     "x86-64-v4": "libloraplex_v4.so",
     "x86-64-v3": "libloraplex_v3.so",
@@ -44,6 +45,9 @@ _STATUS = {
 
 NativeFunction = Callable[..., None]
 """Takes numbers only (addresses as int); raises InternalError if the function reports a failure."""
+
+Watch = Callable[[str, NativeFunction, Sequence[Any]], NativeFunction]
+"""Given the name, the function and its argument types: a function to call instead."""
 
 
 class NativeLibraryError(Exception):
@@ -65,7 +69,14 @@ class NativeLibrary:
                 f"{path} has ABI version {version}, this loraplex needs {_ABI_VERSION}: install "
                 "loraplex again"
             )
+        self._watch: Watch | None = None
         self.instruction_set = _text(self._dll.loraplex_instruction_set)
+
+    def watched(self, watch: Watch) -> "NativeLibrary":
+        """The same library; its functions are what `watch` makes of them."""
+        library = copy.copy(self)
+        library._watch = watch
+        return library
 
     def function(self, name: str, *argument_types: Any) -> NativeFunction:
         """A function that returns a loraplex_status."""
@@ -73,7 +84,7 @@ class NativeLibrary:
         function.argtypes = argument_types
         function.restype = ctypes.c_int32
         function.errcheck = _check_status
-        return function  # type: ignore[no-any-return]
+        return function if self._watch is None else self._watch(name, function, argument_types)
 
     def size_function(self, name: str, *argument_types: Any) -> Callable[..., int]:
         """A function that returns an int64_t and cannot fail."""
@@ -96,6 +107,9 @@ class ThreadPool:
         create = library.function("loraplex_pool_create", Int, ctypes.POINTER(Pointer))
         destroy = library.function("loraplex_pool_destroy", Pointer)
         self._set_num_threads = library.function("loraplex_pool_set_num_threads", Pointer, Int)
+        self._limit_cpu_features = library.function(
+            "loraplex_pool_limit_cpu_features", Pointer, ctypes.c_uint64
+        )
         self._num_threads = library.size_function("loraplex_pool_num_threads", Pointer)
         handle = Pointer()
         create(num_threads, ctypes.byref(handle))
@@ -107,6 +121,10 @@ class ThreadPool:
     @property
     def num_threads(self) -> int:
         return self._num_threads(self.address)
+
+    def limit_cpu_features(self, features: int) -> None:
+        """Ops use none of LORAPLEX_CPU_* of abi.h but these: how a test runs another CPU's code."""
+        self._limit_cpu_features(self.address, features)
 
     def set_num_threads(self, num_threads: int) -> None:
         """Not while another thread is in an op: it would be waited for."""

@@ -5,7 +5,13 @@ import enum
 
 import torch
 
+from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.native.library import DTYPES, Int, NativeLibrary, Pointer, Size, ThreadPool
+from loraplex.kernels.quantization import QuantizedWeight, quantize
+
+PACKED_LAYOUT = "panels-1"
+"""Of the bytes of PackedWeight.panels; another name whenever they change. Little endian, the same
+for every instruction set."""
 
 
 class WeightKind(enum.IntEnum):
@@ -14,12 +20,18 @@ class WeightKind(enum.IntEnum):
     FLOAT32 = 0
     BFLOAT16 = 1
     FLOAT16 = 2
+    INT8 = 3
+    INT4 = 4
 
 
 _KINDS = {
     torch.float32: WeightKind.FLOAT32,
     torch.bfloat16: WeightKind.BFLOAT16,
     torch.float16: WeightKind.FLOAT16,
+}
+_QUANTIZED_KINDS = {
+    WeightPrecision.INT8: WeightKind.INT8,
+    WeightPrecision.INT4: WeightKind.INT4,
 }
 
 
@@ -28,9 +40,10 @@ class PackedWeight:
     """A weight [out_features, in_features] in panels (native/src/packed_weight.h), and its bias."""
 
     kind: WeightKind
+    group_size: int  # inputs that share a scale; 0 if nothing is scaled
     out_features: int
     in_features: int
-    panels: torch.Tensor  # bytes
+    panels: torch.Tensor  # bytes, of any alignment and only read; 64 is fast
     bias: torch.Tensor | None  # [out_features] float32
 
 
@@ -39,31 +52,66 @@ class LinearKernel:
 
     def __init__(self, library: NativeLibrary, pool: ThreadPool) -> None:
         self._pool = pool
-        self._packed_bytes = library.size_function("loraplex_packed_weight_bytes", Int, Size, Size)
+        self._packed_bytes = library.size_function(
+            "loraplex_packed_weight_bytes", Int, Size, Size, Size
+        )
         self._pack = library.function(
-            "loraplex_pack_weight", Pointer, Int, Pointer, Size, Size, Size, Pointer
+            "loraplex_pack_weight",
+            *(Pointer, Int, Size),
+            *(Pointer, Size, Pointer, Size),
+            *(Size, Size, Pointer),
         )
         self._linear = library.function(
             "loraplex_linear",
-            *(Pointer, Int, Int),
+            *(Pointer, Int, Size, Int),
             *(Pointer, Size, Size),
             *(Pointer, Size, Size, Pointer),
             *(Pointer, Size),
         )
 
-    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedWeight:
-        """weight [out, in] float32, bfloat16 or float16; bias [out] or None."""
+    def packed_bytes(
+        self, kind: WeightKind, group_size: int, out_features: int, in_features: int
+    ) -> int:
+        """Of the panels; 0 if there can be no such weight."""
+        return self._packed_bytes(kind, group_size, out_features, in_features)
+
+    def pack(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        precision: WeightPrecision = WeightPrecision.NATIVE,
+    ) -> PackedWeight:
+        """weight [out, in] float32, bfloat16 or float16; bias [out] or None.
+
+        Raises ConfigError if the weight cannot be quantised to the precision.
+        """
+        if precision is not WeightPrecision.NATIVE:
+            return self.pack_quantized(quantize(weight, precision), bias)
+        return self._pack_rows(_KINDS[weight.dtype], 0, weight, None, bias)
+
+    def pack_quantized(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> PackedWeight:
+        kind = _QUANTIZED_KINDS[weight.precision]
+        return self._pack_rows(kind, weight.group_size, weight.values, weight.scales, bias)
+
+    def _pack_rows(
+        self,
+        kind: WeightKind,
+        group_size: int,
+        weight: torch.Tensor,
+        scales: torch.Tensor | None,
+        bias: torch.Tensor | None,
+    ) -> PackedWeight:
         out_features, in_features = weight.shape
-        kind = _KINDS[weight.dtype]
-        num_bytes = self._packed_bytes(kind, out_features, in_features)
+        num_bytes = self.packed_bytes(kind, group_size, out_features, in_features)
         panels = torch.empty(num_bytes, dtype=torch.uint8)
         rows = weight if weight.stride(1) == 1 else weight.contiguous()
         self._pack(
-            *(self._pool.address, kind, rows.data_ptr(), rows.stride(0)),
+            *(self._pool.address, kind, group_size, rows.data_ptr(), rows.stride(0)),
+            *((None, 0) if scales is None else (scales.data_ptr(), scales.stride(0))),
             *(out_features, in_features, panels.data_ptr()),
         )
         wide_bias = None if bias is None else bias.float().contiguous()
-        return PackedWeight(kind, out_features, in_features, panels, wide_bias)
+        return PackedWeight(kind, group_size, out_features, in_features, panels, wide_bias)
 
     def apply(self, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
         """x [T, in] -> [T, out] of the same dtype."""
@@ -81,7 +129,7 @@ class LinearKernel:
         if x.stride(1) != 1:
             x = x.contiguous()
         self._linear(
-            *(self._pool.address, weight.kind, DTYPES[x.dtype]),
+            *(self._pool.address, weight.kind, weight.group_size, DTYPES[x.dtype]),
             *(x.data_ptr(), x.stride(0), num_rows),
             *(weight.panels.data_ptr(), weight.out_features, in_features),
             None if weight.bias is None else weight.bias.data_ptr(),

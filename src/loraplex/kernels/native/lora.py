@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from loraplex.kernels.lora import LoraBatch, LoraGroup, LoraTable
+from loraplex.kernels.adapter_parts import add_vectors
+from loraplex.kernels.lora import LoraBatch, LoraTable
 from loraplex.kernels.native.library import (
     DTYPES,
     Int,
@@ -61,8 +62,12 @@ class _Prepared:
     arrays: tuple[Any, ...]
 
 
+_LinearKey = tuple[tuple[str, ...], tuple[tuple[int, int], ...], tuple[str, ...], tuple[int, ...]]
+"""A table's modules and their shapes; which of them are fused, and where their outputs begin."""
+
+
 class LoraKernel:
-    """Remembers the last step it saw and the linear layers of its table: both are made once."""
+    """Remembers the last step it saw, and all linear layers: their structures are made once."""
 
     def __init__(self, library: NativeLibrary, pool: ThreadPool) -> None:
         self._pool = pool
@@ -72,8 +77,7 @@ class LoraKernel:
         )
         self._batch: LoraBatch | None = None
         self._step: _Prepared
-        self._table: LoraTable | None = None
-        self._linears: dict[tuple[tuple[str, ...], tuple[int, ...]], _Prepared] = {}
+        self._linears: dict[_LinearKey, _Prepared] = {}
 
     def add(
         self,
@@ -85,17 +89,12 @@ class LoraKernel:
         out_offsets: Sequence[int],
     ) -> None:
         """As kernels.lora.add_lora."""
-        if not batch.groups:
-            return
-        if batch is not self._batch:
-            self._prepare(batch)
-        linear = self._linears.get((tuple(modules), tuple(out_offsets)))
-        if linear is None:
-            linear = self._prepare_linear(batch.table, tuple(modules), tuple(out_offsets))
+        if batch.parts:
+            add_vectors(y, batch.parts, layer, modules, out_offsets)
         self._add(
             self._pool.address,
-            self._step.address,
-            linear.address,
+            self.step_address(batch),
+            self._linear_address(batch.table, tuple(modules), tuple(out_offsets)),
             layer,
             DTYPES[x.dtype],
             x.data_ptr(),
@@ -104,69 +103,61 @@ class LoraKernel:
             y.stride(0),
         )
 
-    def _prepare(self, batch: LoraBatch) -> None:
-        if batch.table is not self._table:
-            self._linears.clear()
-            self._table = batch.table
-        self._step = _step(batch)
-        self._batch = batch
+    def step_address(self, batch: LoraBatch) -> int:
+        """What the kernel reads of the batch; valid until the next batch comes."""
+        if batch is not self._batch:
+            self._step = _step(batch)
+            self._batch = batch
+        return self._step.address
 
-    def _prepare_linear(
+    def _linear_address(
         self, table: LoraTable, modules: tuple[str, ...], out_offsets: tuple[int, ...]
-    ) -> _Prepared:
-        indices = [table.modules.index(module) for module in modules]
-        in_features = {table.shapes[index][0] for index in indices}
-        assert len(in_features) == 1, "modules of one linear layer have one input"
-        arrays = (
-            np.array(indices, dtype=np.int64),
-            np.array(out_offsets, dtype=np.int64),
-            np.array([table.shapes[index][1] for index in indices], dtype=np.int64),
-        )
-        addresses = (array.ctypes.data for array in arrays)
-        linear = _Linear(in_features.pop(), len(indices), *addresses)
-        prepared = _Prepared(ctypes.addressof(linear), linear, arrays)
-        self._linears[modules, out_offsets] = prepared
-        return prepared
+    ) -> int:
+        """Of what the kernel reads of some fused linear layers; it stays."""
+        key = (table.modules, table.shapes, modules, out_offsets)
+        linear = self._linears.get(key)
+        if linear is None:
+            linear = self._linears[key] = _linear(table, modules, out_offsets)
+        return linear.address
+
+
+def _linear(table: LoraTable, modules: tuple[str, ...], out_offsets: tuple[int, ...]) -> _Prepared:
+    indices = [table.modules.index(module) for module in modules]
+    in_features = {table.shapes[index][0] for index in indices}
+    assert len(in_features) == 1, "modules of one linear layer have one input"
+    arrays = (
+        np.array(indices, dtype=np.int64),
+        np.array(out_offsets, dtype=np.int64),
+        np.array([table.shapes[index][1] for index in indices], dtype=np.int64),
+    )
+    addresses = (array.ctypes.data for array in arrays)
+    linear = _Linear(in_features.pop(), len(indices), *addresses)
+    return _Prepared(ctypes.addressof(linear), linear, arrays)
 
 
 def _step(batch: LoraBatch) -> _Prepared:
-    table, groups = batch.table, batch.groups
-    entries = np.array([group.entry for group in groups], dtype=np.int64)
-    starts = np.cumsum([0, *(len(group.token_indices) for group in groups)], dtype=np.int64)
-    indices = np.concatenate([group.token_indices.numpy() for group in groups])
-    scales = np.concatenate([group.token_scales.numpy() for group in groups])
-    waves = np.array(wave_starts(groups), dtype=np.int64)
-    assert indices.dtype == np.int64
-    assert scales.dtype == np.float32
-    assert all(a.flags.c_contiguous for a in (table.offsets, table.ranks, table.scales))
+    table = batch.table
+    arrays = (table.offsets, table.ranks, table.scales)
+    groups = (batch.entries, batch.group_starts, batch.wave_starts)
+    tokens = (batch.token_indices, batch.token_scales)
+    assert all(array.flags.c_contiguous for array in (*arrays, *groups))
+    assert all(values.is_contiguous() for values in tokens)
+    offsets, ranks, scales = (array.ctypes.data for array in arrays)
+    entries, group_starts, wave_starts = (array.ctypes.data for array in groups)
     step = _Step(
         pages=batch.pool.data_ptr(),
-        offsets=table.offsets.ctypes.data,
-        ranks=table.ranks.ctypes.data,
-        scales=table.scales.ctypes.data,
+        offsets=offsets,
+        ranks=ranks,
+        scales=scales,
         num_layers=table.ranks.shape[1],
         num_modules=table.ranks.shape[2],
-        num_groups=len(groups),
-        group_entries=entries.ctypes.data,
-        group_starts=starts.ctypes.data,
-        token_indices=indices.ctypes.data,
-        token_scales=scales.ctypes.data,
-        num_waves=len(waves) - 1,
-        wave_starts=waves.ctypes.data,
+        num_groups=len(batch.entries),
+        group_entries=entries,
+        group_starts=group_starts,
+        token_indices=batch.token_indices.data_ptr(),
+        token_scales=batch.token_scales.data_ptr(),
+        num_waves=len(batch.wave_starts) - 1,
+        wave_starts=wave_starts,
         pages_dtype=DTYPES[batch.pool.dtype],
     )
-    arrays = (batch, entries, starts, indices, scales, waves)
-    return _Prepared(ctypes.addressof(step), step, arrays)
-
-
-def wave_starts(groups: Sequence[LoraGroup]) -> list[int]:
-    """First group of each wave, and the number of groups: in a wave a token occurs once."""
-    starts = [0]
-    seen: set[int] = set()
-    for index, group in enumerate(groups):
-        tokens = group.token_indices.tolist()
-        if not seen.isdisjoint(tokens):
-            starts.append(index)
-            seen.clear()
-        seen.update(tokens)
-    return [*starts, len(groups)]
+    return _Prepared(ctypes.addressof(step), step, (batch,))

@@ -6,6 +6,7 @@ top_p the choice is greedy, the seed is 0, and the end token cannot be the first
 """
 
 import dataclasses
+import json
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -15,6 +16,8 @@ from loraplex.core.adapter import AdapterChoice, ByTaskId
 from loraplex.core.errors import InvalidParameterError, InvalidTensorError
 from loraplex.core.request import GenerateRequest, RequestId
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.frontends.adapter_choices import read_choices
+from loraplex.frontends.kserve.messages import Parameter
 from loraplex.frontends.kserve.models.inputs import Inputs
 from loraplex.frontends.kserve.tensors import Array, Tensor
 from loraplex.serving.backend import ModelCard
@@ -55,10 +58,14 @@ def convert(
     request_id: RequestId,
     *,
     client_request_id: str = "",
+    adapters: Parameter = "",
     timeout_seconds: float | None = None,
     detokenize: Detokenize,
 ) -> Generation:
-    """Raises InvalidTensorError, InvalidParameterError and what `detokenize` raises."""
+    """Raises InvalidTensorError, InvalidParameterError and what `detokenize` raises.
+
+    adapters: the request's parameter of this name, a JSON text (see frontends.adapter_choices).
+    """
     end_id = _end_id(inputs, card)
     sampling = _sampling(inputs, card, end_id, detokenize)
     _validate(inputs, sampling)
@@ -68,7 +75,7 @@ def convert(
         model=card.name,
         prompt=_prompt(inputs),
         sampling=sampling,
-        adapters=() if inline_adapter else _adapters(inputs),
+        adapters=_adapters(inputs, adapters),
         client_request_id=client_request_id,
         timeout_seconds=timeout_seconds,
     )
@@ -85,9 +92,32 @@ def convert(
     )
 
 
-def _adapters(inputs: Inputs) -> tuple[AdapterChoice, ...]:
+def _adapters(inputs: Inputs, parameter: Parameter) -> tuple[AdapterChoice, ...]:
+    """Of the parameter, or the one of lora_task_id; none yet for an adapter that came along."""
+    choices = _parsed(parameter)
+    sent = [f for f in ("lora_task_id", "lora_weights") if inputs.tensor(f) is not None]
+    if choices and sent:
+        raise InvalidParameterError(
+            f"the parameter 'adapters' and the input '{sent[0]}' both name an adapter; put all "
+            "of them into 'adapters'",
+            param="adapters",
+        )
     task_id = _task_id(inputs)
-    return () if task_id is None else (AdapterChoice(ByTaskId(task_id)),)
+    if task_id is None or "lora_weights" in sent:
+        return choices
+    return (AdapterChoice(ByTaskId(task_id)),)
+
+
+def _parsed(parameter: Parameter) -> tuple[AdapterChoice, ...]:
+    if parameter == "":
+        return ()
+    try:
+        return read_choices(json.loads(str(parameter)))
+    except (ValueError, RecursionError) as error:
+        raise InvalidParameterError(
+            f"the parameter 'adapters' must be a JSON text, as '[{{\"name\": \"fr\"}}]': {error}",
+            param="adapters",
+        ) from None
 
 
 def _task_id(inputs: Inputs) -> int | None:

@@ -1,10 +1,12 @@
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
 from transformers.generation import logits_process as hf
 
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.execution import distribution
+from loraplex.kernels import sampling
 
 VOCAB = 1500  # more than the nucleus guess, so that both ways through top-p are taken
 
@@ -24,6 +26,16 @@ GRID = [
 ]
 
 
+def options(params: Sequence[SamplingParams]) -> sampling.DrawOptions:
+    return sampling.DrawOptions(
+        temperature=np.array([p.temperature for p in params], dtype=np.float32),
+        top_k=np.array([p.top_k for p in params], dtype=np.int64),
+        top_p=np.array([p.top_p for p in params]),
+        min_p=np.array([p.min_p for p in params]),
+        uniforms=np.zeros(len(params)),
+    )
+
+
 def hf_probabilities(row: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     warpers = [hf.TemperatureLogitsWarper(params.temperature)]
     if params.top_k > 0:
@@ -41,7 +53,7 @@ def hf_probabilities(row: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 @pytest.mark.parametrize("seed", range(4))
 def test_the_kept_set_and_its_probabilities_are_those_of_transformers(seed):
     logits = 3 * torch.randn(len(GRID), VOCAB, generator=torch.Generator().manual_seed(seed))
-    weights = distribution.kept_weights(logits.clone(), GRID)
+    weights = sampling.kept_weights(logits.clone(), options(GRID))
     probabilities = weights / weights.sum(-1, keepdim=True)
     for row, params, got in zip(logits, GRID, probabilities, strict=True):
         expected = hf_probabilities(row, params)
@@ -52,29 +64,29 @@ def test_the_kept_set_and_its_probabilities_are_those_of_transformers(seed):
 
 def test_a_row_s_weights_do_not_depend_on_its_company():
     logits = 3 * torch.randn(len(GRID), VOCAB, generator=torch.Generator().manual_seed(9))
-    together = distribution.kept_weights(logits.clone(), GRID)
+    together = sampling.kept_weights(logits.clone(), options(GRID))
     for index, params in enumerate(GRID):
-        alone = distribution.kept_weights(logits[index : index + 1].clone(), [params])
+        alone = sampling.kept_weights(logits[index : index + 1].clone(), options([params]))
         assert torch.equal(alone[0], together[index])
 
 
 def test_top_k_keeps_ties_with_the_kth():
     logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 0.0]])
-    kept = distribution.keep_top_k(logits, torch.tensor([[2]]))
+    kept = sampling.keep_top_k(logits, torch.tensor([[2]]))
     assert torch.isfinite(kept).tolist() == [[False, True, True, True, False]]
 
 
 def test_top_p_breaks_ties_by_token_id():
     weights = torch.tensor([[10, 40, 10, 10, 10, 20]])
-    kept = distribution.keep_top_p(weights, torch.tensor([[0.75]], dtype=torch.float64))
+    kept = sampling.keep_top_p(weights, torch.tensor([[0.75]], dtype=torch.float64))
     assert kept.tolist() == [[10, 40, 10, 0, 0, 20]]
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.01, 20.0])
 def test_a_wide_nucleus_is_found_beyond_the_guess(spread):
     logits = spread * torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1))
-    weights = distribution.token_weights(logits, torch.ones(2, 1))
-    kept = distribution.keep_top_p(weights, torch.tensor([[0.9], [0.1]], dtype=torch.float64))
+    weights = sampling.token_weights(logits, torch.ones(2, 1))
+    kept = sampling.keep_top_p(weights, torch.tensor([[0.9], [0.1]], dtype=torch.float64))
     share = kept.sum(-1) / weights.sum(-1)
     assert share[0] >= 0.9
     assert share[1] >= 0.1
@@ -84,35 +96,10 @@ def test_a_wide_nucleus_is_found_beyond_the_guess(spread):
     assert without_least[1] < 0.1
 
 
-@pytest.mark.parametrize("penalty", [0.5, 1.0, 1.3])
-def test_the_repetition_penalty_is_that_of_transformers(penalty):
-    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(3))
-    prompt, output = [1, 2, 2, 3], [3, 4, 4]
-    expected = hf.RepetitionPenaltyLogitsProcessor(penalty)(
-        torch.tensor([prompt + output]), logits.clone()
-    )
-    got = distribution.penalize(
-        logits, _counts(prompt) > 0, _counts(output), [SamplingParams(repetition_penalty=penalty)]
-    )
-    torch.testing.assert_close(got, expected)
-
-
-def test_presence_and_frequency_count_the_output_only():
-    params = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25)
-    got = distribution.penalize(
-        torch.zeros(1, 50), _counts([1, 2]) > 0, _counts([2, 3, 3]), [params]
-    )
-    assert got[0, :5].tolist() == [0.0, 0.0, -0.75, -1.0, 0.0]
-
-
-def _counts(token_ids: list[int]) -> torch.Tensor:
-    return torch.bincount(torch.tensor(token_ids), minlength=50).to(torch.int32).unsqueeze(0)
-
-
 def test_the_draw_is_the_inverse_cdf_in_token_id_order():
     weights = torch.tensor([[0, 3, 0, 1, 0]])
     numbers = torch.tensor([0.0, 0.7499, 0.75, 1 - 2**-53], dtype=torch.float64)
-    drawn = distribution.draw(weights.expand(4, 5).contiguous(), numbers)
+    drawn = sampling.draw(weights.expand(4, 5).contiguous(), numbers)
     assert drawn.tolist() == [1, 1, 3, 3]
 
 
@@ -120,9 +107,9 @@ def test_a_token_without_weight_is_never_drawn_however_large_the_sums():
     weights = torch.full((1, 2**18), 2**40)
     weights[0, -1000:] = 0
     number = torch.tensor([1 - 2**-53], dtype=torch.float64)
-    assert distribution.draw(weights, number).item() == 2**18 - 1001
+    assert sampling.draw(weights, number).item() == 2**18 - 1001
 
 
 def test_masked_logits_weigh_nothing():
     logits = torch.tensor([[0.0, -np.inf, 1.0]])
-    assert distribution.token_weights(logits, torch.ones(1, 1))[0, 1] == 0
+    assert sampling.token_weights(logits, torch.ones(1, 1))[0, 1] == 0

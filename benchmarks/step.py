@@ -1,0 +1,342 @@
+"""Where the time of a decoding step goes: native kernels, scheduler, and the Python in between.
+
+    python benchmarks/step.py MODEL [--batches 1 8 32] [--dtype bfloat16] [--threads 2] [--json]
+
+MODEL is a folder of a Llama, such as the fixtures of loraplex.bench.fixtures. One engine
+runs in this thread, every row with an adapter of its own (rank 8 on q, k and v), contexts of about
+256 tokens, greedy. A section's time is its own, without that of the sections inside it, and the
+least of all steps: the machine is shared. What a C call costs before it reaches C counts as Python,
+and so does what torch computes.
+
+The floor is that of the model, not of a kernel: max(bytes of the linear layers / bandwidth, flops /
+peak) + (KV bytes + adapter bytes) / bandwidth, by the limits that machine_limits.py measures.
+"""
+
+import argparse
+import ctypes
+import dataclasses
+import json
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from machine_limits import MachineLimits, measure_limits
+
+from loraplex.bench.machine import this_code, this_machine
+from loraplex.core.adapter import AdapterHandle, AdapterSource, AdapterUse, LoraTarget
+from loraplex.core.clock import SystemClock
+from loraplex.core.request import EngineRequest
+from loraplex.core.sampling_params import SamplingParams
+from loraplex.engine.engine import Engine, build_engine
+from loraplex.execution.host_adapters import HostAdapter, HostAdapters, HostWeight
+from loraplex.execution.loading import load_runner
+from loraplex.execution.model_runner import ModelRunner
+from loraplex.execution.sizing import RunnerSettings
+from loraplex.kernels.native.library import NativeLibrary
+from loraplex.models.config import DecoderConfig, module_shapes
+from loraplex.models.registry import read_config
+from loraplex.scheduling.settings import SchedulerSettings
+from loraplex.testing.fake_loader import FakeLoad
+
+RANK = 8
+MODULES = ("q_proj", "k_proj", "v_proj")
+CONTEXT = 256
+NATIVE = "native"
+
+
+class Ledger:
+    """Seconds of each section of a step, without those of the sections inside it."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._sections: list[str] = []
+        self._since = 0.0
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Notes what happens inside; what is in no section is called "engine"."""
+        self.seconds.clear()
+        self._sections, self._since = ["engine"], time.perf_counter()
+        self.is_open = True
+        yield
+        self.is_open = False
+        self._charge()
+
+    def section(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            if not self.is_open:
+                return function(*arguments)
+            self._charge()
+            self._sections.append(name)
+            try:
+                return function(*arguments)
+            finally:
+                self._charge()
+                self._sections.pop()
+
+        return timed
+
+    def native(self, function: Callable[..., Any], types: Sequence[Any]) -> Callable[..., Any]:
+        """A C function; what its call costs in Python goes to the section that calls it."""
+        timed = self.section(NATIVE, function)
+        empty = _empty_function(types)
+        costs: list[float] = []
+
+        def called(*arguments: Any) -> Any:
+            if self.is_open:
+                if not costs:
+                    costs.append(_least_seconds(empty, arguments))
+                self._move(costs[0])
+            return timed(*arguments)
+
+        return called
+
+    def _charge(self) -> None:
+        now = time.perf_counter()
+        self.seconds[self._sections[-1]] += now - self._since
+        self._since = now
+
+    def _move(self, seconds: float) -> None:
+        self.seconds[self._sections[-1]] += seconds
+        self.seconds[NATIVE] -= seconds
+
+
+def _empty_function(argument_types: Sequence[Any]) -> Callable[..., Any]:
+    """Takes such arguments, and does nothing: compares the first two of them."""
+    function: Any = ctypes.CDLL(None)["pthread_equal"]
+    function.argtypes = argument_types
+    function.restype = ctypes.c_int32
+    function.errcheck = _accept
+    return function  # type: ignore[no-any-return]
+
+
+def _accept(_status: int, _function: Any, _arguments: tuple[Any, ...]) -> None:
+    """As the check of a status, which every call has."""
+
+
+def _least_seconds(function: Callable[..., Any], arguments: Sequence[Any]) -> float:
+    times = []
+    for _ in range(20):
+        start = time.perf_counter()
+        function(*arguments)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+class RandomLoader:
+    """Implements engine.runner.AdapterLoader: adapters come from a random generator at once."""
+
+    def __init__(self, host: HostAdapters, dtype: torch.dtype) -> None:
+        self._host = host
+        self._dtype = dtype
+        self._loaded: list[FakeLoad] = []
+
+    def start(self, handle: AdapterHandle, source: AdapterSource) -> None:
+        weights = tuple(
+            HostWeight(
+                target,
+                (torch.randn(target.rank, target.in_features) / 100).to(self._dtype),
+                (torch.randn(target.out_features, target.rank) / 100).to(self._dtype),
+                1.0,
+            )
+            for target in source.targets
+        )
+        self._host.put(handle, HostAdapter(source.digest, weights))
+        self._loaded.append(FakeLoad(handle))
+
+    def poll(self) -> list[FakeLoad]:
+        loaded, self._loaded = self._loaded, []
+        return loaded
+
+    def discard(self, handle: AdapterHandle) -> None:
+        self._host.discard(handle)
+
+    def close(self) -> None:
+        pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    engine: Engine
+    config: DecoderConfig
+    ledger: Ledger
+    itemsize: int
+
+
+def make_subject(folder: Path, dtype: str, max_num_seqs: int) -> Subject:
+    ledger = Ledger()
+    with _timed_library(ledger):
+        host = HostAdapters()
+        settings = RunnerSettings(dtype=dtype, max_model_len=2 * CONTEXT, max_num_seqs=max_num_seqs)
+        runner = load_runner(folder, settings, host)
+    loader = RandomLoader(host, getattr(torch, dtype))
+    scheduling = SchedulerSettings(enable_prefix_cache=False)
+    engine = build_engine(runner, loader, SystemClock(), scheduling, adapter_host_bytes=1 << 30)
+    _time_sections(engine, runner, ledger)
+    return Subject(engine, read_config(folder), ledger, getattr(torch, dtype).itemsize)
+
+
+@contextmanager
+def _timed_library(ledger: Ledger) -> Iterator[None]:
+    """Libraries that are used inside note the time of their functions."""
+    original = NativeLibrary.function
+    NativeLibrary.function = (  # type: ignore[method-assign]
+        lambda self, name, *types: ledger.native(original(self, name, *types), types)
+    )
+    yield
+    NativeLibrary.function = original  # type: ignore[method-assign]
+
+
+def _time_sections(engine: Engine, runner: ModelRunner, ledger: Ledger) -> None:
+    sections: tuple[tuple[str, Any, str], ...] = (
+        ("scheduler", engine._scheduler, "plan"),
+        ("scheduler", engine._scheduler, "absorb"),
+        ("runner", runner, "launch"),
+        ("lora batch", runner._adapter_bank, "lora_batch"),
+        ("input batch", runner._batch, "forward_batch"),
+        ("forward", runner._decoder, "forward"),
+        ("sampler", runner._sampler, "sample"),
+    )
+    for name, owner, method in sections:
+        setattr(owner, method, ledger.section(name, getattr(owner, method)))
+
+
+def measure_steps(
+    subject: Subject, batch: int, num_steps: int
+) -> tuple[list[float], list[dict[str, float]]]:
+    """In turn: the seconds of a step as it is, and the sections of one that is watched."""
+    engine, ledger = subject.engine, subject.ledger
+    num_tokens = 2 * num_steps + 4
+    add_requests(subject, batch, CONTEXT - num_steps, num_tokens)
+    num_wanted = engine.stats().generation_tokens + 2 * batch
+    while engine.stats().generation_tokens < num_wanted:
+        engine.step()
+    plain, sections = [], []
+    for _ in range(num_steps):
+        start = time.perf_counter()
+        engine.step()
+        plain.append(time.perf_counter() - start)
+        with ledger.step():
+            engine.step()
+        sections.append(dict(ledger.seconds))
+    while not engine.is_idle:
+        engine.step()
+    return plain, sections
+
+
+def add_requests(subject: Subject, batch: int, num_prompt_tokens: int, num_tokens: int) -> None:
+    """Random prompts; request i uses adapter i."""
+    shapes = module_shapes(subject.config)
+    targets = tuple(
+        LoraTarget(layer, module, RANK, *shapes[module])
+        for layer in range(subject.config.num_layers)
+        for module in MODULES
+    )
+    for index in range(batch):
+        digest = f"adapter {index}"
+        subject.engine.register_adapter(AdapterSource(digest, "", 1 << 20, targets))
+        prompt = torch.randint(subject.config.vocab_size, (num_prompt_tokens,)).tolist()
+        request = EngineRequest(
+            request_id=time.monotonic_ns(),
+            prompt_token_ids=tuple(prompt),
+            sampling=SamplingParams(
+                temperature=0.0, max_tokens=num_tokens, ignore_eos=True, seed=0
+            ),
+            eos_token_ids=(),
+            adapters=(AdapterUse(digest),),
+            kv_salt=b"",
+            tenant="",
+            priority=0,
+            arrival_ns=time.monotonic_ns(),
+            deadline_ns=None,
+        )
+        subject.engine.add(request)
+
+
+def floor_seconds(config: DecoderConfig, limits: MachineLimits, batch: int, itemsize: int) -> float:
+    """itemsize: of weights, keys, values and adapters."""
+    shapes = module_shapes(config)
+    per_layer = sum(in_features * out_features for in_features, out_features in shapes.values())
+    num_weights = config.num_layers * per_layer + config.vocab_size * config.hidden_size
+    of_weights = limits.floor_seconds(num_weights * itemsize, 2 * batch * num_weights)
+    kv = 2 * CONTEXT * config.kv_size
+    lora = RANK * sum(sum(shapes[module]) for module in MODULES)
+    per_row = config.num_layers * (kv + lora) * itemsize
+    return of_weights + batch * per_row / limits.read_bytes
+
+
+def row_of(
+    subject: Subject, limits: MachineLimits, batch: int, num_steps: int
+) -> dict[str, float | dict[str, float]]:
+    plain, watched = measure_steps(subject, batch, num_steps)
+    names = sorted({name for sections in watched for name in sections})
+    sections = {n: 1e3 * min(s.get(n, 0.0) for s in watched) for n in names}
+    total = sum(sections.values())
+    floor = floor_seconds(subject.config, limits, batch, subject.itemsize)
+    step_ms = 1e3 * statistics.median(plain)
+    return {
+        "batch": batch,
+        "step_ms": step_ms,
+        "least_step_ms": 1e3 * min(plain),
+        "sections_ms": sections,
+        "python_share": (total - sections[NATIVE]) / total,
+        "floor_ms": 1e3 * floor,
+        "share_of_floor": 1e3 * floor / step_ms,
+        "best_share_of_floor": floor / min(plain),
+    }
+
+
+def markdown(report: dict[str, Any]) -> str:
+    rows = report["rows"]
+    names = list(dict.fromkeys(name for row in rows for name in row["sections_ms"]))
+    head = ["batch", "step ms", "least", "share of floor", "best", "Python", *names]
+    lines = [" | ".join(head), " | ".join("---" for _ in head)]
+    for row in rows:
+        cells = [
+            f"{row['batch']}",
+            f"{row['step_ms']:.2f}",
+            f"{row['least_step_ms']:.2f}",
+            f"{row['share_of_floor']:.0%}",
+            f"{row['best_share_of_floor']:.0%}",
+            f"{row['python_share']:.1%}",
+            *(f"{row['sections_ms'].get(name, 0.0):.3f}" for name in names),
+        ]
+        lines.append(" | ".join(cells))
+    table = "\n".join(f"| {line} |" for line in lines)
+    return f"{report['model']}, {report['dtype']}, {report['threads']} threads\n\n{table}\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    limits = measure_limits(arguments.threads)
+    subject = make_subject(arguments.model, arguments.dtype, max(arguments.batches))
+    report = {
+        "model": arguments.model.name,
+        "dtype": arguments.dtype,
+        "threads": arguments.threads,
+        "limits": dataclasses.asdict(limits),
+        "machine": msgspec.to_builtins(this_machine()),
+        "code": msgspec.to_builtins(this_code()),
+        "rows": [row_of(subject, limits, b, arguments.steps) for b in arguments.batches],
+    }
+    print(json.dumps(report, indent=2) if arguments.json else markdown(report))
+
+
+if __name__ == "__main__":
+    main()

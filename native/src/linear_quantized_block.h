@@ -1,0 +1,136 @@
+// The innermost loop of `linear` over quantised weights: pairs of 16-bit inputs times pairs of
+// weights that were widened to 16 bits, added in 32 bits.
+//
+// Within a group the sums are integers and exact. A group's sum times the scale of its weights is
+// added in float32, group after group, in two roundings. So every shape of block and every
+// instruction set gives the same bits.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "linear_block.h"
+#include "loraplex/abi.h"
+
+namespace loraplex {
+
+#if defined(LORAPLEX_ISA_X86_64_V4)
+inline constexpr std::uint64_t kVnniFeature = LORAPLEX_CPU_AVX512_VNNI;
+#elif defined(LORAPLEX_ISA_X86_64_V3)
+inline constexpr std::uint64_t kVnniFeature = LORAPLEX_CPU_AVX_VNNI;
+#endif
+
+// sum + a0 * b0 + a1 * b1 with what the instruction set surely has.
+struct PlainDot {
+    Ints operator()(Ints sum, Pairs a, Pairs b) const { return dot_add(sum, a, b); }
+};
+
+template <typename W, typename Dot>
+struct QuantizedBlock {
+    template <int kRows, int kPanels>
+    struct Of {
+        static constexpr int kVectors = kPanels * kVectorsPerPanel;
+        using Sums = Ints[kRows][kVectors];
+
+        // sums += the pair of inputs at x[row] times weight(vector)
+        template <typename Weight>
+        __attribute__((always_inline)) static void step(Sums &sums, const std::int16_t *x,
+                                                        const Weight &weight) {
+            outer_product(
+                sums, [x](int row) { return broadcast_pair(x + row * kRowStride<W>); }, weight,
+                [](Pairs a, Pairs b, Ints c) { return Dot{}(c, a, b); });
+        }
+
+        // Where the weights of one vector of outputs lie, for the first inputs.
+        static std::int64_t place(int vector, std::int64_t stride) {
+            constexpr int kVectorSize =
+                static_cast<int>(kInterleaved<W> * kInputSize<W>) / kVectorsPerPanel;
+            return vector / kVectorsPerPanel * stride + vector % kVectorsPerPanel * kVectorSize;
+        }
+
+        template <int kNibble>
+        __attribute__((always_inline)) static void nibble_step(Sums &sums, const std::int16_t *x,
+                                                               const Int4 *values,
+                                                               std::int64_t stride) {
+            step(sums, x + 2 * kNibble, [&](int vector) __attribute__((always_inline)) {
+                return load_nibbles<kNibble>(&values[place(vector, stride)].two_values);
+            });
+        }
+
+        __attribute__((always_inline)) static void multiply(Sums &sums, const std::int16_t *x,
+                                                            const Int8 *values, const Int8 *ahead,
+                                                            std::int64_t stride, int depth) {
+            for (int input = 0; input < depth; input += 2) {
+                prefetch<kPanels, 2 * kInputSize<Int8>>(ahead + input * kPanelWidth, stride);
+                step(sums, x + input, [&](int vector) __attribute__((always_inline)) {
+                    return load_pairs(&values[place(vector, stride)].value);
+                });
+                values += 2 * kInputSize<Int8>;
+            }
+        }
+
+        __attribute__((always_inline)) static void multiply(Sums &sums, const std::int16_t *x,
+                                                            const Int4 *values, const Int4 *ahead,
+                                                            std::int64_t stride, int depth) {
+            for (int input = 0; input < depth; input += 8) {
+                prefetch<kPanels, 8 * kInputSize<Int4>>(ahead + input * kInputSize<Int4>, stride);
+                nibble_step<0>(sums, x + input, values, stride);
+                nibble_step<1>(sums, x + input, values, stride);
+                nibble_step<2>(sums, x + input, values, stride);
+                nibble_step<3>(sums, x + input, values, stride);
+                values += 8 * kInputSize<Int4>;
+            }
+        }
+
+        static void run(const std::int16_t *x, const BlockWeights<W> &weights, int depth,
+                        float *sums_in_memory, bool first) {
+            const auto group_size = static_cast<int>(weights.group_size);
+            const float *scales = weights.scales;
+            for (int input = 0; input < depth; input += group_size) {
+                Sums sums;
+#pragma GCC unroll 16
+                for (int row = 0; row < kRows; ++row) {
+#pragma GCC unroll 16
+                    for (int vector = 0; vector < kVectors; ++vector) {
+                        sums[row][vector] = zero_ints();
+                    }
+                }
+                multiply(sums, x + input, weights.values + input * kInputSize<W>,
+                         weights.ahead + input * kInputSize<W>, weights.stride,
+                         std::min(group_size, depth - input));
+                add_group(sums, scales, weights.stride, sums_in_memory, first && input == 0);
+                scales += kPanelWidth;
+            }
+        }
+
+        __attribute__((always_inline)) static void add_group(const Sums &sums, const float *scales,
+                                                             std::int64_t stride,
+                                                             float *sums_in_memory, bool first) {
+            constexpr auto kScaleSize = static_cast<std::int64_t>(sizeof(float) / sizeof(W));
+#pragma GCC unroll 16
+            for (int vector = 0; vector < kVectors; ++vector) {
+                const Floats scale = load(scales + vector / kVectorsPerPanel * stride / kScaleSize +
+                                          vector % kVectorsPerPanel * kLanes);
+#pragma GCC unroll 16
+                for (int row = 0; row < kRows; ++row) {
+                    float *target = sums_in_memory + (row * kVectors + vector) * kLanes;
+                    const Floats share = loraplex::multiply(to_floats(sums[row][vector]), scale);
+                    store(target, add(first ? zeros() : load(target), share));
+                }
+            }
+        }
+    };
+};
+
+template <typename W>
+    requires(kIsQuantized<W>)
+BlockFunction<W> block_function(BlockShape shape, [[maybe_unused]] std::uint64_t cpu_features) {
+#if defined(LORAPLEX_ISA_X86_64_V4) || defined(LORAPLEX_ISA_X86_64_V3)
+    if ((cpu_features & kVnniFeature) != 0) {
+        return block_of<W, QuantizedBlock<W, VnniDot>::template Of>(shape);
+    }
+#endif
+    return block_of<W, QuantizedBlock<W, PlainDot>::template Of>(shape);
+}
+
+}  // namespace loraplex

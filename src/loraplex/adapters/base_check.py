@@ -1,0 +1,172 @@
+"""Whether an adapter fits a base model: the shape of every tensor, and which base it names.
+
+Shapes are always compared. Names and a config's digest are, when both sides tell them; what that
+leads to, a warning or an error, is the operator's choice.
+"""
+
+import enum
+from collections.abc import Iterable
+
+from loraplex.adapters.normal import NormalRow, RowKind
+from loraplex.adapters.shapes import BaseShapes
+from loraplex.adapters.tensor_file import RawTensor
+from loraplex.core.errors import (
+    AdapterMismatchError,
+    AdapterTooLargeError,
+    UnsupportedFeatureError,
+)
+
+_EMBEDDING = "embed_tokens"
+_LM_HEAD = "lm_head"
+_VECTOR_NORMS = ("input_layernorm", "post_attention_layernorm", "norm")
+_SLOTS = {
+    "a": "lora_A",
+    "b": "lora_B",
+    "magnitude": "lora_magnitude_vector",
+    "base": "base_layer.weight",
+}
+
+
+class BaseCheck(enum.StrEnum):
+    """What an adapter that names another base model leads to."""
+
+    WARN = "warn"
+    ERROR = "error"
+
+
+def check_base_name(trained_on: str | None, base_model: str, check: BaseCheck) -> list[str]:
+    """Warnings. Raises AdapterMismatchError instead if so chosen. Unknown names are no mismatch."""
+    if not trained_on or not base_model or _short(trained_on) == _short(base_model):
+        return []
+    said = f"it says that it was trained on {trained_on!r}; this server runs {base_model!r}"
+    if check is BaseCheck.ERROR:
+        raise AdapterMismatchError(
+            f"the adapter is of another base model: {said}. adapter_base_check = warn loads it "
+            "all the same"
+        )
+    return [said]
+
+
+def check_shapes(rows: Iterable[NormalRow], shapes: BaseShapes, max_rank: int) -> None:
+    """Raises AdapterMismatchError, AdapterTooLargeError or UnsupportedFeatureError, naming tensor,
+    expected and found.
+    """
+    rows = tuple(rows)
+    for row in rows:
+        _check_place(row, shapes)
+        for name, expected in _expected(row, shapes).items():
+            _check_shape(row, name, row.tensors[name], expected)
+        _check_rank(row, max_rank)
+        if row.kind is RowKind.TOKENS:
+            _check_tokens(row, shapes)
+        if row.kind is RowKind.BIAS and row.module not in shapes.biased_modules:
+            raise AdapterMismatchError(
+                f"tensor {row.origin}.bias is of a bias that the base model does not have"
+            )
+    _check_together(rows)
+
+
+def _check_place(row: NormalRow, shapes: BaseShapes) -> None:
+    what = f"tensor {row.origin}.{_slot(row)}"
+    if row.layer is not None and not 0 <= row.layer < shapes.num_layers:
+        raise AdapterMismatchError(
+            f"{what} is of layer {row.layer}; the base model has {shapes.num_layers} layers"
+        )
+    is_linear = row.layer is not None and row.module in shapes.modules
+    is_end = row.layer is None and row.module in (_EMBEDDING, _LM_HEAD)
+    is_norm = row.module in _VECTOR_NORMS and (row.layer is None) == (row.module == "norm")
+    if shapes.vocab_size == 0:
+        if is_end or is_norm or row.kind is not RowKind.LORA or "bias" in row.tensors:
+            raise UnsupportedFeatureError(
+                f"{what}: here only LoRA of {', '.join(shapes.modules)} is served"
+            )
+    elif (is_norm or is_linear) and row.kind is RowKind.FULL:
+        raise UnsupportedFeatureError(
+            f"{what} is a whole copy of {row.module}; served are copies of {_EMBEDDING} and "
+            f"{_LM_HEAD}"
+        )
+    elif is_end:
+        return
+    if not is_linear:
+        raise AdapterMismatchError(
+            f"{what} is of module {row.module!r}; the base model can be adapted in "
+            f"{', '.join(shapes.modules)}"
+        )
+
+
+def _expected(row: NormalRow, shapes: BaseShapes) -> dict[str, tuple[int, ...]]:
+    """The shapes that the base model needs."""
+    ends = {
+        _EMBEDDING: (shapes.vocab_size, shapes.hidden_size),
+        _LM_HEAD: (shapes.hidden_size, shapes.vocab_size),
+    }
+    in_features, out_features = shapes.modules.get(row.module) or ends[row.module]
+    match row.kind:
+        case RowKind.LORA:
+            rank = row.tensors["a"].shape[0]
+            expected = {"a": (rank, in_features), "b": (out_features, rank)}
+            return expected | ({"bias": (out_features,)} if "bias" in row.tensors else {})
+        case RowKind.FULL:
+            return dict.fromkeys(row.tensors, (shapes.vocab_size, shapes.hidden_size))
+        case RowKind.TOKENS:
+            rows = row.tensors["indices"].shape[0]
+            return {"weight": (rows, shapes.hidden_size)}
+        case _:
+            return dict.fromkeys(row.tensors, (out_features,))
+
+
+def _check_shape(row: NormalRow, name: str, tensor: RawTensor, expected: tuple[int, ...]) -> None:
+    if tensor.shape == expected:
+        return
+    said = (
+        f"tensor {row.origin}.{_SLOTS.get(name, name)} has shape {list(tensor.shape)}; the base "
+        f"model needs {list(expected)}"
+    )
+    if row.kind is RowKind.FULL and tensor.shape[1:] == expected[1:]:
+        said += (
+            f": the vocabulary was resized to {tensor.shape[0]} tokens. Served are the base's "
+            f"{expected[0]}; other ones would need a tokenizer of their own. Resize the base "
+            "model and serve that, or train again without resizing"
+        )
+    raise AdapterMismatchError(said)
+
+
+def _check_rank(row: NormalRow, max_rank: int) -> None:
+    if row.kind is RowKind.LORA and row.tensors["a"].shape[0] > max_rank:
+        raise AdapterTooLargeError(
+            f"{row.origin} has rank {row.tensors['a'].shape[0]}; the server holds ranks up to "
+            f"{max_rank} (max_lora_rank)"
+        )
+
+
+def _check_tokens(row: NormalRow, shapes: BaseShapes) -> None:
+    largest = int(row.tensors["indices"].integers().max())
+    if largest >= shapes.vocab_size:
+        raise AdapterMismatchError(
+            f"{row.origin} has trained rows for token {largest}; the base model has "
+            f"{shapes.vocab_size} tokens"
+        )
+
+
+def _check_together(rows: tuple[NormalRow, ...]) -> None:
+    """Kinds of rows whose common meaning is not served."""
+    kinds: dict[tuple[int | None, str], dict[RowKind, NormalRow]] = {}
+    for row in rows:
+        kinds.setdefault((row.layer, row.module), {})[row.kind] = row
+    for of_module in kinds.values():
+        tokens = of_module.get(RowKind.TOKENS)
+        if tokens is not None and len(of_module) > 1:
+            raise UnsupportedFeatureError(
+                f"tensor {tokens.origin}.trainable_tokens_delta is beside other changes of "
+                f"{tokens.module}, not served"
+            )
+
+
+def _slot(row: NormalRow) -> str:
+    name = "a" if "a" in row.tensors else next(iter(row.tensors), "")
+    return _SLOTS.get(name, name)
+
+
+def _short(model: str) -> str:
+    """The last part of a hub id or a path: all that two machines share."""
+    return model.rstrip("/").rpartition("/")[2].casefold()

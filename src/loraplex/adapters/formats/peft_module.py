@@ -1,0 +1,183 @@
+"""The tensors of one module of a PEFT adapter, and the normal rows that they are.
+
+What each slot means is PEFT's (peft.tuners.lora.layer, lora.dora, trainable_tokens, 0.19 to 0.21):
+every slot must be one that adapter_config.json speaks of.
+"""
+
+import numpy as np
+
+from loraplex.adapters.formats.peft_config import CONFIG_NAME, PeftConfig
+from loraplex.adapters.formats.peft_names import EMBEDDING, LM_HEAD, NORMS, Slot
+from loraplex.adapters.normal import NormalRow, RowKind
+from loraplex.adapters.tensor_file import RawTensor
+from loraplex.core.errors import InvalidAdapterError, UnsupportedFeatureError
+
+_NUM_DIMENSIONS = {
+    Slot.A: 2,
+    Slot.B: 2,
+    Slot.B_BIAS: 1,
+    Slot.MAGNITUDE: 1,
+    Slot.BIAS: 1,
+    Slot.BASE_WEIGHT: 2,
+    Slot.TOKENS: 2,
+}
+_COPIED_BY_ITSELF = (EMBEDDING, LM_HEAD)
+"""PEFT saves these two though no key of the config names them: when they are targets, and when the
+vocabulary was resized."""
+
+
+class PeftModule:
+    """Collects tensors until `rows` is called."""
+
+    def __init__(self, path: str, layer: int | None, module: str) -> None:
+        self._path = path
+        self._layer = layer
+        self._module = module
+        self._tensors: dict[Slot, RawTensor] = {}
+        self._names: dict[Slot, str] = {}
+
+    def add(self, slot: Slot, name: str, tensor: RawTensor) -> None:
+        """Raises InvalidAdapterError for a second tensor of one slot, or one of a wrong shape."""
+        if slot in self._tensors:
+            raise InvalidAdapterError(
+                f"tensors {self._names[slot]!r} and {name!r} are both {slot.value} of one module"
+            )
+        dimensions = _NUM_DIMENSIONS.get(slot, 1 if self._is_norm else 2)
+        if len(tensor.shape) != dimensions or 0 in tensor.shape:
+            needed = "a vector" if dimensions == 1 else "a matrix with at least one row and column"
+            raise InvalidAdapterError(
+                f"tensor {name!r} has shape {list(tensor.shape)}; {needed} is needed"
+            )
+        self._tensors[slot], self._names[slot] = tensor, name
+
+    def rows(self, config: PeftConfig) -> list[NormalRow]:
+        """Raises InvalidAdapterError, UnsupportedFeatureError."""
+        rows = []
+        if not self._tensors.keys().isdisjoint((Slot.A, Slot.B, Slot.B_BIAS, Slot.MAGNITUDE)):
+            rows.append(self._lora(config))
+        if Slot.MAGNITUDE in self._tensors:
+            rows.append(self._magnitude())
+        if Slot.BIAS in self._tensors:
+            rows.append(self._bias(config))
+        if not self._tensors.keys().isdisjoint((Slot.WEIGHT, Slot.BASE_WEIGHT)):
+            rows.append(self._full(config))
+        if Slot.TOKENS in self._tensors:
+            rows.append(self._tokens(config))
+        return rows
+
+    @property
+    def _is_norm(self) -> bool:
+        return self._module == "norm" or self._module in NORMS
+
+    def _lora(self, config: PeftConfig) -> NormalRow:
+        a, b = self._pair()
+        name = self._names[Slot.A]
+        if not config.targets(self._path):
+            raise InvalidAdapterError(
+                f"tensor {name!r} is of a module that {CONFIG_NAME} does not target"
+            )
+        if config.rank(self._path) != a.shape[0]:
+            raise InvalidAdapterError(
+                f"tensor {name!r} has rank {a.shape[0]}; {CONFIG_NAME} says "
+                f"{config.rank(self._path)}"
+            )
+        tensors = {"a": a, "b": b}
+        self._check_flag("use_dora", config.use_dora, Slot.MAGNITUDE)
+        if self._module != EMBEDDING:
+            self._check_flag("lora_bias", config.lora_bias, Slot.B_BIAS)
+        if Slot.B_BIAS in self._tensors:
+            tensors["bias"] = self._vector(Slot.B_BIAS, b.shape[0])
+        scale = float(np.float32(config.scale(self._path)))
+        return self._row(RowKind.LORA, tensors, scale)
+
+    def _pair(self) -> tuple[RawTensor, RawTensor]:
+        a, b = self._tensors.get(Slot.A), self._tensors.get(Slot.B)
+        if a is None or b is None:
+            missing, name = "B" if b is None else "A", next(iter(self._names.values()))
+            raise InvalidAdapterError(f"tensor {name!r} has no lora_{missing} beside it")
+        if a.shape[0] != b.shape[1]:
+            raise InvalidAdapterError(
+                f"tensors {self._names[Slot.A]!r} {list(a.shape)} and {self._names[Slot.B]!r} "
+                f"{list(b.shape)} have different ranks: {a.shape[0]} and {b.shape[1]}"
+            )
+        return a, b
+
+    def _check_flag(self, key: str, is_set: bool, slot: Slot) -> None:
+        """A config that says one thing and tensors that say another are two adapters."""
+        if is_set and slot not in self._tensors:
+            raise InvalidAdapterError(
+                f"{CONFIG_NAME} sets {key}, but {self._names[Slot.A]!r} has no {slot.value} "
+                "beside it"
+            )
+        if not is_set and slot in self._tensors:
+            raise InvalidAdapterError(
+                f"tensor {self._names[slot]!r} needs {key}, which {CONFIG_NAME} does not set"
+            )
+
+    def _magnitude(self) -> NormalRow:
+        name = self._names[Slot.MAGNITUDE]
+        if self._module == EMBEDDING:
+            raise UnsupportedFeatureError(
+                f"tensor {name!r} needs DoRA of the token embedding, not served"
+            )
+        magnitude = self._vector(Slot.MAGNITUDE, self._tensors[Slot.B].shape[0])
+        return self._row(RowKind.MAGNITUDE, {"magnitude": magnitude})
+
+    def _vector(self, slot: Slot, length: int) -> RawTensor:
+        vector = self._tensors[slot]
+        if vector.shape != (length,):
+            raise InvalidAdapterError(
+                f"tensor {self._names[slot]!r} has shape {list(vector.shape)}; lora_B beside it "
+                f"has {length} outputs"
+            )
+        return vector
+
+    def _bias(self, config: PeftConfig) -> NormalRow:
+        name = self._names[Slot.BIAS]
+        is_trained = {
+            "none": False,
+            "all": True,
+            "lora_only": config.targets(self._path),
+        }[config.bias]
+        if not is_trained and not config.saves(self._path):
+            raise InvalidAdapterError(
+                f"tensor {name!r} is a trained bias of the base model; {CONFIG_NAME} says "
+                f"bias = {config.bias!r} and does not name the module in modules_to_save"
+            )
+        if self._is_norm or self._module == EMBEDDING:
+            raise InvalidAdapterError(f"tensor {name!r}: no {self._module} has a bias")
+        return self._row(RowKind.BIAS, {"bias": self._tensors[Slot.BIAS]})
+
+    def _full(self, config: PeftConfig) -> NormalRow:
+        """A trained copy is "weight". What PEFT loads over the base's own parameter is "base": a
+        tied parameter changes in both its places.
+        """
+        if Slot.WEIGHT in self._tensors and Slot.BASE_WEIGHT in self._tensors:
+            raise InvalidAdapterError(
+                f"tensors {self._names[Slot.WEIGHT]!r} and {self._names[Slot.BASE_WEIGHT]!r} are "
+                "both the weight of one module"
+            )
+        slot = Slot.WEIGHT if Slot.WEIGHT in self._tensors else Slot.BASE_WEIGHT
+        if config.saves(self._path) and slot is Slot.WEIGHT:
+            return self._row(RowKind.FULL, {"weight": self._tensors[slot]})
+        if self._module in _COPIED_BY_ITSELF:
+            return self._row(RowKind.FULL, {"base": self._tensors[slot]})
+        raise InvalidAdapterError(
+            f"tensor {self._names[slot]!r} is a whole weight of a module that {CONFIG_NAME} does "
+            "not name in modules_to_save"
+        )
+
+    def _tokens(self, config: PeftConfig) -> NormalRow:
+        name, weight = self._names[Slot.TOKENS], self._tensors[Slot.TOKENS]
+        indices = config.token_indices(self._module)
+        if len(indices) != weight.shape[0]:
+            raise InvalidAdapterError(
+                f"tensor {name!r} has {weight.shape[0]} rows; trainable_token_indices in "
+                f"{CONFIG_NAME} names {len(indices)} tokens of {self._module}"
+            )
+        data = np.array(indices, "<i8").tobytes()
+        tensors = {"indices": RawTensor("I64", (len(indices),), data), "weight": weight}
+        return self._row(RowKind.TOKENS, tensors)
+
+    def _row(self, kind: RowKind, tensors: dict[str, RawTensor], scale: float = 1.0) -> NormalRow:
+        return NormalRow(self._layer, self._module, None, kind, scale, tensors, self._path)

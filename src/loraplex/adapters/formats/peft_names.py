@@ -1,0 +1,87 @@
+"""The names of a PEFT adapter's tensors: which module each belongs to, and what it is there.
+
+PEFT writes base_model.model.<path of the module>.<slot>; <path> begins with "model." for a causal
+LM. Older versions and other tools leave the prefix out, keep the adapter's name in the slot
+(lora_A.default.weight) or the wrappers of torch.compile, DDP and FSDP before it. Knows names only.
+"""
+
+import enum
+import re
+from typing import NamedTuple
+
+
+class Slot(enum.Enum):
+    """What a tensor is to its module. The value is what messages call it."""
+
+    A = "lora_A"
+    B = "lora_B"
+    B_BIAS = "lora_B.bias"
+    MAGNITUDE = "lora_magnitude_vector"
+    WEIGHT = "weight"
+    """A copy of the module, trained beside it (modules_to_save) or in its place."""
+    BIAS = "bias"
+    BASE_WEIGHT = "base_layer.weight"
+    """The base's own weight: PEFT saves it beside LoRA of an embedding, and loads it again."""
+    TOKENS = "trainable_tokens_delta"
+
+
+class TensorName(NamedTuple):
+    """A name that is understood."""
+
+    path: str
+    """Of the module as adapter_config.json matches it: model.layers.0.self_attn.q_proj."""
+    layer: int | None
+    module: str
+    slot: Slot
+
+
+LM_HEAD = "lm_head"
+EMBEDDING = "embed_tokens"
+FINAL_NORM = "norm"
+NORMS = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
+"""Of a decoder layer."""
+
+_WRAPPERS = r"(?:(?:module|_orig_mod|_fsdp_wrapped_module)\.)*"
+_PATH = (
+    r"(?P<path>"
+    r"(?:model\.){0,2}layers\.(?P<layer>\d{1,6})\."
+    r"(?:(?:self_attn|mlp)\.(?P<linear>\w+)|(?P<norm>input_layernorm|post_attention_layernorm))"
+    rf"|(?:model\.){{0,2}}(?P<top>{EMBEDDING}|{FINAL_NORM})"
+    rf"|(?P<head>{LM_HEAD}))"
+)
+_ADAPTER = r"(?:\.[^.\s]+)?"
+_SLOTS = {
+    Slot.A: rf"(?:lora_A{_ADAPTER}\.weight|lora_embedding_A{_ADAPTER})",
+    Slot.B: rf"(?:lora_B{_ADAPTER}\.weight|lora_embedding_B{_ADAPTER})",
+    Slot.B_BIAS: rf"lora_B{_ADAPTER}\.bias",
+    Slot.MAGNITUDE: rf"lora_magnitude_vector(?:{_ADAPTER}\.weight|{_ADAPTER})",
+    Slot.WEIGHT: rf"(?:modules_to_save{_ADAPTER}\.)?weight",
+    Slot.BIAS: rf"(?:base_layer\.|modules_to_save{_ADAPTER}\.)?bias",
+    Slot.BASE_WEIGHT: r"base_layer\.weight",
+    Slot.TOKENS: rf"token_adapter\.trainable_tokens_delta{_ADAPTER}",
+}
+_NAME = re.compile(
+    rf"{_WRAPPERS}(?:base_model\.model\.)?{_WRAPPERS}{_PATH}\.(?:"
+    + "|".join(f"(?P<{slot.name}>{pattern})" for slot, pattern in _SLOTS.items())
+    + ")"
+)
+
+
+def parse_name(name: str) -> TensorName | None:
+    """What a name says; None for one that is not understood."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    slot = next(slot for slot in _SLOTS if match[slot.name])
+    module = match["linear"] or match["norm"] or match["top"] or match["head"]
+    is_embedding_slot = "lora_embedding_" in name
+    if is_embedding_slot != (module == EMBEDDING and slot in (Slot.A, Slot.B)):
+        return None
+    layer = None if match["layer"] is None else int(match["layer"])
+    return TensorName(match["path"], layer, module, slot)
+
+
+def parameter_path(module_path: str) -> str:
+    """The name of a module in a Hugging Face checkpoint, such as model.norm."""
+    bare = re.sub(r"^(?:model\.)*", "", module_path)
+    return bare if bare == LM_HEAD else f"model.{bare}"

@@ -1,0 +1,246 @@
+"""From a reference to files on this machine. Runs in the staging worker.
+
+What arrives is kept in the state directory, so that an unchanged source is not fetched again:
+
+    sources/KEY/note.json        what arrived, and by which tags the source tells changes
+    sources/KEY/CONTENT/         its files, named by what they hold
+    sources/.arriving-*/         what is on its way
+
+A folder appears under its name only when all of it is there.
+"""
+
+import contextlib
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from loraplex.adapters.formats import peft, trtllm
+from loraplex.adapters.formats.peft_config import CONFIG_NAME
+from loraplex.adapters.sources.download import Allowance, Arrived, Missing
+from loraplex.adapters.sources.policy import SourcePolicy, checked_path
+from loraplex.adapters.sources.reference import FILE_SUFFIX, Reference, SourceKind, parse
+from loraplex.adapters.sources.remotes import Remote, open_remote
+from loraplex.adapters.tensor_file import write_atomically
+from loraplex.core.errors import AdapterLoadError, InvalidAdapterError
+
+logger = logging.getLogger(__name__)
+
+FOLDERS = (
+    ((CONFIG_NAME,), peft.WEIGHTS_NAMES),
+    ((trtllm.WEIGHTS_NAME,), trtllm.CONFIG_NAMES),
+)
+"""The files of an adapter in a folder: of each group, the first that is there."""
+WEIGHTS_NAMES = frozenset((*peft.WEIGHTS_NAMES, trtllm.WEIGHTS_NAME))
+FILE_NAMES = tuple(name for groups in FOLDERS for group in groups for name in group)
+SINGLE_NAME = f"adapter{FILE_SUFFIX}"
+
+_NOTE_NAME = "note.json"
+_ARRIVING = ".arriving-"
+_ABANDONED_SECONDS = 3600.0
+
+
+class _File(msgspec.Struct, frozen=True):
+    tag: str
+    sha256: str
+    num_bytes: int
+
+
+class _Note(msgspec.Struct, frozen=True):
+    content: str
+    """The name of the folder with the files."""
+    files: dict[str, _File]
+
+
+def local_path(text: str, policy: SourcePolicy, state_dir: Path) -> Path:
+    """Where an adapter is on this machine, once it is here: a folder or a file.
+
+    Raises InvalidAdapterError, PermissionDeniedError, AdapterTooLargeError,
+    UnsupportedFeatureError, or AdapterLoadError, if it may work later.
+    """
+    reference = parse(text)
+    if reference.kind is SourceKind.LOCAL:
+        return checked_path(reference.location, policy, FILE_NAMES)
+    return KeptSources(state_dir / "sources").fetch(reference, policy)
+
+
+class KeptSources:
+    """What was fetched, in one folder; several processes may use it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def fetch(self, reference: Reference, policy: SourcePolicy) -> Path:
+        """The adapter as its source has it now."""
+        remote = open_remote(reference, policy)
+        home = self._folder / _key(reference)
+        kept = _kept(home)
+        started = time.monotonic()
+        try:
+            with self._arriving() as arriving:
+                files = _arrive(remote, reference, policy, arriving, home, kept)
+                _check_sum(reference, files)
+                note = _Note(_content_of(files), files)
+                _move(arriving, home / note.content)
+        except AdapterLoadError as error:
+            if kept is None or not policy.may_use_kept:
+                raise
+            _check_sum(reference, kept.files)
+            logger.warning("%s; what arrived before is used", error.message)
+            note = kept
+        else:
+            write_atomically(home / _NOTE_NAME, [msgspec.json.encode(note)])
+            _forget_others(home, note.content)
+        if kept is None or kept.content != note.content:
+            num_bytes = sum(file.num_bytes for file in note.files.values())
+            seconds = time.monotonic() - started
+            logger.info("fetched %s: %.1f MiB in %.1f s", reference, num_bytes / 2**20, seconds)
+        self._trim(policy.max_kept_bytes, home)
+        place = home / note.content
+        return place / SINGLE_NAME if reference.is_file else place
+
+    @contextlib.contextmanager
+    def _arriving(self) -> Iterator[Path]:
+        """A folder that is gone afterwards, unless it was moved away."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for old in self._folder.glob(f"{_ARRIVING}*"):
+            with contextlib.suppress(OSError):
+                if time.time() - old.stat().st_mtime > _ABANDONED_SECONDS:
+                    shutil.rmtree(old)
+        folder = Path(tempfile.mkdtemp(prefix=_ARRIVING, dir=self._folder))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _trim(self, max_bytes: int, used_now: Path) -> None:
+        """Delete what was used longest ago until the rest fits."""
+        homes = []
+        for note in self._folder.glob(f"*/{_NOTE_NAME}"):
+            with contextlib.suppress(OSError):
+                size = sum(file.stat().st_size for file in note.parent.glob("*/*"))
+                homes.append((note.stat().st_mtime, size, note.parent))
+        total = sum(size for _, size, _ in homes)
+        for _, size, home in sorted(homes):
+            if total <= max_bytes:
+                return
+            if home != used_now:
+                shutil.rmtree(home, ignore_errors=True)
+                total -= size
+
+
+def _arrive(
+    remote: Remote,
+    reference: Reference,
+    policy: SourcePolicy,
+    arriving: Path,
+    home: Path,
+    kept: _Note | None,
+) -> dict[str, _File]:
+    """All files of the adapter, in `arriving`."""
+    allowance = Allowance(policy, str(reference))
+    folder = _Arrival(remote, arriving, allowance, home, kept)
+    if reference.is_file:
+        if folder.get("", SINGLE_NAME):
+            return folder.files
+        raise InvalidAdapterError(f"there is no {reference}", param="path")
+    for groups in FOLDERS:
+        if not folder.get_first(groups[0]):
+            continue
+        for group in groups[1:]:
+            if not folder.get_first(group):
+                raise InvalidAdapterError(
+                    f"{reference} has {groups[0][0]}, but neither {' nor '.join(group)}",
+                    param="path",
+                )
+        return folder.files
+    tried = " nor ".join(group[0] for (group, *_) in FOLDERS)
+    raise InvalidAdapterError(f"{reference} holds no adapter: neither {tried}", param="path")
+
+
+class _Arrival:
+    """The files of one adapter, one after the other."""
+
+    def __init__(
+        self, remote: Remote, folder: Path, allowance: Allowance, home: Path, kept: _Note | None
+    ) -> None:
+        self.files: dict[str, _File] = {}
+        self._remote = remote
+        self._folder = folder
+        self._allowance = allowance
+        self._home = home
+        self._kept = kept
+
+    def get_first(self, names: Sequence[str]) -> bool:
+        return any(self.get(name, name) for name in names)
+
+    def get(self, remote_name: str, name: str) -> bool:
+        """Whether the source has the file."""
+        known = None if self._kept is None else self._kept.files.get(name)
+        target = self._folder / name
+        got = self._remote.get(remote_name, target, self._allowance, known.tag if known else "")
+        if got is Missing.UNCHANGED:
+            assert known is not None
+            assert self._kept is not None
+            self._allowance.spend(known.num_bytes)
+            os.link(self._home / self._kept.content / name, target)
+            self.files[name] = known
+        elif isinstance(got, Arrived):
+            self.files[name] = _File(got.tag, got.sha256, got.num_bytes)
+        else:
+            target.unlink(missing_ok=True)
+        return name in self.files
+
+
+def _kept(home: Path) -> _Note | None:
+    """What arrived before, if it is still whole."""
+    try:
+        note = msgspec.json.decode((home / _NOTE_NAME).read_bytes(), type=_Note)
+        sizes = {name: (home / note.content / name).stat().st_size for name in note.files}
+    except (OSError, msgspec.MsgspecError):
+        return None
+    return note if all(sizes[name] == file.num_bytes for name, file in note.files.items()) else None
+
+
+def _move(arriving: Path, place: Path) -> None:
+    """Show a folder under its name; the same content that is there already stays."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        arriving.rename(place)
+    except OSError:
+        if not place.is_dir():
+            raise
+
+
+def _forget_others(home: Path, content: str) -> None:
+    for folder in home.iterdir():
+        if folder.is_dir() and folder.name != content:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_sum(reference: Reference, files: dict[str, _File]) -> None:
+    """Raises InvalidAdapterError if the weights are not those that were asked for."""
+    if reference.sha256 is None:
+        return
+    for name, file in files.items():
+        if (name == SINGLE_NAME or name in WEIGHTS_NAMES) and file.sha256 != reference.sha256:
+            raise InvalidAdapterError(
+                f"the SHA-256 of {reference} is {file.sha256}, not {reference.sha256} as asked for",
+                param="path",
+            )
+
+
+def _key(reference: Reference) -> str:
+    parts = (reference.kind.name, reference.location, reference.revision, reference.folder)
+    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:32]
+
+
+def _content_of(files: dict[str, _File]) -> str:
+    parts = sorted((name, file.sha256) for name, file in files.items())
+    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:32]

@@ -1,0 +1,161 @@
+"""Where adapters may come from, and how much: what the operator allowed.
+
+Names are checked, and then every address that a name means; a connection goes to the address that
+was checked. So neither a redirect nor a second answer of the name server leads elsewhere.
+"""
+
+import ipaddress
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from loraplex.core.errors import (
+    AdapterLoadError,
+    AdapterTooLargeError,
+    InvalidAdapterError,
+    PermissionDeniedError,
+)
+
+HUB_HOSTS = ("huggingface.co", "*.huggingface.co", "*.hf.co")
+"""Who allows the hub allows the hosts that it sends its clients to."""
+ANY_HOST = "*"
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+
+IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+class SourcePolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """What one load may read."""
+
+    roots: tuple[str, ...] | None = None
+    """Folders that local paths must lie in, links followed; None: any path."""
+    hosts: tuple[str, ...] | None = None
+    """`huggingface.co`, `*.example.org`, `s3://bucket`, or `*`; None: any."""
+    allow_private_addresses: bool = False
+    max_bytes: int = 4 << 30
+    """Of one adapter."""
+    max_kept_bytes: int = 16 << 30
+    """Of what was fetched, all together; what was used longest ago goes first."""
+    max_seconds: float = 540.0
+    """For one adapter to arrive."""
+    may_use_kept: bool = False
+    """What arrived before may stand in for a source that does not answer."""
+
+    def check_path(self, path: Path, text: str) -> None:
+        """Raises PermissionDeniedError for a path outside the roots. `path` has no links left."""
+        if self.roots is None or any(path.is_relative_to(root) for root in self._real_roots()):
+            return
+        raise PermissionDeniedError(
+            f"{text} is outside the folders that adapters may be loaded from "
+            f"({', '.join(self.roots) or 'there are none'}); the operator adds folders with "
+            "allowed_adapter_roots",
+            param="path",
+        )
+
+    def check_host(self, host: str) -> None:
+        """Raises PermissionDeniedError for a host that the operator did not allow."""
+        if self.hosts is not None and not matches(host, self.hosts):
+            raise self._refused(host)
+
+    def check_bucket(self, url: str) -> None:
+        """As check_host, for s3://bucket/..., which an entry s3://bucket allows."""
+        scheme, _, rest = url.partition("://")
+        bucket = f"{scheme}://{rest.partition('/')[0]}"
+        if self.hosts is not None and ANY_HOST not in self.hosts and bucket not in self.hosts:
+            raise self._refused(bucket)
+
+    def check_address(self, host: str, address: str) -> None:
+        """Raises PermissionDeniedError for an address that is not public."""
+        for ip in _meant(ipaddress.ip_address(address.partition("%")[0])):
+            never = ip.is_link_local or ip.is_multicast or ip.is_unspecified
+            if never or not (ip.is_global or self.allow_private_addresses):
+                hint = "" if never else "; allow_private_addresses allows it"
+                raise PermissionDeniedError(
+                    f"{host} is at {address}, which is no public address{hint}", param="path"
+                )
+
+    def connect(self, host: str, port: int, timeout_seconds: float) -> socket.socket:
+        """A connection to a checked address. Raises PermissionDeniedError or OSError."""
+        try:
+            answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except (socket.gaierror, UnicodeError) as error:
+            raise AdapterLoadError(f"the host {host} is not found: {error}") from error
+        addresses = list(dict.fromkeys(str(answer[4][0]) for answer in answers))
+        for address in addresses:
+            self.check_address(host, address)
+        failure: OSError = OSError("it has no address")
+        for address in addresses:
+            try:
+                return socket.create_connection((address, port), timeout_seconds)
+            except OSError as error:
+                failure = error
+        raise failure
+
+    def too_large(self, what: str) -> AdapterTooLargeError:
+        return AdapterTooLargeError(
+            f"{what} has more than {self.max_bytes} bytes, the most that an adapter may have; "
+            "raise max_adapter_bytes",
+            param="path",
+        )
+
+    def _refused(self, host: str) -> PermissionDeniedError:
+        return PermissionDeniedError(
+            f"adapters may not be loaded from {host}; the operator allows hosts with "
+            "allowed_adapter_hosts",
+            param="path",
+        )
+
+    def _real_roots(self) -> Iterable[Path]:
+        return (Path(root).expanduser().resolve() for root in self.roots or ())
+
+
+def checked_path(text: str, policy: SourcePolicy, file_names: Iterable[str]) -> Path:
+    """The place that a path means, links followed; it and its files lie within the roots.
+
+    Raises InvalidAdapterError or PermissionDeniedError.
+    """
+    if not text or "\0" in text:
+        raise InvalidAdapterError(
+            "the path of an adapter must be the path of a folder or of a .safetensors file",
+            param="path",
+        )
+    try:
+        # Before it is looked for: who may not read a folder shall not learn what is there.
+        place = Path(text).expanduser().resolve()
+        policy.check_path(place, text)
+        for name in file_names:
+            policy.check_path((place / name).resolve(), f"{text}/{name}")
+        return place.resolve(strict=True)
+    except OSError as error:
+        raise InvalidAdapterError(f"cannot open the adapter {text}: {error.strerror}") from error
+    except RuntimeError as error:
+        raise InvalidAdapterError(f"cannot open the adapter {text}: {error}") from error
+
+
+def matches(host: str, patterns: Iterable[str]) -> bool:
+    """Whether one of the patterns means the host. `*.a.b` means hosts below a.b, not a.b."""
+    host = host.lower().rstrip(".")
+    return any(
+        pattern == ANY_HOST
+        or host == pattern.lower()
+        or (pattern.startswith("*.") and host.endswith(pattern[1:].lower()))
+        for pattern in patterns
+    )
+
+
+def _meant(ip: IPAddress) -> list[IPAddress]:
+    """An address, and those that are wrapped in it."""
+    found: list[IPAddress] = []
+    if isinstance(ip, ipaddress.IPv6Address):
+        if ip.ipv4_mapped is not None:
+            return [ip.ipv4_mapped]
+        if ip.sixtofour is not None:
+            found.append(ip.sixtofour)
+        if ip.teredo is not None:
+            found.extend(ip.teredo)
+        if ip in _NAT64:
+            found.append(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF))
+            return found
+    return [ip, *found]

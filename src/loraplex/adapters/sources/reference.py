@@ -1,0 +1,173 @@
+"""What the text that says where an adapter is means: a path, a hub id, an address, an object.
+
+    /adapters/zh, v1.2/zh.safetensors, file:///adapters/zh     a path on this machine
+    hf://owner/name@revision/folder, owner/name                the Hugging Face hub
+    https://host/zh.safetensors, https://host/zh/              a file, or a folder of known files
+    s3://bucket/zh, gs://bucket/zh, az://container/zh          an object store
+
+`#sha256=HEX` after anything but a path is the checksum of the file, or of a folder's weights file.
+"""
+
+import dataclasses
+import enum
+import re
+import urllib.parse
+from pathlib import Path
+
+from loraplex.core.errors import InvalidAdapterError
+
+FILE_SUFFIX = ".safetensors"
+OBJECT_SCHEMES = ("s3", "gs", "gcs", "az", "abfs")
+DEFAULT_REVISION = "main"
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_HUB_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}"
+_HUB_ID = re.compile(rf"{_HUB_NAME}/{_HUB_NAME}")
+_HUB = re.compile(
+    rf"(?P<id>{_HUB_NAME}/{_HUB_NAME})(?:@(?P<revision>[A-Za-z0-9_.%-]+))?(?:/(?P<folder>.*))?"
+)
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
+_CHECKSUM = re.compile(r"sha256=([0-9a-fA-F]{64})")
+_ARCHIVES = (".zip", ".tar", ".tgz", ".gz", ".bz2", ".xz", ".zst", ".7z", ".rar")
+
+
+class SourceKind(enum.Enum):
+    LOCAL = "a path"
+    HUB = "the Hugging Face hub"
+    HTTP = "http"
+    OBJECT = "an object store"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reference:
+    """Where an adapter is."""
+
+    kind: SourceKind
+    location: str
+    """A path; a hub id; an address without its checksum."""
+    revision: str = DEFAULT_REVISION
+    """Of a hub id: branch, tag or commit."""
+    folder: str = ""
+    """Within a hub repository, without slashes at its ends."""
+    sha256: str | None = None
+
+    @property
+    def is_file(self) -> bool:
+        """One file; otherwise a folder, of which the files that we know are looked for."""
+        if self.kind is SourceKind.HUB:
+            return self.folder.endswith(FILE_SUFFIX)
+        path = self.location
+        if self.kind is SourceKind.HTTP:
+            path = urllib.parse.urlsplit(self.location).path
+        return path.endswith(FILE_SUFFIX)
+
+    def __str__(self) -> str:
+        """For messages: a query may hold a signature, so it is not shown."""
+        if self.kind is SourceKind.HUB:
+            folder = f"/{self.folder}" if self.folder else ""
+            return f"hf://{self.location}@{self.revision}{folder}"
+        if self.kind is SourceKind.HTTP:
+            return shown(self.location)
+        return self.location
+
+
+def parse(text: str) -> Reference:
+    """Raises InvalidAdapterError."""
+    match = _SCHEME.match(text)
+    if match is None:
+        is_hub_id = _HUB_ID.fullmatch(text) is not None and not _is_here(text)
+        reference = Reference(SourceKind.HUB if is_hub_id else SourceKind.LOCAL, text)
+    else:
+        reference = _with_scheme(text, match[1].lower(), text[match.end() :])
+    if str(reference).lower().endswith(_ARCHIVES):
+        raise InvalidAdapterError(
+            f"{reference} is an archive, which is not unpacked: give a folder or a {FILE_SUFFIX} "
+            "file",
+            param="path",
+        )
+    return reference
+
+
+def shown(url: str) -> str:
+    """A URL without what may be secret in it."""
+    parts = urllib.parse.urlsplit(url)
+    return urllib.parse.urlunsplit(
+        (parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", "")
+    )
+
+
+def _with_scheme(text: str, scheme: str, rest: str) -> Reference:
+    if scheme == "file":
+        return Reference(SourceKind.LOCAL, urllib.parse.unquote(rest))
+    bare, _, fragment = rest.partition("#")
+    sha256 = _checksum(text, fragment)
+    if any(character.isspace() or not character.isprintable() for character in bare):
+        raise InvalidAdapterError(f"{text!r} has blanks or control characters", param="path")
+    if scheme in ("http", "https"):
+        url = f"{scheme}://{bare}"
+        _check_url(url)
+        return Reference(SourceKind.HTTP, url, sha256=sha256)
+    if scheme == "hf":
+        return _hub(text, bare, sha256)
+    if scheme in OBJECT_SCHEMES:
+        bucket, _, key = bare.partition("/")
+        _check_key(text, key)
+        if not (_BUCKET.fullmatch(bucket) and key.strip("/")):
+            raise _invalid(text, f"{scheme}://BUCKET/FOLDER")
+        return Reference(SourceKind.OBJECT, f"{scheme}://{bare.rstrip('/')}", sha256=sha256)
+    known = ", ".join(f"{name}://" for name in ("file", "hf", "https", "http", *OBJECT_SCHEMES))
+    raise InvalidAdapterError(
+        f"adapters do not come from {scheme}://; known are a path, {known}", param="path"
+    )
+
+
+def _hub(text: str, bare: str, sha256: str | None) -> Reference:
+    match = _HUB.fullmatch(bare.rstrip("/"))
+    if match is None:
+        raise _invalid(text, "hf://OWNER/NAME, hf://OWNER/NAME@REVISION or hf://OWNER/NAME/FOLDER")
+    folder = (match["folder"] or "").strip("/")
+    _check_key(text, folder)
+    return Reference(
+        SourceKind.HUB,
+        match["id"],
+        revision=match["revision"] or DEFAULT_REVISION,
+        folder=folder,
+        sha256=sha256,
+    )
+
+
+def _check_url(url: str) -> None:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:
+        raise InvalidAdapterError(f"{url!r} is no address: {error}", param="path") from error
+    if not host:
+        raise InvalidAdapterError(f"{url!r} names no host", param="path")
+    if "@" in parts.netloc:
+        raise InvalidAdapterError(
+            f"{shown(url)}: an address must not hold a user or a password", param="path"
+        )
+
+
+def _check_key(text: str, key: str) -> None:
+    if any(part in (".", "..") for part in key.split("/")) or "\\" in key:
+        raise InvalidAdapterError(f"{text!r} leaves its root", param="path")
+
+
+def _checksum(text: str, fragment: str) -> str | None:
+    if not fragment:
+        return None
+    match = _CHECKSUM.fullmatch(fragment)
+    if match is None:
+        raise _invalid(text, "#sha256= and 64 hexadecimal digits after #")
+    return match[1].lower()
+
+
+def _invalid(text: str, wanted: str) -> InvalidAdapterError:
+    return InvalidAdapterError(f"{text!r} is no source of an adapter: write {wanted}", param="path")
+
+
+def _is_here(path: str) -> bool:
+    """Whether a text like owner/name looks like a path here: its first folder is there."""
+    return Path(path).parts[0] in (".", "..") or Path(Path(path).parts[0]).exists()

@@ -1,0 +1,70 @@
+"""Whether an adapter that was staged for some base fits another one, from its targets alone.
+
+What base_check says of the tensors, said of the pieces that they were cut into.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from loraplex.adapters.shapes import BaseShapes
+from loraplex.core.adapter import LoraTarget, TargetPart
+from loraplex.core.errors import AdapterMismatchError, AdapterTooLargeError
+
+_EMBEDDING = "embed_tokens"
+_LM_HEAD = "lm_head"
+_BY_OUTPUTS = (TargetPart.LORA, TargetPart.FACTOR, TargetPart.BIAS, TargetPart.SHIFT)
+"""Parts that are cut by outputs; the others are cut by rows."""
+
+_Place = tuple[int, str, TargetPart]
+
+
+def check_targets(targets: Iterable[LoraTarget], shapes: BaseShapes, max_rank: int) -> None:
+    """Raises AdapterMismatchError or AdapterTooLargeError."""
+    pieces: dict[_Place, list[LoraTarget]] = defaultdict(list)
+    for target in targets:
+        pieces[target.layer, target.module, target.part].append(target)
+        if target.part is TargetPart.LORA and target.rank > max_rank:
+            raise AdapterTooLargeError(
+                f"{target.module} of layer {target.layer} has rank {target.rank}; at most "
+                f"{max_rank} is served: raise max_lora_rank"
+            )
+    for place, of_place in pieces.items():
+        layer, module, part = place
+        found, needed = _size(part, of_place), _needed(place, of_place, shapes)
+        if layer >= shapes.num_layers or found != needed:
+            base = "has none" if needed is None else f"needs {list(needed)}"
+            raise AdapterMismatchError(
+                f"{part} of {module} of layer {layer} is {list(found)}; the base model {base}, in "
+                f"{shapes.num_layers} layers"
+            )
+
+
+def _size(part: TargetPart, pieces: list[LoraTarget]) -> tuple[int, int]:
+    """(in_features, out_features) of LoRA, (1, out_features) of a vector, else (rows, columns)."""
+    if part in _BY_OUTPUTS:
+        num_outputs = sum(piece.out_features for piece in pieces)
+        return (pieces[0].in_features if part is TargetPart.LORA else 1, num_outputs)
+    return sum(piece.rank for piece in pieces), pieces[0].out_features
+
+
+def _needed(place: _Place, pieces: list[LoraTarget], shapes: BaseShapes) -> tuple[int, int] | None:
+    """What `_size` must be; None if the base has no such place."""
+    layer, module, part = place
+    features = shapes.modules.get(module) if layer >= 0 else None
+    if layer < 0 and module == _LM_HEAD:
+        features = (shapes.hidden_size, shapes.vocab_size)
+    match part:
+        case TargetPart.LORA:
+            return features
+        case TargetPart.FACTOR | TargetPart.BIAS | TargetPart.SHIFT:
+            return None if features is None else (1, features[1])
+    if layer >= 0 or module not in (_EMBEDDING, _LM_HEAD):
+        return None
+    num_rows = sum(piece.rank for piece in pieces)
+    match part:
+        case TargetPart.ROWS:
+            return shapes.vocab_size, shapes.hidden_size
+        case TargetPart.EMBEDDING_A:
+            return shapes.vocab_size, pieces[0].out_features
+        case _:
+            return num_rows, shapes.hidden_size

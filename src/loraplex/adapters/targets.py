@@ -1,0 +1,107 @@
+"""The rows of an adapter as pieces of the engine's pool: which there are, and how large.
+
+Staging works them out, once it knows the base; the engine places them and fills them. No piece is
+larger than one linear layer of the base at the largest rank, so each fits in a page.
+"""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from loraplex.adapters.normal import NormalRow, RowKind, sort_rows
+from loraplex.adapters.shapes import BaseShapes
+from loraplex.core.adapter import (
+    OUTSIDE_LAYERS,
+    AdapterSource,
+    LoraTarget,
+    TargetPart,
+    head_block_size,
+)
+from loraplex.core.errors import InvalidAdapterError
+
+_EMBEDDING = "embed_tokens"
+_LM_HEAD = "lm_head"
+
+
+def source_of(
+    adapter_digest: str, path: Path, rows: Iterable[NormalRow], shapes: BaseShapes, max_rank: int
+) -> AdapterSource:
+    """What the engine is told of a staged adapter. The rows must have been checked."""
+    ordered = sort_rows(rows)
+    return AdapterSource(
+        digest=adapter_digest,
+        path=str(path),
+        num_bytes=sum(row.num_bytes for row in ordered),
+        targets=tuple(sorted(t for row in ordered for t in targets_of(row, shapes, max_rank))),
+    )
+
+
+def targets_of(row: NormalRow, shapes: BaseShapes, max_rank: int) -> Iterator[LoraTarget]:
+    """The pieces of one row."""
+    if row.expert is not None:
+        raise InvalidAdapterError(f"{row.origin} is of expert {row.expert}: experts are not served")
+    piece = max_rank * shapes.largest_target
+    match row.kind:
+        case RowKind.LORA if row.module == _EMBEDDING:
+            a, b = row.tensors["a"].shape, row.tensors["b"].shape
+            yield from _row_blocks(row, TargetPart.EMBEDDING_A, (a[1], a[0]), piece)
+            yield from _row_blocks(row, TargetPart.EMBEDDING_B, (b[1], b[0]), piece)
+        case RowKind.LORA:
+            yield from _lora(row, shapes)
+            if "bias" in row.tensors:
+                yield from _vector(row, TargetPart.SHIFT, "bias", piece)
+        case RowKind.MAGNITUDE:
+            # With a bias the layer's factor comes with a shift, which takes the bias back out.
+            num_vectors = 2 if row.module in shapes.biased_modules else 1
+            yield from _vector(row, TargetPart.FACTOR, "magnitude", piece // 2, num_vectors)
+        case RowKind.BIAS:
+            yield from _vector(row, TargetPart.BIAS, "bias", piece)
+        case RowKind.FULL:
+            yield from _row_blocks(row, TargetPart.ROWS, _full_shape(row), piece)
+        case RowKind.TOKENS:
+            rows, columns = row.tensors["weight"].shape
+            yield from _row_blocks(row, TargetPart.TOKENS, (rows, columns), piece)
+
+
+def full_weight(row: NormalRow) -> str:
+    """The name of a FULL row's one tensor."""
+    return "weight" if "weight" in row.tensors else "base"
+
+
+def _full_shape(row: NormalRow) -> tuple[int, int]:
+    """A norm's vector is one row."""
+    shape = row.tensors[full_weight(row)].shape
+    return (1, shape[0]) if len(shape) == 1 else (shape[0], shape[1])
+
+
+def _lora(row: NormalRow, shapes: BaseShapes) -> Iterator[LoraTarget]:
+    rank, in_features = row.tensors["a"].shape
+    out_features = row.tensors["b"].shape[0]
+    block = out_features
+    if row.module == _LM_HEAD:
+        block = head_block_size(shapes.modules, shapes.hidden_size)
+    for first in range(0, out_features, block):
+        size = min(block, out_features - first)
+        yield LoraTarget(_layer(row), row.module, rank, in_features, size, first=first)
+
+
+def _vector(
+    row: NormalRow, part: TargetPart, name: str, piece: int, num_vectors: int = 1
+) -> Iterator[LoraTarget]:
+    (length,) = row.tensors[name].shape
+    for first in range(0, length, piece):
+        size = min(piece, length - first)
+        yield LoraTarget(_layer(row), row.module, num_vectors, 0, size, part, first)
+
+
+def _row_blocks(
+    row: NormalRow, part: TargetPart, shape: tuple[int, int], piece: int
+) -> Iterator[LoraTarget]:
+    num_rows, columns = shape
+    block = max(1, piece // columns)
+    for first in range(0, num_rows, block):
+        size = min(block, num_rows - first)
+        yield LoraTarget(_layer(row), row.module, size, 0, columns, part, first)
+
+
+def _layer(row: NormalRow) -> int:
+    return OUTSIDE_LAYERS if row.layer is None else row.layer

@@ -1,0 +1,87 @@
+"""What the library answers, put together from a request's increments."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from loraplex.core.output import (
+    FinishReason,
+    RequestOutput,
+    RequestTiming,
+    ResolvedAdapter,
+    SequenceOutput,
+    TokenLogprob,
+)
+
+Prompt = str | Sequence[int]
+"""Text, or token ids."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Completion:
+    """One generated sequence."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    logprobs: tuple[TokenLogprob, ...]
+    """One per token if asked for, else empty."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Generated:
+    """The answer to one prompt. Its own text, tokens and so on are those of the first sequence."""
+
+    prompt: Prompt
+    prompt_token_ids: tuple[int, ...]
+    completions: tuple[Completion, ...]
+    adapter: ResolvedAdapter | None
+    """The very adapter that answered, with its digest; None for the base."""
+    timing: RequestTiming
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+
+    @property
+    def text(self) -> str:
+        return self.completions[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.completions[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.completions[0].finish_reason
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...]:
+        return self.completions[0].logprobs
+
+
+def collect(prompt: Prompt, outputs: Sequence[RequestOutput], n: int) -> Generated:
+    """The whole answer from its increments."""
+    pieces = [piece for output in outputs for piece in output.sequences]
+    last = outputs[-1]
+    assert last.timing is not None, "the last output tells the timing"
+    prompt_logprobs = (output.prompt_logprobs for output in outputs)
+    return Generated(
+        prompt=prompt,
+        prompt_token_ids=last.prompt_token_ids,
+        completions=tuple(
+            _completion([piece for piece in pieces if piece.index == index]) for index in range(n)
+        ),
+        adapter=last.adapters[0] if last.adapters else None,
+        timing=last.timing,
+        prompt_logprobs=next((values for values in prompt_logprobs if values is not None), None),
+    )
+
+
+def _completion(pieces: Sequence[SequenceOutput]) -> Completion:
+    last = pieces[-1]
+    assert last.finish_reason is not None, "a sequence's last piece tells why it ended"
+    return Completion(
+        text="".join(piece.text for piece in pieces),
+        token_ids=tuple(token_id for piece in pieces for token_id in piece.token_ids),
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        logprobs=tuple(logprob for piece in pieces for logprob in piece.logprobs),
+    )

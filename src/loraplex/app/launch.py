@@ -1,0 +1,109 @@
+"""From a configuration to a running server, engines first.
+
+An engine needs seconds to import torch, and serving most of one to import its web stack: on two
+cores they do so at the same time. This file must stay light, so it imports serving's own late.
+"""
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import logging
+import os
+import sys
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import msgspec
+
+from loraplex.core.config import NO_CACHE, Config, ModelConfig, weights_cache_directory
+from loraplex.core.errors import LoraplexError
+from loraplex.execution.checkpoint import resolve_model
+from loraplex.serving.engine_link import EngineLink, LinkFactory, ProcessLink
+
+EngineLauncher = Callable[[ModelConfig], LinkFactory]
+"""Where a model's engine runs: in a process of its own, or in a thread."""
+
+_FIRST_EPOCH = 1
+
+
+def run_server(config: Config, say: Callable[[str], None]) -> None:
+    """Serve until SIGINT or SIGTERM. Raises ConfigError if it cannot start.
+
+    `say` is told the addresses once the server is ready.
+    """
+    logging.basicConfig(
+        level=config.server.log_level.upper(), format="%(levelname).1s %(name)s: %(message)s"
+    )
+    asyncio.run(_run_server(with_local_paths(config), say))
+
+
+async def _run_server(config: Config, say: Callable[[str], None]) -> None:
+    launch_process = functools.partial(engine_process, log_level=config.server.log_level)
+    async with started_engines(config, launch_process) as launch:
+        # The engines are on their way.
+        from loraplex.app.server import Server  # noqa: PLC0415
+
+        await Server(config, launch, say).run()
+
+
+def with_local_paths(config: Config) -> Config:
+    """The same, with every model in a folder here; a hub id is downloaded. Raises ConfigError.
+
+    Each model's weights cache is then a folder, too, or none.
+    """
+    state_dir = config.server.state_dir
+    models = {}
+    for name, model in config.models.items():
+        cache = weights_cache_directory(model.weights_cache_dir, state_dir)
+        models[name] = msgspec.structs.replace(
+            model,
+            path=str(resolve_model(model.path, model.revision)),
+            weights_cache_dir=NO_CACHE if cache is None else os.path.abspath(cache),
+        )
+    return msgspec.structs.replace(config, models=models)
+
+
+def engine_process(model: ModelConfig, log_level: str = "info") -> LinkFactory:
+    """The engine runs in its own process."""
+    command = [sys.executable, "-m", "loraplex.app.engine", log_level]
+    settings = msgspec.msgpack.encode(model)
+
+    def start(epoch: int) -> Awaitable[EngineLink]:
+        return ProcessLink.start(command, settings, epoch)
+
+    return start
+
+
+@contextlib.asynccontextmanager
+async def started_engines(config: Config, launch: EngineLauncher) -> AsyncIterator[EngineLauncher]:
+    """Every model's first engine is started at once. Gives a launcher that hands them out.
+
+    A second engine of a model is started when it is asked for. Whatever was not handed out at the
+    end is stopped.
+    """
+    waiting: defaultdict[bytes, list[EngineLink]] = defaultdict(list)
+
+    def handing_out(model: ModelConfig) -> LinkFactory:
+        start_another = launch(model)
+
+        async def start(epoch: int) -> EngineLink:
+            links = waiting[_settings_of(model)]
+            return links.pop() if links and epoch == _FIRST_EPOCH else await start_another(epoch)
+
+        return start
+
+    try:
+        for model in config.models.values():
+            # What fails now fails again, and is told, when serving asks for the engine.
+            with contextlib.suppress(LoraplexError, OSError):
+                waiting[_settings_of(model)].append(await launch(model)(_FIRST_EPOCH))
+        yield handing_out
+    finally:
+        left = itertools.chain.from_iterable(waiting.values())
+        await asyncio.gather(*(link.close() for link in left))
+
+
+def _settings_of(model: ModelConfig) -> bytes:
+    """A key: a ModelConfig holds tables and has no hash."""
+    return msgspec.msgpack.encode(model)

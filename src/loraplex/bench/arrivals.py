@@ -1,0 +1,59 @@
+"""When requests are sent."""
+
+import itertools
+import random
+
+import msgspec
+
+
+class Burst(msgspec.Struct, frozen=True, tag="burst"):
+    """All requests at once."""
+
+    def __str__(self) -> str:
+        return "burst"
+
+
+class ClosedLoop(msgspec.Struct, frozen=True, tag="closed"):
+    """`concurrency` clients, each sending its next request when the last one was answered."""
+
+    concurrency: int
+
+    def __str__(self) -> str:
+        return f"closed:{self.concurrency}"
+
+
+class Poisson(msgspec.Struct, frozen=True, tag="poisson"):
+    """Independent arrivals at a mean rate, whether or not earlier requests were answered."""
+
+    requests_per_second: float
+
+    def __str__(self) -> str:
+        return f"poisson:{self.requests_per_second:g}"
+
+
+class Gamma(msgspec.Struct, frozen=True, tag="gamma"):
+    """Like Poisson, but the gaps between arrivals are Gamma distributed with a coefficient of
+    variation `cv`: 1 is Poisson, above it requests come in clumps. S-LoRA's arrivals.
+    """
+
+    requests_per_second: float
+    cv: float
+
+    def __str__(self) -> str:
+        return f"gamma:{self.requests_per_second:g},{self.cv:g}"
+
+
+Arrivals = Burst | ClosedLoop | Poisson | Gamma
+
+
+def draw(arrivals: Arrivals, count: int, seed: str) -> list[float]:
+    """Seconds from the start of the run; all 0 where requests do not come by the clock."""
+    draws = random.Random(seed)
+    match arrivals:
+        case Burst() | ClosedLoop():
+            return [0.0] * count
+        case Poisson(rate):
+            gaps = [draws.expovariate(rate) for _ in range(count)]
+        case Gamma(rate, cv):
+            gaps = [draws.gammavariate(cv**-2, cv**2 / rate) for _ in range(count)]
+    return [*itertools.accumulate(gaps)]

@@ -1,0 +1,159 @@
+"""The loop of a worker: another inference library in a process of its own, asked over pipes.
+
+    python serve.py MODULE OPTIONS
+
+Runs with the Python of the library's own virtual environment, so it imports nothing of loraplex
+and of MODULE, a file beside this one, no more than `load(options) -> Worker`. OPTIONS is JSON.
+
+Messages are lines of JSON. Every question has an `id`, and its one answer has the same; the answer
+with id 0 says that the worker is loaded.
+
+    {"id": 1, "op": "generate", "prompt": [5, 9], "num_tokens": 3, "adapter": null}
+    {"id": 1, "tokens": [7, 7, 8], "token_ns": [..., ..., ...]}
+    {"id": 2, "op": "add_adapter", "name": "a", "path": "/folder"}
+    {"id": 2}
+    {"id": 3, "op": "remove_adapter", "name": "a"}
+    {"id": 3, "error": "KeyError: 'a'"}
+
+Times are time.perf_counter_ns() here; on Linux that is one clock for all processes.
+The worker ends when its input does.
+"""
+
+import dataclasses
+import importlib
+import json
+import os
+import select
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+Send = Callable[[dict[str, Any]], None]
+
+
+@dataclasses.dataclass
+class Job:
+    """One request. The worker calls `add` for each token, as soon as it knows it."""
+
+    id: int
+    prompt: list[int]
+    num_tokens: int
+    adapter: str | None
+    send: Send
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    token_ns: list[int] = dataclasses.field(default_factory=list)
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.tokens) == self.num_tokens
+
+    def add(self, token: int) -> None:
+        """The last token sends the answer. More are ignored: a static batch runs to its longest."""
+        if len(self.tokens) == self.num_tokens:
+            return
+        self.tokens.append(token)
+        self.token_ns.append(time.perf_counter_ns())
+        if self.is_done:
+            self.send({"id": self.id, "tokens": self.tokens, "token_ns": self.token_ns})
+
+
+class Worker(Protocol):
+    """What MODULE.load gives."""
+
+    gather_seconds: float
+    """How long an idle worker waits for one more request before it begins."""
+
+    @property
+    def is_idle(self) -> bool: ...
+
+    def submit(self, job: Job) -> None: ...
+
+    def step(self) -> None:
+        """Make progress with what was submitted. What it raises ends the worker."""
+        ...
+
+    def add_adapter(self, name: str, path: str) -> None: ...
+
+    def remove_adapter(self, name: str) -> None: ...
+
+
+class Lines:
+    """The lines of a file descriptor, without waiting longer than one wants to."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._rest = b""
+        self.is_open = True
+
+    def read(self, seconds: float | None) -> list[bytes]:
+        """Those that are there, or the first that arrive in that time (None: however long)."""
+        if not select.select([self._descriptor], [], [], seconds)[0]:
+            return []
+        data = os.read(self._descriptor, 1 << 20)
+        self.is_open = bool(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return lines
+
+    def gather(self, seconds: float) -> Iterator[bytes]:
+        """Wait for some, then take what follows until nothing came for so long."""
+        yield from self.read(None)
+        while self.is_open and (lines := self.read(seconds)):
+            yield from lines
+
+
+def main(module: str, options: dict[str, Any]) -> None:
+    send = _sender()
+    worker: Worker = importlib.import_module(module).load(options)
+    send({"id": 0})
+    lines = Lines(sys.stdin.fileno())
+    while lines.is_open:
+        arrived = lines.gather(worker.gather_seconds) if worker.is_idle else lines.read(0)
+        for line in arrived:
+            _handle(worker, json.loads(line), send)
+        if not worker.is_idle:
+            worker.step()
+
+
+def _sender() -> Send:
+    """Answers go where standard output went; what a library prints goes to standard error."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    def send(answer: dict[str, Any]) -> None:
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+    return send
+
+
+def _handle(worker: Worker, question: dict[str, Any], send: Send) -> None:
+    asked = question["id"]
+    try:
+        match question["op"]:
+            case "generate":
+                worker.submit(
+                    Job(
+                        asked,
+                        question["prompt"],
+                        question["num_tokens"],
+                        question["adapter"],
+                        send,
+                    )
+                )
+                return
+            case "add_adapter":
+                worker.add_adapter(question["name"], question["path"])
+            case "remove_adapter":
+                worker.remove_adapter(question["name"])
+            case unknown:
+                raise ValueError(f"no op is named {unknown}")
+        send({"id": asked})
+    except Exception as error:
+        traceback.print_exc()
+        send({"id": asked, "error": f"{type(error).__name__}: {error}"})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))

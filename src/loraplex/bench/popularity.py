@@ -1,0 +1,149 @@
+"""Which adapter a request asks for: the laws that benchmarks of LoRA serving draw from."""
+
+import math
+import random
+
+import msgspec
+
+
+class BaseOnly(msgspec.Struct, frozen=True, tag="base"):
+    """No adapter at all: what the others are compared with."""
+
+    def __str__(self) -> str:
+        return "base"
+
+
+class Identical(msgspec.Struct, frozen=True, tag="identical"):
+    """Every request asks for the first adapter."""
+
+    def __str__(self) -> str:
+        return "identical"
+
+
+class Uniform(msgspec.Struct, frozen=True, tag="uniform"):
+    """Every request draws one of the adapters, all equally likely."""
+
+    def __str__(self) -> str:
+        return "uniform"
+
+
+class Distinct(msgspec.Struct, frozen=True, tag="distinct"):
+    """The adapters in turn: any `num_adapters` successive requests ask for as many adapters."""
+
+    def __str__(self) -> str:
+        return "distinct"
+
+
+class Shuffled(msgspec.Struct, frozen=True, tag="shuffled"):
+    """Every adapter equally often (once more for some if that does not divide), in any order."""
+
+    def __str__(self) -> str:
+        return "shuffled"
+
+
+class Zipf(msgspec.Struct, frozen=True, tag="zipf"):
+    """Adapter k (from 1) is drawn with a probability proportional to k ** -exponent.
+
+    Zipf's law itself; some benchmarks call a geometric rule (`Geometric`) by this name.
+    """
+
+    exponent: float
+
+    def __str__(self) -> str:
+        return f"zipf:{self.exponent:g}"
+
+
+class PowerFunction(msgspec.Struct, frozen=True, tag="powerfunc"):
+    """S-LoRA's: P(one of the first k of n adapters) = (k / n) ** exponent.
+
+    Uniform at exponent 1, and the more skewed the smaller it is.
+    """
+
+    exponent: float
+
+    def __str__(self) -> str:
+        return f"powerfunc:{self.exponent:g}"
+
+
+class Geometric(msgspec.Struct, frozen=True, tag="geometric"):
+    """Punica's "skewed": 1, ratio, ratio ** 2, ... requests for one adapter each, rounded down,
+    and the rest for one more (`geometric_sizes`), in any order. It takes as many adapters as it
+    takes; the i-th of them is i modulo `num_adapters`.
+    """
+
+    ratio: float
+
+    def __str__(self) -> str:
+        return f"geometric:{self.ratio:g}"
+
+
+class SquareRoot(msgspec.Struct, frozen=True, tag="square-root"):
+    """Punica's "uniform": the square root of the number of requests (rounded up) many adapters,
+    each equally often, in any order.
+    """
+
+    def __str__(self) -> str:
+        return "square-root"
+
+
+Popularity = (
+    BaseOnly
+    | Identical
+    | Uniform
+    | Distinct
+    | Shuffled
+    | Zipf
+    | PowerFunction
+    | Geometric
+    | SquareRoot
+)
+
+
+def draw(popularity: Popularity, count: int, num_adapters: int, seed: str) -> list[int | None]:
+    """An adapter's index for each of `count` requests; None for the base model."""
+    draws = random.Random(seed)
+    indices = range(num_adapters)
+    match popularity:
+        case BaseOnly():
+            return [None] * count
+        case Identical():
+            return [0] * count
+        case Distinct():
+            return [index % num_adapters for index in range(count)]
+        case Shuffled():
+            return _shuffled([index % num_adapters for index in range(count)], draws)
+        case Uniform():
+            return [*draws.choices(indices, k=count)]
+        case Zipf(exponent):
+            weights = [rank**-exponent for rank in range(1, num_adapters + 1)]
+            return [*draws.choices(indices, weights, k=count)]
+        case PowerFunction(exponent):
+            return [int(draws.random() ** (1 / exponent) * num_adapters) for _ in range(count)]
+        case Geometric(ratio):
+            return _shuffled(_spread(geometric_sizes(count, ratio), num_adapters), draws)
+        case SquareRoot():
+            num_used = math.ceil(count**0.5)
+            return _shuffled([index % num_used % num_adapters for index in range(count)], draws)
+
+
+def geometric_sizes(count: int, ratio: float) -> list[int]:
+    """How many of `count` requests each adapter gets, most first. `ratio` is above 1."""
+    sizes: list[int] = []
+    rest = count
+    size = 1.0
+    while rest >= int(size):
+        sizes.append(int(size))
+        rest -= int(size)
+        size *= ratio
+    if rest:
+        sizes.append(rest)
+    return sorted(sizes, reverse=True)
+
+
+def _spread(sizes: list[int], num_adapters: int) -> list[int | None]:
+    return [index % num_adapters for index, size in enumerate(sizes) for _ in range(size)]
+
+
+def _shuffled(adapters: list[int | None], draws: random.Random) -> list[int | None]:
+    draws.shuffle(adapters)
+    return adapters

@@ -1,0 +1,61 @@
+"""JSON over HTTP to a running server, with the standard library alone."""
+
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from typing import Any
+
+from loraplex.core.errors import ConfigError, ErrorInfo, error_from_info
+
+_TIMEOUT_SECONDS = 900.0
+"""A load from a slow disk may take minutes."""
+
+
+class ServerClient:
+    """One server. Every method raises what it answered, or ConfigError if it cannot be reached."""
+
+    def __init__(self, url: str) -> None:
+        scheme, _, host = url.partition("://")
+        if scheme not in ("http", "https") or not host:
+            raise ConfigError(f"--url must be http://HOST:PORT, got {url!r}")
+        self._url = url.rstrip("/")
+
+    def get(self, path: str) -> Any:
+        return self._ask("GET", path)
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        """Fields that are None are left out."""
+        sent = {name: value for name, value in body.items() if value is not None}
+        return self._ask("POST", path, json.dumps(sent).encode())
+
+    def delete(self, path: str) -> Any:
+        return self._ask("DELETE", path)
+
+    def _ask(self, method: str, path: str, data: bytes | None = None) -> Any:
+        request = urllib.request.Request(
+            self._url + path, data, {"Content-Type": "application/json"}, method=method
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as response:
+                return json.load(response)
+        except urllib.error.HTTPError as error:
+            with error:
+                raise _told(error.code, error.read()) from None
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            raise ConfigError(f"there is no answer from {self._url}: {reason}") from error
+
+
+def quoted(name: str) -> str:
+    """An adapter's name as a part of a path; slashes stay."""
+    return urllib.parse.quote(name)
+
+
+def _told(status: int, body: bytes) -> Exception:
+    """The error as the server described it."""
+    try:
+        error = json.loads(body)["error"]
+        return error_from_info(ErrorInfo(str(error["code"]), str(error["message"])))
+    except (ValueError, KeyError, TypeError):
+        return ConfigError(f"the server answered with status {status}: {body[:200]!r}")

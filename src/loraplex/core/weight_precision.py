@@ -1,0 +1,14 @@
+"""How a base model's linear weights are kept while it is served. Free of torch."""
+
+import enum
+
+
+class WeightPrecision(enum.StrEnum):
+    """The value is what a person writes."""
+
+    NATIVE = "none"
+    """The type that the model runs in."""
+    INT8 = "int8"
+    """8 bits, a scale for each output and 512 inputs."""
+    INT4 = "int4"
+    """4 bits, a scale for each output and 128 inputs (64 or 32 where 128 does not divide them)."""

@@ -1,0 +1,186 @@
+"""The file of packed weights: a checked header, then tensors that are used where they lie.
+
+8 bytes of magic, 8 of the header's length, 32 of its SHA-256, the header (JSON), zeros up to a
+multiple of 64, and the tensors, each at a multiple of 64. All numbers are little-endian. A file is
+written once, under another name, and never changed: whoever maps it shares its pages with the
+system's cache and with every other process that does.
+"""
+
+import hashlib
+import mmap
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from loraplex.adapters.seen_files import FileIdentity
+from loraplex.adapters.tensor_file import write_atomically
+from loraplex.kernels.ops import LinearParts
+
+_MAGIC = b"LORAPLXW"
+_HEAD_BYTES = len(_MAGIC) + 8 + 32
+_MAX_HEADER_BYTES = 256 << 20
+_ALIGNMENT = 64
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "uint8": torch.uint8,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class PackedFileError(Exception):
+    """The file is not what it should be; the message says what is amiss."""
+
+
+class _Tensor(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    """From the end of the header."""
+    num_bytes: int
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    numbers: tuple[int, ...]
+    tensors: tuple[_Tensor | None, ...]
+
+
+class _Header(msgspec.Struct, frozen=True):
+    key: str
+    summary: str
+    payload_bytes: int
+    payload_digest: str
+    """SHA-256 of all that follows the header."""
+    entries: tuple[_Entry, ...]
+
+
+class PackedFile:
+    """An open, mapped file whose header is right. The payload is not yet looked at."""
+
+    def __init__(self, path: Path, key: str) -> None:
+        """Raises OSError if it cannot be read, PackedFileError if it is no whole file of `key`."""
+        self.path = path
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self._header, self._start = _read_header(descriptor, key)
+            self.identity = _identity(descriptor)
+            num_bytes, wanted = self.identity[2], self._start + self._header.payload_bytes
+            if num_bytes != wanted:
+                raise PackedFileError(f"it has {num_bytes} bytes and should have {wanted}")
+            self._mapping = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+        finally:
+            os.close(descriptor)
+
+    @property
+    def summary(self) -> str:
+        """What was said about the weights when they were packed."""
+        return self._header.summary
+
+    @property
+    def payload_digest(self) -> str:
+        """What the payload's SHA-256 must be."""
+        return self._header.payload_digest
+
+    def check_payload(self) -> None:
+        """Read all of it. Raises PackedFileError if a bit of it is not as it was written."""
+        with memoryview(self._mapping) as view, view[self._start :] as payload:
+            if hashlib.sha256(payload).hexdigest() != self.payload_digest:
+                raise PackedFileError("its content is damaged")
+
+    def entries(self) -> Sequence[LinearParts]:
+        """Tensors in the mapping, which lives as long as one of them."""
+        return [
+            LinearParts(entry.numbers, tuple(map(self._tensor, entry.tensors)))
+            for entry in self._header.entries
+        ]
+
+    def _tensor(self, tensor: _Tensor | None) -> torch.Tensor | None:
+        if tensor is None:
+            return None
+        dtype = _DTYPES[tensor.dtype]
+        with warnings.catch_warnings():
+            # Nobody writes to a weight.
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            flat = torch.frombuffer(
+                self._mapping,
+                dtype=dtype,
+                count=tensor.num_bytes // dtype.itemsize,
+                offset=self._start + tensor.offset,
+            )
+        return flat.view(tensor.shape)
+
+
+def write_packed(path: Path, key: str, entries: Sequence[LinearParts], summary: str = "") -> None:
+    """Write the file so that it is whole or not there. Raises OSError."""
+    digest = hashlib.sha256()
+    for piece in _payload(entries):
+        digest.update(piece)
+    described, payload_bytes = _describe(entries)
+    header = msgspec.json.encode(
+        _Header(key, summary, payload_bytes, digest.hexdigest(), described)
+    )
+    head = _MAGIC + len(header).to_bytes(8, "little") + hashlib.sha256(header).digest() + header
+    write_atomically(path, [head, bytes(-len(head) % _ALIGNMENT), *_payload(entries)])
+
+
+def packed_bytes(entries: Sequence[LinearParts]) -> int:
+    """How large a file of these is, but for its header."""
+    return _describe(entries)[1]
+
+
+def _describe(entries: Sequence[LinearParts]) -> tuple[tuple[_Entry, ...], int]:
+    """Where each tensor lies, and where the last one ends."""
+    offset = 0
+    described = []
+    for entry in entries:
+        tensors: list[_Tensor | None] = []
+        for tensor in entry.tensors:
+            if tensor is None:
+                tensors.append(None)
+                continue
+            name, shape = _NAMES[tensor.dtype], tuple(tensor.shape)
+            tensors.append(_Tensor(name, shape, offset, tensor.nbytes))
+            offset += tensor.nbytes + -tensor.nbytes % _ALIGNMENT
+        described.append(_Entry(entry.numbers, tuple(tensors)))
+    return tuple(described), offset
+
+
+def _payload(entries: Sequence[LinearParts]) -> Iterator[memoryview | bytes]:
+    for entry in entries:
+        for tensor in entry.tensors:
+            if tensor is not None:
+                yield tensor.contiguous().flatten().view(torch.uint8).numpy().data
+                yield bytes(-tensor.nbytes % _ALIGNMENT)
+
+
+def _read_header(descriptor: int, key: str) -> tuple[_Header, int]:
+    """The header, and where the payload begins."""
+    head = os.pread(descriptor, _HEAD_BYTES, 0)
+    if len(head) != _HEAD_BYTES or not head.startswith(_MAGIC):
+        raise PackedFileError("it is no file of packed weights")
+    length = int.from_bytes(head[8:16], "little")
+    if length > _MAX_HEADER_BYTES:
+        raise PackedFileError(f"its header claims {length} bytes")
+    data = os.pread(descriptor, length, _HEAD_BYTES)
+    if hashlib.sha256(data).digest() != head[16:]:
+        raise PackedFileError("its header is damaged")
+    try:
+        header = msgspec.json.decode(data, type=_Header)
+    except msgspec.MsgspecError as error:
+        raise PackedFileError(f"its header is of another version: {error}") from error
+    if header.key != key:
+        raise PackedFileError("it holds other weights than its name says")
+    end = _HEAD_BYTES + length
+    return header, end + -end % _ALIGNMENT
+
+
+def _identity(descriptor: int) -> FileIdentity:
+    """As adapters.seen_files knows a file, of the very file that is open."""
+    status = os.fstat(descriptor)
+    times = (status.st_mtime_ns, status.st_ctime_ns)
+    return (status.st_dev, status.st_ino, status.st_size, *times)

@@ -1,0 +1,250 @@
+"""POST /v1/compare: one prompt over many adapters, the answers side by side."""
+
+import time
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from loraplex.core.adapter import AdapterChoice
+from loraplex.core.errors import InvalidParameterError, LoraplexError
+from loraplex.core.output import ResolvedAdapter
+from loraplex.core.request import GenerateRequest, check_adapters
+from loraplex.core.sampling_params import MAX_LOGPROBS, SamplingParams
+from loraplex.frontends.adapter_choices import FIELD, read_choice, read_choices
+from loraplex.frontends.openai.convert import (
+    Target,
+    chat_messages,
+    check_priority,
+    load_policy,
+    sampling_params,
+)
+from loraplex.frontends.openai.errors import ErrorDetail, error_body
+from loraplex.frontends.openai.logprobs import MIN_LOGPROB, TokenTexts, chat_logprobs
+from loraplex.frontends.openai.responses import ContentLogprob
+from loraplex.frontends.openai.room import OpenAIRoom, json_response, request_id
+from loraplex.frontends.openai.schema import CompareBody
+from loraplex.frontends.openai.unsupported import refuse_unsupported
+from loraplex.frontends.streams import until_disconnect
+from loraplex.serving.compare import (
+    Compared,
+    ComparedAnswer,
+    Difference,
+    FirstDifference,
+    compare,
+    comparison_requests,
+)
+
+
+class DifferingToken(Struct, frozen=True):
+    """One of the two tokens, and its log probability by both models."""
+
+    token: str
+    token_id: int
+    logprob: float | None
+    """By this answer's model; null if it is not among its 20 likeliest."""
+    base_logprob: float | None
+
+
+class FirstDifferenceEntry(Struct, frozen=True):
+    position: int
+    here: DifferingToken
+    base: DifferingToken
+
+
+class DifferenceEntry(Struct, frozen=True):
+    num_same_tokens: int
+    mean_logprob_difference: float | None
+    first: FirstDifferenceEntry | None
+
+
+class AnswerEntry(Struct, frozen=True, kw_only=True):
+    """One answer; with `error`, there is none."""
+
+    index: int
+    asked: Any
+    """The entry of `adapters`, as it was sent."""
+    adapters: tuple[ResolvedAdapter, ...] | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    finish_reason: str | UnsetType = UNSET
+    num_tokens: int | UnsetType = UNSET
+    logprob: float | UnsetType = UNSET
+    """Of the whole answer."""
+    logprobs: list[ContentLogprob] | UnsetType = UNSET
+    ttft_ms: float | UnsetType = UNSET
+    total_ms: float | UnsetType = UNSET
+    num_cached_tokens: int | UnsetType = UNSET
+    versus_base: DifferenceEntry | UnsetType | None = UNSET
+    error: ErrorDetail | None = None
+
+
+class Comparison(Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["comparison"] = "comparison"
+    created: int
+    model: str
+    prompt_tokens: int
+    seed: int | None
+    """Of all draws; send it again to draw the same."""
+    answers: list[AnswerEntry]
+
+
+class CompareEndpoints:
+    def __init__(self, room: OpenAIRoom) -> None:
+        self._room = room
+
+    async def compare(self, request: Request) -> Response:
+        principal = self._room.principal(request)
+        body = await self._room.body(request, CompareBody)
+        _check(body)
+        choices = self._choices(body)
+        target = self._room.target(body.model, principal)
+        if target.key is not None:
+            raise InvalidParameterError(
+                f"model must be a base model; {body.model!r} is an adapter: name it in adapters",
+                param="model",
+            )
+        asked = self._request(body, target, request_id(request))
+        requests = comparison_requests(self._room.backend, asked, choices)
+        compared = await until_disconnect(
+            request.receive, compare(self._room.backend, requests, principal)
+        )
+        answers = [answer for answer in compared if isinstance(answer, ComparedAnswer)]
+        if not answers:
+            raise next(error for error in compared if isinstance(error, LoraplexError))
+        writer = _Writer(TokenTexts(self._room.backend, target.model.name), body.logprobs or 0)
+        return json_response(
+            Comparison(
+                id=f"cmp-{request_id(request)}",
+                created=int(time.time()),
+                model=target.model.name,
+                prompt_tokens=len(answers[0].prompt_token_ids),
+                seed=requests[0].sampling.seed,
+                answers=[
+                    writer.entry(index, entry, answer)
+                    for index, (entry, answer) in enumerate(
+                        zip(body.adapters, compared, strict=True)
+                    )
+                ],
+            )
+        )
+
+    def _choices(self, body: CompareBody) -> list[tuple[AdapterChoice, ...]]:
+        """Of each answer; what is malformed is told before anything runs."""
+        most = self._room.options.max_prompts
+        if not 1 <= len(body.adapters) <= most:
+            raise InvalidParameterError(
+                f"adapters must have 1 to {most} entries, one for each answer, null for the base "
+                f"model; got {len(body.adapters)}",
+                param=FIELD,
+            )
+        choices = [_choice(entry, f"{FIELD}[{i}]") for i, entry in enumerate(body.adapters)]
+        for adapters in choices:
+            check_adapters(adapters)
+        return choices
+
+    def _request(self, body: CompareBody, target: Target, client_id: str) -> GenerateRequest:
+        is_chat = body.messages is not None
+        prompt = self._prompt(body, target)
+        return GenerateRequest(
+            request_id=0,
+            client_request_id=client_id,
+            model=target.model.name,
+            prompt=prompt,
+            sampling=_sampling(body, target),
+            load_policy=load_policy(body),
+            # A template has written them already.
+            add_special_tokens=(
+                body.add_special_tokens is True
+                if is_chat
+                else body.add_special_tokens is not False
+            ),
+            priority=body.priority or 0,
+        )
+
+    def _prompt(self, body: CompareBody, target: Target) -> str | tuple[int, ...]:
+        if body.messages is None:
+            assert body.prompt is not None
+            return body.prompt if isinstance(body.prompt, str) else tuple(body.prompt)
+        return self._room.backend.render_chat(
+            target.model.name,
+            chat_messages(body.messages),
+            add_generation_prompt=body.add_generation_prompt is not False,
+            template_kwargs=body.chat_template_kwargs,
+        )
+
+
+class _Writer:
+    def __init__(self, texts: TokenTexts, num_top: int) -> None:
+        self._texts = texts
+        self._num_top = num_top
+
+    def entry(self, index: int, asked: Any, answer: Compared) -> AnswerEntry:
+        if isinstance(answer, LoraplexError):
+            return AnswerEntry(index=index, asked=asked, error=error_body(answer).error)
+        shown = [
+            msgspec.structs.replace(token, top=token.top[: self._num_top])
+            for token in answer.logprobs
+        ]
+        versus = answer.versus_base
+        return AnswerEntry(
+            index=index,
+            asked=asked,
+            adapters=answer.adapters,
+            text=answer.text,
+            finish_reason=answer.finish_reason,
+            num_tokens=len(answer.token_ids),
+            logprob=max(answer.logprob, MIN_LOGPROB),
+            logprobs=chat_logprobs(shown, self._texts).content,
+            ttft_ms=round(answer.ttft_ms, 3),
+            total_ms=round(answer.total_ms, 3),
+            num_cached_tokens=answer.timing.num_cached_tokens,
+            versus_base=None if versus is None else self._difference(versus),
+        )
+
+    def _difference(self, versus: Difference) -> DifferenceEntry:
+        first = None if versus.first is None else self._first(versus.first)
+        return DifferenceEntry(versus.num_same_tokens, versus.mean_logprob_difference, first)
+
+    def _first(self, first: FirstDifference) -> FirstDifferenceEntry:
+        here, base = (
+            DifferingToken(
+                self._texts.bytes_of(token_id).decode(errors="replace"), token_id, mine, its
+            )
+            for token_id, mine, its in (
+                (first.token_id, first.token_logprob, first.token_logprob_by_base),
+                (first.base_token_id, first.base_token_logprob, first.base_token_logprob_by_base),
+            )
+        )
+        return FirstDifferenceEntry(first.position, here, base)
+
+
+def _check(body: CompareBody) -> None:
+    """Every refusal that needs neither a model nor an adapter."""
+    refuse_unsupported(body.model_extra)
+    for field in body.model_extra or {}:
+        known = ", ".join(CompareBody.model_fields)
+        raise InvalidParameterError(f"there is no field {field!r}; known are {known}", param=field)
+    check_priority(body)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidParameterError("give either prompt or messages", param="prompt")
+    if not 0 <= (body.logprobs or 0) <= MAX_LOGPROBS:
+        raise InvalidParameterError(
+            f"logprobs must be in [0, {MAX_LOGPROBS}], got {body.logprobs}", param="logprobs"
+        )
+
+
+def _choice(entry: Any, path: str) -> tuple[AdapterChoice, ...]:
+    if entry is None:
+        return ()
+    return read_choices(entry, path) if isinstance(entry, list) else (read_choice(entry, path),)
+
+
+def _sampling(body: CompareBody, target: Target) -> SamplingParams:
+    """Greedy, if nothing else is said: then only the adapters differ."""
+    fields: dict[str, Any] = {} if body.temperature is not None else {"temperature": 0.0}
+    if body.max_tokens is not None:
+        fields["max_tokens"] = body.max_tokens
+    return sampling_params(body, fields, target.model.vocab_size)

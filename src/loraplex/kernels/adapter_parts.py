@@ -1,0 +1,180 @@
+"""What an adapter changes beside LoRA: biases, DoRA's factors, rows of the embedding and lm_head.
+
+Works on views of the adapter pool. With a request's scale t the change is t times as large: a copy
+of scale 1 takes the base's place exactly. Everything is computed for a token by itself, in float32.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from loraplex.kernels.host_tiles import tiled_product
+
+EMBEDDING = "embed_tokens"
+LM_HEAD = "lm_head"
+
+
+class OutputVector(NamedTuple):
+    """A linear layer's outputs from `first` on get factor * y + shift more. None is zero."""
+
+    first: int
+    factor: torch.Tensor | None  # [n]
+    shift: torch.Tensor | None  # [n]
+
+
+class WeightRows(NamedTuple):
+    """Neighbouring rows of a matrix."""
+
+    first: int
+    rows: torch.Tensor  # [n, columns]
+
+
+class TokenRows(NamedTuple):
+    """Rows of single tokens."""
+
+    token_ids: torch.Tensor  # [n] int64, ascending
+    rows: torch.Tensor  # [n, hidden]
+
+
+class EmbeddingLora(NamedTuple):
+    """x += scale * A[:, token] B^T."""
+
+    a: tuple[WeightRows, ...]  # of A transposed: [vocab, rank]
+    b: torch.Tensor  # [rank, hidden]
+    scale: float
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class AdapterParts:
+    """Of one adapter in the pool: views of it, but for single tokens' rows, which are few."""
+
+    vectors: dict[tuple[int, str], list[OutputVector]] = dataclasses.field(default_factory=dict)
+    """By layer and module."""
+    weights: dict[str, tuple[WeightRows, ...]] = dataclasses.field(default_factory=dict)
+    """Whole copies of embed_tokens and lm_head: equally many rows each, but for the last."""
+    tokens: dict[str, TokenRows] = dataclasses.field(default_factory=dict)
+    """Of embed_tokens and lm_head."""
+    embedding_lora: EmbeddingLora | None = None
+    has_head_lora: bool = False
+
+    @property
+    def is_empty(self) -> bool:
+        rows = self.weights or self.tokens or self.embedding_lora
+        return not (self.vectors or rows or self.has_head_lora)
+
+
+class PartsUse(NamedTuple):
+    """The tokens of a step that one adapter applies to."""
+
+    parts: AdapterParts
+    token_indices: torch.Tensor  # [n] int64
+    token_scales: torch.Tensor  # [n] float32
+
+
+def add_vectors(
+    y: torch.Tensor,
+    uses: Sequence[PartsUse],
+    layer: int,
+    modules: Sequence[str],
+    out_offsets: Sequence[int],
+) -> None:
+    """Scale and shift the outputs y of a fused linear layer, in place: before LoRA is added.
+
+    The columns of modules[i] begin at out_offsets[i]. Where several adapters apply to a token, each
+    one's share is of the base's own output.
+    """
+    shares = []
+    for use in uses:
+        for module, offset in zip(modules, out_offsets, strict=True):
+            for vector in use.parts.vectors.get((layer, module), ()):
+                columns = _columns(y, offset, vector)
+                share = _share(columns[use.token_indices].float(), vector)
+                shares.append((columns, use, share * use.token_scales.unsqueeze(1)))
+    for columns, use, share in shares:
+        summed = columns[use.token_indices].float() + share
+        columns[use.token_indices] = summed.to(y.dtype)
+
+
+def embed(x: torch.Tensor, token_ids: torch.Tensor, uses: Sequence[PartsUse]) -> None:
+    """Change the base's embeddings x [T, hidden] of token_ids [T], in place."""
+    for use in uses:
+        parts = use.parts
+        rows, tokens = parts.weights.get(EMBEDDING), parts.tokens.get(EMBEDDING)
+        if rows is None and tokens is None and parts.embedding_lora is None:
+            continue
+        ids = token_ids[use.token_indices]
+        scales = use.token_scales.unsqueeze(1)
+        base = x[use.token_indices].float()
+        own = base if rows is None else _gather(rows, ids)
+        if tokens is not None:
+            own = _with_tokens(own, ids, tokens)
+        changed = torch.lerp(base, own, scales)
+        if parts.embedding_lora is not None:
+            lora = parts.embedding_lora
+            reduced = _gather(lora.a, ids) * (scales * lora.scale)
+            changed = changed + tiled_product(reduced, lora.b.float())
+        x[use.token_indices] = changed.to(x.dtype)
+
+
+def replace_logits(y: torch.Tensor, x: torch.Tensor, uses: Sequence[PartsUse]) -> None:
+    """Put what whole or single rows of lm_head give for x [S, hidden] into y [S, vocab]."""
+    for use in uses:
+        rows, tokens = use.parts.weights.get(LM_HEAD), use.parts.tokens.get(LM_HEAD)
+        if rows is None and tokens is None:
+            continue
+        inputs = x[use.token_indices].float()
+        scales = use.token_scales.unsqueeze(1)
+        for piece in rows or ():
+            columns = y[:, piece.first : piece.first + len(piece.rows)]
+            own = tiled_product(inputs, piece.rows.float().t())
+            base = columns[use.token_indices].float()
+            columns[use.token_indices] = torch.lerp(base, own, scales).to(y.dtype)
+        if tokens is not None:
+            places = (use.token_indices.unsqueeze(1), tokens.token_ids.unsqueeze(0))
+            own = tiled_product(inputs, tokens.rows.float().t())
+            y[places] = torch.lerp(y[places].float(), own, scales).to(y.dtype)
+
+
+def of_rows(uses: Sequence[PartsUse], places: torch.Tensor) -> tuple[PartsUse, ...]:
+    """The uses among the chosen rows only: places [T] says which chosen row a token is, or -1."""
+    chosen = []
+    for use in uses:
+        rows = places[use.token_indices]
+        is_chosen = rows >= 0
+        chosen.append(PartsUse(use.parts, rows[is_chosen], use.token_scales[is_chosen]))
+    return tuple(use for use in chosen if len(use.token_indices))
+
+
+def _columns(y: torch.Tensor, offset: int, vector: OutputVector) -> torch.Tensor:
+    length = next(len(part) for part in vector[1:] if part is not None)
+    first = offset + vector.first
+    return y[:, first : first + length]
+
+
+def _share(base: torch.Tensor, vector: OutputVector) -> torch.Tensor:
+    """float32 [n, outputs]"""
+    share = torch.zeros_like(base)
+    if vector.factor is not None:
+        share = base * vector.factor.float()
+    return share if vector.shift is None else share + vector.shift.float()
+
+
+def _gather(pieces: Sequence[WeightRows], ids: torch.Tensor) -> torch.Tensor:
+    """float32 [n, columns]: rows `ids` of the matrix that the pieces make up."""
+    block, columns = pieces[0].rows.shape
+    found = torch.empty(len(ids), columns, device=ids.device)
+    owners = torch.div(ids, block, rounding_mode="floor")
+    for owner in sorted(set(owners.tolist())):
+        is_here = owners == owner
+        piece = pieces[owner]
+        found[is_here] = piece.rows[ids[is_here] - piece.first].float()
+    return found
+
+
+def _with_tokens(rows: torch.Tensor, ids: torch.Tensor, tokens: TokenRows) -> torch.Tensor:
+    """rows [n, hidden], with the trained tokens' own in their places."""
+    places = torch.searchsorted(tokens.token_ids, ids).clamp_(max=len(tokens.token_ids) - 1)
+    is_trained = (tokens.token_ids[places] == ids).unsqueeze(1)
+    return torch.where(is_trained, tokens.rows[places].float(), rows)

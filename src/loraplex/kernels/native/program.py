@@ -1,0 +1,209 @@
+"""Steps of one shape as programs: their native calls, written down once and made again by one call.
+
+A decoding step makes the same calls as the last one of its size, with other inputs. `Recorder`
+writes down what it sees being called. What varies are the parameters, known by their addresses; the
+outputs of the ops get places in a memory that all programs share, since one runs at a time.
+"""
+
+import bisect
+import dataclasses
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from loraplex.kernels.native.library import NativeFunction, NativeLibrary, Pointer, Real, Size
+
+_HEAD_WORDS = 3
+_ALIGNMENT = 64
+
+
+@dataclasses.dataclass(slots=True)
+class _Call:
+    op: int
+    words: list[int]
+    pointers: tuple[int, ...]
+    """Which of the words are addresses."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Output:
+    """What one op wrote first, and the calls between which it is needed."""
+
+    start: int
+    end: int
+    first_call: int
+    last_call: int
+    offset: int = 0
+
+
+class Program:
+    """The calls of one recording."""
+
+    def __init__(
+        self, run: NativeFunction, code: npt.NDArray[np.int64], result: torch.Tensor, kept: object
+    ) -> None:
+        """kept: whatever the code points into."""
+        self._run = run
+        self._code = code
+        self._code_address = code.ctypes.data
+        self._kept = kept
+        self.result = result
+
+    def run(self, parameters: Sequence[int]) -> torch.Tensor:
+        """Make the calls with these addresses; the result is overwritten by the next program."""
+        values = (Size * len(parameters))(*parameters)
+        self._run(self._code_address, len(self._code), values, len(parameters))
+        return self.result
+
+
+class Recorder:
+    """Notes the calls of a library's functions while `record` computes something."""
+
+    def __init__(self, library: NativeLibrary) -> None:
+        self._op_number = library.size_function("loraplex_program_op", Pointer)
+        self._run = library.function("loraplex_run_program", Pointer, Size, Pointer, Size)
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._is_recording = False
+        self._is_complete = True
+        self._calls: list[_Call] = []
+        self._outputs: list[torch.Tensor] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the memory for the outputs."""
+        return len(self._memory)
+
+    def watch(self, name: str, function: NativeFunction, types: Sequence[Any]) -> NativeFunction:
+        """The function, noted when it is called. One that no program may hold ends a recording."""
+        op = self._op_number(name.encode())
+        pointers = tuple(index for index, kind in enumerate(types) if kind is Pointer)
+        reals = frozenset(index for index, kind in enumerate(types) if kind is Real)
+
+        def watched(*arguments: Any) -> None:
+            function(*arguments)
+            if self._is_recording:
+                words = [_word(value, i in reals) for i, value in enumerate(arguments)]
+                self._calls.append(_Call(op, words, pointers))
+                self._is_complete &= op >= 0
+
+        return watched
+
+    def output(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The new tensor that an op is about to write, or has just written."""
+        if self._is_recording:
+            self._outputs.append(tensor)
+        return tensor
+
+    def record(
+        self, parameters: Sequence[int], compute: Callable[[], torch.Tensor]
+    ) -> tuple[torch.Tensor, Program | None]:
+        """What compute gives, one of the outputs, and its program; None if none can be made."""
+        assert not self._is_recording, "a recording in a recording"
+        self._calls, self._outputs = [], []
+        self._is_recording = self._is_complete = True
+        try:
+            result = compute()
+        finally:
+            self._is_recording = False
+        calls, outputs = self._calls, self._outputs
+        self._calls, self._outputs = [], []
+        if not self._is_complete:
+            return result, None
+        return result, self._program(calls, outputs, parameters, result, compute)
+
+    def _program(
+        self,
+        calls: list[_Call],
+        outputs: list[torch.Tensor],
+        parameters: Sequence[int],
+        result: torch.Tensor,
+        compute: Callable[[], torch.Tensor],
+    ) -> Program:
+        used = _uses(calls, outputs)
+        (of_result,) = (use for use in used if use.start == result.data_ptr())
+        of_result.last_call = len(calls)
+        memory = self._memory_of(_place(used))
+        code = np.array(_code(calls, used, memory.data_ptr(), parameters), dtype=np.int64)
+        place = memory[of_result.offset : of_result.offset + result.nbytes]
+        return Program(
+            self._run, code, place.view(result.dtype).view(result.shape), (memory, compute)
+        )
+
+    def _memory_of(self, num_bytes: int) -> torch.Tensor:
+        """Programs that were made before keep the smaller memory that they know."""
+        if num_bytes > len(self._memory):
+            memory = torch.zeros(2 * num_bytes + _ALIGNMENT, dtype=torch.uint8)
+            self._memory = memory[-memory.data_ptr() % _ALIGNMENT :]
+        return self._memory
+
+
+def _word(value: Any, is_real: bool) -> int:
+    if is_real:
+        (word,) = struct.unpack("=i", struct.pack("=f", value))
+        return int(word)
+    return 0 if value is None else int(value)
+
+
+def _uses(calls: Sequence[_Call], outputs: Sequence[torch.Tensor]) -> list[_Output]:
+    """Where each output lies now, and its first and last call. Views lie within it."""
+    used = [
+        _Output(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, len(calls), -1)
+        for tensor in sorted(outputs, key=torch.Tensor.data_ptr)
+    ]
+    for number, call in enumerate(calls):
+        for index in call.pointers:
+            output = _output_at(used, call.words[index])
+            if output is not None:
+                output.first_call = min(output.first_call, number)
+                output.last_call = number
+    return used
+
+
+def _output_at(used: Sequence[_Output], address: int) -> _Output | None:
+    """used: in the order of their addresses."""
+    index = bisect.bisect_right(used, address, key=lambda output: output.start) - 1
+    return used[index] if index >= 0 and address < used[index].end else None
+
+
+def _place(used: Sequence[_Output]) -> int:
+    """Give each output the lowest offset that is free while it is needed; the bytes in all."""
+    placed: list[_Output] = []
+    size = 0
+    for output in sorted(used, key=lambda output: output.first_call):
+        for other in sorted(placed, key=lambda other: other.offset):
+            is_alive = other.last_call >= output.first_call
+            end = output.offset + output.end - output.start
+            if is_alive and other.offset < end and output.offset < _end(other):
+                output.offset = _end(other)
+        placed.append(output)
+        size = max(size, _end(output))
+    return size
+
+
+def _end(output: _Output) -> int:
+    """The first aligned offset behind an output."""
+    end = output.offset + output.end - output.start
+    return -(-end // _ALIGNMENT) * _ALIGNMENT
+
+
+def _code(
+    calls: Sequence[_Call], used: Sequence[_Output], memory: int, parameters: Sequence[int]
+) -> list[int]:
+    """See native/include/loraplex/program.h."""
+    numbers = {address: number for number, address in enumerate(parameters) if address}
+    code = []
+    for call in calls:
+        words, mask = list(call.words), 0
+        for index in call.pointers:
+            output = _output_at(used, words[index])
+            if words[index] in numbers:
+                words[index] = numbers[words[index]]
+                mask |= 1 << index
+            elif output is not None:
+                words[index] += memory + output.offset - output.start
+        code += [call.op, len(words), mask, *words]
+    return code

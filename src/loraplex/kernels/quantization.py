@@ -1,0 +1,134 @@
+"""Weights in 8 or 4 bits: how they are rounded, what that costs, and the reference of the product.
+
+A weight [out, in] is cut along the inputs into groups. Each output has one scale for each group, so
+w = q s, with q an integer: in int8 -127 .. 127, s = max |w| / 127; in int4 -8 .. 7, where s takes
+the sign that gives the largest weight of the group the number -8 (as llama.cpp's Q4_0). What is
+rounded is the same for every backend.
+"""
+
+import dataclasses
+
+import torch
+
+from loraplex.core.errors import ConfigError
+from loraplex.core.weight_precision import WeightPrecision
+
+INT8_GROUP_SIZE = 512
+"""So many products of 127 and 32767 fit in 32 bits (native/include/loraplex/linear.h)."""
+
+INT4_GROUP_SIZES = (128, 64, 32)
+
+_INT16_MAX = 32767.0
+_SMALLEST_ROW = 2.0**-100
+_SAMPLED_ROWS = 256
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """Integers and scales. The last group may be shorter."""
+
+    precision: WeightPrecision
+    group_size: int
+    values: torch.Tensor  # [out, in] int8
+    scales: torch.Tensor  # [out, groups] float32
+
+    def dequantized(self) -> torch.Tensor:
+        """[out, in] float32"""
+        in_features = self.values.shape[1]
+        wide = self.scales.repeat_interleave(self.group_size, 1)[:, :in_features]
+        return self.values * wide
+
+
+def group_size_of(precision: WeightPrecision, in_features: int) -> int:
+    """Inputs that share a scale; 0 where there are no scales.
+
+    Raises ConfigError if int4 has no group size that divides in_features.
+    """
+    if precision is WeightPrecision.NATIVE:
+        return 0
+    if precision is WeightPrecision.INT8:
+        return INT8_GROUP_SIZE
+    for group_size in INT4_GROUP_SIZES:
+        if in_features % group_size == 0:
+            return group_size
+    raise ConfigError(
+        f"a linear layer of {in_features} inputs cannot be quantised to int4: its inputs must be a "
+        f"multiple of {INT4_GROUP_SIZES[-1]}; int8 takes any number"
+    )
+
+
+def quantize(
+    weight: torch.Tensor, precision: WeightPrecision, group_size: int | None = None
+) -> QuantizedWeight:
+    """weight [out, in] of a floating type. group_size: of int4, instead of the usual one.
+
+    Raises ConfigError if the weight holds an infinity or a NaN, or int4 has no group size.
+    """
+    out_features, in_features = weight.shape
+    group_size = group_size or group_size_of(precision, in_features)
+    padding = -in_features % group_size
+    groups = torch.nn.functional.pad(weight.float(), (0, padding))
+    groups = groups.reshape(out_features, -1, group_size)
+    largest = groups.abs().amax(2)
+    if not bool(largest.isfinite().all()):
+        raise ConfigError("a weight that holds an infinity or a NaN cannot be quantised")
+    if precision is WeightPrecision.INT8:
+        scales, lowest, highest = largest / 127.0, -127, 127
+    else:
+        signed = torch.where(-groups.amin(2) == largest, -largest, largest)
+        scales, lowest, highest = signed / -8.0, -8, 7
+    # A group of numbers so small that their scale is 0, or has no reciprocal, becomes zeros.
+    factors = torch.where(largest < _SMALLEST_ROW, 0.0, 1.0 / scales)
+    values = (groups * factors.unsqueeze(2)).round_().clamp_(lowest, highest).to(torch.int8)
+    values = values.reshape(out_features, -1)[:, :in_features].contiguous()
+    return QuantizedWeight(precision, group_size, values, scales.contiguous())
+
+
+def quantization_error(weight: torch.Tensor, precision: WeightPrecision) -> float:
+    """How far the quantised weight is from `weight`: |difference| / |weight| in the 2-norm.
+
+    From at most 256 of its rows, evenly spaced; 0 for NATIVE and for a weight of zeros.
+    """
+    if precision is WeightPrecision.NATIVE:
+        return 0.0
+    step = -(-weight.shape[0] // _SAMPLED_ROWS)
+    sample = weight[::step].float()
+    norm = float(sample.norm())
+    difference = quantize(sample, precision).dequantized() - sample
+    return float(difference.norm()) / norm if norm > 0 else 0.0
+
+
+def quantized_linear(
+    x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """x [T, in] -> [T, out] of x's type: the bits that the native kernels give, slowly.
+
+    Each row is rounded to 16 bits with a scale of its own. The sums of a group are whole numbers
+    and exact, in float64 as in int32.
+    """
+    rows, row_scales = _quantize_rows(x.float())
+    y = torch.zeros(x.shape[0], weight.values.shape[0])
+    for group, first in enumerate(range(0, x.shape[1], weight.group_size)):
+        inputs = slice(first, first + weight.group_size)
+        sums = rows[:, inputs] @ weight.values[:, inputs].double().t()
+        y += sums.float() * weight.scales[:, group]
+    y *= row_scales
+    if bias is not None:
+        y += bias.float()
+    return y.to(x.dtype)
+
+
+def _quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whole numbers [T, in] in float64, and scales [T, 1].
+
+    A row of tiny numbers counts as zeros; the scale of one that holds an infinity or a NaN is NaN.
+    """
+    largest = x.abs().amax(1, keepdim=True)
+    is_finite, is_zero = largest.isfinite(), largest < _SMALLEST_ROW
+    scales = torch.where(is_finite, largest / _INT16_MAX, torch.nan)
+    scales = torch.where(is_zero, 0.0, scales)
+    # A number over a tensor would be rounded twice: torch multiplies by the reciprocal.
+    factors = torch.full_like(largest, _INT16_MAX) / largest
+    factors = torch.where(is_finite & ~is_zero, factors, 0.0)
+    rows = torch.where(is_finite, x, 0.0) * factors
+    return rows.round().double(), scales

@@ -1,0 +1,86 @@
+"""The linear layers of a base model one by one: what DoRA needs to know of them.
+
+Asks the packed layers themselves: so a quantised layer answers for what it really computes. It may
+be asked in one thread beside the one that runs the steps.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from loraplex.core.adapter import OUTSIDE_LAYERS
+from loraplex.kernels.ops import Kernels, PackedLinear
+from loraplex.models.config import DecoderConfig
+from loraplex.models.parameters import DecoderParameters
+
+
+class _Place(NamedTuple):
+    packed: PackedLinear
+    first: int
+    out_features: int
+
+    @property
+    def outputs(self) -> slice:
+        return slice(self.first, self.first + self.out_features)
+
+
+class BaseLinears:
+    """By (layer, module). Row norms are worked out when they are first asked for, then kept."""
+
+    def __init__(self, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> None:
+        """dtype: of the activations."""
+        self._kernels = kernels
+        # torch's own linear layers take inputs of their weights' type only.
+        self._dtype = dtype if kernels.packed_layout == "torch" else torch.float32
+        self._device = device
+        self._places: dict[tuple[int, str], _Place] = {}
+        self._norms: dict[int, torch.Tensor] = {}
+
+    def add(self, layer: int, packed: PackedLinear, modules: dict[str, int]) -> None:
+        """modules: out_features by name, in the order of the packed layer's outputs."""
+        first = 0
+        for module, out_features in modules.items():
+            self._places[layer, module] = _Place(packed, first, out_features)
+            first += out_features
+
+    def bias(self, layer: int, module: str) -> torch.Tensor:
+        """[out] float64; zeros where the layer has none."""
+        place = self._places[layer, module]
+        bias = self._kernels.linear_parts(place.packed).tensors[1]
+        if bias is None:
+            return torch.zeros(place.out_features, dtype=torch.float64, device=self._device)
+        return bias[place.outputs].double()
+
+    def project(self, layer: int, module: str, x: torch.Tensor) -> torch.Tensor:
+        """x [n, in] -> [n, out] float64: x W^T without the bias."""
+        place = self._places[layer, module]
+        inputs = x.to(self._device, self._dtype).contiguous()
+        y = self._kernels.linear_apart(inputs, place.packed)
+        return y[:, place.outputs].double() - self.bias(layer, module)
+
+    def squared_row_norms(self, layer: int, module: str) -> torch.Tensor:
+        """[out] float64: of each row of W, the sum of its squares."""
+        place = self._places[layer, module]
+        key = id(place.packed)
+        if key not in self._norms:
+            self._norms[key] = self._kernels.squared_row_norms(place.packed)
+        return self._norms[key][place.outputs]
+
+
+def base_linears(
+    config: DecoderConfig, parameters: DecoderParameters, kernels: Kernels
+) -> BaseLinears:
+    """Of a decoder with these parameters, packed by these kernels."""
+    embedding = parameters.embedding
+    linears = BaseLinears(kernels, embedding.dtype, embedding.device)
+    hidden, inner, q, kv = (
+        *(config.hidden_size, config.intermediate_size),
+        *(config.q_size, config.kv_size),
+    )
+    for index, layer in enumerate(parameters.layers):
+        linears.add(index, layer.qkv, {"q_proj": q, "k_proj": kv, "v_proj": kv})
+        linears.add(index, layer.o, {"o_proj": hidden})
+        linears.add(index, layer.gate_up, {"gate_proj": inner, "up_proj": inner})
+        linears.add(index, layer.down, {"down_proj": hidden})
+    linears.add(OUTSIDE_LAYERS, parameters.lm_head, {"lm_head": config.vocab_size})
+    return linears

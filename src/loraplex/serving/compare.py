@@ -1,0 +1,204 @@
+"""One prompt over many adapters: all answers in one batch, and where each leaves the base's.
+
+An adapter that fails is an answer of its own; the others do not mind.
+"""
+
+import asyncio
+import dataclasses
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol, runtime_checkable
+
+import msgspec
+
+from loraplex.core.adapter import AdapterChoice
+from loraplex.core.errors import LoraplexError
+from loraplex.core.output import (
+    FinishReason,
+    RequestOutput,
+    RequestTiming,
+    ResolvedAdapter,
+    TokenLogprob,
+)
+from loraplex.core.principal import Principal
+from loraplex.core.request import GenerateRequest
+from loraplex.core.sampling_params import MAX_LOGPROBS, SamplingParams
+from loraplex.serving.backend import Backend
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FirstDifference:
+    """The first position where two answers chose different tokens: what stands before it is the
+    same, so the two models' log probabilities there are of the same question.
+
+    A log probability is None if the token is not among the 20 likeliest of that model.
+    """
+
+    position: int
+    """In the answer, from 0."""
+    token_id: int
+    base_token_id: int
+    token_logprob: float
+    """Of this answer's token, by this answer's model."""
+    token_logprob_by_base: float | None
+    base_token_logprob: float | None
+    """Of the base's token, by this answer's model."""
+    base_token_logprob_by_base: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Difference:
+    """How an answer differs from the base's to the same prompt."""
+
+    num_same_tokens: int
+    """At the beginning."""
+    mean_logprob_difference: float | None
+    """Over these same tokens: log probability here less the base's. None if there are none."""
+    first: FirstDifference | None
+    """None: equal as far as both go."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ComparedAnswer:
+    """What one choice of adapters answered."""
+
+    adapters: tuple[ResolvedAdapter, ...]
+    """Empty: the base model."""
+    prompt_token_ids: tuple[int, ...]
+    text: str
+    token_ids: tuple[int, ...]
+    """With the end token, if it met one."""
+    logprobs: tuple[TokenLogprob, ...]
+    """One for each token, with the likeliest ones."""
+    finish_reason: FinishReason
+    timing: RequestTiming
+    versus_base: Difference | None = None
+    """None for the base itself, and where it was not asked or failed."""
+
+    @property
+    def logprob(self) -> float:
+        """Of the whole answer: the sum of its tokens'."""
+        return sum(token.logprob for token in self.logprobs)
+
+    @property
+    def ttft_ms(self) -> float:
+        """From its arrival to its first token, the load of its adapters included."""
+        return max(0, self.timing.first_token_ns - self.timing.arrival_ns) / 1e6
+
+    @property
+    def total_ms(self) -> float:
+        return max(0, self.timing.last_token_ns - self.timing.arrival_ns) / 1e6
+
+
+Compared = ComparedAnswer | LoraplexError
+"""An answer, or why there is none."""
+
+
+def comparison_requests(
+    backend: Backend, request: GenerateRequest, choices: Sequence[tuple[AdapterChoice, ...]]
+) -> list[GenerateRequest]:
+    """The request once for each choice of adapters; empty is the base model.
+
+    All draw with the same seed, and have the log probabilities that are needed to compare.
+    """
+    sampling = _comparable(request.sampling)
+    return [
+        msgspec.structs.replace(
+            request, request_id=backend.new_request_id(), adapters=adapters, sampling=sampling
+        )
+        for adapters in choices
+    ]
+
+
+async def compare(
+    backend: Backend, requests: Sequence[GenerateRequest], principal: Principal
+) -> list[Compared]:
+    """Run the requests of comparison_requests together, to their ends."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(_answer(backend, request, principal)) for request in requests]
+    answers = [task.result() for task in tasks]
+    base = next(
+        (a for a, r in zip(answers, requests, strict=True) if not r.adapters and is_answer(a)), None
+    )
+    return [_against(answer, base) for answer in answers]
+
+
+def is_answer(compared: Compared) -> bool:
+    return isinstance(compared, ComparedAnswer)
+
+
+def difference(answer: ComparedAnswer, base: ComparedAnswer) -> Difference:
+    """Both must be answers to the same prompt."""
+    pairs = list(zip(answer.logprobs, base.logprobs, strict=False))
+    same = next(
+        (i for i, (mine, its) in enumerate(pairs) if mine.token_id != its.token_id), len(pairs)
+    )
+    mean = None
+    if same:
+        mean = sum(mine.logprob - its.logprob for mine, its in pairs[:same]) / same
+    first = None if same == len(pairs) else _first_difference(same, *pairs[same])
+    return Difference(same, mean, first)
+
+
+def _comparable(sampling: SamplingParams) -> SamplingParams:
+    seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+    return msgspec.structs.replace(sampling, n=1, seed=seed, logprobs=MAX_LOGPROBS)
+
+
+async def _answer(backend: Backend, request: GenerateRequest, principal: Principal) -> Compared:
+    try:
+        stream = await backend.generate(request, principal)
+        try:
+            return _whole([output async for output in stream])
+        finally:
+            await _close(stream)
+    except LoraplexError as error:
+        return error
+
+
+def _whole(outputs: Sequence[RequestOutput]) -> ComparedAnswer:
+    last = outputs[-1]
+    pieces = [piece for output in outputs for piece in output.sequences]
+    reason = pieces[-1].finish_reason
+    assert last.timing is not None, "the last output tells the timing"
+    assert reason is not None, "a sequence's last piece tells why it ended"
+    return ComparedAnswer(
+        adapters=last.adapters,
+        prompt_token_ids=last.prompt_token_ids,
+        text="".join(piece.text for piece in pieces),
+        token_ids=tuple(token_id for piece in pieces for token_id in piece.token_ids),
+        logprobs=tuple(logprob for piece in pieces for logprob in piece.logprobs),
+        finish_reason=reason,
+        timing=last.timing,
+    )
+
+
+def _against(answer: Compared, base: Compared | None) -> Compared:
+    if answer is base or not isinstance(answer, ComparedAnswer):
+        return answer
+    if not isinstance(base, ComparedAnswer):
+        return answer
+    return dataclasses.replace(answer, versus_base=difference(answer, base))
+
+
+def _first_difference(position: int, mine: TokenLogprob, its: TokenLogprob) -> FirstDifference:
+    return FirstDifference(
+        position=position,
+        token_id=mine.token_id,
+        base_token_id=its.token_id,
+        token_logprob=mine.logprob,
+        token_logprob_by_base=dict(its.top).get(mine.token_id),
+        base_token_logprob=dict(mine.top).get(its.token_id),
+        base_token_logprob_by_base=its.logprob,
+    )
+
+
+@runtime_checkable
+class _Closable(Protocol):
+    async def aclose(self) -> None: ...
+
+
+async def _close(stream: AsyncIterator[RequestOutput]) -> None:
+    """Abort the request unless it is over."""
+    if isinstance(stream, _Closable):
+        await stream.aclose()

@@ -1,0 +1,71 @@
+"""Several adapters in one request: what they are together, and which ones have no sum.
+
+With t_i the request's scales and W_i a weight of the base with adapter i merged into it, the request
+runs on W + sum t_i (W_i - W): for LoRA that is the concatenation of the ranks, and it holds for
+biases, DoRA and one whole copy just as well. The order of the adapters says nothing.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+from loraplex.adapters.shapes import BaseShapes
+from loraplex.adapters.store import AdapterVersion
+from loraplex.core.adapter import OUTSIDE_LAYERS, TargetPart
+from loraplex.core.errors import UnsupportedFeatureError
+
+Composition = list[tuple[AdapterVersion, float]]
+"""Versions and how strongly each is applied."""
+
+_Place = tuple[int, str]
+"""Layer and module."""
+
+_REPLACING = frozenset({TargetPart.ROWS, TargetPart.TOKENS})
+
+
+def compose(chosen: Composition, shapes: BaseShapes) -> Composition:
+    """The same changes in the one order that their KV is kept under.
+
+    Each content once, with the sum of its scales, by ascending digest; what has no effect is left
+    out. Raises UnsupportedFeatureError where one adapter replaces what another one changes.
+    """
+    scales: dict[str, list[float]] = {}
+    versions: dict[str, AdapterVersion] = {}
+    for version, scale in chosen:
+        versions.setdefault(version.digest, version)
+        scales.setdefault(version.digest, []).append(scale)
+    # fsum: the sum does not depend on the order, either.
+    sums = {digest: math.fsum(scales[digest]) for digest in sorted(scales)}
+    composition = [(versions[digest], scale) for digest, scale in sums.items() if scale != 0.0]
+    _check_replaced([version for version, _ in composition], shapes)
+    return composition
+
+
+def _check_replaced(versions: Sequence[AdapterVersion], shapes: BaseShapes) -> None:
+    """The parts that replace rows are applied one after another: the last one would win."""
+    for version, other in itertools.permutations(versions, 2):
+        contested = _replaced(version, shapes) & _changed(other)
+        if contested:
+            _, module = min(contested)
+            raise UnsupportedFeatureError(
+                f"adapters {version.name!r} and {other.name!r} cannot be composed: the first "
+                f"replaces rows of {module}, which the other changes too; use one of them, or "
+                f"adapters that leave {module} alone",
+                param="adapters",
+            )
+
+
+def _replaced(version: AdapterVersion, shapes: BaseShapes) -> set[_Place]:
+    """Where it has rows of its own; what is tied to it has them, too."""
+    places = {
+        (target.layer, target.module)
+        for target in version.source.targets
+        if target.part in _REPLACING
+    }
+    if shapes.ties_embeddings and places:
+        places |= {(OUTSIDE_LAYERS, "embed_tokens"), (OUTSIDE_LAYERS, "lm_head")}
+    return places
+
+
+def _changed(version: AdapterVersion) -> set[_Place]:
+    return {(target.layer, target.module) for target in version.source.targets}

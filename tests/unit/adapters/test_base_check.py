@@ -1,0 +1,163 @@
+"""An adapter against a base: shapes, names, and the types of the pool."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from loraplex.adapters.base_check import BaseCheck, check_base_name, check_shapes
+from loraplex.adapters.casting import check_cast
+from loraplex.adapters.normal import NormalRow, RowKind
+from loraplex.adapters.shapes import BaseShapes
+from loraplex.adapters.target_check import check_targets
+from loraplex.adapters.targets import targets_of
+from loraplex.adapters.tensor_file import RawTensor
+from loraplex.core.errors import (
+    AdapterMismatchError,
+    AdapterTooLargeError,
+    InvalidAdapterError,
+    UnsupportedFeatureError,
+)
+
+LAYERS_ONLY = BaseShapes(2, {"q_proj": (8, 12), "v_proj": (8, 4)})
+SHAPES = BaseShapes(
+    2, LAYERS_ONLY.modules, vocab_size=50, hidden_size=8, biased_modules=("q_proj",)
+)
+
+
+def raw(*shape: int, value: float = 1.0, kind: str = "f4") -> RawTensor:
+    dtype = {"f4": "F32", "f2": "F16", "f8": "F64", "i8": "I64"}[kind]
+    return RawTensor(dtype, shape, np.full(shape, value, kind).tobytes())
+
+
+def row(kind: RowKind, module: str = "q_proj", layer: int | None = 0, **tensors) -> NormalRow:
+    path = module if layer is None else f"model.layers.{layer}.self_attn.{module}"
+    return NormalRow(layer, module, None, kind, 1.0, tensors, path)
+
+
+def lora(rank=2, num_in=8, num_out=12, **place) -> NormalRow:
+    return row(RowKind.LORA, a=raw(rank, num_in), b=raw(num_out, rank), **place)
+
+
+def end(kind: RowKind, module: str = "lm_head", **tensors) -> NormalRow:
+    return row(kind, module, None, **tensors)
+
+
+TOKENS = end(RowKind.TOKENS, "embed_tokens", indices=raw(2, value=7, kind="i8"), weight=raw(2, 8))
+GOOD = [
+    lora(),
+    lora(num_out=4, module="v_proj", layer=1),
+    row(RowKind.BIAS, bias=raw(12)),
+    row(RowKind.MAGNITUDE, magnitude=raw(12)),
+    end(RowKind.LORA, a=raw(2, 8), b=raw(50, 2)),
+    end(RowKind.LORA, "embed_tokens", a=raw(2, 50), b=raw(8, 2)),
+    end(RowKind.FULL, weight=raw(50, 8)),
+    end(RowKind.FULL, "embed_tokens", base=raw(50, 8)),
+    end(RowKind.MAGNITUDE, magnitude=raw(50)),
+    TOKENS,
+]
+
+
+@pytest.mark.parametrize("good", GOOD, ids=lambda row: f"{row.kind}-{row.module}")
+def test_a_match(good):
+    check_shapes([good], SHAPES, max_rank=4)
+    check_targets(targets_of(good, SHAPES, 4), SHAPES, 4)
+
+
+@pytest.mark.parametrize(
+    ("bad", "named"),
+    [
+        (lora(num_in=9), r"q_proj.lora_A has shape \[2, 9\]; the base model needs \[2, 8\]"),
+        (lora(num_out=4), r"q_proj.lora_B has shape \[4, 2\]; the base model needs \[12, 2\]"),
+        (lora(module="o_proj"), "'o_proj'"),
+        (lora(layer=2), "2 layers"),
+        (row(RowKind.BIAS, "v_proj", bias=raw(4)), "v_proj.bias is of a bias that the base model"),
+        (row(RowKind.BIAS, bias=raw(13)), r"q_proj.bias has shape \[13\]"),
+        (row(RowKind.MAGNITUDE, magnitude=raw(11)), "lora_magnitude_vector has shape"),
+        (end(RowKind.LORA, a=raw(2, 8), b=raw(51, 2)), r"lm_head.lora_B has shape \[51, 2\]"),
+        (end(RowKind.FULL, weight=raw(51, 8)), "resized to 51 tokens.*tokenizer"),
+        (end(RowKind.FULL, "embed_tokens", base=raw(40, 8)), "resized to 40 tokens"),
+        (end(RowKind.FULL, weight=raw(50, 9)), r"lm_head.weight has shape \[50, 9\]"),
+        (
+            dataclasses.replace(
+                TOKENS, tensors={"indices": raw(1, value=50, kind="i8"), "weight": raw(1, 8)}
+            ),
+            "token 50; the base model has 50",
+        ),
+    ],
+)
+def test_another_base_is_a_mismatch(bad, named):
+    with pytest.raises(AdapterMismatchError, match=named):
+        check_shapes([bad], SHAPES, max_rank=4)
+
+
+@pytest.mark.parametrize(
+    ("of", "shapes"),
+    [
+        (lora(), BaseShapes(2, {"q_proj": (8, 13)})),
+        (lora(layer=1), BaseShapes(1, SHAPES.modules)),
+        (end(RowKind.FULL, weight=raw(50, 8)), LAYERS_ONLY),
+        (end(RowKind.LORA, a=raw(2, 8), b=raw(50, 2)), BaseShapes(2, SHAPES.modules, 49, 8)),
+        (row(RowKind.BIAS, bias=raw(12)), BaseShapes(2, {"q_proj": (8, 24)}, 50, 8)),
+        (TOKENS, BaseShapes(2, SHAPES.modules, 50, 16)),
+    ],
+)
+def test_pieces_that_were_staged_for_another_base(of, shapes):
+    with pytest.raises(AdapterMismatchError, match="the base model"):
+        check_targets(targets_of(of, SHAPES, 4), shapes, 4)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        lambda *base: check_shapes([lora()], *base),
+        lambda *base: check_targets(targets_of(lora(), SHAPES, 4), *base),
+    ],
+)
+def test_the_rank_is_limited(check):
+    with pytest.raises(AdapterTooLargeError, match=r"rank 2.* 1 "):
+        check(SHAPES, 1)
+
+
+@pytest.mark.parametrize("other", GOOD[2:], ids=lambda row: f"{row.kind}-{row.module}")
+def test_where_only_lora_of_layers_is_served_the_rest_is_refused(other):
+    with pytest.raises(UnsupportedFeatureError, match="only LoRA of q_proj, v_proj"):
+        check_shapes([other], LAYERS_ONLY, max_rank=4)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [row(RowKind.FULL, weight=raw(12, 8))],
+        [row(RowKind.FULL, "input_layernorm", weight=raw(8))],
+        [row(RowKind.FULL, "norm", None, weight=raw(8))],
+        [TOKENS, end(RowKind.LORA, "embed_tokens", a=raw(2, 50), b=raw(8, 2))],
+        [TOKENS, end(RowKind.FULL, "embed_tokens", weight=raw(50, 8))],
+    ],
+)
+def test_what_is_not_served_is_refused_by_its_tensor(rows):
+    with pytest.raises(UnsupportedFeatureError, match=rows[0].origin):
+        check_shapes(rows, SHAPES, max_rank=4)
+
+
+def test_names_of_bases():
+    assert check_base_name("org/Model-8B", "model-8b", BaseCheck.ERROR) == []
+    assert check_base_name(None, "a", BaseCheck.ERROR) == []
+    assert check_base_name("a", "", BaseCheck.ERROR) == []
+    (warning,) = check_base_name("org/other", "model", BaseCheck.WARN)
+    assert "'org/other'" in warning
+    with pytest.raises(AdapterMismatchError, match="adapter_base_check"):
+        check_base_name("org/other", "model", BaseCheck.ERROR)
+
+
+def test_rounded_tensors_are_told_and_too_large_ones_refused():
+    assert check_cast([lora()], "float32") == []
+    (told,) = check_cast([lora()], "bfloat16")
+    assert told.startswith("2 tensors are F32")
+    fits = row(RowKind.BIAS, bias=raw(12, value=-65519.0))
+    check_cast([fits], "float16")
+    large = row(RowKind.BIAS, bias=raw(12, value=-65520.0))
+    with pytest.raises(InvalidAdapterError, match=r"bias of .*q_proj.*float16"):
+        check_cast([large], "float16")
+    with pytest.raises(InvalidAdapterError, match="float32"):
+        check_cast([row(RowKind.BIAS, bias=raw(12, value=1e39, kind="f8"))], "float32")

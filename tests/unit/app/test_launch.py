@@ -1,0 +1,109 @@
+"""Engines that start before serving asks for them: each is handed out once, or stopped."""
+
+import contextlib
+from collections.abc import Awaitable
+
+import pytest
+
+from loraplex.app.launch import engine_process, started_engines
+from loraplex.core.config import Config, ModelConfig
+from loraplex.core.errors import ConfigError
+from loraplex.engine.messages import EngineCommand, EngineEvent
+from loraplex.serving.engine_link import EngineLink, LinkFactory, ProcessLink
+
+ONE = ModelConfig(path="/one")
+TWO = ModelConfig(path="/two")
+
+
+class Link:
+    """An engine that does nothing."""
+
+    def __init__(self, model: ModelConfig, epoch: int) -> None:
+        self.model = model
+        self.epoch = epoch
+        self.is_closed = False
+
+    def send(self, command: EngineCommand) -> None: ...
+
+    async def receive(self) -> EngineEvent:
+        raise AssertionError
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+class Launcher:
+    def __init__(self, failure: Exception | None = None) -> None:
+        self.links: list[Link] = []
+        self.failure = failure
+
+    def __call__(self, model: ModelConfig) -> LinkFactory:
+        async def start(epoch: int) -> EngineLink:
+            if self.failure is not None:
+                raise self.failure
+            self.links.append(Link(model, epoch))
+            return self.links[-1]
+
+        return start
+
+
+def config(**models: ModelConfig) -> Config:
+    return Config(models=models)
+
+
+async def test_all_start_at_once_and_are_handed_out():
+    launcher = Launcher()
+    async with started_engines(config(one=ONE, two=TWO), launcher) as launch:
+        assert [link.model for link in launcher.links] == [ONE, TWO]
+        assert await launch(TWO)(1) is launcher.links[1]
+        assert await launch(ONE)(1) is launcher.links[0]
+        assert len(launcher.links) == 2
+    assert not any(link.is_closed for link in launcher.links)
+
+
+async def test_the_second_engine_of_a_model_is_a_new_one():
+    launcher = Launcher()
+    async with started_engines(config(one=ONE), launcher) as launch:
+        factory = launch(ONE)
+        first, second = await factory(1), await factory(2)
+    assert first is not second
+    assert [link.epoch for link in launcher.links] == [1, 2]
+
+
+async def test_equal_models_have_an_engine_each():
+    launcher = Launcher()
+    async with started_engines(config(one=ONE, same=ONE), launcher) as launch:
+        handed_out = {id(await launch(ONE)(1)), id(await launch(ONE)(1))}
+    assert handed_out == {id(link) for link in launcher.links}
+    assert len(handed_out) == 2
+
+
+async def test_what_was_not_handed_out_is_stopped():
+    launcher = Launcher()
+    with contextlib.suppress(ConfigError):
+        async with started_engines(config(one=ONE, two=TWO), launcher) as launch:
+            await launch(ONE)(1)
+            raise ConfigError("the port is taken")
+    assert [link.is_closed for link in launcher.links] == [False, True]
+
+
+@pytest.mark.parametrize("failure", [ConfigError("no place"), OSError("no process")])
+async def test_a_failure_is_told_to_who_asks(failure: Exception):
+    async with started_engines(config(one=ONE), Launcher(failure)) as launch:
+        with pytest.raises(type(failure)):
+            await launch(ONE)(1)
+
+
+async def test_a_process_is_told_its_model(monkeypatch: pytest.MonkeyPatch):
+    told = []
+
+    def start(command: list[str], settings: bytes, epoch: int) -> Awaitable[EngineLink]:
+        told.append((command[1:], settings, epoch))
+        return Launcher()(ONE)(epoch)
+
+    monkeypatch.setattr(ProcessLink, "start", start)
+    await engine_process(ONE, "warning")(7)
+    ((command, settings, epoch),) = told
+    assert command == ["-m", "loraplex.app.engine", "warning"]
+    assert b"/one" in settings
+    assert epoch == 7

@@ -1,0 +1,76 @@
+import msgspec
+import pytest
+
+from loraplex.bench.loraplex_system import LoraplexSystem, read_openai
+from loraplex.bench.streaming import StreamingClient, lines
+from loraplex.bench.systems import Exchange
+from loraplex.bench.workload import PlannedRequest
+from loraplex.core.errors import ConfigError
+
+REQUEST = PlannedRequest((1, 2, 3, 4), 5, None, 0.0)
+
+
+def test_a_line_has_the_time_when_its_end_came():
+    exchange = Exchange(REQUEST, chunks=[(1, b"a\n\nb"), (2, b"c"), (3, b"\r\nd\n"), (4, b"e")])
+    assert [*lines(exchange)] == [(1, b"a"), (3, b"bc"), (3, b"d"), (4, b"e")]
+    assert [*lines(Exchange(REQUEST))] == []
+
+
+async def test_an_answer_over_the_wire(url):
+    client = StreamingClient(url)
+    exchange = Exchange(REQUEST)
+    body = {
+        "model": "echo",
+        "prompt": REQUEST.prompt_token_ids,
+        "max_tokens": 5,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    await client.stream("/v1/completions", msgspec.json.encode(body), exchange)
+    answer = read_openai(exchange)
+    assert (answer.num_prompt_tokens, answer.num_output_tokens, answer.error) == (4, 5, None)
+    assert 1 <= len(answer.chunk_ns) <= 5
+    assert answer.text
+    assert [*answer.chunk_ns] == sorted(answer.chunk_ns)
+    assert not await client.is_up("/nowhere")
+    with pytest.raises(ConfigError, match="GET /nowhere: status 404"):
+        await client.call("GET", "/nowhere")
+    await client.close()
+
+
+async def test_a_refusal_is_the_exchanges_error(url):
+    client = StreamingClient(url)
+    exchange = Exchange(REQUEST)
+    await client.stream("/v1/completions", b'{"model": "no such"}', exchange)
+    assert "status 4" in read_openai(exchange).error
+    await client.close()
+
+
+async def test_nobody_there_is_the_exchanges_error():
+    client = StreamingClient("http://127.0.0.1:9")
+    exchange = Exchange(REQUEST)
+    await client.stream("/v1/completions", b"{}", exchange)
+    assert "ConnectError" in exchange.error
+    assert not await client.is_up("/")
+    with pytest.raises(ConfigError, match="cannot ask"):
+        await client.call("GET", "/")
+    await client.close()
+
+
+def test_a_stream_that_breaks_is_told():
+    data = [b'data: {"choices": [{"text": "ab"}]}\n', b'data: {"error": {"message": "lost"}}\n']
+    exchange = Exchange(REQUEST, chunks=list(enumerate(data)))
+    answer = read_openai(exchange)
+    assert answer.text == "ab"
+    assert "lost" in answer.error
+    garbled = read_openai(Exchange(REQUEST, chunks=[(0, b"data: {nonsense\n")]))
+    assert "is not a chunk" in garbled.error
+
+
+def test_the_widths_are_three():
+    assert [LoraplexSystem(bits).name for bits in (32, 16, 8)] == [
+        *("loraplex fp32", "loraplex bf16", "loraplex int8")
+    ]
+    with pytest.raises(ConfigError, match="4 is none"):
+        LoraplexSystem(4)

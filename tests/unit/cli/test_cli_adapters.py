@@ -1,0 +1,115 @@
+"""`loraplex adapters` against a server that only echoes."""
+
+import json
+
+import pytest
+from fastapi import FastAPI
+from typer.testing import CliRunner
+
+from loraplex.cli.main import app
+from loraplex.core.adapter import Residency
+from loraplex.core.principal import LOCAL
+from loraplex.frontends.openai import openai_fallback_routes, openai_routes
+from loraplex.testing.echo_backend import EchoBackend
+from loraplex.testing.served import served
+
+
+@pytest.fixture
+def backend():
+    backend = EchoBackend()
+    backend.register("org/fr", path="/adapters/fr", task_id=0)
+    return backend
+
+
+@pytest.fixture
+def run(backend):
+    """A function (*arguments) -> (exit code, standard output, standard error)."""
+    http = FastAPI()
+    http.include_router(openai_routes(backend))
+    http.include_router(openai_fallback_routes())
+    with served(http) as url:
+
+        def invoke(*arguments):
+            result = CliRunner().invoke(app, ["adapters", *arguments, "--url", url])
+            return result.exit_code, result.stdout, result.stderr
+
+        yield invoke
+
+
+def test_a_table_of_all(run, backend):
+    digest = backend.adapters(LOCAL)[0].digest
+    backend.residency[digest] = Residency.DEVICE
+    code, out, _ = run("list")
+    head, row = out.splitlines()
+    assert code == 0
+    assert head.split() [:5] == ["NAME", "MODEL", "TASK", "VERSION", "DIGEST"]
+    cells = ["org/fr", "echo", "0", "1", digest[:12], "8", "1.0", "KiB", "device", "ready"]
+    assert row.split() == cells
+    assert json.loads(run("list", "--json")[1])["data"][0]["digest"] == digest
+
+
+def test_one_with_its_versions(run):
+    run("load", "org/fr", "/new", "--replace")
+    run("rollback", "org/fr")
+    run("alias", "org/fr", "french")
+    code, out, _ = run("show", "french")
+    assert code == 0
+    lines = [line.split(maxsplit=1) for line in out.splitlines() if line]
+    assert ["aliases", "french"] in lines
+    assert ["ranks", "q_proj 8"] in lines
+    assert ["tensors", "2, F32 to float32"] in lines
+    versions = out.split("SOURCE\n")[1].splitlines()
+    assert [line.split()[0] for line in versions] == ["3", "2", "1"]
+    assert versions[0].endswith("/adapters/fr (version 1 again)")
+
+
+def test_a_load_tells_what_it_loaded(run, backend):
+    code, out, _ = run("load", "de", "/de", "--task-id", "7", "--canary")
+    assert code == 0
+    assert "canary   log probabilities differ by up to 0.5000" in out
+    assert "device   2.0 KiB, 1 pages" in out
+    assert "seconds  read 0.500" in out
+    assert backend.adapters(LOCAL)[0].task_id == 7
+    assert run("load", "de", "/de", "--replace")[1].startswith("unchanged: ")
+    assert run("load", "x", "/x", "--dry-run")[1].startswith("nothing was loaded")
+    assert "x" not in [card.name for card in backend.adapters(LOCAL)]
+
+
+def test_unload_and_pins(run, backend):
+    assert run("pin", "org/fr") == (0, "version 1 of org/fr is pinned\n", "")
+    assert run("unpin", "org/fr", "--version", "1")[1] == "version 1 of org/fr is not pinned\n"
+    assert run("alias", "org/fr", "live")[1] == "live means org/fr now\n"
+    assert run("unload", "live")[1] == "alias live is unloaded\n"
+    assert run("unload", "org/fr", "--immediate")[1] == "adapter org/fr is unloaded\n"
+    assert backend.unload_modes == ["drain", "immediate"]
+    assert backend.adapters(LOCAL) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["show", "no"], "no model or adapter 'no'"),
+        (["load", "org/fr", "/x"], "adapter 'org/fr' already exists"),
+        (["rollback", "org/fr", "--version", "9"], "has no version 9; kept are: 1"),
+    ],
+)
+def test_what_the_server_refuses_is_one_line(run, arguments, text):
+    code, out, err = run(*arguments)
+    assert (code, out) == (1, "")
+    assert err.startswith("loraplex: ")
+    assert text in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("http://127.0.0.1:9", "there is no answer from http://127.0.0.1:9"),
+        ("localhost:8000", "--url must be http://HOST:PORT"),
+        ("ftp://x", "--url must be http://HOST:PORT"),
+    ],
+)
+def test_a_server_that_is_not_there(url, text):
+    result = CliRunner().invoke(app, ["adapters", "list", "--url", url])
+    assert result.exit_code == 1
+    assert text in result.stderr

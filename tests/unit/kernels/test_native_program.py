@@ -1,0 +1,154 @@
+"""Recorded steps: they give the bits of the calls that they repeat, for any parameters."""
+
+import pytest
+import torch
+
+from loraplex.core.errors import InternalError
+from loraplex.kernels.native.backend import NativeKernels
+from loraplex.kernels.native.library import (
+    NativeLibrary,
+    NativeLibraryError,
+    Pointer,
+    Size,
+    available_instruction_sets,
+    load_library,
+)
+from loraplex.kernels.native.program import Recorder
+
+try:
+    INSTRUCTION_SETS = available_instruction_sets()
+except NativeLibraryError as error:
+    pytest.skip(f"the native kernels are not built: {error}", allow_module_level=True)
+
+HIDDEN = 40
+
+
+@pytest.fixture(params=INSTRUCTION_SETS)
+def library(request: pytest.FixtureRequest) -> NativeLibrary:
+    torch.manual_seed(0)
+    return load_library([request.param])
+
+
+class Model:
+    """A few ops, with views between them and an op that writes in place."""
+
+    def __init__(self, kernels: NativeKernels) -> None:
+        self.num_computed = 0
+        self._kernels = kernels
+        self._table = torch.randn(30, HIDDEN)
+        self._angles = torch.randn(30, 10)
+        self._norm = torch.randn(HIDDEN)
+        self._wide = kernels.pack_linear(torch.randn(4 * HIDDEN, HIDDEN), torch.randn(4 * HIDDEN))
+        self._narrow = kernels.pack_linear(torch.randn(HIDDEN, 2 * HIDDEN), None)
+
+    def compute(self, indices: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        self.num_computed += 1
+        kernels = self._kernels
+        residual = kernels.take_rows(self._table, indices)
+        x = kernels.rms_norm(residual, self._norm, 1e-5)
+        for _ in range(3):
+            wide = kernels.linear(x, self._wide)
+            query, key = wide[:, :HIDDEN].view(-1, 2, 20), wide[:, HIDDEN:].view(-1, 6, 20)
+            cos, sin = (kernels.take_rows(self._angles, rows) for rows in (indices, other))
+            kernels.rotary(query, key, cos, sin)
+            x = kernels.linear(kernels.silu_mul(wide), self._narrow)
+            x, residual = kernels.add_rms_norm(x, residual, self._norm, 1e-5)
+        return x
+
+    def repeat(self, indices: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return self._kernels.repeat(
+            len(indices), (indices, other, None), lambda: self.compute(indices, other)
+        ).clone()
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_repeated_step_has_the_bits_of_its_ops(library: NativeLibrary, num_threads: int) -> None:
+    model = Model(NativeKernels(library, num_threads))
+    for num_tokens in (3, 1, 7, 3, 1, 40, 7, 3):
+        indices, other = torch.randint(30, (2, num_tokens)).unbind()
+        other = other.clone()
+        assert torch.equal(model.repeat(indices, other), model.compute(indices, other))
+    assert model.num_computed == 8 + 4
+
+
+def test_the_memory_of_a_program_does_not_grow_with_its_length(library: NativeLibrary) -> None:
+    kernels = NativeKernels(library, 1)
+    linear = kernels.pack_linear(torch.randn(64, 64), None)
+
+    def chain(x: torch.Tensor, length: int) -> torch.Tensor:
+        x = kernels.take_rows(x, torch.arange(16))
+        for _ in range(length):
+            x = kernels.linear(x, linear)
+        return x
+
+    recorder = kernels._recorder
+    inputs = torch.randn(16, 64)
+    kernels.repeat("short", (inputs,), lambda: chain(inputs, 3))
+    size = recorder.num_bytes
+    kernels.repeat("long", (inputs,), lambda: chain(inputs, 30))
+    assert recorder.num_bytes == size > 0
+
+
+def test_no_op_writes_over_what_it_reads(library: NativeLibrary) -> None:
+    kernels = NativeKernels(library, 1)
+    table, reverse = torch.randn(24, 64), torch.arange(24).flip(0)
+
+    def compute() -> torch.Tensor:
+        x = kernels.take_rows(table, reverse)
+        for _ in range(5):
+            x = kernels.take_rows(x, reverse)
+        return x
+
+    for _ in range(2):
+        assert torch.equal(kernels.repeat("key", (reverse,), compute), table)
+
+
+def test_what_calls_an_op_that_no_program_holds_is_computed_each_time(
+    library: NativeLibrary,
+) -> None:
+    kernels = NativeKernels(library, 1)
+    weight = torch.randn(8, 8)
+    calls = []
+
+    def compute() -> torch.Tensor:
+        calls.append(1)
+        return kernels.linear(torch.ones(1, 8), kernels.pack_linear(weight, None))
+
+    results = [kernels.repeat("key", (), compute) for _ in range(3)]
+    assert len(calls) == 3
+    assert torch.equal(results[0], results[2])
+
+
+def test_a_failed_recording_leaves_nothing_behind(library: NativeLibrary) -> None:
+    kernels = NativeKernels(library, 1)
+    model = Model(kernels)
+
+    def fail() -> torch.Tensor:
+        model.compute(torch.tensor([1]), torch.tensor([2]))
+        raise ValueError("in the middle")
+
+    with pytest.raises(ValueError, match="in the middle"):
+        kernels.repeat(2, (), fail)
+    indices, other = torch.tensor([1, 2]), torch.tensor([3, 4])
+    model.repeat(indices, other)
+    assert torch.equal(model.repeat(other, indices), model.compute(other, indices))
+
+
+def test_an_op_that_fails_ends_the_program(library: NativeLibrary) -> None:
+    kernels = NativeKernels(library, 1)
+    table = torch.randn(4, 8)
+    indices = torch.tensor([0, 1])
+    kernels.repeat("key", (indices,), lambda: kernels.take_rows(table, indices))
+    program = kernels._programs["key"]
+    assert program is not None
+    with pytest.raises(InternalError, match="argument is invalid"):
+        program.run(())
+
+
+def test_code_that_is_none_is_refused(library: NativeLibrary) -> None:
+    run = library.function("loraplex_run_program", Pointer, Size, Pointer, Size)
+    for words in ([0], [99, 0, 0], [0, 1, 0, 5], [0, 9, 0, 1]):
+        code = torch.tensor(words)
+        with pytest.raises(InternalError, match="argument is invalid"):
+            run(code.data_ptr(), len(words), None, 0)
+    assert Recorder(library).num_bytes == 0

@@ -1,0 +1,62 @@
+"""Row norms read from panels: of what the packed weight stands for, in every kind and odd size."""
+
+import pytest
+import torch
+
+from loraplex.core.weight_precision import WeightPrecision
+from loraplex.kernels.native.library import LIBRARY_FOLDER, ThreadPool, load_library
+from loraplex.kernels.native.linear import LinearKernel
+from loraplex.kernels.native.row_norms import squared_row_norms
+from loraplex.kernels.quantization import quantize
+from loraplex.kernels.reference import ReferenceKernels
+
+pytestmark = pytest.mark.skipif(
+    not LIBRARY_FOLDER.exists(), reason="loraplex was installed without a compiler"
+)
+
+SIZES = [(1, 1), (5, 7), (16, 64), (130, 33), (129, 513), (300, 1376)]
+INT4_SIZES = [(1, 32), (130, 96), (129, 544)]
+
+
+@pytest.fixture(scope="module")
+def linear():
+    library = load_library()
+    return LinearKernel(library, ThreadPool(library, 1))
+
+
+def weight_of(out_features: int, in_features: int, dtype=torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(out_features + in_features)
+    return torch.randn(out_features, in_features, generator=generator).to(dtype)
+
+
+def squares(weight: torch.Tensor) -> torch.Tensor:
+    return weight.double().square().sum(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_of_floats(linear, dtype, size):
+    weight = weight_of(*size, dtype)
+    found = squared_row_norms(linear.pack(weight, None))
+    torch.testing.assert_close(found, squares(weight), rtol=1e-6, atol=0)
+    apart = ReferenceKernels(torch.device("cpu"))
+    assert torch.equal(apart.squared_row_norms(apart.pack_linear(weight, None)), squares(weight))
+
+
+@pytest.mark.parametrize(
+    ("precision", "size"),
+    [(WeightPrecision.INT8, size) for size in SIZES]
+    + [(WeightPrecision.INT4, size) for size in INT4_SIZES],
+    ids=str,
+)
+def test_of_quantised_weights(linear, precision, size):
+    quantized = quantize(weight_of(*size), precision)
+    found = squared_row_norms(linear.pack_quantized(quantized, None))
+    torch.testing.assert_close(found, squares(quantized.dequantized()), rtol=1e-6, atol=0)
+
+
+def test_in_many_pieces(linear, monkeypatch):
+    monkeypatch.setattr("loraplex.kernels.native.row_norms._VALUES_AT_ONCE", 1)
+    weight = weight_of(130, 33)
+    found = squared_row_norms(linear.pack(weight, None))
+    torch.testing.assert_close(found, squares(weight), rtol=1e-6, atol=0)
