@@ -58,17 +58,6 @@ public:
 
     float largest() const { return from_ordered_bits(largest_); }
 
-    // Where the largest value is; of equal ones the first.
-    std::int64_t first_index() const {
-        const std::int64_t group =
-            std::find(maxima_, maxima_ + num_groups_, largest_) - maxima_;
-        std::int64_t i = group * kGroupSize;
-        while (ordered_bits(row_[i]) != largest_) {
-            ++i;
-        }
-        return i;
-    }
-
     // How many are larger than this value.
     std::int64_t num_above(float value) const {
         const OrderedBits bits = ordered_bits(value);

@@ -118,14 +118,17 @@ private:
         const std::int64_t num_row_blocks = divide_up(rows.size, shape_.rows);
         BlockWeights<W> block = {weights(panel, first), layout_.stride(),
                                  layout_.scales(packed_ + panel * layout_.stride(), first),
-                                 group_size_, next};
-        if (num_row_blocks == 1) {
-            block.ahead = block.values + kReadAheadBytes / static_cast<int>(sizeof(W));
-        }
+                                 group_size_, {}};
         const auto depth =
             static_cast<int>(std::min<std::int64_t>(kMaxDepth<W>, in_features_ - first));
         for (std::int64_t i = 0; i < num_row_blocks; ++i) {
             const Range part_rows = part(rows.size, num_row_blocks, i);
+            const Range next_rows = part(rows.size, num_row_blocks, (i + 1) % num_row_blocks);
+            block.ahead = num_row_blocks == 1
+                              ? ReadAhead::whole(block.values + kReadAheadBytes / sizeof(W))
+                              : ReadAhead::part(next, depth, num_row_blocks, i);
+            block.ahead.inputs = reinterpret_cast<const std::byte *>(
+                inputs_.at(first, rows.first + next_rows.first));
             const BlockShape shape = {static_cast<int>(part_rows.size), shape_.panels};
             block_function<W>(shape, pool_.cpu_features())(
                 inputs_.at(first, rows.first + part_rows.first), block, depth,

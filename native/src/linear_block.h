@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 
@@ -32,6 +33,36 @@ inline constexpr int kReadAheadBytes = 1024;
 template <typename W>
 inline constexpr int kRowStride = kMaxDepth<W> + 64 / static_cast<int>(sizeof(Input<W>));
 
+// What a call brings into the cache, evenly over its steps: the memory has a speed, too. A step is
+// the inputs that are interleaved.
+struct ReadAhead {
+    const std::byte *weights;   // in the first panel; the others are a panel's stride apart
+    std::int64_t weights_pace;  // bytes of each panel in a step
+    const std::byte *inputs = nullptr;  // those of the next rows: a line in a step
+
+    template <typename W>
+    static constexpr std::int64_t kStepBytes =
+        kInterleaved<W> * kInputSize<W> * static_cast<std::int64_t>(sizeof(W));
+
+    // As many weights as the call reads.
+    template <typename W>
+    static ReadAhead whole(const W *weights) {
+        return {reinterpret_cast<const std::byte *>(weights), kStepBytes<W>};
+    }
+
+    // Part i of them, for one of num_calls calls that read the same ones.
+    template <typename W>
+    static ReadAhead part(const W *weights, int depth, std::int64_t num_calls, std::int64_t i) {
+        const std::int64_t pace = (kStepBytes<W> + num_calls - 1) / num_calls;
+        const std::int64_t num_steps = depth / kInterleaved<W>;
+        return {reinterpret_cast<const std::byte *>(weights) + i * num_steps * pace, pace};
+    }
+
+    ReadAhead from_step(std::int64_t step) const {
+        return {weights + step * weights_pace, weights_pace, inputs + step * 64};
+    }
+};
+
 // The weights of one call: the first panel's from the call's first input on.
 template <typename W>
 struct BlockWeights {
@@ -39,7 +70,7 @@ struct BlockWeights {
     std::int64_t stride;  // to the same input of the next panel
     const float *scales;  // of the first group in the call; from panel to panel as the values
     std::int64_t group_size;
-    const W *ahead;  // in each panel as many inputs as the call has, to bring into the cache
+    ReadAhead ahead;
 };
 
 // x: rows kRowStride apart. sums: [rows][panels * kPanelWidth] float32, added to unless this is the
@@ -98,16 +129,16 @@ constexpr BlockRows block_rows(int panels) {
 
 inline constexpr int kVectorsPerPanel = static_cast<int>(kPanelWidth) / kLanes;
 
-// Brings `bytes` of each panel into the cache.
-template <int kPanels, int kBytes, typename W>
-__attribute__((always_inline)) inline void prefetch(const W *ahead, std::int64_t stride) {
+// Brings into the cache what is due in a step, at most a line of each panel.
+template <int kPanels, typename W>
+__attribute__((always_inline)) inline void prefetch(const ReadAhead &ahead, std::int64_t step,
+                                                    std::int64_t stride) {
+    const std::byte *weights = ahead.weights + step * ahead.weights_pace;
 #pragma GCC unroll 16
     for (int panel = 0; panel < kPanels; ++panel) {
-#pragma GCC unroll 4
-        for (int byte = 0; byte < kBytes; byte += 64) {
-            __builtin_prefetch(reinterpret_cast<const char *>(ahead + panel * stride) + byte);
-        }
+        __builtin_prefetch(weights + panel * stride * static_cast<std::int64_t>(sizeof(W)));
     }
+    __builtin_prefetch(ahead.inputs + step * 64);
 }
 
 // sums[row][vector] = multiply_add(input(row), weight(vector), sums[row][vector])

@@ -16,8 +16,6 @@ struct FloatBlock {
     template <int kRows, int kPanels>
     struct Of {
         static constexpr int kVectors = kPanels * kVectorsPerPanel;
-        static constexpr int kStepBytes =
-            static_cast<int>(kInterleaved<W> * kPanelWidth) * static_cast<int>(sizeof(W));
         using Sums = Floats[kRows][kVectors];
 
         // sums += x[row] * weight(vector)
@@ -39,7 +37,7 @@ struct FloatBlock {
                                                             BlockWeights<W> weights, int depth) {
             const W *values = weights.values;
             for (int input = 0; input < depth; ++input) {
-                prefetch<kPanels, kStepBytes>(weights.ahead + input * kPanelWidth, weights.stride);
+                prefetch<kPanels, W>(weights.ahead, input, weights.stride);
                 step(sums, x + input, [&](int vector) __attribute__((always_inline)) {
                     return load(values + place(vector, weights.stride));
                 });
@@ -53,7 +51,7 @@ struct FloatBlock {
             const W *values = weights.values;
             int input = 0;
             for (; input + 2 <= depth; input += 2) {
-                prefetch<kPanels, kStepBytes>(weights.ahead + input * kPanelWidth, weights.stride);
+                prefetch<kPanels, W>(weights.ahead, input / 2, weights.stride);
                 step(sums, x + input, [&](int vector) __attribute__((always_inline)) {
                     return load_firsts(values + place(vector, weights.stride));
                 });

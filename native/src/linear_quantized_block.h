@@ -58,10 +58,10 @@ struct QuantizedBlock {
         }
 
         __attribute__((always_inline)) static void multiply(Sums &sums, const std::int16_t *x,
-                                                            const Int8 *values, const Int8 *ahead,
+                                                            const Int8 *values, ReadAhead ahead,
                                                             std::int64_t stride, int depth) {
             for (int input = 0; input < depth; input += 2) {
-                prefetch<kPanels, 2 * kInputSize<Int8>>(ahead + input * kPanelWidth, stride);
+                prefetch<kPanels, Int8>(ahead, input / 2, stride);
                 step(sums, x + input, [&](int vector) __attribute__((always_inline)) {
                     return load_pairs(&values[place(vector, stride)].value);
                 });
@@ -70,10 +70,10 @@ struct QuantizedBlock {
         }
 
         __attribute__((always_inline)) static void multiply(Sums &sums, const std::int16_t *x,
-                                                            const Int4 *values, const Int4 *ahead,
+                                                            const Int4 *values, ReadAhead ahead,
                                                             std::int64_t stride, int depth) {
             for (int input = 0; input < depth; input += 8) {
-                prefetch<kPanels, 8 * kInputSize<Int4>>(ahead + input * kInputSize<Int4>, stride);
+                prefetch<kPanels, Int4>(ahead, input / 8, stride);
                 nibble_step<0>(sums, x + input, values, stride);
                 nibble_step<1>(sums, x + input, values, stride);
                 nibble_step<2>(sums, x + input, values, stride);
@@ -96,7 +96,7 @@ struct QuantizedBlock {
                     }
                 }
                 multiply(sums, x + input, weights.values + input * kInputSize<W>,
-                         weights.ahead + input * kInputSize<W>, weights.stride,
+                         weights.ahead.from_step(input / kInterleaved<W>), weights.stride,
                          std::min(group_size, depth - input));
                 add_group(sums, scales, weights.stride, sums_in_memory, first && input == 0);
                 scales += kPanelWidth;

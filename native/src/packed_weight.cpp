@@ -1,5 +1,7 @@
 #include "packed_weight.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <cstring>
 
@@ -41,6 +43,20 @@ void put(W *panel, std::int64_t output, std::int64_t input, Source<W> value) {
     } else {
         group[output * kDepth + input % kDepth] = W{value};
     }
+}
+
+// Of memory not yet written: a kernel that reads it looks up fewer pages. It is only a wish.
+void ask_for_large_pages([[maybe_unused]] void *memory, [[maybe_unused]] std::int64_t num_bytes) {
+#if defined(MADV_HUGEPAGE)
+    constexpr std::uintptr_t kLargePage = std::uintptr_t{1} << 21;
+    const auto start = reinterpret_cast<std::uintptr_t>(memory);
+    const std::uintptr_t first = (start + kLargePage - 1) / kLargePage * kLargePage;
+    const std::uintptr_t end =
+        (start + static_cast<std::uintptr_t>(num_bytes)) / kLargePage * kLargePage;
+    if (first < end) {
+        madvise(reinterpret_cast<void *>(first), end - first, MADV_HUGEPAGE);
+    }
+#endif
 }
 
 template <typename W>
@@ -94,6 +110,8 @@ loraplex_status loraplex_pack_weight(loraplex_pool *pool, loraplex_weight_kind k
         return LORAPLEX_INVALID_ARGUMENT;
     }
     return guarded([&] {
+        ask_for_large_pages(
+            packed, loraplex_packed_weight_bytes(kind, group_size, out_features, in_features));
         return for_weight_kind(kind, [&]<typename W>(W) {
             pack<W>(*pool, {static_cast<const Source<W> *>(weight), weight_stride},
                     {scales, scales_stride}, out_features, in_features, group_size,

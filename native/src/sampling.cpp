@@ -9,6 +9,7 @@
 
 #include "exponential.h"
 #include "largest_values.h"
+#include "loraplex/dtype.h"
 #include "loraplex/guard.h"
 #include "loraplex/pool.h"
 #include "loraplex/simd.h"
@@ -48,12 +49,55 @@ void for_each_row_with_memory(loraplex_pool &pool, std::int64_t num_rows, std::s
     });
 }
 
-bool has_nan(const float *row, std::int64_t n) {
-    std::uint32_t largest = 0;  // magnitudes as bits: a NaN is above infinity
-    for (std::int64_t i = 0; i < n; ++i) {
-        largest = std::max(largest, std::bit_cast<std::uint32_t>(row[i]) & 0x7fffffffu);
+// kGroupSize values from `first` on as float32; what is behind the row's end is -infinity.
+template <typename T>
+void widen_group(const T *row, std::int64_t n, std::int64_t first, float *group) {
+    const std::int64_t size = std::min(kGroupSize, n - first);
+    std::int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes) {
+        store(group + i, load(row + first + i));
     }
-    return largest > 0x7f800000u;
+    if (i < kGroupSize) {
+        const auto count = static_cast<int>(size - i);
+        if (count > 0) {
+            store_first(group + i, load_first(row + first + i, count), count);
+        }
+        std::fill(group + size, group + kGroupSize, -std::numeric_limits<float>::infinity());
+    }
+}
+
+struct Largest {
+    float value;
+    std::int64_t index;
+};
+
+// The largest value and the first place where it is; NaN if the row has one.
+template <typename T>
+Largest find_largest(const T *row, std::int64_t n) {
+    alignas(64) float group[kGroupSize];
+    std::uint32_t magnitude = 0;  // as bits: a NaN is above infinity
+    OrderedBits largest = std::numeric_limits<OrderedBits>::min();
+    std::int64_t best = 0;
+    for (std::int64_t first = 0; first < n; first += kGroupSize) {
+        widen_group(row, n, first, group);
+        OrderedBits of_group = std::numeric_limits<OrderedBits>::min();
+        for (const float value : group) {
+            of_group = std::max(of_group, ordered_bits(value));
+            magnitude = std::max(magnitude, std::bit_cast<std::uint32_t>(value) & 0x7fffffffu);
+        }
+        if (of_group > largest) {
+            largest = of_group;
+            best = first;
+        }
+    }
+    if (magnitude > 0x7f800000u) {
+        return {std::numeric_limits<float>::quiet_NaN(), 0};
+    }
+    widen_group(row, n, best, group);
+    const float *found = std::find_if(group, group + kGroupSize, [&](float value) {
+        return ordered_bits(value) == largest;
+    });
+    return {from_ordered_bits(largest), best + (found - group)};
 }
 
 // Sum of e^(value - largest).
@@ -130,25 +174,21 @@ std::int64_t scale_largest(LargestValues &values, std::int64_t k, float temperat
 }  // namespace
 }  // namespace loraplex
 
-loraplex_status loraplex_argmax(loraplex_pool *pool, const loraplex_logits *logits,
-                                int64_t *indices, float *maxima) {
+loraplex_status loraplex_argmax(loraplex_pool *pool, int64_t num_rows, int64_t n,
+                                loraplex_dtype dtype, const void *logits, int64_t stride,
+                                const int64_t *rows, int64_t *indices, float *maxima) {
     using namespace loraplex;
     return guarded([&] {
-        check(is_valid(*logits), "argmax");
-        const std::int64_t n = logits->n;
-        const std::size_t num_bytes = LargestValues::num_bytes(n);
-        for_each_row_with_memory(*pool, logits->num_rows, num_bytes, [&](auto i, void *memory) {
-            const float *row = row_of(*logits, i);
-            if (has_nan(row, n)) {
-                indices[i] = 0;
-                maxima[i] = std::numeric_limits<float>::quiet_NaN();
-                return;
-            }
-            const LargestValues values(row, n, memory);
-            indices[i] = values.first_index();
-            maxima[i] = values.largest();
+        check(num_rows >= 0 && n >= 1, "argmax");
+        return for_dtype(dtype, [&]<typename T>(T) {
+            for_each_row(*pool, num_rows, n, [&](std::int64_t i) {
+                const T *row = static_cast<const T *>(logits) + rows[i] * stride;
+                const Largest largest = find_largest(row, n);
+                indices[i] = largest.index;
+                maxima[i] = largest.value;
+            });
+            return static_cast<loraplex_status>(LORAPLEX_OK);
         });
-        return LORAPLEX_OK;
     });
 }
 

@@ -65,6 +65,15 @@ def foreign_tensor(folder: Path) -> None:
     )
 
 
+def copy_of_a_norm(folder: Path) -> None:
+    change_config(folder, modules_to_save=["input_layernorm"])
+    tensors = load_file(folder / WEIGHTS)
+    name = next(name for name in tensors if "lora_A" in name)
+    layer = name[: name.index(".self_attn")]
+    copy = np.ones(tensors[name].shape[1], np.float32)
+    save_file(tensors | {f"{layer}.input_layernorm.weight": copy}, folder / WEIGHTS)
+
+
 def pickled(folder: Path) -> None:
     (folder / WEIGHTS).unlink()
     (folder / "adapter_model.bin").write_bytes(b"\x80\x04cos\nsystem\n(S'true'\ntR.")
@@ -79,7 +88,19 @@ CASES: dict[str, tuple[Callable[[Path], object], int, str, str]] = {
     "untrained": (untrained, 422, "invalid_adapter", "changes nothing"),
     "foreign tensor": (foreign_tensor, 422, "invalid_adapter", "score.weight"),
     "pickled": (pickled, 422, "invalid_adapter", "adapter_model.bin"),
-    "DoRA": (lambda f: change_config(f, use_dora=True), 400, "unsupported_feature", "use_dora"),
+    "DoRA without magnitudes": (
+        lambda f: change_config(f, use_dora=True),
+        422,
+        "invalid_adapter",
+        "use_dora",
+    ),
+    "a changed base": (
+        lambda f: change_config(f, init_lora_weights="pissa"),
+        400,
+        "unsupported_feature",
+        "pissa",
+    ),
+    "a copy of a norm": (copy_of_a_norm, 400, "unsupported_feature", "layernorm"),
     "no LoRA": (lambda f: change_config(f, peft_type="IA3"), 400, "unsupported_feature", "IA3"),
     "config is no JSON": (
         lambda f: (f / CONFIG).write_text("{"),

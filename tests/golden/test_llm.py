@@ -20,7 +20,7 @@ from loraplex.testing.checkpoints import add_random_adapters, save_random_model
 
 NUM_NEW_TOKENS = 20
 VOCAB_SIZE = 199
-SMALLEST_POOL_BYTES = 127_488
+SMALLEST_POOL_BYTES = 159_360
 """One adapter of rank 16 on every module."""
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 16 * 4
 """Layers, keys and values, KV heads, head size, tokens, bytes: of one block of these models."""

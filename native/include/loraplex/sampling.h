@@ -1,5 +1,5 @@
-/* From logits to tokens. Every op reads rows of logits [any, n] float32 by their numbers in `rows`
- * [num_rows]; rows of logits have a stride. Results depend on the row's own values only.
+/* From logits to tokens. Rows of logits [any, n], float32 unless an op says otherwise, are named by
+ * their numbers in `rows` [num_rows], and have a stride. Results depend on the row's own values only.
  *
  * Of two floats the larger is the more likely; -0 and +0 are equal. Unless an op says otherwise, a
  * row has no NaN, and its largest value is finite.
@@ -21,9 +21,11 @@ typedef struct loraplex_logits {
     const int64_t *rows; /* [num_rows] */
 } loraplex_logits;
 
-/* The largest value of each row and where it is: of equal values the first. Any values: with a NaN
- * in it, a row's maximum is NaN. */
-LORAPLEX_API loraplex_status loraplex_argmax(loraplex_pool *pool, const loraplex_logits *logits,
+/* The largest value of each of the rows [num_rows] of logits [any, n], which may have any dtype, and
+ * where it is: of equal values the first. Any values: with a NaN in it, a row's maximum is NaN. */
+LORAPLEX_API loraplex_status loraplex_argmax(loraplex_pool *pool, int64_t num_rows, int64_t n,
+                                             loraplex_dtype dtype, const void *logits,
+                                             int64_t stride, const int64_t *rows,
                                              int64_t *indices, float *maxima);
 
 /* What may be drawn: the top_k[r] largest values of row r and those equal to the least of them, or

@@ -5,6 +5,7 @@ leads to, a warning or an error, is the operator's choice.
 """
 
 import enum
+import re
 from collections.abc import Iterable
 
 from loraplex.adapters.normal import NormalRow, RowKind
@@ -25,6 +26,7 @@ _SLOTS = {
     "magnitude": "lora_magnitude_vector",
     "base": "base_layer.weight",
 }
+_QUANTIZED = re.compile(r"(-unsloth)?-(bnb-[48]bit|(gptq|awq|fp8)(-int[48]|-[48]bit)?)$")
 
 
 class BaseCheck(enum.StrEnum):
@@ -64,6 +66,8 @@ def check_shapes(rows: Iterable[NormalRow], shapes: BaseShapes, max_rank: int) -
                 f"tensor {row.origin}.bias is of a bias that the base model does not have"
             )
     _check_together(rows)
+    if shapes.ties_embeddings:
+        _check_tied(rows)
 
 
 def _check_place(row: NormalRow, shapes: BaseShapes) -> None:
@@ -162,11 +166,22 @@ def _check_together(rows: tuple[NormalRow, ...]) -> None:
             )
 
 
+def _check_tied(rows: tuple[NormalRow, ...]) -> None:
+    """Two copies of the one parameter that this base has."""
+    copies = [row for row in rows if row.kind is RowKind.FULL and "base" in row.tensors]
+    if len(copies) == 2 and copies[0].tensors["base"].data != copies[1].tensors["base"].data:
+        first, second = (f"{row.origin}.{_SLOTS['base']}" for row in copies)
+        raise AdapterMismatchError(
+            f"tensors {first} and {second} differ; in the base model they are one, since lm_head "
+            "is tied to the token embedding"
+        )
+
+
 def _slot(row: NormalRow) -> str:
     name = "a" if "a" in row.tensors else next(iter(row.tensors), "")
     return _SLOTS.get(name, name)
 
 
 def _short(model: str) -> str:
-    """The last part of a hub id or a path: all that two machines share."""
-    return model.rstrip("/").rpartition("/")[2].casefold()
+    """The last part of a hub id or path: what machines share. A quantised base has the same."""
+    return _QUANTIZED.sub("", model.rstrip("/").rpartition("/")[2].casefold())

@@ -39,7 +39,8 @@ class RowKind(enum.StrEnum):
     BIAS = "bias"
     """"bias" [out], in place of the base's."""
     MAGNITUDE = "magnitude"
-    """"magnitude" [out] of DoRA: the row norms of the weight with its LoRA (arXiv:2402.09353)."""
+    """"magnitude" [out] of DoRA: the row norms of the weight with its LoRA (arXiv:2402.09353). Or
+    "factor" [out]: what they are to the norms that come of the base's weight, the quotient."""
     FULL = "full"
     """"weight": a trained copy, in place of the base's. Or "base": it stands for the base's own
     parameter, so what is tied to that changes with it."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from loraplex.adapters.base_check import check_shapes
+from loraplex.adapters.base_copies import is_base_copy, without_base_copies
 from loraplex.adapters.casting import check_cast
 from loraplex.adapters.formats import trtllm
 from loraplex.adapters.formats.inputs import AdapterInput, RequestTensors, open_input
@@ -22,7 +23,7 @@ from loraplex.adapters.normal import (
     read_normal,
     write_normal,
 )
-from loraplex.adapters.seen_files import SeenFiles, identities_of
+from loraplex.adapters.seen_files import FileIdentity, SeenFiles, identities_of
 from loraplex.adapters.staged import StagedAdapter, StageRequest
 from loraplex.adapters.targets import source_of
 from loraplex.core.errors import InvalidAdapterError
@@ -54,8 +55,9 @@ def stage(request: StageRequest, tensors: Sequence[Buffer] = ()) -> StagedAdapte
     state_dir = Path(request.state_dir)
     source = _input(request, tensors)
     seen, context = SeenFiles(state_dir), _context(request) if source.needs_base else ""
+    contexts = (context, _context(request) + request.base_path)
     identities = identities_of(source.files)
-    known_digest = seen.digest(identities, context) if source.files else None
+    known_digest = _seen_digest(request, seen, identities, contexts) if source.files else None
     rows = None if known_digest is None else _known_rows(state_dir, known_digest)
     watch.lap("look_up")
     if known_digest is not None and rows is not None:
@@ -65,6 +67,10 @@ def stage(request: StageRequest, tensors: Sequence[Buffer] = ()) -> StagedAdapte
     rows = source.read_rows(request.shapes, request.limits)
     watch.lap("read")
     warnings = _check(request, source, rows)
+    if request.base_path and any(map(is_base_copy, rows)):
+        context = contexts[1]
+        rows, copies = without_base_copies(rows, Path(request.base_path), request.shapes)
+        warnings += tuple(map(_left_out, copies))
     watch.lap("check")
     new_digest = digest(rows)
     watch.lap("hash")
@@ -76,6 +82,26 @@ def stage(request: StageRequest, tensors: Sequence[Buffer] = ()) -> StagedAdapte
         seen.remember(identities, new_digest, context)
     watch.lap("write")
     return _staged(request, rows, new_digest, warnings, watch, was_known=False)
+
+
+def _seen_digest(
+    request: StageRequest,
+    seen: SeenFiles,
+    identities: tuple[FileIdentity, ...],
+    contexts: tuple[str, ...],
+) -> str | None:
+    """What these very files were, if they need not be read."""
+    if request.reads_again:
+        return None
+    found = (seen.digest(identities, context) for context in contexts)
+    return next((known for known in found if known is not None), None)
+
+
+def _left_out(copy: NormalRow) -> str:
+    return (
+        f"{copy.origin}: its copy of the base model's own weight ({copy.num_bytes} bytes, the same "
+        "values) is left out"
+    )
 
 
 def _input(request: StageRequest, tensors: Sequence[Buffer]) -> AdapterInput:

@@ -4,6 +4,7 @@ import msgspec
 
 from loraplex.adapters.base_check import BaseCheck
 from loraplex.adapters.shapes import BaseShapes
+from loraplex.adapters.sources.policy import SourcePolicy
 from loraplex.core.adapter import AdapterSource, TargetPart
 from loraplex.core.errors import ErrorInfo
 
@@ -30,12 +31,14 @@ class TensorHeader(msgspec.Struct, frozen=True):
 class StageRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_id: int
     path: str
-    """A folder or a file; may be a symbolic link. With tensors: only what messages call them."""
+    """Any source (sources/reference.py). With tensors: only what messages call them."""
     tensors: tuple[TensorHeader, TensorHeader] | None = None
     """lora_weights and lora_config of a request, in place of a path: their bytes follow."""
     state_dir: str
     shapes: BaseShapes
     limits: StagingLimits = StagingLimits()
+    policy: SourcePolicy = SourcePolicy()
+    """What the source may be."""
     base_model: str = ""
     """What clients call the base, to tell when an adapter names another; empty: unknown."""
     base_path: str = ""

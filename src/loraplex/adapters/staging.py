@@ -1,15 +1,12 @@
-"""The client of the staging worker: a process of its own that touches users' files.
+"""The client of the staging workers: processes of their own that touch users' files.
 
-Owns the process: spawns it when first needed, gives it one request at a time, and starts a new one
-after a crash or a timeout. What is staged, and how, is staging_worker's business. This side loads
-neither numpy nor torch.
+One stages what is here, one what must be fetched first: a slow source holds up no other adapter.
+What is staged, and how, is staging_worker's business. This side loads neither numpy nor torch.
 """
 
 import asyncio
 import dataclasses
 import itertools
-import logging
-import struct
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,15 +15,16 @@ import msgspec
 
 from loraplex.adapters.base_check import BaseCheck
 from loraplex.adapters.shapes import BaseShapes
+from loraplex.adapters.sources.policy import SourcePolicy
+from loraplex.adapters.sources.reference import SourceKind, parse
 from loraplex.adapters.staged import (
     StagedAdapter,
-    StageReply,
     StageRequest,
     StagingLimits,
     TensorHeader,
 )
+from loraplex.adapters.worker_process import WorkerProcess
 from loraplex.core.errors import (
-    AdapterLoadError,
     AdapterTooLargeError,
     InvalidAdapterError,
     error_from_info,
@@ -34,15 +32,7 @@ from loraplex.core.errors import (
 
 __all__ = ["RequestTensor", "StagedAdapter", "StagingWorker"]
 
-logger = logging.getLogger(__name__)
-
 _WORKER_MODULE = "loraplex.adapters.staging_worker"
-_LOG_BYTES = 65536
-_LENGTH = struct.Struct("<Q")
-_MAX_REPLY_BYTES = 256 << 20
-_CLOSE_SECONDS = 5.0
-_EXIT_SECONDS = 1.0  # from the end of its output to the end of the process
-_CHUNK_BYTES = 1 << 20
 _REQUEST_TENSORS = "the request's lora_weights"
 
 
@@ -62,22 +52,22 @@ class RequestTensor:
 
 
 class StagingWorker:
-    """Stages one adapter at a time; further callers wait their turn."""
+    """Stages one adapter at a time that is here, and one that is not; others wait their turn."""
 
     def __init__(
         self,
         state_dir: Path,
         *,
+        policy: SourcePolicy = SourcePolicy(),  # noqa: B008 - it is frozen
         timeout_seconds: float = 600.0,
         command: tuple[str, ...] = (sys.executable, "-m", _WORKER_MODULE),
     ) -> None:
+        """policy: for sources that clients name."""
         self._state_dir = state_dir
-        self._timeout_seconds = timeout_seconds
-        self._command = command
+        self._policy = policy
         self._request_ids = itertools.count(1)
-        self._turn = asyncio.Lock()
-        self._process: asyncio.subprocess.Process | None = None
-        self._log_task: asyncio.Task[None] | None = None
+        self._local = WorkerProcess(command, timeout_seconds)
+        self._remote = WorkerProcess(command, timeout_seconds)
 
     async def stage(
         self,
@@ -90,28 +80,33 @@ class StagingWorker:
         base_check: BaseCheck = BaseCheck.WARN,
         pool_dtype: str = "",
         reads_again: bool = False,
+        is_trusted: bool = True,
     ) -> StagedAdapter:
         """Put the adapter at `path` into normal form and check it against the base.
 
-        StageRequest says what each argument is.
+        StageRequest says what each argument is; `path` is any source (sources/reference.py).
+        is_trusted: the operator named it; otherwise the policy for clients holds.
 
         Raises what is wrong with it (InvalidAdapterError, AdapterMismatchError,
-        AdapterTooLargeError, UnsupportedFeatureError), or AdapterLoadError if the worker died or
-        ran out of time over it.
+        AdapterTooLargeError, UnsupportedFeatureError, PermissionDeniedError), or AdapterLoadError
+        if its source does not answer, or the worker died or ran out of time over it.
         """
+        is_here = parse(str(path)).kind is SourceKind.LOCAL
         return await self._stage(
+            self._local if is_here else self._remote,
             StageRequest(
                 request_id=next(self._request_ids),
                 path=str(path),
                 state_dir=str(self._state_dir),
                 shapes=shapes,
-                limits=StagingLimits(max_rank=max_rank),
+                limits=self._limits(max_rank),
+                policy=self._policy.for_operator() if is_trusted else self._policy,
                 base_model=base_model,
                 base_path=base_path,
                 base_check=base_check,
                 pool_dtype=pool_dtype,
                 reads_again=reads_again,
-            )
+            ),
         )
 
     async def stage_tensors(
@@ -129,7 +124,7 @@ class StagingWorker:
         """
         tensors = (lora_weights, lora_config)
         weights, config = (TensorHeader(t.dtype, t.shape, t.view.nbytes) for t in tensors)
-        limits = StagingLimits(max_rank=max_rank)
+        limits = self._limits(max_rank)
         if max(weights.num_bytes, config.num_bytes) > limits.max_file_bytes:
             raise AdapterTooLargeError(
                 f"lora_weights has {weights.num_bytes} bytes, lora_config {config.num_bytes}; at "
@@ -144,106 +139,24 @@ class StagingWorker:
             limits=limits,
             pool_dtype=pool_dtype,
         )
-        return await self._stage(request, [tensor.view for tensor in tensors])
+        return await self._stage(self._local, request, [tensor.view for tensor in tensors])
 
     async def _stage(
-        self, request: StageRequest, tensors: Sequence[memoryview] = ()
+        self, worker: WorkerProcess, request: StageRequest, tensors: Sequence[memoryview] = ()
     ) -> StagedAdapter:
         try:
             body = msgspec.msgpack.encode(request)
         except UnicodeEncodeError as error:
             raise InvalidAdapterError("the adapter's path is not valid Unicode") from error
-        async with self._turn:
-            reply = await self._ask(request, [memoryview(body), *tensors])
+        reply = await worker.ask(request.request_id, request.path, [memoryview(body), *tensors])
         if reply.error is not None:
             raise error_from_info(reply.error)
         assert reply.staged is not None
         return reply.staged
 
     async def close(self) -> None:
-        """End the worker; what it is doing fails."""
-        process = self._process
-        if process is not None and process.returncode is None:
-            assert process.stdin is not None
-            process.stdin.close()
-        await self._stop(_CLOSE_SECONDS)
+        """End the workers; what they are doing fails."""
+        await asyncio.gather(self._local.close(), self._remote.close())
 
-    async def _ask(self, request: StageRequest, pieces: Sequence[memoryview]) -> StageReply:
-        try:
-            async with asyncio.timeout(self._timeout_seconds):
-                return await self._exchange(request.request_id, pieces)
-        except TimeoutError as error:
-            await self._stop(0.0)
-            raise AdapterLoadError(
-                f"staging {request.path} took longer than {self._timeout_seconds:g} s"
-            ) from error
-        except msgspec.DecodeError as error:
-            await self._stop(0.0)
-            raise AdapterLoadError(
-                f"the staging worker gave no readable answer about {request.path}"
-            ) from error
-        except (OSError, asyncio.IncompleteReadError) as error:
-            status = await self._stop(_EXIT_SECONDS)
-            raise AdapterLoadError(
-                f"the staging worker died (exit status {status}) while it read {request.path}"
-            ) from error
-        except asyncio.CancelledError:
-            # Its answer would be taken for that of the next request.
-            await self._stop(0.0)
-            raise
-
-    async def _exchange(self, request_id: int, pieces: Sequence[memoryview]) -> StageReply:
-        """`pieces` are the encoded request and what follows it."""
-        process = await self._running()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(_LENGTH.pack(pieces[0].nbytes))
-        for piece in pieces:
-            for start in range(0, piece.nbytes, _CHUNK_BYTES):
-                process.stdin.write(piece[start : start + _CHUNK_BYTES])
-                await process.stdin.drain()
-        (length,) = _LENGTH.unpack(await process.stdout.readexactly(_LENGTH.size))
-        if length > _MAX_REPLY_BYTES:
-            raise msgspec.DecodeError(f"an answer of {length} bytes")
-        reply = msgspec.msgpack.decode(await process.stdout.readexactly(length), type=StageReply)
-        if reply.request_id != request_id:
-            raise msgspec.DecodeError("an answer to another request")
-        return reply
-
-    async def _running(self) -> asyncio.subprocess.Process:
-        if self._process is None or self._process.returncode is not None:
-            await self._stop(0.0)
-            self._process = await asyncio.create_subprocess_exec(
-                *self._command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                start_new_session=True,  # a Ctrl-C in the terminal is for serving alone
-            )
-            assert self._process.stderr is not None
-            self._log_task = asyncio.create_task(_log_lines(self._process.stderr))
-        return self._process
-
-    async def _stop(self, grace_seconds: float) -> int | None:
-        """Wait for the process to end, kill it after the grace, and reap it; its exit status."""
-        process, self._process = self._process, None
-        log_task, self._log_task = self._log_task, None
-        if process is None:
-            return None
-        try:
-            async with asyncio.timeout(grace_seconds):
-                status = await process.wait()
-        except TimeoutError:
-            if process.returncode is None:
-                process.kill()
-            status = await process.wait()
-        if log_task is not None:
-            await log_task
-        return status
-
-
-async def _log_lines(stream: asyncio.StreamReader) -> None:
-    """What the worker writes to stderr, until it ends."""
-    while chunk := await stream.read(_LOG_BYTES):
-        for line in chunk.decode(errors="replace").splitlines():
-            logger.warning("staging worker: %s", line)
+    def _limits(self, max_rank: int) -> StagingLimits:
+        return StagingLimits(max_rank=max_rank, max_file_bytes=self._policy.max_bytes)

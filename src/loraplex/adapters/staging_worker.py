@@ -9,13 +9,17 @@ import logging
 import os
 import struct
 import sys
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 
+from loraplex.adapters.sources.fetch import local_path
+from loraplex.adapters.sources.reference import SourceKind, parse
 from loraplex.adapters.stage import stage
-from loraplex.adapters.staged import StageReply, StageRequest
+from loraplex.adapters.staged import StagedAdapter, StageReply, StageRequest
 from loraplex.core.errors import InternalError, InvalidAdapterError, LoraplexError
 
 logger = logging.getLogger(__name__)
@@ -39,7 +43,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
 def answer(request: StageRequest, tensors: Sequence[bytes] = ()) -> StageReply:
     """What became of a request; every error is in the reply."""
     try:
-        return StageReply(request_id=request.request_id, staged=stage(request, tensors))
+        return StageReply(request_id=request.request_id, staged=_staged(request, tensors))
     except LoraplexError as error:
         info = error.to_info()
     except (MemoryError, RecursionError) as error:
@@ -49,6 +53,24 @@ def answer(request: StageRequest, tensors: Sequence[bytes] = ()) -> StageReply:
         logger.exception("staging %s failed", request.path)
         info = InternalError(f"staging {request.path} failed: {error}").to_info()
     return StageReply(request_id=request.request_id, error=info)
+
+
+def _staged(request: StageRequest, tensors: Sequence[bytes]) -> StagedAdapter:
+    """Fetch the adapter, unless it is here, and stage it."""
+    if request.tensors is not None:
+        return stage(request, tensors)
+    started = time.perf_counter()
+    place = str(local_path(request.path, request.policy, Path(request.state_dir)))
+    fetched = time.perf_counter() - started
+    if parse(request.path).kind is SourceKind.LOCAL:
+        return stage(msgspec.structs.replace(request, path=place))
+    try:
+        staged = stage(msgspec.structs.replace(request, path=place))
+    except LoraplexError as error:
+        # Whoever asked knows the source, not where its copy lies.
+        message = error.message.replace(place, str(parse(request.path)))
+        raise type(error)(message, param=error.param) from error
+    return msgspec.structs.replace(staged, seconds={"fetch": fetched, **staged.seconds})
 
 
 def _read(stream: BinaryIO) -> StageRequest | None:

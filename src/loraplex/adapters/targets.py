@@ -52,7 +52,8 @@ def targets_of(row: NormalRow, shapes: BaseShapes, max_rank: int) -> Iterator[Lo
         case RowKind.MAGNITUDE:
             # With a bias the layer's factor comes with a shift, which takes the bias back out.
             num_vectors = 2 if row.module in shapes.biased_modules else 1
-            yield from _vector(row, TargetPart.FACTOR, "magnitude", piece // 2, num_vectors)
+            (name,) = row.tensors
+            yield from _vector(row, TargetPart.FACTOR, name, piece // 2, num_vectors)
         case RowKind.BIAS:
             yield from _vector(row, TargetPart.BIAS, "bias", piece)
         case RowKind.FULL:

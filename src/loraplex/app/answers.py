@@ -35,10 +35,15 @@ class Generated:
     prompt: Prompt
     prompt_token_ids: tuple[int, ...]
     completions: tuple[Completion, ...]
-    adapter: ResolvedAdapter | None
-    """The very adapter that answered, with its digest; None for the base."""
+    adapters: tuple[ResolvedAdapter, ...]
+    """The very adapters that answered, with digests and scales; empty for the base."""
     timing: RequestTiming
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+
+    @property
+    def adapter(self) -> ResolvedAdapter | None:
+        """The one of `adapters`, or the first of several; None for the base."""
+        return self.adapters[0] if self.adapters else None
 
     @property
     def text(self) -> str:
@@ -69,7 +74,7 @@ def collect(prompt: Prompt, outputs: Sequence[RequestOutput], n: int) -> Generat
         completions=tuple(
             _completion([piece for piece in pieces if piece.index == index]) for index in range(n)
         ),
-        adapter=last.adapters[0] if last.adapters else None,
+        adapters=last.adapters,
         timing=last.timing,
         prompt_logprobs=next((values for values in prompt_logprobs if values is not None), None),
     )

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 from loraplex.adapters.shapes import BaseShapes
+from loraplex.adapters.sources.policy import client_policy
 from loraplex.adapters.staging import StagingWorker
 from loraplex.adapters.store import AdapterStore
 from loraplex.app.launch import EngineLauncher
@@ -27,7 +28,7 @@ def build_service(config: Config, launch: EngineLauncher, metrics: RequestMetric
 
     It holds the state directory until the service is closed.
     """
-    clock = SystemClock()
+    clock, policy = SystemClock(), client_policy(config)
     state_dir = _made(state_directory(config.server.state_dir))
     persists = config.server.persist_adapters
     store = AdapterStore.open(state_dir) if persists else AdapterStore.in_memory(state_dir)
@@ -39,7 +40,8 @@ def build_service(config: Config, launch: EngineLauncher, metrics: RequestMetric
     except BaseException:
         store.close()
         raise
-    return Service(models, StagingWorker(state_dir), metrics, clock)
+    worker = StagingWorker(state_dir, policy=policy)
+    return Service(models, worker, metrics, clock, config.server.adapter_watch_seconds)
 
 
 def _served_model(
@@ -68,14 +70,14 @@ def _served_model(
         tokenizer=tokenizer,
         chat_template=_chat_template(folder, model.chat_template, tokenizer),
         eos_token_ids=eos_token_ids,
-        shapes=_base_shapes(decoder),
+        shapes=base_shapes(decoder),
         config=model,
         store=store,
         engine=engine,
     )
 
 
-def _base_shapes(config: DecoderConfig) -> BaseShapes:
+def base_shapes(config: DecoderConfig) -> BaseShapes:
     biased = {
         "q_proj": config.qkv_bias,
         "k_proj": config.qkv_bias,

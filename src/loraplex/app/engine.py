@@ -25,6 +25,7 @@ from loraplex.execution.adapter_loader import FileAdapterLoader
 from loraplex.execution.host_adapters import HostAdapters
 from loraplex.execution.loading import load_runner
 from loraplex.execution.sizing import RunnerSettings
+from loraplex.memory.eviction import EVICTION_POLICIES
 from loraplex.scheduling.settings import SchedulerSettings
 from loraplex.serving.engine_link import EngineLink, LinkFactory, ThreadLink
 
@@ -36,7 +37,7 @@ def build_engine(model: ModelConfig) -> Engine:
     if model.num_threads is not None:
         torch.set_num_threads(model.num_threads)
     host_adapters = HostAdapters()
-    runner = load_runner(Path(model.path), _runner_settings(model), host_adapters)
+    runner = load_runner(Path(model.path), runner_settings(model), host_adapters)
     loader = FileAdapterLoader(host_adapters, runner.prepare_adapter)
     try:
         return engine_of(
@@ -45,6 +46,7 @@ def build_engine(model: ModelConfig) -> Engine:
             SystemClock(),
             _scheduler_settings(model),
             adapter_host_bytes=model.lora_host_bytes,
+            eviction_policy=EVICTION_POLICIES[model.lora_eviction_policy],
         )
     except ConfigError:
         loader.close()
@@ -79,7 +81,8 @@ def engine_thread(model: ModelConfig) -> LinkFactory:
     return start
 
 
-def _runner_settings(model: ModelConfig) -> RunnerSettings:
+def runner_settings(model: ModelConfig) -> RunnerSettings:
+    """What a configuration means for the engine's runner."""
     return RunnerSettings(
         dtype=model.dtype,
         kv_dtype=model.kv_dtype,
@@ -92,7 +95,11 @@ def _runner_settings(model: ModelConfig) -> RunnerSettings:
         block_size=model.block_size,
         kv_cache_bytes=model.kv_cache_bytes,
         max_lora_rank=model.max_lora_rank,
+        optimal_lora_rank=model.optimal_lora_rank,
         lora_device_bytes=model.lora_device_bytes,
+        lora_device_fraction=model.lora_device_fraction,
+        memory_bytes=model.memory_bytes,
+        kv_cache_fraction=model.kv_cache_fraction,
     )
 
 
@@ -108,7 +115,12 @@ def _scheduler_settings(model: ModelConfig) -> SchedulerSettings:
         max_queue_size=model.max_queue_size,
         max_queue_delay_ns=model.max_queue_delay_microseconds * 1000,
         enable_prefix_cache=model.enable_prefix_cache,
+        adapter_ttl_ns=_nanoseconds(model.lora_ttl_seconds),
     )
+
+
+def _nanoseconds(seconds: float | None) -> int | None:
+    return None if seconds is None else int(seconds * 1e9)
 
 
 def main() -> None:

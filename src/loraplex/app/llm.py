@@ -8,6 +8,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, Literal, TypeVar
 
+from loraplex.app.adapter_names import Adapter, adapter_choices
 from loraplex.app.answers import Completion, Generated, Prompt, collect
 from loraplex.app.builder import build_service
 from loraplex.app.engine import engine_thread
@@ -37,6 +38,7 @@ from loraplex.serving.adapter_cards import (
     UnloadMode,
     VersionCard,
 )
+from loraplex.serving.compare import Compared, compare, comparison_requests
 from loraplex.serving.request_metrics import RequestMetrics
 
 __all__ = ["LLM", "Completion", "Generated", "Prompt"]
@@ -113,7 +115,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        adapter: str | Sequence[str | None] | None = None,
+        adapter: Adapter | Sequence[Adapter | None] | None = None,
         lora_task_id: int | Sequence[int | None] | None = None,
         lora_weights: Any = None,
         lora_config: Any = None,
@@ -122,18 +124,38 @@ class LLM:
         """Answer prompts together, in their order.
 
         Each argument is one for all prompts, or a list with one per prompt; no adapter is the base
-        model. `lora_task_id`, `lora_weights` and `lora_config` are TensorRT-LLM's, the latter two
-        arrays of numpy or torch: they register the adapter, later its id alone means it. Raises
-        the first error, in the order of the prompts, after all have ended.
+        model, {"fr": 0.7, "legal": 0.3} two at once. `lora_task_id`, `lora_weights` and
+        `lora_config` are TensorRT-LLM's, the latter two arrays of numpy or torch: they register the
+        adapter, later its id alone means it. Raises the first error, in the order of the prompts,
+        after all have ended.
         """
         listed = as_prompts(prompts)
         if sampling_params is None:
             sampling_params = SamplingParams()
         params = per_prompt("sampling_params", sampling_params, len(listed))
-        names = per_prompt("adapter", adapter, len(listed))
+        adapters = [adapter_choices(a) for a in per_prompt("adapter", adapter, len(listed))]
         arrays = lora_arrays(lora_task_id, lora_weights, lora_config, len(listed))
         policy = _load_policy(load_lora_weights)
-        return self._wait(self._generate_all(listed, params, names, arrays, policy))
+        return self._wait(self._generate_all(listed, params, adapters, arrays, policy))
+
+    def compare(
+        self,
+        prompt: Prompt,
+        adapters: Sequence[Adapter | None],
+        sampling_params: SamplingParams | None = None,
+    ) -> list[Compared]:
+        """Answer one prompt with each of the adapters in one batch; None is the base model.
+
+        Greedy, if nothing else is said; else all draw with one seed. In the place of an adapter
+        that fails stands its error. Where None is among them, each answer tells where it leaves
+        the base's.
+        """
+        sampling = SamplingParams(temperature=0.0) if sampling_params is None else sampling_params
+        [listed] = as_prompts([prompt])
+        request = self._request(listed, sampling, (), LoadPolicy.AUTO)
+        choices = [adapter_choices(adapter) for adapter in adapters]
+        requests = comparison_requests(self._service, request, choices)
+        return self._wait(compare(self._service, requests, LOCAL))
 
     def add_adapter(
         self,
@@ -200,12 +222,12 @@ class LLM:
         self,
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams],
-        names: Sequence[str | None],
+        adapters: Sequence[tuple[AdapterChoice, ...]],
         arrays: Sequence[LoraArrays],
         policy: LoadPolicy,
     ) -> list[Generated]:
         answers = await asyncio.gather(
-            *map(self._generate, prompts, params, names, arrays, itertools.repeat(policy)),
+            *map(self._generate, prompts, params, adapters, arrays, itertools.repeat(policy)),
             return_exceptions=True,
         )
         for answer in answers:
@@ -217,19 +239,15 @@ class LLM:
         self,
         prompt: Prompt,
         params: SamplingParams,
-        name: str | None,
+        adapters: tuple[AdapterChoice, ...],
         arrays: LoraArrays,
         policy: LoadPolicy,
     ) -> Generated:
-        key = await self._key(name, arrays)
-        request = GenerateRequest(
-            request_id=self._service.new_request_id(),
-            model=self._model,
-            prompt=prompt if isinstance(prompt, str) else tuple(prompt),
-            sampling=params,
-            adapters=() if key is None else (AdapterChoice(key),),
-            load_policy=policy,
-        )
+        key = await self._key(arrays)
+        if key is not None and adapters:
+            raise InvalidRequestError("adapter and lora_task_id or lora_weights name two adapters")
+        choices = adapters if key is None else (AdapterChoice(key),)
+        request = self._request(prompt, params, choices, policy)
         stream = await self._service.generate(request, LOCAL)
         try:
             outputs = [output async for output in stream]
@@ -237,22 +255,33 @@ class LLM:
             await close_outputs(stream)
         return collect(prompt, outputs, params.n)
 
-    async def _key(self, name: str | None, arrays: LoraArrays) -> AdapterKey | None:
-        """Which adapter; one that came along is registered first."""
-        if arrays.tensors is None and arrays.task_id is None:
-            return None if name is None else ByName(name)
-        if name is not None:
-            raise InvalidRequestError("adapter and lora_task_id or lora_weights name two adapters")
+    def _request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        adapters: tuple[AdapterChoice, ...],
+        policy: LoadPolicy,
+    ) -> GenerateRequest:
+        return GenerateRequest(
+            request_id=self._service.new_request_id(),
+            model=self._model,
+            prompt=prompt if isinstance(prompt, str) else tuple(prompt),
+            sampling=params,
+            adapters=adapters,
+            load_policy=policy,
+        )
+
+    async def _key(self, arrays: LoraArrays) -> AdapterKey | None:
+        """What arrays or a task id mean; an adapter that came along is registered first."""
         if arrays.tensors is None:
-            assert arrays.task_id is not None
-            return ByTaskId(arrays.task_id)
+            return None if arrays.task_id is None else ByTaskId(arrays.task_id)
         weights, config = arrays.tensors
         return await self._service.add_adapter_tensors(
             LOCAL, model=self._model, task_id=arrays.task_id, weights=weights, config=config
         )
 
     async def _add_arrays(self, arrays: LoraArrays) -> AdapterDetails:
-        key = await self._key(None, arrays)
+        key = await self._key(arrays)
         assert key is not None
         ref = AdapterRef(self._model, DEFAULT_TENANT, key)
         return await self._service.describe_adapter(LOCAL, ref)
@@ -335,5 +364,7 @@ def _config(
             Layer("argument of LLM", {"models": {model: values}}),
             Layer("argument of LLM", {"server": {"state_dir": os.fspath(state_dir)}}),
             Layer("LLM", {"server": {"persist_adapters": False}}),
+            # Whoever calls a library could as well fetch it themselves.
+            Layer("LLM", {"server": {"allowed_adapter_hosts": ["*"]}}),
         ]
     )

@@ -1,7 +1,7 @@
 """The arguments of the library's `generate`: prompts, and one value for all or one for each."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -32,7 +32,7 @@ def _as_prompt(item: Any) -> Prompt:
 
 
 def per_prompt(name: str, value: Any, count: int) -> list[Any]:
-    if value is None or isinstance(value, str | SamplingParams):
+    if value is None or isinstance(value, str | Mapping | SamplingParams):
         return [value] * count
     values = list(value)
     if len(values) != count:

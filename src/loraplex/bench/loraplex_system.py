@@ -1,6 +1,7 @@
 """loraplex itself as a system of a comparison: `loraplex serve`, spoken to as OpenAI's is."""
 
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -50,7 +51,7 @@ class LoraplexSystem:
         adapter_dir, state_dir = setup.work / "adapters", setup.work / "state"
         adapter_dir.mkdir()
         for adapter in setup.adapters:
-            (adapter_dir / adapter.name).symlink_to(adapter.path, target_is_directory=True)
+            _link(adapter.path, adapter_dir / adapter.name)
         flags = [
             *_FLAGS[self.weight_bits],
             "--no-prefix-cache",
@@ -69,6 +70,19 @@ class LoraplexSystem:
 
         await process.wait_until(is_ready, _START_SECONDS)
         return RunningLoraplex(process, setup, _read(setup.log))
+
+
+def _link(folder: Path, place: Path) -> None:
+    """The same files under another folder's name; copies, across file systems.
+
+    No symbolic link: a server does not follow one out of its folder of adapters.
+    """
+    place.mkdir()
+    for file in folder.iterdir():
+        try:
+            (place / file.name).hardlink_to(file)
+        except OSError:
+            shutil.copyfile(file, place / file.name)
 
 
 def _memory_flags(setup: Setup, weight_bits: int) -> list[str]:

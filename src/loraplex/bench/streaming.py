@@ -23,10 +23,14 @@ _MAX_ERROR_LENGTH = 300
 class StreamingClient:
     """One connection pool to one server."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, reuses_connections: bool = True) -> None:
+        """reuses_connections: False for a server that closes them when it likes."""
+        headers = {"content-type": "application/json"}
+        if not reuses_connections:
+            headers["connection"] = "close"
         self._http = httpx.AsyncClient(
             base_url=url,
-            headers={"content-type": "application/json"},
+            headers=headers,
             timeout=httpx.Timeout(_READ_SECONDS, connect=_CONNECT_SECONDS),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
             # A proxy of the environment would be measured along with the server.

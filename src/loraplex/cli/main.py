@@ -6,8 +6,10 @@ import typer
 
 from loraplex.cli import adapters
 from loraplex.cli.bench_group import bench_app
+from loraplex.cli.compare import compare
 from loraplex.cli.convert import convert_lora, extract_lora
 from loraplex.cli.generate import generate
+from loraplex.cli.plan import plan
 from loraplex.cli.serve import serve
 from loraplex.core.version import __version__
 
@@ -21,6 +23,8 @@ app = typer.Typer(
 )
 app.command()(serve)
 app.command()(generate)
+app.command()(compare)
+app.command()(plan)
 app.command()(convert_lora)
 app.command()(extract_lora)
 app.add_typer(bench_app, name="bench")

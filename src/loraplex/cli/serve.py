@@ -49,6 +49,52 @@ def serve(
             rich_help_panel=_LORA,
         ),
     ] = None,
+    lora_root: Annotated[
+        str | None,
+        typer.Option(
+            help="Every adapter below it is called by its path in it.", rich_help_panel=_LORA
+        ),
+    ] = None,
+    multi_lora: Annotated[
+        str | None,
+        typer.Option(help="A JSON file: {NAME: PATH} of adapters.", rich_help_panel=_LORA),
+    ] = None,
+    adapter_watch_seconds: Annotated[
+        float | None,
+        typer.Option(
+            help="How often adapter folders are looked at; 0: at the start only [5].",
+            rich_help_panel=_LORA,
+        ),
+    ] = None,
+    allowed_adapter_roots: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Folders that clients may load adapters from; repeatable.", rich_help_panel=_LORA
+        ),
+    ] = None,
+    allowed_adapter_hosts: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Hosts that clients may load adapters from: huggingface.co, s3://bucket; "
+            "repeatable.",
+            rich_help_panel=_LORA,
+        ),
+    ] = None,
+    allow_private_addresses: Annotated[
+        bool | None,
+        typer.Option(
+            "--allow-private-addresses/--no-allow-private-addresses",
+            help="Adapters may come from private addresses [off].",
+            rich_help_panel=_LORA,
+        ),
+    ] = None,
+    max_adapter_bytes: Annotated[
+        str | None, typer.Option(help="Largest adapter [4GiB].", rich_help_panel=_LORA)
+    ] = None,
+    fetched_adapters_bytes: Annotated[
+        str | None,
+        typer.Option(help="Kept of fetched adapters [16GiB].", rich_help_panel=_LORA),
+    ] = None,
     max_lora_rank: Annotated[
         int | None,
         typer.Option(

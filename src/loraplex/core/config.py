@@ -31,6 +31,7 @@ _INT64_MAX = 2**63 - 1
 _SLEEPING_THREADS = ("OMP_WAIT_POLICY", "PASSIVE")
 
 _OF_ONE_MODEL = ("path", "adapters", "adapter_dirs")
+_LISTS = ("allowed_adapter_roots", "allowed_adapter_hosts")
 _CHOICES = {
     "dtype": ("auto", "float32", "float16", "bfloat16"),
     "kv_dtype": ("auto", "float32", "float16", "bfloat16", "int8"),
@@ -57,6 +58,9 @@ _MINIMUM = {
     "weights_cache_bytes": 1,
     "num_threads": 1,
     "max_body_bytes": 1,
+    "max_adapter_bytes": 1,
+    "fetched_adapters_bytes": 0,
+    "adapter_watch_seconds": 0,
     "shutdown_seconds": 0,
 }
 
@@ -107,10 +111,10 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Tokens in one step, prompts and outputs together."""
     block_size: int = 16
     kv_cache_bytes: int | None = None
-    """None: kv_cache_fraction, if the device's memory is known; else room for max_num_seqs sequences
-    of max_model_len, at most 2 GiB."""
+    """None: kv_cache_fraction, if the device's memory is known; else room for max_num_seqs
+    sequences of max_model_len, at most 2 GiB."""
     memory_bytes: int | None = None
-    """What the device may hold: weights, KV cache and adapters; None: on a CPU unknown, else all."""
+    """What the device may hold: weights, KV cache, adapters; None: on a CPU unknown, else all."""
     kv_cache_fraction: float = 0.9
     """Of the device's memory that the weights leave."""
     enable_prefix_cache: bool = True
@@ -140,6 +144,10 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     adapters: dict[str, AdapterConfig] = {}
     adapter_dirs: tuple[str, ...] = ()
     """Every sub-folder that holds an adapter is one of that name."""
+    lora_root: str = ""
+    """A folder whose adapters, at any depth, are called by their path in it, as llgtrt has it."""
+    multi_lora: str = ""
+    """A JSON file of names and paths, as Triton's vLLM backend has it (multi_lora.json)."""
 
 
 class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -154,6 +162,18 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Staged adapters, and which names they have; empty: the user's state directory."""
     persist_adapters: bool = True
     """Adapters that were loaded over the API are there after a restart."""
+    allowed_adapter_roots: tuple[str, ...] = ()
+    """Folders that clients may load adapters from, beside the configured ones; empty: on loopback
+    all, elsewhere no more."""
+    allowed_adapter_hosts: tuple[str, ...] = ()
+    """Hosts that clients may load adapters from: huggingface.co, *.example.org, s3://bucket, *."""
+    allow_private_addresses: bool = False
+    """Adapters may come from hosts at loopback and private addresses."""
+    max_adapter_bytes: int = 4 << 30
+    fetched_adapters_bytes: int = 16 << 30
+    """Kept of what was fetched; what was used longest ago goes first."""
+    adapter_watch_seconds: float = 5.0
+    """How often configured folders are looked at for changes; 0: only at the start."""
     log_level: str = "info"
     shutdown_seconds: float = 30.0
     """How long running requests may finish after a stop was asked for."""
@@ -314,7 +334,7 @@ class _MergedLayers:
         if isinstance(value, Mapping):  # an empty one takes nothing away
             table.setdefault(path[-1], {})
         else:
-            table[path[-1]] = self._parse_bytes(path, value)
+            table[path[-1]] = self._parse_bytes(path, _listed(path[-1], value))
 
     def config(self) -> Config:
         # Table by table: msgspec does not say which entry of a dictionary is wrong.
@@ -373,6 +393,13 @@ class _MergedLayers:
         below = (source for keys, source in self._sources.items() if keys[: len(path)] == path)
         source = self._sources.get(path) or next(below, "configuration")
         return ConfigError(f"{source}: {'.'.join(path)}: {text}")
+
+
+def _listed(field: str, value: Any) -> Any:
+    """A variable tells a list with commas."""
+    if field in _LISTS and isinstance(value, str):
+        return [item.strip() for item in value.split(",") if item.strip()]
+    return value
 
 
 def _problem(field: str, value: Any) -> str | None:

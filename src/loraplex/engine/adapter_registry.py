@@ -1,10 +1,11 @@
 """The engine's adapters by digest and by handle, and the way from a handle to its file."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from loraplex.core.adapter import AdapterHandle, AdapterSource, AdapterUse, Residency
 from loraplex.core.errors import AdapterNotFoundError
 from loraplex.core.plan import PageGeometry
+from loraplex.core.stats import AdapterActivity
 from loraplex.engine.runner import AdapterLoader
 from loraplex.memory.adapter_cache import AdapterCache
 from loraplex.memory.adapter_pages import place
@@ -62,6 +63,7 @@ class AdapterRegistry:
     def forget(self, digest: str) -> None:
         """Unregister a digest now, or as soon as nothing needs it. No change if it is unknown."""
         if digest in self._handles and not self.unregister(digest):
+            self._cache.release(self._handles[digest])
             self._leaving.add(digest)
 
     def forget_unneeded(self) -> None:
@@ -69,10 +71,25 @@ class AdapterRegistry:
         for digest in list(self._leaving):
             self.unregister(digest)
 
-    def residency(self) -> dict[str, Residency]:
-        """Of every digest that is not absent."""
-        found = {digest: self._cache.residency(handle) for digest, handle in self._handles.items()}
-        return {digest: at for digest, at in found.items() if at is not Residency.ABSENT}
+    def activity(
+        self, running: Mapping[AdapterHandle, int], waiting: Mapping[AdapterHandle, int]
+    ) -> AdapterActivity:
+        """running, waiting: how many sequences need each adapter."""
+        digests = {handle: digest for digest, handle in self._handles.items()}
+        residency = {handle: self._cache.residency(handle) for handle in digests}
+        return AdapterActivity(
+            residency={
+                digests[handle]: where
+                for handle, where in residency.items()
+                if where is not Residency.ABSENT
+            },
+            running={digests[handle]: number for handle, number in running.items()},
+            waiting={digests[handle]: number for handle, number in waiting.items()},
+            held=tuple(digest for handle, digest in digests.items() if self._cache.is_held(handle)),
+        )
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._handles
 
     def require_resident(
         self, uses: Iterable[AdapterUse], is_preloading: Callable[[AdapterHandle], bool]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from loraplex.core.adapter import AdapterHandle, AdapterSource, Residency
+from loraplex.core.adapter import AdapterHandle, AdapterSource
 from loraplex.core.clock import Clock
 from loraplex.core.errors import (
     InvalidRequestError,
@@ -22,10 +22,11 @@ from loraplex.core.output import EngineOutput
 from loraplex.core.plan import Capacity, StepPlan
 from loraplex.core.request import EngineRequest, RequestId
 from loraplex.core.sequence import Sequence, SequenceGroup
-from loraplex.core.stats import EngineStats, StepRecord
+from loraplex.core.stats import AdapterActivity, EngineStats, StepRecord
 from loraplex.engine.adapter_registry import AdapterRegistry
 from loraplex.engine.runner import AdapterLoader, Runner
 from loraplex.memory.adapter_cache import AdapterCache
+from loraplex.memory.eviction import LRUPolicy, NewEvictionPolicy
 from loraplex.memory.kv_blocks import KVBlocks
 from loraplex.scheduling.policy import Policy
 from loraplex.scheduling.scheduler import Scheduler
@@ -91,9 +92,23 @@ class Engine:
         """unregister_adapter, now or as soon as no request needs it. An unknown one is fine."""
         self._adapters.forget(digest)
 
-    def residency(self) -> dict[str, Residency]:
-        """Where the adapters are, by digest; those that are absent are left out."""
-        return self._adapters.residency()
+    def adapter_activity(self) -> AdapterActivity:
+        """Where the adapters are, and for whom."""
+        return self._adapters.activity(
+            self._scheduler.num_running_by_adapter(), self._scheduler.num_waiting_by_adapter()
+        )
+
+    def hold_adapter(self, digest: str) -> None:
+        """Keep an adapter on the device, and bring it there.
+
+        Raises AdapterNotFoundError, or AdapterTooLargeError if others would then lack room.
+        """
+        self._scheduler.hold(self._adapters.handle(digest))
+
+    def release_adapter(self, digest: str) -> None:
+        """Undo hold_adapter. An unknown one is fine."""
+        if digest in self._adapters:
+            self._scheduler.release(self._adapters.handle(digest))
 
     def preload(self, digest: str) -> None:
         """Bring an adapter to the device ahead of requests, as soon as no request wants the room.
@@ -143,6 +158,10 @@ class Engine:
         poll_ns = self._clock.now_ns() + LOAD_POLL_NS
         return poll_ns if wake_ns is None else min(wake_ns, poll_ns)
 
+    def next_expiry_ns(self) -> int | None:
+        """When to call `step` so that an idle adapter may leave; None: none would."""
+        return self._scheduler.next_expiry_ns()
+
     @property
     def is_idle(self) -> bool:
         """No request, load or copy is unfinished, and there is nothing left to say."""
@@ -179,7 +198,7 @@ class Engine:
     def _poll_loads(self) -> None:
         for load in self._loader.poll():
             if load.error is None:
-                self._scheduler.loaded(load.handle)
+                self._scheduler.loaded(load.handle, load.load_ns)
             else:
                 self._scheduler.load_failed(load.handle, load.error)
 
@@ -221,12 +240,14 @@ def build_engine(
     settings: SchedulerSettings | None = None,
     *,
     adapter_host_bytes: int,
+    eviction_policy: NewEvictionPolicy = LRUPolicy,
     policy: Policy | None = None,
 ) -> Engine:
     """An engine around a runner: its pools are as large as Runner.capacity() says.
 
-    `adapter_host_bytes` bounds the host tier of adapters. Raises ConfigError if the settings do
-    not suit the runner.
+    `adapter_host_bytes` bounds the host tier of adapters; `eviction_policy` says which of them
+    leave a full tier first, `policy` which requests come first. Raises ConfigError if the settings
+    do not suit the runner.
     """
     capacity = runner.capacity()
     settings = settings or SchedulerSettings()
@@ -234,7 +255,10 @@ def build_engine(
         capacity.num_blocks, capacity.block_size, prefix_caching=settings.enable_prefix_cache
     )
     cache = AdapterCache(
-        adapter_host_bytes, capacity.num_adapter_pages, keeps_host_copy=capacity.keeps_host_copy
+        adapter_host_bytes,
+        capacity.num_adapter_pages,
+        keeps_host_copy=capacity.keeps_host_copy,
+        new_policy=eviction_policy,
     )
     adapters = AdapterRegistry(cache, loader, capacity.page_geometry)
     scheduler = Scheduler(capacity, settings, kv, cache, adapters, clock, policy)

@@ -9,14 +9,17 @@ from loraplex.engine.channel import EngineChannel
 from loraplex.engine.engine import Engine
 from loraplex.engine.messages import (
     AbortRequest,
+    AdapterHeld,
     AdapterRejected,
+    AdaptersTold,
     AddRequest,
-    AskResidency,
+    AskAdapters,
     EngineCommand,
     EngineReady,
+    HoldAdapter,
     PreloadAdapter,
     RegisterAdapter,
-    ResidencyTold,
+    ReleaseAdapter,
     Shutdown,
     StepDone,
     UnregisterAdapter,
@@ -65,7 +68,8 @@ class EngineLoop:
         return True
 
     def _seconds_to_wait(self) -> float | None:
-        wake_ns = self._engine.next_wake_ns()
+        wakes = (self._engine.next_wake_ns(), self._engine.next_expiry_ns())
+        wake_ns = min((wake_ns for wake_ns in wakes if wake_ns is not None), default=None)
         return None if wake_ns is None else max(0, wake_ns - self._clock.now_ns()) / 1e9
 
     def _apply(self, command: EngineCommand) -> None:
@@ -78,10 +82,23 @@ class EngineLoop:
                 self._try(source.digest, lambda: self._engine.register_adapter(source))
             case UnregisterAdapter(digest):
                 self._engine.forget_adapter(digest)
-            case AskResidency(query_id):
-                self._channel.send(ResidencyTold(query_id, self._engine.residency()))
+            case AskAdapters(query_id):
+                activity = self._engine.adapter_activity()
+                self._channel.send(AdaptersTold(query_id, activity, self._engine.stats()))
+            case HoldAdapter(query_id, digest):
+                self._hold(query_id, digest)
+            case ReleaseAdapter(digest):
+                self._engine.release_adapter(digest)
             case PreloadAdapter(digest):
                 self._try(digest, lambda: self._engine.preload(digest))
+
+    def _hold(self, query_id: int, digest: str) -> None:
+        try:
+            self._engine.hold_adapter(digest)
+        except LoraplexError as error:
+            self._channel.send(AdapterHeld(query_id, error.to_info()))
+        else:
+            self._channel.send(AdapterHeld(query_id))
 
     def _try(self, digest: str, action: Callable[[], object]) -> None:
         try:

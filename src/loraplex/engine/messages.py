@@ -6,12 +6,12 @@ the one that took its place.
 
 import msgspec
 
-from loraplex.core.adapter import AdapterSource, Residency
+from loraplex.core.adapter import AdapterSource
 from loraplex.core.errors import ErrorInfo
 from loraplex.core.output import EngineOutput
 from loraplex.core.plan import Capacity
 from loraplex.core.request import EngineRequest, RequestId
-from loraplex.core.stats import EngineStats, StepRecord
+from loraplex.core.stats import AdapterActivity, EngineStats, StepRecord
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add"):
@@ -37,10 +37,23 @@ class UnregisterAdapter(msgspec.Struct, frozen=True, tag="unregister"):
     digest: str
 
 
-class AskResidency(msgspec.Struct, frozen=True, tag="ask_residency"):
-    """Where the adapters are; answered by ResidencyTold with the same number."""
+class AskAdapters(msgspec.Struct, frozen=True, tag="ask_adapters"):
+    """Where the adapters are and for whom; answered by AdaptersTold with the same number."""
 
     query_id: int
+
+
+class HoldAdapter(msgspec.Struct, frozen=True, tag="hold"):
+    """Keep a registered adapter on the device; answered by AdapterHeld with the same number."""
+
+    query_id: int
+    digest: str
+
+
+class ReleaseAdapter(msgspec.Struct, frozen=True, tag="release"):
+    """Undo HoldAdapter. An unknown one is fine."""
+
+    digest: str
 
 
 class PreloadAdapter(msgspec.Struct, frozen=True, tag="preload"):
@@ -58,7 +71,9 @@ EngineCommand = (
     | AbortRequest
     | RegisterAdapter
     | UnregisterAdapter
-    | AskResidency
+    | AskAdapters
+    | HoldAdapter
+    | ReleaseAdapter
     | PreloadAdapter
     | Shutdown
 )
@@ -92,14 +107,21 @@ class AdapterRejected(msgspec.Struct, frozen=True, tag="rejected"):
     error: ErrorInfo
 
 
-class ResidencyTold(msgspec.Struct, frozen=True, tag="residency"):
-    """By digest; what is not named is absent."""
+class AdaptersTold(msgspec.Struct, frozen=True, tag="adapters"):
+    query_id: int
+    activity: AdapterActivity
+    stats: EngineStats = EngineStats()
+    """Of the same moment: an engine that only lets adapters leave tells it nowhere else."""
+
+
+class AdapterHeld(msgspec.Struct, frozen=True, tag="held"):
+    """The answer to HoldAdapter: an error if it is not held."""
 
     query_id: int
-    residency: dict[str, Residency]
+    error: ErrorInfo | None = None
 
 
-EngineEvent = EngineReady | EngineFailed | StepDone | AdapterRejected | ResidencyTold
+EngineEvent = EngineReady | EngineFailed | StepDone | AdapterRejected | AdaptersTold | AdapterHeld
 
 _COMMAND_DECODER = msgspec.msgpack.Decoder(EngineCommand)
 _EVENT_DECODER = msgspec.msgpack.Decoder(EngineEvent)

@@ -55,9 +55,12 @@ def dora_factors(adapter: HostAdapter, base: BaseLinears, device: torch.device) 
             magnitudes.setdefault(key, []).append(part)
     factors = {}
     for key, pieces in magnitudes.items():
+        magnitude = torch.cat([piece.values for piece in pieces]).to(device, torch.float64)
+        if pieces[0].is_quotient:
+            factors[key] = magnitude
+            continue
         weights = [w for w in adapter.weights if (w.target.layer, w.target.module) == key]
         weights.sort(key=lambda weight: weight.target.first)
-        magnitude = torch.cat([piece.values for piece in pieces]).to(device, torch.float64)
         norms = _row_norms(weights, _own_weight(adapter, key), base, device)
         if not bool((norms > 0).all()):
             row = int((norms > 0).logical_not().nonzero()[0])

@@ -36,6 +36,8 @@ class HostPart:
     """Of trained tokens: their ids, [rank] int64."""
     is_base: bool = False
     """Rows that stand for the base's own parameter: what is tied to it changes, too."""
+    is_quotient: bool = False
+    """Of a factor: the magnitudes are divided by the norms already."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

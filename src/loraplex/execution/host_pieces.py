@@ -66,7 +66,9 @@ def _piece(target: LoraTarget, rows: _RowsByPlace) -> HostWeight | HostPart:
             b = _tensor(row, "b")[outputs]
             piece: HostWeight | HostPart = HostWeight(target, _tensor(row, "a"), b, row.scale)
         case TargetPart.FACTOR:
-            piece = HostPart(target, _part_of(row, "magnitude", target), row.scale)
+            is_quotient = "factor" in row.tensors
+            values = _part_of(row, "factor" if is_quotient else "magnitude", target)
+            piece = HostPart(target, values, is_quotient=is_quotient)
         case TargetPart.BIAS:
             piece = HostPart(target, _part_of(row, "bias", target))
         case TargetPart.SHIFT:

@@ -1,5 +1,7 @@
 """Puts a ModelRunner together from a model folder and the operator's settings."""
 
+import functools
+import logging
 from pathlib import Path
 
 import torch
@@ -19,16 +21,20 @@ from loraplex.execution.sizing import (
     choose_device,
     choose_dtype,
     choose_kv_dtype,
-    size_adapter_pool,
-    size_kv,
+    describe_memory,
+    free_bytes,
+    size_memory,
 )
 from loraplex.execution.weight_loading import load_weights
+from loraplex.execution.weight_size import weights_size
 from loraplex.kernels.dispatch import select_kernels
 from loraplex.models.attention import attention_shape
 from loraplex.models.config import DecoderConfig, module_shapes
 from loraplex.models.decoder import Decoder
 from loraplex.models.registry import read_config
 from loraplex.models.rope import RotaryTable
+
+logger = logging.getLogger(__name__)
 
 
 def load_runner(folder: Path, settings: RunnerSettings, host_adapters: HostAdapters) -> ModelRunner:
@@ -44,14 +50,20 @@ def load_parts(folder: Path, settings: RunnerSettings, host_adapters: HostAdapte
     config = read_config(folder)
     device, dtype = choose_device(settings), choose_dtype(settings, config)
     kv_dtype = choose_kv_dtype(settings, dtype)
-    shape = attention_shape(config, settings.block_size)
-    kv_size = size_kv(settings, config, shape, kv_dtype)
-    pool_size = size_adapter_pool(settings, config, dtype)
+    sizes = functools.partial(size_memory, settings, config, dtype=dtype, kv_dtype=kv_dtype)
+    expected_bytes = weights_size(config, dtype, settings.quantization)
+    free = free_bytes(device)
+    # What cannot fit fails before the work.
+    sizes(weights_bytes=expected_bytes, free_bytes=None if free is None else free - expected_bytes)
     kernels = select_kernels(device)
     form = WeightFormat(dtype=dtype, precision=settings.quantization, device=device)
     cache = _weights_cache(settings)
     weights = load_weights(folder, config, kernels, form, cache)
+    size = sizes(weights_bytes=weights.num_bytes, free_bytes=free_bytes(device))
+    kv_size, pool_size = size.kv, size.adapters
+    logger.info("%s", describe_memory(weights.num_bytes, size, settings, config, kv_dtype))
     rotary = RotaryTable(config, kv_size.max_model_len, device)
+    shape = attention_shape(config, settings.block_size)
     kv_cache = KVCache(kv_size.num_blocks, config.num_layers, shape, kv_dtype, kernels)
     decoder = Decoder(config, weights.parameters, rotary, kernels, block_size=settings.block_size)
     return RunnerParts(

@@ -111,8 +111,12 @@ class ModelRunner:
         for row in plan.added:
             self._add_row(row)
         self._kv_cache.copy_blocks(plan.block_copies)
+        copies_start_ns = time.monotonic_ns()
         copies_done, copies_failed = self._copy_adapters(plan.adapter_copies)
+        copy_ns = time.monotonic_ns() - copies_start_ns
         rows, timing = self._run_rows(plan.rows, start_ns) if plan.rows else ((), StepTiming())
+        if copies_done:
+            timing = msgspec.structs.replace(timing, copy_ns=copy_ns)
         return StepResult(plan.step_id, rows, copies_done, copies_failed, timing)
 
     def _add_row(self, row: RowAdded) -> None:

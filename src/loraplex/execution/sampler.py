@@ -6,6 +6,7 @@ index). It does not know the model, the KV storage, or which requests the rows b
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,6 +23,8 @@ from loraplex.execution.philox import Purpose, uniforms
 from loraplex.kernels.ops import Kernels
 from loraplex.kernels.reference import ReferenceKernels
 from loraplex.kernels.sampling import DrawOptions
+
+_NOT_FINITE = "the model gave logits that are NaN or inf"
 
 
 def num_logits_rows(step: RowStep) -> int:
@@ -43,6 +46,8 @@ class _Row:
     added: RowAdded
     token_ids: list[int]
     counts: TokenCounts | None = None  # only of rows with penalties
+    takes_likeliest: bool = False
+    """Whatever the step: its next token is the likeliest, and needs no edit of the logits."""
 
     @property
     def sampling(self) -> SamplingParams:
@@ -111,6 +116,8 @@ class Sampler:
         if row.sampling.has_penalties:
             prompt = row.token_ids[: row.num_prompt_tokens]
             state.counts = TokenCounts(prompt, row.token_ids[row.num_prompt_tokens :])
+        elif row.sampling.is_greedy and not row.sampling.min_tokens:
+            state.takes_likeliest = True
         self._rows[row.slot] = state
 
     def remove_row(self, slot: Slot) -> None:
@@ -123,13 +130,15 @@ class Sampler:
     def sample(self, logits: torch.Tensor, steps: Sequence[RowStep]) -> list[RowResult]:
         """Sample the rows of a step; one result per step row, in their order.
 
-        logits: [S, vocab_size] float32, S = sum of num_logits_rows(step), the rows' positions one
-        after another; changed on the way, but in the end as before. A row with LogitsNeeded.NONE
+        logits: [S, vocab_size], S = sum of num_logits_rows(step), the rows' positions one after
+        another; changed on the way, but in the end as before. A row with LogitsNeeded.NONE
         gives an empty result. A row with ALL samples only if its last position is the newest known
         token; its prompt_logprobs are of the token after each computed position, where it is known.
         A row whose logits are not finite gets a RowFailedError of its own; the others are not
         touched by it.
         """
+        if all(map(self._is_plain, steps)):
+            return self._sample_plain(logits, steps)
         sizes = [num_logits_rows(step) for step in steps]
         firsts = itertools.accumulate(sizes, initial=0)
         assert logits.shape == (sum(sizes), self._vocab_size), "one logits row per wanted position"
@@ -139,6 +148,7 @@ class Sampler:
         ]
         if logits.shape[0] == 0:
             return [RowResult(step.slot) for step in steps]
+        logits = logits.float()
         best_ids, maxima = self._kernels.argmax(logits, np.arange(len(logits)))
         finite = torch.isfinite(maxima).tolist()
         usable = [
@@ -147,11 +157,31 @@ class Sampler:
         good_rows = [r for r, ok in zip(rows, usable, strict=True) if ok]
         sampled = self._sample(logits, best_ids.tolist(), good_rows)
         return [
-            sampled[row.step.slot]
-            if ok
-            else _failed(row, "the model gave logits that are NaN or inf")
+            sampled[row.step.slot] if ok else _failed(row.step.slot, _NOT_FINITE)
             for row, ok in zip(rows, usable, strict=True)
         ]
+
+    def _is_plain(self, step: RowStep) -> bool:
+        """Whether all that the step wants of its row is the likeliest token."""
+        return (
+            step.logits is LogitsNeeded.LAST
+            and step.num_logprobs is None
+            and not step.draft_token_ids
+            and self._rows[step.slot].takes_likeliest
+        )
+
+    def _sample_plain(self, logits: torch.Tensor, steps: Sequence[RowStep]) -> list[RowResult]:
+        """As sample(); of most steps of greedy requests, so it does nothing that is not needed."""
+        assert logits.shape == (len(steps), self._vocab_size), "one logits row per step"
+        best_ids, maxima = self._kernels.argmax(logits, np.arange(len(steps)))
+        results = []
+        for step, token_id, maximum in zip(steps, best_ids.tolist(), maxima.tolist(), strict=True):
+            if math.isfinite(maximum):
+                self._rows[step.slot].token_ids.append(token_id)
+                results.append(RowResult(step.slot, (token_id,)))
+            else:
+                results.append(_failed(step.slot, _NOT_FINITE))
+        return results
 
     def _sample(
         self, logits: torch.Tensor, best_ids: Sequence[int], rows: Sequence[_StepRows]
@@ -171,7 +201,9 @@ class Sampler:
             rows, accepted, logprobs, prompt_logprobs, strict=True
         ):
             if row.samples and not token_ids:
-                results[row.step.slot] = _failed(row, "its parameters leave no token to choose")
+                results[row.step.slot] = _failed(
+                    row.step.slot, "its parameters leave no token to choose"
+                )
                 continue
             row.row.append(token_ids)
             results[row.step.slot] = RowResult(row.step.slot, tuple(token_ids), top, prompt)
@@ -324,6 +356,5 @@ def _wanted_of_prompts(rows: Sequence[_StepRows]) -> list[_WantedLogprob]:
     return wanted
 
 
-def _failed(rows: _StepRows, reason: str) -> RowResult:
-    error = RowFailedError(f"no token could be sampled: {reason}")
-    return RowResult(rows.step.slot, error=error.to_info())
+def _failed(slot: Slot, reason: str) -> RowResult:
+    return RowResult(slot, error=RowFailedError(f"no token could be sampled: {reason}").to_info())

@@ -5,17 +5,18 @@ from pathlib import Path
 
 import torch
 
-from loraplex.core.adapter import LoraTarget
 from loraplex.core.errors import ConfigError
 from loraplex.core.plan import PageGeometry
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.execution.kv_cache import block_bytes
 from loraplex.kernels.ops import AttentionShape
 from loraplex.memory.adapter_pages import (
+    layer_targets,
     page_geometry,
-    pages_for_bytes,
     pages_at_rank,
+    pages_for_bytes,
 )
+from loraplex.models.attention import attention_shape
 from loraplex.models.config import DecoderConfig, module_shapes
 
 _DEFAULT_KV_BYTES = 2 << 30
@@ -42,14 +43,19 @@ class RunnerSettings:
     max_num_seqs: int = 64
     block_size: int = 16
     kv_cache_bytes: int | None = None
-    """None: room for max_num_seqs sequences of max_model_len, at most 2 GiB."""
+    """None: see size_memory."""
     num_blocks: int | None = None
     """Instead of kv_cache_bytes."""
+    memory_bytes: int | None = None
+    """What the device may hold: weights, KV cache and adapters; None: unknown on a CPU, else all
+    that is free."""
+    kv_cache_fraction: float = 0.9
     max_lora_rank: int = 64
     optimal_lora_rank: int = 8
-    """An adapter of this rank on every module takes one page."""
+    """An adapter of this rank on every module fills whole pages."""
     lora_device_bytes: int | None = None
-    """None: 256 MiB, and never less than one adapter of max_lora_rank."""
+    """None: see size_memory; never less than one adapter of max_lora_rank."""
+    lora_device_fraction: float = 0.05
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,6 +69,12 @@ class AdapterPoolSize:
     geometry: PageGeometry
     num_pages: int
     page_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MemorySize:
+    kv: KVSize
+    adapters: AdapterPoolSize
 
 
 def choose_dtype(settings: RunnerSettings, config: DecoderConfig) -> torch.dtype:
@@ -92,6 +104,97 @@ def choose_device(settings: RunnerSettings) -> torch.device:
     return device
 
 
+def size_memory(
+    settings: RunnerSettings,
+    config: DecoderConfig,
+    *,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    weights_bytes: int,
+    free_bytes: int | None = None,
+) -> MemorySize:
+    """What becomes of the device's memory.
+
+    free_bytes: what the device has left beside the weights; None: unknown, as on a CPU. If neither
+    this nor memory_bytes is known, the KV cache has room for max_num_seqs sequences of
+    max_model_len, at most 2 GiB, and the adapters have 256 MiB. Otherwise the KV cache takes its
+    fraction of what the weights leave, and the adapters theirs of what both leave (on a CPU: of
+    memory_bytes). Bytes that were said win. Raises ConfigError if it does not fit.
+    """
+    shape = attention_shape(config, settings.block_size)
+    left = _left(settings, weights_bytes, free_bytes)
+    if left is None:
+        kv = size_kv(settings, config, shape, kv_dtype)
+        return MemorySize(kv, size_adapter_pool(settings, config, dtype))
+    least = smallest_pool_bytes(settings, config, dtype)
+    if settings.kv_cache_bytes is None and settings.num_blocks is None:
+        room = left - (settings.lora_device_bytes or least)
+        share = min(int(settings.kv_cache_fraction * left), room)
+        settings = dataclasses.replace(settings, kv_cache_bytes=max(share, 0))
+    kv = size_kv(settings, config, shape, kv_dtype)
+    kv_bytes = kv.num_blocks * block_bytes(config.num_layers, shape, kv_dtype)
+    if settings.lora_device_bytes is None:
+        whole = settings.memory_bytes if free_bytes is None else left - kv_bytes
+        assert whole is not None
+        share = min(int(settings.lora_device_fraction * whole), left - kv_bytes)
+        settings = dataclasses.replace(settings, lora_device_bytes=max(share, least))
+    pool = size_adapter_pool(settings, config, dtype)
+    pool_bytes = pool.num_pages * pool.page_bytes
+    if kv_bytes + pool_bytes > left:
+        raise ConfigError(
+            f"weights take {weights_bytes} bytes, the KV cache {kv_bytes} and the adapters' pool "
+            f"{pool_bytes}: {weights_bytes + kv_bytes + pool_bytes} together, and the device has "
+            f"{weights_bytes + left} for them",
+            param="memory_bytes",
+        )
+    return MemorySize(kv, pool)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """What the device has left; None: it is the host's memory, which is everybody's."""
+    if device.type == "cpu":
+        return None
+    free, _total = torch.cuda.mem_get_info(device)
+    return int(free)
+
+
+def describe_memory(
+    weights_bytes: int,
+    size: MemorySize,
+    settings: RunnerSettings,
+    config: DecoderConfig,
+    kv_dtype: torch.dtype,
+) -> str:
+    """One line for the log."""
+    shape = attention_shape(config, settings.block_size)
+    kv_bytes = size.kv.num_blocks * block_bytes(config.num_layers, shape, kv_dtype)
+    pool, targets = size.adapters, layer_targets(config.num_layers, module_shapes(config))
+    usual = min(settings.optimal_lora_rank, settings.max_lora_rank)
+    holds = (
+        f"{pool.num_pages // pages_at_rank(targets, rank, pool.geometry)} adapters of rank {rank}"
+        for rank in sorted({usual, settings.max_lora_rank})
+    )
+    return (
+        f"memory: weights {weights_bytes >> 20} MiB; KV cache {kv_bytes >> 20} MiB, "
+        f"{size.kv.num_blocks * settings.block_size} tokens; adapters "
+        f"{pool.num_pages * pool.page_bytes >> 20} MiB, {pool.num_pages} pages of "
+        f"{pool.page_bytes} bytes: {' or '.join(holds)} on all modules"
+    )
+
+
+def _left(settings: RunnerSettings, weights_bytes: int, free_bytes: int | None) -> int | None:
+    """Bytes beside the weights; None: unknown."""
+    if settings.memory_bytes is None:
+        return free_bytes
+    left = settings.memory_bytes - weights_bytes
+    if left <= 0:
+        raise ConfigError(
+            f"memory_bytes {settings.memory_bytes} does not hold the weights, {weights_bytes}",
+            param="memory_bytes",
+        )
+    return left if free_bytes is None else min(left, free_bytes)
+
+
 def size_kv(
     settings: RunnerSettings, config: DecoderConfig, shape: AttentionShape, dtype: torch.dtype
 ) -> KVSize:
@@ -107,7 +210,8 @@ def size_kv(
     needed = per_sequence * block_bytes(config.num_layers, shape, dtype)
     raise ConfigError(
         f"the KV cache holds {held} tokens, max_model_len is {max_model_len}: set kv_cache_bytes "
-        f"to at least {needed}, or a smaller max_model_len",
+        f"to at least {needed}, or a smaller max_model_len"
+        + ("" if settings.memory_bytes is None else ", or a larger memory_bytes"),
         param="kv_cache_bytes",
     )
 
@@ -142,16 +246,9 @@ def size_adapter_pool(
     settings: RunnerSettings, config: DecoderConfig, dtype: torch.dtype
 ) -> AdapterPoolSize:
     """Raises ConfigError if one adapter of max_lora_rank on all modules does not fit."""
-    targets = [
-        LoraTarget(layer, module, settings.max_lora_rank, in_features, out_features)
-        for layer in range(config.num_layers)
-        for module, (in_features, out_features) in module_shapes(config).items()
-    ]
-    max_rank = settings.max_lora_rank
-    optimal_rank = min(settings.optimal_lora_rank, max_rank)
-    geometry = page_geometry(targets, optimal_rank=optimal_rank, max_rank=max_rank)
+    geometry = adapter_geometry(settings, config)
     page_bytes = geometry.page_elements * dtype.itemsize
-    needed = pages_at_rank(targets, max_rank, geometry)
+    needed = _largest_adapter_pages(settings, config, geometry)
     if settings.lora_device_bytes is None:
         default = pages_for_bytes(_DEFAULT_ADAPTER_BYTES, geometry, dtype.itemsize)
         return AdapterPoolSize(geometry, max(default, needed), page_bytes)
@@ -159,7 +256,30 @@ def size_adapter_pool(
     if num_pages < needed:
         raise ConfigError(
             f"lora_device_bytes {settings.lora_device_bytes} does not hold one adapter of rank "
-            f"{max_rank} on all modules: set at least {needed * page_bytes}",
+            f"{settings.max_lora_rank} on all modules: set at least {needed * page_bytes}",
             param="lora_device_bytes",
         )
     return AdapterPoolSize(geometry, num_pages, page_bytes)
+
+
+def adapter_geometry(settings: RunnerSettings, config: DecoderConfig) -> PageGeometry:
+    max_rank = settings.max_lora_rank
+    return page_geometry(
+        layer_targets(config.num_layers, module_shapes(config)),
+        optimal_rank=min(settings.optimal_lora_rank, max_rank),
+        max_rank=max_rank,
+    )
+
+
+def smallest_pool_bytes(settings: RunnerSettings, config: DecoderConfig, dtype: torch.dtype) -> int:
+    """Of one adapter of max_lora_rank on all modules."""
+    geometry = adapter_geometry(settings, config)
+    num_pages = _largest_adapter_pages(settings, config, geometry)
+    return num_pages * geometry.page_elements * dtype.itemsize
+
+
+def _largest_adapter_pages(
+    settings: RunnerSettings, config: DecoderConfig, geometry: PageGeometry
+) -> int:
+    targets = layer_targets(config.num_layers, module_shapes(config))
+    return pages_at_rank(targets, settings.max_lora_rank, geometry)

@@ -1,6 +1,6 @@
 """The field `adapters` of a request, the same in every room: several adapters and their scales.
 
-    ["fr", {"name": "legal", "scale": 0.5}, {"task_id": 7}, {"digest": "9f86...", "scale": -1}]
+["fr", {"name": "legal", "scale": 0.5}, {"task_id": 7}, {"digest": "9f86...", "scale": -1}]
 """
 
 import json
@@ -45,8 +45,9 @@ def read_choice(value: Any, path: str) -> AdapterChoice:
             )
     given = [field for field in _KEYS if value.get(field) is not None]
     if len(given) != 1:
+        found = " and ".join(given) or "none"
         raise InvalidParameterError(
-            f"{path} must have one of name, task_id and digest, got {' and '.join(given) or 'none'}",
+            f"{path} must have one of name, task_id and digest, got {found}",
             param=path,
         )
     [field] = given

@@ -207,9 +207,9 @@ class Kernels(Protocol):
         ...
 
     def argmax(self, logits: torch.Tensor, rows: IntArray) -> tuple[torch.Tensor, torch.Tensor]:
-        """(token ids [n] int64, maxima [n]) of the rows [n] of logits [any, vocab] float32.
+        """(token ids [n] int64, maxima [n] float32) of the rows [n] of logits [any, vocab].
 
-        Of equal logits the lowest id. Where a row has a NaN, its maximum is NaN.
+        Of any dtype. Of equal logits the lowest id. Where a row has a NaN, its maximum is NaN.
         """
         ...
 

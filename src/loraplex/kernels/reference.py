@@ -1,9 +1,9 @@
 """The torch version of every op: correct first, on any device that torch has.
 
 On a CPU it is also batch-invariant: a row's result has the same bits alone and in company. BLAS
-picks its way of summing by the number of rows, so rows go in tiles of one number, and torch
-computes the ends of a chunk of a tensor with other code than its middle, so activations are
-rounded from float64.
+picks its way of summing by the number of rows, so rows are padded to a multiple at which all ways
+agree (float32), or go in tiles of one number (oneDNN's narrow types). And torch computes the ends
+of a chunk of a tensor with other code than its middle, so activations are rounded from float64.
 """
 
 import math
@@ -31,8 +31,8 @@ from loraplex.kernels.quantization import quantize
 from loraplex.kernels.reference_attention import TilePlan, attend, plan_tiles
 from loraplex.kernels.sampling import DrawOptions, IntArray, TopLogprobs
 
-_HOST_QUERY_ROWS = 8
-"""Of float32 attention scores: multiples of it are summed alike (measured for MKL; tests check)."""
+_HOST_ROWS = 8
+"""Of a float32 product: multiples of it are summed alike (measured for MKL; tests check)."""
 
 
 class _Linear(NamedTuple):
@@ -84,6 +84,9 @@ class ReferenceKernels:
 
     def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
         assert isinstance(packed, _Linear)
+        if self._is_host and x.dtype == torch.float32:
+            padded = functional.pad(x, (0, 0, 0, -len(x) % _HOST_ROWS))
+            return functional.linear(padded, packed.weight, packed.bias)[: len(x)]
         tiles = [functional.linear(tile, packed.weight, packed.bias) for tile in fixed_tiles(x)]
         return torch.cat(tiles)[: len(x)]
 
@@ -92,7 +95,8 @@ class ReferenceKernels:
 
     def squared_row_norms(self, packed: PackedLinear) -> torch.Tensor:
         assert isinstance(packed, _Linear)
-        return packed.weight.square().sum(1, dtype=torch.float64)
+        wide = packed.weight.double()
+        return (wide * wide).sum(1)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         wide = x.float()
@@ -150,7 +154,7 @@ class ReferenceKernels:
         self, rows: RowLayout, shape: AttentionShape, sliding_window: int | None
     ) -> AttentionPlan:
         heads_per_kv = shape.num_heads // shape.num_kv_heads
-        multiple = _HOST_QUERY_ROWS if self._is_host else 1
+        multiple = _HOST_ROWS if self._is_host else 1
         query_multiple = multiple // math.gcd(multiple, heads_per_kv)
         return plan_tiles(rows, shape.block_size, sliding_window, query_multiple)
 

@@ -46,7 +46,7 @@ class TopLogprobs:
 def argmax(logits: torch.Tensor, rows: IntArray) -> tuple[torch.Tensor, torch.Tensor]:
     """As Kernels.argmax."""
     maxima, token_ids = logits[torch.from_numpy(rows)].max(-1)
-    return token_ids, maxima
+    return token_ids, maxima.float()
 
 
 def draw_tokens(logits: torch.Tensor, rows: IntArray, options: DrawOptions) -> torch.Tensor:

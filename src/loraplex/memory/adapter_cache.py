@@ -4,15 +4,15 @@ The cache decides; the loader and the runner move bytes, and tell it when they a
 neither names nor files, and takes the time as an argument.
 """
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from loraplex.core.adapter import AdapterHandle, Residency
 from loraplex.core.errors import AdapterTooLargeError, ErrorInfo
 from loraplex.core.plan import PageId
-from loraplex.core.stats import AdapterTierStats, Durations
+from loraplex.core.stats import AdapterTierStats
+from loraplex.memory.adapter_counts import AdapterCounts
 from loraplex.memory.adapter_entry import AdapterEntry, LoadFailure
 from loraplex.memory.adapter_orders import AdapterOrders
 from loraplex.memory.eviction import LRUPolicy, NewEvictionPolicy
@@ -26,26 +26,6 @@ class LoadGrant(NamedTuple):
 
     dropped: tuple[AdapterHandle, ...]
     """Host copies that made room: discard them before the load starts."""
-
-
-@dataclasses.dataclass(slots=True)
-class _Counts:
-    """Since the cache was made."""
-
-    device_hits: int = 0
-    device_misses: int = 0
-    host_hits: int = 0
-    host_misses: int = 0
-    loads: int = 0
-    load_failures: int = 0
-    copies: int = 0
-    host_evictions: int = 0
-    device_evictions: int = 0
-    read_times: Durations = Durations()
-    copy_times: Durations = Durations()
-
-    def fields(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
 
 
 class AdapterCache:
@@ -94,7 +74,7 @@ class AdapterCache:
         self._entries: dict[AdapterHandle, AdapterEntry] = {}
         self._orders = AdapterOrders(new_policy)
         self._num_in: Counter[Residency] = Counter()
-        self._counts = _Counts()
+        self._counts = AdapterCounts()
 
     def register(self, handle: AdapterHandle, num_bytes: int, num_pages: int) -> None:
         """Learn of a new adapter: ABSENT.
@@ -243,8 +223,7 @@ class AdapterCache:
         """LOADING -> HOST, after a load that took so long."""
         entry = self._entries[handle]
         assert entry.residency is Residency.LOADING, entry.residency
-        self._counts.loads += 1
-        self._counts.read_times = self._counts.read_times.with_one(load_ns)
+        self._counts.load(load_ns)
         self._orders.loaded(handle, load_ns)
         self._become(entry, Residency.HOST)
 
@@ -284,8 +263,7 @@ class AdapterCache:
         entry = self._entries[handle]
         assert entry.residency is Residency.COPYING, entry.residency
         entry.num_failures = 0
-        self._counts.copies += 1
-        self._counts.copy_times = self._counts.copy_times.with_one(copy_ns)
+        self._counts.copy(copy_ns)
         dropped = () if self._keeps_host_copy else self._drop_host_bytes(entry)
         self._become(entry, Residency.DEVICE)
         return dropped
@@ -317,15 +295,7 @@ class AdapterCache:
 
     def count_admission(self, handles: Iterable[AdapterHandle]) -> None:
         """For the statistics: where did a new request find its adapters?"""
-        found = {self._entries[handle].residency for handle in handles}
-        if found <= {Residency.DEVICE}:
-            self._counts.device_hits += 1
-            return
-        self._counts.device_misses += 1
-        if found <= {Residency.DEVICE, Residency.COPYING, Residency.HOST}:
-            self._counts.host_hits += 1
-        else:
-            self._counts.host_misses += 1
+        self._counts.admission({self._entries[handle].residency for handle in handles})
 
     def is_held(self, handle: AdapterHandle) -> bool:
         return self._entries[handle].is_held

@@ -17,7 +17,6 @@ from loraplex.core.adapter import LoraTarget
 from loraplex.core.errors import AdapterTooLargeError, ConfigError
 from loraplex.core.plan import PageGeometry
 
-
 _LARGEST_TARGETS_PER_PAGE = 2
 """At least, if the usual adapter is so large: less than half a page is lost behind a target."""
 

@@ -82,19 +82,18 @@ class Decoder:
         """The linear layers as adapters see them."""
 
     def forward(self, batch: ForwardBatch, kv: Sequence[KVStorage]) -> torch.Tensor:
-        """Logits [S, vocab_size] float32 of batch.logits_indices; kv has one entry per layer.
+        """Logits [S, vocab_size] of batch.logits_indices, in the model's dtype.
 
-        They are valid until the next call.
+        They are valid until the next call. kv has one entry per layer.
         """
         plans = self._plan(batch)
         if not _is_repeatable(batch):
-            return self._logits(self._hidden(batch, kv, plans), batch).float()
-        logits = self._kernels.repeat(
+            return self._logits(self._hidden(batch, kv, plans), batch)
+        return self._kernels.repeat(
             (id(self), id(kv), batch.token_ids.shape[0], batch.lora is None),
             (batch.token_ids, batch.positions, batch.slot_mapping, batch.lora, *plans.values()),
             lambda: self._kernels.linear(self._hidden(batch, kv, plans), self._lm_head),
         )
-        return logits.float()
 
     def _hidden(
         self,

@@ -1,6 +1,7 @@
 """The sequences that run, and those that wait: both in policy order."""
 
 import bisect
+from collections import Counter
 from collections.abc import Iterator
 
 from loraplex.core.adapter import AdapterHandle

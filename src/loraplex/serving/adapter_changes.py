@@ -17,6 +17,7 @@ from loraplex.serving.adapter_cards import (
     content_of,
     version_card,
 )
+from loraplex.serving.adapter_holds import hold_pinned, release_unpinned
 from loraplex.serving.served_model import ServedModel, label
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ class AdapterChanges:
                 unloaded = AdapterNotFoundError(f"adapter {version.name!r} was unloaded meanwhile")
                 num_ended = model.engine.fail_labelled(label(version), unloaded)
             release(model, version)
+            release_unpinned(model)
             logger.info("adapter %r (%s) is unloaded", version.name, version.digest[:12])
         return Unloaded(name=asked, is_alias=is_alias, digest=version.digest, num_ended=num_ended)
 
@@ -99,7 +101,28 @@ class AdapterChanges:
 
         before, version = await self.run(change)
         self.became(model, before, version)
+        await hold_pinned(model)
         return version
+
+    async def pin(
+        self, model: ServedModel, ref: AdapterRef, number: int | None, *, is_pinned: bool
+    ) -> AdapterVersion:
+        """Keep a version in the history, or no longer; and on the device if it is the present one.
+
+        Raises AdapterNotFoundError, and AdapterTooLargeError if other adapters would lack room on
+        the device; then it is not pinned.
+        """
+        if not is_pinned:
+            version = await self.run(lambda: model.store.unpin(ref, number))
+            release_unpinned(model)
+            return version
+        present = model.store.resolve(ref)
+        if number in (None, present.number):
+            await model.engine.hold(present.source)
+        try:
+            return await self.run(lambda: model.store.pin(ref, number))
+        finally:
+            release_unpinned(model)
 
     def became(
         self, model: ServedModel, before: AdapterVersion | None, version: AdapterVersion
@@ -109,6 +132,7 @@ class AdapterChanges:
             model.engine.preload(version.source)
         if before is not None and before.digest != version.digest:
             release(model, before)
+        release_unpinned(model)
         logger.info(
             "adapter %r is %s, version %d, rank %d",
             version.name,

@@ -23,6 +23,7 @@ from loraplex.serving.adapter_cards import (
 from loraplex.serving.adapter_changes import AdapterChanges, is_present
 from loraplex.serving.adapter_fit import check_room
 from loraplex.serving.canary import run_canary
+from loraplex.serving.load_times import LoadTimes
 from loraplex.serving.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class AdapterLoading:
         self._worker = worker
         self._changes = changes
         self._clock = clock
+        self.times = LoadTimes()
 
     async def close(self) -> None:
         await self._worker.close()
@@ -61,7 +63,7 @@ class AdapterLoading:
         """
         tenant, store = principal.tenant, model.store
         store.check_free(model.card.name, tenant, name, task_id, replace=replace)
-        staged = await self.stage(model, path)
+        staged = await self.stage(model, path, is_trusted=False)
         if staged.changes_nothing:
             raise InvalidAdapterError(
                 f"adapter {name!r} changes nothing: every lora_B of {path} is zero (an untrained "
@@ -156,7 +158,8 @@ class AdapterLoading:
         """
         if version.path == REQUEST_TENSORS:
             return False
-        staged = await self.stage(model, version.path, reads_again=True)
+        is_trusted = version.origin is Origin.CONFIGURED
+        staged = await self.stage(model, version.path, reads_again=True, is_trusted=is_trusted)
         is_same = staged.source.digest == version.digest
         if not is_same or model.store.is_missing(version):
             check_room(staged.source, model.config, model.engine.capacity)
@@ -171,7 +174,8 @@ class AdapterLoading:
         """
         if version.path == REQUEST_TENSORS:
             raise AdapterLoadError("its weights came in a request: send them again")
-        staged = await self.stage(model, version.path)
+        is_trusted = version.origin is Origin.CONFIGURED
+        staged = await self.stage(model, version.path, is_trusted=is_trusted)
         is_same = staged.source.digest == version.digest
         if is_same:
             await self._register_again(model, version, staged)
@@ -212,9 +216,15 @@ class AdapterLoading:
             logger.warning("adapter %r: %s", name, warning)
 
     async def stage(
-        self, model: ServedModel, path: str, *, reads_again: bool = False
+        self,
+        model: ServedModel,
+        path: str,
+        *,
+        reads_again: bool = False,
+        is_trusted: bool = True,
     ) -> StagedAdapter:
-        return await self._worker.stage(
+        """is_trusted: the operator named the path, not a client."""
+        staged = await self._worker.stage(
             path,
             shapes=model.shapes,
             max_rank=model.config.max_lora_rank,
@@ -223,7 +233,10 @@ class AdapterLoading:
             base_check=BaseCheck(model.config.adapter_base_check),
             pool_dtype=model.card.dtype,
             reads_again=reads_again,
+            is_trusted=is_trusted,
         )
+        self.times.observe(model.card.name, "stage", sum(staged.seconds.values()))
+        return staged
 
     async def _canary(
         self,

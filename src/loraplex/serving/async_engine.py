@@ -24,22 +24,26 @@ from loraplex.core.errors import (
 from loraplex.core.output import EngineOutput
 from loraplex.core.plan import Capacity
 from loraplex.core.request import EngineRequest, RequestId
-from loraplex.core.stats import EngineStats, StepRecord
+from loraplex.core.stats import AdapterActivity, EngineStats, StepRecord
 from loraplex.engine.messages import (
     AbortRequest,
+    AdapterHeld,
     AdapterRejected,
+    AdaptersTold,
     AddRequest,
-    AskResidency,
+    AskAdapters,
     EngineEvent,
     EngineFailed,
     EngineReady,
+    HoldAdapter,
     PreloadAdapter,
     RegisterAdapter,
-    ResidencyTold,
+    ReleaseAdapter,
     StepDone,
     UnregisterAdapter,
 )
 from loraplex.serving.engine_link import EngineDied, EngineLink, LinkFactory
+from loraplex.serving.engine_questions import EngineQuestions
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +51,9 @@ _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 30.0
 _STABLE_SECONDS = 60.0
 _STEP_LOG_LENGTH = 1000
+_RECENT_SECONDS = 0.25
+_UNASKED = 0
+"""The number of a question that nobody waits for."""
 
 
 class EngineState(enum.StrEnum):
@@ -96,8 +103,11 @@ class AsyncEngine:
         self._registered: set[str] = set()
         self._rejected: dict[str, ErrorInfo] = {}
         """Digests that the running engine knows, and those that it can never serve."""
-        self._residency_queries: dict[int, asyncio.Future[Mapping[str, Residency]]] = {}
-        self._query_ids = itertools.count(1)
+        self._held: dict[str, AdapterSource] = {}
+        """What is to stay on the device, also of the next engine; by digest."""
+        self._activity = EngineQuestions[AdapterActivity]()
+        self._last_activity = AdapterActivity()
+        self._holds = EngineQuestions[ErrorInfo | None]()
         self._settled = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -124,6 +134,11 @@ class AsyncEngine:
     @property
     def is_ready(self) -> bool:
         return self.state is EngineState.READY
+
+    @property
+    def has_started(self) -> bool:
+        """Whether there ever was an engine; its successors have the same capacity."""
+        return self._capacity is not None
 
     @property
     def capacity(self) -> Capacity:
@@ -177,6 +192,7 @@ class AsyncEngine:
     def forget_adapter(self, digest: str) -> None:
         """Let the engine forget an adapter once no request needs it. It may be named again."""
         self._rejected.pop(digest, None)
+        self._held.pop(digest, None)
         if digest in self._registered:
             self._registered.remove(digest)
             if self._link is not None:
@@ -187,16 +203,58 @@ class AsyncEngine:
 
         Answered between two steps; empty while there is no engine.
         """
-        if self._link is None or not self.is_ready:
-            return {}
-        query_id = next(self._query_ids)
-        told = self._residency_queries[query_id] = asyncio.get_running_loop().create_future()
-        self._link.send(AskResidency(query_id))
+        return (await self.activity()).residency
+
+    async def activity(self) -> AdapterActivity:
+        """Where the adapters are and for whom; as `residency`."""
+        link = self._link
+        if link is None or not self.is_ready:
+            return AdapterActivity()
         try:
-            residency: Mapping[str, Residency] = await told
-            return residency
-        finally:
-            del self._residency_queries[query_id]
+            return await self._activity.ask(lambda query_id: link.send(AskAdapters(query_id)))
+        except NotReadyError:
+            return AdapterActivity()
+
+    async def recent_activity(self) -> AdapterActivity:
+        """activity(), or what it was last while the engine is in a long step."""
+        try:
+            async with asyncio.timeout(_RECENT_SECONDS):
+                self._last_activity = await self.activity()
+        except TimeoutError:
+            logger.debug("model %s: its engine is in a long step", self.model)
+        return self._last_activity
+
+    @property
+    def held(self) -> frozenset[str]:
+        """Digests that are to stay on the device."""
+        return frozenset(self._held)
+
+    async def hold(self, source: AdapterSource) -> None:
+        """Keep an adapter on the device, whatever engine runs, until `release` or its unloading.
+
+        Raises AdapterTooLargeError if others would then lack room, NotReadyError without an engine.
+        """
+        if source.digest in self._held:
+            return
+        link = self._require_link()
+        self._register(link, source)
+        self._held[source.digest] = source
+        try:
+            error = await self._holds.ask(
+                lambda query_id: link.send(HoldAdapter(query_id, source.digest))
+            )
+        except BaseException:
+            self.release(source.digest)
+            raise
+        if error is not None:
+            self._held.pop(source.digest, None)
+            raise error_from_info(error)
+
+    def release(self, digest: str) -> None:
+        """Undo `hold`. What was refused for lack of room may be asked for again."""
+        if self._held.pop(digest, None) is not None and self._link is not None:
+            self._rejected.clear()
+            self._link.send(ReleaseAdapter(digest))
 
     def preload(self, source: AdapterSource) -> None:
         """Ask for an adapter ahead of its first request."""
@@ -270,9 +328,9 @@ class AsyncEngine:
         self._link = None
         self._registered.clear()
         self._rejected.clear()
-        for query in self._residency_queries.values():
-            if not query.done():
-                query.set_result({})
+        gone = NotReadyError(f"the engine of model {self.model!r} stopped", retry_after_seconds=2)
+        self._activity.fail(gone)
+        self._holds.fail(gone)
         self.stats = EngineStats()
         if self.state is EngineState.READY:
             self.state = EngineState.RESTARTING
@@ -292,22 +350,37 @@ class AsyncEngine:
                 self._capacity = capacity
                 self._link = link
                 self.state = EngineState.READY
+                self._hold_again(link)
                 self._settled.set()
             case EngineFailed(error):
                 self._cannot_start(error_from_info(error))
-            case StepDone(outputs, stats, record):
+            case StepDone():
+                self._take_step(event)
+            case AdaptersTold(query_id, activity, stats):
                 self.stats = stats
-                if record is not None:
-                    self.steps.append(record)
-                for output in outputs:
-                    self._deliver(output)
-            case ResidencyTold(query_id, residency):
-                query = self._residency_queries.get(query_id)
-                if query is not None and not query.done():
-                    query.set_result(residency)
+                self._activity.answer(query_id, activity)
+            case AdapterHeld(query_id, error):
+                self._note_held(query_id, error)
             case AdapterRejected(digest, error):
                 logger.warning("model %s refused adapter %s: %s", self.model, digest, error.message)
                 self._rejected[digest] = error
+
+    def _take_step(self, step: StepDone) -> None:
+        self.stats = step.stats
+        if step.record is not None:
+            self.steps.append(step.record)
+        for output in step.outputs:
+            self._deliver(output)
+
+    def _note_held(self, query_id: int, error: ErrorInfo | None) -> None:
+        if not self._holds.answer(query_id, error) and error is not None:
+            logger.warning("model %s: an adapter is no longer held: %s", self.model, error.message)
+
+    def _hold_again(self, link: EngineLink) -> None:
+        """A new engine has none of them."""
+        for digest, source in self._held.items():
+            self._register(link, source)
+            link.send(HoldAdapter(_UNASKED, digest))
 
     def _cannot_start(self, error: LoraplexError) -> None:
         """An engine that has run before is tried again; one that never has is not."""

@@ -14,7 +14,7 @@ from loraplex.core.adapter import AdapterKey, AdapterRef, Residency
 from loraplex.core.output import RequestOutput
 from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest, RequestId
-from loraplex.core.stats import EngineStats, StepRecord
+from loraplex.core.stats import AdapterActivity, Durations, EngineStats, StepRecord
 from loraplex.serving.adapter_cards import (
     AdapterCard,
     AdapterDetails,
@@ -23,6 +23,7 @@ from loraplex.serving.adapter_cards import (
     UnloadMode,
     VersionCard,
 )
+from loraplex.serving.model_memory import ModelMemory, StoredAdapters
 
 __all__ = ["AdapterCard", "Backend", "Health", "ModelCard"]
 
@@ -185,6 +186,25 @@ class Backend(Protocol):
 
     async def adapter_residency(self, model: str) -> Mapping[str, Residency]:
         """Where the engine has its adapters, by digest; those that are absent are left out."""
+        ...
+
+    async def adapter_activity(self, model: str) -> AdapterActivity:
+        """Where the engine has its adapters, and for whom, at one moment between two steps.
+
+        While a long step runs it is what was told last; empty without an engine.
+        """
+        ...
+
+    def memory(self, model: str) -> ModelMemory:
+        """What the model takes, tier by tier. Raises NotReadyError before the engine was there."""
+        ...
+
+    async def stored_adapters(self, model: str) -> StoredAdapters:
+        """The adapters that may be asked for, on the disk."""
+        ...
+
+    def load_times(self, model: str) -> Mapping[str, Durations]:
+        """How long loads of adapters took, by stage."""
         ...
 
     def steps(self, model: str, limit: int) -> Sequence[StepRecord]:

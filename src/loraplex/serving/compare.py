@@ -99,8 +99,10 @@ def comparison_requests(
 ) -> list[GenerateRequest]:
     """The request once for each choice of adapters; empty is the base model.
 
-    All draw with the same seed, and have the log probabilities that are needed to compare.
+    All draw with the same seed, and have the log probabilities that are needed to compare. Raises
+    InvalidParameterError for sampling that none of them could have.
     """
+    request.sampling.validate()
     sampling = _comparable(request.sampling)
     return [
         msgspec.structs.replace(

@@ -1,8 +1,8 @@
 """Several adapters in one request: what they are together, and which ones have no sum.
 
-With t_i the request's scales and W_i a weight of the base with adapter i merged into it, the request
-runs on W + sum t_i (W_i - W): for LoRA that is the concatenation of the ranks, and it holds for
-biases, DoRA and one whole copy just as well. The order of the adapters says nothing.
+With t_i the request's scales and W_i a weight W of the base with adapter i merged into it, the
+request runs on W + sum t_i (W_i - W): for LoRA that is the concatenation of the ranks, and it holds
+for biases, DoRA and one whole copy just as well. The order of the adapters says nothing.
 """
 
 import itertools

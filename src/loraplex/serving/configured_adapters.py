@@ -1,22 +1,20 @@
-"""The adapters that a model's configuration names, one by one or by their folder."""
+"""The adapters that a model's configuration names: one by one, by their folder, or in a list."""
 
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import ConfigError, LoraplexError
 from loraplex.core.principal import DEFAULT_TENANT
 from loraplex.serving.adapter_changes import AdapterChanges
+from loraplex.serving.adapter_folders import Say, find_adapters, find_below, read_list
 from loraplex.serving.adapter_loading import AdapterLoading, check_is_no_base
 from loraplex.serving.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
-
-PEFT_CONFIG_NAME = "adapter_config.json"
-_ADAPTER_FILES = (PEFT_CONFIG_NAME, "model.lora_weights.npy")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,6 +24,8 @@ class ConfiguredAdapter:
     task_id: int | None
     is_named: bool
     """One by one; otherwise it was found in a folder, and may be left out."""
+    is_followed: bool = False
+    """A folder or a list gave it, and may take it away while the server runs."""
 
 
 async def load_configured(
@@ -40,7 +40,7 @@ async def load_configured(
     ConfigError for an adapter named one by one; one that was merely found in a folder is left out
     with a warning, and what was stored under its name goes on.
     """
-    wanted = await _wanted(model.config, base_names)
+    wanted = await asyncio.to_thread(wanted_adapters, model.config, base_names)
     task_ids = {adapter.name: adapter.task_id for adapter in wanted}
     change = await changes.run(
         lambda: model.store.apply_configuration(model.card.name, DEFAULT_TENANT, task_ids)
@@ -62,14 +62,22 @@ async def load_configured(
                 model, DEFAULT_TENANT, adapter.name, adapter.path, adapter.task_id
             )
         except LoraplexError as error:
-            _cannot_load(adapter.name, error, is_named=adapter.is_named)
+            _cannot_load(adapter, error)
 
 
-async def _wanted(config: ModelConfig, base_names: Container[str]) -> list[ConfiguredAdapter]:
-    """Each name and each task id once: the first one has it."""
+def wanted_adapters(
+    config: ModelConfig, base_names: Container[str], *, is_following: bool = False
+) -> list[ConfiguredAdapter]:
+    """Each name and each task id once: the first one has it; others are an error if they are named
+    one by one, else a warning.
+
+    Looks into folders. Raises ConfigError for one that cannot be read. is_following: it was looked
+    at before, so that what is left out was told.
+    """
+    say = logger.debug if is_following else logger.warning
     wanted: dict[str, ConfiguredAdapter] = {}
     task_ids: dict[int, str] = {}
-    for adapter in await _configured(config):
+    for adapter in _configured(config, say):
         name, task_id = adapter.name, adapter.task_id
         try:
             check_is_no_base(name, base_names)
@@ -78,52 +86,33 @@ async def _wanted(config: ModelConfig, base_names: Container[str]) -> list[Confi
             if task_id is not None and task_ids.setdefault(task_id, name) != name:
                 raise ConfigError(f"LoRA task {task_id} already is adapter {task_ids[task_id]!r}")
         except LoraplexError as error:
-            _cannot_load(name, error, is_named=adapter.is_named)
+            _cannot_load(adapter, error, say)
         else:
             wanted[name] = adapter
     return list(wanted.values())
 
 
-async def _configured(config: ModelConfig) -> list[ConfiguredAdapter]:
-    named = [
-        ConfiguredAdapter(name, adapter.path, _task_id(name, adapter.task_id), is_named=True)
-        for name, adapter in config.adapters.items()
-    ]
-    found = [
-        ConfiguredAdapter(name, str(path), _task_id(name, None), is_named=False)
-        for folder in config.adapter_dirs
-        for name, path in await asyncio.to_thread(find_adapters, Path(folder))
-    ]
-    return named + found
+def _configured(config: ModelConfig, say: Say) -> Iterator[ConfiguredAdapter]:
+    for name, adapter in config.adapters.items():
+        task_id = _task_id(name, adapter.task_id)
+        yield ConfiguredAdapter(name, adapter.path, task_id, is_named=True)
+    if config.multi_lora:
+        for name, path in read_list(Path(config.multi_lora)):
+            yield ConfiguredAdapter(name, path, None, is_named=True, is_followed=True)
+    found = [pair for folder in config.adapter_dirs for pair in find_adapters(Path(folder), say)]
+    if config.lora_root:
+        found += find_below(Path(config.lora_root), say)
+    for name, place in found:
+        task_id = _task_id(name, None)
+        yield ConfiguredAdapter(name, str(place), task_id, is_named=False, is_followed=True)
 
 
-def find_adapters(folder: Path) -> list[tuple[str, Path]]:
-    """(name, path) of every sub-folder that holds a PEFT adapter or TensorRT-LLM's pair of files,
-    by name. Raises ConfigError.
-    """
-    try:
-        entries = sorted(folder.expanduser().iterdir())
-    except OSError as error:
-        raise ConfigError(
-            f"cannot look for adapters in the folder {folder}: {error.strerror}"
-        ) from error
-    found = [(entry.name, entry) for entry in entries if _is_adapter(entry)]
-    if not found:
-        logger.warning("no sub-folder of %s has an %s", folder, " or a ".join(_ADAPTER_FILES))
-    return found
-
-
-def _is_adapter(folder: Path) -> bool:
-    try:
-        return any((folder / name).is_file() for name in _ADAPTER_FILES)
-    except OSError:
-        return True  # a folder that may not be entered: staging says what is wrong with it
-
-
-def _cannot_load(name: str, error: LoraplexError, *, is_named: bool) -> None:
-    if is_named:
-        raise ConfigError(f"adapter {name!r}: {error.message}") from error
-    logger.warning("left out adapter %r: %s", name, error.message)
+def _cannot_load(
+    adapter: ConfiguredAdapter, error: LoraplexError, say: Say = logger.warning
+) -> None:
+    if adapter.is_named:
+        raise ConfigError(f"adapter {adapter.name!r}: {error.message}") from error
+    say("left out adapter %r: %s", adapter.name, error.message)
 
 
 def _task_id(name: str, configured: int | None) -> int | None:

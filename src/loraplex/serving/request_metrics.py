@@ -30,6 +30,8 @@ _REQUEST_BUCKETS = (
     *(0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0),
     *(60.0, 120.0, 300.0),
 )
+_ADAPTER_TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+"""Fewer: there is a set of them for every adapter."""
 _QUEUE_BUCKETS = (0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
@@ -63,6 +65,13 @@ class RequestMetrics:
         )
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "From admission to the first token.", _TTFT_BUCKETS
+        )
+        self.adapter_time_to_first_token = Histogram(
+            "loraplex_adapter_time_to_first_token_seconds",
+            "The same by adapter; empty for the base model.",
+            by_adapter,
+            buckets=_ADAPTER_TTFT_BUCKETS,
+            registry=self.registry,
         )
         self.inter_token_latency = self._histogram(
             "inter_token_latency_seconds",
@@ -162,8 +171,10 @@ class ObservedOutputs(AsyncIterator[RequestOutput]):
         if num_tokens == 0:
             return
         if not self._last_token_ns:
-            first_token = self._metrics.time_to_first_token.labels(self._model)
-            first_token.observe(_seconds(now_ns - self._admitted_ns))
+            seconds = _seconds(now_ns - self._admitted_ns)
+            self._metrics.time_to_first_token.labels(self._model).observe(seconds)
+            by_adapter = self._metrics.adapter_time_to_first_token
+            by_adapter.labels(self._model, self._adapter).observe(seconds)
         elif index in self._last_token_ns:
             share = _seconds(now_ns - self._last_token_ns[index]) / num_tokens
             for _ in range(num_tokens):

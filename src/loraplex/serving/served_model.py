@@ -13,6 +13,7 @@ from loraplex.core.adapter import AdapterChoice, AdapterRef, AdapterUse, ByName
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import (
     LoraplexError,
+    NotReadyError,
     PermissionDeniedError,
 )
 from loraplex.core.output import ResolvedAdapter
@@ -22,6 +23,7 @@ from loraplex.serving.adapter_fit import check_base, check_room
 from loraplex.serving.async_engine import AsyncEngine
 from loraplex.serving.backend import ModelCard
 from loraplex.serving.chat_template import ChatTemplate
+from loraplex.serving.model_memory import ModelMemory, StoredAdapters, memory_of, stored
 from loraplex.serving.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -92,6 +94,26 @@ class ServedModel:
         if self.store.is_missing(version):
             return AdapterState.MISSING
         return AdapterState.UNFIT if version.digest in self.unfit else AdapterState.READY
+
+    def memory(self) -> ModelMemory:
+        """What it takes, tier by tier. Raises NotReadyError before the engine was there."""
+        if not self.engine.has_started:
+            raise NotReadyError(self.problem, retry_after_seconds=2)
+        most = self.config.max_lora_rank
+        return memory_of(
+            self.engine.capacity,
+            self.engine.stats,
+            num_layers=self.shapes.num_layers,
+            modules=self.shapes.modules,
+            ranks=(min(self.config.optimal_lora_rank, most), most),
+            host_bytes=self.config.lora_host_bytes,
+        )
+
+    async def stored_adapters(self) -> StoredAdapters:
+        """The normal files of what may be asked for."""
+        versions = self.store.present(self.card.name)
+        paths = [version.source.path for version in versions]
+        return await asyncio.to_thread(stored, len(versions), paths)
 
     def has_adapter(self, name: str, tenant: str) -> bool:
         return self.store.find(AdapterRef(self.card.name, tenant, ByName(name))) is not None

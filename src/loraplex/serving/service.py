@@ -23,7 +23,7 @@ from loraplex.core.errors import (
 from loraplex.core.output import RequestOutput
 from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest, RequestId, check_adapters
-from loraplex.core.stats import EngineStats, StepRecord
+from loraplex.core.stats import AdapterActivity, Durations, EngineStats, StepRecord
 from loraplex.serving.adapter_cards import (
     AdapterCard,
     AdapterDetails,
@@ -35,13 +35,15 @@ from loraplex.serving.adapter_cards import (
     version_card,
 )
 from loraplex.serving.adapter_changes import AdapterChanges, describe
+from loraplex.serving.adapter_directory import AdapterDirectory
+from loraplex.serving.adapter_holds import hold_pinned
 from loraplex.serving.adapter_loading import AdapterLoading, check_is_no_base
 from loraplex.serving.adapter_upkeep import AdapterUpkeep
 from loraplex.serving.admission import admit
 from loraplex.serving.backend import Health, ModelCard
 from loraplex.serving.composition import compose
-from loraplex.serving.configured_adapters import load_configured
 from loraplex.serving.generation import Generation
+from loraplex.serving.model_memory import ModelMemory, StoredAdapters
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.served_model import ServedModel, answered_by, label, uses
 
@@ -59,11 +61,16 @@ class Service:
         worker: StagingWorker,
         metrics: RequestMetrics,
         clock: Clock,
+        adapter_watch_seconds: float = 0.0,
     ) -> None:
+        """adapter_watch_seconds: how often adapter folders are looked at; 0: at the start only."""
         self._models = {model.card.name: model for model in models}
         self._changes = AdapterChanges()
         self._loading = AdapterLoading(worker, self._changes, clock)
         self._upkeep = AdapterUpkeep(models, self._loading)
+        self._directory = AdapterDirectory(
+            self._loading, self._changes, self._models, adapter_watch_seconds
+        )
         self._metrics = metrics
         self._clock = clock
         self._request_ids = itertools.count(1)
@@ -75,9 +82,11 @@ class Service:
         models = list(self._models.values())
         await asyncio.gather(*(model.start() for model in models))
         for model in models:
-            await load_configured(model, self._loading, self._changes, self._models)
+            await self._directory.load(model)
             await asyncio.to_thread(model.check_stored)
+            await hold_pinned(model)
         self._upkeep.start()
+        self._directory.start()
         self._is_started = True
 
     async def drain(self, timeout_seconds: float) -> None:
@@ -93,6 +102,7 @@ class Service:
     async def close(self) -> None:
         """Stop the engines, end the staging worker, give the state directory back."""
         self._is_draining = True
+        await self._directory.close()
         await self._upkeep.close()
         await asyncio.gather(*(model.engine.close() for model in self._models.values()))
         await self._loading.close()
@@ -291,9 +301,8 @@ class Service:
     async def pin_adapter(
         self, principal: Principal, ref: AdapterRef, number: int | None, *, is_pinned: bool
     ) -> VersionCard:
-        store = self._managed(principal, ref.model).store
-        change = store.pin if is_pinned else store.unpin
-        return version_card(await self._changes.run(lambda: change(ref, number)))
+        model = self._managed(principal, ref.model)
+        return version_card(await self._changes.pin(model, ref, number, is_pinned=is_pinned))
 
     async def alias_adapter(
         self, principal: Principal, ref: AdapterRef, alias: str, *, replace: bool = False
@@ -310,6 +319,20 @@ class Service:
 
     async def adapter_residency(self, model: str) -> Mapping[str, Residency]:
         return await self._served(model).engine.residency()
+
+    async def adapter_activity(self, model: str) -> AdapterActivity:
+        return await self._served(model).engine.recent_activity()
+
+    def memory(self, model: str) -> ModelMemory:
+        return self._served(model).memory()
+
+    async def stored_adapters(self, model: str) -> StoredAdapters:
+        return await self._served(model).stored_adapters()
+
+    def load_times(self, model: str) -> Mapping[str, Durations]:
+        tiers = self._served(model).engine.stats.adapters
+        engine = {"read": tiers.read_times, "copy": tiers.copy_times}
+        return {**self._loading.times.of_model(model), **engine}
 
     def steps(self, model: str, limit: int) -> Sequence[StepRecord]:
         records = self._served(model).engine.steps

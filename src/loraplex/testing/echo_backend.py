@@ -29,6 +29,7 @@ from loraplex.core.errors import (
     InvalidRequestError,
     LoraplexError,
     ModelNotFoundError,
+    NotReadyError,
     PermissionDeniedError,
     PromptTooLongError,
     TokenOutOfVocabularyError,
@@ -36,7 +37,7 @@ from loraplex.core.errors import (
 from loraplex.core.output import RequestOutput, ResolvedAdapter
 from loraplex.core.principal import LOCAL, Principal
 from loraplex.core.request import GenerateRequest, RequestId, check_adapters
-from loraplex.core.stats import EngineStats, StepRecord
+from loraplex.core.stats import AdapterActivity, Durations, EngineStats, StepRecord
 from loraplex.serving.adapter_cards import (
     AdapterCard,
     AdapterDetails,
@@ -46,6 +47,7 @@ from loraplex.serving.adapter_cards import (
     VersionCard,
 )
 from loraplex.serving.backend import Health, ModelCard
+from loraplex.serving.model_memory import ModelMemory, StoredAdapters
 from loraplex.testing import echo_tokenizer
 from loraplex.testing.echo_adapters import CREATED, EchoAdapters
 from loraplex.testing.echo_stream import EchoStream, Fault
@@ -104,6 +106,10 @@ class EchoBackend:
         self.residency: dict[str, Residency] = {}
         self.unload_modes: list[UnloadMode] = []
         self.engine_stats = EngineStats()
+        self.activity: AdapterActivity | None = None
+        """None: as `residency` says, and nobody asks for any."""
+        self.model_memory: ModelMemory | None = None
+        """None: the engine was never there."""
         self.step_records: list[StepRecord] = []
         self.requests: list[GenerateRequest] = []
         self.finished: list[RequestId] = []
@@ -296,6 +302,23 @@ class EchoBackend:
     async def adapter_residency(self, model: str) -> Mapping[str, Residency]:
         self.model(model)
         return dict(self.residency)
+
+    async def adapter_activity(self, model: str) -> AdapterActivity:
+        self.model(model)
+        return self.activity or AdapterActivity(dict(self.residency))
+
+    def memory(self, model: str) -> ModelMemory:
+        self.model(model)
+        if self.model_memory is None:
+            raise NotReadyError(f"model {model!r} is starting", retry_after_seconds=2)
+        return self.model_memory
+
+    async def stored_adapters(self, model: str) -> StoredAdapters:
+        return StoredAdapters(adapters=len(self.adapters(LOCAL, model)), files=0, num_bytes=0)
+
+    def load_times(self, model: str) -> Mapping[str, Durations]:
+        tiers = self.stats(model).adapters
+        return {"read": tiers.read_times, "copy": tiers.copy_times}
 
     def steps(self, model: str, limit: int) -> Sequence[StepRecord]:
         self.model(model)

@@ -10,6 +10,7 @@ from loraplex.core.request import EngineRequest, RequestId
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.stats import StepRecord
 from loraplex.engine.engine import Engine, build_engine
+from loraplex.memory.eviction import LRUPolicy, NewEvictionPolicy
 from loraplex.memory.kv_salt import kv_salt
 from loraplex.scheduling.settings import SchedulerSettings
 from loraplex.testing.fake_clock import FakeClock
@@ -64,12 +65,18 @@ class FakeEngine:
         num_polls: int = 1,
         copy_steps: int = 0,
         step_ns: int = MILLISECOND_NS,
+        eviction_policy: NewEvictionPolicy = LRUPolicy,
     ) -> None:
         self.clock = FakeClock(START_NS)
         self.loader = FakeLoader(num_polls)
         self.runner = FakeRunner(capacity, model, self.loader, copy_steps=copy_steps)
         self.engine: Engine = build_engine(
-            self.runner, self.loader, self.clock, settings, adapter_host_bytes=adapter_host_bytes
+            self.runner,
+            self.loader,
+            self.clock,
+            settings,
+            adapter_host_bytes=adapter_host_bytes,
+            eviction_policy=eviction_policy,
         )
         self.step_ns = step_ns
         self.answers: dict[RequestId, Answer] = {}

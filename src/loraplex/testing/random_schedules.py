@@ -47,7 +47,7 @@ class RecordingSampler(Sampler):
         for step in steps:
             end += num_logits_rows(step)
             if step.logits is LogitsNeeded.LAST:
-                bits = hash(logits[end - 1].numpy().tobytes())
+                bits = hash(logits[end - 1].float().numpy().tobytes())
                 of_request = self.bits.setdefault(self._seeds[step.slot], {})
                 of_request[step.start + step.num_tokens - 1] = bits
         return super().sample(logits, steps)

@@ -140,9 +140,24 @@ def test_what_is_not_served_is_refused_by_its_tensor(rows):
         check_shapes(rows, SHAPES, max_rank=4)
 
 
+def test_two_copies_of_one_tied_parameter_are_the_same():
+    tied = BaseShapes(2, LAYERS_ONLY.modules, 50, 8, ties_embeddings=True)
+    copies = [
+        end(RowKind.FULL, module, base=raw(50, 8, value=value))
+        for module, value in (("embed_tokens", 1.0), ("lm_head", 2.0))
+    ]
+    check_shapes(copies, SHAPES, max_rank=4)
+    with pytest.raises(AdapterMismatchError, match=r"embed_tokens.* and lm_head.* differ"):
+        check_shapes(copies, tied, max_rank=4)
+    check_shapes([copies[0], end(RowKind.FULL, base=raw(50, 8))], tied, max_rank=4)
+
+
 def test_names_of_bases():
     assert check_base_name("org/Model-8B", "model-8b", BaseCheck.ERROR) == []
     assert check_base_name(None, "a", BaseCheck.ERROR) == []
+    for quantized in ("o/Model-8B-unsloth-bnb-4bit", "Model-8B-GPTQ-Int4", "x/model-8b-awq/"):
+        assert check_base_name(quantized, "model-8b", BaseCheck.ERROR) == []
+    assert check_base_name("o/Model-8B-Instruct-AWQ", "model-8b", BaseCheck.WARN)
     assert check_base_name("a", "", BaseCheck.ERROR) == []
     (warning,) = check_base_name("org/other", "model", BaseCheck.WARN)
     assert "'org/other'" in warning

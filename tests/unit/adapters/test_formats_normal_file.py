@@ -36,7 +36,7 @@ class TestNormalFilesOfUsers:
         ("edit", "error", "named"),
         [
             (lambda rows, _: rows[0].update(kind="magnitude"), InvalidAdapterError,
-             "magnitude are needed"),
+             "magnitude or factor are needed"),
             (lambda rows, _: rows[0].update(layer=None), AdapterMismatchError, "can be adapted in"),
             (lambda rows, _: rows[0].update(expert=1), UnsupportedFeatureError, "expert 1"),
             (lambda rows, _: rows[0].update(layer=99), AdapterMismatchError, "layer 99"),

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from loraplex.adapters.normal import normal_path, read_normal
+from loraplex.adapters.sources.policy import SourcePolicy
 from loraplex.adapters.stage import stage
-from loraplex.adapters.staged import StageRequest, StagingLimits, TensorHeader
+from loraplex.adapters.staged import StageRequest, TensorHeader
 from loraplex.adapters.staging import RequestTensor, StagingWorker
 from loraplex.adapters.staging_worker import serve
 from loraplex.core.errors import (
@@ -56,7 +57,7 @@ class TestTensorsOfARequest:
         bad = request_tensors(pair, config=pair.CONFIG + np.array([0, 9, 0], "<i4"))
         with pytest.raises(AdapterMismatchError, match=r"^Expected layerId to be in the range"):
             await worker.stage_tensors(*bad, shapes=shapes, max_rank=8)
-        process = worker._process
+        process = worker._local.process
         short = RequestTensor("FP32", (1, 3, 72), b"123")
         with pytest.raises(InvalidAdapterError, match="needs 864 bytes, it has 3"):
             await worker.stage_tensors(short, bad[1], shapes=shapes, max_rank=8)
@@ -71,7 +72,7 @@ class TestTensorsOfARequest:
                 max_rank=8,
             )
         assert await worker.stage_tensors(*request_tensors(pair), shapes=shapes, max_rank=8)
-        assert worker._process is process
+        assert worker._local.process is process
 
     async def test_many_megabytes_and_company(self, worker, peft_folder, shapes, pair):
         """More than any pipe holds; a folder's turn comes between."""
@@ -105,14 +106,11 @@ class TestTensorsOfARequest:
             await worker.stage_tensors(*wide, shapes=shapes, max_rank=8)
         await worker.close()
 
-    async def test_too_many_bytes_are_not_sent(self, worker, shapes, monkeypatch, pair):
-        monkeypatch.setattr(
-            "loraplex.adapters.staging.StagingLimits",
-            lambda max_rank: StagingLimits(max_rank=max_rank, max_file_bytes=100),
-        )
+    async def test_too_many_bytes_are_not_sent(self, tmp_path, shapes, pair):
+        worker = StagingWorker(tmp_path / "state", policy=SourcePolicy(max_bytes=100))
         with pytest.raises(AdapterTooLargeError, match=r"864 bytes.* at most 100"):
             await worker.stage_tensors(*request_tensors(pair), shapes=shapes, max_rank=8)
-        assert worker._process is None
+        assert worker._local.process is None
 
     @pytest.mark.parametrize(
         ("kind", "name"), [(kind, name) for kind, names in TYPE_NAMES.items() for name in names]

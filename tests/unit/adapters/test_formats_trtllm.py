@@ -16,7 +16,6 @@ from loraplex.core.errors import (
     AdapterMismatchError,
     AdapterTooLargeError,
     InvalidAdapterError,
-    UnsupportedFeatureError,
 )
 
 BASE = BaseShapes(
@@ -277,7 +276,12 @@ class TestErrors:
              r"lora_weights has to few values for attn_q: .*2 x \(8 \+ 12\) = 40, a row has 39"),
             ([q_row(9)], [[1, 0, 9]], AdapterTooLargeError,
              r"Invalid low_rank \(9\). low_rank must be smaller than mMaxLowRank \(8\)"),
-            ([q_row()], [[1, 0, 1, 1]], UnsupportedFeatureError, "attn_q has a DoRA magnitude"),
+            ([q_row()], [[1, 0, 1, 1]], InvalidAdapterError,
+             r"1 x \(8 \+ 12\) \+ DoRA = 32, a row has 20"),
+            ([np.append(q_row(), np.full(12, np.nan, "<f4"))], [[1, 0, 1, 1]], InvalidAdapterError,
+             "DoRA's factor in row 0"),
+            ([np.append(q_row(), np.ones(12, "<f4"))], [[1, 0, 1, 0]], AdapterMismatchError,
+             "more than the 20 values"),
             ([q_row()], [[1, 0, 1, 7]], InvalidAdapterError, "fourth column says 7"),
             ([q_row()], [[22, 0, 1]], InvalidAdapterError, "module ids are 0 to 21"),
             ([q_row()], [[-1, 0, 1]], InvalidAdapterError, "module ids are 0 to 21"),

@@ -39,6 +39,11 @@ def test_the_digest_does_not_depend_on_order_or_names():
     assert len(digest(ROWS)) == 64
 
 
+def test_the_digest_of_an_adapter_never_changes():
+    """It names files, KV blocks and versions: with another one all of them are lost."""
+    assert digest(ROWS) == "09fb5fa755f7f11c3fc77e0b51ed9d0579f38a14b0e7f78bfb55154fa76f7a14"
+
+
 CHANGES = {
     "layer": {"layer": 5},
     "no layer": {"layer": None},

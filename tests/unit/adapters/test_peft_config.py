@@ -29,6 +29,59 @@ def test_what_peft_saves_is_understood(tmp_path):
     assert (config.r, config.lora_alpha, config.target_modules) == (4, 6, ["q_proj"])
 
 
+# What PEFT 0.2 and 0.4 wrote: keys that are gone since, and none of those that came later.
+OLDER = {
+    "0.2": {
+        "base_model_name_or_path": "decapoda-research/llama-7b-hf",
+        "bias": "none",
+        "enable_lora": None,
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "lora_alpha": 16,
+        "lora_dropout": 0.05,
+        "merge_weights": False,
+        "modules_to_save": None,
+        "r": 8,
+        "target_modules": ["q_proj", "v_proj"],
+        "task_type": "CAUSAL_LM",
+    },
+    "0.4": {
+        "auto_mapping": None,
+        "base_model_name_or_path": "meta-llama/Llama-2-7b-hf",
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "layers_pattern": None,
+        "layers_to_transform": None,
+        "lora_alpha": 16,
+        "lora_dropout": 0.1,
+        "modules_to_save": None,
+        "r": 8,
+        "revision": None,
+        "target_modules": ["q_proj", "v_proj"],
+        "task_type": "CAUSAL_LM",
+    },
+}
+
+
+@pytest.mark.parametrize("version", OLDER)
+def test_what_older_versions_saved_is_understood(version):
+    config = parse(**OLDER[version])
+    assert (config.scale(PATHS[0]), config.rank(PATHS[0])) == (2.0, 8)
+    assert [config.targets(path) for path in PATHS[:3]] == [True, False, False]
+    assert (config.use_dora, config.lora_bias, config.use_rslora) == (False, False, False)
+    assert config.modules_to_save == []
+
+
+def test_what_is_not_said_is_peft_s_default():
+    config, default = parse(), LoraConfig()
+    for field in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias"):
+        assert getattr(config, field) == getattr(default, field), field
+    for field in ("use_dora", "lora_bias", "ensure_weight_tying"):
+        assert getattr(config, field) is getattr(default, field) is False, field
+
+
 @pytest.mark.parametrize(
     "pattern",
     [

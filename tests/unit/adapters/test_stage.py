@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from loraplex.adapters.base_check import BaseCheck
 from loraplex.adapters.formats.inputs import PeftFolder
 from loraplex.adapters.normal import digest, normal_path, read_normal
 from loraplex.adapters.shapes import BaseShapes
@@ -72,6 +73,12 @@ class TestStagingAgain:
         assert again.was_known
         assert again.source == first.source
         assert (again.dtypes, again.num_tensors) == (first.dtypes, first.num_tensors)
+
+    def test_it_is_if_that_is_asked_for(self, staged, peft_folder):
+        folder = peft_folder().write()
+        first = staged(folder)
+        again = staged(folder, reads_again=True)
+        assert (again.was_known, again.source) == (False, first.source)
 
     @pytest.mark.parametrize("file", ["adapter_model.safetensors", "adapter_config.json"])
     def test_a_touched_file_is_parsed_again(self, staged, peft_folder, file):
@@ -150,6 +157,34 @@ class TestWarnings:
         warnings = staged(folder.write(), base_model=base).warnings
         assert bool(warnings) == warned
         assert all("meta/Llama-2" in warning for warning in warnings)
+
+    def test_another_base_model_is_refused_if_so_chosen(self, staged, peft_folder):
+        folder = peft_folder()
+        folder.config["base_model_name_or_path"] = "meta/Llama-2"
+        for _ in range(2):
+            with pytest.raises(AdapterMismatchError, match="meta/Llama-2"):
+                staged(folder.write(), base_model="other", base_check=BaseCheck.ERROR)
+        assert staged(folder.path, base_model="llama-2", base_check=BaseCheck.ERROR).warnings == ()
+
+    def test_the_pool_s_type_is_told_the_first_time_and_again(self, staged, peft_folder):
+        folder = peft_folder().write()
+        for _ in range(2):
+            (warning,) = staged(folder, pool_dtype="float16").warnings
+            assert "12 tensors are F32" in warning
+        assert staged(folder, pool_dtype="float32").warnings == ()
+        large = peft_folder("large")
+        next(iter(large.tensors.values()))[0, 0] = 70000
+        with pytest.raises(InvalidAdapterError, match="float16"):
+            staged(large.write(), pool_dtype="float16")
+
+    @pytest.mark.parametrize("excluded", [["up_proj"], r".*\.mlp\.up_proj", r".*up_proj"])
+    def test_targets_that_are_excluded_again_are_not(self, staged, peft_folder, excluded):
+        folder = peft_folder()
+        folder.config["target_modules"] = ["q_proj", "k_proj", "down_proj", "up_proj", "o_proj"]
+        folder.config["exclude_modules"] = excluded
+        (warning,) = staged(folder.write()).warnings
+        assert "o_proj" in warning
+        assert "up_proj" not in warning
 
     def test_targets_without_tensors_are_told(self, staged, peft_folder):
         folder = peft_folder()

@@ -33,11 +33,11 @@ class TestTheRealWorker:
             *(worker.stage(str(folder), shapes=shapes, max_rank=8) for folder in folders)
         )
         assert len({one.source.digest for one in staged}) == 3
-        process = worker._process
+        process = worker._local.process
         again = await worker.stage(str(folders[0]), shapes=shapes, max_rank=8)
         assert again.was_known
         assert again.source == staged[0].source
-        assert worker._process is process
+        assert worker._local.process is process
 
     async def test_errors_come_back_as_themselves(self, worker, peft_folder, shapes, tmp_path):
         folder = str(peft_folder(rank=4).write())
@@ -55,13 +55,13 @@ class TestTheRealWorker:
     async def test_a_killed_worker_is_replaced(self, worker, peft_folder, shapes):
         folder = str(peft_folder().write())
         await worker.stage(folder, shapes=shapes, max_rank=8)
-        worker._process.kill()
-        await worker._process.wait()
+        worker._local.process.kill()
+        await worker._local.process.wait()
         assert (await worker.stage(folder, shapes=shapes, max_rank=8)).was_known
 
     async def test_close_ends_it_and_may_come_twice(self, worker, peft_folder, shapes):
         await worker.stage(str(peft_folder().write()), shapes=shapes, max_rank=8)
-        process = worker._process
+        process = worker._local.process
         await worker.close()
         assert process.returncode == 0
         await worker.close()
@@ -144,7 +144,7 @@ class TestMisbehaviour:
     async def test_stderr_goes_to_the_log(self, tmp_path, shapes, caplog):
         code = "import sys; sys.stderr.write('trouble\\n' * 3); sys.exit(1)"
         with (
-            caplog.at_level(logging.WARNING, "loraplex.adapters.staging"),
+            caplog.at_level(logging.WARNING, "loraplex.adapters.worker_process"),
             pytest.raises(AdapterLoadError),
         ):
             await self.stage(tmp_path, shapes, code)

@@ -42,7 +42,7 @@ def test_a_table_of_all(run, backend):
     code, out, _ = run("list")
     head, row = out.splitlines()
     assert code == 0
-    assert head.split() [:5] == ["NAME", "MODEL", "TASK", "VERSION", "DIGEST"]
+    assert head.split()[:5] == ["NAME", "MODEL", "TASK", "VERSION", "DIGEST"]
     cells = ["org/fr", "echo", "0", "1", digest[:12], "8", "1.0", "KiB", "device", "ready"]
     assert row.split() == cells
     assert json.loads(run("list", "--json")[1])["data"][0]["digest"] == digest

@@ -318,3 +318,51 @@ def test_threads_sleep_unless_the_operator_decided(monkeypatch):
     monkeypatch.delenv("OMP_WAIT_POLICY")
     let_threads_sleep()
     assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+
+
+@pytest.mark.parametrize(
+    ("alias", "field", "value"),
+    [
+        ("memory", "memory_bytes", 1 << 30),
+        ("kv_cache_free_gpu_mem_fraction", "kv_cache_fraction", 0.5),
+        ("lora_cache_max_adapter_size", "max_lora_rank", 32),
+        ("lora_cache_optimal_adapter_size", "optimal_lora_rank", 16),
+        ("lora_cache_gpu_memory_fraction", "lora_device_fraction", 0.1),
+        ("lora_cache_host_memory_bytes", "lora_host_bytes", 1 << 30),
+    ],
+)
+def test_other_names_of_a_setting(alias, field, value):
+    in_file = resolve([Layer("f", model(**{alias: value}))])
+    assert getattr(in_file.models["m"], field) == value
+    given = layers({"models": {"m": {"path": "/m", field: 7}}}, {}, {alias: value}, ("m",))
+    assert getattr(resolve(given).models["m"], field) == value
+    text = resolve([Layer("f", model()), *field_layers(FLAG, {alias: str(value)}, ["m"])])
+    assert getattr(text.models["m"], field) == value
+
+
+def test_bytes_have_units_under_another_name_too():
+    assert resolve([Layer("f", model(memory="2GiB"))]).models["m"].memory_bytes == 2 << 30
+
+
+def test_one_setting_under_two_names_in_one_place():
+    with pytest.raises(ConfigError, match=r"f: models\.m\.memory is another name of memory_bytes"):
+        resolve([Layer("f", model(memory_bytes=1, memory=2))])
+
+
+@pytest.mark.parametrize("fraction", [0, -0.1, 1.1, float("nan")])
+def test_a_fraction_is_a_share(fraction):
+    with pytest.raises(ConfigError, match="more than 0 and at most 1"):
+        resolve([Layer("f", model(kv_cache_fraction=fraction))])
+
+
+@pytest.mark.parametrize("seconds", [0, 0.5, float("inf"), float("nan")])
+def test_a_ttl_is_a_second_at_least(seconds):
+    with pytest.raises(ConfigError, match="lora_ttl_seconds"):
+        resolve([Layer("f", model(lora_ttl_seconds=seconds))])
+
+
+def test_a_list_in_a_variable_has_commas():
+    layers = field_layers(
+        "variable {variable}", {"allowed_adapter_hosts": "huggingface.co, s3://ours,"}, []
+    )
+    assert resolve(layers).server.allowed_adapter_hosts == ("huggingface.co", "s3://ours")

@@ -223,10 +223,10 @@ def test_an_adapter_that_is_to_be_forgotten_leaves_after_its_last_request():
     fake.step(3)
     fake.engine.forget_adapter("d")
     fake.engine.forget_adapter("never known")
-    assert fake.engine.residency() == {"d": "device"}
+    assert fake.engine.adapter_activity().residency == {"d": "device"}
     fake.run()
     assert fake.tokens(request_id) == fake.alone(request_id)
-    assert fake.engine.residency() == {}
+    assert fake.engine.adapter_activity().residency == {}
 
 
 def test_an_adapter_that_is_registered_again_meanwhile_stays():
@@ -237,7 +237,7 @@ def test_an_adapter_that_is_registered_again_meanwhile_stays():
     fake.engine.forget_adapter("d")
     fake.register("d")
     fake.run()
-    assert fake.engine.residency() == {"d": "device"}
+    assert fake.engine.adapter_activity().residency == {"d": "device"}
 
 
 def test_a_preload_of_an_adapter_that_was_forgotten_is_dropped():
@@ -246,4 +246,4 @@ def test_a_preload_of_an_adapter_that_was_forgotten_is_dropped():
     fake.engine.preload("d")
     fake.engine.forget_adapter("d")
     fake.run()
-    assert fake.engine.residency() == {}
+    assert fake.engine.adapter_activity().residency == {}

@@ -17,11 +17,15 @@ from loraplex.engine.engine import Engine, build_engine
 from loraplex.engine.loop import EngineLoop
 from loraplex.engine.messages import (
     AbortRequest,
+    AdapterHeld,
     AdapterRejected,
     AddRequest,
+    AskAdapters,
     EngineReady,
+    HoldAdapter,
     PreloadAdapter,
     RegisterAdapter,
+    ReleaseAdapter,
     Shutdown,
     StepDone,
 )
@@ -270,3 +274,30 @@ def test_shutdown_leaves_work_undone():
     loop.put(AddRequest(request(1, max_tokens=10**6)))
     loop.event()
     loop.stop()
+
+
+def test_an_idle_engine_wakes_to_let_idle_adapters_leave():
+    running = RunningLoop(SchedulerSettings(adapter_ttl_ns=20_000_000))
+    source = fake_source("d", GEOMETRY)
+    running.put(RegisterAdapter(source), AddRequest(request(1, "d")))
+    running.tokens(1)
+    deadline = time.monotonic() + 5
+    while running.loader.host and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert running.loader.host == {}
+    running.stop()
+
+
+def test_held_adapters_and_refusals(running):
+    running.put(RegisterAdapter(fake_source("d", GEOMETRY)), HoldAdapter(7, "d"))
+    running.put(HoldAdapter(8, "never known"), AskAdapters(9), ReleaseAdapter("d"), AskAdapters(10))
+    answers = []
+    while len(answers) < 4:
+        event = running.event()
+        if not isinstance(event, StepDone):
+            answers.append(event)
+    held, refused, told, released = answers
+    assert held == AdapterHeld(7)
+    assert (refused.query_id, refused.error.code) == (8, "adapter_not_found")
+    assert (told.query_id, told.activity.held) == (9, ("d",))
+    assert (released.query_id, released.activity.held) == (10, ())

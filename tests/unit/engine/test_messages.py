@@ -28,19 +28,28 @@ from loraplex.core.plan import (
 )
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.core.stats import AdapterTierStats, EngineStats, StepRecord
+from loraplex.core.stats import (
+    AdapterActivity,
+    AdapterTierStats,
+    Durations,
+    EngineStats,
+    StepRecord,
+)
 from loraplex.engine.messages import (
     AbortRequest,
+    AdapterHeld,
     AdapterRejected,
+    AdaptersTold,
     AddRequest,
-    AskResidency,
+    AskAdapters,
     EngineCommand,
     EngineEvent,
     EngineFailed,
     EngineReady,
+    HoldAdapter,
     PreloadAdapter,
     RegisterAdapter,
-    ResidencyTold,
+    ReleaseAdapter,
     Shutdown,
     StepDone,
     UnregisterAdapter,
@@ -85,6 +94,7 @@ REQUEST = EngineRequest(
     requires_resident=True,
 )
 SOURCE = AdapterSource("ab" * 32, "/state/normal/ab", 2**40, (LoraTarget(0, "q_proj", 8, 64, 32),))
+TIERS = AdapterTierStats(host_bytes_used=2**40, read_times=Durations().with_one(3_000_000))
 LOGPROB = TokenLogprob(7, -0.25, 1, ((7, -0.25), (8, -math.inf)))
 COMMANDS = [
     AddRequest(REQUEST),
@@ -92,8 +102,10 @@ COMMANDS = [
     AbortRequest(1, 0),
     RegisterAdapter(SOURCE),
     UnregisterAdapter("ab" * 32),
-    AskResidency(UINT64),
+    AskAdapters(UINT64),
     PreloadAdapter("ab" * 32),
+    HoldAdapter(UINT64, "ab" * 32),
+    ReleaseAdapter("ab" * 32),
     Shutdown(),
 ]
 EVENTS = [
@@ -115,10 +127,20 @@ EVENTS = [
             ),
             EngineOutput(0),
         ),
-        EngineStats(steps=UINT64, adapters=AdapterTierStats(host_bytes_used=2**40)),
+        EngineStats(steps=UINT64, adapters=TIERS),
         StepRecord(*range(15), request_ids=(UINT64, 0)),
     ),
-    ResidencyTold(UINT64, {"ab" * 32: Residency.DEVICE, "cd" * 32: Residency.LOADING}),
+    AdaptersTold(
+        UINT64,
+        AdapterActivity(
+            {"ab" * 32: Residency.DEVICE, "cd" * 32: Residency.LOADING},
+            {"ab" * 32: 2},
+            {"cd" * 32: 1},
+            ("ab" * 32,),
+        ),
+    ),
+    AdapterHeld(UINT64),
+    AdapterHeld(1, ErrorInfo("adapter_too_large", "3 of 4 pages")),
     AdapterRejected("ab" * 32, ErrorInfo("adapter_too_large", "17 pages")),
 ]
 

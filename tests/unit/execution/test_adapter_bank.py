@@ -1,12 +1,14 @@
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
-from loraplex.core.adapter import LoraTarget
+from loraplex.core.adapter import LoraTarget, TargetPart
 from loraplex.core.errors import AdapterMismatchError
 from loraplex.core.plan import PageGeometry
 from loraplex.execution.adapter_bank import AdapterBank
-from loraplex.execution.host_adapters import HostAdapter, HostWeight
+from loraplex.execution.host_adapters import HostAdapter, HostPart, HostWeight
 from loraplex.kernels.lora import add_lora
 from loraplex.memory.adapter_pages import place
 
@@ -193,3 +195,11 @@ def test_the_pool_is_allocated_once():
     assert batch is not None
     assert batch.pool.nbytes == bank.num_bytes
     assert batch.table.ranks.dtype == np.int32
+
+
+def test_a_bank_of_layers_alone_takes_only_lora():
+    host = host_adapter(RANKS)
+    assert make_bank().prepare(host) is host
+    bias = HostPart(LoraTarget(0, "q_proj", 1, 0, 20, TargetPart.BIAS), torch.ones(20))
+    with pytest.raises(AdapterMismatchError, match="bias of q_proj; only LoRA of q_proj"):
+        make_bank().prepare(dataclasses.replace(host, parts=(bias,)))

@@ -1,3 +1,4 @@
+import dataclasses
 import time
 
 import numpy as np
@@ -9,9 +10,10 @@ from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.targets import source_of
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.adapter import AdapterSource
+from loraplex.core.errors import AdapterMismatchError
 from loraplex.engine.runner import AdapterLoader
 from loraplex.execution.adapter_loader import FileAdapterLoader, read_host_adapter
-from loraplex.execution.host_adapters import HostAdapters
+from loraplex.execution.host_adapters import HostAdapter, HostAdapters
 
 
 def staged(folder, seed=0) -> AdapterSource:
@@ -120,3 +122,21 @@ def test_close_drops_what_waits(host, tmp_path):
     loader.start(1, staged(tmp_path))
     assert loader.poll() == []
     assert len(host) == 0
+
+
+def test_an_adapter_is_prepared_before_it_is_there_or_fails(host, tmp_path):
+    def prepare(adapter: HostAdapter) -> HostAdapter:
+        if adapter.weights[0].a[0, 0] == 1.0:
+            raise AdapterMismatchError("its base is another")
+        return dataclasses.replace(adapter, factors={(0, "q_proj"): torch.ones(5)})
+
+    loader = FileAdapterLoader(host, prepare)
+    try:
+        loader.start(1, staged(tmp_path, seed=0))
+        loader.start(2, staged(tmp_path, seed=1))
+        failed, loaded = wait_for(loader, 2)
+    finally:
+        loader.close()
+    assert (failed.handle, failed.error.code) == (1, "adapter_mismatch")
+    assert (loaded.error, host.get(1)) == (None, None)
+    assert host.get(2).factors[0, "q_proj"].tolist() == [1] * 5

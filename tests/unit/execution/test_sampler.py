@@ -87,6 +87,68 @@ class TestWhichRowsSample:
         assert torch.equal(logits, before)
 
 
+class TestRowsThatTakeTheLikeliest:
+    """Steps of nothing but them go a shorter way."""
+
+    def sampler_of(self, *samplings) -> Sampler:
+        sampler = make_sampler()
+        for slot, sampling in enumerate(samplings):
+            sampler.add_row(row(slot, sampling=sampling, suppressed_token_ids=(4,)))
+        return sampler
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_company_of_another_kind_changes_nothing(self, dtype):
+        logits = logits_for(5, 4, 0).to(dtype)
+        steps = [step(slot) for slot in range(3)]
+        alone = self.sampler_of(GREEDY, GREEDY, GREEDY)
+        mixed = self.sampler_of(GREEDY, GREEDY, SamplingParams(temperature=0.5))
+        for _ in range(2):
+            plain, others = alone.sample(logits, steps), mixed.sample(logits, steps)
+            assert [result.token_ids for result in plain] == [(5,), (4,), (0,)]
+            assert plain[:2] == others[:2]
+        assert [alone.last_token(slot) for slot in range(3)] == [5, 4, 0]
+
+    def test_a_minimum_of_tokens_still_suppresses(self):
+        sampler = self.sampler_of(SamplingParams(temperature=0.0, min_tokens=1))
+        chosen = [sampler.sample(logits_for(4), [step()])[0].token_ids for _ in range(2)]
+        assert chosen[0] != (4,)
+        assert chosen[1] == (4,)
+
+    def test_a_penalty_still_counts(self):
+        sampler = self.sampler_of(SamplingParams(temperature=0.0, frequency_penalty=2.0))
+        logits = logits_for(5) / 20
+        chosen = [sampler.sample(logits, [step()])[0].token_ids for _ in range(2)]
+        assert chosen[0] == (5,)
+        assert chosen[1] != (5,)
+
+    def test_log_probabilities_are_given(self):
+        (result,) = self.sampler_of(GREEDY).sample(logits_for(5), [step(num_logprobs=1)])
+        assert [logprob.token_id for logprob in result.logprobs] == [5]
+
+    def test_drafts_are_tried(self):
+        drafted = step(start=2, num_tokens=3, draft_token_ids=(4, 5))
+        (result,) = self.sampler_of(GREEDY).sample(logits_for(4, 5, 6), [drafted])
+        assert result.token_ids == (4, 5, 6)
+
+    def test_log_probabilities_of_narrow_logits_are_those_of_their_values(self):
+        logits = torch.linspace(-3, 3, VOCAB).bfloat16().unsqueeze(0)
+        scored = step(num_logprobs=1)
+        (narrow,) = self.sampler_of(GREEDY).sample(logits, [scored])
+        (wide,) = self.sampler_of(GREEDY).sample(logits.float(), [scored])
+        assert narrow == wide
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf])
+    def test_only_the_row_that_is_not_finite_fails(self, value):
+        sampler = self.sampler_of(GREEDY, GREEDY)
+        logits = logits_for(5, 6)
+        logits[0, 2] = value
+        failed, good = sampler.sample(logits, [step(0), step(1)])
+        assert failed.error is not None
+        assert (failed.slot, failed.token_ids) == (0, ())
+        assert (good.slot, good.token_ids, good.error) == (1, (6,), None)
+        assert [sampler.last_token(slot) for slot in (0, 1)] == [3, 6]
+
+
 class TestDrafts:
     def sample(self, drafts, chosen, sampling=GREEDY, num_logprobs=None):
         sampler = make_sampler()

@@ -3,22 +3,29 @@
 import dataclasses
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given
 
 from loraplex.core.errors import ConfigError
 from loraplex.execution.kv_cache import block_bytes
 from loraplex.execution.sizing import (
     KVSize,
+    MemorySize,
     RunnerSettings,
     choose_device,
     choose_dtype,
     choose_kv_dtype,
     size_adapter_pool,
     size_kv,
+    size_memory,
+    smallest_pool_bytes,
 )
+from loraplex.memory.adapter_cache import AdapterCache
+from loraplex.memory.adapter_pages import layer_targets, pages_at_rank
 from loraplex.models.attention import attention_shape
-from loraplex.models.config import DecoderConfig, RopeConfig
+from loraplex.models.config import DecoderConfig, RopeConfig, module_shapes
 
 CONFIG = DecoderConfig(
     architecture="LlamaForCausalLM",
@@ -110,11 +117,14 @@ def test_default_pool_holds_256_mib() -> None:
     assert size.num_pages == (256 << 20) // size.page_bytes
 
 
-def test_an_adapter_of_the_usual_rank_is_one_page() -> None:
-    settings = RunnerSettings(max_lora_rank=8, optimal_lora_rank=8, lora_device_bytes=1 << 20)
+def test_a_pool_of_just_one_adapter_of_the_usual_rank() -> None:
+    settings = RunnerSettings(max_lora_rank=8, optimal_lora_rank=8)
+    least = smallest_pool_bytes(settings, CONFIG, torch.bfloat16)
+    parameters = 8 * 2 * sum(sum(features) for features in module_shapes(CONFIG).values())
+    assert 2 * parameters <= least < 1.1 * 2 * parameters
+    settings = dataclasses.replace(settings, lora_device_bytes=least)
     size = size_adapter_pool(settings, CONFIG, torch.bfloat16)
-    one_page = dataclasses.replace(settings, lora_device_bytes=size.page_bytes)
-    assert size_adapter_pool(one_page, CONFIG, torch.bfloat16).num_pages == 1
+    assert size.num_pages * size.page_bytes == least
 
 
 def test_a_pool_that_is_too_small_says_what_it_takes() -> None:
@@ -126,3 +136,108 @@ def test_a_pool_that_is_too_small_says_what_it_takes() -> None:
     assert size_adapter_pool(settings, CONFIG, torch.bfloat16).num_pages > 0
     with pytest.raises(ConfigError):
         size_adapter_pool(RunnerSettings(lora_device_bytes=enough - 1), CONFIG, torch.bfloat16)
+
+
+WEIGHTS = 1 << 20
+
+
+def memory(free_bytes: int | None = None, **settings: Any) -> MemorySize:
+    return size_memory(
+        RunnerSettings(**settings),
+        CONFIG,
+        dtype=torch.float32,
+        kv_dtype=torch.float32,
+        weights_bytes=WEIGHTS,
+        free_bytes=free_bytes,
+    )
+
+
+def kv_bytes(size: MemorySize) -> int:
+    return size.kv.num_blocks * BLOCK_BYTES
+
+
+def pool_bytes(size: MemorySize) -> int:
+    return size.adapters.num_pages * size.adapters.page_bytes
+
+
+class TestMemory:
+    def test_unknown_memory_is_sized_by_the_requests(self) -> None:
+        size = memory(max_num_seqs=3)
+        assert size.kv == kv(max_num_seqs=3)
+        assert pool_bytes(size) == pytest.approx(256 << 20, rel=0.01)
+
+    def test_shares_of_a_cpus_budget(self) -> None:
+        budget = 200 << 20
+        size = memory(memory_bytes=budget, kv_cache_fraction=0.5)
+        assert kv_bytes(size) == pytest.approx(0.5 * (budget - WEIGHTS), rel=0.01)
+        assert pool_bytes(size) == pytest.approx(0.05 * budget, rel=0.01)
+
+    def test_shares_of_what_a_device_has_free(self) -> None:
+        free = 200 << 20
+        size = memory(free, lora_device_fraction=0.5)
+        assert kv_bytes(size) == pytest.approx(0.9 * free, rel=0.01)
+        assert pool_bytes(size) == pytest.approx(0.5 * 0.1 * free, rel=0.02)
+
+    def test_a_budget_below_what_is_free(self) -> None:
+        budget = 100 << 20
+        size = memory(200 << 20, memory_bytes=budget)
+        assert kv_bytes(size) == pytest.approx(0.9 * (budget - WEIGHTS), rel=0.01)
+
+    def test_bytes_that_are_said_win(self) -> None:
+        size = memory(memory_bytes=200 << 20, kv_cache_bytes=1 << 20, lora_device_bytes=2 << 20)
+        assert kv_bytes(size) == (1 << 20) // BLOCK_BYTES * BLOCK_BYTES
+        assert pool_bytes(size) == pytest.approx(2 << 20, rel=0.1)
+
+    def test_one_adapter_fits_however_small_its_share(self) -> None:
+        least = smallest_pool_bytes(RunnerSettings(), CONFIG, torch.float32)
+        size = memory(memory_bytes=WEIGHTS + least + 20 * BLOCK_BYTES, kv_cache_fraction=1.0)
+        assert pool_bytes(size) == least
+        assert size.kv.num_blocks == 20
+
+    def test_weights_that_do_not_fit(self) -> None:
+        with pytest.raises(ConfigError, match=f"does not hold the weights, {WEIGHTS}"):
+            memory(memory_bytes=WEIGHTS)
+
+    def test_what_was_said_does_not_fit(self) -> None:
+        with pytest.raises(ConfigError, match=r"together, and the device has 10485760") as caught:
+            memory(memory_bytes=10 << 20, kv_cache_bytes=9 << 20, lora_device_bytes=9 << 20)
+        assert caught.value.param == "memory_bytes"
+
+    def test_a_length_that_does_not_fit_names_the_budget(self) -> None:
+        least = smallest_pool_bytes(RunnerSettings(), CONFIG, torch.float32)
+        with pytest.raises(ConfigError, match="or a larger memory_bytes"):
+            memory(memory_bytes=WEIGHTS + least + 3 * BLOCK_BYTES, max_model_len=100)
+
+    @given(st.integers(1 << 21, 1 << 28), st.floats(0.01, 1.0), st.floats(0.01, 1.0))
+    def test_all_together_never_exceed_the_budget(
+        self, budget: int, kv_fraction: float, lora_fraction: float
+    ) -> None:
+        try:
+            size = memory(
+                memory_bytes=budget,
+                kv_cache_fraction=kv_fraction,
+                lora_device_fraction=lora_fraction,
+            )
+        except ConfigError:
+            assert budget < WEIGHTS + (3 << 20)
+        else:
+            assert WEIGHTS + kv_bytes(size) + pool_bytes(size) <= budget
+
+
+@pytest.mark.parametrize("rank", [1, 8, 13, 64])
+def test_a_pool_that_holds_n_adapters_takes_n(rank: int) -> None:
+    pool = memory(memory_bytes=40 << 20).adapters
+    targets = layer_targets(CONFIG.num_layers, module_shapes(CONFIG))
+    num_pages = pages_at_rank(targets, rank, pool.geometry)
+    holds = pool.num_pages // num_pages
+    cache = AdapterCache(10**6, pool.num_pages, keeps_host_copy=False)
+    for handle in range(holds + 1):
+        cache.register(handle, 1, num_pages)
+        cache.begin_load(handle, 0)
+        cache.loaded(handle)
+        copied = cache.begin_copy(handle) is not None
+        assert copied == (handle < holds)
+        if copied:
+            cache.copied(handle)
+            cache.pin(handle)
+    assert holds > 0

@@ -125,6 +125,18 @@ def test_argmax(library, vocab_size):
     assert torch.equal(maxima, expected)
 
 
+@VOCABS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_argmax_of_narrow_logits(library, vocab_size, dtype):
+    """Rounding makes ties: of them the first."""
+    logits = rows_of_all_kinds(vocab_size).clamp(-6e4, 6e4).to(dtype)
+    rows = np.arange(len(logits))
+    ids, maxima = kernel_of(library).argmax(logits, rows)
+    expected_ids, expected = sampling.argmax(logits.float(), rows)
+    assert ids.tolist() == expected_ids.tolist()
+    assert torch.equal(maxima, expected)
+
+
 def test_argmax_of_rows_that_are_not_numbers(library):
     logits = torch.zeros(5, 100)
     logits[0, 70] = torch.nan

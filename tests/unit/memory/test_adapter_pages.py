@@ -8,8 +8,8 @@ from loraplex.core.errors import AdapterTooLargeError, ConfigError
 from loraplex.core.plan import PageGeometry
 from loraplex.memory.adapter_pages import (
     page_geometry,
-    pages_for_bytes,
     pages_at_rank,
+    pages_for_bytes,
     place,
 )
 
@@ -35,7 +35,9 @@ class TestLlama7B:
         assert self.geometry == PageGeometry(slot_elements=8192, slots_per_page=192)
         assert self.geometry.page_elements * 2 == 3 * 2**20
 
-    @pytest.mark.parametrize(("rank", "num_pages"), [(1, 1), (2, 1), (8, 4), (9, 5), (16, 8), (64, 32)])
+    @pytest.mark.parametrize(
+        ("rank", "num_pages"), [(1, 1), (2, 1), (8, 4), (9, 5), (16, 8), (64, 32)]
+    )
     def test_pages_of_an_adapter(self, rank, num_pages):
         assert place(layers(LLAMA_7B_QKV, 32, rank), self.geometry).num_pages == num_pages
 

@@ -299,13 +299,17 @@ def test_statistics():
     to_device(cache, 0)
     to_device(cache, 1)
     load(cache, 2)
-    cache.count_admission(hit=True)
-    cache.count_admission(hit=False)
-    cache.count_admission(hit=False)
+    cache.register(3, 10, 1)
+    for handles in [(1,), (0,), (1, 2), (1, 3), (3,)]:
+        cache.count_admission(handles)
     stats = cache.stats()
     assert (stats.host_bytes_used, stats.host_bytes_total) == (70, 100)
     assert (stats.device_pages_used, stats.device_pages_total) == (3, 4)
     assert (stats.num_on_host, stats.num_on_device) == (2, 1)
     assert (stats.loads, stats.load_failures) == (3, 0)
     assert (stats.host_evictions, stats.device_evictions) == (1, 1)
-    assert (stats.device_hits, stats.device_misses) == (1, 2)
+    assert (stats.device_hits, stats.device_misses) == (1, 4)
+    assert (stats.host_hits, stats.host_misses) == (1, 3)
+    assert stats.copies == 2
+    assert sum(stats.read_times.counts) == 3
+    assert sum(stats.copy_times.counts) == 2

@@ -80,11 +80,31 @@ async def test_a_load_tells_what_it_loaded(loading, staging, start):
     card = await loading.load(model, Principal("acme"), name="zh", path="/zh", task_id=4)
     assert (card.name, card.model, card.task_id, card.digest) == ("zh", "base", 4, "d1")
     assert (card.rank, card.num_bytes, card.source, card.warnings) == (1, 500, "/zh", ("hm",))
-    asked = {"path": "/zh", "shapes": model.shapes, "max_rank": 32, "base_model": "base"}
-    assert staging.asked == [asked]
+    assert staging.asked == [
+        {
+            "path": "/zh",
+            "shapes": model.shapes,
+            "max_rank": 32,
+            "base_model": "base",
+            "base_path": model.card.path,
+            "base_check": "warn",
+            "pool_dtype": model.card.dtype,
+            "reads_again": False,
+            "is_trusted": False,
+        }
+    ]
     version = model.store.resolve(AdapterRef("base", "acme", ByTaskId(4)))
     assert version.digest == "d1"
     assert names_of(model) == []  # it is acme's, not the default tenant's
+
+
+async def test_a_reload_reads_what_looks_unchanged(loading, staging, start):
+    model = await start(adapter_base_check="error")
+    await loading.load(model, LOCAL, name="zh", path=staging.put("/zh"))
+    version = model.store.resolve(AdapterRef("base", "default", ByName("zh")))
+    assert not await loading.reload(model, version)
+    assert [asked["reads_again"] for asked in staging.asked] == [False, True]
+    assert {asked["base_check"] for asked in staging.asked} == {"error"}
 
 
 async def test_a_loaded_adapter_is_brought_to_the_device(loading, staging, start):

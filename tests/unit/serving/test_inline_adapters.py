@@ -69,7 +69,13 @@ def resolve(model, key, tenant="t"):
 async def test_it_is_staged_against_the_base_as_a_folder_is(add, staging, model):
     await add("zh", 5)
     [asked] = staging.asked
-    assert asked == {"path": "zh", "config": CONFIG, "shapes": model.shapes, "max_rank": 32}
+    assert asked == {
+        "path": "zh",
+        "config": CONFIG,
+        "shapes": model.shapes,
+        "max_rank": 32,
+        "pool_dtype": model.card.dtype,
+    }
 
 
 @pytest.mark.parametrize("task_id", [0, 101, 2**64 - 1])

@@ -95,6 +95,7 @@ async def test_a_request(metrics, clock):
     assert value(metrics, "requests_total", finish_reason="length", **of_adapter) == 1
     assert value(metrics, "prompt_tokens_total", **of_adapter) == 3
     assert value(metrics, "generation_tokens_total", **of_adapter) == 3
+    assert value(metrics, "adapter_time_to_first_token_seconds_count", **of_adapter) == 1
     assert value(metrics, "time_to_first_token_seconds_sum") == pytest.approx(0.030)
     assert value(metrics, "inter_token_latency_seconds_count") == 2
     assert value(metrics, "inter_token_latency_seconds_sum") == pytest.approx(0.020)

@@ -436,3 +436,26 @@ class TestAsides:
         assert (newest.step_id + 1, last.step_id) == (last.step_id, service.stats("a").steps)
         assert len(service.steps("a", 99)) == last.step_id
         assert service.steps("a", 0) == service.steps("a", -1) == []
+
+
+async def test_a_real_service_follows_its_folder(make_model, staging, tmp_path):
+    folder = tmp_path / "adapters"
+    folder.mkdir()
+    model = make_model("base", adapter_dirs=(str(folder),))
+    service = Service([model], staging, RequestMetrics(["base"]), SystemClock(), 0.01)
+    await service.start()
+    staging.put(str(folder / "zh"))
+    (folder / "zh").mkdir()
+    (folder / "zh" / "adapter_config.json").write_text("{}")
+    async with asyncio.timeout(5):
+        while not service.adapters(LOCAL):
+            await asyncio.sleep(0.01)
+    assert service.find("zh", LOCAL)[1] == ByName("zh")
+    assert staging.asked[-1]["is_trusted"]
+    await service.load_adapter(LOCAL, model="base", name="ja", path=staging.put("/ja"))
+    assert not staging.asked[-1]["is_trusted"]
+    (folder / "zh" / "adapter_config.json").unlink()
+    async with asyncio.timeout(5):
+        while len(service.adapters(LOCAL)) > 1:
+            await asyncio.sleep(0.01)
+    await service.close()

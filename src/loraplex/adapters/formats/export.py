@@ -32,10 +32,13 @@ class _Entry:
     layer: int
     module: LoraModule
     row: NormalRow
+    factor: RawTensor | None
+    """DoRA's, if it has one."""
 
     @property
     def num_values(self) -> int:
-        return sum(math.prod(tensor.shape) for tensor in self.row.tensors.values())
+        num_factors = 0 if self.factor is None else self.factor.num_values
+        return num_factors + sum(math.prod(tensor.shape) for tensor in self.row.tensors.values())
 
 
 def _is_plain(row: NormalRow) -> bool:
@@ -44,8 +47,15 @@ def _is_plain(row: NormalRow) -> bool:
     return is_lora and row.layer is not None and row.expert is None
 
 
+def _is_factor(row: NormalRow) -> bool:
+    """DoRA's, as TensorRT-LLM takes it."""
+    return row.kind is RowKind.MAGNITUDE and "factor" in row.tensors
+
+
 def _what(row: NormalRow) -> str:
     """What a row that is not plain holds, for messages."""
+    if row.kind is RowKind.MAGNITUDE:
+        return "DoRA: its magnitudes must first be divided by norms of the base's weight"
     return f"{row.kind}: {', '.join(sorted(row.tensors))}"
 
 
@@ -84,7 +94,7 @@ def holding_module(row: NormalRow) -> LoraModule | None:
 
 
 def lora_tensors(rows: Sequence[NormalRow], storage: StorageType) -> tuple[RawTensor, RawTensor]:
-    """(lora_weights [1, N, W], lora_config int32 [1, N, 3]), by layer and module id.
+    """(lora_weights [1, N, W], lora_config int32 [1, N, 3, with DoRA 4]), by layer and module id.
 
     Raises UnsupportedFeatureError naming every row that has no place in them, InvalidAdapterError
     if a value is too large for the storage type.
@@ -93,12 +103,14 @@ def lora_tensors(rows: Sequence[NormalRow], storage: StorageType) -> tuple[RawTe
     dtype = _TENSOR_TYPES[storage]
     width = max(entry.num_values for entry in entries)
     bits = np.zeros((len(entries), width), "<u4" if dtype == "F32" else "<u2")
-    config = np.empty((len(entries), 3), "<i4")
+    num_columns = 3 if all(entry.factor is None for entry in entries) else 4
+    config = np.empty((len(entries), num_columns), "<i4")
     for index, entry in enumerate(entries):
         a, b = entry.row.tensors["a"], _stored_b(entry)
-        values = np.concatenate([_float32(a).ravel(), b.ravel()])
+        values = np.concatenate([_float32(a).ravel(), b.ravel(), _stored_factor(entry)])
         bits[index, : len(values)] = _rounded(values, storage, entry.row.origin)
-        config[index] = (entry.module.id, entry.layer, a.shape[0])
+        columns = (entry.module.id, entry.layer, a.shape[0], entry.factor is not None)
+        config[index] = columns[:num_columns]
     return (
         RawTensor(dtype, (1, *bits.shape), bits.view(np.uint8).reshape(-1).data),
         RawTensor("I32", (1, *config.shape), config.view(np.uint8).reshape(-1).data),
@@ -108,6 +120,8 @@ def lora_tensors(rows: Sequence[NormalRow], storage: StorageType) -> tuple[RawTe
 def _entries(rows: Sequence[NormalRow]) -> list[_Entry]:
     """The rows with their modules, in the order of the export."""
     entries: dict[tuple[int, int], _Entry] = {}
+    factors = {(row.layer, row.module): row.tensors["factor"] for row in rows if _is_factor(row)}
+    rows = [row for row in rows if not _is_factor(row)]
     refused = [f"{row.origin} ({_what(row)})" for row in rows if not _is_plain(row)]
     rows = [row for row in rows if _is_plain(row)]
     for row in rows:
@@ -116,7 +130,8 @@ def _entries(rows: Sequence[NormalRow]) -> list[_Entry]:
             refused.append(module_path(row))
             continue
         assert row.layer is not None
-        entry = entries.setdefault((row.layer, module.id), _Entry(row.layer, module, row))
+        factor = factors.get((row.layer, row.module))
+        entry = entries.setdefault((row.layer, module.id), _Entry(row.layer, module, row, factor))
         if entry.row is not row:
             raise UnsupportedFeatureError(
                 f"{entry.row.origin} and {row.origin} would both be {module.name} of layer "
@@ -136,13 +151,25 @@ def _stored_b(entry: _Entry) -> npt.NDArray[np.float32]:
     """B with its scale, its rows in the order of the module's parts."""
     with np.errstate(over="ignore"):
         b = _float32(entry.row.tensors["b"]) * np.float32(entry.row.scale)
-    if entry.row.module == "gate_up_proj":
-        if len(b) % 2:
-            raise InvalidAdapterError(
-                f"{entry.row.origin} has {len(b)} outputs: its two halves are not equal"
-            )
-        b = np.concatenate([b[len(b) // 2 :], b[: len(b) // 2]])
-    return b
+    return _in_parts_order(entry, b)
+
+
+def _stored_factor(entry: _Entry) -> npt.NDArray[np.float32]:
+    if entry.factor is None:
+        return np.empty(0, np.float32)
+    return _in_parts_order(entry, _float32(entry.factor))
+
+
+def _in_parts_order(entry: _Entry, outputs: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """One value or row for each output, in the order of the module's parts."""
+    half, rest = divmod(len(outputs), 2)
+    if entry.row.module != "gate_up_proj":
+        return outputs
+    if rest:
+        raise InvalidAdapterError(
+            f"{entry.row.origin} has {len(outputs)} outputs: its two halves are not equal"
+        )
+    return np.concatenate([outputs[half:], outputs[:half]])
 
 
 def _float32(tensor: RawTensor) -> npt.NDArray[np.float32]:

@@ -95,6 +95,11 @@ def _slots(row: NormalRow, *, is_wrapped: bool) -> dict[str, RawTensor]:
         case RowKind.LORA:
             slots = {"lora_A.weight": tensors["a"], "lora_B.weight": tensors["b"]}
             return slots | ({"lora_B.bias": tensors["bias"]} if "bias" in tensors else {})
+        case RowKind.MAGNITUDE if "factor" in tensors:
+            raise UnsupportedFeatureError(
+                f"{row.origin} has DoRA's magnitudes divided by the norms of the base's weight: "
+                "PEFT needs them as they were trained"
+            )
         case RowKind.MAGNITUDE:
             return {"lora_magnitude_vector": tensors["magnitude"]}
         case RowKind.BIAS:

@@ -10,7 +10,7 @@ from loraplex.core.errors import InvalidAdapterError, UnsupportedFeatureError
 _TENSORS: dict[RowKind, tuple[dict[str, tuple[int, ...]], ...]] = {
     RowKind.LORA: ({"a": (2,), "b": (2,)}, {"a": (2,), "b": (2,), "bias": (1,)}),
     RowKind.BIAS: ({"bias": (1,)},),
-    RowKind.MAGNITUDE: ({"magnitude": (1,)},),
+    RowKind.MAGNITUDE: ({"magnitude": (1,)}, {"factor": (1,)}),
     RowKind.FULL: ({"weight": (1, 2)}, {"base": (2,)}),
     RowKind.TOKENS: ({"indices": (1,), "weight": (2,)},),
 }

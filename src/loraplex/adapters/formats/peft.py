@@ -60,11 +60,14 @@ def normal_rows(config: PeftConfig, tensors: Mapping[str, RawTensor]) -> tuple[N
 
 
 def missing_modules(config: PeftConfig, rows: Iterable[NormalRow]) -> list[str]:
-    """Entries of a target_modules list that no tensor answers: told as a warning."""
+    """Entries of a target_modules list that no tensor answers, and that are not excluded again:
+    told as a warning.
+    """
     if not isinstance(config.target_modules, list):
         return []
     paths = [row.origin for row in rows if row.kind is RowKind.LORA]
-    return [name for name in config.target_modules if not _answers(paths, name)]
+    missing = [name for name in config.target_modules if not _answers(paths, name)]
+    return [name for name in missing if not any(map(config.excludes, _paths(name)))]
 
 
 def _check_complete(config: PeftConfig, rows: Sequence[NormalRow]) -> None:
@@ -82,6 +85,11 @@ def _check_complete(config: PeftConfig, rows: Sequence[NormalRow]) -> None:
                 f"{CONFIG_NAME} names tokens of {module} in trainable_token_indices, but there is "
                 "no tensor trainable_tokens_delta of it"
             )
+
+
+def _paths(name: str) -> tuple[str, ...]:
+    """Of modules that an entry of target_modules may mean, for patterns to be tried on."""
+    return (name, *(f"model.layers.0.{parent}.{name}" for parent in ("self_attn", "mlp")))
 
 
 def _answers(paths: Iterable[str], name: str) -> bool:

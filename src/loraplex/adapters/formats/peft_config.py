@@ -132,10 +132,16 @@ class PeftConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Of embed_tokens and lm_head, those with trained rows."""
         return [module for module in _TIED if self.token_indices(module)]
 
-    def _targets(self, module_path: str) -> bool:
+    def excludes(self, module_path: str) -> bool:
+        """Whether PEFT leaves this module out though target_modules may name it."""
         if self.exclude_modules and _names(self.exclude_modules, module_path):
-            return False
-        if any(re.match(rf"(^|.*\.){name}($|\..*)", module_path) for name in self.modules_to_save):
+            return True
+        return any(
+            re.match(rf"(^|.*\.){name}($|\..*)", module_path) for name in self.modules_to_save
+        )
+
+    def _targets(self, module_path: str) -> bool:
+        if self.excludes(module_path):
             return False
         if self.target_modules is None:
             return True

@@ -1,10 +1,11 @@
 """TensorRT-LLM's LoRA tensors: lora_weights beside lora_config, in a folder or in a request.
 
-A row of lora_weights [N, W] is A [rank, in], row-major, then B [out, rank], row-major, then zeros
-up to W; the row of lora_config [N, 3 or 4] says (module id, layer, rank, is DoRA). A batch
-dimension of 1 may come first. The scale is in B already. The numbers of features are those of the
-base model: the tensors do not tell them. The fixed sentences of the errors are those of
-TensorRT-LLM's loraValidateRequestTensors, for which clients look.
+A row of lora_weights [N, W] is A [rank, in], row-major, then B [out, rank], row-major, then of DoRA
+its factor [out], then zeros up to W; the row of lora_config [N, 3 or 4] says (module id, layer,
+rank, is DoRA). A batch dimension of 1 may come first. The scale is in B already, and DoRA's
+magnitude is divided by the norms of W + B A (TensorRT-LLM's examples/dora). The numbers of features
+are those of the base model: the tensors do not tell them. The fixed sentences of the errors are
+those of TensorRT-LLM's loraValidateRequestTensors, for which clients look.
 """
 
 import dataclasses
@@ -25,7 +26,6 @@ from loraplex.core.errors import (
     AdapterMismatchError,
     AdapterTooLargeError,
     InvalidAdapterError,
-    UnsupportedFeatureError,
 )
 
 WEIGHTS_NAME = "model.lora_weights.npy"
@@ -53,6 +53,7 @@ class _Entry:
     in_features: int
     out_features: tuple[int, ...]
     """Of each of the module's parts."""
+    is_dora: bool
 
     def __str__(self) -> str:
         return f"row {self.row} ({self.module.name} of layer {self.layer})"
@@ -62,8 +63,12 @@ class _Entry:
         return self.rank * self.in_features
 
     @property
-    def num_values(self) -> int:
+    def num_ab(self) -> int:
         return self.num_a + self.rank * sum(self.out_features)
+
+    @property
+    def num_values(self) -> int:
+        return self.num_ab + (sum(self.out_features) if self.is_dora else 0)
 
 
 def config_file(folder: Path) -> Path | None:
@@ -89,19 +94,19 @@ def normal_rows(
     """The rows of an adapter; fused modules become a row for each of their parts.
 
     Raises InvalidAdapterError for tensors that are broken, AdapterMismatchError for ones of another
-    base, AdapterTooLargeError for a rank above max_rank, UnsupportedFeatureError for DoRA.
+    base, AdapterTooLargeError for a rank above max_rank.
     """
     shape = _matrix_shape("lora_weights", weights)
     config_shape = _matrix_shape("lora_keys", config)
     _check_tensors(weights, config, shape, config_shape)
     bits = np.ndarray(shape, _WEIGHT_TYPES[weights.dtype], weights.data)
     table = np.ndarray(config_shape, "<i4", config.data)
-    rows: dict[tuple[int, str], tuple[NormalRow, _Entry]] = {}
+    rows: dict[tuple[int, str, RowKind], tuple[NormalRow, _Entry]] = {}
     for index in range(len(table)):
         entry = _entry(index, table[index].tolist(), bits.shape[1], shapes, max_rank)
         for row in _rows_of(entry, bits[index], weights.dtype):
             assert row.layer is not None
-            first = rows.setdefault((row.layer, row.module), (row, entry))
+            first = rows.setdefault((row.layer, row.module, row.kind), (row, entry))
             if first[0] is not row:
                 raise InvalidAdapterError(
                     f"{first[1]} and {entry} of lora_config both hold {row.module} of one layer"
@@ -180,16 +185,13 @@ def _entry(
     module = LORA_MODULES[module_id]
     if is_dora and is_dora[0] not in (0, 1):
         raise InvalidAdapterError(f"{where}: the fourth column says {is_dora[0]}; 0 or 1 is needed")
-    if is_dora and is_dora[0] == 1:
-        raise UnsupportedFeatureError(
-            f"{where}: {module.name} has a DoRA magnitude vector, not served yet"
-        )
     in_features, out_features = _features(module, shapes, where)
-    entry = _Entry(row, module, layer, rank, in_features, out_features)
+    entry = _Entry(row, module, layer, rank, in_features, out_features, is_dora == [1])
     if entry.num_values > row_width:
         raise InvalidAdapterError(
             f"lora_weights has to few values for {module.name}: {where} needs {rank} x "
-            f"({in_features} + {sum(out_features)}) = {entry.num_values}, a row has {row_width}"
+            f"({in_features} + {sum(out_features)}){' + DoRA' if entry.is_dora else ''} = "
+            f"{entry.num_values}, a row has {row_width}"
         )
     if rank > max_rank:
         raise AdapterTooLargeError(
@@ -220,10 +222,12 @@ def _enabled(shapes: BaseShapes) -> Iterator[str]:
 def _rows_of(
     entry: _Entry, bits: npt.NDArray[np.unsignedinteger], dtype: str
 ) -> Iterator[NormalRow]:
-    """The normal rows in one row of lora_weights: one per part of the module."""
+    """The normal rows in one row of lora_weights: for each part of the module one, or two."""
     a = _tensor(bits[: entry.num_a], (entry.rank, entry.in_features), dtype)
-    b = _tensor(bits[entry.num_a : entry.num_values], (sum(entry.out_features), entry.rank), dtype)
-    for name, tensor in (("A", a), ("B", b)):
+    b = _tensor(bits[entry.num_a : entry.num_ab], (sum(entry.out_features), entry.rank), dtype)
+    num_factors = entry.num_values - entry.num_ab
+    factor = _tensor(bits[entry.num_ab : entry.num_values], (num_factors,), dtype)
+    for name, tensor in (("A", a), ("B", b), ("DoRA's factor", factor)):
         if not tensor.is_finite():
             raise InvalidAdapterError(f"{name} in {entry} of lora_weights holds NaN or infinity")
     padding = bits[entry.num_values :]
@@ -233,19 +237,22 @@ def _rows_of(
             f"model's {entry.module.name} takes at rank {entry.rank} (in {entry.in_features}, out "
             f"{sum(entry.out_features)}): what follows must be zeros"
         )
-    start = entry.num_a
+    first = 0
     for part, out_features in zip(entry.module.parts, entry.out_features, strict=True):
-        end = start + out_features * entry.rank
-        yield NormalRow(
-            layer=entry.layer,
-            module=part,
-            expert=None,
-            kind=RowKind.LORA,
-            scale=1.0,
-            tensors={"a": a, "b": _tensor(bits[start:end], (out_features, entry.rank), dtype)},
-            origin=f"model.layers.{entry.layer}.{parent_of(part)}.{part}",
-        )
-        start = end
+        end = first + out_features
+        own = slice(entry.num_a + first * entry.rank, entry.num_a + end * entry.rank)
+        b = _tensor(bits[own], (out_features, entry.rank), dtype)
+        yield _row(entry, part, RowKind.LORA, {"a": a, "b": b})
+        if entry.is_dora:
+            own = slice(entry.num_ab + first, entry.num_ab + end)
+            factor = _tensor(bits[own], (out_features,), dtype)
+            yield _row(entry, part, RowKind.MAGNITUDE, {"factor": factor})
+        first = end
+
+
+def _row(entry: _Entry, part: str, kind: RowKind, tensors: dict[str, RawTensor]) -> NormalRow:
+    path = f"model.layers.{entry.layer}.{parent_of(part)}.{part}"
+    return NormalRow(entry.layer, part, None, kind, 1.0, tensors, path)
 
 
 def _tensor(bits: npt.NDArray[np.unsignedinteger], shape: tuple[int, ...], dtype: str) -> RawTensor:

@@ -51,16 +51,11 @@ class Allowance:
 
     def require_time(self) -> None:
         """Raises AdapterLoadError when the time is up."""
-        if time.monotonic() > self._deadline:
-            raise AdapterLoadError(
-                f"{self.what} did not arrive within {self.policy.max_seconds:g} s; try again later"
-            )
+        self._require(0.0)
 
     def wait(self, seconds: float) -> None:
-        """Sleep, unless the time would be up."""
-        if time.monotonic() + seconds > self._deadline:
-            self._deadline = 0.0
-        self.require_time()
+        """Sleep. Raises AdapterLoadError at once if the time would be up."""
+        self._require(seconds)
         time.sleep(seconds)
 
     def spend(self, num_bytes: int) -> None:
@@ -74,6 +69,12 @@ class Allowance:
             self._told = time.monotonic()
             of = "" if total is None else f" of {total / 2**20:.1f}"
             logger.info("fetching %s: %.1f%s MiB", self.what, num_bytes / 2**20, of)
+
+    def _require(self, seconds: float) -> None:
+        if time.monotonic() + seconds > self._deadline:
+            raise AdapterLoadError(
+                f"{self.what} did not arrive within {self.policy.max_seconds:g} s; try again later"
+            )
 
 
 def write_stream(

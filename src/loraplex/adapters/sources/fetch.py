@@ -84,10 +84,13 @@ class KeptSources:
         started = time.monotonic()
         try:
             with self._arriving() as arriving:
-                files = _arrive(remote, reference, policy, arriving, home, kept)
-                _check_sum(reference, files)
-                note = _Note(_content_of(files), files)
-                _move(arriving, home / note.content)
+                arrival = _Arrival(remote, arriving, Allowance(policy, str(reference)), kept)
+                arrival.get_all(reference)
+                _check_sum(reference, arrival.files)
+                note = _Note(_content_of(arrival.files), arrival.files)
+                if kept is None or kept.content != note.content:
+                    arrival.take_unchanged(home)
+                    _move(arriving, home / note.content)
         except AdapterLoadError as error:
             if kept is None or not policy.may_use_kept:
                 raise
@@ -135,66 +138,59 @@ class KeptSources:
                 total -= size
 
 
-def _arrive(
-    remote: Remote,
-    reference: Reference,
-    policy: SourcePolicy,
-    arriving: Path,
-    home: Path,
-    kept: _Note | None,
-) -> dict[str, _File]:
-    """All files of the adapter, in `arriving`."""
-    allowance = Allowance(policy, str(reference))
-    folder = _Arrival(remote, arriving, allowance, home, kept)
-    if reference.is_file:
-        if folder.get("", SINGLE_NAME):
-            return folder.files
-        raise InvalidAdapterError(f"there is no {reference}", param="path")
-    for groups in FOLDERS:
-        if not folder.get_first(groups[0]):
-            continue
-        for group in groups[1:]:
-            if not folder.get_first(group):
-                raise InvalidAdapterError(
-                    f"{reference} has {groups[0][0]}, but neither {' nor '.join(group)}",
-                    param="path",
-                )
-        return folder.files
-    tried = " nor ".join(group[0] for (group, *_) in FOLDERS)
-    raise InvalidAdapterError(f"{reference} holds no adapter: neither {tried}", param="path")
-
-
 class _Arrival:
     """The files of one adapter, one after the other."""
 
     def __init__(
-        self, remote: Remote, folder: Path, allowance: Allowance, home: Path, kept: _Note | None
+        self, remote: Remote, folder: Path, allowance: Allowance, kept: _Note | None
     ) -> None:
         self.files: dict[str, _File] = {}
         self._remote = remote
         self._folder = folder
         self._allowance = allowance
-        self._home = home
         self._kept = kept
+        self._unchanged: list[str] = []
 
-    def get_first(self, names: Sequence[str]) -> bool:
-        return any(self.get(name, name) for name in names)
+    def get_all(self, reference: Reference) -> None:
+        """Raises InvalidAdapterError if the source has no adapter, or half of one."""
+        if reference.is_file:
+            if not self._get("", SINGLE_NAME):
+                raise InvalidAdapterError(f"there is no {reference}", param="path")
+            return
+        for first, *others in FOLDERS:
+            if not self._get_first(first):
+                continue
+            for group in others:
+                if not self._get_first(group):
+                    raise InvalidAdapterError(
+                        f"{reference} has {first[0]}, but neither {' nor '.join(group)}",
+                        param="path",
+                    )
+            return
+        tried = " nor ".join(first[0] for first, *_ in FOLDERS)
+        raise InvalidAdapterError(f"{reference} holds no adapter: neither {tried}", param="path")
 
-    def get(self, remote_name: str, name: str) -> bool:
+    def take_unchanged(self, home: Path) -> None:
+        """Put what did not come again beside what came."""
+        for name in self._unchanged:
+            assert self._kept is not None
+            os.link(home / self._kept.content / name, self._folder / name)
+
+    def _get_first(self, names: Sequence[str]) -> bool:
+        return any(self._get(name, name) for name in names)
+
+    def _get(self, remote_name: str, name: str) -> bool:
         """Whether the source has the file."""
         known = None if self._kept is None else self._kept.files.get(name)
         target = self._folder / name
         got = self._remote.get(remote_name, target, self._allowance, known.tag if known else "")
-        if got is Missing.UNCHANGED:
-            assert known is not None
-            assert self._kept is not None
-            self._allowance.spend(known.num_bytes)
-            os.link(self._home / self._kept.content / name, target)
-            self.files[name] = known
-        elif isinstance(got, Arrived):
+        if isinstance(got, Arrived):
             self.files[name] = _File(got.tag, got.sha256, got.num_bytes)
-        else:
-            target.unlink(missing_ok=True)
+        elif got is Missing.UNCHANGED:
+            assert known is not None
+            self._allowance.spend(known.num_bytes)
+            self._unchanged.append(name)
+            self.files[name] = known
         return name in self.files
 
 

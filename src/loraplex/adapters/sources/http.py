@@ -123,9 +123,10 @@ class HttpClient:
                 self._policy.check_host(parts.hostname)
             if (parts.scheme, parts.netloc) != (origin.scheme, origin.netloc):
                 asked.pop("Authorization", None)  # it is for the first host alone
-            connection = _connection(parts, self._policy)
-            try:
-                response = _response(connection, parts, asked)
+            with (
+                contextlib.closing(_connection(parts, self._policy)) as connection,
+                contextlib.closing(_response(connection, parts, asked)) as response,
+            ):
                 if response.status not in _REDIRECTS:
                     yield response, linked
                     return
@@ -133,8 +134,6 @@ class HttpClient:
                     match = _SHA256.fullmatch(response.getheader("X-Linked-Etag", ""))
                     linked = match[1] if match else None
                 url = _next_url(url, response.getheader("Location", ""))
-            finally:
-                connection.close()
         raise InvalidAdapterError(
             f"{shown(url)} is the end of more than {_MAX_REDIRECTS} redirects"
         )
@@ -149,7 +148,7 @@ def _tried(once: Callable[[], T], url: str, allowance: Allowance) -> T:
         except (TryAgainError, OSError, http.client.HTTPException) as error:
             if isinstance(error, ssl.SSLCertVerificationError):
                 raise InvalidAdapterError(f"{shown(url)}: {error.verify_message}") from error
-            reason = str(error) or type(error).__name__
+            reason = " ".join(str(error).split()) or type(error).__name__
             if not left:
                 raise AdapterLoadError(
                     f"{shown(url)} cannot be fetched now: {reason}; try again later"
@@ -214,8 +213,8 @@ def _response(
 
 def _next_url(url: str, location: str) -> str:
     """Where a redirect leads. Raises InvalidAdapterError or PermissionDeniedError."""
-    there = urllib.parse.urljoin(url, location)
     try:
+        there = urllib.parse.urljoin(url, location)
         parts = urllib.parse.urlsplit(there)
         is_whole = bool(location and parts.hostname) and (parts.port is None or parts.port > 0)
     except ValueError:

@@ -5,15 +5,19 @@ was checked. So neither a redirect nor a second answer of the name server leads 
 """
 
 import ipaddress
+import re
 import socket
 from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
+from loraplex.adapters.sources.reference import OBJECT_SCHEMES
+from loraplex.core.config import Config
 from loraplex.core.errors import (
     AdapterLoadError,
     AdapterTooLargeError,
+    ConfigError,
     InvalidAdapterError,
     PermissionDeniedError,
 )
@@ -21,6 +25,9 @@ from loraplex.core.errors import (
 HUB_HOSTS = ("huggingface.co", "*.huggingface.co", "*.hf.co")
 """Who allows the hub allows the hosts that it sends its clients to."""
 ANY_HOST = "*"
+_HOST = re.compile(
+    rf"\*|(\*\.)?[A-Za-z0-9_.-]+|[0-9A-Fa-f:]+|({'|'.join(OBJECT_SCHEMES)})://[A-Za-z0-9._-]+"
+)
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -42,6 +49,10 @@ class SourcePolicy(msgspec.Struct, frozen=True, kw_only=True):
     """For one adapter to arrive."""
     may_use_kept: bool = False
     """What arrived before may stand in for a source that does not answer."""
+
+    def for_operator(self) -> "SourcePolicy":
+        """For what the operator named: flags and configuration need no further permission."""
+        return msgspec.structs.replace(self, roots=None, hosts=None, may_use_kept=True)
 
     def check_path(self, path: Path, text: str) -> None:
         """Raises PermissionDeniedError for a path outside the roots. `path` has no links left."""
@@ -109,6 +120,36 @@ class SourcePolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     def _real_roots(self) -> Iterable[Path]:
         return (Path(root).expanduser().resolve() for root in self.roots or ())
+
+
+def client_policy(config: Config) -> SourcePolicy:
+    """For what clients name. Raises ConfigError."""
+    server = config.server
+    for host in server.allowed_adapter_hosts:
+        if not _HOST.fullmatch(host):
+            raise ConfigError(
+                f"allowed_adapter_hosts: {host!r} is no host; write example.org, *.example.org, "
+                "s3://bucket or *"
+            )
+    roots = server.allowed_adapter_roots
+    for model in config.models.values():
+        roots += (*model.adapter_dirs, *filter(None, (model.lora_root,)))
+    # Whoever reaches a server on loopback is on this machine already.
+    is_open = not server.allowed_adapter_roots and is_loopback(server.host)
+    return SourcePolicy(
+        roots=None if is_open else roots,
+        hosts=server.allowed_adapter_hosts,
+        allow_private_addresses=server.allow_private_addresses,
+        max_bytes=server.max_adapter_bytes,
+        max_kept_bytes=server.fetched_adapters_bytes,
+    )
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def checked_path(text: str, policy: SourcePolicy, file_names: Iterable[str]) -> Path:

@@ -101,9 +101,9 @@ class ObjectRemote:
 
     def __init__(self, reference: Reference) -> None:
         self._url = reference.location
-        import fsspec  # noqa: PLC0415 - slow import, seldom needed
-
         try:
+            import fsspec  # noqa: PLC0415 - slow import, seldom needed
+
             self._files, self._path = fsspec.core.url_to_fs(self._url)
         except ImportError as error:
             scheme = self._url.partition("://")[0]

@@ -26,14 +26,17 @@ class HttpServer:
         *,
         ready_path: str,
         seconds: float,
+        reuses_connections: bool = True,
     ) -> "HttpServer":
         """Run command(host, port) and wait until a GET of ready_path is answered with success.
 
-        Raises ConfigError with the end of the log.
+        reuses_connections: False for a server that closes them when it likes, so that a request
+        on one may get no answer. Raises ConfigError with the end of the log.
         """
         port = _free_port()
+        client = StreamingClient(f"http://{_HOST}:{port}", reuses_connections=reuses_connections)
         process = await ServerProcess.start(command(_HOST, port), log, variables)
-        server = cls(process, StreamingClient(f"http://{_HOST}:{port}"))
+        server = cls(process, client)
         try:
             await process.wait_until(lambda: server.client.is_up(ready_path), seconds)
         except BaseException:

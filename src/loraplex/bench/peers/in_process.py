@@ -5,7 +5,7 @@ So a library is measured at its own door, without the cost of a server that it d
 
 from loraplex.bench.peers.worker_process import WorkerProcess, decode
 from loraplex.bench.systems import Adapter, Answer, Exchange, Setup
-from loraplex.core.errors import ConfigError
+from loraplex.core.errors import ConfigError, UnsupportedFeatureError
 
 
 class RunningWorker:
@@ -64,5 +64,8 @@ class RunningWorker:
         await self._worker.stop()
 
     async def _checked(self, op: str, **arguments: object) -> None:
-        if (error := decode(await self._worker.ask(op, **arguments)).error) is not None:
-            raise ConfigError(f"{op}: {error}")
+        reply = decode(await self._worker.ask(op, **arguments))
+        if reply.unsupported is not None:
+            raise UnsupportedFeatureError(f"{op}: {reply.unsupported}")
+        if reply.error is not None:
+            raise ConfigError(f"{op}: {reply.error}")

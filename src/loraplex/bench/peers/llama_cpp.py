@@ -61,7 +61,13 @@ class LlamaCpp:
             return [str(self._server), *address, *_flags(setup, model, adapters)]
 
         server = await HttpServer.start(
-            command, setup.log, {}, ready_path="/health", seconds=_START_SECONDS
+            command,
+            setup.log,
+            {},
+            ready_path="/health",
+            seconds=_START_SECONDS,
+            # It closes some of them after a stream.
+            reuses_connections=False,
         )
         return RunningLlamaCpp(server, setup)
 
@@ -126,7 +132,7 @@ def _flags(setup: Setup, model: Path, adapters: Sequence[Path]) -> list[str]:
         # No reuse of an earlier prompt, in a slot or in memory beside it.
         *("--no-cache-prompt", "--cache-ram", "0", "--slot-prompt-similarity", "0"),
         *("--cont-batching", "--offline", "--no-ui"),
-        *(flag for adapter in adapters for flag in ("--lora", str(adapter))),
+        *(("--lora", ",".join(map(str, adapters))) if adapters else ()),
         *(("--lora-init-without-apply",) if adapters else ()),
     ]
 

@@ -63,7 +63,7 @@ def _flags(setup: Setup, host: str, port: int) -> list[str]:
         # The model folder's own defaults would add sampling settings to every request.
         *("--generation-config", "vllm"),
     ]
-    if not setup.adapters:
+    if not setup.max_lora_rank:
         return flags
     # A slot for each adapter that one step can hold; the others wait in its host cache.
     num_slots = max(1, min(setup.max_num_seqs, setup.num_resident_adapters))
@@ -73,7 +73,7 @@ def _flags(setup: Setup, host: str, port: int) -> list[str]:
         *("--max-lora-rank", str(_rank_setting(setup.max_lora_rank))),
         *("--max-loras", str(num_slots)),
         *("--max-cpu-loras", str(max(num_slots, setup.num_resident_adapters))),
-        "--lora-modules",
+        *(("--lora-modules",) if setup.adapters else ()),
         *(f"{adapter.name}={adapter.path}" for adapter in setup.adapters),
     ]
 

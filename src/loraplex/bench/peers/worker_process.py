@@ -31,6 +31,8 @@ class Reply(msgspec.Struct, frozen=True):
     token_ns: tuple[int, ...] = ()
     """When the worker knew each token, on the clock of time.perf_counter_ns()."""
     error: str | None = None
+    unsupported: str | None = None
+    """Instead of `error`: the library cannot do it at all."""
 
 
 class WorkerProcess:

@@ -6,6 +6,7 @@ from starlette.responses import Response
 
 from loraplex.frontends.openai.adapters import AdapterEndpoints
 from loraplex.frontends.openai.catalog import ModelEndpoints, TokenEndpoints
+from loraplex.frontends.openai.compare import CompareEndpoints
 from loraplex.frontends.openai.errors import INVALID, ErrorDetail, json_error
 from loraplex.frontends.openai.generation import GenerationEndpoints
 from loraplex.frontends.openai.room import (
@@ -29,6 +30,7 @@ def openai_routes(
     """Every route of the room: generation, models, adapters, tokenizers."""
     room = OpenAIRoom(backend, options or OpenAIOptions(), authenticate)
     generation = GenerationEndpoints(room)
+    comparison = CompareEndpoints(room)
     models = ModelEndpoints(room)
     adapters = AdapterEndpoints(room)
     tokens = TokenEndpoints(room)
@@ -36,6 +38,7 @@ def openai_routes(
     routes: tuple[tuple[str, str, Endpoint], ...] = (
         ("POST", "/v1/completions", generation.completions),
         ("POST", "/v1/chat/completions", generation.chat_completions),
+        ("POST", "/v1/compare", comparison.compare),
         ("GET", "/v1/models", models.list_models),
         ("GET", "/v1/models/{model_id:path}", models.get_model),
         ("GET", "/v1/adapters", adapters.list_adapters),

@@ -19,6 +19,7 @@ from loraplex.frontends.openai.convert import (
     chat_messages,
     check_priority,
     load_policy,
+    prompts,
     sampling_params,
 )
 from loraplex.frontends.openai.errors import ErrorDetail, error_body
@@ -26,7 +27,7 @@ from loraplex.frontends.openai.logprobs import MIN_LOGPROB, TokenTexts, chat_log
 from loraplex.frontends.openai.responses import ContentLogprob
 from loraplex.frontends.openai.room import OpenAIRoom, json_response, request_id
 from loraplex.frontends.openai.schema import CompareBody
-from loraplex.frontends.openai.unsupported import refuse_unsupported
+from loraplex.frontends.openai.unsupported import refuse_unknown, refuse_unsupported
 from loraplex.frontends.streams import until_disconnect
 from loraplex.serving.compare import (
     Compared,
@@ -157,9 +158,7 @@ class CompareEndpoints:
             load_policy=load_policy(body),
             # A template has written them already.
             add_special_tokens=(
-                body.add_special_tokens is True
-                if is_chat
-                else body.add_special_tokens is not False
+                body.add_special_tokens is True if is_chat else body.add_special_tokens is not False
             ),
             priority=body.priority or 0,
         )
@@ -167,7 +166,8 @@ class CompareEndpoints:
     def _prompt(self, body: CompareBody, target: Target) -> str | tuple[int, ...]:
         if body.messages is None:
             assert body.prompt is not None
-            return body.prompt if isinstance(body.prompt, str) else tuple(body.prompt)
+            [prompt] = prompts(body.prompt, max_prompts=1)
+            return prompt
         return self._room.backend.render_chat(
             target.model.name,
             chat_messages(body.messages),
@@ -224,9 +224,7 @@ class _Writer:
 def _check(body: CompareBody) -> None:
     """Every refusal that needs neither a model nor an adapter."""
     refuse_unsupported(body.model_extra)
-    for field in body.model_extra or {}:
-        known = ", ".join(CompareBody.model_fields)
-        raise InvalidParameterError(f"there is no field {field!r}; known are {known}", param=field)
+    refuse_unknown(body)
     check_priority(body)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidParameterError("give either prompt or messages", param="prompt")

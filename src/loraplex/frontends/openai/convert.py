@@ -221,9 +221,7 @@ def chat_sampling(body: ChatBody, vocab_size: int) -> SamplingParams:
     return sampling_params(body, fields, vocab_size)
 
 
-def sampling_params(
-    body: SamplingBody, fields: dict[str, Any], vocab_size: int
-) -> SamplingParams:
+def sampling_params(body: SamplingBody, fields: dict[str, Any], vocab_size: int) -> SamplingParams:
     """From what all bodies have, and `fields` of SamplingParams that only this one has."""
     given = {name: getattr(body, wire_name) for wire_name, name in _SAMPLING_FIELDS.items()}
     fields |= {name: value for name, value in given.items() if value is not None}

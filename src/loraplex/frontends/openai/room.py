@@ -9,12 +9,13 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from loraplex.core.errors import InvalidParameterError, InvalidRequestError
+from loraplex.core.errors import InvalidRequestError
 from loraplex.core.principal import LOCAL, Principal
 from loraplex.frontends.openai.body import parse_body, read_body
 from loraplex.frontends.openai.convert import Target
 from loraplex.frontends.openai.errors import as_loraplex_error, error_response
 from loraplex.frontends.openai.schema import Body
+from loraplex.frontends.openai.unsupported import refuse_unknown
 from loraplex.frontends.streams import ClientDisconnectedError
 from loraplex.serving.backend import Backend
 
@@ -58,13 +59,9 @@ class OpenAIRoom(msgspec.Struct, frozen=True):
         return parse_body(schema, await read_body(request, self.options.max_body_bytes))
 
     async def strict_body(self, request: Request, schema: type[BodyT]) -> BodyT:
-        """As body; a misspelt field must not be a request without it."""
+        """As body; a field that is not in the schema is an error."""
         body = await self.body(request, schema)
-        for field in body.model_extra or {}:
-            known = ", ".join(schema.model_fields)
-            raise InvalidParameterError(
-                f"there is no field {field!r}; known are {known}", param=field
-            )
+        refuse_unknown(body)
         return body
 
     def target(self, model: str | None, principal: Principal) -> Target:

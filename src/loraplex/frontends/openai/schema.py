@@ -118,7 +118,8 @@ class ChatBody(GenerationBody):
 class CompareBody(SamplingBody):
     """POST /v1/compare: a prompt or a conversation. An unknown field is an error."""
 
-    prompt: str | TokenIds | None = None
+    prompt: Prompt | None = None
+    """One."""
     messages: Messages | None = None
     adapters: list[Any]
     """One answer each: null for the base model, an adapter, or a list of adapters."""

@@ -5,7 +5,8 @@ we do not serve. A value that asks for nothing (null, an empty list, the default
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from loraplex.core.errors import UnsupportedFeatureError
+from loraplex.core.errors import InvalidParameterError, UnsupportedFeatureError
+from loraplex.frontends.openai.schema import Body
 
 
 class Refused(NamedTuple):
@@ -55,6 +56,14 @@ def refuse_unsupported(fields: Mapping[str, Any] | None) -> None:
             raise UnsupportedFeatureError(
                 f"{refused.field} is not supported{advice}", param=refused.field
             )
+
+
+def refuse_unknown(body: Body) -> None:
+    """Raise InvalidParameterError for the first field that is not in the schema: where a misspelt
+    field must not be a request without it."""
+    for field in body.model_extra or {}:
+        known = ", ".join(type(body).model_fields)
+        raise InvalidParameterError(f"there is no field {field!r}; known are {known}", param=field)
 
 
 def _is_harmless(value: Any, refused: Refused) -> bool:

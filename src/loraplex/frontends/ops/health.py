@@ -19,6 +19,7 @@ from loraplex.core.errors import (
     ModelNotFoundError,
     RequestError,
 )
+from loraplex.frontends.ops.memory import memory_report
 from loraplex.serving.backend import Backend
 
 DEFAULT_ITERATIONS = 100
@@ -36,12 +37,13 @@ _Handler = Callable[[Request], Awaitable[Response]]
 
 
 def health_routes(backend: Backend) -> list[Route]:
-    """GET /health/live, /health/ready, /v1/iterations and /v1/internal/stats."""
+    """GET /health/live, /health/ready, /v1/iterations, /v1/memory and /v1/internal/stats."""
     endpoints = _Endpoints(backend)
     handlers: tuple[tuple[str, _Handler], ...] = (
         ("/health/live", endpoints.live),
         ("/health/ready", endpoints.ready),
         ("/v1/iterations", endpoints.iterations),
+        ("/v1/memory", endpoints.memory),
         ("/v1/internal/stats", endpoints.stats),
     )
     return [Route(path, _answers_errors(handler), methods=["GET"]) for path, handler in handlers]
@@ -70,11 +72,16 @@ class _Endpoints:
 
     async def stats(self, request: Request) -> Response:
         """The engines' numbers by model; of one model if the query names it."""
+        return _json({name: self._backend.stats(name) for name in self._models(request)})
+
+    async def memory(self, request: Request) -> Response:
+        """What lies where, by model; of one model if the query names it."""
+        return _json(await memory_report(self._backend, self._models(request)))
+
+    def _models(self, request: Request) -> list[str]:
         if "model" in request.query_params:
-            names = [self._model(request)]
-        else:
-            names = [card.name for card in self._backend.models()]
-        return _json({name: self._backend.stats(name) for name in names})
+            return [self._model(request)]
+        return [card.name for card in self._backend.models()]
 
     def _model(self, request: Request) -> str:
         name = request.query_params.get("model")

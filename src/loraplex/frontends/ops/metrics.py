@@ -17,6 +17,8 @@ from starlette.types import ASGIApp
 
 from loraplex.core.principal import LOCAL
 from loraplex.core.stats import EngineStats
+from loraplex.frontends.ops.gateway_metrics import GatewayCollector
+from loraplex.frontends.ops.memory_metrics import MemoryCollector
 from loraplex.serving.backend import Backend
 from loraplex.serving.request_metrics import RequestMetrics
 
@@ -79,6 +81,12 @@ _GAUGES: tuple[_Family, ...] = (
             "host": stats.adapters.num_on_host,
         },
     ),
+    (
+        "adapters_held",
+        "Adapters that stay on the device: pinned ones.",
+        None,
+        lambda stats: {"": stats.adapters.num_held},
+    ),
 )
 
 _COUNTERS: tuple[_Family, ...] = (
@@ -114,6 +122,18 @@ _COUNTERS: tuple[_Family, ...] = (
         lambda stats: {"hit": stats.adapters.device_hits, "miss": stats.adapters.device_misses},
     ),
     (
+        "adapter_host_lookups",
+        "Of the misses: by whether every adapter was on the device or the host.",
+        "result",
+        lambda stats: {"hit": stats.adapters.host_hits, "miss": stats.adapters.host_misses},
+    ),
+    (
+        "adapter_copies",
+        "Adapters copied from the host tier to the device.",
+        None,
+        lambda stats: {"": stats.adapters.copies},
+    ),
+    (
         "adapter_loads",
         "Adapters read into the host tier.",
         None,
@@ -146,9 +166,13 @@ def metrics_routes(backend: Backend, request_metrics: RequestMetrics) -> list[Ro
     """OpenMetrics for those who ask for it, else the text format of Prometheus."""
     registry = CollectorRegistry()
     registry.register(BackendCollector(backend))
+    registry.register(MemoryCollector(backend))
+    gateway = GatewayCollector(backend)
+    registry.register(gateway)
     registry.register(_RegistryCollector(request_metrics.registry))
 
     async def metrics(request: Request) -> Response:
+        await gateway.refresh()
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(registry), headers={"content-type": content_type})
 

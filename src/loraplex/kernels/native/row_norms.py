@@ -12,7 +12,7 @@ _FLOATS = {
 }
 _INTERLEAVED = {WeightKind.BFLOAT16: 2, WeightKind.INT8: 2, WeightKind.INT4: 8}
 _NIBBLES = (12, 8, 4, 0)
-_VALUES_AT_ONCE = 1 << 22
+_VALUES_AT_ONCE = 1 << 18  # in float32 they fit into a cache
 
 
 def squared_row_norms(weight: PackedWeight) -> torch.Tensor:
@@ -28,23 +28,40 @@ def squared_row_norms(weight: PackedWeight) -> torch.Tensor:
 
 
 def _sums(weight: PackedWeight, panels: torch.Tensor) -> torch.Tensor:
-    """[panels, 16] float64"""
+    """[panels, 16] float64, to float32's precision."""
     depth = _INTERLEAVED.get(weight.kind, 1)
     num_blocks = -(-weight.in_features // depth)
+    columns = _WIDTH * depth
+    value_bytes = num_blocks * columns
     if weight.kind in _FLOATS:
-        values = panels.view(_FLOATS[weight.kind]).view(len(panels), num_blocks, _WIDTH, depth)
-        return values.float().square().sum((1, 3), dtype=torch.float64)
-    value_bytes = num_blocks * depth * _WIDTH
-    if weight.kind is WeightKind.INT8:
-        values = panels[:, :value_bytes].view(torch.int8).float()
-        squares = values.square().view(len(panels), num_blocks, _WIDTH, depth).sum(3)
+        values = panels.view(_FLOATS[weight.kind])
+    elif weight.kind is WeightKind.INT8:
+        values = panels[:, :value_bytes].view(torch.int8)
     else:
-        value_bytes //= 2
+        # Two words of four nibbles; the squares of a word are at most 4 * 8 * 8.
+        columns, value_bytes = 2 * _WIDTH, value_bytes // 2
         words = panels[:, :value_bytes].contiguous().view(torch.int16)
-        nibbles = torch.stack([(words << shift) >> 12 for shift in _NIBBLES])
-        squares = nibbles.float().square().sum(0).view(len(panels), num_blocks, _WIDTH, 2).sum(3)
+        values = _word_norms(words)
+    squares = values.float().square().view(len(panels), num_blocks, columns)
+    if weight.kind in _FLOATS:
+        return _of_outputs(squares.sum(1))
     scales = panels[:, value_bytes:].contiguous().view(torch.float32).view(len(panels), -1, _WIDTH)
-    missing = scales.shape[1] * (weight.group_size // depth) - num_blocks
-    squares = torch.nn.functional.pad(squares, (0, 0, 0, missing)).double()
-    groups = squares.view(len(panels), scales.shape[1], -1, _WIDTH).sum(2)
-    return (groups * scales.double().square()).sum(1)
+    per_group = weight.group_size // depth
+    missing = scales.shape[1] * per_group - num_blocks
+    if missing:
+        squares = torch.nn.functional.pad(squares, (0, 0, 0, missing))
+    groups = squares.view(len(panels), -1, per_group, columns).sum(2)
+    return (_of_outputs(groups) * scales.double().square()).sum(1)
+
+
+def _word_norms(words: torch.Tensor) -> torch.Tensor:
+    """The root of the sum of each word's squares."""
+    squares = torch.zeros_like(words)
+    for shift in _NIBBLES:
+        squares += ((words << shift) >> 12).square_()
+    return squares.float().sqrt_()
+
+
+def _of_outputs(sums: torch.Tensor) -> torch.Tensor:
+    """[..., 16 * neighbours] -> [..., 16] float64"""
+    return sums.double().view(*sums.shape[:-1], _WIDTH, -1).sum(-1)

@@ -8,7 +8,14 @@ import ctypes
 import numpy as np
 import torch
 
-from loraplex.kernels.native.library import NativeLibrary, Pointer, Size, ThreadPool
+from loraplex.kernels.native.library import (
+    DTYPES,
+    Int,
+    NativeLibrary,
+    Pointer,
+    Size,
+    ThreadPool,
+)
 from loraplex.kernels.sampling import DrawOptions, IntArray, TopLogprobs
 
 _CHUNK_ELEMENTS = 1 << 20
@@ -32,7 +39,9 @@ class SamplingKernel:
 
     def __init__(self, library: NativeLibrary, pool: ThreadPool) -> None:
         self._pool = pool
-        self._argmax = library.function("loraplex_argmax", *(4 * (Pointer,)))
+        self._argmax = library.function(
+            "loraplex_argmax", Pointer, Size, Size, Int, Pointer, Size, *(3 * (Pointer,))
+        )
         self._scale = library.function("loraplex_scale_candidates", *(7 * (Pointer,)))
         self._draw = library.function("loraplex_draw", Pointer, Size, Size, *(7 * (Pointer,)))
         self._top_logprobs = library.function(
@@ -46,10 +55,13 @@ class SamplingKernel:
 
     def argmax(self, logits: torch.Tensor, rows: IntArray) -> tuple[torch.Tensor, torch.Tensor]:
         """As Kernels.argmax."""
+        assert logits.stride(1) == 1 or logits.shape[1] == 1
+        assert rows.flags.c_contiguous
         indices = torch.empty(len(rows), dtype=torch.int64)
         maxima = torch.empty(len(rows))
         self._argmax(
-            *(self._pool.address, ctypes.byref(_described(logits, rows))),
+            *(self._pool.address, len(rows), logits.shape[1], DTYPES[logits.dtype]),
+            *(logits.data_ptr(), logits.stride(0), rows.ctypes.data),
             *(indices.data_ptr(), maxima.data_ptr()),
         )
         return indices, maxima

@@ -98,6 +98,10 @@ class FakeServer:
         """[path, body] of each POST."""
         return [json.loads(line) for line in (self.folder / "asked.jsonl").read_text().splitlines()]
 
+    def asked_connections(self) -> list[str]:
+        """The `Connection` header of each POST."""
+        return (self.folder / "connections").read_text().splitlines()
+
     def command(self) -> list[str]:
         return json.loads((self.folder / "command.json").read_text())
 

@@ -23,6 +23,8 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         with (FOLDER / "asked.jsonl").open("a") as log:
             log.write(json.dumps([self.path, body]) + "\n")
+        with (FOLDER / "connections").open("a") as log:
+            log.write(self.headers["connection"] + "\n")
         if body.get("prompt") == [99]:
             self.send_response(400)
             self.end_headers()

@@ -1,6 +1,7 @@
 """The server and the converters are fakes; that the real ones agree is the comparison's check."""
 
 import os
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -77,12 +78,20 @@ async def test_without_adapters_no_lora_is_asked_for(folder, setup, exchange, fa
     assert "--lora" not in fake_server.command()
 
 
+async def test_every_request_has_a_connection_of_its_own(running, exchange, fake_server):
+    await running.send(exchange())
+    assert fake_server.asked_connections() == ["close"]
+
+
 async def test_the_server_has_a_slot_for_each_sequence_at_full_length(running, fake_server):
     assert fake_server.flag("--parallel") == "4"
     assert fake_server.flag("--ctx-size") == str(4 * 64)
     assert fake_server.flag("--threads") == fake_server.flag("--threads-batch") == "1"
     assert "--lora-init-without-apply" in fake_server.command()
-    assert fake_server.command().count("--lora") == 2
+    assert [Path(file).name for file in fake_server.flag("--lora").split(",")] == [
+        "0.gguf",
+        "1.gguf",
+    ]
 
 
 async def test_files_are_converted_once_for_each_width(folder, setup):

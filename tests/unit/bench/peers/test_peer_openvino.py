@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from loraplex.bench.peers.openvino import OpenVinoGenAI
-from loraplex.core.errors import ConfigError
+from loraplex.core.errors import ConfigError, UnsupportedFeatureError
 
 OPENVINO = """
 class Tensor:
@@ -113,7 +113,7 @@ async def test_an_adapter_may_come_late_if_its_modules_are_known(running, exchan
     asked = exchange(index)
     await running.send(asked)
     assert running.read(asked).text == "<30><31><32>"
-    with pytest.raises(ConfigError, match=r"made without adapters of \['up_proj'\]"):
+    with pytest.raises(UnsupportedFeatureError, match=r"made without adapters of \['up_proj'\]"):
         await running.add_adapter(new_adapter("b", "up_proj"))
 
 

@@ -65,10 +65,13 @@ async def test_no_prefix_is_reused_and_all_sequences_fit(running, setup, fake_se
     assert fake_server.command()[-2:] == [f"{a.name}={a.path}" for a in setup.adapters]
 
 
-async def test_without_adapters_lora_is_off(venv, setup, fake_server):
-    running = await VllmCpu(venv).start(msgspec.structs.replace(setup, adapters=()))
-    await running.stop()
-    assert "--enable-lora" not in fake_server.command()
+async def test_adapters_may_all_come_late_but_without_a_rank_lora_is_off(venv, setup, fake_server):
+    for max_lora_rank, is_on in ((64, True), (0, False)):
+        changed = msgspec.structs.replace(setup, adapters=(), max_lora_rank=max_lora_rank)
+        running = await VllmCpu(venv).start(changed)
+        await running.stop()
+        assert ("--enable-lora" in fake_server.command()) is is_on
+        assert "--lora-modules" not in fake_server.command()
 
 
 async def test_a_server_that_ends_is_told(executable, setup, tmp_path):

@@ -36,6 +36,10 @@ STATS = EngineStats(
         load_failures=24,
         host_evictions=25,
         device_evictions=26,
+        num_held=1,
+        host_hits=27,
+        host_misses=28,
+        copies=29,
     ),
 )
 
@@ -52,6 +56,10 @@ EXPECTED = {
     "adapter_host_bytes{free}": 3000,
     "adapters_resident{device}": 3,
     "adapters_resident{host}": 9,
+    "adapters_held": 1,
+    "adapter_host_lookups_total{hit}": 27,
+    "adapter_host_lookups_total{miss}": 28,
+    "adapter_copies_total": 29,
     "engine_steps_total": 11,
     "preemptions_total": 4,
     "prefix_cache_query_tokens_total": 100,
@@ -99,7 +107,7 @@ async def test_numbers_of_the_engine(client):
     found = {}
     for family in await families(client):
         for sample in family.samples:
-            if sample.labels.get("model") == "echo":
+            if sample.labels.get("model") == "echo" and "load_seconds" not in sample.name:
                 others = [v for k, v in sample.labels.items() if k != "model"]
                 suffix = f"{{{others[0]}}}" if others else ""
                 found[sample.name.removeprefix("loraplex_") + suffix] = sample.value
@@ -110,7 +118,7 @@ async def test_every_metric_has_our_prefix_and_a_help_text(client):
     all_families = await families(client)
     assert len(all_families) > 20
     for family in all_families:
-        assert family.name.startswith("loraplex_")
+        assert family.name.startswith(("loraplex_", "vllm:"))
         assert family.documentation.endswith(".")
 
 

@@ -87,7 +87,9 @@ class OpenVinoWorker:
         """
         adapter = KnownAdapter(path)
         if unknown := adapter.modules - self._modules:
-            raise ValueError(f"the pipeline was made without adapters of {sorted(unknown)}")
+            raise NotImplementedError(
+                f"the pipeline was made without adapters of {sorted(unknown)}"
+            )
         self._adapters[name] = adapter
 
     def remove_adapter(self, name: str) -> None:

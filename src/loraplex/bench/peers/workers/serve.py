@@ -13,7 +13,7 @@ with id 0 says that the worker is loaded.
     {"id": 2, "op": "add_adapter", "name": "a", "path": "/folder"}
     {"id": 2}
     {"id": 3, "op": "remove_adapter", "name": "a"}
-    {"id": 3, "error": "KeyError: 'a'"}
+    {"id": 3, "error": "KeyError: 'a'"}   or "unsupported": for what the library cannot do
 
 Times are time.perf_counter_ns() here; on Linux that is one clock for all processes.
 The worker ends when its input does.
@@ -152,7 +152,8 @@ def _handle(worker: Worker, question: dict[str, Any], send: Send) -> None:
         send({"id": asked})
     except Exception as error:
         traceback.print_exc()
-        send({"id": asked, "error": f"{type(error).__name__}: {error}"})
+        kind = "unsupported" if isinstance(error, NotImplementedError) else "error"
+        send({"id": asked, kind: f"{type(error).__name__}: {error}"})
 
 
 if __name__ == "__main__":

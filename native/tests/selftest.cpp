@@ -1,0 +1,82 @@
+// Every op against a naive reference in double precision: one line each, exit status 1 on a failure.
+#include "selftest.h"
+
+#include <cstdio>
+
+namespace loraplex::selftest {
+
+constexpr int kMaxPrinted = 5;
+constexpr int kSkipped = 77;
+
+void Checks::expect(bool holds, const std::string &what) {
+    ++num_checks_;
+    if (!holds && ++num_failures_ <= kMaxPrinted) {
+        std::printf("  %s: %s\n", name_.c_str(), what.c_str());
+    }
+}
+
+void Checks::near(double actual, double expected, double tolerance, const std::string &what) {
+    const bool holds = std::abs(actual - expected) <= tolerance;
+    expect(holds, holds ? "" : what + ": " + std::to_string(actual) + " for " +
+                                   std::to_string(expected) + ", may be off by " +
+                                   std::to_string(tolerance));
+}
+
+struct Test {
+    const char *name;
+    void (*run)(Checks &checks);
+};
+
+constexpr Test kTests[] = {
+    {"linear float", test_linear_float},
+    {"linear int8", test_linear_int8},
+    {"linear int4", test_linear_int4},
+    {"write_kv", test_write_kv},
+    {"paged_attention", test_attention},
+    {"add_lora", test_lora},
+    {"rms_norm", test_rms_norm},
+    {"add_rms_norm", test_add_rms_norm},
+    {"rotary", test_rotary},
+    {"silu_mul", test_silu_mul},
+    {"take_rows", test_take_rows},
+    {"argmax", test_argmax},
+    {"scale_candidates, draw", test_candidates_and_draw},
+    {"top_logprobs", test_top_logprobs},
+    {"apply_bitmask", test_apply_bitmask},
+    {"program", test_program},
+};
+
+std::uint64_t needed_cpu_features() {
+    const std::string name = loraplex_instruction_set();
+    return name == "x86-64-v4"      ? LORAPLEX_CPU_X86_64_V4
+           : name == "x86-64-v3"    ? LORAPLEX_CPU_X86_64_V3
+           : name == "aarch64-neon" ? LORAPLEX_CPU_NEON
+                                    : 0;
+}
+
+int run_all() {
+    int num_failed = 0;
+    for (const Test &test : kTests) {
+        Checks checks(test.name);
+        test.run(checks);
+        const bool failed = checks.num_failures() > 0 || checks.num_checks() == 0;
+        std::printf("%-24s %s: %d of %d checks failed\n", test.name, failed ? "FAILED" : "ok",
+                    checks.num_failures(), checks.num_checks());
+        std::fflush(stdout);
+        num_failed += failed ? 1 : 0;
+    }
+    return num_failed == 0 ? 0 : 1;
+}
+
+}  // namespace loraplex::selftest
+
+int main() {
+    using namespace loraplex::selftest;
+    std::printf("%s, ABI %d\n", loraplex_instruction_set(), loraplex_abi_version());
+    const std::uint64_t needed = needed_cpu_features();
+    if ((loraplex_cpu_features() & needed) != needed) {
+        std::printf("this CPU cannot run it\n");
+        return kSkipped;
+    }
+    return run_all();
+}

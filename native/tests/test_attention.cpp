@@ -1,0 +1,269 @@
+#include <algorithm>
+#include <cmath>
+
+#include "loraplex/attention.h"
+#include "selftest.h"
+
+namespace loraplex::selftest {
+namespace {
+
+constexpr std::int64_t kKvHeads = 2;
+constexpr std::int64_t kHeads = 6;
+constexpr std::int64_t kBlockSize = 16;
+
+// Keys and values of the blocks 0 .. num_blocks - 1.
+template <typename KV>
+struct Cache {
+    std::int64_t num_blocks;
+    std::int64_t head_dim;
+    std::vector<std::byte> keys, values;
+
+    Cache(std::int64_t blocks, std::int64_t dim)
+        : num_blocks(blocks), head_dim(dim),
+          keys(static_cast<std::size_t>(blocks * kKvHeads * head_bytes())), values(keys.size()) {}
+
+    std::int64_t head_bytes() const {
+        constexpr std::int64_t kScale = std::is_same_v<KV, std::int8_t> ? sizeof(float) : 0;
+        return (head_dim * static_cast<std::int64_t>(sizeof(KV)) + kScale) * kBlockSize;
+    }
+
+    double scale(const std::byte *head, std::int64_t offset) const {
+        if constexpr (std::is_same_v<KV, std::int8_t>) {
+            float scale;
+            std::memcpy(&scale, head + head_dim * kBlockSize + offset * 4, sizeof(scale));
+            return scale;
+        } else {
+            return 1.0;
+        }
+    }
+
+    double element(const std::byte *head, std::int64_t index, std::int64_t offset) const {
+        KV value;
+        std::memcpy(&value, head + index * static_cast<std::int64_t>(sizeof(KV)), sizeof(KV));
+        return widen(value) * scale(head, offset);
+    }
+
+    double key(std::int64_t slot, std::int64_t head, std::int64_t d) const {
+        const std::int64_t offset = slot % kBlockSize;
+        return element(keys.data() + (slot / kBlockSize * kKvHeads + head) * head_bytes(),
+                       d * kBlockSize + offset, offset);
+    }
+
+    double value(std::int64_t slot, std::int64_t head, std::int64_t d) const {
+        const std::int64_t offset = slot % kBlockSize;
+        return element(values.data() + (slot / kBlockSize * kKvHeads + head) * head_bytes(),
+                       offset * head_dim + d, offset);
+    }
+};
+
+template <typename T, typename KV>
+void write(Checks &checks, loraplex_pool *pool, Cache<KV> &cache, const std::vector<T> &key,
+           const std::vector<T> &value, const std::vector<std::int64_t> &slots) {
+    const std::int64_t stride = kKvHeads * cache.head_dim;
+    checks.ok(loraplex_write_kv(pool, static_cast<std::int64_t>(slots.size()), kKvHeads,
+                                cache.head_dim, kBlockSize, slots.data(), kDtype<T>, key.data(),
+                                stride, value.data(), stride, kDtype<KV>, cache.keys.data(),
+                                cache.values.data()));
+}
+
+// Every slot of the cache, in an order that is not theirs.
+std::vector<std::int64_t> shuffled_slots(Random &random, std::int64_t num_blocks) {
+    std::vector<std::int64_t> slots;
+    for (std::int64_t slot = 0; slot < num_blocks * kBlockSize; ++slot) {
+        slots.push_back(slot);
+    }
+    for (std::size_t i = slots.size(); i > 1; --i) {
+        std::swap(slots[i - 1], slots[static_cast<std::size_t>(
+                                    random.below(static_cast<std::int64_t>(i)))]);
+    }
+    return slots;
+}
+
+// How far an element of a head that was stored may be off.
+template <typename T, typename KV>
+double storage_error(const T *head, std::int64_t head_dim, double element) {
+    if constexpr (std::is_same_v<KV, std::int8_t>) {
+        double largest = 0.0;
+        for (std::int64_t d = 0; d < head_dim; ++d) {
+            largest = std::max(largest, std::abs(double{widen(head[d])}));
+        }
+        return 0.501 * largest / 127.0;
+    } else {
+        return kRounding<KV> * std::abs(element) + 0x1p-24;
+    }
+}
+
+template <typename T, typename KV>
+void check_write(Checks &checks, Random &random, std::int64_t head_dim) {
+    const std::int64_t num_blocks = 3;
+    const auto slots = shuffled_slots(random, num_blocks);
+    const auto count = static_cast<std::int64_t>(slots.size()) * kKvHeads * head_dim;
+    const auto key = random_values<T>(random, count, 3.0);
+    const auto value = random_values<T>(random, count, 3.0);
+    Cache<KV> cache(num_blocks, head_dim);
+    write(checks, Pool(3), cache, key, value, slots);
+    for (std::size_t i = 0; i < key.size(); ++i) {
+        const auto index = static_cast<std::int64_t>(i);
+        const std::int64_t slot = slots[i / static_cast<std::size_t>(kKvHeads * head_dim)];
+        const std::int64_t head = index / head_dim % kKvHeads;
+        const std::int64_t d = index % head_dim;
+        checks.near(cache.key(slot, head, d), widen(key[i]),
+                    storage_error<T, KV>(&key[i] - d, head_dim, widen(key[i])), "key");
+        checks.near(cache.value(slot, head, d), widen(value[i]),
+                    storage_error<T, KV>(&value[i] - d, head_dim, widen(value[i])), "value");
+    }
+    Cache<KV> one_by_one(num_blocks, head_dim);
+    const Pool pool(1);
+    for (std::size_t i = 0; i < slots.size(); ++i) {
+        const auto first = static_cast<std::ptrdiff_t>(i) * kKvHeads * head_dim;
+        const auto last = first + kKvHeads * head_dim;
+        write<T, KV>(checks, pool, one_by_one, {key.begin() + first, key.begin() + last},
+                     {value.begin() + first, value.begin() + last}, {slots[i]});
+    }
+    checks.same_bits(one_by_one.keys.data(), cache.keys.data(),
+                     static_cast<std::int64_t>(cache.keys.size()), "keys one by one");
+    checks.same_bits(one_by_one.values.data(), cache.values.data(),
+                     static_cast<std::int64_t>(cache.values.size()), "values one by one");
+}
+
+// Some rows: how many tokens each computes, and how many positions it has then.
+struct Rows {
+    std::vector<std::int64_t> query_lens, seq_lens;
+    std::vector<std::int64_t> query_start_loc = {0};
+    std::vector<std::int64_t> block_tables;
+    std::int64_t max_blocks = 0;
+
+    Rows(Random &random, std::vector<std::int64_t> queries, std::vector<std::int64_t> seqs,
+         std::int64_t num_blocks)
+        : query_lens(std::move(queries)), seq_lens(std::move(seqs)) {
+        max_blocks = (*std::max_element(seq_lens.begin(), seq_lens.end()) - 1) / kBlockSize + 1;
+        for (const std::int64_t query_len : query_lens) {
+            query_start_loc.push_back(query_start_loc.back() + query_len);
+            for (std::int64_t block = 0; block < max_blocks; ++block) {
+                block_tables.push_back(random.below(num_blocks));
+            }
+        }
+    }
+
+    loraplex_attention_step step(std::int64_t head_dim, std::int64_t window) const {
+        return {static_cast<std::int64_t>(seq_lens.size()), kHeads, kKvHeads, head_dim, kBlockSize,
+                window, query_start_loc.data(), seq_lens.data(), block_tables.data(), max_blocks};
+    }
+
+    std::int64_t slot(std::int64_t row, std::int64_t position) const {
+        const auto entry = static_cast<std::size_t>(row * max_blocks + position / kBlockSize);
+        return block_tables[entry] * kBlockSize + position % kBlockSize;
+    }
+};
+
+// Attention of one head of one token that sees the positions [first, last].
+template <typename T, typename KV>
+void check_head(Checks &checks, const Cache<KV> &cache, const Rows &rows, std::int64_t row,
+                std::int64_t first, std::int64_t last, std::int64_t kv_head, const T *query,
+                const T *output) {
+    const std::int64_t head_dim = cache.head_dim;
+    std::vector<double> weights;
+    for (std::int64_t position = first; position <= last; ++position) {
+        double score = 0.0;
+        for (std::int64_t d = 0; d < head_dim; ++d) {
+            score += widen(query[d]) * cache.key(rows.slot(row, position), kv_head, d);
+        }
+        weights.push_back(score / std::sqrt(static_cast<double>(head_dim)));
+    }
+    const double largest = *std::max_element(weights.begin(), weights.end());
+    double total = 0.0;
+    for (double &weight : weights) {
+        weight = std::exp(weight - largest);
+        total += weight;
+    }
+    for (std::int64_t d = 0; d < head_dim; ++d) {
+        double sum = 0.0;
+        double magnitudes = 0.0;
+        for (std::int64_t position = first; position <= last; ++position) {
+            const double share = weights[static_cast<std::size_t>(position - first)] / total *
+                                 cache.value(rows.slot(row, position), kv_head, d);
+            sum += share;
+            magnitudes += std::abs(share);
+        }
+        checks.near(widen(output[d]), sum,
+                    2e-5 * magnitudes + kRounding<T> * std::abs(sum) * 1.01 + 0x1p-24,
+                    "head of " + std::to_string(head_dim) + ", element " + std::to_string(d));
+    }
+}
+
+template <typename T, typename KV>
+void check_attention(Checks &checks, Random &random, std::int64_t head_dim, std::int64_t window) {
+    const std::int64_t num_blocks = 9;
+    Cache<KV> cache(num_blocks, head_dim);
+    const auto slots = shuffled_slots(random, num_blocks);
+    const auto count = static_cast<std::int64_t>(slots.size()) * kKvHeads * head_dim;
+    write(checks, Pool(2), cache, random_values<T>(random, count), random_values<T>(random, count),
+          slots);
+    const Rows rows(random, {1, 3, 40, 1, 17}, {1, 50, 40, 133, 80}, num_blocks);
+    const std::int64_t stride = kHeads * head_dim;
+    const std::int64_t num_tokens = rows.query_start_loc.back();
+    const auto query = random_values<T>(random, num_tokens * stride, 2.0);
+    std::vector<T> output(query.size());
+    const auto run = [&](int num_threads, const Rows &some, const T *q, T *out) {
+        const auto step = some.step(head_dim, window);
+        checks.ok(loraplex_paged_attention(Pool(num_threads), &step, kDtype<KV>, cache.keys.data(),
+                                           cache.values.data(), kDtype<T>, q, stride, out, stride));
+    };
+    run(1, rows, query.data(), output.data());
+    for (std::size_t row = 0; row < rows.seq_lens.size(); ++row) {
+        const std::int64_t first_token = rows.query_start_loc[row];
+        for (std::int64_t i = 0; i < rows.query_lens[row]; ++i) {
+            const std::int64_t last = rows.seq_lens[row] - rows.query_lens[row] + i;
+            const std::int64_t first =
+                window == 0 ? 0 : std::max<std::int64_t>(0, last - window + 1);
+            for (std::int64_t head = 0; head < kHeads; ++head) {
+                const std::int64_t at = (first_token + i) * stride + head * head_dim;
+                check_head(checks, cache, rows, static_cast<std::int64_t>(row), first, last,
+                           head / (kHeads / kKvHeads), query.data() + at, output.data() + at);
+            }
+        }
+        Rows alone = rows;
+        alone.seq_lens = {rows.seq_lens[row]};
+        alone.query_start_loc = {0, rows.query_lens[row]};
+        alone.block_tables.erase(alone.block_tables.begin(),
+                                 alone.block_tables.begin() +
+                                     static_cast<std::ptrdiff_t>(row) * rows.max_blocks);
+        std::vector<T> result(static_cast<std::size_t>(rows.query_lens[row] * stride));
+        run(2, alone, query.data() + first_token * stride, result.data());
+        checks.same_bits(result.data(), output.data() + first_token * stride,
+                         rows.query_lens[row] * stride, "alone");
+    }
+    std::vector<T> shared(query.size());
+    run(3, rows, query.data(), shared.data());
+    checks.same_bits(shared.data(), output.data(), num_tokens * stride, "three threads");
+}
+
+template <typename Body>
+void for_each_storage(const Body &body) {
+    for_each_dtype([&]<typename T>(T) {
+        for_each_dtype([&]<typename KV>(KV) { body.template operator()<T, KV>(); });
+        body.template operator()<T, std::int8_t>();
+    });
+}
+
+}  // namespace
+
+void test_write_kv(Checks &checks) {
+    Random random(4);
+    for_each_storage([&]<typename T, typename KV>() {
+        for (const std::int64_t head_dim : {6, 20, 64}) {
+            check_write<T, KV>(checks, random, head_dim);
+        }
+    });
+}
+
+void test_attention(Checks &checks) {
+    Random random(5);
+    for_each_storage([&]<typename T, typename KV>() {
+        check_attention<T, KV>(checks, random, 20, 0);
+        check_attention<T, KV>(checks, random, 64, 0);
+        check_attention<T, KV>(checks, random, 64, 21);
+    });
+}
+
+}  // namespace loraplex::selftest

@@ -1,0 +1,135 @@
+"""One staging worker's process, as its client sees it: started when needed, asked, replaced.
+
+It is given one request at a time. After a crash, a timeout or a caller that gave up, the next
+request starts a new one.
+"""
+
+import asyncio
+import logging
+import struct
+from collections.abc import Sequence
+
+import msgspec
+
+from loraplex.adapters.staged import StageReply
+from loraplex.core.errors import AdapterLoadError
+
+logger = logging.getLogger(__name__)
+
+_LOG_BYTES = 65536
+_LENGTH = struct.Struct("<Q")
+_MAX_REPLY_BYTES = 256 << 20
+_CLOSE_SECONDS = 5.0
+_EXIT_SECONDS = 1.0  # from the end of its output to the end of the process
+_CHUNK_BYTES = 1 << 20
+_LEVELS = {"DEBUG": logging.DEBUG, "INFO": logging.INFO, "ERROR": logging.ERROR}
+
+
+class WorkerProcess:
+    """Callers wait their turn."""
+
+    def __init__(self, command: tuple[str, ...], timeout_seconds: float) -> None:
+        self._command = command
+        self._timeout_seconds = timeout_seconds
+        self._turn = asyncio.Lock()
+        self._log_task: asyncio.Task[None] | None = None
+        self.process: asyncio.subprocess.Process | None = None
+
+    async def ask(self, request_id: int, path: str, pieces: Sequence[memoryview]) -> StageReply:
+        """`pieces` are the encoded request and what follows it; `path` is for messages.
+
+        Raises AdapterLoadError if the process died or ran out of time.
+        """
+        async with self._turn:
+            return await self._ask(request_id, path, pieces)
+
+    async def close(self) -> None:
+        """End the process; what it is doing fails."""
+        process = self.process
+        if process is not None and process.returncode is None:
+            assert process.stdin is not None
+            process.stdin.close()
+        await self._stop(_CLOSE_SECONDS)
+
+    async def _ask(self, request_id: int, path: str, pieces: Sequence[memoryview]) -> StageReply:
+        try:
+            async with asyncio.timeout(self._timeout_seconds):
+                return await self._exchange(request_id, pieces)
+        except TimeoutError as error:
+            await self._stop(0.0)
+            raise AdapterLoadError(
+                f"staging {path} took longer than {self._timeout_seconds:g} s"
+            ) from error
+        except msgspec.DecodeError as error:
+            await self._stop(0.0)
+            raise AdapterLoadError(
+                f"the staging worker gave no readable answer about {path}"
+            ) from error
+        except (OSError, asyncio.IncompleteReadError) as error:
+            status = await self._stop(_EXIT_SECONDS)
+            raise AdapterLoadError(
+                f"the staging worker died (exit status {status}) while it read {path}"
+            ) from error
+        except asyncio.CancelledError:
+            # Its answer would be taken for that of the next request.
+            await self._stop(0.0)
+            raise
+
+    async def _exchange(self, request_id: int, pieces: Sequence[memoryview]) -> StageReply:
+        process = await self._running()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(_LENGTH.pack(pieces[0].nbytes))
+        for piece in pieces:
+            for start in range(0, piece.nbytes, _CHUNK_BYTES):
+                process.stdin.write(piece[start : start + _CHUNK_BYTES])
+                await process.stdin.drain()
+        (length,) = _LENGTH.unpack(await process.stdout.readexactly(_LENGTH.size))
+        if length > _MAX_REPLY_BYTES:
+            raise msgspec.DecodeError(f"an answer of {length} bytes")
+        reply = msgspec.msgpack.decode(await process.stdout.readexactly(length), type=StageReply)
+        if reply.request_id != request_id:
+            raise msgspec.DecodeError("an answer to another request")
+        return reply
+
+    async def _running(self) -> asyncio.subprocess.Process:
+        if self.process is None or self.process.returncode is not None:
+            await self._stop(0.0)
+            self.process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                start_new_session=True,  # a Ctrl-C in the terminal is for serving alone
+            )
+            assert self.process.stderr is not None
+            self._log_task = asyncio.create_task(_log_lines(self.process.stderr))
+        return self.process
+
+    async def _stop(self, grace_seconds: float) -> int | None:
+        """Wait for the process to end, kill it after the grace, and reap it; its exit status."""
+        process, self.process = self.process, None
+        log_task, self._log_task = self._log_task, None
+        if process is None:
+            return None
+        try:
+            async with asyncio.timeout(grace_seconds):
+                status = await process.wait()
+        except TimeoutError:
+            if process.returncode is None:
+                process.kill()
+            status = await process.wait()
+        if log_task is not None:
+            await log_task
+        return status
+
+
+async def _log_lines(stream: asyncio.StreamReader) -> None:
+    """What the worker writes to stderr, until it ends. A line may begin with its level."""
+    while chunk := await stream.read(_LOG_BYTES):
+        for line in chunk.decode(errors="replace").splitlines():
+            level, _, text = line.partition(" ")
+            if level in _LEVELS:
+                logger.log(_LEVELS[level], "staging worker: %s", text)
+            else:
+                logger.warning("staging worker: %s", line.removeprefix("WARNING "))

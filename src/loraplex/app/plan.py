@@ -1,0 +1,173 @@
+"""What a model and its adapters would take, without a server and without loading weights.
+
+From config.json and the adapters' own files; the arithmetic is that of a start.
+"""
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from loraplex.adapters.base_check import check_shapes
+from loraplex.adapters.formats.inputs import open_input
+from loraplex.adapters.staged import StagingLimits
+from loraplex.adapters.targets import source_of
+from loraplex.app.builder import base_shapes
+from loraplex.app.engine import runner_settings
+from loraplex.core.adapter import TargetPart
+from loraplex.core.config import ModelConfig
+from loraplex.core.errors import InvalidAdapterError, LoraplexError
+from loraplex.core.plan import Capacity
+from loraplex.core.stats import EngineStats
+from loraplex.execution.checkpoint import resolve_model
+from loraplex.execution.kv_cache import block_bytes
+from loraplex.execution.sizing import (
+    RunnerSettings,
+    choose_device,
+    choose_dtype,
+    choose_kv_dtype,
+    free_bytes,
+    size_memory,
+)
+from loraplex.execution.weight_size import weights_size
+from loraplex.memory.adapter_pages import place
+from loraplex.models.attention import attention_shape
+from loraplex.models.config import DecoderConfig, module_shapes
+from loraplex.models.registry import read_config
+from loraplex.serving.adapter_fit import check_room
+from loraplex.serving.adapter_folders import find_below
+from loraplex.serving.model_memory import ModelMemory, memory_of
+
+
+class PlannedAdapter(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    path: str
+    rank: int = 0
+    """The largest of its ranks."""
+    host_bytes: int = 0
+    device_pages: int = 0
+    device_bytes: int = 0
+    problem: str = ""
+    """Why it could not be served; then the numbers are 0."""
+
+
+class AdapterPlan(msgspec.Struct, frozen=True, kw_only=True):
+    adapters: tuple[PlannedAdapter, ...]
+    fit_device: int
+    """Any so many of those that can be served are on the device at once."""
+    fit_host: int
+
+
+class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
+    model: str
+    memory: ModelMemory
+    adapters: AdapterPlan
+
+
+def plan_memory(model: ModelConfig, adapters: Sequence[str]) -> MemoryPlan:
+    """adapters: adapters, or folders below which they are.
+
+    Raises ConfigError if the model cannot be served like this, or a folder is not there.
+    """
+    folder = resolve_model(model.path, model.revision)
+    config = read_config(folder)
+    capacity = _capacity(model, runner_settings(model), config)
+    ranks = (min(model.optimal_lora_rank, model.max_lora_rank), model.max_lora_rank)
+    memory = memory_of(
+        capacity,
+        EngineStats(),
+        num_layers=config.num_layers,
+        modules=module_shapes(config),
+        ranks=ranks,
+        host_bytes=model.lora_host_bytes,
+    )
+    found = [one for path in adapters for one in _found(path)]
+    planned = tuple(_planned(name, path, model, config, capacity) for name, path in found)
+    served = [adapter for adapter in planned if not adapter.problem]
+    plan = AdapterPlan(
+        adapters=planned,
+        fit_device=any_fit([one.device_pages for one in served], capacity.num_adapter_pages),
+        fit_host=any_fit([one.host_bytes for one in served], model.lora_host_bytes),
+    )
+    return MemoryPlan(model=str(folder), memory=memory, adapters=plan)
+
+
+def _capacity(model: ModelConfig, settings: RunnerSettings, config: DecoderConfig) -> Capacity:
+    dtype = choose_dtype(settings, config)
+    kv_dtype = choose_kv_dtype(settings, dtype)
+    weights_bytes = weights_size(config, dtype, settings.quantization)
+    size = size_memory(
+        settings,
+        config,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        weights_bytes=weights_bytes,
+        free_bytes=_free_bytes(settings, weights_bytes),
+    )
+    shape = attention_shape(config, settings.block_size)
+    return Capacity(
+        block_size=settings.block_size,
+        num_blocks=size.kv.num_blocks,
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=size.kv.max_model_len,
+        vocab_size=config.vocab_size,
+        page_geometry=size.adapters.geometry,
+        num_adapter_pages=size.adapters.num_pages,
+        adapter_page_bytes=size.adapters.page_bytes,
+        keeps_host_copy=not model.device.startswith("cpu"),
+        kv_cache_bytes=size.kv.num_blocks * block_bytes(config.num_layers, shape, kv_dtype),
+        weights_bytes=weights_bytes,
+    )
+
+
+def _free_bytes(settings: RunnerSettings, weights_bytes: int) -> int | None:
+    """Beside the weights. With memory_bytes the device need not be in this machine."""
+    if torch.device(settings.device).type == "cpu":
+        return None
+    if settings.memory_bytes is not None:
+        return settings.memory_bytes - weights_bytes
+    free = free_bytes(choose_device(settings))
+    return None if free is None else free - weights_bytes
+
+
+def _found(path: str) -> list[tuple[str, str]]:
+    """(name, path): an adapter, or those below a folder. Raises ConfigError."""
+    try:
+        open_input(path, StagingLimits())
+    except InvalidAdapterError:
+        if Path(path).expanduser().is_dir():
+            return [(name, str(place)) for name, place in find_below(Path(path))]
+    except LoraplexError:
+        pass  # it is one, with a mistake: that is told of this adapter
+    return [(Path(path).name, path)]
+
+
+def _planned(
+    name: str, path: str, model: ModelConfig, config: DecoderConfig, capacity: Capacity
+) -> PlannedAdapter:
+    shapes = base_shapes(config)
+    limits = StagingLimits(max_rank=model.max_lora_rank)
+    try:
+        rows = open_input(path, limits).read_rows(shapes, limits)
+        check_shapes(rows, shapes, limits.max_rank)
+        source = source_of("", Path(path), rows, shapes, limits.max_rank)
+        check_room(source, model, capacity)
+    except LoraplexError as error:
+        return PlannedAdapter(name=name, path=path, problem=error.message)
+    num_pages = place(source.targets, capacity.page_geometry).num_pages
+    return PlannedAdapter(
+        name=name,
+        path=path,
+        rank=max((t.rank for t in source.targets if t.part is TargetPart.LORA), default=0),
+        host_bytes=source.num_bytes,
+        device_pages=num_pages,
+        device_bytes=num_pages * capacity.adapter_page_bytes,
+    )
+
+
+def any_fit(sizes: Sequence[int], room: int) -> int:
+    """How many fit whichever they are: the largest ones first."""
+    ends = itertools.accumulate(sorted(sizes, reverse=True))
+    return sum(1 for _ in itertools.takewhile(lambda end: end <= room, ends))

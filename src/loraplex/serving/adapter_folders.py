@@ -1,0 +1,140 @@
+"""Adapters that lie in an operator's folders: under which names, and whether they have changed.
+
+Only names and sizes are looked at; what is in the files is for staging. No name leaves its folder:
+links are followed first.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from loraplex.core.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+PEFT_CONFIG_NAME = "adapter_config.json"
+_ADAPTER_FILES = (PEFT_CONFIG_NAME, "model.lora_weights.npy")
+_FILE_SUFFIX = ".safetensors"
+_MAX_DEPTH = 16
+_MAX_LIST_BYTES = 16 << 20
+
+Say = Callable[..., None]
+"""Told what was left out: a method of a logger."""
+Found = list[tuple[str, Path]]
+"""(name, path), by name."""
+Signature = tuple[tuple[str, int, int, int], ...]
+"""(name, inode, size, mtime_ns) of each file of an adapter; empty where there are none."""
+
+
+def find_adapters(folder: Path, say: Say = logger.warning) -> Found:
+    """Every sub-folder that holds a PEFT adapter or TensorRT-LLM's pair of files.
+
+    Raises ConfigError.
+    """
+    folder = folder.expanduser()
+    entries = _entries(folder)
+    found = [(entry.name, entry) for entry in entries if _is_adapter(entry)]
+    if not found:
+        say("no sub-folder of %s has an %s", folder, " or a ".join(_ADAPTER_FILES))
+    return _within(found, folder, say)
+
+
+def find_below(root: Path, say: Say = logger.warning) -> Found:
+    """Every adapter below a folder, at any depth, by its path from there.
+
+    A folder, or a .safetensors file, which is called without its ending: `team/v1.2` is
+    team/v1.2.safetensors or the folder team/v1.2. Raises ConfigError.
+    """
+    root = root.expanduser()
+    found = sorted(_below(root, "", 0, say))
+    if not found:
+        say("no adapter is below %s", root)
+    return _within(found, root, say)
+
+
+def read_list(path: Path) -> list[tuple[str, str]]:
+    """The adapters of Triton's multi_lora.json: {NAME: PATH}, paths from the working directory.
+
+    Raises ConfigError.
+    """
+    path = path.expanduser()
+    try:
+        if path.stat().st_size > _MAX_LIST_BYTES:
+            raise ConfigError(f"{path} has more than {_MAX_LIST_BYTES} bytes")
+        listed = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read multi_lora {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"multi_lora {path} is not JSON: {error}") from error
+    if not isinstance(listed, dict) or not all(isinstance(one, str) for one in listed.values()):
+        raise ConfigError(f"multi_lora {path} must be an object of names and paths")
+    return sorted(listed.items())
+
+
+def signature_of(path: Path) -> Signature:
+    """Of a folder's files, or of a file; it changes when they do."""
+    try:
+        if not path.is_dir():
+            return (_file_signature(path.name, path.stat()),)
+        with os.scandir(path) as entries:
+            return tuple(sorted(_file_signature(entry.name, entry.stat()) for entry in entries))
+    except OSError:
+        return ()
+
+
+def _file_signature(name: str, status: os.stat_result) -> tuple[str, int, int, int]:
+    return name, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _below(folder: Path, prefix: str, depth: int, say: Say) -> Iterator[tuple[str, Path]]:
+    if depth > _MAX_DEPTH:
+        say("%s is deeper than %d folders: left out", folder, _MAX_DEPTH)
+        return
+    for entry in _entries(folder):
+        name = prefix + entry.name
+        if _is_adapter(entry):
+            yield name, entry
+        elif entry.is_dir():
+            if not entry.is_symlink():  # a link may lead back here
+                yield from _below(entry, f"{name}/", depth + 1, say)
+        elif entry.name.endswith(_FILE_SUFFIX):
+            yield name.removesuffix(_FILE_SUFFIX), entry
+
+
+def _entries(folder: Path) -> list[Path]:
+    """What is in a folder, by name. Hidden ones are not meant, or not whole yet."""
+    try:
+        return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot look for adapters in the folder {folder}: {error.strerror}"
+        ) from error
+
+
+def _within(found: Found, folder: Path, say: Say) -> Found:
+    """Those that do not leave the folder by a link."""
+    root = folder.resolve()
+    staying = []
+    for name, path in found:
+        if _stays(path, root):
+            staying.append((name, path))
+        else:
+            say("left out adapter %r: %s leads out of %s; name it one by one", name, path, folder)
+    return staying
+
+
+def _stays(path: Path, root: Path) -> bool:
+    try:
+        places = [path, *path.iterdir()] if path.is_dir() else [path]
+        return all(place.resolve().is_relative_to(root) for place in places)
+    except (OSError, RuntimeError):
+        return True  # a folder that may not be entered: staging says what is wrong with it
+
+
+def _is_adapter(folder: Path) -> bool:
+    try:
+        return any((folder / name).is_file() for name in _ADAPTER_FILES)
+    except OSError:
+        return True  # a folder that may not be entered: staging says what is wrong with it

@@ -1,0 +1,132 @@
+"""What one model takes, tier by tier, and how many more adapters fit: for operators."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from loraplex.core.plan import Capacity
+from loraplex.core.stats import EngineStats
+from loraplex.memory.adapter_pages import layer_targets, pages_at_rank
+
+
+class KVMemory(msgspec.Struct, frozen=True, kw_only=True):
+    num_bytes: int
+    block_tokens: int
+    blocks: int
+    tokens: int
+    """In all blocks."""
+    held: int = 0
+    """Blocks of running sequences."""
+    cached: int = 0
+    """Blocks kept for equal prompt beginnings; they are given up when others need room."""
+    free: int = 0
+
+
+class RankFit(msgspec.Struct, frozen=True, kw_only=True):
+    """Adapters of one rank, on every module of every layer, in the device tier."""
+
+    rank: int
+    pages: int
+    """Of one."""
+    holds: int
+    """At once, if nothing else is there."""
+    more: int
+    """Without an eviction."""
+
+
+class DeviceTier(msgspec.Struct, frozen=True, kw_only=True):
+    num_bytes: int
+    page_bytes: int
+    pages: int
+    pages_used: int = 0
+    adapters: int = 0
+    held: int = 0
+    """Adapters that stay there: pinned ones."""
+    fits: tuple[RankFit, ...] = ()
+    """Of the usual and of the largest rank."""
+
+
+class HostTier(msgspec.Struct, frozen=True, kw_only=True):
+    num_bytes: int
+    bytes_used: int = 0
+    adapters: int = 0
+
+
+class StoredAdapters(msgspec.Struct, frozen=True, kw_only=True):
+    """Normal files on the disk; versions of an adapter, and names, may share one."""
+
+    adapters: int
+    files: int
+    num_bytes: int
+
+
+class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
+    weights_bytes: int
+    kv: KVMemory
+    device: DeviceTier
+    host: HostTier
+
+
+def memory_of(
+    capacity: Capacity,
+    stats: EngineStats,
+    *,
+    num_layers: int,
+    modules: Mapping[str, tuple[int, int]],
+    ranks: Iterable[int],
+    host_bytes: int,
+) -> ModelMemory:
+    """ranks: those that `fits` tells of. host_bytes: of the host tier."""
+    tiers = stats.adapters
+    num_blocks = capacity.num_blocks
+    free = num_blocks - stats.blocks_held - stats.blocks_cached
+    targets = layer_targets(num_layers, modules)
+    return ModelMemory(
+        weights_bytes=capacity.weights_bytes,
+        kv=KVMemory(
+            num_bytes=capacity.kv_cache_bytes,
+            block_tokens=capacity.block_size,
+            blocks=num_blocks,
+            tokens=num_blocks * capacity.block_size,
+            held=stats.blocks_held,
+            cached=stats.blocks_cached,
+            free=free,
+        ),
+        device=DeviceTier(
+            num_bytes=capacity.num_adapter_pages * capacity.adapter_page_bytes,
+            page_bytes=capacity.adapter_page_bytes,
+            pages=capacity.num_adapter_pages,
+            pages_used=tiers.device_pages_used,
+            adapters=tiers.num_on_device,
+            held=tiers.num_held,
+            fits=tuple(
+                _fit(rank, pages_at_rank(targets, rank, capacity.page_geometry), capacity, stats)
+                for rank in sorted(set(ranks))
+            ),
+        ),
+        host=HostTier(
+            num_bytes=host_bytes, bytes_used=tiers.host_bytes_used, adapters=tiers.num_on_host
+        ),
+    )
+
+
+def _fit(rank: int, pages: int, capacity: Capacity, stats: EngineStats) -> RankFit:
+    free = capacity.num_adapter_pages - stats.adapters.device_pages_used
+    return RankFit(
+        rank=rank, pages=pages, holds=capacity.num_adapter_pages // pages, more=free // pages
+    )
+
+
+def stored(num_names: int, paths: Iterable[str]) -> StoredAdapters:
+    """Looks at the files: not for the event loop. A file that is gone counts nothing."""
+    sizes = [_size(Path(path)) for path in set(paths)]
+    found = [size for size in sizes if size is not None]
+    return StoredAdapters(adapters=num_names, files=len(found), num_bytes=sum(found))
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None

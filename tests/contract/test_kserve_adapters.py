@@ -1,0 +1,94 @@
+"""Several adapters in the request parameter `adapters`, as tritonclient sends it."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tritonclient.grpc
+import tritonclient.http
+from tritonclient.utils import InferenceServerException
+
+from loraplex.core.adapter import ByName, ByTaskId
+from loraplex.core.principal import LOCAL
+from loraplex.testing.echo_backend import EchoBackend
+from loraplex.testing.served_triton import ServedTriton, served_triton
+from loraplex.testing.triton_requests import TRUE, tensors, text_request
+
+
+@pytest.fixture(scope="module")
+def backend() -> EchoBackend:
+    backend = EchoBackend()
+    backend.register("fr", task_id=5)
+    backend.register("legal")
+    return backend
+
+
+@pytest.fixture(scope="module")
+def triton(backend: EchoBackend) -> Iterator[ServedTriton]:
+    with served_triton(backend) as triton:
+        yield triton
+
+
+@pytest.fixture(scope="module", params=[tritonclient.http, tritonclient.grpc], ids=["http", "grpc"])
+def wire(request, triton) -> Iterator[tuple[Any, Any]]:
+    address = triton.http if request.param is tritonclient.http else triton.grpc
+    with request.param.InferenceServerClient(address) as client:
+        yield request.param, client
+
+
+def infer(wire, adapters: Any, *more: Any) -> Any:
+    module, client = wire
+    inputs = [*text_request(module, exclude_input_in_output=TRUE), *more]
+    return client.infer("ensemble", inputs, parameters={"adapters": adapters})
+
+
+def test_the_parameter_is_a_json_text(wire, backend: EchoBackend):
+    adapters = json.dumps([{"task_id": 5, "scale": 0.5}, {"name": "legal", "scale": -1}])
+    result = infer(wire, adapters)
+    assert result.as_numpy("text_output")[0].decode().startswith("echo+fr+legal: ")
+    chosen = backend.requests[-1].adapters
+    assert [(c.key, c.scale) for c in chosen] == [(ByTaskId(5), 0.5), (ByName("legal"), -1.0)]
+
+
+def test_the_answer_names_all(triton: ServedTriton, backend: EchoBackend):
+    body = {"text_input": "hi", "max_tokens": 5, "adapters": '["fr", "legal"]'}
+    url = f"http://{triton.http}/v2/models/ensemble/generate"
+    answer = httpx.post(url, json=body).json()
+    assert answer["adapter"] == "fr,legal"
+    digests = {a.name: a.digest for a in backend.adapters(LOCAL)}
+    assert answer["adapter_digest"] == f"{digests['fr']},{digests['legal']}"
+
+
+@pytest.mark.parametrize(
+    ("adapters", "text"),
+    [
+        ("fr:0.5", "'adapters' must be a JSON text"),
+        ("{", "'adapters' must be a JSON text"),
+        ('{"name": "fr"}', "adapters must be a list of adapters"),
+        ('[{"name": "fr", "sclae": 1}]', "has no field 'sclae'"),
+        ('[{"name": "fr", "scale": NaN}]', "scale must be in [-100, 100], got nan"),
+        ('["no"]', "adapter 'no' not found"),
+        (json.dumps(["fr"] * 17), "17 entries; at most 16"),
+    ],
+)
+def test_what_is_wrong_is_told(wire, adapters: str, text: str):
+    with pytest.raises(InferenceServerException) as caught:
+        infer(wire, adapters)
+    assert text in str(caught.value)
+
+
+def test_one_way_at_a_time(wire):
+    task = tensors(wire[0], lora_task_id=np.array([[5]], dtype=np.uint64))
+    with pytest.raises(InferenceServerException) as caught:
+        infer(wire, '["legal"]', *task)
+    assert "'adapters' and the input 'lora_task_id' both name an adapter" in str(caught.value)
+
+
+def test_an_unknown_task_among_several_is_named(wire):
+    with pytest.raises(InferenceServerException) as caught:
+        infer(wire, '[{"task_id": 5}, {"task_id": 6}]')
+    assert "6" in str(caught.value)
+    assert "LoRA task 5" not in str(caught.value)

@@ -1,0 +1,133 @@
+"""Copies of the base's own weights beside LoRA: left out if they are the base's very values."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from loraplex.adapters import base_copies
+from loraplex.adapters.normal import RowKind, read_normal
+from loraplex.adapters.shapes import BaseShapes
+
+VOCAB, HIDDEN = 50, 8
+EMBEDDING = "model.embed_tokens"
+SHAPES = BaseShapes(2, {"q_proj": (8, 12)}, vocab_size=VOCAB, hidden_size=HIDDEN)
+TIED = BaseShapes(2, {"q_proj": (8, 12)}, VOCAB, HIDDEN, ties_embeddings=True)
+
+
+def values(*shape: int, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype("f4")
+
+
+@pytest.fixture
+def base(tmp_path):
+    """A function (**tensors by module) -> the folder of a base that holds them."""
+
+    def make(**tensors):
+        folder = tmp_path / "base"
+        folder.mkdir(exist_ok=True)
+        names = {"embed_tokens": f"{EMBEDDING}.weight", "lm_head": "lm_head.weight"}
+        save_file(
+            {names[module]: tensor for module, tensor in tensors.items()},
+            folder / "model.safetensors",
+        )
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def adapter(peft_folder):
+    """LoRA of lm_head beside a copy of it."""
+
+    def make(copy, module="lm_head"):
+        folder = peft_folder()
+        name = f"base_model.model.{EMBEDDING if module == 'embed_tokens' else module}"
+        shapes = {"lm_head": ((2, HIDDEN), (VOCAB, 2)), "embed_tokens": ((2, VOCAB), (HIDDEN, 2))}
+        slots = ("A.weight", "B.weight") if module == "lm_head" else ("A", "B")
+        kind = "lora_" if module == "lm_head" else "lora_embedding_"
+        folder.tensors = {
+            f"{name}.{kind}{slot}": values(*shape)
+            for slot, shape in zip(slots, shapes[module], strict=True)
+        } | {f"{name}.base_layer.weight": copy}
+        folder.config["target_modules"] = [module]
+        return folder.write()
+
+    return make
+
+
+@pytest.fixture
+def kinds_of(staged):
+    """A function (folder, base, shapes) -> the kinds of its rows, and what was told."""
+
+    def run(folder, base_folder, shapes=SHAPES):
+        got = staged(folder, shapes=shapes, base_path=str(base_folder))
+        rows = read_normal(Path(got.source.path)).rows
+        return [row.kind for row in rows], got.warnings
+
+    return run
+
+
+@pytest.mark.parametrize("module", ["lm_head", "embed_tokens"])
+def test_the_base_s_own_values_are_left_out_and_told(kinds_of, adapter, base, module):
+    weight = values(VOCAB, HIDDEN)
+    other = {"embed_tokens": values(VOCAB, HIDDEN, seed=2), "lm_head": values(VOCAB, 8, seed=3)}
+    folder = base(**(other | {module: weight}))
+    found, (told,) = kinds_of(adapter(weight, module), folder)
+    assert found == [RowKind.LORA]
+    assert module in told
+    assert f"{weight.nbytes} bytes" in told
+
+
+def test_one_other_value_keeps_it(kinds_of, adapter, base, monkeypatch):
+    monkeypatch.setattr(base_copies, "_PIECE_BYTES", 3 * HIDDEN * 4)
+    weight = values(VOCAB, HIDDEN)
+    other = weight.copy()
+    other[-1, -1] += 1e-6
+    found, told = kinds_of(adapter(other), base(lm_head=weight))
+    assert found == [RowKind.FULL, RowKind.LORA]
+    assert told == ()
+
+
+def test_values_are_compared_not_types(kinds_of, adapter, base):
+    half = values(VOCAB, HIDDEN).astype("f2")
+    assert kinds_of(adapter(half.astype("f4")), base(lm_head=half))[0] == [RowKind.LORA]
+    rounded = adapter(half)
+    found, _ = kinds_of(rounded, base(lm_head=values(VOCAB, HIDDEN)))
+    assert found == [RowKind.FULL, RowKind.LORA]
+
+
+def test_a_tied_lm_head_is_the_embedding(kinds_of, adapter, base):
+    weight = values(VOCAB, HIDDEN)
+    assert kinds_of(adapter(weight), base(embed_tokens=weight), TIED)[0] == [RowKind.LORA]
+
+
+def test_a_base_in_several_files(kinds_of, adapter, base):
+    weight = values(VOCAB, HIDDEN)
+    folder = base(lm_head=weight)
+    (folder / "model.safetensors").rename(folder / "model-2.safetensors")
+    index = {"weight_map": {"lm_head.weight": "model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert kinds_of(adapter(weight), folder)[0] == [RowKind.LORA]
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\xff" * 16, b"\x02\0\0\0\0\0\0\0{}"])
+def test_without_a_readable_base_the_copy_stays(kinds_of, adapter, tmp_path, content):
+    folder = tmp_path / "base"
+    folder.mkdir()
+    if content is not None:
+        (folder / "model.safetensors").write_bytes(content)
+    assert RowKind.FULL in kinds_of(adapter(values(VOCAB, HIDDEN)), folder)[0]
+
+
+def test_what_was_left_out_for_one_base_is_there_for_another(kinds_of, staged, adapter, base):
+    weight = values(VOCAB, HIDDEN)
+    folder = adapter(weight)
+    assert kinds_of(folder, base(lm_head=weight))[0] == [RowKind.LORA]
+    again = staged(folder, shapes=SHAPES, base_path=str(base(lm_head=weight)))
+    assert again.was_known
+    elsewhere = base(lm_head=weight).with_name("elsewhere")
+    elsewhere.mkdir()
+    assert kinds_of(folder, elsewhere)[0] == [RowKind.FULL, RowKind.LORA]

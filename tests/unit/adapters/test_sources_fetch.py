@@ -1,0 +1,592 @@
+"""Fetching, from a server on loopback that answers as a test tells it."""
+
+import contextlib
+import hashlib
+import http.server
+import json
+import os
+import sys
+import threading
+import time
+import types
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from loraplex.adapters.seen_files import identities_of
+from loraplex.adapters.sources import http as sources_http
+from loraplex.adapters.sources.fetch import local_path
+from loraplex.adapters.sources.policy import SourcePolicy
+from loraplex.adapters.sources.remotes import HubRemote
+from loraplex.adapters.staging import StagingWorker
+from loraplex.core.errors import (
+    AdapterLoadError,
+    AdapterTooLargeError,
+    InvalidAdapterError,
+    PermissionDeniedError,
+    UnsupportedFeatureError,
+)
+
+LOCAL = SourcePolicy(allow_private_addresses=True)
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+class Web(http.server.ThreadingHTTPServer):
+    """`pages`: path -> bytes with an ETag, or a function that answers with the handler."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.pages = {}
+        self.asked = []
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+    def handle_error(self, *_):
+        """A client that hangs up is what some tests are about."""
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.server.asked.append((self.path, dict(self.headers)))
+        page = self.server.pages.get(self.path.partition("?")[0])
+        if callable(page):
+            page(self)
+        elif page is None:
+            self.send_error(404)
+        else:
+            tag = f'"{hashlib.md5(page).hexdigest()}"'
+            if self.headers.get("If-None-Match") == tag:
+                self.answer(304)
+            else:
+                self.answer(200, page, ETag=tag)
+
+    def answer(self, status, body=b"", **headers):
+        self.send_response(status)
+        for name, value in ({"Content_Length": len(body)} | headers).items():
+            self.send_header(name.replace("_", "-"), str(value))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def web():
+    server = Web()
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def state(tmp_path):
+    """The state directory; nothing half may be left in it."""
+    yield tmp_path / "state"
+    assert list(tmp_path.glob("state/sources/.arriving-*")) == []
+
+
+@pytest.fixture(autouse=True)
+def hurry(monkeypatch):
+    monkeypatch.setattr(sources_http, "_FIRST_WAIT_SECONDS", 0.001)
+    monkeypatch.setattr(sources_http, "_TIMEOUT_SECONDS", 2.0)
+
+
+def redirect_to(where):
+    return lambda handler: handler.answer(302, Location=where)
+
+
+class TestAFile:
+    def test_arrives_once(self, web, state):
+        web.pages["/v1.2.safetensors"] = b"weights"
+        path = local_path(f"{web.url}/v1.2.safetensors", LOCAL, state)
+        assert path.read_bytes() == b"weights"
+        before = identities_of([path])
+        again = local_path(f"{web.url}/v1.2.safetensors", LOCAL, state)
+        # The very file, untouched: what was staged from it is known by these.
+        assert (again, identities_of([again])) == (path, before)
+        assert "If-None-Match" in web.asked[1][1]
+
+    def test_changes(self, web, state):
+        url = f"{web.url}/zh.safetensors"
+        web.pages["/zh.safetensors"] = b"one"
+        first = local_path(url, LOCAL, state)
+        web.pages["/zh.safetensors"] = b"two"
+        second = local_path(url, LOCAL, state)
+        assert second.read_bytes() == b"two"
+        assert not first.exists()
+
+    def test_dates_serve_as_well(self, web, state):
+        date = "Sat, 01 Aug 2026 00:00:00 GMT"
+
+        def page(handler):
+            is_known = handler.headers.get("If-Modified-Since") == date
+            body = b"" if is_known else b"x"
+            handler.answer(304 if is_known else 200, body, Last_Modified=date)
+
+        web.pages["/zh.safetensors"] = page
+        paths = {local_path(f"{web.url}/zh.safetensors", LOCAL, state) for _ in range(2)}
+        assert [path.read_bytes() for path in paths] == [b"x"]
+        assert web.asked[1][1]["If-Modified-Since"] == date
+
+    def test_a_damaged_copy_is_fetched_again(self, web, state):
+        web.pages["/zh.safetensors"] = b"whole"
+        path = local_path(f"{web.url}/zh.safetensors", LOCAL, state)
+        path.unlink()
+        assert local_path(f"{web.url}/zh.safetensors", LOCAL, state).read_bytes() == b"whole"
+
+    def test_checksums(self, web, state):
+        web.pages["/zh.safetensors"] = b"weights"
+        right = hashlib.sha256(b"weights").hexdigest()
+        url = f"{web.url}/zh.safetensors#sha256="
+        for _ in range(2):  # what was kept is checked, too
+            with pytest.raises(InvalidAdapterError, match=f"SHA-256 .* is {right}, not 0000"):
+                local_path(f"{url}{'0' * 64}", LOCAL, state)
+            assert local_path(f"{url}{right}", LOCAL, state)
+
+    def test_it_is_not_there(self, web, state):
+        with pytest.raises(InvalidAdapterError, match=r"there is no http.*/none\.safetensors"):
+            local_path(f"{web.url}/none.safetensors", LOCAL, state)
+
+    def test_hostile_names_stay_names(self, web, state, tmp_path):
+        name = "/%2e%2e/..%2f..%2fetc/pass wd.safetensors".replace(" ", "%20")
+        web.pages[name] = b"x"
+        path = local_path(web.url + name, LOCAL, state)
+        assert path.is_relative_to(state)
+        assert [file.name for file in tmp_path.iterdir()] == ["state"]
+
+
+class TestTooMuch:
+    small = SourcePolicy(allow_private_addresses=True, max_bytes=1000)
+
+    def fetch(self, web, state, page):
+        web.pages["/zh.safetensors"] = page
+        with pytest.raises(AdapterTooLargeError, match=r"than 1000 bytes.*max_adapter_bytes"):
+            local_path(f"{web.url}/zh.safetensors", self.small, state)
+        assert len(web.asked) == 1  # and is not tried again
+        assert list(state.glob("sources/*/*")) == []
+
+    def test_by_its_header(self, web, state):
+        self.fetch(web, state, lambda h: h.answer(200, b"", Content_Length=5000))
+
+    def test_in_chunks_without_an_end(self, web, state):
+        def page(handler):
+            handler.protocol_version = "HTTP/1.1"
+            handler.send_response(200)
+            handler.send_header("Transfer-Encoding", "chunked")
+            handler.end_headers()
+            for _ in range(100_000):
+                handler.wfile.write(b"64\r\n" + b"x" * 100 + b"\r\n")
+
+        self.fetch(web, state, page)
+
+    def test_without_a_length(self, web, state):
+        def page(handler):
+            handler.send_response(200)
+            handler.end_headers()
+            for _ in range(1000):
+                handler.wfile.write(b"x" * 100)
+
+        self.fetch(web, state, page)
+
+    def test_more_than_its_length_is_not_read(self, web, state):
+        web.pages["/zh.safetensors"] = lambda h: h.answer(200, b"x" * 5000, Content_Length=900)
+        path = local_path(f"{web.url}/zh.safetensors", self.small, state)
+        assert path.stat().st_size == 900
+
+    def test_all_files_together(self, web, state):
+        web.pages |= {f"/zh/{CONFIG}": b"c" * 600, f"/zh/{WEIGHTS}": b"w" * 600}
+        with pytest.raises(AdapterTooLargeError):
+            local_path(f"{web.url}/zh", self.small, state)
+
+    def test_compressed_answers_are_not_taken(self, web, state):
+        web.pages["/zh.safetensors"] = lambda h: h.answer(200, b"x", Content_Encoding="gzip")
+        with pytest.raises(InvalidAdapterError, match="comes as gzip"):
+            local_path(f"{web.url}/zh.safetensors", self.small, state)
+
+
+class TestTrouble:
+    def fetch(self, web, state, page, policy=LOCAL):
+        web.pages["/zh.safetensors"] = page
+        return local_path(f"{web.url}/zh.safetensors?secret=1", policy, state)
+
+    def test_what_passes(self, web, state):
+        answers = [
+            lambda h: h.answer(503, Retry_After=0),
+            lambda h: h.answer(200, b"half", Content_Length=8),
+            lambda h: h.answer(429),
+            lambda h: h.answer(200, b"whole"),
+        ]
+        path = self.fetch(web, state, lambda h: answers.pop(0)(h))
+        assert path.read_bytes() == b"whole"
+
+    @pytest.mark.parametrize(
+        ("page", "reason"),
+        [
+            (lambda h: h.answer(502), "answers 502 Bad Gateway"),
+            (lambda h: h.answer(200, b"half", Content_Length=8), "ended after 4 of 8 bytes"),
+            (lambda h: h.wfile.write(b"HTTP/1.1 what\r\n\r\n"), "what"),
+            (lambda h: None, "without response"),
+        ],
+    )
+    def test_what_does_not(self, web, state, page, reason):
+        with pytest.raises(AdapterLoadError, match=f"{reason}.*try again later") as caught:
+            self.fetch(web, state, page)
+        assert len(web.asked) == 4
+        assert "secret" not in caught.value.message
+
+    def test_a_chunk_that_is_cut(self, web, state):
+        def page(handler):
+            handler.protocol_version = "HTTP/1.1"
+            handler.send_response(200)
+            handler.send_header("Transfer-Encoding", "chunked")
+            handler.end_headers()
+            handler.wfile.write(b"64\r\nabc")
+            handler.close_connection = True
+
+        with pytest.raises(AdapterLoadError, match="try again"):
+            self.fetch(web, state, page)
+
+    @pytest.mark.parametrize("status", [400, 401, 403, 500 - 59, 206])
+    def test_other_answers_are_final(self, web, state, status):
+        with pytest.raises(InvalidAdapterError, match=f"answers {status}"):
+            self.fetch(web, state, lambda h: h.answer(status))
+        assert len(web.asked) == 1
+
+    def test_drop_by_drop(self, web, state):
+        def page(handler):
+            handler.send_response(200)
+            handler.end_headers()
+            with contextlib.suppress(OSError):
+                for _ in range(100):
+                    handler.wfile.write(b"x")
+                    time.sleep(0.05)
+
+        policy = SourcePolicy(allow_private_addresses=True, max_seconds=0.3)
+        started = time.monotonic()
+        with pytest.raises(AdapterLoadError, match=r"did not arrive within 0\.3 s"):
+            self.fetch(web, state, page, policy)
+        assert time.monotonic() - started < 3
+
+    def test_nobody_listens(self, web, state):
+        with pytest.raises(AdapterLoadError, match="Connection refused"):
+            local_path("http://127.0.0.1:9/zh.safetensors", LOCAL, state)
+
+    def test_for_the_operator_what_was_kept_stands_in(self, web, state, caplog):
+        kept = self.fetch(web, state, b"kept")
+        with pytest.raises(AdapterLoadError):
+            self.fetch(web, state, lambda h: h.answer(503))
+        path = self.fetch(web, state, lambda h: h.answer(503), LOCAL.for_operator())
+        assert path == kept
+        assert "what arrived before is used" in caplog.text
+
+
+class TestWhere:
+    def test_private_addresses_are_refused_by_default(self, web, state):
+        web.pages["/zh.safetensors"] = b"x"
+        for policy in (SourcePolicy(), SourcePolicy().for_operator(), SourcePolicy(hosts=("*",))):
+            with pytest.raises(PermissionDeniedError, match="allow_private_addresses"):
+                local_path(f"{web.url}/zh.safetensors", policy, state)
+        assert web.asked == []
+
+    def test_hosts_that_are_not_allowed(self, web, state):
+        policy = SourcePolicy(hosts=("example.org",), allow_private_addresses=True)
+        with pytest.raises(PermissionDeniedError, match="allowed_adapter_hosts"):
+            local_path(f"{web.url}/zh.safetensors", policy, state)
+        assert web.asked == []
+
+    def test_redirects(self, web, state):
+        web.pages |= {"/zh.safetensors": redirect_to("/b?x=1"), "/b": b"x"}
+        assert local_path(f"{web.url}/zh.safetensors", LOCAL, state).read_bytes() == b"x"
+
+    @pytest.mark.parametrize(
+        "there",
+        ["http://169.254.169.254/latest", "http://[::ffff:169.254.169.254]/", "http://0.0.0.0:1/"],
+    )
+    def test_a_redirect_to_an_address_that_is_not_public(self, web, state, there):
+        web.pages["/zh.safetensors"] = redirect_to(there)
+        with pytest.raises(PermissionDeniedError, match="no public address"):
+            local_path(f"{web.url}/zh.safetensors", LOCAL, state)
+
+    def test_a_redirect_to_a_host_that_is_not_allowed(self, web, state):
+        policy = SourcePolicy(hosts=("127.0.0.1",), allow_private_addresses=True)
+        web.pages["/zh.safetensors"] = redirect_to(web.url.replace("127.0.0.1", "localhost"))
+        with pytest.raises(PermissionDeniedError, match="localhost"):
+            local_path(f"{web.url}/zh.safetensors", policy, state)
+
+    @pytest.mark.parametrize("there", ["file:///etc/passwd", "ftp://h/x", "", "http://["])
+    def test_a_redirect_to_no_address(self, web, state, there):
+        web.pages["/zh.safetensors"] = redirect_to(there)
+        with pytest.raises(InvalidAdapterError, match="leads to no address"):
+            local_path(f"{web.url}/zh.safetensors", LOCAL, state)
+
+    def test_redirects_without_end(self, web, state):
+        web.pages["/zh.safetensors"] = redirect_to("/zh.safetensors")
+        with pytest.raises(InvalidAdapterError, match="more than 5 redirects"):
+            local_path(f"{web.url}/zh.safetensors", LOCAL, state)
+
+    def test_https_does_not_become_http(self):
+        with pytest.raises(PermissionDeniedError, match="from https to http"):
+            sources_http._next_url("https://h/a", "http://h/a")
+
+
+class TestAFolder:
+    def put(self, web, folder, *, where="/zh", names=(CONFIG, WEIGHTS)):
+        for name in names:
+            web.pages[f"{where}/{name}"] = (folder / name).read_bytes()
+
+    def test_of_peft(self, web, state, peft_folder):
+        folder = peft_folder().write()
+        self.put(web, folder)
+        path = local_path(f"{web.url}/zh/", LOCAL, state)
+        assert {file.name: file.read_bytes() for file in path.iterdir()} == {
+            file.name: file.read_bytes() for file in folder.iterdir()
+        }
+
+    def test_of_tensorrt_llm(self, web, state, pair, tmp_path):
+        names = ("model.lora_weights.npy", "model.lora_keys.npy")
+        self.put(web, pair.write(tmp_path / "pair", config_name=names[1]), names=names)
+        path = local_path(f"{web.url}/zh", LOCAL, state)
+        assert sorted(file.name for file in path.iterdir()) == sorted(names)
+
+    def test_half_of_one(self, web, state):
+        web.pages[f"/zh/{CONFIG}"] = b"{}"
+        with pytest.raises(InvalidAdapterError, match=r"neither adapter_model\.safetensors nor"):
+            local_path(f"{web.url}/zh", LOCAL, state)
+
+    def test_none(self, web, state):
+        with pytest.raises(InvalidAdapterError, match="holds no adapter"):
+            local_path(f"{web.url}/zh", LOCAL, state)
+
+    def test_one_file_of_two_changes(self, web, state):
+        web.pages |= {f"/zh/{CONFIG}": b"c1", f"/zh/{WEIGHTS}": b"w1"}
+        local_path(f"{web.url}/zh", LOCAL, state)
+        web.pages[f"/zh/{CONFIG}"] = b"c2"
+        path = local_path(f"{web.url}/zh", LOCAL, state)
+        assert (path / CONFIG).read_bytes() == b"c2"
+        assert (path / WEIGHTS).read_bytes() == b"w1"
+
+    def test_the_checksum_is_of_the_weights(self, web, state):
+        web.pages |= {f"/zh/{CONFIG}": b"c1", f"/zh/{WEIGHTS}": b"w1"}
+        right = hashlib.sha256(b"w1").hexdigest()
+        assert local_path(f"{web.url}/zh#sha256={right}", LOCAL, state)
+        with pytest.raises(InvalidAdapterError, match="SHA-256"):
+            local_path(f"{web.url}/zh#sha256={hashlib.sha256(b'c1').hexdigest()}", LOCAL, state)
+
+    def test_what_was_used_longest_ago_goes(self, web, state):
+        policy = SourcePolicy(allow_private_addresses=True, max_kept_bytes=250)
+        paths = []
+        for number in range(3):
+            web.pages[f"/{number}.safetensors"] = bytes([number]) * 100
+            paths.append(local_path(f"{web.url}/{number}.safetensors", policy, state))
+            os.utime(paths[-1].parent.parent / "note.json", (number, number))
+        assert [path.exists() for path in paths] == [False, True, True]
+
+
+class TestTheHub:
+    commit = "c" * 40
+
+    @pytest.fixture
+    def hub(self, web, monkeypatch):
+        fake = types.SimpleNamespace(
+            constants=types.SimpleNamespace(ENDPOINT=web.url), get_token=lambda: "hf_secret"
+        )
+        monkeypatch.setitem(sys.modules, "huggingface_hub", fake)
+        self.publish(web, self.commit)
+        return web
+
+    def publish(self, web, commit, revision="main", folder=""):
+        answer = json.dumps({"sha": commit, "siblings": []}).encode()
+        web.pages[f"/api/models/owner/name/revision/{revision}"] = answer
+        for name in (CONFIG, WEIGHTS):
+            body = f"{commit} {name}".encode()
+            web.pages[f"/owner/name/resolve/{commit}{folder}/{name}"] = body
+
+    def test_all_files_are_of_one_commit_and_come_once(self, hub, state):
+        path = local_path("hf://owner/name", LOCAL, state)
+        assert (path / WEIGHTS).read_text() == f"{self.commit} {WEIGHTS}"
+        assert all(headers["Authorization"] == "Bearer hf_secret" for _, headers in hub.asked)
+        num_asked = len(hub.asked)
+        assert local_path("owner/name", LOCAL, state) == path
+        assert len(hub.asked) == num_asked + 1
+        self.publish(hub, "d" * 40)
+        again = local_path("owner/name", LOCAL, state)
+        assert (again / CONFIG).read_text().startswith("d" * 40)
+
+    def test_revisions_and_folders(self, hub, state):
+        self.publish(hub, "e" * 40, revision="v1", folder="/deep/zh")
+        path = local_path("hf://owner/name@v1/deep/zh", LOCAL, state)
+        assert (path / CONFIG).read_text().startswith("e" * 40)
+
+    def test_the_token_does_not_leave_the_hub(self, hub, state):
+        other = Web()
+        threading.Thread(target=other.serve_forever, args=(0.01,), daemon=True).start()
+        other.pages["/blob"] = b"weights"
+        target = f"/owner/name/resolve/{self.commit}/{WEIGHTS}"
+        hub.pages[target] = redirect_to(f"{other.url}/blob")
+        local_path("hf://owner/name", LOCAL, state)
+        other.shutdown()
+        other.server_close()
+        assert [path for path, _ in other.asked] == ["/blob"]
+        assert "Authorization" not in other.asked[0][1]
+
+    def test_a_checksum_that_the_hub_tells(self, hub, state):
+        hub.pages["/blob"] = b"weights"
+        target = f"/owner/name/resolve/{self.commit}/{WEIGHTS}"
+
+        def page(sha256):
+            return lambda h: h.answer(302, Location="/blob", X_Linked_Etag=f'"{sha256}"')
+
+        hub.pages[target] = page("0" * 64)
+        with pytest.raises(AdapterLoadError, match="the hub says 0000"):
+            local_path("hf://owner/name", LOCAL, state)
+        hub.pages[target] = page(hashlib.sha256(b"weights").hexdigest())
+        assert local_path("hf://owner/name", LOCAL, state)
+
+    def test_a_repository_that_is_not_there(self, hub, state):
+        with pytest.raises(InvalidAdapterError, match="no repository owner/none with the revision"):
+            local_path("hf://owner/none", LOCAL, state)
+
+    def test_an_answer_that_is_none(self, hub, state):
+        hub.pages["/api/models/owner/name/revision/main"] = b"<html>"
+        with pytest.raises(AdapterLoadError, match="unreadable"):
+            local_path("hf://owner/name", LOCAL, state)
+
+    def test_clients_need_the_operators_word(self, hub, state):
+        with pytest.raises(PermissionDeniedError, match="allowed_adapter_hosts"):
+            local_path("owner/name", SourcePolicy(hosts=()), state)
+        assert hub.asked == []
+
+    def test_its_other_hosts_are_allowed_after_a_redirect_only(self, state):
+        policy = SourcePolicy(hosts=("hub.example.org",))
+        assert HubRemote  # the rule is the client's
+        client = sources_http.HttpClient(policy, ("*.hf.co",))
+        with (
+            pytest.raises(PermissionDeniedError, match=r"cdn\.hf\.co"),
+            client._opened("https://cdn.hf.co/x", {}),
+        ):
+            pass
+
+
+class TestObjectStores:
+    @pytest.fixture
+    def bucket(self, monkeypatch):
+        """s3:// is in memory here."""
+        from fsspec.implementations.memory import MemoryFileSystem
+
+        class Bucket(MemoryFileSystem):
+            protocol = ("s3",)
+            store: ClassVar = {}
+            pseudo_dirs: ClassVar = [""]
+
+            @classmethod
+            def _strip_protocol(cls, path):
+                return "/" + path.removeprefix("s3://").strip("/")
+
+        monkeypatch.setitem(sys.modules["fsspec.registry"]._registry, "s3", Bucket)
+        return Bucket
+
+    def put(self, bucket, path, data):
+        files = bucket()
+        files.pipe_file(f"s3://ours/{path}", data)
+
+    def test_a_folder(self, bucket, state):
+        self.put(bucket, f"zh/{CONFIG}", b"{}")
+        self.put(bucket, f"zh/{WEIGHTS}", b"w")
+        path = local_path("s3://ours/zh", SourcePolicy(hosts=("s3://ours",)), state)
+        assert (path / WEIGHTS).read_bytes() == b"w"
+
+    def test_a_file_and_its_limits(self, bucket, state):
+        self.put(bucket, "v1.2.safetensors", b"x" * 100)
+        assert local_path("s3://ours/v1.2.safetensors", LOCAL, state).stat().st_size == 100
+        with pytest.raises(AdapterTooLargeError):
+            local_path("s3://ours/v1.2.safetensors", SourcePolicy(max_bytes=99), state)
+        with pytest.raises(PermissionDeniedError, match="s3://ours"):
+            local_path("s3://ours/v1.2.safetensors", SourcePolicy(hosts=("s3://o",)), state)
+        with pytest.raises(InvalidAdapterError, match="there is no s3://ours/none"):
+            local_path("s3://ours/none.safetensors", LOCAL, state)
+
+    @pytest.mark.parametrize(
+        ("failure", "error"),
+        [
+            (PermissionError("denied"), InvalidAdapterError),
+            (RuntimeError("no credentials"), AdapterLoadError),
+        ],
+    )
+    def test_failures_of_the_store(self, bucket, state, monkeypatch, failure, error):
+        def fail(*_, **__):
+            raise failure
+
+        monkeypatch.setattr(bucket, "info", fail)
+        with pytest.raises(error, match=str(failure)):
+            local_path("s3://ours/zh.safetensors", LOCAL, state)
+
+    def test_a_package_that_is_missing(self, state, monkeypatch):
+        import fsspec
+
+        def missing(_):
+            raise ImportError("Install s3fs")
+
+        monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
+        with pytest.raises(UnsupportedFeatureError, match=r"pip install 'loraplex\[remote\]'"):
+            local_path("s3://ours/zh", LOCAL, state)
+
+
+class TestThroughTheWorker:
+    async def test_it_is_staged_and_known_again(self, web, state, peft_folder, shapes):
+        TestAFolder().put(web, peft_folder().write())
+        worker = StagingWorker(state, policy=LOCAL)
+        staged = await worker.stage(f"{web.url}/zh", shapes=shapes, max_rank=8)
+        assert staged.seconds["fetch"] > 0
+        again = await worker.stage(f"{web.url}/zh", shapes=shapes, max_rank=8)
+        await worker.close()
+        assert again.was_known
+        assert again.source == staged.source
+
+    async def test_errors_name_the_source_and_not_its_copy(self, web, state, shapes):
+        web.pages |= {f"/zh/{CONFIG}": b"{", f"/zh/{WEIGHTS}": b"w1"}
+        worker = StagingWorker(state, policy=LOCAL)
+        with pytest.raises(InvalidAdapterError) as caught:
+            await worker.stage(f"{web.url}/zh", shapes=shapes, max_rank=8)
+        await worker.close()
+        assert f"{web.url}/zh/{CONFIG}" in caught.value.message
+        assert "state" not in caught.value.message
+
+    async def test_what_clients_name_is_held_to_the_policy(self, web, state, peft_folder, shapes):
+        folder = peft_folder().write()
+        TestAFolder().put(web, folder)
+        policy = SourcePolicy(roots=(), hosts=(), allow_private_addresses=True)
+        worker = StagingWorker(state, policy=policy)
+        for source in (str(folder), f"{web.url}/zh"):
+            with pytest.raises(PermissionDeniedError):
+                await worker.stage(source, shapes=shapes, max_rank=8, is_trusted=False)
+            assert await worker.stage(source, shapes=shapes, max_rank=8)
+        await worker.close()
+
+    async def test_a_slow_source_holds_up_no_other(self, web, state, peft_folder, shapes):
+        import asyncio
+
+        release = threading.Event()
+        web.pages["/zh.safetensors"] = lambda h: release.wait(20) and h.answer(404)
+        worker = StagingWorker(state, policy=LOCAL)
+        slow = asyncio.create_task(
+            worker.stage(f"{web.url}/zh.safetensors", shapes=shapes, max_rank=8)
+        )
+        assert await worker.stage(str(peft_folder().write()), shapes=shapes, max_rank=8)
+        assert not slow.done()
+        release.set()
+        with pytest.raises(InvalidAdapterError):
+            await slow
+        await worker.close()
+
+
+def test_the_fetchers_stay_out_of_serving():
+    """Only the staging worker opens what came from elsewhere."""
+    folder = Path(sources_http.__file__).parents[2] / "serving"
+    for file in folder.glob("*.py"):
+        assert "sources.fetch" not in file.read_text(encoding="utf-8"), file

@@ -1,0 +1,82 @@
+"""What the text of a source means."""
+
+import pytest
+
+from loraplex.adapters.sources.reference import SourceKind, parse
+from loraplex.core.errors import InvalidAdapterError
+
+SUM = "ab" * 32
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "location", "is_file"),
+    [
+        ("/adapters/zh", SourceKind.LOCAL, "/adapters/zh", False),
+        ("v1.2", SourceKind.LOCAL, "v1.2", False),
+        ("./a/b", SourceKind.LOCAL, "./a/b", False),
+        ("~/a", SourceKind.LOCAL, "~/a", False),
+        ("a/b/c", SourceKind.LOCAL, "a/b/c", False),
+        ("/odd#name", SourceKind.LOCAL, "/odd#name", False),
+        ("file:///a%20b/zh.safetensors", SourceKind.LOCAL, "/a b/zh.safetensors", True),
+        ("owner/na.me-1", SourceKind.HUB, "owner/na.me-1", False),
+        ("hf://owner/name", SourceKind.HUB, "owner/name", False),
+        ("https://h/zh.safetensors?x=1", SourceKind.HTTP, "https://h/zh.safetensors?x=1", True),
+        ("HTTP://h:8/zh/", SourceKind.HTTP, "http://h:8/zh/", False),
+        ("s3://bucket/team/zh/", SourceKind.OBJECT, "s3://bucket/team/zh", False),
+        ("gs://bucket/zh.safetensors", SourceKind.OBJECT, "gs://bucket/zh.safetensors", True),
+    ],
+)
+def test_kinds(text, kind, location, is_file):
+    reference = parse(text)
+    assert (reference.kind, reference.location, reference.is_file) == (kind, location, is_file)
+    assert reference.sha256 is None
+
+
+def test_hub_revisions_and_folders():
+    reference = parse(f"hf://owner/name@v1.2/deep/zh#sha256={SUM.upper()}")
+    assert (reference.revision, reference.folder, reference.sha256) == ("v1.2", "deep/zh", SUM)
+    assert str(reference) == "hf://owner/name@v1.2/deep/zh"
+    assert parse("hf://owner/name/zh.safetensors").is_file
+    assert parse("hf://owner/name").revision == "main"
+
+
+def test_a_relative_path_that_begins_here_is_no_hub_id(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert parse("adapters/zh").kind is SourceKind.HUB
+    (tmp_path / "adapters").mkdir()
+    assert parse("adapters/zh").kind is SourceKind.LOCAL
+
+
+def test_a_signature_is_not_shown():
+    assert str(parse("https://h/zh.safetensors?sig=secret")) == "https://h/zh.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("ftp://h/zh", "do not come from ftp://"),
+        ("javascript://h", "do not come from"),
+        ("https://", "names no host"),
+        ("https:///zh", "names no host"),
+        ("https://user:pw@h/zh", "must not hold a user"),
+        ("https://h:99999/zh", "is no address"),
+        ("https://[::1/zh", "is no address"),
+        ("https://h/a b", "blanks or control"),
+        ("https://h/a\r\nHost: x", "blanks or control"),
+        ("https://h/zh#md5=1", "sha256"),
+        ("https://h/zh#sha256=12", "sha256"),
+        ("hf://owner", "hf://OWNER/NAME"),
+        ("hf://owner/name/../../x", "leaves its root"),
+        ("hf://../name", "hf://OWNER/NAME"),
+        ("s3://bucket", "BUCKET/FOLDER"),
+        ("s3:///key", "BUCKET/FOLDER"),
+        ("s3://bucket/../other", "leaves its root"),
+        ("https://h/zh.zip", "is an archive"),
+        ("https://h/zh.tar.gz?x=1", "is an archive"),
+        ("/a/zh.TAR", "is an archive"),
+    ],
+)
+def test_bad_ones(text, reason):
+    with pytest.raises(InvalidAdapterError, match=reason) as caught:
+        parse(text)
+    assert "pw" not in caught.value.message

@@ -1,0 +1,124 @@
+"""`loraplex plan` over the capitals model and its adapters."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from loraplex.app.engine import build_engine
+from loraplex.app.plan import any_fit
+from loraplex.cli.main import app
+from loraplex.cli.plan import readable
+from loraplex.core.config import ModelConfig
+from loraplex.testing.capitals import ADAPTER_PATHS, BASE_PATH
+
+FLAGS = ("--memory", "64MiB", "--max-lora-rank", "16")
+
+
+def plan(*arguments):
+    return CliRunner().invoke(app, ["plan", str(BASE_PATH), *arguments])
+
+
+def adapter_flags(paths):
+    return [part for path in paths for part in ("--adapters", str(path))]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    engine = build_engine(ModelConfig(path=str(BASE_PATH), memory_bytes=64 << 20, max_lora_rank=16))
+    yield engine
+    engine.close()
+
+
+def test_it_is_what_an_engine_takes(engine):
+    result = plan(*FLAGS, "--json")
+    assert result.exit_code == 0, result.output
+    memory, capacity = json.loads(result.stdout)["memory"], engine.capacity
+    assert memory["weights_bytes"] == pytest.approx(capacity.weights_bytes, rel=0.01)
+    assert memory["kv"]["num_bytes"] == pytest.approx(capacity.kv_cache_bytes, rel=0.01)
+    assert memory["device"]["page_bytes"] == capacity.adapter_page_bytes
+    assert memory["device"]["pages"] == capacity.num_adapter_pages
+    total = memory["weights_bytes"] + memory["kv"]["num_bytes"] + memory["device"]["num_bytes"]
+    assert 0.9 * (64 << 20) < total <= 64 << 20
+
+
+def test_adapters_one_by_one():
+    result = plan(*FLAGS, *adapter_flags(ADAPTER_PATHS.values()), "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)["adapters"]
+    assert len(found["adapters"]) == len(ADAPTER_PATHS)
+    for adapter in found["adapters"]:
+        assert adapter["problem"] == ""
+        assert adapter["rank"] >= 1
+        assert adapter["device_pages"] >= 1
+    assert found["fit_device"] == found["fit_host"] == len(ADAPTER_PATHS)
+
+
+def test_a_folder_of_adapters_for_people():
+    folders = adapter_flags([next(iter(ADAPTER_PATHS.values())).parent])
+    result = plan(*FLAGS, *folders)
+    assert f"{len(ADAPTER_PATHS)} of" in result.output
+    assert "on the device at once" in result.output
+    assert "of rank 16 on all modules" in result.output
+
+
+def test_what_does_not_fit_is_said_and_is_exit_code_2():
+    paths = list(ADAPTER_PATHS.values())
+    result = plan("--max-lora-rank", "1", *adapter_flags(paths))
+    assert result.exit_code == 2
+    assert f"0 of {len(paths)} adapters can be served" in result.output
+    assert "rank" in result.output
+
+
+def test_a_host_tier_that_holds_one_of_two():
+    paths = list(ADAPTER_PATHS.values())
+    sizes = [
+        adapter["host_bytes"]
+        for adapter in json.loads(plan(*adapter_flags(paths), "--json").stdout)["adapters"][
+            "adapters"
+        ]
+    ]
+    room = str(sum(sizes) - 1)
+    result = plan("--lora-host-bytes", room, *adapter_flags(paths), "--json")
+    assert json.loads(result.stdout)["adapters"]["fit_host"] == len(paths) - 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--memory", "1MB"), "memory_bytes 1000000 does not hold the weights"),
+        (("--lora-device-bytes", "100"), "does not hold one adapter of rank 64"),
+        (("--kv-cache-fraction", "2"), "must be more than 0 and at most 1"),
+    ],
+)
+def test_what_cannot_be_served_at_all(arguments, text):
+    result = plan(*arguments)
+    assert result.exit_code == 1
+    assert text in result.output
+
+
+def test_a_gpu_that_is_not_here():
+    result = plan("--device", "cuda", "--memory", "1GiB", "--json")
+    memory = json.loads(result.stdout)["memory"]
+    left = (1 << 30) - memory["weights_bytes"]
+    assert memory["kv"]["num_bytes"] == pytest.approx(0.9 * left, rel=0.01)
+    assert memory["device"]["num_bytes"] == pytest.approx(0.05 * 0.1 * left, rel=0.05)
+
+
+def test_an_adapter_that_is_not_there():
+    result = plan("--adapters", "/nowhere/at/all")
+    assert result.exit_code == 2
+    assert "cannot open the adapter /nowhere/at/all" in result.output
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 40, "3 TiB")]
+)
+def test_bytes_for_people(num_bytes, text):
+    assert readable(num_bytes) == text
+
+
+def test_any_so_many_fit_whichever_they_are():
+    assert any_fit([1, 1, 5], 5) == 1
+    assert any_fit([1, 1, 5], 7) == 3
+    assert any_fit([], 7) == any_fit([8], 7) == 0

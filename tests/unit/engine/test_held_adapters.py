@@ -1,0 +1,148 @@
+"""Adapters that stay on the device, adapters that leave by themselves, and who asks for them."""
+
+import pytest
+
+from loraplex.core.errors import AdapterNotFoundError, AdapterTooLargeError
+from loraplex.memory.eviction import lfu_policy
+from loraplex.scheduling.settings import SchedulerSettings
+from loraplex.testing.fake_engine import MILLISECOND_NS, FakeEngine
+
+TTL_NS = 100 * MILLISECOND_NS
+
+
+def on_device(fake):
+    residency = fake.engine.adapter_activity().residency
+    return {digest for digest, where in residency.items() if where == "device"}
+
+
+class TestHeld:
+    def test_it_comes_to_the_device_and_stays(self):
+        fake = FakeEngine()
+        for digest in "abcd":
+            fake.register(digest, num_pages=6)
+        fake.engine.hold_adapter("a")
+        fake.step()
+        fake.run()
+        assert on_device(fake) == {"a"}
+        for digest in "bcdbcd":
+            fake.add([1], digest)
+            fake.run()
+            assert "a" in on_device(fake)
+        activity = fake.engine.adapter_activity()
+        assert activity.held == ("a",)
+        assert fake.engine.stats().adapters.num_held == 1
+
+    def test_released_it_leaves_like_any_other(self):
+        fake = FakeEngine()
+        for digest in "abc":
+            fake.register(digest, num_pages=6)
+        fake.engine.hold_adapter("a")
+        fake.run()
+        fake.engine.release_adapter("a")
+        fake.engine.release_adapter("never known")
+        for digest in "bc":
+            fake.add([1], digest)
+            fake.run()
+        assert on_device(fake) == {"b", "c"}
+
+    def test_what_would_leave_no_room_for_others_is_refused(self):
+        fake = FakeEngine()
+        fake.register("a", num_pages=6)
+        fake.register("big", num_pages=11)
+        with pytest.raises(AdapterTooLargeError, match="6 of 16 device pages would be held"):
+            fake.engine.hold_adapter("a")
+        with pytest.raises(AdapterNotFoundError):
+            fake.engine.hold_adapter("never known")
+        fake.run()
+        assert on_device(fake) == set()
+
+
+class TestTtl:
+    def test_idle_adapters_leave_both_tiers(self):
+        fake = FakeEngine(settings=SchedulerSettings(adapter_ttl_ns=TTL_NS))
+        for digest in "ab":
+            fake.register(digest)
+            fake.add([1], digest)
+        fake.engine.hold_adapter("a")
+        fake.run()
+        assert on_device(fake) == {"a", "b"}
+        assert fake.engine.is_idle
+        fake.step()
+        while (wake_ns := fake.engine.next_expiry_ns()) is not None:
+            assert wake_ns - fake.clock.now_ns() <= TTL_NS // 2
+            fake.clock.advance(max(0, wake_ns - fake.clock.now_ns()))
+            fake.step()
+        assert on_device(fake) == {"a"}
+        assert list(fake.loader.host) == [1]
+        fake.engine.check()
+        request_id = fake.add([1], "b")
+        fake.run()
+        assert fake.tokens(request_id) == fake.alone(request_id)
+
+    def test_what_is_used_stays(self):
+        fake = FakeEngine(settings=SchedulerSettings(adapter_ttl_ns=TTL_NS))
+        fake.register("a")
+        for _ in range(10):
+            fake.add([1], "a", max_tokens=2)
+            fake.run()
+            fake.clock.advance(TTL_NS // 2)
+            fake.step()
+        assert fake.engine.stats().adapters.loads == 1
+
+    def test_without_it_nothing_wakes_an_idle_engine(self):
+        fake = FakeEngine()
+        fake.register("a")
+        fake.add([1], "a")
+        fake.run()
+        assert fake.engine.next_expiry_ns() is None
+
+
+def test_who_runs_and_who_waits():
+    fake = FakeEngine()
+    for digest in "ab":
+        fake.register(digest)
+    fake.add([1], "a", max_tokens=20)
+    fake.add([2], "a", max_tokens=20)
+    fake.step(3)
+    fake.loader.num_polls = 5
+    fake.add([3], "b", max_tokens=20)
+    fake.step()
+    activity = fake.engine.adapter_activity()
+    assert activity.running == {"a": 2}
+    assert activity.waiting == {"b": 1}
+    fake.run()
+    activity = fake.engine.adapter_activity()
+    assert (activity.running, activity.waiting) == ({}, {})
+
+
+def test_the_eviction_policy_is_the_operators():
+    """a was used thrice, b once and last: by frequency b leaves."""
+    fake = FakeEngine(eviction_policy=lfu_policy)
+    for digest in "abc":
+        fake.register(digest, num_pages=8)
+    for digest in "aaabc":
+        fake.add([1], digest)
+        fake.run()
+    assert on_device(fake) == {"a", "c"}
+
+
+def test_load_times_are_counted():
+    fake = FakeEngine()
+    fake.register("a")
+    fake.add([1], "a")
+    fake.run()
+    tiers = fake.engine.stats().adapters
+    assert sum(tiers.read_times.counts) == sum(tiers.copy_times.counts) == 1
+    assert (tiers.copies, tiers.host_misses, tiers.host_hits) == (1, 1, 0)
+
+
+def test_what_is_to_be_forgotten_is_held_no_longer():
+    fake = FakeEngine()
+    fake.register("a")
+    fake.add([1], "a", max_tokens=20)
+    fake.engine.hold_adapter("a")
+    fake.step(4)
+    fake.engine.forget_adapter("a")
+    assert fake.engine.adapter_activity().held == ()
+    fake.run()
+    assert fake.engine.adapter_activity().residency == {}

@@ -1,0 +1,29 @@
+"""What weights take, told from config.json, against what the kernels pack."""
+
+import pytest
+import torch
+
+from loraplex.core.errors import ConfigError
+from loraplex.core.weight_precision import WeightPrecision
+from loraplex.execution.packing import WeightFormat, pack_checkpoint
+from loraplex.execution.weight_size import weights_size
+from loraplex.kernels.dispatch import select_kernels
+from loraplex.models.registry import read_config
+from loraplex.testing.capitals import BASE_PATH
+
+
+@pytest.mark.parametrize("precision", list(WeightPrecision))
+def test_it_is_what_is_packed(precision):
+    config, kernels = read_config(BASE_PATH), select_kernels(torch.device("cpu"))
+    form = WeightFormat(dtype=torch.bfloat16, precision=precision)
+    packed = pack_checkpoint(BASE_PATH, config, kernels, form).num_bytes
+    assert weights_size(config, torch.bfloat16, precision) == pytest.approx(packed, rel=0.02)
+
+
+def test_a_layer_that_cannot_be_quantised_is_named(monkeypatch):
+    def refuse(_precision, _in_features):
+        raise ConfigError("a multiple of 32")
+
+    monkeypatch.setattr("loraplex.execution.weight_size.group_size_of", refuse)
+    with pytest.raises(ConfigError, match=r"q_proj.*: a multiple of 32"):
+        weights_size(read_config(BASE_PATH), torch.bfloat16, WeightPrecision.INT4)

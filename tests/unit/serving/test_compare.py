@@ -1,0 +1,175 @@
+import asyncio
+
+import pytest
+
+from loraplex.core.adapter import AdapterChoice, ByName
+from loraplex.core.errors import AdapterNotFoundError, InvalidParameterError, StepFailedError
+from loraplex.core.output import FinishReason, RequestTiming, TokenLogprob
+from loraplex.core.principal import LOCAL
+from loraplex.core.request import GenerateRequest
+from loraplex.core.sampling_params import MAX_LOGPROBS, SamplingParams
+from loraplex.serving.compare import (
+    ComparedAnswer,
+    Difference,
+    FirstDifference,
+    compare,
+    comparison_requests,
+    difference,
+)
+from loraplex.testing.echo_backend import EchoBackend
+
+FR, NO = (AdapterChoice(ByName("fr"), 0.5),), (AdapterChoice(ByName("no")),)
+
+
+def token(token_id: int, logprob: float, *top: tuple[int, float]) -> TokenLogprob:
+    return TokenLogprob(token_id, logprob, 1, top)
+
+
+def answer(*tokens: TokenLogprob, timing: RequestTiming | None = None) -> ComparedAnswer:
+    return ComparedAnswer(
+        adapters=(),
+        prompt_token_ids=(1,),
+        text="",
+        token_ids=tuple(t.token_id for t in tokens),
+        logprobs=tokens,
+        finish_reason=FinishReason.LENGTH,
+        timing=timing or RequestTiming(0),
+    )
+
+
+def test_the_first_difference():
+    base = answer(token(5, -1.0), token(6, -0.5, (6, -0.5), (9, -2.0)), token(7, -3.0))
+    mine = answer(token(5, -0.25), token(8, -1.5, (8, -1.5), (6, -1.75)), token(7, -9.0))
+    first = FirstDifference(1, 8, 6, -1.5, None, -1.75, -0.5)
+    assert difference(mine, base) == Difference(1, 0.75, first)
+    assert difference(base, mine) == Difference(
+        1, -0.75, FirstDifference(1, 6, 8, -0.5, -1.75, None, -1.5)
+    )
+
+
+def test_no_token_in_common():
+    found = difference(answer(token(1, -1.0)), answer(token(2, -2.0)))
+    assert (found.num_same_tokens, found.mean_logprob_difference) == (0, None)
+    assert found.first is not None
+    assert found.first.position == 0
+
+
+def test_equal_as_far_as_both_go():
+    long, short = answer(token(1, -1.0), token(2, -1.0)), answer(token(1, -2.0))
+    assert difference(short, long) == Difference(1, -1.0, None)
+    assert difference(long, short) == Difference(1, 1.0, None)
+
+
+def test_times():
+    timing = RequestTiming(1_000_000, first_token_ns=3_500_000, last_token_ns=9_000_000)
+    found = answer(token(1, -1.0), token(2, -0.5), timing=timing)
+    assert (found.ttft_ms, found.total_ms, found.logprob) == (2.5, 8.0, -1.5)
+
+
+def run(backend, choices, principal=LOCAL, **sampling):
+    request = GenerateRequest(
+        request_id=0, model="echo", prompt="hi", sampling=SamplingParams(**sampling)
+    )
+    requests = comparison_requests(backend, request, choices)
+    return requests, asyncio.run(compare(backend, requests, principal))
+
+
+@pytest.fixture
+def backend():
+    backend = EchoBackend()
+    backend.register("fr")
+    return backend
+
+
+def test_a_failing_adapter_leaves_the_others_alone(backend):
+    _, [fr, no, base] = run(backend, [FR, NO, ()], max_tokens=64)
+    assert isinstance(no, AdapterNotFoundError)
+    assert (fr.text, base.text) == ("echo+fr: hi", "echo: hi")
+    assert [(a.name, a.scale) for a in fr.adapters] == [("fr", 0.5)]
+    assert base.versus_base is None
+    assert fr.versus_base.num_same_tokens == len("echo")
+    assert fr.versus_base.first.token_id == ord("+")
+    assert fr.versus_base.first.base_token_id == ord(":")
+    assert backend.aborted == []
+
+
+def test_an_error_in_the_middle(backend):
+    backend.plant(StepFailedError("no"), after_outputs=2)
+    _, [first, second] = run(backend, [FR, ()])
+    assert isinstance(first, StepFailedError)
+    assert second.text.startswith("echo: hi"[:16])
+
+
+def test_without_a_base_there_is_no_difference(backend):
+    _, [fr] = run(backend, [FR])
+    assert fr.versus_base is None
+    _, [failed, fr] = run(backend, [NO, FR])
+    assert isinstance(failed, AdapterNotFoundError)
+    assert fr.versus_base is None
+
+
+def test_all_draw_alike(backend):
+    requests, _ = run(backend, [(), FR, FR], temperature=1.0)
+    assert len({request.sampling.seed for request in requests}) == 1
+    assert len({request.request_id for request in requests}) == 3
+    assert all(request.sampling.logprobs == MAX_LOGPROBS for request in requests)
+    requests, _ = run(backend, [(), FR], seed=5, n=3)
+    assert [(r.sampling.seed, r.sampling.n) for r in requests] == [(5, 1), (5, 1)]
+
+
+def test_bad_sampling_is_nobodys_answer(backend):
+    with pytest.raises(InvalidParameterError, match="temperature"):
+        run(backend, [(), FR], temperature=-1.0)
+
+
+def test_a_client_that_leaves_aborts_all(backend):
+    backend.delay_seconds = 0.01
+
+    async def leave():
+        request = GenerateRequest(request_id=0, model="echo", prompt="hi")
+        requests = comparison_requests(backend, request, [(), FR])
+        task = asyncio.create_task(compare(backend, requests, LOCAL))
+        await asyncio.sleep(0.03)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return [request.request_id for request in requests]
+
+    assert asyncio.run(leave()) == sorted(backend.aborted)
+
+
+class Silent:
+    """A backend whose streams wait for ever, and note that they were closed."""
+
+    def __init__(self) -> None:
+        self.closed: list[int] = []
+
+    async def generate(self, request, principal):
+        return SilentStream(self, request.request_id)
+
+
+class SilentStream:
+    def __init__(self, backend: Silent, request_id: int) -> None:
+        self._backend = backend
+        self._request_id = request_id
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        await asyncio.sleep(60)
+
+    async def aclose(self):
+        self._backend.closed.append(self._request_id)
+
+
+def test_every_stream_is_closed():
+    backend = Silent()
+
+    async def leave():
+        requests = [GenerateRequest(request_id=i, model="echo", prompt="hi") for i in range(3)]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(compare(backend, requests, LOCAL), 0.05)
+
+    asyncio.run(leave())
+    assert sorted(backend.closed) == [0, 1, 2]

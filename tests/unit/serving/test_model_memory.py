@@ -1,0 +1,64 @@
+"""What lies where, in numbers."""
+
+import msgspec
+
+from loraplex.core.plan import PageGeometry
+from loraplex.core.stats import AdapterTierStats, EngineStats
+from loraplex.serving.model_memory import (
+    DeviceTier,
+    HostTier,
+    KVMemory,
+    ModelMemory,
+    RankFit,
+    StoredAdapters,
+    memory_of,
+    stored,
+)
+from loraplex.testing.fake_runner import FAKE_CAPACITY
+
+CAPACITY = msgspec.structs.replace(
+    FAKE_CAPACITY,
+    num_adapter_pages=10,
+    adapter_page_bytes=400,
+    page_geometry=PageGeometry(slot_elements=10, slots_per_page=10),
+    kv_cache_bytes=7000,
+    weights_bytes=9000,
+)
+STATS = EngineStats(
+    blocks_held=6,
+    blocks_cached=50,
+    adapters=AdapterTierStats(
+        device_pages_used=3, num_on_device=2, num_held=1, host_bytes_used=300, num_on_host=4
+    ),
+)
+
+
+def test_every_number_is_in_its_place():
+    memory = memory_of(
+        CAPACITY, STATS, num_layers=2, modules={"q": (4, 6)}, ranks=(8, 1, 8), host_bytes=1000
+    )
+    assert memory == ModelMemory(
+        weights_bytes=9000,
+        kv=KVMemory(
+            num_bytes=7000, block_tokens=16, blocks=256, tokens=4096, held=6, cached=50, free=200
+        ),
+        device=DeviceTier(
+            num_bytes=4000,
+            page_bytes=400,
+            pages=10,
+            pages_used=3,
+            adapters=2,
+            held=1,
+            fits=(
+                RankFit(rank=1, pages=1, holds=10, more=7),
+                RankFit(rank=8, pages=2, holds=5, more=3),
+            ),
+        ),
+        host=HostTier(num_bytes=1000, bytes_used=300, adapters=4),
+    )
+
+
+def test_files_are_counted_once(tmp_path):
+    (tmp_path / "x").write_bytes(b"12345")
+    paths = [str(tmp_path / name) for name in ("x", "x", "gone")]
+    assert stored(3, paths) == StoredAdapters(adapters=3, files=1, num_bytes=5)

@@ -1,0 +1,96 @@
+"""Pinned adapters stay on the device of an engine, from pin to unpin, whatever happens between."""
+
+import pytest
+
+from loraplex.core.adapter import AdapterRef, ByName
+from loraplex.core.clock import SystemClock
+from loraplex.core.errors import AdapterTooLargeError, NotReadyError
+from loraplex.core.principal import LOCAL
+from loraplex.serving.request_metrics import RequestMetrics
+from loraplex.serving.service import Service
+
+ZH = AdapterRef("a", "default", ByName("zh"))
+
+
+@pytest.fixture
+async def service(make_model, staging):
+    staging.put("/1", num_pages=6)
+    staging.put("/2", num_pages=6)
+    staging.put("/big", num_pages=11)
+    service = Service(
+        [make_model("a", max_lora_rank=1)], staging, RequestMetrics(["a"]), SystemClock()
+    )
+    yield service
+    await service.close()
+
+
+async def held(service):
+    return set((await service.adapter_activity("a")).held)
+
+
+async def load(service, path, name="zh", **options):
+    await service.load_adapter(LOCAL, model="a", name=name, path=path, **options)
+
+
+async def test_from_pin_to_unpin(service):
+    await service.start()
+    await load(service, "/1")
+    assert (await service.pin_adapter(LOCAL, ZH, None, is_pinned=True)).is_pinned
+    assert await held(service) == {"digest of /1"}
+    assert not (await service.pin_adapter(LOCAL, ZH, None, is_pinned=False)).is_pinned
+    assert await held(service) == set()
+
+
+async def test_what_would_starve_others_is_not_pinned(service):
+    await service.start()
+    await load(service, "/1")
+    await load(service, "/big", name="big")
+    with pytest.raises(AdapterTooLargeError, match="6 of 16 device pages would be held"):
+        await service.pin_adapter(LOCAL, ZH, None, is_pinned=True)
+    details = await service.describe_adapter(LOCAL, ZH)
+    assert [version.is_pinned for version in details.versions] == [False]
+
+
+async def test_a_pin_is_of_the_version_not_of_the_name(service):
+    await service.start()
+    await load(service, "/1")
+    await service.pin_adapter(LOCAL, ZH, None, is_pinned=True)
+    await load(service, "/2", replace=True)
+    assert await held(service) == set()
+    await service.pin_adapter(LOCAL, ZH, 1, is_pinned=True)
+    assert await held(service) == set()
+
+
+async def test_unloaded_it_is_held_no_longer(service):
+    await service.start()
+    await load(service, "/1")
+    await service.pin_adapter(LOCAL, ZH, None, is_pinned=True)
+    await service.unload_adapter(LOCAL, ZH)
+    assert await held(service) == set()
+
+
+async def test_what_is_pinned_in_the_store_is_held_from_the_start(service, make_model, staging):
+    await service.start()
+    await load(service, "/1")
+    await service.pin_adapter(LOCAL, ZH, None, is_pinned=True)
+    again = Service([make_model("a")], staging, RequestMetrics(["a"]), SystemClock())
+    again._models["a"].store = service._models["a"].store
+    await again.start()
+    assert await held(again) == {"digest of /1"}
+    await again.close()
+
+
+async def test_memory(service):
+    with pytest.raises(NotReadyError):
+        service.memory("a")
+    await service.start()
+    await load(service, "/1")
+    await service.pin_adapter(LOCAL, ZH, None, is_pinned=True)
+    memory = service.memory("a")
+    assert (memory.kv.blocks, memory.kv.tokens) == (256, 4096)
+    assert memory.kv.held + memory.kv.cached + memory.kv.free == 256
+    assert memory.host.num_bytes == 1 << 30
+    (fit,) = memory.device.fits
+    assert (fit.rank, fit.pages, fit.holds) == (1, 20, 0)
+    assert (await service.stored_adapters("a")).adapters == 1
+    assert sum(service.load_times("a")["stage"].counts) == 1
