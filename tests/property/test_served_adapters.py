@@ -89,6 +89,9 @@ class FakeStaging:
     async def stage_tensors(self, weights, config, **asked) -> StagedAdapter:
         return await self.stage(bytes(weights.view).decode(), **asked)
 
+    async def start(self):
+        pass
+
     async def close(self) -> None:
         pass
 

@@ -2,10 +2,7 @@
 
 from collections.abc import Iterable
 
-import numpy as np
-
 from loraplex.adapters.normal import NormalRow
-from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.errors import InvalidAdapterError
 
 POOL_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -28,7 +25,7 @@ def check_cast(rows: Iterable[NormalRow], pool_dtype: str) -> list[str]:
             if not tensor.is_float or tensor.dtype in _WIDER[pool]:
                 continue
             rounded[tensor.dtype] = rounded.get(tensor.dtype, 0) + 1
-            largest = _largest(tensor)
+            largest = tensor.largest_magnitude()
             if largest >= _TOO_LARGE[pool]:
                 raise InvalidAdapterError(
                     f"{name} of {row.origin} ({tensor.dtype}) has values up to {largest:g}: too "
@@ -39,8 +36,3 @@ def check_cast(rows: Iterable[NormalRow], pool_dtype: str) -> list[str]:
         "computes in"
         for dtype, count in sorted(rounded.items())
     ]
-
-
-def _largest(tensor: RawTensor) -> float:
-    values = tensor.array()
-    return max(abs(float(np.max(values))), abs(float(np.min(values))))

@@ -154,6 +154,10 @@ class StagingWorker:
         assert reply.staged is not None
         return reply.staged
 
+    async def start(self) -> None:
+        """Start the worker for what is here, so that the first adapter does not wait for it."""
+        await self._local.start()
+
     async def close(self) -> None:
         """End the workers; what they are doing fails."""
         await asyncio.gather(self._local.close(), self._remote.close())

@@ -5,6 +5,7 @@ request starts a new one.
 """
 
 import asyncio
+import contextlib
 import logging
 import struct
 from collections.abc import Sequence
@@ -42,6 +43,12 @@ class WorkerProcess:
         """
         async with self._turn:
             return await self._ask(request_id, path, pieces)
+
+    async def start(self) -> None:
+        """Start the process before it is needed. The first request says what prevented it."""
+        with contextlib.suppress(OSError):
+            async with self._turn:
+                await self._running()
 
     async def close(self) -> None:
         """End the process; what it is doing fails."""

@@ -42,6 +42,9 @@ class AdapterLoading:
         self._clock = clock
         self.times = LoadTimes()
 
+    async def start(self) -> None:
+        await self._worker.start()
+
     async def close(self) -> None:
         await self._worker.close()
 

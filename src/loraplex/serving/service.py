@@ -80,7 +80,7 @@ class Service:
     async def start(self) -> None:
         """Start the engines, load the configured adapters, be ready. Raises why it cannot."""
         models = list(self._models.values())
-        await asyncio.gather(*(model.start() for model in models))
+        await asyncio.gather(self._loading.start(), *(model.start() for model in models))
         for model in models:
             await self._directory.load(model)
             await asyncio.to_thread(model.check_stored)

@@ -27,6 +27,15 @@ def python(code: str) -> tuple[str, ...]:
 
 
 class TestTheRealWorker:
+    async def test_starts_before_it_is_needed(self, worker, peft_folder, shapes):
+        await worker.start()
+        process = worker._local.process
+        assert process.returncode is None
+        await worker.start()
+        folder = peft_folder("a", seed=0).write()
+        await worker.stage(str(folder), shapes=shapes, max_rank=8)
+        assert worker._local.process is process
+
     async def test_stages_one_after_another_in_one_process(self, worker, peft_folder, shapes):
         folders = [peft_folder(f"a{seed}", seed=seed).write() for seed in range(3)]
         staged = await asyncio.gather(

@@ -1,4 +1,5 @@
 import json
+import math
 import os
 import struct
 
@@ -181,3 +182,27 @@ def test_finite_and_zero(dtype, data, finite, zero):
 
 def test_a_bfloat16_array_is_its_values():
     assert RawTensor("BF16", (2,), BF16_ONE + BF16_INF).array().tolist() == [1.0, np.inf]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "array_type"), [("F64", "<f8"), ("F32", "<f4"), ("F16", "<f2"), ("BF16", "<u2")]
+)
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([], 0.0),
+        ([0.0, -0.0], 0.0),
+        ([1.0, -2.5, 2.0], 2.5),
+        ([1.0, -math.inf], math.inf),
+        ([math.inf, -math.nan, 1.0], math.nan),
+    ],
+)
+def test_largest_magnitude(dtype, array_type, values, expected):
+    if dtype == "BF16":
+        data = (np.array(values, "<f4").view("<u4") >> 16).astype(array_type)
+    else:
+        data = np.array(values, array_type)
+    tensor = RawTensor(dtype, data.shape, data.tobytes())
+    assert tensor.largest_magnitude() == pytest.approx(expected, nan_ok=True)
+    assert tensor.is_finite() == math.isfinite(expected)
+    assert tensor.is_zero() == (expected == 0.0)

@@ -95,6 +95,9 @@ class FakeStaging:
         """As stage; the bytes of lora_weights are the path."""
         return await self.stage(bytes(lora_weights.view).decode(), config=lora_config, **asked)
 
+    async def start(self):
+        pass
+
     async def close(self) -> None:
         self.is_closed = True
 
