@@ -18,6 +18,7 @@ from loraplex.core.errors import ConfigError
 _CONNECT_SECONDS = 10.0
 _READ_SECONDS = 600.0
 _MAX_ERROR_LENGTH = 300
+_COMMENT = b":"
 
 
 class StreamingClient:
@@ -78,15 +79,22 @@ class StreamingClient:
 
 
 def lines(exchange: Exchange) -> Iterator[tuple[int, bytes]]:
-    """The non-empty lines of what came back, each with the time when its end arrived."""
+    """The non-empty lines of what came back, each with the time when its end arrived.
+
+    Without the comments of an event stream, by which a slow server keeps a connection alive.
+    """
     rest = b""
     for arrived_ns, data in exchange.chunks:
         *whole, rest = (rest + data).split(b"\n")
         for line in whole:
-            if stripped := line.strip():
-                yield arrived_ns, stripped
-    if stripped := rest.strip():
-        yield exchange.chunks[-1][0], stripped
+            if _says_something(line.strip()):
+                yield arrived_ns, line.strip()
+    if _says_something(rest.strip()):
+        yield exchange.chunks[-1][0], rest.strip()
+
+
+def _says_something(line: bytes) -> bool:
+    return bool(line) and not line.startswith(_COMMENT)
 
 
 def _refusal(response: httpx.Response) -> str:

@@ -16,6 +16,11 @@ def test_a_line_has_the_time_when_its_end_came():
     assert [*lines(Exchange(REQUEST))] == []
 
 
+def test_a_comment_is_no_line():
+    exchange = Exchange(REQUEST, chunks=[(1, b": ping\n\ndata: a\n"), (2, b":"), (3, b"\n:")])
+    assert [*lines(exchange)] == [(1, b"data: a")]
+
+
 async def test_an_answer_over_the_wire(url):
     client = StreamingClient(url)
     exchange = Exchange(REQUEST)
