@@ -78,7 +78,7 @@ class Server:
 
     async def memory(self) -> dict[str, Any]:
         """What lies where."""
-        found: dict[str, Any] = json.loads(await get(f"{self.target.url}/v1/memory"))
+        found: dict[str, dict[str, Any]] = json.loads(await get(f"{self.target.url}/v1/memory"))
         return found[self.target.base]
 
     async def _counters(self) -> TierCounters:
@@ -115,7 +115,7 @@ def plan(model: Path, adapters: Sequence[Adapter], flags: Sequence[str]) -> dict
     done = subprocess.run(command, capture_output=True, text=True, env=child_environment())
     if done.returncode:
         raise ConfigError(f"loraplex plan failed: {done.stderr or done.stdout}")
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: dict[str, dict[str, Any]] = json.loads(done.stdout)
     return found["adapters"]
 
 
@@ -137,7 +137,8 @@ async def measure(fixture: Fixture, options: argparse.Namespace) -> ChurnReport:
     fixture.ensure_model()
     adapters = fixture.adapters(RANK_8, options.adapters)
     tiers = size_tiers(fixture.model, adapters, engine_flags(options))
-    flags = [*engine_flags(options), *tier_flags(tiers), "--no-prefix-cache", *options.flags]
+    own = ["--no-prefix-cache", "--log-level", "error"]
+    flags = [*engine_flags(options), *tier_flags(tiers), *own, *options.flags]
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     machine = this_machine()
     start = time.perf_counter()

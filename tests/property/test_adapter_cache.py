@@ -177,6 +177,7 @@ class AdapterCacheMachine(RuleBasedStateMachine):
         assert set(grant.dropped) <= set(droppable)
         self.discard(grant.dropped)
         shadow.residency = LOADING
+        shadow.idle_since_ns = None
         self.note_evictions(grant.dropped)
         self.host_copies.add(handle)
 
@@ -225,6 +226,7 @@ class AdapterCacheMachine(RuleBasedStateMachine):
             self.note_evictions([])
             return
         shadow.residency = COPYING
+        shadow.idle_since_ns = None
         self.note_evictions(replaceable)
         assert len(page_ids) == shadow.num_pages
         for page_id in page_ids:
@@ -324,6 +326,7 @@ class AdapterCacheMachine(RuleBasedStateMachine):
                 shadow.idle_since_ns = now_ns
             elif now_ns - shadow.idle_since_ns >= ttl_seconds * 1_000_000_000:
                 due.append(handle)
+        assert self.cache.has_idle == bool(idle)
         dropped = self.cache.expire(now_ns, ttl_seconds * 1_000_000_000)
         assert set(dropped) == self.host_copies & set(due)
         self.discard(dropped)

@@ -1,5 +1,5 @@
-/* What lies between the matrix products: norms, rotation, the gate, rows of tables. Arithmetic is float32; results
- * are rounded to the dtype once. */
+/* What lies between the matrix products: norms, rotation, the gate, rows of tables. Arithmetic is
+ * float32; results are rounded to the dtype once. */
 #ifndef LORAPLEX_ELEMENTWISE_H
 #define LORAPLEX_ELEMENTWISE_H
 

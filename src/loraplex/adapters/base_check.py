@@ -11,14 +11,13 @@ from collections.abc import Iterable
 from loraplex.adapters.normal import NormalRow, RowKind
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.tensor_file import RawTensor
+from loraplex.core.adapter import EMBEDDING, LM_HEAD
 from loraplex.core.errors import (
     AdapterMismatchError,
     AdapterTooLargeError,
     UnsupportedFeatureError,
 )
 
-_EMBEDDING = "embed_tokens"
-_LM_HEAD = "lm_head"
 _VECTOR_NORMS = ("input_layernorm", "post_attention_layernorm", "norm")
 _SLOTS = {
     "a": "lora_A",
@@ -77,7 +76,7 @@ def _check_place(row: NormalRow, shapes: BaseShapes) -> None:
             f"{what} is of layer {row.layer}; the base model has {shapes.num_layers} layers"
         )
     is_linear = row.layer is not None and row.module in shapes.modules
-    is_end = row.layer is None and row.module in (_EMBEDDING, _LM_HEAD)
+    is_end = row.layer is None and row.module in (EMBEDDING, LM_HEAD)
     is_norm = row.module in _VECTOR_NORMS and (row.layer is None) == (row.module == "norm")
     if shapes.vocab_size == 0:
         if is_end or is_norm or row.kind is not RowKind.LORA or "bias" in row.tensors:
@@ -86,8 +85,8 @@ def _check_place(row: NormalRow, shapes: BaseShapes) -> None:
             )
     elif (is_norm or is_linear) and row.kind is RowKind.FULL:
         raise UnsupportedFeatureError(
-            f"{what} is a whole copy of {row.module}; served are copies of {_EMBEDDING} and "
-            f"{_LM_HEAD}"
+            f"{what} is a whole copy of {row.module}; served are copies of {EMBEDDING} and "
+            f"{LM_HEAD}"
         )
     elif is_end:
         return
@@ -101,8 +100,8 @@ def _check_place(row: NormalRow, shapes: BaseShapes) -> None:
 def _expected(row: NormalRow, shapes: BaseShapes) -> dict[str, tuple[int, ...]]:
     """The shapes that the base model needs."""
     ends = {
-        _EMBEDDING: (shapes.vocab_size, shapes.hidden_size),
-        _LM_HEAD: (shapes.hidden_size, shapes.vocab_size),
+        EMBEDDING: (shapes.vocab_size, shapes.hidden_size),
+        LM_HEAD: (shapes.hidden_size, shapes.vocab_size),
     }
     in_features, out_features = shapes.modules.get(row.module) or ends[row.module]
     match row.kind:

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from loraplex.adapters.formats.peft_names import EMBEDDING, LM_HEAD, parameter_path
+from loraplex.adapters.formats.peft_names import parameter_path
 from loraplex.adapters.normal import NormalRow, RowKind
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.tensor_file import RawTensor, read_pieces
+from loraplex.core.adapter import EMBEDDING, LM_HEAD
 from loraplex.core.errors import LoraplexError
 
 _CHECKPOINT = "model.safetensors"

@@ -5,8 +5,11 @@ import msgspec
 from loraplex.adapters.base_check import BaseCheck
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.sources.policy import SourcePolicy
-from loraplex.core.adapter import AdapterSource, TargetPart
+from loraplex.core.adapter import AdapterSource
 from loraplex.core.errors import ErrorInfo
+
+REQUEST_TENSORS = "a request's lora_weights"
+"""The path of what came in a request: there is no source but its normal file."""
 
 
 class StagingLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,17 +68,6 @@ class StagedAdapter(msgspec.Struct, frozen=True, kw_only=True):
     """The file had been staged before and has not changed since."""
     seconds: dict[str, float] = {}
     """How long each stage took."""
-
-    @property
-    def ranks(self) -> dict[str, tuple[int, int]]:
-        """(smallest, largest) rank by module."""
-        found: dict[str, tuple[int, int]] = {}
-        for target in self.source.targets:
-            if target.part is not TargetPart.LORA:
-                continue
-            low, high = found.get(target.module, (target.rank, target.rank))
-            found[target.module] = (min(low, target.rank), max(high, target.rank))
-        return found
 
 
 class StageReply(msgspec.Struct, frozen=True, kw_only=True):

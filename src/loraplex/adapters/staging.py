@@ -16,8 +16,9 @@ import msgspec
 from loraplex.adapters.base_check import BaseCheck
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.sources.policy import SourcePolicy
-from loraplex.adapters.sources.reference import SourceKind, parse
+from loraplex.adapters.sources.reference import SourceKind, parse, shown_source
 from loraplex.adapters.staged import (
+    REQUEST_TENSORS,
     StagedAdapter,
     StageRequest,
     StagingLimits,
@@ -33,7 +34,6 @@ from loraplex.core.errors import (
 __all__ = ["RequestTensor", "StagedAdapter", "StagingWorker"]
 
 _WORKER_MODULE = "loraplex.adapters.staging_worker"
-_REQUEST_TENSORS = "the request's lora_weights"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -132,7 +132,7 @@ class StagingWorker:
             )
         request = StageRequest(
             request_id=next(self._request_ids),
-            path=_REQUEST_TENSORS,
+            path=REQUEST_TENSORS,
             tensors=(weights, config),
             state_dir=str(self._state_dir),
             shapes=shapes,
@@ -148,7 +148,8 @@ class StagingWorker:
             body = msgspec.msgpack.encode(request)
         except UnicodeEncodeError as error:
             raise InvalidAdapterError("the adapter's path is not valid Unicode") from error
-        reply = await worker.ask(request.request_id, request.path, [memoryview(body), *tensors])
+        what = shown_source(request.path)
+        reply = await worker.ask(request.request_id, what, [memoryview(body), *tensors])
         if reply.error is not None:
             raise error_from_info(reply.error)
         assert reply.staged is not None

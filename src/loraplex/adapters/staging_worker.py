@@ -17,7 +17,7 @@ from typing import BinaryIO
 import msgspec
 
 from loraplex.adapters.sources.fetch import local_path
-from loraplex.adapters.sources.reference import SourceKind, parse
+from loraplex.adapters.sources.reference import SourceKind, parse, shown_source
 from loraplex.adapters.stage import stage
 from loraplex.adapters.staged import StagedAdapter, StageReply, StageRequest
 from loraplex.core.errors import InternalError, InvalidAdapterError, LoraplexError
@@ -42,16 +42,17 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
 
 def answer(request: StageRequest, tensors: Sequence[bytes] = ()) -> StageReply:
     """What became of a request; every error is in the reply."""
+    what = shown_source(request.path)
     try:
         return StageReply(request_id=request.request_id, staged=_staged(request, tensors))
     except LoraplexError as error:
         info = error.to_info()
     except (MemoryError, RecursionError) as error:
-        failed = InvalidAdapterError(f"{request.path} cannot be read: {type(error).__name__}")
+        failed = InvalidAdapterError(f"{what} cannot be read: {type(error).__name__}")
         info = failed.to_info()
     except Exception as error:
-        logger.exception("staging %s failed", request.path)
-        info = InternalError(f"staging {request.path} failed: {error}").to_info()
+        logger.exception("staging %s failed", what)
+        info = InternalError(f"staging {what} failed: {error}").to_info()
     return StageReply(request_id=request.request_id, error=info)
 
 

@@ -395,5 +395,5 @@ def _file_is_gone(version: AdapterVersion) -> AdapterLoadError:
     return AdapterLoadError(
         f"the normal file of adapter {version.name!r} (version {version.number}, digest "
         f"{version.digest[:12]}) is gone from the state directory; load it again from "
-        f"{version.path or 'its source'}"
+        f"{version.shown_path or 'its source'}"
     )

@@ -7,11 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from loraplex.adapters.shapes import BaseShapes
-from loraplex.core.adapter import LoraTarget, TargetPart
+from loraplex.core.adapter import EMBEDDING, LM_HEAD, LoraTarget, TargetPart
 from loraplex.core.errors import AdapterMismatchError, AdapterTooLargeError
 
-_EMBEDDING = "embed_tokens"
-_LM_HEAD = "lm_head"
 _BY_OUTPUTS = (TargetPart.LORA, TargetPart.FACTOR, TargetPart.BIAS, TargetPart.SHIFT)
 """Parts that are cut by outputs; the others are cut by rows."""
 
@@ -23,9 +21,9 @@ def check_targets(targets: Iterable[LoraTarget], shapes: BaseShapes, max_rank: i
     pieces: dict[_Place, list[LoraTarget]] = defaultdict(list)
     for target in targets:
         pieces[target.layer, target.module, target.part].append(target)
-        if target.part is TargetPart.LORA and target.rank > max_rank:
+        if (target.lora_rank or 0) > max_rank:
             raise AdapterTooLargeError(
-                f"{target.module} of layer {target.layer} has rank {target.rank}; at most "
+                f"{target.module} of layer {target.layer} has rank {target.lora_rank}; at most "
                 f"{max_rank} is served: raise max_lora_rank"
             )
     for place, of_place in pieces.items():
@@ -51,14 +49,14 @@ def _needed(place: _Place, pieces: list[LoraTarget], shapes: BaseShapes) -> tupl
     """What `_size` must be; None if the base has no such place."""
     layer, module, part = place
     features = shapes.modules.get(module) if layer >= 0 else None
-    if layer < 0 and module == _LM_HEAD:
+    if layer < 0 and module == LM_HEAD:
         features = (shapes.hidden_size, shapes.vocab_size)
     match part:
         case TargetPart.LORA:
             return features
         case TargetPart.FACTOR | TargetPart.BIAS | TargetPart.SHIFT:
             return None if features is None else (1, features[1])
-    if layer >= 0 or module not in (_EMBEDDING, _LM_HEAD):
+    if layer >= 0 or module not in (EMBEDDING, LM_HEAD):
         return None
     num_rows = sum(piece.rank for piece in pieces)
     match part:

@@ -10,6 +10,8 @@ from pathlib import Path
 from loraplex.adapters.normal import NormalRow, RowKind, sort_rows
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.core.adapter import (
+    EMBEDDING,
+    LM_HEAD,
     OUTSIDE_LAYERS,
     AdapterSource,
     LoraTarget,
@@ -17,9 +19,6 @@ from loraplex.core.adapter import (
     head_block_size,
 )
 from loraplex.core.errors import InvalidAdapterError
-
-_EMBEDDING = "embed_tokens"
-_LM_HEAD = "lm_head"
 
 
 def source_of(
@@ -41,7 +40,7 @@ def targets_of(row: NormalRow, shapes: BaseShapes, max_rank: int) -> Iterator[Lo
         raise InvalidAdapterError(f"{row.origin} is of expert {row.expert}: experts are not served")
     piece = max_rank * shapes.largest_target
     match row.kind:
-        case RowKind.LORA if row.module == _EMBEDDING:
+        case RowKind.LORA if row.module == EMBEDDING:
             a, b = row.tensors["a"].shape, row.tensors["b"].shape
             yield from _row_blocks(row, TargetPart.EMBEDDING_A, (a[1], a[0]), piece)
             yield from _row_blocks(row, TargetPart.EMBEDDING_B, (b[1], b[0]), piece)
@@ -78,7 +77,7 @@ def _lora(row: NormalRow, shapes: BaseShapes) -> Iterator[LoraTarget]:
     rank, in_features = row.tensors["a"].shape
     out_features = row.tensors["b"].shape[0]
     block = out_features
-    if row.module == _LM_HEAD:
+    if row.module == LM_HEAD:
         block = head_block_size(shapes.modules, shapes.hidden_size)
     for first in range(0, out_features, block):
         size = min(block, out_features - first)

@@ -5,8 +5,10 @@ Plain values: it knows neither the index nor the database that hold them.
 
 import dataclasses
 import enum
+import functools
 import unicodedata
 
+from loraplex.adapters.sources.reference import shown_source
 from loraplex.adapters.staged import StagedAdapter
 from loraplex.core.adapter import MAX_TASK_ID, AdapterSource
 from loraplex.core.errors import InvalidParameterError
@@ -25,7 +27,7 @@ class Origin(enum.StrEnum):
     """A flag or a configuration file: it holds as long as the setting stands."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class AdapterVersion:
     """What a name meant when it was resolved; a request keeps it to its end."""
 
@@ -38,7 +40,7 @@ class AdapterVersion:
     """1 for the first version of a name; grows with every replacement and rollback."""
     staged: StagedAdapter
     path: str
-    """Where it was staged from."""
+    """Where it was staged from. It may hold a signature: only `shown_path` is for people."""
     created: int
     """Unix seconds."""
     origin: Origin = Origin.API
@@ -64,9 +66,13 @@ class AdapterVersion:
         return self.staged.warnings
 
     @property
+    def shown_path(self) -> str:
+        return shown_source(self.path)
+
+    @functools.cached_property
     def rank(self) -> int:
-        """The largest of its ranks."""
-        return max((target.rank for target in self.source.targets), default=0)
+        """The largest of its ranks; 0 without LoRA. A listing of thousands must not look again."""
+        return max((largest for _, largest in self.source.ranks.values()), default=0)
 
 
 def check_name(name: str) -> None:

@@ -36,13 +36,13 @@ class WorkerProcess:
         self._log_task: asyncio.Task[None] | None = None
         self.process: asyncio.subprocess.Process | None = None
 
-    async def ask(self, request_id: int, path: str, pieces: Sequence[memoryview]) -> StageReply:
-        """`pieces` are the encoded request and what follows it; `path` is for messages.
+    async def ask(self, request_id: int, what: str, pieces: Sequence[memoryview]) -> StageReply:
+        """`pieces` are the encoded request and what follows it; `what` is for messages.
 
         Raises AdapterLoadError if the process died or ran out of time.
         """
         async with self._turn:
-            return await self._ask(request_id, path, pieces)
+            return await self._ask(request_id, what, pieces)
 
     async def start(self) -> None:
         """Start the process before it is needed. The first request says what prevented it."""
@@ -58,24 +58,24 @@ class WorkerProcess:
             process.stdin.close()
         await self._stop(_CLOSE_SECONDS)
 
-    async def _ask(self, request_id: int, path: str, pieces: Sequence[memoryview]) -> StageReply:
+    async def _ask(self, request_id: int, what: str, pieces: Sequence[memoryview]) -> StageReply:
         try:
             async with asyncio.timeout(self._timeout_seconds):
                 return await self._exchange(request_id, pieces)
         except TimeoutError as error:
             await self._stop(0.0)
             raise AdapterLoadError(
-                f"staging {path} took longer than {self._timeout_seconds:g} s"
+                f"staging {what} took longer than {self._timeout_seconds:g} s"
             ) from error
         except msgspec.DecodeError as error:
             await self._stop(0.0)
             raise AdapterLoadError(
-                f"the staging worker gave no readable answer about {path}"
+                f"the staging worker gave no readable answer about {what}"
             ) from error
         except (OSError, asyncio.IncompleteReadError) as error:
             status = await self._stop(_EXIT_SECONDS)
             raise AdapterLoadError(
-                f"the staging worker died (exit status {status}) while it read {path}"
+                f"the staging worker died (exit status {status}) while it read {what}"
             ) from error
         except asyncio.CancelledError:
             # Its answer would be taken for that of the next request.

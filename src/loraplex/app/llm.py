@@ -29,7 +29,6 @@ from loraplex.core.principal import DEFAULT_TENANT, LOCAL
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.stats import EngineStats
-from loraplex.frontends.streams import close_outputs
 from loraplex.serving.adapter_cards import (
     AdapterCard,
     AdapterDetails,
@@ -38,6 +37,7 @@ from loraplex.serving.adapter_cards import (
     UnloadMode,
     VersionCard,
 )
+from loraplex.serving.backend import close_outputs
 from loraplex.serving.compare import Compared, compare, comparison_requests
 from loraplex.serving.request_metrics import RequestMetrics
 

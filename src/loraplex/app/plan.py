@@ -16,7 +16,6 @@ from loraplex.adapters.staged import StagingLimits
 from loraplex.adapters.targets import source_of
 from loraplex.app.builder import base_shapes
 from loraplex.app.engine import runner_settings
-from loraplex.core.adapter import TargetPart
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import InvalidAdapterError, LoraplexError
 from loraplex.core.plan import Capacity
@@ -160,7 +159,7 @@ def _planned(
     return PlannedAdapter(
         name=name,
         path=path,
-        rank=max((t.rank for t in source.targets if t.part is TargetPart.LORA), default=0),
+        rank=max((largest for _, largest in source.ranks.values()), default=0),
         host_bytes=source.num_bytes,
         device_pages=num_pages,
         device_bytes=num_pages * capacity.adapter_page_bytes,

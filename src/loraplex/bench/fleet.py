@@ -46,6 +46,7 @@ class Fleet:
         if self._num_failures.get(system.name, 0) >= _MAX_FAILURES:
             raise ConfigError(f"{system.name} failed {_MAX_FAILURES} times and is left alone")
         setup = self._setup_of(system)
+        await system.prepare(setup)
         start = time.monotonic()
         running = await system.start(setup)
         seconds = time.monotonic() - start

@@ -3,10 +3,19 @@
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from loraplex.bench.statistics import RequestRecord, RunStatistics, summarize
 from loraplex.bench.systems import Answer, Exchange, Running
 from loraplex.bench.workload import PlannedRequest
+
+
+class Sender(Protocol):
+    """What takes requests: of a system, that is all that a load needs."""
+
+    async def send(self, exchange: Exchange) -> None:
+        """As systems.Running.send."""
+        ...
 
 
 async def run_load(
@@ -14,11 +23,11 @@ async def run_load(
 ) -> RunStatistics:
     """Send all requests, at most `concurrency` at a time; None: each when it is due."""
     exchanges, start_ns = await exchange_all(running, requests, concurrency)
-    return summarize([_record(each, running.read(each)) for each in exchanges], start_ns)
+    return summarize([record_of(each, running.read(each)) for each in exchanges], start_ns)
 
 
 async def exchange_all(
-    running: Running, requests: Sequence[PlannedRequest], concurrency: int | None
+    sender: Sender, requests: Sequence[PlannedRequest], concurrency: int | None
 ) -> tuple[list[Exchange], int]:
     """The finished exchanges, and when the first could be sent (ns)."""
     exchanges = [Exchange(request) for request in requests]
@@ -26,34 +35,35 @@ async def exchange_all(
     async with asyncio.TaskGroup() as tasks:
         if concurrency is None:
             for exchange in exchanges:
-                tasks.create_task(_send_when_due(running, exchange, start_ns))
+                tasks.create_task(_send_when_due(sender, exchange, start_ns))
         else:
             queue = iter(exchanges)
             for _ in range(concurrency):
-                tasks.create_task(_send_in_turn(running, queue))
+                tasks.create_task(_send_in_turn(sender, queue))
     return exchanges, start_ns
 
 
-async def _send_in_turn(running: Running, queue: Iterator[Exchange]) -> None:
+async def _send_in_turn(sender: Sender, queue: Iterator[Exchange]) -> None:
     """One client of a closed loop. All clients share the queue."""
     for exchange in queue:
         exchange.start_ns = time.perf_counter_ns()
-        await _send(running, exchange)
+        await _send(sender, exchange)
 
 
-async def _send_when_due(running: Running, exchange: Exchange, start_ns: int) -> None:
+async def _send_when_due(sender: Sender, exchange: Exchange, start_ns: int) -> None:
     # Latency counts from the due time, so a late client cannot hide a slow server.
     exchange.start_ns = start_ns + int(exchange.request.due_seconds * 1e9)
     await asyncio.sleep((exchange.start_ns - time.perf_counter_ns()) / 1e9)
-    await _send(running, exchange)
+    await _send(sender, exchange)
 
 
-async def _send(running: Running, exchange: Exchange) -> None:
-    await running.send(exchange)
+async def _send(sender: Sender, exchange: Exchange) -> None:
+    await sender.send(exchange)
     exchange.end_ns = time.perf_counter_ns()
 
 
-def _record(exchange: Exchange, answer: Answer) -> RequestRecord:
+def record_of(exchange: Exchange, answer: Answer) -> RequestRecord:
+    """What is not as long as it was asked to be counts as failed."""
     return RequestRecord(
         start_ns=exchange.start_ns,
         chunk_ns=answer.chunk_ns,
@@ -66,7 +76,6 @@ def _record(exchange: Exchange, answer: Answer) -> RequestRecord:
 
 
 def _wrong_length(answer: Answer, request: PlannedRequest) -> str | None:
-    """What is not as long as it was asked to be counts as failed."""
     asked = (len(request.prompt_token_ids), request.num_output_tokens)
     counted = (answer.num_prompt_tokens, answer.num_output_tokens)
     if counted == asked:

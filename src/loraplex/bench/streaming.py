@@ -25,12 +25,19 @@ class StreamingClient:
     """One connection pool to one server."""
 
     def __init__(self, url: str, *, reuses_connections: bool = True) -> None:
-        """reuses_connections: False for a server that closes them when it likes."""
+        """reuses_connections: False for a server that closes them when it likes.
+
+        Raises ConfigError if the url is none.
+        """
         headers = {"content-type": "application/json"}
         if not reuses_connections:
             headers["connection"] = "close"
+        try:
+            base_url = httpx.URL(url)
+        except httpx.InvalidURL as error:
+            raise ConfigError(f"cannot ask {url}: {error}") from error
         self._http = httpx.AsyncClient(
-            base_url=url,
+            base_url=base_url,
             headers=headers,
             timeout=httpx.Timeout(_READ_SECONDS, connect=_CONNECT_SECONDS),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),

@@ -142,6 +142,12 @@ class System(Protocol):
         """
         ...
 
+    async def prepare(self, setup: Setup) -> None:
+        """Make or find out what is no part of a start: files for `setup.cache`, sizes. Called
+        before `start`, which does it itself otherwise. Raises ConfigError.
+        """
+        ...
+
     async def start(self, setup: Setup) -> Running:
         """Returns when it is ready for requests. Raises ConfigError with the end of its log."""
         ...

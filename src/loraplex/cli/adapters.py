@@ -1,13 +1,13 @@
 """`loraplex adapters`: what a running server serves, and changing it."""
 
-import json
 import os
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 
-from loraplex.cli.options import errors_to_exit_code
+from loraplex.cli.options import SERVER_URL, AsJson, Url, errors_to_exit_code
+from loraplex.cli.output import print_json, readable_bytes
 from loraplex.cli.server_client import ServerClient, quoted
 
 app = typer.Typer(
@@ -15,35 +15,31 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-Url = Annotated[str, typer.Option(help="The server's address.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the server's answer as it is.")]
 Name = Annotated[str, typer.Argument(help="An adapter's name, an alias, or BASE:NAME.")]
 Version = Annotated[int | None, typer.Option(help="Its number, as `show` lists them.")]
 
-_URL = "http://127.0.0.1:8000"
 _NUM_DIGITS = 12
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @app.command("list")
-def list_adapters(url: Url = _URL, as_json: AsJson = False) -> None:
+def list_adapters(url: Url = SERVER_URL, as_json: AsJson = False) -> None:
     """A line for every adapter."""
     with errors_to_exit_code():
         answer = ServerClient(url).get("/v1/adapters")
         if as_json:
-            _print_json(answer)
+            print_json(answer)
             return
         head = ("NAME", "MODEL", "TASK", "VERSION", "DIGEST", "RANK", "SIZE", "WHERE", "STATE")
         _print_table(head, [_row(adapter) for adapter in answer["data"]])
 
 
 @app.command()
-def show(name: Name, url: Url = _URL, as_json: AsJson = False) -> None:
+def show(name: Name, url: Url = SERVER_URL, as_json: AsJson = False) -> None:
     """All that is known of one adapter, with its versions."""
     with errors_to_exit_code():
         adapter = ServerClient(url).get(f"/v1/adapters/{quoted(name)}")
         if as_json:
-            _print_json(adapter)
+            print_json(adapter)
             return
         _print_adapter(adapter)
         print()
@@ -54,13 +50,16 @@ def show(name: Name, url: Url = _URL, as_json: AsJson = False) -> None:
 @app.command()
 def load(
     name: Annotated[str, typer.Argument(help="What it will be called.")],
-    path: Annotated[str, typer.Argument(help="A folder or file on the server's machine.")],
+    path: Annotated[
+        str,
+        typer.Argument(help="A folder or file on the server's machine, or hf://, https://, s3://."),
+    ],
     model: Annotated[str | None, typer.Option(help="The base model [the first].")] = None,
     task_id: Annotated[int | None, typer.Option(help="Its LoRA task id.")] = None,
     replace: Annotated[bool, typer.Option(help="Take the name's place if it exists.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Check and report; load nothing.")] = False,
     canary: Annotated[bool, typer.Option(help="Compare a forward with the base's first.")] = False,
-    url: Url = _URL,
+    url: Url = SERVER_URL,
     as_json: AsJson = False,
 ) -> None:
     """Load an adapter; a report of what it is."""
@@ -76,7 +75,7 @@ def load(
     with errors_to_exit_code():
         report = ServerClient(url).post("/v1/adapters", body)
         if as_json:
-            _print_json(report)
+            print_json(report)
             return
         if report["dry_run"]:
             print("nothing was loaded: a dry run")
@@ -91,7 +90,7 @@ def unload(
     immediate: Annotated[
         bool, typer.Option(help="End its requests now; otherwise they end normally.")
     ] = False,
-    url: Url = _URL,
+    url: Url = SERVER_URL,
     as_json: AsJson = False,
 ) -> None:
     """Forget an adapter with its versions; by the name of an alias only the alias."""
@@ -103,7 +102,9 @@ def unload(
 
 
 @app.command()
-def rollback(name: Name, version: Version = None, url: Url = _URL, as_json: AsJson = False) -> None:
+def rollback(
+    name: Name, version: Version = None, url: Url = SERVER_URL, as_json: AsJson = False
+) -> None:
     """Give a name its older bytes again: a version's, or those before the present."""
     with errors_to_exit_code():
         answer = ServerClient(url).post(
@@ -115,13 +116,17 @@ def rollback(name: Name, version: Version = None, url: Url = _URL, as_json: AsJs
 
 
 @app.command()
-def pin(name: Name, version: Version = None, url: Url = _URL, as_json: AsJson = False) -> None:
-    """Keep a version however old it grows; without one, the present."""
+def pin(
+    name: Name, version: Version = None, url: Url = SERVER_URL, as_json: AsJson = False
+) -> None:
+    """Keep a version however old it grows; the present one (without --version) on the device."""
     _set_pinned(url, name, version, True, as_json)
 
 
 @app.command()
-def unpin(name: Name, version: Version = None, url: Url = _URL, as_json: AsJson = False) -> None:
+def unpin(
+    name: Name, version: Version = None, url: Url = SERVER_URL, as_json: AsJson = False
+) -> None:
     """Undo a pin."""
     _set_pinned(url, name, version, False, as_json)
 
@@ -131,7 +136,7 @@ def alias(
     name: Name,
     alias: Annotated[str, typer.Argument(help="Another name for it; `unload` takes it away.")],
     replace: Annotated[bool, typer.Option(help="Turn over another adapter's alias.")] = False,
-    url: Url = _URL,
+    url: Url = SERVER_URL,
     as_json: AsJson = False,
 ) -> None:
     """Another name, which follows the adapter's present version."""
@@ -151,13 +156,9 @@ def _set_pinned(url: str, name: str, version: int | None, pinned: bool, as_json:
 
 def _say(answer: Any, text: str, as_json: bool) -> None:
     if as_json:
-        _print_json(answer)
+        print_json(answer)
     else:
         print(text)
-
-
-def _print_json(answer: Any) -> None:
-    print(json.dumps(answer, indent=2, ensure_ascii=False))
 
 
 def _row(adapter: dict[str, Any]) -> tuple[str, ...]:
@@ -168,7 +169,7 @@ def _row(adapter: dict[str, Any]) -> tuple[str, ...]:
         str(adapter["version"]),
         adapter["digest"][:_NUM_DIGITS],
         str(adapter["rank"]),
-        _bytes(adapter["num_bytes"]),
+        readable_bytes(adapter["num_bytes"]),
         adapter["residency"],
         adapter["state"],
     )
@@ -208,8 +209,8 @@ def _print_adapter(adapter: dict[str, Any]) -> None:
         "ranks": ranks,
         "layers": len(content["layers"]),
         "tensors": f"{content['num_tensors']}, {dtypes} to {content['device_dtype']}",
-        "host": _bytes(content["host_bytes"]),
-        "device": f"{_bytes(content['device_bytes'])}, {content['device_pages']} pages",
+        "host": readable_bytes(content["host_bytes"]),
+        "device": f"{readable_bytes(content['device_bytes'])}, {content['device_pages']} pages",
         "seconds": ", ".join(f"{k} {v:.3f}" for k, v in adapter.get("seconds", {}).items()),
         "canary": _canary(adapter.get("canary")),
     }
@@ -235,11 +236,3 @@ def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for row in (head, *rows):
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         print("  ".join(cells).rstrip())
-
-
-def _bytes(number: float) -> str:
-    for unit in _UNITS[:-1]:
-        if number < 1024:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1024
-    return f"{number:.1f} {_UNITS[-1]}"

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from loraplex.cli.options import errors_to_exit_code
+from loraplex.cli.options import SERVER_URL, AsJson, Url, errors_to_exit_code
+from loraplex.cli.output import print_json
 from loraplex.cli.server_client import ServerClient
 from loraplex.core.errors import ConfigError
 
-_URL = "http://127.0.0.1:8000"
 _NARROWEST = 26
 """Characters of a column; where there is no room for so many, answers stand below each other."""
 _GAP = " | "
@@ -32,8 +32,8 @@ def compare(
     max_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Of the draws of all answers.")] = None,
-    url: Annotated[str, typer.Option(help="The server's address.")] = _URL,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the server's answer.")] = False,
+    url: Url = SERVER_URL,
+    as_json: AsJson = False,
 ) -> None:
     """Answer one prompt with the base model and with every adapter given, in one batch."""
     text = typer.get_text_stream("stdin").read() if prompt == "-" else prompt
@@ -49,7 +49,7 @@ def compare(
         }
         comparison = ServerClient(url).post("/v1/compare", body)
     if as_json:
-        print(json.dumps(comparison, indent=2, ensure_ascii=False))
+        print_json(comparison)
     else:
         for line in side_by_side(comparison["answers"], shutil.get_terminal_size().columns):
             print(line)

@@ -1,13 +1,17 @@
-"""What the commands share: reading `--adapter`, and errors as one line on standard error."""
+"""What the commands share: their options, and errors as one line on standard error."""
 
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from loraplex.core.errors import ConfigError, LoraplexError
+
+SERVER_URL = "http://127.0.0.1:8000"
+Url = Annotated[str, typer.Option(help="The server's address.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the server's answer as it is.")]
 
 
 def parse_adapters(specs: list[str]) -> dict[str, dict[str, Any]]:

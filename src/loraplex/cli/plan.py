@@ -6,12 +6,11 @@ import msgspec
 import typer
 
 from loraplex.cli.options import errors_to_exit_code
+from loraplex.cli.output import readable_bytes
 from loraplex.cli.serve import build_config
 
 if TYPE_CHECKING:
     from loraplex.app.plan import MemoryPlan, PlannedAdapter
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def plan(
@@ -83,20 +82,20 @@ def plan(
 def _print_plan(plan: "MemoryPlan") -> None:
     memory, device = plan.memory, plan.memory.device
     print(f"{plan.model}")
-    print(f"  weights         {readable(memory.weights_bytes)}")
+    print(f"  weights         {readable_bytes(memory.weights_bytes)}")
     print(
-        f"  KV cache        {readable(memory.kv.num_bytes)}: {memory.kv.tokens} tokens in "
+        f"  KV cache        {readable_bytes(memory.kv.num_bytes)}: {memory.kv.tokens} tokens in "
         f"{memory.kv.blocks} blocks"
     )
     print(
-        f"  adapters        {readable(device.num_bytes)} on the device: {device.pages} pages of "
-        f"{readable(device.page_bytes)}"
+        f"  adapters        {readable_bytes(device.num_bytes)} on the device: {device.pages} pages "
+        f"of {readable_bytes(device.page_bytes)}"
     )
     for fit in device.fits:
         print(f"{'':18}{fit.holds} of rank {fit.rank} on all modules, {fit.pages} pages each")
     total = memory.weights_bytes + memory.kv.num_bytes + device.num_bytes
-    print(f"  device, in all  {readable(total)}")
-    print(f"  adapters        {readable(memory.host.num_bytes)} on the host")
+    print(f"  device, in all  {readable_bytes(total)}")
+    print(f"  adapters        {readable_bytes(memory.host.num_bytes)} on the host")
     if plan.adapters.adapters:
         _print_adapters(plan)
 
@@ -116,13 +115,6 @@ def _room_of(adapter: "PlannedAdapter") -> str:
     pages = "page" if adapter.device_pages == 1 else "pages"
     return (
         f"rank {adapter.rank}, {adapter.device_pages} {pages} on the device "
-        f"({readable(adapter.device_bytes)}), {readable(adapter.host_bytes)} on the host"
+        f"({readable_bytes(adapter.device_bytes)}), {readable_bytes(adapter.host_bytes)} on the "
+        "host"
     )
-
-
-def readable(num_bytes: int) -> str:
-    """For people: `1.5 GiB`."""
-    size, unit = float(num_bytes), 0
-    while size >= 1024 and unit < len(_UNITS) - 1:
-        size, unit = size / 1024, unit + 1
-    return f"{size:.4g} {_UNITS[unit]}"

@@ -63,6 +63,8 @@ class AdapterUse(msgspec.Struct, frozen=True):
     scale: float = 1.0
 
 
+EMBEDDING = "embed_tokens"
+LM_HEAD = "lm_head"
 OUTSIDE_LAYERS = -1
 """The layer of what belongs to no decoder layer: the token embedding, the final norm, lm_head."""
 
@@ -108,6 +110,16 @@ class LoraTarget(msgspec.Struct, frozen=True, order=True):
     def num_elements(self) -> int:
         return self.rank * (self.in_features + self.out_features)
 
+    @property
+    def lora_rank(self) -> int | None:
+        """Of the LoRA that it is a piece of; None if it is none, or does not tell."""
+        match self.part:
+            case TargetPart.LORA:
+                return self.rank
+            case TargetPart.EMBEDDING_A:
+                return self.out_features
+        return None
+
 
 def head_block_size(modules: Mapping[str, tuple[int, int]], hidden_size: int) -> int:
     """How many outputs of lm_head's LoRA lie together: then no piece is larger than a layer's."""
@@ -122,6 +134,17 @@ class AdapterSource(msgspec.Struct, frozen=True):
     num_bytes: int
     """Bytes of the tensors once they are in host memory."""
     targets: tuple[LoraTarget, ...]
+
+    @property
+    def ranks(self) -> dict[str, tuple[int, int]]:
+        """(smallest, largest) rank of its LoRA, by module."""
+        found: dict[str, tuple[int, int]] = {}
+        for target in self.targets:
+            rank = target.lora_rank
+            if rank is not None:
+                low, high = found.get(target.module, (rank, rank))
+                found[target.module] = (min(low, rank), max(high, rank))
+        return found
 
 
 class LoadPolicy(enum.StrEnum):

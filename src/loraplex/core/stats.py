@@ -97,6 +97,12 @@ class EngineStats(msgspec.Struct, frozen=True):
     preemptions: int = 0
     adapters: AdapterTierStats = AdapterTierStats()
 
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV blocks that sequences hold, 0 to 1."""
+        num_blocks = self.blocks_held + self.blocks_cached + self.blocks_free
+        return self.blocks_held / num_blocks if num_blocks else 0.0
+
 
 class AdapterActivity(msgspec.Struct, frozen=True):
     """Where an engine's adapters are, and for whom: by digest, at one moment between two steps."""

@@ -121,15 +121,13 @@ class AdapterBank:
             for target, page_index, offset in placement.places
         }
         entry = self._free_entries.pop()
-        self._table.ranks[entry] = 0
-        if self._head_table is not None:
-            self._head_table.ranks[entry] = 0
-        for weight in host.weights:
-            factor = host.factors.get((weight.target.layer, weight.target.module))
-            self._write(entry, weight, starts[weight.target], factor)
-        self._write_parts(entry, host, starts)
         self._residents[handle] = _Resident(entry, tuple(page_ids))
         self._owners.update(dict.fromkeys(page_ids, handle))
+        try:
+            self._write_all(entry, host, starts)
+        except BaseException:
+            self._evict(handle, ())
+            raise
 
     def lora_batch(self, rows: tuple[AdapterRow, ...]) -> LoraBatch | None:
         """Group the tokens of a step by adapter; None if no row uses one.
@@ -180,6 +178,16 @@ class AdapterBank:
         has_head_lora = any(use.parts.has_head_lora for use in changed)
         head_table = self._head_table if has_head_lora else None
         return dataclasses.replace(batch, parts=tuple(changed), head_table=head_table)
+
+    def _write_all(self, entry: int, host: HostAdapter, starts: Mapping[LoraTarget, int]) -> None:
+        """starts: the element of the pool where each target begins."""
+        self._table.ranks[entry] = 0
+        if self._head_table is not None:
+            self._head_table.ranks[entry] = 0
+        for weight in host.weights:
+            factor = host.factors.get((weight.target.layer, weight.target.module))
+            self._write(entry, weight, starts[weight.target], factor)
+        self._write_parts(entry, host, starts)
 
     def _write_parts(self, entry: int, host: HostAdapter, starts: Mapping[LoraTarget, int]) -> None:
         self._parts.pop(entry, None)

@@ -138,6 +138,11 @@ class ModelRunner:
                 done.append(copy.handle)
             except LoraplexError as error:
                 failed.append((copy.handle, error.to_info()))
+            except Exception as error:
+                # A step that failed is planned again with its copies: it would fail for ever.
+                _LOGGER.exception("copying adapter %s failed", copy.handle)
+                reason = AdapterLoadError(f"copying adapter {copy.handle} failed: {error}")
+                failed.append((copy.handle, reason.to_info()))
         return tuple(done), tuple(failed)
 
     def _copy_adapter(self, copy: AdapterCopy) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from loraplex.adapters.seen_files import SeenFiles, identities_of
+from loraplex.core.errors import ConfigError
 from loraplex.core.version import __version__
 from loraplex.execution.packed_cache import PackedCache
 from loraplex.execution.packed_file import PackedFile
@@ -76,7 +77,10 @@ def _mapped(packed: PackedFile, config: DecoderConfig, kernels: Kernels) -> Pack
 
 
 def checkpoint_digest(files: Sequence[Path], seen: SeenFiles) -> str:
-    """SHA-256 of the files' contents, whatever their names; remembered by their identities."""
+    """SHA-256 of the files' contents, whatever their names; remembered by their identities.
+
+    Raises ConfigError if one cannot be read.
+    """
     identities = identities_of(files)
     known = seen.digest(identities, _SEEN_AS)
     if known is not None:
@@ -93,8 +97,11 @@ def checkpoint_digest(files: Sequence[Path], seen: SeenFiles) -> str:
 
 
 def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
 
 
 def _key(digest: str, config: DecoderConfig, kernels: Kernels, form: WeightFormat) -> str:

@@ -1,5 +1,5 @@
 """What every HTTP room does with the outputs of requests: run several as one stream, gather them,
-close them, and stop as soon as the client has gone. Knows no wire format.
+and stop as soon as the client has gone. Knows no wire format.
 """
 
 import asyncio
@@ -13,14 +13,14 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import AsyncExitStack, aclosing
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import msgspec
 
 from loraplex.core.output import RequestOutput, SequenceOutput, TokenLogprob
 from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest
-from loraplex.serving.backend import Backend
+from loraplex.serving.backend import Backend, close_outputs
 
 T = TypeVar("T")
 
@@ -30,17 +30,6 @@ IndexedOutput = tuple[int, RequestOutput]
 
 class ClientDisconnectedError(Exception):
     """Nobody is left to answer. Not an error of loraplex: no response is written."""
-
-
-@runtime_checkable
-class _Closable(Protocol):
-    async def aclose(self) -> None: ...
-
-
-async def close_outputs(outputs: AsyncIterator[RequestOutput]) -> None:
-    """Close the iterator of Backend.generate: aborts the request unless it is over."""
-    if isinstance(outputs, _Closable):
-        await outputs.aclose()
 
 
 async def until_disconnect(

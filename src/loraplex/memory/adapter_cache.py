@@ -216,6 +216,7 @@ class AdapterCache:
         self._host_bytes_free -= entry.num_bytes
         entry.has_host_bytes = True
         entry.failure = None
+        entry.idle_since_ns = None
         self._become(entry, Residency.LOADING)
         return LoadGrant(dropped=tuple(victims))
 
@@ -254,6 +255,7 @@ class AdapterCache:
         for victim in victims:
             self._evict_from_device(self._entries[victim])
         entry.page_ids = tuple(self._free_pages.pop() for _ in range(entry.num_pages))
+        entry.idle_since_ns = None
         self._become(entry, Residency.COPYING)
         return entry.page_ids
 
@@ -301,10 +303,9 @@ class AdapterCache:
         return self._entries[handle].is_held
 
     @property
-    def has_residents(self) -> bool:
-        """Whether either tier holds anything that may leave it."""
-        on_host = self._num_in[Residency.HOST]
-        return on_host + self._num_in[Residency.DEVICE] > self._num_held
+    def has_idle(self) -> bool:
+        """Whether either tier holds anything that nobody asks for: what `expire` may evict."""
+        return self._orders.has_idle
 
     def stats(self) -> AdapterTierStats:
         on_host = self._num_in[Residency.HOST] + self._num_in[Residency.COPYING]

@@ -31,7 +31,7 @@ class AdapterEntry:
     pins: int = 0
     is_held: bool = False
     idle_since_ns: int | None = None
-    """When it was first seen idle; None: it was used since."""
+    """When it was first seen idle; None: it was used or moved since."""
     failure: LoadFailure | None = None
     num_failures: int = 0
     """In a row."""

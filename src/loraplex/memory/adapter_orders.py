@@ -28,6 +28,11 @@ class AdapterOrders:
         """Host copies of adapters on the device."""
         return len(self._host_redundant)
 
+    @property
+    def has_idle(self) -> bool:
+        """Whether `idle` would name any."""
+        return len(self._device_idle) + len(self._host_idle) > 0
+
     def idle(self) -> list[AdapterHandle]:
         """What nobody asks for, in either tier, each once."""
         return list(dict.fromkeys([*self._device_idle.sizes(), *self._host_idle.sizes()]))

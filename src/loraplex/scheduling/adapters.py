@@ -109,7 +109,10 @@ class AdapterDemand:
                 del self._pins[handle]
 
     def preload(self, handle: AdapterHandle) -> None:
-        """Bring it to the device when no request wants the room; forgotten if the load fails."""
+        """Bring it to the device when no request wants the room.
+
+        Forgotten if it fails, unless it is held.
+        """
         self._preloads[handle] = None
 
     def hold(self, handle: AdapterHandle) -> None:
@@ -131,8 +134,8 @@ class AdapterDemand:
             self._discard(self._cache.expire(now_ns, self._ttl_ns))
 
     def next_expiry_ns(self) -> int | None:
-        """When to call `expire` again; None: as soon as something is in a tier, or never."""
-        if self._ttl_ns is None or not self._cache.has_residents:
+        """When to call `expire` again; None: as soon as something in a tier is idle, or never."""
+        if self._ttl_ns is None or not self._cache.has_idle:
             return None
         return self._next_expiry_ns
 
@@ -164,7 +167,7 @@ class AdapterDemand:
 
     def load_failed(self, handle: AdapterHandle, error: ErrorInfo, now_ns: int) -> None:
         self._loading.remove(handle)
-        self._preloads.pop(handle, None)
+        self._forget_preload(handle)
         self._cache.load_failed(handle, error, now_ns)
 
     def copied(self, handle: AdapterHandle, copy_ns: int) -> None:
@@ -176,7 +179,7 @@ class AdapterDemand:
     def copy_failed(self, handle: AdapterHandle, error: ErrorInfo, now_ns: int) -> None:
         if self._copying.pop(handle, None) is None:
             return
-        self._preloads.pop(handle, None)
+        self._forget_preload(handle)
         self._discard(self._cache.copy_failed(handle, error, now_ns))
 
     def stats(self) -> AdapterTierStats:
@@ -254,6 +257,11 @@ class AdapterDemand:
         self._copying[handle] = copy
         self._copies_to_start.append(copy)
         return True
+
+    def _forget_preload(self, handle: AdapterHandle) -> None:
+        """It failed. What is held shall be there, so that is tried again after the pause."""
+        if not self._cache.is_held(handle):
+            self._preloads.pop(handle, None)
 
     def _discard(self, handles: tuple[AdapterHandle, ...]) -> None:
         for handle in handles:

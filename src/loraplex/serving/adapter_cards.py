@@ -153,7 +153,7 @@ def card_fields(version: AdapterVersion, state: AdapterState) -> dict[str, Any]:
         "created": version.created,
         "rank": version.rank,
         "num_bytes": version.source.num_bytes,
-        "source": version.path,
+        "source": version.shown_path,
         "state": state,
         "warnings": version.warnings,
     }
@@ -164,7 +164,7 @@ def content_of(staged: StagedAdapter, capacity: Capacity, device_dtype: str) -> 
     source = staged.source
     num_pages = place(source.targets, capacity.page_geometry).num_pages
     return AdapterContent(
-        ranks=staged.ranks,
+        ranks=source.ranks,
         layers=tuple(sorted({target.layer for target in source.targets})),
         num_tensors=staged.num_tensors,
         dtypes=staged.dtypes,
@@ -180,7 +180,7 @@ def version_card(version: AdapterVersion) -> VersionCard:
         version=version.number,
         digest=version.digest,
         created=version.created,
-        source=version.path,
+        source=version.shown_path,
         origin=version.origin.value,
         restored=version.restored,
         is_pinned=version.is_pinned,

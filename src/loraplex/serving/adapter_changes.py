@@ -8,7 +8,7 @@ from typing import TypeVar
 from loraplex.adapters.staged import StagedAdapter
 from loraplex.adapters.store import AdapterStore, AdapterVersion, Origin, Registration
 from loraplex.core.adapter import AdapterRef, ByName, Residency
-from loraplex.core.errors import AdapterNotFoundError
+from loraplex.core.errors import AdapterNotFoundError, LoraplexError
 from loraplex.serving.adapter_cards import (
     AdapterDetails,
     Unloaded,
@@ -31,15 +31,23 @@ class AdapterChanges:
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
 
-    async def run(self, change: Callable[[], T]) -> T:
-        """Do it when its turn comes. Once begun it is done, even if the caller is cancelled."""
+    async def run(self, change: Callable[[], T], then: Callable[[T], None] | None = None) -> T:
+        """Do it when its turn comes, and then what follows from it on the event loop.
+
+        Once begun both are done, even if the caller is cancelled.
+        """
         async with self._turn:
             work = asyncio.ensure_future(asyncio.to_thread(change))
             try:
-                return await asyncio.shield(work)
+                await asyncio.shield(work)
             except asyncio.CancelledError:
                 await asyncio.wait({work})
+                if then is not None and work.exception() is None:
+                    then(work.result())
                 raise
+            if then is not None:
+                then(work.result())
+            return work.result()
 
     async def register(
         self,
@@ -69,26 +77,41 @@ class AdapterChanges:
                 origin=origin,
             )
 
-        before, registration = await self.run(change)
-        self.became(model, before, registration.version)
+        def then(result: tuple[AdapterVersion | None, Registration]) -> None:
+            before, registration = result
+            became(model, before, registration.version)
+
+        _, registration = await self.run(change, then)
+        if registration.version.is_pinned:
+            await hold_pinned(model)
         return registration
 
     async def remove(self, model: ServedModel, ref: AdapterRef, mode: UnloadMode) -> Unloaded:
         """Forget a name, or an alias. Raises AdapterNotFoundError."""
-        version = await self.run(lambda: model.store.remove(ref))
-        asked = ref.key.name if isinstance(ref.key, ByName) else version.name
-        is_alias = asked != version.name
         num_ended = 0
-        if is_alias:
-            logger.info("alias %r of adapter %r is forgotten", asked, version.name)
-        else:
+
+        def asked_for(version: AdapterVersion) -> str:
+            return ref.key.name if isinstance(ref.key, ByName) else version.name
+
+        def then(version: AdapterVersion) -> None:
+            nonlocal num_ended
+            if asked_for(version) != version.name:
+                logger.info("alias %r of adapter %r is forgotten", asked_for(version), version.name)
+                return
             if mode is UnloadMode.IMMEDIATE:
                 unloaded = AdapterNotFoundError(f"adapter {version.name!r} was unloaded meanwhile")
                 num_ended = model.engine.fail_labelled(label(version), unloaded)
             release(model, version)
             release_unpinned(model)
             logger.info("adapter %r (%s) is unloaded", version.name, version.digest[:12])
-        return Unloaded(name=asked, is_alias=is_alias, digest=version.digest, num_ended=num_ended)
+
+        version = await self.run(lambda: model.store.remove(ref), then)
+        return Unloaded(
+            name=asked_for(version),
+            is_alias=asked_for(version) != version.name,
+            digest=version.digest,
+            num_ended=num_ended,
+        )
 
     async def rollback(
         self, model: ServedModel, ref: AdapterRef, number: int | None
@@ -99,8 +122,7 @@ class AdapterChanges:
             before = model.store.find(ref)
             return before, model.store.rollback(ref, number, model.check_fits)
 
-        before, version = await self.run(change)
-        self.became(model, before, version)
+        _, version = await self.run(change, lambda result: became(model, *result))
         await hold_pinned(model)
         return version
 
@@ -120,26 +142,33 @@ class AdapterChanges:
         if number in (None, present.number):
             await model.engine.hold(present.source)
         try:
-            return await self.run(lambda: model.store.pin(ref, number))
-        finally:
+            version = await self.run(lambda: model.store.pin(ref, number))
+        except BaseException:
             release_unpinned(model)
+            raise
+        # Before the store said so, any other change let go of it.
+        await hold_pinned(model)
+        return version
 
-    def became(
-        self, model: ServedModel, before: AdapterVersion | None, version: AdapterVersion
-    ) -> None:
-        """Tell the engine that a name means other bytes now."""
-        if model.engine.is_ready:
+
+def became(model: ServedModel, before: AdapterVersion | None, version: AdapterVersion) -> None:
+    """Tell the engine what a name means now. The version has been checked."""
+    model.unfit.pop(version.digest, None)
+    if before is not None and before.digest != version.digest:
+        release(model, before)
+    release_unpinned(model)
+    logger.info(
+        "adapter %r is %s, version %d, rank %d",
+        version.name,
+        version.digest[:12],
+        version.number,
+        version.rank,
+    )
+    if model.engine.is_ready:
+        try:
             model.engine.preload(version.source)
-        if before is not None and before.digest != version.digest:
-            release(model, before)
-        release_unpinned(model)
-        logger.info(
-            "adapter %r is %s, version %d, rank %d",
-            version.name,
-            version.digest[:12],
-            version.number,
-            version.rank,
-        )
+        except LoraplexError as error:  # so are its requests
+            logger.warning("adapter %r is refused: %s", version.name, error.message)
 
 
 async def describe(model: ServedModel, ref: AdapterRef) -> AdapterDetails:

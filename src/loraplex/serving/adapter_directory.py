@@ -1,8 +1,9 @@
 """The server follows its adapter folders: what is added, changed or removed there, is so here.
 
 Looks again and again, by names, sizes and times, in a thread. A change is taken when two looks in
-a row saw the same: what is still being copied is left alone. Only what the configuration brought is
-taken away; what was loaded over the API under the same name stays.
+a row saw the same: what is still being copied is left alone. What may work later is tried again,
+after one look, two, four and so on. Only what the configuration brought is taken away; what was
+loaded over the API under the same name stays.
 """
 
 import asyncio
@@ -29,6 +30,9 @@ from loraplex.serving.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
 
+_LONGEST_PAUSE = 128
+"""In looks, between two tries of what may work later."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Seen:
@@ -36,6 +40,17 @@ class _Seen:
 
     adapter: ConfiguredAdapter
     signature: Signature
+
+
+@dataclasses.dataclass(slots=True)
+class _Retry:
+    """An adapter that could not be taken for now."""
+
+    seen: _Seen
+    pause: int
+    """In looks."""
+    left: int
+    """Of the pause."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -47,6 +62,13 @@ class _Followed:
     """What was loaded, or tried."""
     last: dict[str, _Seen]
     """What the last look saw."""
+    retries: dict[str, _Retry] = dataclasses.field(default_factory=dict)
+
+    def is_due(self, name: str, seen: _Seen) -> bool:
+        """Whether it is to be taken now."""
+        retry = self.retries.get(name)
+        is_pausing = retry is not None and retry.seen == seen and retry.left > 0
+        return self.taken.get(name) != seen and not is_pausing
 
 
 class AdapterDirectory:
@@ -117,8 +139,11 @@ class AdapterDirectory:
         gone = [name for name in followed.taken if name not in seen and name in still]
         for name in gone:  # first: their names and task ids are free then
             await self._remove(followed, name)
+        followed.retries = {name: r for name, r in followed.retries.items() if name in seen}
+        for retry in followed.retries.values():
+            retry.left -= 1
         for name, one in seen.items():
-            if name in still and followed.taken.get(name) != one:
+            if name in still and followed.is_due(name, one):
                 await self._take(followed, name, one)
 
     async def _take(self, followed: _Followed, name: str, seen: _Seen) -> None:
@@ -129,11 +154,16 @@ class AdapterDirectory:
             )
         except CapacityError as error:
             logger.warning("adapter %r: %s; it is tried again", name, error.message)
-        except LoraplexError as error:
-            followed.taken[name] = seen  # until it changes
+            pause = 1
+            before = followed.retries.get(name)
+            if before is not None and before.seen == seen:
+                pause = min(2 * before.pause, _LONGEST_PAUSE)
+            followed.retries[name] = _Retry(seen, pause, pause)
+            return
+        except LoraplexError as error:  # until it changes
             logger.warning("left out adapter %r: %s", name, error.message)
-        else:
-            followed.taken[name] = seen
+        followed.taken[name] = seen
+        followed.retries.pop(name, None)
 
     async def _remove(self, followed: _Followed, name: str) -> None:
         path = followed.taken.pop(name).adapter.path

@@ -126,9 +126,13 @@ def _within(found: Found, folder: Path, say: Say) -> Found:
 
 
 def _stays(path: Path, root: Path) -> bool:
+    """Only a link leads out: there are few, and thousands of folders are looked at again."""
     try:
-        places = [path, *path.iterdir()] if path.is_dir() else [path]
-        return all(place.resolve().is_relative_to(root) for place in places)
+        links = [path] if path.is_symlink() else []
+        if path.is_dir():
+            with os.scandir(path) as entries:
+                links += [Path(entry.path) for entry in entries if entry.is_symlink()]
+        return all(link.resolve().is_relative_to(root) for link in links)
     except (OSError, RuntimeError):
         return True  # a folder that may not be entered: staging says what is wrong with it
 

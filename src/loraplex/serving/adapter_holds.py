@@ -32,6 +32,10 @@ def release_unpinned(model: ServedModel) -> None:
 
 
 def _pinned(model: ServedModel) -> dict[str, AdapterVersion]:
-    """By digest."""
+    """By digest; without those that no request could use."""
     present = model.store.present(model.card.name)
-    return {version.digest: version for version in present if version.is_pinned}
+    return {
+        version.digest: version
+        for version in present
+        if version.is_pinned and version.digest not in model.unfit
+    }

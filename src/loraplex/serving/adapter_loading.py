@@ -6,6 +6,8 @@ from collections.abc import Callable, Container
 from pathlib import Path
 
 from loraplex.adapters.base_check import BaseCheck
+from loraplex.adapters.sources.reference import shown_source
+from loraplex.adapters.staged import REQUEST_TENSORS
 from loraplex.adapters.staging import RequestTensor, StagedAdapter, StagingWorker
 from loraplex.adapters.store import AdapterVersion, Origin
 from loraplex.core.adapter import AdapterKey, AdapterRef, ByDigest, ByName, ByTaskId
@@ -20,7 +22,7 @@ from loraplex.serving.adapter_cards import (
     card_fields,
     content_of,
 )
-from loraplex.serving.adapter_changes import AdapterChanges, is_present
+from loraplex.serving.adapter_changes import AdapterChanges, became, is_present
 from loraplex.serving.adapter_fit import check_room
 from loraplex.serving.canary import run_canary
 from loraplex.serving.load_times import LoadTimes
@@ -28,8 +30,6 @@ from loraplex.serving.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
 
-REQUEST_TENSORS = "a request's lora_weights"
-"""The source of what came in a request: there is none but its normal file."""
 _NUM_NAME_DIGITS = 12
 
 
@@ -69,8 +69,8 @@ class AdapterLoading:
         staged = await self.stage(model, path, is_trusted=False)
         if staged.changes_nothing:
             raise InvalidAdapterError(
-                f"adapter {name!r} changes nothing: every lora_B of {path} is zero (an untrained "
-                "adapter?)",
+                f"adapter {name!r} changes nothing: every lora_B of {shown_source(path)} is zero "
+                "(an untrained adapter?)",
                 param="path",
             )
         check_room(staged.source, model.config, model.engine.capacity)
@@ -135,7 +135,7 @@ class AdapterLoading:
             if before is None:
                 name = f"inline-{digest[:_NUM_NAME_DIGITS]}" if task_id is None else str(task_id)
                 check_is_no_base(name, base_names)
-            elif before.digest == digest and not model.store.is_missing(before):
+            elif before.digest == digest and model.state_of(before) is AdapterState.READY:
                 return before, before
             else:
                 name = before.name
@@ -149,9 +149,12 @@ class AdapterLoading:
                 replace=before is not None,
             )
 
-        before, version = await self._changes.run(change)
-        if before is not version:
-            self._changes.became(model, before, version)
+        def then(result: tuple[AdapterVersion | None, AdapterVersion]) -> None:
+            before, version = result
+            if before is not version:
+                became(model, before, version)
+
+        await self._changes.run(change, then)
         return key
 
     async def reload(self, model: ServedModel, version: AdapterVersion) -> bool:
@@ -203,7 +206,8 @@ class AdapterLoading:
         """Stage and register what a configuration names; it takes the name from whoever had it."""
         staged = await self.stage(model, path)
         if staged.changes_nothing:
-            logger.warning("adapter %r changes nothing: every lora_B of %s is zero", name, path)
+            source = shown_source(path)
+            logger.warning("adapter %r changes nothing: every lora_B of %s is zero", name, source)
         check_room(staged.source, model.config, model.engine.capacity)
         await self._changes.register(
             model,

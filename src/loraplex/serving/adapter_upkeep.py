@@ -79,7 +79,7 @@ class AdapterUpkeep:
                 "%s",
                 version.name,
                 version.digest[:12],
-                version.path,
+                version.shown_path,
                 reason,
             )
 

@@ -44,6 +44,7 @@ from loraplex.engine.messages import (
 )
 from loraplex.serving.engine_link import EngineDied, EngineLink, LinkFactory
 from loraplex.serving.engine_questions import EngineQuestions
+from loraplex.serving.output_stream import OutputStream
 
 logger = logging.getLogger(__name__)
 
@@ -63,26 +64,6 @@ class EngineState(enum.StrEnum):
     FAILED = "failed"
     """It cannot start: the reason is in `failure`."""
     CLOSED = "closed"
-
-
-class OutputStream:
-    """The outputs of one request. A slow reader finds them merged; it never holds a step back."""
-
-    def __init__(self, labels: Collection[Hashable] = ()) -> None:
-        self.labels = labels
-        self._pending: list[EngineOutput] = []
-        self._filled = asyncio.Event()
-
-    def put(self, output: EngineOutput) -> None:
-        self._pending.append(output)
-        self._filled.set()
-
-    async def take(self) -> list[EngineOutput]:
-        """All outputs since the last call; waits for at least one. None follow a finished one."""
-        await self._filled.wait()
-        self._filled.clear()
-        outputs, self._pending = self._pending, []
-        return outputs
 
 
 class AsyncEngine:
@@ -362,8 +343,7 @@ class AsyncEngine:
             case AdapterHeld(query_id, error):
                 self._note_held(query_id, error)
             case AdapterRejected(digest, error):
-                logger.warning("model %s refused adapter %s: %s", self.model, digest, error.message)
-                self._rejected[digest] = error
+                self._note_rejected(digest, error)
 
     def _take_step(self, step: StepDone) -> None:
         self.stats = step.stats
@@ -371,6 +351,13 @@ class AsyncEngine:
             self.steps.append(step.record)
         for output in step.outputs:
             self._deliver(output)
+
+    def _note_rejected(self, digest: str, error: ErrorInfo) -> None:
+        """The first reason counts: a preload sent behind the registration is refused, too."""
+        if digest not in self._rejected:
+            logger.warning("model %s refused adapter %s: %s", self.model, digest, error.message)
+            self._rejected[digest] = error
+        self._registered.discard(digest)  # it is told again once the reason may be gone
 
     def _note_held(self, query_id: int, error: ErrorInfo | None) -> None:
         if not self._holds.answer(query_id, error) and error is not None:

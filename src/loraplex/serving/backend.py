@@ -5,7 +5,7 @@ A front end turns bytes into a `GenerateRequest`, awaits `Backend.generate`, and
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -25,7 +25,7 @@ from loraplex.serving.adapter_cards import (
 )
 from loraplex.serving.model_memory import ModelMemory, StoredAdapters
 
-__all__ = ["AdapterCard", "Backend", "Health", "ModelCard"]
+__all__ = ["AdapterCard", "Backend", "Health", "ModelCard", "close_outputs"]
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -212,3 +212,14 @@ class Backend(Protocol):
         ...
 
     def stats(self, model: str) -> EngineStats: ...
+
+
+async def close_outputs(outputs: AsyncIterator[RequestOutput]) -> None:
+    """Close the iterator of Backend.generate: aborts the request unless it is over."""
+    if isinstance(outputs, _Closable):
+        await outputs.aclose()
+
+
+@runtime_checkable
+class _Closable(Protocol):
+    async def aclose(self) -> None: ...

@@ -58,8 +58,8 @@ async def run_canary(
 def compare(base: list[TokenLogprob], adapted: list[TokenLogprob]) -> CanaryReport:
     """Of the same positions: the prompt's tokens but the first, then the next token.
 
-    Of a next token that is among the likeliest of one side only, the other side's least likely one
-    is taken: its own log probability is at most that, so the true difference is no smaller.
+    Of a next token that is among the likeliest of one side only, the other side's log probability
+    is at most that of its least likely one here: what that leaves of the difference is counted.
     """
     *base_prompt, base_next = base
     *adapted_prompt, adapted_next = adapted
@@ -68,10 +68,10 @@ def compare(base: list[TokenLogprob], adapted: list[TokenLogprob]) -> CanaryRepo
         for one, other in zip(base_prompt, adapted_prompt, strict=True)
     ]
     ours, theirs = dict(base_next.top), dict(adapted_next.top)
-    differences += [
-        abs(ours.get(token_id, min(ours.values())) - theirs.get(token_id, min(theirs.values())))
-        for token_id in ours.keys() | theirs.keys()
-    ]
+    differences += [abs(ours[token_id] - theirs[token_id]) for token_id in ours.keys() & theirs]
+    for side, other in ((ours, theirs), (theirs, ours)):
+        most = min(other.values())
+        differences += [max(0.0, side[token_id] - most) for token_id in side.keys() - other]
     return CanaryReport(
         num_compared=len(differences),
         largest_difference=max(differences),

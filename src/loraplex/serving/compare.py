@@ -6,8 +6,7 @@ An adapter that fails is an answer of its own; the others do not mind.
 import asyncio
 import dataclasses
 import secrets
-from collections.abc import AsyncIterator, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Sequence
 
 import msgspec
 
@@ -23,7 +22,7 @@ from loraplex.core.output import (
 from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import MAX_LOGPROBS, SamplingParams
-from loraplex.serving.backend import Backend
+from loraplex.serving.backend import Backend, close_outputs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -153,7 +152,7 @@ async def _answer(backend: Backend, request: GenerateRequest, principal: Princip
         try:
             return _whole([output async for output in stream])
         finally:
-            await _close(stream)
+            await close_outputs(stream)
     except LoraplexError as error:
         return error
 
@@ -193,14 +192,3 @@ def _first_difference(position: int, mine: TokenLogprob, its: TokenLogprob) -> F
         base_token_logprob=dict(mine.top).get(its.token_id),
         base_token_logprob_by_base=its.logprob,
     )
-
-
-@runtime_checkable
-class _Closable(Protocol):
-    async def aclose(self) -> None: ...
-
-
-async def _close(stream: AsyncIterator[RequestOutput]) -> None:
-    """Abort the request unless it is over."""
-    if isinstance(stream, _Closable):
-        await stream.aclose()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.store import AdapterVersion
-from loraplex.core.adapter import OUTSIDE_LAYERS, TargetPart
+from loraplex.core.adapter import EMBEDDING, LM_HEAD, OUTSIDE_LAYERS, TargetPart
 from loraplex.core.errors import UnsupportedFeatureError
 
 Composition = list[tuple[AdapterVersion, float]]
@@ -63,7 +63,7 @@ def _replaced(version: AdapterVersion, shapes: BaseShapes) -> set[_Place]:
         if target.part in _REPLACING
     }
     if shapes.ties_embeddings and places:
-        places |= {(OUTSIDE_LAYERS, "embed_tokens"), (OUTSIDE_LAYERS, "lm_head")}
+        places |= {(OUTSIDE_LAYERS, EMBEDDING), (OUTSIDE_LAYERS, LM_HEAD)}
     return places
 
 

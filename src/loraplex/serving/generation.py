@@ -16,8 +16,8 @@ from loraplex.core.output import (
 )
 from loraplex.core.request import EngineRequest, GenerateRequest, RequestId
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.serving.async_engine import OutputStream
 from loraplex.serving.detokenizer import IncrementalDetokenizer
+from loraplex.serving.output_stream import OutputStream
 from loraplex.serving.stop_strings import StopStrings
 from loraplex.serving.tokenizer import Tokenizer
 

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Mapping
 
-from loraplex.adapters.staged import StagedAdapter
+from loraplex.adapters.staged import REQUEST_TENSORS, StagedAdapter
 from loraplex.adapters.staging import RequestTensor
 from loraplex.adapters.store import AdapterStore, AdapterVersion
 from loraplex.core.adapter import (
@@ -106,8 +106,9 @@ class EchoAdapters:
         else:
             name = f"inline-{digest[:12]}" if task_id is None else str(task_id)
         if present is None or present.digest != digest:
-            source = "a request's lora_weights"
-            self.add(model, name, source=source, digest=digest, task_id=task_id, replace=True)
+            self.add(
+                model, name, source=REQUEST_TENSORS, digest=digest, task_id=task_id, replace=True
+            )
         return key
 
     def resolve(self, model: str, key: AdapterKey) -> AdapterVersion:

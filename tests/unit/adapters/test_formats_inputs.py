@@ -35,7 +35,7 @@ def test_all_doors_lead_to_one_adapter(staged, tmp_path, pair):
     normal = tmp_path / "copy.safetensors"
     normal.write_bytes(Path(reports[0].source.path).read_bytes())
     assert staged(normal).source == reports[0].source
-    assert reports[0].ranks == {"q_proj": (2, 2), "down_proj": (3, 3), "k_proj": (1, 1)}
+    assert reports[0].source.ranks == {"q_proj": (2, 2), "down_proj": (3, 3), "k_proj": (1, 1)}
     assert reports[0].warnings == ()
     assert not reports[0].changes_nothing
 

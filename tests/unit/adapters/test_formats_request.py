@@ -102,7 +102,7 @@ class TestTensorsOfARequest:
     async def test_a_worker_that_dies_over_them(self, tmp_path, shapes, pair):
         worker = StagingWorker(tmp_path, command=(sys.executable, "-c", "raise SystemExit(3)"))
         wide = request_tensors(pair, np.zeros((1, 3, 1_000_000), "<f4"))
-        with pytest.raises(AdapterLoadError, match=r"died .* while it read the request's lora"):
+        with pytest.raises(AdapterLoadError, match=r"died .* while it read a request's lora"):
             await worker.stage_tensors(*wide, shapes=shapes, max_rank=8)
         await worker.close()
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from loraplex.adapters.sources.reference import SourceKind, parse
+from loraplex.adapters.sources.reference import SourceKind, parse, shown_source
 from loraplex.core.errors import InvalidAdapterError
 
 SUM = "ab" * 32
@@ -52,6 +52,20 @@ def test_a_signature_is_not_shown():
 
 
 @pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("HTTPS://h/zh.safetensors?sig=secret", "https://h/zh.safetensors"),
+        ("/a/what?.safetensors", "/a/what?.safetensors"),
+        ("owner/name", "owner/name"),
+        ("hf://owner/name@v1", "hf://owner/name@v1"),
+        ("", ""),
+    ],
+)
+def test_what_anybody_may_see(text, shown):
+    assert shown_source(text) == shown
+
+
+@pytest.mark.parametrize(
     ("text", "reason"),
     [
         ("ftp://h/zh", "do not come from ftp://"),
@@ -71,6 +85,8 @@ def test_a_signature_is_not_shown():
         ("s3://bucket", "BUCKET/FOLDER"),
         ("s3:///key", "BUCKET/FOLDER"),
         ("s3://bucket/../other", "leaves its root"),
+        ("s3://bucket/a::http://h/b", "BUCKET/FOLDER"),
+        ("x" * 8193, "has 8193 characters; at most 8192"),
         ("https://h/zh.zip", "is an archive"),
         ("https://h/zh.tar.gz?x=1", "is an archive"),
         ("/a/zh.TAR", "is an archive"),

@@ -106,6 +106,18 @@ def test_lora_of_the_embedding_is_a_row_per_token_and_b():
     assert (up.rank, up.out_features) == (3, 8)
 
 
+def test_ranks_are_those_of_lora_however_many_rows_lie_beside(tmp_path):
+    rows = [
+        row(),
+        row(layer=1, a=raw(4, 8), b=raw(12, 4)),
+        row(layer=None, module="embed_tokens", a=raw(3, 50), b=raw(8, 3)),
+        row(RowKind.FULL, None, "lm_head", weight=raw(50, 8)),
+    ]
+    source = source_of("d" * 64, tmp_path / "x", rows, SHAPES, MAX_RANK)
+    assert source.ranks == {"embed_tokens": (3, 3), "q_proj": (2, 4)}
+    assert max(target.rank for target in source.targets) > 4
+
+
 def test_experts_have_no_place():
     with pytest.raises(InvalidAdapterError, match="expert 1"):
         targets(row(expert=1))

@@ -79,6 +79,9 @@ class FakeSystem:
     def version(self) -> str:
         return "1.0"
 
+    async def prepare(self, setup: Setup) -> None:
+        assert setup.work.is_dir()
+
     async def start(self, setup: Setup) -> "FakeRunning":
         if self.start_failures:
             raise self.start_failures.pop(0)

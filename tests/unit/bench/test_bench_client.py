@@ -124,7 +124,7 @@ def usage(prompt_tokens: int, completion_tokens: int) -> str:
         (['data: {"choices": [{}]}', usage(4, 5), "data: [DONE]"], None),
         ([": a comment", 'data:{"choices":[{}]}', usage(4, 5)], None),
         (['data: {"choices": [{}]}', usage(4, 3), "data: [DONE]"], "asked for 4 + 5 tokens"),
-        (['data: {"choices": [{}]}', "data: [DONE]"], "the usage says 0 + 0"),
+        (['data: {"choices": [{}]}', "data: [DONE]"], "the answer has 0 + 0"),
         (["data: {nonsense"], "is not a chunk"),
     ],
 )

@@ -1,7 +1,7 @@
-import msgspec
 import pytest
 
-from loraplex.bench.loraplex_system import LoraplexSystem, read_openai
+from loraplex.bench.completions import completion_body, read_completion
+from loraplex.bench.loraplex_system import LoraplexSystem
 from loraplex.bench.streaming import StreamingClient, lines
 from loraplex.bench.systems import Exchange
 from loraplex.bench.workload import PlannedRequest
@@ -24,16 +24,8 @@ def test_a_comment_is_no_line():
 async def test_an_answer_over_the_wire(url):
     client = StreamingClient(url)
     exchange = Exchange(REQUEST)
-    body = {
-        "model": "echo",
-        "prompt": REQUEST.prompt_token_ids,
-        "max_tokens": 5,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    await client.stream("/v1/completions", msgspec.json.encode(body), exchange)
-    answer = read_openai(exchange)
+    await client.stream("/v1/completions", completion_body("echo", REQUEST), exchange)
+    answer = read_completion(exchange)
     assert (answer.num_prompt_tokens, answer.num_output_tokens, answer.error) == (4, 5, None)
     assert 1 <= len(answer.chunk_ns) <= 5
     assert answer.text
@@ -48,7 +40,7 @@ async def test_a_refusal_is_the_exchanges_error(url):
     client = StreamingClient(url)
     exchange = Exchange(REQUEST)
     await client.stream("/v1/completions", b'{"model": "no such"}', exchange)
-    assert "status 4" in read_openai(exchange).error
+    assert "status 4" in read_completion(exchange).error
     await client.close()
 
 
@@ -66,11 +58,24 @@ async def test_nobody_there_is_the_exchanges_error():
 def test_a_stream_that_breaks_is_told():
     data = [b'data: {"choices": [{"text": "ab"}]}\n', b'data: {"error": {"message": "lost"}}\n']
     exchange = Exchange(REQUEST, chunks=list(enumerate(data)))
-    answer = read_openai(exchange)
+    answer = read_completion(exchange)
     assert answer.text == "ab"
     assert "lost" in answer.error
-    garbled = read_openai(Exchange(REQUEST, chunks=[(0, b"data: {nonsense\n")]))
+    garbled = read_completion(Exchange(REQUEST, chunks=[(0, b"data: {nonsense\n")]))
     assert "is not a chunk" in garbled.error
+
+
+def test_what_a_server_may_leave_out():
+    data = [
+        b'data: {"choices": [{"text": null}], "usage": null}\n',
+        b'data: {"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 1, '
+        b'"prompt_tokens_details": null}}\n',
+        b"data: [DONE]\n",
+    ]
+    answer = read_completion(Exchange(REQUEST, chunks=list(enumerate(data))))
+    assert (answer.error, answer.text, answer.chunk_ns) == (None, "", (0,))
+    assert (answer.num_prompt_tokens, answer.num_output_tokens) == (4, 1)
+    assert answer.num_cached_tokens == 0
 
 
 def test_the_widths_are_three():

@@ -43,7 +43,7 @@ def test_a_table_of_all(run, backend):
     head, row = out.splitlines()
     assert code == 0
     assert head.split()[:5] == ["NAME", "MODEL", "TASK", "VERSION", "DIGEST"]
-    cells = ["org/fr", "echo", "0", "1", digest[:12], "8", "1.0", "KiB", "device", "ready"]
+    cells = ["org/fr", "echo", "0", "1", digest[:12], "8", "1", "KiB", "device", "ready"]
     assert row.split() == cells
     assert json.loads(run("list", "--json")[1])["data"][0]["digest"] == digest
 
@@ -67,7 +67,7 @@ def test_a_load_tells_what_it_loaded(run, backend):
     code, out, _ = run("load", "de", "/de", "--task-id", "7", "--canary")
     assert code == 0
     assert "canary   log probabilities differ by up to 0.5000" in out
-    assert "device   2.0 KiB, 1 pages" in out
+    assert "device   2 KiB, 1 pages" in out
     assert "seconds  read 0.500" in out
     assert backend.adapters(LOCAL)[0].task_id == 7
     assert run("load", "de", "/de", "--replace")[1].startswith("unchanged: ")

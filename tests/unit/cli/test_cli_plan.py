@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from loraplex.app.engine import build_engine
 from loraplex.app.plan import any_fit
 from loraplex.cli.main import app
-from loraplex.cli.plan import readable
+from loraplex.cli.output import readable_bytes
 from loraplex.core.config import ModelConfig
 from loraplex.testing.capitals import ADAPTER_PATHS, BASE_PATH
 
@@ -115,7 +115,7 @@ def test_an_adapter_that_is_not_there():
     ("num_bytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 40, "3 TiB")]
 )
 def test_bytes_for_people(num_bytes, text):
-    assert readable(num_bytes) == text
+    assert readable_bytes(num_bytes) == text
 
 
 def test_any_so_many_fit_whichever_they_are():

@@ -3,7 +3,7 @@
 import pytest
 
 from loraplex.core.config import _CHOICES
-from loraplex.core.stats import LOAD_SECONDS_BOUNDS, Durations
+from loraplex.core.stats import LOAD_SECONDS_BOUNDS, Durations, EngineStats
 from loraplex.memory.eviction import EVICTION_POLICIES
 
 
@@ -19,3 +19,8 @@ def test_a_bucket_takes_what_is_not_longer_than_its_bound(seconds, bucket):
 
 def test_every_eviction_policy_has_a_setting():
     assert _CHOICES["lora_eviction_policy"] == tuple(EVICTION_POLICIES)
+
+
+def test_the_share_of_kv_blocks_that_sequences_hold():
+    assert EngineStats().kv_usage == 0
+    assert EngineStats(blocks_held=3, blocks_cached=2, blocks_free=7).kv_usage == 0.25

@@ -45,6 +45,20 @@ class TestHeld:
             fake.run()
         assert on_device(fake) == {"b", "c"}
 
+    def test_a_load_that_failed_is_tried_again(self):
+        fake = FakeEngine()
+        for digest in "ab":
+            fake.register(digest)
+        fake.loader.fail("a")
+        fake.engine.hold_adapter("a")
+        fake.step()
+        fake.run()
+        assert on_device(fake) == set()
+        fake.clock.advance(2000 * MILLISECOND_NS)
+        fake.add([1], "b")
+        fake.run()
+        assert on_device(fake) == {"a", "b"}
+
     def test_what_would_leave_no_room_for_others_is_refused(self):
         fake = FakeEngine()
         fake.register("a", num_pages=6)

@@ -187,6 +187,20 @@ def test_an_adapter_of_another_model_is_refused_before_anything_changes(target, 
     bank.check()
 
 
+def test_a_copy_that_breaks_off_leaves_nothing_behind():
+    bank, host = make_bank(), host_adapter(RANKS, 1)
+    bank.copy(1, host, (0, 3))
+    weight = host_adapter({(1, "q_proj"): 2}).weights[0]
+    broken = HostAdapter("broken", (dataclasses.replace(weight, b=torch.zeros(7, 2)),))
+    for _ in range(7):  # more often than there are entries
+        with pytest.raises(RuntimeError, match="size"):
+            bank.copy(2, broken, (5,))
+        assert not bank.holds(2)
+        bank.check()
+    bank.copy(2, host_adapter({(1, "q_proj"): 2}), (5,))
+    assert_applies(bank, 1, host)
+
+
 def test_the_pool_is_allocated_once():
     bank = make_bank(num_pages=6)
     assert bank.num_bytes == 6 * GEOMETRY.page_elements * 4

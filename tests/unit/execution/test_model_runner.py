@@ -1,5 +1,6 @@
 """What the runner promises besides right answers: a row's errors stay its own."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -133,11 +134,17 @@ def test_an_adapter_is_used_once_it_is_copied(runner: Runner) -> None:
 
 def test_copies_that_fail_are_told_one_by_one(runner: Runner, host_adapters: HostAdapters) -> None:
     host_adapters.put(8, adapter(0.1, in_features=99))
-    copies = (AdapterCopy(7, (0,)), AdapterCopy(HANDLE, (1,)), AdapterCopy(8, (2,)))
+    (weight,) = adapter(0.1).weights
+    cut = dataclasses.replace(weight, b=weight.b[:5])
+    host_adapters.put(9, HostAdapter("cut", (cut,)))
+    copies = (
+        *(AdapterCopy(7, (0,)), AdapterCopy(HANDLE, (1,))),
+        *(AdapterCopy(8, (2,)), AdapterCopy(9, (3,))),
+    )
     result = run(runner, adapter_copies=copies)
     assert result.copies_done == (HANDLE,)
     codes = {handle: error.code for handle, error in result.copies_failed}
-    assert codes == {7: "adapter_load_failed", 8: "adapter_mismatch"}
+    assert codes == {7: "adapter_load_failed", 8: "adapter_mismatch", 9: "adapter_load_failed"}
 
 
 @pytest.mark.parametrize("bad_token", [50, -1, 2**40])

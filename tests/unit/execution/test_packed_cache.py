@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from loraplex.core.errors import ConfigError
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.execution import weight_loading
 from loraplex.execution.packed_cache import PackedCache
@@ -286,6 +287,17 @@ def test_a_checkpoint_that_changes_while_it_is_read_is_not_kept(
     monkeypatch.setattr(weight_loading, "pack_checkpoint", touch_and_pack)
     assert_same_bits(load(checkpoint, cache), load(checkpoint, None))
     assert weight_files(cache) == []
+
+
+def test_weights_that_cannot_be_read_are_named(
+    checkpoint: TinyCheckpoint, cache: PackedCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("hashlib.file_digest", fail)
+    with pytest.raises(ConfigError, match=r"cannot read .*model\.safetensors: Input/output error"):
+        load(checkpoint, cache)
 
 
 def full_disk(*arguments: object) -> None:

@@ -1,9 +1,14 @@
 """Recorded steps: they give the bits of the calls that they repeat, for any parameters."""
 
+import dataclasses
+
+import numpy as np
 import pytest
 import torch
 
 from loraplex.core.errors import InternalError
+from loraplex.kernels.adapter_parts import AdapterParts, OutputVector, PartsUse
+from loraplex.kernels.lora import LoraTable, LoraUse, lora_batch
 from loraplex.kernels.native.backend import NativeKernels
 from loraplex.kernels.native.library import (
     NativeLibrary,
@@ -117,6 +122,33 @@ def test_what_calls_an_op_that_no_program_holds_is_computed_each_time(
     results = [kernels.repeat("key", (), compute) for _ in range(3)]
     assert len(calls) == 3
     assert torch.equal(results[0], results[2])
+
+
+def test_what_torch_has_a_part_in_is_computed_each_time(library: NativeLibrary) -> None:
+    """A copy of a turned view, or an adapter's vectors: no native call would make them again."""
+    kernels = NativeKernels(library, 1)
+    linear = kernels.pack_linear(torch.randn(8, 8), None)
+    parts = AdapterParts(vectors={(0, "q_proj"): [OutputVector(0, None, torch.ones(8))]})
+    ranks, scales = np.zeros((1, 1, 1), np.int32), np.ones((1, 1, 1), np.float32)
+    table = LoraTable(("q_proj",), ((8, 8),), np.zeros((1, 1, 1), np.int64), ranks, scales)
+    plain = lora_batch(torch.zeros(1), table, [LoraUse(0, 0, 0, 3, 1.0)])
+    uses = (PartsUse(parts, torch.arange(3), torch.ones(3)),)
+    batch = dataclasses.replace(plain, parts=uses)
+
+    def turned() -> torch.Tensor:
+        return kernels.linear(x.t().contiguous().t(), linear)
+
+    def with_vectors() -> torch.Tensor:
+        y = kernels.linear(x, linear)
+        kernels.add_lora(y, x, batch, 0, ("q_proj",), (0,))
+        return y
+
+    for _ in range(3):
+        x = torch.randn(3, 8)
+        expected = kernels.linear(x, linear)
+        assert torch.equal(kernels.repeat("turned", (x,), turned), expected)
+        assert torch.equal(kernels.repeat("vectors", (x, batch), with_vectors), expected + 1)
+    assert set(kernels._programs.values()) == {None}
 
 
 def test_a_failed_recording_leaves_nothing_behind(library: NativeLibrary) -> None:

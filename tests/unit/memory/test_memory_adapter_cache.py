@@ -67,6 +67,36 @@ def test_adapters_that_never_fit_together_are_refused():
         cache.require_fit([0, 1, 2])
 
 
+def test_what_is_idle_is_what_nobody_asks_for():
+    """An adapter that is held, and on its way or failed, is none of it."""
+    cache = cache_with((10, 1), (10, 1))
+    cache.hold(0)
+    cache.want(1)
+    to_device(cache, 1)
+    assert not cache.has_idle
+    cache.unwant(1)
+    assert cache.has_idle
+    cache.expire(0, SECOND)
+    cache.expire(SECOND, SECOND)
+    assert not cache.has_idle
+
+
+def test_what_expired_and_came_back_has_its_whole_time_again():
+    cache = cache_with((10, 1))
+    to_device(cache, 0)
+    cache.expire(0, SECOND)
+    cache.expire(SECOND, SECOND)
+    assert cache.residency(0) is Residency.ABSENT
+    load(cache, 0)
+    cache.expire(2 * SECOND, SECOND)
+    assert cache.residency(0) is Residency.HOST
+    to_device(cache, 0)
+    cache.expire(3 * SECOND, SECOND)
+    assert cache.residency(0) is Residency.DEVICE
+    cache.expire(4 * SECOND, SECOND)
+    assert cache.residency(0) is Residency.ABSENT
+
+
 class TestHostTier:
     def test_the_least_recently_used_idle_adapter_leaves(self):
         cache = cache_with((40, 1), (40, 1), (40, 1))

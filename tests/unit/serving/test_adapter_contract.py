@@ -281,6 +281,17 @@ def _ref(name):
     return AdapterRef("a", "default", ByName(name))
 
 
+async def test_a_signed_address_is_asked_again_and_never_shown(service, staging):
+    signed = staging.put("https://h/zh.safetensors?sig=secret")
+    report = await load(service, signed)
+    details = await service.describe_adapter(LOCAL, ZH)
+    shown = {report.source, details.source, details.versions[0].source}
+    assert shown == {"https://h/zh.safetensors"}
+    staging.asked.clear()
+    await digest_of(service, request(load_policy=LoadPolicy.ALWAYS))
+    assert [asked["path"] for asked in staging.asked] == [signed]
+
+
 class TestLoadPolicy:
     async def test_never(self, service, staging):
         await load(service)
@@ -383,6 +394,24 @@ class TestStored:
         assert [card.state for card in service.adapters(LOCAL)] == ["unfit", "unfit"]
         assert "raise lora_host_bytes" in caplog.text
 
+    async def test_what_did_not_fit_is_served_once_it_was_loaded_again(
+        self, make_service, put, state_dir, staging
+    ):
+        service = await make_service(store=AdapterStore.open(state_dir))
+        digest = put("/1")
+        await load(service)
+        await service.pin_adapter(LOCAL, ZH, None, is_pinned=True)
+        await service.close()
+        service = await make_service(store=AdapterStore.open(state_dir), lora_host_bytes=99)
+        with pytest.raises(AdapterTooLargeError):
+            await service.generate(request(), LOCAL)
+        assert service._models["a"].engine.held == frozenset()
+        put("/1", num_bytes=98)  # as staging cuts it for this server
+        await load(service, replace=True)
+        assert [card.state for card in service.adapters(LOCAL)] == ["ready"]
+        assert await digest_of(service, request()) == digest
+        assert service._models["a"].engine.held == {digest}
+
     async def test_garbage_is_collected_and_what_runs_is_not(
         self, make_service, put, state_dir, monkeypatch
     ):
@@ -432,6 +461,7 @@ async def test_a_change_is_done_even_if_its_caller_leaves(service, monkeypatch):
     with pytest.raises(asyncio.CancelledError):
         await leaving
     assert [card.name for card in service.adapters(LOCAL)] == ["zh"]
+    assert service._models["a"].engine.registered == {"digest of /1"}, "the engine was told"
 
 
 async def test_the_next_change_waits_for_one_whose_caller_left():

@@ -210,6 +210,19 @@ async def test_what_may_pass_is_tried_again(watched):
     assert watched.served == {"zh": "one"}
 
 
+async def test_it_is_tried_less_and_less_often_until_it_changes(watched):
+    await watched.start(adapter_dirs=(str(watched.folder),))
+    place = watched.put("zh", "one")
+    watched.staging.staged[str(place)] = AdapterLoadError("the worker died")
+    await watched.look()
+    watched.staging.asked.clear()
+    await watched.look(16)
+    assert len(watched.staging.asked) == 4  # 1, 3, 7 and 15 looks after the first try
+    watched.put("zh", "two")
+    await watched.look(2)
+    assert watched.served == {"zh": "two"}
+
+
 async def test_a_folder_that_is_away_takes_nothing_with_it(watched, caplog):
     watched.put("zh", "one")
     await watched.start(adapter_dirs=(str(watched.folder),))

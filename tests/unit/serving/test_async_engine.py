@@ -34,8 +34,9 @@ from loraplex.engine.messages import (
     StepDone,
 )
 from loraplex.serving import async_engine
-from loraplex.serving.async_engine import AsyncEngine, EngineState, OutputStream
+from loraplex.serving.async_engine import AsyncEngine, EngineState
 from loraplex.serving.engine_link import EngineDied, ThreadLink
+from loraplex.serving.output_stream import OutputStream
 from loraplex.testing.fake_clock import FakeClock
 from loraplex.testing.fake_engine_process import (
     FakeEngineSettings,
@@ -548,13 +549,17 @@ class TestHeldAdapters:
         await engine.start()
         await self.hold(engine, script)
         other = fake_source("other", FAKE_CAPACITY.page_geometry)
+        engine.preload(other)
         script.link.say(AdapterRejected("other", ErrorInfo("adapter_too_large", "17 pages")))
-        await until(lambda: "other" in engine._rejected)
-        with pytest.raises(AdapterTooLargeError):
+        # The preload behind it finds no such adapter: that is not the reason.
+        script.link.say(AdapterRejected("other", ErrorInfo("adapter_not_found", "no such")))
+        script.link.say(StepDone((), EngineStats(steps=7)))
+        await until(lambda: engine.stats.steps == 7)
+        with pytest.raises(AdapterTooLargeError, match="17 pages"):
             engine.submit(make_request(1, "other"), [other])
         engine.release("digest")
         engine.submit(make_request(1, "other"), [other])
-        assert RegisterAdapter(other) in script.link.commands
+        assert script.link.commands.count(RegisterAdapter(other)) == 2
 
 
 class TestActivity:

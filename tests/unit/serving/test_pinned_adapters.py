@@ -1,5 +1,8 @@
 """Pinned adapters stay on the device of an engine, from pin to unpin, whatever happens between."""
 
+import asyncio
+import threading
+
 import pytest
 
 from loraplex.core.adapter import AdapterRef, ByName
@@ -59,6 +62,28 @@ async def test_a_pin_is_of_the_version_not_of_the_name(service):
     assert await held(service) == set()
     await service.pin_adapter(LOCAL, ZH, 1, is_pinned=True)
     assert await held(service) == set()
+
+
+async def test_a_load_that_ends_meanwhile_does_not_take_the_hold_away(service, monkeypatch):
+    await service.start()
+    await load(service, "/1")
+    model = service._models["a"]
+    register, begun, may_end = model.store.register, threading.Event(), threading.Event()
+
+    def slow(*arguments, **options):
+        begun.set()
+        assert may_end.wait(20)
+        return register(*arguments, **options)
+
+    monkeypatch.setattr(model.store, "register", slow)
+    other = asyncio.create_task(load(service, "/2", name="ja"))
+    await asyncio.to_thread(begun.wait, 20)
+    pin = asyncio.create_task(service.pin_adapter(LOCAL, ZH, None, is_pinned=True))
+    while await held(service) != {"digest of /1"}:
+        await asyncio.sleep(0.001)
+    may_end.set()
+    await asyncio.gather(other, pin)
+    assert await held(service) == {"digest of /1"}
 
 
 async def test_unloaded_it_is_held_no_longer(service):

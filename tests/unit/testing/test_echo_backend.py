@@ -18,8 +18,8 @@ from loraplex.core.output import FinishReason, RequestOutput
 from loraplex.core.principal import LOCAL, Principal
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.frontends.streams import close_outputs, merge_outputs
-from loraplex.serving.backend import Backend
+from loraplex.frontends.streams import merge_outputs
+from loraplex.serving.backend import Backend, close_outputs
 from loraplex.testing import echo_tokenizer
 from loraplex.testing.echo_backend import EchoBackend, echo_chat_prompt
 from loraplex.testing.echo_sequence import echo_answer, echo_logprob

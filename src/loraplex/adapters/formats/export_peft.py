@@ -9,9 +9,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from loraplex.adapters.formats.peft_names import EMBEDDING, NORMS, parameter_path
+from loraplex.adapters.formats.peft_names import NORMS, parameter_path
 from loraplex.adapters.normal import NormalRow, RowKind
 from loraplex.adapters.tensor_file import RawTensor
+from loraplex.core.adapter import EMBEDDING
 from loraplex.core.errors import InvalidAdapterError, UnsupportedFeatureError
 
 _T = TypeVar("_T", int, float)

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from loraplex.adapters.formats.peft_names import EMBEDDING, LM_HEAD
 from loraplex.adapters.tensor_file import read_bounded
+from loraplex.core.adapter import EMBEDDING, LM_HEAD
 from loraplex.core.errors import InvalidAdapterError, LoraplexError, UnsupportedFeatureError
 
 CONFIG_NAME = "adapter_config.json"

@@ -7,9 +7,10 @@ every slot must be one that adapter_config.json speaks of.
 import numpy as np
 
 from loraplex.adapters.formats.peft_config import CONFIG_NAME, PeftConfig
-from loraplex.adapters.formats.peft_names import EMBEDDING, LM_HEAD, NORMS, Slot
+from loraplex.adapters.formats.peft_names import NORMS, Slot
 from loraplex.adapters.normal import NormalRow, RowKind
 from loraplex.adapters.tensor_file import RawTensor
+from loraplex.core.adapter import EMBEDDING, LM_HEAD
 from loraplex.core.errors import InvalidAdapterError, UnsupportedFeatureError
 
 _NUM_DIMENSIONS = {

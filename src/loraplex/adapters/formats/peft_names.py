@@ -9,6 +9,8 @@ import enum
 import re
 from typing import NamedTuple
 
+from loraplex.core.adapter import EMBEDDING, LM_HEAD
+
 
 class Slot(enum.Enum):
     """What a tensor is to its module. The value is what messages call it."""
@@ -35,8 +37,6 @@ class TensorName(NamedTuple):
     slot: Slot
 
 
-LM_HEAD = "lm_head"
-EMBEDDING = "embed_tokens"
 FINAL_NORM = "norm"
 NORMS = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
 """Of a decoder layer."""

@@ -188,7 +188,7 @@ def _require_ok(response: http.client.HTTPResponse, url: str) -> None:
     if status in _LATER:
         after = response.getheader("Retry-After", "")
         raise TryAgainError(
-            f"it answers {status} {response.reason}", float(after) if after.isdigit() else None
+            f"it answers {status} {response.reason}", float(after) if after.isdecimal() else None
         )
     if status != http.client.OK:
         raise InvalidAdapterError(
@@ -220,7 +220,8 @@ def _next_url(url: str, location: str) -> str:
     except ValueError:
         is_whole = False
     if not is_whole or parts.scheme not in ("http", "https"):
-        raise InvalidAdapterError(f"{shown(url)} leads to no address: {location!r}", param="path")
+        bare = location.partition("?")[0]  # behind it may be a signature
+        raise InvalidAdapterError(f"{shown(url)} leads to no address: {bare!r}", param="path")
     if url.startswith("https:") and parts.scheme == "http":
         raise PermissionDeniedError(
             f"{shown(url)} leads from https to http, which is not followed", param="path"

@@ -51,7 +51,7 @@ class SourcePolicy(msgspec.Struct, frozen=True, kw_only=True):
     """What arrived before may stand in for a source that does not answer."""
 
     def for_operator(self) -> "SourcePolicy":
-        """For what the operator named: flags and configuration need no further permission."""
+        """For what the operator named: any path, any host. Addresses are checked all the same."""
         return msgspec.structs.replace(self, roots=None, hosts=None, may_use_kept=True)
 
     def check_path(self, path: Path, text: str) -> None:

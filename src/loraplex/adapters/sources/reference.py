@@ -28,6 +28,7 @@ _HUB = re.compile(
 )
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 _CHECKSUM = re.compile(r"sha256=([0-9a-fA-F]{64})")
+_MAX_CHARS = 8192
 _ARCHIVES = (".zip", ".tar", ".tgz", ".gz", ".bz2", ".xz", ".zst", ".7z", ".rar")
 
 
@@ -73,6 +74,11 @@ class Reference:
 
 def parse(text: str) -> Reference:
     """Raises InvalidAdapterError."""
+    if len(text) > _MAX_CHARS:
+        raise InvalidAdapterError(
+            f"the source of an adapter has {len(text)} characters; at most {_MAX_CHARS} are read",
+            param="path",
+        )
     match = _SCHEME.match(text)
     if match is None:
         is_hub_id = _HUB_ID.fullmatch(text) is not None and not _is_here(text)
@@ -86,6 +92,13 @@ def parse(text: str) -> Reference:
             param="path",
         )
     return reference
+
+
+def shown_source(text: str) -> str:
+    """A source as anybody may see it: an address without its query. The text must have parsed."""
+    match = _SCHEME.match(text)
+    is_address = match is not None and match[1].lower() in ("http", "https")
+    return shown(text) if is_address else text
 
 
 def shown(url: str) -> str:
@@ -112,7 +125,8 @@ def _with_scheme(text: str, scheme: str, rest: str) -> Reference:
     if scheme in OBJECT_SCHEMES:
         bucket, _, key = bare.partition("/")
         _check_key(text, key)
-        if not (_BUCKET.fullmatch(bucket) and key.strip("/")):
+        # "::" would be another URL within this one, for fsspec.
+        if not (_BUCKET.fullmatch(bucket) and key.strip("/")) or "::" in key:
             raise _invalid(text, f"{scheme}://BUCKET/FOLDER")
         return Reference(SourceKind.OBJECT, f"{scheme}://{bare.rstrip('/')}", sha256=sha256)
     known = ", ".join(f"{name}://" for name in ("file", "hf", "https", "http", *OBJECT_SCHEMES))

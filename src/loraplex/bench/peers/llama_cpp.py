@@ -52,6 +52,10 @@ class LlamaCpp:
             if not (self._folder / script).is_file():
                 raise ConfigError(f"llama.cpp: {folder} has no {script}; give its source folder")
 
+    async def prepare(self, setup: Setup) -> None:
+        await self._converted_model(setup)
+        await self._converted_adapters(setup)
+
     async def start(self, setup: Setup) -> "RunningLlamaCpp":
         model = await self._converted_model(setup)
         adapters = await self._converted_adapters(setup)

@@ -38,6 +38,9 @@ class OpenVinoGenAI:
         self.name = f"OpenVINO {_WIDTHS[weight_bits]}"
         self._python = python
 
+    async def prepare(self, setup: Setup) -> None:
+        await self._exported(setup)
+
     async def start(self, setup: Setup) -> RunningWorker:
         options: dict[str, Any] = {
             "model": str(await self._exported(setup)),

@@ -25,6 +25,9 @@ class TransformersPeft:
     def __init__(self, python: Path) -> None:
         self._python = python
 
+    async def prepare(self, setup: Setup) -> None:
+        """It takes the files as they are."""
+
     async def start(self, setup: Setup) -> RunningWorker:
         worker = await WorkerProcess.start(
             self._python,

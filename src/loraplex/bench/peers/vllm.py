@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from loraplex.bench.loraplex_system import read_openai
+from loraplex.bench.completions import PATH, completion_body, read_completion
 from loraplex.bench.peers.http_server import HttpServer
 from loraplex.bench.peers.places import package_versions
 from loraplex.bench.systems import Adapter, Answer, Exchange, Setup
@@ -31,6 +31,9 @@ class VllmCpu:
 
     def __init__(self, python: Path) -> None:
         self._python = python
+
+    async def prepare(self, setup: Setup) -> None:
+        """It takes the files as they are."""
 
     async def start(self, setup: Setup) -> "RunningVllm":
         def command(host: str, port: int) -> list[str]:
@@ -116,20 +119,11 @@ class RunningVllm:
 
     async def send(self, exchange: Exchange) -> None:
         request = exchange.request
-        body = {
-            "model": self._model(request.adapter),
-            "prompt": request.prompt_token_ids,
-            "max_tokens": request.num_output_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "skip_special_tokens": False,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        await self._server.client.stream("/v1/completions", msgspec.json.encode(body), exchange)
+        body = completion_body(self._model(request.adapter), request)
+        await self._server.client.stream(PATH, body, exchange)
 
     def read(self, exchange: Exchange) -> Answer:
-        return read_openai(exchange)
+        return read_completion(exchange)
 
     async def add_adapter(self, adapter: Adapter) -> int:
         body = {"lora_name": adapter.name, "lora_path": str(adapter.path)}

@@ -13,7 +13,7 @@ from loraplex.frontends.kserve.messages import InferRequest, InferResponse, Para
 from loraplex.frontends.kserve.models.answers import Answer, output_tensors
 from loraplex.frontends.kserve.models.catalog import VERSION, TritonModel
 from loraplex.frontends.kserve.models.convert import Generation
-from loraplex.frontends.streams import close_outputs
+from loraplex.serving.backend import close_outputs
 
 
 class Inference:

@@ -27,8 +27,7 @@ from loraplex.frontends.kserve.models.catalog import (
 from loraplex.frontends.kserve.models.convert import Generation, InlineAdapter, convert
 from loraplex.frontends.kserve.models.inputs import Inputs, check_requested, read_inputs
 from loraplex.frontends.kserve.statistics import Statistics
-from loraplex.frontends.streams import close_outputs
-from loraplex.serving.backend import Backend
+from loraplex.serving.backend import Backend, close_outputs
 
 MICROSECONDS = 1_000_000
 

@@ -1,6 +1,7 @@
 """What is served: models and adapters as OpenAI lists them, and their tokenizers."""
 
 import asyncio
+from collections import Counter
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -48,10 +49,10 @@ class ModelEndpoints:
         backend = self._room.backend
         cards = {card.name: card for card in backend.models()}
         adapters = backend.adapters(principal)
-        names = [*cards, *(adapter.name for adapter in adapters)]
+        num_named = Counter([*cards, *(adapter.name for adapter in adapters)])
         entries = [_model_entry(card) for card in cards.values()]
         for adapter in adapters:
-            is_unique = names.count(adapter.name) == 1
+            is_unique = num_named[adapter.name] == 1
             name = adapter.name if is_unique else f"{adapter.model}:{adapter.name}"
             entries.append(_adapter_model_entry(adapter, cards[adapter.model], name))
         return entries

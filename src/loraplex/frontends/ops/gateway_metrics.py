@@ -35,12 +35,12 @@ _GAUGES: tuple[_Gauge, ...] = (
     (
         "vllm:kv_cache_usage_perc",
         "KV-cache usage. 1 means 100 percent usage.",
-        lambda stats: _kv_usage(stats),
+        lambda stats: stats.kv_usage,
     ),
     (
         "vllm:gpu_cache_usage_perc",
         "The same by its older name.",
-        lambda stats: _kv_usage(stats),
+        lambda stats: stats.kv_usage,
     ),
 )
 
@@ -108,8 +108,3 @@ class GatewayCollector(Collector):
 def _joined(names: Iterable[str]) -> str:
     """A name with a comma cannot be told."""
     return ",".join(sorted(name for name in names if "," not in name))
-
-
-def _kv_usage(stats: EngineStats) -> float:
-    num_blocks = stats.blocks_held + stats.blocks_cached + stats.blocks_free
-    return stats.blocks_held / num_blocks if num_blocks else 0.0

@@ -52,7 +52,7 @@ _GAUGES: tuple[_Family, ...] = (
         "kv_cache_usage_ratio",
         "Share of the KV cache blocks that sequences hold, 0 to 1.",
         None,
-        lambda stats: {"": _ratio(stats.blocks_held, _num_blocks(stats))},
+        lambda stats: {"": stats.kv_usage},
     ),
     (
         "adapter_device_pages",
@@ -238,11 +238,3 @@ def _filled(
         for label_value, value in values(of_model).items():
             family.add_metric([model] if label is None else [model, label_value], value)
     return family
-
-
-def _num_blocks(stats: EngineStats) -> int:
-    return stats.blocks_held + stats.blocks_cached + stats.blocks_free
-
-
-def _ratio(part: int, whole: int) -> float:
-    return part / whole if whole else 0.0

@@ -88,6 +88,9 @@ class NativeKernels:
 
     def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
         assert isinstance(packed, PackedWeight)
+        if x.stride(1) != 1:
+            x = x.contiguous()
+            self._recorder.give_up()
         return self._output(self._linear.apply(x, packed))
 
     def linear_apart(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
@@ -124,6 +127,8 @@ class NativeKernels:
         modules: Sequence[str],
         out_offsets: Sequence[int],
     ) -> None:
+        if batch.parts:  # torch adds these
+            self._recorder.give_up()
         self._lora.add(y, x, batch, layer, modules, out_offsets)
 
     def allocate_kv(self, num_blocks: int, shape: AttentionShape, dtype: torch.dtype) -> KVStorage:

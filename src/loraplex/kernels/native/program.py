@@ -98,6 +98,10 @@ class Recorder:
             self._outputs.append(tensor)
         return tensor
 
+    def give_up(self) -> None:
+        """What is computed now is not the work of native calls alone: no program can repeat it."""
+        self._is_complete = False
+
     def record(
         self, parameters: Sequence[int], compute: Callable[[], torch.Tensor]
     ) -> tuple[torch.Tensor, Program | None]:

@@ -1,0 +1,83 @@
+"""What an adapter takes in each tier, in bytes: as `loraplex plan` counts, and so a server."""
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from loraplex.core.config import child_environment
+from loraplex.core.errors import ConfigError
+
+
+class AdapterRoom(msgspec.Struct, frozen=True, kw_only=True):
+    """In bytes."""
+
+    device_bytes: int
+    """Whole pages, of one adapter."""
+    host_bytes: int
+    least_device_bytes: int
+    """That a server takes for the device tier: one adapter of the largest rank."""
+
+    def flags(self, num_adapters: int) -> list[str]:
+        """Of a server whose tiers hold so many of these at once, and no more."""
+        device_bytes = max(num_adapters * self.device_bytes, self.least_device_bytes)
+        host_bytes = num_adapters * self.host_bytes
+        return ["--lora-device-bytes", str(device_bytes), "--lora-host-bytes", str(host_bytes)]
+
+
+async def adapter_room(model: Path, adapter: Path, flags: Sequence[str]) -> AdapterRoom:
+    """flags: those of the server that decide it. Raises ConfigError."""
+    command = [sys.executable, "-m", "loraplex", "plan", str(model), "--json"]
+    process = await asyncio.create_subprocess_exec(
+        *(*command, "--adapters", str(adapter), *flags),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=child_environment(),
+    )
+    output, errors = await process.communicate()
+    try:
+        plan = msgspec.json.decode(output, type=_Plan)
+    except msgspec.DecodeError:
+        reason = errors.decode(errors="replace").strip()
+        raise ConfigError(f"loraplex plan failed for {model}: {reason}") from None
+    (planned,) = plan.adapters.adapters
+    if planned.problem:
+        raise ConfigError(f"{adapter} cannot be served: {planned.problem}")
+    device = plan.memory.device
+    return AdapterRoom(
+        device_bytes=planned.device_bytes,
+        host_bytes=planned.host_bytes,
+        least_device_bytes=max(fit.pages for fit in device.fits) * device.page_bytes,
+    )
+
+
+class _Planned(msgspec.Struct):
+    device_bytes: int
+    host_bytes: int
+    problem: str
+
+
+class _Adapters(msgspec.Struct):
+    adapters: tuple[_Planned, ...]
+
+
+class _Fit(msgspec.Struct):
+    pages: int
+
+
+class _Device(msgspec.Struct):
+    page_bytes: int
+    fits: tuple[_Fit, ...]
+
+
+class _Memory(msgspec.Struct):
+    device: _Device
+
+
+class _Plan(msgspec.Struct):
+    """What matters of it."""
+
+    memory: _Memory
+    adapters: _Adapters

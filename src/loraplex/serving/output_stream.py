@@ -1,0 +1,26 @@
+"""What an engine says about one request, on its way to whoever reads it."""
+
+import asyncio
+from collections.abc import Collection, Hashable
+
+from loraplex.core.output import EngineOutput
+
+
+class OutputStream:
+    """The outputs of one request. A slow reader finds them merged; it never holds a step back."""
+
+    def __init__(self, labels: Collection[Hashable] = ()) -> None:
+        self.labels = labels
+        self._pending: list[EngineOutput] = []
+        self._filled = asyncio.Event()
+
+    def put(self, output: EngineOutput) -> None:
+        self._pending.append(output)
+        self._filled.set()
+
+    async def take(self) -> list[EngineOutput]:
+        """All outputs since the last call; waits for at least one. None follow a finished one."""
+        await self._filled.wait()
+        self._filled.clear()
+        outputs, self._pending = self._pending, []
+        return outputs
