@@ -9,7 +9,6 @@ import asyncio
 import dataclasses
 import functools
 import hashlib
-import itertools
 import shutil
 import tempfile
 from pathlib import Path
@@ -140,13 +139,10 @@ def expected(digest: str, num_tokens: int) -> list[int]:
     return MODEL.answer(request, 0, num_tokens)
 
 
-_REQUEST_IDS = itertools.count(1)
-
-
 async def start_request(service, key, num_tokens, policy=LoadPolicy.AUTO):
     return await service.generate(
         GenerateRequest(
-            request_id=next(_REQUEST_IDS),
+            request_id=service.new_request_id(),
             model="m",
             prompt=PROMPT,
             sampling=SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True),

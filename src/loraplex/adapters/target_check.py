@@ -38,10 +38,11 @@ def check_targets(targets: Iterable[LoraTarget], shapes: BaseShapes, max_rank: i
 
 
 def _size(part: TargetPart, pieces: list[LoraTarget]) -> tuple[int, int]:
-    """(in_features, out_features) of LoRA, (1, out_features) of a vector, else (rows, columns)."""
+    """(in_features, out_features) of LoRA, (vectors, out_features) of them, else (rows, columns)."""
     if part in _BY_OUTPUTS:
         num_outputs = sum(piece.out_features for piece in pieces)
-        return (pieces[0].in_features if part is TargetPart.LORA else 1, num_outputs)
+        first = pieces[0]
+        return (first.in_features if part is TargetPart.LORA else first.rank, num_outputs)
     return sum(piece.rank for piece in pieces), pieces[0].out_features
 
 
@@ -55,7 +56,9 @@ def _needed(place: _Place, pieces: list[LoraTarget], shapes: BaseShapes) -> tupl
         case TargetPart.LORA:
             return features
         case TargetPart.FACTOR | TargetPart.BIAS | TargetPart.SHIFT:
-            return None if features is None else (1, features[1])
+            # A factor has a second vector for the bias that it must not scale.
+            has_two = part is TargetPart.FACTOR and module in shapes.biased_modules
+            return None if features is None else (2 if has_two else 1, features[1])
     if layer >= 0 or module not in (EMBEDDING, LM_HEAD):
         return None
     num_rows = sum(piece.rank for piece in pieces)
