@@ -38,7 +38,7 @@ def check_targets(targets: Iterable[LoraTarget], shapes: BaseShapes, max_rank: i
 
 
 def _size(part: TargetPart, pieces: list[LoraTarget]) -> tuple[int, int]:
-    """(in_features, out_features) of LoRA, (vectors, out_features) of them, else (rows, columns)."""
+    """(in_features, out_features) of LoRA, (number, out_features) of vectors, (rows, columns)."""
     if part in _BY_OUTPUTS:
         num_outputs = sum(piece.out_features for piece in pieces)
         first = pieces[0]
