@@ -31,6 +31,7 @@ from loraplex.serving.served_model import ServedModel
 logger = logging.getLogger(__name__)
 
 _NUM_NAME_DIGITS = 12
+_FETCH = "fetch"
 
 
 class AdapterLoading:
@@ -119,6 +120,7 @@ class AdapterLoading:
             max_rank=model.config.max_lora_rank,
             pool_dtype=model.card.dtype,
         )
+        self._observe(model, staged)
         if staged.changes_nothing:
             raise InvalidAdapterError(
                 "the adapter in the request changes nothing: every B of lora_weights is zero",
@@ -242,8 +244,16 @@ class AdapterLoading:
             reads_again=reads_again,
             is_trusted=is_trusted,
         )
-        self.times.observe(model.card.name, "stage", sum(staged.seconds.values()))
+        self._observe(model, staged)
         return staged
+
+    def _observe(self, model: ServedModel, staged: StagedAdapter) -> None:
+        """A remote source was fetched first."""
+        fetch_seconds = staged.seconds.get(_FETCH)
+        if fetch_seconds is not None:
+            self.times.observe(model.card.name, _FETCH, fetch_seconds)
+        stage_seconds = sum(staged.seconds.values()) - (fetch_seconds or 0.0)
+        self.times.observe(model.card.name, "stage", stage_seconds)
 
     async def _canary(
         self,

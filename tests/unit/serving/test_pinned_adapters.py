@@ -119,3 +119,11 @@ async def test_memory(service):
     assert (fit.rank, fit.pages, fit.holds) == (1, 20, 0)
     assert (await service.stored_adapters("a")).adapters == 1
     assert sum(service.load_times("a")["stage"].counts) == 1
+
+
+async def test_what_was_fetched_has_a_stage_of_its_own(service, staging):
+    await service.start()
+    staging.put("/far", seconds={"fetch": 2.0, "read": 0.25, "hash": 0.25})
+    await load(service, "/far")
+    times = service.load_times("a")
+    assert (times["fetch"].total_ns, times["stage"].total_ns) == (2_000_000_000, 500_000_000)
