@@ -38,7 +38,7 @@ def test_the_server_takes_them(tmp_path):
         path, state_dir = str(tmp_path / name), str(tmp_path / "state")
         got = stage(StageRequest(request_id=1, path=path, state_dir=state_dir, shapes=CAPITALS))
         assert len(got.source.targets) == CAPITALS.num_layers * len(MODULES)
-        assert set(got.ranks.values()) == {(4, 4)}
+        assert set(got.source.ranks.values()) == {(4, 4)}
         assert (got.changes_nothing, got.warnings) == (False, ())
 
 
