@@ -29,7 +29,7 @@ import torch
 from machine_limits import MachineLimits, measure_limits
 
 from loraplex.bench.machine import this_code, this_machine
-from loraplex.core.adapter import AdapterHandle, AdapterSource, AdapterUse, LoraTarget
+from loraplex.core.adapter import AdapterSource, AdapterUse, LoraTarget
 from loraplex.core.clock import SystemClock
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
@@ -42,7 +42,7 @@ from loraplex.kernels.native.library import NativeLibrary
 from loraplex.models.config import DecoderConfig, module_shapes
 from loraplex.models.registry import read_config
 from loraplex.scheduling.settings import SchedulerSettings
-from loraplex.testing.fake_loader import FakeLoad
+from loraplex.testing.instant_loader import InstantLoader
 
 RANK = 8
 MODULES = ("q_proj", "k_proj", "v_proj")
@@ -130,36 +130,17 @@ def _least_seconds(function: Callable[..., Any], arguments: Sequence[Any]) -> fl
     return min(times)
 
 
-class RandomLoader:
-    """Implements engine.runner.AdapterLoader: adapters come from a random generator at once."""
-
-    def __init__(self, host: HostAdapters, dtype: torch.dtype) -> None:
-        self._host = host
-        self._dtype = dtype
-        self._loaded: list[FakeLoad] = []
-
-    def start(self, handle: AdapterHandle, source: AdapterSource) -> None:
-        weights = tuple(
-            HostWeight(
-                target,
-                (torch.randn(target.rank, target.in_features) / 100).to(self._dtype),
-                (torch.randn(target.out_features, target.rank) / 100).to(self._dtype),
-                1.0,
-            )
-            for target in source.targets
+def random_adapter(source: AdapterSource, dtype: torch.dtype) -> HostAdapter:
+    weights = tuple(
+        HostWeight(
+            target,
+            (torch.randn(target.rank, target.in_features) / 100).to(dtype),
+            (torch.randn(target.out_features, target.rank) / 100).to(dtype),
+            1.0,
         )
-        self._host.put(handle, HostAdapter(source.digest, weights))
-        self._loaded.append(FakeLoad(handle))
-
-    def poll(self) -> list[FakeLoad]:
-        loaded, self._loaded = self._loaded, []
-        return loaded
-
-    def discard(self, handle: AdapterHandle) -> None:
-        self._host.discard(handle)
-
-    def close(self) -> None:
-        pass
+        for target in source.targets
+    )
+    return HostAdapter(source.digest, weights)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +157,7 @@ def make_subject(folder: Path, dtype: str, max_num_seqs: int) -> Subject:
         host = HostAdapters()
         settings = RunnerSettings(dtype=dtype, max_model_len=2 * CONTEXT, max_num_seqs=max_num_seqs)
         runner = load_runner(folder, settings, host)
-    loader = RandomLoader(host, getattr(torch, dtype))
+    loader = InstantLoader(host, lambda source: random_adapter(source, getattr(torch, dtype)))
     scheduling = SchedulerSettings(enable_prefix_cache=False)
     engine = build_engine(runner, loader, SystemClock(), scheduling, adapter_host_bytes=1 << 30)
     _time_sections(engine, runner, ledger)

@@ -17,6 +17,7 @@ from loraplex.bench.adapter_tiers import (
 )
 from loraplex.bench.machine import Code, Machine, machine_lines
 from loraplex.bench.markdown import markdown_table
+from loraplex.bench.report_files import write_dated
 from loraplex.bench.statistics import (
     Percentiles,
     Ratio,
@@ -27,7 +28,6 @@ from loraplex.bench.statistics import (
     summarize,
 )
 from loraplex.bench.workload import Workload
-from loraplex.core.errors import ConfigError
 
 _NONE = "-"
 
@@ -156,17 +156,7 @@ def write_churn(report: ChurnReport, folder: Path) -> tuple[Path, Path]:
 
     Raises ConfigError if it cannot be written.
     """
-    commit = (report.code.commit or report.code.version)[:12]
-    moment = report.created.replace("-", "").replace(":", "").partition("+")[0]
-    json_path = folder / f"adapter-churn-{moment}-{commit}.json"
-    markdown_path = json_path.with_suffix(".md")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        json_path.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
-        markdown_path.write_text(markdown(report), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write a report into {folder}: {error.strerror}") from error
-    return json_path, markdown_path
+    return write_dated(report, markdown(report), folder, kind="adapter-churn")
 
 
 def markdown(report: ChurnReport) -> str:

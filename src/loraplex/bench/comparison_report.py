@@ -15,6 +15,7 @@ from loraplex.bench.findings import (
 from loraplex.bench.journal import Checked, Header, Journal, Started
 from loraplex.bench.machine import machine_lines
 from loraplex.bench.markdown import markdown_table
+from loraplex.bench.report_files import write_pair
 from loraplex.bench.statistics import Percentiles, Ratio
 from loraplex.core.errors import ConfigError
 
@@ -53,16 +54,11 @@ def comparison_report(journal: Journal) -> ComparisonReport:
 
 def write_comparison(report: ComparisonReport, stem: Path) -> tuple[Path, Path]:
     """Write STEM.json and STEM.md; gives both paths. Raises ConfigError."""
-    json_path, markdown_path = (
-        stem.with_name(stem.name + ".json"),
-        stem.with_name(stem.name + ".md"),
-    )
+    json_path = stem.with_name(stem.name + ".json")
     try:
-        json_path.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
-        markdown_path.write_text(comparison_markdown(report), encoding="utf-8")
+        return write_pair(report, comparison_markdown(report), json_path)
     except OSError as error:
         raise ConfigError(f"cannot write {json_path}: {error.strerror}") from error
-    return json_path, markdown_path
 
 
 def comparison_markdown(report: ComparisonReport) -> str:

@@ -11,6 +11,7 @@ import msgspec
 
 from loraplex.bench.machine import Code, Machine, machine_lines
 from loraplex.bench.markdown import markdown_table
+from loraplex.bench.report_files import write_dated
 from loraplex.bench.settings import Settings
 from loraplex.bench.statistics import Percentiles, Ratio, RunStatistics
 from loraplex.bench.workload import Workload
@@ -74,17 +75,7 @@ def write_report(report: Report, folder: Path) -> tuple[Path, Path]:
 
     Raises ConfigError if it cannot be written.
     """
-    commit = (report.code.commit or report.code.version)[:12]
-    moment = report.created.replace("-", "").replace(":", "").partition("+")[0]
-    json_path = folder / f"bench-{moment}-{commit}.json"
-    markdown_path = json_path.with_suffix(".md")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        json_path.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
-        markdown_path.write_text(markdown(report), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write a report into {folder}: {error.strerror}") from error
-    return json_path, markdown_path
+    return write_dated(report, markdown(report), folder, kind="bench")
 
 
 def read_report(path: Path) -> Report:

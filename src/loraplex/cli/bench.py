@@ -6,16 +6,15 @@ import asyncio
 import importlib.util
 from collections.abc import Coroutine
 from pathlib import Path
-from types import TracebackType
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 import typer
-from tqdm import tqdm
 
 from loraplex.bench.report import Report, markdown, write_report
 from loraplex.bench.settings import Settings
 from loraplex.bench.workload import Workload, parse_arrivals, parse_lengths, parse_popularity
 from loraplex.cli.options import errors_to_exit_code
+from loraplex.cli.run_bar import RunBar
 from loraplex.core.errors import ConfigError
 from loraplex.testing.capitals import BASE_PATH
 
@@ -126,22 +125,8 @@ def _show(report: Report, output: Path | None) -> None:
         raise typer.Exit(1)
 
 
-class _Bar:
-    """A progress bar on standard error. Implements bench.suite.Progress."""
-
-    def __init__(self) -> None:
-        self._bar = tqdm(desc="starting", unit="run", leave=False, disable=None)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._bar.close()
+class _Bar(RunBar):
+    """Implements bench.suite.Progress."""
 
     def begin(self, num_runs: int) -> None:
         self._bar.set_description("measuring")

@@ -4,13 +4,12 @@ import asyncio
 import importlib.util
 import os
 from pathlib import Path
-from types import TracebackType
-from typing import Annotated, Self
+from typing import Annotated
 
 import typer
-from tqdm import tqdm
 
 from loraplex.cli.options import errors_to_exit_code
+from loraplex.cli.run_bar import RunBar
 from loraplex.core.config import cache_directory
 from loraplex.core.errors import ConfigError
 
@@ -145,22 +144,8 @@ def _place(text: str) -> tuple[str, Path]:
     return name, Path(path)
 
 
-class _Bar:
-    """A progress bar on standard error. Implements bench.comparison.Progress."""
-
-    def __init__(self) -> None:
-        self._bar = tqdm(desc="starting", unit="run", leave=False, disable=None)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._bar.close()
+class _Bar(RunBar):
+    """Implements bench.comparison.Progress."""
 
     def begin(self, num_runs: int) -> None:
         self._bar.reset(num_runs)

@@ -29,6 +29,16 @@ class TokenLogprob(msgspec.Struct, frozen=True):
     """(token id, log probability), most likely first."""
 
 
+class LogitsFile(msgspec.Struct, frozen=True):
+    """Logits, too large for a message: float32 [num_rows, vocab_size] in native order.
+
+    Whoever takes it in reads and deletes the file.
+    """
+
+    path: str
+    num_rows: int
+
+
 class SequenceDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     """What one step added to one sequence of a request."""
 
@@ -38,6 +48,10 @@ class SequenceDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     """The token that ended it, when finish_reason is STOP. It is the last of token_ids."""
+    logits: tuple[LogitsFile, ...] = ()
+    """Of token_ids, in order, if the request returns them."""
+    cumulative_logprob: float | None = None
+    """Of a beam's whole answer, in its only delta; other sequences' is the sum of their own."""
 
 
 class RequestTiming(msgspec.Struct, frozen=True):
@@ -61,6 +75,8 @@ class EngineOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     deltas: tuple[SequenceDelta, ...] = ()
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     """Once, with the first token: one entry per prompt token, None for the first."""
+    prompt_logits: tuple[LogitsFile, ...] = ()
+    """Of the prompt's positions, in order, if the request returns them."""
     finished: bool = False
     error: ErrorInfo | None = None
     timing: RequestTiming | None = None

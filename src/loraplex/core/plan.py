@@ -12,7 +12,7 @@ import msgspec
 
 from loraplex.core.adapter import AdapterHandle, LoraTarget
 from loraplex.core.errors import ErrorInfo
-from loraplex.core.output import TokenLogprob
+from loraplex.core.output import LogitsFile, TokenLogprob
 from loraplex.core.sampling_params import SamplingParams
 
 Slot = int
@@ -62,11 +62,14 @@ class RowStep(msgspec.Struct, frozen=True, omit_defaults=True):
     num_tokens: int
     token_ids: tuple[int, ...] | None = None
     draft_token_ids: tuple[int, ...] = ()
+    """Guesses at what follows the row's newest token. They are computed with it, and the sampler
+    takes the ones that it would have chosen: a guess changes no token."""
     new_block_ids: tuple[tuple[BlockId, ...], ...] = ((),)
     """Per KV group, appended to the row's block table."""
     logits: LogitsNeeded = LogitsNeeded.LAST
     num_logprobs: int | None = None
-    mask_id: int | None = None
+    num_candidates: int = 0
+    """Of a beam: instead of a token, this many most likely next ones are wanted."""
 
 
 class BlockCopy(msgspec.Struct, frozen=True):
@@ -77,6 +80,14 @@ class BlockCopy(msgspec.Struct, frozen=True):
     target: BlockId
 
 
+class BlockTransfer(msgspec.Struct, frozen=True):
+    """Copy the KV of a block to the host's memory, or back."""
+
+    kv_group: int
+    device_block: BlockId
+    host_block: BlockId
+
+
 class AdapterCopy(msgspec.Struct, frozen=True):
     """Start to copy an adapter from the host tier into these device pages."""
 
@@ -85,12 +96,20 @@ class AdapterCopy(msgspec.Struct, frozen=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """One step. Order: rows leave, rows join, blocks are copied, adapter copies start, rows run."""
+    """One step.
+
+    Order: rows leave, rows join, blocks are offloaded, then loaded back, then copied; adapter
+    copies start, rows run.
+    """
 
     step_id: int
     removed: tuple[Slot, ...] = ()
     added: tuple[RowAdded, ...] = ()
     rows: tuple[RowStep, ...] = ()
+    block_offloads: tuple[BlockTransfer, ...] = ()
+    """Device to host: of sequences that lose their blocks."""
+    block_loads: tuple[BlockTransfer, ...] = ()
+    """Host to device."""
     block_copies: tuple[BlockCopy, ...] = ()
     adapter_copies: tuple[AdapterCopy, ...] = ()
 
@@ -113,6 +132,14 @@ class RowResult(msgspec.Struct, frozen=True, omit_defaults=True):
     """One per token, when num_logprobs was set."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     """With LogitsNeeded.ALL: of the token after each computed position, where it is known."""
+    forced_token_ids: tuple[int, ...] = ()
+    """What a grammar makes likely to follow the new tokens: guesses for the next step."""
+    candidates: tuple[tuple[int, float], ...] = ()
+    """Of a beam: (token id, log probability after penalties), most likely first; and no token."""
+    logits: LogitsFile | None = None
+    """One row per new token, of a request that returns them."""
+    prompt_logits: LogitsFile | None = None
+    """One row per computed position of the prompt, of a request that returns them."""
     error: ErrorInfo | None = None
 
 
@@ -159,6 +186,12 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     """Per KV group."""
     num_kv_groups: int = 1
+    num_host_blocks: int = 0
+    """For the KV of preempted sequences; 0: it is computed again."""
+    attention_window: int | None = None
+    """A position sees so many newest positions, itself included; None: all before it."""
+    num_sink_tokens: int = 0
+    """With a window: so many first positions are seen, too."""
     max_num_seqs: int
     """Slots."""
     max_model_len: int

@@ -7,6 +7,7 @@ import msgspec
 
 from loraplex.core.adapter import AdapterChoice, AdapterUse, LoadPolicy
 from loraplex.core.errors import InvalidParameterError
+from loraplex.core.retention import KVRetention
 from loraplex.core.sampling_params import SamplingParams
 
 RequestId = int
@@ -36,6 +37,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     """Lower is sooner."""
     timeout_seconds: float | None = None
+    end_id: int | None = None
+    """The end-of-text token instead of the model's own; -1: none."""
+    retention: KVRetention | None = None
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +60,13 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     deadline_ns: int | None
     requires_resident: bool = False
     """Refuse it if an adapter would have to be read from its file first."""
+    retention: KVRetention | None = None
+    outputs: tuple[tuple[int, ...], ...] = ()
+    """By sequence, the tokens that an engine gave before it died: they are not given again."""
+    ended: tuple[int, ...] = ()
+    """Indices of the sequences that had ended by then."""
+    prompt_scores_told: bool = False
+    """Its prompt log probabilities (and logits) were delivered by then."""
 
 
 def check_adapters(adapters: Sequence[AdapterChoice]) -> None:

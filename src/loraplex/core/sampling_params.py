@@ -2,7 +2,9 @@
 
 import msgspec
 
+from loraplex.core.beam_search import BeamSearch
 from loraplex.core.errors import InvalidParameterError
+from loraplex.core.grammar import Grammar
 
 MAX_LOGPROBS = 20
 MAX_N = 128
@@ -20,24 +22,53 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     min_tokens: int = 0
     """No end-of-text or stop token before this many new tokens."""
     n: int = 1
+    """Sequences that come back."""
+    best_of: int | None = None
+    """Sequences that are made; the n with the highest mean log probability come back. None: n."""
+    beam: BeamSearch | None = None
+    """Beam search; the n best hypotheses come back."""
     temperature: float = 1.0
     """0 is greedy."""
     top_k: int = 0
     """0 (or -1) is all tokens."""
     top_p: float = 1.0
+    top_p_decay: float = 1.0
+    """Each new token multiplies top_p with this, down to top_p_min (TensorRT-LLM)."""
+    top_p_min: float = 1e-6
+    top_p_reset_id: int | None = None
+    """After this token, top_p is again what it was at first."""
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    no_repeat_ngram_size: int = 0
+    """No run of so many tokens comes twice, in prompt and output together; 0: it may."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit), each id once, ascending."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Only these are chosen; empty: all may be."""
+    bad_words: tuple[str, ...] = ()
+    """Texts that are not to come; admission makes them bad_token_ids."""
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    """Runs of tokens that are not to come."""
+    grammar: Grammar | None = None
+    """What the output must match."""
+    num_draft_tokens: int | None = None
+    """Guessed ahead at most, from what the text repeats; 0: none; None: the server's setting."""
     seed: int | None = None
     """None: drawn at admission and then fixed, so a replay gives the same tokens."""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    stop_token_sequences: tuple[tuple[int, ...], ...] = ()
+    """Runs of tokens that end the output."""
     include_stop_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None
     """None: none; 0: of the chosen token; k: also of the k most likely."""
     prompt_logprobs: int | None = None
+    return_logits: bool = False
+    """Of every new token: the whole vocabulary's, before anything is done to them."""
+    return_prompt_logits: bool = False
     skip_special_tokens: bool = True
 
     def validate(self) -> None:
@@ -97,6 +128,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                     f"a stop string must be valid Unicode, {text!r} has a lone surrogate",
                     param="stop",
                 )
+
+    @property
+    def num_sequences(self) -> int:
+        """How many are made at the same time."""
+        if self.beam is not None:
+            return self.beam.width
+        return self.n if self.best_of is None else self.best_of
 
     @property
     def is_greedy(self) -> bool:

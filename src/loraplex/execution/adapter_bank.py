@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from loraplex.core.adapter import (
+    LM_HEAD,
     OUTSIDE_LAYERS,
     AdapterHandle,
     LoraTarget,
@@ -21,7 +22,7 @@ from loraplex.core.plan import PageGeometry, PageId
 from loraplex.execution.dora import with_factors
 from loraplex.execution.host_adapters import HostAdapter, HostWeight
 from loraplex.execution.resident_parts import PartsWriter
-from loraplex.kernels.adapter_parts import LM_HEAD, AdapterParts, PartsUse
+from loraplex.kernels.adapter_parts import AdapterParts, PartsUse
 from loraplex.kernels.host_memory import zeroed
 from loraplex.kernels.lora import LoraBatch, LoraTable, LoraUse, lora_batch
 from loraplex.memory.adapter_pages import place

@@ -4,11 +4,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from loraplex.core.adapter import TargetPart
+from loraplex.core.adapter import EMBEDDING, LM_HEAD, TargetPart
 from loraplex.execution.host_adapters import HostPart
 from loraplex.kernels.adapter_parts import (
-    EMBEDDING,
-    LM_HEAD,
     AdapterParts,
     EmbeddingLora,
     OutputVector,

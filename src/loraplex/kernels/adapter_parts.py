@@ -10,10 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from loraplex.core.adapter import EMBEDDING, LM_HEAD
 from loraplex.kernels.host_tiles import tiled_product
-
-EMBEDDING = "embed_tokens"
-LM_HEAD = "lm_head"
 
 
 class OutputVector(NamedTuple):

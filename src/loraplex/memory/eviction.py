@@ -52,8 +52,8 @@ class EvictionPolicy(Protocol):
         ...
 
 
-class LRU:
-    """Least recently used first. All operations but `choose` and `sizes` are O(1)."""
+class _Sizes:
+    """The sizes of what is in an order, in the order of joining; their sum is kept."""
 
     def __init__(self) -> None:
         self._sizes: dict[AdapterHandle, int] = {}
@@ -73,6 +73,10 @@ class LRU:
 
     def remove(self, handle: AdapterHandle) -> None:
         self._total_size -= self._sizes.pop(handle)
+
+
+class LRU(_Sizes):
+    """Least recently used first. All operations but `choose` and `sizes` are O(1)."""
 
     def choose(self, size: int) -> list[AdapterHandle]:
         chosen: list[AdapterHandle] = []
@@ -148,30 +152,20 @@ class GreedyDualPolicy:
         self._faded = max(self._faded, worth.value)
 
 
-class _LeastWorth:
+class _LeastWorth(_Sizes):
     """One order of a GreedyDualPolicy. `choose` is O(n), the rest O(1) but for `sizes`."""
 
     def __init__(self, policy: GreedyDualPolicy) -> None:
+        super().__init__()
         self._policy = policy
-        self._sizes: dict[AdapterHandle, int] = {}
         self._worths: dict[AdapterHandle, _Worth] = {}
-        self._total_size = 0
-
-    @property
-    def total_size(self) -> int:
-        return self._total_size
-
-    def __len__(self) -> int:
-        return len(self._sizes)
 
     def add(self, handle: AdapterHandle, size: int) -> None:
-        assert handle not in self._sizes, f"adapter {handle} is in the order already"
-        self._sizes[handle] = size
+        super().add(handle, size)
         self._worths[handle] = self._policy.worth_now(handle, size)
-        self._total_size += size
 
     def remove(self, handle: AdapterHandle) -> None:
-        self._total_size -= self._sizes.pop(handle)
+        super().remove(handle)
         del self._worths[handle]
 
     def choose(self, size: int) -> list[AdapterHandle]:

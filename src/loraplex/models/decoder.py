@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from loraplex.core.adapter import OUTSIDE_LAYERS
-from loraplex.kernels.adapter_parts import LM_HEAD, add_vectors, embed, replace_logits
+from loraplex.core.adapter import LM_HEAD, OUTSIDE_LAYERS
+from loraplex.kernels.adapter_parts import add_vectors, embed, replace_logits
 from loraplex.kernels.lora import batch_of_rows, head_blocks
 from loraplex.kernels.ops import AttentionPlan, Kernels, KVStorage
 from loraplex.models.attention import Attention, attention_shape

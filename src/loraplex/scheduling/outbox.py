@@ -74,9 +74,9 @@ class Outbox:
                 request_id,
                 tuple(draft.deltas),
                 draft.prompt_logprobs,
-                draft.finished,
-                draft.error,
-                draft.timing,
+                finished=draft.finished,
+                error=draft.error,
+                timing=draft.timing,
             )
             for request_id, draft in drafts.items()
         ]

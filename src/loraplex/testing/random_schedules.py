@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from loraplex.core.adapter import AdapterHandle, AdapterSource, AdapterUse, LoraTarget
+from loraplex.core.adapter import AdapterSource, AdapterUse, LoraTarget
 from loraplex.core.clock import SystemClock
 from loraplex.core.output import EngineOutput
 from loraplex.core.plan import LogitsNeeded, RowAdded, RowResult, RowStep, Slot
@@ -24,7 +24,7 @@ from loraplex.execution.sampler import Sampler, num_logits_rows
 from loraplex.memory.adapter_pages import place
 from loraplex.models.config import DecoderConfig, module_shapes
 from loraplex.scheduling.settings import SchedulerSettings
-from loraplex.testing.fake_loader import FakeLoad
+from loraplex.testing.instant_loader import InstantLoader
 
 Bits = dict[int, int]
 """Hash of the logits by position."""
@@ -53,17 +53,16 @@ class RecordingSampler(Sampler):
         return super().sample(logits, steps)
 
 
-class RandomAdapters:
-    """Implements engine.runner.AdapterLoader over adapters of random numbers."""
+class RandomAdapters(InstantLoader):
+    """Adapters of random numbers."""
 
     def __init__(self, host: HostAdapters, config: DecoderConfig, ranks: Sequence[int]) -> None:
         """Adapter i has ranks[i] on modules of its own choice; it is applied strongly."""
-        self._host = host
         self._adapters = {
             f"adapter {index}": _random_adapter(f"adapter {index}", config, rank, index)
             for index, rank in enumerate(ranks)
         }
-        self._loaded: list[FakeLoad] = []
+        super().__init__(host, lambda source: self._adapters[source.digest])
 
     @property
     def sources(self) -> list[AdapterSource]:
@@ -71,20 +70,6 @@ class RandomAdapters:
             AdapterSource(digest, "", adapter.num_bytes, adapter.targets)
             for digest, adapter in self._adapters.items()
         ]
-
-    def start(self, handle: AdapterHandle, source: AdapterSource) -> None:
-        self._host.put(handle, self._adapters[source.digest])
-        self._loaded.append(FakeLoad(handle))
-
-    def poll(self) -> list[FakeLoad]:
-        loaded, self._loaded = self._loaded, []
-        return loaded
-
-    def discard(self, handle: AdapterHandle) -> None:
-        self._host.discard(handle)
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 @dataclasses.dataclass(slots=True)

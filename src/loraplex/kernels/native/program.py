@@ -17,7 +17,6 @@ import torch
 
 from loraplex.kernels.native.library import NativeFunction, NativeLibrary, Pointer, Real, Size
 
-_HEAD_WORDS = 3
 _ALIGNMENT = 64
 
 
