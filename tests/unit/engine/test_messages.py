@@ -18,6 +18,7 @@ from loraplex.core.output import (
 from loraplex.core.plan import (
     AdapterCopy,
     BlockCopy,
+    BlockTransfer,
     LogitsNeeded,
     RowAdded,
     RowResult,
@@ -187,15 +188,17 @@ def test_plans_and_results_can_be_logged():
         removed=(1,),
         added=(RowAdded(0, 5, SAMPLING, UINT64, 1, (1, 2), 2, (2,), ((3, 0.5),)),),
         rows=(
-            RowStep(0, 0, 2, (1, 2), (), ((4, 5),), LogitsNeeded.ALL, 3, 1),
+            RowStep(0, 0, 2, (1, 2), (), ((4, 5),), LogitsNeeded.ALL, 3, 4),
             RowStep(2, 7, 1),
         ),
+        block_offloads=(BlockTransfer(0, 1, 2),),
+        block_loads=(BlockTransfer(0, 3, 4),),
         block_copies=(BlockCopy(0, 1, 2),),
         adapter_copies=(AdapterCopy(3, (0, 1)),),
     )
     result = StepResult(
         9,
-        (RowResult(0, (7,), (LOGPROB,), (LOGPROB,), ErrorInfo("row_failed", "hm")),),
+        (RowResult(0, (7,), (LOGPROB,), (LOGPROB,), error=ErrorInfo("row_failed", "hm")),),
         (3,),
         ((4, ErrorInfo("adapter_load_failed", "hm")),),
         StepTiming(1, 2, 3),
