@@ -28,16 +28,23 @@ struct QueryTile {
     std::int64_t first_token;
     std::int64_t first_position;
     std::int64_t num_queries;
-    std::int64_t first_split;
-    std::int64_t end_split;
+    std::int64_t num_sink_splits;  // the splits that it reads: these first ones,
+    std::int64_t first_split;      // and those from here
+    std::int64_t end_split;        // up to here
     std::int64_t first_partial;  // of its splits' states; -1: one unit computes all splits
+
+    std::int64_t num_splits() const { return num_sink_splits + end_split - first_split; }
+
+    std::int64_t split(std::int64_t index) const {
+        return index < num_sink_splits ? index : first_split + index - num_sink_splits;
+    }
 };
 
-// All key heads of a tile: the whole tile, or one split of it.
+// All key heads of a tile: the whole tile, or one split of it. Indices count the tile's splits.
 struct Unit {
     std::int64_t tile;
-    std::int64_t first_split;
-    std::int64_t end_split;
+    std::int64_t first_index;
+    std::int64_t end_index;
 };
 
 // The cut of one step.
@@ -52,7 +59,8 @@ struct Cut {
 
 void check(const loraplex_attention_step &step) {
     if (step.num_rows < 0 || step.num_kv_heads < 1 || step.head_dim < 1 || step.block_size < 1 ||
-        step.num_heads < 1 || step.num_heads % step.num_kv_heads != 0 || step.sliding_window < 0) {
+        step.num_heads < 1 || step.num_heads % step.num_kv_heads != 0 || step.sliding_window < 0 ||
+        step.num_sink_tokens < 0) {
         throw std::invalid_argument("attention step");
     }
 }
@@ -69,10 +77,12 @@ void for_each_tile(const loraplex_attention_step &step, std::int64_t queries_per
         for (std::int64_t tile = num_tiles - 1; tile >= 0; --tile) {
             const std::int64_t done = tile * queries_per_tile;
             QueryTile result{row, first_token + done, first_position + done,
-                             std::min(queries_per_tile, num_queries - done), 0, 0, -1};
+                             std::min(queries_per_tile, num_queries - done), 0, 0, 0, -1};
             const std::int64_t last = result.first_position + result.num_queries - 1;
             result.first_split = first_key(step, result.first_position) / kSplitKeys;
             result.end_split = last / kSplitKeys + 1;
+            result.num_sink_splits = std::min(
+                result.first_split, (step.num_sink_tokens + kSplitKeys - 1) / kSplitKeys);
             body(result);
         }
     }
@@ -85,14 +95,14 @@ Cut count(const loraplex_attention_step &step, int num_threads, std::int64_t &sp
     std::int64_t num_splits = 0;
     for_each_tile(step, cut.queries_per_tile, [&](const QueryTile &tile) {
         ++cut.num_tiles;
-        num_splits += tile.end_split - tile.first_split;
+        num_splits += tile.num_splits();
     });
     splits_of_a_unit = num_threads == 1
                            ? std::numeric_limits<std::int64_t>::max()
                            : std::max<std::int64_t>(1, num_splits * step.num_kv_heads /
                                                            (kUnitsPerThread * num_threads));
     for_each_tile(step, cut.queries_per_tile, [&](const QueryTile &tile) {
-        const std::int64_t splits = tile.end_split - tile.first_split;
+        const std::int64_t splits = tile.num_splits();
         const bool is_cut = splits > splits_of_a_unit;
         cut.num_units += is_cut ? splits : 1;
         cut.num_partials += is_cut ? splits : 0;
@@ -103,15 +113,15 @@ Cut count(const loraplex_attention_step &step, int num_threads, std::int64_t &sp
 void fill(const loraplex_attention_step &step, std::int64_t splits_of_a_unit, Cut &cut) {
     std::int64_t num_tiles = 0, num_units = 0, num_partials = 0;
     for_each_tile(step, cut.queries_per_tile, [&](QueryTile tile) {
-        const std::int64_t splits = tile.end_split - tile.first_split;
+        const std::int64_t splits = tile.num_splits();
         if (splits > splits_of_a_unit) {
             tile.first_partial = num_partials;
             num_partials += splits;
-            for (std::int64_t split = tile.first_split; split < tile.end_split; ++split) {
-                cut.units[num_units++] = {num_tiles, split, split + 1};
+            for (std::int64_t index = 0; index < splits; ++index) {
+                cut.units[num_units++] = {num_tiles, index, index + 1};
             }
         } else {
-            cut.units[num_units++] = {num_tiles, tile.first_split, tile.end_split};
+            cut.units[num_units++] = {num_tiles, 0, splits};
         }
         cut.tiles[num_tiles++] = tile;
     });
@@ -171,9 +181,9 @@ private:
         return SoftmaxState(memory, num_rows, step_.head_dim);
     }
 
-    SoftmaxState partial(const QueryTile &tile, std::int64_t split, std::int64_t head) const {
-        const std::int64_t index = tile.first_partial + split - tile.first_split;
-        float *memory = partials_ + (index * step_.num_kv_heads + head) * state_floats_;
+    SoftmaxState partial(const QueryTile &tile, std::int64_t index, std::int64_t head) const {
+        const std::int64_t number = tile.first_partial + index;
+        float *memory = partials_ + (number * step_.num_kv_heads + head) * state_floats_;
         return state_at(memory, tile.num_queries * heads_per_kv_);
     }
 
@@ -191,12 +201,13 @@ private:
             tile.first_position, tile.num_queries, heads_per_kv_,
             {queries.data, queries.stride}, scores};
         if (tile.first_partial >= 0) {
-            attention.run_split(unit.first_split, partial(tile, unit.first_split, head));
+            attention.run_split(tile.split(unit.first_index),
+                                partial(tile, unit.first_index, head));
             return;
         }
         total.clear();
-        for (std::int64_t split = unit.first_split; split < unit.end_split; ++split) {
-            attention.run_split(split, of_split);
+        for (std::int64_t index = unit.first_index; index < unit.end_index; ++index) {
+            attention.run_split(tile.split(index), of_split);
             total.fold(of_split);
         }
         write_output(tile, head, total);
@@ -208,8 +219,8 @@ private:
         }
         SoftmaxState total = state_at(worker_floats(worker), tile.num_queries * heads_per_kv_);
         total.clear();
-        for (std::int64_t split = tile.first_split; split < tile.end_split; ++split) {
-            total.fold(partial(tile, split, head));
+        for (std::int64_t index = 0; index < tile.num_splits(); ++index) {
+            total.fold(partial(tile, index, head));
         }
         write_output(tile, head, total);
     }

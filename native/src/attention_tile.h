@@ -16,10 +16,10 @@ namespace loraplex {
 inline constexpr std::int64_t kTileKeys = 64;
 inline constexpr std::int64_t kSplitKeys = 512;  // a multiple of kTileKeys
 
+// Where the keys that end at the position itself begin: behind the sinks, or 0 if these touch them.
 inline std::int64_t first_key(const loraplex_attention_step &step, std::int64_t position) {
-    return step.sliding_window == 0
-               ? 0
-               : std::max<std::int64_t>(0, position - step.sliding_window + 1);
+    const std::int64_t first = position - step.sliding_window + 1;
+    return step.sliding_window == 0 || first <= step.num_sink_tokens ? 0 : first;
 }
 
 // The chains of a sum over a tile: as many on every instruction set, so that all give its bits.
@@ -106,14 +106,20 @@ struct TileAttention {
         const std::int64_t last_position = first_position + num_queries - 1;
         const std::int64_t first = std::max(split * kSplitKeys, first_key(step, first_position));
         const std::int64_t end = std::min((split + 1) * kSplitKeys, last_position + 1);
-        for (std::int64_t tile = first / kTileKeys; tile * kTileKeys < end; ++tile) {
-            run_tile(tile * kTileKeys, first, end, state);
+        std::int64_t next = split * kSplitKeys;
+        for (; next < std::min(end, step.num_sink_tokens); next += kTileKeys) {
+            run_tile(next, first, end, state);
+        }
+        for (next = std::max(next, first / kTileKeys * kTileKeys); next < end; next += kTileKeys) {
+            run_tile(next, first, end, state);
         }
     }
 
 private:
-    // Keys of one tile that a query sees, counted from the tile's first.
+    // Keys of one tile that a query sees, counted from the tile's first: [0, end_sinks), and
+    // [first, end) behind them. Of the first there are none where the second begin at key 0.
     struct Visible {
+        std::int64_t end_sinks;
         std::int64_t first;
         std::int64_t end;
 
@@ -122,15 +128,22 @@ private:
 
     Visible visible(std::int64_t tile_start, std::int64_t query) const {
         const std::int64_t position = first_position + query;
-        return {std::max<std::int64_t>(0, first_key(step, position) - tile_start),
-                std::min(kTileKeys, position + 1 - tile_start)};
+        const std::int64_t first = first_key(step, position);
+        const std::int64_t end_sinks = first == 0 ? 0 : step.num_sink_tokens - tile_start;
+        return {std::clamp<std::int64_t>(end_sinks, 0, kTileKeys),
+                std::clamp<std::int64_t>(first - tile_start, 0, kTileKeys),
+                std::clamp<std::int64_t>(position + 1 - tile_start, 0, kTileKeys)};
     }
 
-    // first, end: of the keys that any of the queries sees in this split.
+    // first, end: of the keys but sinks that any of the queries sees in this split.
     void run_tile(std::int64_t tile_start, std::int64_t first, std::int64_t end,
                   SoftmaxState &state) const {
-        const std::int64_t tile_first = std::max(first, tile_start);
         const std::int64_t tile_end = std::min(end, tile_start + kTileKeys);
+        const std::int64_t tile_first = std::max(first, tile_start);
+        const std::int64_t end_sinks = std::min(step.num_sink_tokens, tile_end);
+        if (tile_start < end_sinks && tile_start < first) {
+            score(tile_start, tile_start, end_sinks);
+        }
         score(tile_start, tile_first, tile_end);
         for (std::int64_t query = 0; query < num_queries; ++query) {
             exponentiate(query, visible(tile_start, query), state);
@@ -176,6 +189,9 @@ private:
     // Whole blocks, as far as they lie in the tile: what is not written there gives scores that
     // nobody reads.
     void score(std::int64_t tile_start, std::int64_t first, std::int64_t end) const {
+        if (first >= end) {
+            return;
+        }
         const std::int64_t block_size = step.block_size;
         first = std::max(tile_start, first / block_size * block_size);
         end = std::min(tile_start + kTileKeys, (end + block_size - 1) / block_size * block_size);
@@ -191,12 +207,13 @@ private:
 
     // Scores become weights, and the state is prepared for their values.
     void exponentiate(std::int64_t query, Visible keys, SoftmaxState &state) const {
-        if (keys.first >= keys.end) {
+        if (keys.end_sinks == 0 && keys.first >= keys.end) {
             return;
         }
         for (std::int64_t row = query * heads_per_kv; row < (query + 1) * heads_per_kv; ++row) {
             float *weights = scores + row * kTileKeys;
-            std::fill(weights, weights + keys.first, -std::numeric_limits<float>::infinity());
+            std::fill(weights + keys.end_sinks, weights + keys.first,
+                      -std::numeric_limits<float>::infinity());
             std::fill(weights + keys.end, weights + kTileKeys,
                       -std::numeric_limits<float>::infinity());
             Floats maxima = load(weights);
@@ -220,11 +237,17 @@ private:
     // Only values that these queries see are read: the others may be NaN, and 0 * NaN is NaN.
     void add_values(std::int64_t tile_start, Visible keys, std::int64_t first_query,
                     std::int64_t end_query, SoftmaxState &state) const {
+        add_values(tile_start, 0, keys.end_sinks, first_query, end_query, state);
+        add_values(tile_start, keys.first, keys.end, first_query, end_query, state);
+    }
+
+    void add_values(std::int64_t tile_start, std::int64_t first, std::int64_t end,
+                    std::int64_t first_query, std::int64_t end_query, SoftmaxState &state) const {
         const std::int64_t first_row = first_query * heads_per_kv;
         const std::int64_t num_rows = end_query * heads_per_kv - first_row;
         const std::int64_t dim = step.head_dim;
         const Matrix<float> weights{scores + first_row * kTileKeys, kTileKeys};
-        for_each_piece(tile_start + keys.first, tile_start + keys.end,
+        for_each_piece(tile_start + first, tile_start + end,
                        [&](auto block, auto offset, auto key, auto count) {
                            const KV *stored = storage.values + block * part().num_elements();
                            const Matrix<float> of_piece = weights.at(0, key - tile_start);

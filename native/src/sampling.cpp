@@ -171,6 +171,29 @@ std::int64_t scale_largest(LargestValues &values, std::int64_t k, float temperat
     return end - begin;
 }
 
+constexpr std::int64_t kWordBits = 32;
+
+// -infinity where the bit of `word` is 0: without a branch, which random bits would mislead.
+void mask(float *values, std::int64_t count, std::uint32_t word) {
+    const auto masked = std::bit_cast<std::uint32_t>(-std::numeric_limits<float>::infinity());
+    for (std::int64_t i = 0; i < count; ++i) {
+        const std::uint32_t stays = 0u - (word >> i & 1u);
+        const auto bits = std::bit_cast<std::uint32_t>(values[i]);
+        values[i] = std::bit_cast<float>((bits & stays) | (masked & ~stays));
+    }
+}
+
+void mask_row(float *values, std::int64_t n, const std::int32_t *words) {
+    const std::int64_t num_whole = n / kWordBits;
+    for (std::int64_t i = 0; i < num_whole; ++i) {
+        mask(values + i * kWordBits, kWordBits, static_cast<std::uint32_t>(words[i]));
+    }
+    if (n % kWordBits != 0) {
+        mask(values + num_whole * kWordBits, n % kWordBits,
+             static_cast<std::uint32_t>(words[num_whole]));
+    }
+}
+
 }  // namespace
 }  // namespace loraplex
 
@@ -247,18 +270,13 @@ loraplex_status loraplex_top_logprobs(loraplex_pool *pool, const loraplex_logits
 }
 
 loraplex_status loraplex_apply_bitmask(loraplex_pool *pool, int64_t num_rows, int64_t n,
-                                       const int32_t *words, int64_t words_stride, float *logits,
-                                       int64_t stride) {
+                                       const int64_t *rows, const int32_t *words,
+                                       int64_t words_stride, float *logits, int64_t stride) {
     using namespace loraplex;
     return guarded([&] {
         check(num_rows >= 0 && n >= 1, "apply_bitmask");
         for_each_row(*pool, num_rows, n, [&](std::int64_t row) {
-            float *values = logits + row * stride;
-            for (std::int64_t i = 0; i < n; ++i) {
-                const auto word = static_cast<std::uint32_t>(words[row * words_stride + i / 32]);
-                values[i] = word >> i % 32 & 1u ? values[i]
-                                                : -std::numeric_limits<float>::infinity();
-            }
+            mask_row(logits + rows[row] * stride, n, words + row * words_stride);
         });
         return LORAPLEX_OK;
     });

@@ -145,9 +145,11 @@ struct Rows {
         }
     }
 
-    loraplex_attention_step step(std::int64_t head_dim, std::int64_t window) const {
+    loraplex_attention_step step(std::int64_t head_dim, std::int64_t window,
+                                 std::int64_t num_sinks) const {
         return {static_cast<std::int64_t>(seq_lens.size()), kHeads, kKvHeads, head_dim, kBlockSize,
-                window, query_start_loc.data(), seq_lens.data(), block_tables.data(), max_blocks};
+                window, num_sinks, query_start_loc.data(), seq_lens.data(), block_tables.data(),
+                max_blocks};
     }
 
     std::int64_t slot(std::int64_t row, std::int64_t position) const {
@@ -156,14 +158,25 @@ struct Rows {
     }
 };
 
-// Attention of one head of one token that sees the positions [first, last].
+// What a token at `last` sees.
+std::vector<std::int64_t> seen(std::int64_t last, std::int64_t window, std::int64_t num_sinks) {
+    std::vector<std::int64_t> positions;
+    for (std::int64_t position = 0; position <= last; ++position) {
+        if (window == 0 || position > last - window || position < num_sinks) {
+            positions.push_back(position);
+        }
+    }
+    return positions;
+}
+
+// Attention of one head of one token that sees the positions.
 template <typename T, typename KV>
 void check_head(Checks &checks, const Cache<KV> &cache, const Rows &rows, std::int64_t row,
-                std::int64_t first, std::int64_t last, std::int64_t kv_head, const T *query,
+                const std::vector<std::int64_t> &positions, std::int64_t kv_head, const T *query,
                 const T *output) {
     const std::int64_t head_dim = cache.head_dim;
     std::vector<double> weights;
-    for (std::int64_t position = first; position <= last; ++position) {
+    for (const std::int64_t position : positions) {
         double score = 0.0;
         for (std::int64_t d = 0; d < head_dim; ++d) {
             score += widen(query[d]) * cache.key(rows.slot(row, position), kv_head, d);
@@ -179,9 +192,9 @@ void check_head(Checks &checks, const Cache<KV> &cache, const Rows &rows, std::i
     for (std::int64_t d = 0; d < head_dim; ++d) {
         double sum = 0.0;
         double magnitudes = 0.0;
-        for (std::int64_t position = first; position <= last; ++position) {
-            const double share = weights[static_cast<std::size_t>(position - first)] / total *
-                                 cache.value(rows.slot(row, position), kv_head, d);
+        for (std::size_t i = 0; i < positions.size(); ++i) {
+            const double share =
+                weights[i] / total * cache.value(rows.slot(row, positions[i]), kv_head, d);
             sum += share;
             magnitudes += std::abs(share);
         }
@@ -192,7 +205,8 @@ void check_head(Checks &checks, const Cache<KV> &cache, const Rows &rows, std::i
 }
 
 template <typename T, typename KV>
-void check_attention(Checks &checks, Random &random, std::int64_t head_dim, std::int64_t window) {
+void check_attention(Checks &checks, Random &random, std::int64_t head_dim, std::int64_t window,
+                     std::int64_t num_sinks = 0) {
     const std::int64_t num_blocks = 9;
     Cache<KV> cache(num_blocks, head_dim);
     const auto slots = shuffled_slots(random, num_blocks);
@@ -205,7 +219,7 @@ void check_attention(Checks &checks, Random &random, std::int64_t head_dim, std:
     const auto query = random_values<T>(random, num_tokens * stride, 2.0);
     std::vector<T> output(query.size());
     const auto run = [&](int num_threads, const Rows &some, const T *q, T *out) {
-        const auto step = some.step(head_dim, window);
+        const auto step = some.step(head_dim, window, num_sinks);
         checks.ok(loraplex_paged_attention(Pool(num_threads), &step, kDtype<KV>, cache.keys.data(),
                                            cache.values.data(), kDtype<T>, q, stride, out, stride));
     };
@@ -214,11 +228,10 @@ void check_attention(Checks &checks, Random &random, std::int64_t head_dim, std:
         const std::int64_t first_token = rows.query_start_loc[row];
         for (std::int64_t i = 0; i < rows.query_lens[row]; ++i) {
             const std::int64_t last = rows.seq_lens[row] - rows.query_lens[row] + i;
-            const std::int64_t first =
-                window == 0 ? 0 : std::max<std::int64_t>(0, last - window + 1);
+            const auto positions = seen(last, window, num_sinks);
             for (std::int64_t head = 0; head < kHeads; ++head) {
                 const std::int64_t at = (first_token + i) * stride + head * head_dim;
-                check_head(checks, cache, rows, static_cast<std::int64_t>(row), first, last,
+                check_head(checks, cache, rows, static_cast<std::int64_t>(row), positions,
                            head / (kHeads / kKvHeads), query.data() + at, output.data() + at);
             }
         }
@@ -263,6 +276,8 @@ void test_attention(Checks &checks) {
         check_attention<T, KV>(checks, random, 20, 0);
         check_attention<T, KV>(checks, random, 64, 0);
         check_attention<T, KV>(checks, random, 64, 21);
+        check_attention<T, KV>(checks, random, 64, 21, 5);
+        check_attention<T, KV>(checks, random, 20, 3, 70);
     });
 }
 

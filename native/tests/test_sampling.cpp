@@ -225,15 +225,20 @@ void test_apply_bitmask(Checks &checks) {
         for (std::int64_t i = 0; i < kAll * num_words; ++i) {
             words.push_back(static_cast<std::int32_t>(random.bits()));
         }
+        std::vector<std::int64_t> rows;  // the last first
+        for (std::int64_t i = 0; i < kAll; ++i) {
+            rows.push_back(kAll - 1 - i);
+        }
         auto values = logits.values;
-        checks.ok(loraplex_apply_bitmask(pool, kAll, logits.n, words.data(), num_words,
+        checks.ok(loraplex_apply_bitmask(pool, kAll, logits.n, rows.data(), words.data(), num_words,
                                          values.data(), logits.stride));
         for (std::int64_t i = 0; i < kAll * logits.stride; ++i) {
             const std::int64_t index = i % logits.stride;
             const auto at = static_cast<std::size_t>(i);
             bool stays = true;
             if (index < logits.n) {
-                const std::int64_t word = i / logits.stride * num_words + index / 32;
+                const std::int64_t row = kAll - 1 - i / logits.stride;
+                const std::int64_t word = row * num_words + index / 32;
                 const auto bits = static_cast<std::uint32_t>(words[static_cast<std::size_t>(word)]);
                 stays = (bits >> index % 32 & 1u) != 0;
             }

@@ -22,7 +22,7 @@
 #include <stdint.h>
 
 /* Raised when a declared function changes; Python refuses a library with another number. */
-#define LORAPLEX_ABI_VERSION 2
+#define LORAPLEX_ABI_VERSION 3
 
 #define LORAPLEX_API __attribute__((visibility("default")))
 

@@ -20,7 +20,7 @@ extern "C" {
 
 /* Made once per step and kind of layer. Row r computes the tokens query_start_loc[r] to
  * query_start_loc[r + 1] - 1, the last of its seq_lens[r] positions; position p lies in block
- * block_tables[r][p / block_size]. */
+ * block_tables[r][p / block_size]. Entries of blocks that no token of the row sees are not read. */
 typedef struct loraplex_attention_step {
     int64_t num_rows;
     int64_t num_heads; /* a multiple of num_kv_heads */
@@ -28,6 +28,7 @@ typedef struct loraplex_attention_step {
     int64_t head_dim;
     int64_t block_size;
     int64_t sliding_window; /* a token sees so many positions, its own included; 0: all */
+    int64_t num_sink_tokens; /* and so many first ones of its row */
     const int64_t *query_start_loc; /* [num_rows + 1] */
     const int64_t *seq_lens;        /* [num_rows] */
     const int64_t *block_tables;    /* [num_rows, block_table_stride] */

@@ -63,12 +63,13 @@ LORAPLEX_API loraplex_status loraplex_top_logprobs(loraplex_pool *pool,
                                                    float *logprobs, int64_t *ranks,
                                                    int64_t *top_indices, float *top_logprobs);
 
-/* logits [num_rows, n], in place: -inf where the bit is 0. The bit of index i is bit i % 32 of word
- * i / 32 of the row's words, the first the least significant; bits from n on are not read. */
+/* The rows [num_rows], all different, of logits [any, n], in place: -inf where the bit is 0. The bit
+ * of index i of row rows[r] is bit i % 32, from the least significant, of words[r * words_stride +
+ * i / 32]; bits from n on are not read. */
 LORAPLEX_API loraplex_status loraplex_apply_bitmask(loraplex_pool *pool, int64_t num_rows,
-                                                    int64_t n, const int32_t *words,
-                                                    int64_t words_stride, float *logits,
-                                                    int64_t stride);
+                                                    int64_t n, const int64_t *rows,
+                                                    const int32_t *words, int64_t words_stride,
+                                                    float *logits, int64_t stride);
 
 #ifdef __cplusplus
 }

@@ -30,10 +30,26 @@ class Tile:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class TokenWindow:
+    """What a position p sees: p - num_tokens + 1 .. p, and 0 .. num_sink_tokens - 1 before it."""
+
+    num_tokens: int | None
+    """None: everything before it."""
+    num_sink_tokens: int = 0
+
+    def first(self, position: int) -> int:
+        """Where the keys that are no sinks begin."""
+        return 0 if self.num_tokens is None else max(0, position - self.num_tokens + 1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class TileShape:
+    num_sink_blocks: int
+    """Read in front of the key range; none if that begins within the sinks."""
     first_block: int
     """Of the key range, in the rows' block tables."""
     num_blocks: int
+    """Of the key range."""
     num_queries: int
     """Padded."""
 
@@ -60,7 +76,7 @@ def tile_groups(
     seq_lens: Sequence[int],
     *,
     block_size: int,
-    sliding_window: int | None,
+    window: TokenWindow,
     query_multiple: int,
 ) -> list[TileGroup]:
     """Cut the rows of a step (as in RowLayout); numbers of queries are padded to the multiple."""
@@ -71,7 +87,7 @@ def tile_groups(
         num_blocks_held = -(-seq_len // block_size)
         for first, end, tile_range in _tiles(start, seq_len):
             tile = Tile(row, first_token + first - start, first, end - first, num_blocks_held)
-            shape = _shape(tile_range, end - first, block_size, sliding_window, query_multiple)
+            shape = _shape(tile_range, end - first, block_size, window, query_multiple)
             by_shape.setdefault(shape, []).append(tile)
     return [
         group
@@ -93,19 +109,19 @@ def _shape(
     tile_range: tuple[int, int],
     num_queries: int,
     block_size: int,
-    sliding_window: int | None,
+    window: TokenWindow,
     query_multiple: int,
 ) -> TileShape:
     first, end = tile_range
-    first_key = 0 if sliding_window is None else max(0, first - sliding_window + 1)
-    first_block = first_key // block_size
+    first_block = window.first(first) // block_size
+    num_sink_blocks = min(first_block, -(-window.num_sink_tokens // block_size))
     num_blocks = -(-end // block_size) - first_block
-    return TileShape(
-        first_block, num_blocks, math.ceil(num_queries / query_multiple) * query_multiple
-    )
+    num_padded = math.ceil(num_queries / query_multiple) * query_multiple
+    return TileShape(num_sink_blocks, first_block, num_blocks, num_padded)
 
 
 def _bounded_groups(shape: TileShape, tiles: list[Tile], block_size: int) -> Iterator[TileGroup]:
-    size = max(1, _MAX_GATHERED_KEYS // (shape.num_blocks * block_size))
+    num_keys = (shape.num_sink_blocks + shape.num_blocks) * block_size
+    size = max(1, _MAX_GATHERED_KEYS // num_keys)
     for first in range(0, len(tiles), size):
         yield TileGroup(shape, tuple(tiles[first : first + size]))

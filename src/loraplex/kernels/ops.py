@@ -75,7 +75,7 @@ class RowLayout:
 
     query_start_loc: Sequence[int]  # R + 1, on the host
     seq_lens: Sequence[int]  # R, on the host
-    block_tables: torch.Tensor  # [R, max blocks] int64, on the device; unused entries are any block
+    block_tables: torch.Tensor  # [R, max blocks] int64, on the device; unseen entries are any block
 
 
 class Kernels(Protocol):
@@ -191,9 +191,13 @@ class Kernels(Protocol):
         ...
 
     def plan_attention(
-        self, rows: RowLayout, shape: AttentionShape, sliding_window: int | None
+        self,
+        rows: RowLayout,
+        shape: AttentionShape,
+        sliding_window: int | None,
+        num_sink_tokens: int = 0,
     ) -> AttentionPlan:
-        """Once per step and kind of layer."""
+        """Once per step and kind of layer; num_sink_tokens counts where there is a window."""
         ...
 
     def paged_attention(
@@ -201,8 +205,9 @@ class Kernels(Protocol):
     ) -> torch.Tensor:
         """Causal attention [T, H, D] of query [T, H, D] over each row's own stored keys.
 
-        Scores are scaled by D ** -0.5. With a sliding window of W a token at position p sees
-        p - W + 1 .. p. The step's own keys must have been written before.
+        Scores are scaled by D ** -0.5. With a sliding window of W and S sink tokens, a token at
+        position p sees p - W + 1 .. p and, of what is before it, 0 .. S - 1. The step's own keys
+        must have been written before.
         """
         ...
 
@@ -230,10 +235,10 @@ class Kernels(Protocol):
         """Of token_ids [n] and of the num_top <= vocab likeliest in the rows [n] of the logits."""
         ...
 
-    def apply_bitmask(self, logits: torch.Tensor, bitmask: torch.Tensor) -> None:
-        """logits [n, vocab] float32, in place: -inf where a token's bit is 0.
+    def apply_bitmask(self, logits: torch.Tensor, rows: IntArray, bitmask: torch.Tensor) -> None:
+        """The rows [n], all different, of logits [any, vocab] float32: -inf where a bit is 0.
 
-        bitmask [n, ceil(vocab / 32)] int32: token i is bit i % 32, from the least significant, of
+        In place. bitmask [n, ceil(vocab / 32)] int32: token i is bit i % 32, from the least significant, of
         word i / 32 (the layout of llguidance and XGrammar).
         """
         ...

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels import sampling
+from loraplex.kernels.attention_tiles import TokenWindow
 from loraplex.kernels.host_tiles import fixed_tiles
 from loraplex.kernels.kv_vectors import stored_size, to_stored
 from loraplex.kernels.lora import LoraBatch, add_lora
@@ -151,12 +152,17 @@ class ReferenceKernels:
         storage.value[blocks, :, offsets] = to_stored(value, storage.value.dtype)
 
     def plan_attention(
-        self, rows: RowLayout, shape: AttentionShape, sliding_window: int | None
+        self,
+        rows: RowLayout,
+        shape: AttentionShape,
+        sliding_window: int | None,
+        num_sink_tokens: int = 0,
     ) -> AttentionPlan:
         heads_per_kv = shape.num_heads // shape.num_kv_heads
         multiple = _HOST_ROWS if self._is_host else 1
         query_multiple = multiple // math.gcd(multiple, heads_per_kv)
-        return plan_tiles(rows, shape.block_size, sliding_window, query_multiple)
+        window = TokenWindow(sliding_window, num_sink_tokens)
+        return plan_tiles(rows, shape.block_size, window, query_multiple)
 
     def paged_attention(
         self, query: torch.Tensor, storage: KVStorage, plan: AttentionPlan
@@ -177,8 +183,8 @@ class ReferenceKernels:
     ) -> TopLogprobs:
         return sampling.top_logprobs(logits, rows, token_ids, num_top)
 
-    def apply_bitmask(self, logits: torch.Tensor, bitmask: torch.Tensor) -> None:
-        sampling.apply_bitmask(logits, bitmask)
+    def apply_bitmask(self, logits: torch.Tensor, rows: IntArray, bitmask: torch.Tensor) -> None:
+        sampling.apply_bitmask(logits, rows, bitmask)
 
 
 def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:

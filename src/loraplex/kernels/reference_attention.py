@@ -7,7 +7,7 @@ import dataclasses
 
 import torch
 
-from loraplex.kernels.attention_tiles import TileGroup, tile_groups
+from loraplex.kernels.attention_tiles import TileGroup, TokenWindow, tile_groups
 from loraplex.kernels.kv_vectors import from_stored
 from loraplex.kernels.ops import KVStorage, RowLayout
 
@@ -30,18 +30,18 @@ class TilePlan:
 
 
 def plan_tiles(
-    rows: RowLayout, block_size: int, sliding_window: int | None, query_multiple: int
+    rows: RowLayout, block_size: int, window: TokenWindow, query_multiple: int
 ) -> TilePlan:
     """The indices of a step; they hold for every layer with this window."""
     groups = tile_groups(
         rows.query_start_loc,
         rows.seq_lens,
         block_size=block_size,
-        sliding_window=sliding_window,
+        window=window,
         query_multiple=query_multiple,
     )
     return TilePlan(
-        tuple(_indices(group, rows.block_tables, block_size, sliding_window) for group in groups)
+        tuple(_indices(group, rows.block_tables, block_size, window) for group in groups)
     )
 
 
@@ -84,7 +84,7 @@ def _gather(blocks: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
 
 
 def _indices(
-    group: TileGroup, block_tables: torch.Tensor, block_size: int, sliding_window: int | None
+    group: TileGroup, block_tables: torch.Tensor, block_size: int, window: TokenWindow
 ) -> _GroupIndices:
     device, shape, tiles = block_tables.device, group.shape, group.tiles
     offsets = torch.arange(shape.num_queries)
@@ -93,12 +93,14 @@ def _indices(
     query_tokens = _column([tile.first_token for tile in tiles]) + within
     positions = _column([tile.first_position for tile in tiles]) + within
     columns = torch.arange(shape.first_block, shape.first_block + shape.num_blocks)
+    columns = torch.cat((torch.arange(shape.num_sink_blocks), columns))
+    keys = (columns.unsqueeze(1) * block_size + torch.arange(block_size)).flatten()
     columns = torch.minimum(columns, _column([tile.num_blocks_held for tile in tiles]) - 1)
     table_rows = _column([tile.row for tile in tiles])
-    keys = torch.arange(shape.num_blocks * block_size) + shape.first_block * block_size
     hidden = keys > positions.unsqueeze(-1)
-    if sliding_window is not None:
-        hidden |= keys <= positions.unsqueeze(-1) - sliding_window
+    if window.num_tokens is not None:
+        is_behind = keys <= positions.unsqueeze(-1) - window.num_tokens
+        hidden |= is_behind & (keys >= window.num_sink_tokens)
     real = (offsets < num_queries).flatten().nonzero().squeeze(1)
     return _GroupIndices(
         query_tokens=query_tokens.to(device),

@@ -91,12 +91,13 @@ def _top_logprobs(
     )
 
 
-def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor) -> None:
+def apply_bitmask(logits: torch.Tensor, rows: IntArray, bitmask: torch.Tensor) -> None:
     """As Kernels.apply_bitmask."""
+    where = torch.from_numpy(rows)
     vocab_size = logits.shape[1]
     bits = torch.arange(_WORD_BITS, dtype=torch.int32, device=bitmask.device)
     allowed = (bitmask.unsqueeze(-1) >> bits & 1).flatten(1)[:, :vocab_size].bool()
-    logits.masked_fill_(~allowed, -torch.inf)
+    logits[where] = logits[where].masked_fill(~allowed, -torch.inf)
 
 
 def kept_weights(logits: torch.Tensor, options: DrawOptions) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """What a decoder is: sizes and options, free of torch, of file formats and of weights."""
 
 import dataclasses
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,8 @@ class DecoderConfig:
     rope: RopeConfig
     layer_windows: tuple[int | None, ...]
     """Per layer: how many positions, its own included, a token sees; None is all before it."""
+    num_sink_tokens: int = 0
+    """In layers with a window, so many first positions are seen, too."""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -67,6 +70,12 @@ class DecoderConfig:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def attention_window(self) -> int | None:
+        """The largest of the layers': what no layer sees any more can be given up."""
+        windows = [window for window in self.layer_windows if window is not None]
+        return max(windows) if len(windows) == self.num_layers else None
+
+    @property
     def default_max_model_len(self) -> int:
         """The length that the model was made for.
 
@@ -80,6 +89,22 @@ class DecoderConfig:
             stretched = int(rope.original_max_position_embeddings * rope.factor)
             return max(stretched, self.max_position_embeddings)
         return self.max_position_embeddings
+
+
+def with_attention_windows(
+    config: DecoderConfig, max_windows: Sequence[int], num_sink_tokens: int
+) -> DecoderConfig:
+    """The layers see less: layer i at most max_windows[i % len] positions, and the sinks.
+
+    max_windows may be empty. A layer's own window stays where it is smaller.
+    """
+    windows = config.layer_windows
+    if max_windows:
+        windows = tuple(
+            limit if window is None else min(window, limit)
+            for window, limit in zip(windows, itertools.cycle(max_windows), strict=False)
+        )
+    return dataclasses.replace(config, layer_windows=windows, num_sink_tokens=num_sink_tokens)
 
 
 def module_shapes(config: DecoderConfig) -> Mapping[str, tuple[int, int]]:

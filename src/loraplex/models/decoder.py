@@ -118,7 +118,9 @@ class Decoder:
     def _plan(self, batch: ForwardBatch) -> dict[int | None, AttentionPlan]:
         """One attention plan per kind of layer."""
         return {
-            window: self._kernels.plan_attention(batch.rows, self._attention_shape, window)
+            window: self._kernels.plan_attention(
+                batch.rows, self._attention_shape, window, self.config.num_sink_tokens
+            )
             for window in dict.fromkeys(self.config.layer_windows)
         }
 

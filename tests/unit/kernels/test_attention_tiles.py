@@ -6,13 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.kernels.attention_tiles import TileGroup, key_range, tile_groups
+from loraplex.kernels.attention_tiles import TileGroup, TokenWindow, key_range, tile_groups
 
 BLOCK_SIZE = 16
 
 
 def groups_of(
-    rows: list[tuple[int, int]], *, sliding_window: int | None = None, query_multiple: int = 4
+    rows: list[tuple[int, int]],
+    *,
+    window: TokenWindow = TokenWindow(None),  # noqa: B008
+    query_multiple: int = 4,
 ) -> list[TileGroup]:
     """rows: (start, num_tokens)"""
     counts = itertools.accumulate((count for _, count in rows), initial=0)
@@ -20,9 +23,12 @@ def groups_of(
         list(counts),
         [start + count for start, count in rows],
         block_size=BLOCK_SIZE,
-        sliding_window=sliding_window,
+        window=window,
         query_multiple=query_multiple,
     )
+
+
+WINDOWS = st.builds(TokenWindow, st.none() | st.integers(1, 500), st.integers(0, 300))
 
 
 @pytest.mark.parametrize(
@@ -52,15 +58,15 @@ def test_positions_of_one_range_agree_and_little_is_wasted(position: int) -> Non
 
 @given(
     rows=st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 300)), min_size=1, max_size=6),
-    sliding_window=st.none() | st.integers(1, 500),
+    window=WINDOWS,
     query_multiple=st.sampled_from([1, 2, 8]),
 )
 def test_each_query_once_with_all_its_keys(
-    rows: list[tuple[int, int]], sliding_window: int | None, query_multiple: int
+    rows: list[tuple[int, int]], window: TokenWindow, query_multiple: int
 ) -> None:
     seen = []
     first_tokens = list(itertools.accumulate((count for _, count in rows), initial=0))
-    for group in groups_of(rows, sliding_window=sliding_window, query_multiple=query_multiple):
+    for group in groups_of(rows, window=window, query_multiple=query_multiple):
         shape = group.shape
         assert shape.num_queries % query_multiple == 0
         for tile in group.tiles:
@@ -70,23 +76,24 @@ def test_each_query_once_with_all_its_keys(
             for offset in range(tile.num_queries):
                 position = tile.first_position + offset
                 assert tile.first_token + offset - first_tokens[tile.row] == position - start
-                first_key = 0 if sliding_window is None else max(0, position - sliding_window + 1)
-                assert shape.first_block * BLOCK_SIZE <= first_key
+                assert shape.first_block * BLOCK_SIZE <= window.first(position)
                 assert position < (shape.first_block + shape.num_blocks) * BLOCK_SIZE
+                num_apart = shape.num_sink_blocks * BLOCK_SIZE
+                num_sinks = min(window.num_sink_tokens, shape.first_block * BLOCK_SIZE)
+                assert num_sinks <= num_apart < num_sinks + BLOCK_SIZE
                 seen.append((tile.row, position))
     expected = [(row, start + i) for row, (start, count) in enumerate(rows) for i in range(count)]
     assert sorted(seen) == expected
 
 
-@given(st.integers(0, 2000), st.none() | st.integers(1, 300))
-def test_the_key_range_is_the_same_in_any_company(
-    position: int, sliding_window: int | None
-) -> None:
-    def keys(rows: list[tuple[int, int]], row: int) -> tuple[int, int]:
-        for group in groups_of(rows, sliding_window=sliding_window):
+@given(st.integers(0, 2000), WINDOWS)
+def test_the_key_range_is_the_same_in_any_company(position: int, window: TokenWindow) -> None:
+    def keys(rows: list[tuple[int, int]], row: int) -> tuple[int, int, int]:
+        for group in groups_of(rows, window=window):
             for tile in group.tiles:
                 if tile.row == row and 0 <= position - tile.first_position < tile.num_queries:
-                    return group.shape.first_block, group.shape.num_blocks
+                    shape = group.shape
+                    return shape.num_sink_blocks, shape.first_block, shape.num_blocks
         raise AssertionError("no tile has the query")
 
     alone = keys([(position, 1)], 0)

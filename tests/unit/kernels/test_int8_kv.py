@@ -85,13 +85,13 @@ class Int8Rows:
         size = self.shape.block_size
         return self.tables[row, positions // size] * size + positions % size
 
-    def attend(self, queries, seq_lens, rows=None, *, window=None, kernels=None):
+    def attend(self, queries, seq_lens, rows=None, *, window=None, sinks=0, kernels=None):
         counts = [len(query) for query in queries]
         rows = list(range(len(queries))) if rows is None else rows
         starts = list(itertools.accumulate(counts, initial=0))
         kernels = kernels or self.kernels
         plan = kernels.plan_attention(
-            RowLayout(starts, seq_lens, self.tables[rows]), self.shape, window
+            RowLayout(starts, seq_lens, self.tables[rows]), self.shape, window, sinks
         )
         return list(kernels.paged_attention(torch.cat(queries), self.storage, plan).split(counts))
 
@@ -100,13 +100,13 @@ def random_queries(counts, shape=SHAPE, dtype=torch.float32):
     return [torch.randn(count, shape.num_heads, shape.head_dim).to(dtype) for count in counts]
 
 
-def dense(query, key, value, window=None):
+def dense(query, key, value, window=None, sinks=0):
     """float64; query [n, H, D] are the last of key, value [L, K, D]."""
     positions = torch.arange(len(key) - len(query), len(key)).unsqueeze(1)
     keys = torch.arange(len(key))
     hidden = keys > positions
     if window is not None:
-        hidden |= keys <= positions - window
+        hidden |= (keys <= positions - window) & (keys >= sinks)
     sharing = query.shape[1] // key.shape[1]
     key, value = (part.double().repeat_interleave(sharing, 1) for part in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query.double(), key) * query.shape[2] ** -0.5
@@ -167,33 +167,37 @@ def test_a_vector_is_rounded_by_at_most_half_a_step():
 
 
 @ALL_SHAPES
-@pytest.mark.parametrize("window", [None, 1, 70])
-def test_attention_is_that_of_the_rounded_vectors(kernels, shape, window):
+@pytest.mark.parametrize(("window", "sinks"), [(None, 0), (1, 0), (70, 0), (1, 5), (70, 40)])
+def test_attention_is_that_of_the_rounded_vectors(kernels, shape, window, sinks):
     seq_lens, counts = [1, 7, 130, 65, 600], [1, 7, 33, 1, 3]
     rows = Int8Rows(kernels, seq_lens, shape=shape)
     queries = random_queries(counts, shape)
-    outputs = rows.attend(queries, seq_lens, window=window)
+    outputs = rows.attend(queries, seq_lens, window=window, sinks=sinks)
     for query, key, value, output in zip(queries, rows.keys, rows.values, outputs, strict=True):
-        expected = dense(query, rounded(key), rounded(value), window)
+        expected = dense(query, rounded(key), rounded(value), window, sinks)
         assert relative_error(output, expected) < 3e-6
         # What int8 costs against float keys and values.
-        assert relative_error(output, dense(query, key, value, window)) < 0.03
+        assert relative_error(output, dense(query, key, value, window, sinks)) < 0.03
 
 
-@pytest.mark.parametrize("window", [None, 40, 600])
+@pytest.mark.parametrize(("window", "sinks"), [(None, 0), (40, 0), (600, 0), (40, 70)])
 @pytest.mark.parametrize("shape", [SHAPE, SHAPES["odd sizes"]], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_bits_do_not_depend_on_company_or_chunks(kernels, shape, window, dtype):
+def test_bits_do_not_depend_on_company_or_chunks(kernels, shape, window, sinks, dtype):
     seq_lens = [1, 64, 65, 513]
     rows = Int8Rows(kernels, seq_lens, shape=shape, dtype=dtype)
     queries = random_queries(seq_lens, shape, dtype)
-    together = rows.attend(queries, seq_lens, window=window)
+    together = rows.attend(queries, seq_lens, window=window, sinks=sinks)
     for row, length in enumerate(seq_lens):
         whole, query = together[row], queries[row]
-        assert torch.equal(rows.attend([query], [length], [row], window=window)[0], whole)
+        assert torch.equal(
+            rows.attend([query], [length], [row], window=window, sinks=sinks)[0], whole
+        )
         for start, end in ((0, 1), (0, 13), (60, 65), (127, 129), (400, 513)):
             if end <= length:
-                (output,) = rows.attend([query[start:end]], [end], [row], window=window)
+                (output,) = rows.attend(
+                    [query[start:end]], [end], [row], window=window, sinks=sinks
+                )
                 assert torch.equal(output, whole[start:end])
 
 

@@ -34,6 +34,10 @@ SHAPES = {
 }
 # Relative to the largest output. The queries and the result are rounded to the dtype.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
+WINDOWS = pytest.mark.parametrize(
+    ("window", "sinks"),
+    [(None, 0), (1, 0), (70, 0), (600, 0), (1, 3), (40, 20), (70, 64), (30, 530)],
+)
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 
 
@@ -70,7 +74,7 @@ class PagedRows:
         size = self.shape.block_size
         return self.tables[row, positions // size] * size + positions % size
 
-    def attend(self, queries, seq_lens, rows=None, *, window=None, kernel=None):
+    def attend(self, queries, seq_lens, rows=None, *, window=None, sinks=0, kernel=None):
         """queries [n, H, D] of each row: the last n of seq_lens positions."""
         counts = [len(query) for query in queries]
         rows = list(range(len(queries))) if rows is None else rows
@@ -78,7 +82,7 @@ class PagedRows:
             list(itertools.accumulate(counts, initial=0)), seq_lens, self.tables[rows]
         )
         kernel = kernel or self.kernel
-        plan = kernel.plan(layout, self.shape, window)
+        plan = kernel.plan(layout, self.shape, window, sinks)
         return list(kernel.attend(torch.cat(queries), self.storage, plan).split(counts))
 
 
@@ -86,13 +90,13 @@ def random_queries(counts, shape=SHAPE, dtype=torch.float32):
     return [torch.randn(count, shape.num_heads, shape.head_dim).to(dtype) for count in counts]
 
 
-def dense(query, key, value, window=None):
+def dense(query, key, value, window=None, sinks=0):
     """float64; query [n, H, D] are the last of key, value [L, K, D]."""
     positions = torch.arange(len(key) - len(query), len(key)).unsqueeze(1)
     keys = torch.arange(len(key))
     hidden = keys > positions
     if window is not None:
-        hidden |= keys <= positions - window
+        hidden |= (keys <= positions - window) & (keys >= sinks)
     sharing = query.shape[1] // key.shape[1]
     key, value = (part.double().repeat_interleave(sharing, 1) for part in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query.double(), key) * query.shape[2] ** -0.5
@@ -105,17 +109,18 @@ def relative_error(output, expected):
 
 
 @DTYPES
-@pytest.mark.parametrize("window", [None, 1, 70])
+@WINDOWS
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_ragged_rows(library, shape, window, dtype):
+def test_ragged_rows(library, shape, window, sinks, dtype):
     """Decoding rows, whole prompts, later chunks."""
     seq_lens, counts = [1, 7, 130, 65, 600], [1, 7, 33, 1, 3]
     rows = PagedRows(kernel_of(library, 2), seq_lens, shape=shape, dtype=dtype)
     queries = random_queries(counts, shape, dtype)
-    outputs = rows.attend(queries, seq_lens, window=window)
+    outputs = rows.attend(queries, seq_lens, window=window, sinks=sinks)
     for query, key, value, output in zip(queries, rows.keys, rows.values, outputs, strict=True):
         assert output.dtype == dtype
-        assert relative_error(output, dense(query, key, value, window)) < TOLERANCE[dtype]
+        expected = dense(query, key, value, window, sinks)
+        assert relative_error(output, expected) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize(
@@ -166,24 +171,27 @@ def test_a_later_token_that_is_not_finite_is_not_seen(library):
 
 
 @DTYPES
-@pytest.mark.parametrize("window", [None, 40, 600])
+@pytest.mark.parametrize(
+    ("window", "sinks"), [(None, 0), (40, 0), (600, 0), (40, 3), (5, 70), (300, 600)]
+)
 @pytest.mark.parametrize("shape", [SHAPE, SHAPES["odd sizes"]], ids=str)
-def test_bits_do_not_depend_on_company_chunks_or_threads(library, shape, window, dtype):
+def test_bits_do_not_depend_on_company_chunks_or_threads(library, shape, window, sinks, dtype):
     seq_lens = [1, 64, 65, 513, 1100]
     rows = PagedRows(kernel_of(library, 2), seq_lens, shape=shape, dtype=dtype)
     queries = random_queries(seq_lens, shape, dtype)
-    together = rows.attend(queries, seq_lens, window=window)
+    seen = {"window": window, "sinks": sinks}
+    together = rows.attend(queries, seq_lens, **seen)
     one_thread = kernel_of(library, 1)
     many_threads = kernel_of(library, 7)
     for row, length in enumerate(seq_lens):
         whole, query = together[row], queries[row]
-        alone = rows.attend([query], [length], [row], window=window, kernel=one_thread)
+        alone = rows.attend([query], [length], [row], **seen, kernel=one_thread)
         assert torch.equal(alone[0], whole)
         for start, end in ((0, 1), (0, 13), (60, 68), (127, 129), (400, 513), (1097, 1100)):
             if end <= length:
                 for kernel in (rows.kernel, one_thread, many_threads):
                     chunk = query[start:end]
-                    (output,) = rows.attend([chunk], [end], [row], window=window, kernel=kernel)
+                    (output,) = rows.attend([chunk], [end], [row], **seen, kernel=kernel)
                     assert torch.equal(output, whole[start:end])
 
 
@@ -198,6 +206,18 @@ def test_bits_of_decoding_rows_do_not_depend_on_who_else_is_long(library):
         (serial,) = rows.attend([queries[row]], [length], [row], kernel=kernel_of(library, 1))
         assert torch.equal(alone, together[row])
         assert torch.equal(serial, together[row])
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(20, 0), (20, 18), (1, 33)])
+def test_blocks_that_no_query_sees_are_not_read(library, window, sinks):
+    """They were given back: their entries of the block table name no block."""
+    rows = PagedRows(kernel_of(library), [1100])
+    queries = random_queries([3])
+    (expected,) = rows.attend(queries, [1100], window=window, sinks=sinks)
+    first_seen = 1100 - 3 - window + 1
+    rows.tables[0, -(-sinks // 16) : first_seen // 16] = -(1 << 40)
+    (output,) = rows.attend(queries, [1100], window=window, sinks=sinks)
+    assert torch.equal(output, expected)
 
 
 def test_a_step_of_no_rows(library):

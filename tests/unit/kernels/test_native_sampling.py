@@ -198,14 +198,15 @@ def test_bits_depend_neither_on_the_instruction_set_nor_on_threads_nor_on_compan
 def test_bitmask(library, vocab_size):
     num_words = -(-vocab_size // 32)
     bitmask = torch.randint(-(2**31), 2**31, (9, num_words + 1), dtype=torch.int32)[:, :num_words]
-    logits = torch.randn(9, vocab_size + 5)[:, 2 : vocab_size + 2]
+    logits = torch.randn(12, vocab_size + 5)[:, 2 : vocab_size + 2]
+    rows = np.array([3, 4, 0, 11, 7, 2, 1, 9, 10])
     expected = logits.clone()
-    for row, token_id in itertools.product(range(9), range(vocab_size)):
-        if not int(bitmask[row, token_id // 32]) >> token_id % 32 & 1:
-            expected[row, token_id] = -torch.inf
+    for index, token_id in itertools.product(range(9), range(vocab_size)):
+        if not int(bitmask[index, token_id // 32]) >> token_id % 32 & 1:
+            expected[rows[index], token_id] = -torch.inf
     by_reference = logits.clone()
-    sampling.apply_bitmask(by_reference, bitmask)
-    kernel_of(library).apply_bitmask(logits, bitmask)
+    sampling.apply_bitmask(by_reference, rows, bitmask)
+    kernel_of(library).apply_bitmask(logits, rows, bitmask)
     assert torch.equal(logits, expected)
     assert torch.equal(by_reference, expected)
 

@@ -91,16 +91,21 @@ def test_rotary_turns_pairs_of_a_fused_view(kernels: Kernels) -> None:
     assert torch.equal(fused[:, 32:], before[:, 32:])
 
 
+Window = tuple[int | None, int]
+"""Of how many positions, and of how many sinks."""
+
+
 def dense_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: Window = (None, 0)
 ) -> torch.Tensor:
     """query [n, H, D] are the last of key, value [L, K, D]."""
+    num_seen, num_sinks = window
     num_keys = len(key)
     positions = torch.arange(num_keys - len(query), num_keys).unsqueeze(1)
     keys = torch.arange(num_keys)
     visible = keys <= positions
-    if window is not None:
-        visible &= keys > positions - window
+    if num_seen is not None:
+        visible &= (keys > positions - num_seen) | (keys < num_sinks)
     groups = query.shape[1] // key.shape[1]
     return functional.scaled_dot_product_attention(
         query.transpose(0, 1),
@@ -146,7 +151,7 @@ class PagedRows:
         self.values.append(value)
 
     def attend(
-        self, queries: Sequence[torch.Tensor], rows: Sequence[int], window: int | None
+        self, queries: Sequence[torch.Tensor], rows: Sequence[int], window: Window = (None, 0)
     ) -> list[torch.Tensor]:
         counts = [len(query) for query in queries]
         layout = RowLayout(
@@ -154,7 +159,7 @@ class PagedRows:
             [self.seq_lens[row] for row in rows],
             self.tables[list(rows)],
         )
-        plan = self.kernels.plan_attention(layout, self.shape, window)
+        plan = self.kernels.plan_attention(layout, self.shape, *window)
         output = self.kernels.paged_attention(torch.cat(list(queries)), self.storage, plan)
         return list(output.split(counts))
 
@@ -163,15 +168,15 @@ def random_queries(counts: Sequence[int], shape: AttentionShape = SHAPE) -> list
     return [torch.randn(count, shape.num_heads, shape.head_dim) for count in counts]
 
 
-@pytest.mark.parametrize("window", [None, 1, 5, 100])
+@pytest.mark.parametrize(
+    "window", [(None, 0), (1, 0), (5, 0), (100, 0), (1, 1), (5, 70), (100, 17)], ids=str
+)
 @pytest.mark.parametrize(
     "shape",
     [SHAPE, AttentionShape(4, 4, 8, 16), AttentionShape(8, 1, 8, 5)],
     ids=["grouped", "one query head per key head", "one key head"],
 )
-def test_ragged_paged_attention(
-    kernels: Kernels, window: int | None, shape: AttentionShape
-) -> None:
+def test_ragged_paged_attention(kernels: Kernels, window: Window, shape: AttentionShape) -> None:
     """Decoding rows, a whole prompt, a later chunk, and one that crosses ranges of keys.
 
     What no row has written is NaN: nothing of it may come through.
@@ -189,17 +194,17 @@ def test_ragged_paged_attention(
 def test_half_precision_storage_is_summed_in_float32(kernels: Kernels, dtype: torch.dtype) -> None:
     rows = PagedRows(kernels, [90], dtype)
     (query,) = random_queries([90])
-    (output,) = rows.attend([query.to(dtype)], [0], None)
+    (output,) = rows.attend([query.to(dtype)], [0])
     expected = dense_attention(
-        query.to(dtype).float(), rows.keys[0].float(), rows.values[0].float(), None
+        query.to(dtype).float(), rows.keys[0].float(), rows.values[0].float()
     )
     assert output.dtype == dtype
     torch.testing.assert_close(output.float(), expected, rtol=2**-7, atol=2**-7)
 
 
-@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("window", [(None, 0), (40, 0), (40, 18)], ids=str)
 def test_attention_gives_a_row_the_same_bits_in_any_company(
-    kernels: Kernels, window: int | None
+    kernels: Kernels, window: Window
 ) -> None:
     seq_lens = (1, 50, 63, 64, 65, 200, 320)
     rows = PagedRows(kernels, seq_lens)
@@ -212,8 +217,8 @@ def test_attention_gives_a_row_the_same_bits_in_any_company(
         assert torch.equal(alone, backwards[row])
 
 
-@pytest.mark.parametrize("window", [None, 40])
-def test_a_token_has_the_same_bits_whatever_the_chunk(kernels: Kernels, window: int | None) -> None:
+@pytest.mark.parametrize("window", [(None, 0), (40, 0), (40, 18)], ids=str)
+def test_a_token_has_the_same_bits_whatever_the_chunk(kernels: Kernels, window: Window) -> None:
     seq_len = 300
     rows = PagedRows(kernels, [seq_len])
     (query,) = random_queries([seq_len])

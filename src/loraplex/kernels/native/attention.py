@@ -37,6 +37,7 @@ class _Step(ctypes.Structure):
         ("head_dim", Size),
         ("block_size", Size),
         ("sliding_window", Size),
+        ("num_sink_tokens", Size),
         ("query_start_loc", Pointer),
         ("seq_lens", Pointer),
         ("block_tables", Pointer),
@@ -104,7 +105,11 @@ class AttentionKernel:
         )
 
     def plan(
-        self, rows: RowLayout, shape: AttentionShape, sliding_window: int | None
+        self,
+        rows: RowLayout,
+        shape: AttentionShape,
+        sliding_window: int | None,
+        num_sink_tokens: int = 0,
     ) -> NativeAttentionPlan:
         query_start_loc = np.array(rows.query_start_loc, dtype=np.int64)
         seq_lens = np.array(rows.seq_lens, dtype=np.int64)
@@ -117,6 +122,7 @@ class AttentionKernel:
             shape.head_dim,
             shape.block_size,
             sliding_window or 0,
+            num_sink_tokens,
             query_start_loc.ctypes.data,
             seq_lens.ctypes.data,
             block_tables.data_ptr(),

@@ -140,9 +140,13 @@ class NativeKernels:
         self._attention.write(storage, key, value, slot_mapping)
 
     def plan_attention(
-        self, rows: RowLayout, shape: AttentionShape, sliding_window: int | None
+        self,
+        rows: RowLayout,
+        shape: AttentionShape,
+        sliding_window: int | None,
+        num_sink_tokens: int = 0,
     ) -> AttentionPlan:
-        return self._attention.plan(rows, shape, sliding_window)
+        return self._attention.plan(rows, shape, sliding_window, num_sink_tokens)
 
     def paged_attention(
         self, query: torch.Tensor, storage: KVStorage, plan: AttentionPlan
@@ -163,8 +167,8 @@ class NativeKernels:
     ) -> TopLogprobs:
         return self._sampling.top_logprobs(logits, rows, token_ids, num_top)
 
-    def apply_bitmask(self, logits: torch.Tensor, bitmask: torch.Tensor) -> None:
-        self._sampling.apply_bitmask(logits, bitmask)
+    def apply_bitmask(self, logits: torch.Tensor, rows: IntArray, bitmask: torch.Tensor) -> None:
+        self._sampling.apply_bitmask(logits, rows, bitmask)
 
     def _output(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._recorder.output(tensor)

@@ -48,7 +48,7 @@ class SamplingKernel:
             "loraplex_top_logprobs", *(3 * (Pointer,)), Size, *(4 * (Pointer,))
         )
         self._apply_bitmask = library.function(
-            "loraplex_apply_bitmask", Pointer, Size, Size, Pointer, Size, Pointer, Size
+            "loraplex_apply_bitmask", Pointer, Size, Size, *(2 * (Pointer,)), Size, Pointer, Size
         )
         self._scaled = torch.zeros(0)
         self._indices = torch.zeros(0, dtype=torch.int32)
@@ -126,16 +126,17 @@ class SamplingKernel:
         )
         return result
 
-    def apply_bitmask(self, logits: torch.Tensor, bitmask: torch.Tensor) -> None:
+    def apply_bitmask(self, logits: torch.Tensor, rows: IntArray, bitmask: torch.Tensor) -> None:
         """As Kernels.apply_bitmask."""
-        num_rows, vocab_size = logits.shape
+        num_rows, vocab_size = len(rows), logits.shape[1]
         assert logits.dtype == torch.float32
         assert bitmask.dtype == torch.int32
         assert bitmask.shape == (num_rows, -(-vocab_size // 32))
-        assert logits.stride(1) == 1
+        assert logits.stride(1) == 1 or vocab_size == 1
+        assert rows.flags.c_contiguous
         assert bitmask.stride(1) == 1 or bitmask.shape[1] == 1
         self._apply_bitmask(
-            *(self._pool.address, num_rows, vocab_size),
+            *(self._pool.address, num_rows, vocab_size, rows.ctypes.data),
             *(bitmask.data_ptr(), bitmask.stride(0), logits.data_ptr(), logits.stride(0)),
         )
 
