@@ -5,13 +5,17 @@ from collections import Counter
 import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from loraplex.core.retention import DEFAULT_PRIORITY, BlockRetention
 from loraplex.memory.block_pool import BlockPool
 
 NUM_BLOCKS = 6
+RETENTIONS = st.builds(BlockRetention, st.integers(33, 37), st.none() | st.integers(0, 3))
 
 
 class BlockPoolMachine(RuleBasedStateMachine):
-    """The model: block tables, the kept blocks, the cached ones in the order of their release."""
+    """The model: block tables, the kept blocks, the cached ones in the order of their release,
+    and until when each of them has another priority than the default one.
+    """
 
     def __init__(self):
         super().__init__()
@@ -20,6 +24,17 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.tables = []
         self.kept = set()
         self.cached = []
+        self.retentions = {}
+        self.ends = {}
+        self.now_ns = 0
+
+    def in_order_of_eviction(self):
+        def priority(block_id):
+            is_over = self.ends.get(block_id) is not None and self.ends[block_id] <= self.now_ns
+            default = BlockRetention()
+            return DEFAULT_PRIORITY if is_over else self.retentions.get(block_id, default).priority
+
+        return sorted(self.cached, key=priority)
 
     def held(self):
         return sorted({block_id for table in self.tables for block_id in table})
@@ -38,13 +53,30 @@ class BlockPoolMachine(RuleBasedStateMachine):
             return
         assert len(set(taken)) == n
         assert not set(taken) & set(held)
-        evicted = self.cached[: max(0, num_evicted)]
+        evicted = self.in_order_of_eviction()[: max(0, num_evicted)]
         assert set(taken) - free == set(evicted)
         assert self.lost == evicted
         self.lost.clear()
-        del self.cached[: len(evicted)]
+        self.cached = [block_id for block_id in self.cached if block_id not in evicted]
         self.kept -= set(evicted)
+        self.forget(evicted)
         self.tables.append(taken)
+
+    def forget(self, block_ids):
+        for block_id in block_ids:
+            self.retentions.pop(block_id, None)
+
+    @rule(ns=st.integers(1, 2))
+    def advance(self, ns):
+        self.now_ns += ns
+        self.pool.advance(self.now_ns)
+
+    @precondition(lambda self: self.tables and self.held())
+    @rule(data=st.data(), retention=RETENTIONS)
+    def retain(self, data, retention):
+        block_id = data.draw(st.sampled_from(self.held()))
+        self.pool.retain(block_id, retention)
+        self.retentions[block_id] = retention
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data())
@@ -74,6 +106,8 @@ class BlockPoolMachine(RuleBasedStateMachine):
         block_id = data.draw(st.sampled_from(sorted(self.kept)))
         self.pool.drop(block_id)
         self.kept.remove(block_id)
+        if block_id in self.cached:
+            self.forget([block_id])
         self.cached = [other for other in self.cached if other != block_id]
 
     @precondition(lambda self: self.tables)
@@ -86,6 +120,10 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.pool.release(table)
         gone = [block_id for block_id in reversed(table) if block_id not in self.held()]
         self.cached += [block_id for block_id in gone if block_id in self.kept]
+        for block_id in gone:
+            duration_ns = self.retentions.get(block_id, BlockRetention()).duration_ns
+            self.ends[block_id] = None if duration_ns is None else self.now_ns + duration_ns
+        self.forget(set(gone) - self.kept)
         assert self.lost == [block_id for block_id in gone if block_id not in self.kept]
         self.lost.clear()
 
@@ -109,7 +147,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         everything = self.pool.allocate(NUM_BLOCKS)
         assert everything is not None
         assert sorted(everything) == list(range(NUM_BLOCKS))
-        assert self.lost == self.cached
+        assert self.lost == self.in_order_of_eviction()
 
 
 TestBlockPool = BlockPoolMachine.TestCase

@@ -1,9 +1,18 @@
 """How long a request's KV is worth keeping, as TensorRT-LLM's retention inputs say it."""
 
+import itertools
+from typing import NamedTuple
+
 import msgspec
+
+from loraplex.core.errors import InvalidParameterError
 
 DEFAULT_PRIORITY = 35
 MAX_PRIORITY = 100
+MAX_RANGES = 256
+"""Of one request."""
+
+_NS_PER_MS = 1_000_000
 
 
 class TokenRangeRetention(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -23,3 +32,67 @@ class KVRetention(msgspec.Struct, frozen=True, omit_defaults=True):
     decode_priority: int = DEFAULT_PRIORITY
     """Of the blocks of generated tokens."""
     decode_duration_ms: int | None = None
+
+
+class BlockRetention(NamedTuple):
+    """What a request says of one block."""
+
+    priority: int = DEFAULT_PRIORITY
+    duration_ns: int | None = None
+    """Without use; None: for ever."""
+
+
+def block_retention(
+    retention: KVRetention, first_token: int, num_prompt_tokens: int
+) -> BlockRetention | None:
+    """Of the block that begins with this token; None: nothing is said of it."""
+    if first_token >= num_prompt_tokens:
+        return _of_block(retention.decode_priority, retention.decode_duration_ms)
+    for entry in retention.ranges:
+        if entry.start <= first_token and (entry.end is None or first_token < entry.end):
+            return _of_block(entry.priority, entry.duration_ms)
+    return None
+
+
+def check_retention(retention: KVRetention) -> None:
+    """Raise InvalidParameterError for values out of range, and for ranges that overlap."""
+    if len(retention.ranges) > MAX_RANGES:
+        raise _refusal(f"has {len(retention.ranges)} token ranges; at most {MAX_RANGES} may be")
+    for entry in retention.ranges:
+        _check_range(entry)
+    _check_values("decode", retention.decode_priority, retention.decode_duration_ms)
+    ordered = sorted(retention.ranges, key=lambda entry: entry.start)
+    for left, right in itertools.pairwise(ordered):
+        if left.end is None or left.end > right.start:
+            raise _refusal(f"has token ranges that overlap: {_words(left)} and {_words(right)}")
+
+
+def _of_block(priority: int, duration_ms: int | None) -> BlockRetention:
+    return BlockRetention(priority, None if duration_ms is None else duration_ms * _NS_PER_MS)
+
+
+def _check_range(entry: TokenRangeRetention) -> None:
+    if entry.start < 0:
+        raise _refusal(
+            f"has a token range that starts at {entry.start}; it must start at 0 or later"
+        )
+    if entry.end is not None and entry.end <= entry.start:
+        raise _refusal(
+            f"has an empty token range: {_words(entry)}; its end must be behind its start"
+        )
+    _check_values(f"token range {_words(entry)}", entry.priority, entry.duration_ms)
+
+
+def _check_values(where: str, priority: int, duration_ms: int | None) -> None:
+    if not 0 <= priority <= MAX_PRIORITY:
+        raise _refusal(f"({where}): priority must be 0 to {MAX_PRIORITY}, got {priority}")
+    if duration_ms is not None and duration_ms < 0:
+        raise _refusal(f"({where}): duration must be at least 0 ms, got {duration_ms}")
+
+
+def _words(entry: TokenRangeRetention) -> str:
+    return f"{entry.start} to {'the end' if entry.end is None else entry.end}"
+
+
+def _refusal(what: str) -> InvalidParameterError:
+    return InvalidParameterError(f"retention {what}", param="retention")

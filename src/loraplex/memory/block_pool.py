@@ -4,10 +4,14 @@ Only integers live here. The tensors behind the ids belong to the runner, and wh
 known to the prefix cache alone.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from loraplex.core.plan import BlockId
+from loraplex.core.plan import NO_BLOCK, BlockId
+from loraplex.core.retention import BlockRetention
+from loraplex.memory.cached_blocks import CachedBlocks
+
+_DEFAULT_RETENTION = BlockRetention()
 
 
 def _nobody_minds(_block_id: BlockId) -> None:
@@ -29,8 +33,11 @@ class BlockPool:
         self._on_lost = on_lost
         self._ref_counts = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._cached: OrderedDict[BlockId, None] = OrderedDict()
+        self._cached = CachedBlocks()
         self._kept: set[BlockId] = set()
+        self._retentions: dict[BlockId, BlockRetention] = {}
+        """Of blocks that are not free, where it is not the default one."""
+        self._now_ns = 0
 
     @property
     def num_blocks(self) -> int:
@@ -62,7 +69,7 @@ class BlockPool:
     def allocate(self, n: int) -> list[BlockId] | None:
         """Take n blocks, or None and no change if fewer than n are available.
 
-        Free blocks go first, then the least recently released cached ones.
+        Free blocks go first, then cached ones: of the lowest priority, the least recently released.
         """
         if n > self.num_available:
             return None
@@ -73,9 +80,10 @@ class BlockPool:
             block_id = self._free.pop()
             self._ref_counts[block_id] = 1
             return block_id
-        block_id, _ = self._cached.popitem(last=False)
+        block_id = self._cached.pop(self._now_ns)
         self._ref_counts[block_id] = 1
         self._kept.remove(block_id)
+        self._retentions.pop(block_id, None)
         self._on_lost(block_id)
         return block_id
 
@@ -83,7 +91,7 @@ class BlockPool:
         """Add one holder to each block; a cached block becomes held. Not for free blocks."""
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
-                del self._cached[block_id]
+                self._cached.remove(block_id)
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: Sequence[BlockId]) -> None:
@@ -98,9 +106,10 @@ class BlockPool:
             if self._ref_counts[block_id] > 0:
                 continue
             if block_id in self._kept:
-                self._cached[block_id] = None
+                retention = self._retentions.get(block_id, _DEFAULT_RETENTION)
+                self._cached.add(block_id, retention, self._now_ns)
             else:
-                self._free.append(block_id)
+                self._add_to_free(block_id)
                 self._on_lost(block_id)
 
     def keep(self, block_id: BlockId) -> None:
@@ -112,8 +121,21 @@ class BlockPool:
         """Undo `keep`; a cached block becomes free at once. `on_lost` is not called."""
         self._kept.discard(block_id)
         if block_id in self._cached:
-            del self._cached[block_id]
-            self._free.append(block_id)
+            self._cached.remove(block_id)
+            self._add_to_free(block_id)
+
+    def retain(self, block_id: BlockId, retention: BlockRetention) -> None:
+        """How long to keep a held block's content; from its next release on, until it is lost."""
+        assert self._ref_counts[block_id] > 0, f"block {block_id} has no holder"
+        self._retentions[block_id] = retention
+
+    def advance(self, now_ns: int) -> None:
+        """It is now_ns: durations begin with a release, and may have ended."""
+        self._now_ns = now_ns
+
+    def _add_to_free(self, block_id: BlockId) -> None:
+        self._retentions.pop(block_id, None)
+        self._free.append(block_id)
 
     def check(self, tables: Iterable[Sequence[BlockId]] | None = None) -> None:
         """Nothing is lost and nothing is counted twice.
@@ -127,8 +149,10 @@ class BlockPool:
         assert self.num_held == len(held)
         assert all(count >= 0 for count in self._ref_counts)
         assert self._kept == set(self._cached) | (self._kept & held), "a free block is kept"
+        assert not set(self._retentions) & set(self._free), "a free block is retained"
+        self._cached.check()
         if tables is not None:
-            holders = Counter(block_id for table in tables for block_id in table)
+            holders = Counter(b for table in tables for b in table if b != NO_BLOCK)
             for block_id, count in enumerate(self._ref_counts):
                 assert count == holders[block_id], (
                     f"block {block_id}: count {count}, {holders[block_id]} holders"

@@ -1,14 +1,18 @@
-"""KV blocks as the scheduler sees them: admit, grow, publish, share, release.
+"""KV blocks as the scheduler sees them: admit, grow, publish, share, offload, release.
 
-Joins the block pool (who holds a block) with the prefix cache (what a block holds). It keeps
-nothing per sequence: the block table is the sequence's, and the scheduler writes it.
+Joins the block pool (who holds a block) with the prefix cache (what a block holds) and the host's
+blocks. It keeps nothing per sequence: the block table is the sequence's, and the scheduler writes
+it. A table may have gaps (NO_BLOCK) where a window has passed.
 """
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from loraplex.core.plan import BlockId
+from loraplex.core.plan import NO_BLOCK, BlockCopy, BlockId, BlockTransfer
+from loraplex.core.retention import KVRetention, block_retention
+from loraplex.memory.attention_window import AttentionWindow
 from loraplex.memory.block_pool import BlockPool
+from loraplex.memory.host_blocks import HostBlocks
 from loraplex.memory.prefix_cache import HashFunction, PrefixCache, hash_block
 
 
@@ -16,12 +20,30 @@ class Admission(NamedTuple):
     """The first blocks of a sequence."""
 
     block_ids: list[BlockId]
-    """Those found in the prefix cache, then new ones."""
+    """Those found in the prefix cache, then new ones. A found one that a window has passed is a
+    gap."""
     num_cached_tokens: int
     """Tokens whose KV is there already: a multiple of the block size, so
     num_cached_tokens // block_size is the sequence's num_hashed_blocks."""
     num_new_tokens: int
     """Tokens that these blocks have room to compute now: at least 1."""
+
+
+class Offload(NamedTuple):
+    """A block table's way to the host."""
+
+    host_block_ids: list[BlockId]
+    """Its host table, with the gaps of the block table."""
+    transfers: tuple[BlockTransfer, ...]
+
+
+class Loaded(NamedTuple):
+    """A block table that came back from the host."""
+
+    block_ids: list[BlockId]
+    transfers: tuple[BlockTransfer, ...]
+    num_hashed_blocks: int
+    """The leading blocks that the prefix cache still had; the others are to be published again."""
 
 
 class KVBlocks:
@@ -34,17 +56,28 @@ class KVBlocks:
         *,
         prefix_caching: bool = True,
         hash_function: HashFunction = hash_block,
+        num_host_blocks: int = 0,
+        attention_window: int | None = None,
+        num_sink_tokens: int = 0,
     ) -> None:
+        """attention_window, num_sink_tokens: as in Capacity."""
         self._block_size = block_size
         self._prefix_cache = PrefixCache(
             block_size, enabled=prefix_caching, hash_function=hash_function
         )
         self._pool = BlockPool(num_blocks, on_lost=self._forget)
+        self._host = HostBlocks(num_host_blocks)
+        self._window = AttentionWindow(block_size, attention_window, num_sink_tokens)
 
     @property
     def block_size(self) -> int:
         """Tokens per block."""
         return self._block_size
+
+    @property
+    def has_window(self) -> bool:
+        """Do sequences give blocks back before they end?"""
+        return self._window.num_tokens is not None
 
     @property
     def num_blocks(self) -> int:
@@ -67,9 +100,29 @@ class KVBlocks:
         """Blocks that can be taken now: free and cached."""
         return self._pool.num_available
 
+    @property
+    def num_host_blocks(self) -> int:
+        return self._host.num_blocks
+
+    @property
+    def num_host_free(self) -> int:
+        return self._host.num_free
+
+    def advance(self, now_ns: int) -> None:
+        """It is now_ns: by this clock the durations of retained blocks begin and end."""
+        self._pool.advance(now_ns)
+
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that a sequence of num_tokens computed tokens fills or touches."""
         return -(-num_tokens // self._block_size)
+
+    def max_blocks_held(self, num_tokens: int, max_step_tokens: int) -> int:
+        """The most blocks that one sequence holds at once until num_tokens tokens are computed.
+
+        max_step_tokens: at most so many in one step, and `release_behind` after each of them.
+        Without a window this is num_blocks_for(num_tokens).
+        """
+        return self._window.max_blocks_held(num_tokens, max_step_tokens)
 
     def admit(
         self,
@@ -79,6 +132,8 @@ class KVBlocks:
         *,
         max_cached_tokens: int | None = None,
         num_reserved_blocks: int = 0,
+        retention: KVRetention | None = None,
+        num_prompt_tokens: int = 0,
     ) -> Admission | None:
         """Blocks for a sequence that has none: new, or preempted before.
 
@@ -86,25 +141,42 @@ class KVBlocks:
         compute. Then takes blocks for up to max_new_tokens (>= 1) of the tokens after it. None
         and no change if they, and num_reserved_blocks that must stay available, are not there.
 
-        max_cached_tokens = 0 serves nothing (prompt log probabilities need every position).
+        max_cached_tokens = 0 serves nothing (prompt log probabilities need every position). What
+        `retention` says of a served block holds from now on; it is of a prompt of
+        num_prompt_tokens.
         """
         assert token_ids, "an empty sequence"
         assert max_new_tokens > 0, "nothing to compute"
         limit = len(token_ids) - 1
         if max_cached_tokens is not None:
             limit = min(limit, max_cached_tokens)
-        hits = self._prefix_cache.match(token_ids, kv_salt, limit)
-        num_cached = len(hits) * self._block_size
+        found = self._prefix_cache.match(token_ids, kv_salt, limit)
+        num_cached = len(found) * self._block_size
         num_new = min(max_new_tokens, len(token_ids) - num_cached)
+        first_needed = self._window.first_needed(num_cached, len(found))
+        hits = [
+            block_id if self._window.needs(index, first_needed) else NO_BLOCK
+            for index, block_id in enumerate(found)
+        ]
         num_to_take = self.num_blocks_for(num_cached + num_new) - len(hits)
+        taken = self._share_and_take(hits, num_to_take, num_reserved_blocks)
+        if taken is None:
+            return None
+        for index, block_id in enumerate(hits):
+            self._retain(block_id, retention, index, num_prompt_tokens)
+        return Admission(hits + taken, num_cached, num_new)
+
+    def _share_and_take(
+        self, hits: Sequence[BlockId], num_to_take: int, num_reserved_blocks: int
+    ) -> list[BlockId] | None:
+        """Hold the hits, and take new blocks; None and no change if there are too few."""
+        hits = _without_gaps(hits)
         num_hits_cached = sum(self._pool.ref_count(block_id) == 0 for block_id in hits)
         if num_to_take + num_hits_cached + num_reserved_blocks > self.num_available:
             return None
         # The hits are held before blocks are taken: taking must not evict them.
         self._pool.share(hits)
-        taken = self._pool.allocate(num_to_take)
-        assert taken is not None
-        return Admission(hits + taken, num_cached, num_new)
+        return self._pool.allocate(num_to_take)
 
     def grow(self, block_ids: Sequence[BlockId], num_tokens: int) -> list[BlockId] | None:
         """The blocks to append to a block table so that num_tokens tokens fit.
@@ -120,40 +192,147 @@ class KVBlocks:
         block_ids: Sequence[BlockId],
         num_hashed_blocks: int,
         num_computed_tokens: int,
+        *,
+        retention: KVRetention | None = None,
+        num_prompt_tokens: int = 0,
     ) -> int:
         """Let other sequences find the blocks that became full; the new num_hashed_blocks.
 
         Call it only for tokens whose KV is written: after their step, and not for a failed row.
+        The blocks are kept as `retention` says of a prompt of num_prompt_tokens.
         """
         num_full = num_computed_tokens // self._block_size
         for index in range(num_hashed_blocks, num_full):
+            if block_ids[index] == NO_BLOCK:  # came back from the host without it
+                continue
             start = index * self._block_size
             tokens = token_ids[start : start + self._block_size]
             parent_id = block_ids[index - 1] if index else None
             if self._prefix_cache.insert(block_ids[index], parent_id, tokens, kv_salt):
                 self._pool.keep(block_ids[index])
+            self._retain(block_ids[index], retention, index, num_prompt_tokens)
         return max(num_hashed_blocks, num_full)
 
     def share(self, block_ids: Sequence[BlockId]) -> None:
         """One more holder for each block: a fork takes over the block table."""
-        self._pool.share(block_ids)
+        self._pool.share(_without_gaps(block_ids))
 
     def is_shared(self, block_id: BlockId) -> bool:
         """Has it several holders? Then it must be copied before it is written."""
         return self._pool.ref_count(block_id) > 1
 
+    def make_writable(
+        self, block_ids: Sequence[BlockId], position: int
+    ) -> tuple[BlockCopy, ...] | None:
+        """What to copy before a block table's owner may write to a position of it.
+
+        Empty if the block has no other holder. Else the hold goes over to a new block: the caller
+        writes the copy's target into the table, and plans the copy. None and no change if there is
+        no block to take.
+        """
+        source = block_ids[position // self._block_size]
+        if not self.is_shared(source):
+            return ()
+        taken = self._pool.allocate(1)
+        if taken is None:
+            return None
+        self._pool.release([source])
+        return (BlockCopy(0, source, taken[0]),)
+
+    def release_behind(
+        self, block_ids: list[BlockId], num_computed_tokens: int, num_hashed_blocks: int
+    ) -> None:
+        """Give back what no position from num_computed_tokens on sees; the table gets gaps there.
+
+        Call it after `publish`. Without a window nothing changes.
+        """
+        end = self._window.first_needed(num_computed_tokens, num_hashed_blocks)
+        index = end - 1
+        while index >= self._window.num_sink_blocks and block_ids[index] != NO_BLOCK:
+            index -= 1
+        first = max(index + 1, self._window.num_sink_blocks)
+        self._pool.release(block_ids[first:end])
+        block_ids[first:end] = [NO_BLOCK] * max(0, end - first)
+
+    def offload(self, block_ids: Sequence[BlockId], num_computed_tokens: int) -> Offload | None:
+        """Host blocks for the computed part of a block table, and the transfers to plan.
+
+        The table keeps its hold: `release` it then. None and no change if the host has no room.
+        """
+        computed = block_ids[: self.num_blocks_for(num_computed_tokens)]
+        taken = self._host.allocate(len(_without_gaps(computed)))
+        if taken is None:
+            return None
+        free = iter(taken)
+        host_block_ids = [b if b == NO_BLOCK else next(free) for b in computed]
+        return Offload(host_block_ids, _transfers(computed, host_block_ids))
+
+    def load_back(
+        self,
+        token_ids: Sequence[int],
+        kv_salt: bytes,
+        host_block_ids: Sequence[BlockId],
+        num_computed_tokens: int,
+        num_tokens: int,
+        *,
+        num_reserved_blocks: int = 0,
+    ) -> Loaded | None:
+        """Undo `offload`: blocks for num_tokens tokens; of num_computed_tokens the KV comes back.
+
+        What the prefix cache still has is not transferred. The host blocks are free again: so a
+        step's offloads are planned before its loads. None and no change if there are fewer blocks,
+        with num_reserved_blocks that must stay available.
+        """
+        found = self._prefix_cache.match(token_ids, kv_salt, num_computed_tokens)
+        hits = [
+            block_id if host_id != NO_BLOCK else NO_BLOCK
+            for block_id, host_id in zip(found, host_block_ids, strict=False)
+        ]
+        rest = host_block_ids[len(hits) :]
+        num_more = max(0, self.num_blocks_for(num_tokens) - len(host_block_ids))
+        num_to_load = len(_without_gaps(rest))
+        taken = self._share_and_take(hits, num_to_load + num_more, num_reserved_blocks)
+        if taken is None:
+            return None
+        free = iter(taken)
+        loaded = [b if b == NO_BLOCK else next(free) for b in rest]
+        self.free_host(host_block_ids)
+        return Loaded([*hits, *loaded, *free], _transfers(loaded, rest), len(hits))
+
+    def free_host(self, host_block_ids: Sequence[BlockId]) -> None:
+        """Give back a host table: of a sequence that ends, or will be computed again."""
+        self._host.release(_without_gaps(host_block_ids))
+
     def release(self, block_ids: Sequence[BlockId]) -> None:
         """Give up one hold of each block of a block table, in the table's order."""
-        self._pool.release(block_ids)
+        self._pool.release(_without_gaps(block_ids))
 
-    def check(self, tables: Iterable[Sequence[BlockId]] | None = None) -> None:
-        """Conservation; with all block tables that exist, also their counts."""
+    def check(
+        self,
+        tables: Iterable[Sequence[BlockId]] | None = None,
+        host_tables: Iterable[Sequence[BlockId]] | None = None,
+    ) -> None:
+        """Conservation; with all tables that exist, also their counts."""
         self._pool.check(tables)
+        self._host.check(host_tables)
         self._prefix_cache.check()
         for block_id in range(self.num_blocks):
             assert self._pool.is_kept(block_id) == self._prefix_cache.serves(block_id), (
                 f"block {block_id}: pool and prefix cache do not agree"
             )
+
+    def _retain(
+        self,
+        block_id: BlockId,
+        retention: KVRetention | None,
+        index: int,
+        num_prompt_tokens: int,
+    ) -> None:
+        if retention is None or block_id == NO_BLOCK:
+            return
+        of_block = block_retention(retention, index * self._block_size, num_prompt_tokens)
+        if of_block is not None:
+            self._pool.retain(block_id, of_block)
 
     def _forget(self, block_id: BlockId) -> None:
         forgotten = self._prefix_cache.forget(block_id)
@@ -161,3 +340,14 @@ class KVBlocks:
             self._pool.drop(orphan)
         if forgotten.heir is not None:
             self._pool.keep(forgotten.heir)
+
+
+def _without_gaps(block_ids: Sequence[BlockId]) -> list[BlockId]:
+    return [block_id for block_id in block_ids if block_id != NO_BLOCK]
+
+
+def _transfers(
+    block_ids: Sequence[BlockId], host_block_ids: Sequence[BlockId]
+) -> tuple[BlockTransfer, ...]:
+    pairs = zip(block_ids, host_block_ids, strict=True)
+    return tuple(BlockTransfer(0, *pair) for pair in pairs if pair[0] != NO_BLOCK)

@@ -1,5 +1,7 @@
 import pytest
 
+from loraplex.core.plan import NO_BLOCK, BlockCopy, BlockTransfer
+from loraplex.core.retention import KVRetention, TokenRangeRetention
 from loraplex.memory.kv_blocks import Admission, KVBlocks
 
 SALT = b"salt"
@@ -161,3 +163,87 @@ def test_a_block_too_many_released_is_our_own_error():
     blocks.release(table)
     with pytest.raises(AssertionError, match="no holder"):
         blocks.release(table)
+
+
+def test_a_shared_block_is_copied_before_it_is_written():
+    blocks = KVBlocks(4, 4)
+    table = run(blocks, list(range(6)))
+    blocks.share(table)
+    fork = list(table)
+    (copy,) = blocks.make_writable(fork, 6)
+    assert copy == BlockCopy(0, table[1], 2)
+    fork[1] = copy.target
+    blocks.check([table, fork])
+    assert blocks.make_writable(fork, 6) == ()
+    assert blocks.make_writable(table, 6) == ()
+
+
+def test_a_copy_without_room_changes_nothing():
+    blocks = KVBlocks(2, 4)
+    table = run(blocks, list(range(6)))
+    blocks.share(table)
+    assert blocks.make_writable(table, 6) is None
+    blocks.check([table, table])
+
+
+def test_what_the_prefix_cache_still_has_is_not_loaded_back():
+    blocks = KVBlocks(4, 4, num_host_blocks=3)
+    tokens = list(range(11))
+    table = run(blocks, tokens)
+    offload = blocks.offload(table, 10)
+    assert [t.device_block for t in offload.transfers] == table
+    blocks.release(table)
+    other = blocks.grow([], 8)
+    assert blocks.num_cached == 2
+    loaded = blocks.load_back(tokens, SALT, offload.host_block_ids, 10, 11)
+    assert loaded is None, "a block is missing"
+    blocks.release(other[:1])
+    loaded = blocks.load_back(tokens, SALT, offload.host_block_ids, 10, 11)
+    assert loaded.block_ids[:2] == table[:2]
+    (transfer,) = loaded.transfers
+    assert transfer == BlockTransfer(0, loaded.block_ids[2], offload.host_block_ids[2])
+    assert loaded.num_hashed_blocks == 2
+    blocks.check([loaded.block_ids, other[1:]], [])
+
+
+def test_an_offload_without_room_changes_nothing():
+    blocks = KVBlocks(4, 4, num_host_blocks=2)
+    table = run(blocks, list(range(11)))
+    assert blocks.offload(table, 11) is None
+    assert blocks.num_host_free == 2
+    offload = blocks.offload(table, 8)
+    assert blocks.num_host_free == 0
+    blocks.free_host(offload.host_block_ids)
+    blocks.check([table], [])
+
+
+def test_blocks_of_low_priority_leave_the_cache_first():
+    blocks = KVBlocks(4, 2)
+    important = KVRetention((TokenRangeRetention(0, priority=100),))
+    for first, retention in ((0, important), (10, None)):
+        tokens = [first, first + 1, first + 2, first + 3]
+        admission = blocks.admit(tokens, SALT, 4)
+        blocks.publish(
+            tokens, SALT, admission.block_ids, 0, 4, retention=retention, num_prompt_tokens=4
+        )
+        blocks.release(admission.block_ids)
+    taken = blocks.grow([], 4)
+    blocks.release(taken)
+    assert blocks.admit([0, 1, 2, 3, 4], SALT, 1).num_cached_tokens == 4
+
+
+def test_a_window_bounds_the_blocks_of_a_long_answer():
+    blocks = KVBlocks(6, 4, attention_window=6, num_sink_tokens=3)
+    tokens = [1, 2, 3]
+    table = blocks.admit(tokens, SALT, 3).block_ids
+    num_hashed, most = 0, 0
+    while len(tokens) < 200:
+        table += blocks.grow(table, len(tokens))
+        held = [block_id for block_id in table if block_id != NO_BLOCK]
+        most = max(most, len(held))
+        num_hashed = blocks.publish(tokens, SALT, table, num_hashed, len(tokens))
+        blocks.release_behind(table, len(tokens), num_hashed)
+        assert table[0] != NO_BLOCK
+        tokens.append(len(tokens))
+    assert most == blocks.max_blocks_held(200, 1) == 4
+    blocks.check([table])

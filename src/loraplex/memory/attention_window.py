@@ -1,0 +1,45 @@
+"""Which blocks of a sequence attention will read again, when it sees a window and sinks only."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AttentionWindow:
+    """What position p sees in any layer: p - num_tokens + 1 .. p, and 0 .. num_sink_tokens - 1."""
+
+    block_size: int
+    num_tokens: int | None
+    """None: everything before it."""
+    num_sink_tokens: int = 0
+
+    @property
+    def num_sink_blocks(self) -> int:
+        return -(-self.num_sink_tokens // self.block_size)
+
+    def first_needed(self, num_computed_tokens: int, num_hashed_blocks: int) -> int:
+        """Blocks from the sinks' end up to this one are not read by the positions to come.
+
+        The last block that the prefix cache was told of stays: the next one is found through it.
+        """
+        if self.num_tokens is None:
+            return 0
+        first_seen = max(0, num_computed_tokens - self.num_tokens + 1)
+        return max(0, min(first_seen // self.block_size, num_hashed_blocks - 1))
+
+    def needs(self, index: int, first_needed: int) -> bool:
+        """Is block `index` of a table read by the positions to come?"""
+        return index >= first_needed or index < self.num_sink_blocks
+
+    def max_blocks_held(self, num_tokens: int, max_step_tokens: int) -> int:
+        """The most blocks that a sequence needs at once to compute num_tokens tokens.
+
+        max_step_tokens: the most that it computes in one step. From a step's first position N the
+        window reaches back to N - W + 1, and the step writes up to N + max_step_tokens - 1.
+        """
+        all_blocks = -(-num_tokens // self.block_size)
+        if self.num_tokens is None:
+            return all_blocks
+        ahead = min(num_tokens, max_step_tokens) - 1
+        seen = -(-(self.num_tokens - 1 + ahead) // self.block_size) + 1
+        with_the_last_hashed = -(-ahead // self.block_size) + 2
+        return min(all_blocks, self.num_sink_blocks + max(seen, with_the_last_hashed))
