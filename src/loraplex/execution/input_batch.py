@@ -13,7 +13,7 @@ import torch
 
 from loraplex.core.adapter import AdapterHandle
 from loraplex.core.plan import RowAdded, RowStep, Slot
-from loraplex.execution.sampler import num_logits_rows
+from loraplex.execution.sampler_rows import num_logits_rows
 from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.ops import RowLayout
 from loraplex.models.batch import ForwardBatch
@@ -124,7 +124,9 @@ class InputBatch:
             (new_block_ids,) = step.new_block_ids
             if new_block_ids:
                 end = row.num_blocks + len(new_block_ids)
-                self._block_tables[step.slot, row.num_blocks : end] = new_block_ids
+                # A gap is a block that no position sees: any block will do.
+                known = [max(block_id, 0) for block_id in new_block_ids]
+                self._block_tables[step.slot, row.num_blocks : end] = known
                 row.num_blocks = end
                 has_grown = True
             end = row.num_blocks * self._block_size

@@ -8,16 +8,18 @@ import torch
 
 from loraplex.core.plan import Capacity
 from loraplex.execution.adapter_bank import AdapterBank, BaseEnds
+from loraplex.execution.grammar_rows import GrammarRows
+from loraplex.execution.grammar_vocabulary import VocabularySource
 from loraplex.execution.host_adapters import HostAdapters
 from loraplex.execution.kv_cache import KVCache
+from loraplex.execution.kv_sizing import KVSize, windowed
 from loraplex.execution.model_runner import ModelRunner, RunnerParts
 from loraplex.execution.packed_cache import PackedCache
 from loraplex.execution.packing import WeightFormat
+from loraplex.execution.runner_settings import RunnerSettings
 from loraplex.execution.sampler import Sampler
 from loraplex.execution.sizing import (
     AdapterPoolSize,
-    KVSize,
-    RunnerSettings,
     choose_device,
     choose_dtype,
     choose_kv_dtype,
@@ -37,17 +39,28 @@ from loraplex.models.rope import RotaryTable
 logger = logging.getLogger(__name__)
 
 
-def load_runner(folder: Path, settings: RunnerSettings, host_adapters: HostAdapters) -> ModelRunner:
+def load_runner(
+    folder: Path,
+    settings: RunnerSettings,
+    host_adapters: HostAdapters,
+    vocabulary: VocabularySource | None = None,
+) -> ModelRunner:
     """Read the model in `folder`. Raises ConfigError, UnsupportedModelError.
 
-    The adapters that plans copy to the device are taken from `host_adapters`.
+    The adapters that plans copy to the device are taken from `host_adapters`. vocabulary: None,
+    and no output can be kept to a grammar.
     """
-    return ModelRunner(load_parts(folder, settings, host_adapters))
+    return ModelRunner(load_parts(folder, settings, host_adapters, vocabulary))
 
 
-def load_parts(folder: Path, settings: RunnerSettings, host_adapters: HostAdapters) -> RunnerParts:
+def load_parts(
+    folder: Path,
+    settings: RunnerSettings,
+    host_adapters: HostAdapters,
+    vocabulary: VocabularySource | None = None,
+) -> RunnerParts:
     """As load_runner, before the parts are put together."""
-    config = read_config(folder)
+    config = windowed(settings, read_config(folder))
     device, dtype = choose_device(settings), choose_dtype(settings, config)
     kv_dtype = choose_kv_dtype(settings, dtype)
     sizes = functools.partial(size_memory, settings, config, dtype=dtype, kv_dtype=kv_dtype)
@@ -64,14 +77,27 @@ def load_parts(folder: Path, settings: RunnerSettings, host_adapters: HostAdapte
     logger.info("%s", describe_memory(weights.num_bytes, size, settings, config, kv_dtype))
     rotary = RotaryTable(config, kv_size.max_model_len, device)
     shape = attention_shape(config, settings.block_size)
-    kv_cache = KVCache(kv_size.num_blocks, config.num_layers, shape, kv_dtype, kernels)
+    kv_cache = KVCache(
+        kv_size.num_blocks,
+        config.num_layers,
+        shape,
+        kv_dtype,
+        kernels,
+        num_host_blocks=kv_size.num_host_blocks,
+    )
     decoder = Decoder(config, weights.parameters, rotary, kernels, block_size=settings.block_size)
     return RunnerParts(
         decoder=decoder,
         kv_cache=kv_cache,
         adapter_bank=_adapter_bank(decoder, pool_size, dtype, device),
         host_adapters=host_adapters,
-        sampler=Sampler(config.vocab_size, device=device, kernels=kernels),
+        sampler=Sampler(
+            config.vocab_size,
+            device=device,
+            kernels=kernels,
+            grammars=GrammarRows(config.vocab_size, vocabulary),
+            logits_dir=settings.logits_dir,
+        ),
         capacity=_capacity(settings, config, kv_size, pool_size, kv_cache, weights.num_bytes),
         device=device,
     )
@@ -114,6 +140,9 @@ def _capacity(
     return Capacity(
         block_size=settings.block_size,
         num_blocks=kv_size.num_blocks,
+        num_host_blocks=kv_size.num_host_blocks,
+        attention_window=kv_size.attention_window,
+        num_sink_tokens=config.num_sink_tokens,
         max_num_seqs=settings.max_num_seqs,
         max_model_len=kv_size.max_model_len,
         vocab_size=config.vocab_size,

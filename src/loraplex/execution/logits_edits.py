@@ -1,4 +1,4 @@
-"""Changes of single logits that are taken back: rows are sampled where they lie, not copied."""
+"""Changes of logits that are taken back: rows are sampled where they lie, not copied."""
 
 from types import TracebackType
 
@@ -6,16 +6,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from loraplex.kernels.ops import Kernels
+
 IntArray = npt.NDArray[np.int64]
+Where = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 class LogitsEdits:
     """On leaving the context the logits are as they were on entering it."""
 
-    def __init__(self, logits: torch.Tensor) -> None:
-        """logits [rows, vocab]"""
+    def __init__(self, logits: torch.Tensor, kernels: Kernels) -> None:
+        """logits [rows, vocab] float32"""
         self._logits = logits
-        self._undo: list[tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]] = []
+        self._kernels = kernels
+        self._undo: list[tuple[Where, torch.Tensor]] = []
 
     def __enter__(self) -> "LogitsEdits":
         return self
@@ -31,11 +35,20 @@ class LogitsEdits:
 
     def open(self, rows: IntArray, token_ids: IntArray) -> "OpenLogits":
         """The logits at (rows[i], token_ids[i]), to be read and then set."""
-        device = self._logits.device
-        where = torch.from_numpy(rows).to(device), torch.from_numpy(token_ids).to(device)
+        where = self.tensor(rows), self.tensor(token_ids)
         before = self._logits[where]
         self._undo.append((where, before))
         return OpenLogits(self._logits, where, before)
+
+    def mask(self, rows: IntArray, bitmask: npt.NDArray[np.int32]) -> None:
+        """-inf in these rows where the bit is 0; bitmask [len(rows), ceil(vocab / 32)]."""
+        where = self.tensor(rows)
+        self._undo.append((where, self._logits.index_select(0, where)))
+        self._kernels.apply_bitmask(self._logits, rows, self.tensor(bitmask))
+
+    def tensor(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
+        """On the device of the logits."""
+        return torch.from_numpy(values).to(self._logits.device)
 
 
 class OpenLogits:

@@ -102,7 +102,7 @@ class ModelRunner:
             return CompletedStep(StepFailedError(f"step {plan.step_id} failed: {error}"))
 
     def close(self) -> None:
-        """Nothing runs beside the calls, so nothing has to end."""
+        self._sampler.close()
 
     def _execute(self, plan: StepPlan) -> StepResult:
         start_ns = time.monotonic_ns()
@@ -110,6 +110,8 @@ class ModelRunner:
             self._remove_row(slot)
         for row in plan.added:
             self._add_row(row)
+        self._kv_cache.offload_blocks(plan.block_offloads)
+        self._kv_cache.load_blocks(plan.block_loads)
         self._kv_cache.copy_blocks(plan.block_copies)
         copies_start_ns = time.monotonic_ns()
         copies_done, copies_failed = self._copy_adapters(plan.adapter_copies)
@@ -160,6 +162,7 @@ class ModelRunner:
             [self._in_vocabulary(token_id) for token_id in self._token_ids(step)] for step in steps
         ]
         batch = self._batch.forward_batch(steps, token_ids, lora)
+        self._sampler.begin(steps)
         prepared_ns = time.monotonic_ns()
         logits = self._decoder.forward(batch, self._kv_cache.storages)
         computed_ns = time.monotonic_ns()

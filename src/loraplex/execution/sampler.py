@@ -4,128 +4,87 @@ Sampling is a pure function of (logits, parameters, tokens so far, seed, sequenc
 index). It does not know the model, the KV storage, or which requests the rows belong to.
 """
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 
 from loraplex.core.errors import RowFailedError
-from loraplex.core.output import TokenLogprob
 from loraplex.core.plan import LogitsNeeded, RowAdded, RowResult, RowStep, Slot
-from loraplex.core.sampling_params import SamplingParams
+from loraplex.execution.beam_candidates import find_candidates
 from loraplex.execution.logits_edits import LogitsEdits
-from loraplex.execution.penalties import TokenCounts, penalized
+from loraplex.execution.logits_files import LogitsFiles
+from loraplex.execution.logits_processors import LogitsProcessors
 from loraplex.execution.philox import Purpose, uniforms
+from loraplex.execution.row_grammars import RowGrammars
+from loraplex.execution.sampler_rows import (
+    Draw,
+    SampledRow,
+    StepRow,
+    accept,
+    draws_of,
+    num_logits_rows,
+)
+from loraplex.execution.token_logprobs import find_logprobs, wanted_of_prompts, wanted_of_tokens
 from loraplex.kernels.ops import Kernels
 from loraplex.kernels.reference import ReferenceKernels
 from loraplex.kernels.sampling import DrawOptions
 
 _NOT_FINITE = "the model gave logits that are NaN or inf"
-
-
-def num_logits_rows(step: RowStep) -> int:
-    """How many of a row's last computed positions need logits: the rows that sample() expects.
-
-    NONE: 0. LAST: 1, and one more per draft token. ALL: every computed position.
-    """
-    if step.logits is LogitsNeeded.NONE:
-        return 0
-    if step.logits is LogitsNeeded.ALL:
-        return step.num_tokens
-    return 1 + len(step.draft_token_ids)
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _Row:
-    """What the sampler keeps of a sequence in a slot."""
-
-    added: RowAdded
-    token_ids: list[int]
-    counts: TokenCounts | None = None  # only of rows with penalties
-    takes_likeliest: bool = False
-    """Whatever the step: its next token is the likeliest, and needs no edit of the logits."""
-
-    @property
-    def sampling(self) -> SamplingParams:
-        return self.added.sampling
-
-    @property
-    def num_outputs(self) -> int:
-        return len(self.token_ids) - self.added.num_prompt_tokens
-
-    def append(self, token_ids: Sequence[int]) -> None:
-        self.token_ids.extend(token_ids)
-        if self.counts is not None:
-            self.counts.add(token_ids)
-
-
-class _StepRows(NamedTuple):
-    """One row's step and where its logits begin."""
-
-    step: RowStep
-    row: _Row
-    first: int
-
-    @property
-    def samples(self) -> bool:
-        if self.step.logits is not LogitsNeeded.ALL:
-            return self.step.logits is LogitsNeeded.LAST
-        num_known = len(self.row.token_ids) + len(self.step.draft_token_ids)
-        return self.step.start + self.step.num_tokens == num_known
-
-
-class _Draw(NamedTuple):
-    """One position to sample, under the assumption that the drafts before it were accepted."""
-
-    logits_row: int
-    row: _Row
-    accepted: tuple[int, ...]
-
-    @property
-    def output_index(self) -> int:
-        return self.row.num_outputs + len(self.accepted)
-
-
-class _WantedLogprob(NamedTuple):
-    step_row: int
-    """Which row of the step it is for."""
-    logits_row: int
-    token_id: int
-    num_top: int
+_NOTHING_LEFT = "its parameters leave no token to choose"
 
 
 class Sampler:
     """State per slot, and one vectorised sample() per step. Used by one thread."""
 
     def __init__(
-        self, vocab_size: int, *, device: torch.device, kernels: Kernels | None = None
+        self,
+        vocab_size: int,
+        *,
+        device: torch.device,
+        kernels: Kernels | None = None,
+        grammars: RowGrammars | None = None,
+        logits_dir: Path | None = None,
     ) -> None:
-        """kernels: None is the torch reference on the device."""
+        """kernels: None is the torch reference on the device. grammars: None, no row has one.
+
+        logits_dir: where rows that return logits leave them; see LogitsFiles.
+        """
         self._vocab_size = vocab_size
         self._kernels = kernels or ReferenceKernels(device)
-        self._rows: dict[Slot, _Row] = {}
+        self._grammars = grammars
+        self._processors = LogitsProcessors(grammars)
+        self._logits_files = LogitsFiles(logits_dir)
+        self._rows: dict[Slot, SampledRow] = {}
 
     def add_row(self, row: RowAdded) -> None:
         """A sequence takes a slot that is free."""
         assert row.slot not in self._rows, f"slot {row.slot} is taken"
-        state = _Row(row, list(row.token_ids))
-        if row.sampling.has_penalties:
-            prompt = row.token_ids[: row.num_prompt_tokens]
-            state.counts = TokenCounts(prompt, row.token_ids[row.num_prompt_tokens :])
-        elif row.sampling.is_greedy and not row.sampling.min_tokens:
-            state.takes_likeliest = True
-        self._rows[row.slot] = state
+        self._rows[row.slot] = SampledRow.of(row, self._vocab_size)
+        if self._grammars is not None and row.sampling.grammar is not None:
+            self._grammars.add_row(row)
 
     def remove_row(self, slot: Slot) -> None:
         self._rows.pop(slot, None)
+        if self._grammars is not None:
+            self._grammars.remove_row(slot)
 
     def last_token(self, slot: Slot) -> int:
         """The newest token of the row: what RowStep.token_ids = None means."""
         return self._rows[slot].token_ids[-1]
+
+    def begin(self, steps: Sequence[RowStep]) -> None:
+        """Call it before the logits of a step are computed: what needs none is done beside."""
+        if self._grammars is not None:
+            self._grammars.begin(steps)
+
+    def close(self) -> None:
+        if self._grammars is not None:
+            self._grammars.close()
 
     def sample(self, logits: torch.Tensor, steps: Sequence[RowStep]) -> list[RowResult]:
         """Sample the rows of a step; one result per step row, in their order.
@@ -134,16 +93,20 @@ class Sampler:
         another; changed on the way, but in the end as before. A row with LogitsNeeded.NONE
         gives an empty result. A row with ALL samples only if its last position is the newest known
         token; its prompt_logprobs are of the token after each computed position, where it is known.
-        A row whose logits are not finite gets a RowFailedError of its own; the others are not
-        touched by it.
+        A row with num_candidates gives these instead of a token. Tokens of a step that are beyond
+        what is known of its row become known. A row whose logits are not finite gets a
+        RowFailedError of its own; the others are not touched by it.
         """
+        for step in steps:
+            if step.token_ids is not None:
+                self._learn(step, step.token_ids)
         if all(map(self._is_plain, steps)):
             return self._sample_plain(logits, steps)
         sizes = [num_logits_rows(step) for step in steps]
         firsts = itertools.accumulate(sizes, initial=0)
         assert logits.shape == (sum(sizes), self._vocab_size), "one logits row per wanted position"
         rows = [
-            _StepRows(step, self._rows[step.slot], first)
+            StepRow(step, self._rows[step.slot], first)
             for step, first in zip(steps, firsts, strict=False)
         ]
         if logits.shape[0] == 0:
@@ -161,12 +124,20 @@ class Sampler:
             for row, ok in zip(rows, usable, strict=True)
         ]
 
+    def _learn(self, step: RowStep, token_ids: Sequence[int]) -> None:
+        """A beam's token was chosen elsewhere."""
+        row = self._rows[step.slot]
+        beyond = token_ids[max(0, len(row.token_ids) - step.start) :]
+        if beyond:
+            row.append([i if 0 <= i < self._vocab_size else 0 for i in beyond])
+
     def _is_plain(self, step: RowStep) -> bool:
         """Whether all that the step wants of its row is the likeliest token."""
         return (
             step.logits is LogitsNeeded.LAST
             and step.num_logprobs is None
             and not step.draft_token_ids
+            and not step.num_candidates
             and self._rows[step.slot].takes_likeliest
         )
 
@@ -184,41 +155,71 @@ class Sampler:
         return results
 
     def _sample(
-        self, logits: torch.Tensor, best_ids: Sequence[int], rows: Sequence[_StepRows]
+        self, logits: torch.Tensor, best_ids: Sequence[int], rows: Sequence[StepRow]
     ) -> dict[Slot, RowResult]:
-        draws = [_draws(row) for row in rows]
-        tokens = self._choose(logits, best_ids, [draw for of_row in draws for draw in of_row])
-        remaining = iter(tokens)
-        chosen = [[next(remaining) for _ in of_row] for of_row in draws]
+        beams = [row for row in rows if row.wants_candidates]
+        candidates = find_candidates(self._kernels, logits, beams, self._processors)
+        of_beams = {row.step.slot: best for row, best in zip(beams, candidates, strict=True)}
+        draws = [draws_of(row) for row in rows]
+        tokens = iter(self._choose(logits, best_ids, [draw for of_row in draws for draw in of_row]))
+        chosen = [list(itertools.islice(tokens, len(of_row))) for of_row in draws]
         accepted = [
-            _accept(row.step.draft_token_ids, of_row)
+            accept(row.step.draft_token_ids, of_row)
             for row, of_row in zip(rows, chosen, strict=True)
         ]
-        prompt_logprobs = self._logprobs(logits, _wanted_of_prompts(rows), len(rows))
-        logprobs = self._logprobs(logits, _wanted_of_tokens(rows, draws, accepted), len(rows))
-        results = {}
-        for row, token_ids, top, prompt in zip(
-            rows, accepted, logprobs, prompt_logprobs, strict=True
-        ):
-            if row.samples and not token_ids:
-                results[row.step.slot] = _failed(
-                    row.step.slot, "its parameters leave no token to choose"
-                )
-                continue
-            row.row.append(token_ids)
-            results[row.step.slot] = RowResult(row.step.slot, tuple(token_ids), top, prompt)
-        return results
+        prompts = find_logprobs(self._kernels, logits, wanted_of_prompts(rows), len(rows))
+        wanted = wanted_of_tokens(rows, draws, accepted)
+        logprobs = find_logprobs(self._kernels, logits, wanted, len(rows))
+        return {
+            row.step.slot: self._result(
+                logits, row, RowResult(row.step.slot, tuple(ids), top, prompt, candidates=best)
+            )
+            for row, ids, top, prompt in zip(rows, accepted, logprobs, prompts, strict=True)
+            for best in (of_beams.get(row.step.slot, ()),)
+        }
+
+    def _result(self, logits: torch.Tensor, row: StepRow, result: RowResult) -> RowResult:
+        """The row gets its tokens; what follows from that is added to the result."""
+        if row.reaches_end and not (result.token_ids or result.candidates):
+            return self._nothing_left(row.row)
+        try:
+            output_logits = self._logits_files.of_output(logits, row, len(result.token_ids))
+            prompt_logits = self._logits_files.of_prompt(logits, row)
+        except RowFailedError as error:
+            return RowResult(result.slot, error=error.to_info())
+        forced_token_ids = self._append(row.row, result.token_ids)
+        if output_logits is None and prompt_logits is None and not forced_token_ids:
+            return result
+        return msgspec.structs.replace(
+            result,
+            forced_token_ids=forced_token_ids,
+            logits=output_logits,
+            prompt_logits=prompt_logits,
+        )
+
+    def _nothing_left(self, row: SampledRow) -> RowResult:
+        slot, problem = row.added.slot, None
+        if self._grammars is not None and row.sampling.grammar is not None:
+            problem = self._grammars.problem(slot)
+        return RowResult(slot, error=problem) if problem else _failed(slot, _NOTHING_LEFT)
+
+    def _append(self, row: SampledRow, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Returns what the row's grammar makes likely to follow."""
+        row.append(token_ids)
+        if self._grammars is None or row.sampling.grammar is None or not token_ids:
+            return ()
+        return self._grammars.accept(row.added.slot, token_ids)
 
     def _choose(
-        self, logits: torch.Tensor, best_ids: Sequence[int], draws: Sequence[_Draw]
+        self, logits: torch.Tensor, best_ids: Sequence[int], draws: Sequence[Draw]
     ) -> list[int | None]:
         """The token of each draw; None where nothing finite is left to choose.
 
         best_ids: the likeliest token of each row of the logits.
         """
         token_ids: list[int | None] = [best_ids[draw.logits_row] for draw in draws]
-        with LogitsEdits(logits) as edits:
-            changed = sorted({*_penalize(edits, draws), *_suppress(edits, draws)})
+        with LogitsEdits(logits, self._kernels) as edits:
+            changed = self._processors.apply(edits, draws)
             if changed:
                 rows = np.array([draws[i].logits_row for i in changed])
                 best, maxima = self._kernels.argmax(logits, rows)
@@ -228,7 +229,7 @@ class Sampler:
             random = [
                 i
                 for i, draw in enumerate(draws)
-                if token_ids[i] is not None and not draw.row.sampling.is_greedy
+                if token_ids[i] is not None and not draw.row.is_greedy
             ]
             if random:
                 drawn = self._draw(logits, [draws[i] for i in random])
@@ -236,12 +237,12 @@ class Sampler:
                     token_ids[i] = token_id
         return token_ids
 
-    def _draw(self, logits: torch.Tensor, draws: Sequence[_Draw]) -> list[int]:
+    def _draw(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
         params = [draw.row.sampling for draw in draws]
         options = DrawOptions(
             temperature=np.array([p.temperature for p in params], dtype=np.float32),
             top_k=np.array([max(p.top_k, 0) for p in params], dtype=np.int64),
-            top_p=np.array([p.top_p for p in params], dtype=np.float64),
+            top_p=np.array([d.row.top_p_after(d.accepted) for d in draws], dtype=np.float64),
             min_p=np.array([p.min_p for p in params], dtype=np.float64),
             uniforms=uniforms(
                 [(d.row.added.seed, d.row.added.sequence_index, d.output_index) for d in draws],
@@ -251,109 +252,6 @@ class Sampler:
         rows = np.array([draw.logits_row for draw in draws])
         token_ids: list[int] = self._kernels.draw_tokens(logits, rows, options).tolist()
         return token_ids
-
-    def _logprobs(
-        self, logits: torch.Tensor, wanted: Sequence[_WantedLogprob], num_rows: int
-    ) -> list[tuple[TokenLogprob, ...]]:
-        """What is wanted, by the index of the step's row."""
-        if not wanted:
-            return [()] * num_rows
-        found = self._kernels.top_logprobs(
-            logits,
-            np.array([w.logits_row for w in wanted]),
-            np.array([w.token_id for w in wanted]),
-            min(max(w.num_top for w in wanted), self._vocab_size),
-        )
-        by_row: list[list[TokenLogprob]] = [[] for _ in range(num_rows)]
-        for want, logprob, rank, ids, logprobs in zip(
-            wanted,
-            found.logprobs.tolist(),
-            found.ranks.tolist(),
-            found.top_ids.tolist(),
-            found.top_logprobs.tolist(),
-            strict=True,
-        ):
-            top = tuple(zip(ids[: want.num_top], logprobs[: want.num_top], strict=True))
-            by_row[want.step_row].append(TokenLogprob(want.token_id, logprob, rank, top))
-        return [tuple(of_row) for of_row in by_row]
-
-
-def _draws(rows: _StepRows) -> list[_Draw]:
-    """The last position, and with drafts one more per draft token before it."""
-    if not rows.samples:
-        return []
-    drafts = rows.step.draft_token_ids
-    first = rows.first + num_logits_rows(rows.step) - 1 - len(drafts)
-    return [_Draw(first + i, rows.row, drafts[:i]) for i in range(len(drafts) + 1)]
-
-
-def _accept(drafts: Sequence[int], sampled: Sequence[int | None]) -> list[int]:
-    """The sampled tokens up to the first that differs from its draft."""
-    accepted: list[int] = []
-    for index, token_id in enumerate(sampled):
-        if token_id is None:
-            break
-        accepted.append(token_id)
-        if index < len(drafts) and token_id != drafts[index]:
-            break
-    return accepted
-
-
-def _penalize(edits: LogitsEdits, draws: Sequence[_Draw]) -> list[int]:
-    """Which draws ask for it."""
-    which, seen = [], []
-    for index, draw in enumerate(draws):
-        if draw.row.counts is not None:
-            which.append(index)
-            seen.append(draw.row.counts.seen(draw.accepted))
-    if which:
-        sizes = [len(row.token_ids) for row in seen]
-        rows = np.repeat(np.array([draws[i].logits_row for i in which]), sizes)
-        opened = edits.open(rows, np.concatenate([row.token_ids for row in seen]))
-        params = [draws[i].row.sampling for i in which]
-        opened.set(penalized(opened.values, seen, params))
-    return which
-
-
-def _suppress(edits: LogitsEdits, draws: Sequence[_Draw]) -> list[int]:
-    """End and stop tokens cannot be chosen before min_tokens. Which draws that changes."""
-    which = [i for i, d in enumerate(draws) if d.output_index < d.row.sampling.min_tokens]
-    pairs = [
-        (draws[i].logits_row, token_id)
-        for i in which
-        for token_id in draws[i].row.added.suppressed_token_ids
-    ]
-    if pairs:
-        rows, token_ids = np.array(pairs).T.copy()
-        edits.open(rows, token_ids).set(-torch.inf)
-    return which
-
-
-def _wanted_of_tokens(
-    rows: Sequence[_StepRows],
-    draws: Sequence[Sequence[_Draw]],
-    accepted: Sequence[Sequence[int]],
-) -> list[_WantedLogprob]:
-    """Of the new tokens, in the rows whose step wants that."""
-    return [
-        _WantedLogprob(index, draw.logits_row, token_id, row.step.num_logprobs)
-        for index, (row, of_row, ids) in enumerate(zip(rows, draws, accepted, strict=True))
-        if row.step.num_logprobs is not None
-        for draw, token_id in zip(of_row, ids, strict=False)
-    ]
-
-
-def _wanted_of_prompts(rows: Sequence[_StepRows]) -> list[_WantedLogprob]:
-    """In rows with LogitsNeeded.ALL, of the known token after each computed position."""
-    wanted = []
-    for index, row in enumerate(rows):
-        if row.step.logits is not LogitsNeeded.ALL:
-            continue
-        start, num_top = row.step.start, row.row.sampling.prompt_logprobs or 0
-        following = row.row.token_ids[start + 1 : start + 1 + row.step.num_tokens]
-        for offset, token_id in enumerate(following):
-            wanted.append(_WantedLogprob(index, row.first + offset, token_id, num_top))
-    return wanted
 
 
 def _failed(slot: Slot, reason: str) -> RowResult:

@@ -1,15 +1,14 @@
 """How much fits: from settings and model sizes to numbers of blocks and adapter pages."""
 
 import dataclasses
-from pathlib import Path
 
 import torch
 
 from loraplex.core.errors import ConfigError
 from loraplex.core.plan import PageGeometry
-from loraplex.core.weight_precision import WeightPrecision
 from loraplex.execution.kv_cache import block_bytes
-from loraplex.kernels.ops import AttentionShape
+from loraplex.execution.kv_sizing import KVSize, size_kv
+from loraplex.execution.runner_settings import RunnerSettings
 from loraplex.memory.adapter_pages import (
     layer_targets,
     page_geometry,
@@ -19,49 +18,9 @@ from loraplex.memory.adapter_pages import (
 from loraplex.models.attention import attention_shape
 from loraplex.models.config import DecoderConfig, module_shapes
 
-_DEFAULT_KV_BYTES = 2 << 30
 _DEFAULT_ADAPTER_BYTES = 256 << 20
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _KV_DTYPES = {**_DTYPES, "int8": torch.int8}
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerSettings:
-    """What the operator decides about one model's engine."""
-
-    dtype: str = "auto"
-    """auto is the checkpoint's own."""
-    kv_dtype: str = "auto"
-    """Of stored keys and values; auto is the model's."""
-    device: str = "cpu"
-    quantization: WeightPrecision = WeightPrecision.NATIVE
-    weights_cache_dir: Path | None = None
-    """Where packed weights are kept for the next start; None: nowhere."""
-    weights_cache_bytes: int = 64 << 30
-    max_model_len: int | None = None
-    """None: what the model was made for, or less if the KV cache holds less."""
-    max_num_seqs: int = 64
-    block_size: int = 16
-    kv_cache_bytes: int | None = None
-    """None: see size_memory."""
-    num_blocks: int | None = None
-    """Instead of kv_cache_bytes."""
-    memory_bytes: int | None = None
-    """What the device may hold: weights, KV cache and adapters; None: unknown on a CPU, else all
-    that is free."""
-    kv_cache_fraction: float = 0.9
-    max_lora_rank: int = 64
-    optimal_lora_rank: int = 8
-    """An adapter of this rank on every module fills whole pages."""
-    lora_device_bytes: int | None = None
-    """None: see size_memory; never less than one adapter of max_lora_rank."""
-    lora_device_fraction: float = 0.05
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class KVSize:
-    max_model_len: int
-    num_blocks: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -119,7 +78,10 @@ def size_memory(
     this nor memory_bytes is known, the KV cache has room for max_num_seqs sequences of
     max_model_len, at most 2 GiB, and the adapters have 256 MiB. Otherwise the KV cache takes its
     fraction of what the weights leave, and the adapters theirs of what both leave (on a CPU: of
-    memory_bytes). Bytes that were said win. Raises ConfigError if it does not fit.
+    memory_bytes). Bytes that were said win; max_tokens_in_paged_kv_cache wins where it is less.
+    Raises ConfigError if it does not fit.
+
+    config: as `windowed` gives it.
     """
     shape = attention_shape(config, settings.block_size)
     left = _left(settings, weights_bytes, free_bytes)
@@ -176,10 +138,16 @@ def describe_memory(
     )
     return (
         f"memory: weights {weights_bytes >> 20} MiB; KV cache {kv_bytes >> 20} MiB, "
-        f"{size.kv.num_blocks * settings.block_size} tokens; adapters "
+        f"{size.kv.num_blocks * settings.block_size} tokens{_on_host(size.kv, settings)}; adapters "
         f"{pool.num_pages * pool.page_bytes >> 20} MiB, {pool.num_pages} pages of "
         f"{pool.page_bytes} bytes: {' or '.join(holds)} on all modules"
     )
+
+
+def _on_host(kv: KVSize, settings: RunnerSettings) -> str:
+    if not kv.num_host_blocks:
+        return ""
+    return f" and {kv.num_host_blocks * settings.block_size} more on the host"
 
 
 def _left(settings: RunnerSettings, weights_bytes: int, free_bytes: int | None) -> int | None:
@@ -193,53 +161,6 @@ def _left(settings: RunnerSettings, weights_bytes: int, free_bytes: int | None) 
             param="memory_bytes",
         )
     return left if free_bytes is None else min(left, free_bytes)
-
-
-def size_kv(
-    settings: RunnerSettings, config: DecoderConfig, shape: AttentionShape, dtype: torch.dtype
-) -> KVSize:
-    """dtype: of the KV cache. Raises ConfigError if one sequence of max_model_len does not fit."""
-    max_model_len = _wanted_model_len(settings, config)
-    per_sequence = -(-max_model_len // shape.block_size)
-    num_blocks = _num_blocks(settings, config, shape, dtype, settings.max_num_seqs * per_sequence)
-    if num_blocks >= per_sequence:
-        return KVSize(max_model_len, num_blocks)
-    held = num_blocks * shape.block_size
-    if settings.max_model_len is None and held > 0:
-        return KVSize(held, num_blocks)
-    needed = per_sequence * block_bytes(config.num_layers, shape, dtype)
-    raise ConfigError(
-        f"the KV cache holds {held} tokens, max_model_len is {max_model_len}: set kv_cache_bytes "
-        f"to at least {needed}, or a smaller max_model_len"
-        + ("" if settings.memory_bytes is None else ", or a larger memory_bytes"),
-        param="kv_cache_bytes",
-    )
-
-
-def _wanted_model_len(settings: RunnerSettings, config: DecoderConfig) -> int:
-    longest = config.default_max_model_len
-    wanted = settings.max_model_len or longest
-    if wanted > longest:
-        raise ConfigError(
-            f"max_model_len {wanted} is more than the {longest} positions that the model has",
-            param="max_model_len",
-        )
-    return wanted
-
-
-def _num_blocks(
-    settings: RunnerSettings,
-    config: DecoderConfig,
-    shape: AttentionShape,
-    dtype: torch.dtype,
-    useful: int,
-) -> int:
-    if settings.num_blocks is not None:
-        return settings.num_blocks
-    per_block = block_bytes(config.num_layers, shape, dtype)
-    if settings.kv_cache_bytes is not None:
-        return settings.kv_cache_bytes // per_block
-    return min(useful, _DEFAULT_KV_BYTES // per_block)
 
 
 def size_adapter_pool(

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from loraplex.core.plan import BlockCopy
+from loraplex.core.plan import BlockCopy, BlockTransfer
 from loraplex.execution.kv_cache import KVCache, block_bytes
 from loraplex.kernels.dispatch import select_kernels
 from loraplex.kernels.ops import AttentionShape, Kernels, RowLayout
@@ -46,6 +46,26 @@ def test_nothing_to_copy() -> None:
     cache.storages[0].key.fill_(1)
     cache.copy_blocks([])
     assert (cache.storages[0].key == 1).all()
+
+
+def test_blocks_go_to_the_host_and_come_back_elsewhere() -> None:
+    cache = KVCache(5, 3, SHAPE, torch.float16, select_kernels(CPU), num_host_blocks=3)
+    assert cache.num_bytes == 5 * block_bytes(3, SHAPE, torch.float16)
+    assert sum(host.num_bytes for host in cache.host_storages) == cache.num_bytes // 5 * 3
+    for layer, storage in enumerate(cache.storages):
+        for block in range(5):
+            storage.key[block] = 10 * layer + block
+            storage.value[block] = 10 * layer + block + 0.5
+    cache.offload_blocks([BlockTransfer(0, 1, 2), BlockTransfer(0, 4, 0)])
+    for storage in cache.storages:
+        storage.key.zero_()
+        storage.value.zero_()
+    cache.load_blocks([BlockTransfer(0, 3, 2), BlockTransfer(0, 1, 0)])
+    for layer, storage in enumerate(cache.storages):
+        contents = [block.unique().tolist() for block in storage.key]
+        assert contents == [[0], [10 * layer + 4], [0], [10 * layer + 1], [0]]
+        contents = [block.unique().tolist() for block in storage.value]
+        assert contents == [[0], [10 * layer + 4.5], [0], [10 * layer + 1.5], [0]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)

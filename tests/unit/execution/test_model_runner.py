@@ -23,7 +23,7 @@ from loraplex.engine.runner import Runner
 from loraplex.execution.host_adapters import HostAdapter, HostAdapters, HostWeight
 from loraplex.execution.loading import load_parts, load_runner
 from loraplex.execution.model_runner import ModelRunner
-from loraplex.execution.sizing import RunnerSettings
+from loraplex.execution.runner_settings import RunnerSettings
 from loraplex.kernels.native.backend import NativeKernels
 from loraplex.testing.step_driver import Prompt, StepDriver
 from loraplex.testing.tiny_model import TinyCheckpoint

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from loraplex.core.plan import LogitsNeeded, RowAdded, RowStep
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.execution.sampler import Sampler, num_logits_rows
+from loraplex.execution.sampler import Sampler
+from loraplex.execution.sampler_rows import num_logits_rows
 from loraplex.kernels.dispatch import select_kernels
 
 VOCAB = 8

@@ -10,15 +10,14 @@ from hypothesis import given
 
 from loraplex.core.errors import ConfigError
 from loraplex.execution.kv_cache import block_bytes
+from loraplex.execution.kv_sizing import KVSize, size_kv
+from loraplex.execution.runner_settings import RunnerSettings
 from loraplex.execution.sizing import (
-    KVSize,
     MemorySize,
-    RunnerSettings,
     choose_device,
     choose_dtype,
     choose_kv_dtype,
     size_adapter_pool,
-    size_kv,
     size_memory,
     smallest_pool_bytes,
 )

@@ -1,0 +1,144 @@
+"""One row's place in its grammar: which tokens may come next, and what certainly comes."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from loraplex.core.errors import ErrorInfo, InvalidParameterError
+from loraplex.core.plan import RowAdded
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+BitmaskArray = npt.NDArray[np.int32]
+
+WORD_BITS: Final = 32
+_MAX_FORCED: Final = 64
+
+
+def bitmask_words(vocab_size: int) -> int:
+    return -(-vocab_size // WORD_BITS)
+
+
+class RowMatcher:
+    """Follows the output of one sequence.
+
+    Where the grammar may end, the row's end tokens are allowed, and nowhere else. Before
+    min_tokens, and with ignore_eos, they are allowed only where nothing else may follow: so a
+    complete output always ends. What may come depends only on the grammar and the tokens so far.
+    """
+
+    def __init__(self, row: RowAdded, matcher: "LLMatcher", vocab_size: int) -> None:
+        """matcher: at the start of the row's grammar; its end-of-text id is `vocab_size`."""
+        self.problem: ErrorInfo | None = None
+        """Why the row cannot go on."""
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._end_ids = row.end_token_ids
+        self._sampling = row.sampling
+        self._num_outputs = 0
+        self._is_over = False
+        self._note_error()
+        self.accept(row.token_ids[row.num_prompt_tokens :])
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        """The sequence goes on with these tokens. What comes after an end token counts no more."""
+        self._num_outputs += len(token_ids)
+        for token_id in token_ids:
+            if self._is_over or self.problem is not None:
+                return
+            if token_id in self._end_ids:
+                self._is_over = True
+            elif not (token_id < self._vocab_size and self._matcher.consume_token(token_id)):
+                reason = first_line(self._matcher.get_error()) or f"token {token_id} is not allowed"
+                self.problem = _problem(
+                    f"after {self._num_outputs} tokens the model's vocabulary cannot spell what "
+                    f"follows ({reason})"
+                )
+
+    def forced(self) -> tuple[int, ...]:
+        """What llguidance expects next, if it expects one text only: a guess, not a promise."""
+        if self._is_over or self.problem is not None:
+            return ()
+        if self._matcher.is_stopped():
+            return self._end_ids[:1]
+        token_ids = self._matcher.compute_ff_tokens()[:_MAX_FORCED]
+        return tuple(token_ids) if self._vocab_size not in token_ids else ()
+
+    def fill(self, drafts: Sequence[int], masks: BitmaskArray) -> None:
+        """Write what may come next, and after each draft if those up to it are accepted.
+
+        masks: [1 + len(drafts), bitmask_words(vocab_size + 1)], zeros. After a draft that is
+        itself not allowed they stay zeros: nothing is asked of them.
+        """
+        num_consumed = 0
+        for index, mask in enumerate(masks):
+            self._fill_one(mask, self._num_outputs + index)
+            if index == len(drafts) or not self._consume_draft(drafts[index], mask):
+                break
+            num_consumed += 1
+        if num_consumed and not self._matcher.rollback(num_consumed):
+            self._note_error()
+
+    def _fill_one(self, mask: BitmaskArray, num_outputs: int) -> None:
+        if self._is_over:
+            self._allow_ends(mask)
+        if self._is_over or self.problem is not None:
+            return
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if self._matcher.is_error():  # its mask would end the output
+            self._note_error()
+            mask[:] = 0
+            return
+        may_end = _bit(mask, self._vocab_size)
+        for token_id in (self._vocab_size, *self._end_ids):
+            _clear(mask, token_id)
+        may_go_on = bool(mask.any())
+        holds_back = self._sampling.ignore_eos or num_outputs < self._sampling.min_tokens
+        if may_end and not (holds_back and may_go_on):
+            self._allow_ends(mask)
+        elif not may_go_on:
+            self.problem = _problem(
+                f"after {num_outputs} tokens no token of the model's vocabulary can follow"
+            )
+
+    def _allow_ends(self, mask: BitmaskArray) -> None:
+        for token_id in self._end_ids:
+            mask[token_id // WORD_BITS] |= _word(token_id)
+
+    def _consume_draft(self, token_id: int, mask: BitmaskArray) -> bool:
+        """False where the sequence cannot go on with it, or ends."""
+        if token_id in self._end_ids or not 0 <= token_id < self._vocab_size:
+            return False
+        if not _bit(mask, token_id):
+            return False
+        return self._matcher.try_consume_tokens([token_id]) == 1
+
+    def _note_error(self) -> None:
+        if self.problem is None and self._matcher.is_error():
+            self.problem = _problem(first_line(self._matcher.get_error()))
+
+
+def first_line(message: str) -> str:
+    """llguidance's messages carry the parser's state behind the first line."""
+    return message.partition("\n")[0]
+
+
+def _problem(reason: str) -> ErrorInfo:
+    return InvalidParameterError(
+        f"the output cannot be kept to its grammar: {reason}", param="grammar"
+    ).to_info()
+
+
+def _word(token_id: int) -> np.int32:
+    return np.uint32(1 << token_id % WORD_BITS).view(np.int32)
+
+
+def _bit(mask: BitmaskArray, token_id: int) -> bool:
+    return bool(mask[token_id // WORD_BITS] & _word(token_id))
+
+
+def _clear(mask: BitmaskArray, token_id: int) -> None:
+    mask[token_id // WORD_BITS] &= ~_word(token_id)

@@ -1,0 +1,184 @@
+"""Decoding options against transformers' generate, on a tiny random model of each family.
+
+The runner is driven by hand-made plans. Where transformers draws, the kept set has one token.
+"""
+
+import dataclasses
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from loraplex.core.sampling_params import SamplingParams
+from loraplex.execution.host_adapters import HostAdapters
+from loraplex.execution.loading import load_parts
+from loraplex.execution.model_runner import ModelRunner
+from loraplex.execution.sizing import RunnerSettings
+from loraplex.testing.checkpoints import save_random_model
+from loraplex.testing.step_driver import Prompt, StepDriver
+
+NUM_NEW_TOKENS = 40
+VOCAB_SIZE = 61
+"""Small, so that tokens repeat."""
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+FAMILIES = {
+    "llama": lambda: LlamaConfig(**SIZES),
+    "mistral": lambda: MistralConfig(**SIZES, sliding_window=13),
+    "qwen2": lambda: Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen3": lambda: Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True),
+}
+GREEDY = {"temperature": 0.0}
+SEVERAL_BAD = ((7,), (11, 12), (3, 4, 5), (40,), (41, 42))
+BIAS = ((3, 4.0), (9, -6.0), (30, 2.5))
+
+OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "repetition penalty": (GREEDY | {"repetition_penalty": 1.3}, {"repetition_penalty": 1.3}),
+    "repetition reward": (GREEDY | {"repetition_penalty": 0.7}, {"repetition_penalty": 0.7}),
+    "no repeated token": (GREEDY | {"no_repeat_ngram_size": 1}, {"no_repeat_ngram_size": 1}),
+    "no repeated pair": (GREEDY | {"no_repeat_ngram_size": 2}, {"no_repeat_ngram_size": 2}),
+    "no repeated triple": (GREEDY | {"no_repeat_ngram_size": 3}, {"no_repeat_ngram_size": 3}),
+    "sequence bias": (
+        GREEDY | {"logit_bias": BIAS},
+        {"sequence_bias": {(token_id,): bias for token_id, bias in BIAS}},
+    ),
+    "everything": (
+        GREEDY
+        | {
+            "repetition_penalty": 1.2,
+            "no_repeat_ngram_size": 3,
+            "logit_bias": BIAS,
+            "bad_token_ids": SEVERAL_BAD,
+        },
+        {
+            "repetition_penalty": 1.2,
+            "no_repeat_ngram_size": 3,
+            "sequence_bias": {(token_id,): bias for token_id, bias in BIAS},
+            "bad_words_ids": [list(run) for run in SEVERAL_BAD],
+        },
+    ),
+    "top-k of one": (
+        {"temperature": 1.7, "top_k": 1, "repetition_penalty": 1.3},
+        {"do_sample": True, "temperature": 1.7, "top_k": 1, "repetition_penalty": 1.3},
+    ),
+    "least top-p": (
+        {"temperature": 0.6, "top_p": 1e-6, "seed": 5},
+        {"do_sample": True, "temperature": 0.6, "top_p": 1e-6, "top_k": 0},
+    ),
+    "full min-p": (
+        {"temperature": 1.5, "min_p": 1.0, "seed": 6},
+        {"do_sample": True, "temperature": 1.5, "min_p": 1.0, "top_k": 0},
+    ),
+}
+"""Ours, and transformers'."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """One checkpoint in both implementations."""
+
+    folder: Path
+    reference: Any
+
+    def driver(self) -> StepDriver:
+        settings = RunnerSettings(num_blocks=200, block_size=8, max_num_seqs=16, max_lora_rank=8)
+        return StepDriver(ModelRunner(load_parts(self.folder, settings, HostAdapters())))
+
+    @torch.no_grad()
+    def answer(self, prompt: tuple[int, ...], **options: Any) -> list[int]:
+        """transformers'."""
+        inputs = torch.tensor([prompt])
+        output = self.reference.generate(
+            input_ids=inputs,
+            attention_mask=torch.ones_like(inputs),
+            max_new_tokens=NUM_NEW_TOKENS,
+            pad_token_id=0,
+            **({"do_sample": False} | options),
+        )
+        return output[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Tensors this small are slower on two threads, and much slower beside other tests."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    folder = tmp_path_factory.mktemp("model")
+    return Subject(folder, save_random_model(folder, FAMILIES[request.param]()))
+
+
+def prompt_of(length: int) -> tuple[int, ...]:
+    rng = random.Random(length)
+    return tuple(rng.randrange(VOCAB_SIZE) for _ in range(length))
+
+
+PROMPTS = (prompt_of(21), prompt_of(5))
+
+
+def greedy(subject: Subject, prompt: tuple[int, ...]) -> list[int]:
+    return subject.answer(prompt)
+
+
+def test_options_alone_and_beside_each_other(subject: Subject) -> None:
+    """Each row of one batch has another option: each answers as transformers does for it alone."""
+    driver = subject.driver()
+    for prompt in PROMPTS:
+        plain = greedy(subject, prompt)
+        expected = [subject.answer(prompt, **theirs) for _, theirs in OPTIONS.values()]
+        prompts = [Prompt(prompt, (), SamplingParams(**ours)) for ours, _ in OPTIONS.values()]
+        together = driver.generate(prompts, NUM_NEW_TOKENS)
+        assert dict(zip(OPTIONS, together, strict=True)) == dict(
+            zip(OPTIONS, expected, strict=True)
+        )
+        assert driver.generate(prompts[3:4], NUM_NEW_TOKENS) == expected[3:4]
+        changes = [name for name, of in zip(OPTIONS, expected, strict=True) if of != plain]
+        assert {"repetition penalty", "no repeated pair", "everything"} <= set(changes)
+
+
+def test_bad_words_that_would_have_come(subject: Subject) -> None:
+    """A token, a pair and a triple of the model's own answer, one after the other."""
+    driver = subject.driver()
+    for prompt in PROMPTS:
+        bad: tuple[tuple[int, ...], ...] = ()
+        answers = [greedy(subject, prompt)]
+        for length in (1, 2, 3):
+            bad = (*bad, tuple(answers[-1][4 : 4 + length]))
+            sampling = SamplingParams(temperature=0.0, bad_token_ids=bad)
+            (generated,) = driver.generate([Prompt(prompt, (), sampling)], NUM_NEW_TOKENS)
+            answers.append(subject.answer(prompt, bad_words_ids=[list(run) for run in bad]))
+            assert generated == answers[-1]
+        assert len({tuple(answer) for answer in answers}) == len(answers)
+
+
+def test_end_tokens_wait_for_the_minimum(subject: Subject) -> None:
+    driver = subject.driver()
+    for prompt in PROMPTS:
+        plain = greedy(subject, prompt)
+        end_ids = [plain[2], plain[5]]
+        sampling = SamplingParams(temperature=0.0, min_tokens=9, max_tokens=NUM_NEW_TOKENS)
+        expected = subject.answer(prompt, min_new_tokens=9, eos_token_id=end_ids)
+        (generated,) = driver.generate(
+            [Prompt(prompt, (), sampling, tuple(end_ids))], NUM_NEW_TOKENS
+        )
+        assert generated[: len(expected)] == expected
+        assert len(expected) >= 9
+        assert expected != plain[: len(expected)]
