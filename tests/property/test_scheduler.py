@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from pathlib import Path
 
 import hypothesis.strategies as st
 import msgspec
@@ -17,16 +18,27 @@ from hypothesis.stateful import (
 )
 
 from loraplex.core.adapter import AdapterUse
+from loraplex.core.beam_search import BeamSearch, EarlyStopping
 from loraplex.core.output import EngineOutput, FinishReason
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.engine.engine import Engine, build_engine
+from loraplex.engine.journal import JournalEntry
+from loraplex.engine.journal_file import JournalLine
+from loraplex.engine.replay import replay
 from loraplex.memory.kv_salt import kv_salt
-from loraplex.scheduling.settings import SchedulerSettings
+from loraplex.scheduling.settings import (
+    Batching,
+    BatchSchedulerPolicy,
+    FairShare,
+    SchedulerSettings,
+)
+from loraplex.testing.delayed_runner import DelayedRunner
 from loraplex.testing.fake_clock import FakeClock
 from loraplex.testing.fake_loader import FakeLoader, fake_source
 from loraplex.testing.fake_model import FakeModel
 from loraplex.testing.fake_runner import FAKE_CAPACITY, FakeRunner, fake_logprob
+from loraplex.testing.fake_search import search_alone
 
 MS = 1_000_000
 EOS = 0
@@ -45,21 +57,32 @@ capacities = st.builds(
         FAKE_CAPACITY, block_size=block_size, num_blocks=num_kv_tokens // block_size, **values
     ),
     block_size=st.sampled_from([1, 2, 3, 4]),
-    num_kv_tokens=st.integers(24, 60),
+    num_kv_tokens=st.integers(24, 44),
     max_num_seqs=st.sampled_from([1, 2, 4, 6, 8]),
     max_model_len=st.just(MAX_MODEL_LEN),
     vocab_size=st.just(VOCAB_SIZE),
     num_adapter_pages=st.integers(2, 4),
     keeps_host_copy=st.booleans(),
+    num_host_blocks=st.sampled_from([0, 4, 40]),
+    attention_window=st.sampled_from([None, None, None, None, 5, 12]),
+    num_sink_tokens=st.sampled_from([0, 2]),
 )
 scheduler_settings = st.builds(
     SchedulerSettings,
     max_num_batched_tokens=st.integers(8, 16),
     max_prefill_chunk=st.none() | st.integers(1, 5),
+    shortest_prefill_share=st.sampled_from([0.5, 0.0, 0.9]),
+    batching=st.sampled_from([Batching.INFLIGHT, Batching.INFLIGHT, Batching.STATIC]),
+    batch_scheduler_policy=st.sampled_from(BatchSchedulerPolicy),
+    fair_share=st.sampled_from(FairShare),
+    fair_output_weight=st.sampled_from([2.0, 0.0]),
+    max_seqs_per_adapter=st.sampled_from([0, 0, 1, 3]),
     max_queue_size=st.sampled_from([0, 0, 3]),
     max_queue_delay_ns=st.sampled_from([0, 0, 5 * MS]),
     enable_prefix_cache=st.sampled_from([True, True, False]),
     adapter_aging_ns=st.sampled_from([0, 4 * MS, 1000 * MS]),
+    num_draft_tokens=st.sampled_from([0, 0, 2, 5]),
+    max_draft_ngram=st.sampled_from([1, 3]),
 )
 
 
@@ -72,6 +95,8 @@ class Wish:
     digests: tuple[str, ...]
     scale: float
     priority: int
+    tenant: str
+    share_weight: float
     timeout_ms: int | None
 
 
@@ -90,13 +115,25 @@ def wish(seed: int) -> Wish:
         ignore_eos=choice([True, False]),
         logprobs=choice([None, None, 1]),
         prompt_logprobs=choice([None, None, None, 0]),
+        stop_token_sequences=choice([(), (), ((1, 2), (3, 3))]),
+        num_draft_tokens=choice([None, None, 0, 3]),
     )
+    if choice([False] * 5 + [True]):
+        beam = BeamSearch(
+            width=choice([1, 2, 3]),
+            length_penalty=choice([1.0, 0.0, -1.0]),
+            early_stopping=choice(list(EarlyStopping)),
+        )
+        n = min(sampling.n, beam.width)
+        sampling = msgspec.structs.replace(sampling, beam=beam, n=n)
     return Wish(
         prompt=tuple(start + 7 * i % 5 for i in range(length)),
         sampling=sampling,
         digests=choice(ADAPTER_SETS),
         scale=choice([1.0, 1.0, 0.5]),
         priority=choice([0, 0, 0, 1]),
+        tenant=choice(["us", "us", "them"]),
+        share_weight=choice([1.0, 1.0, 2.5]),
         timeout_ms=choice([None] * 7 + [0, 20, 60]),
     )
 
@@ -116,6 +153,27 @@ class Asked:
     last: EngineOutput | None = None
 
 
+class ListJournal:
+    """A journal in memory, as a file would give it back."""
+
+    def __init__(self):
+        self.lines: list[bytes] = []
+
+    def begin(self, header):
+        self.header = header
+
+    def write(self, entry):
+        self.lines.append(msgspec.json.encode(entry))
+
+    def close(self): ...
+
+    def check(self):
+        """Its inputs lead to its plans again."""
+        decoded = (msgspec.json.decode(line, type=JournalEntry) for line in self.lines)
+        lines = (JournalLine(Path(), i, 0, entry) for i, entry in enumerate(decoded))
+        assert replay(self.header, lines, check_every=10**9).difference is None
+
+
 class EngineMachine(RuleBasedStateMachine):
     engine: Engine
 
@@ -127,16 +185,38 @@ class EngineMachine(RuleBasedStateMachine):
         copy_steps=st.integers(0, 2),
         eos_rate=st.sampled_from([0.0, 0.1]),
         may_fail=st.booleans(),
+        overlap=st.booleans(),
+        may_log=st.sampled_from([False, False, True]),
+        num_tokens_used=st.sampled_from([VOCAB_SIZE, 5]),
     )
-    def build(self, capacity, scheduling, host_bytes, num_polls, copy_steps, eos_rate, may_fail):
+    def build(
+        self,
+        capacity,
+        scheduling,
+        host_bytes,
+        num_polls,
+        copy_steps,
+        eos_rate,
+        may_fail,
+        overlap,
+        may_log,
+        num_tokens_used,
+    ):
         self.capacity = capacity
         self.settings = scheduling
-        self.model = FakeModel(VOCAB_SIZE, EOS, eos_rate)
+        self.model = FakeModel(num_tokens_used, EOS, eos_rate)
         self.loader = FakeLoader(num_polls)
         self.runner = FakeRunner(capacity, self.model, self.loader, copy_steps=copy_steps)
         self.clock = FakeClock(1)
+        self.journal = ListJournal() if may_log else None
         self.engine = build_engine(
-            self.runner, self.loader, self.clock, scheduling, adapter_host_bytes=host_bytes
+            DelayedRunner(self.runner) if overlap else self.runner,
+            self.loader,
+            self.clock,
+            scheduling,
+            adapter_host_bytes=host_bytes,
+            journal=self.journal,
+            overlap=overlap,
         )
         for digest, num_pages in PAGES.items():
             num_bytes = HOST_BYTES[digest]
@@ -161,8 +241,11 @@ class EngineMachine(RuleBasedStateMachine):
                 sampling=wish.sampling,
                 eos_token_ids=(EOS,),
                 adapters=tuple(AdapterUse(digest, wish.scale) for digest in wish.digests),
-                kv_salt=kv_salt("fake", "none", [(d, wish.scale) for d in wish.digests], "us"),
-                tenant="us",
+                kv_salt=kv_salt(
+                    "fake", "none", [(d, wish.scale) for d in wish.digests], wish.tenant
+                ),
+                tenant=wish.tenant,
+                share_weight=wish.share_weight,
                 priority=wish.priority,
                 arrival_ns=now_ns,
                 deadline_ns=None if timeout_ms is None else now_ns + timeout_ms * MS,
@@ -182,7 +265,8 @@ class EngineMachine(RuleBasedStateMachine):
     def abort_sequence(self, data):
         asked = data.draw(st.sampled_from(self.unfinished()))
         index = data.draw(st.sampled_from(sorted(asked.tokens)))
-        asked.aborted.add(index)
+        # One beam is nothing without the others.
+        asked.aborted.update(asked.tokens if asked.request.sampling.beam else [index])
         self.engine.abort(asked.request.request_id, index)
 
     @rule()
@@ -250,11 +334,13 @@ class EngineMachine(RuleBasedStateMachine):
         stats = self.engine.stats()
         assert stats.blocks_cached + stats.blocks_free == self.capacity.num_blocks
         assert stats.num_running == stats.num_waiting == 0
+        if self.journal is not None:
+            self.journal.check()
 
     def bound(self) -> int:
         """Turns in which everything must end: each does something, or time passes."""
         tokens = sum(
-            asked.request.sampling.n * (len(asked.request.prompt_token_ids) + 12)
+            asked.request.sampling.num_sequences * (len(asked.request.prompt_token_ids) + 12)
             for asked in self.asked.values()
         )
         return 100 + 6 * tokens + 20 * len(self.asked)
@@ -280,7 +366,9 @@ class EngineMachine(RuleBasedStateMachine):
         for delta in output.deltas:
             assert delta.index not in asked.reasons, "a delta after the last one"
             asked.tokens[delta.index].extend(delta.token_ids)
-            if asked.request.sampling.logprobs is not None:
+            if asked.request.sampling.beam is not None:
+                assert not delta.token_ids or delta.finish_reason is not None
+            elif asked.request.sampling.logprobs is not None:
                 assert delta.logprobs == tuple(fake_logprob(t, 1) for t in delta.token_ids)
             if delta.finish_reason is not None:
                 asked.reasons[delta.index] = delta.finish_reason
@@ -327,11 +415,15 @@ class EngineMachine(RuleBasedStateMachine):
             num_tokens = len(request.prompt_token_ids) + request.sampling.max_tokens - 1
             if num_tokens > self.capacity.num_blocks * self.capacity.block_size:
                 possible.add("prompt_too_long")
+            if request.sampling.beam is not None:
+                possible |= {"prompt_too_long", "invalid_parameter"}
         assert code in possible
 
     def alone(self, request: EngineRequest, index: int) -> tuple[list[int], FinishReason]:
         """The answer to a request that is the only one, by the rules of sampling_params."""
         sampling = request.sampling
+        if sampling.beam is not None:
+            return self.searched(request, index)
         room = MAX_MODEL_LEN - len(request.prompt_token_ids)
         max_tokens = min(sampling.max_tokens, room)
         stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else (EOS,))}
@@ -339,7 +431,16 @@ class EngineMachine(RuleBasedStateMachine):
         for num_before, token_id in enumerate(answer):
             if token_id in stops and num_before >= sampling.min_tokens:
                 return answer[: num_before + 1], FinishReason.STOP
+            last = tuple(answer[max(0, num_before - 1) : num_before + 1])
+            if last in sampling.stop_token_sequences and num_before >= sampling.min_tokens:
+                return answer[: num_before + 1], FinishReason.STOP
         return answer, FinishReason.LENGTH
+
+    def searched(self, request: EngineRequest, index: int) -> tuple[list[int], FinishReason]:
+        hypotheses = search_alone(self.model, request, MAX_MODEL_LEN)
+        if index >= len(hypotheses):
+            return [], FinishReason.ERROR
+        return list(hypotheses[index].beam.token_ids), hypotheses[index].stop.reason
 
 
 @pytest.mark.timeout(400)  # hypothesis shrinks a failure for up to five minutes

@@ -144,6 +144,10 @@ class AdapterDemand:
         """How many sequences that hold a slot need each adapter."""
         return Counter(self._pins)
 
+    def num_running(self, handle: AdapterHandle) -> int:
+        """How many sequences that hold a slot need it."""
+        return self._pins[handle]
+
     def is_preloading(self, handle: AdapterHandle) -> bool:
         """Whether a preload was asked for and has not ended."""
         return handle in self._preloads

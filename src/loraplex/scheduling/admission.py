@@ -1,6 +1,11 @@
 """Which requests are refused at once: those that can never fit, and those beyond the queue."""
 
-from loraplex.core.errors import LoraplexError, PromptTooLongError, QueueFullError
+from loraplex.core.errors import (
+    InvalidParameterError,
+    LoraplexError,
+    PromptTooLongError,
+    QueueFullError,
+)
 from loraplex.core.request import EngineRequest
 from loraplex.memory.kv_blocks import KVBlocks
 from loraplex.scheduling.stop import StopRules
@@ -10,8 +15,28 @@ LAST_RETRY_SECONDS = 60.0
 SMOOTHING = 0.2
 
 
+def worst_case_blocks(
+    request: EngineRequest, rules: StopRules, kv: KVBlocks, max_step_tokens: int
+) -> int:
+    """The most blocks that one sequence of a request, or all beams of a search, hold at once."""
+    # The last token is never computed: it needs no room.
+    num_tokens = len(request.prompt_token_ids) + rules.max_tokens - 1
+    num_held = kv.max_blocks_held(num_tokens, max_step_tokens)
+    if request.sampling.beam is None:
+        return num_held
+    width = request.sampling.beam.width
+    # The beams share the full blocks of their prompt. With an attention window they may not.
+    num_shared = len(request.prompt_token_ids) // kv.block_size
+    num_blocks = num_shared + width * (kv.num_blocks_for(num_tokens) - num_shared)
+    return max(num_blocks, width * num_held) if kv.has_window else num_blocks
+
+
 def length_refusal(
-    request: EngineRequest, rules: StopRules, max_model_len: int, kv: KVBlocks
+    request: EngineRequest,
+    rules: StopRules,
+    max_model_len: int,
+    kv: KVBlocks,
+    max_step_tokens: int,
 ) -> LoraplexError | None:
     """Why the request could never be computed to its end, even alone."""
     num_prompt_tokens = len(request.prompt_token_ids)
@@ -21,11 +46,38 @@ def length_refusal(
             f"tokens, prompt and answer together, so a prompt may have at most {max_model_len - 1}"
         )
     # The last token is never computed: it needs no room.
-    num_blocks = kv.num_blocks_for(num_prompt_tokens + rules.max_tokens - 1)
+    num_blocks = kv.max_blocks_held(num_prompt_tokens + rules.max_tokens - 1, max_step_tokens)
     if num_blocks > kv.num_blocks:
         return PromptTooLongError(
             f"{num_prompt_tokens} prompt tokens and up to {rules.max_tokens} new ones need "
             f"{num_blocks} KV blocks of {kv.block_size} tokens; there are {kv.num_blocks}"
+        )
+    return None
+
+
+def beam_refusal(
+    request: EngineRequest,
+    rules: StopRules,
+    max_num_seqs: int,
+    kv: KVBlocks,
+    max_step_tokens: int,
+) -> LoraplexError | None:
+    """Why a beam search could never be computed, even alone."""
+    beam = request.sampling.beam
+    if beam is None:
+        return None
+    if beam.width > max_num_seqs:
+        return InvalidParameterError(
+            f"the beam width ({beam.width}) must not exceed the {max_num_seqs} sequences that run "
+            "at the same time (max_num_seqs)",
+            param="beam_width",
+        )
+    num_blocks = worst_case_blocks(request, rules, kv, max_step_tokens)
+    if num_blocks > kv.num_blocks:
+        return PromptTooLongError(
+            f"{beam.width} beams of {len(request.prompt_token_ids)} prompt tokens and up to "
+            f"{rules.max_tokens} new ones need {num_blocks} KV blocks of {kv.block_size} tokens; "
+            f"there are {kv.num_blocks}"
         )
     return None
 

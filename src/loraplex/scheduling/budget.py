@@ -12,6 +12,10 @@ class StepBudget:
     def num_left(self) -> int:
         return self._num_left
 
+    @property
+    def max_per_row(self) -> int:
+        return self._max_per_row
+
     def offer(self, num_wanted: int) -> int:
         """Of num_wanted tokens of one row, how many it may compute in this step."""
         return min(num_wanted, self._num_left, self._max_per_row)

@@ -6,6 +6,7 @@ from loraplex.core.errors import ErrorInfo
 from loraplex.core.output import (
     EngineOutput,
     FinishReason,
+    LogitsFile,
     RequestTiming,
     SequenceDelta,
     TokenLogprob,
@@ -20,6 +21,7 @@ class _Draft:
 
     deltas: list[SequenceDelta] = dataclasses.field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    prompt_logits: tuple[LogitsFile, ...] = ()
     finished: bool = False
     error: ErrorInfo | None = None
     timing: RequestTiming | None = None
@@ -41,18 +43,31 @@ class Outbox:
         logprobs: tuple[TokenLogprob, ...],
         finish_reason: FinishReason | None = None,
         stop_token_id: int | None = None,
+        logits: tuple[LogitsFile, ...] = (),
     ) -> None:
         """What a sequence gained; with a finish reason, its last delta."""
         index = active.sequence.index
-        delta = SequenceDelta(index, token_ids, logprobs, finish_reason, stop_token_id)
+        delta = SequenceDelta(index, token_ids, logprobs, finish_reason, stop_token_id, logits)
         self._draft(active.request.request_id).deltas.append(delta)
+
+    def hypothesis(self, request: ActiveRequest, delta: SequenceDelta) -> None:
+        """The only delta of one of the answers of a beam search."""
+        self._draft(request.request_id).deltas.append(delta)
 
     def ended(self, active: ActiveSequence, reason: FinishReason) -> None:
         """A sequence ended without a new token."""
         self.tokens(active, (), (), reason)
 
     def prompt_scores(self, request: ActiveRequest) -> None:
-        self._draft(request.request_id).prompt_logprobs = (None, *request.prompt_scores)
+        """Its prompt's log probabilities and logits, as far as it asked for them."""
+        draft = self._draft(request.request_id)
+        if request.group.request.sampling.prompt_logprobs is not None:
+            draft.prompt_logprobs = (None, *request.prompt_scores)
+        draft.prompt_logits = tuple(request.prompt_logits)
+
+    def timing(self, request: ActiveRequest) -> None:
+        """What is known by its first token: the engine may not live until its last."""
+        self._draft(request.request_id).timing = request.timing()
 
     def finished(self, request: ActiveRequest, error: ErrorInfo | None = None) -> None:
         """The last word on a request."""
@@ -64,7 +79,7 @@ class Outbox:
         """The first and last word on a request that was not accepted."""
         draft = self._draft(request.request_id)
         draft.finished, draft.error = True, error
-        draft.timing = RequestTiming(arrival_ns=request.arrival_ns)
+        draft.timing = RequestTiming(request.arrival_ns, num_restarts=request.num_restarts)
 
     def take(self) -> list[EngineOutput]:
         """Everything since the last call."""
@@ -74,6 +89,7 @@ class Outbox:
                 request_id,
                 tuple(draft.deltas),
                 draft.prompt_logprobs,
+                draft.prompt_logits,
                 finished=draft.finished,
                 error=draft.error,
                 timing=draft.timing,

@@ -1,40 +1,90 @@
 """Who computes what in the next step: first those who run, then those who wait."""
 
+import enum
+
+from loraplex.core.adapter import AdapterHandle
 from loraplex.core.plan import BlockId
 from loraplex.core.sequence import SequenceStatus
-from loraplex.memory.kv_blocks import Admission
-from loraplex.scheduling.active import ActiveSequence
-from loraplex.scheduling.adapters import Readiness
+from loraplex.scheduling.active import ActiveSequence, OffloadedKV
+from loraplex.scheduling.adapters import AdapterScan, Readiness
+from loraplex.scheduling.beam_rows import plan_group, seat_group
 from loraplex.scheduling.budget import StepBudget
 from loraplex.scheduling.draft import PlanDraft
+from loraplex.scheduling.prefill import PrefillSplit
 from loraplex.scheduling.queues import Lane
 from loraplex.scheduling.roster import Roster
-from loraplex.scheduling.settings import SchedulerSettings
+from loraplex.scheduling.settings import Batching, SchedulerSettings
+from loraplex.scheduling.speculation import add_drafts
+from loraplex.scheduling.static_batch import StaticBatch
 
 NUM_PREFETCHED_LANES = 32
 """Sets of adapters that are brought closer while nobody can be seated."""
+NUM_SHORT_LOOKED_AT = 64
+"""Of a lane, among so many the shortest is sought while there are no tokens for its head."""
+
+
+class _Seating(enum.Enum):
+    DONE = enum.auto()
+    LACKS_TOKENS = enum.auto()
+    """A shorter one could be seated."""
+    LACKS_ROOM = enum.auto()
+    """Short of slots or blocks: who is behind must not take them first."""
 
 
 class Planner:
     """Drafts one plan after another.
 
     A sequence takes the blocks of all its tokens when it takes its slot, and one more block
-    whenever its tokens outgrow them. If there is none, the last running sequence in policy order
-    is preempted.
+    whenever its tokens outgrow them; with an attention window, those of its next chunk. If there
+    is none, the last running sequence in policy order is preempted.
     """
 
     def __init__(self, roster: Roster, settings: SchedulerSettings, max_num_seqs: int) -> None:
         self._roster = roster
         self._settings = settings
         self._max_num_seqs = max_num_seqs
+        self._batch = StaticBatch() if settings.batching is Batching.STATIC else None
         self._shortage: tuple[int, int] | None = None
         """(sequence id, available blocks) when a sequence last found too few of them."""
 
-    def draft(self, now_ns: int) -> PlanDraft:
+    @property
+    def num_seats(self) -> int:
+        """Of the sequences that wait, how many the free slots can take as things are."""
+        roster, limit = self._roster, self._settings.max_seqs_per_adapter
+        if self._batch is not None and self._batch.is_running:
+            return 0
+        num_free = roster.slots.num_free
+        if not limit or not num_free:
+            return num_free
+        running = roster.adapters.running
+        num_seats = 0
+        for lane in roster.waiting.lanes:
+            num_more = min((limit - running[handle] for handle in lane.handles), default=num_free)
+            num_seats += max(0, min(len(lane), num_more))
+        return min(num_free, num_seats)
+
+    def draft(self, now_ns: int, *, is_ahead: bool = False) -> PlanDraft:
+        """is_ahead: the sequences are what they will be once a plan in flight has landed."""
         settings = self._settings
-        draft = PlanDraft(StepBudget(settings.max_num_batched_tokens, settings.max_prefill_chunk))
-        self._plan_running(draft)
-        self._plan_waiting(draft, now_ns)
+        budget = StepBudget(settings.max_num_batched_tokens, settings.max_prefill_chunk)
+        draft = PlanDraft(budget, is_ahead=is_ahead)
+        self._roster.kv.advance(now_ns)
+        self._plan_decodes(draft)
+        split = PrefillSplit(
+            draft.budget,
+            settings.shortest_prefill_share,
+            seats_all=settings.batching is Batching.STATIC,
+        )
+        for active in self._roster.running:
+            if active not in draft.named and active.num_computable_tokens:
+                split.add(active, is_new=False)
+        if self._batch is None:
+            may_seat = not draft.lacks_blocks and self.held_until_ns() <= now_ns
+            self._plan_waiting(draft, split, now_ns, may_seat=may_seat)
+        else:
+            self._plan_batch(self._batch, draft, split, now_ns)
+        self._plan_prefills(draft, split)
+        add_drafts(self._roster, draft)
         return draft
 
     def held_until_ns(self) -> int:
@@ -44,98 +94,247 @@ class Planner:
             return 0
         if roster.num_waiting >= self._max_num_seqs:
             return 0
+        if self._batch is not None and self._batch.is_running:
+            return 0
         return min(active.request.arrival_ns for active in roster.waiting) + delay_ns
 
-    def _plan_running(self, draft: PlanDraft) -> None:
-        """Rows that need one token first: they hold nobody up, and only they can want a block."""
-        running = self._roster.running
-        decoding = [a for a in running if a.sequence.num_uncomputed_tokens == 1]
-        prefilling = [a for a in running if a.sequence.num_uncomputed_tokens > 1]
-        for active in (*decoding, *prefilling):
+    def _plan_decodes(self, draft: PlanDraft) -> None:
+        """Rows that need one token first: they hold nobody up."""
+        for active in [a for a in self._roster.running if a.decodes]:
             if active.sequence.status is not SequenceStatus.RUNNING:
                 continue
-            num_tokens = draft.budget.offer(active.sequence.num_uncomputed_tokens)
-            if num_tokens == 0:
-                return
+            if active.request.beams is None:
+                self._compute(active, 1, draft)
+            else:
+                plan_group(self._roster, draft, active.request)
+
+    def _plan_prefills(self, draft: PlanDraft, split: PrefillSplit) -> None:
+        for active, num_tokens in split.grants():
+            if active.sequence.status is SequenceStatus.RUNNING:
+                self._compute(active, num_tokens, draft)
+
+    def _compute(self, active: ActiveSequence, num_tokens: int, draft: PlanDraft) -> None:
+        new_block_ids = draft.named.get(active)
+        if new_block_ids is None:
             new_block_ids = self._grow(active, num_tokens, draft)
-            if new_block_ids is not None:
-                draft.compute(active, num_tokens, new_block_ids)
+        if new_block_ids is not None:
+            draft.compute(active, num_tokens, new_block_ids)
 
     def _grow(
         self, active: ActiveSequence, num_tokens: int, draft: PlanDraft
     ) -> list[BlockId] | None:
-        """New blocks for the next tokens; None if the sequence itself had to be preempted.
+        """New blocks for the next tokens; None if there are none for it in this step.
 
-        Rows that want a block are planned in policy order, and preemption takes the last: it never
-        takes one that is planned already.
+        Rows that want a block are planned in policy order, and preemption takes the last. What is
+        planned already is not taken: only a chunk of a prompt may want a block after it, which
+        then waits for the next step.
         """
         roster, sequence = self._roster, active.sequence
         num_computed = sequence.num_computed_tokens + num_tokens
-        if num_computed <= len(sequence.block_ids) * roster.kv.block_size:
-            return []
-        while (new_block_ids := roster.kv.grow(sequence.block_ids, num_computed)) is None:
+        while (new_block_ids := roster.grow(active, num_computed)) is None:
+            if draft.is_ahead:
+                # With a window, the step in flight has blocks that it then gives back.
+                draft.is_short = True
+                return None
+            assert roster.reservations is None, "a reserved block is gone"
             victim = roster.running.last
+            if draft.names(victim):
+                return None
             assert len(roster.running) > 1, "a sequence that cannot fit alone was accepted"
-            roster.preempt(victim)
-            draft.num_preempted += 1
+            draft.preempt(roster, victim)
             if victim is active:
                 return None
-        sequence.block_ids.extend(new_block_ids)
         return new_block_ids
 
-    def _plan_waiting(self, draft: PlanDraft, now_ns: int) -> None:
-        """Seat whom we can; bring the adapters of the others closer."""
-        waiting = self._roster.waiting
+    def _plan_batch(
+        self, batch: StaticBatch, draft: PlanDraft, split: PrefillSplit, now_ns: int
+    ) -> None:
+        """Static batching: form a batch, or let those of the present one come back."""
+        if batch.is_running:
+            self._plan_members(batch, draft, split, now_ns)
+            return
+        may_seat = not draft.lacks_blocks and self.held_until_ns() <= now_ns
+        if may_seat and self._roster.waiting:
+            may_seat = not self._bring_adapters(batch.due_since(now_ns), now_ns)
+        self._plan_waiting(draft, split, now_ns, may_seat=may_seat)
+        batch.form(active.request for active in draft.joined)
+
+    def _bring_adapters(self, since_ns: int, now_ns: int) -> bool:
+        """Is an adapter on its way that a member of the next batch waits for?
+
+        Whose adapters lack room waits for a later batch: nothing runs, so the first one's do not.
+        """
         scan = self._roster.adapters.scan(now_ns)
-        may_seat = not draft.num_preempted and self.held_until_ns() <= now_ns
-        index = 0
-        while index < waiting.num_lanes:
-            if index >= NUM_PREFETCHED_LANES and not may_seat:
+        lanes = self._roster.waiting.scan()
+        is_coming = False
+        for _ in range(self._max_num_seqs):
+            lane = lanes.next()
+            if lane is None:
                 break
-            lane = waiting.lane_at(index)
-            ready = scan.visit(lane.head.request) is Readiness.READY
-            lane.ready_since_ns = (lane.ready_since_ns or now_ns) if ready else 0
-            if ready and may_seat and self._seat(lane, draft, now_ns):
-                continue
-            # Short of slots, tokens or blocks: who is behind must not take them first.
-            may_seat = may_seat and not ready
+            readiness = scan.visit(lane.head.request)
+            came_in_time = lane.head.request.arrival_ns <= since_ns
+            is_coming = is_coming or (readiness is Readiness.COMING and came_in_time)
             scan.pass_over()
-            index += 1
+        return is_coming
+
+    def _plan_members(
+        self, batch: StaticBatch, draft: PlanDraft, split: PrefillSplit, now_ns: int
+    ) -> None:
+        """Those of the batch that wait; for others, adapters only."""
+        scan = self._roster.adapters.scan(now_ns)
+        may_seat = not draft.lacks_blocks
+        for active in batch.waiting():
+            if self._is_at_limit(active.request.handles):
+                continue
+            is_ready = scan.visit(active.request) is Readiness.READY
+            if is_ready and may_seat:
+                seating = self._seat(active, draft, split, 0, now_ns)
+                may_seat = seating is not _Seating.LACKS_ROOM
+                if seating is _Seating.DONE:
+                    continue
+            scan.pass_over()
+        self._plan_waiting(draft, split, now_ns, may_seat=False, scan=scan)
+
+    def _plan_waiting(
+        self,
+        draft: PlanDraft,
+        split: PrefillSplit,
+        now_ns: int,
+        *,
+        may_seat: bool,
+        scan: AdapterScan | None = None,
+    ) -> None:
+        """Seat whom we can; bring the adapters of the others closer."""
+        scan = scan or self._roster.adapters.scan(now_ns)
+        lanes = self._roster.waiting.scan()
+        num_passed, lacks_tokens = 0, False
+        while (lane := lanes.next()) is not None:
+            if num_passed >= NUM_PREFETCHED_LANES and (lacks_tokens or not may_seat):
+                break
+            num_passed += 1
+            if self._is_at_limit(lane.handles):
+                continue
+            is_ready = scan.visit(lane.head.request) is Readiness.READY
+            self._roster.waiting.note_ready(lane, now_ns if is_ready else None)
+            if is_ready and may_seat:
+                seating = self._seat_one_of(lane, draft, split, now_ns)
+                if seating is _Seating.DONE:
+                    lanes.again(lane)
+                    num_passed -= 1
+                    continue
+                may_seat = seating is _Seating.LACKS_TOKENS
+                lacks_tokens = lacks_tokens or may_seat
+            scan.pass_over()
         scan.preload()
 
-    def _seat(self, lane: Lane, draft: PlanDraft, now_ns: int) -> bool:
-        """Give the first sequence of a ready lane a slot, blocks and its first tokens."""
-        active = lane.head
-        if not self._roster.slots.num_free or not draft.budget.num_left:
+    def _is_at_limit(self, handles: tuple[AdapterHandle, ...]) -> bool:
+        """Do as many sequences with one of these adapters run as may? Then others pass."""
+        limit = self._settings.max_seqs_per_adapter
+        num_running = self._roster.adapters.num_running
+        return limit > 0 and any(num_running(handle) >= limit for handle in handles)
+
+    def _seat_one_of(
+        self, lane: Lane, draft: PlanDraft, split: PrefillSplit, now_ns: int
+    ) -> _Seating:
+        """The first sequence of a ready lane, or a short one if the first would get no token."""
+        seating = self._seat(lane.head, draft, split, lane.ready_since_ns, now_ns)
+        if seating is _Seating.LACKS_TOKENS:
+            shortest = lane.shortest(NUM_SHORT_LOOKED_AT)
+            seating = self._seat(shortest, draft, split, lane.ready_since_ns, now_ns)
+        return seating
+
+    def _seat(
+        self,
+        active: ActiveSequence,
+        draft: PlanDraft,
+        split: PrefillSplit,
+        ready_since_ns: int,
+        now_ns: int,
+    ) -> _Seating:
+        """Give a sequence whose adapters are ready a slot and blocks; its tokens come later."""
+        if not self._roster.slots.num_free:
+            return _Seating.LACKS_ROOM
+        if not split.has_room_for(active):
+            return _Seating.LACKS_TOKENS
+        if active.request.beams is not None:
+            if not seat_group(self._roster, draft, active.request):
+                return _Seating.LACKS_ROOM
+            self._note_first_admission(active, ready_since_ns, now_ns)
+            if active.num_computable_tokens:
+                split.add(active, is_new=True)
+            return _Seating.DONE
+        if not self._take_room(active, draft):
+            return _Seating.LACKS_ROOM
+        self._note_first_admission(active, ready_since_ns, now_ns)
+        draft.join(active)
+        split.add(active, is_new=True)
+        return _Seating.DONE
+
+    def _take_room(self, active: ActiveSequence, draft: PlanDraft) -> bool:
+        """A slot, and blocks for all tokens of a sequence (with a window, for its first chunk)."""
+        roster, sequence = self._roster, active.sequence
+        num_reserved = self._num_reserved(active)
+        if num_reserved is None:
             return False
-        admission = self._take_blocks(active)
+        num_available = roster.kv.num_available - num_reserved
+        if num_reserved and self._is_short(sequence.sequence_id, num_available):
+            return False
+        active.scores_prompt = active.request.wants_prompt_scores
+        if active.offloaded is None:
+            has_room = self._admit(active, num_reserved)
+        else:
+            has_room = self._load_back(active, active.offloaded, num_reserved, draft)
+        self._shortage = None if has_room else (sequence.sequence_id, num_available)
+        if has_room:
+            draft.named[active] = list(sequence.block_ids)
+        return has_room
+
+    def _load_back(
+        self, active: ActiveSequence, offloaded: OffloadedKV, num_reserved: int, draft: PlanDraft
+    ) -> bool:
+        loaded = self._roster.kv.load_back(
+            active.sequence.token_ids,
+            active.request.group.request.kv_salt,
+            offloaded.host_block_ids,
+            offloaded.num_computed_tokens,
+            self._num_tokens_to_fit(active, offloaded.num_computed_tokens),
+            num_reserved_blocks=num_reserved,
+        )
+        if loaded is None:
+            return False
+        self._roster.seat_again(active, loaded)
+        draft.block_loads.extend(loaded.transfers)
+        return True
+
+    def _admit(self, active: ActiveSequence, num_reserved: int) -> bool:
+        sequence, request = active.sequence, active.request.group.request
+        admission = self._roster.kv.admit(
+            sequence.token_ids,
+            request.kv_salt,
+            max_new_tokens=self._num_tokens_to_fit(active, 0),
+            max_cached_tokens=0 if active.scores_prompt else None,
+            num_reserved_blocks=num_reserved,
+            retention=request.retention,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+        )
         if admission is None:
             return False
         self._roster.seat(active, admission)
-        self._note_first_admission(active, lane.ready_since_ns, now_ns)
-        draft.join(active)
-        num_tokens = draft.budget.offer(active.sequence.num_uncomputed_tokens)
-        draft.compute(active, num_tokens, admission.block_ids)
         return True
 
-    def _take_blocks(self, active: ActiveSequence) -> Admission | None:
-        """Blocks for all tokens of a sequence, the known beginning from the prefix cache."""
-        roster, sequence, request = self._roster, active.sequence, active.request
-        # One block for each running row, or this one would soon be preempted for it.
-        num_reserved = len(roster.running)
-        num_available = roster.kv.num_available - num_reserved
-        if num_reserved and self._is_short(sequence.sequence_id, num_available):
-            return None
-        active.scores_prompt = request.wants_prompt_scores
-        admission = roster.kv.admit(
-            sequence.token_ids,
-            request.group.request.kv_salt,
-            max_new_tokens=sequence.num_tokens,
-            max_cached_tokens=0 if active.scores_prompt else None,
-            num_reserved_blocks=num_reserved,
-        )
-        self._shortage = None if admission else (sequence.sequence_id, num_available)
-        return admission
+    def _num_tokens_to_fit(self, active: ActiveSequence, num_computed_tokens: int) -> int:
+        num_tokens = active.sequence.num_tokens
+        if not self._roster.kv.has_window:
+            return num_tokens
+        return min(num_tokens, num_computed_tokens + self._settings.max_step_tokens)
+
+    def _num_reserved(self, active: ActiveSequence) -> int | None:
+        """Blocks that a sequence which is seated now must leave to others (and to itself)."""
+        roster, num_tokens = self._roster, active.sequence.num_tokens
+        if roster.reservations is None:
+            # One block for each running row, or this one would soon be preempted for it.
+            return len(roster.running)
+        return roster.reservations.num_to_leave(active, roster.kv.num_blocks_for(num_tokens))
 
     def _is_short(self, sequence_id: int, num_available: int) -> bool:
         """Did it find too few blocks before, and there are no more now? Spares hashing a prompt."""

@@ -5,7 +5,11 @@ from typing import Protocol
 from loraplex.core.sequence import Sequence, SequenceGroup
 
 OrderKey = tuple[int, ...]
-"""Smaller is sooner; unique among the sequences of an engine."""
+"""Smaller is sooner; unique among the sequences of an engine. Fair shares count between those with
+the same first element."""
+
+ShareKey = tuple[int | str, ...]
+"""Whom fair shares tell apart: adapters, a tenant, both, or nothing."""
 
 
 class Policy(Protocol):

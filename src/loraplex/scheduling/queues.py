@@ -1,26 +1,42 @@
-"""The sequences that run, and those that wait: both in policy order."""
+"""The sequences that run, in policy order, and those that wait, in lanes."""
 
 import bisect
+import heapq
+import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from loraplex.core.adapter import AdapterHandle
 from loraplex.scheduling.active import ActiveSequence
-from loraplex.scheduling.policy import OrderKey
+from loraplex.scheduling.policy import OrderKey, ShareKey
+
+LaneKey = tuple[int, float, OrderKey]
+"""(first element of the head's policy key, counter of its share, policy key)."""
 
 
 class Lane:
-    """Waiting sequences with the same distinct adapters, in policy order; never empty."""
+    """Waiting sequences of one share with the same distinct adapters, in policy order; never empty
+    while it is in a queue."""
 
-    def __init__(self, handles: tuple[AdapterHandle, ...]) -> None:
+    def __init__(self, share: ShareKey, handles: tuple[AdapterHandle, ...]) -> None:
+        self.share = share
         self.handles = handles
         self.ready_since_ns = 0
         """When its adapters were first seen on the device; 0 while they are not."""
         self._entries: list[tuple[OrderKey, ActiveSequence]] = []
 
     @property
+    def is_ready(self) -> bool:
+        return self.ready_since_ns > 0
+
+    @property
     def head(self) -> ActiveSequence:
         return self._entries[0][1]
+
+    def shortest(self, num_looked_at: int) -> ActiveSequence:
+        """Of its first sequences, the one with the fewest tokens."""
+        entries = itertools.islice(self._entries, num_looked_at)
+        return min(entries, key=lambda entry: entry[1].sequence.num_tokens)[1]
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -38,15 +54,30 @@ class Lane:
 
 
 class WaitingQueue:
-    """The sequences that wait, in lanes, by the policy order of the lanes' heads.
+    """The sequences that wait, in lanes: by priority, counter of the share, then policy order of
+    the lanes' heads.
 
     Those of one set of adapters wait for the same room. So a plan that cannot give an adapter room
     passes over all its sequences at once, and one lane's wait blocks no other lane.
     """
 
-    def __init__(self) -> None:
-        self._lanes: dict[tuple[AdapterHandle, ...], Lane] = {}
-        self._order: list[tuple[OrderKey, Lane]] = []
+    def __init__(
+        self,
+        counter: Callable[[ShareKey], float] = lambda _share: 0.0,
+        resident_lead: float = 0.0,
+    ) -> None:
+        """counter: what a share was served so far. Call `served` when it grew.
+
+        resident_lead: so much less counts for a lane whose adapters are on the device.
+        """
+        self._counter = counter
+        self._resident_lead = resident_lead
+        self._lanes: dict[tuple[ShareKey, tuple[AdapterHandle, ...]], Lane] = {}
+        self._by_share: dict[ShareKey, dict[Lane, None]] = {}
+        self._key_of: dict[Lane, LaneKey] = {}
+        """By which each lane is listed."""
+        self._order: list[tuple[LaneKey, Lane]] = []
+        self._served: dict[ShareKey, None] = {}
         self._num_waiting = 0
 
     def __len__(self) -> int:
@@ -58,60 +89,139 @@ class WaitingQueue:
         return (active for lane in self._lanes.values() for active in lane)
 
     @property
-    def num_lanes(self) -> int:
-        return len(self._order)
+    def shares(self) -> Collection[ShareKey]:
+        """Those that have a sequence waiting."""
+        return self._by_share.keys()
 
-    def lane_at(self, index: int) -> Lane:
-        """The lane whose head is the index-th in policy order.
+    @property
+    def lanes(self) -> Collection[Lane]:
+        """In no order."""
+        return self._lanes.values()
 
-        When a head is taken away, its lane moves behind or vanishes, and the next lane is at
-        `index`.
-        """
-        return self._order[index][1]
+    def scan(self) -> "LaneScan":
+        """One pass over all lanes in order."""
+        for share in self._served:
+            for lane in self._by_share.get(share, ()):
+                self._unlist(lane)
+                self._list(lane)
+        self._served.clear()
+        return LaneScan(self._order, self._key)
 
     def lanes_with(self, handle: AdapterHandle) -> list[Lane]:
-        return [lane for handles, lane in self._lanes.items() if handle in handles]
+        return [lane for lane in self._lanes.values() if handle in lane.handles]
+
+    def note_ready(self, lane: Lane, since_ns: int | None) -> None:
+        """The adapters of a lane are on the device, as one sees at since_ns; None: they are not."""
+        if lane.is_ready != (since_ns is not None):
+            self.served(lane.share)
+        lane.ready_since_ns = 0 if since_ns is None else lane.ready_since_ns or since_ns
+
+    def served(self, share: ShareKey) -> None:
+        """The counter of a share grew."""
+        if share in self._by_share:
+            self._served[share] = None
 
     def add(self, active: ActiveSequence) -> None:
-        handles = active.request.handles
-        lane = self._lanes.get(handles)
+        share, handles = active.request.share, active.request.handles
+        lane = self._lanes.get((share, handles))
         if lane is None:
-            lane = self._lanes[handles] = Lane(handles)
+            lane = self._lanes[share, handles] = Lane(share, handles)
+            self._by_share.setdefault(share, {})[lane] = None
         else:
             self._unlist(lane)
         lane.add(active)
-        bisect.insort(self._order, (lane.head.key, lane))
+        self._list(lane)
         self._num_waiting += 1
 
     def remove(self, active: ActiveSequence) -> None:
-        lane = self._lanes[active.request.handles]
+        lane = self._lanes[active.request.share, active.request.handles]
         self._unlist(lane)
         lane.remove(active)
         if lane:
-            bisect.insort(self._order, (lane.head.key, lane))
+            self._list(lane)
         else:
-            del self._lanes[lane.handles]
+            self._forget(lane)
         self._num_waiting -= 1
 
     def num_by_handle(self) -> Counter[AdapterHandle]:
         """How many sequences wait that need each adapter."""
         counts: Counter[AdapterHandle] = Counter()
-        for handles, lane in self._lanes.items():
-            counts.update(dict.fromkeys(handles, len(lane)))
+        for lane in self._lanes.values():
+            for handle in lane.handles:
+                counts[handle] += len(lane)
         return counts
 
     def check(self) -> None:
         """Every lane is listed once, by its head, in order."""
-        assert len(self._order) == len(self._lanes)
+        assert len(self._order) == len(self._lanes) == len(self._key_of)
         assert self._num_waiting == sum(len(lane) for lane in self._lanes.values())
         keys = [key for key, _ in self._order]
         assert keys == sorted(keys)
-        assert all(len(lane) and lane.head.key == key for key, lane in self._order)
+        assert all(self._key_of[lane] == key for key, lane in self._order)
+        for (share, handles), lane in self._lanes.items():
+            assert (share, handles) == (lane.share, lane.handles)
+            assert len(lane), "an empty lane"
+            assert lane in self._by_share[share]
+            assert self._key_of[lane] == self._key(lane) or share in self._served
+        assert sum(len(lanes) for lanes in self._by_share.values()) == len(self._lanes)
+
+    def _key(self, lane: Lane) -> LaneKey:
+        key = lane.head.key
+        lead = self._resident_lead if lane.is_ready else 0.0
+        return (key[0], self._counter(lane.share) - lead, key)
+
+    def _list(self, lane: Lane) -> None:
+        key = self._key_of[lane] = self._key(lane)
+        bisect.insort(self._order, (key, lane))
 
     def _unlist(self, lane: Lane) -> None:
-        index = bisect.bisect_left(self._order, (lane.head.key,))
+        index = bisect.bisect_left(self._order, (self._key_of.pop(lane),))
         assert self._order[index][1] is lane
         del self._order[index]
+
+    def _forget(self, lane: Lane) -> None:
+        del self._lanes[lane.share, lane.handles]
+        lanes = self._by_share[lane.share]
+        del lanes[lane]
+        if not lanes:
+            del self._by_share[lane.share]
+
+
+class LaneScan:
+    """The lanes in order, each once, or again after one of its sequences was taken out.
+
+    In a pass a share's counter only grows, when a sequence of it is taken: then its lanes move
+    back, also those that have not come yet.
+    """
+
+    def __init__(
+        self, order: Iterable[tuple[LaneKey, Lane]], key_of: Callable[[Lane], LaneKey]
+    ) -> None:
+        self._listed = list(reversed(list(order)))
+        self._moved: list[tuple[LaneKey, Lane]] = []
+        self._key_of = key_of
+
+    def next(self) -> Lane | None:
+        """None at the end."""
+        while self._listed or self._moved:
+            key, lane = self._pop()
+            if not lane:
+                continue
+            now_key = self._key_of(lane)
+            if now_key <= key:
+                return lane
+            heapq.heappush(self._moved, (now_key, lane))
+        return None
+
+    def again(self, lane: Lane) -> None:
+        """Its head was taken, or another one: it has its next turn where it belongs now."""
+        if lane:
+            heapq.heappush(self._moved, (self._key_of(lane), lane))
+
+    def _pop(self) -> tuple[LaneKey, Lane]:
+        if not self._moved or (self._listed and self._listed[-1][0] < self._moved[0][0]):
+            return self._listed.pop()
+        return heapq.heappop(self._moved)
 
 
 class RunningSet:

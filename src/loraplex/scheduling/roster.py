@@ -6,19 +6,23 @@ what was taken with a slot is given back in one place.
 
 import dataclasses
 from collections import Counter
+from typing import NamedTuple
 
 from loraplex.core.adapter import AdapterHandle
 from loraplex.core.clock import Clock
 from loraplex.core.errors import ErrorInfo
 from loraplex.core.output import FinishReason
+from loraplex.core.plan import BlockId, BlockTransfer, Slot
 from loraplex.core.request import RequestId
 from loraplex.core.sequence import SequenceStatus
-from loraplex.memory.kv_blocks import Admission, KVBlocks
-from loraplex.scheduling.active import ActiveRequest, ActiveSequence
+from loraplex.memory.kv_blocks import Admission, KVBlocks, Loaded
+from loraplex.scheduling.active import ActiveRequest, ActiveSequence, OffloadedKV
 from loraplex.scheduling.adapters import AdapterDemand
 from loraplex.scheduling.admission import QueueBound
+from loraplex.scheduling.fair_share import FairShares
 from loraplex.scheduling.outbox import Outbox
 from loraplex.scheduling.queues import RunningSet, WaitingQueue
+from loraplex.scheduling.reservations import BlockReservations
 from loraplex.scheduling.slots import SlotPool
 
 
@@ -30,14 +34,23 @@ class Counts:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generation_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     preemptions: int = 0
 
 
-class Roster:
-    """Invariant: a sequence holds a slot, blocks and pins exactly while it is RUNNING.
+class _Holdings(NamedTuple):
+    """Of a sequence with a slot; its pins are one for each of its adapters."""
 
-    With more than one plan in flight, what a launched plan names must not be given back before it
-    is absorbed: `_vacate` is the only place that gives back.
+    slot: Slot
+    block_ids: list[BlockId]
+
+
+class Roster:
+    """Invariant: a sequence holds a slot, blocks and pins exactly while it is RUNNING, or in flight.
+
+    What a launched plan names is not given back before it has landed: `_vacate` is the only place
+    that gives back, then or later.
     """
 
     def __init__(
@@ -47,18 +60,25 @@ class Roster:
         slots: SlotPool,
         queue_bound: QueueBound,
         clock: Clock,
+        shares: FairShares,
+        reservations: BlockReservations | None = None,
     ) -> None:
+        """reservations: of the blocks that running sequences will take; None: none are made."""
         self.kv = kv
         self.adapters = adapters
         self.slots = slots
         self.queue_bound = queue_bound
         self.clock = clock
-        self.waiting = WaitingQueue()
+        self.shares = shares
+        self.reservations = reservations
+        self.waiting = WaitingQueue(shares.counter, shares.resident_lead)
         self.running = RunningSet()
         self.outbox = Outbox()
         self.counts = Counts()
         self._requests: dict[RequestId, ActiveRequest] = {}
         self._num_unfinished = 0
+        self._leaving: dict[ActiveSequence, _Holdings] = {}
+        """They run no longer, and a plan in flight has rows of them."""
 
     @property
     def is_empty(self) -> bool:
@@ -80,6 +100,9 @@ class Roster:
         self._num_unfinished += request.num_unfinished
         self.queue_bound.enter()
         self.adapters.want(request.handles)
+        engine_request = request.group.request
+        request.share = self.shares.key(engine_request, request.handles)
+        self.shares.enter(request.share, engine_request.share_weight, self.waiting.shares)
         first, *others = request.sequences
         self.waiting.add(first)
         request.held_back = others
@@ -94,28 +117,78 @@ class Roster:
     def seat(self, active: ActiveSequence, admission: Admission) -> None:
         """WAITING -> RUNNING, with these blocks. There must be a free slot."""
         sequence = active.sequence
-        self.waiting.remove(active)
-        self.adapters.pin(active.request.handles)
-        sequence.slot = self.slots.allocate()
-        assert sequence.slot is not None, "no free slot"
-        sequence.block_ids = admission.block_ids
+        self._take_slot(active, admission.block_ids)
         sequence.num_cached_tokens = admission.num_cached_tokens
         sequence.num_computed_tokens = admission.num_cached_tokens
         sequence.num_hashed_blocks = admission.num_cached_tokens // self.kv.block_size
-        sequence.become(SequenceStatus.RUNNING)
-        active.num_tokens_at_admission = sequence.num_tokens
-        self.running.add(active)
-        if sequence.num_preemptions == 0:
+        if sequence.num_preemptions == 0 and admission.block_ids:
             self.counts.prompt_tokens += sequence.num_prompt_tokens
             self.counts.cached_tokens += sequence.num_cached_tokens
+            self._charge(active, max(0, sequence.num_prompt_tokens - sequence.num_cached_tokens), 0)
 
-    def preempt(self, active: ActiveSequence) -> None:
-        """RUNNING -> WAITING: its KV is computed again later, or found in the prefix cache."""
-        self._vacate(active)
-        active.sequence.num_preemptions += 1
-        active.sequence.become(SequenceStatus.WAITING)
-        self.waiting.add(active)
-        self.counts.preemptions += 1
+    def seat_again(self, active: ActiveSequence, loaded: Loaded) -> None:
+        """WAITING -> RUNNING, with the KV that went to the host when it was preempted."""
+        offloaded, active.offloaded = active.offloaded, None
+        assert offloaded is not None, "its KV is not on the host"
+        self._take_slot(active, loaded.block_ids)
+        active.sequence.num_computed_tokens = offloaded.num_computed_tokens
+        active.sequence.num_hashed_blocks = loaded.num_hashed_blocks
+
+    def served(self, active: ActiveSequence, num_output_tokens: int) -> None:
+        """A sequence has so many tokens more."""
+        self._charge(active, 0, num_output_tokens)
+
+    def grow(self, active: ActiveSequence, num_tokens: int) -> list[BlockId] | None:
+        """The blocks that a running sequence's table gets so that num_tokens tokens fit.
+
+        None and no change if there are too few.
+        """
+        block_ids = active.sequence.block_ids
+        new_block_ids = self.kv.grow(block_ids, num_tokens)
+        if new_block_ids:
+            block_ids.extend(new_block_ids)
+            if self.reservations is not None:
+                self.reservations.took(active, len(new_block_ids))
+        return new_block_ids
+
+    def preempt(self, active: ActiveSequence) -> tuple[BlockTransfer, ...]:
+        """RUNNING -> WAITING; the transfers to plan so that its KV is kept on the host.
+
+        None of them if the host has no room: then the KV is computed again later, or found in the
+        prefix cache.
+        """
+        assert not active.num_in_flight, "preempted while in flight"
+        transfers = () if active.request.beams else self._offload(active)
+        self.requeue(active)
+        return transfers
+
+    def requeue(self, active: ActiveSequence) -> None:
+        """RUNNING -> WAITING: what it has computed is of no use.
+
+        The beams of a search lose their slots together, and the first one waits for all.
+        """
+        request = active.request
+        together = [active] if request.beams is None else request.sequences
+        for one in together:
+            self._vacate(one)
+            one.sequence.num_preemptions += 1
+            one.sequence.become(SequenceStatus.WAITING)
+            self.counts.preemptions += 1
+        self.waiting.add(together[0])
+        if request.beams is not None:
+            request.held_back = together[1:]
+
+    def landed(self, active: ActiveSequence) -> None:
+        """A plan with a row of it has landed."""
+        active.num_in_flight -= 1
+        if not active.num_in_flight and active in self._leaving:
+            self._give_back(active, self._leaving.pop(active))
+
+    def forget_offloaded(self, active: ActiveSequence) -> None:
+        """What is on the host is of no use any more: its KV is computed again."""
+        if active.offloaded is not None:
+            self.kv.free_host(active.offloaded.host_block_ids)
+            active.offloaded = None
 
     def end_sequence(self, active: ActiveSequence, reason: FinishReason) -> None:
         """One sequence ends; its request ends with its last one."""
@@ -138,18 +211,31 @@ class Roster:
         error = self.adapters.refusal((handle,), self.clock.now_ns())
         if error is None:
             return
-        lanes = self.waiting.lanes_with(handle)
-        for request in dict.fromkeys(active.request for lane in lanes for active in lane):
+        for request in self.waiting_for(handle):
             self.fail_request(request, error.to_info())
 
-    def check(self) -> None:
-        """Nothing is lost and nothing is counted twice. While no plan is in flight."""
-        running = [active.sequence for active in self.running]
-        self.slots.check([sequence.slot for sequence in running if sequence.slot is not None])
-        self.kv.check([sequence.block_ids for sequence in running])
+    def waiting_for(self, handle: AdapterHandle) -> tuple[ActiveRequest, ...]:
+        """The requests with waiting sequences that need an adapter."""
+        lanes = self.waiting.lanes_with(handle)
+        return tuple(dict.fromkeys(active.request for lane in lanes for active in lane))
+
+    def check(self, in_flight: Counter[ActiveSequence]) -> None:
+        """Nothing is lost and nothing is counted twice.
+
+        in_flight: how many plans in flight have a row of a sequence.
+        """
+        holders = {**self._running_holdings(), **self._leaving}
+        assert all(active.num_in_flight == in_flight[active] for active in holders)
+        assert all(active.num_in_flight for active in self._leaving), "nobody gives it back"
+        self.slots.check([holdings.slot for holdings in holders.values()])
+        offloaded = [a.offloaded.host_block_ids for a in self.waiting if a.offloaded is not None]
+        self.kv.check([holdings.block_ids for holdings in holders.values()], offloaded)
+        if self.reservations is not None:
+            self.reservations.check(list(self.running), list(self._leaving))
         self.waiting.check()
-        self.adapters.check(Counter(h for active in self.running for h in active.request.handles))
+        self.adapters.check(Counter(h for active in holders for h in active.request.handles))
         requests = self._requests.values()
+        self.shares.check(Counter(request.share for request in requests))
         self.queue_bound.check(sum(not request.was_scheduled for request in requests))
         held_back = [active for request in requests for active in request.held_back]
         placed = [*self.running, *self.waiting, *held_back]
@@ -161,27 +247,79 @@ class Roster:
         for active in alive:
             active.check(runs=active in runs)
 
+    def _take_slot(self, active: ActiveSequence, block_ids: list[BlockId]) -> None:
+        sequence = active.sequence
+        self._leave_queue(active)
+        self.adapters.pin(active.request.handles)
+        sequence.slot = self.slots.allocate()
+        assert sequence.slot is not None, "no free slot"
+        sequence.block_ids = block_ids
+        sequence.become(SequenceStatus.RUNNING)
+        active.num_tokens_at_admission = sequence.num_tokens
+        self.running.add(active)
+        if self.reservations is not None:
+            self.reservations.begin(active)
+
+    def _leave_queue(self, active: ActiveSequence) -> None:
+        held_back = active.request.held_back
+        if active in held_back:
+            held_back.remove(active)
+        else:
+            self.waiting.remove(active)
+
+    def _charge(self, active: ActiveSequence, num_input: int, num_output: int) -> None:
+        share = active.request.share
+        self.shares.charge(share, num_input, num_output)
+        self.waiting.served(share)
+
+    def _offload(self, active: ActiveSequence) -> tuple[BlockTransfer, ...]:
+        """Nothing is worth it whose scores are still to be told: they need every position."""
+        sequence = active.sequence
+        request = active.request
+        if not sequence.num_computed_tokens or request.wants_prompt_scores or request.beams:
+            return ()
+        offload = self.kv.offload(sequence.block_ids, sequence.num_computed_tokens)
+        if offload is None:
+            return ()
+        active.offloaded = OffloadedKV(offload.host_block_ids, sequence.num_computed_tokens)
+        return offload.transfers
+
     def _vacate(self, active: ActiveSequence) -> None:
-        """Give back everything that a running sequence holds."""
+        """Give back everything that a running sequence holds: now, or once it is not in flight."""
         sequence = active.sequence
         assert sequence.slot is not None
         self.running.remove(active)
-        self.slots.release(sequence.slot)
-        self.kv.release(sequence.block_ids)
-        self.adapters.unpin(active.request.handles)
+        holdings = _Holdings(sequence.slot, sequence.block_ids)
+        if active.num_in_flight:
+            self._leaving[active] = holdings
+        else:
+            self._give_back(active, holdings)
         sequence.slot = None
         sequence.block_ids = []
         sequence.num_computed_tokens = 0
         sequence.num_hashed_blocks = 0
 
+    def _give_back(self, active: ActiveSequence, holdings: _Holdings) -> None:
+        if self.reservations is not None:
+            self.reservations.end(active)
+        self.slots.release(holdings.slot)
+        self.kv.release(holdings.block_ids)
+        self.adapters.unpin(active.request.handles)
+
+    def _running_holdings(self) -> dict[ActiveSequence, _Holdings]:
+        return {
+            active: _Holdings(active.sequence.slot, active.sequence.block_ids)
+            for active in self.running
+            if active.sequence.slot is not None
+        }
+
     def _end(self, active: ActiveSequence, reason: FinishReason) -> None:
         sequence, request = active.sequence, active.request
         if sequence.status is SequenceStatus.RUNNING:
             self._vacate(active)
-        elif active in request.held_back:
-            request.held_back.remove(active)
         else:
-            self.waiting.remove(active)
+            self._leave_queue(active)
+            self.forget_offloaded(active)
         sequence.finish_reason = reason
         sequence.become(SequenceStatus.FINISHED)
         request.num_unfinished -= 1
@@ -190,6 +328,7 @@ class Roster:
     def _end_request(self, request: ActiveRequest, error: ErrorInfo | None) -> None:
         del self._requests[request.request_id]
         self.adapters.unwant(request.handles)
+        self.shares.leave(request.share)
         if request.was_scheduled:
             service_ns = self.clock.now_ns() - request.group.first_scheduled_ns
             self.queue_bound.served(service_ns)

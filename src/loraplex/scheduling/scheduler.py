@@ -14,19 +14,26 @@ from loraplex.core.errors import ConfigError, DeadlineExceededError, ErrorInfo, 
 from loraplex.core.output import EngineOutput, FinishReason
 from loraplex.core.plan import Capacity, StepPlan, StepResult
 from loraplex.core.request import EngineRequest, RequestId
-from loraplex.core.sequence import SequenceGroup
+from loraplex.core.sequence import SequenceGroup, SequenceStatus
 from loraplex.core.stats import EngineStats, StepRecord
 from loraplex.memory.adapter_cache import AdapterCache
 from loraplex.memory.kv_blocks import KVBlocks
 from loraplex.scheduling.absorb import absorb_row
 from loraplex.scheduling.active import ActiveRequest, ActiveSequence
 from loraplex.scheduling.adapters import AdapterDemand, HostTier
-from loraplex.scheduling.admission import QueueBound, length_refusal
+from loraplex.scheduling.admission import QueueBound, beam_refusal, length_refusal
+from loraplex.scheduling.beam_group import new_beam_group
+from loraplex.scheduling.beam_rows import abort_group
+from loraplex.scheduling.draft import PlanDraft
+from loraplex.scheduling.fair_share import FairShares
+from loraplex.scheduling.overlap import projected
 from loraplex.scheduling.planner import Planner
 from loraplex.scheduling.policy import Policy, PriorityThenArrival
+from loraplex.scheduling.reservations import new_reservations
 from loraplex.scheduling.roster import Roster
 from loraplex.scheduling.settings import SchedulerSettings
 from loraplex.scheduling.slots import SlotPool
+from loraplex.scheduling.speculation import new_drafter
 from loraplex.scheduling.stop import StopRules
 
 
@@ -37,6 +44,8 @@ class _Launched:
     plan: StepPlan
     sequences: list[ActiveSequence]
     num_preempted: int
+    offloaded: list[ActiveSequence]
+    """Whose KV it brings to the host."""
 
 
 class Scheduler:
@@ -60,7 +69,10 @@ class Scheduler:
     ) -> None:
         """Raises ConfigError if the settings do not suit the capacity."""
         _check_settings(settings, capacity)
+        self._settings = settings
         self._max_model_len = capacity.max_model_len
+        self._max_num_seqs = capacity.max_num_seqs
+        self._max_step_tokens = settings.max_step_tokens
         self._shares_prompts = settings.enable_prefix_cache
         self._clock = clock
         self._policy = policy or PriorityThenArrival()
@@ -73,10 +85,20 @@ class Scheduler:
             SlotPool(capacity.max_num_seqs),
             QueueBound(settings.max_queue_size, capacity.max_num_seqs),
             clock,
+            FairShares(
+                settings.fair_share,
+                settings.fair_input_weight,
+                settings.fair_output_weight,
+                settings.fair_resident_lead,
+            ),
+            new_reservations(settings, kv),
         )
         self._planner = Planner(self._roster, settings, capacity.max_num_seqs)
         self._deadlines: list[tuple[int, RequestId]] = []
-        self._in_flight: _Launched | None = None
+        self._in_flight: list[_Launched] = []
+        """At most two, the oldest first."""
+        self._was_short = False
+        """Somebody was left out of the last plan ahead, for which others may have to be preempted."""
 
     def add(self, group: SequenceGroup) -> None:
         """Accept a request, or emit the error that says why not."""
@@ -84,25 +106,45 @@ class Scheduler:
         handles = tuple(sorted({handle for handle, _ in group.adapters}))
         rules = StopRules(group.request, self._max_model_len)
         refusal = (
-            length_refusal(group.request, rules, self._max_model_len, roster.kv)
-            or roster.queue_bound.refusal(roster.slots.num_free)
+            length_refusal(
+                group.request, rules, self._max_model_len, roster.kv, self._max_step_tokens
+            )
+            or beam_refusal(
+                group.request, rules, self._max_num_seqs, roster.kv, self._max_step_tokens
+            )
+            or self._queue_refusal(group.request)
             or self._adapters.refusal(handles, now_ns)
         )
         if refusal is not None:
             self.refuse(group.request, refusal)
             return
-        request = ActiveRequest(group, handles, rules)
-        request.wants_prompt_scores = group.request.sampling.prompt_logprobs is not None
+        request = ActiveRequest(group, handles, rules, new_beam_group(group.request, rules))
+        sampling = group.request.sampling
+        request.wants_prompt_scores = (
+            sampling.prompt_logprobs is not None or sampling.return_prompt_logits
+        ) and not group.request.prompt_scores_told
         request.num_unfinished = len(group.sequences)
         request.sequences = [
-            ActiveSequence(request, sequence, self._policy.key(group, sequence))
+            ActiveSequence(
+                request,
+                sequence,
+                self._policy.key(group, sequence),
+                drafter=new_drafter(sampling, self._settings),
+            )
             for sequence in group.sequences
         ]
         # Who comes second finds the prompt in the prefix cache, and its scores are needed once.
         shares = self._shares_prompts and len(group.request.prompt_token_ids) > roster.kv.block_size
-        roster.accept(request, hold_back=shares or request.wants_prompt_scores)
+        shares = shares or request.wants_prompt_scores or request.beams is not None
+        roster.accept(request, hold_back=shares)
         if group.request.deadline_ns is not None:
             heapq.heappush(self._deadlines, (group.request.deadline_ns, request.request_id))
+
+    def _queue_refusal(self, request: EngineRequest) -> LoraplexError | None:
+        """A request that an engine before this one had accepted has its place."""
+        if request.num_restarts:
+            return None
+        return self._roster.queue_bound.refusal(self._planner.num_seats)
 
     def refuse(self, request: EngineRequest, error: LoraplexError) -> None:
         """Emit the only output of a request that is not accepted."""
@@ -110,9 +152,11 @@ class Scheduler:
 
     def abort(self, request_id: RequestId, sequence_index: int | None = None) -> None:
         """End a request, or one sequence of it, now. No change if it ended already."""
-        assert self._in_flight is None, "abort while a plan is in flight"
         request = self._roster.find(request_id)
         if request is None:
+            return
+        if request.beams is not None:
+            abort_group(self._roster, request)
             return
         # From the end, so that no sequence is enqueued in the place of one that is aborted first.
         for active in reversed(request.sequences):
@@ -142,6 +186,9 @@ class Scheduler:
     def loaded(self, handle: AdapterHandle, load_ns: int) -> None:
         """Told for the host tier: an adapter is in host memory, after a load that took so long."""
         self._adapters.loaded(handle, load_ns)
+        now_ns = self._clock.now_ns()
+        for request in self._roster.waiting_for(handle):
+            request.group.adapter_load_ns += min(load_ns, max(0, now_ns - request.arrival_ns))
 
     def load_failed(self, handle: AdapterHandle, error: ErrorInfo) -> None:
         """Told for the host tier: the requests that wait for this adapter end with an error."""
@@ -153,22 +200,42 @@ class Scheduler:
 
         A plan without rows only starts adapter copies, or asks for the end of those under way.
         """
-        assert self._in_flight is None, "a plan is in flight"
-        now_ns = self._clock.now_ns()
-        self._expire(now_ns)
-        self._adapters.expire(now_ns)
-        draft = self._planner.draft(now_ns)
+        assert not self._in_flight, "a plan is in flight"
+        self._was_short = False
+        self._expire(self._clock.now_ns())
+        draft = self._planner.draft(self._clock.now_ns())
+        return self._depart(draft, is_wanted=self._adapters.num_copying > 0)
+
+    def plan_ahead(self) -> StepPlan | None:
+        """The step to launch behind the one in flight; None if there is nothing certain to launch.
+
+        It has what can be computed next whatever the one in flight gives, and preempts nobody. Who
+        cannot go on without that waits for the plan after next, made with nothing in flight.
+        """
+        (launched,) = self._in_flight
+        if self._was_short:
+            return None
+        self._expire(self._clock.now_ns())
+        with projected(launched.plan.rows, launched.sequences):
+            draft = self._planner.draft(self._clock.now_ns(), is_ahead=True)
+        self._was_short = draft.is_short
+        return self._depart(draft, is_wanted=False)
+
+    def _depart(self, draft: PlanDraft, *, is_wanted: bool) -> StepPlan | None:
+        """is_wanted: even if it neither computes nor starts anything."""
         copies = self._adapters.take_copies_to_start()
-        if not (draft.num_rows or copies or self._adapters.num_copying):
+        if not (draft.num_rows or copies or is_wanted):
             return None
         counts = self._roster.counts
         counts.steps += 1
         plan = draft.build(counts.steps, self._roster.slots.take_removed(), copies)
-        self._in_flight = _Launched(plan, draft.sequences, draft.num_preempted)
+        for active in draft.sequences:
+            active.num_in_flight += 1
+        self._in_flight.append(_Launched(plan, draft.sequences, draft.num_preempted, draft.offloaded))
         return plan
 
     def absorb(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
-        """Take the result of the launched plan. Returns everything there is to say."""
+        """Take the result of the oldest plan in flight. Returns everything there is to say."""
         launched = self._land(plan)
         now_ns = self._clock.now_ns()
         rows = zip(plan.rows, result.rows, launched.sequences, strict=True)
@@ -177,24 +244,46 @@ class Scheduler:
             if not active.is_finished:
                 absorb_row(self._roster, active, row, row_result, now_ns)
         for handle in result.copies_done:
-            self._adapters.copied(handle, result.timing.copy_ns // len(result.copies_done))
+            copy_ns = result.timing.copy_ns // len(result.copies_done)
+            self._adapters.copied(handle, copy_ns)
+            for request in self._roster.waiting_for(handle):
+                request.group.adapter_copy_ns += copy_ns
         for handle, error in result.copies_failed:
             self._adapters.copy_failed(handle, error, now_ns)
             self._roster.fail_waiting_for(handle)
         return self.take_outputs()
 
     def fail(self, plan: StepPlan, error: LoraplexError) -> list[EngineOutput]:
-        """The launched plan failed as a whole: its requests end, the others go on.
+        """The oldest plan in flight failed as a whole: its requests end, the others go on.
 
         What the runner did of it is not known. So nothing that the step computed is kept, and the
-        next plan names its removed slots and its adapter copies again.
+        next plan names its removed slots and its adapter copies again. A plan behind it is `void`.
         """
         launched = self._land(plan)
-        for request in dict.fromkeys(active.request for active in launched.sequences):
+        alive = [active for active in launched.sequences if not active.is_finished]
+        for request in dict.fromkeys(active.request for active in alive):
             self._roster.fail_request(request, error.to_info())
-        self._roster.slots.remove_again(plan.removed)
-        self._adapters.start_again(plan.adapter_copies)
+        self._undo(launched)
         return self.take_outputs()
+
+    def void(self, plan: StepPlan) -> list[EngineOutput]:
+        """A plan in flight is not computed, as the one before it failed: who is in it waits again.
+
+        The runner may have done some of it: nothing of that is used.
+        """
+        launched = self._land(plan)
+        for active in launched.sequences:
+            if active.sequence.status is SequenceStatus.RUNNING:
+                self._roster.requeue(active)
+        self._undo(launched)
+        return self.take_outputs()
+
+    def _undo(self, launched: _Launched) -> None:
+        """What a plan names beside its rows may not have been done."""
+        self._roster.slots.remove_again(launched.plan.removed)
+        self._adapters.start_again(launched.plan.adapter_copies)
+        for active in launched.offloaded:
+            self._roster.forget_offloaded(active)
 
     def take_outputs(self) -> list[EngineOutput]:
         """What there is to say since the last call, when no plan was launched."""
@@ -206,7 +295,7 @@ class Scheduler:
         While `num_loading` adapters are being loaded, their end is something that happens.
         """
         roster, now_ns = self._roster, self._clock.now_ns()
-        if roster.running or roster.outbox or self._adapters.num_copying:
+        if roster.running or roster.outbox or self._adapters.num_copying or self._in_flight:
             return now_ns
         while self._deadlines and roster.find(self._deadlines[0][1]) is None:
             heapq.heappop(self._deadlines)
@@ -236,11 +325,15 @@ class Scheduler:
         """Adapters on their way to the device."""
         return self._adapters.num_copying
 
-    def record(self, start_ns: int) -> StepRecord:
-        """About the plan in flight. Its duration is not known yet."""
-        launched, roster = self._in_flight, self._roster
-        assert launched is not None, "no plan is in flight"
-        plan, sequences = launched.plan, launched.sequences
+    def adapter_rows(self, plan: StepPlan) -> Counter[AdapterHandle]:
+        """How many rows of a plan in flight use each adapter."""
+        sequences = self._launched(plan).sequences
+        return Counter(handle for active in sequences for handle in active.request.handles)
+
+    def record(self, plan: StepPlan, start_ns: int) -> StepRecord:
+        """About a plan in flight. How it ends is not known yet."""
+        launched, roster = self._launched(plan), self._roster
+        sequences = launched.sequences
         handles = {handle for active in sequences for handle in active.request.handles}
         return StepRecord(
             step_id=plan.step_id,
@@ -269,11 +362,14 @@ class Scheduler:
             blocks_held=roster.kv.num_held,
             blocks_cached=roster.kv.num_cached,
             blocks_free=roster.kv.num_free,
+            blocks_on_host=roster.kv.num_host_blocks - roster.kv.num_host_free,
             adapters=self._adapters.stats(),
             steps=counts.steps,
             prompt_tokens=counts.prompt_tokens,
             cached_tokens=counts.cached_tokens,
             generation_tokens=counts.generation_tokens,
+            draft_tokens=counts.draft_tokens,
+            accepted_tokens=counts.accepted_tokens,
             preemptions=counts.preemptions,
         )
 
@@ -286,9 +382,8 @@ class Scheduler:
         return self._roster.waiting.num_by_handle()
 
     def check(self) -> None:
-        """Nothing is lost and nothing is counted twice. While no plan is in flight."""
-        assert self._in_flight is None, "a plan is in flight"
-        self._roster.check()
+        """Nothing is lost and nothing is counted twice."""
+        self._roster.check(Counter(a for launched in self._in_flight for a in launched.sequences))
 
     def _expire(self, now_ns: int) -> None:
         while self._deadlines and self._deadlines[0][0] <= now_ns:
@@ -303,11 +398,19 @@ class Scheduler:
                 f"it had {num_tokens} new tokens"
             )
             self._roster.fail_request(request, error.to_info())
+        self._adapters.expire(now_ns)
+
+    def _launched(self, plan: StepPlan) -> _Launched:
+        for launched in self._in_flight:
+            if launched.plan is plan:
+                return launched
+        raise AssertionError(f"plan {plan.step_id} is not in flight")
 
     def _land(self, plan: StepPlan) -> _Launched:
-        launched, self._in_flight = self._in_flight, None
-        assert launched is not None, "no plan is in flight"
-        assert launched.plan is plan, "another plan is in flight"
+        launched = self._in_flight.pop(0)
+        assert launched.plan is plan, "plans land in their order"
+        for active in launched.sequences:
+            self._roster.landed(active)
         return launched
 
 

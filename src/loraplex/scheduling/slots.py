@@ -28,6 +28,10 @@ class SlotPool:
         heapq.heappush(self._free, slot)
         self._removed[slot] = None
 
+    def rejoin(self, slot: Slot) -> None:
+        """The slot stays taken, but its row leaves: another one joins in its place."""
+        self._removed[slot] = None
+
     def take_removed(self) -> tuple[Slot, ...]:
         """The slots whose rows left since the last call: StepPlan.removed."""
         removed = tuple(self._removed)

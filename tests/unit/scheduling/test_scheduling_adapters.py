@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.scheduling.settings import SchedulerSettings
+from loraplex.scheduling.settings import BatchSchedulerPolicy, FairShare, SchedulerSettings
 from loraplex.testing.fake_engine import MILLISECOND_NS, FakeEngine
 from loraplex.testing.fake_runner import FAKE_CAPACITY
 
@@ -85,6 +85,22 @@ def test_two_adapters_of_one_request_meet_on_a_small_host(host_bytes, keeps_host
     fakes.run(200)
     for request_id in requests:
         assert fakes.tokens(request_id) == fakes.alone(request_id)
+
+
+@pytest.mark.parametrize("policy", list(BatchSchedulerPolicy))
+def test_pages_are_counted_once_per_adapter_and_step(policy):
+    """Four sequences with one adapter need its page once; the base model needs none."""
+    fakes = fake_engine(
+        settings={"batch_scheduler_policy": policy}, num_adapter_pages=1, max_num_seqs=5
+    )
+    sharing = [fakes.add([n], "a", max_tokens=4) for n in range(4)]
+    base = fakes.add([1], max_tokens=12)
+    other = fakes.add([1], "b", max_tokens=1)
+    fakes.run()
+    assert any({*sharing, base} <= {*record.request_ids} for record in fakes.records)
+    assert fakes.engine.stats().adapters.copies == 2
+    assert fakes.tokens(other) == fakes.alone(other)
+    assert fakes.engine.stats().preemptions == 0
 
 
 def test_adapters_of_one_request_do_not_evict_each_other_from_the_host():
@@ -171,10 +187,11 @@ def is_scheduled(fakes, request_id):
     return any(request_id in record.request_ids for record in fakes.records)
 
 
+@pytest.mark.parametrize("fair_share", list(FairShare))
 @pytest.mark.parametrize("digests", [("a", "b"), ("a",)])
-def test_a_request_that_lacks_pages_is_not_passed_over_for_ever(digests):
+def test_a_request_that_lacks_pages_is_not_passed_over_for_ever(digests, fair_share):
     """The bound: twice the aging time, then the rows that run (6 tokens) and its own load."""
-    fakes = fake_engine(max_num_seqs=16)
+    fakes = fake_engine(max_num_seqs=16, settings={"fair_share": fair_share})
     for digest in digests:
         fakes.add([1], digest, max_tokens=6)
     fakes.step(3)
@@ -184,6 +201,25 @@ def test_a_request_that_lacks_pages_is_not_passed_over_for_ever(digests):
     aging_steps = AGING_NS // MILLISECOND_NS
     assert aging_steps // 2 < num_steps <= 2 * aging_steps + 6 + 6
     fakes.run()
+
+
+@pytest.mark.parametrize("fair_share", list(FairShare))
+def test_newcomers_do_not_keep_a_request_from_its_pages(fair_share):
+    """Each brings an adapter that nobody has had: a share that was served nothing so far."""
+    fakes = fake_engine(max_num_seqs=16, settings={"fair_share": fair_share})
+    newcomers = [f"new {number}" for number in range(200)]
+    for digest in newcomers:
+        fakes.register(digest)
+    for digest in ("wide", *newcomers[:2]):
+        fakes.add([1], digest, max_tokens=6)
+        fakes.step(3)
+    wide = fakes.add([2], "wide", max_tokens=1)
+    num_steps = stream(
+        fakes, 198, *newcomers[2:], stop_when=lambda: is_scheduled(fakes, wide), max_tokens=6
+    )
+    assert num_steps is not None, "it starves"
+    assert num_steps <= 2 * (AGING_NS // MILLISECOND_NS) + 6 + 6
+    fakes.run(3000)
 
 
 def test_at_first_only_new_adapters_are_held_up():

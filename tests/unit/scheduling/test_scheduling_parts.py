@@ -129,6 +129,12 @@ def test_priority_then_arrival():
     assert sorted([later.key, sooner.key, urgent.key]) == [urgent.key, sooner.key, later.key]
 
 
+def lanes_of(queue):
+    """In the order of one pass."""
+    scan = queue.scan()
+    return list(iter(scan.next, None))
+
+
 def test_lanes_are_in_the_order_of_their_heads():
     queue = WaitingQueue()
     a1 = active(handles=(1,), request_id=1, arrival_ns=1)
@@ -138,11 +144,11 @@ def test_lanes_are_in_the_order_of_their_heads():
     for waiting in (a4, base3, b2, a1):
         queue.add(waiting)
         queue.check()
-    assert [queue.lane_at(i).head for i in range(queue.num_lanes)] == [a1, b2, base3]
+    assert [lane.head for lane in lanes_of(queue)] == [a1, b2, base3]
     assert [len(lane) for lane in queue.lanes_with(1)] == [2]
     queue.remove(a1)
     queue.check()
-    assert [queue.lane_at(i).head for i in range(queue.num_lanes)] == [b2, base3, a4]
+    assert [lane.head for lane in lanes_of(queue)] == [b2, base3, a4]
     queue.remove(a4)
     queue.check()
     assert queue.lanes_with(1) == []

@@ -1,0 +1,144 @@
+"""Fair shares over random arrivals: who waits is overtaken by a bounded number of tokens."""
+
+import dataclasses
+import random
+
+import hypothesis.strategies as st
+from hypothesis import given, settings
+
+from loraplex.core.request import EngineRequest
+from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.sequence import Sequence, SequenceGroup
+from loraplex.scheduling.active import ActiveRequest, ActiveSequence
+from loraplex.scheduling.fair_share import FairShares
+from loraplex.scheduling.policy import PriorityThenArrival
+from loraplex.scheduling.queues import WaitingQueue
+from loraplex.scheduling.settings import FairShare
+from loraplex.scheduling.stop import StopRules
+
+MAX_COST = 50
+MAX_SHARES = 12
+
+
+@dataclasses.dataclass
+class Server:
+    """Seats one sequence after the other, in order; each is served at once, and ends."""
+
+    draw: random.Random
+
+    def __post_init__(self):
+        self.shares = FairShares(FairShare.ADAPTER, 1.0, 2.0)
+        self.queue = WaitingQueue(self.shares.counter)
+        self.num_requests = 0
+        self.max_weight = 0.0
+        self.max_active = 0
+        self.active: dict[tuple[int, ...], int] = {}
+
+    def weight(self, share):
+        return (0.5, 1.0, 1.0, 4.0)[share % 4]
+
+    def add(self, share: int) -> ActiveSequence:
+        self.num_requests += 1
+        request = EngineRequest(
+            request_id=self.num_requests,
+            prompt_token_ids=(1,),
+            sampling=SamplingParams(),
+            eos_token_ids=(),
+            adapters=(),
+            kv_salt=b"",
+            tenant="us",
+            priority=0,
+            arrival_ns=self.num_requests,
+            deadline_ns=None,
+            share_weight=self.weight(share),
+        )
+        sequence = Sequence(self.num_requests, 0, [1], 1, seed=0)
+        group = SequenceGroup(request, [sequence], ())
+        owner = ActiveRequest(group, (share,), StopRules(request, 100))
+        owner.share = self.shares.key(request, owner.handles)
+        active = ActiveSequence(owner, sequence, PriorityThenArrival().key(group, sequence))
+        self.shares.enter(owner.share, self.weight(share), self.queue.shares)
+        self.active[owner.share] = self.active.get(owner.share, 0) + 1
+        self.queue.add(active)
+        weights = sum(self.weight(share) for (share,) in self.active)
+        self.max_weight = max(self.max_weight, weights)
+        self.max_active = max(self.max_active, len(self.active))
+        return active
+
+    def seat(self, active: ActiveSequence) -> int:
+        """What it costs."""
+        share, cost = active.request.share, self.draw.randint(1, MAX_COST)
+        self.queue.remove(active)
+        self.shares.charge(share, cost, 0)
+        self.queue.served(share)
+        self.shares.leave(share)
+        self.active[share] -= 1
+        if not self.active[share]:
+            del self.active[share]
+        self.check()
+        return cost
+
+    def first(self) -> ActiveSequence:
+        return self.queue.scan().next().head
+
+    def check(self):
+        self.queue.check()
+        self.shares.check(self.active)
+
+
+@given(
+    seed=st.integers(0, 10**9),
+    num_shares=st.integers(1, 8),
+    num_before=st.integers(0, 60),
+    newcomer_rate=st.sampled_from([0.0, 0.5, 1.0]),
+    goes_on=st.booleans(),
+)
+@settings(max_examples=150, deadline=None)
+def test_overtaking_is_bounded(seed, num_shares, num_before, newcomer_rate, goes_on):
+    """docs/invariants.md: at most 2 * S * W + (A + 1) * C.
+
+    S: by how much the counter of x is above the smallest when x becomes the head of its lane; W and
+    A: weight and number of the shares that have requests; C: the dearest seat.
+    """
+    draw = random.Random(seed)
+    server = Server(draw)
+    for _ in range(num_before):
+        server.add(draw.randrange(num_shares))
+        if draw.random() < 0.7:  # whoever's adapter happens to be there
+            server.seat(draw.choice(list(server.queue)))
+    share = draw.randrange(num_shares)
+    while any(active.request.share == (share,) for active in server.queue):
+        server.seat(server.first())
+    x = server.add(share)
+    counter = server.shares.counter(x.request.share)
+    spread = counter - min(server.shares.counter(share) for share in server.queue.shares)
+    spread = max(spread, counter - server.shares.virtual_time)
+    server.max_weight = sum(server.weight(share) for (share,) in server.active)
+    server.max_active = len(server.active)
+    passed, newcomer = 0, 100
+    while (first := server.first()) is not x:
+        passed += server.seat(first)
+        if len(server.active) < MAX_SHARES and draw.random() < newcomer_rate:
+            newcomer += 1
+            server.add(newcomer if draw.random() < 0.8 else draw.randrange(num_shares))
+        if goes_on and first.request.share not in server.queue.shares:
+            server.add(first.request.share[0])
+        bound = 2 * spread * server.max_weight + (server.max_active + 1) * MAX_COST
+        assert passed <= bound + 1e-6 * bound
+
+
+@given(seed=st.integers(0, 10**9), num_shares=st.integers(2, 6))
+@settings(max_examples=100, deadline=None)
+def test_backlogged_shares_are_served_alike(seed, num_shares):
+    """Of shares that wait all the time, counters differ by one seat at most (VTC, theorem 4.4)."""
+    draw = random.Random(seed)
+    server = Server(draw)
+    for share in range(num_shares):
+        server.add(share)
+    for _ in range(200):
+        first = server.first()
+        server.add(first.request.share[0])
+        server.seat(first)
+        counters = [server.shares.counter((share,)) for share in range(num_shares)]
+        dearest = MAX_COST / min(server.weight(share) for share in range(num_shares))
+        assert max(counters) - min(counters) <= dearest
