@@ -111,6 +111,9 @@ class AdapterRegistry:
             raise AdapterNotFoundError(f"this engine has no adapter with digest {digest}")
         return handle
 
+    def digest(self, handle: AdapterHandle) -> str:
+        return self._sources[handle].digest
+
     def resolve(self, uses: Iterable[AdapterUse]) -> tuple[tuple[AdapterHandle, float], ...]:
         """(handle, scale) of each adapter of a request.
 

@@ -6,17 +6,31 @@ The loop is the only reader and the only writer, so a channel needs no locks of 
 import math
 import queue
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 import zmq
 
 from loraplex.engine.messages import EngineCommand, EngineEvent, decode_command, encode
+from loraplex.engine.step_marker import StepMarker
 
 EPOCH_BYTES = 8
+_LINGER_MS = 4000
+"""Less than serving waits for an engine that it has told to stop."""
 
 
 class EngineChannel(Protocol):
     """The engine's end."""
+
+    @property
+    def marker(self) -> StepMarker:
+        """Where the engine notes which requests its steps in flight compute."""
+        ...
+
+    @property
+    def logits_dir(self) -> Path | None:
+        """Where logits go that requests want back; None: nowhere. It ends with the link."""
+        ...
 
     def receive(self, timeout_seconds: float | None) -> EngineCommand | None:
         """The next command; None after timeout_seconds without one. None waits for ever."""
@@ -30,9 +44,13 @@ class EngineChannel(Protocol):
 class ThreadChannel:
     """For an engine in a thread of the same process."""
 
-    def __init__(self, deliver: Callable[[EngineEvent], None]) -> None:
+    def __init__(
+        self, deliver: Callable[[EngineEvent], None], logits_dir: Path | None = None
+    ) -> None:
         self._inbox: queue.SimpleQueue[EngineCommand] = queue.SimpleQueue()
         self._deliver = deliver
+        self.marker = StepMarker()
+        self.logits_dir = logits_dir
 
     def put(self, command: EngineCommand) -> None:
         """The other end: called from any thread."""
@@ -53,14 +71,22 @@ class ThreadChannel:
 class SocketChannel:
     """For an engine in its own process: a ZeroMQ DEALER. Frames: epoch, message."""
 
-    def __init__(self, endpoint: str, epoch: int) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        epoch: int,
+        marker: StepMarker | None = None,
+        logits_dir: Path | None = None,
+    ) -> None:
+        self.marker = marker or StepMarker()
+        self.logits_dir = logits_dir
         self._epoch = epoch.to_bytes(EPOCH_BYTES, "big")
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         # No high-water mark: a slow reader must never hold a step back.
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
         self._socket.connect(endpoint)
 
     def receive(self, timeout_seconds: float | None) -> EngineCommand | None:
@@ -76,6 +102,6 @@ class SocketChannel:
         self._socket.send_multipart([self._epoch, encode(event)])
 
     def close(self) -> None:
-        """Events already sent are delivered first, for at most a second."""
+        """Events already sent are delivered first, for at most four seconds."""
         self._socket.close()
         self._context.term()

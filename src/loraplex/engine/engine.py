@@ -4,14 +4,16 @@ It joins the scheduler with a runner and a loader. It knows neither text nor ten
 threads nor processes: `engine.loop` calls it.
 """
 
+import contextlib
 import itertools
 import logging
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
 
 from loraplex.core.adapter import AdapterHandle, AdapterSource
-from loraplex.core.clock import Clock
+from loraplex.core.clock import Clock, EventClock
 from loraplex.core.errors import (
     InvalidRequestError,
     LoraplexError,
@@ -19,14 +21,37 @@ from loraplex.core.errors import (
     TokenOutOfVocabularyError,
 )
 from loraplex.core.output import EngineOutput
-from loraplex.core.plan import Capacity, StepPlan
+from loraplex.core.plan import Capacity, StepPlan, StepResult
 from loraplex.core.request import EngineRequest, RequestId
 from loraplex.core.sequence import Sequence, SequenceGroup
 from loraplex.core.stats import AdapterActivity, EngineStats, StepRecord
+from loraplex.core.version import __version__
 from loraplex.engine.adapter_registry import AdapterRegistry
-from loraplex.engine.runner import AdapterLoader, Runner
+from loraplex.engine.journal import (
+    CommandTaken,
+    Journal,
+    JournalHeader,
+    LoadEnded,
+    NoJournal,
+    PlanMade,
+    StepEnded,
+    without_bulk,
+)
+from loraplex.engine.messages import (
+    AbortRequest,
+    AddRequest,
+    EngineCommand,
+    HoldAdapter,
+    PreloadAdapter,
+    RegisterAdapter,
+    ReleaseAdapter,
+    UnregisterAdapter,
+)
+from loraplex.engine.runner import AdapterLoader, Runner, StepHandle
+from loraplex.engine.step_marker import StepMarker
+from loraplex.engine.step_record import ended_record, launched_record
 from loraplex.memory.adapter_cache import AdapterCache
-from loraplex.memory.eviction import LRUPolicy, NewEvictionPolicy
+from loraplex.memory.eviction import EVICTION_POLICIES
 from loraplex.memory.kv_blocks import KVBlocks
 from loraplex.scheduling.policy import Policy
 from loraplex.scheduling.scheduler import Scheduler
@@ -38,12 +63,33 @@ LOAD_POLL_NS = 1_000_000
 logger = logging.getLogger(__name__)
 
 
+_VOID = StepFailedError("the step before it failed").to_info()
+
+
 class EngineTurn(NamedTuple):
     """What one call of `Engine.step` did."""
 
     outputs: tuple[EngineOutput, ...]
     record: StepRecord | None
     """None if no step was launched."""
+
+
+class _NotLaunched:
+    """A StepHandle of a plan that the runner did not take."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def wait(self) -> StepResult:
+        raise self._error
+
+
+class _Flight(NamedTuple):
+    """A plan that was launched, and not absorbed yet."""
+
+    plan: StepPlan
+    record: StepRecord
+    handle: StepHandle
 
 
 class Engine:
@@ -59,16 +105,29 @@ class Engine:
         runner: Runner,
         loader: AdapterLoader,
         adapters: AdapterRegistry,
-        clock: Clock,
+        clock: EventClock,
+        journal: Journal,
+        *,
+        overlap: bool = False,
     ) -> None:
-        """See `build_engine` for parts that fit together."""
+        """See `build_engine` for parts that fit together. The clock is the scheduler's own."""
         self._scheduler = scheduler
         self._runner = runner
         self._loader = loader
         self._adapters = adapters
         self._clock = clock
+        self._journal = journal
         self._capacity = runner.capacity()
         self._sequence_ids = itertools.count(1)
+        self._num_loads_ended = 0
+        self._turn = self._overlapped_turn if overlap else self._plain_turn
+        self._flight: _Flight | None = None
+        """With overlap, the step that runs while others are planned."""
+        self._marker = StepMarker()
+
+    def mark_steps(self, marker: StepMarker) -> None:
+        """From now on, note there which requests the steps in flight compute."""
+        self._marker = marker
 
     @property
     def capacity(self) -> Capacity:
@@ -79,17 +138,15 @@ class Engine:
 
         Raises AdapterTooLargeError if it could not even be served alone.
         """
+        self._take(RegisterAdapter(source))
         return self._adapters.register(source)
 
-    def unregister_adapter(self, digest: str) -> bool:
-        """Forget a digest and its copies. False and no change while a request needs it.
-
-        Raises AdapterNotFoundError.
-        """
-        return self._adapters.unregister(digest)
-
     def forget_adapter(self, digest: str) -> None:
-        """unregister_adapter, now or as soon as no request needs it. An unknown one is fine."""
+        """Forget a digest and its copies, now or as soon as no request needs it.
+
+        An unknown one is fine.
+        """
+        self._take(UnregisterAdapter(digest))
         self._adapters.forget(digest)
 
     def adapter_activity(self) -> AdapterActivity:
@@ -103,10 +160,12 @@ class Engine:
 
         Raises AdapterNotFoundError, or AdapterTooLargeError if others would then lack room.
         """
+        self._take(HoldAdapter(0, digest))
         self._scheduler.hold(self._adapters.handle(digest))
 
     def release_adapter(self, digest: str) -> None:
         """Undo hold_adapter. An unknown one is fine."""
+        self._take(ReleaseAdapter(digest))
         if digest in self._adapters:
             self._scheduler.release(self._adapters.handle(digest))
 
@@ -115,10 +174,12 @@ class Engine:
 
         Raises AdapterNotFoundError.
         """
+        self._take(PreloadAdapter(digest))
         self._scheduler.preload(self._adapters.handle(digest))
 
     def add(self, request: EngineRequest) -> None:
         """Take a request. Never raises: what is wrong with it is its only output."""
+        self._take(AddRequest(request))
         try:
             group = self._group(request)
         except LoraplexError as error:
@@ -131,27 +192,39 @@ class Engine:
 
         No change if it ended already. Its slots, blocks and pins are free at once.
         """
+        self._take(AbortRequest(request_id, sequence_index))
         self._scheduler.abort(request_id, sequence_index)
 
     def step(self) -> EngineTurn:
-        """Plan, launch, wait, absorb; without a launch if there is nothing to compute."""
-        self._poll_loads()
+        """Plan, launch, wait, absorb; without a launch if there is nothing to compute.
+
+        With overlap, what is absorbed was launched by the call before, and runs no longer than it
+        takes to plan and launch the next.
+        """
         turn = self._turn()
         self._adapters.forget_unneeded()
         return turn
 
-    def _turn(self) -> EngineTurn:
-        plan = self._scheduler.plan()
+    def _plain_turn(self) -> EngineTurn:
+        plan = self._plan(self._scheduler.plan)
         if plan is None:
             return EngineTurn(tuple(self._scheduler.take_outputs()), None)
-        start_ns = self._clock.now_ns()
-        record = self._scheduler.record(start_ns)
-        outputs = self._run(plan)
-        duration_ns = self._clock.now_ns() - start_ns
-        return EngineTurn(outputs, msgspec.structs.replace(record, duration_ns=duration_ns))
+        return self._land(self._launch(plan))
+
+    def _overlapped_turn(self) -> EngineTurn:
+        """One step is in flight while the next is planned, and while what it gave is absorbed."""
+        if self._flight is None:
+            plan = self._plan(self._scheduler.plan)
+            if plan is None:
+                return EngineTurn(tuple(self._scheduler.take_outputs()), None)
+            self._flight = self._launch(plan)
+        ahead = self._plan(self._scheduler.plan_ahead)
+        flight, self._flight = self._flight, None if ahead is None else self._launch(ahead)
+        return self._land(flight)
 
     def next_wake_ns(self) -> int | None:
         """When to call `step` again if nothing is added before; None: not until then."""
+        self._clock.tick()
         wake_ns = self._scheduler.next_wake_ns()
         if not self._scheduler.num_loading:
             return wake_ns
@@ -179,28 +252,87 @@ class Engine:
         return self._scheduler.stats()
 
     def close(self) -> None:
-        """Let go of the runner and the loader."""
+        """Let go of the runner, the loader and the journal."""
         self._loader.close()
         self._runner.close()
+        self._journal.close()
 
-    def _run(self, plan: StepPlan) -> tuple[EngineOutput, ...]:
+    def _take(self, command: EngineCommand) -> None:
+        """All that follows from a command sees one time."""
+        self._journal.write(CommandTaken(self._clock.tick(), command))
+
+    def _plan(self, make_plan: Callable[[], StepPlan | None]) -> StepPlan | None:
+        now_ns = self._clock.tick()
+        loads = tuple(
+            LoadEnded(load.handle, load.error, load.load_ns) for load in self._loader.poll()
+        )
+        plan: StepPlan | None = None
         try:
-            result = self._runner.launch(plan).wait()
-        except Exception as error:
-            logger.exception("step %d failed", plan.step_id)
-            if not isinstance(error, LoraplexError):
-                error = StepFailedError(
-                    "a step of the model failed; the server's log has the cause"
-                )
-            return tuple(self._scheduler.fail(plan, error))
-        return tuple(self._scheduler.absorb(plan, result))
+            self._tell_loads(loads)
+            plan = make_plan()
+        finally:
+            self._journal.write(PlanMade(now_ns, loads, plan))
+        return plan
 
-    def _poll_loads(self) -> None:
-        for load in self._loader.poll():
+    def _tell_loads(self, loads: tuple[LoadEnded, ...]) -> None:
+        self._num_loads_ended += len(loads)
+        for load in loads:
             if load.error is None:
                 self._scheduler.loaded(load.handle, load.load_ns)
             else:
                 self._scheduler.load_failed(load.handle, load.error)
+
+    def _launch(self, plan: StepPlan) -> _Flight:
+        record = launched_record(
+            self._scheduler.record(plan, self._clock.now_ns()),
+            plan,
+            self._scheduler.adapter_rows(plan),
+            self._adapters,
+        )
+        record = msgspec.structs.replace(record, adapter_loads_ended=self._num_loads_ended)
+        self._num_loads_ended = 0
+        self._marker.begin(plan.step_id, record.request_ids)
+        try:
+            return _Flight(plan, record, self._runner.launch(plan))
+        except Exception as error:
+            return _Flight(plan, record, _NotLaunched(error))
+
+    def _land(self, flight: _Flight) -> EngineTurn:
+        """Wait for a step, and take what it gave."""
+        plan = flight.plan
+        try:
+            result = flight.handle.wait()
+        except Exception as error:
+            logger.exception("step %d failed", plan.step_id)
+            return self._fail(flight, error)
+        self._journal.write(StepEnded(self._clock.tick(), without_bulk(result)))
+        outputs = self._scheduler.absorb(plan, result)
+        self._marker.end(plan.step_id)
+        return EngineTurn(tuple(outputs), self._ended(flight, result))
+
+    def _fail(self, flight: _Flight, error: Exception) -> EngineTurn:
+        if not isinstance(error, LoraplexError):
+            error = StepFailedError("a step of the model failed; the server's log has the cause")
+        self._journal.write(StepEnded(self._clock.tick(), error=error.to_info()))
+        outputs = self._scheduler.fail(flight.plan, error)
+        self._marker.end(flight.plan.step_id)
+        if self._flight is not None:
+            behind, self._flight = self._flight, None
+            outputs += self._void(behind)
+        return EngineTurn(tuple(outputs), self._ended(flight, None))
+
+    def _void(self, flight: _Flight) -> list[EngineOutput]:
+        """It was launched behind a step that failed: whatever it gives is not used."""
+        with contextlib.suppress(Exception):
+            flight.handle.wait()
+        self._journal.write(StepEnded(self._clock.tick(), error=_VOID))
+        outputs = self._scheduler.void(flight.plan)
+        self._marker.end(flight.plan.step_id)
+        return outputs
+
+    def _ended(self, flight: _Flight, result: StepResult | None) -> StepRecord:
+        duration_ns = self._clock.now_ns() - flight.record.start_ns
+        return ended_record(flight.record, flight.plan, result, duration_ns)
 
     def _group(self, request: EngineRequest) -> SequenceGroup:
         """The request's sequences. Raises a LoraplexError for a request that cannot be served."""
@@ -210,15 +342,17 @@ class Engine:
         if request.requires_resident:
             self._adapters.require_resident(request.adapters, self._scheduler.is_preloading)
         seed = request.request_id if request.sampling.seed is None else request.sampling.seed
+        outputs = dict(enumerate(request.outputs))
         sequences = [
             Sequence(
                 sequence_id=next(self._sequence_ids),
                 index=index,
-                token_ids=list(request.prompt_token_ids),
+                token_ids=[*request.prompt_token_ids, *outputs.get(index, ())],
                 num_prompt_tokens=len(request.prompt_token_ids),
                 seed=seed,
             )
-            for index in range(request.sampling.n)
+            for index in range(request.sampling.num_sequences)
+            if index not in request.ended
         ]
         return SequenceGroup(request, sequences, adapters)
 
@@ -240,26 +374,48 @@ def build_engine(
     settings: SchedulerSettings | None = None,
     *,
     adapter_host_bytes: int,
-    eviction_policy: NewEvictionPolicy = LRUPolicy,
+    eviction_policy: str = "lru",
     policy: Policy | None = None,
+    journal: Journal | None = None,
+    overlap: bool = False,
 ) -> Engine:
     """An engine around a runner: its pools are as large as Runner.capacity() says.
 
-    `adapter_host_bytes` bounds the host tier of adapters; `eviction_policy` says which of them
-    leave a full tier first, `policy` which requests come first. Raises ConfigError if the settings
-    do not suit the runner.
+    `adapter_host_bytes` bounds the host tier of adapters; `eviction_policy` (of EVICTION_POLICIES)
+    says which of them leave a full tier first, `policy` which requests come first. What happens is
+    written into `journal`. With `overlap` the next step is planned while one runs; the runner's
+    `launch` should then return at once. Raises ConfigError if the settings do not suit the runner,
+    or if the journal cannot be kept.
     """
     capacity = runner.capacity()
     settings = settings or SchedulerSettings()
+    journal = journal or NoJournal()
+    event_clock = EventClock(clock)
     kv = KVBlocks(
-        capacity.num_blocks, capacity.block_size, prefix_caching=settings.enable_prefix_cache
+        capacity.num_blocks,
+        capacity.block_size,
+        prefix_caching=settings.enable_prefix_cache,
+        num_host_blocks=capacity.num_host_blocks,
+        attention_window=capacity.attention_window,
+        num_sink_tokens=capacity.num_sink_tokens,
     )
     cache = AdapterCache(
         adapter_host_bytes,
         capacity.num_adapter_pages,
         keeps_host_copy=capacity.keeps_host_copy,
-        new_policy=eviction_policy,
+        new_policy=EVICTION_POLICIES[eviction_policy],
     )
     adapters = AdapterRegistry(cache, loader, capacity.page_geometry)
-    scheduler = Scheduler(capacity, settings, kv, cache, adapters, clock, policy)
-    return Engine(scheduler, runner, loader, adapters, clock)
+    scheduler = Scheduler(capacity, settings, kv, cache, adapters, event_clock, policy)
+    journal.begin(
+        JournalHeader(
+            loraplex=__version__,
+            capacity=capacity,
+            settings=settings,
+            adapter_host_bytes=adapter_host_bytes,
+            eviction_policy=eviction_policy,
+            policy=type(policy).__name__ if policy else "",
+            overlap=overlap,
+        )
+    )
+    return Engine(scheduler, runner, loader, adapters, event_clock, journal, overlap=overlap)

@@ -40,6 +40,7 @@ class EngineLoop:
         check_when_idle: bool = False,
     ) -> None:
         self._engine = engine
+        self._engine.mark_steps(channel.marker)
         self._channel = channel
         self._clock = clock
         self._check_when_idle = check_when_idle

@@ -7,10 +7,12 @@ import sys
 import threading
 from collections.abc import Callable
 from io import RawIOBase
+from pathlib import Path
 
 import msgspec
 
 from loraplex.engine.channel import EngineChannel, SocketChannel
+from loraplex.engine.step_marker import open_marker_file
 
 _LENGTH_BYTES = 4
 
@@ -24,6 +26,10 @@ class EngineStart(msgspec.Struct, frozen=True):
     endpoint: str
     epoch: int
     settings: bytes
+    marker_path: str = ""
+    """A file for a StepMarker."""
+    logits_dir: str = ""
+    """A folder for logits that requests want back."""
 
     def to_bytes(self) -> bytes:
         body = msgspec.msgpack.encode(self)
@@ -42,7 +48,10 @@ def be_engine_process(run: Callable[[bytes, EngineChannel], None]) -> None:
     except EOFError:
         return
     threading.Thread(target=_end_with_serving, args=(pipe,), daemon=True).start()
-    with contextlib.closing(SocketChannel(start.endpoint, start.epoch)) as channel:
+    marker = open_marker_file(Path(start.marker_path)) if start.marker_path else None
+    logits_dir = Path(start.logits_dir) if start.logits_dir else None
+    socket = SocketChannel(start.endpoint, start.epoch, marker, logits_dir)
+    with contextlib.closing(socket) as channel:
         run(start.settings, channel)
 
 

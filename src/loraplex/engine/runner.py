@@ -31,6 +31,9 @@ class Runner(Protocol):
         the next plan names its removed slots, its rows' slots and its adapter copies (with the
         same pages) again. So a removed slot may be empty, and a copy may be started twice; its end
         is told once.
+
+        With overlap one more plan may be launched before the oldest is waited for. If that one
+        fails, the one behind it need not be computed: whatever its `wait` gives is not used.
         """
         ...
 

@@ -1,10 +1,11 @@
 """One answer of EchoBackend, token by token: lengths, stop strings, log probabilities."""
 
+import array
 import codecs
 import itertools
 from collections.abc import Sequence
 
-from loraplex.core.output import FinishReason, SequenceOutput, TokenLogprob
+from loraplex.core.output import FinishReason, Logits, SequenceOutput, TokenLogprob
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.testing import echo_tokenizer
 
@@ -28,6 +29,14 @@ def echo_logprob(token_id: int, num_top: int) -> TokenLogprob:
     return TokenLogprob(token_id=token_id, logprob=logprob, rank=1, top=top)
 
 
+def echo_logits(token_ids: Sequence[int]) -> Logits:
+    """Made-up logits, one row for each token: 1 for the token, 0 for all others."""
+    rows = array.array("f", bytes(4 * echo_tokenizer.VOCAB_SIZE * len(token_ids)))
+    for index, token_id in enumerate(token_ids):
+        rows[index * echo_tokenizer.VOCAB_SIZE + token_id] = 1.0
+    return Logits(rows.tobytes(), len(token_ids))
+
+
 class EchoSequence:
     """The answer, then the end token; the answer again and again if it may not end yet."""
 
@@ -47,17 +56,21 @@ class EchoSequence:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._text = ""
         self._num_sent = 0
+        self._token_ids: list[int] = []
 
     def step(self) -> SequenceOutput:
         """Generate one token."""
         token_id = next(self._tokens)
         self.num_tokens += 1
+        self._token_ids.append(token_id)
         is_end = token_id == echo_tokenizer.EOS_TOKEN_ID
         if is_end or (token_id in self._sampling.stop_token_ids and self._may_stop):
             if self._sampling.include_stop_in_output:
                 self._text += self._stop_token_text(token_id)
             return self._finish(token_id, None if is_end else token_id)
         self._text += self._decoder.decode(echo_tokenizer.token_bytes(token_id))
+        if self._may_stop and self._ends_with_stop_sequence():
+            return self._finish(token_id, None)
         stop = self._find_stop()
         if stop is not None:
             start, stop_string = stop
@@ -73,6 +86,10 @@ class EchoSequence:
     @property
     def _may_stop(self) -> bool:
         return self.num_tokens > self._sampling.min_tokens
+
+    def _ends_with_stop_sequence(self) -> bool:
+        runs = self._sampling.stop_token_sequences
+        return any(tuple(self._token_ids[-len(run) :]) == run for run in runs)
 
     def _find_stop(self) -> tuple[int, str] | None:
         """(start, stop string) of the leftmost match."""
@@ -110,4 +127,7 @@ class EchoSequence:
         self._num_sent = max(self._num_sent, num_chars)
         num_top = self._sampling.logprobs
         logprobs = () if num_top is None else (echo_logprob(token_id, num_top),)
-        return SequenceOutput(self._index, text, (token_id,), logprobs, finish_reason, stop_reason)
+        logits = (echo_logits((token_id,)),) if self._sampling.return_logits else ()
+        return SequenceOutput(
+            self._index, text, (token_id,), logprobs, finish_reason, stop_reason, logits
+        )

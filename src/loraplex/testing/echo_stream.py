@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from loraplex.core.errors import LoraplexError
-from loraplex.core.output import RequestOutput, RequestTiming, ResolvedAdapter
+from loraplex.core.output import Logits, RequestOutput, RequestTiming, ResolvedAdapter
 from loraplex.core.request import GenerateRequest, RequestId
+from loraplex.serving.best_of import joined
 from loraplex.testing import echo_tokenizer
-from loraplex.testing.echo_sequence import EchoSequence, echo_answer, echo_logprob
+from loraplex.testing.echo_sequence import EchoSequence, echo_answer, echo_logits, echo_logprob
 
 if TYPE_CHECKING:
     from loraplex.testing.echo_backend import EchoBackend
@@ -66,6 +67,8 @@ class EchoStream(AsyncIterator[RequestOutput]):
                     raise self._fault.error
                 await asyncio.sleep(self._backend.delay_seconds)
                 output = self._step(sequences, is_first=num_outputs == 0)
+                if self._comes_whole:
+                    output = self._whole(sequences, output)
                 if output.finished:
                     self._end(self._backend.finished)
                 yield output
@@ -73,6 +76,31 @@ class EchoStream(AsyncIterator[RequestOutput]):
                     return
         finally:
             self._end(self._backend.aborted)
+
+    @property
+    def _comes_whole(self) -> bool:
+        """As the service answers: which of them come back is known at the end only."""
+        sampling = self._request.sampling
+        return sampling.beam is not None or sampling.num_sequences > sampling.n
+
+    def _whole(self, sequences: Sequence[EchoSequence], output: RequestOutput) -> RequestOutput:
+        """All that is left, in one output."""
+        outputs = [output]
+        while not outputs[-1].finished:
+            outputs.append(self._step(sequences, is_first=False))
+        pieces = [piece for step in outputs for piece in step.sequences]
+        answers = (joined([p for p in pieces if p.index == i]) for i in range(len(sequences)))
+        return msgspec.structs.replace(
+            outputs[-1],
+            sequences=tuple(
+                msgspec.structs.replace(
+                    answer, cumulative_logprob=sum(entry.logprob for entry in answer.logprobs)
+                )
+                for answer in answers
+            ),
+            prompt_logprobs=output.prompt_logprobs,
+            prompt_logits=output.prompt_logits,
+        )
 
     def _sequences(self) -> list[EchoSequence]:
         request = self._request
@@ -101,7 +129,13 @@ class EchoStream(AsyncIterator[RequestOutput]):
             finished=is_last,
             prompt_logprobs=self._prompt_logprobs() if is_first else None,
             timing=self._timing() if is_last else None,
+            prompt_logits=self._prompt_logits() if is_first else (),
         )
+
+    def _prompt_logits(self) -> tuple[Logits, ...]:
+        if not self._request.sampling.return_prompt_logits:
+            return ()
+        return (echo_logits(self._prompt_token_ids),)
 
     def _prompt_logprobs(self) -> tuple[Any, ...] | None:
         num_top = self._request.sampling.prompt_logprobs

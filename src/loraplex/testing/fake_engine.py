@@ -10,9 +10,10 @@ from loraplex.core.request import EngineRequest, RequestId
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.stats import StepRecord
 from loraplex.engine.engine import Engine, build_engine
-from loraplex.memory.eviction import LRUPolicy, NewEvictionPolicy
+from loraplex.engine.journal import Journal
 from loraplex.memory.kv_salt import kv_salt
 from loraplex.scheduling.settings import SchedulerSettings
+from loraplex.testing.delayed_runner import DelayedRunner
 from loraplex.testing.fake_clock import FakeClock
 from loraplex.testing.fake_loader import FakeLoader, fake_source
 from loraplex.testing.fake_model import FakeModel
@@ -65,18 +66,22 @@ class FakeEngine:
         num_polls: int = 1,
         copy_steps: int = 0,
         step_ns: int = MILLISECOND_NS,
-        eviction_policy: NewEvictionPolicy = LRUPolicy,
+        eviction_policy: str = "lru",
+        journal: Journal | None = None,
+        overlap: bool = False,
     ) -> None:
         self.clock = FakeClock(START_NS)
         self.loader = FakeLoader(num_polls)
         self.runner = FakeRunner(capacity, model, self.loader, copy_steps=copy_steps)
         self.engine: Engine = build_engine(
-            self.runner,
+            DelayedRunner(self.runner) if overlap else self.runner,
             self.loader,
             self.clock,
             settings,
             adapter_host_bytes=adapter_host_bytes,
             eviction_policy=eviction_policy,
+            journal=journal,
+            overlap=overlap,
         )
         self.step_ns = step_ns
         self.answers: dict[RequestId, Answer] = {}
@@ -96,6 +101,8 @@ class FakeEngine:
         max_tokens: int = 4,
         scale: float = 1.0,
         priority: int = 0,
+        tenant: str = "default",
+        share_weight: float = 1.0,
         eos_token_ids: tuple[int, ...] = (0,),
         timeout_ns: int | None = None,
     ) -> RequestId:
@@ -108,9 +115,10 @@ class FakeEngine:
             sampling=sampling or SamplingParams(max_tokens=max_tokens, seed=request_id),
             eos_token_ids=eos_token_ids,
             adapters=tuple(AdapterUse(digest, scale) for digest in digests),
-            kv_salt=kv_salt("fake", "none", [(digest, scale) for digest in digests], "default"),
-            tenant="default",
+            kv_salt=kv_salt("fake", "none", [(digest, scale) for digest in digests], tenant),
+            tenant=tenant,
             priority=priority,
+            share_weight=share_weight,
             arrival_ns=now_ns,
             deadline_ns=None if timeout_ns is None else now_ns + timeout_ns,
         )

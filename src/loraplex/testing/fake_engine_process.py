@@ -3,12 +3,14 @@
 `python -m loraplex.testing.fake_engine_process` stands in for `loraplex.app.engine`.
 """
 
+import os
 import sys
 import time
 from collections.abc import Awaitable
 
 import msgspec
 
+from loraplex.core.adapter import AdapterHandle, AdapterSource
 from loraplex.core.clock import SystemClock
 from loraplex.core.errors import ErrorInfo
 from loraplex.core.plan import Capacity, StepPlan
@@ -38,15 +40,45 @@ class FakeEngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """It cannot start, and says why."""
     crash: bool = False
     """It ends before it is ready, and says nothing."""
+    poison_prompt: tuple[int, ...] = ()
+    """The step that computes output token number `poison_output` after this prompt aborts."""
+    poison_output: int = 0
+    poison_adapter: str = ""
+    """The engine aborts when it starts to load the adapter of this digest."""
+
+
+class PoisonLoader(FakeLoader):
+    """A FakeLoader that dies of one adapter."""
+
+    poison = ""
+
+    def start(self, handle: AdapterHandle, source: AdapterSource) -> None:
+        if self.poison and source.digest == self.poison:
+            os.abort()
+        super().start(handle, source)
 
 
 class SlowRunner(FakeRunner):
-    """A FakeRunner whose steps take time."""
+    """A FakeRunner whose steps take time, and one of whose prompts kills the process."""
 
     step_seconds = 0.0
+    poison: tuple[int, ...] = ()
+    poison_length = 0
+    _poisoned_slots: frozenset[int] = frozenset()
 
     def launch(self, plan: StepPlan) -> FakeStep:
         time.sleep(self.step_seconds)
+        self._poisoned_slots -= {*plan.removed}
+        if self.poison:
+            self._poisoned_slots |= {
+                row.slot
+                for row in plan.added
+                if row.token_ids[: row.num_prompt_tokens] == self.poison
+            }
+        for step in plan.rows:
+            is_there = step.start + step.num_tokens == self.poison_length
+            if step.slot in self._poisoned_slots and is_there:
+                os.abort()
         return super().launch(plan)
 
 
@@ -58,9 +90,12 @@ def run_fake_engine(settings: FakeEngineSettings, channel: EngineChannel) -> Non
     if settings.failure is not None:
         channel.send(EngineFailed(settings.failure))
         return
-    capacity, loader, clock = settings.capacity, FakeLoader(), SystemClock()
+    capacity, loader, clock = settings.capacity, PoisonLoader(), SystemClock()
+    loader.poison = settings.poison_adapter
     runner = SlowRunner(capacity, FakeModel(capacity.vocab_size), loader)
     runner.step_seconds = settings.step_seconds
+    runner.poison = settings.poison_prompt
+    runner.poison_length = len(settings.poison_prompt) + settings.poison_output
     engine = build_engine(
         runner,
         loader,

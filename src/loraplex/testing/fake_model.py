@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import random
 import struct
 from collections.abc import Iterable, Sequence
 
@@ -62,6 +63,28 @@ class FakeModel:
         while token_id == self.eos_token_id or token_id in banned:
             token_id = (token_id + 1) % self.vocab_size
         return token_id
+
+    def candidates(
+        self,
+        state: State,
+        count: int,
+        sampling: SamplingParams,
+        output_index: int,
+        suppressed_token_ids: Sequence[int] = (),
+    ) -> list[tuple[int, float]]:
+        """`count` tokens that may follow the position with `state`, the likeliest first.
+
+        Each with a log probability; one token in four is as likely as the one before it.
+        """
+        banned = suppressed_token_ids if output_index < sampling.min_tokens else ()
+        token_ids = [t for t in range(self.vocab_size) if t not in banned]
+        draws = random.Random(state)
+        chosen = draws.sample(token_ids, min(count, len(token_ids)))
+        logprob, found = -draws.random(), []
+        for token_id in chosen:
+            logprob -= draws.choice([0.0, 0.125, 0.5, 1.0])
+            found.append((token_id, logprob))
+        return found
 
     def answer(self, request: EngineRequest, sequence_index: int, max_tokens: int) -> list[int]:
         """What a sequence of a request gives alone, cut after max_tokens; no stop is applied."""

@@ -56,6 +56,8 @@ class _Row:
     block_ids: list[BlockId] = dataclasses.field(default_factory=list)
     num_computed_tokens: int | None = None
     has_sampled: bool = False
+    failed_at: int | None = None
+    """In which step. A plan that was made before its result was known may have it once more."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -92,9 +94,8 @@ class FakeRunner:
         self._capacity = capacity
         self._loader = loader
         self._rows: dict[Slot, _Row] = {}
-        self._kv: list[list[State]] = [
-            [EMPTY_STATE] * capacity.block_size for _ in range(capacity.num_blocks)
-        ]
+        self._kv = _empty_blocks(capacity.num_blocks, capacity.block_size)
+        self._host_kv = _empty_blocks(capacity.num_host_blocks, capacity.block_size)
         self._device: dict[AdapterHandle, tuple[str, tuple[PageId, ...]]] = {}
         self._copies: dict[AdapterHandle, _Copy] = {}
         self._last_step_id = 0
@@ -165,6 +166,16 @@ class FakeRunner:
             adapters = tuple((self._digest(handle), scale) for handle, scale in added.adapters)
             states = self.model.extend(EMPTY_STATE, added.token_ids, adapters)
             self._rows[added.slot] = _Row(added, adapters, list(added.token_ids), states)
+        self._move_blocks(plan)
+
+    def _move_blocks(self, plan: StepPlan) -> None:
+        """Offloads, loads, copies: each kind reads everything before it writes."""
+        offloads = [(t.device_block, t.host_block) for t in plan.block_offloads]
+        loads = [(t.host_block, t.device_block) for t in plan.block_loads]
+        copies = [(copy.source, copy.target) for copy in plan.block_copies]
+        _move(self._kv, self._host_kv, offloads)
+        _move(self._host_kv, self._kv, loads)
+        _move(self._kv, self._kv, copies)
 
     def _digest(self, handle: AdapterHandle) -> str:
         _require(handle in self._device, f"adapter {handle} is not on the device")
@@ -213,21 +224,31 @@ class FakeRunner:
         row = self._row(step)
         for handle, _ in row.added.adapters:
             self._digest(handle)
+        if row.failed_at is not None:
+            _require(row.failed_at + 1 == self._last_step_id, "a row goes on that failed")
+            return
         self._check_tokens(row, step)
         self._check_block_table(row, step)
         self._check_context(row, step)
 
     def _compute(self, step: RowStep) -> RowResult:
         row = self._row(step)
+        if row.failed_at is not None:
+            return RowResult(step.slot, error=RowFailedError("it failed before").to_info())
         if self._num_failing_rows:
             self._num_failing_rows -= 1
+            row.failed_at = self._last_step_id
             self._spoil(step)
             return RowResult(step.slot, error=RowFailedError("told to fail").to_info())
         stop = step.start + step.num_tokens
-        for position in range(step.start, stop):
-            self._write(row, position, row.states[position])
-        row.num_computed_tokens = stop
-        return self._result(row, step)
+        guessed = self.model.extend(row.states[-1], step.draft_token_ids, row.adapters)
+        for position, state in enumerate([*row.states, *guessed][step.start : stop], step.start):
+            self._write(row, position, state)
+        result = self._result(row, step)
+        # What was computed of a wrong guess is not there.
+        num_right = max(0, len(result.token_ids) - 1)
+        row.num_computed_tokens = stop - len(step.draft_token_ids) + num_right
+        return result
 
     def _row(self, step: RowStep) -> _Row:
         row = self._rows.get(step.slot)
@@ -236,17 +257,24 @@ class FakeRunner:
         return row
 
     def _check_tokens(self, row: _Row, step: RowStep) -> None:
-        stop = step.start + step.num_tokens
-        _require(step.num_tokens > 0, "a row computes nothing")
+        stop = step.start + step.num_tokens - len(step.draft_token_ids)
+        _require(stop > step.start, "a row computes nothing")
+        if row.added.sampling.beam is not None and stop == len(row.token_ids) + 1:
+            self._append(row, (step.token_ids or ())[-1])
         _require(stop <= len(row.token_ids), "a row computes tokens that are not known")
         if row.num_computed_tokens is None:
-            _require(step.start % self._capacity.block_size == 0, "hits are whole blocks")
+            # Of any other beginning _check_context sees whether it was copied or loaded back.
+            _require(step.start >= 0, "a row begins before its sequence")
         else:
             _require(step.start == row.num_computed_tokens, "a row goes on where it stopped")
         if step.token_ids is None:
             _require(row.has_sampled, "the row has sampled nothing that it could go on with")
-            _require(step.num_tokens == 1 and stop == len(row.token_ids), "only the last token")
+            _require(
+                stop == step.start + 1 and stop == len(row.token_ids),
+                "only the last token, and guesses at what follows it",
+            )
         else:
+            _require(not step.draft_token_ids, "guesses follow a token that was sampled")
             _require(list(step.token_ids) == row.token_ids[step.start : stop], "other tokens")
         ends = stop == len(row.token_ids)
         _require(
@@ -257,8 +285,9 @@ class FakeRunner:
     def _check_block_table(self, row: _Row, step: RowStep) -> None:
         _require(len(step.new_block_ids) == 1, "there is one KV group")
         row.block_ids.extend(step.new_block_ids[0])
-        _require(len(set(row.block_ids)) == len(row.block_ids), "a block twice in one table")
-        _require(all(0 <= b < self._capacity.num_blocks for b in row.block_ids), "no such block")
+        used = [b for i, b in enumerate(row.block_ids) if self._is_used(i, step.start)]
+        _require(len(set(used)) == len(used), "a block twice in one table")
+        _require(all(0 <= b < self._capacity.num_blocks for b in used), "no such block")
         room = len(row.block_ids) * self._capacity.block_size
         _require(step.start + step.num_tokens <= room, "the block table is too short")
 
@@ -266,6 +295,8 @@ class FakeRunner:
         """Every earlier position holds its token, after the right ones, under these adapters."""
         size = self._capacity.block_size
         for first in range(0, step.start, size):
+            if not self._is_used(first // size, step.start):
+                continue
             last = min(first + size, step.start)
             block_id = row.block_ids[first // size]
             _require(
@@ -274,14 +305,37 @@ class FakeRunner:
                 f"{step.slot}",
             )
 
+    def _is_used(self, index: int, start: int) -> bool:
+        """Is any position of block `index` seen or written from position `start` on?"""
+        window, size = self._capacity.attention_window, self._capacity.block_size
+        if window is None or index * size < self._capacity.num_sink_tokens:
+            return True
+        return (index + 1) * size > start - window + 1
+
     def _result(self, row: _Row, step: RowStep) -> RowResult:
-        stop = step.start + step.num_tokens
+        stop = step.start + step.num_tokens - len(step.draft_token_ids)
         scores: tuple[TokenLogprob, ...] = ()
         if step.logits is LogitsNeeded.ALL:
             last = min(stop, len(row.token_ids) - 1)
             scores = tuple(fake_logprob(row.token_ids[p + 1]) for p in range(step.start, last))
         if stop < len(row.token_ids):
             return RowResult(step.slot, prompt_logprobs=scores)
+        if row.added.sampling.beam is not None:
+            return RowResult(
+                step.slot, prompt_logprobs=scores, candidates=self._candidates(row, step)
+            )
+        token_ids = [self._sample(row)]
+        for draft in step.draft_token_ids:
+            if token_ids[-1] != draft:
+                break
+            token_ids.append(self._sample(row))
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if step.num_logprobs is not None:
+            logprobs = tuple(fake_logprob(token_id, step.num_logprobs) for token_id in token_ids)
+        return RowResult(step.slot, tuple(token_ids), logprobs, scores)
+
+    def _sample(self, row: _Row) -> int:
+        """The row's next token, which is its newest then."""
         added = row.added
         token_id = self.model.sample(
             row.states[-1],
@@ -291,11 +345,26 @@ class FakeRunner:
             len(row.token_ids) - added.num_prompt_tokens,
             added.suppressed_token_ids,
         )
+        self._append(row, token_id)
+        row.has_sampled = True
+        return token_id
+
+    def _candidates(self, row: _Row, step: RowStep) -> tuple[tuple[int, float], ...]:
+        added = row.added
+        _require(step.num_candidates > 0, "of a beam, candidates are wanted")
+        return tuple(
+            self.model.candidates(
+                row.states[-1],
+                step.num_candidates,
+                added.sampling,
+                len(row.token_ids) - added.num_prompt_tokens,
+                added.suppressed_token_ids,
+            )
+        )
+
+    def _append(self, row: _Row, token_id: int) -> None:
         row.token_ids.append(token_id)
         row.states.extend(self.model.extend(row.states[-1], [token_id], row.adapters))
-        row.has_sampled = True
-        logprobs = () if step.num_logprobs is None else (fake_logprob(token_id, step.num_logprobs),)
-        return RowResult(step.slot, (token_id,), logprobs, scores)
 
     def _write(self, row: _Row, position: int, state: State) -> None:
         size = self._capacity.block_size
@@ -325,6 +394,23 @@ def fake_logprob(token_id: int, num_top: int = 0) -> TokenLogprob:
     """A log probability by which the token can be told."""
     top = tuple((token_id + i, -(token_id + i + 1) / 1024) for i in range(num_top))
     return TokenLogprob(token_id, -(token_id + 1) / 1024, 1, top)
+
+
+def _empty_blocks(num_blocks: int, block_size: int) -> list[list[State]]:
+    return [[EMPTY_STATE] * block_size for _ in range(num_blocks)]
+
+
+def _move(
+    sources: list[list[State]], targets: list[list[State]], pairs: list[tuple[int, int]]
+) -> None:
+    """pairs: (source, target)"""
+    target_ids = [target for _, target in pairs]
+    _require(len(set(target_ids)) == len(target_ids), "two transfers to one block")
+    _require(all(0 <= source < len(sources) for source, _ in pairs), "no such block")
+    _require(all(0 <= target < len(targets) for target in target_ids), "no such block")
+    contents = [list(sources[source]) for source, _ in pairs]
+    for target, content in zip(target_ids, contents, strict=True):
+        targets[target] = content
 
 
 def _require(holds: bool, rule: str) -> None:

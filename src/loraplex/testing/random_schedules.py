@@ -20,7 +20,9 @@ from loraplex.core.sampling_params import SamplingParams
 from loraplex.engine.engine import Engine, build_engine
 from loraplex.execution.host_adapters import HostAdapter, HostAdapters, HostWeight
 from loraplex.execution.model_runner import ModelRunner, RunnerParts
-from loraplex.execution.sampler import Sampler, num_logits_rows
+from loraplex.execution.sampler import Sampler
+from loraplex.execution.sampler_rows import num_logits_rows
+from loraplex.execution.threaded_runner import ThreadedRunner
 from loraplex.memory.adapter_pages import place
 from loraplex.models.config import DecoderConfig, module_shapes
 from loraplex.scheduling.settings import SchedulerSettings
@@ -131,6 +133,7 @@ class Schedules:
             step += 1
         engine.check()
         self._count(engine, len(aborts))
+        engine.close()
         problems = [p for request in requests for p in self._differences(request, outputs)]
         return [f"schedule {seed}: {problem}" for problem in problems]
 
@@ -191,13 +194,20 @@ class Schedules:
             max_prefill_chunk=draws.choice([None, 1, 5, 16]),
             enable_prefix_cache=draws.random() < 0.7,
         )
-        return self._engine(small, settings)
+        return self._engine(small, settings, overlap=draws.random() < 0.5)
 
-    def _engine(self, parts: RunnerParts, settings: SchedulerSettings) -> Engine:
+    def _engine(
+        self, parts: RunnerParts, settings: SchedulerSettings, *, overlap: bool = False
+    ) -> Engine:
         self._sampler = RecordingSampler(parts.capacity.vocab_size)
         runner = ModelRunner(dataclasses.replace(parts, sampler=self._sampler))
         engine = build_engine(
-            runner, self._adapters, SystemClock(), settings, adapter_host_bytes=1 << 30
+            ThreadedRunner(runner) if overlap else runner,
+            self._adapters,
+            SystemClock(),
+            settings,
+            adapter_host_bytes=1 << 30,
+            overlap=overlap,
         )
         for source in self._adapters.sources:
             engine.register_adapter(source)
@@ -218,7 +228,9 @@ class Schedules:
         if tokens != expected[: len(tokens)] or (is_whole and tokens != expected):
             return [f"{name} gave {tokens}, alone {expected}"]
         bits = self._sampler.bits.get(request.request_id, {})
-        wrong = [position for position in bits if bits[position] != expected_bits[position]]
+        # With overlap a row goes on once more after its last token.
+        last = max(expected_bits)
+        wrong = [p for p in bits if p <= last and bits[p] != expected_bits[p]]
         return [f"{name} has other logits at positions {wrong}"] if wrong else []
 
 

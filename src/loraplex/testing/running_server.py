@@ -82,10 +82,12 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def serving(state_dir: Path, *flags: str) -> Iterator[RunningServer]:
-    """`loraplex serve` with the shipped model and both adapters, until the context ends."""
+def serving(state_dir: Path, *flags: str, model: Path = BASE_PATH) -> Iterator[RunningServer]:
+    """`loraplex serve` with the shipped model (or a copy of it) and both adapters, until the
+    context ends.
+    """
     ports = free_ports(3)
-    command = [sys.executable, "-m", "loraplex", "serve", str(BASE_PATH), "--name", MODEL]
+    command = [sys.executable, "-m", "loraplex", "serve", str(model), "--name", MODEL]
     for task_id, (name, path) in enumerate(ADAPTER_PATHS.items(), start=1):
         command += ["--adapter", f"{name}={path},task_id={task_id}"]
     for kind, port in zip(("http", "grpc", "metrics"), ports, strict=True):

@@ -33,6 +33,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     adapters: tuple[tuple[AdapterHandle, float], ...] = ()
     sampling: SamplingParams = _GREEDY
+    suppressed_token_ids: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -139,6 +140,7 @@ def _added(sequence: _Running) -> RowAdded:
         sequence_index=0,
         token_ids=prompt.token_ids,
         num_prompt_tokens=len(prompt.token_ids),
+        suppressed_token_ids=prompt.suppressed_token_ids,
         adapters=prompt.adapters,
     )
 

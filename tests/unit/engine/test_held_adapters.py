@@ -3,7 +3,6 @@
 import pytest
 
 from loraplex.core.errors import AdapterNotFoundError, AdapterTooLargeError
-from loraplex.memory.eviction import lfu_policy
 from loraplex.scheduling.settings import SchedulerSettings
 from loraplex.testing.fake_engine import MILLISECOND_NS, FakeEngine
 
@@ -131,7 +130,7 @@ def test_who_runs_and_who_waits():
 
 def test_the_eviction_policy_is_the_operators():
     """a was used thrice, b once and last: by frequency b leaves."""
-    fake = FakeEngine(eviction_policy=lfu_policy)
+    fake = FakeEngine(eviction_policy="lfu")
     for digest in "abc":
         fake.register(digest, num_pages=8)
     for digest in "aaabc":

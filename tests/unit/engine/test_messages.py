@@ -7,10 +7,13 @@ import msgspec
 import pytest
 
 from loraplex.core.adapter import AdapterSource, AdapterUse, LoraTarget, Residency
+from loraplex.core.beam_search import BeamSearch, EarlyStopping
 from loraplex.core.errors import ErrorInfo
+from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.core.output import (
     EngineOutput,
     FinishReason,
+    LogitsFile,
     RequestTiming,
     SequenceDelta,
     TokenLogprob,
@@ -28,6 +31,7 @@ from loraplex.core.plan import (
     StepTiming,
 )
 from loraplex.core.request import EngineRequest
+from loraplex.core.retention import KVRetention, TokenRangeRetention
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.stats import (
     AdapterActivity,
@@ -65,20 +69,40 @@ SAMPLING = SamplingParams(
     max_tokens=2**31 - 1,
     min_tokens=3,
     n=2,
+    best_of=3,
+    beam=BeamSearch(
+        width=4,
+        length_penalty=-0.5,
+        diversity_rate=0.25,
+        early_stopping=EarlyStopping.NEVER,
+    ),
     temperature=0.7,
     top_k=-1,
     top_p=0.9,
+    top_p_decay=0.99,
+    top_p_min=0.2,
+    top_p_reset_id=5,
     min_p=0.1,
     repetition_penalty=1.1,
     presence_penalty=-2.0,
     frequency_penalty=2.0,
+    no_repeat_ngram_size=3,
+    logit_bias=((1, -math.inf), (7, 0.5)),
+    allowed_token_ids=(1, 7, 8),
+    bad_words=("bäd",),
+    bad_token_ids=((4,), (5, 6)),
+    grammar=Grammar(GrammarKind.CHOICE, '["a", "b"]'),
+    num_draft_tokens=0,
     seed=UINT64,
     stop=("終", "\n\n", "\x00"),
     stop_token_ids=(0, 2**31 - 1),
+    stop_token_sequences=((1, 2), (3,)),
     include_stop_in_output=True,
     ignore_eos=True,
     logprobs=0,
     prompt_logprobs=20,
+    return_logits=True,
+    return_prompt_logits=True,
     skip_special_tokens=False,
 )
 REQUEST = EngineRequest(
@@ -93,6 +117,11 @@ REQUEST = EngineRequest(
     arrival_ns=2**62,
     deadline_ns=2**62 + 1,
     requires_resident=True,
+    retention=KVRetention((TokenRangeRetention(0, 4, 80, 1500), TokenRangeRetention(4)), 20, 2500),
+    outputs=((5, 6), ()),
+    ended=(1,),
+    prompt_scores_told=True,
+    num_restarts=3,
 )
 SOURCE = AdapterSource("ab" * 32, "/state/normal/ab", 2**40, (LoraTarget(0, "q_proj", 8, 64, 32),))
 TIERS = AdapterTierStats(host_bytes_used=2**40, read_times=Durations().with_one(3_000_000))
@@ -124,7 +153,7 @@ EVENTS = [
                 prompt_logprobs=(None, LOGPROB),
                 finished=True,
                 error=ErrorInfo("row_failed", "hm"),
-                timing=RequestTiming(1, 2, 3, 4, 5, 6, 7),
+                timing=RequestTiming(*range(1, 1 + len(RequestTiming.__struct_fields__))),
             ),
             EngineOutput(0),
         ),
@@ -186,7 +215,7 @@ def test_plans_and_results_can_be_logged():
     plan = StepPlan(
         step_id=9,
         removed=(1,),
-        added=(RowAdded(0, 5, SAMPLING, UINT64, 1, (1, 2), 2, (2,), ((3, 0.5),)),),
+        added=(RowAdded(0, 5, SAMPLING, UINT64, 1, (1, 2), 2, (2,), (6,), ((3, 0.5),)),),
         rows=(
             RowStep(0, 0, 2, (1, 2), (), ((4, 5),), LogitsNeeded.ALL, 3, 4),
             RowStep(2, 7, 1),
@@ -198,7 +227,12 @@ def test_plans_and_results_can_be_logged():
     )
     result = StepResult(
         9,
-        (RowResult(0, (7,), (LOGPROB,), (LOGPROB,), error=ErrorInfo("row_failed", "hm")),),
+        (
+            RowResult(0, (7,), (LOGPROB,), (LOGPROB,), error=ErrorInfo("row_failed", "hm")),
+            RowResult(1, (7, 8), forced_token_ids=(9,), logits=LogitsFile("/tmp/a", 2)),
+            RowResult(2, candidates=((3, -0.5), (1, -math.inf))),
+            RowResult(3, prompt_logits=LogitsFile("/tmp/b", 100)),
+        ),
         (3,),
         ((4, ErrorInfo("adapter_load_failed", "hm")),),
         StepTiming(1, 2, 3),

@@ -1,0 +1,121 @@
+"""What an engine was told, what it planned and what came of it, in order: enough to replay it.
+
+A journal is JSON lines: a header, then one entry for each command, plan and result. It holds the
+token ids of prompts and answers.
+"""
+
+import math
+import sys
+from typing import Protocol
+
+import msgspec
+
+from loraplex.core.adapter import AdapterHandle
+from loraplex.core.errors import ErrorInfo
+from loraplex.core.output import TokenLogprob
+from loraplex.core.plan import Capacity, RowResult, StepPlan, StepResult
+from loraplex.engine.messages import EngineCommand
+from loraplex.scheduling.settings import SchedulerSettings
+
+JOURNAL_VERSION = 1
+
+
+class JournalHeader(msgspec.Struct, frozen=True, tag="header", kw_only=True):
+    """From what an equal engine is built."""
+
+    version: int = JOURNAL_VERSION
+    loraplex: str
+    """Of which version the engine was: another one may plan differently."""
+    capacity: Capacity
+    settings: SchedulerSettings
+    adapter_host_bytes: int
+    eviction_policy: str
+    policy: str = ""
+    """A policy that is not made from the settings; such a journal cannot be replayed."""
+    overlap: bool = False
+    run: str = ""
+    """Distinguishes the engines that wrote files of one name."""
+    part: int = 0
+    """A journal that grew too large goes on in the next part."""
+
+
+class CommandTaken(msgspec.Struct, frozen=True, tag="command"):
+    now_ns: int
+    """What the engine's clock told for all that follows from it."""
+    command: EngineCommand
+
+
+class LoadEnded(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An adapter came into host memory, or failed to. It is a HostLoad."""
+
+    handle: AdapterHandle
+    error: ErrorInfo | None = None
+    load_ns: int = 0
+
+
+class PlanMade(msgspec.Struct, frozen=True, tag="plan", omit_defaults=True):
+    """The loads that ended were told to the scheduler; then it planned."""
+
+    now_ns: int
+    loads: tuple[LoadEnded, ...] = ()
+    plan: StepPlan | None = None
+    """None: there was nothing to launch, or the scheduler failed."""
+
+
+class StepEnded(msgspec.Struct, frozen=True, tag="result", omit_defaults=True):
+    """The oldest plan in flight ended: with a result, or with an error of the whole step."""
+
+    now_ns: int
+    result: StepResult | None = None
+    error: ErrorInfo | None = None
+
+
+JournalEntry = JournalHeader | CommandTaken | PlanMade | StepEnded
+
+
+class Journal(Protocol):
+    """Takes the entries of one engine. Never raises once it has begun."""
+
+    def begin(self, header: JournalHeader) -> None:
+        """Raises ConfigError if it cannot be kept."""
+        ...
+
+    def write(self, entry: JournalEntry) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class NoJournal:
+    """Implements Journal: nothing is kept."""
+
+    def begin(self, header: JournalHeader) -> None: ...
+
+    def write(self, entry: JournalEntry) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def without_bulk(result: StepResult) -> StepResult:
+    """What the scheduler decides by: no alternatives of log probabilities, and finite numbers."""
+    if not any(row.logprobs or row.prompt_logprobs or row.candidates for row in result.rows):
+        return result
+    rows = tuple(_row_without_bulk(row) for row in result.rows)
+    return msgspec.structs.replace(result, rows=rows)
+
+
+def _row_without_bulk(row: RowResult) -> RowResult:
+    return msgspec.structs.replace(
+        row,
+        logprobs=tuple(map(_chosen, row.logprobs)),
+        prompt_logprobs=tuple(map(_chosen, row.prompt_logprobs)),
+        candidates=tuple((token_id, _finite(score)) for token_id, score in row.candidates),
+    )
+
+
+def _chosen(logprob: TokenLogprob) -> TokenLogprob:
+    return TokenLogprob(logprob.token_id, _finite(logprob.logprob), logprob.rank)
+
+
+def _finite(score: float) -> float:
+    """JSON has no infinity."""
+    return score if math.isfinite(score) else -sys.float_info.max

@@ -1,0 +1,198 @@
+"""A journal's file, and the older parts beside it: PATH is the newest, then PATH.1, PATH.2, ...
+
+Each entry is one write to the operating system: what a dead engine had written is there. Only the
+last line may be torn.
+"""
+
+import fcntl
+import logging
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import msgspec
+
+from loraplex.core.errors import ConfigError
+from loraplex.engine.journal import JOURNAL_VERSION, JournalEntry, JournalHeader
+
+NUM_PARTS = 8
+"""Of which a journal's bytes are shared by the newest part and the older ones."""
+
+logger = logging.getLogger(__name__)
+
+
+class JournalFile:
+    """Implements engine.journal.Journal. A full disk ends the journal, not the engine."""
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        """max_bytes: of all parts together; the oldest one goes."""
+        self._path = path
+        self._max_part_bytes = max(1, max_bytes // NUM_PARTS)
+        self._encoder = msgspec.json.Encoder()
+        self._header: JournalHeader | None = None
+        self._descriptor: int | None = None
+        self._num_bytes = 0
+
+    def begin(self, header: JournalHeader) -> None:
+        """Raises ConfigError if the file cannot be written, or another engine writes it."""
+        self._header = msgspec.structs.replace(header, run=uuid.uuid4().hex, part=0)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._refuse_second_writer()
+            self._begin_part()
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write iteration_log {self._path}: {error.strerror}"
+            ) from error
+        logger.warning(
+            "iteration_log: %s gets the tokens of every prompt and answer; guard it as you guard "
+            "them",
+            self._path,
+        )
+
+    def write(self, entry: JournalEntry) -> None:
+        if self._descriptor is None:
+            return
+        line = self._encoder.encode(entry) + b"\n"
+        try:
+            if self._num_bytes + len(line) > self._max_part_bytes:
+                self._next_part()
+            self._append(line)
+        except OSError as error:
+            logger.error("iteration_log: %s ends here: %s", self._path, error.strerror)
+            self.close()
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _append(self, line: bytes) -> None:
+        assert self._descriptor is not None, "the journal has not begun"
+        self._num_bytes += len(line)
+        while line:
+            line = line[os.write(self._descriptor, line) :]
+
+    def _next_part(self) -> None:
+        assert self._header is not None, "the journal has not begun"
+        self._header = msgspec.structs.replace(self._header, part=self._header.part + 1)
+        self.close()
+        self._begin_part()
+
+    def _begin_part(self) -> None:
+        for number in range(NUM_PARTS - 1, 0, -1):
+            older = part_path(self._path, number - 1)
+            if older.exists():
+                older.replace(part_path(self._path, number))
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        self._descriptor = os.open(self._path, flags, 0o600)
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        self._num_bytes = 0
+        self._append(self._encoder.encode(self._header) + b"\n")
+
+    def _refuse_second_writer(self) -> None:
+        try:
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"iteration_log {self._path} is written by another engine: give each model a file "
+                "of its own, under [models.NAME]"
+            ) from None
+        finally:
+            os.close(descriptor)
+
+
+class JournalLine(NamedTuple):
+    path: Path
+    number: int
+    """From 1 on."""
+    num_bytes: int
+    entry: JournalEntry
+
+
+class JournalError(Exception):
+    """A file is not a journal, or not a whole one."""
+
+
+class JournalReader:
+    """The entries of a journal from its first part on, without the further headers.
+
+    Raises JournalError, which names file and line, for what is no journal, and for one whose
+    beginning is not there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._decoder: msgspec.json.Decoder[JournalEntry] = msgspec.json.Decoder(JournalEntry)
+        self._parts = self._find_parts(path)
+        self.header = self._header_of(self._parts[0])
+        self.num_bytes = sum(part.stat().st_size for part in self._parts)
+        self.is_torn = False
+        """The last line was cut off: it is left out."""
+
+    def __iter__(self) -> Iterator[JournalLine]:
+        for index, part in enumerate(self._parts):
+            is_last = index == len(self._parts) - 1
+            with _opened(part) as file:
+                for number, line in enumerate(file, start=1):
+                    if is_last and not line.endswith(b"\n"):
+                        self.is_torn = True
+                    elif number > 1:
+                        entry = self._entry(part, number, line)
+                        yield JournalLine(part, number, len(line), entry)
+
+    def _find_parts(self, path: Path) -> list[Path]:
+        newest = self._header_of(path)
+        parts = [path]
+        stem, first_number = _stem_and_number(path)
+        for part in range(newest.part - 1, -1, -1):
+            older = part_path(stem, first_number + newest.part - part)
+            if not older.exists() or self._header_of(older).run != newest.run:
+                raise JournalError(
+                    f"{path} is part {newest.part + 1} of its journal, and part {part + 1} "
+                    f"({older}) is not there: a journal is replayed from its beginning"
+                )
+            parts.append(older)
+        return parts[::-1]
+
+    def _header_of(self, part: Path) -> JournalHeader:
+        with _opened(part) as file:
+            entry = self._entry(part, 1, file.readline())
+        if not isinstance(entry, JournalHeader):
+            raise JournalError(f"{part}, line 1: a journal begins with its header")
+        if entry.version != JOURNAL_VERSION:
+            raise JournalError(
+                f"{part} is a journal of version {entry.version}; this loraplex reads version "
+                f"{JOURNAL_VERSION}"
+            )
+        return entry
+
+    def _entry(self, part: Path, number: int, line: bytes) -> JournalEntry:
+        try:
+            return self._decoder.decode(line)
+        except (msgspec.MsgspecError, UnicodeDecodeError, ConfigError) as error:
+            raise JournalError(f"{part}, line {number}: this is no journal: {error}") from error
+
+
+def _opened(part: Path) -> BinaryIO:
+    try:
+        return part.open("rb")
+    except OSError as error:
+        raise JournalError(f"cannot read {part}: {error.strerror}") from error
+
+
+def part_path(path: Path, number: int) -> Path:
+    """Of the newest part, which is number 0, or of an older one."""
+    return path.with_name(f"{path.name}.{number}") if number else path
+
+
+def _stem_and_number(path: Path) -> tuple[Path, int]:
+    """`log.jsonl.3` may be the newest part of a former engine's journal."""
+    if path.suffix[1:].isdecimal():
+        return path.with_suffix(""), int(path.suffix[1:])
+    return path, 0

@@ -1,0 +1,53 @@
+"""A runner that computes a step when it is waited for: as late as one can that runs beside us."""
+
+from loraplex.core.errors import StepFailedError
+from loraplex.core.plan import Capacity, StepPlan, StepResult
+from loraplex.engine.runner import Runner
+
+
+class DelayedRunner:
+    """Implements engine.runner.Runner around another one, for more than one plan in flight.
+
+    Raises AssertionError if plans are not waited for in their order.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._launched: list[DelayedStep] = []
+        self.most_in_flight = 0
+
+    def capacity(self) -> Capacity:
+        return self._runner.capacity()
+
+    def launch(self, plan: StepPlan) -> "DelayedStep":
+        step = DelayedStep(self, plan)
+        self._launched.append(step)
+        self.most_in_flight = max(self.most_in_flight, len(self._launched))
+        return step
+
+    def close(self) -> None:
+        self._runner.close()
+
+    def compute(self, step: "DelayedStep") -> StepResult:
+        """Called once for each step."""
+        assert self._launched.pop(0) is step, "plans are waited for in their order"
+        if step.is_void:
+            raise StepFailedError(f"step {step.plan.step_id} was not computed")
+        try:
+            return self._runner.launch(step.plan).wait()
+        except Exception:
+            for behind in self._launched:
+                behind.is_void = True
+            raise
+
+
+class DelayedStep:
+    """Implements engine.runner.StepHandle."""
+
+    def __init__(self, runner: DelayedRunner, plan: StepPlan) -> None:
+        self._runner = runner
+        self.plan = plan
+        self.is_void = False
+
+    def wait(self) -> StepResult:
+        return self._runner.compute(self)

@@ -1,0 +1,35 @@
+"""What a beam search over a FakeModel gives, without an engine."""
+
+from collections.abc import Sequence
+
+from loraplex.core.request import EngineRequest
+from loraplex.scheduling.beam_group import new_beam_group
+from loraplex.scheduling.beams import Hypothesis
+from loraplex.scheduling.stop import StopRules
+from loraplex.testing.fake_model import EMPTY_STATE, FakeModel
+
+
+def search_alone(
+    model: FakeModel, request: EngineRequest, max_model_len: int
+) -> Sequence[Hypothesis]:
+    """The answers to a request that searches, the best first: at most as many as it wants."""
+    rules = StopRules(request, max_model_len)
+    group = new_beam_group(request, rules)
+    assert group is not None, "the request does not search"
+    search, adapters = group.search, [(use.digest, use.scale) for use in request.adapters]
+    while not search.is_over:
+        candidates = []
+        for beam in search.beams:
+            token_ids = (*request.prompt_token_ids, *beam.token_ids)
+            state = model.extend(EMPTY_STATE, token_ids, adapters)[-1]
+            candidates.append(
+                model.candidates(
+                    state,
+                    search.num_candidates,
+                    request.sampling,
+                    len(beam.token_ids),
+                    rules.suppressed_token_ids,
+                )
+            )
+        search.advance(candidates)
+    return search.hypotheses[: request.sampling.n]
