@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import os
+import shutil
 import signal
 import sys
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from loraplex.testing.capitals import BASE_PATH
 from loraplex.testing.running_server import RunningServer, serving
 
 pytestmark = [
@@ -17,7 +19,13 @@ pytestmark = [
     pytest.mark.xdist_group("restart"),
 ]
 
-LONG = {"model": "capitals", "prompt": "x", "max_tokens": 500, "ignore_eos": True}
+LONG = {
+    "model": "capitals",
+    "prompt": "x",
+    "max_tokens": 500,
+    "ignore_eos": True,
+    "temperature": 0,
+}
 SHORT = {"model": "chinese", "prompt": "x", "max_tokens": 4, "ignore_eos": True}
 
 
@@ -50,24 +58,47 @@ def num_steps(server: RunningServer) -> int:
     return len(server.get("/v1/iterations?limit=1000")[1].split('"step_id"')) - 1
 
 
-def test_a_killed_engine_fails_its_requests_and_comes_back(tmp_path):
-    with serving(tmp_path) as server, concurrent.futures.ThreadPoolExecutor(4) as pool:
+def test_a_killed_engine_comes_back_and_goes_on(tmp_path):
+    with serving(tmp_path) as server, concurrent.futures.ThreadPoolExecutor(5) as pool:
+        _, expected = server.post("/v1/completions", LONG)
+        num_before = num_steps(server)
         jobs = [pool.submit(server.post, "/v1/completions", LONG) for _ in range(4)]
-        wait_for(lambda: num_steps(server) > 2)
+        wait_for(lambda: num_steps(server) > num_before + 2)
         first = engine_pid(server)
         os.kill(first, signal.SIGKILL)
+        server.wait_until(ready=False)
+        late = pool.submit(server.post, "/v1/completions", SHORT)
+        assert server.get("/health/live")[0] == 200
         for job in jobs:
             status, body = job.result()
-            assert status == 503
-            assert body["error"]["code"] == "engine_restarted"
+            assert status == 200, body
+            assert body["choices"] == expected["choices"]
+        status, body = late.result()
+        assert status == 200, body
+        assert server.is_ready()
+        assert engine_pid(server) != first
+        assert server.stop() == 0
+
+
+def test_an_engine_that_cannot_come_back(tmp_path):
+    """Its model's folder is gone: what was accepted ends with an error, and the server stands."""
+    folder = tmp_path / "model"
+    shutil.copytree(BASE_PATH, folder)
+    flags = ["--engine-restart-seconds", "6", "--engine-wait-seconds", "2"]
+    with (
+        serving(tmp_path / "state", *flags, model=folder) as server,
+        concurrent.futures.ThreadPoolExecutor(2) as pool,
+    ):
+        job = pool.submit(server.post, "/v1/completions", LONG)
+        wait_for(lambda: num_steps(server) > 2)
+        shutil.rmtree(folder)
+        os.kill(engine_pid(server), signal.SIGKILL)
         server.wait_until(ready=False)
         status, body = server.post("/v1/completions", SHORT)
-        assert status in (200, 503)  # it may be back already
+        assert (status, body["error"]["code"]) == (503, "not_ready")
+        status, body = job.result()
+        assert (status, body["error"]["code"]) == (503, "engine_restarted")
         assert server.get("/health/live")[0] == 200
-        server.wait_until(ready=True)
-        status, body = server.post("/v1/completions", SHORT)
-        assert status == 200, body
-        assert engine_pid(server) != first
         assert server.stop() == 0
 
 

@@ -3,6 +3,7 @@
 Pure functions; everything that can be known to be wrong with a request beforehand is said here.
 """
 
+import itertools
 import math
 import secrets
 from collections.abc import Sequence
@@ -15,13 +16,17 @@ from loraplex.core.errors import (
     InvalidRequestError,
     PromptTooLongError,
     TokenOutOfVocabularyError,
+    UnsupportedFeatureError,
 )
 from loraplex.core.principal import Principal
 from loraplex.core.request import EngineRequest, GenerateRequest
+from loraplex.core.retention import check_retention
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.memory.kv_salt import kv_salt
 from loraplex.serving.backend import ModelCard
 
+NO_END_ID = -1
+"""As end_id: no token is the end of the text."""
 _UINT64 = 2**64
 _LONGEST_TIMEOUT_SECONDS = 1e8
 """Three years. What is longer is as good as none, and may be too large for a clock."""
@@ -40,15 +45,24 @@ def admit(
     """Check a tokenized request against its model. Raises RequestErrors."""
     request.sampling.validate()
     check_prompt(prompt_token_ids, model)
-    _check_ids("stop_token_ids", request.sampling.stop_token_ids, model)
+    _check_sampling_ids(request.sampling, model)
+    if request.retention is not None:
+        check_retention(request.retention)
+    ends = _eos_token_ids(request.end_id, eos_token_ids, model)
+    if request.sampling.grammar is not None and not ends:
+        raise UnsupportedFeatureError(
+            f"model {model.name!r} has no end-of-text token, so its output cannot be kept to a "
+            "grammar: give an end_id",
+            param="grammar",
+        )
     for adapter in adapters:
         if not math.isfinite(adapter.scale):
             raise InvalidParameterError(f"an adapter's scale must be finite, got {adapter.scale}")
     return EngineRequest(
         request_id=request.request_id,
         prompt_token_ids=tuple(prompt_token_ids),
-        sampling=_complete(request.sampling, len(prompt_token_ids), model),
-        eos_token_ids=eos_token_ids,
+        sampling=_complete(request, len(prompt_token_ids), model),
+        eos_token_ids=ends,
         adapters=adapters,
         kv_salt=kv_salt(
             model.name,
@@ -61,6 +75,7 @@ def admit(
         arrival_ns=now_ns,
         deadline_ns=_deadline_ns(request.timeout_seconds, now_ns),
         requires_resident=request.load_policy is LoadPolicy.NEVER,
+        retention=request.retention,
     )
 
 
@@ -89,8 +104,30 @@ def _check_ids(param: str, token_ids: Sequence[int], model: ModelCard) -> None:
             )
 
 
-def _complete(sampling: SamplingParams, num_prompt_tokens: int, model: ModelCard) -> SamplingParams:
-    """Set max_tokens and seed, so that a replay after a crash is the same request."""
+def _check_sampling_ids(sampling: SamplingParams, model: ModelCard) -> None:
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        _check_ids(name, getattr(sampling, name), model)
+    for name in ("stop_token_sequences", "bad_token_ids"):
+        _check_ids(name, tuple(itertools.chain.from_iterable(getattr(sampling, name))), model)
+    _check_ids("logit_bias", tuple(token_id for token_id, _ in sampling.logit_bias), model)
+    if sampling.top_p_reset_id is not None:
+        _check_ids("top_p_reset_id", (sampling.top_p_reset_id,), model)
+
+
+def _eos_token_ids(
+    end_id: int | None, eos_token_ids: tuple[int, ...], model: ModelCard
+) -> tuple[int, ...]:
+    """Those of the model stay, though ignored, where end_id is none: a grammar ends with one."""
+    if end_id is None or end_id == NO_END_ID:
+        return eos_token_ids
+    _check_ids("end_id", (end_id,), model)
+    return (end_id,)
+
+
+def _complete(request: GenerateRequest, num_prompt_tokens: int, model: ModelCard) -> SamplingParams:
+    """Set max_tokens and seed, so that a replay after a crash is the same request; and what
+    serving needs to know of the tokens itself."""
+    sampling = request.sampling
     room = model.max_model_len - num_prompt_tokens
     max_tokens = room if sampling.max_tokens is None else sampling.max_tokens
     if max_tokens > room:
@@ -106,7 +143,14 @@ def _complete(sampling: SamplingParams, num_prompt_tokens: int, model: ModelCard
             param="min_tokens",
         )
     seed = secrets.randbits(64) if sampling.seed is None else sampling.seed % _UINT64
-    return msgspec.structs.replace(sampling, max_tokens=max_tokens, seed=seed)
+    chooses_best = sampling.best_of is not None and sampling.best_of > sampling.n
+    return msgspec.structs.replace(
+        sampling,
+        max_tokens=max_tokens,
+        seed=seed,
+        ignore_eos=sampling.ignore_eos or request.end_id == NO_END_ID,
+        logprobs=0 if chooses_best and sampling.logprobs is None else sampling.logprobs,
+    )
 
 
 def _deadline_ns(timeout_seconds: float | None, now_ns: int) -> int | None:

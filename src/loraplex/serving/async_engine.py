@@ -1,7 +1,7 @@
 """Requests to one engine, as async iterators, across the engine's deaths.
 
-Owns the streams of the requests in work and starts the engine again when it dies. It knows tokens
-only; text, names and tenants are the service's.
+It starts the engine again when it dies, and gives the requests in work to the new one: their
+streams go on. It knows tokens only; text, names and tenants are the service's.
 """
 
 import asyncio
@@ -14,45 +14,41 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from loraplex.core.adapter import AdapterSource, Residency
 from loraplex.core.clock import Clock
 from loraplex.core.errors import (
-    EngineRestartedError,
     ErrorInfo,
     InternalError,
     LoraplexError,
     NotReadyError,
     error_from_info,
 )
-from loraplex.core.output import EngineOutput
 from loraplex.core.plan import Capacity
 from loraplex.core.request import EngineRequest, RequestId
 from loraplex.core.stats import AdapterActivity, EngineStats, StepRecord
 from loraplex.engine.messages import (
-    AbortRequest,
     AdapterHeld,
     AdapterRejected,
     AdaptersTold,
-    AddRequest,
-    AskAdapters,
     EngineEvent,
     EngineFailed,
     EngineReady,
     HoldAdapter,
     PreloadAdapter,
-    RegisterAdapter,
     ReleaseAdapter,
     StepDone,
-    UnregisterAdapter,
 )
+from loraplex.serving.engine_activity import EngineActivity
+from loraplex.serving.engine_adapters import EngineAdapters
 from loraplex.serving.engine_link import EngineDied, EngineLink, LinkFactory
 from loraplex.serving.engine_questions import EngineQuestions
 from loraplex.serving.output_stream import OutputStream
+from loraplex.serving.replay import RequestInWork
+from loraplex.serving.request_dispatch import RequestDispatch
+from loraplex.serving.request_fates import Patience, engine_gone
 
 logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 30.0
 _STABLE_SECONDS = 60.0
-_STEP_LOG_LENGTH = 1000
-_RECENT_SECONDS = 0.25
 _UNASKED = 0
 """The number of a question that nobody waits for."""
 
@@ -69,25 +65,30 @@ class EngineState(enum.StrEnum):
 class AsyncEngine:
     """One served model's engine. All methods run on serving's event loop."""
 
-    def __init__(self, model: str, start_link: LinkFactory, clock: Clock) -> None:
+    def __init__(
+        self,
+        model: str,
+        start_link: LinkFactory,
+        clock: Clock,
+        *,
+        num_steps_kept: int = 1000,
+        patience: Patience = Patience(),  # noqa: B008
+    ) -> None:
         self.model = model
         self.state = EngineState.STARTING
         self.failure: LoraplexError | None = None
         self.num_restarts = 0
         self.stats = EngineStats()
-        self.steps: collections.deque[StepRecord] = collections.deque(maxlen=_STEP_LOG_LENGTH)
+        self.steps: collections.deque[StepRecord] = collections.deque(maxlen=num_steps_kept)
         self._start_link = start_link
         self._clock = clock
         self._link: EngineLink | None = None
         self._capacity: Capacity | None = None
-        self._streams: dict[RequestId, OutputStream] = {}
-        self._registered: set[str] = set()
-        self._rejected: dict[str, ErrorInfo] = {}
-        """Digests that the running engine knows, and those that it can never serve."""
-        self._held: dict[str, AdapterSource] = {}
-        """What is to stay on the device, also of the next engine; by digest."""
-        self._activity = EngineQuestions[AdapterActivity]()
-        self._last_activity = AdapterActivity()
+        self._adapters = EngineAdapters()
+        self._requests = RequestDispatch(model, self._adapters, clock, patience)
+        self._has_worked = False
+        """The engine of now, or the last one, did a step."""
+        self._activity = EngineActivity()
         self._holds = EngineQuestions[ErrorInfo | None]()
         self._settled = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -106,7 +107,7 @@ class AsyncEngine:
     async def close(self) -> None:
         """Stop the engine. Requests in work end with an error, and so does a start in work."""
         self.state = EngineState.CLOSED
-        self._fail_all(NotReadyError("the server is stopping").to_info())
+        self._requests.fail_all(NotReadyError("the server is stopping"))
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -128,12 +129,15 @@ class AsyncEngine:
 
     @property
     def num_requests(self) -> int:
-        return len(self._streams)
+        return len(self._requests)
 
     @property
     def registered(self) -> Collection[str]:
-        """The digests that the running engine was told of and has not been told to forget."""
-        return frozenset(self._registered)
+        """The digests that the running engine was told of and has not been told to forget.
+
+        And those that requests in work need: the next engine may have to be told of them.
+        """
+        return frozenset(self._adapters.registered.union(self._requests.needed_adapters()))
 
     def submit(
         self,
@@ -143,41 +147,35 @@ class AsyncEngine:
     ) -> OutputStream:
         """Give a request to the engine. By one of its labels, fail_labelled can end it.
 
-        Raises NotReadyError while there is none, and what it said of an adapter that it rejected.
+        While the engine is started again the request waits for it. Raises NotReadyError before the
+        first start and after the end, and what the engine said of an adapter that it rejected.
         """
-        link = self._require_link()
+        if self.state not in (EngineState.READY, EngineState.RESTARTING):
+            raise self._not_ready()
         for source in adapters:
-            self._register(link, source)
-        link.send(AddRequest(request))
-        stream = self._streams[request.request_id] = OutputStream(labels)
-        return stream
+            self._adapters.expect(source)
+        now_ns = self._clock.now_ns()
+        submitted = RequestInWork(request, adapters, labels, submitted_ns=now_ns)
+        self._requests.submit(submitted)
+        return submitted.stream
 
     def abort(self, request_id: RequestId, sequence_index: int | None = None) -> None:
         """End a request, or one sequence of it; its stream then gets its last output."""
-        if request_id in self._streams and self._link is not None:
-            self._link.send(AbortRequest(request_id, sequence_index))
+        self._requests.abort(request_id, sequence_index)
 
     def num_labelled(self, label: Hashable) -> int:
         """Requests in work that carry a label."""
-        return sum(label in stream.labels for stream in self._streams.values())
+        return self._requests.num_labelled(label)
 
     def fail_labelled(self, label: Hashable, error: LoraplexError) -> int:
         """End the requests that carry a label, with an error; how many those were."""
-        found = [(id_, stream) for id_, stream in self._streams.items() if label in stream.labels]
-        for request_id, stream in found:
-            self.abort(request_id)
-            del self._streams[request_id]
-            stream.put(EngineOutput(request_id, finished=True, error=error.to_info()))
-        return len(found)
+        return self._requests.fail_labelled(label, error)
 
     def forget_adapter(self, digest: str) -> None:
         """Let the engine forget an adapter once no request needs it. It may be named again."""
-        self._rejected.pop(digest, None)
-        self._held.pop(digest, None)
-        if digest in self._registered:
-            self._registered.remove(digest)
-            if self._link is not None:
-                self._link.send(UnregisterAdapter(digest))
+        is_needed = digest in self._requests.needed_adapters()
+        send = None if self._link is None else self._link.send
+        self._adapters.forget(digest, send, is_needed=is_needed)
 
     async def residency(self) -> Mapping[str, Residency]:
         """Where the adapters are, by digest; what is absent is left out.
@@ -188,38 +186,27 @@ class AsyncEngine:
 
     async def activity(self) -> AdapterActivity:
         """Where the adapters are and for whom; as `residency`."""
-        link = self._link
-        if link is None or not self.is_ready:
-            return AdapterActivity()
-        try:
-            return await self._activity.ask(lambda query_id: link.send(AskAdapters(query_id)))
-        except NotReadyError:
-            return AdapterActivity()
+        return await self._activity.ask(self._link)
 
     async def recent_activity(self) -> AdapterActivity:
         """activity(), or what it was last while the engine is in a long step."""
-        try:
-            async with asyncio.timeout(_RECENT_SECONDS):
-                self._last_activity = await self.activity()
-        except TimeoutError:
-            logger.debug("model %s: its engine is in a long step", self.model)
-        return self._last_activity
+        return await self._activity.recent(self._link)
 
     @property
     def held(self) -> frozenset[str]:
         """Digests that are to stay on the device."""
-        return frozenset(self._held)
+        return frozenset(self._adapters.held)
 
     async def hold(self, source: AdapterSource) -> None:
         """Keep an adapter on the device, whatever engine runs, until `release` or its unloading.
 
         Raises AdapterTooLargeError if others would then lack room, NotReadyError without an engine.
         """
-        if source.digest in self._held:
+        if source.digest in self._adapters.held:
             return
         link = self._require_link()
-        self._register(link, source)
-        self._held[source.digest] = source
+        self._adapters.want(source, link.send)
+        self._adapters.held[source.digest] = source
         try:
             error = await self._holds.ask(
                 lambda query_id: link.send(HoldAdapter(query_id, source.digest))
@@ -228,35 +215,30 @@ class AsyncEngine:
             self.release(source.digest)
             raise
         if error is not None:
-            self._held.pop(source.digest, None)
+            self._adapters.held.pop(source.digest, None)
             raise error_from_info(error)
 
     def release(self, digest: str) -> None:
         """Undo `hold`. What was refused for lack of room may be asked for again."""
-        if self._held.pop(digest, None) is not None and self._link is not None:
-            self._rejected.clear()
+        if self._adapters.held.pop(digest, None) is not None and self._link is not None:
+            self._adapters.forgive()
             self._link.send(ReleaseAdapter(digest))
 
     def preload(self, source: AdapterSource) -> None:
         """Ask for an adapter ahead of its first request."""
         link = self._require_link()
-        self._register(link, source)
+        self._adapters.want(source, link.send)
         link.send(PreloadAdapter(source.digest))
 
     def _require_link(self) -> EngineLink:
         if self._link is None or not self.is_ready:
-            raise NotReadyError(
-                f"the engine of model {self.model!r} is {self.state}", retry_after_seconds=2
-            )
+            raise self._not_ready()
         return self._link
 
-    def _register(self, link: EngineLink, source: AdapterSource) -> None:
-        rejection = self._rejected.get(source.digest)
-        if rejection is not None:
-            raise error_from_info(rejection)
-        if source.digest not in self._registered:
-            self._registered.add(source.digest)
-            link.send(RegisterAdapter(source))
+    def _not_ready(self) -> NotReadyError:
+        return NotReadyError(
+            f"the engine of model {self.model!r} is {self.state}", retry_after_seconds=2
+        )
 
     async def _run(self) -> None:
         """Serve one engine after the other until closed, or until one cannot start."""
@@ -266,13 +248,14 @@ class AsyncEngine:
             logger.exception("model %s: its engine is given up", self.model)
             self.failure = InternalError(f"the engine of model {self.model!r} was given up")
         self.state = EngineState.FAILED
+        self._requests.fail_all(engine_gone("was given up"))
         self._settled.set()
 
     async def _run_epochs(self) -> None:
         """Returns when the first engine could not start; `failure` then says why."""
         pause = _FIRST_PAUSE_SECONDS
         for epoch in itertools.count(1):
-            started_ns = self._clock.now_ns()
+            started_ns, self._has_worked = self._clock.now_ns(), False
             await self._run_epoch(epoch)
             if self._capacity is None:
                 self.failure = self.failure or InternalError(
@@ -280,14 +263,15 @@ class AsyncEngine:
                 )
                 return
             self.num_restarts += 1
-            if self._clock.now_ns() - started_ns > _STABLE_SECONDS * 1e9:
+            lived_ns = self._clock.now_ns() - started_ns
+            if self._has_worked or lived_ns > _STABLE_SECONDS * 1e9:
                 pause = _FIRST_PAUSE_SECONDS
             logger.info("model %s: its engine is started again in %g s", self.model, pause)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     async def _run_epoch(self, epoch: int) -> None:
-        """One engine's life. Returns when it is gone; then its requests have been told."""
+        """One engine's life. Returns when it is gone; then its requests wait for the next one."""
         try:
             link = await self._start_link(epoch)
         except LoraplexError as error:
@@ -296,32 +280,27 @@ class AsyncEngine:
         except OSError as error:
             self._cannot_start(InternalError(f"the engine cannot be started: {error}"))
             return
+        death = EngineDied("the engine was closed")
         try:
             while self.failure is None:
                 self._handle(await link.receive(), link)
-        except EngineDied as death:
+        except EngineDied as died:
+            death = died
             logger.error("model %s: %s", self.model, death)
         finally:
-            self._lose_engine()
+            self._lose_engine(death)
             await link.close()
 
-    def _lose_engine(self) -> None:
+    def _lose_engine(self, death: EngineDied) -> None:
         self._link = None
-        self._registered.clear()
-        self._rejected.clear()
+        self._adapters.lose_engine()
         gone = NotReadyError(f"the engine of model {self.model!r} stopped", retry_after_seconds=2)
-        self._activity.fail(gone)
+        self._activity.lose_engine(gone)
         self._holds.fail(gone)
         self.stats = EngineStats()
         if self.state is EngineState.READY:
             self.state = EngineState.RESTARTING
-        self._fail_all(
-            EngineRestartedError(
-                "the engine stopped while it worked on this request; it is being started "
-                "again: please send the request once more",
-                retry_after_seconds=5,
-            ).to_info()
-        )
+        self._requests.lose_engine(death)
 
     def _handle(self, event: EngineEvent, link: EngineLink) -> None:
         match event:
@@ -332,6 +311,7 @@ class AsyncEngine:
                 self._link = link
                 self.state = EngineState.READY
                 self._hold_again(link)
+                self._requests.take_engine(link)
                 self._settled.set()
             case EngineFailed(error):
                 self._cannot_start(error_from_info(error))
@@ -348,16 +328,13 @@ class AsyncEngine:
     def _take_step(self, step: StepDone) -> None:
         self.stats = step.stats
         if step.record is not None:
+            self._has_worked = True
             self.steps.append(step.record)
-        for output in step.outputs:
-            self._deliver(output)
+        self._requests.take_step(step)
 
     def _note_rejected(self, digest: str, error: ErrorInfo) -> None:
-        """The first reason counts: a preload sent behind the registration is refused, too."""
-        if digest not in self._rejected:
+        if self._adapters.reject(digest, error):
             logger.warning("model %s refused adapter %s: %s", self.model, digest, error.message)
-            self._rejected[digest] = error
-        self._registered.discard(digest)  # it is told again once the reason may be gone
 
     def _note_held(self, query_id: int, error: ErrorInfo | None) -> None:
         if not self._holds.answer(query_id, error) and error is not None:
@@ -365,8 +342,8 @@ class AsyncEngine:
 
     def _hold_again(self, link: EngineLink) -> None:
         """A new engine has none of them."""
-        for digest, source in self._held.items():
-            self._register(link, source)
+        for digest, source in self._adapters.held.items():
+            self._adapters.want(source, link.send)
             link.send(HoldAdapter(_UNASKED, digest))
 
     def _cannot_start(self, error: LoraplexError) -> None:
@@ -375,16 +352,3 @@ class AsyncEngine:
             self.failure = error
         else:
             logger.error("model %s: the engine failed: %s", self.model, error.message)
-
-    def _deliver(self, output: EngineOutput) -> None:
-        stream = self._streams.get(output.request_id)
-        if stream is None:
-            return
-        if output.finished:
-            del self._streams[output.request_id]
-        stream.put(output)
-
-    def _fail_all(self, error: ErrorInfo) -> None:
-        for request_id, stream in self._streams.items():
-            stream.put(EngineOutput(request_id, finished=True, error=error))
-        self._streams.clear()

@@ -42,6 +42,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     kv_dtype: str
     """Of stored keys and values."""
+    kv_block_size: int = 16
+    """Tokens."""
 
 
 class Health(msgspec.Struct, frozen=True):

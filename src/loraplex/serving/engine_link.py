@@ -11,27 +11,44 @@ import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from pathlib import Path
+from typing import Final, Protocol
 
 import zmq
 import zmq.asyncio
 
-from loraplex.core.config import child_environment
+from loraplex.core.environment import child_environment
 from loraplex.core.errors import ConfigError
+from loraplex.core.request import RequestId
 from loraplex.engine.channel import EPOCH_BYTES, EngineChannel, ThreadChannel
 from loraplex.engine.messages import EngineCommand, EngineEvent, Shutdown, decode_event, encode
 from loraplex.engine.process import EngineStart
+from loraplex.engine.step_marker import create_marker_file
 
 logger = logging.getLogger(__name__)
 
 _LAST_WORDS_SECONDS = 0.1
 """How long the events of an engine that has ended may still be on their way."""
 _STOP_SECONDS = 5.0
+_KILLS: Final = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT})
+"""Signals that come from outside: an operator, a container's end, a system short of memory."""
 
 
 class EngineDied(Exception):
     """The engine is gone. Says how, for the log."""
+
+    def __init__(
+        self,
+        message: str,
+        in_flight: Collection[RequestId] = (),
+        *,
+        was_killed: bool = False,
+    ) -> None:
+        """in_flight: the requests of its steps in flight; was_killed: from outside."""
+        super().__init__(message)
+        self.in_flight = in_flight
+        self.was_killed = was_killed
 
 
 class EngineLink(Protocol):
@@ -58,7 +75,8 @@ class ThreadLink:
     def __init__(self, run: Callable[[EngineChannel], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[EngineEvent | None] = asyncio.Queue()
-        self._channel = ThreadChannel(self._deliver)
+        self._folder = tempfile.mkdtemp(prefix="loraplex-")
+        self._channel = ThreadChannel(self._deliver, Path(self._folder))
         self._run = run
         self._thread = threading.Thread(target=self._main, name="loraplex-engine", daemon=True)
         self._thread.start()
@@ -69,12 +87,13 @@ class ThreadLink:
     async def receive(self) -> EngineEvent:
         event = await self._events.get()
         if event is None:
-            raise EngineDied("the engine's thread ended")
+            raise EngineDied("the engine's thread ended", self._channel.marker.request_ids())
         return event
 
     async def close(self) -> None:
         self._channel.put(Shutdown())
         await asyncio.to_thread(self._thread.join)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _main(self) -> None:
         try:
@@ -121,7 +140,11 @@ class ProcessLink:
             raise
         link = cls(process, endpoint, epoch)
         try:
-            await link._tell(EngineStart(endpoint.address, epoch, settings))
+            await link._tell(
+                EngineStart(
+                    endpoint.address, epoch, settings, endpoint.marker_path, endpoint.logits_dir
+                )
+            )
         except BaseException:
             await link.close()
             raise
@@ -141,7 +164,12 @@ class ProcessLink:
             if epoch == self._epoch:
                 self._identity = identity
                 return decode_event(payload)
-        raise EngineDied(f"the engine process {self.pid} {_end(self._exited.result())}")
+        status = self._exited.result()
+        raise EngineDied(
+            f"the engine process {self.pid} {_end(status)}",
+            self._endpoint.marker.request_ids(),
+            was_killed=-status in _KILLS,
+        )
 
     async def close(self) -> None:
         if self._identity is not None and not self._exited.done():
@@ -174,10 +202,15 @@ class ProcessLink:
 
 
 class _Endpoint:
-    """A bound socket in a folder of its own. mkdtemp's mode is 0700: nobody else may connect."""
+    """A bound socket, the steps' marker and logits in a folder of their own.
+
+    mkdtemp's mode is 0700: nobody else may connect.
+    """
 
     def __init__(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="loraplex-")
+        self.marker_path = os.path.join(self._folder, "steps")
+        self.logits_dir = os.path.join(self._folder, "logits")
         self._context = zmq.asyncio.Context()
         self.address = f"ipc://{os.path.join(self._folder, 'engine')}"
         self.socket = self._context.socket(zmq.ROUTER)
@@ -185,7 +218,12 @@ class _Endpoint:
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.setsockopt(zmq.LINGER, 0)
         try:
+            self.marker = create_marker_file(Path(self.marker_path))
+            os.mkdir(self.logits_dir)
             self.socket.bind(self.address)
+        except OSError as error:
+            self.close()
+            raise ConfigError(f"cannot write to {self._folder}: {error.strerror}") from error
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(

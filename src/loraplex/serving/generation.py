@@ -1,12 +1,13 @@
 """One request's way back: the engine's tokens become text, and end where the client said."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from loraplex.core.errors import error_from_info
 from loraplex.core.output import (
     EngineOutput,
-    FinishReason,
+    Logits,
     RequestOutput,
     RequestTiming,
     ResolvedAdapter,
@@ -16,9 +17,10 @@ from loraplex.core.output import (
 )
 from loraplex.core.request import EngineRequest, GenerateRequest, RequestId
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.serving.detokenizer import IncrementalDetokenizer
+from loraplex.serving.best_of import BestOf
+from loraplex.serving.logits_files import files_of, read_and_delete
 from loraplex.serving.output_stream import OutputStream
-from loraplex.serving.stop_strings import StopStrings
+from loraplex.serving.sequence_text import SequenceText
 from loraplex.serving.tokenizer import Tokenizer
 
 
@@ -28,46 +30,12 @@ class Aborter(Protocol):
     def abort(self, request_id: RequestId, sequence_index: int | None = None) -> None: ...
 
 
-class SequenceText:
-    """The text of one sequence, and whether and why it has ended."""
-
-    def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], sampling: SamplingParams
-    ) -> None:
-        self._detokenizer = IncrementalDetokenizer(
-            tokenizer, prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens
-        )
-        self._stop_strings = StopStrings(sampling.stop, sampling.include_stop_in_output)
-        self._shows_stop_token = sampling.include_stop_in_output
-        self.is_finished = False
-
-    def push(self, delta: SequenceDelta, eos_token_ids: Sequence[int]) -> SequenceOutput:
-        """What the delta adds. After a stop string matched, `is_finished` is set."""
-        is_final = delta.finish_reason is not None
-        shown = delta.token_ids
-        if delta.stop_token_id is not None and not self._shows_stop_token:
-            shown = shown[:-1]
-        text = self._detokenizer.push(shown, final=is_final)
-        text, stop = self._stop_strings.push(text, final=is_final)
-        reason = FinishReason.STOP if stop is not None else delta.finish_reason
-        self.is_finished = reason is not None
-        stop_reason: str | int | None = stop
-        if stop is None and delta.stop_token_id not in eos_token_ids:
-            stop_reason = delta.stop_token_id
-        return SequenceOutput(
-            index=delta.index,
-            text=text,
-            token_ids=delta.token_ids,
-            logprobs=delta.logprobs,
-            finish_reason=reason,
-            stop_reason=stop_reason,
-        )
-
-
 class Generation:
     """The iterator that a front end reads: one request's EngineOutputs as RequestOutputs.
 
-    Not an async generator, whose clean-up would not run if it is closed before its first item.
+    A beam's answer comes whole, in one output. Of best_of answers, the n best come in the last
+    output. Not an async generator, whose clean-up would not run if it is closed before its first
+    item.
     """
 
     def __init__(
@@ -88,8 +56,12 @@ class Generation:
         self._finished = False
         self._sequences = [
             SequenceText(tokenizer, engine_request.prompt_token_ids, engine_request.sampling)
-            for _ in range(engine_request.sampling.n)
+            for _ in range(_num_told(engine_request.sampling))
         ]
+        self._best_of = _best_of(request.sampling)
+        self._prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+        self._prompt_logits: tuple[Logits, ...] = ()
+        """Of the prompt, until an output takes them along."""
 
     def __aiter__(self) -> "Generation":
         return self
@@ -99,27 +71,33 @@ class Generation:
         while not self._finished:
             engine_outputs = await self._stream.take()
             self._finished = engine_outputs[-1].finished
-            output = self._merge(engine_outputs)
+            output = self._merge(engine_outputs, await _logits_of(engine_outputs))
             if output.sequences or output.finished:
+                self._prompt_logprobs, self._prompt_logits = None, ()
                 return output
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
         """Abort the request unless it is over, whether or not anything was read."""
+        self._stream.leave()
         if not self._finished:
             self._finished = True
             self._engine.abort(self._engine_request.request_id)
 
-    def _merge(self, engine_outputs: Sequence[EngineOutput]) -> RequestOutput:
+    def _merge(
+        self, engine_outputs: Sequence[EngineOutput], logits: Mapping[str, Logits]
+    ) -> RequestOutput:
         last = engine_outputs[-1]
-        pieces = [self._push(delta) for output in engine_outputs for delta in output.deltas]
+        for output in engine_outputs:
+            self._prompt_logprobs = self._prompt_logprobs or output.prompt_logprobs
+            self._prompt_logits += tuple(logits[file.path] for file in output.prompt_logits)
+        deltas = [delta for output in engine_outputs for delta in output.deltas]
+        pieces = [self._push(delta, logits) for delta in deltas]
         if last.error is not None and not self._has_all_text:
             raise error_from_info(last.error)
-        prompt_logprobs = (output.prompt_logprobs for output in engine_outputs)
         timing = last.timing or RequestTiming(self._engine_request.arrival_ns)
         return self._output(
-            tuple(piece for piece in pieces if piece is not None),
-            next((logprobs for logprobs in prompt_logprobs if logprobs is not None), None),
+            self._returned([piece for piece in pieces if piece is not None], last.finished),
             finished=last.finished,
             timing=timing if last.finished else None,
         )
@@ -129,23 +107,32 @@ class Generation:
         """Every sequence met its end: an error of the engine comes too late to matter."""
         return all(sequence.is_finished for sequence in self._sequences)
 
-    def _push(self, delta: SequenceDelta) -> SequenceOutput | None:
+    def _push(self, delta: SequenceDelta, logits: Mapping[str, Logits]) -> SequenceOutput | None:
         sequence = self._sequences[delta.index]
         if sequence.is_finished:
             return None
-        self._num_output_tokens += len(delta.token_ids)
-        piece = sequence.push(delta, self._engine_request.eos_token_ids)
+        piece = sequence.push(
+            delta,
+            self._engine_request.eos_token_ids,
+            [logits[file.path] for file in delta.logits],
+        )
+        self._num_output_tokens += len(piece.token_ids)
         if piece.finish_reason is not None and delta.finish_reason is None:
             self._engine.abort(self._engine_request.request_id, delta.index)
         return piece
 
+    def _returned(
+        self, pieces: Sequence[SequenceOutput], is_last: bool
+    ) -> tuple[SequenceOutput, ...]:
+        """What the client gets of them now."""
+        if self._best_of is None:
+            return tuple(pieces)
+        for piece in pieces:
+            self._best_of.add(piece)
+        return self._best_of.best() if is_last else ()
+
     def _output(
-        self,
-        sequences: tuple[SequenceOutput, ...],
-        prompt_logprobs: tuple[TokenLogprob | None, ...] | None,
-        *,
-        finished: bool,
-        timing: RequestTiming | None,
+        self, sequences: tuple[SequenceOutput, ...], *, finished: bool, timing: RequestTiming | None
     ) -> RequestOutput:
         return RequestOutput(
             request_id=self._request.request_id,
@@ -156,6 +143,25 @@ class Generation:
             sequences=sequences,
             num_output_tokens=self._num_output_tokens,
             finished=finished,
-            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs=self._prompt_logprobs,
             timing=timing,
+            prompt_logits=self._prompt_logits,
         )
+
+
+async def _logits_of(outputs: Sequence[EngineOutput]) -> Mapping[str, Logits]:
+    """By path. They may be large: another thread reads them, and to the end even if we leave."""
+    files = list(files_of(outputs))
+    return await asyncio.to_thread(read_and_delete, files) if files else {}
+
+
+def _num_told(sampling: SamplingParams) -> int:
+    """Sequences that the engine tells of: of a search only the hypotheses that come back."""
+    return sampling.n if sampling.beam is not None else sampling.num_sequences
+
+
+def _best_of(sampling: SamplingParams) -> BestOf | None:
+    """None: what is made comes back as it is made."""
+    if sampling.beam is not None or sampling.num_sequences == sampling.n:
+        return None
+    return BestOf(sampling.num_sequences, sampling.n, shows_logprobs=sampling.logprobs is not None)

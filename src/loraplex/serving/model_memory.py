@@ -21,6 +21,9 @@ class KVMemory(msgspec.Struct, frozen=True, kw_only=True):
     cached: int = 0
     """Blocks kept for equal prompt beginnings; they are given up when others need room."""
     free: int = 0
+    host_blocks: int = 0
+    """On the host, for preempted sequences."""
+    host_used: int = 0
 
 
 class RankFit(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,6 +95,8 @@ def memory_of(
             held=stats.blocks_held,
             cached=stats.blocks_cached,
             free=free,
+            host_blocks=capacity.num_host_blocks,
+            host_used=stats.blocks_on_host,
         ),
         device=DeviceTier(
             num_bytes=capacity.num_adapter_pages * capacity.adapter_page_bytes,

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Collection, Hashable
 
 from loraplex.core.output import EngineOutput
+from loraplex.serving.logits_files import discard
 
 
 class OutputStream:
@@ -13,8 +14,11 @@ class OutputStream:
         self.labels = labels
         self._pending: list[EngineOutput] = []
         self._filled = asyncio.Event()
+        self._is_left = False
 
     def put(self, output: EngineOutput) -> None:
+        if self._is_left:
+            discard((output,))
         self._pending.append(output)
         self._filled.set()
 
@@ -24,3 +28,8 @@ class OutputStream:
         self._filled.clear()
         outputs, self._pending = self._pending, []
         return outputs
+
+    def leave(self) -> None:
+        """Nobody will read what is here and what comes: files of logits are deleted."""
+        self._is_left = True
+        discard(self._pending)

@@ -89,9 +89,31 @@ class RequestMetrics:
             _QUEUE_BUCKETS,
         )
 
+        self.prefill_time = self._histogram(
+            "request_prefill_time_seconds",
+            "From the first step that computed the request to its first token.",
+            _QUEUE_BUCKETS,
+        )
+        self.adapter_wait_time = self._histogram(
+            "request_adapter_wait_time_seconds",
+            "From arrival until the last of the request's adapters was on the device.",
+            _QUEUE_BUCKETS,
+        )
+        self.constrained_requests = self._counter(
+            "constrained_requests", "Requests whose output must match a grammar.", ("model", "kind")
+        )
+        self.restarted_requests = self._counter(
+            "restarted_requests",
+            "Requests that went on in another engine after theirs had died.",
+            ("model",),
+        )
+
     def observe(self, request: GenerateRequest, outputs: Outputs) -> AsyncIterator[RequestOutput]:
         """The same outputs; what passes is counted. `request` has just been admitted."""
         self._models.add(request.model)
+        grammar = request.sampling.grammar
+        if grammar is not None:
+            self.constrained_requests.labels(request.model, grammar.kind.value).inc()
         return ObservedOutputs(self, request.model, outputs, self._clock)
 
     def observe_error(self, model: str, error: LoraplexError) -> None:
@@ -185,9 +207,17 @@ class ObservedOutputs(AsyncIterator[RequestOutput]):
         e2e_latency = self._metrics.e2e_latency.labels(self._model)
         e2e_latency.observe(_seconds(now_ns - self._admitted_ns))
         timing = output.timing
-        if timing is not None and timing.first_scheduled_ns:
-            queued_ns = timing.first_scheduled_ns - timing.arrival_ns
-            self._metrics.queue_time.labels(self._model).observe(_seconds(max(queued_ns, 0)))
+        if timing is None:
+            return
+        for histogram, seconds in (
+            (self._metrics.queue_time, timing.queue_seconds),
+            (self._metrics.prefill_time, timing.prefill_seconds),
+            (self._metrics.adapter_wait_time, timing.adapter_wait_seconds),
+        ):
+            if seconds is not None:
+                histogram.labels(self._model).observe(max(seconds, 0.0))
+        if timing.num_restarts:
+            self._metrics.restarted_requests.labels(self._model).inc()
 
     def _end(self, reason: FinishReason) -> None:
         if not self._is_over:

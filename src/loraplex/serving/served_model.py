@@ -23,6 +23,7 @@ from loraplex.serving.adapter_fit import check_base, check_room
 from loraplex.serving.async_engine import AsyncEngine
 from loraplex.serving.backend import ModelCard
 from loraplex.serving.chat_template import ChatTemplate
+from loraplex.serving.grammars import Grammars
 from loraplex.serving.model_memory import ModelMemory, StoredAdapters, memory_of, stored
 from loraplex.serving.tokenizer import Tokenizer
 
@@ -44,6 +45,10 @@ class ServedModel:
     engine: AsyncEngine
     unfit: dict[str, LoraplexError] = dataclasses.field(default_factory=dict)
     """Why a stored adapter cannot be served, by digest."""
+    grammars: Grammars = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.grammars = Grammars(self.tokenizer)
 
     async def start(self) -> None:
         """Start the engine; it tells how long a sequence its memory holds."""

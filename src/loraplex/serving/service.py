@@ -10,6 +10,8 @@ import logging
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from loraplex.adapters.staging import RequestTensor, StagingWorker
 from loraplex.core.adapter import AdapterKey, AdapterRef, ByName, LoadPolicy, Residency
 from loraplex.core.clock import Clock
@@ -41,6 +43,7 @@ from loraplex.serving.adapter_loading import AdapterLoading, check_is_no_base
 from loraplex.serving.adapter_upkeep import AdapterUpkeep
 from loraplex.serving.admission import admit
 from loraplex.serving.backend import Health, ModelCard
+from loraplex.serving.bad_words import with_bad_token_ids
 from loraplex.serving.composition import compose
 from loraplex.serving.generation import Generation
 from loraplex.serving.model_memory import ModelMemory, StoredAdapters
@@ -107,6 +110,7 @@ class Service:
         await asyncio.gather(*(model.engine.close() for model in self._models.values()))
         await self._loading.close()
         for model in self._models.values():
+            model.grammars.close()
             await self._changes.run(model.store.close)
 
     def new_request_id(self) -> RequestId:
@@ -224,8 +228,10 @@ class Service:
             chosen = model.resolve(request.adapters, principal)
         composition = compose(chosen, model.shapes)
         token_ids = await model.tokenize(request.prompt, request.add_special_tokens)
+        sampling = with_bad_token_ids(request.sampling, model.tokenizer.encode)
+        sampling = await model.grammars.compiled(sampling)
         engine_request = admit(
-            request,
+            msgspec.structs.replace(request, sampling=sampling),
             token_ids,
             model=model.card,
             eos_token_ids=model.eos_token_ids,

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from loraplex.serving.prefix_matcher import PrefixMatcher
+
 
 class StopStrings:
     """Cuts a text at the stop string that is complete first, however the text is split.
@@ -13,7 +15,7 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str], include_in_output: bool = False) -> None:
-        self._matchers = [_Matcher(stop) for stop in stops if stop]
+        self._matchers = [PrefixMatcher(stop) for stop in stops if stop]
         self._include_in_output = include_in_output
         self._held = ""
         self._matched: str | None = None
@@ -37,39 +39,8 @@ class StopStrings:
         return held[: len(held) - num_held], None
 
     def _advance(self, char: str) -> str | None:
-        matches = [m.stop for m in self._matchers if m.advance(char)]
+        matches = [str(m.pattern) for m in self._matchers if m.advance(char)]
         return max(matches, key=len, default=None)
 
     def _num_pending(self) -> int:
         return max((matcher.num_matched for matcher in self._matchers), default=0)
-
-
-class _Matcher:
-    """Knuth, Morris and Pratt's search for one string: constant work per character."""
-
-    __slots__ = ("_fallbacks", "num_matched", "stop")
-
-    def __init__(self, stop: str) -> None:
-        self.stop = stop
-        self.num_matched = 0
-        """Length of the longest beginning of `stop` that the text ends with."""
-        self._fallbacks = _fallbacks(stop)
-
-    def advance(self, char: str) -> bool:
-        """Whether `stop` is complete with this character."""
-        self.num_matched = _next_state(self.stop, self._fallbacks, self.num_matched, char)
-        return self.num_matched == len(self.stop)
-
-
-def _fallbacks(stop: str) -> list[int]:
-    """For each length n >= 1, at n - 1: the longest beginning of stop that also ends stop[:n]."""
-    table = [0]
-    for char in stop[1:]:
-        table.append(_next_state(stop, table, table[-1], char))
-    return table
-
-
-def _next_state(stop: str, fallbacks: Sequence[int], num_matched: int, char: str) -> int:
-    while num_matched and stop[num_matched] != char:
-        num_matched = fallbacks[num_matched - 1]
-    return num_matched + 1 if stop[num_matched] == char else 0

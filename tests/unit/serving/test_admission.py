@@ -11,9 +11,12 @@ from loraplex.core.errors import (
     InvalidRequestError,
     PromptTooLongError,
     TokenOutOfVocabularyError,
+    UnsupportedFeatureError,
 )
+from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.core.principal import LOCAL, Principal
 from loraplex.core.request import GenerateRequest
+from loraplex.core.retention import KVRetention, TokenRangeRetention
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.serving.admission import admit
 from loraplex.serving.backend import ModelCard
@@ -189,3 +192,69 @@ def test_the_salt_is_the_same_for_all_else():
         )
     }
     assert len(salts) == 1
+
+
+@pytest.mark.parametrize(
+    ("param", "value"),
+    [
+        ("allowed_token_ids", (1, 100)),
+        ("stop_token_sequences", ((1, 2), (3, 100))),
+        ("bad_token_ids", ((100,),)),
+        ("logit_bias", ((5, 1.0), (100, 1.0))),
+        ("top_p_reset_id", 100),
+    ],
+)
+def test_every_token_id_must_be_in_the_vocabulary(param, value):
+    with pytest.raises(TokenOutOfVocabularyError, match=f"{param}: token id 100") as caught:
+        admitted(**{param: value})
+    assert caught.value.param == param
+
+
+def test_the_end_token_of_the_client():
+    assert admitted(request={"end_id": 7}).eos_token_ids == (7,)
+    assert not admitted(request={"end_id": 7}).sampling.ignore_eos
+    none = admitted(request={"end_id": -1})
+    assert (none.eos_token_ids, none.sampling.ignore_eos) == ((2, 3), True)
+    with pytest.raises(TokenOutOfVocabularyError, match="end_id: token id 100"):
+        admitted(request={"end_id": 100})
+
+
+def test_retention_is_checked_and_passed_on():
+    retention = KVRetention((TokenRangeRetention(0, 2, 90),), decode_priority=10)
+    assert admitted(request={"retention": retention}).retention == retention
+    with pytest.raises(InvalidParameterError):
+        admitted(request={"retention": KVRetention(decode_priority=101)})
+
+
+def test_log_probabilities_that_the_choice_of_the_best_needs():
+    assert admitted(best_of=3).sampling.logprobs == 0
+    assert admitted(best_of=3, logprobs=2).sampling.logprobs == 2
+    assert admitted(n=3, best_of=3).sampling.logprobs is None
+    assert admitted(n=3).sampling.logprobs is None
+
+
+def test_a_grammar_needs_a_token_to_end_with():
+    request = GenerateRequest(
+        request_id=1,
+        model="m",
+        prompt=PROMPT,
+        sampling=SamplingParams(max_tokens=4, grammar=Grammar(GrammarKind.LLGUIDANCE, "")),
+    )
+
+    def ends(end_id: int | None, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        return admit(
+            msgspec.structs.replace(request, end_id=end_id),
+            PROMPT,
+            model=CARD,
+            eos_token_ids=eos_token_ids,
+            adapters=(),
+            principal=LOCAL,
+            now_ns=NOW_NS,
+        ).eos_token_ids
+
+    assert ends(None, (2, 3)) == (2, 3)
+    assert ends(7, ()) == (7,)
+    assert ends(-1, (2,)) == (2,), "ignored, but a grammar ends with it"
+    with pytest.raises(UnsupportedFeatureError, match="no end-of-text token") as caught:
+        ends(None, ())
+    assert caught.value.param == "grammar"

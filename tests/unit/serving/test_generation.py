@@ -4,10 +4,13 @@ import asyncio
 
 import pytest
 
+from loraplex.core.beam_search import BeamSearch
 from loraplex.core.errors import EngineRestartedError, ErrorInfo
 from loraplex.core.output import (
     EngineOutput,
     FinishReason,
+    Logits,
+    LogitsFile,
     RequestTiming,
     ResolvedAdapter,
     SequenceDelta,
@@ -285,3 +288,98 @@ async def test_a_cancelled_reader_can_still_close(case):
         await asyncio.wait_for(anext(one.generation), 0.001)
     await one.generation.aclose()
     assert one.aborted == [(7, None)]
+
+
+async def test_tokens_behind_a_stop_string_do_not_count(case):
+    """Several tokens of one step are as good as several steps."""
+    one = case(stop=(" is",), logprobs=0)
+    tokens = one.ids(" Paris is big")
+    scores = tuple(TokenLogprob(token_id, -1.0, 1) for token_id in tokens)
+    one.say(SequenceDelta(0, tuple(tokens), scores))
+    output = await one.next()
+    num_kept = len(one.ids(" Paris is"))
+    [sequence] = output.sequences
+    assert sequence.text == " Paris"
+    assert sequence.token_ids == tuple(tokens[:num_kept])
+    assert sequence.logprobs == scores[:num_kept]
+    assert output.num_output_tokens == num_kept
+    assert one.aborted == [(7, 0)]
+
+
+async def test_a_stop_sequence_is_no_text(case):
+    run = tuple(case().ids(" is big"))
+    one = case(stop_token_sequences=(run,))
+    paris = tuple(one.ids(" Paris"))
+    for token_id in (*paris, *run[:-1]):
+        one.say(SequenceDelta(0, (token_id,)))
+    last = SequenceDelta(0, (run[-1],), finish_reason=FinishReason.STOP)
+    one.say(last, finished=True)
+    outputs = await one.all()
+    assert text_of(outputs) == " Paris"
+    assert outputs[-1].num_output_tokens == len(paris) + len(run)
+    assert last_of(outputs).stop_reason is None
+
+
+async def test_beams_come_whole(case):
+    one = case(n=2, beam=BeamSearch(width=3))
+    score = TokenLogprob(1, -1.0, 1)
+    one.say(prompt_logprobs=(None, score))
+    one.say(
+        *(
+            SequenceDelta(
+                index,
+                tuple(one.ids(text)),
+                finish_reason=FinishReason.LENGTH,
+                cumulative_logprob=-index - 0.5,
+            )
+            for index, text in enumerate([" Paris", " big"])
+        ),
+        finished=True,
+    )
+    [output] = await one.all()
+    assert [(s.text, s.cumulative_logprob) for s in output.sequences] == [
+        (" Paris", -0.5),
+        (" big", -1.5),
+    ]
+    assert output.prompt_logprobs == (None, score), "kept until something came with it"
+
+
+async def test_the_best_come_at_the_end(case):
+    one = case(n=1, best_of=2)
+    for index, (text, logprob) in enumerate([(" Rome", -2.0), (" Paris", -1.0)]):
+        for token_id in one.ids(text):
+            one.say(SequenceDelta(index, (token_id,), (TokenLogprob(token_id, logprob, 1),)))
+    ends = (SequenceDelta(i, finish_reason=FinishReason.LENGTH) for i in range(2))
+    one.say(*ends, finished=True)
+    [output] = await one.all()
+    [best] = output.sequences
+    assert (best.index, best.text, best.logprobs) == (0, " Paris", ())
+    assert output.num_output_tokens == len(one.ids(" Rome")) + len(one.ids(" Paris"))
+
+
+def logits_file(folder, name: str) -> LogitsFile:
+    path = folder / name
+    path.write_bytes(name.encode())
+    return LogitsFile(str(path), 1)
+
+
+async def test_logits_are_read_and_their_files_deleted(case, tmp_path):
+    one = case(return_logits=True, return_prompt_logits=True)
+    one.say(
+        SequenceDelta(0, tuple(one.ids(" Paris"))[:1], logits=(logits_file(tmp_path, "new"),)),
+        prompt_logits=(logits_file(tmp_path, "prompt"),),
+    )
+    output = await one.next()
+    assert output.prompt_logits == (Logits(b"prompt", 1),)
+    assert output.sequences[0].logits == (Logits(b"new", 1),)
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_reader_who_left_leaves_no_file(case, tmp_path):
+    one = case(return_logits=True)
+    token_ids = tuple(one.ids(" Paris"))[:1]
+    one.say(SequenceDelta(0, token_ids, logits=(logits_file(tmp_path, "unread"),)))
+    await one.generation.aclose()
+    assert list(tmp_path.iterdir()) == []
+    one.say(SequenceDelta(0, token_ids, logits=(logits_file(tmp_path, "late"),)))
+    assert list(tmp_path.iterdir()) == []

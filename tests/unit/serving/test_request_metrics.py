@@ -1,9 +1,11 @@
 """What is counted for which request."""
 
+import msgspec
 import pytest
 from prometheus_client import generate_latest
 
 from loraplex.core.errors import EngineRestartedError, InvalidRequestError, ModelNotFoundError
+from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.core.output import (
     FinishReason,
     RequestOutput,
@@ -12,6 +14,7 @@ from loraplex.core.output import (
     SequenceOutput,
 )
 from loraplex.core.request import GenerateRequest
+from loraplex.core.sampling_params import SamplingParams
 from loraplex.serving.request_metrics import MAX_ADAPTER_LABELS, RequestMetrics
 
 REQUEST = GenerateRequest(request_id=1, model="base", prompt="Hi")
@@ -83,7 +86,13 @@ def value(metrics, name, **labels) -> float | None:
 
 
 async def test_a_request(metrics, clock):
-    timing = RequestTiming(arrival_ns=5 * MS, first_scheduled_ns=25 * MS)
+    timing = RequestTiming(
+        arrival_ns=5 * MS,
+        adapter_ready_ns=15 * MS,
+        first_scheduled_ns=25 * MS,
+        first_token_ns=29 * MS,
+        num_restarts=1,
+    )
     outputs = [
         output((0, 1, None), total=1, adapters=["fr"]),
         output((0, 2, None), total=3, adapters=["fr"]),
@@ -97,6 +106,10 @@ async def test_a_request(metrics, clock):
     assert value(metrics, "generation_tokens_total", **of_adapter) == 3
     assert value(metrics, "adapter_time_to_first_token_seconds_count", **of_adapter) == 1
     assert value(metrics, "time_to_first_token_seconds_sum") == pytest.approx(0.030)
+    assert value(metrics, "request_queue_time_seconds_sum") == pytest.approx(0.020)
+    assert value(metrics, "request_adapter_wait_time_seconds_sum") == pytest.approx(0.010)
+    assert value(metrics, "request_prefill_time_seconds_sum") == pytest.approx(0.004)
+    assert value(metrics, "restarted_requests_total") == 1
     assert value(metrics, "inter_token_latency_seconds_count") == 2
     assert value(metrics, "inter_token_latency_seconds_sum") == pytest.approx(0.020)
     assert value(metrics, "e2e_request_latency_seconds_sum") == pytest.approx(0.060)
@@ -182,3 +195,11 @@ def test_two_of_them_do_not_share_anything():
     one, two = RequestMetrics(models=["m"]), RequestMetrics(models=["m"])
     one.observe_error("m", InvalidRequestError("no"))
     assert b'code="invalid_request"' not in generate_latest(two.registry)
+
+
+async def test_requests_with_a_grammar(metrics, clock):
+    sampling = SamplingParams(grammar=Grammar(GrammarKind.REGEX, "a"))
+    request = msgspec.structs.replace(REQUEST, sampling=sampling)
+    metrics.observe(request, ScriptedOutputs(clock, []))
+    metrics.observe(REQUEST, ScriptedOutputs(clock, []))
+    assert value(metrics, "constrained_requests_total", kind="regex") == 1

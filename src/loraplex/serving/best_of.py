@@ -1,0 +1,63 @@
+"""Which of several answers to one prompt come back."""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+import msgspec
+
+from loraplex.core.output import SequenceOutput
+
+
+def best_first(answers: Sequence[Sequence[float]]) -> list[int]:
+    """Indices of answers by the mean of their tokens' log probabilities, highest first.
+
+    As OpenAI's best_of. Of equals the one made first comes first; an answer of no tokens is last.
+    """
+    return sorted(range(len(answers)), key=lambda index: -_mean(answers[index]))
+
+
+def _mean(logprobs: Sequence[float]) -> float:
+    return math.fsum(logprobs) / len(logprobs) if logprobs else -math.inf
+
+
+class BestOf:
+    """Keeps the sequences of a request until all have ended: only then the best are known."""
+
+    def __init__(self, num_made: int, num_returned: int, *, shows_logprobs: bool) -> None:
+        """shows_logprobs: False if they are there for the choice alone."""
+        self._num_made = num_made
+        self._num_returned = num_returned
+        self._shows_logprobs = shows_logprobs
+        self._pieces: defaultdict[int, list[SequenceOutput]] = defaultdict(list)
+
+    def add(self, piece: SequenceOutput) -> None:
+        self._pieces[piece.index].append(piece)
+
+    def best(self) -> tuple[SequenceOutput, ...]:
+        """The returned ones, each whole, numbered by rank."""
+        answers = [joined(self._pieces[index]) for index in range(self._num_made)]
+        order = best_first([[entry.logprob for entry in a.logprobs] for a in answers])
+        return tuple(
+            self._ranked(answers[index], rank)
+            for rank, index in enumerate(order[: self._num_returned])
+        )
+
+    def _ranked(self, answer: SequenceOutput, rank: int) -> SequenceOutput:
+        return msgspec.structs.replace(
+            answer,
+            index=rank,
+            logprobs=answer.logprobs if self._shows_logprobs else (),
+            cumulative_logprob=math.fsum(entry.logprob for entry in answer.logprobs),
+        )
+
+
+def joined(pieces: Sequence[SequenceOutput]) -> SequenceOutput:
+    """The increments of one sequence as one."""
+    return msgspec.structs.replace(
+        pieces[-1],
+        text="".join(piece.text for piece in pieces),
+        token_ids=tuple(token_id for piece in pieces for token_id in piece.token_ids),
+        logprobs=tuple(logprob for piece in pieces for logprob in piece.logprobs),
+        logits=tuple(logits for piece in pieces for logits in piece.logits),
+    )

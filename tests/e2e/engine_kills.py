@@ -1,0 +1,210 @@
+"""A server under load whose engine is killed again and again: what every client got is compared.
+
+`python tests/e2e/engine_kills.py 200` kills 200 times and tells what came of it.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import http.client
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from loraplex.testing.running_server import RunningServer, serving
+
+LONG, SHORT = 300, 20
+NUM_CLIENTS = 8
+REQUEST_SECONDS = 240
+START_KILLS = 0.15
+"""So often the engine is killed while it starts; else at a random moment of its work."""
+LONGEST_LIFE_SECONDS = 1.5
+
+REQUESTS: dict[str, dict] = {
+    "greedy": {"model": "capitals", "prompt": "The capital of France", "max_tokens": LONG},
+    "adapter": {"model": "chinese", "prompt": "What is it?", "max_tokens": LONG},
+    "other adapter": {"model": "japanese", "prompt": "x" * 200, "max_tokens": LONG},
+    "sampled": {
+        "model": "capitals",
+        "prompt": "Q",
+        "temperature": 1,
+        "seed": 7,
+        "max_tokens": LONG,
+    },
+    "sampled adapter": {
+        "model": "japanese",
+        "prompt": "Q",
+        "temperature": 0.8,
+        "top_p": 0.9,
+        "frequency_penalty": 0.2,
+        "seed": 8,
+        "max_tokens": LONG,
+    },
+    "two": {"model": "chinese", "prompt": "Q: ", "temperature": 1, "seed": 9, "n": 2},
+    "stop": {
+        "model": "capitals",
+        "prompt": "The capital of",
+        "temperature": 1,
+        "seed": 3,
+        "n": 2,
+        "stop": ["zz", "q"],
+        "max_tokens": LONG,
+    },
+    "short": {"model": "capitals", "prompt": "The capital of Japan", "max_tokens": 5},
+    "long prompt": {"model": "chinese", "prompt": "city " * 100, "max_tokens": SHORT},
+}
+"""All to the same tokens whenever they are asked."""
+
+
+def body_of(request: dict) -> dict:
+    fixed = {"temperature": 0, "max_tokens": 200, "logprobs": 2, "stream": True, "ignore_eos": True}
+    return {**fixed, **request, "stream_options": {"include_usage": True}}
+
+
+def ask(port: int, request: dict) -> dict:
+    """What a client gets over SSE, put together: text, tokens, scores and ends of each choice."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=REQUEST_SECONDS)
+    try:
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(body_of(request)), headers)
+        response = connection.getresponse()
+        if response.status != 200:
+            return {"status": response.status, "body": response.read().decode()}
+        return gather(line.decode() for line in response)
+    finally:
+        connection.close()
+
+
+def gather(lines) -> dict:
+    choices: dict = collections.defaultdict(lambda: {"text": "", "tokens": [], "scores": []})
+    answer: dict = {"choices": choices, "is_done": False}
+    for line in lines:
+        if not line.startswith("data: "):
+            continue
+        if line.strip() == "data: [DONE]":
+            answer["is_done"] = True
+            continue
+        chunk = json.loads(line.removeprefix("data: "))
+        if "error" in chunk:
+            answer["error"] = chunk["error"]
+            continue
+        for piece in chunk["choices"]:
+            choice = choices[piece["index"]]
+            choice["text"] += piece["text"]
+            if piece.get("logprobs"):
+                choice["tokens"] += piece["logprobs"]["tokens"]
+                choice["scores"] += piece["logprobs"]["token_logprobs"]
+            if piece["finish_reason"]:
+                choice["end"] = piece["finish_reason"]
+        if chunk.get("usage"):
+            answer["num_tokens"] = chunk["usage"]["completion_tokens"]
+    answer["choices"] = dict(choices)
+    return answer
+
+
+def engine_pid(server: RunningServer) -> int | None:
+    """None while there is no engine."""
+    pid = server.process.pid
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        try:
+            command = Path(f"/proc/{child}/cmdline").read_text()
+        except OSError:
+            continue
+        if "loraplex.app.engine" in command:
+            return int(child)
+    return None
+
+
+@dataclasses.dataclass
+class Outcome:
+    num_kills: int = 0
+    num_kills_at_start: int = 0
+    num_answers: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    wrong: list = dataclasses.field(default_factory=list)
+    """(name of a request, what it got, what it should have got)."""
+
+
+class Load:
+    """Clients that ask, one request after the other, until they are stopped."""
+
+    def __init__(self, server: RunningServer, expected: dict, outcome: Outcome) -> None:
+        self._server = server
+        self._expected = expected
+        self._outcome = outcome
+        self._is_over = threading.Event()
+        self._lock = threading.Lock()
+        self._threads = [
+            threading.Thread(target=self._client, args=(number,)) for number in range(NUM_CLIENTS)
+        ]
+
+    def __enter__(self) -> "Load":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Every request in work ends by itself."""
+        self._is_over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _client(self, number: int) -> None:
+        names = list(REQUESTS)
+        while not self._is_over.is_set():
+            name = names[number % len(names)]
+            number += 1
+            try:
+                answer = ask(self._server.http_port, REQUESTS[name])
+            except Exception as error:  # a broken stream is what this test is for
+                answer = {"exception": repr(error)}
+            with self._lock:
+                self._outcome.num_answers[name] += 1
+                if answer != self._expected[name]:
+                    self._outcome.wrong.append((name, answer, self._expected[name]))
+
+
+def kill_engines(server: RunningServer, num_kills: int, seed: int) -> Outcome:
+    """Kill under load; the load ends by itself after the last kill."""
+    chance, outcome = random.Random(seed), Outcome()
+    expected = {name: ask(server.http_port, request) for name, request in REQUESTS.items()}
+    for answer in expected.values():
+        assert answer.get("is_done"), answer
+        assert "error" not in answer, answer
+    ends = {choice["end"] for choice in expected["stop"]["choices"].values()}
+    assert "stop" in ends, "no stop string came"
+    killed = None
+    with Load(server, expected, outcome):
+        while outcome.num_kills < num_kills:
+            while (pid := engine_pid(server)) in (None, killed):
+                time.sleep(0.005)
+            assert pid is not None
+            if chance.random() < START_KILLS:
+                outcome.num_kills_at_start += 1
+            else:
+                server.wait_until(ready=True)
+            time.sleep(chance.random() * LONGEST_LIFE_SECONDS)
+            killed = pid
+            with contextlib.suppress(ProcessLookupError):  # it could not start
+                os.kill(pid, signal.SIGKILL)
+                outcome.num_kills += 1
+    return outcome
+
+
+def main(num_kills: int, seed: int) -> None:
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, serving(Path(folder)) as server:
+        outcome = kill_engines(server, num_kills, seed)
+        assert server.stop() == 0
+    print(outcome)
+    seconds = time.monotonic() - start
+    print(f"{len(outcome.wrong)} wrong of {outcome.num_answers.total()}, {seconds:.0f} s")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)
