@@ -17,7 +17,7 @@ import torch
 
 from loraplex.execution.host_adapters import HostAdapters
 from loraplex.execution.loading import load_parts
-from loraplex.execution.sizing import RunnerSettings
+from loraplex.execution.runner_settings import RunnerSettings
 from loraplex.testing.random_schedules import Schedules
 
 

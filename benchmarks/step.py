@@ -37,7 +37,7 @@ from loraplex.engine.engine import Engine, build_engine
 from loraplex.execution.host_adapters import HostAdapter, HostAdapters, HostWeight
 from loraplex.execution.loading import load_runner
 from loraplex.execution.model_runner import ModelRunner
-from loraplex.execution.sizing import RunnerSettings
+from loraplex.execution.runner_settings import RunnerSettings
 from loraplex.kernels.native.library import NativeLibrary
 from loraplex.models.config import DecoderConfig, module_shapes
 from loraplex.models.registry import read_config

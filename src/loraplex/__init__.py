@@ -5,7 +5,7 @@ from loraplex import LLM, SamplingParams
 
 from typing import TYPE_CHECKING, Any
 
-from loraplex.core.config import let_threads_sleep
+from loraplex.core.environment import let_threads_sleep
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.version import __version__
 

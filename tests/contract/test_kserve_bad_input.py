@@ -151,8 +151,16 @@ CASES = {
     "broken stop_words_list": tensorrt(
         stop_words_list=np.array([[[7, 8], [9, -1]]], dtype=np.int32)
     ),
-    "beam search": ensemble(beam_width=i32(2)),
-    "forbidden words": ensemble(bad_words=text("rude")),
+    "no beams": ensemble(beam_width=i32(0)),
+    "more answers than beams": ensemble(beam_width=i32(2), num_return_sequences=i32(3)),
+    "an unknown guide": ensemble(guided_decoding_guide_type=text("xml")),
+    "a guide without a type": ensemble(guided_decoding_guide=text("a+")),
+    "words without weights": ensemble(embedding_bias_words=text("a")),
+    "a bias of another vocabulary": tensorrt(embedding_bias=np.ones((1, 2), dtype=np.float32)),
+    "ranges of two lengths": tensorrt(
+        retention_token_range_starts=i32(0, 8), retention_token_range_ends=i32(8)
+    ),
+    "part of a lookahead": tensorrt(lookahead_window_size=i32(4)),
     "weights without a config": tensorrt(lora_weights=WEIGHTS),
     "config without weights": tensorrt(lora_config=CONFIG),
     "weights of another type": tensorrt(lora_weights=WEIGHTS.astype(np.float64)),

@@ -8,7 +8,7 @@ import torch
 
 from loraplex.execution.host_adapters import HostAdapters
 from loraplex.execution.loading import load_parts
-from loraplex.execution.sizing import RunnerSettings
+from loraplex.execution.runner_settings import RunnerSettings
 from loraplex.testing.random_schedules import Schedules
 from loraplex.testing.tiny_model import TinyCheckpoint
 

@@ -1,10 +1,15 @@
 """What the library answers, put together from a request's increments."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from loraplex.core.output import (
     FinishReason,
+    Logits,
     RequestOutput,
     RequestTiming,
     ResolvedAdapter,
@@ -14,6 +19,7 @@ from loraplex.core.output import (
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
+Array = npt.NDArray[Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,6 +32,10 @@ class Completion:
     stop_reason: str | int | None
     logprobs: tuple[TokenLogprob, ...]
     """One per token if asked for, else empty."""
+    cumulative_logprob: float | None = None
+    """Of a beam, or of the best of several."""
+    logits: Array | None = None
+    """float32 [tokens, vocabulary], if asked for."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,7 +48,10 @@ class Generated:
     adapters: tuple[ResolvedAdapter, ...]
     """The very adapters that answered, with digests and scales; empty for the base."""
     timing: RequestTiming
+    """When things happened to it, and how often."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    prompt_logits: Array | None = None
+    """float32 [prompt tokens, vocabulary], if asked for."""
 
     @property
     def adapter(self) -> ResolvedAdapter | None:
@@ -77,6 +90,7 @@ def collect(prompt: Prompt, outputs: Sequence[RequestOutput], n: int) -> Generat
         adapters=last.adapters,
         timing=last.timing,
         prompt_logprobs=next((values for values in prompt_logprobs if values is not None), None),
+        prompt_logits=_array(logits for output in outputs for logits in output.prompt_logits),
     )
 
 
@@ -89,4 +103,11 @@ def _completion(pieces: Sequence[SequenceOutput]) -> Completion:
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
         logprobs=tuple(logprob for piece in pieces for logprob in piece.logprobs),
+        cumulative_logprob=last.cumulative_logprob,
+        logits=_array(logits for piece in pieces for logits in piece.logits),
     )
+
+
+def _array(pieces: Iterable[Logits]) -> Array | None:
+    arrays = [np.frombuffer(p.data, np.float32).reshape(p.num_rows, -1) for p in pieces]
+    return np.concatenate(arrays) if arrays else None

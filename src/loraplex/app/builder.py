@@ -9,14 +9,16 @@ from loraplex.adapters.sources.policy import client_policy
 from loraplex.adapters.staging import StagingWorker
 from loraplex.adapters.store import AdapterStore
 from loraplex.app.launch import EngineLauncher
-from loraplex.core.clock import SystemClock
-from loraplex.core.config import Config, ModelConfig, state_directory
+from loraplex.core.clock import Clock, SystemClock
+from loraplex.core.config import Config, ModelConfig
+from loraplex.core.environment import state_directory
 from loraplex.core.errors import ConfigError
 from loraplex.models.config import DecoderConfig, module_shapes
 from loraplex.models.registry import read_config
 from loraplex.serving.async_engine import AsyncEngine
 from loraplex.serving.backend import ModelCard
 from loraplex.serving.chat_template import ChatTemplate
+from loraplex.serving.request_fates import Patience
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.served_model import ServedModel
 from loraplex.serving.service import Service
@@ -34,7 +36,7 @@ def build_service(config: Config, launch: EngineLauncher, metrics: RequestMetric
     store = AdapterStore.open(state_dir) if persists else AdapterStore.in_memory(state_dir)
     try:
         models = [
-            _served_model(name, model, store, AsyncEngine(name, launch(model), clock))
+            _served_model(name, model, store, _engine(name, model, launch, clock))
             for name, model in config.models.items()
         ]
     except BaseException:
@@ -64,6 +66,7 @@ def _served_model(
         pad_token_id=tokenizer.pad_token_id,
         dtype=dtype,
         kv_dtype=dtype if model.kv_dtype == "auto" else model.kv_dtype,
+        kv_block_size=model.block_size,
     )
     return ServedModel(
         card=card,
@@ -74,6 +77,16 @@ def _served_model(
         config=model,
         store=store,
         engine=engine,
+    )
+
+
+def _engine(name: str, model: ModelConfig, launch: EngineLauncher, clock: Clock) -> AsyncEngine:
+    return AsyncEngine(
+        name,
+        launch(model),
+        clock,
+        num_steps_kept=model.iter_stats_max_iterations,
+        patience=Patience(model.engine_restart_seconds, model.engine_wait_seconds),
     )
 
 

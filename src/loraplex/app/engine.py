@@ -4,6 +4,7 @@
 starts).
 """
 
+import dataclasses
 import logging
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from loraplex.app.grammar_vocabulary import vocabulary_source
 from loraplex.core.clock import SystemClock
 from loraplex.core.config import NO_CACHE, ModelConfig
 from loraplex.core.errors import ConfigError, LoraplexError
@@ -18,35 +20,49 @@ from loraplex.core.weight_precision import WeightPrecision
 from loraplex.engine.channel import EngineChannel
 from loraplex.engine.engine import Engine
 from loraplex.engine.engine import build_engine as engine_of
+from loraplex.engine.journal import Journal
+from loraplex.engine.journal_file import JournalFile
 from loraplex.engine.loop import EngineLoop
 from loraplex.engine.messages import EngineFailed
 from loraplex.engine.process import be_engine_process
 from loraplex.execution.adapter_loader import FileAdapterLoader
 from loraplex.execution.host_adapters import HostAdapters
 from loraplex.execution.loading import load_runner
-from loraplex.execution.sizing import RunnerSettings
-from loraplex.memory.eviction import EVICTION_POLICIES
-from loraplex.scheduling.settings import SchedulerSettings
+from loraplex.execution.runner_settings import RunnerSettings
+from loraplex.execution.threaded_runner import ThreadedRunner
+from loraplex.scheduling.settings import (
+    Batching,
+    BatchSchedulerPolicy,
+    FairShare,
+    SchedulerSettings,
+)
 from loraplex.serving.engine_link import EngineLink, LinkFactory, ThreadLink
 
 logger = logging.getLogger(__name__)
 
 
-def build_engine(model: ModelConfig) -> Engine:
-    """Load the weights and take the memory. Raises ConfigError."""
+def build_engine(model: ModelConfig, logits_dir: Path | None = None) -> Engine:
+    """Load the weights and take the memory. Raises ConfigError.
+
+    logits_dir: a private folder for the logits that requests want back.
+    """
     if model.num_threads is not None:
         torch.set_num_threads(model.num_threads)
     host_adapters = HostAdapters()
-    runner = load_runner(Path(model.path), runner_settings(model), host_adapters)
+    folder = Path(model.path)
+    settings = dataclasses.replace(runner_settings(model), logits_dir=logits_dir)
+    runner = load_runner(folder, settings, host_adapters, vocabulary_source(folder))
     loader = FileAdapterLoader(host_adapters, runner.prepare_adapter)
     try:
         return engine_of(
-            runner,
+            ThreadedRunner(runner) if model.overlap else runner,
             loader,
             SystemClock(),
-            _scheduler_settings(model),
+            scheduler_settings(model),
             adapter_host_bytes=model.lora_host_bytes,
-            eviction_policy=EVICTION_POLICIES[model.lora_eviction_policy],
+            eviction_policy=model.lora_eviction_policy,
+            journal=_journal(model),
+            overlap=model.overlap,
         )
     except ConfigError:
         loader.close()
@@ -57,7 +73,7 @@ def build_engine(model: ModelConfig) -> Engine:
 def run_engine(model: ModelConfig, channel: EngineChannel) -> None:
     """Build the engine and serve the channel; what prevents it is the channel's last event."""
     try:
-        engine = build_engine(model)
+        engine = build_engine(model, channel.logits_dir)
     except LoraplexError as error:
         channel.send(EngineFailed(error.to_info()))
         return
@@ -100,6 +116,11 @@ def runner_settings(model: ModelConfig) -> RunnerSettings:
         lora_device_fraction=model.lora_device_fraction,
         memory_bytes=model.memory_bytes,
         kv_cache_fraction=model.kv_cache_fraction,
+        max_tokens_in_paged_kv_cache=model.max_tokens_in_paged_kv_cache,
+        kv_cache_host_memory_bytes=model.kv_cache_host_memory_bytes,
+        max_attention_window_size=model.max_attention_window_size,
+        sink_token_length=model.sink_token_length,
+        max_num_batched_tokens=model.max_num_batched_tokens,
     )
 
 
@@ -109,14 +130,33 @@ def _weights_cache(model: ModelConfig) -> Path | None:
     return None if folder == NO_CACHE else Path(folder)
 
 
-def _scheduler_settings(model: ModelConfig) -> SchedulerSettings:
+def scheduler_settings(model: ModelConfig) -> SchedulerSettings:
+    """What a configuration means for the engine's scheduler."""
     return SchedulerSettings(
         max_num_batched_tokens=model.max_num_batched_tokens,
+        max_prefill_chunk=model.max_prefill_chunk,
+        shortest_prefill_share=model.shortest_prefill_share,
+        batching=Batching(model.batching),
+        batch_scheduler_policy=BatchSchedulerPolicy(model.batch_scheduler_policy),
+        fair_share=FairShare(model.fair_share),
+        fair_input_weight=model.fair_input_weight,
+        fair_output_weight=model.fair_output_weight,
+        fair_resident_lead=model.fair_resident_lead,
+        max_seqs_per_adapter=model.max_seqs_per_adapter,
+        num_draft_tokens=model.num_draft_tokens,
+        max_draft_ngram=model.max_draft_ngram,
+        adapter_aging_ns=int(model.adapter_aging_seconds * 1e9),
         max_queue_size=model.max_queue_size,
         max_queue_delay_ns=model.max_queue_delay_microseconds * 1000,
         enable_prefix_cache=model.enable_prefix_cache,
         adapter_ttl_ns=_nanoseconds(model.lora_ttl_seconds),
     )
+
+
+def _journal(model: ModelConfig) -> Journal | None:
+    if not model.iteration_log:
+        return None
+    return JournalFile(Path(model.iteration_log).expanduser(), model.iteration_log_bytes)
 
 
 def _nanoseconds(seconds: float | None) -> int | None:

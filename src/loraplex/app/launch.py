@@ -16,7 +16,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import msgspec
 
-from loraplex.core.config import NO_CACHE, Config, ModelConfig, weights_cache_directory
+from loraplex.core.config import NO_CACHE, Config, ModelConfig
+from loraplex.core.environment import weights_cache_directory
 from loraplex.core.errors import LoraplexError
 from loraplex.execution.checkpoint import resolve_model
 from loraplex.serving.engine_link import EngineLink, LinkFactory, ProcessLink

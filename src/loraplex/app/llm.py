@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar, Unpack
 
 from loraplex.app.adapter_names import Adapter, adapter_choices
 from loraplex.app.answers import Completion, Generated, Prompt, collect
@@ -14,7 +14,7 @@ from loraplex.app.builder import build_service
 from loraplex.app.engine import engine_thread
 from loraplex.app.launch import EngineLauncher, engine_process, with_local_paths
 from loraplex.app.lora_arrays import LoraArrays, lora_arrays
-from loraplex.app.prompts import as_prompts, per_prompt
+from loraplex.app.prompts import RequestOptions, as_prompts, per_prompt
 from loraplex.core.adapter import (
     AdapterChoice,
     AdapterKey,
@@ -23,7 +23,8 @@ from loraplex.core.adapter import (
     ByTaskId,
     LoadPolicy,
 )
-from loraplex.core.config import Config, Layer, resolve
+from loraplex.core.config import Config
+from loraplex.core.config_layers import Layer, resolve
 from loraplex.core.errors import ConfigError, InvalidRequestError, NotReadyError
 from loraplex.core.principal import DEFAULT_TENANT, LOCAL
 from loraplex.core.request import GenerateRequest
@@ -120,14 +121,16 @@ class LLM:
         lora_weights: Any = None,
         lora_config: Any = None,
         load_lora_weights: Literal["auto", "always", "never"] = "auto",
+        **options: Unpack[RequestOptions],
     ) -> list[Generated]:
         """Answer prompts together, in their order.
 
         Each argument is one for all prompts, or a list with one per prompt; no adapter is the base
         model, {"fr": 0.7, "legal": 0.3} two at once. `lora_task_id`, `lora_weights` and
         `lora_config` are TensorRT-LLM's, the latter two arrays of numpy or torch: they register the
-        adapter, later its id alone means it. Raises the first error, in the order of the prompts,
-        after all have ended.
+        adapter, later its id alone means it. `options` (priority, timeout_seconds, end_id,
+        retention) hold for all prompts. Raises the first error, in the order of the prompts, after
+        all have ended.
         """
         listed = as_prompts(prompts)
         if sampling_params is None:
@@ -136,7 +139,7 @@ class LLM:
         adapters = [adapter_choices(a) for a in per_prompt("adapter", adapter, len(listed))]
         arrays = lora_arrays(lora_task_id, lora_weights, lora_config, len(listed))
         policy = _load_policy(load_lora_weights)
-        return self._wait(self._generate_all(listed, params, adapters, arrays, policy))
+        return self._wait(self._generate_all(listed, params, adapters, arrays, policy, options))
 
     def compare(
         self,
@@ -152,7 +155,7 @@ class LLM:
         """
         sampling = SamplingParams(temperature=0.0) if sampling_params is None else sampling_params
         [listed] = as_prompts([prompt])
-        request = self._request(listed, sampling, (), LoadPolicy.AUTO)
+        request = self._request(listed, sampling, (), LoadPolicy.AUTO, {})
         choices = [adapter_choices(adapter) for adapter in adapters]
         requests = comparison_requests(self._service, request, choices)
         return self._wait(compare(self._service, requests, LOCAL))
@@ -225,10 +228,11 @@ class LLM:
         adapters: Sequence[tuple[AdapterChoice, ...]],
         arrays: Sequence[LoraArrays],
         policy: LoadPolicy,
+        options: RequestOptions,
     ) -> list[Generated]:
+        same = itertools.repeat(policy), itertools.repeat(options)
         answers = await asyncio.gather(
-            *map(self._generate, prompts, params, adapters, arrays, itertools.repeat(policy)),
-            return_exceptions=True,
+            *map(self._generate, prompts, params, adapters, arrays, *same), return_exceptions=True
         )
         for answer in answers:
             if isinstance(answer, BaseException):
@@ -242,12 +246,13 @@ class LLM:
         adapters: tuple[AdapterChoice, ...],
         arrays: LoraArrays,
         policy: LoadPolicy,
+        options: RequestOptions,
     ) -> Generated:
         key = await self._key(arrays)
         if key is not None and adapters:
             raise InvalidRequestError("adapter and lora_task_id or lora_weights name two adapters")
         choices = adapters if key is None else (AdapterChoice(key),)
-        request = self._request(prompt, params, choices, policy)
+        request = self._request(prompt, params, choices, policy, options)
         stream = await self._service.generate(request, LOCAL)
         try:
             outputs = [output async for output in stream]
@@ -261,6 +266,7 @@ class LLM:
         params: SamplingParams,
         adapters: tuple[AdapterChoice, ...],
         policy: LoadPolicy,
+        options: RequestOptions,
     ) -> GenerateRequest:
         return GenerateRequest(
             request_id=self._service.new_request_id(),
@@ -269,6 +275,7 @@ class LLM:
             sampling=params,
             adapters=adapters,
             load_policy=policy,
+            **options,
         )
 
     async def _key(self, arrays: LoraArrays) -> AdapterKey | None:

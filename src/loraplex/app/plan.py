@@ -22,8 +22,9 @@ from loraplex.core.plan import Capacity
 from loraplex.core.stats import EngineStats
 from loraplex.execution.checkpoint import resolve_model
 from loraplex.execution.kv_cache import block_bytes
+from loraplex.execution.kv_sizing import windowed
+from loraplex.execution.runner_settings import RunnerSettings
 from loraplex.execution.sizing import (
-    RunnerSettings,
     choose_device,
     choose_dtype,
     choose_kv_dtype,
@@ -71,8 +72,9 @@ def plan_memory(model: ModelConfig, adapters: Sequence[str]) -> MemoryPlan:
     Raises ConfigError if the model cannot be served like this, or a folder is not there.
     """
     folder = resolve_model(model.path, model.revision)
-    config = read_config(folder)
-    capacity = _capacity(model, runner_settings(model), config)
+    settings = runner_settings(model)
+    config = windowed(settings, read_config(folder))
+    capacity = _capacity(model, settings, config)
     ranks = (min(model.optimal_lora_rank, model.max_lora_rank), model.max_lora_rank)
     memory = memory_of(
         capacity,
@@ -109,6 +111,9 @@ def _capacity(model: ModelConfig, settings: RunnerSettings, config: DecoderConfi
     return Capacity(
         block_size=settings.block_size,
         num_blocks=size.kv.num_blocks,
+        num_host_blocks=size.kv.num_host_blocks,
+        attention_window=size.kv.attention_window,
+        num_sink_tokens=config.num_sink_tokens,
         max_num_seqs=settings.max_num_seqs,
         max_model_len=size.kv.max_model_len,
         vocab_size=config.vocab_size,

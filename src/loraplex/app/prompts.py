@@ -3,11 +3,24 @@
 import operator
 from collections.abc import Mapping, Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, TypedDict
 
 from loraplex.app.answers import Prompt
 from loraplex.core.errors import InvalidRequestError
+from loraplex.core.retention import KVRetention
 from loraplex.core.sampling_params import SamplingParams
+
+
+class RequestOptions(TypedDict, total=False):
+    """What may be said of a request beside its sampling."""
+
+    priority: int
+    """Lower is sooner."""
+    timeout_seconds: float
+    end_id: int
+    """The end-of-text token instead of the model's own; -1: none."""
+    retention: KVRetention
+    """How long its KV is worth keeping."""
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

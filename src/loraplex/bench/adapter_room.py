@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from loraplex.core.config import child_environment
+from loraplex.core.environment import child_environment
 from loraplex.core.errors import ConfigError
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 
-from loraplex.core.config import child_environment
+from loraplex.core.environment import child_environment
 from loraplex.core.errors import ConfigError
 
 _PROC = Path("/proc")

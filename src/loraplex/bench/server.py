@@ -10,7 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-from loraplex.core.config import child_environment
+from loraplex.core.environment import child_environment
 from loraplex.core.errors import ConfigError
 
 _START_SECONDS = 300.0

@@ -10,7 +10,7 @@ import typer
 
 from loraplex.cli.options import errors_to_exit_code
 from loraplex.cli.run_bar import RunBar
-from loraplex.core.config import cache_directory
+from loraplex.core.environment import cache_directory
 from loraplex.core.errors import ConfigError
 
 _WORKLOADS = "W1,W2,W3,W4,W5"

@@ -10,6 +10,7 @@ from loraplex.cli.compare import compare
 from loraplex.cli.convert import convert_lora, extract_lora
 from loraplex.cli.generate import generate
 from loraplex.cli.plan import plan
+from loraplex.cli.replay import replay
 from loraplex.cli.serve import serve
 from loraplex.core.version import __version__
 
@@ -25,6 +26,7 @@ app.command()(serve)
 app.command()(generate)
 app.command()(compare)
 app.command()(plan)
+app.command()(replay)
 app.command()(convert_lora)
 app.command()(extract_lora)
 app.add_typer(bench_app, name="bench")

@@ -11,6 +11,7 @@ from loraplex.cli.serve import build_config
 
 if TYPE_CHECKING:
     from loraplex.app.plan import MemoryPlan, PlannedAdapter
+    from loraplex.serving.model_memory import ModelMemory
 
 
 def plan(
@@ -37,6 +38,11 @@ def plan(
         float | None,
         typer.Option("--kv-cache-fraction", "--kv-cache-free-gpu-mem-fraction", help="As there."),
     ] = None,
+    max_tokens_in_paged_kv_cache: Annotated[int | None, typer.Option(help="As for serve.")] = None,
+    kv_cache_host_memory_bytes: Annotated[str | None, typer.Option(help="As for serve.")] = None,
+    max_attention_window_size: Annotated[str | None, typer.Option(help="As for serve.")] = None,
+    sink_token_length: Annotated[int | None, typer.Option(help="As for serve.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="As for serve.")] = None,
     max_lora_rank: Annotated[
         int | None,
         typer.Option("--max-lora-rank", "--lora-cache-max-adapter-size", help="As there."),
@@ -85,7 +91,7 @@ def _print_plan(plan: "MemoryPlan") -> None:
     print(f"  weights         {readable_bytes(memory.weights_bytes)}")
     print(
         f"  KV cache        {readable_bytes(memory.kv.num_bytes)}: {memory.kv.tokens} tokens in "
-        f"{memory.kv.blocks} blocks"
+        f"{memory.kv.blocks} blocks{_on_host(memory)}"
     )
     print(
         f"  adapters        {readable_bytes(device.num_bytes)} on the device: {device.pages} pages "
@@ -98,6 +104,10 @@ def _print_plan(plan: "MemoryPlan") -> None:
     print(f"  adapters        {readable_bytes(memory.host.num_bytes)} on the host")
     if plan.adapters.adapters:
         _print_adapters(plan)
+
+
+def _on_host(memory: "ModelMemory") -> str:
+    return f", {memory.kv.host_blocks} more on the host" if memory.kv.host_blocks else ""
 
 
 def _print_adapters(plan: "MemoryPlan") -> None:

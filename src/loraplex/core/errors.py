@@ -25,7 +25,8 @@
     │   └── DeadlineExceededError
     ├── InternalError                ours
     │   ├── RowFailedError               one row of a step failed
-    │   └── StepFailedError              a whole step failed
+    │   ├── StepFailedError              a whole step failed
+    │   └── CrashingRequestError         engines died while they computed this request
     └── ConfigError                  the operator can fix it: never reaches a client
         └── UnsupportedModelError
 
@@ -168,6 +169,10 @@ class RowFailedError(InternalError):
 
 class StepFailedError(InternalError):
     code = "step_failed"
+
+
+class CrashingRequestError(InternalError):
+    code = "request_crashed_engine"
 
 
 class ConfigError(LoraplexError):

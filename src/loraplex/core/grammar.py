@@ -1,8 +1,14 @@
 """What an output must match, as a client says it. Compiled and matched by llguidance."""
 
 import enum
+from typing import Final
 
 import msgspec
+
+MAX_GRAMMAR_CHARACTERS: Final = 1 << 17
+MAX_LEXER_FUEL: Final = 200_000
+"""llguidance's initial_lexer_fuel, a fifth of its own: what building a grammar's lexer, and
+following a text that it forces, may cost (about 0.1 s: the other rows of a step wait for it)."""
 
 
 class GrammarKind(enum.StrEnum):

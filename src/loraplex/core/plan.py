@@ -7,6 +7,7 @@ logged and replayed.
 """
 
 import enum
+from typing import Final
 
 import msgspec
 
@@ -18,6 +19,9 @@ from loraplex.core.sampling_params import SamplingParams
 Slot = int
 BlockId = int
 PageId = int
+
+NO_BLOCK: Final = -1
+"""In a block table: a block that was given back, because no position will read it again."""
 
 
 class LogitsNeeded(enum.StrEnum):
@@ -45,6 +49,8 @@ class RowAdded(msgspec.Struct, frozen=True, omit_defaults=True):
     num_prompt_tokens: int
     suppressed_token_ids: tuple[int, ...] = ()
     """Not to be sampled before min_tokens: the end and stop tokens."""
+    end_token_ids: tuple[int, ...] = ()
+    """Of a row with a grammar: what may come where its grammar may end."""
     adapters: tuple[tuple[AdapterHandle, float], ...] = ()
     """(handle, scale); empty is the base model."""
 
@@ -95,7 +101,7 @@ class AdapterCopy(msgspec.Struct, frozen=True):
     page_ids: tuple[PageId, ...]
 
 
-class StepPlan(msgspec.Struct, frozen=True):
+class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True):
     """One step.
 
     Order: rows leave, rows join, blocks are offloaded, then loaded back, then copied; adapter
@@ -151,7 +157,7 @@ class StepTiming(msgspec.Struct, frozen=True):
     """Of prepare_ns: the copies of adapters."""
 
 
-class StepResult(msgspec.Struct, frozen=True):
+class StepResult(msgspec.Struct, frozen=True, omit_defaults=True):
     """What the runner gives back; `rows` are in the plan's order."""
 
     step_id: int

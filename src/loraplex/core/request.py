@@ -56,6 +56,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Hashed into every KV block: prompts share blocks only if it is equal."""
     tenant: str
     priority: int
+    share_weight: float = 1.0
+    """More than 0. Of its adapter or tenant, whichever are served alike: one of weight 2 gets
+    twice the tokens."""
     arrival_ns: int
     deadline_ns: int | None
     requires_resident: bool = False
@@ -67,6 +70,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Indices of the sequences that had ended by then."""
     prompt_scores_told: bool = False
     """Its prompt log probabilities (and logits) were delivered by then."""
+    num_restarts: int = 0
+    """Engines that died while it was in them. Above 0, it is accepted already: no queue is too
+    full for it."""
 
 
 def check_adapters(adapters: Sequence[AdapterChoice]) -> None:

@@ -1,8 +1,10 @@
 """What a client may ask of the sampler. Pure data and its limits; the sampler is in execution."""
 
+import math
+
 import msgspec
 
-from loraplex.core.beam_search import BeamSearch
+from loraplex.core.beam_search import BeamSearch, EarlyStopping
 from loraplex.core.errors import InvalidParameterError
 from loraplex.core.grammar import Grammar
 
@@ -10,6 +12,12 @@ MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LENGTH = 4096
+MAX_WORDS = 1024
+"""Runs of tokens that end the output, or that are not to come; and texts that are not to come."""
+MAX_DRAFT_TOKENS = 64
+MAX_GRAMMAR_LENGTH = 1 << 20
+MAX_LOGIT_BIAS = 1e30
+"""Either way; more is no float32."""
 _INT32_MAX = 2**31 - 1
 _UINT64_MAX = 2**64 - 1
 
@@ -81,26 +89,68 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
                 param="min_tokens",
             )
+        self._validate_counts()
+        self._validate_draws()
+        self._validate_flags()
+        self._validate_stops()
+        self._validate_bans()
+
+    def _validate_counts(self) -> None:
         _check_int("n", self.n, 1, MAX_N)
+        if self.best_of is not None:
+            _check_int("best_of", self.best_of, self.n, MAX_N)
+        if self.beam is not None:
+            self._validate_beam(self.beam)
+        if self.num_draft_tokens is not None:
+            _check_int("num_draft_tokens", self.num_draft_tokens, 0, MAX_DRAFT_TOKENS)
+        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if count is not None:
+                _check_int(name, count, 0, MAX_LOGPROBS)
+
+    def _validate_beam(self, beam: BeamSearch) -> None:
+        if not isinstance(beam, BeamSearch):
+            raise InvalidParameterError(f"beam must be a BeamSearch, got {beam!r}", param="beam")
+        _check_int("beam_width", beam.width, 1, MAX_N)
+        if self.n > beam.width:
+            raise InvalidParameterError(
+                f"n ({self.n}) must not exceed the beam width ({beam.width})", param="n"
+            )
+        if self.best_of is not None:
+            raise InvalidParameterError("best_of is not for beam search", param="best_of")
+        if self.return_logits:
+            raise InvalidParameterError(
+                "logits of new tokens are not returned with beam search", param="return_logits"
+            )
+        _check_float("length_penalty", beam.length_penalty, -10.0, 10.0)
+        _check_float("beam_search_diversity_rate", beam.diversity_rate, 0.0, 100.0)
+        if beam.early_stopping not in tuple(EarlyStopping):
+            raise InvalidParameterError(
+                f"early_stopping must be one of {', '.join(EarlyStopping)}, got "
+                f"{beam.early_stopping!r}",
+                param="early_stopping",
+            )
+
+    def _validate_draws(self) -> None:
         _check_float("temperature", self.temperature, 0.0, 100.0)
         _check_int("top_k", self.top_k, -1, _INT32_MAX)
         _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check_float("top_p_decay", self.top_p_decay, 0.0, 1.0, open_low=True)
+        _check_float("top_p_min", self.top_p_min, 0.0, 1.0, open_low=True)
+        if self.top_p_reset_id is not None:
+            _check_int("top_p_reset_id", self.top_p_reset_id, 0, _INT32_MAX)
         _check_float("min_p", self.min_p, 0.0, 1.0)
         _check_float("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
         _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:
             _check_int("seed", self.seed, -(2**63), _UINT64_MAX)
-        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
-            if count is not None:
-                _check_int(name, count, 0, MAX_LOGPROBS)
-        self._validate_flags()
-        self._validate_stops()
 
     def _validate_flags(self) -> None:
         for name, flag in (
             ("include_stop_in_output", self.include_stop_in_output),
             ("ignore_eos", self.ignore_eos),
+            ("return_logits", self.return_logits),
+            ("return_prompt_logits", self.return_prompt_logits),
             ("skip_special_tokens", self.skip_special_tokens),
         ):
             if not isinstance(flag, bool):
@@ -109,25 +159,29 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 )
 
     def _validate_stops(self) -> None:
-        _check_list("stop", self.stop, str, "strings")
+        _check_texts("stop", "a stop string", self.stop, MAX_STOP_STRINGS)
         _check_list("stop_token_ids", self.stop_token_ids, int, "integers")
-        if len(self.stop) > MAX_STOP_STRINGS:
+        _check_runs("stop_token_sequences", self.stop_token_sequences)
+
+    def _validate_bans(self) -> None:
+        _check_int("no_repeat_ngram_size", self.no_repeat_ngram_size, 0, _INT32_MAX)
+        _check_texts("bad_words", "a bad word", self.bad_words, MAX_WORDS)
+        _check_runs("bad_token_ids", self.bad_token_ids)
+        _check_list("allowed_token_ids", self.allowed_token_ids, int, "integers")
+        _check_logit_bias(self.logit_bias)
+        grammar = self.grammar
+        if grammar is None:
+            return
+        if not isinstance(grammar, Grammar):
             raise InvalidParameterError(
-                f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are allowed",
-                param="stop",
+                f"grammar must be a Grammar, got {grammar!r}", param="grammar"
             )
-        for text in self.stop:
-            if not 0 < len(text) <= MAX_STOP_STRING_LENGTH:
-                raise InvalidParameterError(
-                    f"a stop string must have 1 to {MAX_STOP_STRING_LENGTH} characters, "
-                    f"one has {len(text)}",
-                    param="stop",
-                )
-            if not _is_unicode(text):
-                raise InvalidParameterError(
-                    f"a stop string must be valid Unicode, {text!r} has a lone surrogate",
-                    param="stop",
-                )
+        if len(grammar.text) > MAX_GRAMMAR_LENGTH:
+            raise InvalidParameterError(
+                f"the grammar has {len(grammar.text)} characters; at most {MAX_GRAMMAR_LENGTH} "
+                "are allowed",
+                param="grammar",
+            )
 
     @property
     def num_sequences(self) -> int:
@@ -172,6 +226,58 @@ def _check_list(name: str, value: object, kind: type, what: str) -> None:
     """A string is refused, too: as a sequence it would be its characters."""
     if not isinstance(value, tuple | list) or not all(isinstance(item, kind) for item in value):
         raise InvalidParameterError(f"{name} must be a list of {what}, got {value!r}", param=name)
+
+
+def _check_texts(name: str, one: str, texts: tuple[str, ...], most: int) -> None:
+    _check_list(name, texts, str, "strings")
+    if len(texts) > most:
+        raise InvalidParameterError(
+            f"{name} has {len(texts)} strings; at most {most} are allowed", param=name
+        )
+    for text in texts:
+        if not 0 < len(text) <= MAX_STOP_STRING_LENGTH:
+            raise InvalidParameterError(
+                f"{one} must have 1 to {MAX_STOP_STRING_LENGTH} characters, one has {len(text)}",
+                param=name,
+            )
+        if not _is_unicode(text):
+            raise InvalidParameterError(
+                f"{one} must be valid Unicode, {text!r} has a lone surrogate", param=name
+            )
+
+
+def _check_runs(name: str, runs: tuple[tuple[int, ...], ...]) -> None:
+    _check_list(name, runs, tuple, "lists of token ids")
+    if len(runs) > MAX_WORDS:
+        raise InvalidParameterError(
+            f"{name} has {len(runs)} entries; at most {MAX_WORDS} are allowed", param=name
+        )
+    for run in runs:
+        if not 0 < len(run) <= MAX_STOP_STRING_LENGTH or not all(type(id_) is int for id_ in run):
+            raise InvalidParameterError(
+                f"an entry of {name} must be 1 to {MAX_STOP_STRING_LENGTH} token ids", param=name
+            )
+
+
+def _check_logit_bias(pairs: tuple[tuple[int, float], ...]) -> None:
+    """Minus infinity is taken: it forbids a token."""
+    name = "logit_bias"
+    _check_list(name, pairs, tuple, "pairs of a token id and a number")
+    last = -1
+    for token_id, bias in pairs:
+        if not isinstance(token_id, int) or token_id <= last:
+            raise InvalidParameterError(
+                f"{name} must have each token id once, ascending; {token_id!r} comes after {last}",
+                param=name,
+            )
+        last = token_id
+        is_number = isinstance(bias, int | float)
+        if not is_number or not (bias == -math.inf or abs(bias) <= MAX_LOGIT_BIAS):
+            raise InvalidParameterError(
+                f"{name}: the bias of token {token_id} must be in [-1e30, 1e30] or minus "
+                f"infinity, got {bias!r}",
+                param=name,
+            )
 
 
 def _is_unicode(text: str) -> bool:

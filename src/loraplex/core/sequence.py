@@ -77,6 +77,8 @@ class SequenceGroup:
     first_scheduled_ns: int = 0
     first_token_ns: int = 0
     last_token_ns: int = 0
+    adapter_load_ns: int = 0
+    adapter_copy_ns: int = 0
 
     @property
     def request_id(self) -> int:

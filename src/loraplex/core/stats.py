@@ -5,6 +5,7 @@ import bisect
 import msgspec
 
 from loraplex.core.adapter import Residency
+from loraplex.core.plan import StepTiming
 
 LOAD_SECONDS_BOUNDS = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -19,6 +20,7 @@ class StepRecord(msgspec.Struct, frozen=True):
     step_id: int
     start_ns: int
     duration_ns: int
+    """From before it was planned until its result was there."""
     num_rows: int
     num_prefill_rows: int
     """Rows that computed prompt tokens (or recomputed after a preemption)."""
@@ -35,6 +37,27 @@ class StepRecord(msgspec.Struct, frozen=True):
     adapter_copies_started: int
     request_ids: tuple[int, ...] = ()
     """Of the rows, in the plan's order."""
+    num_prefill_tokens: int = 0
+    """Of num_tokens, those that such rows computed."""
+    num_draft_tokens: int = 0
+    """Of num_tokens, guesses at what follows."""
+    num_accepted_tokens: int = 0
+    """Of those guesses, the right ones."""
+    num_new_tokens: int = 0
+    """What the rows sampled, drafts included."""
+    num_added: int = 0
+    """Rows that joined: new sequences, and preempted ones that came back."""
+    num_failed_rows: int = 0
+    adapter_rows: dict[str, int] = {}
+    """By digest, how many rows used an adapter; of many adapters those with the most rows."""
+    block_offloads: int = 0
+    block_loads: int = 0
+    """KV blocks that went to the host's memory, and came back."""
+    block_copies: int = 0
+    adapter_loads_ended: int = 0
+    """Since the step before: adapters that came into host memory, or failed to."""
+    adapter_copies_ended: int = 0
+    timing: StepTiming = StepTiming()
 
 
 class Durations(msgspec.Struct, frozen=True):
@@ -89,11 +112,17 @@ class EngineStats(msgspec.Struct, frozen=True):
     blocks_held: int = 0
     blocks_cached: int = 0
     blocks_free: int = 0
+    blocks_on_host: int = 0
+    """Host blocks that hold the KV of preempted sequences."""
     prompt_tokens: int = 0
     """Counter: prompt tokens of admitted sequences."""
     cached_tokens: int = 0
     """Counter: of those, tokens served from the prefix cache."""
     generation_tokens: int = 0
+    draft_tokens: int = 0
+    """Counter: guesses at tokens."""
+    accepted_tokens: int = 0
+    """Counter: of those, the right ones."""
     preemptions: int = 0
     adapters: AdapterTierStats = AdapterTierStats()
 

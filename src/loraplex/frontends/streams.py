@@ -21,6 +21,7 @@ from loraplex.core.output import RequestOutput, SequenceOutput, TokenLogprob
 from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest
 from loraplex.serving.backend import Backend, close_outputs
+from loraplex.serving.best_of import joined
 
 T = TypeVar("T")
 
@@ -127,17 +128,8 @@ def merge_outputs(outputs: Sequence[RequestOutput]) -> RequestOutput:
             by_index.setdefault(sequence.index, []).append(sequence)
     return msgspec.structs.replace(
         outputs[-1],
-        sequences=tuple(_merge_sequence(by_index[index]) for index in sorted(by_index)),
+        sequences=tuple(joined(by_index[index]) for index in sorted(by_index)),
         prompt_logprobs=_first_prompt_logprobs(outputs),
-    )
-
-
-def _merge_sequence(pieces: Sequence[SequenceOutput]) -> SequenceOutput:
-    return msgspec.structs.replace(
-        pieces[-1],
-        text="".join(piece.text for piece in pieces),
-        token_ids=tuple(token_id for piece in pieces for token_id in piece.token_ids),
-        logprobs=tuple(logprob for piece in pieces for logprob in piece.logprobs),
     )
 
 

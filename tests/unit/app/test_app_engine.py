@@ -1,5 +1,6 @@
 """How the real engine begins, and what it says if it cannot."""
 
+import dataclasses
 import threading
 
 import pytest
@@ -12,6 +13,7 @@ from loraplex.core.config import ModelConfig
 from loraplex.core.errors import ConfigError
 from loraplex.engine.channel import ThreadChannel
 from loraplex.engine.messages import EngineFailed, EngineReady, Shutdown
+from loraplex.scheduling.settings import Batching, FairShare, SchedulerSettings
 from loraplex.testing.capitals import BASE_PATH
 
 MODEL = ModelConfig(
@@ -84,3 +86,39 @@ def test_so_is_memory_that_is_not_there(channel, events, monkeypatch, error, cap
     assert event.error.code == ConfigError.code
     assert event.error.message == f"the engine cannot start: {error}"
     assert "Traceback" in caplog.text
+
+
+def test_every_setting_of_the_scheduler_can_be_said():
+    model = ModelConfig(
+        path="m",
+        max_num_batched_tokens=1,
+        max_prefill_chunk=2,
+        shortest_prefill_share=0.25,
+        batching="static",
+        batch_scheduler_policy="guaranteed_no_evict",
+        fair_share="tenant",
+        fair_input_weight=3.0,
+        fair_output_weight=4.0,
+        fair_resident_lead=12.0,
+        max_seqs_per_adapter=5,
+        max_queue_size=6,
+        max_queue_delay_microseconds=7,
+        enable_prefix_cache=False,
+        num_draft_tokens=8,
+        max_draft_ngram=9,
+        adapter_aging_seconds=10.0,
+        lora_ttl_seconds=11.0,
+    )
+    said = app_engine.scheduler_settings(model)
+    usual = SchedulerSettings()
+    fields = [field.name for field in dataclasses.fields(SchedulerSettings)]
+    assert [name for name in fields if getattr(said, name) == getattr(usual, name)] == []
+    assert said.batching is Batching.STATIC
+    assert said.fair_share is FairShare.TENANT
+    assert said.max_queue_delay_ns == 7000
+    assert said.adapter_aging_ns == 10_000_000_000
+
+
+def test_a_bare_configuration_means_the_schedulers_own_defaults():
+    settings = app_engine.scheduler_settings(ModelConfig(path="m"))
+    assert settings == SchedulerSettings()

@@ -9,10 +9,12 @@ import pytest
 
 from loraplex import LLM, SamplingParams
 from loraplex.app.llm import Generated
+from loraplex.core.beam_search import BeamSearch
 from loraplex.core.errors import (
     AdapterExistsError,
     AdapterNotFoundError,
     ConfigError,
+    DeadlineExceededError,
     InvalidAdapterError,
     InvalidParameterError,
     InvalidRequestError,
@@ -21,6 +23,7 @@ from loraplex.core.errors import (
     UnsupportedModelError,
 )
 from loraplex.core.output import FinishReason
+from loraplex.core.retention import KVRetention
 from loraplex.testing.capitals import ADAPTER_PATHS, BASE_PATH
 
 QUESTION = "What is the capital of France?"
@@ -297,3 +300,70 @@ class TestLife:
         with LLM(BASE_PATH, ADAPTER_PATHS, engine="process", state_dir=state_dir, **SMALL) as llm:
             answers = llm.generate([QUESTION] * 2, GREEDY, adapter=[None, "chinese"])
         assert texts(answers) == ["Paris", "巴黎"]
+
+
+def test_beams(llm):
+    sampling = SamplingParams(max_tokens=24, n=2, beam=BeamSearch(width=3))
+    [answer] = llm.generate(QUESTION, sampling)
+    first, second = answer.completions
+    assert answer.text.strip() == first.text.strip() == "Paris"
+    assert first.cumulative_logprob > second.cumulative_logprob
+    assert first.text != second.text
+
+
+def test_the_best_of_several(llm):
+    fields = {"max_tokens": 24, "temperature": 1.5, "seed": 3}
+    [every] = llm.generate(QUESTION, SamplingParams(n=5, logprobs=0, **fields))
+    [best] = llm.generate(QUESTION, SamplingParams(n=2, best_of=5, **fields))
+    means = [(mean_logprob(answer), answer.text) for answer in every.completions]
+    expected = [text for _, text in sorted(means, key=lambda pair: -pair[0])[:2]]
+    assert [answer.text for answer in best.completions] == expected
+    assert best.completions[0].logprobs == ()
+
+
+def mean_logprob(answer) -> float:
+    return sum(entry.logprob for entry in answer.logprobs) / len(answer.logprobs)
+
+
+def test_logits_are_arrays_that_chose_the_tokens(llm):
+    sampling = SamplingParams(
+        max_tokens=24, temperature=0, return_logits=True, return_prompt_logits=True, logprobs=0
+    )
+    [answer] = llm.generate(QUESTION, sampling)
+    [completion] = answer.completions
+    vocabulary = completion.logits.shape[1]
+    assert completion.logits.argmax(axis=1).tolist() == list(completion.token_ids)
+    assert answer.prompt_logits.shape == (len(answer.prompt_token_ids), vocabulary)
+    assert answer.prompt_logits[-1].argmax() == completion.token_ids[0]
+    scores = completion.logits - np.log(np.exp(completion.logits).sum(axis=1, keepdims=True))
+    told = [entry.logprob for entry in completion.logprobs]
+    assert scores.max(axis=1) == pytest.approx(told, abs=1e-4)
+    assert llm.generate(QUESTION, GREEDY)[0].completions[0].logits is None
+
+
+def test_logits_of_several_chunks(state_dir):
+    small = {"max_num_batched_tokens": 4, "max_num_seqs": 4, "enable_prefix_cache": False}
+    with LLM(BASE_PATH, state_dir=state_dir / "chunks", **SMALL, **small) as llm:
+        sampling = SamplingParams(max_tokens=1, temperature=0, return_prompt_logits=True)
+        [chunked] = llm.generate(QUESTION, sampling)
+    assert len(chunked.prompt_token_ids) > 4
+    assert chunked.prompt_logits.shape[0] == len(chunked.prompt_token_ids)
+    assert chunked.prompt_logits[-1].argmax() == chunked.token_ids[0]
+
+
+def test_what_may_be_said_beside_the_sampling(llm):
+    [answer] = llm.generate(QUESTION, GREEDY)
+    [goes_on] = llm.generate(QUESTION, GREEDY, end_id=-1)
+    assert len(goes_on.token_ids) == 24
+    first = answer.token_ids[0]
+    [ended] = llm.generate(QUESTION, GREEDY, end_id=first, priority=-1)
+    assert ended.token_ids == (first,)
+    assert ended.finish_reason is FinishReason.STOP
+    with pytest.raises(DeadlineExceededError):
+        llm.generate(
+            [QUESTION] * 8,
+            SamplingParams(max_tokens=200, ignore_eos=True),
+            timeout_seconds=1e-6,
+        )
+    with pytest.raises(InvalidParameterError, match="retention"):
+        llm.generate(QUESTION, GREEDY, retention=KVRetention(decode_priority=101))

@@ -3,9 +3,11 @@
 import inspect
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -199,6 +201,17 @@ class TestGenerate:
         assert lines == ["--- base", "Paris", "--- chinese", "巴黎", "--- japanese", "パリ"]
         assert done.returncode == 0
 
+    def test_beams_a_grammar_and_times(self, tmp_path):
+        done = loraplex_command(
+            *("generate", str(BASE_PATH), "What is the capital of France?"),
+            *("--beam-width", "2", "--n", "2", "--choice", "red", "--choice", "blue", "--timing"),
+            XDG_STATE_HOME=str(tmp_path),
+            XDG_CACHE_HOME=str(tmp_path),
+        )
+        first, second, told = done.stdout.splitlines()
+        assert {first, second} == {"red", "blue"}
+        assert re.fullmatch(r"\(queued .* ms, first token .* total .*, cached 0 tokens\)", told)
+
     @pytest.mark.parametrize(
         ("arguments", "text"),
         [
@@ -206,6 +219,10 @@ class TestGenerate:
             (["--adapter", "zh"], "NAME=PATH"),
             (["--adapter", "base=/x"], "'base' names the base model"),
             (["--dtype", "int4"], "must be one of auto"),
+            (["--n", "2", "--best-of", "1"], "best_of must be in [2, 128]"),
+            (["--regex", "a", "--choice", "b"], "give one of --json-schema, --regex and --choice"),
+            (["--json-schema", "/nowhere"], "--json-schema: cannot read /nowhere"),
+            (["--length-penalty", "2", "--beam-width", "0"], "beam_width must be in"),
         ],
     )
     def test_what_is_wrong_is_one_line(self, arguments, text):
@@ -229,8 +246,9 @@ class TestGenerate:
 
             def generate(self, prompts, sampling, adapter):
                 asked.extend(prompts)
-                return [type("Answer", (), {"text": "fine"})]
+                answer = SimpleNamespace(text="fine")
+                return [SimpleNamespace(completions=[answer, answer])]
 
         monkeypatch.setattr("loraplex.app.llm.LLM", FakeLLM)
         result = CliRunner().invoke(app, ["generate", "m", "-"], input="How are you?\n")
-        assert (asked, result.stdout) == (["How are you?\n"], "fine\n")
+        assert (asked, result.stdout) == (["How are you?\n"], "fine\nfine\n")

@@ -6,19 +6,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loraplex.core.config import (
-    AdapterConfig,
-    Config,
-    Layer,
-    ModelConfig,
-    ServerConfig,
+from loraplex.core.config import AdapterConfig, Config, ModelConfig, ServerConfig
+from loraplex.core.config_layers import Layer, field_layers, file_layer, parse_bytes, resolve
+from loraplex.core.environment import (
     child_environment,
     environment_fields,
-    field_layers,
-    file_layer,
     let_threads_sleep,
-    parse_bytes,
-    resolve,
     state_directory,
 )
 from loraplex.core.errors import ConfigError
@@ -366,3 +359,32 @@ def test_a_list_in_a_variable_has_commas():
         "variable {variable}", {"allowed_adapter_hosts": "huggingface.co, s3://ours,"}, []
     )
     assert resolve(layers).server.allowed_adapter_hosts == ("huggingface.co", "s3://ours")
+
+
+def test_the_words_of_tensorrt_llm():
+    values = {
+        "gpt_model_type": "V1",
+        "enable_trt_overlap": True,
+        "enable_kv_cache_reuse": False,
+        "batch_scheduler_policy": "guaranteed_no_evict",
+    }
+    config = resolve(layers(model(**values), {}, {})).models["m"]
+    assert (config.batching, config.overlap, config.enable_prefix_cache) == ("static", True, False)
+    config = resolve(layers(model(), {"gpt_model_type": "inflight_fused_batching"}, {}))
+    assert config.models["m"].batching == "inflight"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("batching", "V2", "must be one of inflight, static"),
+        ("fair_share", "user", "must be one of none, adapter, tenant, tenant_adapter"),
+        ("batch_scheduler_policy", "x", "must be one of max_utilization, guaranteed_no_evict"),
+        ("shortest_prefill_share", 1.0, "must be at least 0 and less than 1"),
+        ("num_draft_tokens", 65, "must be at most 64"),
+        ("max_prefill_chunk", 0, "must be at least 1"),
+        ("enable_chunked_context", False, "cannot be false"),
+    ],
+)
+def test_wrong_settings_of_the_scheduler(field, value, message):
+    assert message in error_of(*layers(model(**{field: value}), {}, {}))

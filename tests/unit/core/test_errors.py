@@ -55,6 +55,7 @@ def test_codes_are_stable():
         "deadline_exceeded",
         "row_failed",
         "step_failed",
+        "request_crashed_engine",
         "unsupported_model",
     }
 

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from loraplex.core.config import child_environment
+from loraplex.core.environment import child_environment
 from loraplex.core.errors import ConfigError
 
 _LOG_TAIL_CHARACTERS = 2000

@@ -49,6 +49,7 @@ STATUS: Mapping[type[errors.LoraplexError], Status] = MappingProxyType(
         errors.DeadlineExceededError: Status(503, "DEADLINE_EXCEEDED"),
         errors.RowFailedError: _INTERNAL,
         errors.StepFailedError: _INTERNAL,
+        errors.CrashingRequestError: _INTERNAL,
         errors.UnsupportedModelError: _INTERNAL,
     }
 )

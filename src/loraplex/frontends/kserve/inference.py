@@ -10,7 +10,8 @@ from loraplex.core.output import RequestOutput
 from loraplex.frontends.kserve.active import ActiveRequest
 from loraplex.frontends.kserve.merge import merged
 from loraplex.frontends.kserve.messages import InferRequest, InferResponse, Parameter
-from loraplex.frontends.kserve.models.answers import Answer, output_tensors
+from loraplex.frontends.kserve.models.answer import Answer
+from loraplex.frontends.kserve.models.answers import output_tensors
 from loraplex.frontends.kserve.models.catalog import VERSION, TritonModel
 from loraplex.frontends.kserve.models.convert import Generation
 from loraplex.serving.backend import close_outputs
@@ -53,22 +54,33 @@ class Inference:
         num_running = len(self._batch)
         async with aclosing(merged(self._streams, self._active.stopped)) as outputs:
             async for index, output in outputs:
-                ready = self._take(index, output)
+                ready = self._grouped(self._take(index, output))
                 num_running -= output.finished
-                for answer in ready:
-                    is_final = num_running == 0 and answer is ready[-1]
-                    yield self._piece(index, answer, is_final=is_final)
+                for group in ready:
+                    is_final = num_running == 0 and group is ready[-1]
+                    yield self._piece(index, group, is_final=is_final)
                 if num_running == 0 and ready:
                     return
         for response in self._rest():
             yield response
 
+    @staticmethod
+    def _grouped(answers: list[Answer]) -> list[list[Answer]]:
+        """By response: each sequence has its own, but the beams of a search share one."""
+        if answers and answers[0].generation.is_beam_search:
+            return [answers]
+        return [[answer] for answer in answers]
+
     def _rest(self) -> list[InferResponse]:
         """What is left to send when the outputs end without a last piece: after a stop."""
         self._begin_all()
-        left = [(i, a) for i, answers in enumerate(self._batch) for a in answers if not a.is_sent]
-        left = left or [(0, self._batch[0][0])]
-        return [self._piece(i, answer, is_final=answer is left[-1][1]) for i, answer in left]
+        left = [
+            (index, group)
+            for index, answers in enumerate(self._batch)
+            for group in self._grouped([answer for answer in answers if not answer.is_sent])
+        ]
+        left = left or [(0, self._grouped(self._batch[0])[0])]
+        return [self._piece(i, group, is_final=group is left[-1][1]) for i, group in left]
 
     async def aclose(self) -> None:
         """Abort what still runs."""
@@ -84,6 +96,8 @@ class Inference:
             self._parameters |= {"adapter": names, "adapter_digest": digests}
         for answer in answers:
             answer.begin(output.prompt_token_ids)
+            answer.prompt_logits += output.prompt_logits
+            answer.timing = output.timing
         for sequence in output.sequences:
             answers[sequence.index].add(sequence)
         if self._is_streamed:
@@ -97,16 +111,17 @@ class Inference:
                 prompt = answer.generation.request.prompt
                 answer.begin(() if isinstance(prompt, str) else prompt)
 
-    def _piece(self, index: int, answer: Answer, *, is_final: bool) -> InferResponse:
+    def _piece(self, index: int, answers: list[Answer], *, is_final: bool) -> InferResponse:
         has_batch = len(self._batch) > 1
-        has_sequences = len(self._batch[index]) > 1
+        is_one_of_several = len(answers) < len(self._batch[index])
         response = self._response(
-            [[answer]],
+            [answers],
             is_final=is_final,
             batch_index=index if has_batch else None,
-            sequence_index=answer.index if has_sequences else None,
+            sequence_index=answers[0].index if is_one_of_several else None,
         )
-        answer.drain()
+        for answer in answers:
+            answer.drain()
         return response
 
     def _response(
@@ -126,6 +141,20 @@ class Inference:
             version=VERSION,
             request_id=self._request.request_id,
             outputs=tuple(t for t in tensors if not requested or t.name in requested),
-            parameters=dict(self._parameters),
+            parameters=dict(self._parameters) | _measured(batch),
             is_final=is_final,
         )
+
+
+def _measured(batch: Sequence[Sequence[Answer]]) -> dict[str, Parameter]:
+    """What return_perf_metrics has no tensor for; of several elements the sum."""
+    timings = [answers[0].timing for answers in batch if answers[0].timing is not None]
+    if not batch[0][0].generation.returns_perf_metrics or not timings:
+        return {}
+    return {
+        "num_cached_tokens": sum(timing.num_cached_tokens for timing in timings),
+        "num_preemptions": sum(timing.num_preemptions for timing in timings),
+        "num_restarts": sum(timing.num_restarts for timing in timings),
+        "adapter_load_ns": sum(timing.adapter_load_ns for timing in timings),
+        "adapter_copy_ns": sum(timing.adapter_copy_ns for timing in timings),
+    }

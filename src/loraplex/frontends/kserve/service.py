@@ -11,7 +11,12 @@ from typing import Any
 import msgspec
 
 from loraplex.core.adapter import AdapterChoice, AdapterKey, ByTaskId
-from loraplex.core.errors import AdapterNotFoundError, InvalidRequestError, LoraplexError
+from loraplex.core.errors import (
+    AdapterNotFoundError,
+    InvalidParameterError,
+    InvalidRequestError,
+    LoraplexError,
+)
 from loraplex.core.output import RequestOutput
 from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest
@@ -30,6 +35,9 @@ from loraplex.frontends.kserve.statistics import Statistics
 from loraplex.serving.backend import Backend, close_outputs
 
 MICROSECONDS = 1_000_000
+MAX_PRIORITY_LEVEL = 2**31 - 1
+DEFAULT_PRIORITY_LEVEL = 100
+"""Level 99 comes before what says nothing, level 101 after it."""
 
 
 class TritonService:
@@ -141,7 +149,10 @@ class TritonService:
             client_request_id=request.request_id,
             adapters=request.parameters.get("adapters", ""),
             timeout_seconds=int(timeout or 0) / MICROSECONDS if has_timeout else None,
-            detokenize=lambda token_ids: self.backend.detokenize(model.card.name, token_ids),
+            priority=_priority(request),
+            tokenize=lambda text: self.backend.tokenize(
+                model.card.name, text, add_special_tokens=False
+            ),
         )
 
     async def _generate(
@@ -222,6 +233,18 @@ class _Timed:
             self._statistics.record_failure(self._model, duration_ns)
         elif error is None and self._is_whole and self.batch_size:
             self._statistics.record_success(self._model, self.batch_size, duration_ns)
+
+
+def _priority(request: InferRequest) -> int:
+    """Of Triton's request parameter: 1 is the highest level, 0 the default one."""
+    level = request.parameters.get("priority", 0)
+    if type(level) is not int or not 0 <= level <= MAX_PRIORITY_LEVEL:
+        raise InvalidParameterError(
+            f"the parameter 'priority' must be an integer in [0, {MAX_PRIORITY_LEVEL}], got "
+            f"{level!r}",
+            param="priority",
+        )
+    return level - DEFAULT_PRIORITY_LEVEL if level else 0
 
 
 def _is_stop(elements: Sequence[Inputs]) -> bool:

@@ -35,10 +35,11 @@ from loraplex.frontends.openai.responses import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
+    Details,
     PromptLogprobs,
-    PromptTokensDetails,
     Usage,
 )
+from loraplex.frontends.openai.usage import UsageCounter
 from loraplex.frontends.streams import IndexedOutput
 
 BASE_FINGERPRINT = "lp-base"
@@ -76,29 +77,6 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def wants_logprobs(self) -> bool:
         return self.requests[0].sampling.logprobs is not None
-
-
-class UsageCounter:
-    """Adds up the tokens of the requests of one call, from their latest outputs."""
-
-    def __init__(self) -> None:
-        self._latest: dict[int, RequestOutput] = {}
-
-    def see(self, request_index: int, output: RequestOutput) -> None:
-        self._latest[request_index] = output
-
-    def usage(self) -> Usage:
-        outputs = self._latest.values()
-        num_prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
-        num_output_tokens = sum(output.num_output_tokens for output in outputs)
-        timings = [output.timing for output in outputs if output.timing is not None]
-        num_cached_tokens = sum(timing.num_cached_tokens for timing in timings)
-        return Usage(
-            prompt_tokens=num_prompt_tokens,
-            completion_tokens=num_output_tokens,
-            total_tokens=num_prompt_tokens + num_output_tokens,
-            prompt_tokens_details=PromptTokensDetails(num_cached_tokens) if timings else UNSET,
-        )
 
 
 def fingerprint(output: RequestOutput) -> str:
@@ -141,15 +119,18 @@ class CompletionWriter:
 
     def last_chunks(self) -> Iterator[Completion]:
         if self._call.include_usage:
-            yield self._completion([], self._usage.usage())
+            yield self._completion([], self._usage.usage(), self._usage.details())
 
     def body(self, outputs: Sequence[RequestOutput]) -> Completion:
         """The answer, from one whole output for each request."""
         choices = [c for i, output in enumerate(outputs) for c in self._choices(i, output)]
-        return self._completion(choices, self._usage.usage())
+        return self._completion(choices, self._usage.usage(), self._usage.details())
 
     def _completion(
-        self, choices: list[CompletionChoice], usage: Usage | UnsetType | None
+        self,
+        choices: list[CompletionChoice],
+        usage: Usage | UnsetType | None,
+        details: Details | UnsetType = UNSET,
     ) -> Completion:
         return Completion(
             id=self._call.response_id,
@@ -158,6 +139,7 @@ class CompletionWriter:
             system_fingerprint=self._fingerprint,
             choices=choices,
             usage=usage,
+            loraplex=details,
         )
 
     def _choices(self, request_index: int, output: RequestOutput) -> list[CompletionChoice]:
@@ -226,7 +208,7 @@ class ChatWriter:
 
     def last_chunks(self) -> Iterator[ChatCompletionChunk]:
         if self._call.include_usage:
-            yield self._chunk([], self._usage.usage())
+            yield self._chunk([], self._usage.usage(), self._usage.details())
 
     def body(self, outputs: Sequence[RequestOutput]) -> ChatCompletion:
         """The answer, from the one whole output."""
@@ -240,6 +222,7 @@ class ChatWriter:
             choices=[self._choice(sequence) for sequence in output.sequences],
             usage=self._usage.usage(),
             prompt_logprobs=_prompt_logprobs(self._call, output, self._texts),
+            loraplex=self._usage.details(),
         )
 
     def _see(self, output: RequestOutput) -> None:
@@ -273,7 +256,10 @@ class ChatWriter:
             )
 
     def _chunk(
-        self, choices: list[ChatChunkChoice], usage: Usage | UnsetType | None
+        self,
+        choices: list[ChatChunkChoice],
+        usage: Usage | UnsetType | None,
+        details: Details | UnsetType = UNSET,
     ) -> ChatCompletionChunk:
         return ChatCompletionChunk(
             id=self._call.response_id,
@@ -282,6 +268,7 @@ class ChatWriter:
             system_fingerprint=self._fingerprint,
             choices=choices,
             usage=usage,
+            loraplex=details,
         )
 
 

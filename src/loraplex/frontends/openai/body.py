@@ -107,7 +107,7 @@ def explain(details: Sequence[ErrorDetails]) -> RequestError:
 
 def _path(loc: Sequence[int | str]) -> list[int | str]:
     """Where the field is: up to pydantic's name for a branch of a union (`str`, `list[int]`)."""
-    is_branch = [isinstance(part, str) and (part == "str" or "[" in part) for part in loc]
+    is_branch = [isinstance(p, str) and (p in ("str", "bool") or "[" in p) for p in loc]
     return list(loc[: is_branch.index(True)] if True in is_branch else loc)
 
 

@@ -20,12 +20,12 @@ from loraplex.frontends.openai.convert import (
     check_priority,
     load_policy,
     prompts,
-    sampling_params,
 )
 from loraplex.frontends.openai.errors import ErrorDetail, error_body
 from loraplex.frontends.openai.logprobs import MIN_LOGPROB, TokenTexts, chat_logprobs
 from loraplex.frontends.openai.responses import ContentLogprob
 from loraplex.frontends.openai.room import OpenAIRoom, json_response, request_id
+from loraplex.frontends.openai.sampling import sampling_params
 from loraplex.frontends.openai.schema import CompareBody
 from loraplex.frontends.openai.unsupported import refuse_unknown, refuse_unsupported
 from loraplex.frontends.streams import until_disconnect

@@ -9,12 +9,11 @@ from loraplex.core.adapter import AdapterChoice, AdapterKey, ByName, LoadPolicy
 from loraplex.core.errors import (
     InvalidParameterError,
     InvalidRequestError,
-    TokenOutOfVocabularyError,
     UnsupportedFeatureError,
 )
 from loraplex.core.request import GenerateRequest, RequestId
-from loraplex.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from loraplex.frontends.adapter_choices import read_choices
+from loraplex.frontends.openai.sampling import chat_sampling, completion_sampling
 from loraplex.frontends.openai.schema import (
     ChatBody,
     CompletionBody,
@@ -27,22 +26,6 @@ from loraplex.frontends.openai.unsupported import refuse_unsupported
 from loraplex.serving.backend import ModelCard
 
 MAX_PRIORITY = 2**31 - 1
-
-_SAMPLING_FIELDS = {
-    "min_tokens": "min_tokens",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "seed": "seed",
-    "include_stop_str_in_output": "include_stop_in_output",
-    "ignore_eos": "ignore_eos",
-    "skip_special_tokens": "skip_special_tokens",
-}
-"""Name on the wire: name in SamplingParams. A null keeps the default."""
 
 Prompt = str | tuple[int, ...]
 
@@ -80,6 +63,7 @@ def completion_requests(
             load_policy=load_policy(body),
             add_special_tokens=body.add_special_tokens is not False,
             priority=body.priority or 0,
+            timeout_seconds=body.timeout_seconds,
         )
         for prompt in prompts(body.prompt, max_prompts)
     )
@@ -113,6 +97,7 @@ def chat_request(
             # The template has written them already.
             add_special_tokens=body.add_special_tokens is True,
             priority=body.priority or 0,
+            timeout_seconds=body.timeout_seconds,
         ),
     )
 
@@ -179,70 +164,6 @@ def _several(body: GenerationBody, key: AdapterKey | None) -> tuple[AdapterChoic
 
 def load_policy(body: SamplingBody) -> LoadPolicy:
     return LoadPolicy(body.load_lora_weights or LoadPolicy.AUTO)
-
-
-def completion_sampling(body: CompletionBody, vocab_size: int) -> SamplingParams:
-    if body.max_tokens == 0:
-        raise InvalidParameterError(
-            "max_tokens must be at least 1; to score a prompt, ask for 1 token with echo and "
-            "logprobs",
-            param="max_tokens",
-        )
-    n = 1 if body.n is None else body.n
-    if body.best_of not in (None, n):
-        raise UnsupportedFeatureError(
-            f"best_of ({body.best_of}) other than n ({n}) is not supported", param="best_of"
-        )
-    fields: dict[str, Any] = {"logprobs": body.logprobs, "n": n}
-    if body.max_tokens is not None:
-        fields["max_tokens"] = body.max_tokens
-    fields["prompt_logprobs"] = body.prompt_logprobs
-    if body.echo and body.logprobs is not None:
-        fields["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
-    return sampling_params(body, fields, vocab_size)
-
-
-def chat_sampling(body: ChatBody, vocab_size: int) -> SamplingParams:
-    max_tokens = (
-        body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    )
-    fields: dict[str, Any] = {"max_tokens": max_tokens, "prompt_logprobs": body.prompt_logprobs}
-    if body.n is not None:
-        fields["n"] = body.n
-    num_top = body.top_logprobs or 0
-    if not 0 <= num_top <= MAX_LOGPROBS:
-        raise InvalidParameterError(
-            f"top_logprobs must be in [0, {MAX_LOGPROBS}], got {num_top}", param="top_logprobs"
-        )
-    if body.logprobs:
-        fields["logprobs"] = num_top
-    elif num_top:
-        raise InvalidParameterError("top_logprobs needs logprobs: true", param="top_logprobs")
-    return sampling_params(body, fields, vocab_size)
-
-
-def sampling_params(body: SamplingBody, fields: dict[str, Any], vocab_size: int) -> SamplingParams:
-    """From what all bodies have, and `fields` of SamplingParams that only this one has."""
-    given = {name: getattr(body, wire_name) for wire_name, name in _SAMPLING_FIELDS.items()}
-    fields |= {name: value for name, value in given.items() if value is not None}
-    stop = body.stop or ()
-    sampling = SamplingParams(
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        stop_token_ids=_stop_token_ids(body.stop_token_ids or (), vocab_size),
-        **fields,
-    )
-    sampling.validate()
-    return sampling
-
-
-def _stop_token_ids(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
-    for token_id in token_ids:
-        if not 0 <= token_id < vocab_size:
-            raise TokenOutOfVocabularyError(
-                f"stop_token_ids has {token_id}; token ids of this model are 0 to {vocab_size - 1}",
-                param="stop_token_ids",
-            )
-    return tuple(token_ids)
 
 
 def _check_generation(body: GenerationBody) -> None:

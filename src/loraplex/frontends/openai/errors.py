@@ -48,6 +48,7 @@ WIRE_ERRORS: dict[type[errors.LoraplexError], WireError] = {
     errors.DeadlineExceededError: WireError(504, "timeout_error"),
     errors.RowFailedError: WireError(500, SERVER),
     errors.StepFailedError: WireError(500, SERVER),
+    errors.CrashingRequestError: WireError(500, SERVER),
     errors.UnsupportedModelError: WireError(500, SERVER),
     # The branches, for an error that another process described by a code unknown here.
     errors.RequestError: WireError(400, INVALID),

@@ -22,6 +22,52 @@ class Usage(Struct, frozen=True):
     prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
 
 
+class AdapterUsed(Struct, frozen=True):
+    """An adapter that answered; the digest is that of its very bytes."""
+
+    name: str
+    digest: str
+    scale: float
+
+
+class Timing(Struct, frozen=True, kw_only=True):
+    """What one prompt's answer took, in seconds; null where it did not happen."""
+
+    queue_seconds: float | None
+    """From its arrival to its first step: for a place, KV blocks and its adapters."""
+    adapter_wait_seconds: float | None
+    """Of these, until the last of its adapters was on the device."""
+    adapter_load_seconds: float
+    """Of these, reading adapters into the host's memory."""
+    adapter_copy_seconds: float
+    """Of these, copying adapters to the device."""
+    prefill_seconds: float | None
+    """From its first step to its first token."""
+    first_token_seconds: float | None
+    """From its arrival to its first token."""
+    seconds_per_token: float | None
+    """The mean time from one token to the next."""
+    total_seconds: float | None
+    """From its arrival to its last token."""
+    preemptions: int
+    cached_tokens: int
+    """Of the prompt, whose KV was there already."""
+    draft_tokens: int
+    """Guessed ahead."""
+    accepted_draft_tokens: int
+    """Of them, that were right."""
+    restarts: int
+    """Engines that died while it was in them."""
+
+
+class Details(Struct, frozen=True):
+    """What OpenAI's answers have no field for, under the key `loraplex`."""
+
+    adapters: list[AdapterUsed]
+    timing: list[Timing]
+    """One for each prompt."""
+
+
 class CompletionLogprobs(Struct, frozen=True):
     """The four lists are as long as each other; an offset counts characters of `text`."""
 
@@ -61,6 +107,7 @@ class Completion(Struct, frozen=True, kw_only=True):
     system_fingerprint: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
+    loraplex: Details | UnsetType = UNSET
 
 
 class TopLogprob(Struct, frozen=True):
@@ -103,6 +150,7 @@ class ChatCompletion(Struct, frozen=True, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    loraplex: Details | UnsetType = UNSET
 
 
 class ChatDelta(Struct, frozen=True):
@@ -125,6 +173,7 @@ class ChatCompletionChunk(Struct, frozen=True, kw_only=True):
     system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    loraplex: Details | UnsetType = UNSET
 
 
 class ModelEntry(Struct, frozen=True, kw_only=True):

@@ -17,6 +17,12 @@ EXPECTED = {
     "messages[].content": "a string or a list of content parts",
     "stop_token_ids": "a list of token ids",
     "tokens": "a list of token ids",
+    "allowed_token_ids": "a list of token ids",
+    "logit_bias": "an object of token ids and numbers",
+    "bad_words": "a string or a list of strings",
+    "guided_json": "a JSON schema",
+    "guided_choice": "a list of strings",
+    "early_stopping": 'true, false or "never"',
 }
 """What is right where a field takes more than one type: texts for an error message."""
 
@@ -61,7 +67,25 @@ class SamplingBody(Body):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
+    top_p_decay: float | None = None
+    """This and the two below are TensorRT-LLM's."""
+    top_p_min: float | None = None
+    top_p_reset_ids: int | None = None
+    no_repeat_ngram_size: int | None = None
+    logit_bias: dict[str, float] | None = None
+    """Token ids in decimal, as OpenAI has it."""
+    allowed_token_ids: TokenIds | None = None
+    bad_words: str | Texts | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    """vLLM's, as the guided_* are."""
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: Texts | None = None
+    guided_grammar: str | None = None
+    num_draft_tokens: int | None = None
     priority: int | None = None
+    timeout_seconds: float | None = None
     user: str | None = None
 
 
@@ -75,6 +99,14 @@ class GenerationBody(SamplingBody):
     adapters: list[Any] | None = None
     """Several, see frontends.adapter_choices. An empty list is none."""
     n: int | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    """vLLM's: the beams are best_of, or n."""
+    beam_width: int | None = None
+    """The same, if neither is meant."""
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    beam_search_diversity_rate: float | None = None
     prompt_logprobs: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -88,7 +120,6 @@ class CompletionBody(GenerationBody):
     prompt: Prompt
     logprobs: int | None = None
     echo: bool | None = None
-    best_of: int | None = None
 
 
 class ContentPart(Body):

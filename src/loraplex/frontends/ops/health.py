@@ -14,16 +14,13 @@ from starlette.routing import Route
 
 from loraplex.core.errors import (
     CapacityError,
-    InvalidParameterError,
     LoraplexError,
     ModelNotFoundError,
     RequestError,
 )
+from loraplex.frontends.ops.iterations import iterations_answer
 from loraplex.frontends.ops.memory import memory_report
 from loraplex.serving.backend import Backend
-
-DEFAULT_ITERATIONS = 100
-MAX_ITERATIONS = 10_000
 
 _STATUSES: tuple[tuple[type[LoraplexError], int], ...] = (
     (ModelNotFoundError, 404),
@@ -67,8 +64,7 @@ class _Endpoints:
 
     async def iterations(self, request: Request) -> Response:
         """The newest steps of a model, oldest first. `model`: the default one if not given."""
-        limit = _limit(request.query_params.get("limit"))
-        return _json(self._backend.steps(self._model(request), limit))
+        return iterations_answer(self._backend, self._model(request), request)
 
     async def stats(self, request: Request) -> Response:
         """The engines' numbers by model; of one model if the query names it."""
@@ -86,18 +82,6 @@ class _Endpoints:
     def _model(self, request: Request) -> str:
         name = request.query_params.get("model")
         return self._backend.models()[0].name if name is None else self._backend.model(name).name
-
-
-def _limit(text: str | None) -> int:
-    if text is None:
-        return DEFAULT_ITERATIONS
-    # isdecimal alone would take other scripts' digits, and any number of them.
-    limit = int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
-    if not 1 <= limit <= MAX_ITERATIONS:
-        raise InvalidParameterError(
-            f"limit must be a whole number in [1, {MAX_ITERATIONS}], got {text!r}", param="limit"
-        )
-    return limit
 
 
 def _answers_errors(handler: _Handler) -> _Handler:

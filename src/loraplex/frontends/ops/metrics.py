@@ -55,6 +55,12 @@ _GAUGES: tuple[_Family, ...] = (
         lambda stats: {"": stats.kv_usage},
     ),
     (
+        "kv_host_blocks",
+        "Blocks of host memory that hold the KV of preempted sequences.",
+        None,
+        lambda stats: {"": stats.blocks_on_host},
+    ),
+    (
         "adapter_device_pages",
         "Pages of the device tier of the adapter cache.",
         "state",
@@ -93,7 +99,7 @@ _COUNTERS: tuple[_Family, ...] = (
     ("engine_steps", "Steps that the engine launched.", None, lambda stats: {"": stats.steps}),
     (
         "preemptions",
-        "Sequences that lost their KV blocks to others and were recomputed.",
+        "Sequences that lost their KV blocks to others.",
         None,
         lambda stats: {"": stats.preemptions},
     ),
@@ -114,6 +120,15 @@ _COUNTERS: tuple[_Family, ...] = (
         "Tokens that the engine sampled, also those after a stop string.",
         None,
         lambda stats: {"": stats.generation_tokens},
+    ),
+    (
+        "draft_tokens",
+        "Tokens guessed ahead, by whether the model chose them, too.",
+        "result",
+        lambda stats: {
+            "accepted": stats.accepted_tokens,
+            "rejected": stats.draft_tokens - stats.accepted_tokens,
+        },
     ),
     (
         "adapter_cache_lookups",

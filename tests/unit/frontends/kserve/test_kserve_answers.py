@@ -2,7 +2,8 @@ import pytest
 
 from loraplex.core.output import FinishReason, SequenceOutput, TokenLogprob
 from loraplex.core.request import GenerateRequest
-from loraplex.frontends.kserve.models.answers import Answer, output_tensors
+from loraplex.frontends.kserve.models.answer import Answer
+from loraplex.frontends.kserve.models.answers import output_tensors
 from loraplex.frontends.kserve.models.convert import Generation
 from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
 from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM

@@ -2,11 +2,15 @@ import numpy as np
 import pytest
 
 from loraplex.core.adapter import AdapterChoice, ByTaskId
+from loraplex.core.beam_search import BeamSearch, EarlyStopping
 from loraplex.core.errors import InvalidParameterError, InvalidTensorError
-from loraplex.frontends.kserve.models.convert import convert, split_words
+from loraplex.core.grammar import Grammar, GrammarKind
+from loraplex.core.retention import KVRetention, TokenRangeRetention
+from loraplex.frontends.kserve.models.convert import convert
 from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
 from loraplex.frontends.kserve.models.inputs import read_inputs
 from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
+from loraplex.frontends.kserve.models.words import split_words
 from loraplex.frontends.kserve.tensors import DATATYPES, Tensor, from_values
 from loraplex.testing.echo_backend import echo_model
 
@@ -23,9 +27,13 @@ def tensors(kind, values):
     return made
 
 
+def spelled(text):
+    return list(text.encode())
+
+
 def converted(kind, values, **options):
     inputs = read_inputs(kind, kind.name, tensors(kind, values), max_batch_size=1)[0]
-    return convert(inputs, echo_model("echo"), 7, detokenize=lambda ids: f"<{ids}>", **options)
+    return convert(inputs, echo_model("echo"), 7, tokenize=spelled, **options)
 
 
 def text(**values):
@@ -125,7 +133,7 @@ def inline(datatype="FP32", **values):
     given = [t for t in (made | values).values() if t is not None]
     given += tensors(ENSEMBLE, {"text_input": "hi", "max_tokens": 5})
     inputs = read_inputs(ENSEMBLE, "ensemble", given, max_batch_size=1)[0]
-    return convert(inputs, echo_model("echo"), 7, detokenize=str)
+    return convert(inputs, echo_model("echo"), 7, tokenize=spelled)
 
 
 def task(task_id):
@@ -200,7 +208,8 @@ def test_stop_words():
     # words: (5,), (6, 7), (8,)
     sampling = tokens(stop_words_list=[5, 6, 7, 8, 1, 3, 4, -1]).request.sampling
     assert sampling.stop_token_ids == (5, 8)
-    assert sampling.stop == ("<(6, 7)>",)
+    assert sampling.stop_token_sequences == ((6, 7),)
+    assert sampling.include_stop_in_output
     assert tokens(stop_words_list=[0, -1]).request.sampling.stop_token_ids == ()
 
 
@@ -222,6 +231,15 @@ def test_a_broken_word_list(ends):
         ("text", {"temperature": float("nan")}, "temperature"),
         ("text", {"num_return_sequences": 0}, "num_return_sequences"),
         ("text", {"stop_words": ["x" * 5000]}, "stop_words"),
+        ("text", {"bad_words": ["x" * 5000]}, "bad_words"),
+        ("text", {"beam_width": 0}, "beam_width"),
+        ("text", {"beam_width": 2, "num_return_sequences": 3}, "num_return_sequences"),
+        ("text", {"beam_width": 2, "length_penalty": float("nan")}, "length_penalty"),
+        ("tokens", {"beam_width": 2, "len_penalty": 1e9}, "len_penalty"),
+        ("tokens", {"runtime_top_p_decay": 0.0}, "runtime_top_p_decay"),
+        ("tokens", {"runtime_top_p_reset_ids": -2}, "runtime_top_p_reset_ids"),
+        ("tokens", {"no_repeat_ngram_size": -1}, "no_repeat_ngram_size"),
+        ("text", {"num_draft_tokens": 65}, "num_draft_tokens"),
     ],
 )
 def test_a_bad_value_is_reported_under_its_tensor(kind, values, name):
@@ -259,4 +277,139 @@ def test_bytes_that_are_no_text():
     limit = from_values("max_tokens", "INT32", [1, 1], [5])
     inputs = read_inputs(ENSEMBLE, "ensemble", [bad, limit], max_batch_size=1)[0]
     with pytest.raises(InvalidTensorError, match="tensor 'text_input' is not UTF-8"):
-        convert(inputs, echo_model("echo"), 1, detokenize=str)
+        convert(inputs, echo_model("echo"), 1, tokenize=spelled)
+
+
+def test_bad_words():
+    assert text(bad_words=["", "rude"]).request.sampling.bad_words == ("rude",)
+    sampling = tokens(bad_words_list=[5, 6, 7, 1, 3, -1]).request.sampling
+    assert sampling.bad_token_ids == ((5,), (6, 7))
+
+
+def test_embedding_bias():
+    words = {"embedding_bias_words": ["ab", "b", ""], "embedding_bias_weights": [1.0, 0.5, 9.0]}
+    assert text(**words).request.sampling.logit_bias == ((97, 1.0), (98, 1.5))
+    vector = [0.0] * 259
+    vector[3], vector[5] = -1.5, 2.0
+    assert tokens(embedding_bias=vector).request.sampling.logit_bias == ((3, -1.5), (5, 2.0))
+    assert tokens(embedding_bias=[0.0]).request.sampling.logit_bias == ()
+    with pytest.raises(InvalidTensorError, match="has 2 numbers; the vocabulary has 259"):
+        tokens(embedding_bias=[0.0, 1.0])
+    with pytest.raises(InvalidTensorError, match="1 words and 'embedding_bias_weights' 2 weights"):
+        text(embedding_bias_words="a", embedding_bias_weights=[1.0, 2.0])
+
+
+def test_beams_have_the_defaults_of_the_original():
+    """All beams come back; no length penalty; over as soon as there are enough of them."""
+    assert text(beam_width=1).request.sampling.beam is None
+    made = text(beam_width=4)
+    assert made.is_beam_search
+    assert made.request.sampling.n == 4
+    assert made.request.sampling.beam == BeamSearch(
+        width=4, length_penalty=0.0, early_stopping=EarlyStopping.AT_ONCE
+    )
+    sampling = tokens(
+        beam_width=4,
+        num_return_sequences=2,
+        len_penalty=2.0,
+        early_stopping=False,
+        beam_search_diversity_rate=0.5,
+    ).request.sampling
+    assert sampling.n == 2
+    assert sampling.beam == BeamSearch(
+        width=4,
+        length_penalty=2.0,
+        diversity_rate=0.5,
+        early_stopping=EarlyStopping.WHEN_UNLIKELY,
+    )
+
+
+def test_top_p_that_decays():
+    sampling = tokens(
+        runtime_top_p=0.75,
+        runtime_top_p_min=0.25,
+        runtime_top_p_decay=0.5,
+        runtime_top_p_reset_ids=9,
+        no_repeat_ngram_size=3,
+    ).request.sampling
+    assert (sampling.top_p_min, sampling.top_p_decay, sampling.top_p_reset_id) == (0.25, 0.5, 9)
+    assert sampling.no_repeat_ngram_size == 3
+    assert tokens(runtime_top_p_reset_ids=-1).request.sampling.top_p_reset_id is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "guide", "expected"),
+    [
+        ("json", "", Grammar(GrammarKind.JSON_SCHEMA, "{}")),
+        ("json_schema", "{}", Grammar(GrammarKind.JSON_SCHEMA, "{}")),
+        ("regex", "a+", Grammar(GrammarKind.REGEX, "a+")),
+        ("ebnf_grammar", "root ::= x", Grammar(GrammarKind.EBNF, "root ::= x")),
+        ("", "", None),
+    ],
+)
+@pytest.mark.parametrize("make", [text, tokens])
+def test_guided_decoding(make, kind, guide, expected):
+    made = make(guided_decoding_guide_type=kind, guided_decoding_guide=guide)
+    assert made.request.sampling.grammar == expected
+
+
+def test_half_a_guide():
+    for values, message in [
+        ({"guided_decoding_guide": "a"}, "needs 'guided_decoding_guide_type'"),
+        ({"guided_decoding_guide_type": "regex"}, "needs the guide itself"),
+        ({"guided_decoding_guide_type": "xml"}, "it must be one of json, json_schema"),
+    ]:
+        with pytest.raises(InvalidTensorError, match=message):
+            text(**values)
+
+
+def test_retention():
+    assert tokens().request.retention is None
+    retention = tokens(
+        retention_token_range_starts=[0, 16],
+        retention_token_range_ends=[16, -1],
+        retention_token_range_priorities=[90, 20],
+        retention_token_range_durations_ms=[-1, 500],
+        retention_decode_priority=10,
+        retention_decode_duration_ms=7,
+    ).request.retention
+    assert retention == KVRetention(
+        (TokenRangeRetention(0, 16, 90, None), TokenRangeRetention(16, None, 20, 500)), 10, 7
+    )
+    assert text(retention_decode_priority=90).request.retention == KVRetention((), 90)
+    with pytest.raises(InvalidTensorError, match="must be equally long; they have 2 starts, 1 end"):
+        tokens(retention_token_range_starts=[0, 16], retention_token_range_ends=[16])
+
+
+def test_lookahead_is_so_many_drafts():
+    sizes = dict(zip(LOOKAHEAD, (4, 5, 4), strict=True))
+    assert tokens(**sizes).request.sampling.num_draft_tokens == 4
+    assert tokens(num_draft_tokens=3).request.sampling.num_draft_tokens == 3
+    assert tokens().request.sampling.num_draft_tokens is None
+    with pytest.raises(InvalidTensorError, match="'lookahead_ngram_size' is missing"):
+        tokens(**{name: size for name, size in sizes.items() if name != LOOKAHEAD[1]})
+    with pytest.raises(InvalidTensorError, match="must be at least 1"):
+        tokens(**sizes | {LOOKAHEAD[0]: 0})
+
+
+LOOKAHEAD = (
+    "lookahead_window_size",
+    "lookahead_ngram_size",
+    "lookahead_verification_set_size",
+)
+
+
+def test_logits_and_metrics():
+    made = tokens(
+        return_context_logits=True, return_generation_logits=True, return_perf_metrics=True
+    )
+    assert made.request.sampling.return_prompt_logits
+    assert made.request.sampling.return_logits
+    assert made.returns_context_logits
+    assert made.returns_generation_logits
+    assert made.returns_perf_metrics
+
+
+def test_priority():
+    made = converted(ENSEMBLE, {"text_input": "hi", "max_tokens": 5}, priority=-3)
+    assert made.request.priority == -3

@@ -69,7 +69,7 @@ def test_every_input_has_an_effect_or_is_refused_by_name(kind):
 
 def test_what_may_be_ignored_is_a_short_list():
     ignored = {row.name for row in ENSEMBLE.inputs if row.effect is Effect.NO_EFFECT}
-    assert ignored == {"pad_id", "length_penalty", "prompt_vocab_size"}
+    assert ignored == {"pad_id", "prompt_vocab_size"}
     ignored = {row.name for row in TENSORRT_LLM.inputs if row.effect is Effect.NO_EFFECT}
     assert ignored == {
         "pad_id",
@@ -77,11 +77,6 @@ def test_what_may_be_ignored_is_a_short_list():
         "decoder_input_ids",
         "decoder_input_lengths",
         "draft_acceptance_threshold",
-        "runtime_top_p_min",
-        "runtime_top_p_reset_ids",
-        "len_penalty",
-        "early_stopping",
-        "beam_search_diversity_rate",
     }
 
 

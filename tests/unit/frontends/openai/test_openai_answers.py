@@ -58,6 +58,30 @@ def _json(struct: msgspec.Struct) -> Any:
     return json.loads(msgspec.json.encode(struct))
 
 
+TIMING = dict.fromkeys(
+    [
+        "queue_seconds",
+        "adapter_wait_seconds",
+        "prefill_seconds",
+        "first_token_seconds",
+        "seconds_per_token",
+        "total_seconds",
+    ]
+) | dict.fromkeys(
+    [
+        "adapter_load_seconds",
+        "adapter_copy_seconds",
+        "preemptions",
+        "cached_tokens",
+        "draft_tokens",
+        "accepted_draft_tokens",
+        "restarts",
+    ],
+    0,
+)
+"""Of a backend that measures nothing: null is what did not happen."""
+
+
 async def test_completion_body():
     scene = Scene("hi")
     scene.backend.num_cached_tokens = 2
@@ -73,6 +97,10 @@ async def test_completion_body():
             "completion_tokens": 12,
             "total_tokens": 15,
             "prompt_tokens_details": {"cached_tokens": 2},
+        },
+        "loraplex": {
+            "adapters": [{"name": "fr", "digest": scene.digest, "scale": 1.0}],
+            "timing": [TIMING | {"cached_tokens": 2}],
         },
     }
 

@@ -6,12 +6,14 @@ import msgspec
 import pytest
 
 from loraplex.core.adapter import AdapterChoice, ByName
+from loraplex.core.beam_search import BeamSearch, EarlyStopping
 from loraplex.core.errors import (
     InvalidParameterError,
     InvalidRequestError,
     TokenOutOfVocabularyError,
     UnsupportedFeatureError,
 )
+from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.frontends.openai import convert
@@ -72,6 +74,16 @@ WIRE_SAMPLING = {
     "ignore_eos": True,
     "prompt_logprobs": 3,
     "skip_special_tokens": False,
+    "best_of": 3,
+    "top_p_decay": 0.5,
+    "top_p_min": 0.25,
+    "top_p_reset_ids": 4,
+    "no_repeat_ngram_size": 3,
+    "logit_bias": {"9": -1, "5": 2.5},
+    "allowed_token_ids": [7, 5, 7],
+    "bad_words": "rude",
+    "guided_regex": "a+",
+    "num_draft_tokens": 4,
 }
 
 
@@ -102,9 +114,21 @@ def test_every_sampling_field_arrives(sampling):
         logprobs=4,
         prompt_logprobs=3,
         skip_special_tokens=False,
+        best_of=3,
+        top_p_decay=0.5,
+        top_p_min=0.25,
+        top_p_reset_id=4,
+        no_repeat_ngram_size=3,
+        logit_bias=((5, 2.5), (9, -1.0)),
+        allowed_token_ids=(5, 7),
+        bad_words=("rude",),
+        grammar=Grammar(GrammarKind.REGEX, "a+"),
+        num_draft_tokens=4,
     )
     defaults = SamplingParams()
-    for name in msgspec.structs.asdict(defaults):
+    elsewhere = {"beam", "bad_token_ids", "stop_token_sequences"}
+    elsewhere |= {"return_logits", "return_prompt_logits"}
+    for name in set(msgspec.structs.asdict(defaults)) - elsewhere:
         assert getattr(sampling, name) != getattr(defaults, name), f"{name} is not tested"
 
 
@@ -181,7 +205,40 @@ def test_chat_logprobs():
         ({"n": 0}, InvalidParameterError, "n", "got 0"),
         ({"logprobs": 21}, InvalidParameterError, "logprobs", "got 21"),
         ({"prompt": []}, InvalidParameterError, "prompt", "empty list"),
-        ({"best_of": 2}, UnsupportedFeatureError, "best_of", "best_of (2) other than n (1)"),
+        ({"n": 2, "best_of": 1}, InvalidParameterError, "best_of", "in [2, 128], got 1"),
+        ({"best_of": 129}, InvalidParameterError, "best_of", "in [1, 128], got 129"),
+        (
+            {"length_penalty": 2.0},
+            InvalidParameterError,
+            "length_penalty",
+            "needs use_beam_search: true",
+        ),
+        (
+            {"use_beam_search": True, "beam_width": 3, "best_of": 4},
+            InvalidParameterError,
+            "best_of",
+            "both the number of beams",
+        ),
+        (
+            {"use_beam_search": True, "n": 3, "beam_width": 2},
+            InvalidParameterError,
+            "n",
+            "must not exceed the beam width (2)",
+        ),
+        ({"logit_bias": {"x": 1}}, TokenOutOfVocabularyError, "logit_bias", "the key 'x'"),
+        ({"logit_bias": {"259": 1}}, TokenOutOfVocabularyError, "logit_bias", "0 to 258"),
+        ({"logit_bias": {"5": 101}}, InvalidParameterError, "logit_bias", "in [-100, 100]"),
+        ({"allowed_token_ids": []}, InvalidParameterError, "allowed_token_ids", "empty list"),
+        (
+            {"allowed_token_ids": [-1]},
+            TokenOutOfVocabularyError,
+            "allowed_token_ids",
+            "allowed_token_ids has -1",
+        ),
+        ({"bad_words": [""]}, InvalidParameterError, "bad_words", "1 to 4096 characters"),
+        ({"top_p_decay": 0}, InvalidParameterError, "top_p_decay", "in (0, 1]"),
+        ({"no_repeat_ngram_size": -1}, InvalidParameterError, "no_repeat_ngram_size", "got -1"),
+        ({"num_draft_tokens": 65}, InvalidParameterError, "num_draft_tokens", "in [0, 64]"),
         ({"stop_token_ids": [259]}, TokenOutOfVocabularyError, "stop_token_ids", "0 to 258"),
         ({"stream_options": {}}, InvalidParameterError, "stream_options", "stream: true"),
         (
@@ -213,7 +270,7 @@ def test_refused_completions(fields, error, param, message):
         ({"max_completion_tokens": 0}, InvalidParameterError, "max_tokens"),
         ({"echo": True}, UnsupportedFeatureError, "echo"),
         ({"tools": [{"type": "function"}]}, UnsupportedFeatureError, "tools"),
-        ({"response_format": {"type": "json_object"}}, UnsupportedFeatureError, "response_format"),
+        ({"response_format": {"type": "xml"}}, InvalidParameterError, "response_format"),
     ],
 )
 def test_refused_chats(fields, error, param):
@@ -233,7 +290,120 @@ def test_known_but_unserved_fields_are_refused_by_name(refused):
 
 def test_zero_is_not_the_false_that_is_let_through():
     with pytest.raises(UnsupportedFeatureError):
-        convert_completion(use_beam_search=0)
+        convert_completion(continue_final_message=0)
+
+
+def beam_of(**fields) -> BeamSearch | None:
+    return convert_completion(**{"use_beam_search": True, **fields})[0].sampling.beam
+
+
+def test_beams():
+    assert beam_of(n=3) == BeamSearch(width=3)
+    assert beam_of(n=2, best_of=4).width == 4
+    assert beam_of(n=2, beam_width=5).width == 5
+    every = beam_of(n=2, length_penalty=0.5, early_stopping=True, beam_search_diversity_rate=0.25)
+    assert every == BeamSearch(
+        width=2,
+        length_penalty=0.5,
+        early_stopping=EarlyStopping.AT_ONCE,
+        diversity_rate=0.25,
+    )
+    assert beam_of(n=2, early_stopping=False).early_stopping is EarlyStopping.WHEN_UNLIKELY
+    assert beam_of(n=2, early_stopping="never").early_stopping is EarlyStopping.NEVER
+    assert beam_of(use_beam_search=False, n=3) is None
+
+
+def test_best_of():
+    assert convert_completion(n=2, best_of=5)[0].sampling.num_sequences == 5
+    assert convert_chat(n=2, best_of=5).sampling.num_sequences == 5
+    assert convert_completion(n=2, best_of=2)[0].sampling == convert_completion(n=2)[0].sampling
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+ANY_OBJECT = {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "content"),
+    [
+        ({"response_format": {"type": "json_object"}}, GrammarKind.JSON_SCHEMA, ANY_OBJECT),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+            GrammarKind.JSON_SCHEMA,
+            SCHEMA,
+        ),
+        (
+            {"response_format": {"type": "llguidance", "grammar": {"grammars": []}}},
+            GrammarKind.LLGUIDANCE,
+            {"grammars": []},
+        ),
+        ({"guided_json": SCHEMA}, GrammarKind.JSON_SCHEMA, SCHEMA),
+        ({"guided_json": json.dumps(SCHEMA)}, GrammarKind.JSON_SCHEMA, SCHEMA),
+        ({"guided_choice": ["a", "b"]}, GrammarKind.CHOICE, ["a", "b"]),
+        ({"structured_outputs": {"json": SCHEMA}}, GrammarKind.JSON_SCHEMA, SCHEMA),
+        ({"structured_outputs": {"json_object": True}}, GrammarKind.JSON_SCHEMA, ANY_OBJECT),
+        ({"structured_outputs": {"choice": ["a"]}}, GrammarKind.CHOICE, ["a"]),
+    ],
+)
+def test_grammars_that_are_json(fields, kind, content):
+    grammar = convert_completion(**fields)[0].sampling.grammar
+    assert (grammar.kind, json.loads(grammar.text)) == (kind, content)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "text"),
+    [
+        ({"guided_regex": "[a-z]+"}, GrammarKind.REGEX, "[a-z]+"),
+        ({"response_format": {"type": "regex", "regex": "a"}}, GrammarKind.REGEX, "a"),
+        ({"structured_outputs": {"regex": "a", "json": None}}, GrammarKind.REGEX, "a"),
+        ({"guided_grammar": 'start: "a"'}, GrammarKind.LARK, 'start: "a"'),
+        ({"guided_grammar": 'root ::= "a"'}, GrammarKind.EBNF, 'root ::= "a"'),
+        (
+            {"response_format": {"type": "lark_grammar", "lark_grammar": 'start: "a"'}},
+            GrammarKind.LARK,
+            'start: "a"',
+        ),
+    ],
+)
+def test_grammars_that_are_text(fields, kind, text):
+    assert convert_chat(**fields).sampling.grammar == Grammar(kind, text)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "text"}},
+        {"response_format": {}},
+        {"guided_json": None, "guided_regex": "", "structured_outputs": {}},
+        {"structured_outputs": {"json_object": False}},
+    ],
+)
+def test_what_asks_for_no_grammar(fields):
+    assert convert_completion(**fields)[0].sampling.grammar is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "response_format", "the schema in 'schema'"),
+        ({"response_format": {"type": "regex"}}, "response_format.regex", "a text that is not"),
+        ({"response_format": {"type": "llguidance"}}, "response_format", "must be an object"),
+        ({"guided_json": "{"}, "guided_json", "is not JSON"),
+        ({"guided_json": "7"}, "guided_json", "must be a JSON schema"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "give one of them"),
+        ({"structured_outputs": {"choice": "a"}}, "structured_outputs.choice", "list of at least"),
+    ],
+)
+def test_wrong_grammars(fields, param, message):
+    with pytest.raises(InvalidParameterError) as caught:
+        convert_completion(**fields)
+    assert caught.value.param == param
+    assert message in caught.value.message
+
+
+def test_unknown_structured_outputs_are_refused_by_name():
+    with pytest.raises(UnsupportedFeatureError, match=r"structured_outputs\.structural_tag is not"):
+        convert_completion(structured_outputs={"structural_tag": "x"})
 
 
 def test_messages_keep_what_a_template_may_read():

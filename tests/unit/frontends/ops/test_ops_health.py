@@ -1,5 +1,7 @@
 """Health, iterations and statistics against the echo backend."""
 
+import json
+
 import httpx
 import pytest
 from starlette.applications import Starlette
@@ -77,6 +79,16 @@ async def test_iterations(client):
     assert [step["step_id"] for step in steps] == [148, 149]
     assert steps[0]["request_ids"] == [7]
     assert steps[0]["blocks_free"] == 9
+
+
+async def test_iterations_as_lines(client):
+    response = await client.get(
+        "/v1/iterations?limit=3", headers={"accept": "application/x-ndjson, */*"}
+    )
+    assert response.headers["content-type"] == "application/x-ndjson"
+    steps = [json.loads(line) for line in response.text.splitlines()]
+    assert [step["step_id"] for step in steps] == [147, 148, 149]
+    assert steps == (await client.get("/v1/iterations?limit=3")).json()
 
 
 @pytest.mark.parametrize("limit", ["0", "-1", "10001", "x", "1.5", "", "٣", "9" * 5000])

@@ -1,13 +1,7 @@
-"""One element of a batch -> a GenerateRequest, and how its answer is to look.
-
-Pure. Where an input is missing, the defaults are those of TensorRT-LLM's runtime: without top_k and
-top_p the choice is greedy, the seed is 0, and the end token cannot be the first token
-(min_tokens 1). A value that SamplingParams refuses is reported under the name of its tensor.
-"""
+"""One element of a batch -> a GenerateRequest, and how its answer is to look. Pure."""
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -15,16 +9,18 @@ from loraplex.adapters.staging import RequestTensor
 from loraplex.core.adapter import AdapterChoice, ByTaskId
 from loraplex.core.errors import InvalidParameterError, InvalidTensorError
 from loraplex.core.request import GenerateRequest, RequestId
-from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.retention import DEFAULT_PRIORITY, KVRetention, TokenRangeRetention
 from loraplex.frontends.adapter_choices import read_choices
 from loraplex.frontends.kserve.messages import Parameter
 from loraplex.frontends.kserve.models.inputs import Inputs
-from loraplex.frontends.kserve.tensors import Array, Tensor
+from loraplex.frontends.kserve.models.sampling import sampling_params
+from loraplex.frontends.kserve.models.words import Tokenize
+from loraplex.frontends.kserve.tensors import Tensor
 from loraplex.serving.backend import ModelCard
 
-Detokenize = Callable[[Sequence[int]], str]
-
 NO_END_ID = -1
+NO_LIMIT = -1
+"""Of a retention: an open end, and no expiry."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +44,18 @@ class Generation:
     is_streamed: bool
     excludes_input: bool
     returns_log_probs: bool
+    returns_context_logits: bool = False
+    returns_generation_logits: bool = False
+    returns_perf_metrics: bool = False
+    block_size: int = 16
+    """Tokens in one KV block."""
     returns_num_input_tokens: bool
     returns_num_output_tokens: bool
+
+    @property
+    def is_beam_search(self) -> bool:
+        """Its sequences come together, in one response."""
+        return self.request.sampling.beam is not None
 
 
 def convert(
@@ -60,15 +66,15 @@ def convert(
     client_request_id: str = "",
     adapters: Parameter = "",
     timeout_seconds: float | None = None,
-    detokenize: Detokenize,
+    priority: int = 0,
+    tokenize: Tokenize,
 ) -> Generation:
-    """Raises InvalidTensorError, InvalidParameterError and what `detokenize` raises.
+    """Raises InvalidTensorError, InvalidParameterError and what `tokenize` raises.
 
     adapters: the request's parameter of this name, a JSON text (see frontends.adapter_choices).
     """
     end_id = _end_id(inputs, card)
-    sampling = _sampling(inputs, card, end_id, detokenize)
-    _validate(inputs, sampling)
+    sampling = sampling_params(inputs, card, end_id, tokenize)
     inline_adapter = _inline_adapter(inputs)
     request = GenerateRequest(
         request_id=request_id,
@@ -78,8 +84,12 @@ def convert(
         adapters=_adapters(inputs, adapters),
         client_request_id=client_request_id,
         timeout_seconds=timeout_seconds,
+        priority=priority,
+        retention=_retention(inputs),
     )
-    eos = () if card.eos_token_id is None or sampling.ignore_eos else (card.eos_token_id,)
+    # A grammar ends with the end token, asked for or not.
+    ignores_eos = sampling.ignore_eos and sampling.grammar is None
+    eos = () if card.eos_token_id is None or ignores_eos else (card.eos_token_id,)
     return Generation(
         request=request,
         inline_adapter=inline_adapter,
@@ -87,6 +97,10 @@ def convert(
         is_streamed=inputs.flag("is_streamed"),
         excludes_input=inputs.flag("excludes_input"),
         returns_log_probs=inputs.flag("returns_log_probs"),
+        returns_context_logits=sampling.return_prompt_logits,
+        returns_generation_logits=sampling.return_logits,
+        returns_perf_metrics=inputs.flag("returns_perf_metrics"),
+        block_size=card.kv_block_size,
         returns_num_input_tokens=inputs.flag("returns_num_input_tokens"),
         returns_num_output_tokens=inputs.flag("returns_num_output_tokens"),
     )
@@ -182,35 +196,58 @@ def _prompt_ids(inputs: Inputs) -> tuple[int, ...]:
     return tuple(array.tolist()[:length])
 
 
-# ---------------------------------------------------------------- sampling
+# ---------------------------------------------------------------- what the KV is worth
 
 
-def _sampling(
-    inputs: Inputs, card: ModelCard, end_id: int | None, detokenize: Detokenize
-) -> SamplingParams:
-    top_k = inputs.integer("top_k", 0)
-    top_p = inputs.number("top_p", 0.0)
-    is_greedy = top_k == 0 and top_p <= 0.0
-    words, word_ids = _stop_words(inputs, detokenize)
-    ends_at_eos = end_id is not None and end_id == card.eos_token_id
-    end_ids = () if end_id is None or ends_at_eos else (end_id,)
-    return SamplingParams(
-        max_tokens=inputs.integer("max_tokens", 0),
-        min_tokens=inputs.integer("min_tokens", 1),
-        n=inputs.integer("n", 1),
-        temperature=inputs.number("temperature", 1.0),
-        top_k=1 if is_greedy else top_k,
-        top_p=1.0 if top_p <= 0.0 else top_p,
-        repetition_penalty=inputs.number("repetition_penalty", 1.0),
-        presence_penalty=inputs.number("presence_penalty", 0.0),
-        frequency_penalty=inputs.number("frequency_penalty", 0.0),
-        seed=inputs.integer("seed", 0),
-        stop=words,
-        stop_token_ids=(*end_ids, *word_ids),
-        include_stop_in_output=bool(words or word_ids),
-        ignore_eos=not ends_at_eos,
-        logprobs=0 if inputs.flag("returns_log_probs") else None,
+def _retention(inputs: Inputs) -> KVRetention | None:
+    """TensorRT-LLM's retention inputs: -1 is an open end, and no expiry."""
+    columns = {name: _integers(inputs, f"retention_token_range_{name}") for name in _RANGE_COLUMNS}
+    lengths = {name: len(values) for name, values in columns.items() if values}
+    if any(length != len(columns["starts"]) for length in lengths.values()):
+        raise InvalidTensorError(
+            "inputs 'retention_token_range_starts', '_ends', '_priorities' and '_durations_ms' "
+            f"must be equally long; they have {', '.join(f'{n} {k}' for k, n in lengths.items())}",
+            param="retention_token_range_starts",
+        )
+    if not any(name in inputs for name in _RETENTION):
+        return None
+    count = len(columns["starts"])
+    rows = zip(
+        columns["starts"],
+        columns["ends"] or [NO_LIMIT] * count,
+        columns["priorities"] or [DEFAULT_PRIORITY] * count,
+        columns["durations_ms"] or [NO_LIMIT] * count,
+        strict=True,
     )
+    ranges = tuple(
+        TokenRangeRetention(start, None if end == NO_LIMIT else end, priority, _duration(duration))
+        for start, end, priority, duration in rows
+    )
+    return KVRetention(
+        ranges,
+        decode_priority=inputs.integer("retention_decode_priority", DEFAULT_PRIORITY),
+        decode_duration_ms=_duration(inputs.integer("retention_decode_duration_ms", NO_LIMIT)),
+    )
+
+
+_RANGE_COLUMNS = ("starts", "ends", "priorities", "durations_ms")
+_RETENTION = (
+    *(f"retention_token_range_{name}" for name in _RANGE_COLUMNS),
+    "retention_decode_priority",
+    "retention_decode_duration_ms",
+)
+
+
+def _integers(inputs: Inputs, field: str) -> list[int]:
+    array = inputs.array(field)
+    return [] if array is None else [int(value) for value in array.flat]
+
+
+def _duration(milliseconds: int) -> int | None:
+    return None if milliseconds == NO_LIMIT else milliseconds
+
+
+# ---------------------------------------------------------------- its end
 
 
 def _end_id(inputs: Inputs, card: ModelCard) -> int | None:
@@ -226,54 +263,3 @@ def _end_id(inputs: Inputs, card: ModelCard) -> int | None:
             param="end_id",
         )
     return end_id
-
-
-def _validate(inputs: Inputs, sampling: SamplingParams) -> None:
-    try:
-        sampling.validate()
-    except InvalidParameterError as error:
-        name = inputs.kind.input_of(_FIELDS.get(error.param or "", error.param or ""))
-        raise InvalidParameterError(f"input '{name}': {error.message}", param=name) from None
-
-
-_FIELDS = {"stop": "stop_words"}
-"""Where SamplingParams has another word for one of our fields."""
-
-
-# ---------------------------------------------------------------- stop words
-
-
-def _stop_words(inputs: Inputs, detokenize: Detokenize) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """(stop strings, stop token ids).
-
-    A word of one token stops at that very token. A word of several tokens is matched as text: the
-    model may spell it with other tokens, which is where the original misses it.
-    """
-    if inputs.kind.takes_text:
-        return tuple(text for text in inputs.texts("stop_words") if text), ()
-    array = inputs.array("stop_words")
-    words = [] if array is None else split_words("stop_words_list", array)
-    texts = (detokenize(word) for word in words if len(word) > 1)
-    return tuple(text for text in texts if text), tuple(w[0] for w in words if len(w) == 1)
-
-
-def split_words(name: str, array: Array) -> list[tuple[int, ...]]:
-    """The words of a [2, n] word list: row 0 their token ids, row 1 where each word ends.
-
-    The ends are cumulative and padded with -1; the ids are padded with 0.
-    """
-    token_ids, ends = array.tolist()
-    words = []
-    start = 0
-    for end in ends:
-        if end == -1:
-            break
-        if not start < end <= len(token_ids):
-            raise InvalidTensorError(
-                f"input '{name}': row 1 must hold increasing word ends in [1, {len(token_ids)}], "
-                f"padded with -1; got {ends}",
-                param=name,
-            )
-        words.append(tuple(token_ids[start:end]))
-        start = end
-    return words

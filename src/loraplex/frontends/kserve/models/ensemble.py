@@ -1,21 +1,18 @@
 """The tensors of `ensemble`: text in, text out.
 
 Names, types, dimensions and order are those of the TensorRT-LLM backend's repository (version of
-May 2025); `min_length` and `random_seed` are its names of January 2024.
+May 2025); `min_length` and `random_seed` are its names of January 2024. What its ensemble does not
+pass on is taken here, undeclared, under the names that `tensorrt_llm` has without `runtime_`.
 """
 
 from types import MappingProxyType
 
 from loraplex.frontends.kserve.models.kinds import (
-    BAD_WORDS,
-    BEAM_SEARCH,
     CACHE_OUTPUTS,
-    GUIDED_DECODING,
     INLINE_LORA,
-    LOGITS,
-    PERF_METRICS,
     PROMPT_TUNING,
     TIMING_OUTPUTS,
+    UNDECLARED,
     ModelKind,
     OutputSpec,
     no_effect,
@@ -28,7 +25,7 @@ _INPUTS = (
     refused("decoder_text_input", "BYTES", reason="an encoder-decoder model", neutral=(b"",)),
     used("max_tokens", "INT32", required=True),
     used("num_return_sequences", "INT32", field="n"),
-    refused("bad_words", "BYTES", (-1,), reason=BAD_WORDS, neutral=(b"",)),
+    used("bad_words", "BYTES", (-1,)),
     used("stop_words", "BYTES", (-1,)),
     used("exclude_input_in_output", "BOOL", field="excludes_input"),
     used("end_id", "INT32"),
@@ -36,29 +33,30 @@ _INPUTS = (
     used("top_k", "INT32"),
     used("top_p", "FP32"),
     used("temperature", "FP32"),
-    no_effect("length_penalty", "FP32"),  # beam search only
+    used("length_penalty", "FP32"),
     used("repetition_penalty", "FP32"),
     used("min_tokens", "INT32"),
     used("presence_penalty", "FP32"),
     used("frequency_penalty", "FP32"),
     used("seed", "UINT64"),
     used("return_log_probs", "BOOL", field="returns_log_probs"),
-    refused("return_context_logits", "BOOL", reason=LOGITS, neutral=(False,)),
-    refused("return_generation_logits", "BOOL", reason=LOGITS, neutral=(False,)),
-    refused("return_perf_metrics", "BOOL", reason=PERF_METRICS, neutral=(False,)),
-    refused("beam_width", "INT32", reason=BEAM_SEARCH, neutral=(1,)),
+    used("return_context_logits", "BOOL"),
+    used("return_generation_logits", "BOOL"),
+    used("return_perf_metrics", "BOOL", field="returns_perf_metrics"),
+    used("beam_width", "INT32"),
     used("stream", "BOOL", field="is_streamed"),
     refused("prompt_embedding_table", "FP16", (-1, -1), reason=PROMPT_TUNING),
     refused("prompt_table_extra_id", "UINT64", reason=PROMPT_TUNING, neutral=(0,)),
     no_effect("prompt_vocab_size", "INT32"),  # describes prompt_embedding_table
-    refused("embedding_bias_words", "BYTES", (-1,), reason="a logit bias", neutral=(b"",)),
-    refused("embedding_bias_weights", "FP32", (-1,), reason="a logit bias", neutral=(0.0,)),
+    used("embedding_bias_words", "BYTES", (-1,)),
+    used("embedding_bias_weights", "FP32", (-1,)),
     used("lora_task_id", "UINT64"),
     *INLINE_LORA,
-    refused("guided_decoding_guide_type", "BYTES", reason=GUIDED_DECODING, neutral=(b"",)),
-    refused("guided_decoding_guide", "BYTES", reason=GUIDED_DECODING, neutral=(b"",)),
+    used("guided_decoding_guide_type", "BYTES"),
+    used("guided_decoding_guide", "BYTES"),
     used("min_length", "INT32", field="min_tokens", is_declared=False),
     used("random_seed", "UINT64", field="seed", is_declared=False),
+    *UNDECLARED,
 )
 
 _OUTPUTS = (

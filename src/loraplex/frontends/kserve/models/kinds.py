@@ -36,7 +36,7 @@ class InputSpec:
     """The model configuration says `reshape { shape: [] }`."""
     is_ragged: bool = False
     is_declared: bool = True
-    """False: an older name, understood but not shown in metadata."""
+    """False: understood but not shown in metadata: an older name, or one of ours."""
     other_datatypes: tuple[str, ...] = ()
     """Taken beside the declared one."""
     is_adapter: bool = False
@@ -161,17 +161,28 @@ def scalar(row: InputSpec) -> InputSpec:
     return dataclasses.replace(row, has_scalar_reshape=True)
 
 
-LOGITS = "logits in the answer"
-PERF_METRICS = "performance metrics in the answer"
 PROMPT_TUNING = "prompt tuning"
-BAD_WORDS = "forbidden words"
-GUIDED_DECODING = "guided decoding"
-BEAM_SEARCH = "beam search"
 
 INLINE_LORA = (
     # Declared as in TensorRT-LLM's templates; its converters write the other types too.
     adapter("lora_weights", "FP16", (-1, -1), other_datatypes=("FP32", "BF16")),
     adapter("lora_config", "INT32", (-1, 3)),  # or 4 columns, since DoRA
+)
+
+UNDECLARED = (
+    used("early_stopping", "BOOL", is_declared=False),
+    used("beam_search_diversity_rate", "FP32", is_declared=False),
+    used("top_p_min", "FP32", is_declared=False),
+    used("top_p_decay", "FP32", is_declared=False),
+    used("top_p_reset_ids", "INT32", field="top_p_reset_id", is_declared=False),
+    used("no_repeat_ngram_size", "INT32", is_declared=False),
+    used("retention_token_range_starts", "INT32", (-1,), is_declared=False),
+    used("retention_token_range_ends", "INT32", (-1,), is_declared=False),
+    used("retention_token_range_priorities", "INT32", (-1,), is_declared=False),
+    used("retention_token_range_durations_ms", "INT32", (-1,), is_declared=False),
+    used("retention_decode_priority", "INT32", is_declared=False),
+    used("retention_decode_duration_ms", "INT32", is_declared=False),
+    used("num_draft_tokens", "INT32", is_declared=False),
 )
 
 TIMING_OUTPUTS = (

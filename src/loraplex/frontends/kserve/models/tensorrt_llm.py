@@ -2,17 +2,12 @@
 
 Names, types, dimensions and order are those of the TensorRT-LLM backend's repository (version of
 May 2025, and `return_num_*_tokens` of its successor); `min_length` and `random_seed` are its names
-of January 2024.
+of January 2024. `no_repeat_ngram_size` its code reads, undeclared; `num_draft_tokens` is ours.
 """
 
 from loraplex.frontends.kserve.models.kinds import (
-    BAD_WORDS,
-    BEAM_SEARCH,
     CACHE_OUTPUTS,
-    GUIDED_DECODING,
     INLINE_LORA,
-    LOGITS,
-    PERF_METRICS,
     PROMPT_TUNING,
     TIMING_OUTPUTS,
     ModelKind,
@@ -25,10 +20,7 @@ from loraplex.frontends.kserve.models.kinds import (
 
 _ENCODER = "an encoder-decoder model"
 _SPECULATION = "speculative decoding from the request"
-_LOOKAHEAD = "lookahead decoding"
 _MULTIMODAL = "a multimodal model"
-_RETENTION = "a KV cache retention policy"
-_TOP_P_DECAY = "a top-p that changes while it generates"
 
 _INPUTS = (
     used("input_ids", "INT32", (-1,), ragged=True),
@@ -45,27 +37,27 @@ _INPUTS = (
     scalar(used("end_id", "INT32")),
     scalar(no_effect("pad_id", "INT32")),  # pads beams of unequal length; the answer pads with -1
     used("stop_words_list", "INT32", (2, -1), field="stop_words", ragged=True),
-    refused("bad_words_list", "INT32", (2, -1), reason=BAD_WORDS, neutral=(0, -1), ragged=True),
-    refused("embedding_bias", "FP32", (-1,), reason="a logit bias", neutral=(0.0,), ragged=True),
-    scalar(refused("beam_width", "INT32", reason=BEAM_SEARCH, neutral=(1,))),
+    used("bad_words_list", "INT32", (2, -1), field="bad_words", ragged=True),
+    used("embedding_bias", "FP32", (-1,), ragged=True),
+    scalar(used("beam_width", "INT32")),
     scalar(used("temperature", "FP32")),
     scalar(used("runtime_top_k", "INT32", field="top_k")),
     scalar(used("runtime_top_p", "FP32", field="top_p")),
-    scalar(no_effect("runtime_top_p_min", "FP32")),  # of a decaying top-p only
-    scalar(refused("runtime_top_p_decay", "FP32", reason=_TOP_P_DECAY, neutral=(1.0,))),
-    scalar(no_effect("runtime_top_p_reset_ids", "INT32")),  # of a decaying top-p only
-    scalar(no_effect("len_penalty", "FP32")),  # beam search only
-    scalar(no_effect("early_stopping", "BOOL")),  # beam search only
+    scalar(used("runtime_top_p_min", "FP32", field="top_p_min")),
+    scalar(used("runtime_top_p_decay", "FP32", field="top_p_decay")),
+    scalar(used("runtime_top_p_reset_ids", "INT32", field="top_p_reset_id")),
+    scalar(used("len_penalty", "FP32", field="length_penalty")),
+    scalar(used("early_stopping", "BOOL")),
     scalar(used("repetition_penalty", "FP32")),
     scalar(used("min_tokens", "INT32")),
-    scalar(no_effect("beam_search_diversity_rate", "FP32")),  # beam search only
+    scalar(used("beam_search_diversity_rate", "FP32")),
     scalar(used("presence_penalty", "FP32")),
     scalar(used("frequency_penalty", "FP32")),
     scalar(used("seed", "UINT64")),
     scalar(used("return_log_probs", "BOOL", field="returns_log_probs")),
-    scalar(refused("return_context_logits", "BOOL", reason=LOGITS, neutral=(False,))),
-    scalar(refused("return_generation_logits", "BOOL", reason=LOGITS, neutral=(False,))),
-    scalar(refused("return_perf_metrics", "BOOL", reason=PERF_METRICS, neutral=(False,))),
+    scalar(used("return_context_logits", "BOOL")),
+    scalar(used("return_generation_logits", "BOOL")),
+    scalar(used("return_perf_metrics", "BOOL", field="returns_perf_metrics")),
     scalar(used("exclude_input_in_output", "BOOL", field="excludes_input")),
     scalar(used("stop", "BOOL")),
     scalar(used("streaming", "BOOL", field="is_streamed")),
@@ -86,32 +78,21 @@ _INPUTS = (
     scalar(used("lora_task_id", "UINT64")),
     *INLINE_LORA,
     refused("context_phase_params", "UINT8", (-1,), reason="disaggregated serving", ragged=True),
-    refused("retention_token_range_starts", "INT32", (-1,), reason=_RETENTION, ragged=True),
-    refused("retention_token_range_ends", "INT32", (-1,), reason=_RETENTION, ragged=True),
-    refused("retention_token_range_priorities", "INT32", (-1,), reason=_RETENTION, ragged=True),
-    refused("retention_token_range_durations_ms", "INT32", (-1,), reason=_RETENTION, ragged=True),
-    refused("retention_decode_priority", "INT32", reason=_RETENTION, ragged=True),
-    refused("retention_decode_duration_ms", "INT32", reason=_RETENTION, ragged=True),
-    refused(
-        "guided_decoding_guide_type",
-        "BYTES",
-        reason=GUIDED_DECODING,
-        neutral=(b"",),
-        ragged=True,
-    ),
-    refused("guided_decoding_guide", "BYTES", reason=GUIDED_DECODING, neutral=(b"",), ragged=True),
-    refused("lookahead_window_size", "INT32", reason=_LOOKAHEAD, ragged=True),
-    refused("lookahead_ngram_size", "INT32", reason=_LOOKAHEAD, ragged=True),
-    refused("lookahead_verification_set_size", "INT32", reason=_LOOKAHEAD, ragged=True),
+    used("retention_token_range_starts", "INT32", (-1,), ragged=True),
+    used("retention_token_range_ends", "INT32", (-1,), ragged=True),
+    used("retention_token_range_priorities", "INT32", (-1,), ragged=True),
+    used("retention_token_range_durations_ms", "INT32", (-1,), ragged=True),
+    used("retention_decode_priority", "INT32", ragged=True),
+    used("retention_decode_duration_ms", "INT32", ragged=True),
+    used("guided_decoding_guide_type", "BYTES", ragged=True),
+    used("guided_decoding_guide", "BYTES", ragged=True),
+    used("lookahead_window_size", "INT32", ragged=True),
+    used("lookahead_ngram_size", "INT32", ragged=True),
+    used("lookahead_verification_set_size", "INT32", ragged=True),
     scalar(used("return_num_input_tokens", "BOOL", field="returns_num_input_tokens")),
     scalar(used("return_num_output_tokens", "BOOL", field="returns_num_output_tokens")),
-    refused(
-        "no_repeat_ngram_size",
-        "INT32",
-        reason="a ban on repeated n-grams",
-        neutral=(0,),
-        is_declared=False,
-    ),
+    used("no_repeat_ngram_size", "INT32", is_declared=False),
+    used("num_draft_tokens", "INT32", is_declared=False),
     used("min_length", "INT32", field="min_tokens", is_declared=False),
     used("random_seed", "UINT64", field="seed", is_declared=False),
 )

@@ -1,0 +1,26 @@
+"""The tokens of a model folder as the engine's grammars see them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from loraplex.execution.grammar_vocabulary import GrammarVocabulary, VocabularySource
+from loraplex.serving.tokenizer import Tokenizer, load_tokenizer
+
+
+def vocabulary_source(folder: Path) -> VocabularySource:
+    """Reads the folder's tokenizer when it is asked; raises ConfigError then."""
+    return lambda: vocabulary_of(load_tokenizer(folder))
+
+
+def vocabulary_of(tokenizer: Tokenizer) -> GrammarVocabulary:
+    """The very bytes that serving makes text of, whatever kind of tokenizer it is."""
+    ids = range(tokenizer.vocab_size)
+    return GrammarVocabulary(
+        tokens=tuple(tokenizer.token_bytes(token_id) for token_id in ids),
+        special_ids=frozenset(token_id for token_id in ids if tokenizer.is_special(token_id)),
+        encode=_without_special_tokens(tokenizer),
+    )
+
+
+def _without_special_tokens(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
+    return lambda text: tokenizer.encode(text, add_special_tokens=False)

@@ -1,0 +1,88 @@
+"""Logits and measurements of an answer -> output tensors."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from loraplex.core.output import Logits, RequestTiming
+from loraplex.frontends.kserve.models.answer import Answer
+from loraplex.frontends.kserve.tensors import Array, Tensor, numbers
+
+Batch = Sequence[Sequence[Answer]]
+"""Per element its sequences, equally many in each."""
+
+
+def logits_tensors(batch: Batch) -> list[Tensor]:
+    """context_logits [batch, longest prompt, vocabulary], generation_logits [batch, sequences,
+    longest answer, vocabulary]; shorter ones end with zeros."""
+    generation = batch[0][0].generation
+    tensors = []
+    if generation.returns_context_logits and any(answers[0].prompt_logits for answers in batch):
+        prompts = [_rows(answers[0].prompt_logits) for answers in batch]
+        tensors.append(Tensor("context_logits", "FP32", _padded(prompts)))
+    if generation.returns_generation_logits and any(a.logits for row in batch for a in row):
+        flat = _padded([_rows(answer.logits) for answers in batch for answer in answers])
+        shape = (len(batch), len(batch[0]), *flat.shape[1:])
+        tensors.append(Tensor("generation_logits", "FP32", flat.reshape(shape)))
+    return tensors
+
+
+def _rows(pieces: Sequence[Logits]) -> Array:
+    """[rows, vocabulary]; of no pieces [0, 0]."""
+    num_rows = sum(piece.num_rows for piece in pieces)
+    if not num_rows:
+        return np.zeros((0, 0), np.float32)
+    return np.frombuffer(b"".join(piece.data for piece in pieces), np.float32).reshape(num_rows, -1)
+
+
+def _padded(arrays: Sequence[Array]) -> Array:
+    """[arrays, most rows, vocabulary]."""
+    if len(arrays) == 1:
+        return arrays[0][np.newaxis]
+    padded = np.zeros(
+        (len(arrays), *(max(array.shape[axis] for array in arrays) for axis in (0, 1))), np.float32
+    )
+    for row, array in zip(padded, arrays, strict=True):
+        row[: array.shape[0], : array.shape[1]] = array
+    return padded
+
+
+def perf_tensors(batch: Batch) -> list[Tensor]:
+    """What return_perf_metrics asks for: per element, in the response that ends it."""
+    elements = [(answers, answers[0].timing) for answers in batch]
+    timings = [timing for _, timing in elements if timing is not None]
+    if not batch[0][0].generation.returns_perf_metrics or len(timings) < len(elements):
+        return []
+    reused = [timing.num_cached_tokens // _block_size(batch) for timing in timings]
+    total = [_num_blocks(answers) for answers in batch]
+    return [
+        *_column("kv_cache_alloc_new_blocks", "INT32", np.subtract(total, reused).tolist()),
+        *_column("kv_cache_reused_blocks", "INT32", reused),
+        *_column("kv_cache_alloc_total_blocks", "INT32", total),
+        *_column("arrival_time_ns", "INT64", [timing.arrival_ns for timing in timings]),
+        *_column("first_scheduled_time_ns", "INT64", [t.first_scheduled_ns for t in timings]),
+        *_column("first_token_time_ns", "INT64", [t.first_token_ns for t in timings]),
+        *_column("last_token_time_ns", "INT64", [t.last_token_ns for t in timings]),
+        *_column("acceptance_rate", "FP32", [_acceptance_rate(t) for t in timings]),
+        *_column("total_accepted_draft_tokens", "INT32", [t.num_accepted_tokens for t in timings]),
+        *_column("total_draft_tokens", "INT32", [t.num_draft_tokens for t in timings]),
+    ]
+
+
+def _column(name: str, datatype: str, values: Sequence[float]) -> list[Tensor]:
+    return [numbers(name, datatype, [[value] for value in values])]
+
+
+def _block_size(batch: Batch) -> int:
+    return batch[0][0].generation.block_size
+
+
+def _num_blocks(answers: Sequence[Answer]) -> int:
+    """That hold the prompt and the answer of one sequence; the last token of it has no KV."""
+    answer = answers[0]
+    longest = max(answer.num_output_tokens for answer in answers)
+    return -(-(answer.num_input_tokens + max(longest - 1, 0)) // answer.generation.block_size)
+
+
+def _acceptance_rate(timing: RequestTiming) -> float:
+    return timing.num_accepted_tokens / timing.num_draft_tokens if timing.num_draft_tokens else 0.0

@@ -1,0 +1,104 @@
+"""Words that end an answer, that are not to come, or that are more or less likely. Pure."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from loraplex.core.errors import InvalidTensorError
+from loraplex.frontends.kserve.models.inputs import Inputs
+from loraplex.frontends.kserve.tensors import Array
+from loraplex.serving.backend import ModelCard
+
+Tokenize = Callable[[str], list[int]]
+"""Without special tokens."""
+
+
+class StopWords(NamedTuple):
+    """What ends an answer, by how it is found."""
+
+    texts: tuple[str, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    sequences: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def has_any(self) -> bool:
+        return bool(self.texts or self.token_ids or self.sequences)
+
+
+def stop_words(inputs: Inputs) -> StopWords:
+    """As text however the model spells it, or exactly as the tokens say."""
+    if inputs.kind.takes_text:
+        return StopWords(texts=tuple(text for text in inputs.texts("stop_words") if text))
+    words = _words(inputs, "stop_words")
+    return StopWords(
+        token_ids=tuple(word[0] for word in words if len(word) == 1),
+        sequences=tuple(word for word in words if len(word) > 1),
+    )
+
+
+def bad_words(inputs: Inputs) -> dict[str, Any]:
+    """The field of SamplingParams that forbids them."""
+    if inputs.kind.takes_text:
+        return {"bad_words": tuple(text for text in inputs.texts("bad_words") if text)}
+    return {"bad_token_ids": tuple(_words(inputs, "bad_words"))}
+
+
+def logit_bias(
+    inputs: Inputs, card: ModelCard, tokenize: Tokenize
+) -> tuple[tuple[int, float], ...]:
+    """Of a vector over the vocabulary, or of words: each of a word's tokens gets its weight."""
+    if inputs.kind.takes_text:
+        return _word_bias(inputs, tokenize)
+    array = inputs.array("embedding_bias")
+    if array is None or not array.any():
+        return ()
+    if array.size != card.vocab_size:
+        raise InvalidTensorError(
+            f"input 'embedding_bias' has {array.size} numbers; the vocabulary has "
+            f"{card.vocab_size}",
+            param="embedding_bias",
+        )
+    return tuple((i, float(bias)) for i, bias in enumerate(array.flat) if bias != 0.0)
+
+
+def _word_bias(inputs: Inputs, tokenize: Tokenize) -> tuple[tuple[int, float], ...]:
+    words = inputs.texts("embedding_bias_words")
+    array = inputs.array("embedding_bias_weights")
+    weights = [] if array is None else [float(weight) for weight in array.flat]
+    if len(words) != len(weights):
+        raise InvalidTensorError(
+            f"input 'embedding_bias_words' has {len(words)} words and 'embedding_bias_weights' "
+            f"{len(weights)} weights; there must be one weight for each word",
+            param="embedding_bias_weights",
+        )
+    biases: dict[int, float] = {}
+    for word, weight in zip(words, weights, strict=True):
+        for token_id in tokenize(word) if word else ():
+            biases[token_id] = biases.get(token_id, 0.0) + weight
+    return tuple(sorted((id_, bias) for id_, bias in biases.items() if bias != 0.0))
+
+
+def _words(inputs: Inputs, field: str) -> list[tuple[int, ...]]:
+    array = inputs.array(field)
+    return [] if array is None else split_words(inputs.kind.input_of(field), array)
+
+
+def split_words(name: str, array: Array) -> list[tuple[int, ...]]:
+    """The words of a [2, n] word list: row 0 their token ids, row 1 where each word ends.
+
+    The ends are cumulative and padded with -1; the ids are padded with 0.
+    """
+    token_ids, ends = array.tolist()
+    words = []
+    start = 0
+    for end in ends:
+        if end == -1:
+            break
+        if not start < end <= len(token_ids):
+            raise InvalidTensorError(
+                f"input '{name}': row 1 must hold increasing word ends in [1, {len(token_ids)}], "
+                f"padded with -1; got {ends}",
+                param=name,
+            )
+        words.append(tuple(token_ids[start:end]))
+        start = end
+    return words

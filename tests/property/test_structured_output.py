@@ -1,0 +1,251 @@
+"""Whatever a model with random weights writes, it keeps to its grammar; and the answer depends on
+nothing but model, prompt and parameters."""
+
+import collections
+import json
+import random
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from loraplex import LLM, SamplingParams
+from loraplex.app.answers import Completion
+from loraplex.core.beam_search import BeamSearch
+from loraplex.core.grammar import Grammar, GrammarKind
+from loraplex.core.output import FinishReason
+from loraplex.execution.grammar_matcher import RowMatcher
+from loraplex.testing.random_schemas import RandomRegexes, RandomSchemas, Schema
+from loraplex.testing.tiny_text_model import write_tiny_text_model
+
+FAMILIES = ("byte-level", "llama3", "llama-sentencepiece")
+MAX_TOKENS = 1800
+ADAPTERS = ("one", "two")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def llm(request, tmp_path_factory) -> Iterator[LLM]:
+    folder = tmp_path_factory.mktemp(request.param)
+    write_tiny_text_model(folder, request.param)
+    with LLM(str(folder), state_dir=str(folder / "state"), num_threads=1) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_tiny_text_model(tmp_path_factory.mktemp("model"), "byte-level", seed=1)
+
+
+def test_answers_validate_against_random_schemas(llm):
+    check_schemas(llm, seed=0, count=40)
+
+
+@pytest.mark.slow
+def test_500_answers_of_500_validate(llm):
+    check_schemas(llm, seed=1000, count=500)
+
+
+def check_schemas(llm: LLM, *, seed: int, count: int) -> None:
+    """Every schema is answered at temperature 0 or 1, in one batch."""
+    random_schemas = RandomSchemas(seed)
+    schemas = [random_schemas.schema() for _ in range(count)]
+    answers = llm.generate(
+        ["The answer is"] * count,
+        [as_json(schema, temperature=i % 2, seed=i) for i, schema in enumerate(schemas)],
+    )
+    reasons = collections.Counter(answer.finish_reason for answer in answers)
+    valid = [
+        is_valid(answer.text, schema)
+        for answer, schema in zip(answers, schemas, strict=True)
+        if answer.finish_reason is FinishReason.STOP
+    ]
+    assert (sum(valid), reasons[FinishReason.LENGTH]) == (count, 0), "(valid, cut)"
+
+
+def is_valid(text: str, schema: Schema) -> bool:
+    try:
+        checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
+        jsonschema.validate(json.loads(text), schema, format_checker=checker)
+    except (ValueError, jsonschema.ValidationError) as error:
+        print(f"{text!r} does not match {json.dumps(schema)}: {error}")
+        return False
+    return True
+
+
+def as_json(schema: Schema, **sampling) -> SamplingParams:
+    return constrained(GrammarKind.JSON_SCHEMA, json.dumps(schema), **sampling)
+
+
+def constrained(kind: GrammarKind, text: str, **sampling) -> SamplingParams:
+    settings = {"max_tokens": MAX_TOKENS, "seed": 0, **sampling}
+    return SamplingParams(grammar=Grammar(kind, text), **settings)
+
+
+def test_answers_match_random_regular_expressions(llm):
+    random_regexes = RandomRegexes(0)
+    patterns = [random_regexes.regex() for _ in range(60)]
+
+    answers = llm.generate(
+        ["Go:"] * len(patterns),
+        [constrained(GrammarKind.REGEX, text, seed=i) for i, text in enumerate(patterns)],
+    )
+
+    for pattern, answer in zip(patterns, answers, strict=True):
+        assert re.fullmatch(pattern, answer.text), (pattern, answer.text)
+        assert answer.finish_reason is FinishReason.STOP
+
+
+def test_answers_are_one_of_random_choices(llm):
+    random_regexes = RandomRegexes(1)
+    choices = [random_regexes.choices() for _ in range(60)]
+
+    answers = llm.generate(
+        ["Go:"] * len(choices),
+        [
+            constrained(GrammarKind.CHOICE, json.dumps(texts), seed=i, temperature=1.5)
+            for i, texts in enumerate(choices)
+        ],
+    )
+
+    for texts, answer in zip(choices, answers, strict=True):
+        assert answer.text in texts
+        assert answer.finish_reason is FinishReason.STOP
+
+
+def test_every_choice_can_come(llm):
+    texts = ["a", "ab", "abc", ""]
+
+    (answer,) = llm.generate(
+        ["Go:"],
+        constrained(GrammarKind.CHOICE, json.dumps(texts), n=100, temperature=5.0),
+    )
+
+    assert {completion.text for completion in answer.completions} == set(texts)
+
+
+PROMPTS = ("Hello", "What is the capital of France?", [7, 8, 9] * 30)
+SCHEMAS = tuple(RandomSchemas(77).schema() for _ in range(8))
+TEXTS = tuple(PROMPTS[i % len(PROMPTS)] for i in range(len(SCHEMAS)))
+BLOCK_BYTES = 2 * 2 * 2 * 4 * 16 * 4
+"""Layers, keys and values, KV heads, head size, tokens, bytes: of one block of the model."""
+
+
+def mixed() -> list[SamplingParams]:
+    """Greedy and drawn, with a grammar and without, with penalties and log probabilities."""
+    return [
+        as_json(schema, temperature=i % 2, seed=i, logprobs=1, max_tokens=340)
+        if i % 4 != 3
+        else SamplingParams(max_tokens=60, seed=i, repetition_penalty=1.2, logprobs=1)
+        for i, schema in enumerate(SCHEMAS)
+    ]
+
+
+def answers_of(folder: Path, params: Sequence[SamplingParams], **settings) -> list[Completion]:
+    with LLM(str(folder), state_dir=str(folder / "state"), num_threads=1, **settings) as opened:
+        answers = opened.generate(list(TEXTS[: len(params)]), params)
+        return [told(completion) for answer in answers for completion in answer.completions]
+
+
+def told(completion: Completion) -> tuple:
+    chosen = tuple(round(logprob.logprob, 3) for logprob in completion.logprobs)
+    return completion.text, completion.token_ids, completion.finish_reason, chosen
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_num_seqs": 1},
+        {"max_num_batched_tokens": 16, "max_num_seqs": 8},
+        {"num_draft_tokens": 4},
+        {"overlap": True},
+        {"enable_prefix_cache": False},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_answers_do_not_depend_on_how_they_were_computed(folder, settings):
+    """Alone, in chunks, with guesses from the text, planned ahead."""
+    assert answers_of(folder, mixed(), **settings) == answers_of(folder, mixed())
+
+
+def test_a_preempted_sequence_goes_on_within_its_grammar(folder):
+    """The KV cache holds little more than one sequence of the model's length."""
+    with LLM(
+        str(folder),
+        state_dir=str(folder / "state"),
+        num_threads=1,
+        max_model_len=448,
+        kv_cache_bytes=32 * BLOCK_BYTES,
+        enable_prefix_cache=False,
+    ) as opened:
+        answers = opened.generate(list(TEXTS) * 4, mixed() * 4)
+        assert opened.stats().preemptions > 0
+
+    found = [told(answer.completions[0]) for answer in answers]
+    assert found == answers_of(folder, mixed()) * 4
+
+
+@pytest.mark.parametrize("guess", ["none", "random", "shifted"])
+def test_guesses_change_no_token(folder, guess, monkeypatch):
+    expected = answers_of(folder, mixed())
+    forced = RowMatcher.forced
+    draw = random.Random(0)
+
+    def wrong(self: RowMatcher) -> tuple[int, ...]:
+        match guess:
+            case "none":
+                return ()
+            case "random":
+                return tuple(draw.choices(range(500), k=draw.randint(0, 5)))
+            case _:
+                right = forced(self)
+                return (*right[:1], *right[2:])
+
+    monkeypatch.setattr(RowMatcher, "forced", wrong)
+
+    assert answers_of(folder, mixed()) == expected
+
+
+def test_forced_text_takes_fewer_steps(folder, monkeypatch):
+    """The guesses are right where the grammar leaves one text only."""
+    text = json.dumps(["a text that is long, and the only one that there is"])
+    params = [constrained(GrammarKind.CHOICE, text, temperature=0)]
+
+    def steps() -> int:
+        with LLM(str(folder), state_dir=str(folder / "state"), num_threads=1) as opened:
+            (answer,) = opened.generate(["Go:"], params)
+            assert answer.text == json.loads(text)[0]
+            return opened.stats().steps
+
+    with_guesses = steps()
+    monkeypatch.setattr(RowMatcher, "forced", lambda self: ())
+
+    assert with_guesses < steps() / 3
+
+
+def test_every_one_of_n_answers_keeps_to_the_grammar(folder):
+    schema = SCHEMAS[0]
+    answers = answers_of(folder, [as_json(schema, n=6, temperature=1.5)])
+
+    assert len({token_ids for _, token_ids, _, _ in answers}) > 1
+    assert all(is_valid(text, schema) for text, *_ in answers)
+
+
+def test_logprobs_are_of_the_models_own_distribution(folder):
+    """Not of what the grammar leaves of it: there a forced token would have probability 1."""
+    answers = answers_of(
+        folder, [constrained(GrammarKind.CHOICE, '["only"]', temperature=0, logprobs=0)]
+    )
+
+    assert max(answers[0][3]) < -0.01
+
+
+def test_beams_keep_to_the_grammar(folder):
+    schema = SCHEMAS[1]
+    sampling = as_json(schema, temperature=0, n=3, beam=BeamSearch(width=3))
+
+    answers = answers_of(folder, [sampling])
+
+    assert len(answers) == 3
+    assert all(is_valid(text, schema) for text, *_ in answers)
