@@ -53,7 +53,6 @@ REQUESTS: dict[str, dict] = {
         "temperature": 1,
         "seed": 3,
         "n": 2,
-        "stop": ["zz", "q"],
         "max_tokens": LONG,
     },
     "short": {"model": "capitals", "prompt": "The capital of Japan", "max_tokens": 5},
@@ -133,8 +132,11 @@ class Outcome:
 class Load:
     """Clients that ask, one request after the other, until they are stopped."""
 
-    def __init__(self, server: RunningServer, expected: dict, outcome: Outcome) -> None:
+    def __init__(
+        self, server: RunningServer, requests: dict, expected: dict, outcome: Outcome
+    ) -> None:
         self._server = server
+        self._requests = requests
         self._expected = expected
         self._outcome = outcome
         self._is_over = threading.Event()
@@ -155,12 +157,12 @@ class Load:
             thread.join()
 
     def _client(self, number: int) -> None:
-        names = list(REQUESTS)
+        names = list(self._requests)
         while not self._is_over.is_set():
             name = names[number % len(names)]
             number += 1
             try:
-                answer = ask(self._server.http_port, REQUESTS[name])
+                answer = ask(self._server.http_port, self._requests[name])
             except Exception as error:  # a broken stream is what this test is for
                 answer = {"exception": repr(error)}
             with self._lock:
@@ -169,17 +171,28 @@ class Load:
                     self._outcome.wrong.append((name, answer, self._expected[name]))
 
 
+def with_stop(server: RunningServer, request: dict) -> dict:
+    """The request, with a stop string that comes late in one of its answers."""
+    text = ask(server.http_port, request)["choices"][0]["text"]
+    middle = len(text) // 2
+    late = (text[at : at + 4] for at in range(middle, len(text) - 4))
+    fits = (piece for piece in late if "\ufffd" not in piece and text.index(piece) >= middle)
+    stop = next(fits)
+    return {**request, "stop": [stop]}
+
+
 def kill_engines(server: RunningServer, num_kills: int, seed: int) -> Outcome:
     """Kill under load; the load ends by itself after the last kill."""
     chance, outcome = random.Random(seed), Outcome()
-    expected = {name: ask(server.http_port, request) for name, request in REQUESTS.items()}
+    requests = {**REQUESTS, "stop": with_stop(server, REQUESTS["stop"])}
+    expected = {name: ask(server.http_port, request) for name, request in requests.items()}
     for answer in expected.values():
         assert answer.get("is_done"), answer
         assert "error" not in answer, answer
     ends = {choice["end"] for choice in expected["stop"]["choices"].values()}
     assert "stop" in ends, "no stop string came"
     killed = None
-    with Load(server, expected, outcome):
+    with Load(server, requests, expected, outcome):
         while outcome.num_kills < num_kills:
             while (pid := engine_pid(server)) in (None, killed):
                 time.sleep(0.005)

@@ -13,6 +13,7 @@ import pytest
 
 from loraplex import LLM, SamplingParams
 from loraplex.app.answers import Completion
+from loraplex.bench.random_adapters import AdapterKind, linear_shapes, write_random_adapter
 from loraplex.core.beam_search import BeamSearch
 from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.core.output import FinishReason
@@ -22,7 +23,6 @@ from loraplex.testing.tiny_text_model import write_tiny_text_model
 
 FAMILIES = ("byte-level", "llama3", "llama-sentencepiece")
 MAX_TOKENS = 1800
-ADAPTERS = ("one", "two")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -249,3 +249,29 @@ def test_beams_keep_to_the_grammar(folder):
 
     assert len(answers) == 3
     assert all(is_valid(text, schema) for text, *_ in answers)
+
+
+def test_every_adapter_keeps_to_its_requests_grammar(folder, tmp_path):
+    """Base and two adapters in one batch: different answers, all of the same form."""
+    kind = AdapterKind(rank=4, alpha=8, b_scale=1.0)
+    adapters = {name: str(tmp_path / name) for name in ("one", "two")}
+    for seed, path in enumerate(adapters.values()):
+        write_random_adapter(Path(path), linear_shapes(folder), kind, seed=(seed,))
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "string", "minLength": 8, "maxLength": 12}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+
+    with LLM(str(folder), adapters, state_dir=str(tmp_path / "state"), num_threads=1) as opened:
+        names = [None, "one", "two"]
+        together = opened.generate(["Hello"] * 3, as_json(schema, temperature=0), adapter=names)
+        alone = [
+            opened.generate("Hello", as_json(schema, temperature=0), adapter=name)[0]
+            for name in names
+        ]
+
+    assert all(is_valid(answer.text, schema) for answer in together)
+    assert len({answer.text for answer in together}) == 3
+    assert [answer.text for answer in together] == [answer.text for answer in alone]

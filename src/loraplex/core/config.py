@@ -2,6 +2,7 @@
 them.
 """
 
+import math
 import re
 from typing import Any
 
@@ -143,6 +144,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     lets in what has room for its longest possible answer."""
     fair_share: str = "adapter"
     """Between whom waiting requests are served alike: none, adapter, tenant, tenant_adapter."""
+    fair_weights: dict[str, float] = {}
+    """How large the shares of adapters and tenants are, by name; a name that is not here has 1."""
     fair_input_weight: float = 1.0
     """What a computed prompt token counts in a fair share."""
     fair_output_weight: float = 2.0
@@ -263,6 +266,8 @@ def _scheduling_problem(field: str, value: Any) -> str | None:
         return "cannot be false: a prompt longer than a step is always computed in chunks"
     if field == "shortest_prefill_share" and not 0 <= value < 1:
         return "must be at least 0 and less than 1"
+    if field == "fair_weights" and not all(0 < weight < math.inf for weight in value.values()):
+        return "must have weights that are more than 0, and finite"
     if field == "num_draft_tokens" and value > MAX_DRAFT_TOKENS:
         return f"must be at most {MAX_DRAFT_TOKENS}"
     return None

@@ -29,7 +29,7 @@ from loraplex.core.errors import ConfigError
 _BYTES = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt])(i?))?b?", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
-_OF_ONE_MODEL = ("path", "adapters", "adapter_dirs")
+_OF_ONE_MODEL = ("path", "adapters", "adapter_dirs", "fair_weights")
 _LISTS = ("allowed_adapter_roots", "allowed_adapter_hosts", "max_attention_window_size")
 
 KeyPath = tuple[str, ...]

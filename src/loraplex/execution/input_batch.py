@@ -40,6 +40,32 @@ class _Layout:
     logits_indices: torch.Tensor  # [S]
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class StepInputs:
+    """The tensors of a step but for its tokens: some of them are sampled by the step before."""
+
+    positions: torch.Tensor  # [T]
+    slot_mapping: torch.Tensor  # [T]
+    rows: RowLayout
+    logits_indices: torch.Tensor  # [S]
+    adapters: tuple[tuple[tuple[AdapterHandle, float], ...], ...]
+    """Of each row: (handle, scale)."""
+
+    def with_tokens(
+        self, token_ids: Sequence[Sequence[int]], lora: LoraBatch | None
+    ) -> ForwardBatch:
+        """token_ids: of each row, as many as it computes."""
+        tokens = torch.tensor(list(itertools.chain(*token_ids)), dtype=torch.int64)
+        return ForwardBatch(
+            token_ids=tokens.to(self.positions.device),
+            positions=self.positions,
+            slot_mapping=self.slot_mapping,
+            rows=self.rows,
+            logits_indices=self.logits_indices,
+            lora=lora,
+        )
+
+
 class InputBatch:
     """Block tables by slot; a plan only tells how they grow.
 
@@ -67,16 +93,8 @@ class InputBatch:
     def remove_row(self, slot: Slot) -> None:
         self._rows.pop(slot, None)
 
-    def adapters(self, slot: Slot) -> tuple[tuple[AdapterHandle, float], ...]:
-        return self._rows[slot].adapters
-
-    def forward_batch(
-        self,
-        steps: Sequence[RowStep],
-        token_ids: Sequence[Sequence[int]],
-        lora: LoraBatch | None,
-    ) -> ForwardBatch:
-        """The tensors of a step; token_ids are those of each row, num_tokens of them."""
+    def prepare(self, steps: Sequence[RowStep]) -> StepInputs:
+        """The tensors of a step; steps are prepared in their order, whether they run or not."""
         layout = self._layout_of(steps)
         if self._extend_block_tables(steps) or layout is not self._layout:
             num_blocks = max(self._rows[step.slot].num_blocks for step in steps)
@@ -88,13 +106,12 @@ class InputBatch:
         blocks = self._tables[layout.row_of_token, positions // self._block_size]
         slot_mapping = blocks * self._block_size + positions % self._block_size
         seq_lens = [step.start + step.num_tokens for step in steps]
-        return ForwardBatch(
-            token_ids=self._tensor(np.array(list(itertools.chain(*token_ids)), dtype=np.int64)),
+        return StepInputs(
             positions=self._tensor(positions),
             slot_mapping=self._tensor(slot_mapping),
             rows=RowLayout(layout.query_start_loc, seq_lens, self._device_tables),
             logits_indices=layout.logits_indices,
-            lora=lora,
+            adapters=tuple(self._rows[step.slot].adapters for step in steps),
         )
 
     def _layout_of(self, steps: Sequence[RowStep]) -> _Layout:

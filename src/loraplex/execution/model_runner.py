@@ -7,7 +7,7 @@ it means for requests, only the scheduler knows.
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import torch
@@ -23,7 +23,6 @@ from loraplex.core.errors import (
 from loraplex.core.plan import (
     AdapterCopy,
     Capacity,
-    RowAdded,
     RowResult,
     RowStep,
     Slot,
@@ -31,9 +30,9 @@ from loraplex.core.plan import (
     StepResult,
     StepTiming,
 )
-from loraplex.execution.adapter_bank import AdapterBank, AdapterRow
+from loraplex.execution.adapter_bank import AdapterBank
 from loraplex.execution.host_adapters import HostAdapter, HostAdapters
-from loraplex.execution.input_batch import InputBatch
+from loraplex.execution.input_batch import InputBatch, StepInputs
 from loraplex.execution.kv_cache import KVCache
 from loraplex.execution.sampler import Sampler
 from loraplex.models.decoder import Decoder
@@ -68,8 +67,21 @@ class CompletedStep:
         return self._outcome
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class PreparedStep:
+    """For ModelRunner.run."""
+
+    plan: StepPlan
+    inputs: StepInputs | Exception | None
+    """None: it has no rows. An exception: why it cannot run."""
+    prepare_ns: int
+
+
 class ModelRunner:
-    """Used by one thread, but for `prepare_adapter`. A step runs within `launch`."""
+    """Used by one thread, but for `prepare_adapter`; or by two: one prepares, one runs.
+
+    With `launch`, a step runs within it.
+    """
 
     def __init__(self, parts: RunnerParts) -> None:
         self._decoder = parts.decoder
@@ -94,9 +106,29 @@ class ModelRunner:
 
     def launch(self, plan: StepPlan) -> CompletedStep:
         """Never raises: what goes wrong is raised by wait()."""
+        return self.run(self.prepare(plan))
+
+    def prepare(self, plan: StepPlan) -> PreparedStep:
+        """What can be done before the steps before it have run, also while they do.
+
+        Plans are prepared in their order, by one thread. Never raises.
+        """
+        start_ns = time.monotonic_ns()
         try:
             with torch.inference_mode():
-                return CompletedStep(self._execute(plan))
+                inputs = self._prepare(plan)
+        except Exception as error:
+            return PreparedStep(plan, error, time.monotonic_ns() - start_ns)
+        return PreparedStep(plan, inputs, time.monotonic_ns() - start_ns)
+
+    def run(self, step: PreparedStep) -> CompletedStep:
+        """Steps run in their order, by one thread; one that was prepared need not run."""
+        plan = step.plan
+        try:
+            if isinstance(step.inputs, Exception):
+                raise step.inputs
+            with torch.inference_mode():
+                return CompletedStep(self._execute(plan, step.inputs, step.prepare_ns))
         except Exception as error:
             _LOGGER.exception("step %d failed", plan.step_id)
             return CompletedStep(StepFailedError(f"step {plan.step_id} failed: {error}"))
@@ -104,31 +136,30 @@ class ModelRunner:
     def close(self) -> None:
         self._sampler.close()
 
-    def _execute(self, plan: StepPlan) -> StepResult:
-        start_ns = time.monotonic_ns()
+    def _prepare(self, plan: StepPlan) -> StepInputs | None:
         for slot in plan.removed:
-            self._remove_row(slot)
+            self._batch.remove_row(slot)
         for row in plan.added:
-            self._add_row(row)
+            self._batch.add_row(row)
+        return self._batch.prepare(plan.rows) if plan.rows else None
+
+    def _execute(self, plan: StepPlan, inputs: StepInputs | None, prepare_ns: int) -> StepResult:
+        start_ns = time.monotonic_ns() - prepare_ns
+        for slot in plan.removed:
+            self._sampler.remove_row(slot)
+        for row in plan.added:
+            known = tuple(self._in_vocabulary(token_id) for token_id in row.token_ids)
+            self._sampler.add_row(msgspec.structs.replace(row, token_ids=known))
         self._kv_cache.offload_blocks(plan.block_offloads)
         self._kv_cache.load_blocks(plan.block_loads)
         self._kv_cache.copy_blocks(plan.block_copies)
         copies_start_ns = time.monotonic_ns()
         copies_done, copies_failed = self._copy_adapters(plan.adapter_copies)
         copy_ns = time.monotonic_ns() - copies_start_ns
-        rows, timing = self._run_rows(plan.rows, start_ns) if plan.rows else ((), StepTiming())
+        rows, timing = self._run_rows(plan.rows, inputs, start_ns) if inputs else ((), StepTiming())
         if copies_done:
             timing = msgspec.structs.replace(timing, copy_ns=copy_ns)
         return StepResult(plan.step_id, rows, copies_done, copies_failed, timing)
-
-    def _add_row(self, row: RowAdded) -> None:
-        self._batch.add_row(row)
-        known = tuple(self._in_vocabulary(token_id) for token_id in row.token_ids)
-        self._sampler.add_row(msgspec.structs.replace(row, token_ids=known))
-
-    def _remove_row(self, slot: Slot) -> None:
-        self._batch.remove_row(slot)
-        self._sampler.remove_row(slot)
 
     def _copy_adapters(
         self, copies: Sequence[AdapterCopy]
@@ -154,14 +185,20 @@ class ModelRunner:
         self._adapter_bank.copy(copy.handle, host, copy.page_ids)
 
     def _run_rows(
-        self, steps: Sequence[RowStep], start_ns: int
+        self, steps: Sequence[RowStep], inputs: StepInputs, start_ns: int
     ) -> tuple[tuple[RowResult, ...], StepTiming]:
-        faults = self._faults(steps)
-        lora = self._adapter_bank.lora_batch(tuple(self._adapter_row(s, faults) for s in steps))
+        faults = self._faults(steps, inputs)
+        # A row that fails anyhow is computed by the base model.
+        lora = self._adapter_bank.lora_batch(
+            tuple(
+                (step.num_tokens, () if step.slot in faults else adapters)
+                for step, adapters in zip(steps, inputs.adapters, strict=True)
+            )
+        )
         token_ids = [
             [self._in_vocabulary(token_id) for token_id in self._token_ids(step)] for step in steps
         ]
-        batch = self._batch.forward_batch(steps, token_ids, lora)
+        batch = inputs.with_tokens(token_ids, lora)
         self._sampler.begin(steps)
         prepared_ns = time.monotonic_ns()
         logits = self._decoder.forward(batch, self._kv_cache.storages)
@@ -189,25 +226,22 @@ class ModelRunner:
         """The token, or 0 for what is none: its row fails, but must not take the device along."""
         return token_id if 0 <= token_id < self._capacity.vocab_size else 0
 
-    def _faults(self, steps: Sequence[RowStep]) -> dict[Slot, ErrorInfo]:
+    def _faults(self, steps: Sequence[RowStep], inputs: StepInputs) -> dict[Slot, ErrorInfo]:
         """The rows that cannot be right whatever is computed; the others go on."""
         faults = {}
-        for step in steps:
-            reason = self._fault(step)
+        for step, adapters in zip(steps, inputs.adapters, strict=True):
+            reason = self._fault(step, adapters)
             if reason is not None:
                 faults[step.slot] = RowFailedError(reason).to_info()
         return faults
 
-    def _fault(self, step: RowStep) -> str | None:
-        for handle, _ in self._batch.adapters(step.slot):
+    def _fault(
+        self, step: RowStep, adapters: tuple[tuple[AdapterHandle, float], ...]
+    ) -> str | None:
+        for handle, _ in adapters:
             if not self._adapter_bank.holds(handle):
                 return f"adapter {handle} is not on the device"
         for token_id in (*(step.token_ids or ()), *step.draft_token_ids):
             if not 0 <= token_id < self._capacity.vocab_size:
                 return f"token {token_id} is not in the vocabulary"
         return None
-
-    def _adapter_row(self, step: RowStep, faults: Mapping[Slot, ErrorInfo]) -> AdapterRow:
-        """A row that fails anyhow is computed by the base model."""
-        adapters = () if step.slot in faults else self._batch.adapters(step.slot)
-        return step.num_tokens, adapters

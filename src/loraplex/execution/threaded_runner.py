@@ -1,15 +1,15 @@
-"""Lets steps run in a thread of their own, so that the next one can be planned meanwhile."""
+"""Lets steps run in a thread of their own: the next one is planned and prepared meanwhile."""
 
 import queue
 import threading
 
 from loraplex.core.errors import StepFailedError
 from loraplex.core.plan import Capacity, StepPlan, StepResult
-from loraplex.execution.model_runner import ModelRunner
+from loraplex.execution.model_runner import ModelRunner, PreparedStep
 
 
 class ThreadedRunner:
-    """Implements engine.runner.Runner around a ModelRunner: `launch` returns at once.
+    """Implements engine.runner.Runner around a ModelRunner: `launch` prepares, and returns.
 
     Steps run one after the other. A step that fails takes those along that were launched before
     its failure was told: they are not computed.
@@ -26,7 +26,7 @@ class ThreadedRunner:
         return self._runner.capacity()
 
     def launch(self, plan: StepPlan) -> "ThreadedStep":
-        step = ThreadedStep(self, plan, self._num_failures_told)
+        step = ThreadedStep(self, self._runner.prepare(plan), self._num_failures_told)
         self._steps.put(step)
         return step
 
@@ -47,7 +47,7 @@ class ThreadedRunner:
                 step.fail(StepFailedError("the step before it failed"), num_failures)
                 continue
             try:
-                step.end(self._runner.launch(step.plan).wait())
+                step.end(self._runner.run(step.prepared).wait())
             except Exception as error:
                 num_failures += 1
                 step.fail(error, num_failures)
@@ -56,8 +56,10 @@ class ThreadedRunner:
 class ThreadedStep:
     """Implements engine.runner.StepHandle."""
 
-    def __init__(self, runner: ThreadedRunner, plan: StepPlan, num_failures_known: int) -> None:
-        self.plan = plan
+    def __init__(
+        self, runner: ThreadedRunner, prepared: PreparedStep, num_failures_known: int
+    ) -> None:
+        self.prepared = prepared
         self.num_failures_known = num_failures_known
         self._runner = runner
         self._has_ended = threading.Event()

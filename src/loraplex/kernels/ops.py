@@ -238,7 +238,7 @@ class Kernels(Protocol):
     def apply_bitmask(self, logits: torch.Tensor, rows: IntArray, bitmask: torch.Tensor) -> None:
         """The rows [n], all different, of logits [any, vocab] float32: -inf where a bit is 0.
 
-        In place. bitmask [n, ceil(vocab / 32)] int32: token i is bit i % 32, from the least significant, of
-        word i / 32 (the layout of llguidance and XGrammar).
+        In place. bitmask [n, ceil(vocab / 32)] int32: token i is bit i % 32, from the least
+        significant, of word i / 32 (the layout of llguidance and XGrammar).
         """
         ...

@@ -47,7 +47,7 @@ class _Holdings(NamedTuple):
 
 
 class Roster:
-    """Invariant: a sequence holds a slot, blocks and pins exactly while it is RUNNING, or in flight.
+    """Invariant: a sequence holds a slot, blocks and pins exactly while it is RUNNING or in flight.
 
     What a launched plan names is not given back before it has landed: `_vacate` is the only place
     that gives back, then or later.

@@ -98,7 +98,7 @@ class Scheduler:
         self._in_flight: list[_Launched] = []
         """At most two, the oldest first."""
         self._was_short = False
-        """Somebody was left out of the last plan ahead, for which others may have to be preempted."""
+        """Somebody was left out of the last plan ahead: others may have to be preempted for it."""
 
     def add(self, group: SequenceGroup) -> None:
         """Accept a request, or emit the error that says why not."""
@@ -231,7 +231,9 @@ class Scheduler:
         plan = draft.build(counts.steps, self._roster.slots.take_removed(), copies)
         for active in draft.sequences:
             active.num_in_flight += 1
-        self._in_flight.append(_Launched(plan, draft.sequences, draft.num_preempted, draft.offloaded))
+        self._in_flight.append(
+            _Launched(plan, draft.sequences, draft.num_preempted, draft.offloaded)
+        )
         return plan
 
     def absorb(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:

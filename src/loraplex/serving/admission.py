@@ -41,6 +41,7 @@ def admit(
     adapters: tuple[AdapterUse, ...],
     principal: Principal,
     now_ns: int,
+    share_weight: float = 1.0,
 ) -> EngineRequest:
     """Check a tokenized request against its model. Raises RequestErrors."""
     request.sampling.validate()
@@ -71,6 +72,7 @@ def admit(
             principal.tenant,
         ),
         tenant=principal.tenant,
+        share_weight=share_weight,
         priority=request.priority,
         arrival_ns=now_ns,
         deadline_ns=_deadline_ns(request.timeout_seconds, now_ns),

@@ -49,6 +49,7 @@ from loraplex.serving.generation import Generation
 from loraplex.serving.model_memory import ModelMemory, StoredAdapters
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.served_model import ServedModel, answered_by, label, uses
+from loraplex.serving.share_weight import share_weight
 
 logger = logging.getLogger(__name__)
 
@@ -238,6 +239,12 @@ class Service:
             adapters=uses(composition),
             principal=principal,
             now_ns=self._clock.now_ns(),
+            share_weight=share_weight(
+                model.config.fair_share,
+                model.config.fair_weights,
+                adapters=[adapter.name for adapter in answered_by(chosen)],
+                tenant=principal.tenant,
+            ),
         )
         stream = model.engine.submit(
             engine_request,

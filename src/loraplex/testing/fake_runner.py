@@ -24,6 +24,7 @@ from loraplex.core.plan import (
     StepResult,
 )
 from loraplex.memory.adapter_pages import place
+from loraplex.testing.fake_blocks import PlanViolation, empty_blocks, move, require
 from loraplex.testing.fake_loader import FakeLoader
 from loraplex.testing.fake_model import EMPTY_STATE, FakeModel, State
 
@@ -40,10 +41,6 @@ FAKE_CAPACITY = Capacity(
     adapter_page_bytes=256,
     keeps_host_copy=True,
 )
-
-
-class PlanViolation(AssertionError):
-    """A plan broke a rule. It is kept in FakeRunner.violations, too: an engine survives it."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -94,8 +91,8 @@ class FakeRunner:
         self._capacity = capacity
         self._loader = loader
         self._rows: dict[Slot, _Row] = {}
-        self._kv = _empty_blocks(capacity.num_blocks, capacity.block_size)
-        self._host_kv = _empty_blocks(capacity.num_host_blocks, capacity.block_size)
+        self._kv = empty_blocks(capacity.num_blocks, capacity.block_size)
+        self._host_kv = empty_blocks(capacity.num_host_blocks, capacity.block_size)
         self._device: dict[AdapterHandle, tuple[str, tuple[PageId, ...]]] = {}
         self._copies: dict[AdapterHandle, _Copy] = {}
         self._last_step_id = 0
@@ -132,7 +129,7 @@ class FakeRunner:
 
     def _execute(self, plan: StepPlan) -> StepResult | StepFailedError:
         self.plans.append(plan)
-        _require(plan.step_id > self._last_step_id, "step ids grow")
+        require(plan.step_id > self._last_step_id, "step ids grow")
         self._last_step_id = plan.step_id
         fails = bool(plan.rows) and bool(self._failing_steps)
         if fails and self._failing_steps.pop():
@@ -147,7 +144,7 @@ class FakeRunner:
         for copy in plan.adapter_copies:
             self._start_copy(copy, plan.step_id)
         slots = [step.slot for step in plan.rows]
-        _require(len(set(slots)) == len(slots), "a slot computes twice in one step")
+        require(len(set(slots)) == len(slots), "a slot computes twice in one step")
         for step in plan.rows:
             self._check(step)
         rows = tuple(self._compute(step) for step in plan.rows)
@@ -156,13 +153,11 @@ class FakeRunner:
 
     def _change_rows(self, plan: StepPlan) -> None:
         for slot in plan.removed:
-            _require(slot in self._rows or self._step_failed, f"slot {slot} is empty already")
+            require(slot in self._rows or self._step_failed, f"slot {slot} is empty already")
             self._rows.pop(slot, None)
         for added in plan.added:
-            _require(added.slot not in self._rows, f"slot {added.slot} is taken")
-            _require(
-                0 <= added.slot < self._capacity.max_num_seqs, f"there is no slot {added.slot}"
-            )
+            require(added.slot not in self._rows, f"slot {added.slot} is taken")
+            require(0 <= added.slot < self._capacity.max_num_seqs, f"there is no slot {added.slot}")
             adapters = tuple((self._digest(handle), scale) for handle, scale in added.adapters)
             states = self.model.extend(EMPTY_STATE, added.token_ids, adapters)
             self._rows[added.slot] = _Row(added, adapters, list(added.token_ids), states)
@@ -173,30 +168,28 @@ class FakeRunner:
         offloads = [(t.device_block, t.host_block) for t in plan.block_offloads]
         loads = [(t.host_block, t.device_block) for t in plan.block_loads]
         copies = [(copy.source, copy.target) for copy in plan.block_copies]
-        _move(self._kv, self._host_kv, offloads)
-        _move(self._host_kv, self._kv, loads)
-        _move(self._kv, self._kv, copies)
+        move(self._kv, self._host_kv, offloads)
+        move(self._host_kv, self._kv, loads)
+        move(self._kv, self._kv, copies)
 
     def _digest(self, handle: AdapterHandle) -> str:
-        _require(handle in self._device, f"adapter {handle} is not on the device")
+        require(handle in self._device, f"adapter {handle} is not on the device")
         return self._device[handle][0]
 
     def _start_copy(self, copy: AdapterCopy, step_id: int) -> None:
         digest = str(copy.handle)
         if self._loader is not None:
             source = self._loader.host.get(copy.handle)
-            _require(source is not None, f"adapter {copy.handle} is not on the host")
+            require(source is not None, f"adapter {copy.handle} is not on the host")
             assert source is not None
             digest = source.digest
             num_pages = place(source.targets, self._capacity.page_geometry).num_pages
-            _require(
-                len(copy.page_ids) == num_pages, f"adapter {copy.handle} has {num_pages} pages"
-            )
+            require(len(copy.page_ids) == num_pages, f"adapter {copy.handle} has {num_pages} pages")
         pages = set(copy.page_ids)
-        _require(len(pages) == len(copy.page_ids), "a page is named twice")
-        _require(pages <= set(range(self._capacity.num_adapter_pages)), "there is no such page")
+        require(len(pages) == len(copy.page_ids), "a page is named twice")
+        require(pages <= set(range(self._capacity.num_adapter_pages)), "there is no such page")
         for handle, other in self._copies.items():
-            _require(handle == copy.handle or not pages & {*other.page_ids}, "pages of a copy")
+            require(handle == copy.handle or not pages & {*other.page_ids}, "pages of a copy")
         for handle, (_, page_ids) in list(self._device.items()):
             if handle == copy.handle or pages & {*page_ids}:
                 del self._device[handle]
@@ -225,7 +218,7 @@ class FakeRunner:
         for handle, _ in row.added.adapters:
             self._digest(handle)
         if row.failed_at is not None:
-            _require(row.failed_at + 1 == self._last_step_id, "a row goes on that failed")
+            require(row.failed_at + 1 == self._last_step_id, "a row goes on that failed")
             return
         self._check_tokens(row, step)
         self._check_block_table(row, step)
@@ -258,38 +251,38 @@ class FakeRunner:
 
     def _check_tokens(self, row: _Row, step: RowStep) -> None:
         stop = step.start + step.num_tokens - len(step.draft_token_ids)
-        _require(stop > step.start, "a row computes nothing")
+        require(stop > step.start, "a row computes nothing")
         if row.added.sampling.beam is not None and stop == len(row.token_ids) + 1:
             self._append(row, (step.token_ids or ())[-1])
-        _require(stop <= len(row.token_ids), "a row computes tokens that are not known")
+        require(stop <= len(row.token_ids), "a row computes tokens that are not known")
         if row.num_computed_tokens is None:
             # Of any other beginning _check_context sees whether it was copied or loaded back.
-            _require(step.start >= 0, "a row begins before its sequence")
+            require(step.start >= 0, "a row begins before its sequence")
         else:
-            _require(step.start == row.num_computed_tokens, "a row goes on where it stopped")
+            require(step.start == row.num_computed_tokens, "a row goes on where it stopped")
         if step.token_ids is None:
-            _require(row.has_sampled, "the row has sampled nothing that it could go on with")
-            _require(
+            require(row.has_sampled, "the row has sampled nothing that it could go on with")
+            require(
                 stop == step.start + 1 and stop == len(row.token_ids),
                 "only the last token, and guesses at what follows it",
             )
         else:
-            _require(not step.draft_token_ids, "guesses follow a token that was sampled")
-            _require(list(step.token_ids) == row.token_ids[step.start : stop], "other tokens")
+            require(not step.draft_token_ids, "guesses follow a token that was sampled")
+            require(list(step.token_ids) == row.token_ids[step.start : stop], "other tokens")
         ends = stop == len(row.token_ids)
-        _require(
+        require(
             ends == (step.logits is not LogitsNeeded.NONE) or step.logits is LogitsNeeded.ALL,
             "logits are needed exactly where a row ends",
         )
 
     def _check_block_table(self, row: _Row, step: RowStep) -> None:
-        _require(len(step.new_block_ids) == 1, "there is one KV group")
+        require(len(step.new_block_ids) == 1, "there is one KV group")
         row.block_ids.extend(step.new_block_ids[0])
         used = [b for i, b in enumerate(row.block_ids) if self._is_used(i, step.start)]
-        _require(len(set(used)) == len(used), "a block twice in one table")
-        _require(all(0 <= b < self._capacity.num_blocks for b in used), "no such block")
+        require(len(set(used)) == len(used), "a block twice in one table")
+        require(all(0 <= b < self._capacity.num_blocks for b in used), "no such block")
         room = len(row.block_ids) * self._capacity.block_size
-        _require(step.start + step.num_tokens <= room, "the block table is too short")
+        require(step.start + step.num_tokens <= room, "the block table is too short")
 
     def _check_context(self, row: _Row, step: RowStep) -> None:
         """Every earlier position holds its token, after the right ones, under these adapters."""
@@ -299,7 +292,7 @@ class FakeRunner:
                 continue
             last = min(first + size, step.start)
             block_id = row.block_ids[first // size]
-            _require(
+            require(
                 self._kv[block_id][: last - first] == row.states[first:last],
                 f"block {block_id} does not hold positions {first} to {last - 1} of slot "
                 f"{step.slot}",
@@ -351,7 +344,7 @@ class FakeRunner:
 
     def _candidates(self, row: _Row, step: RowStep) -> tuple[tuple[int, float], ...]:
         added = row.added
-        _require(step.num_candidates > 0, "of a beam, candidates are wanted")
+        require(step.num_candidates > 0, "of a beam, candidates are wanted")
         return tuple(
             self.model.candidates(
                 row.states[-1],
@@ -394,25 +387,3 @@ def fake_logprob(token_id: int, num_top: int = 0) -> TokenLogprob:
     """A log probability by which the token can be told."""
     top = tuple((token_id + i, -(token_id + i + 1) / 1024) for i in range(num_top))
     return TokenLogprob(token_id, -(token_id + 1) / 1024, 1, top)
-
-
-def _empty_blocks(num_blocks: int, block_size: int) -> list[list[State]]:
-    return [[EMPTY_STATE] * block_size for _ in range(num_blocks)]
-
-
-def _move(
-    sources: list[list[State]], targets: list[list[State]], pairs: list[tuple[int, int]]
-) -> None:
-    """pairs: (source, target)"""
-    target_ids = [target for _, target in pairs]
-    _require(len(set(target_ids)) == len(target_ids), "two transfers to one block")
-    _require(all(0 <= source < len(sources) for source, _ in pairs), "no such block")
-    _require(all(0 <= target < len(targets) for target in target_ids), "no such block")
-    contents = [list(sources[source]) for source, _ in pairs]
-    for target, content in zip(target_ids, contents, strict=True):
-        targets[target] = content
-
-
-def _require(holds: bool, rule: str) -> None:
-    if not holds:
-        raise PlanViolation(rule)

@@ -379,6 +379,7 @@ def test_the_words_of_tensorrt_llm():
     [
         ("batching", "V2", "must be one of inflight, static"),
         ("fair_share", "user", "must be one of none, adapter, tenant, tenant_adapter"),
+        ("fair_weights", {"a": 0.0}, "must have weights that are more than 0, and finite"),
         ("batch_scheduler_policy", "x", "must be one of max_utilization, guaranteed_no_evict"),
         ("shortest_prefill_share", 1.0, "must be at least 0 and less than 1"),
         ("num_draft_tokens", 65, "must be at most 64"),

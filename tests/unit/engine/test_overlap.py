@@ -231,16 +231,15 @@ def test_nobody_is_preempted_while_in_flight():
 
 
 def test_who_comes_first_gets_the_block_that_it_needs():
-    capacity = msgspec.structs.replace(FAKE_CAPACITY, num_blocks=6, block_size=4)
-    fakes = FakeEngine(capacity, EVICTING, overlap=True)
+    """The last free block went to the second one a step before, which then needs none for long."""
+    fakes = FakeEngine(msgspec.structs.replace(FAKE_CAPACITY, num_blocks=3), EVICTING, overlap=True)
     first, second = (
-        fakes.add([token, 2, 3], max_tokens=20, eos_token_ids=()) for token in (1, 2)
+        fakes.add(range(1, size), max_tokens=25, eos_token_ids=()) for size in (11, 12)
     )
-    while not fakes.answers[first].is_finished:
-        fakes.step()
-    assert not fakes.answers[second].is_finished
-    fakes.run()
+    fakes.step(12)
     assert fakes.engine.stats().preemptions == 1
+    assert len(fakes.tokens(first)) > len(fakes.tokens(second))
+    fakes.run()
     check_all(fakes, [first, second])
 
 

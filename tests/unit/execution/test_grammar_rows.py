@@ -132,7 +132,8 @@ def test_a_chunk_of_the_prompt_waits_for_no_mask(rows):
 def test_a_mask_for_every_draft(rows):
     rows.add_row(row(regex("a[bc]1[23]")))
 
-    before, after_ab, after_1, after_2 = allowed(rows, drafts=(*encode("ab"), *encode("1"), *encode("2")))
+    drafts = (*encode("ab"), *encode("1"), *encode("2"))
+    before, after_ab, after_1, after_2 = allowed(rows, drafts=drafts)
 
     assert before == ids_of(b"a", b"ab")
     assert after_ab == ids_of(b"1", b"12")

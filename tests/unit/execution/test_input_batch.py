@@ -33,12 +33,12 @@ def batch() -> InputBatch:
 
 def test_a_step_of_two_rows(batch: InputBatch) -> None:
     first = RowStep(slot=5, start=0, num_tokens=6, new_block_ids=((30, 10),))
-    batch.forward_batch([first], [range(6)], None)
+    batch.prepare([first]).with_tokens([range(6)], None)
     steps = [
         RowStep(slot=2, start=0, num_tokens=5, new_block_ids=((20, 40),), logits=LogitsNeeded.ALL),
         RowStep(slot=5, start=6, num_tokens=3, new_block_ids=((15,),)),
     ]
-    forward = batch.forward_batch(steps, [(9, 8, 7, 6, 5), (4, 3, 2)], None)
+    forward = batch.prepare(steps, [(9, 8, 7, 6, 5)).with_tokens((4, 3, 2)], None)
     assert forward.token_ids.tolist() == [9, 8, 7, 6, 5, 4, 3, 2]
     assert forward.positions.tolist() == [0, 1, 2, 3, 4, 6, 7, 8]
     assert forward.slot_mapping.tolist() == [80, 81, 82, 83, 160, 42, 43, 60]
@@ -55,15 +55,15 @@ def test_logits_of_draft_tokens_and_of_no_token(batch: InputBatch) -> None:
         RowStep(5, 0, 4, new_block_ids=((1,),), logits=LogitsNeeded.NONE),
         RowStep(2, 0, 3, draft_token_ids=(5, 6), new_block_ids=((2,),)),
     ]
-    forward = batch.forward_batch(steps, [(1, 2, 3, 4), (4, 5, 6)], None)
+    forward = batch.prepare(steps, [(1, 2, 3, 4)).with_tokens((4, 5, 6)], None)
     assert forward.logits_indices.tolist() == [4, 5, 6]
 
 
 def test_a_slot_starts_anew_for_its_next_row(batch: InputBatch) -> None:
-    batch.forward_batch([RowStep(5, 0, 8, new_block_ids=((1, 2),))], [range(8)], None)
+    batch.prepare([RowStep(5, 0, 8, new_block_ids=((1, 2),))]).with_tokens([range(8)], None)
     batch.remove_row(5)
     batch.add_row(added(5))
-    forward = batch.forward_batch([RowStep(5, 0, 2, new_block_ids=((3,),))], [(1, 2)], None)
+    forward = batch.prepare([RowStep(5, 0, 2, new_block_ids=((3,),))]).with_tokens([(1, 2)], None)
     assert forward.rows.block_tables.tolist() == [[3]]
 
 
@@ -75,7 +75,7 @@ def test_adapters_of_a_row(batch: InputBatch) -> None:
 def test_a_plan_that_forgot_a_block_is_refused(batch: InputBatch) -> None:
     """Or the row would write into a block of another."""
     with pytest.raises(AssertionError, match="block is missing"):
-        batch.forward_batch([RowStep(5, 0, 5, new_block_ids=((1,),))], [range(5)], None)
+        batch.prepare([RowStep(5, 0, 5, new_block_ids=((1,),))]).with_tokens([range(5)], None)
 
 
 def test_a_taken_slot_is_refused(batch: InputBatch) -> None:
@@ -85,14 +85,14 @@ def test_a_taken_slot_is_refused(batch: InputBatch) -> None:
 
 def test_rows_that_decode_move_on_and_take_blocks(batch: InputBatch) -> None:
     prompts = [RowStep(5, 0, 3, new_block_ids=((7,),)), RowStep(2, 0, 7, new_block_ids=((3, 9),))]
-    batch.forward_batch(prompts, [range(3), range(7)], None)
+    batch.prepare(prompts).with_tokens([range(3), range(7)], None)
     forwards = []
     for moved in range(3):
         steps = [
             RowStep(5, 3 + moved, 1, new_block_ids=((8,) if moved == 1 else (),)),
             RowStep(2, 7 + moved, 1, new_block_ids=((1,) if moved == 1 else (),)),
         ]
-        forwards.append(batch.forward_batch(steps, [[moved], [10 + moved]], None))
+        forwards.append(batch.prepare(steps, [[moved]).with_tokens([10 + moved]], None))
     assert [f.positions.tolist() for f in forwards] == [[3, 7], [4, 8], [5, 9]]
     assert [f.slot_mapping.tolist() for f in forwards] == [[31, 39], [32, 4], [33, 5]]
     assert [f.rows.seq_lens for f in forwards] == [[4, 8], [5, 9], [6, 10]]
@@ -105,8 +105,8 @@ def test_rows_that_decode_move_on_and_take_blocks(batch: InputBatch) -> None:
 def test_a_row_that_takes_the_slot_of_one_that_decoded_has_its_own_blocks(
     batch: InputBatch,
 ) -> None:
-    batch.forward_batch([RowStep(5, 0, 1, new_block_ids=((7,),))], [[1]], None)
+    batch.prepare([RowStep(5, 0, 1, new_block_ids=((7,),))]).with_tokens([[1]], None)
     batch.remove_row(5)
     batch.add_row(added(5))
-    forward = batch.forward_batch([RowStep(5, 0, 1, new_block_ids=((3,),))], [[1]], None)
+    forward = batch.prepare([RowStep(5, 0, 1, new_block_ids=((3,),))]).with_tokens([[1]], None)
     assert forward.slot_mapping.tolist() == [12]

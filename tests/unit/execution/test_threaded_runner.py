@@ -18,6 +18,7 @@ class GatedRunner:
     def __init__(self, failing=()):
         self.failing = set(failing)
         self.gate = threading.Event()
+        self.prepared = []
         self.computed = []
         self.threads = set()
         self.is_closed = False
@@ -25,7 +26,11 @@ class GatedRunner:
     def capacity(self):
         return "capacity"
 
-    def launch(self, plan):
+    def prepare(self, plan):
+        self.prepared.append(plan.step_id)
+        return plan
+
+    def run(self, plan):
         assert self.gate.wait(PATIENCE_SECONDS)
         self.computed.append(plan.step_id)
         self.threads.add(threading.current_thread())
@@ -53,7 +58,7 @@ def threaded(*failing):
 def test_launch_returns_before_the_step_runs():
     inner, runner = threaded()
     steps = [runner.launch(StepPlan(number)) for number in (1, 2, 3)]
-    assert inner.computed == []
+    assert (inner.prepared, inner.computed) == ([1, 2, 3], [])
     inner.gate.set()
     assert [step.wait().step_id for step in steps] == [1, 2, 3] == inner.computed
     assert threading.main_thread() not in inner.threads
@@ -93,10 +98,10 @@ def test_a_step_launched_after_a_failure_that_was_not_told_is_not_computed():
 def test_an_error_that_is_no_step_error_reaches_wait():
     inner, runner = threaded()
 
-    def launch(plan):
+    def run(plan):
         raise ZeroDivisionError(plan.step_id)
 
-    inner.launch = launch
+    inner.run = run
     with pytest.raises(ZeroDivisionError):
         runner.launch(StepPlan(1)).wait()
     runner.close()

@@ -5,7 +5,12 @@ import pytest
 
 from loraplex.core.errors import ConfigError
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.scheduling.settings import Batching, BatchSchedulerPolicy, SchedulerSettings
+from loraplex.scheduling.settings import (
+    Batching,
+    BatchSchedulerPolicy,
+    FairShare,
+    SchedulerSettings,
+)
 from loraplex.testing.fake_engine import MILLISECOND_NS, FakeEngine
 from loraplex.testing.fake_runner import FAKE_CAPACITY
 
@@ -289,17 +294,23 @@ def test_no_more_of_an_adapter_run_than_may():
 
 
 def test_one_at_its_limit_does_not_keep_others_from_evicting():
-    """`a` runs at its limit for long; `c` needs the page of `b`, which others want."""
-    fakes = fake_engine({"max_seqs_per_adapter": 1}, max_num_seqs=2, num_adapter_pages=2)
+    """`a` runs at its limit for long; `c` needs the page of `b`, which a later request wants."""
+    fakes = fake_engine(
+        {"max_seqs_per_adapter": 1, "fair_share": FairShare.NONE},
+        max_num_seqs=1,
+        num_adapter_pages=2,
+    )
+    fakes.add([1], "b", max_tokens=1)
+    fakes.run()
     for _ in range(3):
         fakes.add([1], "a", max_tokens=60)
-    fakes.add([1], "b", max_tokens=2)
-    fakes.step(3)
-    waits = fakes.add([1], "c", max_tokens=1)
-    fakes.add([2], "b", max_tokens=2)
-    fakes.step(12)
-    assert fakes.tokens(waits) == fakes.alone(waits)
+    fakes.step(4)
+    fakes.add([1], "c", max_tokens=1)
+    fakes.add([1], "b", max_tokens=1)
+    fakes.step(8)
+    assert fakes.engine.stats().adapters.copies == 3
     fakes.run()
+    check_answers(fakes)
 
 
 def test_who_is_beyond_the_limit_of_an_adapter_counts_as_queued():

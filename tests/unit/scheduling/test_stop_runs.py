@@ -1,0 +1,52 @@
+"""Runs of tokens that end an output."""
+
+import pytest
+
+from loraplex.core.output import FinishReason
+from loraplex.core.request import EngineRequest
+from loraplex.core.sampling_params import SamplingParams
+from loraplex.scheduling.stop import Stop, StopRules
+
+
+def rules(**sampling):
+    request = EngineRequest(
+        request_id=1,
+        prompt_token_ids=(1, 2, 3),
+        sampling=SamplingParams(max_tokens=10, **sampling),
+        eos_token_ids=(0,),
+        adapters=(),
+        kv_salt=b"",
+        tenant="",
+        priority=0,
+        arrival_ns=1,
+        deadline_ns=None,
+    )
+    return StopRules(request, 100)
+
+
+@pytest.mark.parametrize(
+    ("output", "stop"),
+    [
+        ((5, 6), Stop(FinishReason.STOP)),
+        ((4, 5, 6), Stop(FinishReason.STOP)),
+        ((5, 6, 4), None),
+        ((6,), None),
+        ((3, 4), None),
+        ((7,), Stop(FinishReason.STOP, 7)),
+        ((0,), Stop(FinishReason.STOP, 0)),
+        ((4,) * 10, Stop(FinishReason.LENGTH)),
+        ((4,) * 8 + (5, 6), Stop(FinishReason.STOP)),
+    ],
+)
+def test_a_run_ends_the_output_that_it_lies_in(output, stop):
+    """(3, 4) begins with the prompt's last token only; a run of one token is a stop token."""
+    found = rules(stop_token_sequences=((5, 6), (3, 3, 4), (7,)))
+    assert found.after_token_ids((1, 2, 3, *output), 3) == stop
+    assert found.num_stop_tokens == 2
+
+
+def test_a_run_may_end_only_after_the_minimum():
+    found = rules(stop_token_sequences=((5, 6), (7,)), min_tokens=2)
+    assert found.after_token_ids((1, 2, 3, 5, 6), 3) is None
+    assert found.after_token_ids((1, 2, 3, 4, 5, 6), 3) == Stop(FinishReason.STOP)
+    assert found.suppressed_token_ids == (0, 7)
