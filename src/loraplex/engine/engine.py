@@ -5,7 +5,6 @@ threads nor processes: `engine.loop` calls it.
 """
 
 import contextlib
-import itertools
 import logging
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,19 +13,14 @@ import msgspec
 
 from loraplex.core.adapter import AdapterHandle, AdapterSource
 from loraplex.core.clock import Clock, EventClock
-from loraplex.core.errors import (
-    InvalidRequestError,
-    LoraplexError,
-    StepFailedError,
-    TokenOutOfVocabularyError,
-)
+from loraplex.core.errors import LoraplexError, StepFailedError
 from loraplex.core.output import EngineOutput
 from loraplex.core.plan import Capacity, StepPlan, StepResult
 from loraplex.core.request import EngineRequest, RequestId
-from loraplex.core.sequence import Sequence, SequenceGroup
 from loraplex.core.stats import AdapterActivity, EngineStats, StepRecord
 from loraplex.core.version import __version__
 from loraplex.engine.adapter_registry import AdapterRegistry
+from loraplex.engine.groups import SequenceGroups
 from loraplex.engine.journal import (
     CommandTaken,
     Journal,
@@ -118,7 +112,7 @@ class Engine:
         self._clock = clock
         self._journal = journal
         self._capacity = runner.capacity()
-        self._sequence_ids = itertools.count(1)
+        self._groups = SequenceGroups(adapters, self._capacity.vocab_size, scheduler.is_preloading)
         self._num_loads_ended = 0
         self._turn = self._overlapped_turn if overlap else self._plain_turn
         self._flight: _Flight | None = None
@@ -181,7 +175,7 @@ class Engine:
         """Take a request. Never raises: what is wrong with it is its only output."""
         self._take(AddRequest(request))
         try:
-            group = self._group(request)
+            group = self._groups.make(request)
         except LoraplexError as error:
             self._scheduler.refuse(request, error)
         else:
@@ -333,38 +327,6 @@ class Engine:
     def _ended(self, flight: _Flight, result: StepResult | None) -> StepRecord:
         duration_ns = self._clock.now_ns() - flight.record.start_ns
         return ended_record(flight.record, flight.plan, result, duration_ns)
-
-    def _group(self, request: EngineRequest) -> SequenceGroup:
-        """The request's sequences. Raises a LoraplexError for a request that cannot be served."""
-        request.sampling.validate()
-        self._check_tokens(request.prompt_token_ids)
-        adapters = self._adapters.resolve(request.adapters)
-        if request.requires_resident:
-            self._adapters.require_resident(request.adapters, self._scheduler.is_preloading)
-        seed = request.request_id if request.sampling.seed is None else request.sampling.seed
-        outputs = dict(enumerate(request.outputs))
-        sequences = [
-            Sequence(
-                sequence_id=next(self._sequence_ids),
-                index=index,
-                token_ids=[*request.prompt_token_ids, *outputs.get(index, ())],
-                num_prompt_tokens=len(request.prompt_token_ids),
-                seed=seed,
-            )
-            for index in range(request.sampling.num_sequences)
-            if index not in request.ended
-        ]
-        return SequenceGroup(request, sequences, adapters)
-
-    def _check_tokens(self, token_ids: tuple[int, ...]) -> None:
-        if not token_ids:
-            raise InvalidRequestError("the prompt has no tokens; at least one is needed")
-        for token_id in (min(token_ids), max(token_ids)):
-            if not 0 <= token_id < self._capacity.vocab_size:
-                raise TokenOutOfVocabularyError(
-                    f"token {token_id} is not in the model's vocabulary of "
-                    f"{self._capacity.vocab_size} tokens"
-                )
 
 
 def build_engine(

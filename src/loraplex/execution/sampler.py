@@ -16,7 +16,7 @@ import torch
 from loraplex.core.errors import RowFailedError
 from loraplex.core.plan import LogitsNeeded, RowAdded, RowResult, RowStep, Slot
 from loraplex.execution.beam_candidates import find_candidates
-from loraplex.execution.logits_edits import LogitsEdits
+from loraplex.execution.logits_edits import IntArray, LogitsEdits
 from loraplex.execution.logits_files import LogitsFiles
 from loraplex.execution.logits_processors import LogitsProcessors
 from loraplex.execution.philox import Purpose, uniforms
@@ -100,17 +100,39 @@ class Sampler:
         for step in steps:
             if step.token_ids is not None:
                 self._learn(step, step.token_ids)
-        if all(map(self._is_plain, steps)):
-            return self._sample_plain(logits, steps)
+        is_plain = [self._is_plain(step) for step in steps]
+        if all(is_plain):
+            assert logits.shape == (len(steps), self._vocab_size), "one logits row per step"
+            return self._sample_plain(logits, steps, np.arange(len(steps)))
         sizes = [num_logits_rows(step) for step in steps]
-        firsts = itertools.accumulate(sizes, initial=0)
         assert logits.shape == (sum(sizes), self._vocab_size), "one logits row per wanted position"
+        if not any(is_plain):
+            return self._sample_any(logits, steps, sizes)
+        # Rows that want more must not make those dear that want no more than the likeliest token.
+        of_plain = np.repeat(is_plain, sizes)
+        plain = self._sample_plain(
+            logits, list(itertools.compress(steps, is_plain)), np.flatnonzero(of_plain)
+        )
+        others = [not likeliest for likeliest in is_plain]
+        kept = torch.from_numpy(np.flatnonzero(~of_plain)).to(logits.device)
+        rest = self._sample_any(
+            logits[kept],
+            list(itertools.compress(steps, others)),
+            list(itertools.compress(sizes, others)),
+        )
+        results = {result.slot: result for result in (*plain, *rest)}
+        return [results[step.slot] for step in steps]
+
+    def _sample_any(
+        self, logits: torch.Tensor, steps: Sequence[RowStep], sizes: Sequence[int]
+    ) -> list[RowResult]:
+        """As sample(), of rows that may want anything; step i has sizes[i] rows of the logits."""
+        if not len(logits):
+            return [RowResult(step.slot) for step in steps]
         rows = [
             StepRow(step, self._rows[step.slot], first)
-            for step, first in zip(steps, firsts, strict=False)
+            for step, first in zip(steps, itertools.accumulate(sizes, initial=0), strict=False)
         ]
-        if logits.shape[0] == 0:
-            return [RowResult(step.slot) for step in steps]
         logits = logits.float()
         best_ids, maxima = self._kernels.argmax(logits, np.arange(len(logits)))
         finite = torch.isfinite(maxima).tolist()
@@ -141,10 +163,13 @@ class Sampler:
             and self._rows[step.slot].takes_likeliest
         )
 
-    def _sample_plain(self, logits: torch.Tensor, steps: Sequence[RowStep]) -> list[RowResult]:
-        """As sample(); of most steps of greedy requests, so it does nothing that is not needed."""
-        assert logits.shape == (len(steps), self._vocab_size), "one logits row per step"
-        best_ids, maxima = self._kernels.argmax(logits, np.arange(len(steps)))
+    def _sample_plain(
+        self, logits: torch.Tensor, steps: Sequence[RowStep], rows: IntArray
+    ) -> list[RowResult]:
+        """As sample(), of steps whose logits lie in these rows; most steps of greedy requests are
+        such, so it does nothing that is not needed.
+        """
+        best_ids, maxima = self._kernels.argmax(logits, rows)
         results = []
         for step, token_id, maximum in zip(steps, best_ids.tolist(), maxima.tolist(), strict=True):
             if math.isfinite(maximum):

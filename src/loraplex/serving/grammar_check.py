@@ -79,7 +79,8 @@ class GrammarCheck:
         return Grammar(GrammarKind.LLGUIDANCE, text)
 
     def _error(self, text: str) -> str:
-        """Empty if the grammar is well-formed and nothing in it would be ignored."""
+        """Empty if the grammar is well-formed and nothing in it would be ignored, even if a
+        schema's own x-guidance asks for that (lenient)."""
         is_error, messages = LLMatcher.validate_grammar_with_warnings(
             text, self._tokenizer, limits=_LIMITS
         )

@@ -55,14 +55,10 @@ def parse_json(kind: GrammarKind, text: str) -> Any:
 
 
 def schema_form(schema: Mapping[str, Any] | str) -> str:
-    """Of a JSON schema that is an object, or its text. Raises ValueError.
-
-    A keyword that is not served is an error, whatever the schema's own x-guidance says.
-    """
+    """Of a JSON schema that is an object, or its text. Raises ValueError."""
     return LLMatcher.grammar_from_json_schema(
         schema if isinstance(schema, str) else dict(schema),
         defaults={"whitespace_pattern": _WHITESPACE},
-        overrides={"lenient": False},
     )
 
 

@@ -38,7 +38,7 @@ def test_a_step_of_two_rows(batch: InputBatch) -> None:
         RowStep(slot=2, start=0, num_tokens=5, new_block_ids=((20, 40),), logits=LogitsNeeded.ALL),
         RowStep(slot=5, start=6, num_tokens=3, new_block_ids=((15,),)),
     ]
-    forward = batch.prepare(steps, [(9, 8, 7, 6, 5)).with_tokens((4, 3, 2)], None)
+    forward = batch.prepare(steps).with_tokens([(9, 8, 7, 6, 5), (4, 3, 2)], None)
     assert forward.token_ids.tolist() == [9, 8, 7, 6, 5, 4, 3, 2]
     assert forward.positions.tolist() == [0, 1, 2, 3, 4, 6, 7, 8]
     assert forward.slot_mapping.tolist() == [80, 81, 82, 83, 160, 42, 43, 60]
@@ -55,7 +55,7 @@ def test_logits_of_draft_tokens_and_of_no_token(batch: InputBatch) -> None:
         RowStep(5, 0, 4, new_block_ids=((1,),), logits=LogitsNeeded.NONE),
         RowStep(2, 0, 3, draft_token_ids=(5, 6), new_block_ids=((2,),)),
     ]
-    forward = batch.prepare(steps, [(1, 2, 3, 4)).with_tokens((4, 5, 6)], None)
+    forward = batch.prepare(steps).with_tokens([(1, 2, 3, 4), (4, 5, 6)], None)
     assert forward.logits_indices.tolist() == [4, 5, 6]
 
 
@@ -68,8 +68,8 @@ def test_a_slot_starts_anew_for_its_next_row(batch: InputBatch) -> None:
 
 
 def test_adapters_of_a_row(batch: InputBatch) -> None:
-    assert batch.adapters(2) == ((7, 0.5),)
-    assert batch.adapters(5) == ()
+    steps = [RowStep(slot, 0, 1, new_block_ids=((slot,),)) for slot in (2, 5)]
+    assert batch.prepare(steps).adapters == (((7, 0.5),), ())
 
 
 def test_a_plan_that_forgot_a_block_is_refused(batch: InputBatch) -> None:
@@ -92,7 +92,7 @@ def test_rows_that_decode_move_on_and_take_blocks(batch: InputBatch) -> None:
             RowStep(5, 3 + moved, 1, new_block_ids=((8,) if moved == 1 else (),)),
             RowStep(2, 7 + moved, 1, new_block_ids=((1,) if moved == 1 else (),)),
         ]
-        forwards.append(batch.prepare(steps, [[moved]).with_tokens([10 + moved]], None))
+        forwards.append(batch.prepare(steps).with_tokens([[moved], [10 + moved]], None))
     assert [f.positions.tolist() for f in forwards] == [[3, 7], [4, 8], [5, 9]]
     assert [f.slot_mapping.tolist() for f in forwards] == [[31, 39], [32, 4], [33, 5]]
     assert [f.rows.seq_lens for f in forwards] == [[4, 8], [5, 9], [6, 10]]

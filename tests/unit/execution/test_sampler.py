@@ -109,6 +109,25 @@ class TestRowsThatTakeTheLikeliest:
             assert plain[:2] == others[:2]
         assert [alone.last_token(slot) for slot in range(3)] == [5, 4, 0]
 
+    def test_each_row_finds_its_own_logits_between_others(self):
+        """A chunk that needs none, one that is scored, and drafts: rows of 0, 3 and 2 logits."""
+        hot = SamplingParams(temperature=0.5)
+        scored = SamplingParams(temperature=0.0, prompt_logprobs=0)
+        sampler = self.sampler_of(GREEDY, GREEDY, scored, GREEDY, hot, GREEDY)
+        steps = [
+            step(0, logits=LogitsNeeded.NONE),
+            step(1),
+            step(2, logits=LogitsNeeded.ALL),
+            step(3, num_tokens=2, draft_token_ids=(6,)),
+            step(4),
+            step(5),
+        ]
+        logits = logits_for(7, 2, 3, 1, 6, 5, 0, 4)
+        results = sampler.sample(logits, steps)
+        assert [r.slot for r in results] == [0, 1, 2, 3, 4, 5]
+        assert [r.token_ids for r in results] == [(), (7,), (1,), (6, 5), (0,), (4,)]
+        assert [sampler.last_token(slot) for slot in range(6)] == [3, 7, 1, 5, 0, 4]
+
     def test_a_minimum_of_tokens_still_suppresses(self):
         sampler = self.sampler_of(SamplingParams(temperature=0.0, min_tokens=1))
         chosen = [sampler.sample(logits_for(4), [step()])[0].token_ids for _ in range(2)]
