@@ -29,6 +29,7 @@ from loraplex.scheduling.fair_share import FairShares
 from loraplex.scheduling.overlap import projected
 from loraplex.scheduling.planner import Planner
 from loraplex.scheduling.policy import Policy, PriorityThenArrival
+from loraplex.scheduling.report import engine_stats, step_record
 from loraplex.scheduling.reservations import new_reservations
 from loraplex.scheduling.roster import Roster
 from loraplex.scheduling.settings import SchedulerSettings
@@ -334,46 +335,11 @@ class Scheduler:
 
     def record(self, plan: StepPlan, start_ns: int) -> StepRecord:
         """About a plan in flight. How it ends is not known yet."""
-        launched, roster = self._launched(plan), self._roster
-        sequences = launched.sequences
-        handles = {handle for active in sequences for handle in active.request.handles}
-        return StepRecord(
-            step_id=plan.step_id,
-            start_ns=start_ns,
-            duration_ns=0,
-            num_rows=len(plan.rows),
-            num_prefill_rows=sum(row.token_ids is not None for row in plan.rows),
-            num_tokens=plan.num_tokens,
-            num_adapters=len(handles),
-            num_running=len(roster.running),
-            num_waiting=roster.num_waiting,
-            num_preempted=launched.num_preempted,
-            blocks_held=roster.kv.num_held,
-            blocks_cached=roster.kv.num_cached,
-            blocks_free=roster.kv.num_free,
-            adapter_pages_used=self._adapters.stats().device_pages_used,
-            adapter_copies_started=len(plan.adapter_copies),
-            request_ids=tuple(active.request.request_id for active in sequences),
-        )
+        launched = self._launched(plan)
+        return step_record(self._roster, plan, launched.sequences, start_ns, launched.num_preempted)
 
     def stats(self) -> EngineStats:
-        roster, counts = self._roster, self._roster.counts
-        return EngineStats(
-            num_running=len(roster.running),
-            num_waiting=roster.num_waiting,
-            blocks_held=roster.kv.num_held,
-            blocks_cached=roster.kv.num_cached,
-            blocks_free=roster.kv.num_free,
-            blocks_on_host=roster.kv.num_host_blocks - roster.kv.num_host_free,
-            adapters=self._adapters.stats(),
-            steps=counts.steps,
-            prompt_tokens=counts.prompt_tokens,
-            cached_tokens=counts.cached_tokens,
-            generation_tokens=counts.generation_tokens,
-            draft_tokens=counts.draft_tokens,
-            accepted_tokens=counts.accepted_tokens,
-            preemptions=counts.preemptions,
-        )
+        return engine_stats(self._roster)
 
     def num_running_by_adapter(self) -> Counter[AdapterHandle]:
         """Sequences that hold a slot."""
