@@ -53,9 +53,10 @@ def build_engine(model: ModelConfig, logits_dir: Path | None = None) -> Engine:
     settings = dataclasses.replace(runner_settings(model), logits_dir=logits_dir)
     runner = load_runner(folder, settings, host_adapters, vocabulary_source(folder))
     loader = FileAdapterLoader(host_adapters, runner.prepare_adapter)
+    steps = ThreadedRunner(runner) if model.overlap else runner
     try:
         return engine_of(
-            ThreadedRunner(runner) if model.overlap else runner,
+            steps,
             loader,
             SystemClock(),
             scheduler_settings(model),
@@ -66,7 +67,7 @@ def build_engine(model: ModelConfig, logits_dir: Path | None = None) -> Engine:
         )
     except ConfigError:
         loader.close()
-        runner.close()
+        steps.close()
         raise
 
 

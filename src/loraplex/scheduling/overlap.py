@@ -61,5 +61,7 @@ def _is_certain(active: ActiveSequence, row: RowStep) -> bool:
     sequence = active.sequence
     if row.start + row.num_tokens < sequence.num_tokens:
         return True
+    if active.request.group.request.sampling.return_logits:
+        return False  # those of a row that is computed in vain would be left behind
     num_left = active.request.stop_rules.max_tokens - sequence.num_output_tokens
     return active.drafter is None and num_left > 1

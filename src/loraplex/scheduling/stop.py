@@ -23,9 +23,10 @@ class StopRules:
     def __init__(self, request: EngineRequest, max_model_len: int) -> None:
         sampling = request.sampling
         ends = () if sampling.ignore_eos else request.eos_token_ids
-        singles = [run[0] for run in sampling.stop_token_sequences if len(run) == 1]
-        self._stop_token_ids = frozenset((*ends, *sampling.stop_token_ids, *singles))
-        self._stop_runs = tuple(run for run in sampling.stop_token_sequences if len(run) > 1)
+        self._stop_token_ids = frozenset((*ends, *sampling.stop_token_ids))
+        runs = sampling.stop_token_sequences
+        self._runs_of_one = frozenset(run[0] for run in runs if len(run) == 1)
+        self._stop_runs = tuple(run for run in runs if len(run) > 1)
         self.grammar_end_ids = request.eos_token_ids if sampling.grammar is not None else ()
         """They come only where the grammar may end, and then they end the sequence: before
         min_tokens, too, and with ignore_eos, because nothing else could follow."""
@@ -42,7 +43,7 @@ class StopRules:
     @property
     def num_stop_tokens(self) -> int:
         """Distinct tokens each of which ends a sequence."""
-        return len(self._stop_token_ids)
+        return len(self._stop_token_ids | self._runs_of_one)
 
     @property
     def suppressed_token_ids(self) -> tuple[int, ...]:
@@ -61,18 +62,20 @@ class StopRules:
         """`after`, of tokens that begin with so many of the prompt.
 
         A stop token counts as an output token, but it is one that may come only after min_tokens
-        others. So is the last one of a stop run; the run lies in the output as a whole.
+        others. A stop run lies in the output as a whole, and ends it whenever it comes, as a stop
+        string does: min_tokens keeps the model from ending, not the client.
         """
         token_id = token_ids[-1]
         num_output_tokens = len(token_ids) - num_prompt_tokens
         if token_id in self.grammar_end_ids:
             return Stop(FinishReason.STOP, token_id)
-        if num_output_tokens > self._min_tokens:
-            if token_id in self._stop_token_ids:
-                return Stop(FinishReason.STOP, token_id)
-            for run in self._stop_runs:
-                if len(run) <= num_output_tokens and tuple(token_ids[-len(run) :]) == run:
-                    return Stop(FinishReason.STOP)
+        if token_id in self._runs_of_one:
+            return Stop(FinishReason.STOP, token_id)
+        if num_output_tokens > self._min_tokens and token_id in self._stop_token_ids:
+            return Stop(FinishReason.STOP, token_id)
+        for run in self._stop_runs:
+            if len(run) <= num_output_tokens and tuple(token_ids[-len(run) :]) == run:
+                return Stop(FinishReason.STOP)
         if num_output_tokens >= self._max_tokens:
             return Stop(FinishReason.LENGTH)
         return None

@@ -3,6 +3,7 @@
 import dataclasses
 import threading
 
+import msgspec
 import pytest
 import torch
 from tqdm import TMonitor
@@ -45,6 +46,25 @@ def test_it_is_ready_and_ends_with_shutdown(channel, events):
     threads = set(threading.enumerate())
     run_engine(MODEL, channel)
     assert [type(event) for event in events] == [EngineReady]
+    left = set(threading.enumerate()) - threads
+    assert not [thread for thread in left if not isinstance(thread, TMonitor)]
+
+
+def test_overlap_runs_steps_in_a_thread_that_ends_with_the_engine(channel, events):
+    channel.put(Shutdown())
+    threads = set(threading.enumerate())
+    run_engine(msgspec.structs.replace(MODEL, overlap=True), channel)
+    assert [type(event) for event in events] == [EngineReady]
+    left = set(threading.enumerate()) - threads
+    assert not [thread for thread in left if not isinstance(thread, TMonitor)]
+
+
+def test_an_iteration_log_that_cannot_be_written(channel, events, tmp_path):
+    threads = set(threading.enumerate())
+    run_engine(msgspec.structs.replace(MODEL, overlap=True, iteration_log=str(tmp_path)), channel)
+    (event,) = events
+    assert isinstance(event, EngineFailed)
+    assert "cannot write iteration_log" in event.error.message
     left = set(threading.enumerate()) - threads
     assert not [thread for thread in left if not isinstance(thread, TMonitor)]
 

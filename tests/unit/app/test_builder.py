@@ -39,6 +39,11 @@ def change(folder, name: str, **fields) -> None:
     path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
 
 
+def test_how_many_steps_are_remembered(build):
+    service = build(iter_stats_max_iterations=7)
+    assert service._served("m").engine.steps.maxlen == 7
+
+
 def test_the_card(build, folder):
     card = build().model("m")
     assert (card.name, card.path) == ("m", str(folder))

@@ -216,6 +216,14 @@ def test_guesses_wait_for_the_token_before_them():
     assert any(row.draft_token_ids for plan in fakes.runner.plans for row in plan.rows)
 
 
+def test_logits_are_not_computed_in_vain():
+    """Their files would be left behind: such a row is planned when the token before is known."""
+    fakes = FakeEngine(overlap=True, model=FakeModel(eos_rate=1.0))
+    fakes.add([1], sampling=SamplingParams(max_tokens=9, return_logits=True))
+    fakes.run()
+    assert len(fakes.runner.plans) == 1
+
+
 def test_nobody_is_preempted_while_in_flight():
     capacity = msgspec.structs.replace(FAKE_CAPACITY, num_blocks=6, block_size=4)
     fakes = FakeEngine(capacity, EVICTING, overlap=True)

@@ -45,8 +45,9 @@ def test_a_run_ends_the_output_that_it_lies_in(output, stop):
     assert found.num_stop_tokens == 2
 
 
-def test_a_run_may_end_only_after_the_minimum():
+def test_a_run_ends_the_output_before_the_minimum_too():
+    """As a stop string does: the model's answer is not changed to keep it away."""
     found = rules(stop_token_sequences=((5, 6), (7,)), min_tokens=2)
-    assert found.after_token_ids((1, 2, 3, 5, 6), 3) is None
-    assert found.after_token_ids((1, 2, 3, 4, 5, 6), 3) == Stop(FinishReason.STOP)
-    assert found.suppressed_token_ids == (0, 7)
+    assert found.after_token_ids((1, 2, 3, 5, 6), 3) == Stop(FinishReason.STOP)
+    assert found.after_token_ids((1, 2, 3, 7), 3) == Stop(FinishReason.STOP, 7)
+    assert found.suppressed_token_ids == (0,)

@@ -24,6 +24,7 @@ _FIELDS = {
     "stop_token_sequences": "stop_words",
     "bad_token_ids": "bad_words",
     "logit_bias": "embedding_bias",
+    "return_logits": "return_generation_logits",
 }
 """Where SamplingParams has another word for one of our fields."""
 
@@ -35,7 +36,7 @@ def sampling_params(
     top_k = inputs.integer("top_k", 0)
     top_p = inputs.number("top_p", 0.0)
     is_greedy = top_k == 0 and top_p <= 0.0
-    stop = stop_words(inputs)
+    stop = stop_words(inputs, card)
     ends_at_eos = end_id is not None and end_id == card.eos_token_id
     end_ids = () if end_id is None or ends_at_eos else (end_id,)
     sampling = SamplingParams(
@@ -45,7 +46,7 @@ def sampling_params(
         top_k=1 if is_greedy else top_k,
         top_p=1.0 if top_p <= 0.0 else top_p,
         stop=stop.texts,
-        stop_token_ids=(*end_ids, *stop.token_ids),
+        stop_token_ids=end_ids,
         stop_token_sequences=stop.sequences,
         include_stop_in_output=stop.has_any,
         ignore_eos=not ends_at_eos,
@@ -55,7 +56,7 @@ def sampling_params(
         logit_bias=logit_bias(inputs, card, tokenize),
         grammar=grammar_of(inputs),
         num_draft_tokens=_num_draft_tokens(inputs),
-        **bad_words(inputs),
+        **bad_words(inputs, card),
         **_top_p_decay(inputs),
         **_penalties(inputs),
         **_sequences(inputs),

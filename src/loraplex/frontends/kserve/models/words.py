@@ -1,9 +1,10 @@
 """Words that end an answer, that are not to come, or that are more or less likely. Pure."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from loraplex.core.errors import InvalidTensorError
+from loraplex.core.errors import InvalidTensorError, TokenOutOfVocabularyError
 from loraplex.frontends.kserve.models.inputs import Inputs
 from loraplex.frontends.kserve.tensors import Array
 from loraplex.serving.backend import ModelCard
@@ -16,30 +17,25 @@ class StopWords(NamedTuple):
     """What ends an answer, by how it is found."""
 
     texts: tuple[str, ...] = ()
-    token_ids: tuple[int, ...] = ()
     sequences: tuple[tuple[int, ...], ...] = ()
 
     @property
     def has_any(self) -> bool:
-        return bool(self.texts or self.token_ids or self.sequences)
+        return bool(self.texts or self.sequences)
 
 
-def stop_words(inputs: Inputs) -> StopWords:
+def stop_words(inputs: Inputs, card: ModelCard) -> StopWords:
     """As text however the model spells it, or exactly as the tokens say."""
     if inputs.kind.takes_text:
         return StopWords(texts=tuple(text for text in inputs.texts("stop_words") if text))
-    words = _words(inputs, "stop_words")
-    return StopWords(
-        token_ids=tuple(word[0] for word in words if len(word) == 1),
-        sequences=tuple(word for word in words if len(word) > 1),
-    )
+    return StopWords(sequences=tuple(_words(inputs, "stop_words", card)))
 
 
-def bad_words(inputs: Inputs) -> dict[str, Any]:
+def bad_words(inputs: Inputs, card: ModelCard) -> dict[str, Any]:
     """The field of SamplingParams that forbids them."""
     if inputs.kind.takes_text:
         return {"bad_words": tuple(text for text in inputs.texts("bad_words") if text)}
-    return {"bad_token_ids": tuple(_words(inputs, "bad_words"))}
+    return {"bad_token_ids": tuple(_words(inputs, "bad_words", card))}
 
 
 def logit_bias(
@@ -77,9 +73,20 @@ def _word_bias(inputs: Inputs, tokenize: Tokenize) -> tuple[tuple[int, float], .
     return tuple(sorted((id_, bias) for id_, bias in biases.items() if bias != 0.0))
 
 
-def _words(inputs: Inputs, field: str) -> list[tuple[int, ...]]:
+def _words(inputs: Inputs, field: str, card: ModelCard) -> list[tuple[int, ...]]:
     array = inputs.array(field)
-    return [] if array is None else split_words(inputs.kind.input_of(field), array)
+    if array is None:
+        return []
+    name = inputs.kind.input_of(field)
+    words = split_words(name, array)
+    for token_id in itertools.chain.from_iterable(words):
+        if not 0 <= token_id < card.vocab_size:
+            raise TokenOutOfVocabularyError(
+                f"input '{name}' has the token id {token_id}; those of this model are 0 to "
+                f"{card.vocab_size - 1}",
+                param=name,
+            )
+    return words
 
 
 def split_words(name: str, array: Array) -> list[tuple[int, ...]]:

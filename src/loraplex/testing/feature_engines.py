@@ -1,0 +1,139 @@
+"""Real engines of one model: plain ones, and ones under random conditions."""
+
+import dataclasses
+import random
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from loraplex.core.errors import StepFailedError
+from loraplex.core.plan import Capacity
+from loraplex.core.request import EngineRequest
+from loraplex.engine.engine import Engine, build_engine
+from loraplex.engine.journal import Journal
+from loraplex.execution.grammar_rows import GrammarRows
+from loraplex.execution.model_runner import CompletedStep, ModelRunner, PreparedStep, RunnerParts
+from loraplex.execution.sampler import Sampler
+from loraplex.execution.threaded_runner import ThreadedRunner
+from loraplex.kernels.dispatch import select_kernels
+from loraplex.memory.adapter_pages import place
+from loraplex.scheduling.settings import SchedulerSettings
+from loraplex.testing.fake_clock import FakeClock
+from loraplex.testing.fake_loader import FakeLoad
+from loraplex.testing.grammar_tokens import vocabulary
+from loraplex.testing.random_conditions import Conditions
+from loraplex.testing.random_schedules import RandomAdapters
+
+RANKS = (4, 8, 3)
+"""Of the adapters."""
+_LARGE = 1 << 30
+
+
+class FeatureEngines:
+    """Of the same memory, so one at a time: what one left there must not matter to the next."""
+
+    def __init__(self, parts: RunnerParts) -> None:
+        """parts.sampler is not used; parts.host_adapters is filled."""
+        self._parts = parts
+        self.sources = self._loader(random.Random(0)).sources
+        geometry = parts.capacity.page_geometry
+        self._num_pages = {s.digest: place(s.targets, geometry).num_pages for s in self.sources}
+        self._num_bytes = {source.digest: source.num_bytes for source in self.sources}
+
+    def plain(self, clock: FakeClock, logits_dir: Path) -> Engine:
+        """Nothing is shared, guessed or planned ahead, and there is room for everything."""
+        runner = self._runner(self._parts.capacity, logits_dir, fast_forward=False)
+        settings = SchedulerSettings(enable_prefix_cache=False)
+        loader = self._loader(random.Random(0))
+        return self._known(build_engine(runner, loader, clock, settings, adapter_host_bytes=_LARGE))
+
+    def under(
+        self,
+        conditions: Conditions,
+        requests: Sequence[EngineRequest],
+        clock: FakeClock,
+        logits_dir: Path,
+        journal: Journal | None,
+        failing_steps: Collection[int],
+    ) -> Engine:
+        """So small that just each of the requests can be answered alone, or larger."""
+        uses = [[use.digest for use in request.adapters] for request in requests]
+        uses += [[source.digest] for source in self.sources]  # each is refused if it cannot fit
+        most_pages = max(sum(map(self._num_pages.__getitem__, digests)) for digests in uses)
+        most_bytes = max(sum(map(self._num_bytes.__getitem__, digests)) for digests in uses)
+        capacity = conditions.capacity(self._parts.capacity, requests, most_pages)
+        runner = self._runner(
+            capacity,
+            logits_dir,
+            fast_forward=conditions.fast_forward,
+            failing_steps=failing_steps,
+        )
+        engine = build_engine(
+            ThreadedRunner(runner) if conditions.overlap else runner,
+            self._loader(random.Random(f"loads {conditions.seed}")),
+            clock,
+            conditions.settings,
+            adapter_host_bytes=most_bytes if conditions.small_adapter_host else _LARGE,
+            eviction_policy=conditions.eviction_policy,
+            journal=journal,
+            overlap=conditions.overlap,
+        )
+        return self._known(engine)
+
+    def _known(self, engine: Engine) -> Engine:
+        for source in self.sources:
+            engine.register_adapter(source)
+        return engine
+
+    def _loader(self, draws: random.Random) -> "_LateAdapters":
+        parts = self._parts
+        return _LateAdapters(parts.host_adapters, parts.decoder.config, RANKS, draws)
+
+    def _runner(
+        self,
+        capacity: Capacity,
+        logits_dir: Path,
+        *,
+        fast_forward: bool,
+        failing_steps: Collection[int] = (),
+    ) -> "_FailingRunner":
+        parts, vocab_size = self._parts, capacity.vocab_size
+        sampler = Sampler(
+            vocab_size,
+            device=parts.device,
+            kernels=select_kernels(parts.device),
+            grammars=GrammarRows(vocab_size, vocabulary, fast_forward=fast_forward),
+            logits_dir=logits_dir,
+        )
+        parts = dataclasses.replace(parts, capacity=capacity, sampler=sampler)
+        return _FailingRunner(parts, failing_steps)
+
+
+class _LateAdapters(RandomAdapters):
+    """Loads end at random."""
+
+    def __init__(self, host, config, ranks, draws: random.Random) -> None:
+        super().__init__(host, config, ranks)
+        self._draws = draws
+        self._late: list[FakeLoad] = []
+
+    def poll(self) -> list[FakeLoad]:
+        loads = [*self._late, *super().poll()]
+        self._late = [load for load in loads if self._draws.random() < 0.5]
+        return [load for load in loads if load not in self._late]
+
+
+class _FailingRunner(ModelRunner):
+    """Some steps fail, by their count: before or after they were computed."""
+
+    def __init__(self, parts: RunnerParts, failing_steps: Collection[int]) -> None:
+        super().__init__(parts)
+        self._failing_steps = frozenset(failing_steps)
+        self._num_steps = 0
+
+    def run(self, step: PreparedStep) -> CompletedStep:
+        self._num_steps += 1
+        if self._num_steps not in self._failing_steps:
+            return super().run(step)
+        if self._num_steps % 2:
+            super().run(step)
+        return CompletedStep(StepFailedError("it was to fail"))

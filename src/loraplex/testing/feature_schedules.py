@@ -1,0 +1,235 @@
+"""Requests alone in a plain engine, and together under random conditions: equal answers.
+
+Equal are tokens, reasons to end, and the bits of log probabilities and logits. Engines die, and
+others take their place as serving lets them.
+"""
+
+import asyncio
+import itertools
+import random
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from loraplex.core.output import EngineOutput
+from loraplex.core.request import EngineRequest, RequestId
+from loraplex.engine.engine import Engine
+from loraplex.engine.journal_file import JournalFile, JournalReader
+from loraplex.engine.replay import replay
+from loraplex.execution.model_runner import RunnerParts
+from loraplex.serving.replay import KILL_BLAME, RequestInWork
+from loraplex.testing.fake_clock import FakeClock
+from loraplex.testing.feature_answers import Answer
+from loraplex.testing.feature_engines import FeatureEngines
+from loraplex.testing.feature_requests import FeatureRequests
+from loraplex.testing.random_conditions import Conditions
+
+MAX_REQUESTS = 9
+"""In one schedule."""
+LAST_ARRIVAL = 15
+"""A step."""
+LAST_ABORT = 30
+MAX_STEPS = 5000
+_JOURNAL_BYTES = 1 << 30
+
+
+class FeatureSchedules:
+    """One model with its requests, which were answered alone first."""
+
+    def __init__(self, parts: RunnerParts, folder: Path) -> None:
+        """parts.sampler is not used; parts.host_adapters is filled. folder: for what is written."""
+        self.tally: Counter[str] = Counter()
+        """What happened in the schedules."""
+        self._folder = folder
+        self._names = itertools.count()
+        self._engines = FeatureEngines(parts)
+        digests = [source.digest for source in self._engines.sources]
+        self.requests = FeatureRequests(digests, self._first_tokens).make()
+        self.alone = [self._answer_alone(request) for request in self.requests]
+
+    def run(self, seed: object) -> list[str]:
+        """How the answers of this seed's schedule differ from those alone; empty if equal."""
+        conditions = Conditions.draw(seed)
+        folder = self._new_folder()
+        schedule = _Schedule(self._engines, conditions, self.requests, folder)
+        try:
+            schedule.run()
+            problems = [*schedule.problems, *schedule.differences(self.alone)]
+        except Exception as error:
+            error.add_note(f"in schedule {seed}: {conditions}")
+            raise
+        self.tally += schedule.tally
+        return [f"schedule {seed}: {problem}\n  {conditions}" for problem in problems]
+
+    def _first_tokens(self, request: EngineRequest) -> tuple[int, ...]:
+        return tuple(self._answer_alone(request).sequences[0].token_ids)
+
+    def _answer_alone(self, request: EngineRequest) -> Answer:
+        engine = self._engines.plain(FakeClock(1), self._new_folder())
+        engine.add(request)
+        outputs: list[EngineOutput] = []
+        while not engine.is_idle:
+            outputs += engine.step().outputs
+        engine.close()
+        answer = Answer.of(outputs)
+        assert answer.error is None, f"{answer.error}: {request}"
+        return answer
+
+    def _new_folder(self) -> Path:
+        folder = self._folder / str(next(self._names))
+        folder.mkdir()
+        return folder
+
+
+class _Schedule:
+    """Some of the requests under one set of conditions."""
+
+    def __init__(
+        self,
+        engines: FeatureEngines,
+        conditions: Conditions,
+        requests: Sequence[EngineRequest],
+        folder: Path,
+    ) -> None:
+        self.tally: Counter[str] = Counter()
+        self.problems: list[str] = []
+        self._engines = engines
+        self._conditions = conditions
+        self._folder = folder
+        self._clock = FakeClock(1)
+        self._draws = draws = random.Random(f"schedule {conditions.seed}")
+        chosen = draws.sample(requests, draws.randint(3, MAX_REQUESTS))
+        self._requests = [conditions.changed(request) for request in chosen]
+        self._works = {
+            request.request_id: RequestInWork(request, engines.sources)
+            for request in self._requests
+        }
+        self._arrivals = sorted(
+            (draws.randint(0, LAST_ARRIVAL), request.request_id) for request in self._requests
+        )
+        self._aborts = self._draw_aborts()
+        self._unfinished: dict[RequestId, RequestInWork] = {}
+        self._aborted: set[tuple[RequestId, int]] = set()
+        self._num_engines = 0
+
+    def run(self) -> None:
+        crashes, failing = list(self._conditions.crashes), self._conditions.failing_steps
+        engine = self._new_engine(failing)
+        for step in range(MAX_STEPS):
+            if not self._arrivals and not self._unfinished and engine.is_idle:
+                break
+            self._arrive_and_abort(engine, step)
+            turn = engine.step()
+            if step in crashes:
+                engine = self._crash(engine, is_told=self._draws.random() < 0.5, outputs=turn.outputs)
+                continue
+            self._deliver(turn.outputs)
+            if self._draws.random() < 0.1:
+                engine.check()
+            self._clock.advance(self._draws.randint(1, 1_500_000))
+        else:
+            raise AssertionError(f"{MAX_STEPS} steps, and {len(self._unfinished)} requests are left")
+        engine.check()
+        assert engine.stats().blocks_on_host == 0
+        self._leave(engine)
+
+    def differences(self, alone: Sequence[Answer]) -> list[str]:
+        problems = []
+        for request in self._requests:
+            request_id = request.request_id
+            stream = self._works[request_id].stream
+            answer = Answer.of(asyncio.run(stream.take()))
+            may_fail = bool(self._conditions.failing_steps) and answer.error == "step_failed"
+            self.tally["failed"] += may_fail
+            found = list(answer.differences(alone[request_id], may_fail=may_fail))
+            for index, sequence in answer.sequences.items():
+                if sequence.is_aborted and (request_id, index) not in self._aborted:
+                    found.append(f"sequence {index} was aborted, and nobody asked for it")
+            problems += [f"request {request_id}: {problem}" for problem in found]
+        return problems
+
+    def _draw_aborts(self) -> list[tuple[int, RequestId, int | None]]:
+        draws = self._draws
+        aborts = []
+        for request in self._requests:
+            if draws.random() < self._conditions.abort_share:
+                index = draws.choice([None, draws.randrange(request.sampling.n)])
+                aborts.append((draws.randint(0, LAST_ABORT), request.request_id, index))
+        return aborts
+
+    def _arrive_and_abort(self, engine: Engine, step: int) -> None:
+        while self._arrivals and self._arrivals[0][0] <= step:
+            _, request_id = self._arrivals.pop(0)
+            work = self._unfinished[request_id] = self._works[request_id]
+            engine.add(work.engine_request())
+        for at, request_id, index in self._aborts:
+            work = self._unfinished.get(request_id)
+            if at == step and work is not None and work.abort(index):
+                engine.abort(request_id, index)
+                sampling = self._request(request_id).sampling
+                is_whole = index is None or sampling.beam is not None
+                indices = range(sampling.num_sequences) if is_whole else [index]
+                self._aborted.update((request_id, of_request) for of_request in indices)
+                self.tally["aborts"] += 1
+
+    def _request(self, request_id: RequestId) -> EngineRequest:
+        return next(r for r in self._requests if r.request_id == request_id)
+
+    def _deliver(self, outputs: Sequence[EngineOutput]) -> None:
+        for output in outputs:
+            self._unfinished[output.request_id].deliver(output)
+            if output.finished:
+                del self._unfinished[output.request_id]
+
+    def _crash(
+        self, engine: Engine, *, is_told: bool, outputs: Sequence[EngineOutput]
+    ) -> Engine:
+        """is_told: the engine dies only after it told what its last step gave."""
+        if is_told:
+            self._deliver(outputs)
+        self._leave(engine)
+        self.tally["crashes"] += 1
+        engine = self._new_engine(())
+        for request_id, work in list(self._unfinished.items()):
+            work.lose_engine(KILL_BLAME)
+            if work.end_aborted():
+                del self._unfinished[request_id]
+            else:
+                self.tally["replayed"] += work.num_output_tokens > 0
+                engine.add(work.engine_request())
+        return engine
+
+    def _new_engine(self, failing_steps: Sequence[int]) -> Engine:
+        logits_dir = self._folder / f"logits-{self._num_engines}"
+        logits_dir.mkdir()
+        journal = None
+        if self._conditions.has_journal:
+            journal = JournalFile(self._journal_path, _JOURNAL_BYTES)
+        self._num_engines += 1
+        return self._engines.under(
+            self._conditions, self._requests, self._clock, logits_dir, journal, failing_steps
+        )
+
+    @property
+    def _journal_path(self) -> Path:
+        return self._folder / f"journal-{self._num_engines}"
+
+    def _leave(self, engine: Engine) -> None:
+        stats = engine.stats()
+        self.tally.update(
+            preemptions=stats.preemptions,
+            cached_tokens=stats.cached_tokens,
+            steps=stats.steps,
+            drafts=stats.draft_tokens,
+            accepted=stats.accepted_tokens,
+            adapter_evictions=stats.adapters.device_evictions,
+        )
+        engine.close()
+        if self._conditions.has_journal:
+            self._num_engines -= 1
+            reader = JournalReader(self._journal_path)
+            self._num_engines += 1
+            summary = replay(reader.header, reader)
+            self.tally["replayed_steps"] += summary.steps
+            if summary.difference is not None:
+                self.problems.append(f"its journal: {summary.difference}")

@@ -1,0 +1,155 @@
+"""Under what conditions requests are answered, drawn at random: none of them may change an answer."""
+
+import dataclasses
+import random
+
+import msgspec
+
+from loraplex.core.plan import Capacity
+from loraplex.core.request import EngineRequest
+from loraplex.core.retention import KVRetention, TokenRangeRetention
+from loraplex.memory.eviction import EVICTION_POLICIES
+from loraplex.memory.kv_blocks import KVBlocks
+from loraplex.scheduling.admission import worst_case_blocks
+from loraplex.scheduling.settings import (
+    Batching,
+    BatchSchedulerPolicy,
+    FairShare,
+    SchedulerSettings,
+)
+from loraplex.scheduling.stop import StopRules
+
+MAX_NUM_SEQS = 8
+LAST_ARRIVAL = 15
+"""A step."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Conditions:
+    """Of one schedule. Its repr tells all of them."""
+
+    seed: object
+    settings: SchedulerSettings
+    max_num_seqs: int
+    room: float
+    """KV blocks: this times what the largest request needs."""
+    num_host_blocks: int
+    adapter_room: float
+    """Adapter pages: this times what the largest request needs."""
+    small_adapter_host: bool
+    keeps_host_copy: bool
+    eviction_policy: str
+    overlap: bool
+    fast_forward: bool
+    """Of texts that a grammar forces."""
+    abort_share: float
+    crashes: tuple[int, ...]
+    """Before which steps the engine is dropped."""
+    failing_steps: tuple[int, ...]
+    has_journal: bool
+
+    @classmethod
+    def draw(cls, seed: object) -> "Conditions":
+        draws = random.Random(f"conditions {seed}")
+        max_num_seqs = draws.randint(4, MAX_NUM_SEQS)
+        return cls(
+            seed=seed,
+            settings=_draw_settings(draws, max_num_seqs),
+            max_num_seqs=max_num_seqs,
+            room=draws.choice([1.0, 1.0, 1.3, 2.0, 6.0]),
+            num_host_blocks=draws.choice([0, 0, 6, 60]),
+            adapter_room=draws.choice([1.0, 1.0, 1.5, 4.0]),
+            small_adapter_host=draws.random() < 0.5,
+            keeps_host_copy=draws.random() < 0.3,
+            eviction_policy=draws.choice(sorted(EVICTION_POLICIES)),
+            overlap=draws.random() < 0.5,
+            fast_forward=draws.random() < 0.7,
+            abort_share=draws.choice([0.0, 0.0, 0.2]),
+            crashes=_some_steps(draws, 0.3),
+            failing_steps=_some_steps(draws, 0.15),
+            has_journal=draws.random() < 0.25,
+        )
+
+    def capacity(
+        self, capacity: Capacity, requests: list[EngineRequest], least_pages: int
+    ) -> Capacity:
+        """Of an engine in which each of the requests can be served alone.
+
+        least_pages: of the adapters of one request.
+        """
+        kv = KVBlocks(
+            capacity.num_blocks,
+            capacity.block_size,
+            attention_window=capacity.attention_window,
+            num_sink_tokens=capacity.num_sink_tokens,
+        )
+        least_blocks = max(
+            worst_case_blocks(
+                request,
+                StopRules(request, capacity.max_model_len),
+                kv,
+                self.settings.max_step_tokens,
+            )
+            for request in requests
+        )
+        return msgspec.structs.replace(
+            capacity,
+            num_blocks=min(capacity.num_blocks, round(self.room * least_blocks)),
+            num_host_blocks=min(capacity.num_host_blocks, self.num_host_blocks),
+            max_num_seqs=self.max_num_seqs,
+            num_adapter_pages=min(
+                capacity.num_adapter_pages, round(self.adapter_room * least_pages)
+            ),
+            keeps_host_copy=self.keeps_host_copy,
+        )
+
+    def changed(self, request: EngineRequest) -> EngineRequest:
+        """With another priority, tenant and so on: nothing of it is for the answer."""
+        draws = random.Random(f"request {self.seed} {request.request_id}")
+        sampling = request.sampling
+        if draws.random() < 0.3:
+            num_draft_tokens = draws.choice([None, 0, 1, 5])
+            sampling = msgspec.structs.replace(sampling, num_draft_tokens=num_draft_tokens)
+        return msgspec.structs.replace(
+            request,
+            sampling=sampling,
+            priority=draws.choice([0, 0, 0, 1, -1]),
+            tenant=draws.choice(["one", "two"]),
+            share_weight=draws.choice([1.0, 1.0, 3.0]),
+            retention=_draw_retention(draws),
+        )
+
+
+def _draw_settings(draws: random.Random, max_num_seqs: int) -> SchedulerSettings:
+    return SchedulerSettings(
+        max_num_batched_tokens=draws.choice([max_num_seqs, 17, 64, 512]),
+        max_prefill_chunk=draws.choice([None, 1, 7, 64]),
+        shortest_prefill_share=draws.choice([0.0, 0.5, 0.9]),
+        batching=draws.choice([*Batching, Batching.INFLIGHT]),
+        batch_scheduler_policy=draws.choice(list(BatchSchedulerPolicy)),
+        fair_share=draws.choice(list(FairShare)),
+        fair_resident_lead=draws.choice([0.0, 20.0, 2048.0]),
+        max_seqs_per_adapter=draws.choice([0, 0, 1, 2]),
+        max_queue_delay_ns=draws.choice([0, 0, 3]) * 1_000_000,
+        enable_prefix_cache=draws.random() < 0.6,
+        num_draft_tokens=draws.choice([0, 1, 4]),
+        max_draft_ngram=draws.choice([1, 3]),
+        adapter_aging_ns=draws.choice([0, 5, 2000]) * 1_000_000,
+        adapter_ttl_ns=draws.choice([None, None, 4_000_000]),
+    )
+
+
+def _draw_retention(draws: random.Random) -> KVRetention | None:
+    if draws.random() < 0.6:
+        return None
+    end = draws.choice([None, 5, 16])
+    of_prompt = TokenRangeRetention(
+        0, end, priority=draws.choice([0, 90]), duration_ms=draws.choice([None, 0, 4])
+    )
+    return KVRetention((of_prompt,), decode_priority=draws.choice([5, 60]))
+
+
+def _some_steps(draws: random.Random, share: float) -> tuple[int, ...]:
+    if draws.random() >= share:
+        return ()
+    return tuple(sorted(draws.randint(1, 40) for _ in range(draws.randint(1, 3))))
