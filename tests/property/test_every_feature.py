@@ -1,5 +1,6 @@
 """Everything that can be asked of an engine, under all conditions: the answers are those alone."""
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from loraplex.core.output import FinishReason
 from loraplex.execution.host_adapters import HostAdapters
 from loraplex.execution.loading import load_parts
 from loraplex.execution.runner_settings import RunnerSettings
-from loraplex.testing.feature_requests import LONGEST_PROMPT
 from loraplex.testing.feature_schedules import FeatureSchedules
 from loraplex.testing.grammar_tokens import VOCAB_SIZE
 from loraplex.testing.tiny_model import TinyCheckpoint
@@ -31,8 +32,23 @@ MODELS: dict[str, dict[str, Any]] = {
     "window": {"dtype": "float32", **WINDOW},
     "window-int8-kv": {"dtype": "bfloat16", "kv_dtype": "int8", **WINDOW},
 }
-NUM_QUICK = 40
-NUM_SLOW = 1000
+NUM_QUICK = 20
+"""Schedules of each model; each has seeds of its own."""
+NUM_SLOW = 600
+HAPPENINGS = (
+    "aborts",
+    "accepted",
+    "adapter_evictions",
+    "cached_tokens",
+    "copies",
+    "crashes",
+    "failed_steps",
+    "journaled_steps",
+    "loads",
+    "offloads",
+    "preemptions",
+    "replayed",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -59,12 +75,37 @@ def make_schedules(folder: Path, model: str) -> FeatureSchedules:
     return FeatureSchedules(parts, folder)
 
 
-def check(schedules: FeatureSchedules, seeds: range) -> None:
+def check(model: str, folder: Path, num_schedules: int) -> Counter[str]:
+    schedules = make_schedules(folder, model)
+    seeds = [f"{model} {number}" for number in range(num_schedules)]
     problems = [problem for seed in seeds for problem in schedules.run(seed)]
     assert not problems, "\n".join(problems[:20])
-    print(schedules.tally)
+    return schedules.tally
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_few_schedules(tmp_path: Path, model: str) -> None:
-    check(make_schedules(tmp_path, model), range(NUM_QUICK))
+    tally = check(model, tmp_path, NUM_QUICK)
+    assert tally["preemptions"] > 0
+    assert tally["cached_tokens"] > 0
+    assert tally["accepted"] > 0
+    assert tally["replayed"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_many_schedules(tmp_path: Path, model: str) -> None:
+    tally = check(model, tmp_path, NUM_SLOW)
+    assert all(tally[name] > 0 for name in HAPPENINGS), tally
+
+
+def test_the_features_take_effect(tmp_path: Path) -> None:
+    """Else equal answers would say little."""
+    schedules = make_schedules(tmp_path, "float32")
+    answers = [sequence for answer in schedules.alone for sequence in answer.sequences.values()]
+    finishes = Counter(sequence.finish for sequence in answers if sequence.finish is not None)
+    assert finishes[FinishReason.LENGTH, None] > 0
+    assert finishes[FinishReason.STOP, None] > 0
+    assert len(finishes) > 3, "no stop tokens"
+    texts = {tuple(sequence.token_ids) for sequence in answers}
+    assert len(texts) > 0.9 * len(answers)

@@ -70,7 +70,6 @@ class Server:
         share, cost = active.request.share, self.draw.randint(1, MAX_COST)
         self.queue.remove(active)
         self.shares.charge(share, cost, 0)
-        self.queue.served(share)
         self.shares.leave(share)
         self.active[share] -= 1
         if not self.active[share]:

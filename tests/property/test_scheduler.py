@@ -316,6 +316,9 @@ class EngineMachine(RuleBasedStateMachine):
     def check(self):
         self.engine.check()
         assert not self.runner.violations
+        running = self.engine.adapter_activity().running
+        limit = self.settings.max_seqs_per_adapter
+        assert not limit or all(number <= limit for number in running.values())
 
     def teardown(self):
         """At rest every request has ended, and everything is back."""
@@ -432,7 +435,7 @@ class EngineMachine(RuleBasedStateMachine):
             if token_id in stops and num_before >= sampling.min_tokens:
                 return answer[: num_before + 1], FinishReason.STOP
             last = tuple(answer[max(0, num_before - 1) : num_before + 1])
-            if last in sampling.stop_token_sequences and num_before >= sampling.min_tokens:
+            if last in sampling.stop_token_sequences:
                 return answer[: num_before + 1], FinishReason.STOP
         return answer, FinishReason.LENGTH
 

@@ -14,7 +14,7 @@ from loraplex.app.builder import build_service
 from loraplex.app.engine import engine_thread
 from loraplex.app.launch import EngineLauncher, engine_process, with_local_paths
 from loraplex.app.lora_arrays import LoraArrays, lora_arrays
-from loraplex.app.prompts import RequestOptions, as_prompts, per_prompt
+from loraplex.app.prompts import RequestOptions, as_prompts, params_per_prompt, per_prompt
 from loraplex.core.adapter import (
     AdapterChoice,
     AdapterKey,
@@ -135,7 +135,7 @@ class LLM:
         listed = as_prompts(prompts)
         if sampling_params is None:
             sampling_params = SamplingParams()
-        params = per_prompt("sampling_params", sampling_params, len(listed))
+        params = params_per_prompt(sampling_params, len(listed))
         adapters = [adapter_choices(a) for a in per_prompt("adapter", adapter, len(listed))]
         arrays = lora_arrays(lora_task_id, lora_weights, lora_config, len(listed))
         policy = _load_policy(load_lora_weights)

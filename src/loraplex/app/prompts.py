@@ -44,6 +44,17 @@ def _as_prompt(item: Any) -> Prompt:
         ) from error
 
 
+def params_per_prompt(value: Any, count: int) -> list[SamplingParams]:
+    params = per_prompt("sampling_params", value, count)
+    for one in params:
+        if not isinstance(one, SamplingParams):
+            raise InvalidRequestError(
+                f"sampling_params must be SamplingParams, or a list of them, got {one!r}",
+                param="sampling_params",
+            )
+    return params
+
+
 def per_prompt(name: str, value: Any, count: int) -> list[Any]:
     if value is None or isinstance(value, str | Mapping | SamplingParams):
         return [value] * count

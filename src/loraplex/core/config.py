@@ -251,7 +251,8 @@ def problem(field: str, value: Any) -> str | None:
     if value is None:
         return None
     if field in _CHOICES and value not in _CHOICES[field]:
-        return f"must be one of {', '.join(_CHOICES[field])}"
+        known = (*_CHOICES[field], *VALUE_ALIASES.get(field, ()))
+        return f"must be one of {', '.join(known)}"
     if field == "device" and not _DEVICE.fullmatch(value):
         return "must be cpu, cuda or cuda:N"
     if field.endswith("_fraction") and not 0 < value <= 1:

@@ -56,6 +56,8 @@ def block_retention(
 
 def check_retention(retention: KVRetention) -> None:
     """Raise InvalidParameterError for values out of range, and for ranges that overlap."""
+    if not isinstance(retention, KVRetention):
+        raise _refusal(f"must be a KVRetention, got {retention!r}")
     if len(retention.ranges) > MAX_RANGES:
         raise _refusal(f"has {len(retention.ranges)} token ranges; at most {MAX_RANGES} may be")
     for entry in retention.ranges:
@@ -72,6 +74,9 @@ def _of_block(priority: int, duration_ms: int | None) -> BlockRetention:
 
 
 def _check_range(entry: TokenRangeRetention) -> None:
+    ends = (entry.start, 1 if entry.end is None else entry.end)
+    if not all(type(end) is int for end in ends):
+        raise _refusal(f"has a token range of other things than integers: {_words(entry)}")
     if entry.start < 0:
         raise _refusal(
             f"has a token range that starts at {entry.start}; it must start at 0 or later"
@@ -84,10 +89,10 @@ def _check_range(entry: TokenRangeRetention) -> None:
 
 
 def _check_values(where: str, priority: int, duration_ms: int | None) -> None:
-    if not 0 <= priority <= MAX_PRIORITY:
-        raise _refusal(f"({where}): priority must be 0 to {MAX_PRIORITY}, got {priority}")
-    if duration_ms is not None and duration_ms < 0:
-        raise _refusal(f"({where}): duration must be at least 0 ms, got {duration_ms}")
+    if type(priority) is not int or not 0 <= priority <= MAX_PRIORITY:
+        raise _refusal(f"({where}): priority must be 0 to {MAX_PRIORITY}, got {priority!r}")
+    if duration_ms is not None and (type(duration_ms) is not int or duration_ms < 0):
+        raise _refusal(f"({where}): duration must be at least 0 ms, got {duration_ms!r}")
 
 
 def _words(entry: TokenRangeRetention) -> str:

@@ -6,7 +6,7 @@ import msgspec
 
 from loraplex.core.beam_search import BeamSearch, EarlyStopping
 from loraplex.core.errors import InvalidParameterError
-from loraplex.core.grammar import Grammar
+from loraplex.core.grammar import Grammar, GrammarKind
 
 MAX_LOGPROBS = 20
 MAX_N = 128
@@ -15,7 +15,6 @@ MAX_STOP_STRING_LENGTH = 4096
 MAX_WORDS = 1024
 """Runs of tokens that end the output, or that are not to come; and texts that are not to come."""
 MAX_DRAFT_TOKENS = 64
-MAX_GRAMMAR_LENGTH = 1 << 20
 MAX_LOGIT_BIAS = 1e30
 """Either way; more is no float32."""
 _INT32_MAX = 2**31 - 1
@@ -172,14 +171,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         grammar = self.grammar
         if grammar is None:
             return
-        if not isinstance(grammar, Grammar):
+        if not (
+            isinstance(grammar, Grammar)
+            and isinstance(grammar.kind, GrammarKind)
+            and isinstance(grammar.text, str)
+        ):
             raise InvalidParameterError(
-                f"grammar must be a Grammar, got {grammar!r}", param="grammar"
-            )
-        if len(grammar.text) > MAX_GRAMMAR_LENGTH:
-            raise InvalidParameterError(
-                f"the grammar has {len(grammar.text)} characters; at most {MAX_GRAMMAR_LENGTH} "
-                "are allowed",
+                f"grammar must be a Grammar of a GrammarKind and a text, got {grammar!r}",
                 param="grammar",
             )
 
@@ -247,7 +245,7 @@ def _check_texts(name: str, one: str, texts: tuple[str, ...], most: int) -> None
 
 
 def _check_runs(name: str, runs: tuple[tuple[int, ...], ...]) -> None:
-    _check_list(name, runs, tuple, "lists of token ids")
+    _check_list(name, runs, tuple, "tuples of token ids")
     if len(runs) > MAX_WORDS:
         raise InvalidParameterError(
             f"{name} has {len(runs)} entries; at most {MAX_WORDS} are allowed", param=name
@@ -264,8 +262,14 @@ def _check_logit_bias(pairs: tuple[tuple[int, float], ...]) -> None:
     name = "logit_bias"
     _check_list(name, pairs, tuple, "pairs of a token id and a number")
     last = -1
-    for token_id, bias in pairs:
-        if not isinstance(token_id, int) or token_id <= last:
+    for pair in pairs:
+        if len(pair) != 2:
+            raise InvalidParameterError(
+                f"{name} must be a list of pairs of a token id and a number, got {pair!r}",
+                param=name,
+            )
+        token_id, bias = pair
+        if type(token_id) is not int or token_id <= last:
             raise InvalidParameterError(
                 f"{name} must have each token id once, ascending; {token_id!r} comes after {last}",
                 param=name,

@@ -14,7 +14,8 @@ from loraplex.core.adapter import AdapterHandle
 from loraplex.core.errors import ErrorInfo
 from loraplex.core.output import TokenLogprob
 from loraplex.core.plan import Capacity, RowResult, StepPlan, StepResult
-from loraplex.engine.messages import EngineCommand
+from loraplex.core.sampling_params import MAX_LOGIT_BIAS, SamplingParams
+from loraplex.engine.messages import AddRequest, EngineCommand
 from loraplex.scheduling.settings import SchedulerSettings
 
 JOURNAL_VERSION = 1
@@ -119,3 +120,24 @@ def _chosen(logprob: TokenLogprob) -> TokenLogprob:
 def _finite(score: float) -> float:
     """JSON has no infinity."""
     return score if math.isfinite(score) else -sys.float_info.max
+
+
+def with_finite_biases(entry: JournalEntry) -> JournalEntry:
+    """A bias of minus infinity, which the scheduler does not look at, as the least finite one."""
+    match entry:
+        case CommandTaken(_, AddRequest(request)) if request.sampling.logit_bias:
+            sampling = _with_finite_biases(request.sampling)
+            request = msgspec.structs.replace(request, sampling=sampling)
+            return msgspec.structs.replace(entry, command=AddRequest(request))
+        case PlanMade(plan=StepPlan() as plan) if any(r.sampling.logit_bias for r in plan.added):
+            added = tuple(
+                msgspec.structs.replace(row, sampling=_with_finite_biases(row.sampling))
+                for row in plan.added
+            )
+            return msgspec.structs.replace(entry, plan=msgspec.structs.replace(plan, added=added))
+    return entry
+
+
+def _with_finite_biases(sampling: SamplingParams) -> SamplingParams:
+    biases = tuple((token_id, max(bias, -MAX_LOGIT_BIAS)) for token_id, bias in sampling.logit_bias)
+    return msgspec.structs.replace(sampling, logit_bias=biases)

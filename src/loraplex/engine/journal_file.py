@@ -15,7 +15,12 @@ from typing import BinaryIO, NamedTuple
 import msgspec
 
 from loraplex.core.errors import ConfigError
-from loraplex.engine.journal import JOURNAL_VERSION, JournalEntry, JournalHeader
+from loraplex.engine.journal import (
+    JOURNAL_VERSION,
+    JournalEntry,
+    JournalHeader,
+    with_finite_biases,
+)
 
 NUM_PARTS = 8
 """Of which a journal's bytes are shared by the newest part and the older ones."""
@@ -55,7 +60,7 @@ class JournalFile:
     def write(self, entry: JournalEntry) -> None:
         if self._descriptor is None:
             return
-        line = self._encoder.encode(entry) + b"\n"
+        line = self._encoder.encode(with_finite_biases(entry)) + b"\n"
         try:
             if self._num_bytes + len(line) > self._max_part_bytes:
                 self._next_part()
@@ -123,7 +128,7 @@ class JournalError(Exception):
 class JournalReader:
     """The entries of a journal from its first part on, without the further headers.
 
-    Raises JournalError, which names file and line, for what is no journal, and for one whose
+    Raises JournalError, which names file and line, for what is no iteration log, and for one whose
     beginning is not there.
     """
 
@@ -176,7 +181,7 @@ class JournalReader:
         try:
             return self._decoder.decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError, ConfigError) as error:
-            raise JournalError(f"{part}, line {number}: this is no journal: {error}") from error
+            raise JournalError(f"{part}, line {number}: this is no line of an iteration log: {error}") from error
 
 
 def _opened(part: Path) -> BinaryIO:

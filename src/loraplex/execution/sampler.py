@@ -13,8 +13,9 @@ import msgspec
 import numpy as np
 import torch
 
-from loraplex.core.errors import RowFailedError
+from loraplex.core.errors import ErrorInfo, InvalidParameterError, RowFailedError
 from loraplex.core.plan import LogitsNeeded, RowAdded, RowResult, RowStep, Slot
+from loraplex.core.sampling_params import SamplingParams
 from loraplex.execution.beam_candidates import find_candidates
 from loraplex.execution.logits_edits import IntArray, LogitsEdits
 from loraplex.execution.logits_files import LogitsFiles
@@ -35,7 +36,15 @@ from loraplex.kernels.reference import ReferenceKernels
 from loraplex.kernels.sampling import DrawOptions
 
 _NOT_FINITE = "the model gave logits that are NaN or inf"
-_NOTHING_LEFT = "its parameters leave no token to choose"
+_LIMITING = {
+    "grammar": "grammar",
+    "allowed_token_ids": "allowed_token_ids",
+    "logit_bias": "logit_bias",
+    "bad_token_ids": "bad_words",
+    "no_repeat_ngram_size": "no_repeat_ngram_size",
+    "min_tokens": "min_tokens",
+}
+"""Fields of SamplingParams that take tokens away: how clients call them."""
 
 
 class Sampler:
@@ -226,7 +235,9 @@ class Sampler:
         slot, problem = row.added.slot, None
         if self._grammars is not None and row.sampling.grammar is not None:
             problem = self._grammars.problem(slot)
-        return RowResult(slot, error=problem) if problem else _failed(slot, _NOTHING_LEFT)
+        if problem is None:
+            problem = _nothing_left(row.sampling)
+        return RowResult(slot, error=problem)
 
     def _append(self, row: SampledRow, token_ids: Sequence[int]) -> tuple[int, ...]:
         """Returns what the row's grammar makes likely to follow."""
@@ -281,3 +292,13 @@ class Sampler:
 
 def _failed(slot: Slot, reason: str) -> RowResult:
     return RowResult(slot, error=RowFailedError(f"no token could be sampled: {reason}").to_info())
+
+
+def _nothing_left(sampling: SamplingParams) -> ErrorInfo:
+    """The client asked for what contradicts itself, or for a penalty beyond float32."""
+    limits = [name for field, name in _LIMITING.items() if getattr(sampling, field)]
+    limits = limits or ["repetition_penalty"]
+    return InvalidParameterError(
+        f"no token is left to choose, with what the request says of {', '.join(limits)}",
+        param=limits[0] if len(limits) == 1 else None,
+    ).to_info()

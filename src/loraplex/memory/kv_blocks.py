@@ -183,7 +183,8 @@ class KVBlocks:
 
         Empty if they fit already; None and no change if there are not enough blocks.
         """
-        return self._pool.allocate(max(0, self.num_blocks_for(num_tokens) - len(block_ids)))
+        num_missing = self.num_blocks_for(num_tokens) - len(block_ids)
+        return self._pool.allocate(num_missing) if num_missing > 0 else []
 
     def publish(
         self,
@@ -246,6 +247,8 @@ class KVBlocks:
 
         Call it after `publish`. Without a window nothing changes.
         """
+        if not self.has_window:
+            return
         end = self._window.first_needed(num_computed_tokens, num_hashed_blocks)
         index = end - 1
         while index >= self._window.num_sink_blocks and block_ids[index] != NO_BLOCK:

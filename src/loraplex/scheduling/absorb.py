@@ -23,7 +23,8 @@ def absorb_row(
     # The KV of a draft is of use if the draft is now a token.
     num_accepted = min(num_new, len(result.token_ids) - 1) if row.draft_token_ids else 0
     sequence.num_computed_tokens += num_known + num_accepted
-    _count_drafts(roster, active, row, num_accepted)
+    if row.draft_token_ids:
+        _count_drafts(roster, active, len(row.draft_token_ids), num_accepted)
     sequence.num_hashed_blocks = roster.kv.publish(
         sequence.token_ids,
         request.group.request.kv_salt,
@@ -100,10 +101,10 @@ def _append(active: ActiveSequence, result: RowResult) -> tuple[int, Stop | None
     return num_new, stop
 
 
-def _count_drafts(roster: Roster, active: ActiveSequence, row: RowStep, num_accepted: int) -> None:
-    num_drafted, request, counts = len(row.draft_token_ids), active.request, roster.counts
-    if not num_drafted:
-        return
+def _count_drafts(
+    roster: Roster, active: ActiveSequence, num_drafted: int, num_accepted: int
+) -> None:
+    request, counts = active.request, roster.counts
     request.num_draft_tokens += num_drafted
     request.num_accepted_tokens += num_accepted
     counts.draft_tokens += num_drafted

@@ -110,9 +110,11 @@ class ActiveSequence:
         newest token of each waits until all can compute theirs.
         """
         beams, index = self.request.beams, self.sequence.index
-        if self._awaits_result:
+        if beams is None:
+            return 0 if self.awaits_result else self.sequence.num_uncomputed_tokens
+        if self._search_awaits_result:
             return 0
-        if beams is None or beams.holders == [index]:
+        if beams.holders == [index]:
             return self.sequence.num_uncomputed_tokens
         late = self._late_beams(beams)
         return self.sequence.num_uncomputed_tokens - 1 if index in late[:1] else 0
@@ -121,16 +123,14 @@ class ActiveSequence:
     def decodes(self) -> bool:
         """Its newest token is all that it lacks. The first of several beams speaks for all."""
         beams = self.request.beams
-        if self._awaits_result:
-            return False
         if beams is None:
-            return self.sequence.num_uncomputed_tokens == 1
+            return self.sequence.num_uncomputed_tokens == 1 and not self.awaits_result
+        if self._search_awaits_result:
+            return False
         return self.sequence.index == min(beams.holders) and not self._late_beams(beams)
 
     @property
-    def _awaits_result(self) -> bool:
-        if self.request.beams is None:
-            return self.awaits_result
+    def _search_awaits_result(self) -> bool:
         return any(active.awaits_result for active in self.request.sequences)
 
     def _late_beams(self, beams: BeamGroup) -> list[int]:

@@ -59,10 +59,11 @@ def beam_refusal(
     request: EngineRequest,
     rules: StopRules,
     max_num_seqs: int,
+    max_seqs_per_adapter: int,
     kv: KVBlocks,
     max_step_tokens: int,
 ) -> LoraplexError | None:
-    """Why a beam search could never be computed, even alone."""
+    """Why a beam search could never be computed, even alone. max_seqs_per_adapter 0: any."""
     beam = request.sampling.beam
     if beam is None:
         return None
@@ -70,6 +71,12 @@ def beam_refusal(
         return InvalidParameterError(
             f"the beam width ({beam.width}) must not exceed the {max_num_seqs} sequences that run "
             "at the same time (max_num_seqs)",
+            param="beam_width",
+        )
+    if request.adapters and 0 < max_seqs_per_adapter < beam.width:
+        return InvalidParameterError(
+            f"the beam width ({beam.width}) must not exceed the {max_seqs_per_adapter} sequences "
+            "with one adapter that run at the same time (max_seqs_per_adapter)",
             param="beam_width",
         )
     num_blocks = worst_case_blocks(request, rules, kv, max_step_tokens)

@@ -90,11 +90,29 @@ def _admit_first(
         first.sequence.token_ids,
         request.group.request.kv_salt,
         max_new_tokens=first.sequence.num_tokens,
-        max_cached_tokens=0 if first.scores_prompt else None,
+        max_cached_tokens=_max_cached_tokens(roster, first, shared),
         num_reserved_blocks=num_of_others + num_to_leave,
         retention=request.group.request.retention,
         num_prompt_tokens=first.sequence.num_prompt_tokens,
     )
+
+
+def _max_cached_tokens(
+    roster: Roster, first: ActiveSequence, shared: Sequence[tuple[int, int]]
+) -> int:
+    """So much of the first beam's tokens the prefix cache may give."""
+    num_tokens = first.sequence.num_tokens
+    if first.scores_prompt:
+        return 0
+    if len(shared) == 1:
+        return num_tokens - 1
+    # The newest token waits for the other beams. Another one is left to compute, because a plan
+    # without rows is not launched, and nobody would be told who has joined.
+    limit = num_tokens - 2
+    if roster.kv.has_window:
+        # Of what the cache gives, blocks behind the window are gaps: the other beams may see them.
+        limit = min(limit, min(num_shared for _, num_shared in shared[1:]) * roster.kv.block_size)
+    return limit
 
 
 def _num_to_leave(roster: Roster, request: ActiveRequest, num_taken: int) -> int | None:

@@ -42,8 +42,11 @@ class PlanDraft:
         self._block_copies: list[BlockCopy] = []
 
     def preempt(self, roster: Roster, active: ActiveSequence) -> None:
-        """A sequence loses its slot; its KV goes to the host if there is room."""
-        transfers = roster.preempt(active)
+        """A sequence loses its slot; its KV goes to the host if there is room.
+
+        Not after a load: the step offloads first, and the room may be that of what is loaded.
+        """
+        transfers = roster.preempt(active, may_offload=not self.block_loads)
         self.num_preempted += 1
         self.block_offloads.extend(transfers)
         if transfers:

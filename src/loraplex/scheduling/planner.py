@@ -56,12 +56,14 @@ class Planner:
         num_free = roster.slots.num_free
         if not limit or not num_free:
             return num_free
-        running = roster.adapters.running
+        num_running = roster.adapters.num_running
         num_seats = 0
         for lane in roster.waiting.lanes:
-            num_more = min((limit - running[handle] for handle in lane.handles), default=num_free)
+            num_more = min((limit - num_running(h) for h in lane.handles), default=num_free)
             num_seats += max(0, min(len(lane), num_more))
-        return min(num_free, num_seats)
+            if num_seats >= num_free:
+                return num_free
+        return num_seats
 
     def draft(self, now_ns: int, *, is_ahead: bool = False) -> PlanDraft:
         """is_ahead: the sequences are what they will be once a plan in flight has landed."""
@@ -184,7 +186,7 @@ class Planner:
         scan = self._roster.adapters.scan(now_ns)
         may_seat = not draft.lacks_blocks
         for active in batch.waiting():
-            if self._is_at_limit(active.request.handles):
+            if self._at_limit(active):
                 continue
             is_ready = scan.visit(active.request) is Readiness.READY
             if is_ready and may_seat:
@@ -208,11 +210,16 @@ class Planner:
         scan = scan or self._roster.adapters.scan(now_ns)
         lanes = self._roster.waiting.scan()
         num_passed, lacks_tokens = 0, False
+        awaited: set[AdapterHandle] = set()
         while (lane := lanes.next()) is not None:
             if num_passed >= NUM_PREFETCHED_LANES and (lacks_tokens or not may_seat):
                 break
             num_passed += 1
-            if self._is_at_limit(lane.handles):
+            if at_limit := self._at_limit(lane.head):
+                # Beams wait for several places at once: who is behind must not take the first.
+                awaited.update(at_limit)
+                continue
+            if awaited and not awaited.isdisjoint(lane.handles):
                 continue
             is_ready = scan.visit(lane.head.request) is Readiness.READY
             self._roster.waiting.note_ready(lane, now_ns if is_ready else None)
@@ -227,11 +234,14 @@ class Planner:
             scan.pass_over()
         scan.preload()
 
-    def _is_at_limit(self, handles: tuple[AdapterHandle, ...]) -> bool:
-        """Do as many sequences with one of these adapters run as may? Then others pass."""
-        limit = self._settings.max_seqs_per_adapter
+    def _at_limit(self, active: ActiveSequence) -> list[AdapterHandle]:
+        """Its adapters of which more sequences would run than may, if it took a slot."""
+        limit, request = self._settings.max_seqs_per_adapter, active.request
+        if not limit:
+            return []
+        num_more = 1 if request.beams is None else request.beams.width
         num_running = self._roster.adapters.num_running
-        return limit > 0 and any(num_running(handle) >= limit for handle in handles)
+        return [h for h in request.handles if num_running(h) + num_more > limit]
 
     def _seat_one_of(
         self, lane: Lane, draft: PlanDraft, split: PrefillSplit, now_ns: int

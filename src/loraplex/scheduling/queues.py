@@ -1,10 +1,9 @@
 """The sequences that run, in policy order, and those that wait, in lanes."""
 
 import bisect
-import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from loraplex.core.adapter import AdapterHandle
 from loraplex.scheduling.active import ActiveSequence
@@ -66,7 +65,7 @@ class WaitingQueue:
         counter: Callable[[ShareKey], float] = lambda _share: 0.0,
         resident_lead: float = 0.0,
     ) -> None:
-        """counter: what a share was served so far. Call `served` when it grew.
+        """counter: what a share was served so far; it only grows.
 
         resident_lead: so much less counts for a lane whose adapters are on the device.
         """
@@ -75,9 +74,9 @@ class WaitingQueue:
         self._lanes: dict[tuple[ShareKey, tuple[AdapterHandle, ...]], Lane] = {}
         self._by_share: dict[ShareKey, dict[Lane, None]] = {}
         self._key_of: dict[Lane, LaneKey] = {}
-        """By which each lane is listed."""
+        """By which each lane is listed. Its key may have grown meanwhile: a scan that comes to the
+        lane lists it anew, so what nobody looks at costs nothing."""
         self._order: list[tuple[LaneKey, Lane]] = []
-        self._served: dict[ShareKey, None] = {}
         self._num_waiting = 0
 
     def __len__(self) -> int:
@@ -100,26 +99,33 @@ class WaitingQueue:
 
     def scan(self) -> "LaneScan":
         """One pass over all lanes in order."""
-        for share in self._served:
-            for lane in self._by_share.get(share, ()):
-                self._unlist(lane)
-                self._list(lane)
-        self._served.clear()
-        return LaneScan(self._order, self._key)
+        return LaneScan(self)
+
+    def first_behind(self, key: LaneKey | None) -> tuple[LaneKey, Lane] | None:
+        """The first lane that is listed behind a key, and its own key; None: behind nothing."""
+        index = 0
+        if key is not None:
+            index = bisect.bisect_left(self._order, (key,))
+            index += index < len(self._order) and self._order[index][0] == key
+        return self._order[index] if index < len(self._order) else None
+
+    def relist(self, lane: Lane) -> LaneKey:
+        """List it where it belongs now; its key."""
+        key = self._key(lane)
+        if key != self._key_of[lane]:
+            self._unlist(lane)
+            self._list(lane, key)
+        return key
 
     def lanes_with(self, handle: AdapterHandle) -> list[Lane]:
         return [lane for lane in self._lanes.values() if handle in lane.handles]
 
     def note_ready(self, lane: Lane, since_ns: int | None) -> None:
         """The adapters of a lane are on the device, as one sees at since_ns; None: they are not."""
-        if lane.is_ready != (since_ns is not None):
-            self.served(lane.share)
+        was_ready = lane.is_ready
         lane.ready_since_ns = 0 if since_ns is None else lane.ready_since_ns or since_ns
-
-    def served(self, share: ShareKey) -> None:
-        """The counter of a share grew."""
-        if share in self._by_share:
-            self._served[share] = None
+        if lane.is_ready and not was_ready:
+            self.relist(lane)
 
     def add(self, active: ActiveSequence) -> None:
         share, handles = active.request.share, active.request.handles
@@ -130,7 +136,7 @@ class WaitingQueue:
         else:
             self._unlist(lane)
         lane.add(active)
-        self._list(lane)
+        self._list(lane, self._key(lane))
         self._num_waiting += 1
 
     def remove(self, active: ActiveSequence) -> None:
@@ -138,7 +144,7 @@ class WaitingQueue:
         self._unlist(lane)
         lane.remove(active)
         if lane:
-            self._list(lane)
+            self._list(lane, self._key(lane))
         else:
             self._forget(lane)
         self._num_waiting -= 1
@@ -152,7 +158,7 @@ class WaitingQueue:
         return counts
 
     def check(self) -> None:
-        """Every lane is listed once, by its head, in order."""
+        """Every lane is listed once, in order, by its head; none behind where it belongs."""
         assert len(self._order) == len(self._lanes) == len(self._key_of)
         assert self._num_waiting == sum(len(lane) for lane in self._lanes.values())
         keys = [key for key, _ in self._order]
@@ -162,7 +168,8 @@ class WaitingQueue:
             assert (share, handles) == (lane.share, lane.handles)
             assert len(lane), "an empty lane"
             assert lane in self._by_share[share]
-            assert self._key_of[lane] == self._key(lane) or share in self._served
+            assert self._key_of[lane] <= self._key(lane)
+            assert self._key_of[lane][2] == lane.head.key
         assert sum(len(lanes) for lanes in self._by_share.values()) == len(self._lanes)
 
     def _key(self, lane: Lane) -> LaneKey:
@@ -170,8 +177,8 @@ class WaitingQueue:
         lead = self._resident_lead if lane.is_ready else 0.0
         return (key[0], self._counter(lane.share) - lead, key)
 
-    def _list(self, lane: Lane) -> None:
-        key = self._key_of[lane] = self._key(lane)
+    def _list(self, lane: Lane, key: LaneKey) -> None:
+        self._key_of[lane] = key
         bisect.insort(self._order, (key, lane))
 
     def _unlist(self, lane: Lane) -> None:
@@ -188,40 +195,45 @@ class WaitingQueue:
 
 
 class LaneScan:
-    """The lanes in order, each once, or again after one of its sequences was taken out.
+    """One pass over the lanes of a queue, in which sequences are taken out: each lane comes once,
+    and again whenever `again` says so.
 
     In a pass a share's counter only grows, when a sequence of it is taken: then its lanes move
     back, also those that have not come yet.
     """
 
-    def __init__(
-        self, order: Iterable[tuple[LaneKey, Lane]], key_of: Callable[[Lane], LaneKey]
-    ) -> None:
-        self._listed = list(reversed(list(order)))
-        self._moved: list[tuple[LaneKey, Lane]] = []
-        self._key_of = key_of
+    def __init__(self, queue: WaitingQueue) -> None:
+        self._queue = queue
+        self._place: LaneKey | None = None
+        """What is listed behind it is still to come."""
+        self._passed: set[Lane] = set()
+        self._due: Lane | None = None
+        """It comes again, and belongs before that place."""
 
     def next(self) -> Lane | None:
         """None at the end."""
-        while self._listed or self._moved:
-            key, lane = self._pop()
-            if not lane:
+        due, self._due = self._due, None
+        if due is not None:
+            self._passed.add(due)
+            return due
+        while (entry := self._queue.first_behind(self._place)) is not None:
+            listed_key, lane = entry
+            if self._queue.relist(lane) > listed_key:
                 continue
-            now_key = self._key_of(lane)
-            if now_key <= key:
+            self._place = listed_key
+            if lane not in self._passed:
+                self._passed.add(lane)
                 return lane
-            heapq.heappush(self._moved, (now_key, lane))
         return None
 
     def again(self, lane: Lane) -> None:
         """Its head was taken, or another one: it has its next turn where it belongs now."""
-        if lane:
-            heapq.heappush(self._moved, (self._key_of(lane), lane))
-
-    def _pop(self) -> tuple[LaneKey, Lane]:
-        if not self._moved or (self._listed and self._listed[-1][0] < self._moved[0][0]):
-            return self._listed.pop()
-        return heapq.heappop(self._moved)
+        if not lane:
+            return
+        self._passed.remove(lane)
+        assert self._place is not None
+        if self._queue.relist(lane) <= self._place:
+            self._due = lane
 
 
 class RunningSet:

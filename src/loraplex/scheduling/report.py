@@ -1,21 +1,14 @@
-"""What the scheduler tells about itself: numbers of a step, and of the whole engine."""
+"""What the scheduler's state looks like from outside: records of steps, and statistics."""
 
-from collections.abc import Sequence
-
-from loraplex.core.plan import StepPlan
 from loraplex.core.stats import EngineStats, StepRecord
-from loraplex.scheduling.active import ActiveSequence
+from loraplex.scheduling.flights import Flight
 from loraplex.scheduling.roster import Roster
 
 
-def step_record(
-    roster: Roster,
-    plan: StepPlan,
-    sequences: Sequence[ActiveSequence],
-    start_ns: int,
-    num_preempted: int,
-) -> StepRecord:
-    """About a plan that is launched now, with the sequences of its rows."""
+def step_record(roster: Roster, flight: Flight, start_ns: int) -> StepRecord:
+    """About a plan in flight. How it ends is not known yet."""
+    plan, sequences = flight.plan, flight.sequences
+    handles = {handle for active in sequences for handle in active.request.handles}
     return StepRecord(
         step_id=plan.step_id,
         start_ns=start_ns,
@@ -23,10 +16,10 @@ def step_record(
         num_rows=len(plan.rows),
         num_prefill_rows=sum(row.token_ids is not None for row in plan.rows),
         num_tokens=plan.num_tokens,
-        num_adapters=len({h for active in sequences for h in active.request.handles}),
+        num_adapters=len(handles),
         num_running=len(roster.running),
         num_waiting=roster.num_waiting,
-        num_preempted=num_preempted,
+        num_preempted=flight.num_preempted,
         blocks_held=roster.kv.num_held,
         blocks_cached=roster.kv.num_cached,
         blocks_free=roster.kv.num_free,
@@ -37,7 +30,7 @@ def step_record(
 
 
 def engine_stats(roster: Roster) -> EngineStats:
-    counts, kv = roster.counts, roster.kv
+    kv, counts = roster.kv, roster.counts
     return EngineStats(
         num_running=len(roster.running),
         num_waiting=roster.num_waiting,

@@ -151,14 +151,16 @@ class Roster:
                 self.reservations.took(active, len(new_block_ids))
         return new_block_ids
 
-    def preempt(self, active: ActiveSequence) -> tuple[BlockTransfer, ...]:
+    def preempt(
+        self, active: ActiveSequence, *, may_offload: bool = True
+    ) -> tuple[BlockTransfer, ...]:
         """RUNNING -> WAITING; the transfers to plan so that its KV is kept on the host.
 
-        None of them if the host has no room: then the KV is computed again later, or found in the
-        prefix cache.
+        None of them if it may not go there, or the host has no room: then the KV is computed again
+        later, or found in the prefix cache.
         """
         assert not active.num_in_flight, "preempted while in flight"
-        transfers = () if active.request.beams else self._offload(active)
+        transfers = self._offload(active) if may_offload else ()
         self.requeue(active)
         return transfers
 
@@ -268,9 +270,7 @@ class Roster:
             self.waiting.remove(active)
 
     def _charge(self, active: ActiveSequence, num_input: int, num_output: int) -> None:
-        share = active.request.share
-        self.shares.charge(share, num_input, num_output)
-        self.waiting.served(share)
+        self.shares.charge(active.request.share, num_input, num_output)
 
     def _offload(self, active: ActiveSequence) -> tuple[BlockTransfer, ...]:
         """Nothing is worth it whose scores are still to be told: they need every position."""

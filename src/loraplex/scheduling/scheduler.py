@@ -4,13 +4,11 @@ The face of the room: it owns the requests from `add` to their last output. It s
 tensor and no file.
 """
 
-import dataclasses
-import heapq
 from collections import Counter
 
 from loraplex.core.adapter import AdapterHandle
 from loraplex.core.clock import Clock
-from loraplex.core.errors import ConfigError, DeadlineExceededError, ErrorInfo, LoraplexError
+from loraplex.core.errors import ConfigError, ErrorInfo, LoraplexError
 from loraplex.core.output import EngineOutput, FinishReason
 from loraplex.core.plan import Capacity, StepPlan, StepResult
 from loraplex.core.request import EngineRequest, RequestId
@@ -24,8 +22,10 @@ from loraplex.scheduling.adapters import AdapterDemand, HostTier
 from loraplex.scheduling.admission import QueueBound, beam_refusal, length_refusal
 from loraplex.scheduling.beam_group import new_beam_group
 from loraplex.scheduling.beam_rows import abort_group
+from loraplex.scheduling.deadlines import Deadlines, deadline_error
 from loraplex.scheduling.draft import PlanDraft
 from loraplex.scheduling.fair_share import FairShares
+from loraplex.scheduling.flights import Flight, Flights
 from loraplex.scheduling.overlap import projected
 from loraplex.scheduling.planner import Planner
 from loraplex.scheduling.policy import Policy, PriorityThenArrival
@@ -36,17 +36,6 @@ from loraplex.scheduling.settings import SchedulerSettings
 from loraplex.scheduling.slots import SlotPool
 from loraplex.scheduling.speculation import new_drafter
 from loraplex.scheduling.stop import StopRules
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Launched:
-    """A plan in flight, with the sequences of its rows."""
-
-    plan: StepPlan
-    sequences: list[ActiveSequence]
-    num_preempted: int
-    offloaded: list[ActiveSequence]
-    """Whose KV it brings to the host."""
 
 
 class Scheduler:
@@ -95,9 +84,8 @@ class Scheduler:
             new_reservations(settings, kv),
         )
         self._planner = Planner(self._roster, settings, capacity.max_num_seqs)
-        self._deadlines: list[tuple[int, RequestId]] = []
-        self._in_flight: list[_Launched] = []
-        """At most two, the oldest first."""
+        self._deadlines = Deadlines(self._roster.find)
+        self._flights = Flights(self._roster)
         self._was_short = False
         """Somebody was left out of the last plan ahead: others may have to be preempted for it."""
 
@@ -111,7 +99,12 @@ class Scheduler:
                 group.request, rules, self._max_model_len, roster.kv, self._max_step_tokens
             )
             or beam_refusal(
-                group.request, rules, self._max_num_seqs, roster.kv, self._max_step_tokens
+                group.request,
+                rules,
+                self._max_num_seqs,
+                self._settings.max_seqs_per_adapter,
+                roster.kv,
+                self._max_step_tokens,
             )
             or self._queue_refusal(group.request)
             or self._adapters.refusal(handles, now_ns)
@@ -138,8 +131,7 @@ class Scheduler:
         shares = self._shares_prompts and len(group.request.prompt_token_ids) > roster.kv.block_size
         shares = shares or request.wants_prompt_scores or request.beams is not None
         roster.accept(request, hold_back=shares)
-        if group.request.deadline_ns is not None:
-            heapq.heappush(self._deadlines, (group.request.deadline_ns, request.request_id))
+        self._deadlines.add(request)
 
     def _queue_refusal(self, request: EngineRequest) -> LoraplexError | None:
         """A request that an engine before this one had accepted has its place."""
@@ -201,7 +193,7 @@ class Scheduler:
 
         A plan without rows only starts adapter copies, or asks for the end of those under way.
         """
-        assert not self._in_flight, "a plan is in flight"
+        assert not self._flights, "a plan is in flight"
         self._was_short = False
         self._expire(self._clock.now_ns())
         draft = self._planner.draft(self._clock.now_ns())
@@ -213,11 +205,11 @@ class Scheduler:
         It has what can be computed next whatever the one in flight gives, and preempts nobody. Who
         cannot go on without that waits for the plan after next, made with nothing in flight.
         """
-        (launched,) = self._in_flight
+        flight = self._flights.only
         if self._was_short:
             return None
         self._expire(self._clock.now_ns())
-        with projected(launched.plan.rows, launched.sequences):
+        with projected(flight.plan.rows, flight.sequences):
             draft = self._planner.draft(self._clock.now_ns(), is_ahead=True)
         self._was_short = draft.is_short
         return self._depart(draft, is_wanted=False)
@@ -226,22 +218,19 @@ class Scheduler:
         """is_wanted: even if it neither computes nor starts anything."""
         copies = self._adapters.take_copies_to_start()
         if not (draft.num_rows or copies or is_wanted):
+            assert not draft.joined, "the runner would not be told who has joined"
             return None
         counts = self._roster.counts
         counts.steps += 1
         plan = draft.build(counts.steps, self._roster.slots.take_removed(), copies)
-        for active in draft.sequences:
-            active.num_in_flight += 1
-        self._in_flight.append(
-            _Launched(plan, draft.sequences, draft.num_preempted, draft.offloaded)
-        )
+        self._flights.depart(Flight(plan, draft.sequences, draft.num_preempted, draft.offloaded))
         return plan
 
     def absorb(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
         """Take the result of the oldest plan in flight. Returns everything there is to say."""
-        launched = self._land(plan)
+        flight = self._flights.land(plan)
         now_ns = self._clock.now_ns()
-        rows = zip(plan.rows, result.rows, launched.sequences, strict=True)
+        rows = zip(plan.rows, result.rows, flight.sequences, strict=True)
         for row, row_result, active in rows:
             assert row.slot == row_result.slot, "the results are not in the plan's order"
             if not active.is_finished:
@@ -262,11 +251,11 @@ class Scheduler:
         What the runner did of it is not known. So nothing that the step computed is kept, and the
         next plan names its removed slots and its adapter copies again. A plan behind it is `void`.
         """
-        launched = self._land(plan)
-        alive = [active for active in launched.sequences if not active.is_finished]
+        flight = self._flights.land(plan)
+        alive = [active for active in flight.sequences if not active.is_finished]
         for request in dict.fromkeys(active.request for active in alive):
             self._roster.fail_request(request, error.to_info())
-        self._undo(launched)
+        self._undo(flight)
         return self.take_outputs()
 
     def void(self, plan: StepPlan) -> list[EngineOutput]:
@@ -274,18 +263,18 @@ class Scheduler:
 
         The runner may have done some of it: nothing of that is used.
         """
-        launched = self._land(plan)
-        for active in launched.sequences:
+        flight = self._flights.land(plan)
+        for active in flight.sequences:
             if active.sequence.status is SequenceStatus.RUNNING:
                 self._roster.requeue(active)
-        self._undo(launched)
+        self._undo(flight)
         return self.take_outputs()
 
-    def _undo(self, launched: _Launched) -> None:
+    def _undo(self, flight: Flight) -> None:
         """What a plan names beside its rows may not have been done."""
-        self._roster.slots.remove_again(launched.plan.removed)
-        self._adapters.start_again(launched.plan.adapter_copies)
-        for active in launched.offloaded:
+        self._roster.slots.remove_again(flight.plan.removed)
+        self._adapters.start_again(flight.plan.adapter_copies)
+        for active in flight.offloaded:
             self._roster.forget_offloaded(active)
 
     def take_outputs(self) -> list[EngineOutput]:
@@ -298,11 +287,10 @@ class Scheduler:
         While `num_loading` adapters are being loaded, their end is something that happens.
         """
         roster, now_ns = self._roster, self._clock.now_ns()
-        if roster.running or roster.outbox or self._adapters.num_copying or self._in_flight:
+        if roster.running or roster.outbox or self._adapters.num_copying or self._flights:
             return now_ns
-        while self._deadlines and roster.find(self._deadlines[0][1]) is None:
-            heapq.heappop(self._deadlines)
-        wakes = [deadline_ns for deadline_ns, _ in self._deadlines[:1]]
+        deadline_ns = self._deadlines.next_ns()
+        wakes = [] if deadline_ns is None else [deadline_ns]
         held_until_ns = self._planner.held_until_ns()
         if held_until_ns > now_ns:
             wakes.append(held_until_ns)
@@ -330,13 +318,12 @@ class Scheduler:
 
     def adapter_rows(self, plan: StepPlan) -> Counter[AdapterHandle]:
         """How many rows of a plan in flight use each adapter."""
-        sequences = self._launched(plan).sequences
+        sequences = self._flights.of(plan).sequences
         return Counter(handle for active in sequences for handle in active.request.handles)
 
     def record(self, plan: StepPlan, start_ns: int) -> StepRecord:
         """About a plan in flight. How it ends is not known yet."""
-        launched = self._launched(plan)
-        return step_record(self._roster, plan, launched.sequences, start_ns, launched.num_preempted)
+        return step_record(self._roster, self._flights.of(plan), start_ns)
 
     def stats(self) -> EngineStats:
         return engine_stats(self._roster)
@@ -351,35 +338,12 @@ class Scheduler:
 
     def check(self) -> None:
         """Nothing is lost and nothing is counted twice."""
-        self._roster.check(Counter(a for launched in self._in_flight for a in launched.sequences))
+        self._roster.check(self._flights.num_rows())
 
     def _expire(self, now_ns: int) -> None:
-        while self._deadlines and self._deadlines[0][0] <= now_ns:
-            deadline_ns, request_id = heapq.heappop(self._deadlines)
-            request = self._roster.find(request_id)
-            if request is None:
-                continue
-            seconds = (deadline_ns - request.arrival_ns) / 1e9
-            num_tokens = sum(sequence.num_output_tokens for sequence in request.group.sequences)
-            error = DeadlineExceededError(
-                f"the request did not end within its {seconds:g} seconds; "
-                f"it had {num_tokens} new tokens"
-            )
-            self._roster.fail_request(request, error.to_info())
+        for request in self._deadlines.take_due(now_ns):
+            self._roster.fail_request(request, deadline_error(request).to_info())
         self._adapters.expire(now_ns)
-
-    def _launched(self, plan: StepPlan) -> _Launched:
-        for launched in self._in_flight:
-            if launched.plan is plan:
-                return launched
-        raise AssertionError(f"plan {plan.step_id} is not in flight")
-
-    def _land(self, plan: StepPlan) -> _Launched:
-        launched = self._in_flight.pop(0)
-        assert launched.plan is plan, "plans land in their order"
-        for active in launched.sequences:
-            self._roster.landed(active)
-        return launched
 
 
 def _check_settings(settings: SchedulerSettings, capacity: Capacity) -> None:

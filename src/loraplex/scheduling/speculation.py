@@ -35,7 +35,9 @@ def add_drafts(roster: Roster, draft: PlanDraft) -> None:
         sequence = active.sequence
         # The step itself gives one more token: it needs no guess.
         num_left = active.request.stop_rules.max_tokens - sequence.num_output_tokens - 1
-        token_ids = active.drafter.propose(sequence.token_ids, min(num_left, draft.budget.num_left))
+        # With a window, the blocks of a row are counted by how much it may compute in one step.
+        num_left = min(num_left, draft.budget.num_left, draft.budget.max_per_row - 1)
+        token_ids = active.drafter.propose(sequence.token_ids, num_left)
         if token_ids:
             num_fitting, new_block_ids = _make_room(roster, active, len(token_ids))
             if num_fitting:

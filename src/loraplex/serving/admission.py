@@ -28,6 +28,7 @@ from loraplex.serving.backend import ModelCard
 NO_END_ID = -1
 """As end_id: no token is the end of the text."""
 _UINT64 = 2**64
+_MAX_PRIORITY = 2**31 - 1
 _LONGEST_TIMEOUT_SECONDS = 1e8
 """Three years. What is longer is as good as none, and may be too large for a clock."""
 
@@ -47,6 +48,7 @@ def admit(
     request.sampling.validate()
     check_prompt(prompt_token_ids, model)
     _check_sampling_ids(request.sampling, model)
+    _check_priority(request.priority)
     if request.retention is not None:
         check_retention(request.retention)
     ends = _eos_token_ids(request.end_id, eos_token_ids, model)
@@ -122,8 +124,21 @@ def _eos_token_ids(
     """Those of the model stay, though ignored, where end_id is none: a grammar ends with one."""
     if end_id is None or end_id == NO_END_ID:
         return eos_token_ids
+    if type(end_id) is not int:
+        raise InvalidParameterError(
+            f"end_id must be a token id, or -1 for none, got {end_id!r}", param="end_id"
+        )
     _check_ids("end_id", (end_id,), model)
     return (end_id,)
+
+
+def _check_priority(priority: int) -> None:
+    """An engine compares it with that of others."""
+    if type(priority) is not int or abs(priority) > _MAX_PRIORITY:
+        raise InvalidParameterError(
+            f"priority must be an integer in [{-_MAX_PRIORITY}, {_MAX_PRIORITY}], got {priority!r}",
+            param="priority",
+        )
 
 
 def _complete(request: GenerateRequest, num_prompt_tokens: int, model: ModelCard) -> SamplingParams:
@@ -156,10 +171,14 @@ def _complete(request: GenerateRequest, num_prompt_tokens: int, model: ModelCard
 
 
 def _deadline_ns(timeout_seconds: float | None, now_ns: int) -> int | None:
-    if timeout_seconds is None or timeout_seconds > _LONGEST_TIMEOUT_SECONDS:
+    if timeout_seconds is None:
         return None
-    if not timeout_seconds > 0:  # true for NaN, too
+    is_number = isinstance(timeout_seconds, int | float)
+    if not is_number or not timeout_seconds > 0:  # true for NaN, too
         raise InvalidParameterError(
-            f"the timeout must be more than 0 seconds, got {timeout_seconds:g}", param="timeout"
+            f"the timeout must be more than 0 seconds, got {timeout_seconds!r}",
+            param="timeout_seconds",
         )
+    if timeout_seconds > _LONGEST_TIMEOUT_SECONDS:
+        return None
     return now_ns + int(timeout_seconds * 1e9)

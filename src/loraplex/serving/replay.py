@@ -127,7 +127,9 @@ class RequestInWork:
     def abort(self, sequence_index: int | None) -> bool:
         """Note that it, or one sequence, is to end. False if that has ended or will end already."""
         every = set(range(len(self._outputs)))
-        meant = every if sequence_index is None else every & {sequence_index}
+        # A search has one answer: engines end it as a whole, too.
+        is_whole = sequence_index is None or self._request.sampling.beam is not None
+        meant = every if is_whole else every & {sequence_index}
         new = meant - self._ended - self._aborted
         self._aborted |= new
         return bool(new)

@@ -69,7 +69,7 @@ class EchoSequence:
                 self._text += self._stop_token_text(token_id)
             return self._finish(token_id, None if is_end else token_id)
         self._text += self._decoder.decode(echo_tokenizer.token_bytes(token_id))
-        if self._may_stop and self._ends_with_stop_sequence():
+        if self._ends_with_stop_sequence():
             return self._finish(token_id, None)
         stop = self._find_stop()
         if stop is not None:
@@ -93,8 +93,6 @@ class EchoSequence:
 
     def _find_stop(self) -> tuple[int, str] | None:
         """(start, stop string) of the leftmost match."""
-        if not self._may_stop:
-            return None
         found = [(self._text.find(stop, self._num_sent), stop) for stop in self._sampling.stop]
         return min((match for match in found if match[0] >= 0), default=None)
 

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from loraplex.core.errors import ErrorInfo
 from loraplex.core.output import EngineOutput, FinishReason, LogitsFile, TokenLogprob
 
 
@@ -36,8 +37,7 @@ class Answer:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     prompt_logits: bytes = b""
     is_finished: bool = False
-    error: str | None = None
-    """Its code."""
+    error: ErrorInfo | None = None
 
     @classmethod
     def of(cls, outputs: Iterable[EngineOutput]) -> "Answer":
@@ -74,7 +74,7 @@ class Answer:
             self.prompt_logprobs = output.prompt_logprobs
         self.prompt_logits += _read(output.prompt_logits)
         if output.error is not None:
-            self.error = output.error.code
+            self.error = output.error
         for delta in output.deltas:
             sequence = self.sequences[delta.index]
             assert sequence.finish is None, "tokens after the end"

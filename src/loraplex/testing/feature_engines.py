@@ -11,11 +11,13 @@ from loraplex.core.request import EngineRequest
 from loraplex.engine.engine import Engine, build_engine
 from loraplex.engine.journal import Journal
 from loraplex.execution.grammar_rows import GrammarRows
+from loraplex.execution.host_adapters import HostAdapters
 from loraplex.execution.model_runner import CompletedStep, ModelRunner, PreparedStep, RunnerParts
 from loraplex.execution.sampler import Sampler
 from loraplex.execution.threaded_runner import ThreadedRunner
 from loraplex.kernels.dispatch import select_kernels
 from loraplex.memory.adapter_pages import place
+from loraplex.models.config import DecoderConfig
 from loraplex.scheduling.settings import SchedulerSettings
 from loraplex.testing.fake_clock import FakeClock
 from loraplex.testing.fake_loader import FakeLoad
@@ -25,6 +27,7 @@ from loraplex.testing.random_schedules import RandomAdapters
 
 RANKS = (4, 8, 3)
 """Of the adapters."""
+PLANNED_FAILURE = StepFailedError("it was to fail")
 _LARGE = 1 << 30
 
 
@@ -71,7 +74,7 @@ class FeatureEngines:
             ThreadedRunner(runner) if conditions.overlap else runner,
             self._loader(random.Random(f"loads {conditions.seed}")),
             clock,
-            conditions.settings,
+            conditions.settings_for(requests),
             adapter_host_bytes=most_bytes if conditions.small_adapter_host else _LARGE,
             eviction_policy=conditions.eviction_policy,
             journal=journal,
@@ -86,7 +89,7 @@ class FeatureEngines:
 
     def _loader(self, draws: random.Random) -> "_LateAdapters":
         parts = self._parts
-        return _LateAdapters(parts.host_adapters, parts.decoder.config, RANKS, draws)
+        return _LateAdapters(parts.host_adapters, parts.decoder.config, draws)
 
     def _runner(
         self,
@@ -111,8 +114,8 @@ class FeatureEngines:
 class _LateAdapters(RandomAdapters):
     """Loads end at random."""
 
-    def __init__(self, host, config, ranks, draws: random.Random) -> None:
-        super().__init__(host, config, ranks)
+    def __init__(self, host: HostAdapters, config: DecoderConfig, draws: random.Random) -> None:
+        super().__init__(host, config, RANKS)
         self._draws = draws
         self._late: list[FakeLoad] = []
 
@@ -136,4 +139,4 @@ class _FailingRunner(ModelRunner):
             return super().run(step)
         if self._num_steps % 2:
             super().run(step)
-        return CompletedStep(StepFailedError("it was to fail"))
+        return CompletedStep(PLANNED_FAILURE)

@@ -68,9 +68,9 @@ class FeatureRequests:
             logprobs=2,
         )
         self._add(self._like(0, 6), self._base, temperature=1.0)
-        decay = {"top_p_decay": 0.7, "top_p_min": 0.2, "top_p_reset_id": 40}
+        decay: dict[str, Any] = {"top_p_decay": 0.7, "top_p_min": 0.2, "top_p_reset_id": 40}
         self._add(self._like(21, 6), self._one, temperature=1.5, logprobs=1, top_p=0.99, **decay)
-        penalties = {
+        penalties: dict[str, Any] = {
             "repetition_penalty": 1.3,
             "presence_penalty": 0.5,
             "frequency_penalty": 0.3,
@@ -120,7 +120,7 @@ class FeatureRequests:
             self._three,
             ends=(said[4], said[7]),
             beam=BeamSearch(width=3, early_stopping=EarlyStopping.AT_ONCE),
-            bad_token_ids=((said[0],),),
+            bad_token_ids=((said[1], said[2]),),
             repetition_penalty=1.2,
             no_repeat_ngram_size=2,
             prompt_logprobs=1,
@@ -129,7 +129,7 @@ class FeatureRequests:
 
     def _add_grammars(self) -> None:
         self._add(self._like(16, 2), self._one, grammar=regex("[a-f]{3,9}c"), temperature=0.0)
-        json = {"grammar": schema(SCHEMA), "max_tokens": 40}
+        json: dict[str, Any] = {"grammar": schema(SCHEMA), "max_tokens": 40}
         self._add(self._like(16, 2), self._two, temperature=1.0, logprobs=1, **json)
         self._add(self._periodic, self._base, temperature=0.0, num_draft_tokens=4, **json)
         forced = regex("(a text that is forced|an answer)")

@@ -11,8 +11,11 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from loraplex.core.output import EngineOutput
 from loraplex.core.request import EngineRequest, RequestId
+from loraplex.core.stats import StepRecord
 from loraplex.engine.engine import Engine
 from loraplex.engine.journal_file import JournalFile, JournalReader
 from loraplex.engine.replay import replay
@@ -20,16 +23,17 @@ from loraplex.execution.model_runner import RunnerParts
 from loraplex.serving.replay import KILL_BLAME, RequestInWork
 from loraplex.testing.fake_clock import FakeClock
 from loraplex.testing.feature_answers import Answer
-from loraplex.testing.feature_engines import FeatureEngines
+from loraplex.testing.feature_engines import PLANNED_FAILURE, FeatureEngines
 from loraplex.testing.feature_requests import FeatureRequests
 from loraplex.testing.random_conditions import Conditions
 
-MAX_REQUESTS = 9
+MAX_REQUESTS = 12
 """In one schedule."""
-LAST_ARRIVAL = 15
-"""A step."""
+SHORT_PROMPT = 32
+LAST_ARRIVALS = (3, 20)
+"""Steps."""
 LAST_ABORT = 30
-MAX_STEPS = 5000
+MAX_STEPS = 3000
 _JOURNAL_BYTES = 1 << 30
 
 
@@ -66,10 +70,13 @@ class FeatureSchedules:
 
     def _answer_alone(self, request: EngineRequest) -> Answer:
         engine = self._engines.plain(FakeClock(1), self._new_folder())
-        engine.add(request)
+        sampling = msgspec.structs.replace(request.sampling, num_draft_tokens=0)
+        engine.add(msgspec.structs.replace(request, sampling=sampling))
         outputs: list[EngineOutput] = []
         while not engine.is_idle:
-            outputs += engine.step().outputs
+            turn = engine.step()
+            assert turn.record is None or turn.record.step_id < MAX_STEPS
+            outputs += turn.outputs
         engine.close()
         answer = Answer.of(outputs)
         assert answer.error is None, f"{answer.error}: {request}"
@@ -98,19 +105,27 @@ class _Schedule:
         self._folder = folder
         self._clock = FakeClock(1)
         self._draws = draws = random.Random(f"schedule {conditions.seed}")
-        chosen = draws.sample(requests, draws.randint(3, MAX_REQUESTS))
-        self._requests = [conditions.changed(request) for request in chosen]
+        chosen = _choose(draws, requests)
+        self._of_alone = [request.request_id for request in chosen]
+        """Which request each of these is."""
+        self._requests = [
+            conditions.changed(msgspec.structs.replace(request, request_id=index))
+            for index, request in enumerate(chosen)
+        ]
         self._works = {
             request.request_id: RequestInWork(request, engines.sources)
             for request in self._requests
         }
+        last_arrival = draws.choice(LAST_ARRIVALS)
         self._arrivals = sorted(
-            (draws.randint(0, LAST_ARRIVAL), request.request_id) for request in self._requests
+            (draws.randint(0, last_arrival), request.request_id) for request in self._requests
         )
         self._aborts = self._draw_aborts()
         self._unfinished: dict[RequestId, RequestInWork] = {}
         self._aborted: set[tuple[RequestId, int]] = set()
         self._num_engines = 0
+        self._journal_path: Path | None = None
+        """Of the running engine."""
 
     def run(self) -> None:
         crashes, failing = list(self._conditions.crashes), self._conditions.failing_steps
@@ -120,15 +135,20 @@ class _Schedule:
                 break
             self._arrive_and_abort(engine, step)
             turn = engine.step()
+            self._count(turn.record)
             if step in crashes:
-                engine = self._crash(engine, is_told=self._draws.random() < 0.5, outputs=turn.outputs)
+                engine = self._crash(
+                    engine, is_told=self._draws.random() < 0.5, outputs=turn.outputs
+                )
                 continue
             self._deliver(turn.outputs)
             if self._draws.random() < 0.1:
                 engine.check()
             self._clock.advance(self._draws.randint(1, 1_500_000))
         else:
-            raise AssertionError(f"{MAX_STEPS} steps, and {len(self._unfinished)} requests are left")
+            raise AssertionError(
+                f"{MAX_STEPS} steps, and {len(self._unfinished)} requests are left"
+            )
         engine.check()
         assert engine.stats().blocks_on_host == 0
         self._leave(engine)
@@ -139,13 +159,13 @@ class _Schedule:
             request_id = request.request_id
             stream = self._works[request_id].stream
             answer = Answer.of(asyncio.run(stream.take()))
-            may_fail = bool(self._conditions.failing_steps) and answer.error == "step_failed"
+            may_fail = answer.error == PLANNED_FAILURE.to_info()
             self.tally["failed"] += may_fail
-            found = list(answer.differences(alone[request_id], may_fail=may_fail))
+            found = list(answer.differences(alone[self._of_alone[request_id]], may_fail=may_fail))
             for index, sequence in answer.sequences.items():
                 if sequence.is_aborted and (request_id, index) not in self._aborted:
                     found.append(f"sequence {index} was aborted, and nobody asked for it")
-            problems += [f"request {request_id}: {problem}" for problem in found]
+            problems += [f"request {self._of_alone[request_id]}: {problem}" for problem in found]
         return problems
 
     def _draw_aborts(self) -> list[tuple[int, RequestId, int | None]]:
@@ -160,20 +180,21 @@ class _Schedule:
     def _arrive_and_abort(self, engine: Engine, step: int) -> None:
         while self._arrivals and self._arrivals[0][0] <= step:
             _, request_id = self._arrivals.pop(0)
-            work = self._unfinished[request_id] = self._works[request_id]
-            engine.add(work.engine_request())
+            self._unfinished[request_id] = self._works[request_id]
+            engine.add(self._works[request_id].engine_request())
         for at, request_id, index in self._aborts:
             work = self._unfinished.get(request_id)
             if at == step and work is not None and work.abort(index):
                 engine.abort(request_id, index)
-                sampling = self._request(request_id).sampling
-                is_whole = index is None or sampling.beam is not None
-                indices = range(sampling.num_sequences) if is_whole else [index]
-                self._aborted.update((request_id, of_request) for of_request in indices)
-                self.tally["aborts"] += 1
+                self._note_abort(request_id, index)
 
-    def _request(self, request_id: RequestId) -> EngineRequest:
-        return next(r for r in self._requests if r.request_id == request_id)
+    def _note_abort(self, request_id: RequestId, index: int | None) -> None:
+        sampling = self._requests[request_id].sampling
+        # A search has one answer: it is aborted as a whole.
+        is_whole = sampling.beam is not None
+        indices = range(sampling.num_sequences) if is_whole or index is None else (index,)
+        self._aborted.update((request_id, of_request) for of_request in indices)
+        self.tally["aborts"] += 1
 
     def _deliver(self, outputs: Sequence[EngineOutput]) -> None:
         for output in outputs:
@@ -181,9 +202,7 @@ class _Schedule:
             if output.finished:
                 del self._unfinished[output.request_id]
 
-    def _crash(
-        self, engine: Engine, *, is_told: bool, outputs: Sequence[EngineOutput]
-    ) -> Engine:
+    def _crash(self, engine: Engine, *, is_told: bool, outputs: Sequence[EngineOutput]) -> Engine:
         """is_told: the engine dies only after it told what its last step gave."""
         if is_told:
             self._deliver(outputs)
@@ -200,19 +219,27 @@ class _Schedule:
         return engine
 
     def _new_engine(self, failing_steps: Sequence[int]) -> Engine:
-        logits_dir = self._folder / f"logits-{self._num_engines}"
-        logits_dir.mkdir()
-        journal = None
-        if self._conditions.has_journal:
-            journal = JournalFile(self._journal_path, _JOURNAL_BYTES)
+        folder = self._folder / f"engine-{self._num_engines}"
+        folder.mkdir()
         self._num_engines += 1
+        self._journal_path = folder / "journal" if self._conditions.has_journal else None
         return self._engines.under(
-            self._conditions, self._requests, self._clock, logits_dir, journal, failing_steps
+            self._conditions,
+            self._requests,
+            self._clock,
+            folder,
+            JournalFile(self._journal_path, _JOURNAL_BYTES) if self._journal_path else None,
+            failing_steps,
         )
 
-    @property
-    def _journal_path(self) -> Path:
-        return self._folder / f"journal-{self._num_engines}"
+    def _count(self, record: StepRecord | None) -> None:
+        if record is not None:
+            self.tally.update(
+                offloads=record.block_offloads,
+                loads=record.block_loads,
+                copies=record.block_copies,
+                failed_steps=record.num_failed_rows == record.num_rows > 0,
+            )
 
     def _leave(self, engine: Engine) -> None:
         stats = engine.stats()
@@ -225,11 +252,22 @@ class _Schedule:
             adapter_evictions=stats.adapters.device_evictions,
         )
         engine.close()
-        if self._conditions.has_journal:
-            self._num_engines -= 1
-            reader = JournalReader(self._journal_path)
-            self._num_engines += 1
-            summary = replay(reader.header, reader)
-            self.tally["replayed_steps"] += summary.steps
-            if summary.difference is not None:
-                self.problems.append(f"its journal: {summary.difference}")
+        if self._journal_path is not None:
+            self._replay(self._journal_path)
+
+    def _replay(self, journal: Path) -> None:
+        reader = JournalReader(journal)
+        summary = replay(reader.header, reader)
+        self.tally["journaled_steps"] += summary.steps
+        if summary.difference is not None:
+            self.problems.append(f"its journal: {summary.difference}")
+
+
+def _choose(draws: random.Random, requests: Sequence[EngineRequest]) -> list[EngineRequest]:
+    """Some of them, and some of those more than once: they find their own blocks."""
+    if draws.random() < 0.7:  # among short ones, more of them compete for as many blocks
+        requests = [r for r in requests if len(r.prompt_token_ids) <= SHORT_PROMPT]
+    if draws.random() < 0.4:
+        adapters = draws.choice(requests).adapters
+        requests = [request for request in requests if request.adapters == adapters]
+    return draws.choices(requests, k=draws.randint(4, MAX_REQUESTS))

@@ -1,7 +1,8 @@
-"""Under what conditions requests are answered, drawn at random: none of them may change an answer."""
+"""Under what conditions requests are answered, drawn at random. None may change an answer."""
 
 import dataclasses
 import random
+from collections.abc import Sequence
 
 import msgspec
 
@@ -20,8 +21,6 @@ from loraplex.scheduling.settings import (
 from loraplex.scheduling.stop import StopRules
 
 MAX_NUM_SEQS = 8
-LAST_ARRIVAL = 15
-"""A step."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,6 +29,7 @@ class Conditions:
 
     seed: object
     settings: SchedulerSettings
+    """See settings_for."""
     max_num_seqs: int
     room: float
     """KV blocks: this times what the largest request needs."""
@@ -56,8 +56,8 @@ class Conditions:
             seed=seed,
             settings=_draw_settings(draws, max_num_seqs),
             max_num_seqs=max_num_seqs,
-            room=draws.choice([1.0, 1.0, 1.3, 2.0, 6.0]),
-            num_host_blocks=draws.choice([0, 0, 6, 60]),
+            room=draws.choice([1.0, 1.0, 1.2, 1.5, 4.0]),
+            num_host_blocks=draws.choice([0, 8, 60]),
             adapter_room=draws.choice([1.0, 1.0, 1.5, 4.0]),
             small_adapter_host=draws.random() < 0.5,
             keeps_host_copy=draws.random() < 0.3,
@@ -65,13 +65,13 @@ class Conditions:
             overlap=draws.random() < 0.5,
             fast_forward=draws.random() < 0.7,
             abort_share=draws.choice([0.0, 0.0, 0.2]),
-            crashes=_some_steps(draws, 0.3),
-            failing_steps=_some_steps(draws, 0.15),
+            crashes=_some_steps(draws, 0.5),
+            failing_steps=_some_steps(draws, 0.3),
             has_journal=draws.random() < 0.25,
         )
 
     def capacity(
-        self, capacity: Capacity, requests: list[EngineRequest], least_pages: int
+        self, capacity: Capacity, requests: Sequence[EngineRequest], least_pages: int
     ) -> Capacity:
         """Of an engine in which each of the requests can be served alone.
 
@@ -103,6 +103,14 @@ class Conditions:
             keeps_host_copy=self.keeps_host_copy,
         )
 
+    def settings_for(self, requests: Sequence[EngineRequest]) -> SchedulerSettings:
+        """With a limit of sequences per adapter, if any, that none of these requests exceeds."""
+        limit = self.settings.max_seqs_per_adapter
+        if not limit:
+            return self.settings
+        widths = [r.sampling.beam.width for r in requests if r.sampling.beam is not None]
+        return dataclasses.replace(self.settings, max_seqs_per_adapter=max(limit, *widths, 0))
+
     def changed(self, request: EngineRequest) -> EngineRequest:
         """With another priority, tenant and so on: nothing of it is for the answer."""
         draws = random.Random(f"request {self.seed} {request.request_id}")
@@ -126,7 +134,9 @@ def _draw_settings(draws: random.Random, max_num_seqs: int) -> SchedulerSettings
         max_prefill_chunk=draws.choice([None, 1, 7, 64]),
         shortest_prefill_share=draws.choice([0.0, 0.5, 0.9]),
         batching=draws.choice([*Batching, Batching.INFLIGHT]),
-        batch_scheduler_policy=draws.choice(list(BatchSchedulerPolicy)),
+        batch_scheduler_policy=draws.choice(
+            [*BatchSchedulerPolicy, BatchSchedulerPolicy.MAX_UTILIZATION]
+        ),
         fair_share=draws.choice(list(FairShare)),
         fair_resident_lead=draws.choice([0.0, 20.0, 2048.0]),
         max_seqs_per_adapter=draws.choice([0, 0, 1, 2]),
@@ -152,4 +162,4 @@ def _draw_retention(draws: random.Random) -> KVRetention | None:
 def _some_steps(draws: random.Random, share: float) -> tuple[int, ...]:
     if draws.random() >= share:
         return ()
-    return tuple(sorted(draws.randint(1, 40) for _ in range(draws.randint(1, 3))))
+    return tuple(sorted(draws.randint(1, 30) for _ in range(draws.randint(1, 3))))

@@ -104,6 +104,12 @@ def test_as_many_entries_as_prompts(llm, arguments):
         llm.generate([QUESTION] * 2, **arguments)
 
 
+@pytest.mark.parametrize("params", [{"n": 2}, [None], [5]])
+def test_what_is_no_sampling(llm, params):
+    with pytest.raises(InvalidRequestError, match="must be SamplingParams"):
+        llm.generate([QUESTION], params)
+
+
 @pytest.mark.parametrize("prompts", [[3.5], [QUESTION, None], [[1, "x"]], [[1.0]]])
 def test_what_is_no_prompt(llm, prompts):
     with pytest.raises(InvalidRequestError, match="a prompt is a text or a list of token ids"):

@@ -377,7 +377,7 @@ def test_the_words_of_tensorrt_llm():
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("batching", "V2", "must be one of inflight, static"),
+        ("batching", "V2", "must be one of inflight, static, inflight_fused_batching"),
         ("fair_share", "user", "must be one of none, adapter, tenant, tenant_adapter"),
         ("fair_weights", {"a": 0.0}, "must have weights that are more than 0, and finite"),
         ("batch_scheduler_policy", "x", "must be one of max_utilization, guaranteed_no_evict"),

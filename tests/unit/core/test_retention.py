@@ -33,6 +33,9 @@ def test_the_first_token_decides_about_a_block():
         ([TokenRangeRetention(5, 5)], "empty token range: 5 to 5"),
         ([TokenRangeRetention(0, 5, 101)], "priority must be 0 to 100, got 101"),
         ([TokenRangeRetention(0, 5, -1)], "priority must be 0 to 100, got -1"),
+        ([TokenRangeRetention(0, 5, "9")], "priority must be 0 to 100, got '9'"),
+        ([TokenRangeRetention("0", 5)], "other things than integers: 0 to 5"),
+        ([TokenRangeRetention(0, 5, 1, 0.5)], "duration must be at least 0 ms, got 0.5"),
         ([TokenRangeRetention(0, 5, 1, -2)], "duration must be at least 0 ms, got -2"),
         ([TokenRangeRetention(i, i + 1) for i in range(257)], "257 token ranges; at most 256"),
     ],
@@ -46,6 +49,8 @@ def test_a_retention_that_cannot_be_kept_is_refused(ranges, words):
 def test_the_decode_values_are_checked_too():
     with pytest.raises(InvalidParameterError, match=r"\(decode\): priority"):
         check_retention(KVRetention(decode_priority=200))
+    with pytest.raises(InvalidParameterError, match="must be a KVRetention, got 'long'"):
+        check_retention("long")
 
 
 def test_ranges_that_touch_are_no_overlap():

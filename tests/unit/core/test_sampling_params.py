@@ -5,6 +5,7 @@ import math
 import pytest
 
 from loraplex.core.errors import InvalidParameterError
+from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.core.sampling_params import (
     MAX_LOGPROBS,
     MAX_N,
@@ -84,6 +85,15 @@ BAD = [
     ("ignore_eos", "yes"),
     ("skip_special_tokens", 1),
     ("include_stop_in_output", None),
+    ("grammar", "a+"),
+    ("grammar", Grammar("regex", "a+")),
+    ("grammar", Grammar(GrammarKind.REGEX, 5)),
+    ("logit_bias", {5: 1.0}),
+    ("logit_bias", ((5,),)),
+    ("logit_bias", ((True, 1.0),)),
+    ("logit_bias", (("5", 1.0),)),
+    ("bad_token_ids", ([5],)),
+    ("stop_token_sequences", ((5, "6"),)),
 ]
 
 

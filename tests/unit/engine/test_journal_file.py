@@ -1,15 +1,19 @@
 """A journal on disk: whole after a kill, bounded, and of one engine."""
 
 import json
+import math
 import os
 import stat
 
 import pytest
 
 from loraplex.core.errors import ConfigError
+from loraplex.core.plan import RowAdded, StepPlan
+from loraplex.core.request import EngineRequest
+from loraplex.core.sampling_params import MAX_LOGIT_BIAS, SamplingParams
 from loraplex.engine.journal import CommandTaken, JournalHeader, PlanMade
 from loraplex.engine.journal_file import NUM_PARTS, JournalError, JournalFile, JournalReader
-from loraplex.engine.messages import PreloadAdapter
+from loraplex.engine.messages import AddRequest, PreloadAdapter
 from loraplex.scheduling.settings import SchedulerSettings
 from loraplex.testing.fake_runner import FAKE_CAPACITY
 
@@ -49,6 +53,34 @@ def test_what_was_written_is_read(path):
     file.close()
     file.write(PlanMade(3))
     assert entries(path) == written, "a closed journal takes nothing"
+
+
+def test_a_bias_of_minus_infinity_is_told_as_a_finite_one(path):
+    """JSON has no infinity; the scheduler looks at no bias."""
+    sampling = SamplingParams(logit_bias=((3, -math.inf), (7, 1.5)), max_tokens=4)
+    request = EngineRequest(
+        request_id=1,
+        prompt_token_ids=(1,),
+        sampling=sampling,
+        eos_token_ids=(),
+        adapters=(),
+        kv_salt=b"",
+        tenant="",
+        priority=0,
+        arrival_ns=0,
+        deadline_ns=None,
+    )
+    row = RowAdded(0, 1, sampling, 0, 0, token_ids=(1,), num_prompt_tokens=1)
+    file = journal(path)
+
+    file.write(CommandTaken(1, AddRequest(request)))
+    file.write(PlanMade(2, plan=StepPlan(1, added=(row,))))
+
+    (command, plan) = entries(path)
+    biases = ((3, -MAX_LOGIT_BIAS), (7, 1.5))
+    assert command.command.request.sampling.logit_bias == biases
+    assert plan.plan.added[0].sampling.logit_bias == biases
+    command.command.request.sampling.validate()
 
 
 def test_only_the_owner_may_read_it(path):
@@ -160,10 +192,10 @@ def test_a_full_disk_ends_the_journal_only(path, monkeypatch, caplog):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "line 1: this is no journal"),
-        ("[tool]\n", "line 1: this is no journal"),
+        ("", "line 1: this is no line of an iteration log"),
+        ("[tool]\n", "line 1: this is no line of an iteration log"),
         ('{"type": "plan", "now_ns": 1}\n', "line 1: a journal begins with its header"),
-        ("\xff\n", "line 1: this is no journal"),
+        ("\xff\n", "line 1: this is no line of an iteration log"),
     ],
 )
 def test_what_is_no_journal(tmp_path, text, problem):
@@ -184,7 +216,7 @@ def test_a_broken_line_is_named(path):
     file.close()
     with path.open("a") as damaged:
         damaged.write("nonsense\n")
-    with pytest.raises(JournalError, match=r"steps\.jsonl, line 3: this is no journal"):
+    with pytest.raises(JournalError, match=r"steps\.jsonl, line 3: this is no line of an iteration log"):
         entries(path)
 
 

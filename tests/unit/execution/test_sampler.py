@@ -279,8 +279,34 @@ class TestMinTokens:
         sampler.add_row(row(1, (0,)))
         results = sampler.sample(torch.zeros(2, 2), [step(0), step(1)])
         assert results[0].error is not None
-        assert results[0].error.code == "row_failed"
+        assert results[0].error.code == "invalid_parameter"
+        assert results[0].error.param == "min_tokens"
         assert results[1].token_ids == (0,)
+
+
+class TestContradictions:
+    """What a client says that leaves nothing is its error, not the server's."""
+
+    @pytest.mark.parametrize(
+        ("sampling", "said", "param"),
+        [
+            (SamplingParams(bad_token_ids=((0,), (1,))), "bad_words", "bad_words"),
+            (SamplingParams(repetition_penalty=1e-40), "repetition_penalty", "repetition_penalty"),
+            (
+                SamplingParams(allowed_token_ids=(0,), logit_bias=((0, -math.inf),)),
+                "allowed_token_ids, logit_bias",
+                None,
+            ),
+        ],
+    )
+    def test_the_error_names_what_takes_tokens_away(self, sampling, said, param):
+        sampler = make_sampler(vocab_size=2)
+        sampler.add_row(row(0, (0,), sampling))
+        (result,) = sampler.sample(torch.ones(1, 2), [step(0)])
+        assert result.error is not None
+        assert result.error.code == "invalid_parameter"
+        assert result.error.message.endswith(f"what the request says of {said}")
+        assert result.error.param == param
 
 
 class TestFailures:

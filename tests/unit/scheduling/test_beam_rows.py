@@ -245,3 +245,24 @@ def test_fewer_answers_than_are_wanted():
     answer = fakes.answers[request_id]
     assert answer.error_code == "invalid_parameter"
     assert "3 answers" in answer.outputs[-1].error.message
+
+
+@pytest.mark.parametrize("attention_window", [None, 2, 3])
+@pytest.mark.parametrize("block_size", [1, 2])
+@pytest.mark.parametrize("num_steps", [5, 8, 12])
+def test_a_search_whose_kv_is_all_in_the_prefix_cache_goes_on(
+    attention_window, block_size, num_steps
+):
+    """As after a step that is not computed because the one before it failed."""
+    for prompt in ([1, 5], [2, 5], [3, 5]):
+        for width in (2, 4):
+            fakes = fake_engine(
+                block_size=block_size, num_blocks=256, attention_window=attention_window
+            )
+            sampling = beam_sampling(width, max_tokens=20)
+            search = fakes.add(prompt, sampling=sampling, eos_token_ids=())
+            fakes.step(num_steps)
+            roster = fakes.engine._scheduler._roster
+            roster.requeue(next(iter(roster.running)))
+            fakes.run()
+            check_answer(fakes, search)

@@ -1,8 +1,11 @@
 """Static batches, no eviction, offload to the host, limits: seen through an engine on fakes."""
 
+import random
+
 import msgspec
 import pytest
 
+from loraplex.core.beam_search import BeamSearch
 from loraplex.core.errors import ConfigError
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.scheduling.settings import (
@@ -349,3 +352,60 @@ def test_settings_name_the_bad_value(values):
     (name,) = values
     with pytest.raises(ConfigError, match=name):
         SchedulerSettings(**values)
+
+
+def test_nothing_is_offloaded_into_the_room_of_what_the_same_step_loads():
+    """With a window prompts take blocks chunk by chunk: so somebody may be preempted in the step
+    in which somebody else came back."""
+    num_loads = 0
+    for seed in (3, 14, 39, 58, 59, 90):
+        draw = random.Random(seed)
+        fakes = fake_engine(
+            {
+                "max_num_batched_tokens": draw.choice([24, 64]),
+                "max_prefill_chunk": draw.choice([8, 16, 24]),
+                "enable_prefix_cache": False,
+            },
+            block_size=draw.choice([1, 2]), num_blocks=draw.randint(20, 80), max_num_seqs=6,
+            attention_window=draw.choice([4, 8, 12]), num_host_blocks=draw.choice([6, 20, 60]),
+        )  # fmt: skip
+        for _ in range(10):
+            prompt = range(draw.choice([3, 60, 70]))
+            digests = draw.choice([(), ("a",), ("b",), ("c",)])
+            priority = draw.choice([0, 0, 0, 1])
+            fakes.add(prompt, *digests, max_tokens=draw.randint(1, 20), priority=priority)
+            fakes.step(draw.randint(0, 4))
+        fakes.run()
+        check_answers(fakes)
+        num_loads += sum(len(plan.block_loads) for plan in fakes.runner.plans)
+    assert num_loads > 0
+
+
+def test_a_search_takes_no_more_places_of_an_adapter_than_there_are():
+    settings = {"max_seqs_per_adapter": 3, "fair_share": FairShare.NONE}
+    fakes = fake_engine(settings, max_num_seqs=8)
+    fakes.add((1,), "b", max_tokens=20)
+    beam = SamplingParams(max_tokens=6, temperature=0.0, beam=BeamSearch(width=2))
+    fakes.add((1,), "a", max_tokens=8)
+    fakes.add((2,), "a", max_tokens=12)
+    fakes.step(4)
+    search = fakes.add((3,), "a", sampling=beam)
+    later = [fakes.add((n,), "a", "b", max_tokens=9) for n in (4, 5)]
+    running = []
+    while not fakes.engine.is_idle:
+        fakes.step()
+        running.append(fakes.engine.adapter_activity().running.get("a", 0))
+    assert max(running) == 3
+    # Who came later may not take the one place while the search waits for two.
+    assert steps_of(fakes, search)[0] < min(steps_of(fakes, other)[0] for other in later)
+    assert [fakes.answers[r].error_code for r in (search, *later)] == [None] * 3
+
+
+def test_a_search_that_is_wider_than_an_adapter_may_have_sequences_is_refused():
+    fakes = fake_engine({"max_seqs_per_adapter": 2})
+    beam = SamplingParams(max_tokens=6, temperature=0.0, beam=BeamSearch(width=3))
+    refused, of_base = fakes.add((3,), "a", sampling=beam), fakes.add((3,), sampling=beam)
+    fakes.run()
+    assert fakes.answers[refused].error_code == "invalid_parameter"
+    assert "max_seqs_per_adapter" in fakes.answers[refused].outputs[-1].error.message
+    assert fakes.answers[of_base].error_code is None

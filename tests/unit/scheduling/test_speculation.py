@@ -5,7 +5,7 @@ import pytest
 
 from loraplex.core.plan import RowResult, StepResult
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.scheduling.settings import SchedulerSettings
+from loraplex.scheduling.settings import BatchSchedulerPolicy, SchedulerSettings
 from loraplex.testing.fake_engine import FakeEngine
 from loraplex.testing.fake_model import FakeModel
 from loraplex.testing.fake_runner import FAKE_CAPACITY, FakeRunner, FakeStep, fake_logprob
@@ -180,3 +180,21 @@ def test_a_result_that_does_not_follow_its_drafts_fails_its_request(monkeypatch)
     monkeypatch.setattr(fakes.runner, "launch", wrong)
     fakes.run()
     assert fakes.answers[request_id].error_code == "row_failed"
+
+
+def test_a_row_with_guesses_computes_no_more_tokens_than_a_row_may():
+    """With a window, the blocks that are reserved for it are counted by that."""
+    for num_blocks in range(8, 16):
+        fakes = fake_engine(
+            model=FakeModel(vocab_size=2), num_draft_tokens=12, block_size=1,
+            num_blocks=num_blocks, attention_window=3,
+            settings={
+                "max_prefill_chunk": 3,
+                "batch_scheduler_policy": BatchSchedulerPolicy.GUARANTEED_NO_EVICT,
+            },
+        )  # fmt: skip
+        request_ids = [fakes.add([1], max_tokens=n) for n in (40, 35, 30, 25)]
+        fakes.run()
+        assert all(fakes.tokens(r) == fakes.alone(r) for r in request_ids)
+        assert any(drafts_of(fakes))
+        assert max(row.num_tokens for plan in fakes.runner.plans for row in plan.rows) == 3

@@ -149,11 +149,28 @@ def test_a_timeout_becomes_a_deadline(timeout, deadline_ns):
     assert msgspec.msgpack.encode(request)
 
 
-@pytest.mark.parametrize("timeout", [0, -1.0, math.nan])
+@pytest.mark.parametrize("timeout", [0, -1.0, math.nan, "5"])
 def test_a_timeout_must_be_positive(timeout):
     with pytest.raises(InvalidParameterError, match="timeout") as caught:
         admitted(request={"timeout_seconds": timeout})
-    assert caught.value.param == "timeout"
+    assert caught.value.param == "timeout_seconds"
+
+
+@pytest.mark.parametrize("priority", ["a", 1.5, True, None, 2**31, -(2**31)])
+def test_a_priority_is_a_small_integer(priority):
+    """Another would end the engine, which compares it with that of others."""
+    with pytest.raises(
+        InvalidParameterError, match=r"^priority must be an integer in \["
+    ) as caught:
+        admitted(request={"priority": priority})
+    assert caught.value.param == "priority"
+
+
+@pytest.mark.parametrize("end_id", ["a", 2.0])
+def test_an_end_id_is_an_integer(end_id):
+    with pytest.raises(InvalidParameterError, match="end_id must be a token id") as caught:
+        admitted(request={"end_id": end_id})
+    assert caught.value.param == "end_id"
 
 
 @pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf])

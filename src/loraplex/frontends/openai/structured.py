@@ -16,9 +16,6 @@ _EBNF_ARROW: Final = "::="
 """What GBNF has and Lark has not."""
 
 
-_NOTHING: Final[tuple[Any, ...]] = (None, "", [], {})
-
-
 class _Constraint(NamedTuple):
     """One of them, and the field that it stands in."""
 
@@ -29,7 +26,7 @@ class _Constraint(NamedTuple):
 def grammar_of(body: SamplingBody) -> Grammar | None:
     """Raises InvalidParameterError for more than one, or one of another shape."""
     constraints = [
-        *_response_format(body.response_format or {}),
+        *_response_format(body.response_format),
         *_structured_outputs(body.structured_outputs or {}),
         *_guided(body),
     ]
@@ -47,8 +44,8 @@ def grammar_of(body: SamplingBody) -> Grammar | None:
 # ---------------------------------------------------------------- response_format
 
 
-def _response_format(fields: Mapping[str, Any]) -> Iterator[_Constraint]:
-    if not fields or fields.get("type") == "text":
+def _response_format(fields: Mapping[str, Any] | None) -> Iterator[_Constraint]:
+    if fields is None or fields.get("type") == "text":
         return
     kind = fields.get("type")
     read = _RESPONSE_FORMATS.get(kind) if isinstance(kind, str) else None
@@ -112,16 +109,20 @@ def _guided(body: SamplingBody) -> Iterator[_Constraint]:
         "grammar": body.guided_grammar,
     }
     for name, value in fields.items():
-        if value not in _NOTHING:
+        if value is not None:
             yield _constraint(f"guided_{name}", name, value)
 
 
 def _structured_outputs(fields: Mapping[str, Any]) -> Iterator[_Constraint]:
     for name, value in fields.items():
-        if value in _NOTHING or (value is False and name != "json"):
+        if value is None or (value is False and name != "json"):
             continue
         field = f"structured_outputs.{name}"
         if name == "json_object":
+            if value is not True:
+                raise InvalidParameterError(
+                    f"{field} must be true or false, got {value!r}", param=field
+                )
             yield _Constraint(field, Grammar(GrammarKind.JSON_SCHEMA, _ANY_OBJECT))
         elif name in ("json", "regex", "choice", "grammar"):
             yield _constraint(field, name, value)

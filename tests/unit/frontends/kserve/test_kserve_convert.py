@@ -3,7 +3,11 @@ import pytest
 
 from loraplex.core.adapter import AdapterChoice, ByTaskId
 from loraplex.core.beam_search import BeamSearch, EarlyStopping
-from loraplex.core.errors import InvalidParameterError, InvalidTensorError
+from loraplex.core.errors import (
+    InvalidParameterError,
+    InvalidTensorError,
+    TokenOutOfVocabularyError,
+)
 from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.core.retention import KVRetention, TokenRangeRetention
 from loraplex.frontends.kserve.models.convert import convert
@@ -207,10 +211,23 @@ def test_stop_words():
     assert text(stop_words="").request.sampling.stop == ()
     # words: (5,), (6, 7), (8,)
     sampling = tokens(stop_words_list=[5, 6, 7, 8, 1, 3, 4, -1]).request.sampling
-    assert sampling.stop_token_ids == (5, 8)
-    assert sampling.stop_token_sequences == ((6, 7),)
+    assert sampling.stop_token_ids == (), "min_tokens, 1 by default, would keep them away"
+    assert sampling.stop_token_sequences == ((5,), (6, 7), (8,))
     assert sampling.include_stop_in_output
-    assert tokens(stop_words_list=[0, -1]).request.sampling.stop_token_ids == ()
+    assert tokens(stop_words_list=[0, -1]).request.sampling.stop_token_sequences == ()
+
+
+@pytest.mark.parametrize("name", ["stop_words_list", "bad_words_list"])
+@pytest.mark.parametrize("token_id", [-1, 259])
+def test_words_are_of_the_vocabulary(name, token_id):
+    with pytest.raises(TokenOutOfVocabularyError, match=f"^input '{name}' has the token id ") as e:
+        tokens(**{name: [5, token_id, 2, -1]})
+    assert e.value.param == name
+
+
+def test_logits_of_beams_are_refused_under_the_tensor_s_name():
+    with pytest.raises(InvalidParameterError, match=r"^input 'return_generation_logits': "):
+        tokens(beam_width=2, return_generation_logits=True)
 
 
 @pytest.mark.parametrize("ends", [[2, 1], [0, -1], [3, -1], [-2, -1], [1, 1]])

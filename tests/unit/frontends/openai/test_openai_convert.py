@@ -338,6 +338,7 @@ ANY_OBJECT = {"type": "object"}
             {"grammars": []},
         ),
         ({"guided_json": SCHEMA}, GrammarKind.JSON_SCHEMA, SCHEMA),
+        ({"guided_json": {}}, GrammarKind.JSON_SCHEMA, {}),
         ({"guided_json": json.dumps(SCHEMA)}, GrammarKind.JSON_SCHEMA, SCHEMA),
         ({"guided_choice": ["a", "b"]}, GrammarKind.CHOICE, ["a", "b"]),
         ({"structured_outputs": {"json": SCHEMA}}, GrammarKind.JSON_SCHEMA, SCHEMA),
@@ -373,8 +374,8 @@ def test_grammars_that_are_text(fields, kind, text):
     "fields",
     [
         {"response_format": {"type": "text"}},
-        {"response_format": {}},
-        {"guided_json": None, "guided_regex": "", "structured_outputs": {}},
+        {"response_format": None},
+        {"guided_json": None, "guided_regex": None, "structured_outputs": {}},
         {"structured_outputs": {"json_object": False}},
     ],
 )
@@ -392,6 +393,16 @@ def test_what_asks_for_no_grammar(fields):
         ({"guided_json": "7"}, "guided_json", "must be a JSON schema"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "give one of them"),
         ({"structured_outputs": {"choice": "a"}}, "structured_outputs.choice", "list of at least"),
+        (
+            {"structured_outputs": {"json_object": "x"}},
+            "structured_outputs.json_object",
+            "or false",
+        ),
+        # An answer that was to be constrained is never given unconstrained.
+        ({"response_format": {}}, "response_format", "type must be one of text"),
+        ({"guided_regex": ""}, "guided_regex", "a text that is not empty"),
+        ({"guided_choice": []}, "guided_choice", "at least one string"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least one"),
     ],
 )
 def test_wrong_grammars(fields, param, message):
