@@ -181,7 +181,9 @@ class JournalReader:
         try:
             return self._decoder.decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError, ConfigError) as error:
-            raise JournalError(f"{part}, line {number}: this is no line of an iteration log: {error}") from error
+            raise JournalError(
+                f"{part}, line {number}: not of an iteration log: {error}"
+            ) from error
 
 
 def _opened(part: Path) -> BinaryIO:

@@ -77,7 +77,7 @@ def test_a_torn_line_is_said(path):
 
 @pytest.mark.parametrize(
     ("text", "problem"),
-    [("hello\n", "line 1: this is no line of an iteration log"), ("", "line 1: this is no journal")],
+    [("hello\n", "line 1: not of an iteration log"), ("", "line 1: not of an iteration log")],
 )
 def test_no_log(tmp_path, text, problem):
     path = tmp_path / "file"
@@ -92,4 +92,4 @@ def test_a_line_that_is_none(path):
     path.write_text("".join([*lines[:7], "nonsense\n", *lines[7:]]))
     result = replay(path)
     assert result.exit_code == 2
-    assert "line 8: this is no line of an iteration log" in result.stderr
+    assert "line 8: not of an iteration log" in result.stderr

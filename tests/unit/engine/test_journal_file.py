@@ -192,10 +192,10 @@ def test_a_full_disk_ends_the_journal_only(path, monkeypatch, caplog):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "line 1: this is no line of an iteration log"),
-        ("[tool]\n", "line 1: this is no line of an iteration log"),
+        ("", "line 1: not of an iteration log"),
+        ("[tool]\n", "line 1: not of an iteration log"),
         ('{"type": "plan", "now_ns": 1}\n', "line 1: a journal begins with its header"),
-        ("\xff\n", "line 1: this is no line of an iteration log"),
+        ("\xff\n", "line 1: not of an iteration log"),
     ],
 )
 def test_what_is_no_journal(tmp_path, text, problem):
@@ -216,7 +216,7 @@ def test_a_broken_line_is_named(path):
     file.close()
     with path.open("a") as damaged:
         damaged.write("nonsense\n")
-    with pytest.raises(JournalError, match=r"steps\.jsonl, line 3: this is no line of an iteration log"):
+    with pytest.raises(JournalError, match=r"steps\.jsonl, line 3: not of an iteration log"):
         entries(path)
 
 
