@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -22,12 +23,14 @@ from loraplex.scheduling.settings import SchedulerSettings
 from loraplex.testing.fake_clock import FakeClock
 from loraplex.testing.fake_loader import FakeLoad
 from loraplex.testing.grammar_tokens import vocabulary
-from loraplex.testing.random_conditions import Conditions
+from loraplex.testing.random_conditions import FAILING_FIELDS, Conditions
 from loraplex.testing.random_schedules import RandomAdapters
 
 RANKS = (4, 8, 3)
 """Of the adapters."""
 PLANNED_FAILURE = StepFailedError("it was to fail")
+Failures = Collection[tuple[str, int]]
+"""As Conditions.failures."""
 _LARGE = 1 << 30
 
 
@@ -56,7 +59,7 @@ class FeatureEngines:
         clock: FakeClock,
         logits_dir: Path,
         journal: Journal | None,
-        failing_steps: Collection[int],
+        failures: Failures,
     ) -> Engine:
         """So small that just each of the requests can be answered alone, or larger."""
         uses = [[use.digest for use in request.adapters] for request in requests]
@@ -68,7 +71,7 @@ class FeatureEngines:
             capacity,
             logits_dir,
             fast_forward=conditions.fast_forward,
-            failing_steps=failing_steps,
+            failures=failures,
         )
         engine = build_engine(
             ThreadedRunner(runner) if conditions.overlap else runner,
@@ -97,7 +100,7 @@ class FeatureEngines:
         logits_dir: Path,
         *,
         fast_forward: bool,
-        failing_steps: Collection[int] = (),
+        failures: Failures = (),
     ) -> "_FailingRunner":
         parts, vocab_size = self._parts, capacity.vocab_size
         sampler = Sampler(
@@ -108,7 +111,7 @@ class FeatureEngines:
             logits_dir=logits_dir,
         )
         parts = dataclasses.replace(parts, capacity=capacity, sampler=sampler)
-        return _FailingRunner(parts, failing_steps)
+        return _FailingRunner(parts, failures)
 
 
 class _LateAdapters(RandomAdapters):
@@ -126,17 +129,20 @@ class _LateAdapters(RandomAdapters):
 
 
 class _FailingRunner(ModelRunner):
-    """Some steps fail, by their count: before or after they were computed."""
+    """Some steps fail: before or after they were computed."""
 
-    def __init__(self, parts: RunnerParts, failing_steps: Collection[int]) -> None:
+    def __init__(self, parts: RunnerParts, failures: Failures) -> None:
         super().__init__(parts)
-        self._failing_steps = frozenset(failing_steps)
-        self._num_steps = 0
+        self._failures = frozenset(failures)
+        self._num_steps: Counter[str] = Counter()
+        """With something in a field of the plan."""
 
     def run(self, step: PreparedStep) -> CompletedStep:
-        self._num_steps += 1
-        if self._num_steps not in self._failing_steps:
+        fields = {field for field in FAILING_FIELDS if getattr(step.plan, field)}
+        self._num_steps.update(fields)
+        reached = {(field, self._num_steps[field]) for field in fields}
+        if not self._failures & reached:
             return super().run(step)
-        if self._num_steps % 2:
+        if step.plan.step_id % 2:
             super().run(step)
         return CompletedStep(PLANNED_FAILURE)

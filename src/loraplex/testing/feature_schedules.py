@@ -23,7 +23,7 @@ from loraplex.execution.model_runner import RunnerParts
 from loraplex.serving.replay import KILL_BLAME, RequestInWork
 from loraplex.testing.fake_clock import FakeClock
 from loraplex.testing.feature_answers import Answer
-from loraplex.testing.feature_engines import PLANNED_FAILURE, FeatureEngines
+from loraplex.testing.feature_engines import PLANNED_FAILURE, Failures, FeatureEngines
 from loraplex.testing.feature_requests import FeatureRequests
 from loraplex.testing.random_conditions import Conditions
 
@@ -128,15 +128,14 @@ class _Schedule:
         """Of the running engine."""
 
     def run(self) -> None:
-        crashes, failing = list(self._conditions.crashes), self._conditions.failing_steps
-        engine = self._new_engine(failing)
+        engine = self._new_engine(self._conditions.failures)
         for step in range(MAX_STEPS):
             if not self._arrivals and not self._unfinished and engine.is_idle:
                 break
             self._arrive_and_abort(engine, step)
             turn = engine.step()
             self._count(turn.record)
-            if step in crashes:
+            if step in self._conditions.crashes:
                 engine = self._crash(
                     engine, is_told=self._draws.random() < 0.5, outputs=turn.outputs
                 )
@@ -218,7 +217,7 @@ class _Schedule:
                 engine.add(work.engine_request())
         return engine
 
-    def _new_engine(self, failing_steps: Sequence[int]) -> Engine:
+    def _new_engine(self, failures: Failures) -> Engine:
         folder = self._folder / f"engine-{self._num_engines}"
         folder.mkdir()
         self._num_engines += 1
@@ -229,7 +228,7 @@ class _Schedule:
             self._clock,
             folder,
             JournalFile(self._journal_path, _JOURNAL_BYTES) if self._journal_path else None,
-            failing_steps,
+            failures,
         )
 
     def _count(self, record: StepRecord | None) -> None:

@@ -21,6 +21,16 @@ from loraplex.scheduling.settings import (
 from loraplex.scheduling.stop import StopRules
 
 MAX_NUM_SEQS = 8
+FAILING_FIELDS = (
+    "removed",
+    "added",
+    "rows",
+    "block_offloads",
+    "block_loads",
+    "block_copies",
+    "adapter_copies",
+)
+"""Of a StepPlan."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,7 +55,8 @@ class Conditions:
     abort_share: float
     crashes: tuple[int, ...]
     """Before which steps the engine is dropped."""
-    failing_steps: tuple[int, ...]
+    failures: tuple[tuple[str, int], ...]
+    """(field, n): the n-th step fails that has something in this field of its plan."""
     has_journal: bool
 
     @classmethod
@@ -65,8 +76,8 @@ class Conditions:
             overlap=draws.random() < 0.5,
             fast_forward=draws.random() < 0.7,
             abort_share=draws.choice([0.0, 0.0, 0.2]),
-            crashes=_some_steps(draws, 0.5),
-            failing_steps=_some_steps(draws, 0.3),
+            crashes=_draw_crashes(draws),
+            failures=_draw_failures(draws),
             has_journal=draws.random() < 0.25,
         )
 
@@ -159,7 +170,14 @@ def _draw_retention(draws: random.Random) -> KVRetention | None:
     return KVRetention((of_prompt,), decode_priority=draws.choice([5, 60]))
 
 
-def _some_steps(draws: random.Random, share: float) -> tuple[int, ...]:
-    if draws.random() >= share:
+def _draw_crashes(draws: random.Random) -> tuple[int, ...]:
+    if draws.random() < 0.5:
         return ()
     return tuple(sorted(draws.randint(1, 30) for _ in range(draws.randint(1, 3))))
+
+
+def _draw_failures(draws: random.Random) -> tuple[tuple[str, int], ...]:
+    if draws.random() < 0.6:
+        return ()
+    fields = draws.sample(FAILING_FIELDS, 2)
+    return tuple((field, draws.randint(1, 15 if field == "rows" else 2)) for field in fields)

@@ -1,0 +1,53 @@
+"""A request while its engine is dead."""
+
+import asyncio
+
+import pytest
+
+from loraplex.core.beam_search import BeamSearch
+from loraplex.core.output import FinishReason
+from loraplex.core.request import EngineRequest
+from loraplex.core.sampling_params import SamplingParams
+from loraplex.serving.replay import KILL_BLAME, RequestInWork
+
+
+def request_without_engine(**sampling) -> RequestInWork:
+    request = EngineRequest(
+        request_id=1,
+        prompt_token_ids=(5, 6),
+        sampling=SamplingParams(max_tokens=4, seed=0, **sampling),
+        eos_token_ids=(),
+        adapters=(),
+        kv_salt=b"",
+        tenant="",
+        priority=0,
+        arrival_ns=0,
+        deadline_ns=None,
+    )
+    in_work = RequestInWork(request, ())
+    in_work.lose_engine(KILL_BLAME)
+    return in_work
+
+
+@pytest.mark.parametrize("sequence_index", [None, 0, 1])
+def test_a_search_is_aborted_as_a_whole(sequence_index):
+    """An engine could not search with fewer sequences than the search is wide."""
+    request = request_without_engine(n=2, beam=BeamSearch(width=3))
+
+    assert request.abort(sequence_index)
+    assert request.end_aborted()
+
+    (output,) = asyncio.run(request.stream.take())
+    assert output.finished
+    assert [delta.finish_reason for delta in output.deltas] == [FinishReason.ABORT] * 2
+
+
+def test_one_of_several_sequences_is_aborted():
+    request = request_without_engine(n=2)
+
+    assert request.abort(1)
+    assert not request.end_aborted()
+
+    assert request.engine_request().ended == (1,)
+    (output,) = asyncio.run(request.stream.take())
+    assert [(d.index, d.finish_reason) for d in output.deltas] == [(1, FinishReason.ABORT)]
