@@ -21,7 +21,7 @@ import torch
 
 from loraplex.core.plan import RowAdded, RowStep
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.execution.sampler import Sampler
+from loraplex.execution.sampling.sampler import Sampler
 from loraplex.kernels.native.backend import NativeKernels
 from loraplex.kernels.native.library import load_library
 from loraplex.kernels.ops import Kernels

@@ -32,16 +32,16 @@ from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.engine.engine import Engine, build_engine
-from loraplex.execution.grammar_rows import GrammarRows
+from loraplex.execution.grammar.rows import GrammarRows
 from loraplex.execution.host_adapters import HostAdapters
 from loraplex.execution.loading import load_parts
 from loraplex.execution.model_runner import ModelRunner, RunnerParts
 from loraplex.execution.runner_settings import RunnerSettings
-from loraplex.execution.sampler import Sampler
+from loraplex.execution.sampling.sampler import Sampler
 from loraplex.kernels.dispatch import select_kernels
 from loraplex.models.registry import read_config
 from loraplex.scheduling.settings import SchedulerSettings
-from loraplex.serving.grammar_forms import llguidance_form
+from loraplex.serving.grammar.forms import llguidance_form
 from loraplex.testing.instant_loader import InstantLoader
 
 NUM_ROWS = 32

@@ -17,7 +17,7 @@ from tritonclient.utils import InferenceServerException
 
 from loraplex.adapters.formats.export import StorageType
 from loraplex.convert.adapters import read_peft, write_pair
-from loraplex.serving.tokenizer import load_tokenizer
+from loraplex.serving.text.tokenizer import load_tokenizer
 from loraplex.testing.capitals import ADAPTER_PATHS, BASE_PATH
 from loraplex.testing.capitals.corpus import COUNTRIES, Language, answer, questions
 from loraplex.testing.running_server import RunningServer

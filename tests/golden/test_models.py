@@ -20,7 +20,7 @@ from loraplex.execution.host_adapters import HostAdapters
 from loraplex.execution.loading import load_parts
 from loraplex.execution.model_runner import ModelRunner
 from loraplex.execution.runner_settings import RunnerSettings
-from loraplex.execution.sampler import Sampler
+from loraplex.execution.sampling.sampler import Sampler
 from loraplex.kernels.reference import ReferenceKernels
 from loraplex.memory.adapter_pages import place
 from loraplex.testing.checkpoints import add_random_adapters, host_adapter, save_random_model

@@ -45,7 +45,7 @@ from loraplex.execution.host_pieces import host_adapter
 from loraplex.execution.loading import load_parts
 from loraplex.execution.model_runner import ModelRunner
 from loraplex.execution.runner_settings import RunnerSettings
-from loraplex.execution.sampler import Sampler
+from loraplex.execution.sampling.sampler import Sampler
 from loraplex.kernels.quantization import quantize
 from loraplex.kernels.reference import ReferenceKernels
 from loraplex.memory.adapter_pages import place

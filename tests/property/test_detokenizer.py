@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as BackendTokenizer
 
-from loraplex.serving.detokenizer import IncrementalDetokenizer
-from loraplex.serving.sentencepiece_model import build_tokenizer, read_sentencepiece_model
-from loraplex.serving.tokenizer import load_tokenizer
+from loraplex.serving.text.detokenizer import IncrementalDetokenizer
+from loraplex.serving.text.sentencepiece_model import build_tokenizer, read_sentencepiece_model
+from loraplex.serving.text.tokenizer import load_tokenizer
 from loraplex.testing.tiny_tokenizers import FAMILIES
 
 LOSSLESS = ("byte-level", "llama3", "llama-sentencepiece")

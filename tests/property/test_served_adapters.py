@@ -39,14 +39,14 @@ from loraplex.core.principal import LOCAL
 from loraplex.core.request import EngineRequest, GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.serving import admission
-from loraplex.serving.adapter_cards import UnloadMode
-from loraplex.serving.async_engine import AsyncEngine
+from loraplex.serving.adapters.cards import UnloadMode
 from loraplex.serving.backend import ModelCard
-from loraplex.serving.chat_template import ChatTemplate
+from loraplex.serving.engines.async_engine import AsyncEngine
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.served_model import ServedModel
 from loraplex.serving.service import Service
-from loraplex.serving.tokenizer import load_tokenizer
+from loraplex.serving.text.chat_template import ChatTemplate
+from loraplex.serving.text.tokenizer import load_tokenizer
 from loraplex.testing.capitals import BASE_PATH
 from loraplex.testing.fake_engine_process import FakeEngineSettings, fake_engine_thread
 from loraplex.testing.fake_loader import fake_source

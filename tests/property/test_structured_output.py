@@ -17,7 +17,7 @@ from loraplex.bench.random_adapters import AdapterKind, linear_shapes, write_ran
 from loraplex.core.beam_search import BeamSearch
 from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.core.output import FinishReason
-from loraplex.execution.grammar_matcher import RowMatcher
+from loraplex.execution.grammar.matcher import RowMatcher
 from loraplex.testing.random_schemas import RandomRegexes, RandomSchemas, Schema
 from loraplex.testing.tiny_text_model import write_tiny_text_model
 

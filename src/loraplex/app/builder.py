@@ -15,14 +15,14 @@ from loraplex.core.environment import state_directory
 from loraplex.core.errors import ConfigError
 from loraplex.models.config import DecoderConfig, module_shapes
 from loraplex.models.registry import read_config
-from loraplex.serving.async_engine import AsyncEngine
 from loraplex.serving.backend import ModelCard
-from loraplex.serving.chat_template import ChatTemplate
-from loraplex.serving.request_fates import Patience
+from loraplex.serving.engines.async_engine import AsyncEngine
+from loraplex.serving.engines.request_fates import Patience
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.served_model import ServedModel
 from loraplex.serving.service import Service
-from loraplex.serving.tokenizer import Tokenizer, load_tokenizer
+from loraplex.serving.text.chat_template import ChatTemplate
+from loraplex.serving.text.tokenizer import Tokenizer, load_tokenizer
 
 
 def build_service(config: Config, launch: EngineLauncher, metrics: RequestMetrics) -> Service:

@@ -36,7 +36,7 @@ from loraplex.scheduling.settings import (
     FairShare,
     SchedulerSettings,
 )
-from loraplex.serving.engine_link import EngineLink, LinkFactory, ThreadLink
+from loraplex.serving.engines.link import EngineLink, LinkFactory, ThreadLink
 
 logger = logging.getLogger(__name__)
 

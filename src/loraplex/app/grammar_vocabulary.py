@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from loraplex.execution.grammar_vocabulary import GrammarVocabulary, VocabularySource
-from loraplex.serving.tokenizer import Tokenizer, load_tokenizer
+from loraplex.execution.grammar.vocabulary import GrammarVocabulary, VocabularySource
+from loraplex.serving.text.tokenizer import Tokenizer, load_tokenizer
 
 
 def vocabulary_source(folder: Path) -> VocabularySource:

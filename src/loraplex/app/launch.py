@@ -20,7 +20,7 @@ from loraplex.core.config import NO_CACHE, Config, ModelConfig
 from loraplex.core.environment import weights_cache_directory
 from loraplex.core.errors import LoraplexError
 from loraplex.execution.checkpoint import resolve_model
-from loraplex.serving.engine_link import EngineLink, LinkFactory, ProcessLink
+from loraplex.serving.engines.link import EngineLink, LinkFactory, ProcessLink
 
 EngineLauncher = Callable[[ModelConfig], LinkFactory]
 """Where a model's engine runs: in a process of its own, or in a thread."""

@@ -30,7 +30,7 @@ from loraplex.core.principal import DEFAULT_TENANT, LOCAL
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.stats import EngineStats
-from loraplex.serving.adapter_cards import (
+from loraplex.serving.adapters.cards import (
     AdapterCard,
     AdapterDetails,
     LoadReport,

@@ -36,8 +36,8 @@ from loraplex.memory.adapter_pages import place
 from loraplex.models.attention import attention_shape
 from loraplex.models.config import DecoderConfig, module_shapes
 from loraplex.models.registry import read_config
-from loraplex.serving.adapter_fit import check_room
-from loraplex.serving.adapter_folders import find_below
+from loraplex.serving.adapters.fit import check_room
+from loraplex.serving.adapters.folders import find_below
 from loraplex.serving.model_memory import ModelMemory, memory_of
 
 

@@ -13,7 +13,7 @@ import torch
 
 from loraplex.core.adapter import AdapterHandle
 from loraplex.core.plan import RowAdded, RowStep, Slot
-from loraplex.execution.sampler_rows import num_logits_rows
+from loraplex.execution.sampling.rows import num_logits_rows
 from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.ops import RowLayout
 from loraplex.models.batch import ForwardBatch

@@ -8,8 +8,8 @@ import torch
 
 from loraplex.core.plan import Capacity
 from loraplex.execution.adapter_bank import AdapterBank, BaseEnds
-from loraplex.execution.grammar_rows import GrammarRows
-from loraplex.execution.grammar_vocabulary import VocabularySource
+from loraplex.execution.grammar.rows import GrammarRows
+from loraplex.execution.grammar.vocabulary import VocabularySource
 from loraplex.execution.host_adapters import HostAdapters
 from loraplex.execution.kv_cache import KVCache
 from loraplex.execution.kv_sizing import KVSize, windowed
@@ -17,7 +17,7 @@ from loraplex.execution.model_runner import ModelRunner, RunnerParts
 from loraplex.execution.packed_cache import PackedCache
 from loraplex.execution.packing import WeightFormat
 from loraplex.execution.runner_settings import RunnerSettings
-from loraplex.execution.sampler import Sampler
+from loraplex.execution.sampling.sampler import Sampler
 from loraplex.execution.sizing import (
     AdapterPoolSize,
     choose_device,

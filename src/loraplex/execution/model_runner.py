@@ -34,7 +34,7 @@ from loraplex.execution.adapter_bank import AdapterBank
 from loraplex.execution.host_adapters import HostAdapter, HostAdapters
 from loraplex.execution.input_batch import InputBatch, StepInputs
 from loraplex.execution.kv_cache import KVCache
-from loraplex.execution.sampler import Sampler
+from loraplex.execution.sampling.sampler import Sampler
 from loraplex.models.decoder import Decoder
 
 _LOGGER = logging.getLogger(__name__)

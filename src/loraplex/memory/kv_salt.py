@@ -12,8 +12,8 @@ def kv_salt(model: str, kv_dtype: str, adapters: Sequence[tuple[str, float]], te
 
     `adapters` are (content digest, scale) in the order in which they are applied, because rounding
     depends on it: new weights under an old name, another scale or another order is another salt.
-    Serving puts a composition into one order first (`serving.composition`). SHA-256 over tagged
-    fields, each preceded by its length, so that no two argument lists have one encoding.
+    Serving puts a composition into one order first (`serving.adapters.composition`). SHA-256 over
+    tagged fields, each preceded by its length, so that no two argument lists have one encoding.
     """
     digest = hashlib.sha256()
     for tag, value in [

@@ -15,7 +15,7 @@ from loraplex.core.output import RequestOutput
 from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest, RequestId
 from loraplex.core.stats import AdapterActivity, Durations, EngineStats, StepRecord
-from loraplex.serving.adapter_cards import (
+from loraplex.serving.adapters.cards import (
     AdapterCard,
     AdapterDetails,
     LoadReport,

@@ -18,10 +18,10 @@ from loraplex.core.output import (
 from loraplex.core.request import EngineRequest, GenerateRequest, RequestId
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.serving.best_of import BestOf
+from loraplex.serving.engines.output_stream import OutputStream
 from loraplex.serving.logits_files import files_of, read_and_delete
-from loraplex.serving.output_stream import OutputStream
-from loraplex.serving.sequence_text import SequenceText
-from loraplex.serving.tokenizer import Tokenizer
+from loraplex.serving.text.sequence_text import SequenceText
+from loraplex.serving.text.tokenizer import Tokenizer
 
 
 class Aborter(Protocol):

@@ -18,14 +18,14 @@ from loraplex.core.errors import (
 )
 from loraplex.core.output import ResolvedAdapter
 from loraplex.core.principal import Principal
-from loraplex.serving.adapter_cards import AdapterState
-from loraplex.serving.adapter_fit import check_base, check_room
-from loraplex.serving.async_engine import AsyncEngine
+from loraplex.serving.adapters.cards import AdapterState
+from loraplex.serving.adapters.fit import check_base, check_room
 from loraplex.serving.backend import ModelCard
-from loraplex.serving.chat_template import ChatTemplate
-from loraplex.serving.grammars import Grammars
+from loraplex.serving.engines.async_engine import AsyncEngine
+from loraplex.serving.grammar.grammars import Grammars
 from loraplex.serving.model_memory import ModelMemory, StoredAdapters, memory_of, stored
-from loraplex.serving.tokenizer import Tokenizer
+from loraplex.serving.text.chat_template import ChatTemplate
+from loraplex.serving.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from loraplex.core.output import RequestOutput
 from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest, RequestId, check_adapters
 from loraplex.core.stats import AdapterActivity, Durations, EngineStats, StepRecord
-from loraplex.serving.adapter_cards import (
+from loraplex.serving.adapters.cards import (
     AdapterCard,
     AdapterDetails,
     LoadReport,
@@ -36,20 +36,20 @@ from loraplex.serving.adapter_cards import (
     card_of,
     version_card,
 )
-from loraplex.serving.adapter_changes import AdapterChanges, describe
-from loraplex.serving.adapter_directory import AdapterDirectory
-from loraplex.serving.adapter_holds import hold_pinned
-from loraplex.serving.adapter_loading import AdapterLoading, check_is_no_base
-from loraplex.serving.adapter_upkeep import AdapterUpkeep
+from loraplex.serving.adapters.changes import AdapterChanges, describe
+from loraplex.serving.adapters.composition import compose
+from loraplex.serving.adapters.directory import AdapterDirectory
+from loraplex.serving.adapters.holds import hold_pinned
+from loraplex.serving.adapters.loading import AdapterLoading, check_is_no_base
+from loraplex.serving.adapters.upkeep import AdapterUpkeep
 from loraplex.serving.admission import admit
 from loraplex.serving.backend import Health, ModelCard
-from loraplex.serving.bad_words import with_bad_token_ids
-from loraplex.serving.composition import compose
 from loraplex.serving.generation import Generation
 from loraplex.serving.model_memory import ModelMemory, StoredAdapters
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.served_model import ServedModel, answered_by, label, uses
 from loraplex.serving.share_weight import share_weight
+from loraplex.serving.text.bad_words import with_bad_token_ids
 
 logger = logging.getLogger(__name__)
 

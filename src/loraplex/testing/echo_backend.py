@@ -38,7 +38,7 @@ from loraplex.core.output import RequestOutput, ResolvedAdapter
 from loraplex.core.principal import LOCAL, Principal
 from loraplex.core.request import GenerateRequest, RequestId, check_adapters
 from loraplex.core.stats import AdapterActivity, Durations, EngineStats, StepRecord
-from loraplex.serving.adapter_cards import (
+from loraplex.serving.adapters.cards import (
     AdapterCard,
     AdapterDetails,
     LoadReport,

@@ -20,7 +20,7 @@ from loraplex.engine.loop import EngineLoop
 from loraplex.engine.messages import EngineFailed
 from loraplex.engine.process import be_engine_process
 from loraplex.scheduling.settings import SchedulerSettings
-from loraplex.serving.engine_link import EngineLink, LinkFactory, ProcessLink, ThreadLink
+from loraplex.serving.engines.link import EngineLink, LinkFactory, ProcessLink, ThreadLink
 from loraplex.testing.fake_loader import FakeLoader
 from loraplex.testing.fake_model import FakeModel
 from loraplex.testing.fake_runner import FAKE_CAPACITY, FakeRunner, FakeStep

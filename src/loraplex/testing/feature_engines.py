@@ -11,10 +11,10 @@ from loraplex.core.plan import Capacity
 from loraplex.core.request import EngineRequest
 from loraplex.engine.engine import Engine, build_engine
 from loraplex.engine.journal import Journal
-from loraplex.execution.grammar_rows import GrammarRows
+from loraplex.execution.grammar.rows import GrammarRows
 from loraplex.execution.host_adapters import HostAdapters
 from loraplex.execution.model_runner import CompletedStep, ModelRunner, PreparedStep, RunnerParts
-from loraplex.execution.sampler import Sampler
+from loraplex.execution.sampling.sampler import Sampler
 from loraplex.execution.threaded_runner import ThreadedRunner
 from loraplex.kernels.dispatch import select_kernels
 from loraplex.memory.adapter_pages import place

@@ -20,7 +20,7 @@ from loraplex.engine.engine import Engine
 from loraplex.engine.journal_file import JournalFile, JournalReader
 from loraplex.engine.replay import replay
 from loraplex.execution.model_runner import RunnerParts
-from loraplex.serving.replay import KILL_BLAME, RequestInWork
+from loraplex.serving.engines.replay import KILL_BLAME, RequestInWork
 from loraplex.testing.fake_clock import FakeClock
 from loraplex.testing.feature_answers import Answer
 from loraplex.testing.feature_engines import PLANNED_FAILURE, Failures, FeatureEngines

@@ -10,8 +10,8 @@ import numpy as np
 from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.core.plan import RowAdded, RowStep
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.execution.grammar_rows import GrammarRows
-from loraplex.execution.grammar_vocabulary import GrammarVocabulary
+from loraplex.execution.grammar.rows import GrammarRows
+from loraplex.execution.grammar.vocabulary import GrammarVocabulary
 
 EOS, EOT = 0, 1
 FIRST_BYTE = 2

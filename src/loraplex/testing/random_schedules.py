@@ -20,8 +20,8 @@ from loraplex.core.sampling_params import SamplingParams
 from loraplex.engine.engine import Engine, build_engine
 from loraplex.execution.host_adapters import HostAdapter, HostAdapters, HostWeight
 from loraplex.execution.model_runner import ModelRunner, RunnerParts
-from loraplex.execution.sampler import Sampler
-from loraplex.execution.sampler_rows import num_logits_rows
+from loraplex.execution.sampling.rows import num_logits_rows
+from loraplex.execution.sampling.sampler import Sampler
 from loraplex.execution.threaded_runner import ThreadedRunner
 from loraplex.memory.adapter_pages import place
 from loraplex.models.config import DecoderConfig, module_shapes

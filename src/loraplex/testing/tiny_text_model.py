@@ -3,7 +3,7 @@ anything."""
 
 from pathlib import Path
 
-from loraplex.serving.tokenizer import load_tokenizer
+from loraplex.serving.text.tokenizer import load_tokenizer
 from loraplex.testing import tiny_tokenizers
 from loraplex.testing.tiny_model import TinyCheckpoint
 

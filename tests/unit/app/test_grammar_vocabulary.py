@@ -4,9 +4,9 @@ import pytest
 
 from loraplex.app.grammar_vocabulary import vocabulary_of, vocabulary_source
 from loraplex.core.errors import ConfigError
-from loraplex.execution.grammar_compiler import build_tokenizer
-from loraplex.serving.detokenizer import IncrementalDetokenizer
-from loraplex.serving.tokenizer import load_tokenizer
+from loraplex.execution.grammar.compiler import build_tokenizer
+from loraplex.serving.text.detokenizer import IncrementalDetokenizer
+from loraplex.serving.text.tokenizer import load_tokenizer
 from loraplex.testing import tiny_tokenizers
 
 TEXTS = (

@@ -9,7 +9,7 @@ from loraplex.app.launch import engine_process, started_engines
 from loraplex.core.config import Config, ModelConfig
 from loraplex.core.errors import ConfigError
 from loraplex.engine.messages import EngineCommand, EngineEvent
-from loraplex.serving.engine_link import EngineLink, LinkFactory, ProcessLink
+from loraplex.serving.engines.link import EngineLink, LinkFactory, ProcessLink
 
 ONE = ModelConfig(path="/one")
 TWO = ModelConfig(path="/two")

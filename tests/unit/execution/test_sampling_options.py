@@ -10,7 +10,7 @@ from transformers.generation import logits_process as hf
 
 from loraplex.core.plan import RowAdded, RowResult, RowStep
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.execution.sampler import Sampler
+from loraplex.execution.sampling.sampler import Sampler
 from loraplex.kernels.dispatch import select_kernels
 from loraplex.kernels.reference import ReferenceKernels
 

@@ -16,11 +16,11 @@ from loraplex.core.config import ModelConfig
 from loraplex.core.errors import InvalidAdapterError, LoraplexError
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.serving.async_engine import AsyncEngine
 from loraplex.serving.backend import ModelCard
-from loraplex.serving.chat_template import ChatTemplate
+from loraplex.serving.engines.async_engine import AsyncEngine
 from loraplex.serving.served_model import ServedModel
-from loraplex.serving.tokenizer import load_tokenizer
+from loraplex.serving.text.chat_template import ChatTemplate
+from loraplex.serving.text.tokenizer import load_tokenizer
 from loraplex.testing.capitals import BASE_PATH
 from loraplex.testing.fake_engine_process import FakeEngineSettings, fake_engine_thread
 from loraplex.testing.fake_loader import fake_source

@@ -31,9 +31,9 @@ from loraplex.core.errors import (
 from loraplex.core.principal import LOCAL
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.serving import canary
-from loraplex.serving.adapter_cards import AdapterState, UnloadMode
-from loraplex.serving.adapter_changes import AdapterChanges
+from loraplex.serving.adapters import canary
+from loraplex.serving.adapters.cards import AdapterState, UnloadMode
+from loraplex.serving.adapters.changes import AdapterChanges
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.service import Service
 from loraplex.testing.fake_engine_process import FakeEngineSettings

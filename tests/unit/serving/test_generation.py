@@ -18,9 +18,9 @@ from loraplex.core.output import (
 )
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.serving.engines.output_stream import OutputStream
 from loraplex.serving.generation import Generation
-from loraplex.serving.output_stream import OutputStream
-from loraplex.serving.tokenizer import load_tokenizer
+from loraplex.serving.text.tokenizer import load_tokenizer
 from loraplex.testing.capitals import BASE_PATH
 
 ADAPTERS = (ResolvedAdapter("zh", "digest", 0.5),)

@@ -18,8 +18,8 @@ from loraplex.core.errors import (
     PermissionDeniedError,
 )
 from loraplex.core.principal import LOCAL, Principal
-from loraplex.serving.adapter_changes import AdapterChanges
-from loraplex.serving.adapter_loading import AdapterLoading
+from loraplex.serving.adapters.changes import AdapterChanges
+from loraplex.serving.adapters.loading import AdapterLoading
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.service import Service
 

@@ -25,8 +25,8 @@ from loraplex.core.principal import LOCAL, Principal
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.serving import served_model
-from loraplex.serving.async_engine import EngineState
 from loraplex.serving.backend import Backend
+from loraplex.serving.engines.async_engine import EngineState
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.service import Service
 from loraplex.testing.fake_engine_process import FakeEngineSettings

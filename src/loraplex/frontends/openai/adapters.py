@@ -29,7 +29,7 @@ from loraplex.frontends.openai.schema import (
     RollbackBody,
     UnloadLoraBody,
 )
-from loraplex.serving.adapter_cards import AdapterCard, UnloadMode
+from loraplex.serving.adapters.cards import AdapterCard, UnloadMode
 
 
 class AdapterEndpoints:

@@ -1,0 +1,308 @@
+"""From logits to tokens. Owns what sampling needs to know of a row: its tokens and its counters.
+
+Sampling is a pure function of (logits, parameters, tokens so far, seed, sequence index, output
+index). It does not know the model, the KV storage, or which requests the rows belong to.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+
+from loraplex.core.errors import ErrorInfo, InvalidParameterError, RowFailedError
+from loraplex.core.plan import LogitsNeeded, RowAdded, RowResult, RowStep, Slot
+from loraplex.core.sampling_params import SamplingParams
+from loraplex.execution.sampling.beam_candidates import find_candidates
+from loraplex.execution.sampling.logits_edits import IntArray, LogitsEdits
+from loraplex.execution.sampling.logits_files import LogitsFiles
+from loraplex.execution.sampling.logits_processors import LogitsProcessors
+from loraplex.execution.sampling.philox import Purpose, uniforms
+from loraplex.execution.sampling.row_grammars import RowGrammars
+from loraplex.execution.sampling.rows import (
+    Draw,
+    SampledRow,
+    StepRow,
+    accept,
+    draws_of,
+    num_logits_rows,
+)
+from loraplex.execution.sampling.token_logprobs import (
+    find_logprobs,
+    wanted_of_prompts,
+    wanted_of_tokens,
+)
+from loraplex.kernels.ops import Kernels
+from loraplex.kernels.reference import ReferenceKernels
+from loraplex.kernels.sampling import DrawOptions
+
+_NOT_FINITE = "the model gave logits that are NaN or inf"
+_LIMITING = {
+    "grammar": "grammar",
+    "allowed_token_ids": "allowed_token_ids",
+    "logit_bias": "logit_bias",
+    "bad_token_ids": "bad_words",
+    "no_repeat_ngram_size": "no_repeat_ngram_size",
+    "min_tokens": "min_tokens",
+}
+"""Fields of SamplingParams that take tokens away: how clients call them."""
+
+
+class Sampler:
+    """State per slot, and one vectorised sample() per step. Used by one thread."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        device: torch.device,
+        kernels: Kernels | None = None,
+        grammars: RowGrammars | None = None,
+        logits_dir: Path | None = None,
+    ) -> None:
+        """kernels: None is the torch reference on the device. grammars: None, no row has one.
+
+        logits_dir: where rows that return logits leave them; see LogitsFiles.
+        """
+        self._vocab_size = vocab_size
+        self._kernels = kernels or ReferenceKernels(device)
+        self._grammars = grammars
+        self._processors = LogitsProcessors(grammars)
+        self._logits_files = LogitsFiles(logits_dir)
+        self._rows: dict[Slot, SampledRow] = {}
+
+    def add_row(self, row: RowAdded) -> None:
+        """A sequence takes a slot that is free."""
+        assert row.slot not in self._rows, f"slot {row.slot} is taken"
+        self._rows[row.slot] = SampledRow.of(row, self._vocab_size)
+        if self._grammars is not None and row.sampling.grammar is not None:
+            self._grammars.add_row(row)
+
+    def remove_row(self, slot: Slot) -> None:
+        self._rows.pop(slot, None)
+        if self._grammars is not None:
+            self._grammars.remove_row(slot)
+
+    def last_token(self, slot: Slot) -> int:
+        """The newest token of the row: what RowStep.token_ids = None means."""
+        return self._rows[slot].token_ids[-1]
+
+    def begin(self, steps: Sequence[RowStep]) -> None:
+        """Call it before the logits of a step are computed: what needs none is done beside."""
+        if self._grammars is not None:
+            self._grammars.begin(steps)
+
+    def close(self) -> None:
+        if self._grammars is not None:
+            self._grammars.close()
+
+    def sample(self, logits: torch.Tensor, steps: Sequence[RowStep]) -> list[RowResult]:
+        """Sample the rows of a step; one result per step row, in their order.
+
+        logits: [S, vocab_size], S = sum of num_logits_rows(step), the rows' positions one after
+        another; changed on the way, but in the end as before. A row with LogitsNeeded.NONE
+        gives an empty result. A row with ALL samples only if its last position is the newest known
+        token; its prompt_logprobs are of the token after each computed position, where it is known.
+        A row with num_candidates gives these instead of a token. Tokens of a step that are beyond
+        what is known of its row become known. A row whose logits are not finite gets a
+        RowFailedError of its own; the others are not touched by it.
+        """
+        for step in steps:
+            if step.token_ids is not None:
+                self._learn(step, step.token_ids)
+        is_plain = [self._is_plain(step) for step in steps]
+        if all(is_plain):
+            assert logits.shape == (len(steps), self._vocab_size), "one logits row per step"
+            return self._sample_plain(logits, steps, np.arange(len(steps)))
+        sizes = [num_logits_rows(step) for step in steps]
+        assert logits.shape == (sum(sizes), self._vocab_size), "one logits row per wanted position"
+        if not any(is_plain):
+            return self._sample_any(logits, steps, sizes)
+        # Rows that want more must not make those dear that want no more than the likeliest token.
+        of_plain = np.repeat(is_plain, sizes)
+        plain = self._sample_plain(
+            logits, list(itertools.compress(steps, is_plain)), np.flatnonzero(of_plain)
+        )
+        others = [not likeliest for likeliest in is_plain]
+        kept = torch.from_numpy(np.flatnonzero(~of_plain)).to(logits.device)
+        rest = self._sample_any(
+            logits[kept],
+            list(itertools.compress(steps, others)),
+            list(itertools.compress(sizes, others)),
+        )
+        results = {result.slot: result for result in (*plain, *rest)}
+        return [results[step.slot] for step in steps]
+
+    def _sample_any(
+        self, logits: torch.Tensor, steps: Sequence[RowStep], sizes: Sequence[int]
+    ) -> list[RowResult]:
+        """As sample(), of rows that may want anything; step i has sizes[i] rows of the logits."""
+        if not len(logits):
+            return [RowResult(step.slot) for step in steps]
+        rows = [
+            StepRow(step, self._rows[step.slot], first)
+            for step, first in zip(steps, itertools.accumulate(sizes, initial=0), strict=False)
+        ]
+        logits = logits.float()
+        best_ids, maxima = self._kernels.argmax(logits, np.arange(len(logits)))
+        finite = torch.isfinite(maxima).tolist()
+        usable = [
+            all(finite[r.first : r.first + size]) for r, size in zip(rows, sizes, strict=True)
+        ]
+        good_rows = [r for r, ok in zip(rows, usable, strict=True) if ok]
+        sampled = self._sample(logits, best_ids.tolist(), good_rows)
+        return [
+            sampled[row.step.slot] if ok else _failed(row.step.slot, _NOT_FINITE)
+            for row, ok in zip(rows, usable, strict=True)
+        ]
+
+    def _learn(self, step: RowStep, token_ids: Sequence[int]) -> None:
+        """A beam's token was chosen elsewhere."""
+        row = self._rows[step.slot]
+        beyond = token_ids[max(0, len(row.token_ids) - step.start) :]
+        if beyond:
+            row.append([i if 0 <= i < self._vocab_size else 0 for i in beyond])
+
+    def _is_plain(self, step: RowStep) -> bool:
+        """Whether all that the step wants of its row is the likeliest token."""
+        return (
+            step.logits is LogitsNeeded.LAST
+            and step.num_logprobs is None
+            and not step.draft_token_ids
+            and not step.num_candidates
+            and self._rows[step.slot].takes_likeliest
+        )
+
+    def _sample_plain(
+        self, logits: torch.Tensor, steps: Sequence[RowStep], rows: IntArray
+    ) -> list[RowResult]:
+        """As sample(), of steps whose logits lie in these rows; most steps of greedy requests are
+        such, so it does nothing that is not needed.
+        """
+        best_ids, maxima = self._kernels.argmax(logits, rows)
+        results = []
+        for step, token_id, maximum in zip(steps, best_ids.tolist(), maxima.tolist(), strict=True):
+            if math.isfinite(maximum):
+                self._rows[step.slot].token_ids.append(token_id)
+                results.append(RowResult(step.slot, (token_id,)))
+            else:
+                results.append(_failed(step.slot, _NOT_FINITE))
+        return results
+
+    def _sample(
+        self, logits: torch.Tensor, best_ids: Sequence[int], rows: Sequence[StepRow]
+    ) -> dict[Slot, RowResult]:
+        beams = [row for row in rows if row.wants_candidates]
+        candidates = find_candidates(self._kernels, logits, beams, self._processors)
+        of_beams = {row.step.slot: best for row, best in zip(beams, candidates, strict=True)}
+        draws = [draws_of(row) for row in rows]
+        tokens = iter(self._choose(logits, best_ids, [draw for of_row in draws for draw in of_row]))
+        chosen = [list(itertools.islice(tokens, len(of_row))) for of_row in draws]
+        accepted = [
+            accept(row.step.draft_token_ids, of_row)
+            for row, of_row in zip(rows, chosen, strict=True)
+        ]
+        prompts = find_logprobs(self._kernels, logits, wanted_of_prompts(rows), len(rows))
+        wanted = wanted_of_tokens(rows, draws, accepted)
+        logprobs = find_logprobs(self._kernels, logits, wanted, len(rows))
+        return {
+            row.step.slot: self._result(
+                logits, row, RowResult(row.step.slot, tuple(ids), top, prompt, candidates=best)
+            )
+            for row, ids, top, prompt in zip(rows, accepted, logprobs, prompts, strict=True)
+            for best in (of_beams.get(row.step.slot, ()),)
+        }
+
+    def _result(self, logits: torch.Tensor, row: StepRow, result: RowResult) -> RowResult:
+        """The row gets its tokens; what follows from that is added to the result."""
+        if row.reaches_end and not (result.token_ids or result.candidates):
+            return self._nothing_left(row.row)
+        try:
+            output_logits = self._logits_files.of_output(logits, row, len(result.token_ids))
+            prompt_logits = self._logits_files.of_prompt(logits, row)
+        except RowFailedError as error:
+            return RowResult(result.slot, error=error.to_info())
+        forced_token_ids = self._append(row.row, result.token_ids)
+        if output_logits is None and prompt_logits is None and not forced_token_ids:
+            return result
+        return msgspec.structs.replace(
+            result,
+            forced_token_ids=forced_token_ids,
+            logits=output_logits,
+            prompt_logits=prompt_logits,
+        )
+
+    def _nothing_left(self, row: SampledRow) -> RowResult:
+        slot, problem = row.added.slot, None
+        if self._grammars is not None and row.sampling.grammar is not None:
+            problem = self._grammars.problem(slot)
+        if problem is None:
+            problem = _nothing_left(row.sampling)
+        return RowResult(slot, error=problem)
+
+    def _append(self, row: SampledRow, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Returns what the row's grammar makes likely to follow."""
+        row.append(token_ids)
+        if self._grammars is None or row.sampling.grammar is None or not token_ids:
+            return ()
+        return self._grammars.accept(row.added.slot, token_ids)
+
+    def _choose(
+        self, logits: torch.Tensor, best_ids: Sequence[int], draws: Sequence[Draw]
+    ) -> list[int | None]:
+        """The token of each draw; None where nothing finite is left to choose.
+
+        best_ids: the likeliest token of each row of the logits.
+        """
+        token_ids: list[int | None] = [best_ids[draw.logits_row] for draw in draws]
+        with LogitsEdits(logits, self._kernels) as edits:
+            changed = self._processors.apply(edits, draws)
+            if changed:
+                rows = np.array([draws[i].logits_row for i in changed])
+                best, maxima = self._kernels.argmax(logits, rows)
+                finite = torch.isfinite(maxima).tolist()
+                for i, token_id, ok in zip(changed, best.tolist(), finite, strict=True):
+                    token_ids[i] = token_id if ok else None
+            random = [
+                i
+                for i, draw in enumerate(draws)
+                if token_ids[i] is not None and not draw.row.is_greedy
+            ]
+            if random:
+                drawn = self._draw(logits, [draws[i] for i in random])
+                for i, token_id in zip(random, drawn, strict=True):
+                    token_ids[i] = token_id
+        return token_ids
+
+    def _draw(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+        params = [draw.row.sampling for draw in draws]
+        options = DrawOptions(
+            temperature=np.array([p.temperature for p in params], dtype=np.float32),
+            top_k=np.array([max(p.top_k, 0) for p in params], dtype=np.int64),
+            top_p=np.array([d.row.top_p_after(d.accepted) for d in draws], dtype=np.float64),
+            min_p=np.array([p.min_p for p in params], dtype=np.float64),
+            uniforms=uniforms(
+                [(d.row.added.seed, d.row.added.sequence_index, d.output_index) for d in draws],
+                Purpose.TOKEN,
+            ),
+        )
+        rows = np.array([draw.logits_row for draw in draws])
+        token_ids: list[int] = self._kernels.draw_tokens(logits, rows, options).tolist()
+        return token_ids
+
+
+def _failed(slot: Slot, reason: str) -> RowResult:
+    return RowResult(slot, error=RowFailedError(f"no token could be sampled: {reason}").to_info())
+
+
+def _nothing_left(sampling: SamplingParams) -> ErrorInfo:
+    """The client asked for what contradicts itself, or for a penalty beyond float32."""
+    limits = [name for field, name in _LIMITING.items() if getattr(sampling, field)]
+    limits = limits or ["repetition_penalty"]
+    return InvalidParameterError(
+        f"no token is left to choose, with what the request says of {', '.join(limits)}",
+        param=limits[0] if len(limits) == 1 else None,
+    ).to_info()

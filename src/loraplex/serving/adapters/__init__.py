@@ -1,0 +1,1 @@
+"""Adapters by name: loading, changing, following folders, keeping."""

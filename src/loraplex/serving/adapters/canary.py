@@ -1,0 +1,113 @@
+"""A forward with an adapter beside one without, before the adapter is let in."""
+
+import asyncio
+from collections.abc import Callable
+
+from loraplex.core.adapter import AdapterSource, AdapterUse
+from loraplex.core.errors import InvalidAdapterError, error_from_info
+from loraplex.core.output import TokenLogprob
+from loraplex.core.principal import Principal
+from loraplex.core.request import GenerateRequest, RequestId
+from loraplex.core.sampling_params import MAX_LOGPROBS, SamplingParams
+from loraplex.serving.adapters.cards import CanaryReport
+from loraplex.serving.admission import admit
+from loraplex.serving.served_model import ServedModel
+
+PROMPT = "The quick brown fox jumps over the lazy dog."
+_TIMEOUT_SECONDS = 120.0
+_SAMPLING = SamplingParams(
+    max_tokens=1, temperature=0, ignore_eos=True, logprobs=MAX_LOGPROBS, prompt_logprobs=0
+)
+
+
+async def run_canary(
+    model: ServedModel,
+    principal: Principal,
+    source: AdapterSource,
+    new_request_id: Callable[[], RequestId],
+    now_ns: int,
+) -> CanaryReport:
+    """Compare them. Raises what the engine says of the adapter, or InvalidAdapterError if there is
+    no difference at all: then the adapter does nothing.
+    """
+    requests = [
+        GenerateRequest(
+            request_id=new_request_id(),
+            model=model.card.name,
+            prompt=PROMPT,
+            sampling=_SAMPLING,
+            timeout_seconds=_TIMEOUT_SECONDS,
+        )
+        for _ in range(2)
+    ]
+    token_ids = model.tokenizer.encode(PROMPT, True)[: model.card.max_model_len - 1]
+    base, adapted = await asyncio.gather(
+        _scores(model, principal, requests[0], token_ids, None, now_ns),
+        _scores(model, principal, requests[1], token_ids, source, now_ns),
+    )
+    report = compare(base, adapted)
+    if not report.largest_difference > 0:  # true for NaN, too
+        raise InvalidAdapterError(
+            f"the adapter changes nothing: {report.num_compared} log probabilities are those of "
+            "the base model",
+            param="path",
+        )
+    return report
+
+
+def compare(base: list[TokenLogprob], adapted: list[TokenLogprob]) -> CanaryReport:
+    """Of the same positions: the prompt's tokens but the first, then the next token.
+
+    Of a next token that is among the likeliest of one side only, the other side's log probability
+    is at most that of its least likely one here: what that leaves of the difference is counted.
+    """
+    *base_prompt, base_next = base
+    *adapted_prompt, adapted_next = adapted
+    differences = [
+        abs(one.logprob - other.logprob)
+        for one, other in zip(base_prompt, adapted_prompt, strict=True)
+    ]
+    ours, theirs = dict(base_next.top), dict(adapted_next.top)
+    differences += [abs(ours[token_id] - theirs[token_id]) for token_id in ours.keys() & theirs]
+    for side, other in ((ours, theirs), (theirs, ours)):
+        most = min(other.values())
+        differences += [max(0.0, side[token_id] - most) for token_id in side.keys() - other]
+    return CanaryReport(
+        num_compared=len(differences),
+        largest_difference=max(differences),
+        mean_difference=sum(differences) / len(differences),
+        base_token_id=base_next.token_id,
+        adapter_token_id=adapted_next.token_id,
+    )
+
+
+async def _scores(
+    model: ServedModel,
+    principal: Principal,
+    request: GenerateRequest,
+    token_ids: list[int],
+    source: AdapterSource | None,
+    now_ns: int,
+) -> list[TokenLogprob]:
+    engine_request = admit(
+        request,
+        token_ids,
+        model=model.card,
+        eos_token_ids=model.eos_token_ids,
+        adapters=() if source is None else (AdapterUse(source.digest),),
+        principal=principal,
+        now_ns=now_ns,
+    )
+    stream = model.engine.submit(engine_request, [] if source is None else [source])
+    found: list[TokenLogprob] = []
+    try:
+        while True:
+            for output in await stream.take():
+                if output.error is not None:
+                    raise error_from_info(output.error)
+                found += [score for score in output.prompt_logprobs or () if score is not None]
+                found += [score for delta in output.deltas for score in delta.logprobs]
+                if output.finished:
+                    return found
+    finally:
+        model.engine.abort(request.request_id)

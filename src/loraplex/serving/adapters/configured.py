@@ -1,0 +1,122 @@
+"""The adapters that a model's configuration names: one by one, by their folder, or in a list."""
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Container, Iterator
+from pathlib import Path
+
+from loraplex.core.config import ModelConfig
+from loraplex.core.errors import ConfigError, LoraplexError
+from loraplex.core.principal import DEFAULT_TENANT
+from loraplex.serving.adapters.changes import AdapterChanges
+from loraplex.serving.adapters.folders import Say, find_adapters, find_below, read_list
+from loraplex.serving.adapters.loading import AdapterLoading, check_is_no_base
+from loraplex.serving.served_model import ServedModel
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ConfiguredAdapter:
+    name: str
+    path: str
+    task_id: int | None
+    is_named: bool
+    """One by one; otherwise it was found in a folder, and may be left out."""
+    is_followed: bool = False
+    """A folder or a list gave it, and may take it away while the server runs."""
+
+
+async def load_configured(
+    model: ServedModel,
+    loading: AdapterLoading,
+    changes: AdapterChanges,
+    base_names: Container[str] = (),
+) -> None:
+    """Register what the configuration names; no adapter may be called as a base is.
+
+    It wins over what was stored. What only an earlier configuration named is forgotten. Raises
+    ConfigError for an adapter named one by one; one that was merely found in a folder is left out
+    with a warning, and what was stored under its name goes on.
+    """
+    wanted = await asyncio.to_thread(wanted_adapters, model.config, base_names)
+    task_ids = {adapter.name: adapter.task_id for adapter in wanted}
+    change = await changes.run(
+        lambda: model.store.apply_configuration(model.card.name, DEFAULT_TENANT, task_ids)
+    )
+    for version in change.removed:
+        logger.info("adapter %r is no longer configured: it is forgotten", version.name)
+    for alias in change.aliases:
+        logger.warning("alias %r is forgotten: an adapter is configured under this name", alias)
+    for version in change.task_ids:
+        if task_ids.get(version.name) is None:
+            logger.warning(
+                "adapter %r lost its task id %s: the configuration gives it to another",
+                version.name,
+                version.task_id,
+            )
+    for adapter in wanted:
+        try:
+            await loading.register_configured(
+                model, DEFAULT_TENANT, adapter.name, adapter.path, adapter.task_id
+            )
+        except LoraplexError as error:
+            _cannot_load(adapter, error)
+
+
+def wanted_adapters(
+    config: ModelConfig, base_names: Container[str], *, is_following: bool = False
+) -> list[ConfiguredAdapter]:
+    """Each name and each task id once: the first one has it; others are an error if they are named
+    one by one, else a warning.
+
+    Looks into folders. Raises ConfigError for one that cannot be read. is_following: it was looked
+    at before, so that what is left out was told.
+    """
+    say = logger.debug if is_following else logger.warning
+    wanted: dict[str, ConfiguredAdapter] = {}
+    task_ids: dict[int, str] = {}
+    for adapter in _configured(config, say):
+        name, task_id = adapter.name, adapter.task_id
+        try:
+            check_is_no_base(name, base_names)
+            if name in wanted:
+                raise ConfigError(f"{wanted[name].path} has this name already")
+            if task_id is not None and task_ids.setdefault(task_id, name) != name:
+                raise ConfigError(f"LoRA task {task_id} already is adapter {task_ids[task_id]!r}")
+        except LoraplexError as error:
+            _cannot_load(adapter, error, say)
+        else:
+            wanted[name] = adapter
+    return list(wanted.values())
+
+
+def _configured(config: ModelConfig, say: Say) -> Iterator[ConfiguredAdapter]:
+    for name, adapter in config.adapters.items():
+        task_id = _task_id(name, adapter.task_id)
+        yield ConfiguredAdapter(name, adapter.path, task_id, is_named=True)
+    if config.multi_lora:
+        for name, path in read_list(Path(config.multi_lora)):
+            yield ConfiguredAdapter(name, path, None, is_named=True, is_followed=True)
+    found = [pair for folder in config.adapter_dirs for pair in find_adapters(Path(folder), say)]
+    if config.lora_root:
+        found += find_below(Path(config.lora_root), say)
+    for name, place in found:
+        task_id = _task_id(name, None)
+        yield ConfiguredAdapter(name, str(place), task_id, is_named=False, is_followed=True)
+
+
+def _cannot_load(
+    adapter: ConfiguredAdapter, error: LoraplexError, say: Say = logger.warning
+) -> None:
+    if adapter.is_named:
+        raise ConfigError(f"adapter {adapter.name!r}: {error.message}") from error
+    say("left out adapter %r: %s", adapter.name, error.message)
+
+
+def _task_id(name: str, configured: int | None) -> int | None:
+    """A name of digits is its task id, as in TensorRT-LLM's lora_prefetch_dir."""
+    if configured is None and name.isascii() and name.isdigit():
+        return int(name)
+    return configured

@@ -1,0 +1,196 @@
+"""The server follows its adapter folders: what is added, changed or removed there, is so here.
+
+Looks again and again, by names, sizes and times, in a thread. A change is taken when two looks in
+a row saw the same: what is still being copied is left alone. What may work later is tried again,
+after one look, two, four and so on. Only what the configuration brought is taken away; what was
+loaded over the API under the same name stays.
+"""
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Container
+from pathlib import Path
+
+from loraplex.adapters.version import Origin
+from loraplex.core.adapter import AdapterRef, ByName
+from loraplex.core.config import ModelConfig
+from loraplex.core.errors import CapacityError, ConfigError, LoraplexError
+from loraplex.core.principal import DEFAULT_TENANT
+from loraplex.serving.adapters.cards import UnloadMode
+from loraplex.serving.adapters.changes import AdapterChanges
+from loraplex.serving.adapters.configured import (
+    ConfiguredAdapter,
+    load_configured,
+    wanted_adapters,
+)
+from loraplex.serving.adapters.folders import Signature, signature_of
+from loraplex.serving.adapters.loading import AdapterLoading
+from loraplex.serving.served_model import ServedModel
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_PAUSE = 128
+"""In looks, between two tries of what may work later."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Seen:
+    """An adapter in a folder, as one look saw it."""
+
+    adapter: ConfiguredAdapter
+    signature: Signature
+
+
+@dataclasses.dataclass(slots=True)
+class _Retry:
+    """An adapter that could not be taken for now."""
+
+    seen: _Seen
+    pause: int
+    """In looks."""
+    left: int
+    """Of the pause."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Followed:
+    """One model's adapters in folders, by name."""
+
+    model: ServedModel
+    taken: dict[str, _Seen]
+    """What was loaded, or tried."""
+    last: dict[str, _Seen]
+    """What the last look saw."""
+    retries: dict[str, _Retry] = dataclasses.field(default_factory=dict)
+
+    def is_due(self, name: str, seen: _Seen) -> bool:
+        """Whether it is to be taken now."""
+        retry = self.retries.get(name)
+        is_pausing = retry is not None and retry.seen == seen and retry.left > 0
+        return self.taken.get(name) != seen and not is_pausing
+
+
+class AdapterDirectory:
+    """Over all models of a server. Nothing that fails here stops it."""
+
+    def __init__(
+        self,
+        loading: AdapterLoading,
+        changes: AdapterChanges,
+        base_names: Container[str],
+        interval_seconds: float,
+    ) -> None:
+        """interval_seconds: from one look to the next; 0: only the first."""
+        self._loading = loading
+        self._changes = changes
+        self._base_names = base_names
+        self._interval_seconds = interval_seconds
+        self._followed: list[_Followed] = []
+        self._task: asyncio.Task[None] | None = None
+        self._problem = ""
+        """Why the last look failed: it is told once."""
+
+    async def load(self, model: ServedModel) -> None:
+        """Load what the configuration of a model names, and follow it from then on.
+
+        Raises ConfigError.
+        """
+        # Looked at before it is read: what changes meanwhile is seen as a change.
+        seen = await asyncio.to_thread(_look, model.config, self._base_names)
+        await load_configured(model, self._loading, self._changes, self._base_names)
+        if model.config.adapter_dirs or model.config.lora_root or model.config.multi_lora:
+            self._followed.append(_Followed(model, seen, seen))
+
+    def start(self) -> None:
+        """Follow, until close()."""
+        if self._followed and self._interval_seconds:
+            self._task = asyncio.create_task(self._run(), name="adapter-directory")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def run_once(self) -> None:
+        for followed in self._followed:
+            try:
+                seen = await asyncio.to_thread(_look, followed.model.config, self._base_names)
+            except ConfigError as error:
+                # Perhaps not mounted for a moment: nothing is taken away for that.
+                self._tell(error.message)
+            else:
+                self._tell("")
+                await self._follow(followed, seen)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._interval_seconds)
+            try:
+                await self.run_once()
+            except Exception:
+                logger.exception("following adapter folders failed; it is tried again")
+
+    async def _follow(self, followed: _Followed, seen: dict[str, _Seen]) -> None:
+        still = {
+            name for name in (*seen, *followed.taken) if seen.get(name) == followed.last.get(name)
+        }
+        followed.last = seen
+        gone = [name for name in followed.taken if name not in seen and name in still]
+        for name in gone:  # first: their names and task ids are free then
+            await self._remove(followed, name)
+        followed.retries = {name: r for name, r in followed.retries.items() if name in seen}
+        for retry in followed.retries.values():
+            retry.left -= 1
+        for name, one in seen.items():
+            if name in still and followed.is_due(name, one):
+                await self._take(followed, name, one)
+
+    async def _take(self, followed: _Followed, name: str, seen: _Seen) -> None:
+        adapter = seen.adapter
+        try:
+            await self._loading.register_configured(
+                followed.model, DEFAULT_TENANT, name, adapter.path, adapter.task_id
+            )
+        except CapacityError as error:
+            logger.warning("adapter %r: %s; it is tried again", name, error.message)
+            pause = 1
+            before = followed.retries.get(name)
+            if before is not None and before.seen == seen:
+                pause = min(2 * before.pause, _LONGEST_PAUSE)
+            followed.retries[name] = _Retry(seen, pause, pause)
+            return
+        except LoraplexError as error:  # until it changes
+            logger.warning("left out adapter %r: %s", name, error.message)
+        followed.taken[name] = seen
+        followed.retries.pop(name, None)
+
+    async def _remove(self, followed: _Followed, name: str) -> None:
+        path = followed.taken.pop(name).adapter.path
+        model = followed.model
+        ref = AdapterRef(model.card.name, DEFAULT_TENANT, ByName(name))
+        version = model.store.find(ref)
+        if version is None or version.name != name:
+            return
+        if version.origin is not Origin.CONFIGURED or version.path != path:
+            logger.info("adapter %r left its folder; what the API loaded stays", name)
+            return
+        try:
+            await self._changes.remove(model, ref, UnloadMode.DRAIN)
+        except LoraplexError as error:  # somebody was faster
+            logger.info("adapter %r: %s", name, error.message)
+
+    def _tell(self, problem: str) -> None:
+        if problem and problem != self._problem:
+            logger.warning("adapter folders are not followed for now: %s", problem)
+        self._problem = problem
+
+
+def _look(config: ModelConfig, base_names: Container[str]) -> dict[str, _Seen]:
+    """What folders and lists have now. Raises ConfigError."""
+    wanted = wanted_adapters(config, base_names, is_following=True)
+    return {
+        adapter.name: _Seen(adapter, signature_of(Path(adapter.path).expanduser()))
+        for adapter in wanted
+        if adapter.is_followed
+    }

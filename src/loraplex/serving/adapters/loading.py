@@ -1,0 +1,314 @@
+"""From a path, or a request's tensors, to an adapter: staged, checked, named, preloaded."""
+
+import logging
+import time
+from collections.abc import Callable, Container
+from pathlib import Path
+
+from loraplex.adapters.base_check import BaseCheck
+from loraplex.adapters.sources.reference import shown_source
+from loraplex.adapters.staged import REQUEST_TENSORS
+from loraplex.adapters.staging import RequestTensor, StagedAdapter, StagingWorker
+from loraplex.adapters.store import AdapterVersion, Origin
+from loraplex.core.adapter import AdapterKey, AdapterRef, ByDigest, ByName, ByTaskId
+from loraplex.core.clock import Clock
+from loraplex.core.errors import AdapterLoadError, InvalidAdapterError, InvalidRequestError
+from loraplex.core.principal import Principal
+from loraplex.core.request import RequestId
+from loraplex.serving.adapters.canary import run_canary
+from loraplex.serving.adapters.cards import (
+    AdapterState,
+    CanaryReport,
+    LoadReport,
+    card_fields,
+    content_of,
+)
+from loraplex.serving.adapters.changes import AdapterChanges, became, is_present
+from loraplex.serving.adapters.fit import check_room
+from loraplex.serving.adapters.load_times import LoadTimes
+from loraplex.serving.served_model import ServedModel
+
+logger = logging.getLogger(__name__)
+
+_NUM_NAME_DIGITS = 12
+_FETCH = "fetch"
+
+
+class AdapterLoading:
+    """Owns the staging worker. One load runs at a time; steps and requests go on beside it."""
+
+    def __init__(self, worker: StagingWorker, changes: AdapterChanges, clock: Clock) -> None:
+        self._worker = worker
+        self._changes = changes
+        self._clock = clock
+        self.times = LoadTimes()
+
+    async def start(self) -> None:
+        await self._worker.start()
+
+    async def close(self) -> None:
+        await self._worker.close()
+
+    async def load(
+        self,
+        model: ServedModel,
+        principal: Principal,
+        *,
+        name: str,
+        path: str,
+        task_id: int | None = None,
+        replace: bool = False,
+        dry_run: bool = False,
+        canary_id: Callable[[], RequestId] | None = None,
+    ) -> LoadReport:
+        """Raises before anything changes if the adapter is bad, or would change nothing.
+
+        canary_id: gives the canary's requests their ids; None runs no canary.
+        """
+        tenant, store = principal.tenant, model.store
+        store.check_free(model.card.name, tenant, name, task_id, replace=replace)
+        staged = await self.stage(model, path, is_trusted=False)
+        if staged.changes_nothing:
+            raise InvalidAdapterError(
+                f"adapter {name!r} changes nothing: every lora_B of {shown_source(path)} is zero "
+                "(an untrained adapter?)",
+                param="path",
+            )
+        check_room(staged.source, model.config, model.engine.capacity)
+        seconds = dict(staged.seconds)
+        canary = None
+        if canary_id is not None:
+            started = time.perf_counter()
+            canary = await self._canary(model, principal, staged, canary_id)
+            seconds["canary"] = time.perf_counter() - started
+        started = time.perf_counter()
+        ref = AdapterRef(model.card.name, tenant, ByName(name))
+        if dry_run:
+            version, is_unchanged = self._prospect(model, ref, staged, path, task_id)
+        else:
+            registration = await self._changes.register(
+                model, tenant, name, staged, path=path, task_id=task_id, replace=replace
+            )
+            version, is_unchanged = registration.version, registration.is_unchanged
+            seconds["register"] = time.perf_counter() - started
+        return LoadReport(
+            **card_fields(version, AdapterState.READY),
+            is_unchanged=is_unchanged,
+            is_dry_run=dry_run,
+            content=content_of(staged, model.engine.capacity, model.card.dtype),
+            seconds=seconds,
+            canary=canary,
+        )
+
+    async def load_tensors(
+        self,
+        model: ServedModel,
+        tenant: str,
+        task_id: int | None,
+        weights: RequestTensor,
+        config: RequestTensor,
+        base_names: Container[str] = (),
+    ) -> AdapterKey:
+        """What a request brings along, as `Backend.add_adapter_tensors` says.
+
+        The name is that of the task id's adapter; a new one is called by its task id or digest.
+        """
+        staged = await self._worker.stage_tensors(
+            weights,
+            config,
+            shapes=model.shapes,
+            max_rank=model.config.max_lora_rank,
+            pool_dtype=model.card.dtype,
+        )
+        self._observe(model, staged)
+        if staged.changes_nothing:
+            raise InvalidAdapterError(
+                "the adapter in the request changes nothing: every B of lora_weights is zero",
+                param="lora_weights",
+            )
+        check_room(staged.source, model.config, model.engine.capacity)
+        digest = staged.source.digest
+        key = ByDigest(digest) if task_id is None else ByTaskId(task_id)
+        ref = AdapterRef(model.card.name, tenant, key)
+
+        def change() -> tuple[AdapterVersion | None, AdapterVersion]:
+            # In one turn: two requests with one new task id must not both find it free.
+            before = model.store.find(ref)
+            if before is None:
+                name = f"inline-{digest[:_NUM_NAME_DIGITS]}" if task_id is None else str(task_id)
+                check_is_no_base(name, base_names)
+            elif before.digest == digest and model.state_of(before) is AdapterState.READY:
+                return before, before
+            else:
+                name = before.name
+            return before, model.store.add(
+                model.card.name,
+                tenant,
+                name,
+                staged,
+                path=REQUEST_TENSORS,
+                task_id=task_id,
+                replace=before is not None,
+            )
+
+        def then(result: tuple[AdapterVersion | None, AdapterVersion]) -> None:
+            before, version = result
+            if before is not version:
+                became(model, before, version)
+
+        await self._changes.run(change, then)
+        return key
+
+    async def reload(self, model: ServedModel, version: AdapterVersion) -> bool:
+        """Look at a version's source again; other bytes are the next version. Whether they were.
+
+        What came in a request has no source to look at. Raises what is wrong with the source now.
+        """
+        if version.path == REQUEST_TENSORS:
+            return False
+        is_trusted = version.origin is Origin.CONFIGURED
+        staged = await self.stage(model, version.path, reads_again=True, is_trusted=is_trusted)
+        is_same = staged.source.digest == version.digest
+        if not is_same or model.store.is_missing(version):
+            check_room(staged.source, model.config, model.engine.capacity)
+            await self._register_again(model, version, staged)
+        return not is_same
+
+    async def heal(self, model: ServedModel, version: AdapterVersion) -> bool:
+        """Make a lost normal file again from its source; False if that gives other bytes by now.
+
+        Then nothing is registered: what other bytes shall mean is for the operator to say. Raises
+        why there is nothing to make it from.
+        """
+        if version.path == REQUEST_TENSORS:
+            raise AdapterLoadError("its weights came in a request: send them again")
+        is_trusted = version.origin is Origin.CONFIGURED
+        staged = await self.stage(model, version.path, is_trusted=is_trusted)
+        is_same = staged.source.digest == version.digest
+        if is_same:
+            await self._register_again(model, version, staged)
+        return is_same
+
+    async def _register_again(
+        self, model: ServedModel, version: AdapterVersion, staged: StagedAdapter
+    ) -> None:
+        await self._changes.register(
+            model,
+            version.tenant,
+            version.name,
+            staged,
+            path=version.path,
+            replace=True,
+            origin=version.origin,
+        )
+
+    async def register_configured(
+        self, model: ServedModel, tenant: str, name: str, path: str, task_id: int | None
+    ) -> None:
+        """Stage and register what a configuration names; it takes the name from whoever had it."""
+        staged = await self.stage(model, path)
+        if staged.changes_nothing:
+            source = shown_source(path)
+            logger.warning("adapter %r changes nothing: every lora_B of %s is zero", name, source)
+        check_room(staged.source, model.config, model.engine.capacity)
+        await self._changes.register(
+            model,
+            tenant,
+            name,
+            staged,
+            path=path,
+            task_id=task_id,
+            replace=True,
+            origin=Origin.CONFIGURED,
+        )
+        for warning in staged.warnings:
+            logger.warning("adapter %r: %s", name, warning)
+
+    async def stage(
+        self,
+        model: ServedModel,
+        path: str,
+        *,
+        reads_again: bool = False,
+        is_trusted: bool = True,
+    ) -> StagedAdapter:
+        """is_trusted: the operator named the path, not a client."""
+        staged = await self._worker.stage(
+            path,
+            shapes=model.shapes,
+            max_rank=model.config.max_lora_rank,
+            base_model=_trained_name(model.card.path),
+            base_path=model.card.path,
+            base_check=BaseCheck(model.config.adapter_base_check),
+            pool_dtype=model.card.dtype,
+            reads_again=reads_again,
+            is_trusted=is_trusted,
+        )
+        self._observe(model, staged)
+        return staged
+
+    def _observe(self, model: ServedModel, staged: StagedAdapter) -> None:
+        """A remote source was fetched first."""
+        fetch_seconds = staged.seconds.get(_FETCH)
+        if fetch_seconds is not None:
+            self.times.observe(model.card.name, _FETCH, fetch_seconds)
+        stage_seconds = sum(staged.seconds.values()) - (fetch_seconds or 0.0)
+        self.times.observe(model.card.name, "stage", stage_seconds)
+
+    async def _canary(
+        self,
+        model: ServedModel,
+        principal: Principal,
+        staged: StagedAdapter,
+        new_request_id: Callable[[], RequestId],
+    ) -> CanaryReport:
+        digest = staged.source.digest
+        try:
+            return await run_canary(
+                model, principal, staged.source, new_request_id, self._clock.now_ns()
+            )
+        finally:
+            # If it is let in, its name brings it back; the copies are not touched till then.
+            if not is_present(model.store, model.card.name, digest):
+                model.engine.forget_adapter(digest)
+
+    def _prospect(
+        self,
+        model: ServedModel,
+        ref: AdapterRef,
+        staged: StagedAdapter,
+        path: str,
+        task_id: int | None,
+    ) -> tuple[AdapterVersion, bool]:
+        """The version that a load would make, and whether the name has these bytes already."""
+        present = model.store.find(ref)
+        is_unchanged = present is not None and present.digest == staged.source.digest
+        number = 1 if present is None else present.number + (not is_unchanged)
+        assert isinstance(ref.key, ByName)
+        version = AdapterVersion(
+            model=ref.model,
+            tenant=ref.tenant,
+            name=ref.key.name,
+            task_id=present.task_id if present is not None and task_id is None else task_id,
+            number=number,
+            staged=staged,
+            path=path,
+            created=int(time.time()),
+        )
+        return version, is_unchanged
+
+
+def check_is_no_base(name: str, base_names: Container[str]) -> None:
+    """Raise InvalidRequestError for a name that means a base model."""
+    if name in base_names:
+        raise InvalidRequestError(
+            f"{name!r} is the name of a base model: call the adapter something else", param="name"
+        )
+
+
+def _trained_name(model_path: str) -> str:
+    """What adapters are likely to call this base: its folder's name, or its hub id."""
+    folder = Path(model_path).resolve()
+    if folder.parent.name == "snapshots":  # the hub's cache: models--OWNER--NAME/snapshots/COMMIT
+        return folder.parent.parent.name.removeprefix("models--").replace("--", "/")
+    return folder.name

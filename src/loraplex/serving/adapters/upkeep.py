@@ -1,0 +1,102 @@
+"""What is put right beside the requests, again and again: lost files, files that nobody needs, and
+adapters that engines need not know any longer.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from loraplex.adapters.store import AdapterStore, AdapterVersion
+from loraplex.core.errors import LoraplexError
+from loraplex.serving.adapters.loading import AdapterLoading
+from loraplex.serving.served_model import ServedModel
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_SECONDS = 600.0
+
+
+class AdapterUpkeep:
+    """Over all models of a server. Nothing that fails here stops it."""
+
+    def __init__(
+        self,
+        models: Sequence[ServedModel],
+        loading: AdapterLoading,
+        interval_seconds: float = INTERVAL_SECONDS,
+    ) -> None:
+        self._models = models
+        self._loading = loading
+        self._interval_seconds = interval_seconds
+        self._told: set[str] = set()
+        """Digests whose loss was logged."""
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Now, and every interval from now on, until close()."""
+        self._task = asyncio.create_task(self._run(), name="adapter-upkeep")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def run_once(self) -> None:
+        for store in {id(model.store): model.store for model in self._models}.values():
+            await self._heal(store)
+            for model in self._models:
+                forget_unnamed(model)
+            await self._collect(store)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self.run_once()
+            except Exception:
+                logger.exception("the upkeep of adapters failed; it is tried again")
+            await asyncio.sleep(self._interval_seconds)
+
+    async def _heal(self, store: AdapterStore) -> None:
+        models = {model.card.name: model for model in self._models}
+        missing = await asyncio.to_thread(store.missing)
+        self._told &= {version.digest for version in missing}
+        for version in missing:
+            if version.model in models:
+                await self._heal_one(models[version.model], version)
+
+    async def _heal_one(self, model: ServedModel, version: AdapterVersion) -> None:
+        try:
+            is_healed = await self._loading.heal(model, version)
+            reason = "it is another adapter by now"
+        except LoraplexError as error:
+            is_healed, reason = False, error.message
+        if is_healed:
+            logger.info("adapter %r was staged again: its file was gone", version.name)
+        elif version.digest not in self._told:
+            self._told.add(version.digest)
+            logger.warning(
+                "adapter %r (%s) is missing: its file is gone, and from %s it does not come back: "
+                "%s",
+                version.name,
+                version.digest[:12],
+                version.shown_path,
+                reason,
+            )
+
+    async def _collect(self, store: AdapterStore) -> None:
+        in_use = {digest for model in self._models for digest in model.engine.registered}
+        collected = await asyncio.to_thread(store.collect_garbage, in_use)
+        if collected.num_files:
+            logger.info(
+                "deleted %d adapter files that nothing needs, %d bytes",
+                collected.num_files,
+                collected.num_bytes,
+            )
+
+
+def forget_unnamed(model: ServedModel) -> None:
+    """Let an engine forget what no name means: a late request may have brought it back."""
+    named = {version.digest for version in model.store.present(model.card.name)}
+    for digest in model.engine.registered:
+        if digest not in named:
+            model.engine.forget_adapter(digest)

@@ -1,0 +1,354 @@
+"""Requests to one engine, as async iterators, across the engine's deaths.
+
+It starts the engine again when it dies, and gives the requests in work to the new one: their
+streams go on. It knows tokens only; text, names and tenants are the service's.
+"""
+
+import asyncio
+import collections
+import enum
+import itertools
+import logging
+from collections.abc import Collection, Hashable, Mapping, Sequence
+
+from loraplex.core.adapter import AdapterSource, Residency
+from loraplex.core.clock import Clock
+from loraplex.core.errors import (
+    ErrorInfo,
+    InternalError,
+    LoraplexError,
+    NotReadyError,
+    error_from_info,
+)
+from loraplex.core.plan import Capacity
+from loraplex.core.request import EngineRequest, RequestId
+from loraplex.core.stats import AdapterActivity, EngineStats, StepRecord
+from loraplex.engine.messages import (
+    AdapterHeld,
+    AdapterRejected,
+    AdaptersTold,
+    EngineEvent,
+    EngineFailed,
+    EngineReady,
+    HoldAdapter,
+    PreloadAdapter,
+    ReleaseAdapter,
+    StepDone,
+)
+from loraplex.serving.engines.activity import EngineActivity
+from loraplex.serving.engines.adapters import EngineAdapters
+from loraplex.serving.engines.link import EngineDied, EngineLink, LinkFactory
+from loraplex.serving.engines.output_stream import OutputStream
+from loraplex.serving.engines.questions import EngineQuestions
+from loraplex.serving.engines.replay import RequestInWork
+from loraplex.serving.engines.request_dispatch import RequestDispatch
+from loraplex.serving.engines.request_fates import Patience, engine_gone
+
+logger = logging.getLogger(__name__)
+
+_FIRST_PAUSE_SECONDS = 0.1
+_LONGEST_PAUSE_SECONDS = 30.0
+_STABLE_SECONDS = 60.0
+_UNASKED = 0
+"""The number of a question that nobody waits for."""
+
+
+class EngineState(enum.StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    RESTARTING = "restarting"
+    FAILED = "failed"
+    """It cannot start: the reason is in `failure`."""
+    CLOSED = "closed"
+
+
+class AsyncEngine:
+    """One served model's engine. All methods run on serving's event loop."""
+
+    def __init__(
+        self,
+        model: str,
+        start_link: LinkFactory,
+        clock: Clock,
+        *,
+        num_steps_kept: int = 1000,
+        patience: Patience = Patience(),  # noqa: B008
+    ) -> None:
+        self.model = model
+        self.state = EngineState.STARTING
+        self.failure: LoraplexError | None = None
+        self.num_restarts = 0
+        self.stats = EngineStats()
+        self.steps: collections.deque[StepRecord] = collections.deque(maxlen=num_steps_kept)
+        self._start_link = start_link
+        self._clock = clock
+        self._link: EngineLink | None = None
+        self._capacity: Capacity | None = None
+        self._adapters = EngineAdapters()
+        self._requests = RequestDispatch(model, self._adapters, clock, patience)
+        self._has_worked = False
+        """The engine of now, or the last one, did a step."""
+        self._activity = EngineActivity()
+        self._holds = EngineQuestions[ErrorInfo | None]()
+        self._settled = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> Capacity:
+        """Start the engine and wait until it is ready. Raises what keeps it from starting."""
+        if self.state is EngineState.STARTING:
+            self._task = asyncio.create_task(self._run(), name=f"engine-{self.model}")
+            await self._settled.wait()
+        if self.failure is not None:
+            raise self.failure
+        if self._capacity is None:
+            raise NotReadyError(f"the engine of model {self.model!r} was stopped as it started")
+        return self._capacity
+
+    async def close(self) -> None:
+        """Stop the engine. Requests in work end with an error, and so does a start in work."""
+        self.state = EngineState.CLOSED
+        self._requests.fail_all(NotReadyError("the server is stopping"))
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._settled.set()
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state is EngineState.READY
+
+    @property
+    def has_started(self) -> bool:
+        """Whether there ever was an engine; its successors have the same capacity."""
+        return self._capacity is not None
+
+    @property
+    def capacity(self) -> Capacity:
+        assert self._capacity is not None, "known once the engine has started"
+        return self._capacity
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._requests)
+
+    @property
+    def registered(self) -> Collection[str]:
+        """The digests that the running engine was told of and has not been told to forget.
+
+        And those that requests in work need: the next engine may have to be told of them.
+        """
+        return frozenset(self._adapters.registered.union(self._requests.needed_adapters()))
+
+    def submit(
+        self,
+        request: EngineRequest,
+        adapters: Sequence[AdapterSource],
+        labels: Collection[Hashable] = (),
+    ) -> OutputStream:
+        """Give a request to the engine. By one of its labels, fail_labelled can end it.
+
+        While the engine is started again the request waits for it. Raises NotReadyError before the
+        first start and after the end, and what the engine said of an adapter that it rejected.
+        """
+        if self.state not in (EngineState.READY, EngineState.RESTARTING):
+            raise self._not_ready()
+        for source in adapters:
+            self._adapters.expect(source)
+        now_ns = self._clock.now_ns()
+        submitted = RequestInWork(request, adapters, labels, submitted_ns=now_ns)
+        self._requests.submit(submitted)
+        return submitted.stream
+
+    def abort(self, request_id: RequestId, sequence_index: int | None = None) -> None:
+        """End a request, or one sequence of it; its stream then gets its last output."""
+        self._requests.abort(request_id, sequence_index)
+
+    def num_labelled(self, label: Hashable) -> int:
+        """Requests in work that carry a label."""
+        return self._requests.num_labelled(label)
+
+    def fail_labelled(self, label: Hashable, error: LoraplexError) -> int:
+        """End the requests that carry a label, with an error; how many those were."""
+        return self._requests.fail_labelled(label, error)
+
+    def forget_adapter(self, digest: str) -> None:
+        """Let the engine forget an adapter once no request needs it. It may be named again."""
+        is_needed = digest in self._requests.needed_adapters()
+        send = None if self._link is None else self._link.send
+        self._adapters.forget(digest, send, is_needed=is_needed)
+
+    async def residency(self) -> Mapping[str, Residency]:
+        """Where the adapters are, by digest; what is absent is left out.
+
+        Answered between two steps; empty while there is no engine.
+        """
+        return (await self.activity()).residency
+
+    async def activity(self) -> AdapterActivity:
+        """Where the adapters are and for whom; as `residency`."""
+        return await self._activity.ask(self._link)
+
+    async def recent_activity(self) -> AdapterActivity:
+        """activity(), or what it was last while the engine is in a long step."""
+        return await self._activity.recent(self._link)
+
+    @property
+    def held(self) -> frozenset[str]:
+        """Digests that are to stay on the device."""
+        return frozenset(self._adapters.held)
+
+    async def hold(self, source: AdapterSource) -> None:
+        """Keep an adapter on the device, whatever engine runs, until `release` or its unloading.
+
+        Raises AdapterTooLargeError if others would then lack room, NotReadyError without an engine.
+        """
+        if source.digest in self._adapters.held:
+            return
+        link = self._require_link()
+        self._adapters.want(source, link.send)
+        self._adapters.held[source.digest] = source
+        try:
+            error = await self._holds.ask(
+                lambda query_id: link.send(HoldAdapter(query_id, source.digest))
+            )
+        except BaseException:
+            self.release(source.digest)
+            raise
+        if error is not None:
+            self._adapters.held.pop(source.digest, None)
+            raise error_from_info(error)
+
+    def release(self, digest: str) -> None:
+        """Undo `hold`. What was refused for lack of room may be asked for again."""
+        if self._adapters.held.pop(digest, None) is not None and self._link is not None:
+            self._adapters.forgive()
+            self._link.send(ReleaseAdapter(digest))
+
+    def preload(self, source: AdapterSource) -> None:
+        """Ask for an adapter ahead of its first request."""
+        link = self._require_link()
+        self._adapters.want(source, link.send)
+        link.send(PreloadAdapter(source.digest))
+
+    def _require_link(self) -> EngineLink:
+        if self._link is None or not self.is_ready:
+            raise self._not_ready()
+        return self._link
+
+    def _not_ready(self) -> NotReadyError:
+        return NotReadyError(
+            f"the engine of model {self.model!r} is {self.state}", retry_after_seconds=2
+        )
+
+    async def _run(self) -> None:
+        """Serve one engine after the other until closed, or until one cannot start."""
+        try:
+            await self._run_epochs()
+        except Exception:
+            logger.exception("model %s: its engine is given up", self.model)
+            self.failure = InternalError(f"the engine of model {self.model!r} was given up")
+        self.state = EngineState.FAILED
+        self._requests.fail_all(engine_gone("was given up"))
+        self._settled.set()
+
+    async def _run_epochs(self) -> None:
+        """Returns when the first engine could not start; `failure` then says why."""
+        pause = _FIRST_PAUSE_SECONDS
+        for epoch in itertools.count(1):
+            started_ns, self._has_worked = self._clock.now_ns(), False
+            await self._run_epoch(epoch)
+            if self._capacity is None:
+                self.failure = self.failure or InternalError(
+                    f"the engine of model {self.model!r} ended while it started; its log says why"
+                )
+                return
+            self.num_restarts += 1
+            lived_ns = self._clock.now_ns() - started_ns
+            if self._has_worked or lived_ns > _STABLE_SECONDS * 1e9:
+                pause = _FIRST_PAUSE_SECONDS
+            logger.info("model %s: its engine is started again in %g s", self.model, pause)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+    async def _run_epoch(self, epoch: int) -> None:
+        """One engine's life. Returns when it is gone; then its requests wait for the next one."""
+        try:
+            link = await self._start_link(epoch)
+        except LoraplexError as error:
+            self._cannot_start(error)
+            return
+        except OSError as error:
+            self._cannot_start(InternalError(f"the engine cannot be started: {error}"))
+            return
+        death = EngineDied("the engine was closed")
+        try:
+            while self.failure is None:
+                self._handle(await link.receive(), link)
+        except EngineDied as died:
+            death = died
+            logger.error("model %s: %s", self.model, death)
+        finally:
+            self._lose_engine(death)
+            await link.close()
+
+    def _lose_engine(self, death: EngineDied) -> None:
+        self._link = None
+        self._adapters.lose_engine()
+        gone = NotReadyError(f"the engine of model {self.model!r} stopped", retry_after_seconds=2)
+        self._activity.lose_engine(gone)
+        self._holds.fail(gone)
+        self.stats = EngineStats()
+        if self.state is EngineState.READY:
+            self.state = EngineState.RESTARTING
+        self._requests.lose_engine(death)
+
+    def _handle(self, event: EngineEvent, link: EngineLink) -> None:
+        match event:
+            case EngineReady(capacity):
+                if self.num_restarts:
+                    logger.warning("model %s: its engine is back", self.model)
+                self._capacity = capacity
+                self._link = link
+                self.state = EngineState.READY
+                self._hold_again(link)
+                self._requests.take_engine(link)
+                self._settled.set()
+            case EngineFailed(error):
+                self._cannot_start(error_from_info(error))
+            case StepDone():
+                self._take_step(event)
+            case AdaptersTold(query_id, activity, stats):
+                self.stats = stats
+                self._activity.answer(query_id, activity)
+            case AdapterHeld(query_id, error):
+                self._note_held(query_id, error)
+            case AdapterRejected(digest, error):
+                self._note_rejected(digest, error)
+
+    def _take_step(self, step: StepDone) -> None:
+        self.stats = step.stats
+        if step.record is not None:
+            self._has_worked = True
+            self.steps.append(step.record)
+        self._requests.take_step(step)
+
+    def _note_rejected(self, digest: str, error: ErrorInfo) -> None:
+        if self._adapters.reject(digest, error):
+            logger.warning("model %s refused adapter %s: %s", self.model, digest, error.message)
+
+    def _note_held(self, query_id: int, error: ErrorInfo | None) -> None:
+        if not self._holds.answer(query_id, error) and error is not None:
+            logger.warning("model %s: an adapter is no longer held: %s", self.model, error.message)
+
+    def _hold_again(self, link: EngineLink) -> None:
+        """A new engine has none of them."""
+        for digest, source in self._adapters.held.items():
+            self._adapters.want(source, link.send)
+            link.send(HoldAdapter(_UNASKED, digest))
+
+    def _cannot_start(self, error: LoraplexError) -> None:
+        """An engine that has run before is tried again; one that never has is not."""
+        if self._capacity is None:
+            self.failure = error
+        else:
+            logger.error("model %s: the engine failed: %s", self.model, error.message)

@@ -1,0 +1,202 @@
+"""A request from its submission to its last output, across the engines that work on it.
+
+It remembers what was delivered. So an engine that takes the place of a dead one is told where to
+go on, and gives the very tokens that the dead one would have given: sampling depends on nothing but
+the request's seed and the place of the token.
+"""
+
+from collections.abc import Collection, Hashable, Sequence
+from typing import Final
+
+import msgspec
+
+from loraplex.core.adapter import AdapterSource
+from loraplex.core.errors import LoraplexError
+from loraplex.core.output import EngineOutput, FinishReason, RequestTiming, SequenceDelta
+from loraplex.core.request import EngineRequest, RequestId
+from loraplex.serving.engines.output_stream import OutputStream
+
+CRASH_BLAME: Final = 3
+"""Of a request that was in a step when the engine crashed."""
+KILL_BLAME: Final = 1
+"""The same when it was killed: from outside, by an operator or by a system short of memory. And of
+every request when an engine died between two steps: the load of an adapter may have crashed it."""
+SUSPECT_BLAME: Final = 3
+"""From here on it is given back alone."""
+MOST_BLAME: Final = 6
+"""Then it is given up: two crashes, or six kills, and it got no further."""
+PLACE_OUTPUTS: Final = 4
+"""So many outputs of each sequence later it has got further: what an engine computed just before
+it died may not have been told."""
+MOST_DEATHS: Final = 10
+"""So many engines may die without a sign of life of one request, in a step or not."""
+
+
+class RequestInWork:
+    """Its stream, what was put into it, and what there is against the request."""
+
+    def __init__(
+        self,
+        request: EngineRequest,
+        adapters: Sequence[AdapterSource],
+        labels: Collection[Hashable] = (),
+        *,
+        submitted_ns: int = 0,
+    ) -> None:
+        self.adapters = tuple({source.digest: source for source in adapters}.values())
+        self.stream = OutputStream(labels)
+        self.submitted_ns = submitted_ns
+        self.is_sent = False
+        """The running engine was told of it."""
+        self._request = request
+        sampling = request.sampling
+        # A search tells the best of its beams only.
+        num_told = sampling.n if sampling.beam is not None else sampling.num_sequences
+        self._outputs: list[list[int]] = [[] for _ in range(num_told)]
+        self._ended: set[int] = set()
+        self._aborted: set[int] = set()
+        self._prompt_scores_told = False
+        self._timing: RequestTiming | None = None
+        """As engines that died had told it."""
+        self._told: RequestTiming | None = None
+        self._num_deaths = 0
+        self._num_steps = 0
+        self._place = 0
+        """Of a search: the number of steps that it was in when an engine died."""
+        self._behind: dict[int, int] = {}
+        """Sequences at the place where an engine died, and how many outputs further that ends."""
+        self._blame = 0
+        self._deaths_here = 0
+
+    @property
+    def request_id(self) -> RequestId:
+        return self._request.request_id
+
+    @property
+    def labels(self) -> Collection[Hashable]:
+        return self.stream.labels
+
+    @property
+    def deadline_ns(self) -> int | None:
+        return self._request.deadline_ns
+
+    @property
+    def is_new(self) -> bool:
+        """No engine has been told of it yet."""
+        return not self.is_sent and self._num_deaths == 0
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Delivered so far."""
+        return sum(map(len, self._outputs))
+
+    def engine_request(self) -> EngineRequest:
+        """What an engine is told, the first or a later one."""
+        if self._num_deaths == 0:
+            return self._request
+        # A search keeps its beams to itself until it is over: it starts again.
+        starts_again = self._request.sampling.beam is not None
+        return msgspec.structs.replace(
+            self._request,
+            outputs=() if starts_again else tuple(map(tuple, self._outputs)),
+            ended=tuple(sorted(self._ended)),
+            prompt_scores_told=self._prompt_scores_told,
+            requires_resident=False,
+            num_restarts=self._num_deaths,
+        )
+
+    def deliver(self, output: EngineOutput) -> None:
+        """Put what the engine said into the stream."""
+        for delta in output.deltas:
+            self._outputs[delta.index].extend(delta.token_ids)
+            self._get_further(delta)
+        if output.prompt_logprobs is not None or output.prompt_logits:
+            self._prompt_scores_told = True
+        if output.timing is not None:
+            self._told = output.timing
+            output = msgspec.structs.replace(output, timing=self._whole_timing())
+        self.stream.put(output)
+
+    def note_step(self) -> None:
+        """A step with a row of it ended well. A search shows no other sign of life."""
+        if self._request.sampling.beam is not None:
+            self._num_steps += 1
+            if self._num_steps > self._place + PLACE_OUTPUTS:
+                self._clear()
+
+    def abort(self, sequence_index: int | None) -> bool:
+        """Note that it, or one sequence, is to end. False if that has ended or will end already."""
+        every = set(range(len(self._outputs)))
+        # A search has one answer: engines end it as a whole, too.
+        is_whole = sequence_index is None or self._request.sampling.beam is not None
+        meant = every if is_whole else every & {sequence_index}
+        new = meant - self._ended - self._aborted
+        self._aborted |= new
+        return bool(new)
+
+    def end_aborted(self) -> bool:
+        """Without an engine, aborts take effect here. True if it ended with them."""
+        ending = sorted(self._aborted - self._ended)
+        if not ending:
+            return False
+        self._ended.update(ending)
+        is_over = len(self._ended) == len(self._outputs)
+        deltas = (SequenceDelta(index, finish_reason=FinishReason.ABORT) for index in ending)
+        timing = self._whole_timing() if is_over else None
+        self.stream.put(
+            EngineOutput(self.request_id, tuple(deltas), finished=is_over, timing=timing)
+        )
+        return is_over
+
+    def fail(self, error: LoraplexError) -> None:
+        """The last output."""
+        self.stream.put(
+            EngineOutput(
+                self.request_id, finished=True, error=error.to_info(), timing=self._whole_timing()
+            )
+        )
+
+    def lose_engine(self, blame: int) -> None:
+        """The engine that was told of it is dead."""
+        self._timing, self._told = self._whole_timing(), None
+        self.is_sent = False
+        self._num_deaths += 1
+        self._deaths_here += 1
+        self._place, self._num_steps = self._num_steps, 0
+        alive = (index for index in range(len(self._outputs)) if index not in self._ended)
+        self._behind = dict.fromkeys(alive, PLACE_OUTPUTS)
+        self._blame += blame
+
+    @property
+    def is_suspect(self) -> bool:
+        """It may be what crashed an engine, and it has not got beyond that place since."""
+        return self._blame >= SUSPECT_BLAME
+
+    @property
+    def is_guilty(self) -> bool:
+        """Engines died at one place of it, again and again."""
+        return self._blame >= MOST_BLAME
+
+    @property
+    def is_stuck(self) -> bool:
+        """Engines died and it got nowhere, though it may have done nothing."""
+        return self._deaths_here >= MOST_DEATHS
+
+    def _get_further(self, delta: SequenceDelta) -> None:
+        index = delta.index
+        num_left = self._behind.pop(index, 1) - 1
+        if delta.finish_reason is not None:
+            self._ended.add(index)
+        elif num_left:
+            self._behind[index] = num_left
+        if not self._behind:
+            self._clear()
+
+    def _clear(self) -> None:
+        """It got beyond the place where an engine had died."""
+        self._blame = self._deaths_here = 0
+
+    def _whole_timing(self) -> RequestTiming:
+        """From its arrival on, as far as any engine told."""
+        told = self._told or RequestTiming(self._request.arrival_ns, num_restarts=self._num_deaths)
+        return told if self._timing is None else told.since(self._timing)

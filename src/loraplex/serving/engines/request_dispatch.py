@@ -1,0 +1,152 @@
+"""The requests in work and the engine that works on them, whichever it is at the moment.
+
+It tells an engine of requests and aborts, puts what the engine says into their streams, and keeps
+the requests while there is no engine.
+"""
+
+import asyncio
+import logging
+from collections.abc import Collection, Hashable
+
+from loraplex.core.clock import Clock
+from loraplex.core.errors import LoraplexError
+from loraplex.core.output import EngineOutput
+from loraplex.core.request import RequestId
+from loraplex.engine.messages import AbortRequest, AddRequest, StepDone
+from loraplex.serving.engines.adapters import EngineAdapters
+from loraplex.serving.engines.link import EngineDied, EngineLink
+from loraplex.serving.engines.replay import RequestInWork
+from loraplex.serving.engines.request_fates import Patience, verdict
+from loraplex.serving.engines.requests_in_work import RequestsInWork
+from loraplex.serving.logits_files import discard
+
+logger = logging.getLogger(__name__)
+
+_WAITING_POLL_SECONDS = 0.1
+"""How often requests that no engine knows are looked at: their time may be up."""
+
+
+class RequestDispatch:
+    """Of one model. All methods run on serving's event loop."""
+
+    def __init__(
+        self, model: str, adapters: EngineAdapters, clock: Clock, patience: Patience
+    ) -> None:
+        self._model = model
+        self._adapters = adapters
+        self._clock = clock
+        self._patience = patience
+        self._requests = RequestsInWork()
+        self._link: EngineLink | None = None
+        self._lost_ns: int | None = None
+        """When the last engine died, while there is none."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def submit(self, request: RequestInWork) -> None:
+        """Send it to the engine, now or when there is one."""
+        self._requests.add(request)
+        try:
+            self._send_due()
+        except BaseException:
+            self._requests.remove(request)
+            raise
+
+    def abort(self, request_id: RequestId, sequence_index: int | None) -> None:
+        request = self._requests.find(request_id)
+        if request is None or not request.abort(sequence_index):
+            return
+        if request.is_sent and self._link is not None:
+            self._link.send(AbortRequest(request_id, sequence_index))
+        elif request.end_aborted():
+            self._requests.remove(request)
+
+    def num_labelled(self, label: Hashable) -> int:
+        return sum(label in request.labels for request in self._requests)
+
+    def fail_labelled(self, label: Hashable, error: LoraplexError) -> int:
+        """How many those were."""
+        found = [request for request in self._requests if label in request.labels]
+        for request in found:
+            if request.is_sent and self._link is not None:
+                self._link.send(AbortRequest(request.request_id))
+            self._fail(request, error)
+        return len(found)
+
+    def fail_all(self, error: LoraplexError) -> None:
+        """None of them gets an engine any more."""
+        for request in self._requests:
+            self._fail(request, error)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def needed_adapters(self) -> Collection[str]:
+        """Digests that the next engine may have to be told of."""
+        return {source.digest for request in self._requests for source in request.adapters}
+
+    def take_engine(self, link: EngineLink) -> None:
+        """A new engine is ready."""
+        self._link, self._lost_ns = link, None
+        self._send_due()
+
+    def lose_engine(self, death: EngineDied) -> None:
+        """The engine is dead, or the next one did not come to life."""
+        if self._link is not None:
+            self._link, self._lost_ns = None, self._clock.now_ns()
+        self._requests.lose_engine(death.in_flight, was_killed=death.was_killed)
+        for request in self._requests:
+            error = verdict(request)
+            if request.end_aborted():
+                self._requests.remove(request)
+            elif error is not None:
+                logger.error("model %s: request %d: %s", self._model, request.request_id, error)
+                self._fail(request, error)
+        self._send_due()
+
+    def take_step(self, step: StepDone) -> None:
+        """What the engine did for whom."""
+        if step.record is not None:
+            self._requests.note_step(frozenset(step.record.request_ids))
+        for output in step.outputs:
+            self._deliver(output)
+        if self._requests.has_unsent:
+            self._send_due()
+
+    def _deliver(self, output: EngineOutput) -> None:
+        request = self._requests.find(output.request_id)
+        if request is None:
+            discard((output,))
+            return
+        if output.finished:
+            self._requests.remove(request)
+        request.deliver(output)
+
+    def _send_due(self) -> None:
+        """Tell the engine of the requests that it is to know now."""
+        link = self._link
+        if link is not None:
+            for request in self._requests.take_due():
+                for source in request.adapters:
+                    self._adapters.register(source, link.send)
+                link.send(AddRequest(request.engine_request()))
+                for source in request.adapters:
+                    self._adapters.let_leave(source, link.send)
+        if self._requests.has_unsent and self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(_WAITING_POLL_SECONDS, self._look_at_waiting)
+
+    def _look_at_waiting(self) -> None:
+        """End the requests whose time is up before an engine was told of them."""
+        self._timer = None
+        now_ns = self._clock.now_ns()
+        for request in self._requests.unsent:
+            error = self._patience.end_of_wait(request, now_ns, self._lost_ns)
+            if error is not None:
+                self._fail(request, error)
+        self._send_due()
+
+    def _fail(self, request: RequestInWork, error: LoraplexError) -> None:
+        self._requests.remove(request)
+        request.fail(error)

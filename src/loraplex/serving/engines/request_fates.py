@@ -1,0 +1,58 @@
+"""When a request ends because of its engine, and what its client is told then."""
+
+from typing import NamedTuple
+
+from loraplex.core.errors import (
+    CrashingRequestError,
+    DeadlineExceededError,
+    EngineRestartedError,
+    LoraplexError,
+    NotReadyError,
+)
+from loraplex.serving.engines.replay import RequestInWork
+
+
+class Patience(NamedTuple):
+    """How long requests wait for an engine while it is started again."""
+
+    in_work_seconds: float = 300.0
+    """Those that a dead engine had taken."""
+    new_seconds: float = 30.0
+    """Those that came since then."""
+
+    def end_of_wait(
+        self, request: RequestInWork, now_ns: int, lost_ns: int | None
+    ) -> LoraplexError | None:
+        """Why a request that no engine knows ends now; None: it goes on waiting.
+
+        lost_ns: when the last engine died; None if one runs, and is told of the request
+        soon.
+        """
+        if request.deadline_ns is not None and request.deadline_ns <= now_ns:
+            return DeadlineExceededError(
+                "the time of the request was up while its engine was started again; it had "
+                f"{request.num_output_tokens} new tokens"
+            )
+        if request.is_new and now_ns - request.submitted_ns > self.new_seconds * 1e9:
+            return NotReadyError("the engine is being started again", retry_after_seconds=5)
+        if lost_ns is not None and now_ns - lost_ns > self.in_work_seconds * 1e9:
+            return engine_gone("could not be started again in time")
+        return None
+
+
+def verdict(request: RequestInWork) -> LoraplexError | None:
+    """An engine died. Why a request that it knew ends with it; None: the next one gets it."""
+    if request.is_guilty:
+        return CrashingRequestError(
+            "the engine died again and again at the same place of this request, so the request "
+            "was given up; the server's log says how the engine ended"
+        )
+    if request.is_stuck:
+        return engine_gone("died again and again, and this request got nowhere")
+    return None
+
+
+def engine_gone(what: str) -> EngineRestartedError:
+    return EngineRestartedError(
+        f"the engine {what}: please send the request once more", retry_after_seconds=5
+    )

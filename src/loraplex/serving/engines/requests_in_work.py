@@ -1,0 +1,78 @@
+"""The requests of one model's engine, and in which order a new engine is told of them.
+
+Whatever was in a step when an engine crashed may have crashed it (and any request, if there was no
+step). Such suspects are given to the
+next engine first, one at a time: the next one when the one before has ended, or has got beyond the
+place where the engine crashed. All others wait meanwhile, so that a second crash has one cause.
+"""
+
+from collections.abc import Collection, Iterator
+
+from loraplex.core.request import RequestId
+from loraplex.serving.engines.replay import CRASH_BLAME, KILL_BLAME, RequestInWork
+
+
+class RequestsInWork:
+    """From the submission of each to its last output."""
+
+    def __init__(self) -> None:
+        self._requests: dict[RequestId, RequestInWork] = {}
+        self._unsent: dict[RequestId, RequestInWork] = {}
+        self._on_probation: RequestInWork | None = None
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[RequestInWork]:
+        """In the order of their submission. They may be removed meanwhile."""
+        return iter(tuple(self._requests.values()))
+
+    def find(self, request_id: RequestId) -> RequestInWork | None:
+        return self._requests.get(request_id)
+
+    @property
+    def unsent(self) -> Collection[RequestInWork]:
+        """Those that the running engine does not know, or that wait for one."""
+        return tuple(self._unsent.values())
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._unsent)
+
+    def add(self, request: RequestInWork) -> None:
+        self._requests[request.request_id] = self._unsent[request.request_id] = request
+
+    def remove(self, request: RequestInWork) -> None:
+        """It ended."""
+        del self._requests[request.request_id]
+        self._unsent.pop(request.request_id, None)
+        if request is self._on_probation:
+            self._on_probation = None
+
+    def take_due(self) -> list[RequestInWork]:
+        """What the running engine is to be told of now."""
+        if self._on_probation is not None and self._on_probation.is_suspect:
+            return []
+        self._on_probation = next((r for r in self._unsent.values() if r.is_suspect), None)
+        due = [self._on_probation] if self._on_probation else list(self._unsent.values())
+        for request in due:
+            del self._unsent[request.request_id]
+            request.is_sent = True
+        return due
+
+    def note_step(self, request_ids: Collection[RequestId]) -> None:
+        """A step with rows of these requests ended well."""
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                request.note_step()
+
+    def lose_engine(self, in_flight: Collection[RequestId], *, was_killed: bool) -> None:
+        """The engine is dead; `in_flight` were in its steps. All are to be sent to the next one."""
+        blame = KILL_BLAME if was_killed or not in_flight else CRASH_BLAME
+        for request in self._requests.values():
+            if request.is_sent:
+                may_be_cause = not in_flight or request.request_id in in_flight
+                request.lose_engine(blame if may_be_cause else 0)
+        self._on_probation = None
+        self._unsent = dict(self._requests)

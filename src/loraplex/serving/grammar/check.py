@@ -1,0 +1,152 @@
+"""Asks llguidance whether a grammar can be kept to, and says what is wrong with it, and where."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from loraplex.core.errors import InvalidParameterError
+from loraplex.core.grammar import MAX_LEXER_FUEL, Grammar, GrammarKind
+from loraplex.serving.grammar.forms import invalid, llguidance_form, parse_json, schema_form
+
+_LIMITS: Final = LLParserLimits(initial_lexer_fuel=MAX_LEXER_FUEL, verbose_errors=False)
+_IGNORED: Final = "Unimplemented keys"
+_MAX_FORCED_BYTES: Final = 16
+"""Of a forced text no more than its start is of interest."""
+_MAX_LOOKS: Final = 200
+"""Parts of a faulty schema that are looked at to find the fault."""
+_WRAPPED_REGEX: Final = re.compile(
+    r"^at 1\(8\): invalid regex .*? \(in regex\): (.*?)(?:\n   1 \| start: .*)?$", re.DOTALL
+)
+_SCHEMA_KEYS: Final = (
+    "items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains",
+    "propertyNames", "unevaluatedItems", "unevaluatedProperties",
+)  # fmt: skip
+_SCHEMA_LIST_KEYS: Final = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
+_SCHEMA_MAP_KEYS: Final = (
+    "properties", "patternProperties", "$defs", "definitions", "dependentSchemas",
+)  # fmt: skip
+
+Path = tuple[str, ...]
+
+
+class SpecialTokens:
+    """The tokens of a model that a grammar may name, and single bytes for all the rest.
+
+    What a grammar says does not depend on how its text is cut; its tokenizer does not either, so
+    it is made at once.
+    """
+
+    def __init__(self, names: Mapping[int, bytes], vocab_size: int) -> None:
+        """names: by id."""
+        size = max(vocab_size, max(names, default=-1) + 1)
+        free = [token_id for token_id in range(size + 256) if token_id not in names][:256]
+        tokens = [b""] * (max(size, free[-1] + 1) + 1)
+        for byte, token_id in enumerate(free):
+            tokens[token_id] = bytes([byte])
+        for token_id, name in names.items():
+            tokens[token_id] = name
+        self._id_of_byte = free
+        self.is_tokenizer_wrapper = True  # this and what follows are llguidance's names
+        self.eos_token_id = len(tokens) - 1
+        self.bos_token_id = None
+        self.special_token_ids = [*names, self.eos_token_id]
+        tokens[self.eos_token_id] = b"<end of grammar>"
+        self.tokens = tokens
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        data = text.encode() if isinstance(text, str) else bytes(text)
+        return [self._id_of_byte[byte] for byte in data[:_MAX_FORCED_BYTES]]
+
+
+class GrammarCheck:
+    """Stateless but for a tokenizer. Threads may share it."""
+
+    def __init__(self, special_tokens: SpecialTokens) -> None:
+        self._tokenizer = LLTokenizer(special_tokens, slices=[])  # type: ignore[arg-type]
+
+    def compiled(self, grammar: Grammar) -> Grammar:
+        """The grammar in llguidance's form, which the engine can match.
+
+        Raises InvalidParameterError: it says what is wrong, and in a JSON schema, where.
+        """
+        text = llguidance_form(grammar)
+        error = self._error(text) or self._error_at_start(text)
+        if error:
+            raise self._described(grammar, error)
+        return Grammar(GrammarKind.LLGUIDANCE, text)
+
+    def _error(self, text: str) -> str:
+        """Empty if the grammar is well-formed and nothing in it would be ignored, even if a
+        schema's own x-guidance asks for that (lenient)."""
+        is_error, messages = LLMatcher.validate_grammar_with_warnings(
+            text, self._tokenizer, limits=_LIMITS
+        )
+        ignored = [message for message in messages if message.startswith(_IGNORED)]
+        return messages[0] if is_error else (ignored or [""])[0]
+
+    def _error_at_start(self, text: str) -> str:
+        """Some are well-formed and have no text at all, or are too large for a lexer."""
+        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=_LIMITS)
+        matcher.compute_bitmask()
+        matcher.consume_tokens(matcher.compute_ff_tokens()[:1])
+        matcher.compute_bitmask()
+        if not matcher.is_error():
+            return ""
+        reason = matcher.get_error().partition("\n")[0]
+        return "no text matches it" if "NoExtension" in reason or not reason else reason
+
+    def _described(self, grammar: Grammar, error: str) -> InvalidParameterError:
+        error = error.rstrip()
+        if grammar.kind is GrammarKind.JSON_SCHEMA:
+            schema = parse_json(grammar.kind, grammar.text)
+            where = "/".join(("#", *self._find(schema, error)))
+            return invalid(grammar.kind, f"at {where}: {_renamed(error)}")
+        wrapped = _WRAPPED_REGEX.match(error)
+        if wrapped is not None and grammar.kind in (GrammarKind.REGEX, GrammarKind.CHOICE):
+            error = wrapped[1]
+        return invalid(grammar.kind, _renamed(error))
+
+    def _find(self, schema: Any, error: str) -> Path:
+        """The innermost part of the schema that has this error by itself."""
+        path: Path = ()
+        num_looks = 0
+        while True:
+            for step, part in _parts(schema):
+                num_looks += 1
+                if num_looks > _MAX_LOOKS:
+                    return path
+                if isinstance(part, dict) and self._error(schema_form(part)).rstrip() == error:
+                    path, schema = (*path, *step), part
+                    break
+            else:
+                return path
+
+
+def _parts(schema: Any) -> Iterator[tuple[Path, Any]]:
+    """The schemas that a schema consists of, with the way to them."""
+    for key in _SCHEMA_KEYS:
+        if key in schema:
+            yield (key,), schema[key]
+    for key in _SCHEMA_LIST_KEYS:
+        if isinstance(schema.get(key), list):
+            for index, part in enumerate(schema[key]):
+                yield (key, str(index)), part
+    for key in _SCHEMA_MAP_KEYS:
+        if isinstance(schema.get(key), dict):
+            for name, part in schema[key].items():
+                yield (key, name), part
+
+
+def _renamed(error: str) -> str:
+    """llguidance's words for a keyword that it does not know are about itself."""
+    head, _, keys = error.partition(f"{_IGNORED}: ")
+    if not keys:
+        return error
+    listed, end, tail = keys.partition("]")
+    names: Sequence[str] = json.loads(listed + end)
+    plural = "keywords are" if len(names) > 1 else "keyword is"
+    quoted = ", ".join(f'"{name}"' for name in names)
+    return f"{head}the {plural} not supported: {quoted}{tail}"

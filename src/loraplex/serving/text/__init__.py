@@ -1,0 +1,1 @@
+"""Tokens to text and back: tokenizers, chat templates, what of an answer is shown."""

@@ -1,0 +1,57 @@
+"""The text of one sequence, as its tokens come. It does not know stop strings or requests."""
+
+from collections.abc import Sequence
+
+from loraplex.serving.text.tokenizer import Tokenizer
+
+_NUM_CONTEXT_BYTES = 64
+"""Text before the output that can matter to it: the start of a character (3 bytes), and the words
+that the clean-up of spaces looks at."""
+
+
+class IncrementalDetokenizer:
+    """Gives the generated part of decode(prompt + output), piece by piece.
+
+    Precisely: the pieces add up to what decode(prompt + output) has after the text that the prompt
+    alone had settled. So a space between prompt and answer is there, and a character that begins
+    in the prompt and ends in the output is in the output. Every token costs the same, however long
+    the sequence is.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._stream = tokenizer.text_stream(skip_special_tokens=skip_special_tokens)
+        self._is_finished = False
+        self._stream.push(_tail(tokenizer, prompt_token_ids, skip_special_tokens))
+
+    def push(self, token_ids: Sequence[int], final: bool = False) -> str:
+        """The complete text that these tokens add; with `final` all that was held back, too.
+
+        Never half a character: its first bytes wait for the others. Bytes that can no longer
+        become one are given as U+FFFD.
+        """
+        assert not self._is_finished, "push after the final one"
+        text = self._stream.push(token_ids)
+        if final:
+            self._is_finished = True
+            text += self._stream.finish()
+        return text
+
+
+def _tail(
+    tokenizer: Tokenizer, token_ids: Sequence[int], skip_special_tokens: bool
+) -> Sequence[int]:
+    """The last tokens with at least _NUM_CONTEXT_BYTES of text, or all."""
+    num_bytes = 0
+    for index in range(len(token_ids) - 1, -1, -1):
+        if skip_special_tokens and tokenizer.is_special(token_ids[index]):
+            continue
+        num_bytes += len(tokenizer.token_bytes(token_ids[index]))
+        if num_bytes >= _NUM_CONTEXT_BYTES:
+            return token_ids[index:]
+    return token_ids

@@ -1,0 +1,215 @@
+"""Text to token ids and back, for one model folder. Chat templates and sequences are elsewhere.
+
+Encoding is done by the `tokenizers` library; what it gives is equal to what transformers gives for
+the same folder. Decoding is `token_decoding`.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import tokenizers
+
+from loraplex.core.errors import ConfigError, InvalidRequestError
+from loraplex.serving.text.sentencepiece_model import (
+    SentencePieceModel,
+    build_tokenizer,
+    read_sentencepiece_model,
+    set_bos_and_eos,
+)
+from loraplex.serving.text.special_tokens import (
+    SpecialTokens,
+    read_json_object,
+    read_special_tokens,
+)
+from loraplex.serving.text.token_decoding import TextStream, Vocabulary, parse_decoder
+
+
+class Tokenizer(Protocol):
+    """Immutable after loading: any number of threads may call it."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id. A model may have more rows, never fewer."""
+        ...
+
+    @property
+    def bos_token_id(self) -> int | None: ...
+
+    @property
+    def eos_token_id(self) -> int | None: ...
+
+    @property
+    def pad_token_id(self) -> int | None: ...
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """Role to text: `bos_token`, `eos_token`, ...; what a chat template sees."""
+        ...
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Raises InvalidRequestError for a text that is not Unicode (a lone surrogate)."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Bytes that are not UTF-8 become U+FFFD; ids without a token become nothing."""
+        ...
+
+    def text_stream(self, skip_special_tokens: bool = True) -> TextStream:
+        """`decode` for ids that come one after the other."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The exact bytes that a token is within a text; empty for an id without a token."""
+        ...
+
+    def token_text(self, token_id: int) -> str:
+        """`token_bytes` as text, for people: half a character becomes U+FFFD."""
+        ...
+
+    def is_special(self, token_id: int) -> bool: ...
+
+
+def load_tokenizer(path: Path | str) -> Tokenizer:
+    """Read a model folder: its tokenizer.json, else its sentencepiece tokenizer.model.
+
+    Raises ConfigError if it has neither or they are broken, UnsupportedModelError if the
+    tokenizer needs something that is not served.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ConfigError(f"there is no model folder {folder}")
+    config = read_json_object(folder / "tokenizer_config.json")
+    special_tokens = read_special_tokens(folder, config)
+    if (folder / "tokenizer.json").is_file():
+        return _load_json(folder / "tokenizer.json", config, special_tokens)
+    if (folder / "tokenizer.model").is_file():
+        return _load_sentencepiece(folder / "tokenizer.model", config, special_tokens)
+    raise ConfigError(
+        f"{folder} has no tokenizer: a tokenizer.json or a sentencepiece tokenizer.model is needed"
+    )
+
+
+def _load_json(
+    path: Path, config: Mapping[str, Any], special_tokens: SpecialTokens
+) -> "LibraryTokenizer":
+    try:
+        text = path.read_text(encoding="utf-8")
+        backend = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises nothing more exact
+        raise ConfigError(f"{path} cannot be read as a tokenizer: {error}") from error
+    return LibraryTokenizer(backend, json.loads(text).get("decoder"), config, special_tokens)
+
+
+def _load_sentencepiece(
+    path: Path, config: Mapping[str, Any], special_tokens: SpecialTokens
+) -> "LibraryTokenizer":
+    model = read_sentencepiece_model(path)
+    backend = build_tokenizer(model, config)
+    decoder = json.loads(backend.to_str())["decoder"]
+    special_tokens = _with_model_names(special_tokens, model)
+    tokenizer = LibraryTokenizer(backend, decoder, config, special_tokens)
+    names = special_tokens.named
+    set_bos_and_eos(
+        backend,
+        names.get("bos_token") if config.get("add_bos_token", True) else None,
+        names.get("eos_token") if config.get("add_eos_token", False) else None,
+    )
+    return tokenizer
+
+
+def _with_model_names(special_tokens: SpecialTokens, model: SentencePieceModel) -> SpecialTokens:
+    """Roles that the folder does not name have the pieces that the model names."""
+    pieces = {"bos_token": model.bos_id, "eos_token": model.eos_id, "unk_token": model.unk_id}
+    own = {name: text for name, at in pieces.items() if (text := model.text_of(at)) is not None}
+    return SpecialTokens(own | special_tokens.named, special_tokens.added)
+
+
+class LibraryTokenizer:
+    """A Tokenizer over one of the `tokenizers` library."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        decoder: Mapping[str, Any] | None,
+        config: Mapping[str, Any],
+        special_tokens: SpecialTokens,
+    ) -> None:
+        """Takes the backend over; `decoder` is its section of a tokenizer.json."""
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
+        backend.add_tokens(list(special_tokens.added))
+        self._backend = backend
+        self._named = dict(special_tokens.named)
+        special_ids = {
+            token_id
+            for token_id, token in backend.get_added_tokens_decoder().items()
+            if token.special
+        }
+        self._vocabulary = Vocabulary(
+            {token_id: token for token, token_id in backend.get_vocab().items()},
+            special_ids,
+            parse_decoder(decoder),
+            cleans_up_spaces=_cleans_up_spaces(backend, config),
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._vocabulary)
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._named_id("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._named_id("eos_token")
+
+    @property
+    def pad_token_id(self) -> int | None:
+        return self._named_id("pad_token")
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        return self._named
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(
+                f"the text is not valid Unicode: at character {error.start} there is the lone "
+                f"surrogate U+{ord(text[error.start]):04X}",
+                param="prompt",
+            ) from error
+        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        stream = self.text_stream(skip_special_tokens)
+        return stream.push(token_ids) + stream.finish()
+
+    def text_stream(self, skip_special_tokens: bool = True) -> TextStream:
+        return TextStream(self._vocabulary, skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._vocabulary.piece(token_id)
+
+    def token_text(self, token_id: int) -> str:
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._vocabulary.special_ids
+
+    def _named_id(self, name: str) -> int | None:
+        text = self._named.get(name)
+        return None if text is None else self._backend.token_to_id(text)
+
+
+def _cleans_up_spaces(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> bool:
+    """As transformers 5: for a BPE the clean-up would destroy text, so it needs a second flag."""
+    if not config.get("clean_up_tokenization_spaces", False):
+        return False
+    even_for_bpe = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+    return type(backend.model).__name__ != "BPE" or bool(config.get(even_for_bpe, False))

@@ -1,0 +1,326 @@
+"""A folder is changed while a model is served from it."""
+
+import asyncio
+import json
+import logging
+import shutil
+
+import pytest
+
+from loraplex.core.adapter import AdapterRef, ByName, ByTaskId
+from loraplex.core.clock import SystemClock
+from loraplex.core.config import AdapterConfig
+from loraplex.core.errors import AdapterLoadError, ConfigError, InvalidAdapterError
+from loraplex.core.principal import LOCAL
+from loraplex.serving.adapters.changes import AdapterChanges
+from loraplex.serving.adapters.directory import AdapterDirectory
+from loraplex.serving.adapters.loading import AdapterLoading
+
+
+class Watched:
+    """A served model, its folder, and the one who follows it."""
+
+    def __init__(self, folder, staging, make_model) -> None:
+        self.folder = folder
+        self.staging = staging
+        self.changes = AdapterChanges()
+        self.loading = AdapterLoading(staging, self.changes, SystemClock())
+        self.directory = AdapterDirectory(self.loading, self.changes, {"base"}, 0.01)
+        self._make_model = make_model
+
+    async def start(self, **config) -> None:
+        self.model = self._make_model("base", **config)
+        await self.model.start()
+        await self.directory.load(self.model)
+
+    def put(self, name, digest="", where=None):
+        """An adapter of that name in the folder; another digest is other bytes."""
+        place = (where or self.folder) / name
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "adapter_config.json").write_text(digest)
+        self.staging.put(str(place), digest or f"digest of {name}")
+        return place
+
+    def take(self, name):
+        shutil.rmtree(self.folder / name)
+
+    async def look(self, times=2):
+        for _ in range(times):
+            await self.directory.run_once()
+
+    @property
+    def served(self):
+        return {v.name: v.digest for v in self.model.store.list("default")}
+
+    def find(self, key):
+        return self.model.store.find(AdapterRef("base", "default", key))
+
+
+@pytest.fixture
+async def watched(tmp_path, staging, make_model):
+    (tmp_path / "adapters").mkdir()
+    made = Watched(tmp_path / "adapters", staging, make_model)
+    yield made
+    await made.directory.close()
+    if hasattr(made, "model"):
+        await made.model.engine.close()
+
+
+async def test_added_changed_removed(watched):
+    watched.put("zh", "one")
+    await watched.start(adapter_dirs=(str(watched.folder),))
+    assert watched.served == {"zh": "one"}
+    watched.put("7", "seven")
+    await watched.look()
+    assert watched.served == {"zh": "one", "7": "seven"}
+    assert watched.find(ByTaskId(7)).name == "7"
+    watched.put("zh", "another")
+    await watched.look()
+    assert watched.served == {"zh": "another", "7": "seven"}
+    assert watched.find(ByName("zh")).number == 2
+    watched.take("7")
+    await watched.look()
+    assert watched.served == {"zh": "another"}
+    watched.put("ja.v1.2", "ja")
+    await watched.look()
+    assert watched.served == {"zh": "another", "ja.v1.2": "ja"}
+
+
+async def test_while_it_changes_it_is_left_alone(watched):
+    await watched.start(adapter_dirs=(str(watched.folder),))
+    for size in range(1, 4):
+        watched.put("zh", "z" * size)
+        await watched.look(1)
+        assert watched.served == {}
+    await watched.look(1)
+    assert watched.served == {"zh": "zzz"}
+    watched.take("zh")
+    await watched.look(1)
+    assert watched.served == {"zh": "zzz"}
+    await watched.look(1)
+    assert watched.served == {}
+
+
+async def test_a_short_absence_is_none(watched):
+    place = watched.put("zh", "one")
+    await watched.start(adapter_dirs=(str(watched.folder),))
+    place.rename(watched.folder / ".away")
+    await watched.look(1)
+    (watched.folder / ".away").rename(place)
+    await watched.look()
+    assert watched.served == {"zh": "one"}
+    assert len(watched.staging.asked) == 1
+
+
+async def test_what_is_unchanged_is_not_staged_again(watched):
+    watched.put("zh")
+    await watched.start(adapter_dirs=(str(watched.folder),))
+    await watched.look(5)
+    assert len(watched.staging.asked) == 1
+
+
+async def test_a_change_between_the_look_and_the_load(watched, staging):
+    """The look comes first: at worst an adapter is staged twice."""
+    watched.put("zh", "one")
+    stage = staging.stage
+
+    async def change_meanwhile(path, **asked):
+        staged = await stage(path, **asked)
+        watched.put("zh", "another")
+        staging.stage = stage
+        return staged
+
+    staging.stage = change_meanwhile
+    await watched.start(adapter_dirs=(str(watched.folder),))
+    assert watched.served == {"zh": "one"}
+    await watched.look()
+    assert watched.served == {"zh": "another"}
+
+
+async def test_it_takes_away_only_what_it_brought(watched, caplog):
+    caplog.set_level(logging.INFO)
+    watched.put("zh", "one")
+    watched.put("ja", "two")
+    await watched.start(adapter_dirs=(str(watched.folder),))
+    path = watched.staging.put("/elsewhere", "three")
+    await watched.loading.load(watched.model, LOCAL, name="zh", path=path, replace=True)
+    await watched.loading.load(watched.model, LOCAL, name="mine", path=path)
+    watched.take("zh")
+    watched.take("ja")
+    await watched.look()
+    assert watched.served == {"zh": "three", "mine": "three"}
+    assert "'zh' left its folder; what the API loaded stays" in caplog.text
+
+
+async def test_what_the_api_loaded_from_the_same_place_stays(watched):
+    place = watched.put("zh", "one")
+    await watched.start(adapter_dirs=(str(watched.folder),))
+    watched.staging.put(str(place), "two")
+    await watched.loading.load(watched.model, LOCAL, name="zh", path=str(place), replace=True)
+    watched.take("zh")
+    await watched.look()
+    assert watched.served == {"zh": "two"}
+
+
+async def test_an_alias_of_that_name_stays(watched, tmp_path):
+    place = str(watched.put("one"))
+    listing = tmp_path / "multi_lora.json"
+    listing.write_text(json.dumps({"zh": place, "ja": place}))
+    await watched.start(multi_lora=str(listing))
+    zh, ja = (AdapterRef("base", "default", ByName(name)) for name in ("zh", "ja"))
+    watched.model.store.remove(zh)
+    watched.model.store.alias(ja, "zh")
+    listing.write_text(json.dumps({"ja": place}))
+    await watched.look()
+    assert watched.find(ByName("zh")).name == "ja"
+
+
+async def test_what_was_unloaded_comes_back_when_it_changes(watched):
+    watched.put("zh", "one")
+    await watched.start(adapter_dirs=(str(watched.folder),))
+    watched.model.store.remove(AdapterRef("base", "default", ByName("zh")))
+    await watched.look(3)
+    assert watched.served == {}
+    watched.put("zh", "another")
+    await watched.look()
+    assert watched.served == {"zh": "another"}
+
+
+async def test_a_broken_one_is_told_once_and_the_old_goes_on(watched, caplog):
+    place = watched.put("zh", "one")
+    await watched.start(adapter_dirs=(str(watched.folder),))
+    watched.put("zh", "torn!")
+    watched.staging.staged[str(place)] = InvalidAdapterError("torn")
+    await watched.look(5)
+    assert watched.served == {"zh": "one"}
+    assert [r.message for r in caplog.records] == ["left out adapter 'zh': torn"]
+    watched.put("zh", "mended")
+    await watched.look()
+    assert watched.served == {"zh": "mended"}
+
+
+async def test_what_may_pass_is_tried_again(watched):
+    await watched.start(adapter_dirs=(str(watched.folder),))
+    place = watched.put("zh", "one")
+    watched.staging.staged[str(place)] = AdapterLoadError("the worker died")
+    await watched.look()
+    assert watched.served == {}
+    watched.staging.put(str(place), "one")
+    await watched.look(1)
+    assert watched.served == {"zh": "one"}
+
+
+async def test_it_is_tried_less_and_less_often_until_it_changes(watched):
+    await watched.start(adapter_dirs=(str(watched.folder),))
+    place = watched.put("zh", "one")
+    watched.staging.staged[str(place)] = AdapterLoadError("the worker died")
+    await watched.look()
+    watched.staging.asked.clear()
+    await watched.look(16)
+    assert len(watched.staging.asked) == 4  # 1, 3, 7 and 15 looks after the first try
+    watched.put("zh", "two")
+    await watched.look(2)
+    assert watched.served == {"zh": "two"}
+
+
+async def test_a_folder_that_is_away_takes_nothing_with_it(watched, caplog):
+    watched.put("zh", "one")
+    await watched.start(adapter_dirs=(str(watched.folder),))
+    away = watched.folder.rename(watched.folder.with_name("away"))
+    await watched.look(3)
+    assert watched.served == {"zh": "one"}
+    assert caplog.text.count("are not followed for now") == 1
+    away.rename(watched.folder)
+    watched.put("ja", "two")
+    await watched.look()
+    assert watched.served == {"zh": "one", "ja": "two"}
+
+
+async def test_what_is_named_one_by_one_is_not_taken_over(watched):
+    path = watched.staging.put("/zh", "named")
+    await watched.start(adapters={"zh": AdapterConfig(path)}, adapter_dirs=(str(watched.folder),))
+    watched.put("zh", "found")
+    watched.put("base", "found")
+    await watched.look()
+    assert watched.served == {"zh": "named"}
+    watched.take("zh")
+    await watched.look()
+    assert watched.served == {"zh": "named"}
+
+
+async def test_a_root_with_folders_in_it(watched):
+    watched.put("team/v1.2", "one")
+    await watched.start(lora_root=str(watched.folder))
+    file = watched.folder / "team" / "v2.0.safetensors"
+    file.write_text("x")
+    watched.staging.put(str(file), "two")
+    await watched.look()
+    assert watched.served == {"team/v1.2": "one", "team/v2.0": "two"}
+
+
+async def test_a_list(watched, tmp_path):
+    listing = tmp_path / "multi_lora.json"
+    zh = watched.put("zh", "one")
+    ja = watched.put("ja", "two")
+    listing.write_text(json.dumps({"alpaca": str(zh)}))
+    await watched.start(multi_lora=str(listing))
+    assert watched.served == {"alpaca": "one"}
+    assert watched.find(ByName("alpaca")).task_id is None
+    listing.write_text(json.dumps({"alpaca": str(ja), "v1.2": str(zh)}))
+    await watched.look()
+    assert watched.served == {"alpaca": "two", "v1.2": "one"}
+    listing.write_text("{")
+    await watched.look()
+    assert watched.served == {"alpaca": "two", "v1.2": "one"}
+    listing.write_text("{}")
+    await watched.look()
+    assert watched.served == {}
+
+
+async def test_a_list_that_cannot_be_kept_stops_the_start(watched, tmp_path):
+    listing = tmp_path / "multi_lora.json"
+    with pytest.raises(ConfigError, match="cannot read multi_lora"):
+        await watched.start(multi_lora=str(listing))
+    await watched.model.engine.close()
+    listing.write_text(json.dumps({"zh": "/nowhere"}))
+    with pytest.raises(ConfigError, match="adapter 'zh': /nowhere is no adapter"):
+        await watched.start(multi_lora=str(listing))
+
+
+async def test_it_runs_by_itself(watched):
+    await watched.start(adapter_dirs=(str(watched.folder),))
+    watched.directory.start()
+    watched.put("zh", "one")
+    async with asyncio.timeout(5):
+        while watched.served != {"zh": "one"}:
+            await asyncio.sleep(0.01)
+    await watched.directory.close()
+    watched.put("ja", "two")
+    await asyncio.sleep(0.1)
+    assert watched.served == {"zh": "one"}
+
+
+async def test_an_error_of_ours_does_not_stop_it(watched, caplog, monkeypatch):
+    await watched.start(adapter_dirs=(str(watched.folder),))
+    run_once, num_failures = watched.directory.run_once, 0
+
+    async def fail_once():
+        nonlocal num_failures
+        num_failures += 1
+        if num_failures == 1:
+            raise RuntimeError("ours")
+        await run_once()
+
+    monkeypatch.setattr(watched.directory, "run_once", fail_once)
+    watched.directory.start()
+    watched.put("zh", "one")
+    async with asyncio.timeout(5):
+        while watched.served != {"zh": "one"}:
+            await asyncio.sleep(0.01)
+    assert "it is tried again" in caplog.text
+
+
+async def test_nothing_to_follow(watched):
+    await watched.start()
+    watched.directory.start()
+    assert watched.directory._task is None

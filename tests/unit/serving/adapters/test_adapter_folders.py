@@ -1,0 +1,129 @@
+"""Which adapters lie in a folder, under which names, and whether they have changed."""
+
+import json
+import os
+
+import pytest
+
+from loraplex.core.errors import ConfigError
+from loraplex.serving.adapters.folders import find_adapters, find_below, read_list, signature_of
+
+
+def put(folder, name="adapter_config.json"):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text("{}")
+    return folder
+
+
+def names(found):
+    return [name for name, _ in found]
+
+
+class TestBelowARoot:
+    def test_folders_and_files_at_any_depth(self, tmp_path):
+        put(tmp_path / "zh")
+        put(tmp_path / "team" / "deep" / "v1.2", "model.lora_weights.npy")
+        put(tmp_path / "team", "v2.0.safetensors")
+        put(tmp_path, "ja.safetensors")
+        put(tmp_path, "readme.md")
+        (tmp_path / "empty").mkdir()
+        found = find_below(tmp_path)
+        assert dict(found) == {
+            "ja": tmp_path / "ja.safetensors",
+            "team/deep/v1.2": tmp_path / "team" / "deep" / "v1.2",
+            "team/v2.0": tmp_path / "team" / "v2.0.safetensors",
+            "zh": tmp_path / "zh",
+        }
+
+    def test_the_files_of_an_adapter_are_none_themselves(self, tmp_path):
+        put(put(tmp_path / "zh"), "adapter_model.safetensors")
+        assert names(find_below(tmp_path)) == ["zh"]
+
+    def test_hidden_ones_are_not_meant(self, tmp_path):
+        put(tmp_path / ".arriving")
+        put(tmp_path / "..data" / "zh")
+        put(tmp_path, ".tmp.safetensors")
+        assert find_below(tmp_path) == []
+
+    def test_links_that_leave_are_left_out(self, tmp_path, caplog):
+        root, outside = tmp_path / "root", tmp_path / "outside"
+        put(root / "zh")
+        put(outside / "secret")
+        put(outside, "file.safetensors")
+        (root / "a").symlink_to(outside / "secret")
+        (root / "b.safetensors").symlink_to(outside / "file.safetensors")
+        (root / "c").symlink_to(outside)
+        (put(root / "d") / "adapter_model.safetensors").symlink_to(outside / "file.safetensors")
+        (root / "within").symlink_to(root / "zh")
+        assert names(find_below(root)) == ["within", "zh"]
+        assert names(find_adapters(root)) == ["within", "zh"]
+        assert "left out adapter 'd'" in caplog.text
+
+    def test_a_root_that_is_a_link_or_relative(self, tmp_path, monkeypatch):
+        put(tmp_path / "root" / "zh")
+        (tmp_path / "link").symlink_to(tmp_path / "root")
+        assert names(find_below(tmp_path / "link")) == ["zh"]
+        monkeypatch.chdir(tmp_path)
+        assert names(find_below(type(tmp_path)("root"))) == ["zh"]
+
+    def test_links_in_a_circle(self, tmp_path):
+        put(tmp_path / "zh")
+        (tmp_path / "team").mkdir()
+        (tmp_path / "team" / "up").symlink_to(tmp_path)
+        (tmp_path / "self").symlink_to(tmp_path / "self")
+        assert names(find_below(tmp_path)) == ["zh"]
+
+    def test_far_too_deep(self, tmp_path, caplog):
+        put(tmp_path / "/".join("d" * 18))
+        assert find_below(tmp_path) == []
+        assert "is deeper than 16 folders" in caplog.text
+
+    def test_nothing_there(self, tmp_path):
+        with pytest.raises(ConfigError, match="none: No such file"):
+            find_below(tmp_path / "none")
+
+
+class TestAList:
+    def read(self, tmp_path, content):
+        path = tmp_path / "multi_lora.json"
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return read_list(path)
+
+    def test_names_and_paths(self, tmp_path):
+        listed = {"v1.2": "zh", "team/ja": "hf://owner/name", "alpaca": "/vllm_workspace/alpaca"}
+        assert self.read(tmp_path, listed) == sorted(listed.items())
+        assert self.read(tmp_path, {}) == []
+
+    @pytest.mark.parametrize("content", ["{", "[]", '{"a": 1}', '{"a": {"path": "x"}}', "[" * 9999])
+    def test_what_is_no_list(self, tmp_path, content):
+        with pytest.raises(ConfigError, match=r"multi_lora\.json (is not JSON|must be an object)"):
+            self.read(tmp_path, content)
+
+    def test_none(self, tmp_path):
+        with pytest.raises(ConfigError, match=r"cannot read multi_lora .*No such file"):
+            read_list(tmp_path / "none.json")
+
+
+class TestSignatures:
+    def test_change_with_the_files(self, tmp_path):
+        folder = put(tmp_path / "zh")
+        seen = {signature_of(folder)}
+        (folder / "adapter_config.json").write_text("{ }")
+        seen.add(signature_of(folder))
+        os.utime(folder / "adapter_config.json", (1, 1))
+        seen.add(signature_of(folder))
+        put(folder, "adapter_model.safetensors")
+        seen.add(signature_of(folder))
+        os.utime(folder / "adapter_model.safetensors", (1, 1))
+        replaced = put(tmp_path / "new", "adapter_model.safetensors") / "adapter_model.safetensors"
+        os.utime(replaced, (1, 1))
+        seen.add(signature_of(folder))
+        replaced.replace(folder / "adapter_model.safetensors")
+        seen.add(signature_of(folder))
+        assert len(seen) == 6
+        assert signature_of(folder) == signature_of(folder)
+
+    def test_of_a_file_and_of_nothing(self, tmp_path):
+        file = put(tmp_path, "zh.safetensors") / "zh.safetensors"
+        assert signature_of(file)[0][0] == "zh.safetensors"
+        assert signature_of(tmp_path / "none") == ()

@@ -1,0 +1,351 @@
+"""From a path to a registered adapter, over the API and at the start."""
+
+import asyncio
+import logging
+
+import pytest
+
+from loraplex.core.adapter import AdapterRef, ByName, ByTaskId
+from loraplex.core.clock import SystemClock
+from loraplex.core.config import AdapterConfig, ModelConfig
+from loraplex.core.errors import (
+    AdapterExistsError,
+    AdapterLoadError,
+    AdapterMismatchError,
+    AdapterNotFoundError,
+    AdapterTooLargeError,
+    ConfigError,
+    InvalidAdapterError,
+    InvalidRequestError,
+)
+from loraplex.core.principal import LOCAL, Principal
+from loraplex.serving.adapters.changes import AdapterChanges
+from loraplex.serving.adapters.configured import find_adapters, load_configured
+from loraplex.serving.adapters.loading import AdapterLoading, check_is_no_base
+
+
+@pytest.fixture
+def changes():
+    return AdapterChanges()
+
+
+@pytest.fixture
+def loading(staging, changes):
+    return AdapterLoading(staging, changes, SystemClock())
+
+
+@pytest.fixture
+def configure(loading, changes):
+    """A function (model, base names) that loads what the model's configuration names."""
+    return lambda model, base_names=(): load_configured(model, loading, changes, base_names)
+
+
+@pytest.fixture
+async def start(make_model):
+    """A function (**config) -> a started model."""
+    models = []
+
+    async def start_model(**config):
+        models.append(make_model("base", **config))
+        await models[-1].start()
+        return models[-1]
+
+    yield start_model
+    for model in models:
+        await model.engine.close()
+
+
+@pytest.fixture
+def adapter_dir(tmp_path, staging):
+    """A function (*names) -> a folder with these adapters, which staging knows."""
+
+    def make(*names: str):
+        for name in names:
+            folder = tmp_path / "adapters" / name
+            folder.mkdir(parents=True)
+            (folder / "adapter_config.json").write_text("{}")
+            staging.put(str(folder))
+        return tmp_path / "adapters"
+
+    return make
+
+
+def names_of(model) -> list[str]:
+    return [version.name for version in model.store.list("default")]
+
+
+async def test_a_load_tells_what_it_loaded(loading, staging, start):
+    model = await start(max_lora_rank=32)
+    staging.put("/zh", "d1", num_pages=3, num_bytes=500, warnings=("hm",))
+    card = await loading.load(model, Principal("acme"), name="zh", path="/zh", task_id=4)
+    assert (card.name, card.model, card.task_id, card.digest) == ("zh", "base", 4, "d1")
+    assert (card.rank, card.num_bytes, card.source, card.warnings) == (1, 500, "/zh", ("hm",))
+    assert staging.asked == [
+        {
+            "path": "/zh",
+            "shapes": model.shapes,
+            "max_rank": 32,
+            "base_model": "base",
+            "base_path": model.card.path,
+            "base_check": "warn",
+            "pool_dtype": model.card.dtype,
+            "reads_again": False,
+            "is_trusted": False,
+        }
+    ]
+    version = model.store.resolve(AdapterRef("base", "acme", ByTaskId(4)))
+    assert version.digest == "d1"
+    assert names_of(model) == []  # it is acme's, not the default tenant's
+
+
+async def test_a_reload_reads_what_looks_unchanged(loading, staging, start):
+    model = await start(adapter_base_check="error")
+    await loading.load(model, LOCAL, name="zh", path=staging.put("/zh"))
+    version = model.store.resolve(AdapterRef("base", "default", ByName("zh")))
+    assert not await loading.reload(model, version)
+    assert [asked["reads_again"] for asked in staging.asked] == [False, True]
+    assert {asked["base_check"] for asked in staging.asked} == {"error"}
+
+
+async def test_a_loaded_adapter_is_brought_to_the_device(loading, staging, start):
+    model = await start()
+    await loading.load(model, LOCAL, name="zh", path=staging.put("/zh"))
+    async with asyncio.timeout(20):
+        while not model.engine.stats.adapters.num_on_device:
+            await asyncio.sleep(0.001)
+
+
+async def test_the_name_is_checked_before_anything_is_staged(loading, staging, start):
+    model = await start()
+    await loading.load(model, LOCAL, name="zh", path=staging.put("/zh"), task_id=1)
+    staging.asked.clear()
+    for name, task_id in (("zh", None), ("ja", 1)):
+        with pytest.raises(AdapterExistsError):
+            await loading.load(model, LOCAL, name=name, path="/zh", task_id=task_id)
+    assert staging.asked == []
+
+
+async def test_a_replacement_is_a_new_version(loading, staging, start):
+    model = await start()
+    await loading.load(model, LOCAL, name="zh", path=staging.put("/1"), task_id=1)
+    card = await loading.load(model, LOCAL, name="zh", path=staging.put("/2"), replace=True)
+    assert (card.digest, card.task_id) == ("digest of /2", 1)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [InvalidAdapterError("torn"), AdapterMismatchError("other base"), AdapterLoadError("died")],
+)
+async def test_a_bad_adapter_changes_nothing(loading, staging, start, error):
+    model = await start()
+    await loading.load(model, LOCAL, name="zh", path=staging.put("/good"))
+    staging.staged["/bad"] = error
+    with pytest.raises(type(error), match=error.message):
+        await loading.load(model, LOCAL, name="zh", path="/bad", replace=True)
+    assert model.store.resolve(AdapterRef("base", "default", ByName("zh"))).path == "/good"
+
+
+async def test_an_adapter_that_changes_nothing_is_refused(loading, staging, start):
+    model = await start()
+    staging.put("/zero", changes_nothing=True)
+    with pytest.raises(InvalidAdapterError, match="every lora_B of /zero is zero") as caught:
+        await loading.load(model, LOCAL, name="zero", path="/zero")
+    assert caught.value.param == "path"
+    assert names_of(model) == []
+
+
+@pytest.mark.parametrize(
+    ("size", "reason"),
+    [
+        ({"num_pages": 17}, r"17 pages of 256 bytes.* pool has 16; raise lora_device_bytes"),
+        ({"num_bytes": 1001}, r"1001 bytes.* adapters 1000; raise lora_host_bytes"),
+    ],
+)
+async def test_what_can_never_fit_is_refused_at_once(loading, staging, start, size, reason):
+    model = await start(lora_host_bytes=1000)
+    staging.put("/huge", **size)
+    with pytest.raises(AdapterTooLargeError, match=reason):
+        await loading.load(model, LOCAL, name="huge", path="/huge")
+    assert names_of(model) == []
+
+
+async def test_what_just_fits_is_taken(loading, staging, start):
+    model = await start(lora_host_bytes=1000)
+    staging.put("/large", num_pages=16, num_bytes=1000)
+    await loading.load(model, LOCAL, name="large", path="/large")
+    assert names_of(model) == ["large"]
+
+
+async def test_a_load_while_the_engine_restarts_waits_for_its_first_request(
+    loading, staging, start
+):
+    model = await start()
+    await model.engine.close()
+    await loading.load(model, LOCAL, name="zh", path=staging.put("/zh"))
+    assert names_of(model) == ["zh"]
+
+
+class TestConfigured:
+    async def test_named_and_found(self, configure, staging, start, adapter_dir, caplog):
+        caplog.set_level(logging.INFO)
+        adapters = {
+            "zh": AdapterConfig(staging.put("/zh", warnings=("hm",)), task_id=5),
+            "7": AdapterConfig(staging.put("/seven")),
+            "8": AdapterConfig(staging.put("/eight"), task_id=80),
+        }
+        folder = adapter_dir("ja", "12")
+        (folder / "not-one").mkdir()
+        (folder / "file").write_text("")
+        model = await start(adapters=adapters, adapter_dirs=(str(folder),))
+        await configure(model)
+        tasks = {version.name: version.task_id for version in model.store.list("default")}
+        assert tasks == {"zh": 5, "7": 7, "8": 80, "ja": None, "12": 12}
+        assert "'zh' is digest of /z" in caplog.text
+        assert "'zh': hm" in caplog.text
+
+    async def test_a_broken_one_that_is_named_stops_the_start(self, configure, start):
+        model = await start(adapters={"zh": AdapterConfig("/nowhere")})
+        with pytest.raises(ConfigError, match="adapter 'zh': /nowhere is no adapter"):
+            await configure(model)
+
+    async def test_a_broken_one_that_was_found_is_left_out(
+        self, configure, staging, start, adapter_dir, caplog
+    ):
+        folder = adapter_dir("a", "b", "c")
+        staging.staged[str(folder / "b")] = InvalidAdapterError("torn")
+        model = await start(adapter_dirs=(str(folder),))
+        await configure(model)
+        assert names_of(model) == ["a", "c"]
+        assert [r.message for r in caplog.records] == ["left out adapter 'b': torn"]
+
+    async def test_too_large_is_told_in_the_same_two_ways(
+        self, configure, staging, start, adapter_dir, caplog
+    ):
+        staging.put("/huge", num_pages=17)
+        model = await start(adapters={"huge": AdapterConfig("/huge")})
+        with pytest.raises(ConfigError, match=r"'huge'.* 17 pages"):
+            await configure(model)
+        folder = adapter_dir("big")
+        staging.put(str(folder / "big"), num_pages=17)
+        model = await start(adapter_dirs=(str(folder),))
+        await configure(model)
+        assert "left out adapter 'big'" in caplog.text
+
+    async def test_one_that_changes_nothing_is_loaded_with_a_warning(
+        self, configure, staging, start, caplog
+    ):
+        staging.put("/zero", changes_nothing=True)
+        model = await start(adapters={"zero": AdapterConfig("/zero")})
+        await configure(model)
+        assert names_of(model) == ["zero"]
+        assert "'zero' changes nothing" in caplog.text
+
+    async def test_a_bases_name_is_not_for_adapters(
+        self, configure, staging, start, adapter_dir, caplog
+    ):
+        model = await start(adapters={"other": AdapterConfig(staging.put("/zh"))})
+        with pytest.raises(ConfigError, match="'other' is the name of a base model"):
+            await configure(model, {"base", "other"})
+        model = await start(adapter_dirs=(str(adapter_dir("other", "zh")),))
+        await configure(model, {"base", "other"})
+        assert names_of(model) == ["zh"]
+        assert "left out adapter 'other'" in caplog.text
+
+    async def test_a_name_that_is_taken(self, configure, staging, start, adapter_dir, caplog):
+        model = await start(
+            adapters={"zh": AdapterConfig(staging.put("/zh"))},
+            adapter_dirs=(str(adapter_dir("zh")),),
+        )
+        await configure(model)
+        assert model.store.resolve(AdapterRef("base", "default", ByName("zh"))).path == "/zh"
+        assert "left out adapter 'zh'" in caplog.text
+
+    async def test_a_folder_that_is_none(self, configure, start, tmp_path):
+        model = await start(adapter_dirs=(str(tmp_path / "nowhere"),))
+        with pytest.raises(ConfigError, match="nowhere: No such file"):
+            await configure(model)
+
+    async def test_a_folder_without_adapters_is_worth_a_warning(self, tmp_path, caplog):
+        assert find_adapters(tmp_path) == []
+        assert "no sub-folder of" in caplog.text
+
+    async def test_home_folders(self, tmp_path, monkeypatch, adapter_dir):
+        adapter_dir("zh")
+        monkeypatch.setenv("HOME", str(tmp_path))
+        found = find_adapters(type(tmp_path)("~/adapters"))
+        assert [(name, path.is_dir()) for name, path in found] == [("zh", True)]
+
+    async def test_a_sub_folder_that_may_not_be_entered_is_left_to_staging(
+        self, tmp_path, adapter_dir, monkeypatch
+    ):
+        folder = adapter_dir("zh")
+        is_file = type(tmp_path).is_file
+
+        def refusing(path):
+            if path.parent.name == "zh":
+                raise PermissionError(13, "Permission denied")
+            return is_file(path)
+
+        monkeypatch.setattr(type(tmp_path), "is_file", refusing)
+        assert [name for name, _ in find_adapters(folder)] == ["zh"]
+
+
+def test_bases():
+    check_is_no_base("zh", {"base"})
+    with pytest.raises(InvalidRequestError, match="'base' is the name of a base model") as caught:
+        check_is_no_base("base", {"base"})
+    assert caught.value.param == "name"
+
+
+async def test_close_ends_the_worker(loading, staging):
+    await loading.close()
+    assert staging.is_closed
+
+
+async def test_nothing_is_registered_for_others(loading, staging, start):
+    model = await start()
+    await loading.load(model, Principal("acme"), name="zh", path=staging.put("/zh"))
+    with pytest.raises(AdapterNotFoundError):
+        model.store.resolve(AdapterRef("base", "default", ByName("zh")))
+
+    async def test_it_wins_over_what_was_stored(self, loading, configure, staging, start, caplog):
+        caplog.set_level(logging.INFO)
+        model = await start(adapters={"zh": AdapterConfig(staging.put("/zh"), task_id=5)})
+        await loading.load(model, LOCAL, name="mine", path=staging.put("/mine"), task_id=5)
+        await loading.load(model, LOCAL, name="zh", path="/mine")
+        model.store.alias(AdapterRef("base", "default", ByName("mine")), "live")
+        await configure(model)
+        zh = model.store.resolve(AdapterRef("base", "default", ByName("zh")))
+        assert (zh.digest, zh.number, zh.task_id, zh.origin) == (
+            "digest of /zh",
+            2,
+            5,
+            "configured",
+        )
+        mine = model.store.resolve(AdapterRef("base", "default", ByName("live")))
+        assert (mine.name, mine.task_id) == ("mine", None)
+        assert "adapter 'mine' lost its task id 5" in caplog.text
+
+    async def test_what_is_configured_no_longer_is_forgotten(
+        self, loading, configure, staging, start, caplog
+    ):
+        caplog.set_level(logging.INFO)
+        model = await start(adapters={"zh": AdapterConfig(staging.put("/zh"))})
+        await loading.load(model, LOCAL, name="mine", path=staging.put("/mine"))
+        await configure(model)
+        assert names_of(model) == ["mine", "zh"]
+        model.config = ModelConfig(path="/models/base")
+        await configure(model)
+        assert names_of(model) == ["mine"]
+        assert "'zh' is no longer configured" in caplog.text
+
+    async def test_one_task_id_for_two(self, configure, staging, start, adapter_dir, caplog):
+        folder = adapter_dir("5")
+        zh = AdapterConfig(staging.put("/zh"), task_id=5)
+        model = await start(adapters={"zh": zh}, adapter_dirs=(str(folder),))
+        await configure(model)
+        assert names_of(model) == ["zh"]
+        assert "left out adapter '5': LoRA task 5 already is adapter 'zh'" in caplog.text
+        model = await start(adapters={"zh": zh, "ja": AdapterConfig("/zh", task_id=5)})
+        with pytest.raises(ConfigError, match="'ja': LoRA task 5 already is adapter 'zh'"):
+            await configure(model)
