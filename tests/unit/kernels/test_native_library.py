@@ -96,7 +96,7 @@ def test_a_file_that_is_no_library(tmp_path) -> None:
 def test_a_library_of_another_version(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copy(LIBRARY_FOLDER / "libloraplex_generic.so", tmp_path)
     monkeypatch.setattr(native, "_ABI_VERSION", 0)
-    with pytest.raises(NativeLibraryError, match="has ABI version 2, this loraplex needs 0"):
+    with pytest.raises(NativeLibraryError, match=r"has ABI version \d+, this loraplex needs 0"):
         load_library(folder=tmp_path)
 
 
