@@ -1,42 +1,26 @@
 """Several adapters in the request parameter `adapters`, as tritonclient sends it."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-import tritonclient.grpc
-import tritonclient.http
 from tritonclient.utils import InferenceServerException
 
 from loraplex.core.adapter import ByName, ByTaskId
 from loraplex.core.principal import LOCAL
 from loraplex.testing.echo_backend import EchoBackend
-from loraplex.testing.served_triton import ServedTriton, served_triton
+from loraplex.testing.served_triton import ServedTriton
 from loraplex.testing.triton_requests import TRUE, tensors, text_request
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def backend() -> EchoBackend:
     backend = EchoBackend()
     backend.register("fr", task_id=5)
     backend.register("legal")
     return backend
-
-
-@pytest.fixture(scope="module")
-def triton(backend: EchoBackend) -> Iterator[ServedTriton]:
-    with served_triton(backend) as triton:
-        yield triton
-
-
-@pytest.fixture(scope="module", params=[tritonclient.http, tritonclient.grpc], ids=["http", "grpc"])
-def wire(request, triton) -> Iterator[tuple[Any, Any]]:
-    address = triton.http if request.param is tritonclient.http else triton.grpc
-    with request.param.InferenceServerClient(address) as client:
-        yield request.param, client
 
 
 def infer(wire, adapters: Any, *more: Any) -> Any:

@@ -24,6 +24,7 @@ from loraplex.core.errors import (
 )
 from loraplex.testing.echo_backend import EchoBackend
 from loraplex.testing.served_triton import ServedTriton, served_triton
+from loraplex.testing.triton_requests import f32, i32
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs" / "errors-kserve.md"
 
@@ -60,14 +61,6 @@ class Case(NamedTuple):
 
 def text(value: str | bytes = "hi", batch: int = 1) -> np.ndarray:
     return np.array([[value]] * batch, dtype=object)
-
-
-def i32(*values: int) -> np.ndarray:
-    return np.array([values], dtype=np.int32)
-
-
-def f32(value: float) -> np.ndarray:
-    return np.array([[value]], dtype=np.float32)
 
 
 def ensemble(**tensors: np.ndarray) -> Case:

@@ -5,8 +5,6 @@ Behind them is an EchoBackend: a token is a byte, the answer to "hi" is "echo: h
 
 import functools
 from collections.abc import Iterator
-from types import ModuleType
-from typing import Any
 
 import grpc
 import numpy as np
@@ -32,30 +30,9 @@ def backend() -> EchoBackend:
 
 
 @pytest.fixture
-def triton(backend: EchoBackend) -> Iterator[ServedTriton]:
-    with served_triton(backend) as triton:
-        yield triton
-    assert triton.service.num_active == 0
-
-
-@pytest.fixture
 def http_client(triton: ServedTriton) -> Iterator[tritonclient.http.InferenceServerClient]:
     with tritonclient.http.InferenceServerClient(triton.http) as client:
         yield client
-
-
-@pytest.fixture
-def grpc_client(triton: ServedTriton) -> Iterator[tritonclient.grpc.InferenceServerClient]:
-    with tritonclient.grpc.InferenceServerClient(triton.grpc) as client:
-        yield client
-
-
-@pytest.fixture(params=[tritonclient.http, tritonclient.grpc], ids=["http", "grpc"])
-def wire(request, triton) -> Iterator[tuple[ModuleType, Any]]:
-    """A tritonclient module and its client."""
-    address = triton.http if request.param is tritonclient.http else triton.grpc
-    with request.param.InferenceServerClient(address) as client:
-        yield request.param, client
 
 
 # ---------------------------------------------------------------- server and models

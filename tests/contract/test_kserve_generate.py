@@ -6,8 +6,7 @@ Behind them is an EchoBackend: the answer to "hi" is "echo: hi".
 import gzip
 import json
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -15,7 +14,8 @@ import pytest
 
 from loraplex.core.errors import InternalError, QueueFullError
 from loraplex.testing.echo_backend import EchoBackend
-from loraplex.testing.served_triton import ServedTriton, served_triton
+from loraplex.testing.eventually import eventually
+from loraplex.testing.served_triton import ServedTriton
 
 TIMEOUT_SECONDS = 10
 
@@ -25,20 +25,6 @@ def backend() -> EchoBackend:
     backend = EchoBackend(("echo", "other/echo"))
     backend.register("sheep", task_id=0)
     return backend
-
-
-@pytest.fixture
-def triton(backend: EchoBackend) -> Iterator[ServedTriton]:
-    with served_triton(backend) as triton:
-        yield triton
-    assert triton.service.num_active == 0
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return condition()
 
 
 @pytest.fixture

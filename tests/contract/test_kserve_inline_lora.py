@@ -1,6 +1,5 @@
 """Adapters inside requests, as tritonclient sends them over both wires, before an EchoBackend."""
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
@@ -12,32 +11,10 @@ import tritonclient.http
 from tritonclient.utils import InferenceServerException
 
 from loraplex.core.principal import LOCAL
-from loraplex.testing.echo_backend import EchoBackend
-from loraplex.testing.served_triton import ServedTriton, served_triton
 from loraplex.testing.triton_requests import TRUE, bf16_tensor, tensors, text_request, token_request
 
 WEIGHTS = np.arange(1, 13, dtype=np.float32).reshape(1, 2, 6)
 CONFIG = np.array([[[1, 0, 8], [2, 0, 8]]], dtype=np.int32)
-
-
-@pytest.fixture
-def backend() -> EchoBackend:
-    return EchoBackend()
-
-
-@pytest.fixture
-def triton(backend: EchoBackend) -> Iterator[ServedTriton]:
-    with served_triton(backend) as triton:
-        yield triton
-    assert triton.service.num_active == 0
-
-
-@pytest.fixture(params=[tritonclient.http, tritonclient.grpc], ids=["http", "grpc"])
-def wire(request, triton) -> Iterator[tuple[ModuleType, Any]]:
-    """A tritonclient module and its client."""
-    address = triton.http if request.param is tritonclient.http else triton.grpc
-    with request.param.InferenceServerClient(address) as client:
-        yield request.param, client
 
 
 def adapter(

@@ -1,7 +1,6 @@
 """What a client may ask of decoding, through tritonclient, and the tensors that answer it."""
 
 import queue
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -15,36 +14,10 @@ from loraplex.core.beam_search import BeamSearch, EarlyStopping
 from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.core.retention import KVRetention, TokenRangeRetention
 from loraplex.testing import echo_tokenizer
-from loraplex.testing.echo_backend import EchoBackend
-from loraplex.testing.served_triton import ServedTriton, served_triton
-from loraplex.testing.triton_requests import TRUE, i32, tensors, text_request, token_request
+from loraplex.testing.triton_requests import TRUE, f32, i32, tensors, text_request, token_request
 
 VOCABULARY = echo_tokenizer.VOCAB_SIZE
 HI = "echo: hi"
-
-
-@pytest.fixture
-def backend() -> EchoBackend:
-    return EchoBackend()
-
-
-@pytest.fixture
-def triton(backend: EchoBackend) -> Iterator[ServedTriton]:
-    with served_triton(backend) as triton:
-        yield triton
-    assert triton.service.num_active == 0
-
-
-@pytest.fixture(params=[tritonclient.http, tritonclient.grpc], ids=["http", "grpc"])
-def wire(request, triton) -> Iterator[tuple[ModuleType, Any]]:
-    """A tritonclient module and its client."""
-    address = triton.http if request.param is tritonclient.http else triton.grpc
-    with request.param.InferenceServerClient(address) as client:
-        yield request.param, client
-
-
-def f32(*values: float) -> np.ndarray:
-    return np.array([values], dtype=np.float32)
 
 
 def words(*texts: str) -> np.ndarray:

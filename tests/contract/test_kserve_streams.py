@@ -5,8 +5,6 @@ Behind them is an EchoBackend: a token is a byte, the answer to "hi" is "echo: h
 
 import asyncio
 import queue
-import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
@@ -17,36 +15,9 @@ import tritonclient.grpc.aio
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
-from loraplex.testing.echo_backend import EchoBackend
-from loraplex.testing.served_triton import ServedTriton, served_triton
 from loraplex.testing.triton_requests import TRUE, i32, tensors, text_request, token_request
 
 TIMEOUT_SECONDS = 10
-
-
-@pytest.fixture
-def backend() -> EchoBackend:
-    return EchoBackend()
-
-
-@pytest.fixture
-def triton(backend: EchoBackend) -> Iterator[ServedTriton]:
-    with served_triton(backend) as triton:
-        yield triton
-    assert triton.service.num_active == 0
-
-
-@pytest.fixture
-def grpc_client(triton: ServedTriton) -> Iterator[tritonclient.grpc.InferenceServerClient]:
-    with tritonclient.grpc.InferenceServerClient(triton.grpc) as client:
-        yield client
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return condition()
 
 
 class Stream:

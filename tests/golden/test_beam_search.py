@@ -2,7 +2,7 @@
 
 import dataclasses
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, Qwen3Config
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from loraplex.core.adapter import AdapterSource, AdapterUse
 from loraplex.core.beam_search import BeamSearch, EarlyStopping
@@ -26,8 +26,16 @@ from loraplex.execution.runner_settings import RunnerSettings
 from loraplex.scheduling.beams import BeamSearcher, Hypothesis
 from loraplex.scheduling.settings import SchedulerSettings
 from loraplex.scheduling.stop import StopRules
-from loraplex.testing.checkpoints import add_random_adapters, host_adapter, save_random_model
+from loraplex.testing.checkpoints import (
+    add_random_adapters,
+    host_adapter,
+    save_random_model,
+    tiny_families,
+    tiny_sizes,
+)
 from loraplex.testing.instant_loader import InstantLoader
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 EARLY_STOPPING: dict[EarlyStopping, Any] = {
     EarlyStopping.AT_ONCE: True,
@@ -38,32 +46,19 @@ VOCAB_SIZE = 23
 SCORE_TOLERANCE = 1e-4
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small are slower on two threads, and much slower beside other tests."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
 @pytest.fixture(scope="module")
 def small_model() -> LlamaForCausalLM:
     """A vocabulary so small that answers end early, and at different lengths."""
     torch.manual_seed(7)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
+    sizes = tiny_sizes(
+        VOCAB_SIZE,
         hidden_size=16,
         intermediate_size=24,
         num_hidden_layers=1,
         num_attention_heads=2,
-        num_key_value_heads=2,
         max_position_embeddings=64,
-        initializer_range=0.6,
-        bos_token_id=None,
-        eos_token_id=None,
     )
-    return LlamaForCausalLM(config).eval()
+    return LlamaForCausalLM(LlamaConfig(**sizes, initializer_range=0.6)).eval()
 
 
 def request_of(prompt: Sequence[int], eos: Sequence[int], **sampling: Any) -> EngineRequest:
@@ -177,22 +172,8 @@ def test_the_search_alone_agrees_with_transformers(
 
 # ---- through an engine --------------------------------------------------------------------------
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 64,
-    "intermediate_size": 112,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-FAMILIES = {
-    "llama": lambda: LlamaConfig(**SIZES),
-    "mistral-window": lambda: MistralConfig(**SIZES, sliding_window=13),
-    "qwen3": lambda: Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True),
-}
+ENGINE_VOCAB_SIZE = 61
+FAMILIES = tiny_families(ENGINE_VOCAB_SIZE)
 ADAPTER = "an adapter"
 MAX_TOKENS = 24
 
@@ -229,10 +210,10 @@ class Subject:
             return generated(self.reference, request)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=["llama", "mistral-window", "qwen3"])
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     folder = tmp_path_factory.mktemp("model")
-    model = save_random_model(folder, FAMILIES[request.param]())
+    model = save_random_model(folder, FAMILIES[request.param])
     lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"])
     return Subject(folder, add_random_adapters(model, {ADAPTER: lora}))
 
@@ -251,8 +232,8 @@ def beam_request(
             early_stopping=draws.choice(list(EarlyStopping)),
         ),
     }
-    prompt = [draws.randrange(SIZES["vocab_size"]) for _ in range(draws.randint(1, 30))]
-    eos = draws.sample(range(SIZES["vocab_size"]), draws.choice([0, 3, 8]))
+    prompt = [draws.randrange(ENGINE_VOCAB_SIZE) for _ in range(draws.randint(1, 30))]
+    eos = draws.sample(range(ENGINE_VOCAB_SIZE), draws.choice([0, 3, 8]))
     request = request_of(prompt, eos, **(sampling | changes))
     uses = (AdapterUse(ADAPTER, 1.0),) if request_id % 2 else ()
     return msgspec.structs.replace(

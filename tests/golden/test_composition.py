@@ -22,24 +22,14 @@ from loraplex.execution import loading
 from loraplex.kernels.reference import ReferenceKernels
 from loraplex.serving.compare import ComparedAnswer
 from loraplex.testing.capitals import BASE_PATH
-from loraplex.testing.checkpoints import save_random_model
+from loraplex.testing.checkpoints import save_random_model, tiny_sizes
 
 NUM_NEW_TOKENS = 8
 TOLERANCE = 1e-4
-CONFIG = LlamaConfig(
-    vocab_size=199,
-    hidden_size=32,
-    intermediate_size=56,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=64,
-    bos_token_id=None,
-    eos_token_id=None,
-    attention_bias=True,
-    mlp_bias=True,
+SIZES = tiny_sizes(
+    199, hidden_size=32, intermediate_size=56, head_dim=8, max_position_embeddings=64
 )
+CONFIG = LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True)
 ATTENTION = ["q_proj", "v_proj", "o_proj"]
 LORA: dict[str, dict[str, Any]] = {
     "attention": {"r": 4, "lora_alpha": 8, "target_modules": ATTENTION},

@@ -10,37 +10,22 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.execution.host_adapters import HostAdapters
 from loraplex.execution.loading import load_parts
 from loraplex.execution.model_runner import ModelRunner
 from loraplex.execution.sizing import RunnerSettings
-from loraplex.testing.checkpoints import save_random_model
+from loraplex.testing.checkpoints import save_random_model, tiny_families
 from loraplex.testing.step_driver import Prompt, StepDriver
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 NUM_NEW_TOKENS = 40
 VOCAB_SIZE = 61
 """Small, so that tokens repeat."""
 
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 112,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-FAMILIES = {
-    "llama": lambda: LlamaConfig(**SIZES),
-    "mistral": lambda: MistralConfig(**SIZES, sliding_window=13),
-    "qwen2": lambda: Qwen2Config(**SIZES, tie_word_embeddings=True),
-    "qwen3": lambda: Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True),
-}
+FAMILIES = tiny_families(VOCAB_SIZE)
 GREEDY = {"temperature": 0.0}
 SEVERAL_BAD = ((7,), (11, 12), (3, 4, 5), (40,), (41, 42))
 BIAS = ((3, 4.0), (9, -6.0), (30, 2.5))
@@ -111,19 +96,10 @@ class Subject:
         return output[0, len(prompt) :].tolist()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tensors this small are slower on two threads, and much slower beside other tests."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
 @pytest.fixture(scope="module", params=FAMILIES)
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     folder = tmp_path_factory.mktemp("model")
-    return Subject(folder, save_random_model(folder, FAMILIES[request.param]()))
+    return Subject(folder, save_random_model(folder, FAMILIES[request.param]))
 
 
 def prompt_of(length: int) -> tuple[int, ...]:

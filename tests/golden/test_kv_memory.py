@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from loraplex import LLM, SamplingParams
 from loraplex.core.errors import PromptTooLongError
 from loraplex.testing.capitals import BASE_PATH
-from loraplex.testing.checkpoints import save_random_model
+from loraplex.testing.checkpoints import save_random_model, tiny_sizes
 
 NUM_LAYERS = 2
 NUM_NEW_TOKENS = 60
@@ -26,16 +26,7 @@ BLOCK_SIZE = 4
 BLOCK_BYTES = NUM_LAYERS * 2 * 2 * 16 * BLOCK_SIZE * 4
 """Layers, keys and values, KV heads, head size, tokens, bytes."""
 CONFIG = LlamaConfig(
-    vocab_size=199,
-    hidden_size=64,
-    intermediate_size=112,
-    num_hidden_layers=NUM_LAYERS,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    max_position_embeddings=256,
-    bos_token_id=None,
-    eos_token_id=None,
+    **tiny_sizes(199, num_hidden_layers=NUM_LAYERS, head_dim=16, max_position_embeddings=256),
     attn_implementation="eager",
 )
 SAMPLING = SamplingParams(max_tokens=NUM_NEW_TOKENS, temperature=0, ignore_eos=True)

@@ -5,7 +5,7 @@ Tiny random checkpoints; the runner is driven by hand-made plans.
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,15 @@ from loraplex.execution.runner_settings import RunnerSettings
 from loraplex.execution.sampling.sampler import Sampler
 from loraplex.kernels.reference import ReferenceKernels
 from loraplex.memory.adapter_pages import place
-from loraplex.testing.checkpoints import add_random_adapters, host_adapter, save_random_model
+from loraplex.testing.checkpoints import (
+    add_random_adapters,
+    host_adapter,
+    save_random_model,
+    tiny_sizes,
+)
 from loraplex.testing.step_driver import Prompt, StepDriver
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 NUM_NEW_TOKENS = 24
 VOCAB_SIZE = 199
@@ -32,17 +39,7 @@ FLOAT32_TOLERANCE = 1e-4
 HALF_TOLERANCES = {torch.float16: 1e-2, torch.bfloat16: 6e-2}
 """Relative to the largest logit, over two layers and a rank-16 adapter."""
 
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 112,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+SIZES = tiny_sizes(VOCAB_SIZE)
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 5000.0},
     "linear": {"rope_type": "linear", "factor": 3.0},
@@ -130,15 +127,6 @@ class RecordingSampler(Sampler):
     def sample(self, logits: torch.Tensor, steps: Any) -> list[RowResult]:
         self.logits.append(logits.clone())
         return super().sample(logits, steps)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small are slower on two threads, and much slower beside other tests."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @dataclasses.dataclass(frozen=True)

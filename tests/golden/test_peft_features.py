@@ -8,7 +8,7 @@ import copy
 import dataclasses
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,8 +51,10 @@ from loraplex.kernels.reference import ReferenceKernels
 from loraplex.memory.adapter_pages import place
 from loraplex.models.registry import read_config
 from loraplex.testing.capitals import BASE_PATH
-from loraplex.testing.checkpoints import save_random_model
+from loraplex.testing.checkpoints import save_random_model, tiny_sizes
 from loraplex.testing.step_driver import Prompt, StepDriver
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 NUM_NEW_TOKENS = 6
 MAX_RANK = 8
@@ -61,18 +63,9 @@ TOLERANCE = 1e-4
 HALF_TOLERANCES = {"float16": 1e-2, "bfloat16": 6e-2}
 """Relative to the largest logit."""
 
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 56,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+SIZES = tiny_sizes(
+    VOCAB_SIZE, hidden_size=32, intermediate_size=56, head_dim=8, max_position_embeddings=64
+)
 FAMILIES: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
     "mistral": MistralConfig(**SIZES),
@@ -124,15 +117,6 @@ IN_LAYERS = ("plain", "all-linear", "lora-bias", "bias-all", "dora", "dora-bias"
 """Features that leave lm_head as it is."""
 SAMPLING = SamplingParams(max_tokens=NUM_NEW_TOKENS, temperature=0, ignore_eos=True, logprobs=0)
 PROMPTS = [[3, 9, 17, 190, 5, 7, 60], [11, 2, 3, 150]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small are slower on two threads, and much slower beside other tests."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @dataclass(frozen=True)

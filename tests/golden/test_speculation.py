@@ -2,14 +2,12 @@
 
 import dataclasses
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from peft import LoraConfig, PeftModel
-from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
 from loraplex.core.adapter import AdapterSource, AdapterUse
 from loraplex.core.clock import SystemClock
@@ -22,27 +20,19 @@ from loraplex.execution.loading import load_parts
 from loraplex.execution.model_runner import ModelRunner
 from loraplex.execution.runner_settings import RunnerSettings
 from loraplex.scheduling.settings import SchedulerSettings
-from loraplex.testing.checkpoints import add_random_adapters, host_adapter, save_random_model
+from loraplex.testing.checkpoints import (
+    add_random_adapters,
+    host_adapter,
+    save_random_model,
+    tiny_families,
+)
 from loraplex.testing.instant_loader import InstantLoader
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 VOCAB_SIZE = 29
 """So small that the texts repeat."""
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 112,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-FAMILIES = {
-    "llama": lambda: LlamaConfig(**SIZES),
-    "mistral-window": lambda: MistralConfig(**SIZES, sliding_window=13),
-    "qwen2": lambda: Qwen2Config(**SIZES, tie_word_embeddings=True),
-}
+FAMILIES = tiny_families(VOCAB_SIZE)
 ADAPTERS = {
     "attention": LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "v_proj"]),
     "mlp": LoraConfig(r=8, lora_alpha=8, target_modules=["up_proj", "down_proj"]),
@@ -76,19 +66,10 @@ class Subject:
         return engine
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small are slower on two threads, and much slower beside other tests."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=["llama", "mistral-window", "qwen2"])
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     folder = tmp_path_factory.mktemp("model")
-    model = save_random_model(folder, FAMILIES[request.param]())
+    model = save_random_model(folder, FAMILIES[request.param])
     return Subject(folder, add_random_adapters(model, ADAPTERS))
 
 
@@ -157,7 +138,7 @@ def test_drafts_change_no_token_and_no_bit(subject: Subject, dtype: str) -> None
     expected = answers_of(plain, requests)
     assert not plain.stats().draft_tokens
     has_window = plain.capacity.attention_window is not None
-    few_blocks = 22 if has_window else 45
+    few_blocks = 22 if has_window else 24
     for num_blocks, settings in (
         (200, {"num_draft_tokens": 5}),
         (200, {"num_draft_tokens": 1, "max_draft_ngram": 1, "max_num_batched_tokens": 16}),

@@ -10,13 +10,46 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from loraplex.core.adapter import LoraTarget
 from loraplex.execution.host_adapters import HostAdapter, HostWeight
 
 _PARAMETER_SCALE = 0.15
 _LORA_MODULE = re.compile(r"layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)$")
+
+
+def tiny_sizes(vocab_size: int, **changes: Any) -> dict[str, Any]:
+    """Fields that every family's configuration takes; the key heads are shared by two."""
+    return {
+        "vocab_size": vocab_size,
+        "hidden_size": 64,
+        "intermediate_size": 112,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    } | changes
+
+
+def tiny_families(vocab_size: int) -> dict[str, PretrainedConfig]:
+    """One configuration of each model family."""
+    sizes = tiny_sizes(vocab_size)
+    return {
+        "llama": LlamaConfig(**sizes),
+        "mistral-window": MistralConfig(**sizes, sliding_window=13),
+        "qwen2": Qwen2Config(**sizes, tie_word_embeddings=True),
+        "qwen3": Qwen3Config(**sizes, head_dim=32, tie_word_embeddings=True),
+    }
 
 
 def save_random_model(folder: Path, config: PretrainedConfig, *, seed: int = 0) -> Any:

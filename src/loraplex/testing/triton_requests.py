@@ -20,6 +20,11 @@ def i32(*values: int) -> Array:
     return np.array([values], dtype=np.int32)
 
 
+def f32(*values: float) -> Array:
+    """Shape [1, len(values)]."""
+    return np.array([values], dtype=np.float32)
+
+
 def tensors(module: ModuleType, **arrays: Array) -> list[Any]:
     inputs = []
     for name, array in arrays.items():
@@ -47,10 +52,10 @@ def token_request(
         input_lengths=i32(len(prompt)),
         request_output_len=i32(length),
         beam_width=i32(1),
-        temperature=np.array([[1.0]], dtype=np.float32),
+        temperature=f32(1.0),
         pad_id=i32(258),
         runtime_top_k=i32(1),
-        runtime_top_p=np.array([[0.0]], dtype=np.float32),
+        runtime_top_p=f32(0.0),
         **more,
     )
 

@@ -14,6 +14,7 @@ from loraplex.kernels.native.library import (
 )
 from loraplex.kernels.ops import AttentionShape, Kernels, KVStorage, RowLayout
 from loraplex.kernels.reference import ReferenceKernels
+from loraplex.testing.dense_attention import dense_attention, random_queries, relative_error
 
 try:
     INSTRUCTION_SETS = available_instruction_sets()
@@ -96,30 +97,8 @@ class Int8Rows:
         return list(kernels.paged_attention(torch.cat(queries), self.storage, plan).split(counts))
 
 
-def random_queries(counts, shape=SHAPE, dtype=torch.float32):
-    return [torch.randn(count, shape.num_heads, shape.head_dim).to(dtype) for count in counts]
-
-
-def dense(query, key, value, window=None, sinks=0):
-    """float64; query [n, H, D] are the last of key, value [L, K, D]."""
-    positions = torch.arange(len(key) - len(query), len(key)).unsqueeze(1)
-    keys = torch.arange(len(key))
-    hidden = keys > positions
-    if window is not None:
-        hidden |= (keys <= positions - window) & (keys >= sinks)
-    sharing = query.shape[1] // key.shape[1]
-    key, value = (part.double().repeat_interleave(sharing, 1) for part in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query.double(), key) * query.shape[2] ** -0.5
-    weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1)
-    return torch.einsum("hqk,khd->qhd", weights, value)
-
-
 def rounded(vectors: torch.Tensor) -> torch.Tensor:
     return from_stored(to_stored(vectors, torch.int8))
-
-
-def relative_error(output, expected):
-    return float((output.double() - expected).abs().max() / expected.abs().max())
 
 
 @ALL_SHAPES
@@ -174,10 +153,10 @@ def test_attention_is_that_of_the_rounded_vectors(kernels, shape, window, sinks)
     queries = random_queries(counts, shape)
     outputs = rows.attend(queries, seq_lens, window=window, sinks=sinks)
     for query, key, value, output in zip(queries, rows.keys, rows.values, outputs, strict=True):
-        expected = dense(query, rounded(key), rounded(value), window, sinks)
+        expected = dense_attention(query, rounded(key), rounded(value), window, sinks)
         assert relative_error(output, expected) < 3e-6
         # What int8 costs against float keys and values.
-        assert relative_error(output, dense(query, key, value, window, sinks)) < 0.03
+        assert relative_error(output, dense_attention(query, key, value, window, sinks)) < 0.03
 
 
 @pytest.mark.parametrize(("window", "sinks"), [(None, 0), (40, 0), (600, 0), (40, 70)])
@@ -206,7 +185,7 @@ def test_bits_are_those_of_every_instruction_set_and_number_of_threads(kv_dtype)
     """But for the generic one, which has no fused multiply-add: it is close."""
     torch.manual_seed(0)
     seq_lens = [700, 1, 1300]
-    queries = random_queries([3, 1, 1])
+    queries = random_queries([3, 1, 1], SHAPE)
     outputs = {}
     for name in INSTRUCTION_SETS:
         torch.manual_seed(1)
@@ -227,7 +206,7 @@ def test_a_later_token_that_is_not_finite_is_not_seen(name):
     torch.manual_seed(0)
     kernels = backend(name)
     rows = Int8Rows(kernels, [100])
-    queries = random_queries([100])
+    queries = random_queries([100], SHAPE)
     (expected,) = rows.attend(queries, [100])
     rows.keys[0][70:] = torch.inf
     rows.values[0][70:] = torch.nan
@@ -244,8 +223,10 @@ def test_a_later_token_that_is_not_finite_is_not_seen(name):
 )
 def test_float_storage_of_another_dtype(kernels, dtype, kv_dtype):
     rows = Int8Rows(kernels, [90], dtype=dtype, kv_dtype=kv_dtype)
-    queries = random_queries([90], dtype=dtype)
+    queries = random_queries([90], SHAPE, dtype=dtype)
     (output,) = rows.attend(queries, [90])
     assert output.dtype == dtype
-    expected = dense(queries[0], *(part.to(kv_dtype) for part in (rows.keys[0], rows.values[0])))
+    expected = dense_attention(
+        queries[0], *(part.to(kv_dtype) for part in (rows.keys[0], rows.values[0]))
+    )
     assert relative_error(output, expected) < (1e-5 if dtype == torch.float32 else 1e-2)

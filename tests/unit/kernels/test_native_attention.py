@@ -14,6 +14,7 @@ from loraplex.kernels.native.library import (
     load_library,
 )
 from loraplex.kernels.ops import AttentionShape, KVStorage, RowLayout
+from loraplex.testing.dense_attention import dense_attention, random_queries, relative_error
 
 try:
     INSTRUCTION_SETS = available_instruction_sets()
@@ -86,28 +87,6 @@ class PagedRows:
         return list(kernel.attend(torch.cat(queries), self.storage, plan).split(counts))
 
 
-def random_queries(counts, shape=SHAPE, dtype=torch.float32):
-    return [torch.randn(count, shape.num_heads, shape.head_dim).to(dtype) for count in counts]
-
-
-def dense(query, key, value, window=None, sinks=0):
-    """float64; query [n, H, D] are the last of key, value [L, K, D]."""
-    positions = torch.arange(len(key) - len(query), len(key)).unsqueeze(1)
-    keys = torch.arange(len(key))
-    hidden = keys > positions
-    if window is not None:
-        hidden |= (keys <= positions - window) & (keys >= sinks)
-    sharing = query.shape[1] // key.shape[1]
-    key, value = (part.double().repeat_interleave(sharing, 1) for part in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query.double(), key) * query.shape[2] ** -0.5
-    weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1)
-    return torch.einsum("hqk,khd->qhd", weights, value)
-
-
-def relative_error(output, expected):
-    return (output.double() - expected).abs().max() / expected.abs().max()
-
-
 @DTYPES
 @WINDOWS
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -119,7 +98,7 @@ def test_ragged_rows(library, shape, window, sinks, dtype):
     outputs = rows.attend(queries, seq_lens, window=window, sinks=sinks)
     for query, key, value, output in zip(queries, rows.keys, rows.values, outputs, strict=True):
         assert output.dtype == dtype
-        expected = dense(query, key, value, window, sinks)
+        expected = dense_attention(query, key, value, window, sinks)
         assert relative_error(output, expected) < TOLERANCE[dtype]
 
 
@@ -130,10 +109,10 @@ def test_ragged_rows(library, shape, window, sinks, dtype):
 )
 def test_storage_may_have_its_own_dtype(library, dtype, kv_dtype):
     rows = PagedRows(kernel_of(library), [90], dtype=dtype, kv_dtype=kv_dtype)
-    queries = random_queries([90], dtype=dtype)
+    queries = random_queries([90], SHAPE, dtype=dtype)
     (output,) = rows.attend(queries, [90])
     stored = [part.to(kv_dtype) for part in (rows.keys[0], rows.values[0])]
-    assert relative_error(output, dense(queries[0], *stored)) < TOLERANCE[dtype]
+    assert relative_error(output, dense_attention(queries[0], *stored)) < TOLERANCE[dtype]
 
 
 def test_inputs_may_be_views_of_a_fused_projection(library):
@@ -146,7 +125,7 @@ def test_inputs_may_be_views_of_a_fused_projection(library):
     rows.kernel.write(rows.storage, key, value, rows.slots(0, torch.arange(40)))
     plan = rows.kernel.plan(RowLayout([0, 40], [40], rows.tables), SHAPE, None)
     output = rows.kernel.attend(query, rows.storage, plan)
-    assert relative_error(output, dense(query, key, value)) < TOLERANCE[torch.float32]
+    assert relative_error(output, dense_attention(query, key, value)) < TOLERANCE[torch.float32]
 
 
 def test_large_scores(library):
@@ -154,14 +133,14 @@ def test_large_scores(library):
     rows = PagedRows(kernel_of(library), [700])
     rows.keys[0][650] *= 100
     rows.kernel.write(rows.storage, rows.keys[0], rows.values[0], rows.slots(0, torch.arange(700)))
-    queries = [50 * random_queries([60])[0]]
+    queries = [50 * random_queries([60], SHAPE)[0]]
     (output,) = rows.attend(queries, [700])
-    assert relative_error(output, dense(queries[0], rows.keys[0], rows.values[0])) < 1e-4
+    assert relative_error(output, dense_attention(queries[0], rows.keys[0], rows.values[0])) < 1e-4
 
 
 def test_a_later_token_that_is_not_finite_is_not_seen(library):
     rows = PagedRows(kernel_of(library), [100])
-    queries = random_queries([100])
+    queries = random_queries([100], SHAPE)
     (expected,) = rows.attend(queries, [100])
     rows.keys[0][70:] = torch.inf
     rows.values[0][70:] = torch.nan
@@ -199,7 +178,7 @@ def test_bits_of_decoding_rows_do_not_depend_on_who_else_is_long(library):
     """With a long row among few, its splits become units of work of their own."""
     seq_lens = [5000, 20, 3000]
     rows = PagedRows(kernel_of(library, 3), seq_lens)
-    queries = random_queries([1, 1, 1])
+    queries = random_queries([1, 1, 1], SHAPE)
     together = rows.attend(queries, seq_lens)
     for row, length in enumerate(seq_lens):
         (alone,) = rows.attend([queries[row]], [length], [row])
@@ -212,7 +191,7 @@ def test_bits_of_decoding_rows_do_not_depend_on_who_else_is_long(library):
 def test_blocks_that_no_query_sees_are_not_read(library, window, sinks):
     """They were given back: their entries of the block table name no block."""
     rows = PagedRows(kernel_of(library), [1100])
-    queries = random_queries([3])
+    queries = random_queries([3], SHAPE)
     (expected,) = rows.attend(queries, [1100], window=window, sinks=sinks)
     first_seen = 1100 - 3 - window + 1
     rows.tables[0, -(-sinks // 16) : first_seen // 16] = -(1 << 40)

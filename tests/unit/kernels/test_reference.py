@@ -10,6 +10,7 @@ from torch.nn import functional
 from loraplex.kernels.dispatch import select_kernels
 from loraplex.kernels.ops import AttentionShape, Kernels, KVStorage, RowLayout
 from loraplex.kernels.reference import ReferenceKernels
+from loraplex.testing.dense_attention import random_queries
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(num_heads=6, num_kv_heads=2, head_dim=16, block_size=8)
@@ -164,10 +165,6 @@ class PagedRows:
         return list(output.split(counts))
 
 
-def random_queries(counts: Sequence[int], shape: AttentionShape = SHAPE) -> list[torch.Tensor]:
-    return [torch.randn(count, shape.num_heads, shape.head_dim) for count in counts]
-
-
 @pytest.mark.parametrize(
     "window", [(None, 0), (1, 0), (5, 0), (100, 0), (1, 1), (5, 70), (100, 17)], ids=str
 )
@@ -193,7 +190,7 @@ def test_ragged_paged_attention(kernels: Kernels, window: Window, shape: Attenti
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision_storage_is_summed_in_float32(kernels: Kernels, dtype: torch.dtype) -> None:
     rows = PagedRows(kernels, [90], dtype)
-    (query,) = random_queries([90])
+    (query,) = random_queries([90], SHAPE)
     (output,) = rows.attend([query.to(dtype)], [0])
     expected = dense_attention(
         query.to(dtype).float(), rows.keys[0].float(), rows.values[0].float()
@@ -208,7 +205,7 @@ def test_attention_gives_a_row_the_same_bits_in_any_company(
 ) -> None:
     seq_lens = (1, 50, 63, 64, 65, 200, 320)
     rows = PagedRows(kernels, seq_lens)
-    queries = random_queries(seq_lens)
+    queries = random_queries(seq_lens, SHAPE)
     together = rows.attend(queries, range(len(seq_lens)), window)
     backwards = rows.attend(queries[::-1], range(len(seq_lens))[::-1], window)[::-1]
     for row in range(len(seq_lens)):
@@ -221,7 +218,7 @@ def test_attention_gives_a_row_the_same_bits_in_any_company(
 def test_a_token_has_the_same_bits_whatever_the_chunk(kernels: Kernels, window: Window) -> None:
     seq_len = 300
     rows = PagedRows(kernels, [seq_len])
-    (query,) = random_queries([seq_len])
+    (query,) = random_queries([seq_len], SHAPE)
     (whole,) = rows.attend([query], [0], window)
     for start, end in ((0, 1), (0, 13), (13, 40), (60, 68), (127, 129), (99, 300), (299, 300)):
         rows.seq_lens = [end]

@@ -1,0 +1,14 @@
+"""Waits for what another thread brings about."""
+
+import time
+from collections.abc import Callable
+
+TIMEOUT_SECONDS = 10
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    """Whether it holds before the time is over; returns as soon as it does."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return condition()

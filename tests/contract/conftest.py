@@ -1,0 +1,38 @@
+"""A Triton server over an EchoBackend and its clients; a file may bring a backend of its own."""
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import tritonclient.grpc
+import tritonclient.http
+
+from loraplex.testing.echo_backend import EchoBackend
+from loraplex.testing.served_triton import ServedTriton, served_triton
+
+
+@pytest.fixture
+def backend() -> EchoBackend:
+    return EchoBackend()
+
+
+@pytest.fixture
+def triton(backend: EchoBackend) -> Iterator[ServedTriton]:
+    with served_triton(backend) as triton:
+        yield triton
+    assert triton.service.num_active == 0
+
+
+@pytest.fixture
+def grpc_client(triton: ServedTriton) -> Iterator[tritonclient.grpc.InferenceServerClient]:
+    with tritonclient.grpc.InferenceServerClient(triton.grpc) as client:
+        yield client
+
+
+@pytest.fixture(params=[tritonclient.http, tritonclient.grpc], ids=["http", "grpc"])
+def wire(request: pytest.FixtureRequest, triton: ServedTriton) -> Iterator[tuple[ModuleType, Any]]:
+    """A tritonclient module and its client."""
+    address = triton.http if request.param is tritonclient.http else triton.grpc
+    with request.param.InferenceServerClient(address) as client:
+        yield request.param, client
