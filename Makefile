@@ -70,6 +70,7 @@ types: $(VENV)/.dev
 
 bench: $(VENV)/.bench
 	$(BIN)/loraplex bench --output benchmarks/results
+	$(BIN)/python benchmarks/batching.py --output benchmarks/results/batching-$(COMMIT)
 	$(BIN)/loraplex bench compare benchmarks/results/compare-$(COMMIT) $(BENCH_PEERS) $(BENCH_ARGS)
 
 docs: $(VENV)/.docs

@@ -17,8 +17,6 @@ from loraplex.testing.echo_backend import EchoBackend
 from loraplex.testing.eventually import eventually
 from loraplex.testing.served_triton import ServedTriton
 
-TIMEOUT_SECONDS = 10
-
 
 @pytest.fixture
 def backend() -> EchoBackend:

@@ -15,9 +15,8 @@ import tritonclient.grpc.aio
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
+from loraplex.testing.eventually import TIMEOUT_SECONDS, eventually
 from loraplex.testing.triton_requests import TRUE, i32, tensors, text_request, token_request
-
-TIMEOUT_SECONDS = 10
 
 
 class Stream:

@@ -4,8 +4,7 @@ Behind it is an EchoBackend, so nothing here depends on a model.
 """
 
 import json
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import httpx
 import openai
@@ -26,6 +25,7 @@ from loraplex.core.errors import (
 from loraplex.core.principal import LOCAL, Principal
 from loraplex.frontends.openai import OpenAIOptions, openai_fallback_routes, openai_routes
 from loraplex.testing.echo_backend import EchoBackend
+from loraplex.testing.eventually import eventually
 from loraplex.testing.served import served
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -79,13 +79,6 @@ def client(url: str) -> Iterator[openai.OpenAI]:
 def http(url: str) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=url) as http:
         yield http
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 5
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return condition()
 
 
 # Completions

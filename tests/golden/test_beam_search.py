@@ -33,6 +33,7 @@ from loraplex.testing.checkpoints import (
     tiny_families,
     tiny_sizes,
 )
+from loraplex.testing.engine_requests import engine_request
 from loraplex.testing.instant_loader import InstantLoader
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -62,17 +63,8 @@ def small_model() -> LlamaForCausalLM:
 
 
 def request_of(prompt: Sequence[int], eos: Sequence[int], **sampling: Any) -> EngineRequest:
-    return EngineRequest(
-        request_id=1,
-        prompt_token_ids=tuple(prompt),
-        sampling=SamplingParams(temperature=0.0, **sampling),
-        eos_token_ids=tuple(eos),
-        adapters=(),
-        kv_salt=b"",
-        tenant="",
-        priority=0,
-        arrival_ns=0,
-        deadline_ns=None,
+    return engine_request(
+        tuple(prompt), SamplingParams(temperature=0.0, **sampling), eos_token_ids=tuple(eos)
     )
 
 

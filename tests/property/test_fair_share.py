@@ -6,8 +6,6 @@ import random
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from loraplex.core.request import EngineRequest
-from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.sequence import Sequence, SequenceGroup
 from loraplex.scheduling.active import ActiveRequest, ActiveSequence
 from loraplex.scheduling.fair_share import FairShares
@@ -15,6 +13,7 @@ from loraplex.scheduling.policy import PriorityThenArrival
 from loraplex.scheduling.queues import WaitingQueue
 from loraplex.scheduling.settings import FairShare
 from loraplex.scheduling.stop import StopRules
+from loraplex.testing.engine_requests import engine_request
 
 MAX_COST = 50
 MAX_SHARES = 12
@@ -39,17 +38,11 @@ class Server:
 
     def add(self, share: int) -> ActiveSequence:
         self.num_requests += 1
-        request = EngineRequest(
+        request = engine_request(
+            (1,),
             request_id=self.num_requests,
-            prompt_token_ids=(1,),
-            sampling=SamplingParams(),
-            eos_token_ids=(),
-            adapters=(),
-            kv_salt=b"",
             tenant="us",
-            priority=0,
             arrival_ns=self.num_requests,
-            deadline_ns=None,
             share_weight=self.weight(share),
         )
         sequence = Sequence(self.num_requests, 0, [1], 1, seed=0)

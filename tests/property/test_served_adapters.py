@@ -36,7 +36,7 @@ from loraplex.core.clock import SystemClock
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import AdapterNotFoundError, StepFailedError
 from loraplex.core.principal import LOCAL
-from loraplex.core.request import EngineRequest, GenerateRequest
+from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.serving import admission
 from loraplex.serving.adapters.cards import UnloadMode
@@ -48,6 +48,7 @@ from loraplex.serving.service import Service
 from loraplex.serving.text.chat_template import ChatTemplate
 from loraplex.serving.text.tokenizer import load_tokenizer
 from loraplex.testing.capitals import BASE_PATH
+from loraplex.testing.engine_requests import engine_request
 from loraplex.testing.fake_engine_process import FakeEngineSettings, fake_engine_thread
 from loraplex.testing.fake_loader import fake_source
 from loraplex.testing.fake_model import FakeModel
@@ -124,17 +125,8 @@ def build(state_dir: Path) -> Service:
 def expected(digest: str, num_tokens: int) -> list[int]:
     """What the fake model answers with an adapter, alone."""
     sampling = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True, seed=0)
-    request = EngineRequest(
-        request_id=1,
-        prompt_token_ids=PROMPT,
-        sampling=sampling,
-        eos_token_ids=(0,),
-        adapters=(AdapterUse(digest),),
-        kv_salt=b"",
-        tenant="default",
-        priority=0,
-        arrival_ns=0,
-        deadline_ns=None,
+    request = engine_request(
+        PROMPT, sampling, eos_token_ids=(0,), adapters=(AdapterUse(digest),), tenant="default"
     )
     return MODEL.answer(request, 0, num_tokens)
 

@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 
-from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.sequence import TRANSITIONS, Sequence, SequenceGroup, SequenceStatus
+from loraplex.testing.engine_requests import engine_request
 
 LEGAL = {
     ("waiting", "running"),
@@ -45,18 +45,7 @@ def test_counts_follow_from_the_tokens():
 
 
 def test_a_group_ends_with_its_last_sequence():
-    request = EngineRequest(
-        request_id=7,
-        prompt_token_ids=(1, 2),
-        sampling=SamplingParams(n=2),
-        eos_token_ids=(),
-        adapters=(),
-        kv_salt=b"",
-        tenant="default",
-        priority=0,
-        arrival_ns=0,
-        deadline_ns=None,
-    )
+    request = engine_request((1, 2), SamplingParams(n=2), request_id=7, tenant="default")
     group = SequenceGroup(request, [new_sequence(0), new_sequence(1)], ())
     assert group.request_id == 7
     for sequence in group.sequences:

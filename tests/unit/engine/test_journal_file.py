@@ -9,12 +9,12 @@ import pytest
 
 from loraplex.core.errors import ConfigError
 from loraplex.core.plan import RowAdded, StepPlan
-from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import MAX_LOGIT_BIAS, SamplingParams
 from loraplex.engine.journal import CommandTaken, JournalHeader, PlanMade
 from loraplex.engine.journal_file import NUM_PARTS, JournalError, JournalFile, JournalReader
 from loraplex.engine.messages import AddRequest, PreloadAdapter
 from loraplex.scheduling.settings import SchedulerSettings
+from loraplex.testing.engine_requests import engine_request
 from loraplex.testing.fake_runner import FAKE_CAPACITY
 
 HEADER = JournalHeader(
@@ -58,18 +58,7 @@ def test_what_was_written_is_read(path):
 def test_a_bias_of_minus_infinity_is_told_as_a_finite_one(path):
     """JSON has no infinity; the scheduler looks at no bias."""
     sampling = SamplingParams(logit_bias=((3, -math.inf), (7, 1.5)), max_tokens=4)
-    request = EngineRequest(
-        request_id=1,
-        prompt_token_ids=(1,),
-        sampling=sampling,
-        eos_token_ids=(),
-        adapters=(),
-        kv_salt=b"",
-        tenant="",
-        priority=0,
-        arrival_ns=0,
-        deadline_ns=None,
-    )
+    request = engine_request((1,), sampling)
     row = RowAdded(0, 1, sampling, 0, 0, token_ids=(1,), num_prompt_tokens=1)
     file = journal(path)
 

@@ -12,7 +12,6 @@ from loraplex.core.adapter import AdapterUse
 from loraplex.core.beam_search import BeamSearch
 from loraplex.core.config import ModelConfig
 from loraplex.core.plan import Capacity
-from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.engine.journal import PlanMade
 from loraplex.engine.journal_file import JournalFile, JournalReader
@@ -21,6 +20,7 @@ from loraplex.scheduling.scheduler import Scheduler
 from loraplex.scheduling.settings import BatchSchedulerPolicy, FairShare, SchedulerSettings
 from loraplex.testing import fake_engine
 from loraplex.testing.capitals import BASE_PATH
+from loraplex.testing.engine_requests import engine_request
 from loraplex.testing.fake_clock import FakeClock
 from loraplex.testing.fake_engine import MILLISECOND_NS, FakeEngine
 from loraplex.testing.fake_runner import FAKE_CAPACITY
@@ -289,17 +289,12 @@ def test_a_real_model(path, overlap):
     engine = app_engine(model)
     for request_id in range(6):
         engine.add(
-            EngineRequest(
+            engine_request(
+                tuple(range(5, 20 + request_id)),
+                SamplingParams(max_tokens=6, temperature=1.0, seed=request_id, logprobs=2),
                 request_id=request_id,
-                prompt_token_ids=tuple(range(5, 20 + request_id)),
-                sampling=SamplingParams(max_tokens=6, temperature=1.0, seed=request_id, logprobs=2),
-                eos_token_ids=(),
                 adapters=() if request_id else (AdapterUse("nobody's"),),
-                kv_salt=b"",
-                tenant="",
-                priority=0,
                 arrival_ns=request_id,
-                deadline_ns=None,
             )
         )
     while not engine.is_idle:

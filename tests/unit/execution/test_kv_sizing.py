@@ -11,22 +11,13 @@ from loraplex.execution.kv_cache import block_bytes
 from loraplex.execution.kv_sizing import KVSize, size_kv, windowed
 from loraplex.execution.runner_settings import RunnerSettings
 from loraplex.models.attention import attention_shape
-from loraplex.models.config import DecoderConfig, RopeConfig
+from loraplex.testing.tiny_decoder import TINY_DECODER
 
-CONFIG = DecoderConfig(
-    architecture="LlamaForCausalLM",
-    hidden_size=32,
+CONFIG = dataclasses.replace(
+    TINY_DECODER,
     num_layers=4,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    intermediate_size=48,
-    vocab_size=100,
     max_position_embeddings=1000,
-    rms_norm_eps=1e-6,
-    rope=RopeConfig(),
     layer_windows=(None, 50, None, 50),
-    dtype="bfloat16",
 )
 SHAPE = attention_shape(CONFIG, 16)
 BLOCK_BYTES = block_bytes(4, SHAPE, torch.float32)

@@ -24,29 +24,15 @@ from loraplex.execution.sizing import (
 from loraplex.memory.adapter_cache import AdapterCache
 from loraplex.memory.adapter_pages import layer_targets, pages_at_rank
 from loraplex.models.attention import attention_shape
-from loraplex.models.config import DecoderConfig, RopeConfig, module_shapes
+from loraplex.models.config import module_shapes
+from loraplex.testing.tiny_decoder import TINY_DECODER
 
-CONFIG = DecoderConfig(
-    architecture="LlamaForCausalLM",
-    hidden_size=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    intermediate_size=48,
-    vocab_size=100,
-    max_position_embeddings=100,
-    rms_norm_eps=1e-6,
-    rope=RopeConfig(),
-    layer_windows=(None, None),
-    dtype="bfloat16",
-)
-SHAPE = attention_shape(CONFIG, 16)
+SHAPE = attention_shape(TINY_DECODER, 16)
 BLOCK_BYTES = block_bytes(2, SHAPE, torch.float32)
 
 
 def kv(**settings: Any) -> KVSize:
-    return size_kv(RunnerSettings(**settings), CONFIG, SHAPE, torch.float32)
+    return size_kv(RunnerSettings(**settings), TINY_DECODER, SHAPE, torch.float32)
 
 
 def test_default_is_room_for_every_sequence() -> None:
@@ -80,12 +66,12 @@ def test_a_length_that_the_model_does_not_have() -> None:
 
 
 def test_dtype() -> None:
-    assert choose_dtype(RunnerSettings(), CONFIG) == torch.bfloat16
-    untold = dataclasses.replace(CONFIG, dtype=None)
+    assert choose_dtype(RunnerSettings(), TINY_DECODER) == torch.bfloat16
+    untold = dataclasses.replace(TINY_DECODER, dtype=None)
     assert choose_dtype(RunnerSettings(), untold) == torch.float32
-    assert choose_dtype(RunnerSettings(dtype="float16"), CONFIG) == torch.float16
+    assert choose_dtype(RunnerSettings(dtype="float16"), TINY_DECODER) == torch.float16
     with pytest.raises(ConfigError, match="'int8' is none of auto, float32"):
-        choose_dtype(RunnerSettings(dtype="int8"), CONFIG)
+        choose_dtype(RunnerSettings(dtype="int8"), TINY_DECODER)
 
 
 def test_kv_dtype() -> None:
@@ -100,7 +86,7 @@ def test_int8_keys_and_values_have_scales() -> None:
     per_block = 2 * 2 * 16 * 2 * (8 + 4)
     assert block_bytes(2, SHAPE, torch.int8) == per_block
     settings = RunnerSettings(kv_cache_bytes=10 * per_block - 1)
-    assert size_kv(settings, CONFIG, SHAPE, torch.int8).num_blocks == 9
+    assert size_kv(settings, TINY_DECODER, SHAPE, torch.int8).num_blocks == 9
 
 
 def test_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,30 +97,32 @@ def test_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_default_pool_holds_256_mib() -> None:
-    size = size_adapter_pool(RunnerSettings(), CONFIG, torch.bfloat16)
+    size = size_adapter_pool(RunnerSettings(), TINY_DECODER, torch.bfloat16)
     assert size.page_bytes == 2 * size.geometry.page_elements
     assert size.num_pages == (256 << 20) // size.page_bytes
 
 
 def test_a_pool_of_just_one_adapter_of_the_usual_rank() -> None:
     settings = RunnerSettings(max_lora_rank=8, optimal_lora_rank=8)
-    least = smallest_pool_bytes(settings, CONFIG, torch.bfloat16)
-    parameters = 8 * 2 * sum(sum(features) for features in module_shapes(CONFIG).values())
+    least = smallest_pool_bytes(settings, TINY_DECODER, torch.bfloat16)
+    parameters = 8 * 2 * sum(sum(features) for features in module_shapes(TINY_DECODER).values())
     assert 2 * parameters <= least < 1.1 * 2 * parameters
     settings = dataclasses.replace(settings, lora_device_bytes=least)
-    size = size_adapter_pool(settings, CONFIG, torch.bfloat16)
+    size = size_adapter_pool(settings, TINY_DECODER, torch.bfloat16)
     assert size.num_pages * size.page_bytes == least
 
 
 def test_a_pool_that_is_too_small_says_what_it_takes() -> None:
     settings = RunnerSettings(lora_device_bytes=1000)
     with pytest.raises(ConfigError, match="rank 64 on all modules: set at least") as caught:
-        size_adapter_pool(settings, CONFIG, torch.bfloat16)
+        size_adapter_pool(settings, TINY_DECODER, torch.bfloat16)
     enough = int(caught.value.message.split()[-1])
     settings = RunnerSettings(lora_device_bytes=enough)
-    assert size_adapter_pool(settings, CONFIG, torch.bfloat16).num_pages > 0
+    assert size_adapter_pool(settings, TINY_DECODER, torch.bfloat16).num_pages > 0
     with pytest.raises(ConfigError):
-        size_adapter_pool(RunnerSettings(lora_device_bytes=enough - 1), CONFIG, torch.bfloat16)
+        size_adapter_pool(
+            RunnerSettings(lora_device_bytes=enough - 1), TINY_DECODER, torch.bfloat16
+        )
 
 
 WEIGHTS = 1 << 20
@@ -143,7 +131,7 @@ WEIGHTS = 1 << 20
 def memory(free_bytes: int | None = None, **settings: Any) -> MemorySize:
     return size_memory(
         RunnerSettings(**settings),
-        CONFIG,
+        TINY_DECODER,
         dtype=torch.float32,
         kv_dtype=torch.float32,
         weights_bytes=WEIGHTS,
@@ -188,7 +176,7 @@ class TestMemory:
         assert pool_bytes(size) == pytest.approx(2 << 20, rel=0.1)
 
     def test_one_adapter_fits_however_small_its_share(self) -> None:
-        least = smallest_pool_bytes(RunnerSettings(), CONFIG, torch.float32)
+        least = smallest_pool_bytes(RunnerSettings(), TINY_DECODER, torch.float32)
         size = memory(memory_bytes=WEIGHTS + least + 20 * BLOCK_BYTES, kv_cache_fraction=1.0)
         assert pool_bytes(size) == least
         assert size.kv.num_blocks == 20
@@ -203,7 +191,7 @@ class TestMemory:
         assert caught.value.param == "memory_bytes"
 
     def test_a_length_that_does_not_fit_names_the_budget(self) -> None:
-        least = smallest_pool_bytes(RunnerSettings(), CONFIG, torch.float32)
+        least = smallest_pool_bytes(RunnerSettings(), TINY_DECODER, torch.float32)
         with pytest.raises(ConfigError, match="or a larger memory_bytes"):
             memory(memory_bytes=WEIGHTS + least + 3 * BLOCK_BYTES, max_model_len=100)
 
@@ -226,7 +214,7 @@ class TestMemory:
 @pytest.mark.parametrize("rank", [1, 8, 13, 64])
 def test_a_pool_that_holds_n_adapters_takes_n(rank: int) -> None:
     pool = memory(memory_bytes=40 << 20).adapters
-    targets = layer_targets(CONFIG.num_layers, module_shapes(CONFIG))
+    targets = layer_targets(TINY_DECODER.num_layers, module_shapes(TINY_DECODER))
     num_pages = pages_at_rank(targets, rank, pool.geometry)
     holds = pool.num_pages // num_pages
     cache = AdapterCache(10**6, pool.num_pages, keeps_host_copy=False)

@@ -5,10 +5,9 @@ import dataclasses
 import msgspec
 import pytest
 
-from loraplex.core.request import EngineRequest
-from loraplex.core.sampling_params import SamplingParams
 from loraplex.scheduling.fair_share import FairShares
 from loraplex.scheduling.settings import FairShare, SchedulerSettings
+from loraplex.testing.engine_requests import engine_request
 from loraplex.testing.fake_engine import FakeEngine
 from loraplex.testing.fake_runner import FAKE_CAPACITY
 
@@ -18,18 +17,7 @@ def shares_of(kind=FairShare.ADAPTER):
 
 
 def request_of(tenant):
-    return EngineRequest(
-        request_id=1,
-        prompt_token_ids=(1,),
-        sampling=SamplingParams(),
-        eos_token_ids=(),
-        adapters=(),
-        kv_salt=b"",
-        tenant=tenant,
-        priority=0,
-        arrival_ns=0,
-        deadline_ns=None,
-    )
+    return engine_request((1,), tenant=tenant)
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,9 @@
 
 from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.core.output import FinishReason
-from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.scheduling.stop import Stop, StopRules
+from loraplex.testing.engine_requests import engine_request
 
 EOS, STOP = 2, 9
 PROMPT = (1, 1, 1)
@@ -12,17 +12,10 @@ PROMPT = (1, 1, 1)
 
 def rules(*, constrained: bool = True, **sampling) -> StopRules:
     grammar = Grammar(GrammarKind.LLGUIDANCE, "{}") if constrained else None
-    request = EngineRequest(
-        request_id=1,
-        prompt_token_ids=PROMPT,
-        sampling=SamplingParams(grammar=grammar, stop_token_ids=(STOP,), **sampling),
+    request = engine_request(
+        PROMPT,
+        SamplingParams(grammar=grammar, stop_token_ids=(STOP,), **sampling),
         eos_token_ids=(EOS,),
-        adapters=(),
-        kv_salt=b"",
-        tenant="",
-        priority=0,
-        arrival_ns=0,
-        deadline_ns=None,
     )
     return StopRules(request, max_model_len=100)
 

@@ -4,7 +4,6 @@ import pytest
 
 from loraplex.core.errors import ConfigError
 from loraplex.core.output import FinishReason
-from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.sequence import Sequence, SequenceGroup
 from loraplex.scheduling.active import ActiveRequest, ActiveSequence
@@ -15,20 +14,18 @@ from loraplex.scheduling.queues import RunningSet, WaitingQueue
 from loraplex.scheduling.settings import SchedulerSettings
 from loraplex.scheduling.slots import SlotPool
 from loraplex.scheduling.stop import Stop, StopRules
+from loraplex.testing.engine_requests import engine_request
 
 
 def request(request_id=1, priority=0, arrival_ns=1, prompt=(1, 2, 3), eos=(0,), **sampling):
-    return EngineRequest(
+    return engine_request(
+        prompt,
+        SamplingParams(**sampling),
         request_id=request_id,
-        prompt_token_ids=prompt,
-        sampling=SamplingParams(**sampling),
         eos_token_ids=eos,
-        adapters=(),
-        kv_salt=b"",
         tenant="t",
         priority=priority,
         arrival_ns=arrival_ns,
-        deadline_ns=None,
     )
 
 

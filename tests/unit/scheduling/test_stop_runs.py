@@ -3,23 +3,14 @@
 import pytest
 
 from loraplex.core.output import FinishReason
-from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.scheduling.stop import Stop, StopRules
+from loraplex.testing.engine_requests import engine_request
 
 
 def rules(**sampling):
-    request = EngineRequest(
-        request_id=1,
-        prompt_token_ids=(1, 2, 3),
-        sampling=SamplingParams(max_tokens=10, **sampling),
-        eos_token_ids=(0,),
-        adapters=(),
-        kv_salt=b"",
-        tenant="",
-        priority=0,
-        arrival_ns=1,
-        deadline_ns=None,
+    request = engine_request(
+        (1, 2, 3), SamplingParams(max_tokens=10, **sampling), eos_token_ids=(0,), arrival_ns=1
     )
     return StopRules(request, 100)
 

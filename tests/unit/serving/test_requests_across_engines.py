@@ -6,24 +6,13 @@ import pytest
 
 from loraplex.core.beam_search import BeamSearch
 from loraplex.core.output import FinishReason
-from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.serving.engines.replay import KILL_BLAME, RequestInWork
+from loraplex.testing.engine_requests import engine_request
 
 
 def request_without_engine(**sampling) -> RequestInWork:
-    request = EngineRequest(
-        request_id=1,
-        prompt_token_ids=(5, 6),
-        sampling=SamplingParams(max_tokens=4, seed=0, **sampling),
-        eos_token_ids=(),
-        adapters=(),
-        kv_salt=b"",
-        tenant="",
-        priority=0,
-        arrival_ns=0,
-        deadline_ns=None,
-    )
+    request = engine_request((5, 6), SamplingParams(max_tokens=4, seed=0, **sampling))
     in_work = RequestInWork(request, ())
     in_work.lose_engine(KILL_BLAME)
     return in_work

@@ -1,0 +1,27 @@
+"""An admitted request of which a test says only what matters to it."""
+
+from typing import Any
+
+from loraplex.core.request import EngineRequest
+from loraplex.core.sampling_params import SamplingParams
+
+
+def engine_request(
+    prompt_token_ids: tuple[int, ...], sampling: SamplingParams | None = None, **fields: Any
+) -> EngineRequest:
+    """fields: of EngineRequest; without them, request 1 of nobody in particular, at time 0."""
+    defaults: dict[str, Any] = {
+        "request_id": 1,
+        "eos_token_ids": (),
+        "adapters": (),
+        "kv_salt": b"",
+        "tenant": "",
+        "priority": 0,
+        "arrival_ns": 0,
+        "deadline_ns": None,
+    }
+    return EngineRequest(
+        prompt_token_ids=prompt_token_ids,
+        sampling=SamplingParams() if sampling is None else sampling,
+        **(defaults | fields),
+    )
