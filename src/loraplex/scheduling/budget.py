@@ -2,7 +2,7 @@
 
 
 class StepBudget:
-    """The token budget of one plan. Asking does not spend."""
+    """The token budget of one plan."""
 
     def __init__(self, max_num_batched_tokens: int, max_prefill_chunk: int | None = None) -> None:
         self._num_left = max_num_batched_tokens
@@ -14,11 +14,8 @@ class StepBudget:
 
     @property
     def max_per_row(self) -> int:
+        """Tokens that one row computes at most."""
         return self._max_per_row
-
-    def offer(self, num_wanted: int) -> int:
-        """Of num_wanted tokens of one row, how many it may compute in this step."""
-        return min(num_wanted, self._num_left, self._max_per_row)
 
     def spend(self, num_tokens: int) -> None:
         assert 0 < num_tokens <= self._num_left

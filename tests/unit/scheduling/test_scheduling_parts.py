@@ -55,16 +55,16 @@ def test_settings_name_the_bad_value(values):
         SchedulerSettings(**values)
 
 
-def test_budget_offers_without_spending():
+def test_the_budget_of_a_plan_and_of_a_row():
     budget = StepBudget(10, max_prefill_chunk=4)
-    assert [budget.offer(n) for n in (1, 9, 9)] == [1, 4, 4]
+    assert budget.max_per_row == 4
     budget.spend(4)
     budget.spend(4)
-    assert budget.offer(9) == budget.num_left == 2
+    assert budget.num_left == 2
 
 
 def test_budget_without_a_chunk_limit():
-    assert StepBudget(10).offer(100) == 10
+    assert StepBudget(10).max_per_row == 10
 
 
 def test_the_lowest_free_slot_is_taken_and_left_slots_are_named_once():
