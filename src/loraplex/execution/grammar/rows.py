@@ -24,7 +24,8 @@ class GrammarRows:
     """Rows whose sampling has a grammar; it ignores all others.
 
     Used by one thread, and one of its own computes. `begin` starts the masks of a step, `bitmasks`
-    waits for them; a compilation, and the tokenizer's at the first row, delay that step only.
+    waits for them. A grammar is compiled (and at the first row the tokenizer) while the row's
+    prompt is computed; what is left of that when the row samples delays the step.
     """
 
     def __init__(
@@ -43,7 +44,9 @@ class GrammarRows:
     def add_row(self, row: RowAdded) -> None:
         """A row that joins again brings the output that it had."""
         if row.sampling.grammar is not None:
-            self._rows[row.slot] = _Row(row)
+            joined = self._rows[row.slot] = _Row(row)
+            # The steps of its prompt need not wait until its grammar is compiled.
+            self._worker().submit(self._make_matcher, joined)
 
     def remove_row(self, slot: Slot) -> None:
         self._rows.pop(slot, None)
@@ -86,9 +89,12 @@ class GrammarRows:
     def _start(
         self, jobs: "Sequence[_MaskJob]"
     ) -> concurrent.futures.Future[dict[Slot, BitmaskArray]]:
+        return self._worker().submit(self._fill, jobs)
+
+    def _worker(self) -> concurrent.futures.ThreadPoolExecutor:
         if self._thread is None:
             self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        return self._thread.submit(self._fill, jobs)
+        return self._thread
 
     def _fill(self, jobs: "Sequence[_MaskJob]") -> dict[Slot, BitmaskArray]:
         words = bitmask_words(self._vocab_size + 1)
