@@ -67,6 +67,7 @@ lint: $(VENV)/.dev
 
 types: $(VENV)/.dev
 	$(BIN)/mypy
+	MYPYPATH=src:benchmarks $(BIN)/mypy benchmarks/*.py
 
 bench: $(VENV)/.bench
 	$(BIN)/loraplex bench --output benchmarks/results

@@ -46,7 +46,7 @@ from loraplex.bench.server import running_server, serve_command
 from loraplex.bench.statistics import throughput_ratio
 from loraplex.bench.systems import Adapter
 from loraplex.bench.workload import Lengths, PlannedRequest, Workload, generate
-from loraplex.core.config import cache_directory, child_environment
+from loraplex.core.environment import cache_directory, child_environment
 from loraplex.core.errors import ConfigError
 
 NUM_DEVICE, NUM_HOST = 8, 64

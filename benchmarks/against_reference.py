@@ -24,7 +24,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 def least_time(function: Callable[[], object], seconds: float) -> float:
     """Seconds of the fastest of many calls."""
     function()
-    times = []
+    times: list[float] = []
     end = time.perf_counter() + seconds
     while len(times) < 3 or time.perf_counter() < end:
         start = time.perf_counter()

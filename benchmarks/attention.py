@@ -8,6 +8,7 @@ rows see, once; GFLOP/s counts the two products over the keys that a token sees.
 
 import dataclasses
 import itertools
+from typing import Any
 
 import torch
 from against_reference import figures, least_time, run
@@ -75,7 +76,9 @@ def block_tables(case: Case) -> torch.Tensor:
     return torch.randperm(case.num_rows * per_row).view(case.num_rows, per_row)
 
 
-def measure(case: Case, dtype: torch.dtype, native: AttentionKernel, seconds: float) -> dict:
+def measure(
+    case: Case, dtype: torch.dtype, native: AttentionKernel, seconds: float
+) -> dict[str, Any]:
     shape, kv_dtype = case.shape, case.kv_dtype or dtype
     tables = block_tables(case)
     counts = itertools.accumulate([case.num_queries] * case.num_rows, initial=0)

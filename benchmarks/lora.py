@@ -8,6 +8,7 @@ both products.
 """
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import torch
@@ -71,7 +72,7 @@ def make_batch(case: Case, dtype: torch.dtype) -> LoraBatch:
     return lora_batch(pool, table, uses)
 
 
-def measure(case: Case, dtype: torch.dtype, native: LoraKernel, seconds: float) -> dict:
+def measure(case: Case, dtype: torch.dtype, native: LoraKernel, seconds: float) -> dict[str, Any]:
     in_features, modules = LAYERS[case.layer]
     batch = make_batch(case, dtype)
     num_tokens = case.num_adapters * case.tokens_per_adapter

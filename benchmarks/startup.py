@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from loraplex.bench.machine import this_machine
-from loraplex.core.config import child_environment
+from loraplex.core.environment import child_environment
 from loraplex.testing.capitals import BASE_PATH
 
 POLL_SECONDS = 0.01

@@ -181,7 +181,7 @@ def _time_sections(engine: Engine, runner: ModelRunner, ledger: Ledger) -> None:
         ("scheduler", engine._scheduler, "absorb"),
         ("runner", runner, "launch"),
         ("lora batch", runner._adapter_bank, "lora_batch"),
-        ("input batch", runner._batch, "forward_batch"),
+        ("input batch", runner._batch, "prepare"),
         ("forward", runner._decoder, "forward"),
         ("sampler", runner._sampler, "sample"),
     )

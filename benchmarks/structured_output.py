@@ -225,7 +225,7 @@ def measure(subject: Subject, repeats: int, num_steps: int) -> tuple[Measured, .
 
 def markdown(report: StructuredOutputReport) -> str:
     def median(measured: Measured, field: str) -> float:
-        return statistics.median(getattr(run, field) for run in measured.runs)
+        return float(statistics.median(getattr(run, field) for run in measured.runs))
 
     plain = report.measured[0]
     columns = (
