@@ -82,7 +82,7 @@ def _admit_first(
     num_tokens = [request.sequences[i].sequence.num_tokens for i in _group_of(request).holders]
     num_tables = [kv.num_blocks_for(n) for n in num_tokens]
     num_of_others = sum(num_tables[1:]) - sum(num_shared for _, num_shared in shared[1:])
-    num_to_leave = _num_to_leave(roster, request, num_tables[0] + num_of_others)
+    num_to_leave = roster.num_blocks_to_leave(first, num_tables[0] + num_of_others)
     if num_to_leave is None:
         return None
     first.scores_prompt = request.wants_prompt_scores
@@ -113,16 +113,6 @@ def _max_cached_tokens(
         # Of what the cache gives, blocks behind the window are gaps: the other beams may see them.
         limit = min(limit, min(num_shared for _, num_shared in shared[1:]) * roster.kv.block_size)
     return limit
-
-
-def _num_to_leave(roster: Roster, request: ActiveRequest, num_taken: int) -> int | None:
-    """Blocks that must be left when a search takes num_taken; None: there is no room at all."""
-    if roster.reservations is not None:
-        return roster.reservations.num_to_leave(request.sequences[0], num_taken)
-    if not roster.running:
-        return 0
-    # One block for each running row, or this one would soon be preempted for it.
-    return len(roster.running) + _group_of(request).width
 
 
 # ---- planning ---------------------------------------------------------------------------------

@@ -283,7 +283,8 @@ class Planner:
     def _take_room(self, active: ActiveSequence, draft: PlanDraft) -> bool:
         """A slot, and blocks for all tokens of a sequence (with a window, for its first chunk)."""
         roster, sequence = self._roster, active.sequence
-        num_reserved = self._num_reserved(active)
+        num_blocks = roster.kv.num_blocks_for(sequence.num_tokens)
+        num_reserved = roster.num_blocks_to_leave(active, num_blocks)
         if num_reserved is None:
             return False
         num_available = roster.kv.num_available - num_reserved
@@ -337,14 +338,6 @@ class Planner:
         if not self._roster.kv.has_window:
             return num_tokens
         return min(num_tokens, num_computed_tokens + self._settings.max_step_tokens)
-
-    def _num_reserved(self, active: ActiveSequence) -> int | None:
-        """Blocks that a sequence which is seated now must leave to others (and to itself)."""
-        roster, num_tokens = self._roster, active.sequence.num_tokens
-        if roster.reservations is None:
-            # One block for each running row, or this one would soon be preempted for it.
-            return len(roster.running)
-        return roster.reservations.num_to_leave(active, roster.kv.num_blocks_for(num_tokens))
 
     def _is_short(self, sequence_id: int, num_available: int) -> bool:
         """Did it find too few blocks before, and there are no more now? Spares hashing a prompt."""

@@ -4,10 +4,13 @@ import bisect
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
+from typing import TypeVar
 
 from loraplex.core.adapter import AdapterHandle
 from loraplex.scheduling.active import ActiveSequence
 from loraplex.scheduling.policy import OrderKey, ShareKey
+
+_Index = TypeVar("_Index", ShareKey, AdapterHandle)
 
 LaneKey = tuple[int, float, OrderKey]
 """(first element of the head's policy key, counter of its share, policy key)."""
@@ -73,6 +76,7 @@ class WaitingQueue:
         self._resident_lead = resident_lead
         self._lanes: dict[tuple[ShareKey, tuple[AdapterHandle, ...]], Lane] = {}
         self._by_share: dict[ShareKey, dict[Lane, None]] = {}
+        self._by_handle: dict[AdapterHandle, dict[Lane, None]] = {}
         self._key_of: dict[Lane, LaneKey] = {}
         """By which each lane is listed. Its key may have grown meanwhile: a scan that comes to the
         lane lists it anew, so what nobody looks at costs nothing."""
@@ -118,7 +122,7 @@ class WaitingQueue:
         return key
 
     def lanes_with(self, handle: AdapterHandle) -> list[Lane]:
-        return [lane for lane in self._lanes.values() if handle in lane.handles]
+        return list(self._by_handle.get(handle, ()))
 
     def note_ready(self, lane: Lane, since_ns: int | None) -> None:
         """The adapters of a lane are on the device, as one sees at since_ns; None: they are not."""
@@ -133,6 +137,8 @@ class WaitingQueue:
         if lane is None:
             lane = self._lanes[share, handles] = Lane(share, handles)
             self._by_share.setdefault(share, {})[lane] = None
+            for handle in handles:
+                self._by_handle.setdefault(handle, {})[lane] = None
         else:
             self._unlist(lane)
         lane.add(active)
@@ -168,9 +174,12 @@ class WaitingQueue:
             assert (share, handles) == (lane.share, lane.handles)
             assert len(lane), "an empty lane"
             assert lane in self._by_share[share]
+            assert all(lane in self._by_handle[handle] for handle in handles)
             assert self._key_of[lane] <= self._key(lane)
             assert self._key_of[lane][2] == lane.head.key
         assert sum(len(lanes) for lanes in self._by_share.values()) == len(self._lanes)
+        num_handles = sum(len(lane.handles) for lane in self._lanes.values())
+        assert sum(len(lanes) for lanes in self._by_handle.values()) == num_handles
 
     def _key(self, lane: Lane) -> LaneKey:
         key = lane.head.key
@@ -188,10 +197,16 @@ class WaitingQueue:
 
     def _forget(self, lane: Lane) -> None:
         del self._lanes[lane.share, lane.handles]
-        lanes = self._by_share[lane.share]
-        del lanes[lane]
-        if not lanes:
-            del self._by_share[lane.share]
+        _remove(self._by_share, lane.share, lane)
+        for handle in lane.handles:
+            _remove(self._by_handle, handle, lane)
+
+
+def _remove(lanes: dict[_Index, dict[Lane, None]], index: _Index, lane: Lane) -> None:
+    """And the index with its last lane."""
+    del lanes[index][lane]
+    if not lanes[index]:
+        del lanes[index]
 
 
 class LaneScan:

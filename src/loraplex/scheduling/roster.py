@@ -151,6 +151,18 @@ class Roster:
                 self.reservations.took(active, len(new_block_ids))
         return new_block_ids
 
+    def num_blocks_to_leave(self, active: ActiveSequence, num_taken: int) -> int | None:
+        """Blocks that must stay available if a sequence is seated now, with the other beams of its
+        search, and takes num_taken; None: there is no room whatever is available.
+        """
+        if self.reservations is not None:
+            return self.reservations.num_to_leave(active, num_taken)
+        if not self.running:
+            return 0
+        # One block for each running row, or this one would soon be preempted for it.
+        beams = active.request.beams
+        return len(self.running) + (0 if beams is None else beams.width)
+
     def preempt(
         self, active: ActiveSequence, *, may_offload: bool = True
     ) -> tuple[BlockTransfer, ...]:

@@ -56,7 +56,7 @@ class Generation:
         self._finished = False
         self._sequences = [
             SequenceText(tokenizer, engine_request.prompt_token_ids, engine_request.sampling)
-            for _ in range(_num_told(engine_request.sampling))
+            for _ in range(engine_request.sampling.num_told)
         ]
         self._best_of = _best_of(request.sampling)
         self._prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
@@ -153,11 +153,6 @@ async def _logits_of(outputs: Sequence[EngineOutput]) -> Mapping[str, Logits]:
     """By path. They may be large: another thread reads them, and to the end even if we leave."""
     files = list(files_of(outputs))
     return await asyncio.to_thread(read_and_delete, files) if files else {}
-
-
-def _num_told(sampling: SamplingParams) -> int:
-    """Sequences that the engine tells of: of a search only the hypotheses that come back."""
-    return sampling.n if sampling.beam is not None else sampling.num_sequences
 
 
 def _best_of(sampling: SamplingParams) -> BestOf | None:

@@ -49,10 +49,7 @@ class RequestInWork:
         self.is_sent = False
         """The running engine was told of it."""
         self._request = request
-        sampling = request.sampling
-        # A search tells the best of its beams only.
-        num_told = sampling.n if sampling.beam is not None else sampling.num_sequences
-        self._outputs: list[list[int]] = [[] for _ in range(num_told)]
+        self._outputs: list[list[int]] = [[] for _ in range(request.sampling.num_told)]
         self._ended: set[int] = set()
         self._aborted: set[int] = set()
         self._prompt_scores_told = False
