@@ -1,0 +1,132 @@
+"""An engine that says what a test tells it to, and the words for that."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from loraplex.core.errors import ErrorInfo
+from loraplex.core.output import EngineOutput, FinishReason, SequenceDelta
+from loraplex.core.request import RequestId
+from loraplex.core.stats import EngineStats, StepRecord
+from loraplex.engine.messages import EngineCommand, EngineEvent, EngineReady, StepDone
+from loraplex.serving.engines.link import EngineDied
+from loraplex.serving.engines.output_stream import OutputStream
+from loraplex.testing.fake_runner import FAKE_CAPACITY
+
+READY = EngineReady(FAKE_CAPACITY)
+
+
+class ScriptedLink:
+    """Implements EngineLink. It says what is put into `events`; None is its death."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.events: asyncio.Queue[EngineEvent | Exception | None] = asyncio.Queue()
+        self.commands: list[EngineCommand] = []
+        self.is_closed = False
+
+    def send(self, command: EngineCommand) -> None:
+        self.commands.append(command)
+
+    async def receive(self) -> EngineEvent:
+        event = await self.events.get()
+        if event is None:
+            raise EngineDied("by script")
+        if isinstance(event, Exception):
+            raise event
+        return event
+
+    async def close(self) -> None:
+        await asyncio.sleep(0)
+        self.is_closed = True
+
+    def say(self, *events: EngineEvent | Exception | None) -> None:
+        for event in events:
+            self.events.put_nowait(event)
+
+
+class Script:
+    """Starts ScriptedLinks, or raises `errors` first, one for each start."""
+
+    def __init__(self) -> None:
+        self.links: list[ScriptedLink] = []
+        self.errors: list[Exception] = []
+        self.first_events: list[EngineEvent | Exception | None] = [READY]
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def __call__(self, epoch: int) -> ScriptedLink:
+        await self.gate.wait()
+        if self.errors:
+            raise self.errors.pop(0)
+        self.links.append(ScriptedLink(epoch))
+        self.links[-1].say(*self.first_events)
+        return self.links[-1]
+
+    @property
+    def link(self) -> ScriptedLink:
+        return self.links[-1]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait until it holds; for ten seconds at most."""
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def ended(stream: OutputStream) -> list[EngineOutput]:
+    """All outputs up to the last."""
+    outputs: list[EngineOutput] = []
+    while not (outputs and outputs[-1].finished):
+        outputs += await stream.take()
+    return outputs
+
+
+async def tokens_of(
+    stream: OutputStream, outputs: Sequence[EngineOutput] = ()
+) -> dict[int, list[int]]:
+    """By sequence, of a request that ends without an error. outputs: what was taken before."""
+    outputs = [*outputs]
+    outputs += [] if outputs and outputs[-1].finished else await ended(stream)
+    assert outputs[-1].error is None
+    tokens: dict[int, list[int]] = {}
+    for delta in (delta for output in outputs for delta in output.deltas):
+        tokens.setdefault(delta.index, []).extend(delta.token_ids)
+    return tokens
+
+
+async def error_of(stream: OutputStream) -> ErrorInfo | None:
+    outputs = await stream.take()
+    assert outputs[-1].finished
+    return outputs[-1].error
+
+
+def says(
+    request_id: RequestId, *deltas: tuple[Any, ...], finished: bool = False, **fields: Any
+) -> StepDone:
+    """deltas: (index, token ids ..., perhaps a finish reason)."""
+    made = []
+    for index, *rest in deltas:
+        reason = rest.pop() if isinstance(rest[-1], FinishReason) else None
+        made.append(SequenceDelta(index, tuple(rest), finish_reason=reason))
+    output = EngineOutput(request_id, tuple(made), finished=finished, **fields)
+    return StepDone((output,), EngineStats(steps=1))
+
+
+def done(request_id: RequestId, *token_ids: int, finished: bool = True, **fields: Any) -> StepDone:
+    """Its only output; with `finished`, its last."""
+    output = EngineOutput(
+        request_id, (SequenceDelta(0, token_ids),) if token_ids else (), finished=finished, **fields
+    )
+    return StepDone((output,), EngineStats(steps=1))
+
+
+def step_of(*request_ids: RequestId) -> StepDone:
+    """A step that had rows of them, and nothing to say."""
+    numbers: dict[str, Any] = dict.fromkeys(StepRecord.__struct_fields__[:16], 0)
+    return StepDone((), EngineStats(), StepRecord(**(numbers | {"request_ids": request_ids})))
+
+
+def died(*in_flight: RequestId, was_killed: bool = False) -> EngineDied:
+    return EngineDied("by script", in_flight, was_killed=was_killed)

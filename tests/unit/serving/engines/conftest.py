@@ -1,0 +1,26 @@
+"""Engines by script."""
+
+import pytest
+
+from loraplex.serving.engines import async_engine
+from loraplex.serving.engines.async_engine import AsyncEngine
+from loraplex.testing.fake_clock import FakeClock
+from loraplex.testing.scripted_engine import Script
+
+
+@pytest.fixture(autouse=True)
+def _no_pause(monkeypatch):
+    monkeypatch.setattr(async_engine, "_FIRST_PAUSE_SECONDS", 0.0)
+
+
+@pytest.fixture
+def script():
+    return Script()
+
+
+@pytest.fixture
+async def engine(script):
+    engine = AsyncEngine("m", script, FakeClock())
+    yield engine
+    await engine.close()
+    assert all(link.is_closed for link in script.links)

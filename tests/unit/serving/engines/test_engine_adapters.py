@@ -1,0 +1,117 @@
+"""What an engine is told to hold, and what it tells of its adapters, by script."""
+
+import asyncio
+
+import pytest
+
+from loraplex.core.errors import (
+    AdapterTooLargeError,
+    ErrorInfo,
+    NotReadyError,
+)
+from loraplex.core.stats import AdapterActivity, EngineStats
+from loraplex.engine.messages import (
+    AdapterHeld,
+    AdapterRejected,
+    AdaptersTold,
+    AskAdapters,
+    HoldAdapter,
+    RegisterAdapter,
+    ReleaseAdapter,
+    StepDone,
+)
+from loraplex.testing.fake_loader import fake_source
+from loraplex.testing.fake_runner import FAKE_CAPACITY
+from loraplex.testing.scripted_engine import until
+
+SOURCE = fake_source("digest", FAKE_CAPACITY.page_geometry)
+
+
+class TestHeldAdapters:
+    async def hold(self, engine, script, error=None):
+        task = asyncio.create_task(engine.hold(SOURCE))
+        await until(lambda: HoldAdapter(1, "digest") in script.link.commands)
+        script.link.say(AdapterHeld(1, error))
+        await task
+
+    async def test_held_and_released(self, engine, script):
+        await engine.start()
+        await self.hold(engine, script)
+        assert engine.held == {"digest"}
+        await engine.hold(SOURCE)
+        engine.release("digest")
+        engine.release("digest")
+        assert script.link.commands == [
+            RegisterAdapter(SOURCE),
+            HoldAdapter(1, "digest"),
+            ReleaseAdapter("digest"),
+        ]
+        assert engine.held == set()
+
+    async def test_a_refusal_is_raised(self, engine, script):
+        await engine.start()
+        with pytest.raises(AdapterTooLargeError, match="3 of 4 pages"):
+            await self.hold(engine, script, ErrorInfo("adapter_too_large", "3 of 4 pages"))
+        assert engine.held == set()
+
+    async def test_the_next_engine_holds_it_too(self, engine, script):
+        await engine.start()
+        await self.hold(engine, script)
+        script.link.say(None)
+        await until(lambda: engine.is_ready and engine.num_restarts == 1)
+        assert script.link.commands == [RegisterAdapter(SOURCE), HoldAdapter(0, "digest")]
+
+    async def test_an_engine_that_dies_meanwhile(self, engine, script):
+        await engine.start()
+        task = asyncio.create_task(engine.hold(SOURCE))
+        await until(lambda: script.link.commands)
+        script.link.say(None)
+        with pytest.raises(NotReadyError, match="stopped"):
+            await task
+        assert engine.held == set()
+
+    async def test_what_is_unloaded_is_held_no_longer(self, engine, script):
+        await engine.start()
+        await self.hold(engine, script)
+        engine.forget_adapter("digest")
+        assert engine.held == set()
+
+    async def test_a_release_makes_room_for_what_was_rejected(self, engine, script, make_request):
+        await engine.start()
+        await self.hold(engine, script)
+        other = fake_source("other", FAKE_CAPACITY.page_geometry)
+        engine.preload(other)
+        script.link.say(AdapterRejected("other", ErrorInfo("adapter_too_large", "17 pages")))
+        # The preload behind it finds no such adapter: that is not the reason.
+        script.link.say(AdapterRejected("other", ErrorInfo("adapter_not_found", "no such")))
+        script.link.say(StepDone((), EngineStats(steps=7)))
+        await until(lambda: engine.stats.steps == 7)
+        with pytest.raises(AdapterTooLargeError, match="17 pages"):
+            engine.submit(make_request(1, "other"), [other])
+        engine.release("digest")
+        engine.submit(make_request(1, "other"), [other])
+        assert script.link.commands.count(RegisterAdapter(other)) == 2
+
+
+class TestActivity:
+    async def test_it_is_asked_between_two_steps(self, engine, script):
+        await engine.start()
+        task = asyncio.create_task(engine.recent_activity())
+        await until(lambda: script.link.commands == [AskAdapters(1)])
+        activity = AdapterActivity(running={"digest": 2})
+        script.link.say(AdaptersTold(1, activity, EngineStats(steps=5)))
+        assert await task == activity
+        assert engine.stats.steps == 5
+        # A long step: what was told last.
+        assert await engine.recent_activity() == activity
+        assert await engine.recent_activity() == activity
+
+    async def test_without_an_engine(self, engine):
+        assert await engine.recent_activity() == AdapterActivity()
+
+    async def test_an_engine_that_dies_meanwhile(self, engine, script):
+        await engine.start()
+        task = asyncio.create_task(engine.residency())
+        await until(lambda: script.link.commands)
+        script.link.say(None)
+        assert await task == {}
