@@ -20,6 +20,15 @@ IntArray = npt.NDArray[np.int64]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class DeviceLoraTable:
+    """A copy of a LoraTable on an accelerator, entry by entry as new as what is in the pool."""
+
+    offsets: torch.Tensor  # [entries, layers, modules] int64
+    ranks: torch.Tensor  # [entries, layers, modules] int32
+    scales: torch.Tensor  # [entries, layers, modules] float32
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class LoraTable:
     """Where the adapters' matrices are in the pool. Fixed shape, on the host, written in place.
 
@@ -34,6 +43,8 @@ class LoraTable:
     offsets: IntArray  # [entries, layers, modules], in elements
     ranks: npt.NDArray[np.int32]  # [entries, layers, modules]
     scales: npt.NDArray[np.float32]  # [entries, layers, modules], the adapter's own scale
+    on_device: DeviceLoraTable | None = None
+    """For a backend that reads the table there."""
 
 
 class LoraUse(NamedTuple):
@@ -57,6 +68,28 @@ class LoraGroup(NamedTuple):
     token_scales: torch.Tensor  # [n] float32, on the device
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoraSegments:
+    """The groups of a LoraBatch in pieces, as an accelerator reads them.
+
+    Piece i of wave w applies the adapter entries[w, i] to the tokens
+    token_indices[starts[w, i] : starts[w, i] + counts[w, i]]. Behind a wave's pieces are empty ones,
+    whose entry is -1: so the shapes depend on nothing but the numbers of tokens and waves.
+    """
+
+    entries: torch.Tensor  # [waves, pieces] int32
+    starts: torch.Tensor  # [waves, pieces] int32
+    counts: torch.Tensor  # [waves, pieces] int32
+    token_indices: torch.Tensor  # [waves * num_tokens] int32
+    token_scales: torch.Tensor  # [waves * num_tokens] float32
+    longest: int
+    """Tokens of the longest piece that there may be."""
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self.entries, self.starts, self.counts, self.token_indices, self.token_scales)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class LoraBatch:
     """The adapters of one step as flat arrays. Built once (`lora_batch`), used by every layer.
@@ -78,6 +111,13 @@ class LoraBatch:
     head_table: LoraTable | None = None
     """Where LoRA of lm_head lies, if an adapter of this step has some: one layer, whose modules are
     neighbouring blocks of outputs. It has the same entries."""
+    segments: LoraSegments | None = None
+    """For a backend that reads the groups on its device."""
+
+    @property
+    def num_waves(self) -> int:
+        """How many adapters the token with the most of them has."""
+        return len(self.wave_starts) - 1
 
     @property
     def is_plain(self) -> bool:
@@ -128,6 +168,7 @@ def batch_of_rows(batch: LoraBatch, row_indices: torch.Tensor, num_tokens: int) 
         token_indices=rows[is_chosen],
         token_scales=batch.token_scales[is_chosen],
         parts=of_rows(batch.parts, places),
+        segments=None,
     )
 
 

@@ -66,6 +66,20 @@ class AttentionShape:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class DeviceRows:
+    """A RowLayout as an accelerator reads it, at addresses that stay.
+
+    There may be rows behind those of the layout, up to the number of a recorded step: they have no
+    tokens, and seq_lens 0.
+    """
+
+    query_start_loc: torch.Tensor  # [R + 1] int32
+    seq_lens: torch.Tensor  # [R] int32
+    table_rows: torch.Tensor  # [R] int32: the row's table is block_tables[table_rows[r]]
+    block_tables: torch.Tensor  # [any, max blocks] int32
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class RowLayout:
     """Where the rows' queries and keys are.
 
@@ -76,6 +90,8 @@ class RowLayout:
     query_start_loc: Sequence[int]  # R + 1, on the host
     seq_lens: Sequence[int]  # R, on the host
     block_tables: torch.Tensor  # [R, max blocks] int64, on the device; unseen entries are any block
+    on_device: DeviceRows | None = None
+    """For a backend that reads the rows there; then `block_tables` may be empty."""
 
 
 class Kernels(Protocol):

@@ -90,7 +90,7 @@ class Decoder:
         if not _is_repeatable(batch):
             return self._logits(self._hidden(batch, kv, plans), batch)
         return self._kernels.repeat(
-            (id(self), id(kv), batch.token_ids.shape[0], batch.lora is None),
+            (id(self), id(kv), batch.token_ids.shape[0], batch.lora and batch.lora.num_waves),
             (batch.token_ids, batch.positions, batch.slot_mapping, batch.lora, *plans.values()),
             lambda: self._kernels.linear(self._hidden(batch, kv, plans), self._lm_head),
         )

@@ -1,0 +1,195 @@
+"""A device that works beside the host: its queues of work, and the host memory that it reaches.
+
+`CudaAccelerator` is a GPU. `HostAccelerator` stands for one where there is none: everything is done
+at once, so code that is written for a GPU runs, and is tested, without one.
+"""
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+
+class Event(Protocol):
+    """A point in a queue: all that was enqueued before it."""
+
+    def has_passed(self) -> bool: ...
+
+    def wait(self) -> None:
+        """Block the host until it has passed."""
+        ...
+
+
+class Graph(Protocol):
+    """Recorded work, at fixed addresses."""
+
+    def replay(self) -> None:
+        """Enqueue it again in the current queue."""
+        ...
+
+
+class Accelerator(Protocol):
+    """One device with two queues, whose work is done in the order of its enqueuing.
+
+    The queue that a thread enqueues to is chosen by the contexts `compute` and `copies`.
+    """
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def compute(self) -> AbstractContextManager[None]:
+        """Where steps run."""
+        ...
+
+    def copies(self) -> AbstractContextManager[None]:
+        """Where memory is copied beside the steps."""
+        ...
+
+    def event(self) -> Event:
+        """Behind all that is in the current queue by now."""
+        ...
+
+    def after(self, event: Event) -> None:
+        """What comes into the current queue from now on waits for an event of the other one."""
+        ...
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Enqueue a copy in the current queue, between the device and pinned memory, or within it.
+
+        Neither is to be touched by the host before an event behind it has passed.
+        """
+        ...
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Zeros on the host, which the device copies by itself; they take long to make."""
+        ...
+
+    def record(self, compute: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Graph]:
+        """compute(), and what repeats it: `replay` computes into the very tensor that is returned.
+
+        compute must enqueue the same work at each call, and nothing that waits for the host. What
+        it computes the first time may be wrong: replay it.
+        """
+        ...
+
+    def synchronize(self) -> None:
+        """Block the host until both queues are empty."""
+        ...
+
+
+class _Passed:
+    """Implements Event: on a host nothing is outstanding."""
+
+    def has_passed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+
+class _Repetition:
+    """Implements Graph by computing again."""
+
+    def __init__(self, compute: Callable[[], torch.Tensor], result: torch.Tensor) -> None:
+        self._compute = compute
+        self._result = result
+
+    def replay(self) -> None:
+        self._result.copy_(self._compute())
+
+
+class HostAccelerator:
+    """Implements Accelerator."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def compute(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def copies(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def event(self) -> Event:
+        return _Passed()
+
+    def after(self, event: Event) -> None:
+        event.wait()
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        target.copy_(source)
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    def record(self, compute: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Graph]:
+        result = compute()
+        return result, _Repetition(compute, result)
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _CudaEvent:
+    """Implements Event."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def has_passed(self) -> bool:
+        return bool(self.event.query())
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+class CudaAccelerator:
+    """Implements Accelerator for one GPU, by two streams. Its graphs share one pool of memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        self._device = torch.device("cuda", index)
+        self._compute = torch.cuda.Stream(self._device)
+        self._copies = torch.cuda.Stream(self._device)
+        self._graph_pool = torch.cuda.graph_pool_handle()
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def compute(self) -> AbstractContextManager[None]:
+        return torch.cuda.stream(self._compute)
+
+    def copies(self) -> AbstractContextManager[None]:
+        return torch.cuda.stream(self._copies)
+
+    def event(self) -> Event:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return _CudaEvent(event)
+
+    def after(self, event: Event) -> None:
+        assert isinstance(event, _CudaEvent), "an event of this accelerator"
+        torch.cuda.current_stream(self._device).wait_event(event.event)
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, pin_memory=True)
+
+    def record(self, compute: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Graph]:
+        """Computes once before it records: kernels are compiled and libraries initialised then."""
+        compute()
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._graph_pool, stream=self._compute):
+            result = compute()
+        return result, graph
+
+    def synchronize(self) -> None:
+        self._compute.synchronize()
+        self._copies.synchronize()

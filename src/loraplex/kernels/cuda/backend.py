@@ -1,0 +1,155 @@
+"""The backend of a GPU: Triton kernels, cuBLAS, and CUDA graphs of whole steps."""
+
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+
+from loraplex.core.weight_precision import WeightPrecision
+from loraplex.kernels.accelerator import Accelerator
+from loraplex.kernels.cuda import elementwise, sampling
+from loraplex.kernels.cuda.attention import AttentionKernel, CudaAttentionPlan
+from loraplex.kernels.cuda.graphs import StepGraphs
+from loraplex.kernels.cuda.linear import PACKED_LAYOUT, LinearKernel
+from loraplex.kernels.cuda.lora import LoraKernel
+from loraplex.kernels.lora import LoraBatch
+from loraplex.kernels.ops import (
+    AttentionPlan,
+    AttentionShape,
+    KVStorage,
+    LinearParts,
+    PackedLinear,
+    Parameter,
+    RowLayout,
+)
+from loraplex.kernels.sampling import DrawOptions, IntArray, TopLogprobs
+
+
+class CudaKernels:
+    """Implements `Kernels` for tensors of one accelerator."""
+
+    def __init__(self, accelerator: Accelerator, *, batch_invariant: bool = False) -> None:
+        """batch_invariant: a row's result has the same bits alone and in company; slower."""
+        device = accelerator.device
+        self.graphs = StepGraphs(accelerator)
+        self._linear = LinearKernel(device, batch_invariant=batch_invariant)
+        self._attention = AttentionKernel(device, batch_invariant=batch_invariant)
+        self._lora = LoraKernel(device, batch_invariant=batch_invariant)
+
+    def repeat(
+        self,
+        key: Hashable,
+        parameters: Sequence[Parameter],
+        compute: Callable[[], torch.Tensor],
+    ) -> torch.Tensor:
+        inputs = [tensor for parameter in parameters for tensor in self._tensors(parameter)]
+        return self.graphs.repeat(key, inputs, compute)
+
+    def take_rows(self, table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        return elementwise.take_rows(table, indices)
+
+    def pack_linear(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        precision: WeightPrecision = WeightPrecision.NATIVE,
+    ) -> PackedLinear:
+        return self._linear.pack(weight, bias, precision)
+
+    @property
+    def packed_layout(self) -> str:
+        return PACKED_LAYOUT
+
+    def linear_parts(self, packed: PackedLinear) -> LinearParts:
+        return self._linear.parts(packed)
+
+    def join_linear(self, parts: LinearParts) -> PackedLinear:
+        return self._linear.join(parts)
+
+    def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+        return self._linear.apply(x, packed)
+
+    def linear_apart(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+        return self._linear.apply(x, packed)
+
+    def squared_row_norms(self, packed: PackedLinear) -> torch.Tensor:
+        return self._linear.squared_row_norms(packed)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return elementwise.rms_norm(x, weight, eps)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return elementwise.add_rms_norm(x, residual, weight, eps)
+
+    def rotary(
+        self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> None:
+        elementwise.rotary(query, key, cos, sin)
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return elementwise.silu_mul(gate_up)
+
+    def add_lora(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        batch: LoraBatch,
+        layer: int,
+        modules: Sequence[str],
+        out_offsets: Sequence[int],
+    ) -> None:
+        self._lora.add(y, x, batch, layer, modules, out_offsets)
+
+    def allocate_kv(self, num_blocks: int, shape: AttentionShape, dtype: torch.dtype) -> KVStorage:
+        return self._attention.allocate(num_blocks, shape, dtype)
+
+    def write_kv(
+        self, storage: KVStorage, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        self._attention.write(storage, key, value, slot_mapping)
+
+    def plan_attention(
+        self,
+        rows: RowLayout,
+        shape: AttentionShape,
+        sliding_window: int | None,
+        num_sink_tokens: int = 0,
+    ) -> AttentionPlan:
+        return self._attention.plan(rows, shape, sliding_window, num_sink_tokens)
+
+    def paged_attention(
+        self, query: torch.Tensor, storage: KVStorage, plan: AttentionPlan
+    ) -> torch.Tensor:
+        assert isinstance(plan, CudaAttentionPlan)
+        return self._attention.attend(query, storage, plan)
+
+    def argmax(self, logits: torch.Tensor, rows: IntArray) -> tuple[torch.Tensor, torch.Tensor]:
+        return sampling.argmax(logits, rows)
+
+    def draw_tokens(
+        self, logits: torch.Tensor, rows: IntArray, options: DrawOptions
+    ) -> torch.Tensor:
+        return sampling.draw_tokens(logits, rows, options)
+
+    def top_logprobs(
+        self, logits: torch.Tensor, rows: IntArray, token_ids: IntArray, num_top: int
+    ) -> TopLogprobs:
+        return sampling.top_logprobs(logits, rows, token_ids, num_top)
+
+    def apply_bitmask(self, logits: torch.Tensor, rows: IntArray, bitmask: torch.Tensor) -> None:
+        sampling.apply_bitmask(logits, rows, bitmask)
+
+    @staticmethod
+    def _tensors(parameter: Parameter) -> tuple[torch.Tensor, ...]:
+        """What a graph reads of it."""
+        match parameter:
+            case torch.Tensor():
+                return (parameter,)
+            case CudaAttentionPlan():
+                return parameter.tensors
+            case LoraBatch():
+                assert parameter.segments is not None, "the adapter bank of a GPU makes them"
+                return parameter.segments.tensors
+        assert parameter is None, f"no kernel reads a {type(parameter).__name__}"
+        return ()
