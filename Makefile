@@ -9,6 +9,12 @@
 #   make fmt     format and mend what can be mended
 #   make clean   remove what the other verbs made
 #
+# For a machine with a GPU (benchmarks/README.md):
+#
+#   make gpu-wheels        here: what such a machine lacks, as wheels in .gpu/wheels
+#   make gpu-check         there: the tests that need a GPU, and 20 measurements, in eight minutes
+#   make gpu-bench PART=a  there: a part of the benchmark, a to e, each of eight minutes at most
+#
 # Setting up installs the torch that constraints.txt pins. Where pip's index serves a CUDA build of
 # that version, that is a download of several GB; to take a CPU build from an index of yours:
 #   make demo PIP_ARGS="--extra-index-url URL"
@@ -19,13 +25,18 @@ PYTEST_ARGS ?=
 # Such as "--peer transformers=.venv --peer vllm=/path/to/venv"; and more flags of the comparison.
 BENCH_PEERS ?=
 BENCH_ARGS ?=
+# Of the machine with the GPU: its Python, and for the wheels that Python's version.
+GPU_PYTHON ?= python3
+GPU_PYTHON_VERSION ?= 3.12
+PART ?= a
+GPU_ARGS ?=
 COMMIT := $(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
 VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := native/CMakeLists.txt $(wildcard native/src/*) $(wildcard native/include/loraplex/*)
 INSTALL := $(BIN)/pip install --disable-pip-version-check --quiet -c constraints.txt $(PIP_ARGS)
 
-.PHONY: demo test test-all lint types bench docs fmt clean
+.PHONY: demo test test-all lint types bench docs fmt clean gpu-wheels gpu-check gpu-bench
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -51,6 +62,12 @@ $(VENV)/.docs: $(VENV)/.runtime
 	$(INSTALL) -e ".[docs]"
 	@touch $@
 
+# The oldest Triton that is supported: its compiler is tested, too.
+OLDEST_TRITON := $(VENV)/triton-3.6.0
+
+$(OLDEST_TRITON): | $(VENV)/.dev
+	$(BIN)/pip install --disable-pip-version-check --quiet --no-deps --target $@ triton==3.6.0
+
 demo: $(VENV)/.runtime
 	$(BIN)/python examples/capitals.py
 
@@ -68,6 +85,7 @@ lint: $(VENV)/.dev
 types: $(VENV)/.dev
 	$(BIN)/mypy
 	MYPYPATH=src:benchmarks $(BIN)/mypy benchmarks/*.py
+	MYPYPATH=src:benchmarks $(BIN)/mypy -p gpu
 
 bench: $(VENV)/.bench
 	$(BIN)/loraplex bench --output benchmarks/results
@@ -82,4 +100,17 @@ fmt: $(VENV)/.dev
 	$(BIN)/ruff check --fix src tests examples benchmarks
 
 clean:
-	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .hypothesis .gpu
+
+GPU_RUN := PYTHONPATH=.gpu/site:src:benchmarks $(GPU_PYTHON) -B
+
+gpu-wheels: $(BIN)/python
+	$(BIN)/python benchmarks/gpu/wheels.py --python $(GPU_PYTHON_VERSION)
+
+gpu-check:
+	$(GPU_PYTHON) benchmarks/gpu/unpack.py
+	$(GPU_RUN) -m gpu.check $(GPU_ARGS)
+
+gpu-bench:
+	$(GPU_PYTHON) benchmarks/gpu/unpack.py
+	$(GPU_RUN) -m gpu.bench $(PART) $(GPU_ARGS)

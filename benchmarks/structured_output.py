@@ -35,7 +35,8 @@ from loraplex.engine.engine import Engine, build_engine
 from loraplex.execution.grammar.rows import GrammarRows
 from loraplex.execution.host_adapters import HostAdapters
 from loraplex.execution.loading import load_parts
-from loraplex.execution.model_runner import ModelRunner, RunnerParts
+from loraplex.execution.model_runner import ModelRunner
+from loraplex.execution.runner_parts import RunnerParts
 from loraplex.execution.runner_settings import RunnerSettings
 from loraplex.execution.sampling.sampler import Sampler
 from loraplex.kernels.dispatch import select_kernels

@@ -202,7 +202,9 @@ def test_compositions_matter(case: Case) -> None:
 def test_all_in_one_batch(case: Case, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside each other, the base and single adapters."""
     if kernels == "reference":
-        monkeypatch.setattr(loading, "select_kernels", ReferenceKernels)
+        monkeypatch.setattr(
+            loading, "select_kernels", lambda device, *_, **__: ReferenceKernels(device)
+        )
     alone = ["attention", "dora", None]
     asked = [*COMPOSITIONS, *alone]
     with case.open() as llm:

@@ -171,7 +171,9 @@ def make_subject(folder: Path, config: PretrainedConfig) -> Subject:
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What this machine would choose, and torch alone: both must be right."""
     if request.param == "reference":
-        monkeypatch.setattr(loading, "select_kernels", ReferenceKernels)
+        monkeypatch.setattr(
+            loading, "select_kernels", lambda device, *_, **__: ReferenceKernels(device)
+        )
 
 
 @pytest.fixture(scope="module", params=CONFIGS)

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as BackendTokenizer
 
 from loraplex.serving.text.detokenizer import IncrementalDetokenizer
-from loraplex.serving.text.sentencepiece_model import build_tokenizer, read_sentencepiece_model
-from loraplex.serving.text.tokenizer import load_tokenizer
 from loraplex.testing.tiny_tokenizers import FAMILIES
+from loraplex.text.sentencepiece_model import build_tokenizer, read_sentencepiece_model
+from loraplex.text.tokenizer import load_tokenizer
 
 LOSSLESS = ("byte-level", "llama3", "llama-sentencepiece")
 CLEAN_UP = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")

@@ -46,13 +46,13 @@ from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.served_model import ServedModel
 from loraplex.serving.service import Service
 from loraplex.serving.text.chat_template import ChatTemplate
-from loraplex.serving.text.tokenizer import load_tokenizer
 from loraplex.testing.capitals import BASE_PATH
 from loraplex.testing.engine_requests import engine_request
 from loraplex.testing.fake_engine_process import FakeEngineSettings, fake_engine_thread
 from loraplex.testing.fake_loader import fake_source
 from loraplex.testing.fake_model import FakeModel
 from loraplex.testing.fake_runner import FAKE_CAPACITY
+from loraplex.text.tokenizer import load_tokenizer
 
 CAPACITY = msgspec.structs.replace(FAKE_CAPACITY, vocab_size=1024, num_adapter_pages=2)
 MODEL = FakeModel(CAPACITY.vocab_size)

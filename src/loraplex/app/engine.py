@@ -27,7 +27,7 @@ from loraplex.engine.messages import EngineFailed
 from loraplex.engine.process import be_engine_process
 from loraplex.execution.adapter_loader import FileAdapterLoader
 from loraplex.execution.host_adapters import HostAdapters
-from loraplex.execution.loading import load_runner
+from loraplex.execution.loading import load_parts, start_runner
 from loraplex.execution.runner_settings import RunnerSettings
 from loraplex.execution.threaded_runner import ThreadedRunner
 from loraplex.scheduling.settings import (
@@ -51,9 +51,12 @@ def build_engine(model: ModelConfig, logits_dir: Path | None = None) -> Engine:
     host_adapters = HostAdapters()
     folder = Path(model.path)
     settings = dataclasses.replace(runner_settings(model), logits_dir=logits_dir)
-    runner = load_runner(folder, settings, host_adapters, vocabulary_source(folder))
+    vocabulary = vocabulary_source(Path(model.tokenizer or folder))
+    parts = load_parts(folder, settings, host_adapters, vocabulary)
+    runner, overlap = start_runner(parts, settings), overlaps(model)
     loader = FileAdapterLoader(host_adapters, runner.prepare_adapter)
-    steps = ThreadedRunner(runner) if model.overlap else runner
+    # A step on an accelerator runs by itself; one on a CPU needs a thread.
+    steps = ThreadedRunner(runner) if overlap and parts.accelerator is None else runner
     try:
         return engine_of(
             steps,
@@ -63,7 +66,7 @@ def build_engine(model: ModelConfig, logits_dir: Path | None = None) -> Engine:
             adapter_host_bytes=model.lora_host_bytes,
             eviction_policy=model.lora_eviction_policy,
             journal=_journal(model),
-            overlap=model.overlap,
+            overlap=overlap,
         )
     except ConfigError:
         loader.close()
@@ -98,12 +101,23 @@ def engine_thread(model: ModelConfig) -> LinkFactory:
     return start
 
 
+def overlaps(model: ModelConfig) -> bool:
+    """Whether the next step is planned while one runs."""
+    if model.overlap is None:
+        return not model.device.startswith("cpu")
+    return model.overlap
+
+
 def runner_settings(model: ModelConfig) -> RunnerSettings:
     """What a configuration means for the engine's runner."""
     return RunnerSettings(
         dtype=model.dtype,
         kv_dtype=model.kv_dtype,
         device=model.device,
+        cuda_graphs=model.cuda_graphs,
+        cuda_graph_batch_sizes=model.cuda_graph_batch_sizes,
+        batch_invariant=model.batch_invariant,
+        attention_backend=model.attention_backend,
         quantization=WeightPrecision(model.quantization),
         weights_cache_dir=_weights_cache(model),
         weights_cache_bytes=model.weights_cache_bytes,

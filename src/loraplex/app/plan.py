@@ -1,6 +1,7 @@
 """What a model and its adapters would take, without a server and without loading weights.
 
-From config.json and the adapters' own files; the arithmetic is that of a start.
+From config.json and the adapters' own files; the arithmetic is that of a start. What a GPU's steps
+take a start measures; here it is estimated.
 """
 
 import itertools
@@ -14,7 +15,8 @@ from loraplex.adapters.base_check import check_shapes
 from loraplex.adapters.formats.inputs import open_input
 from loraplex.adapters.staged import StagingLimits
 from loraplex.adapters.targets import source_of
-from loraplex.app.builder import base_shapes
+from loraplex.app.builder import served_shapes
+from loraplex.app.build_limits import within_build
 from loraplex.app.engine import runner_settings
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import InvalidAdapterError, LoraplexError
@@ -31,6 +33,7 @@ from loraplex.execution.sizing import (
     free_bytes,
     size_memory,
 )
+from loraplex.execution.step_memory import StepMemory, estimated_step_memory
 from loraplex.execution.weight_size import weights_size
 from loraplex.memory.adapter_pages import place
 from loraplex.models.attention import attention_shape
@@ -72,9 +75,10 @@ def plan_memory(model: ModelConfig, adapters: Sequence[str]) -> MemoryPlan:
     Raises ConfigError if the model cannot be served like this, or a folder is not there.
     """
     folder = resolve_model(model.path, model.revision)
+    model = within_build(str(folder), model, folder)
     settings = runner_settings(model)
     config = windowed(settings, read_config(folder))
-    capacity = _capacity(model, settings, config)
+    capacity = _capacity(settings, config)
     ranks = (min(model.optimal_lora_rank, model.max_lora_rank), model.max_lora_rank)
     memory = memory_of(
         capacity,
@@ -95,10 +99,12 @@ def plan_memory(model: ModelConfig, adapters: Sequence[str]) -> MemoryPlan:
     return MemoryPlan(model=str(folder), memory=memory, adapters=plan)
 
 
-def _capacity(model: ModelConfig, settings: RunnerSettings, config: DecoderConfig) -> Capacity:
+def _capacity(settings: RunnerSettings, config: DecoderConfig) -> Capacity:
     dtype = choose_dtype(settings, config)
     kv_dtype = choose_kv_dtype(settings, dtype)
     weights_bytes = weights_size(config, dtype, settings.quantization)
+    is_cpu = torch.device(settings.device).type == "cpu"
+    steps = StepMemory() if is_cpu else estimated_step_memory(settings, config, dtype)
     size = size_memory(
         settings,
         config,
@@ -106,6 +112,7 @@ def _capacity(model: ModelConfig, settings: RunnerSettings, config: DecoderConfi
         kv_dtype=kv_dtype,
         weights_bytes=weights_bytes,
         free_bytes=_free_bytes(settings, weights_bytes),
+        steps=steps,
     )
     shape = attention_shape(config, settings.block_size)
     return Capacity(
@@ -120,9 +127,12 @@ def _capacity(model: ModelConfig, settings: RunnerSettings, config: DecoderConfi
         page_geometry=size.adapters.geometry,
         num_adapter_pages=size.adapters.num_pages,
         adapter_page_bytes=size.adapters.page_bytes,
-        keeps_host_copy=not model.device.startswith("cpu"),
+        host_page_bytes=0 if is_cpu else size.adapters.page_bytes,
+        keeps_host_copy=not is_cpu,
         kv_cache_bytes=size.kv.num_blocks * block_bytes(config.num_layers, shape, kv_dtype),
         weights_bytes=weights_bytes,
+        workspace_bytes=steps.workspace,
+        graph_bytes=steps.graphs,
     )
 
 
@@ -151,7 +161,7 @@ def _found(path: str) -> list[tuple[str, str]]:
 def _planned(
     name: str, path: str, model: ModelConfig, config: DecoderConfig, capacity: Capacity
 ) -> PlannedAdapter:
-    shapes = base_shapes(config)
+    shapes = served_shapes(config, model)
     limits = StagingLimits(max_rank=model.max_lora_rank)
     try:
         rows = open_input(path, limits).read_rows(shapes, limits)
@@ -165,7 +175,7 @@ def _planned(
         name=name,
         path=path,
         rank=max((largest for _, largest in source.ranks.values()), default=0),
-        host_bytes=source.num_bytes,
+        host_bytes=num_pages * capacity.host_page_bytes or source.num_bytes,
         device_pages=num_pages,
         device_bytes=num_pages * capacity.adapter_page_bytes,
     )

@@ -33,6 +33,8 @@ def plan(
     max_model_len: Annotated[int | None, typer.Option(help="As for serve.")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="As for serve.")] = None,
     block_size: Annotated[int | None, typer.Option(help="As for serve.")] = None,
+    cuda_graphs: Annotated[bool | None, typer.Option(help="As for serve.")] = None,
+    cuda_graph_batch_sizes: Annotated[str | None, typer.Option(help="As for serve.")] = None,
     kv_cache_bytes: Annotated[str | None, typer.Option(help="As for serve.")] = None,
     kv_cache_fraction: Annotated[
         float | None,
@@ -89,6 +91,9 @@ def _print_plan(plan: "MemoryPlan") -> None:
     memory, device = plan.memory, plan.memory.device
     print(f"{plan.model}")
     print(f"  weights         {readable_bytes(memory.weights_bytes)}")
+    if memory.workspace_bytes:
+        print(f"  steps           {readable_bytes(memory.workspace_bytes)}, estimated")
+        print(f"  recorded steps  {readable_bytes(memory.graph_bytes)}, estimated")
     print(
         f"  KV cache        {readable_bytes(memory.kv.num_bytes)}: {memory.kv.tokens} tokens in "
         f"{memory.kv.blocks} blocks{_on_host(memory)}"
@@ -99,7 +104,8 @@ def _print_plan(plan: "MemoryPlan") -> None:
     )
     for fit in device.fits:
         print(f"{'':18}{fit.holds} of rank {fit.rank} on all modules, {fit.pages} pages each")
-    total = memory.weights_bytes + memory.kv.num_bytes + device.num_bytes
+    total = memory.weights_bytes + memory.workspace_bytes + memory.graph_bytes
+    total += memory.kv.num_bytes + device.num_bytes
     print(f"  device, in all  {readable_bytes(total)}")
     print(f"  adapters        {readable_bytes(memory.host.num_bytes)} on the host")
     if plan.adapters.adapters:

@@ -13,6 +13,8 @@ from loraplex.core.weight_precision import WeightPrecision
 
 NO_CACHE = "none"
 """As weights_cache_dir; a folder of that name is ./none."""
+MAX_GRAPH_BATCH_SIZE = 256
+"""Beyond that, what it costs to launch a step's kernels is little beside what they compute."""
 _INT64_MAX = 2**63 - 1
 
 _CHOICES = {
@@ -20,6 +22,7 @@ _CHOICES = {
     "kv_dtype": ("auto", "float32", "float16", "bfloat16", "int8"),
     "quantization": tuple(WeightPrecision),
     "adapter_base_check": ("warn", "error"),
+    "attention_backend": ("auto", "triton", "flashinfer", "torch"),
     "lora_eviction_policy": ("lru", "lfu", "cost"),
     "batching": ("inflight", "static"),
     "batch_scheduler_policy": ("max_utilization", "guaranteed_no_evict"),
@@ -29,6 +32,7 @@ _CHOICES = {
 _DEVICE = re.compile(r"cpu|cuda(:[0-9]+)?")
 _MINIMUM = {
     "max_model_len": 1,
+    "max_input_len": 1,
     "max_num_seqs": 1,
     "max_num_batched_tokens": 1,
     "block_size": 1,
@@ -68,6 +72,9 @@ _MINIMUM = {
 ALIASES = {
     "memory": "memory_bytes",
     "enable_trt_overlap": "overlap",
+    "cuda_graph_mode": "cuda_graphs",
+    "use_cuda_graph": "cuda_graphs",
+    "cudagraph_capture_sizes": "cuda_graph_batch_sizes",
     "enable_kv_cache_reuse": "enable_prefix_cache",
     "gpt_model_type": "batching",
     "kv_cache_free_gpu_mem_fraction": "kv_cache_fraction",
@@ -76,7 +83,7 @@ ALIASES = {
     "lora_cache_gpu_memory_fraction": "lora_device_fraction",
     "lora_cache_host_memory_bytes": "lora_host_bytes",
 }
-"""Other names of a model's settings: TensorRT-LLM's, and a short one."""
+"""Other names of a model's settings: TensorRT-LLM's, one of vLLM's, and a short one."""
 
 VALUE_ALIASES = {
     "batching": {
@@ -107,15 +114,27 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     kv_dtype: str = "auto"
     """Of stored keys and values: auto (the model's), float32, float16, bfloat16 or int8."""
     quantization: str = "none"
-    """Of the linear layers' weights, when they are loaded: none, int8 or int4."""
+    """Of the linear layers' weights, when they are loaded: none, int8, int4 or, on a GPU, fp8."""
     weights_cache_dir: str = ""
     """Packed weights, for a fast next start; none: no cache; empty: beside the staged adapters if
     state_dir is set, else the user's cache directory."""
     weights_cache_bytes: int = 64 << 30
     """All models together; those used longest ago go first."""
     device: str = "cpu"
+    cuda_graphs: bool = True
+    """On a GPU, steps that only decode are recorded at the start, and replayed."""
+    cuda_graph_batch_sizes: tuple[int, ...] = ()
+    """For these numbers of sequences, as far as max_num_seqs goes; a step takes the next larger
+    one. Empty: 1, 2, 4, every 8 to 64, every 16 to 256, and max_num_seqs."""
+    batch_invariant: bool = False
+    """On a GPU: an answer has the same bits alone and in company; slower. On a CPU it has them."""
+    attention_backend: str = "auto"
+    """On a GPU: triton, flashinfer, torch (slow, for comparison), or auto: flashinfer if it is
+    installed and can do what the model needs, else triton."""
     max_model_len: int | None = None
     """Prompt and output together; None: what the model was made for."""
+    max_input_len: int | None = None
+    """Longest prompt; None: as max_model_len leaves room."""
     max_num_seqs: int = 64
     """Sequences in one step."""
     max_num_batched_tokens: int = 512
@@ -125,9 +144,10 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """None: kv_cache_fraction, if the device's memory is known; else room for max_num_seqs
     sequences of max_model_len, at most 2 GiB."""
     memory_bytes: int | None = None
-    """What the device may hold: weights, KV cache, adapters; None: on a CPU unknown, else all."""
+    """What the device may hold: weights, KV cache, adapters, and what a GPU's steps and graphs
+    take; None: on a CPU unknown, else all."""
     kv_cache_fraction: float = 0.9
-    """Of the device's memory that the weights leave."""
+    """Of the device's memory that weights, steps and graphs leave."""
     max_tokens_in_paged_kv_cache: int | None = None
     """Of the KV cache: it is no larger, and so large where nothing else says its size."""
     kv_cache_host_memory_bytes: int = 0
@@ -175,8 +195,9 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """How long requests of an engine that died wait for the next one, which goes on with them."""
     engine_wait_seconds: float = 30.0
     """The same for requests that come meanwhile."""
-    overlap: bool = False
-    """Plan the next step while one runs. A sequence that ends is computed once more in vain."""
+    overlap: bool | None = None
+    """Plan the next step while one runs. A sequence that ends is computed once more in vain. None:
+    on a GPU, but not on a CPU."""
     iter_stats_max_iterations: int = 1000
     """The newest steps that /v1/iterations remembers."""
     iteration_log: str = ""
@@ -184,6 +205,11 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     tokens of prompts and answers; empty: none."""
     iteration_log_bytes: int = 1 << 30
     """Older parts of the iteration log go when it is larger; what is left cannot be replayed."""
+    enable_lora: bool = True
+    """Off: requests for an adapter are refused."""
+    lora_target_modules: tuple[str, ...] = ()
+    """The linear layers that adapters may change, by Hugging Face's names (q_proj) or
+    TensorRT-LLM's (attn_q); empty: any."""
     max_lora_rank: int = 64
     optimal_lora_rank: int = 8
     """An adapter of this rank on every module fills whole pages of the device pool."""
@@ -201,6 +227,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """What an adapter that says that it was trained on another base leads to: warn or error."""
     num_threads: int | None = None
     """Of the engine's arithmetic; None: torch's choice."""
+    tokenizer: str = ""
+    """A folder or hub id with the tokenizer's files; empty: the model's folder has them."""
     chat_template: str | None = None
     """A jinja file that replaces the folder's own."""
     adapters: dict[str, AdapterConfig] = {}
@@ -255,6 +283,10 @@ def problem(field: str, value: Any) -> str | None:
         return f"must be one of {', '.join(known)}"
     if field == "device" and not _DEVICE.fullmatch(value):
         return "must be cpu, cuda or cuda:N"
+    if field == "cuda_graph_batch_sizes" and not all(
+        1 <= size <= MAX_GRAPH_BATCH_SIZE for size in value
+    ):
+        return f"must be numbers from 1 to {MAX_GRAPH_BATCH_SIZE}"
     if field.endswith("_fraction") and not 0 < value <= 1:
         return "must be more than 0 and at most 1"
     if field.endswith("_port") and not 0 <= value <= 65535:

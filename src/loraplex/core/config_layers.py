@@ -30,7 +30,10 @@ _BYTES = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt])(i?))?b?", re.IGNORECAS
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 _OF_ONE_MODEL = ("path", "adapters", "adapter_dirs", "fair_weights")
-_LISTS = ("allowed_adapter_roots", "allowed_adapter_hosts", "max_attention_window_size")
+_LISTS = (
+    *("allowed_adapter_roots", "allowed_adapter_hosts"),
+    *("max_attention_window_size", "cuda_graph_batch_sizes", "lora_target_modules"),
+)
 
 KeyPath = tuple[str, ...]
 Section = TypeVar("Section", bound=msgspec.Struct)

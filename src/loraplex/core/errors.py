@@ -190,8 +190,9 @@ def _tree(root: type[LoraplexError]) -> list[type[LoraplexError]]:
 
 
 def leaves(root: type[LoraplexError] = LoraplexError) -> list[type[LoraplexError]]:
-    """Every class under root that nothing in this file derives from."""
-    return [error for error in _tree(root) if not error.__subclasses__()]
+    """Every class under root, of this file, that nothing in this file derives from."""
+    tree = [error for error in _tree(root) if error.__module__ == __name__]
+    return [error for error in tree if not set(tree) & set(error.__subclasses__())]
 
 
 ERROR_CLASSES: dict[str, type[LoraplexError]] = {cls.code: cls for cls in _tree(LoraplexError)}

@@ -150,6 +150,12 @@ class RowResult(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class StepTiming(msgspec.Struct, frozen=True):
+    """What the host spent on a step.
+
+    On an accelerator forward_ns is what it takes to enqueue it, and then to wait for its end; what
+    passes between the two belongs to other steps.
+    """
+
     prepare_ns: int = 0
     forward_ns: int = 0
     sample_ns: int = 0
@@ -185,7 +191,7 @@ class PageGeometry(msgspec.Struct, frozen=True):
         return -(-elements // self.slot_elements)
 
 
-class Capacity(msgspec.Struct, frozen=True, kw_only=True):
+class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the runner can hold. Returned by it once; nothing is written back into config."""
 
     block_size: int
@@ -205,7 +211,17 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     page_geometry: PageGeometry
     num_adapter_pages: int
     adapter_page_bytes: int
+    host_page_bytes: int = 0
+    """On the host an adapter takes whole pages, too, of so many bytes; 0: as much as its source."""
     keeps_host_copy: bool
     """False on a CPU: once an adapter is in the pool, its host copy is dropped."""
     kv_cache_bytes: int = 0
     weights_bytes: int = 0
+    workspace_bytes: int = 0
+    """Left for what a step computes with; 0 on a CPU."""
+    graph_bytes: int = 0
+    """Of recorded steps."""
+    device_bytes: int = 0
+    """Of a device with memory of its own: all of it; 0: it is the host's."""
+    device_free_bytes: int = 0
+    """Of that, what nobody had at the start, beside what is left for steps."""

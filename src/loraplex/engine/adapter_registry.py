@@ -18,7 +18,16 @@ class AdapterRegistry:
     knows.
     """
 
-    def __init__(self, cache: AdapterCache, loader: AdapterLoader, geometry: PageGeometry) -> None:
+    def __init__(
+        self,
+        cache: AdapterCache,
+        loader: AdapterLoader,
+        geometry: PageGeometry,
+        *,
+        host_page_bytes: int = 0,
+    ) -> None:
+        """host_page_bytes: of an adapter's page on the host; 0: it lies there as in its source."""
+        self._host_page_bytes = host_page_bytes
         self._cache = cache
         self._loader = loader
         self._geometry = geometry
@@ -39,7 +48,8 @@ class AdapterRegistry:
         if handle is None:
             handle = self._next_handle
             num_pages = place(source.targets, self._geometry).num_pages
-            self._cache.register(handle, source.num_bytes, num_pages)
+            num_bytes = num_pages * self._host_page_bytes or source.num_bytes
+            self._cache.register(handle, num_bytes, num_pages)
             self._next_handle += 1
             self._handles[source.digest] = handle
         self._sources[handle] = source

@@ -367,7 +367,9 @@ def build_engine(
         keeps_host_copy=capacity.keeps_host_copy,
         new_policy=EVICTION_POLICIES[eviction_policy],
     )
-    adapters = AdapterRegistry(cache, loader, capacity.page_geometry)
+    adapters = AdapterRegistry(
+        cache, loader, capacity.page_geometry, host_page_bytes=capacity.host_page_bytes
+    )
     scheduler = Scheduler(capacity, settings, kv, cache, adapters, event_clock, policy)
     journal.begin(
         JournalHeader(

@@ -5,6 +5,7 @@ from pathlib import Path
 from loraplex.core.errors import ConfigError
 
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+_TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 _OLD_WEIGHTS = ("*.bin", "*.bin.index.json")
 
 
@@ -13,6 +14,22 @@ def resolve_model(path_or_id: str, revision: str | None = None) -> Path:
 
     `revision` is a branch, tag or commit of the hub. Raises ConfigError if it is neither.
     """
+    here = _folder_here(path_or_id)
+    if here is not None:
+        return here
+    folder = _download(path_or_id, revision, _FILES)
+    if not any(folder.glob("*.safetensors")):
+        folder = _download(path_or_id, revision, _OLD_WEIGHTS)
+    return folder
+
+
+def resolve_tokenizer(path_or_id: str) -> Path:
+    """As resolve_model, for a tokenizer of its own: no weights are downloaded."""
+    return _folder_here(path_or_id) or _download(path_or_id, None, _TOKENIZER_FILES)
+
+
+def _folder_here(path_or_id: str) -> Path | None:
+    """None: it is to be asked of the hub. Raises ConfigError if it cannot be a hub id."""
     path = Path(path_or_id).expanduser()
     if path.is_dir():
         return path
@@ -20,10 +37,7 @@ def resolve_model(path_or_id: str, revision: str | None = None) -> Path:
         raise ConfigError(f"{path_or_id} is a file; a model is a folder or a Hugging Face hub id")
     if not _may_be_hub_id(path_or_id):
         raise ConfigError(f"there is no folder {path_or_id}")
-    folder = _download(path_or_id, revision, _FILES)
-    if not any(folder.glob("*.safetensors")):
-        folder = _download(path_or_id, revision, _OLD_WEIGHTS)
-    return folder
+    return None
 
 
 def _may_be_hub_id(text: str) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from loraplex.core.adapter import AdapterHandle, LoraTarget
+from loraplex.execution.pinned_pages import PageLease
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,6 +50,8 @@ class HostAdapter:
     """The rest, in the same order."""
     factors: Mapping[tuple[int, str], torch.Tensor] = dataclasses.field(default_factory=dict)
     """DoRA's of each output, float64, by layer and module; once AdapterBank.prepare has run."""
+    packed: PageLease | None = None
+    """All of it as it will lie in the pool, for an accelerator; then the pieces have no values."""
 
     @property
     def targets(self) -> tuple[LoraTarget, ...]:
@@ -57,6 +60,8 @@ class HostAdapter:
 
     @property
     def num_bytes(self) -> int:
+        if self.packed is not None:
+            return self.packed.num_bytes
         weights = sum(weight.a.nbytes + weight.b.nbytes for weight in self.weights)
         return weights + sum(part.values.nbytes for part in self.parts)
 

@@ -1,29 +1,27 @@
-"""The rows that the runner keeps between steps, and the tensors of one step made from them.
+"""The rows that the runner keeps between steps, and the numbers of one step made from them.
 
-Knows slots, block tables and positions; neither requests, nor adapters' weights, nor the model.
+Knows slots, block tables and positions; neither requests, nor adapters' weights, nor the model,
+nor where the numbers go (`step_tensors`).
 """
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from loraplex.core.adapter import AdapterHandle
-from loraplex.core.plan import RowAdded, RowStep, Slot
+from loraplex.core.plan import BlockId, RowAdded, RowStep, Slot
 from loraplex.execution.sampling.rows import num_logits_rows
-from loraplex.kernels.lora import LoraBatch
-from loraplex.kernels.ops import RowLayout
-from loraplex.models.batch import ForwardBatch
 
 IntArray = npt.NDArray[np.int64]
+RowAdapters = tuple[tuple[AdapterHandle, float], ...]
+"""Of one row: (handle, scale)."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Row:
-    adapters: tuple[tuple[AdapterHandle, float], ...]
+    adapters: RowAdapters
     num_blocks: int = 0
 
 
@@ -37,33 +35,78 @@ class _Layout:
     query_start_loc: list[int]
     row_of_token: IntArray  # [T]
     token_in_row: IntArray  # [T]
-    logits_indices: torch.Tensor  # [S]
+    logits_indices: IntArray  # [S]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class StepInputs:
-    """The tensors of a step but for its tokens: some of them are sampled by the step before."""
+    """The numbers of a step but for its tokens: some of them are sampled by the step before."""
 
-    positions: torch.Tensor  # [T]
-    slot_mapping: torch.Tensor  # [T]
-    rows: RowLayout
-    logits_indices: torch.Tensor  # [S]
-    adapters: tuple[tuple[tuple[AdapterHandle, float], ...], ...]
-    """Of each row: (handle, scale)."""
+    slots: IntArray  # [R]
+    query_start_loc: list[int]  # R + 1
+    seq_lens: list[int]  # R
+    row_of_token: IntArray  # [T]
+    positions: IntArray  # [T]
+    slot_mapping: IntArray  # [T]
+    logits_indices: IntArray  # [S]
+    block_tables: IntArray  # [R, most blocks of these rows]
+    new_blocks: tuple[tuple[Slot, int, list[BlockId]], ...]
+    """What was appended to block tables: from which index on."""
+    adapters: tuple[RowAdapters, ...]
+    num_padding: int = 0
+    """So many tokens more are computed, for nobody."""
 
-    def with_tokens(
-        self, token_ids: Sequence[Sequence[int]], lora: LoraBatch | None
-    ) -> ForwardBatch:
-        """token_ids: of each row, as many as it computes."""
-        tokens = torch.tensor(list(itertools.chain(*token_ids)), dtype=torch.int64)
-        return ForwardBatch(
-            token_ids=tokens.to(self.positions.device),
-            positions=self.positions,
-            slot_mapping=self.slot_mapping,
-            rows=self.rows,
-            logits_indices=self.logits_indices,
-            lora=lora,
+    @property
+    def num_tokens(self) -> int:
+        """Without padding."""
+        return self.query_start_loc[-1]
+
+    @property
+    def only_decodes(self) -> bool:
+        """Every row computes one token, and wants its logits."""
+        num_rows = len(self.seq_lens)
+        return self.num_tokens == num_rows == len(self.logits_indices) > 0
+
+    def of_rows(self, rows: Sequence[int]) -> "StepInputs":
+        """The step with these rows alone, which are named in their order."""
+        num_rows = len(self.seq_lens)
+        if len(rows) == num_rows:
+            return self
+        is_kept = np.zeros(num_rows, np.bool_)
+        is_kept[list(rows)] = True
+        tokens = is_kept[self.row_of_token]
+        places = tokens.cumsum() - 1
+        wanted = self.logits_indices[tokens[self.logits_indices]]
+        counts = np.diff(self.query_start_loc)[is_kept]
+        return StepInputs(
+            slots=self.slots[is_kept],
+            query_start_loc=[0, *counts.cumsum().tolist()],
+            seq_lens=[self.seq_lens[row] for row in rows],
+            row_of_token=(is_kept.cumsum() - 1)[self.row_of_token[tokens]],
+            positions=self.positions[tokens],
+            slot_mapping=self.slot_mapping[tokens],
+            logits_indices=places[wanted],
+            block_tables=self.block_tables[is_kept],
+            new_blocks=self.new_blocks,
+            adapters=tuple(self.adapters[row] for row in rows),
         )
+
+
+def no_rows() -> StepInputs:
+    """Of a step that computes nothing but padding."""
+    none = np.zeros(0, np.int64)
+    return StepInputs(
+        slots=none,
+        query_start_loc=[0],
+        seq_lens=[],
+        row_of_token=none,
+        positions=none,
+        slot_mapping=none,
+        logits_indices=none,
+        block_tables=none.reshape(0, 0),
+        new_blocks=(),
+        adapters=(),
+    )
 
 
 class InputBatch:
@@ -73,18 +116,14 @@ class InputBatch:
     layout; while none of them takes a block, their block tables.
     """
 
-    def __init__(
-        self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device
-    ) -> None:
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
         self._block_size = block_size
-        self._device = device
         self._rows: dict[Slot, _Row] = {}
         self._block_tables: IntArray = np.zeros(
             (max_num_seqs, -(-max_model_len // block_size)), dtype=np.int64
         )
         self._layout: _Layout | None = None
         self._tables: IntArray = self._block_tables[:0]
-        self._device_tables = self._tensor(self._tables)
 
     def add_row(self, row: RowAdded) -> None:
         assert row.slot not in self._rows, f"slot {row.slot} is taken"
@@ -94,23 +133,26 @@ class InputBatch:
         self._rows.pop(slot, None)
 
     def prepare(self, steps: Sequence[RowStep]) -> StepInputs:
-        """The tensors of a step; steps are prepared in their order, whether they run or not."""
+        """The numbers of a step; steps are prepared in their order, whether they run or not."""
         layout = self._layout_of(steps)
-        if self._extend_block_tables(steps) or layout is not self._layout:
+        new_blocks = self._extend_block_tables(steps)
+        if new_blocks or layout is not self._layout:
             num_blocks = max(self._rows[step.slot].num_blocks for step in steps)
             self._tables = self._block_tables[layout.slots, :num_blocks]
-            self._device_tables = self._tensor(self._tables)
         self._layout = layout
         starts = np.array([step.start for step in steps], dtype=np.int64)
         positions = starts[layout.row_of_token] + layout.token_in_row
         blocks = self._tables[layout.row_of_token, positions // self._block_size]
-        slot_mapping = blocks * self._block_size + positions % self._block_size
-        seq_lens = [step.start + step.num_tokens for step in steps]
         return StepInputs(
-            positions=self._tensor(positions),
-            slot_mapping=self._tensor(slot_mapping),
-            rows=RowLayout(layout.query_start_loc, seq_lens, self._device_tables),
+            slots=layout.slots,
+            query_start_loc=layout.query_start_loc,
+            seq_lens=[step.start + step.num_tokens for step in steps],
+            row_of_token=layout.row_of_token,
+            positions=positions,
+            slot_mapping=blocks * self._block_size + positions % self._block_size,
             logits_indices=layout.logits_indices,
+            block_tables=self._tables,
+            new_blocks=tuple(new_blocks),
             adapters=tuple(self._rows[step.slot].adapters for step in steps),
         )
 
@@ -130,12 +172,14 @@ class InputBatch:
             [0, *ends.tolist()],
             row_of_token,
             token_in_row,
-            self._tensor(np.flatnonzero(is_wanted)),
+            np.flatnonzero(is_wanted),
         )
 
-    def _extend_block_tables(self, steps: Sequence[RowStep]) -> bool:
-        """Whether any row took a block."""
-        has_grown = False
+    def _extend_block_tables(
+        self, steps: Sequence[RowStep]
+    ) -> list[tuple[Slot, int, list[BlockId]]]:
+        """As StepInputs.new_blocks."""
+        extended = []
         for step in steps:
             row = self._rows[step.slot]
             (new_block_ids,) = step.new_block_ids
@@ -144,11 +188,8 @@ class InputBatch:
                 # A gap is a block that no position sees: any block will do.
                 known = [max(block_id, 0) for block_id in new_block_ids]
                 self._block_tables[step.slot, row.num_blocks : end] = known
+                extended.append((step.slot, row.num_blocks, known))
                 row.num_blocks = end
-                has_grown = True
             end = row.num_blocks * self._block_size
             assert step.start + step.num_tokens <= end, "a block is missing"
-        return has_grown
-
-    def _tensor(self, values: IntArray) -> torch.Tensor:
-        return torch.from_numpy(values.astype(np.int64, copy=False)).to(self._device)
+        return extended

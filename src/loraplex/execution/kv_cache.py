@@ -5,12 +5,17 @@ from collections.abc import Sequence
 import torch
 
 from loraplex.core.plan import BlockCopy, BlockTransfer
+from loraplex.execution.kv_transfers import KVTransfers
+from loraplex.kernels.accelerator import Accelerator
 from loraplex.kernels.host_memory import zeroed
 from loraplex.kernels.ops import AttentionShape, Kernels, KVStorage
 
 
 class KVCache:
-    """Who holds a block, and what is in it, only the block pool knows."""
+    """Who holds a block, and what is in it, only the block pool knows.
+
+    On an accelerator blocks move in the order of the compute queue, as everything that reads them.
+    """
 
     def __init__(
         self,
@@ -21,18 +26,24 @@ class KVCache:
         kernels: Kernels,
         *,
         num_host_blocks: int = 0,
+        accelerator: Accelerator | None = None,
     ) -> None:
         """dtype: of keys and values as they are stored, which the model's need not be."""
         self.storages: tuple[KVStorage, ...] = tuple(
             kernels.allocate_kv(num_blocks, shape, dtype) for _ in range(num_layers)
         )
-        self.host_storages: tuple[KVStorage, ...] = tuple(
-            KVStorage(
-                _on_host(storage.key, num_host_blocks), _on_host(storage.value, num_host_blocks)
+        self._transfers = None
+        self.host_storages: tuple[KVStorage, ...] = ()
+        """Blocks of the same form as the device's; none where there is an accelerator."""
+        if accelerator is not None:
+            self._transfers = KVTransfers(accelerator, self.storages, num_host_blocks)
+        else:
+            self.host_storages = tuple(
+                KVStorage(
+                    _on_host(storage.key, num_host_blocks), _on_host(storage.value, num_host_blocks)
+                )
+                for storage in self.storages
             )
-            for storage in self.storages
-        )
-        """Blocks of the same form as the device's."""
 
     @property
     def num_bytes(self) -> int:
@@ -40,18 +51,28 @@ class KVCache:
         return sum(storage.num_bytes for storage in self.storages)
 
     def offload_blocks(self, transfers: Sequence[BlockTransfer]) -> None:
-        """Device to host. On a GPU in the order of its stream, as everything that reads either."""
+        """Device to host."""
         pairs = [(transfer.device_block, transfer.host_block) for transfer in transfers]
-        _copy(self.storages, self.host_storages, pairs)
+        if self._transfers is not None:
+            self._transfers.offload(pairs)
+        else:
+            _copy(self.storages, self.host_storages, pairs)
 
     def load_blocks(self, transfers: Sequence[BlockTransfer]) -> None:
-        """Host to device; see offload_blocks."""
+        """Host to device."""
         pairs = [(transfer.host_block, transfer.device_block) for transfer in transfers]
-        _copy(self.host_storages, self.storages, pairs)
+        if self._transfers is not None:
+            self._transfers.load(pairs)
+        else:
+            _copy(self.host_storages, self.storages, pairs)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """All at once: every source is read before any target is written."""
-        _copy(self.storages, self.storages, [(copy.source, copy.target) for copy in copies])
+        pairs = [(copy.source, copy.target) for copy in copies]
+        if self._transfers is not None:
+            self._transfers.copy(pairs)
+        else:
+            _copy(self.storages, self.storages, pairs)
 
 
 def block_bytes(num_layers: int, shape: AttentionShape, dtype: torch.dtype) -> int:
@@ -60,11 +81,8 @@ def block_bytes(num_layers: int, shape: AttentionShape, dtype: torch.dtype) -> i
 
 
 def _on_host(storage: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """Blocks like those of the storage; pinned for a GPU, so that it copies them by itself."""
-    shape = (num_blocks, *storage.shape[1:])
-    if storage.device.type == "cpu":
-        return zeroed(shape, storage.dtype)
-    return torch.zeros(shape, dtype=storage.dtype, pin_memory=num_blocks > 0)
+    """Blocks like those of the storage."""
+    return zeroed((num_blocks, *storage.shape[1:]), storage.dtype)
 
 
 def _copy(
@@ -86,4 +104,4 @@ def _copy_tensor(
         target[indices[:, 1]] = source[indices[:, 0]]
         return
     for from_block, to_block in pairs:
-        target[to_block].copy_(source[from_block], non_blocking=True)
+        target[to_block].copy_(source[from_block])

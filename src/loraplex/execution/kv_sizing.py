@@ -50,7 +50,7 @@ def size_kv(
     settings: RunnerSettings, config: DecoderConfig, shape: AttentionShape, dtype: torch.dtype
 ) -> KVSize:
     """dtype: of the KV cache. Raises ConfigError if one sequence of max_model_len does not fit."""
-    max_model_len = _wanted_model_len(settings, config)
+    max_model_len = wanted_model_len(settings, config)
     window = _window(settings, config, max_model_len)
     per_sequence = window.max_blocks_held(max_model_len, settings.max_num_batched_tokens)
     useful = settings.max_num_seqs * per_sequence
@@ -87,7 +87,7 @@ def _too_small(
     per_sequence: int,
 ) -> ConfigError:
     """Names the setting that made it so small, and what it would take."""
-    max_model_len = _wanted_model_len(settings, config)
+    max_model_len = wanted_model_len(settings, config)
     capped = _blocks_by_tokens(settings, shape)
     if capped == num_blocks:
         param, needed = "max_tokens_in_paged_kv_cache", per_sequence * shape.block_size
@@ -107,7 +107,8 @@ def _too_small(
     )
 
 
-def _wanted_model_len(settings: RunnerSettings, config: DecoderConfig) -> int:
+def wanted_model_len(settings: RunnerSettings, config: DecoderConfig) -> int:
+    """If the KV cache holds so much. Raises ConfigError if the model was not made for it."""
     longest = config.default_max_model_len
     wanted = settings.max_model_len or longest
     if wanted > longest:

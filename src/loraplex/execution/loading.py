@@ -1,25 +1,26 @@
-"""Puts a ModelRunner together from a model folder and the operator's settings."""
+"""Loads a model folder by the operator's settings: weights first, then what memory they leave."""
 
 import functools
 import logging
 from pathlib import Path
 
+import msgspec
 import torch
 
 from loraplex.core.plan import Capacity
-from loraplex.execution.adapter_bank import AdapterBank, BaseEnds
-from loraplex.execution.grammar.rows import GrammarRows
+from loraplex.execution.assembly import Assembly, measure_steps
 from loraplex.execution.grammar.vocabulary import VocabularySource
 from loraplex.execution.host_adapters import HostAdapters
-from loraplex.execution.kv_cache import KVCache
-from loraplex.execution.kv_sizing import KVSize, windowed
-from loraplex.execution.model_runner import ModelRunner, RunnerParts
+from loraplex.execution.kv_cache import block_bytes
+from loraplex.execution.kv_sizing import windowed
+from loraplex.execution.memory_advice import MemoryAdvice, out_of_memory_is
+from loraplex.execution.memory_measuring import settled_memory
+from loraplex.execution.model_runner import ModelRunner
 from loraplex.execution.packed_cache import PackedCache
 from loraplex.execution.packing import WeightFormat
+from loraplex.execution.runner_parts import RunnerParts
 from loraplex.execution.runner_settings import RunnerSettings
-from loraplex.execution.sampling.sampler import Sampler
 from loraplex.execution.sizing import (
-    AdapterPoolSize,
     choose_device,
     choose_dtype,
     choose_kv_dtype,
@@ -29,14 +30,16 @@ from loraplex.execution.sizing import (
 )
 from loraplex.execution.weight_loading import load_weights
 from loraplex.execution.weight_size import weights_size
-from loraplex.kernels.dispatch import select_kernels
+from loraplex.kernels.accelerator import Accelerator, DeviceMemory
+from loraplex.kernels.dispatch import select_accelerator, select_kernels
 from loraplex.models.attention import attention_shape
-from loraplex.models.config import DecoderConfig, module_shapes
-from loraplex.models.decoder import Decoder
+from loraplex.models.config import DecoderConfig
 from loraplex.models.registry import read_config
-from loraplex.models.rope import RotaryTable
 
 logger = logging.getLogger(__name__)
+
+_MARGIN_SHARE = 128
+"""One part in so many of a GPU's memory is given to nobody: allocators round up."""
 
 
 def load_runner(
@@ -50,7 +53,7 @@ def load_runner(
     The adapters that plans copy to the device are taken from `host_adapters`. vocabulary: None,
     and no output can be kept to a grammar.
     """
-    return ModelRunner(load_parts(folder, settings, host_adapters, vocabulary))
+    return start_runner(load_parts(folder, settings, host_adapters, vocabulary), settings)
 
 
 def load_parts(
@@ -58,98 +61,133 @@ def load_parts(
     settings: RunnerSettings,
     host_adapters: HostAdapters,
     vocabulary: VocabularySource | None = None,
+    *,
+    accelerator: Accelerator | None = None,
 ) -> RunnerParts:
-    """As load_runner, before the parts are put together."""
+    """As load_runner, before the parts are put together.
+
+    accelerator: instead of that of settings.device, whatever it is.
+    """
     config = windowed(settings, read_config(folder))
-    device, dtype = choose_device(settings), choose_dtype(settings, config)
-    kv_dtype = choose_kv_dtype(settings, dtype)
-    sizes = functools.partial(size_memory, settings, config, dtype=dtype, kv_dtype=kv_dtype)
-    expected_bytes = weights_size(config, dtype, settings.quantization)
-    free = free_bytes(device)
-    # What cannot fit fails before the work.
-    sizes(weights_bytes=expected_bytes, free_bytes=None if free is None else free - expected_bytes)
-    kernels = select_kernels(device)
+    device = choose_device(settings) if accelerator is None else accelerator.device
+    accelerator = accelerator or select_accelerator(device)
+    free = _free_bytes(device, accelerator)
+    _check_room(settings, config, free)
+    kernels = select_kernels(
+        device,
+        accelerator,
+        batch_invariant=settings.batch_invariant,
+        attention_backend=settings.attention_backend,
+    )
+    dtype = choose_dtype(settings, config)
     form = WeightFormat(dtype=dtype, precision=settings.quantization, device=device)
-    cache = _weights_cache(settings)
-    weights = load_weights(folder, config, kernels, form, cache)
-    size = sizes(weights_bytes=weights.num_bytes, free_bytes=free_bytes(device))
-    kv_size, pool_size = size.kv, size.adapters
-    logger.info("%s", describe_memory(weights.num_bytes, size, settings, config, kv_dtype))
-    rotary = RotaryTable(config, kv_size.max_model_len, device)
-    shape = attention_shape(config, settings.block_size)
-    kv_cache = KVCache(
-        kv_size.num_blocks,
-        config.num_layers,
-        shape,
-        kv_dtype,
-        kernels,
-        num_host_blocks=kv_size.num_host_blocks,
+    advice = MemoryAdvice(settings, config, dtype)
+    with out_of_memory_is(lambda: advice.weights(free)):
+        weights = load_weights(folder, config, kernels, form, _weights_cache(settings))
+    assembly = Assembly(
+        config=config,
+        parameters=weights.parameters,
+        weights_bytes=weights.num_bytes,
+        settings=settings,
+        kernels=kernels,
+        accelerator=accelerator,
     )
-    decoder = Decoder(config, weights.parameters, rotary, kernels, block_size=settings.block_size)
-    return RunnerParts(
-        decoder=decoder,
-        kv_cache=kv_cache,
-        adapter_bank=_adapter_bank(decoder, pool_size, dtype, device),
-        host_adapters=host_adapters,
-        sampler=Sampler(
-            config.vocab_size,
-            device=device,
-            kernels=kernels,
-            grammars=GrammarRows(config.vocab_size, vocabulary),
-            logits_dir=settings.logits_dir,
-        ),
-        capacity=_capacity(settings, config, kv_size, pool_size, kv_cache, weights.num_bytes),
-        device=device,
+    return assemble_parts(assembly, host_adapters, vocabulary)
+
+
+def assemble_parts(
+    assembly: Assembly, host_adapters: HostAdapters, vocabulary: VocabularySource | None = None
+) -> RunnerParts:
+    """Measure what steps take, divide the memory that the weights leave, and allocate it.
+
+    The weights must be on the device. Raises ConfigError that says what to lower.
+    """
+    settings, config = assembly.settings, assembly.config
+    steps = measure_steps(assembly)
+    free = _spendable(assembly)
+    size = size_memory(
+        settings,
+        config,
+        dtype=assembly.dtype,
+        kv_dtype=assembly.kv_dtype,
+        weights_bytes=assembly.weights_bytes,
+        free_bytes=free,
+        steps=steps,
     )
+    weights_bytes, kv_dtype = assembly.weights_bytes, assembly.kv_dtype
+    logger.info("%s", describe_memory(weights_bytes, size, settings, config, kv_dtype, steps))
+    pool_bytes = size.adapters.num_pages * size.adapters.page_bytes
+    kv_bytes = size.kv.num_blocks * block_bytes(
+        config.num_layers, attention_shape(config, settings.block_size), kv_dtype
+    )
+    with out_of_memory_is(lambda: assembly.advice.pools(free, kv_bytes, pool_bytes)):
+        return assembly.parts(size, host_adapters, vocabulary, steps)
+
+
+def start_runner(parts: RunnerParts, settings: RunnerSettings) -> ModelRunner:
+    """A runner whose steps are recorded. Raises ConfigError if there is no room for them."""
+    runner, accelerator = ModelRunner(parts), parts.accelerator
+    if accelerator is None:
+        return runner
+    config = parts.decoder.config
+    advice = MemoryAdvice(settings, config, choose_dtype(settings, config))
+    before = settled_memory(accelerator)
+    room = None if before is None else before.free
+    with out_of_memory_is(lambda: advice.graphs(room)):
+        runner.record_steps()
+    after = settled_memory(accelerator)
+    if before is not None and after is not None:
+        capacity = _as_measured(runner.capacity(), before, after)
+        if after.free < capacity.workspace_bytes:
+            raise advice.graphs(room)
+        runner.learn_capacity(capacity)
+    return runner
+
+
+def _as_measured(capacity: Capacity, before: DeviceMemory, after: DeviceMemory) -> Capacity:
+    """before, after: the steps were recorded."""
+    return msgspec.structs.replace(
+        capacity,
+        graph_bytes=max(before.free - after.free, 0),
+        device_bytes=after.total,
+        device_free_bytes=max(after.free - capacity.workspace_bytes, 0),
+    )
+
+
+def _check_room(settings: RunnerSettings, config: DecoderConfig, free: int | None) -> None:
+    """What cannot fit fails before the work. What steps take is not known yet.
+
+    free: bytes of a device with a memory of its own.
+    """
+    dtype = choose_dtype(settings, config)
+    sizes = functools.partial(
+        size_memory, settings, config, dtype=dtype, kv_dtype=choose_kv_dtype(settings, dtype)
+    )
+    expected = weights_size(config, dtype, settings.quantization)
+    if free is None:
+        sizes(weights_bytes=expected)
+        return
+    if free <= expected:
+        raise MemoryAdvice(settings, config, dtype).weights(free)
+    sizes(weights_bytes=expected, free_bytes=free - expected)
+
+
+def _spendable(assembly: Assembly) -> int | None:
+    """Bytes beside the weights; None: unknown, as on a CPU."""
+    free = _free_bytes(assembly.device, assembly.accelerator)
+    memory = None if assembly.accelerator is None else assembly.accelerator.memory()
+    return free if free is None or memory is None else free - memory.total // _MARGIN_SHARE
+
+
+def _free_bytes(device: torch.device, accelerator: Accelerator | None) -> int | None:
+    """None: the device's memory is the host's."""
+    if accelerator is None:
+        return free_bytes(device)
+    memory = settled_memory(accelerator)
+    return None if memory is None else memory.free
 
 
 def _weights_cache(settings: RunnerSettings) -> PackedCache | None:
     if settings.weights_cache_dir is None:
         return None
     return PackedCache.usable(settings.weights_cache_dir, settings.weights_cache_bytes)
-
-
-def _adapter_bank(
-    decoder: Decoder, size: AdapterPoolSize, dtype: torch.dtype, device: torch.device
-) -> AdapterBank:
-    config = decoder.config
-    return AdapterBank(
-        size.geometry,
-        size.num_pages,
-        dtype=dtype,
-        device=device,
-        num_layers=config.num_layers,
-        modules=module_shapes(config),
-        ends=BaseEnds(
-            config.vocab_size,
-            config.hidden_size,
-            config.tie_word_embeddings,
-            decoder.base_linears,
-        ),
-    )
-
-
-def _capacity(
-    settings: RunnerSettings,
-    config: DecoderConfig,
-    kv_size: KVSize,
-    pool_size: AdapterPoolSize,
-    kv_cache: KVCache,
-    weights_bytes: int,
-) -> Capacity:
-    return Capacity(
-        block_size=settings.block_size,
-        num_blocks=kv_size.num_blocks,
-        num_host_blocks=kv_size.num_host_blocks,
-        attention_window=kv_size.attention_window,
-        num_sink_tokens=config.num_sink_tokens,
-        max_num_seqs=settings.max_num_seqs,
-        max_model_len=kv_size.max_model_len,
-        vocab_size=config.vocab_size,
-        page_geometry=pool_size.geometry,
-        num_adapter_pages=pool_size.num_pages,
-        adapter_page_bytes=pool_size.page_bytes,
-        keeps_host_copy=choose_device(settings).type != "cpu",
-        kv_cache_bytes=kv_cache.num_bytes,
-        weights_bytes=weights_bytes,
-    )

@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 
 import msgspec
-import torch
 
 from loraplex.core.adapter import AdapterHandle
 from loraplex.core.errors import (
@@ -18,53 +17,26 @@ from loraplex.core.errors import (
     ErrorInfo,
     LoraplexError,
     RowFailedError,
-    StepFailedError,
 )
 from loraplex.core.plan import (
     AdapterCopy,
     Capacity,
-    RowResult,
     RowStep,
     Slot,
     StepPlan,
     StepResult,
-    StepTiming,
 )
 from loraplex.execution.adapter_bank import AdapterBank
-from loraplex.execution.host_adapters import HostAdapter, HostAdapters
+from loraplex.execution.host_adapters import HostAdapter
 from loraplex.execution.input_batch import InputBatch, StepInputs
-from loraplex.execution.kv_cache import KVCache
-from loraplex.execution.sampling.sampler import Sampler
-from loraplex.models.decoder import Decoder
+from loraplex.execution.launched_step import LaunchedStep, StepsInFlight, StepWork
+from loraplex.execution.runner_parts import RunnerParts
+from loraplex.execution.step_computer import RowsInFlight, StepComputer
+from loraplex.execution.step_watch import StepWatch
 
 _LOGGER = logging.getLogger(__name__)
 
 CopyFailures = tuple[tuple[AdapterHandle, ErrorInfo], ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerParts:
-    """What a runner is put together from; execution.loading does so for a model folder."""
-
-    decoder: Decoder
-    kv_cache: KVCache
-    adapter_bank: AdapterBank
-    host_adapters: HostAdapters
-    sampler: Sampler
-    capacity: Capacity
-    device: torch.device
-
-
-class CompletedStep:
-    """A step that ran within `launch`."""
-
-    def __init__(self, outcome: StepResult | StepFailedError) -> None:
-        self._outcome = outcome
-
-    def wait(self) -> StepResult:
-        if isinstance(self._outcome, StepFailedError):
-            raise self._outcome
-        return self._outcome
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,7 +52,8 @@ class PreparedStep:
 class ModelRunner:
     """Used by one thread, but for `prepare_adapter`; or by two: one prepares, one runs.
 
-    With `launch`, a step runs within it.
+    Without an accelerator a step runs within `launch`. With one it is only enqueued, and may follow
+    another one that was not waited for; `wait` then gives it the host's part.
     """
 
     def __init__(self, parts: RunnerParts) -> None:
@@ -94,17 +67,30 @@ class ModelRunner:
             parts.capacity.max_num_seqs,
             parts.capacity.max_model_len,
             parts.capacity.block_size,
-            parts.device,
         )
+        self._computer = StepComputer(parts)
+        self._in_flight = StepsInFlight(self._computer.accelerator.synchronize)
 
     def capacity(self) -> Capacity:
         return self._capacity
+
+    def learn_capacity(self, capacity: Capacity) -> None:
+        """What is told of it was not known before: it is no other one."""
+        self._capacity = capacity
+
+    def record_steps(self) -> None:
+        """Record the steps of the recorded sizes: once, when all memory has been taken."""
+        self._computer.record()
+
+    def forget_steps(self) -> None:
+        """Give back what the recorded steps have."""
+        self._computer.forget_recorded()
 
     def prepare_adapter(self, adapter: HostAdapter) -> HostAdapter:
         """AdapterBank.prepare, for the loader's thread."""
         return self._adapter_bank.prepare(adapter)
 
-    def launch(self, plan: StepPlan) -> CompletedStep:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         """Never raises: what goes wrong is raised by wait()."""
         return self.run(self.prepare(plan))
 
@@ -115,23 +101,14 @@ class ModelRunner:
         """
         start_ns = time.monotonic_ns()
         try:
-            with torch.inference_mode():
-                inputs = self._prepare(plan)
+            inputs = self._prepare(plan)
         except Exception as error:
             return PreparedStep(plan, error, time.monotonic_ns() - start_ns)
         return PreparedStep(plan, inputs, time.monotonic_ns() - start_ns)
 
-    def run(self, step: PreparedStep) -> CompletedStep:
+    def run(self, step: PreparedStep) -> LaunchedStep:
         """Steps run in their order, by one thread; one that was prepared need not run."""
-        plan = step.plan
-        try:
-            if isinstance(step.inputs, Exception):
-                raise step.inputs
-            with torch.inference_mode():
-                return CompletedStep(self._execute(plan, step.inputs, step.prepare_ns))
-        except Exception as error:
-            _LOGGER.exception("step %d failed", plan.step_id)
-            return CompletedStep(StepFailedError(f"step {plan.step_id} failed: {error}"))
+        return self._in_flight.launch(step.plan.step_id, lambda: self._execute(step))
 
     def close(self) -> None:
         self._sampler.close()
@@ -143,32 +120,31 @@ class ModelRunner:
             self._batch.add_row(row)
         return self._batch.prepare(plan.rows) if plan.rows else None
 
-    def _execute(self, plan: StepPlan, inputs: StepInputs | None, prepare_ns: int) -> StepResult:
-        start_ns = time.monotonic_ns() - prepare_ns
-        for slot in plan.removed:
-            self._sampler.remove_row(slot)
-        for row in plan.added:
-            known = tuple(self._in_vocabulary(token_id) for token_id in row.token_ids)
-            self._sampler.add_row(msgspec.structs.replace(row, token_ids=known))
-        self._kv_cache.offload_blocks(plan.block_offloads)
-        self._kv_cache.load_blocks(plan.block_loads)
-        self._kv_cache.copy_blocks(plan.block_copies)
-        copies_start_ns = time.monotonic_ns()
-        copies_done, copies_failed = self._copy_adapters(plan.adapter_copies)
-        copy_ns = time.monotonic_ns() - copies_start_ns
-        rows, timing = self._run_rows(plan.rows, inputs, start_ns) if inputs else ((), StepTiming())
-        if copies_done:
-            timing = msgspec.structs.replace(timing, copy_ns=copy_ns)
-        return StepResult(plan.step_id, rows, copies_done, copies_failed, timing)
+    def _execute(self, step: PreparedStep) -> StepWork:
+        if isinstance(step.inputs, Exception):
+            raise step.inputs
+        plan, watch = step.plan, StepWatch(step.prepare_ns)
+        with self._computer.computing():
+            for slot in plan.removed:
+                self._sampler.remove_row(slot)
+            for row in plan.added:
+                known = tuple(self._in_vocabulary(token_id) for token_id in row.token_ids)
+                self._sampler.add_row(msgspec.structs.replace(row, token_ids=known))
+            self._kv_cache.offload_blocks(plan.block_offloads)
+            self._kv_cache.load_blocks(plan.block_loads)
+            self._kv_cache.copy_blocks(plan.block_copies)
+            copies_start_ns = time.monotonic_ns()
+            copies_failed = self._start_copies(plan.adapter_copies)
+            copy_ns = time.monotonic_ns() - copies_start_ns
+            rows = None if step.inputs is None else self._run_rows(plan.rows, step.inputs, watch)
+        return _StepInFlight(self._adapter_bank, plan, rows, copies_failed, watch, copy_ns)
 
-    def _copy_adapters(
-        self, copies: Sequence[AdapterCopy]
-    ) -> tuple[tuple[AdapterHandle, ...], CopyFailures]:
-        done, failed = [], []
+    def _start_copies(self, copies: Sequence[AdapterCopy]) -> CopyFailures:
+        """Returns those that cannot be made."""
+        failed = []
         for copy in copies:
             try:
                 self._copy_adapter(copy)
-                done.append(copy.handle)
             except LoraplexError as error:
                 failed.append((copy.handle, error.to_info()))
             except Exception as error:
@@ -176,7 +152,7 @@ class ModelRunner:
                 _LOGGER.exception("copying adapter %s failed", copy.handle)
                 reason = AdapterLoadError(f"copying adapter {copy.handle} failed: {error}")
                 failed.append((copy.handle, reason.to_info()))
-        return tuple(done), tuple(failed)
+        return tuple(failed)
 
     def _copy_adapter(self, copy: AdapterCopy) -> None:
         host = self._host_adapters.get(copy.handle)
@@ -185,45 +161,13 @@ class ModelRunner:
         self._adapter_bank.copy(copy.handle, host, copy.page_ids)
 
     def _run_rows(
-        self, steps: Sequence[RowStep], inputs: StepInputs, start_ns: int
-    ) -> tuple[tuple[RowResult, ...], StepTiming]:
+        self, steps: Sequence[RowStep], inputs: StepInputs, watch: StepWatch
+    ) -> RowsInFlight:
         faults = self._faults(steps, inputs)
-        # A row that fails anyhow is computed by the base model.
-        lora = self._adapter_bank.lora_batch(
-            tuple(
-                (step.num_tokens, () if step.slot in faults else adapters)
-                for step, adapters in zip(steps, inputs.adapters, strict=True)
-            )
-        )
-        token_ids = [
-            [self._in_vocabulary(token_id) for token_id in self._token_ids(step)] for step in steps
-        ]
-        batch = inputs.with_tokens(token_ids, lora)
         self._sampler.begin(steps)
-        prepared_ns = time.monotonic_ns()
-        logits = self._decoder.forward(batch, self._kv_cache.storages)
-        computed_ns = time.monotonic_ns()
-        results = tuple(
-            RowResult(result.slot, error=faults[result.slot]) if result.slot in faults else result
-            for result in self._sampler.sample(logits, steps)
-        )
-        timing = StepTiming(
-            prepare_ns=prepared_ns - start_ns,
-            forward_ns=computed_ns - prepared_ns,
-            sample_ns=time.monotonic_ns() - computed_ns,
-        )
-        return results, timing
-
-    def _token_ids(self, step: RowStep) -> Sequence[int]:
-        if step.token_ids is not None:
-            token_ids = step.token_ids
-        else:
-            token_ids = (self._sampler.last_token(step.slot), *step.draft_token_ids)
-        assert len(token_ids) == step.num_tokens, "a token for each position"
-        return token_ids
+        return RowsInFlight(self._computer, steps, inputs, faults, watch)
 
     def _in_vocabulary(self, token_id: int) -> int:
-        """The token, or 0 for what is none: its row fails, but must not take the device along."""
         return token_id if 0 <= token_id < self._capacity.vocab_size else 0
 
     def _faults(self, steps: Sequence[RowStep], inputs: StepInputs) -> dict[Slot, ErrorInfo]:
@@ -245,3 +189,36 @@ class ModelRunner:
             if not 0 <= token_id < self._capacity.vocab_size:
                 return f"token {token_id} is not in the vocabulary"
         return None
+
+
+class _StepInFlight:
+    """Implements StepWork."""
+
+    def __init__(
+        self,
+        adapter_bank: AdapterBank,
+        plan: StepPlan,
+        rows: RowsInFlight | None,
+        copies_failed: CopyFailures,
+        watch: StepWatch,
+        copy_ns: int,
+    ) -> None:
+        self._adapter_bank = adapter_bank
+        self._plan = plan
+        self._rows = rows
+        self._copies_failed = copies_failed
+        self._watch = watch
+        self._copy_ns = copy_ns
+
+    @property
+    def is_late(self) -> bool:
+        return self._rows is not None and self._rows.is_late
+
+    def finish(self) -> StepResult:
+        plan = self._plan
+        rows = () if self._rows is None else self._rows.finish()
+        # Last: who was told of a copy is not told again.
+        has_news = bool(rows or self._copies_failed)
+        arrived = self._adapter_bank.arrived(wait=not has_news)
+        timing = self._watch.timing(self._copy_ns if plan.adapter_copies else 0)
+        return StepResult(plan.step_id, rows, arrived, self._copies_failed, timing)

@@ -82,7 +82,7 @@ class PackedCache:
         path = self._path(key, "weights")
         try:
             file = PackedFile(path, key)
-            self._check_once(file)
+            self.check_once(file)
         except FileNotFoundError:
             return None
         except (OSError, PackedFileError) as error:
@@ -109,8 +109,11 @@ class PackedCache:
         logger.info("packed weights: %d MiB kept in %s (%.1f s)", needed // _MIB, path, seconds)
         return file
 
-    def _check_once(self, file: PackedFile) -> None:
-        """Raises PackedFileError. A file that is the very one known as good is not read."""
+    def check_once(self, file: PackedFile) -> None:
+        """Raises PackedFileError. A file that is the very one known as good is not read.
+
+        It need not be one of this cache.
+        """
         if self.seen.digest((file.identity,), _SEEN_AS) != file.payload_digest:
             file.check_payload()
             self._remember(file)

@@ -32,8 +32,8 @@ class WeightFormat:
     device: torch.device = dataclasses.field(default_factory=functools.partial(torch.device, "cpu"))
 
     def precision_of(self, place: LinearPlace) -> WeightPrecision:
-        """The logits feel every error of the lm_head: it has 8 bits where the others have 4."""
-        if place.is_lm_head and self.precision is WeightPrecision.INT4:
+        """The logits feel every error of the lm_head: it is int8 where the others are coarser."""
+        if place.is_lm_head and self.precision is not WeightPrecision.NATIVE:
             return WeightPrecision.INT8
         return self.precision
 

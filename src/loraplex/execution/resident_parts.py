@@ -1,10 +1,10 @@
-"""Puts what an adapter has beside LoRA into the pool, and makes the views that the kernels read."""
+"""What an adapter has beside LoRA, as the kernels read it: views of the pool."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from loraplex.core.adapter import EMBEDDING, LM_HEAD, TargetPart
+from loraplex.core.adapter import EMBEDDING, LM_HEAD, LoraTarget, TargetPart
 from loraplex.execution.host_adapters import HostPart
 from loraplex.kernels.adapter_parts import (
     AdapterParts,
@@ -13,23 +13,14 @@ from loraplex.kernels.adapter_parts import (
     TokenRows,
     WeightRows,
 )
-from loraplex.models.base_linears import BaseLinears
 
 _TWINS = {EMBEDDING: LM_HEAD, LM_HEAD: EMBEDDING}
 
 
-class PartsWriter:
-    """For one adapter: `write` its pieces in order, then take the `result`."""
+class PartsViews:
+    """Of one adapter in the pool: `add` its pieces in order, then take the `result`."""
 
-    def __init__(
-        self,
-        base: BaseLinears,
-        factors: Mapping[tuple[int, str], torch.Tensor],
-        *,
-        ties_embeddings: bool,
-    ) -> None:
-        self._base = base
-        self._factors = factors
+    def __init__(self, *, ties_embeddings: bool) -> None:
         self._ties_embeddings = ties_embeddings
         self._vectors: dict[tuple[int, str], list[OutputVector]] = {}
         self._rows: dict[tuple[str, TargetPart], list[WeightRows]] = {}
@@ -37,26 +28,30 @@ class PartsWriter:
         self._shared: set[str] = set()
         self._embedding_scale = 1.0
 
-    def write(self, part: HostPart, place: torch.Tensor) -> None:
-        """place: the piece's own elements of the pool, flat."""
+    def add(self, part: HostPart, place: torch.Tensor) -> None:
+        """place: the piece's own elements of the pool, flat. They need not be written yet."""
         target = part.target
         view = place.view(target.rank, target.out_features)
         match target.part:
-            case TargetPart.FACTOR | TargetPart.BIAS | TargetPart.SHIFT:
-                self._write_vector(part, view)
+            case TargetPart.FACTOR:
+                shift = view[1] if target.rank == 2 else None
+                self._add_vector(target, OutputVector(target.first, view[0], shift))
+                return
+            case TargetPart.BIAS | TargetPart.SHIFT:
+                self._add_vector(target, OutputVector(target.first, None, view[0]))
                 return
             case TargetPart.TOKENS:
                 assert part.indices is not None
                 self._token_ids.setdefault(target.module, []).append(part.indices)
             case TargetPart.EMBEDDING_A:
                 self._embedding_scale = part.scale
-        view.copy_(part.values)
         if part.is_base:
             self._shared.add(target.module)
         pieces = self._rows.setdefault((target.module, target.part), [])
         pieces.append(WeightRows(target.first, view))
 
     def result(self, *, has_head_lora: bool) -> AdapterParts:
+        """Reads rows of single tokens: they must be written by now."""
         weights = self._whole_weights()
         return AdapterParts(
             vectors=self._vectors,
@@ -66,25 +61,8 @@ class PartsWriter:
             has_head_lora=has_head_lora,
         )
 
-    def _write_vector(self, part: HostPart, view: torch.Tensor) -> None:
-        target = part.target
-        key = (target.layer, target.module)
-        outputs = slice(target.first, target.first + target.out_features)
-        wide = part.values.double()
-        match target.part:
-            case TargetPart.FACTOR:
-                factor = self._factors[key][outputs] - 1
-                view[0].copy_(factor)
-                if target.rank == 2:
-                    view[1].copy_(-factor * self._base.bias(*key)[outputs])
-                vector = OutputVector(target.first, view[0], view[1] if target.rank == 2 else None)
-            case TargetPart.BIAS:
-                view[0].copy_(wide.to(view.device) - self._base.bias(*key)[outputs])
-                vector = OutputVector(target.first, None, view[0])
-            case _:
-                view[0].copy_(wide * part.scale)
-                vector = OutputVector(target.first, None, view[0])
-        self._vectors.setdefault(key, []).append(vector)
+    def _add_vector(self, target: LoraTarget, vector: OutputVector) -> None:
+        self._vectors.setdefault((target.layer, target.module), []).append(vector)
 
     def _whole_weights(self) -> dict[str, tuple[WeightRows, ...]]:
         """A copy of the base's own parameter is that of what is tied to it, too."""

@@ -15,6 +15,14 @@ class RunnerSettings:
     kv_dtype: str = "auto"
     """Of stored keys and values; auto is the model's."""
     device: str = "cpu"
+    cuda_graphs: bool = True
+    """On a GPU."""
+    cuda_graph_batch_sizes: tuple[int, ...] = ()
+    """Empty: see graph_sizes."""
+    batch_invariant: bool = False
+    """On a GPU; a CPU's kernels are so."""
+    attention_backend: str = "auto"
+    """Of a GPU: auto, triton, flashinfer or torch."""
     quantization: WeightPrecision = WeightPrecision.NATIVE
     weights_cache_dir: Path | None = None
     """Where packed weights are kept for the next start; None: nowhere."""
@@ -38,8 +46,8 @@ class RunnerSettings:
     max_num_batched_tokens: int = 512
     """In one step: with a window, a sequence needs blocks for these beside what it sees."""
     memory_bytes: int | None = None
-    """What the device may hold: weights, KV cache and adapters; None: unknown on a CPU, else all
-    that is free."""
+    """What the device may hold: weights, KV cache, adapters, and what steps and graphs take; None:
+    unknown on a CPU, else all that is free."""
     kv_cache_fraction: float = 0.9
     max_lora_rank: int = 64
     optimal_lora_rank: int = 8

@@ -8,7 +8,9 @@ from loraplex.core.errors import ConfigError
 from loraplex.core.plan import PageGeometry
 from loraplex.execution.kv_cache import block_bytes
 from loraplex.execution.kv_sizing import KVSize, size_kv
+from loraplex.execution.memory_advice import MemoryAdvice
 from loraplex.execution.runner_settings import RunnerSettings
+from loraplex.execution.step_memory import StepMemory
 from loraplex.memory.adapter_pages import (
     layer_targets,
     page_geometry,
@@ -21,6 +23,9 @@ from loraplex.models.config import DecoderConfig, module_shapes
 _DEFAULT_ADAPTER_BYTES = 256 << 20
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _KV_DTYPES = {**_DTYPES, "int8": torch.int8}
+
+
+_NO_STEPS = StepMemory()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,30 +76,38 @@ def size_memory(
     kv_dtype: torch.dtype,
     weights_bytes: int,
     free_bytes: int | None = None,
+    steps: StepMemory = _NO_STEPS,
 ) -> MemorySize:
     """What becomes of the device's memory.
 
     free_bytes: what the device has left beside the weights; None: unknown, as on a CPU. If neither
     this nor memory_bytes is known, the KV cache has room for max_num_seqs sequences of
     max_model_len, at most 2 GiB, and the adapters have 256 MiB. Otherwise the KV cache takes its
-    fraction of what the weights leave, and the adapters theirs of what both leave (on a CPU: of
-    memory_bytes). Bytes that were said win; max_tokens_in_paged_kv_cache wins where it is less.
-    Raises ConfigError if it does not fit.
+    fraction of what weights and steps leave, and the adapters theirs of what the KV cache leaves of
+    that (on a CPU: of memory_bytes). Bytes that were said win; max_tokens_in_paged_kv_cache wins
+    where it is less. Raises ConfigError if it does not fit.
 
     config: as `windowed` gives it.
     """
     shape = attention_shape(config, settings.block_size)
-    left = _left(settings, weights_bytes, free_bytes)
+    left = _left(settings, weights_bytes, free_bytes, steps)
     if left is None:
         kv = size_kv(settings, config, shape, kv_dtype)
         return MemorySize(kv, size_adapter_pool(settings, config, dtype))
     least = smallest_pool_bytes(settings, config, dtype)
+    block = block_bytes(config.num_layers, shape, kv_dtype)
+    missing = least + block - left
+    if free_bytes is not None and missing > 0:
+        raise MemoryAdvice(settings, config, dtype).no_room(missing, steps)
     if settings.kv_cache_bytes is None and settings.num_blocks is None:
-        room = left - (settings.lora_device_bytes or least)
+        pool_bytes = settings.lora_device_bytes or least
+        room = left - pool_bytes
+        if settings.lora_device_bytes is not None and room < block:
+            raise _too_much(settings, weights_bytes, block, pool_bytes, left)
         share = min(int(settings.kv_cache_fraction * left), room)
         settings = dataclasses.replace(settings, kv_cache_bytes=max(share, 0))
     kv = size_kv(settings, config, shape, kv_dtype)
-    kv_bytes = kv.num_blocks * block_bytes(config.num_layers, shape, kv_dtype)
+    kv_bytes = kv.num_blocks * block
     if settings.lora_device_bytes is None:
         whole = settings.memory_bytes if free_bytes is None else left - kv_bytes
         assert whole is not None
@@ -103,13 +116,23 @@ def size_memory(
     pool = size_adapter_pool(settings, config, dtype)
     pool_bytes = pool.num_pages * pool.page_bytes
     if kv_bytes + pool_bytes > left:
-        raise ConfigError(
-            f"weights take {weights_bytes} bytes, the KV cache {kv_bytes} and the adapters' pool "
-            f"{pool_bytes}: {weights_bytes + kv_bytes + pool_bytes} together, and the device has "
-            f"{weights_bytes + left} for them",
-            param="memory_bytes",
-        )
+        raise _too_much(settings, weights_bytes, kv_bytes, pool_bytes, left)
     return MemorySize(kv, pool)
+
+
+def _too_much(
+    settings: RunnerSettings, weights_bytes: int, kv_bytes: int, pool_bytes: int, left: int
+) -> ConfigError:
+    """left: what weights and steps leave."""
+    together = weights_bytes + kv_bytes + pool_bytes
+    missing = kv_bytes + pool_bytes - left
+    said = "kv_cache_bytes" if settings.kv_cache_bytes is not None else "lora_device_bytes"
+    return ConfigError(
+        f"weights take {weights_bytes} bytes, the KV cache {kv_bytes} and the adapters' pool "
+        f"{pool_bytes}: {together} together, and the device has {weights_bytes + left} for them: "
+        f"lower {said} by {missing} bytes",
+        param=said if settings.memory_bytes is None else "memory_bytes",
+    )
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -126,6 +149,7 @@ def describe_memory(
     settings: RunnerSettings,
     config: DecoderConfig,
     kv_dtype: torch.dtype,
+    steps: StepMemory = _NO_STEPS,
 ) -> str:
     """One line for the log."""
     shape = attention_shape(config, settings.block_size)
@@ -137,11 +161,17 @@ def describe_memory(
         for rank in sorted({usual, settings.max_lora_rank})
     )
     return (
-        f"memory: weights {weights_bytes >> 20} MiB; KV cache {kv_bytes >> 20} MiB, "
-        f"{size.kv.num_blocks * settings.block_size} tokens{_on_host(size.kv, settings)}; adapters "
-        f"{pool.num_pages * pool.page_bytes >> 20} MiB, {pool.num_pages} pages of "
-        f"{pool.page_bytes} bytes: {' or '.join(holds)} on all modules"
+        f"memory: weights {weights_bytes >> 20} MiB; {_of_steps(steps)}"
+        f"KV cache {kv_bytes >> 20} MiB, {size.kv.num_blocks * settings.block_size} tokens"
+        f"{_on_host(size.kv, settings)}; adapters {pool.num_pages * pool.page_bytes >> 20} MiB, "
+        f"{pool.num_pages} pages of {pool.page_bytes} bytes: {' or '.join(holds)} on all modules"
     )
+
+
+def _of_steps(steps: StepMemory) -> str:
+    if steps == _NO_STEPS:
+        return ""
+    return f"steps {steps.workspace >> 20} MiB; recorded steps {steps.graphs >> 20} MiB; "
 
 
 def _on_host(kv: KVSize, settings: RunnerSettings) -> str:
@@ -150,17 +180,20 @@ def _on_host(kv: KVSize, settings: RunnerSettings) -> str:
     return f" and {kv.num_host_blocks * settings.block_size} more on the host"
 
 
-def _left(settings: RunnerSettings, weights_bytes: int, free_bytes: int | None) -> int | None:
-    """Bytes beside the weights; None: unknown."""
+def _left(
+    settings: RunnerSettings, weights_bytes: int, free_bytes: int | None, steps: StepMemory
+) -> int | None:
+    """Bytes beside weights and steps; None: unknown."""
+    taken = steps.workspace + steps.graphs
     if settings.memory_bytes is None:
-        return free_bytes
+        return None if free_bytes is None else free_bytes - taken
     left = settings.memory_bytes - weights_bytes
     if left <= 0:
         raise ConfigError(
             f"memory_bytes {settings.memory_bytes} does not hold the weights, {weights_bytes}",
             param="memory_bytes",
         )
-    return left if free_bytes is None else min(left, free_bytes)
+    return left - taken if free_bytes is None else min(left, free_bytes) - taken
 
 
 def size_adapter_pool(
@@ -193,10 +226,18 @@ def adapter_geometry(settings: RunnerSettings, config: DecoderConfig) -> PageGeo
 
 
 def smallest_pool_bytes(settings: RunnerSettings, config: DecoderConfig, dtype: torch.dtype) -> int:
+    """See smallest_pool."""
+    pool = smallest_pool(settings, config, dtype)
+    return pool.num_pages * pool.page_bytes
+
+
+def smallest_pool(
+    settings: RunnerSettings, config: DecoderConfig, dtype: torch.dtype
+) -> AdapterPoolSize:
     """Of one adapter of max_lora_rank on all modules."""
     geometry = adapter_geometry(settings, config)
     num_pages = _largest_adapter_pages(settings, config, geometry)
-    return num_pages * geometry.page_elements * dtype.itemsize
+    return AdapterPoolSize(geometry, num_pages, geometry.page_elements * dtype.itemsize)
 
 
 def _largest_adapter_pages(

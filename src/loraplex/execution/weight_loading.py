@@ -1,31 +1,21 @@
 """A model's weights, packed: mapped from the cache, or packed now and kept there."""
 
-import hashlib
 import logging
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import msgspec
-
-from loraplex.adapters.seen_files import SeenFiles, identities_of
-from loraplex.core.errors import ConfigError
-from loraplex.core.version import __version__
+from loraplex.adapters.seen_files import identities_of
+from loraplex.execution.built_weights import open_built
 from loraplex.execution.packed_cache import PackedCache
 from loraplex.execution.packed_file import PackedFile
 from loraplex.execution.packing import PackedWeights, WeightFormat, join_entries, pack_checkpoint
+from loraplex.execution.weight_keys import checkpoint_digest, packed_key
 from loraplex.execution.weights import weight_files
 from loraplex.kernels.ops import Kernels
 from loraplex.models.config import DecoderConfig
-from loraplex.models.parameters import checkpoint_shapes
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 1
-"""Of what is kept for a checkpoint. Raised when the same one is to be packed differently."""
-_SEEN_AS = "checkpoint"
-_HASHING_THREADS = 4
 _MIB = 1 << 20
 
 
@@ -38,11 +28,16 @@ def load_weights(
 ) -> PackedWeights:
     """The weights in `folder`, packed. Raises ConfigError.
 
-    With a cache they are mapped from its file, at the first start as well: the same pages serve
-    every process. The cache is for a CPU; a device has its own memory.
+    Those of an engine folder are mapped from it, if it was built for this kind of machine. With a
+    cache they are mapped from its file, at the first start as well: the same pages serve every
+    process. Both are for a CPU; a device has its own memory.
     """
     started = time.monotonic()
-    if cache is None or form.device.type != "cpu":
+    is_cpu = form.device.type == "cpu"
+    built = open_built(folder, config, kernels, form, cache) if is_cpu else None
+    if built is not None:
+        weights, origin = _mapped(built, config, kernels), str(built.path)
+    elif cache is None or not is_cpu:
         weights, origin = pack_checkpoint(folder, config, kernels, form), str(folder)
     else:
         weights, origin = _through_cache(folder, config, kernels, form, cache)
@@ -59,7 +54,7 @@ def _through_cache(
     """The weights, and where they come from."""
     files = weight_files(folder)
     identities = identities_of(files)
-    key = _key(checkpoint_digest(files, cache.seen), config, kernels, form)
+    key = packed_key(checkpoint_digest(files, cache.seen), config, kernels, form)
     with cache.turn(key):
         packed = cache.open(key)
         if packed is not None:
@@ -74,40 +69,3 @@ def _through_cache(
 
 def _mapped(packed: PackedFile, config: DecoderConfig, kernels: Kernels) -> PackedWeights:
     return join_entries(packed.entries(), config, kernels, packed.summary)
-
-
-def checkpoint_digest(files: Sequence[Path], seen: SeenFiles) -> str:
-    """SHA-256 of the files' contents, whatever their names; remembered by their identities.
-
-    Raises ConfigError if one cannot be read.
-    """
-    identities = identities_of(files)
-    known = seen.digest(identities, _SEEN_AS)
-    if known is not None:
-        return known
-    with ThreadPoolExecutor(_HASHING_THREADS) as pool:
-        digests = sorted(pool.map(_file_digest, files))
-    digest = hashlib.sha256("".join(digests).encode()).hexdigest()
-    if identities_of(files) == identities:
-        try:
-            seen.remember(identities, digest, _SEEN_AS)
-        except OSError as error:
-            logger.debug("cannot remember the checkpoint's digest: %s", error.strerror)
-    return digest
-
-
-def _file_digest(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-
-
-def _key(digest: str, config: DecoderConfig, kernels: Kernels, form: WeightFormat) -> str:
-    """Of the cache: equal only if the packed weights are."""
-    # The shapes tell how the checkpoint's tensors are to be read, which config.json decides.
-    shapes = list(checkpoint_shapes(config).items())
-    packing = (str(form.dtype), form.precision.value, kernels.packed_layout, __version__)
-    material = msgspec.json.encode((_VERSION, digest, shapes, *packing))
-    return hashlib.sha256(material).hexdigest()

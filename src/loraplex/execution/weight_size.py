@@ -16,7 +16,7 @@ from loraplex.models.config import DecoderConfig
 from loraplex.models.parameters import LinearPlace, build_parameters
 
 _SCALE_BYTES = 4
-_BITS = {WeightPrecision.INT8: 8, WeightPrecision.INT4: 4}
+_BITS = {WeightPrecision.INT8: 8, WeightPrecision.INT4: 4, WeightPrecision.FP8: 8}
 
 
 def weights_size(config: DecoderConfig, dtype: torch.dtype, precision: WeightPrecision) -> int:

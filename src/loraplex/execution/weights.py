@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from loraplex.core.errors import ConfigError
 from loraplex.models.config import DecoderConfig
 from loraplex.models.config_fields import read_fields
+from loraplex.models.engine_folder import WEIGHTS_NAME
 from loraplex.models.parameters import checkpoint_shapes
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -86,6 +87,8 @@ class Checkpoint:
 
 def weight_files(folder: Path) -> list[Path]:
     """The files that hold the weights, safetensors before `.bin`."""
+    if (folder / WEIGHTS_NAME).is_file():
+        return [folder / WEIGHTS_NAME]
     for stem in ("model.safetensors", "pytorch_model.bin"):
         index = folder / f"{stem}.index.json"
         if index.is_file():

@@ -5,6 +5,8 @@ at once, so code that is written for a GPU runs, and is tested, without one.
 """
 
 import contextlib
+import dataclasses
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -28,6 +30,19 @@ class Graph(Protocol):
     def replay(self) -> None:
         """Enqueue it again in the current queue."""
         ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes of a device's own memory."""
+
+    total: int
+    free: int
+    """Nobody has it."""
+    reserved: int
+    """Tensors of this process, and what it keeps for its next ones."""
+    most_reserved: int
+    """Since the last `reset_peak`."""
 
 
 class Accelerator(Protocol):
@@ -75,7 +90,19 @@ class Accelerator(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Block the host until both queues are empty."""
+        """Block the host until the device has nothing more to do."""
+        ...
+
+    def memory(self) -> DeviceMemory | None:
+        """None: it is the host's, which is everybody's."""
+        ...
+
+    def reset_peak(self) -> None:
+        """`most_reserved` is of what comes now."""
+        ...
+
+    def trim(self) -> None:
+        """Give back what is kept for tensors to come."""
         ...
 
 
@@ -132,6 +159,15 @@ class HostAccelerator:
     def synchronize(self) -> None:
         pass
 
+    def memory(self) -> DeviceMemory | None:
+        return None
+
+    def reset_peak(self) -> None:
+        pass
+
+    def trim(self) -> None:
+        pass
+
 
 class _CudaEvent:
     """Implements Event."""
@@ -140,7 +176,7 @@ class _CudaEvent:
         self.event = event
 
     def has_passed(self) -> bool:
-        return bool(self.event.query())
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         self.event.synchronize()
@@ -152,9 +188,10 @@ class CudaAccelerator:
     def __init__(self, device: torch.device) -> None:
         index = device.index if device.index is not None else torch.cuda.current_device()
         self._device = torch.device("cuda", index)
-        self._compute = torch.cuda.Stream(self._device)
-        self._copies = torch.cuda.Stream(self._device)
+        self._compute = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._copies = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._graph_pool = torch.cuda.graph_pool_handle()
+        self._graphs = weakref.WeakSet[torch.cuda.CUDAGraph]()
 
     @property
     def device(self) -> torch.device:
@@ -167,7 +204,7 @@ class CudaAccelerator:
         return torch.cuda.stream(self._copies)
 
     def event(self) -> Event:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return _CudaEvent(event)
 
@@ -185,11 +222,31 @@ class CudaAccelerator:
         """Computes once before it records: kernels are compiled and libraries initialised then."""
         compute()
         torch.cuda.synchronize(self._device)
+        if not self._graphs:
+            # Torch does not let a pool be used again once its graphs are all gone.
+            self._graph_pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._graph_pool, stream=self._compute):
             result = compute()
+        self._graphs.add(graph)
         return result, graph
 
     def synchronize(self) -> None:
-        self._compute.synchronize()
-        self._copies.synchronize()
+        # Not only our two streams: weights come by the default one.
+        torch.cuda.synchronize(self._device)
+
+    def memory(self) -> DeviceMemory | None:
+        free, total = torch.cuda.mem_get_info(self._device)
+        return DeviceMemory(
+            total=int(total),
+            free=int(free),
+            reserved=int(torch.cuda.memory_reserved(self._device)),
+            most_reserved=int(torch.cuda.max_memory_reserved(self._device)),
+        )
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def trim(self) -> None:
+        self.synchronize()
+        torch.cuda.empty_cache()

@@ -1,10 +1,12 @@
 """Picks the backend of a device: once, when a model is loaded. The choice is passed down."""
 
 import functools
+import importlib
 import logging
 
 import torch
 
+from loraplex.kernels.accelerator import Accelerator, CudaAccelerator
 from loraplex.kernels.native.backend import NativeKernels
 from loraplex.kernels.native.library import NativeLibrary, NativeLibraryError, load_library
 from loraplex.kernels.ops import Kernels
@@ -13,11 +15,32 @@ from loraplex.kernels.reference import ReferenceKernels
 logger = logging.getLogger(__name__)
 
 
-def select_kernels(device: torch.device) -> Kernels:
-    """The fastest backend that works here.
+def select_accelerator(device: torch.device) -> Accelerator | None:
+    """None: there is none, or nothing that could run on it but torch."""
+    if device.type != "cuda" or not _has_triton():
+        return None
+    return CudaAccelerator(device)
 
-    On a CPU it uses as many threads as torch does at this moment.
+
+def select_kernels(
+    device: torch.device,
+    accelerator: Accelerator | None = None,
+    *,
+    batch_invariant: bool = False,
+    attention_backend: str = "auto",
+) -> Kernels:
+    """The fastest backend that works here. On a CPU it uses as many threads as torch does now.
+
+    accelerator: what `select_accelerator` gave for the device. batch_invariant, attention_backend:
+    as in RunnerSettings.
     """
+    if accelerator is not None:
+        # A machine without a GPU need not have Triton.
+        from loraplex.kernels.cuda.backend import CudaKernels  # noqa: PLC0415
+
+        return CudaKernels(
+            accelerator, batch_invariant=batch_invariant, attention_backend=attention_backend
+        )
     library = _host_library() if device.type == "cpu" else None
     if library is None:
         return ReferenceKernels(device)
@@ -36,3 +59,18 @@ def _host_library() -> NativeLibrary | None:
             error,
         )
         return None
+
+
+@functools.cache
+def _has_triton() -> bool:
+    """As _host_library, said once."""
+    try:
+        importlib.import_module("triton")
+    except ImportError as error:
+        logger.warning(
+            "no Triton (%s): torch computes on the GPU instead, many times slower, without CUDA "
+            "graphs; torch's own builds for CUDA bring Triton",
+            error,
+        )
+        return False
+    return True

@@ -7,7 +7,7 @@ Does not know where an adapter came from, nor who decides what is in the pool.
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,18 @@ from loraplex.kernels.adapter_parts import PartsUse, add_vectors, of_rows
 from loraplex.kernels.host_tiles import fixed_tiles
 
 IntArray = npt.NDArray[np.int64]
+
+FEW_TOKENS = 4
+"""A piece of no more is worked on token by token: reading the matrices is what takes time."""
+
+MOST_REPEATED_TOKENS = 256
+"""A step of no more is cut into short pieces, so that the shapes are those of its size."""
+
+_PIECE_SIZES = (16, 32, 64)
+"""Else a piece has at most so many tokens: the smallest that the largest group fits into."""
+
+_SECTION = 4
+"""Each array of LoraSegments begins at a multiple of so many elements, which are 16 bytes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,6 +57,10 @@ class LoraTable:
     scales: npt.NDArray[np.float32]  # [entries, layers, modules], the adapter's own scale
     on_device: DeviceLoraTable | None = None
     """For a backend that reads the table there."""
+    alignment: int = 1
+    """Every offset that is ever in the table is a multiple of it."""
+    max_rank: int = 256
+    """No rank that is ever in the table is larger."""
 
 
 class LoraUse(NamedTuple):
@@ -68,15 +84,24 @@ class LoraGroup(NamedTuple):
     token_scales: torch.Tensor  # [n] float32, on the device
 
 
+class Arrivals(Protocol):
+    """Adapters of a batch that are still on their way to the pool, layer by layer."""
+
+    def wait_for(self, layer: int) -> None:
+        """What is enqueued from now on comes after the matrices of this layer and those before."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoraSegments:
-    """The groups of a LoraBatch in pieces, as an accelerator reads them.
+    """The groups of a LoraBatch in pieces, as an accelerator reads them: views of one array.
 
     Piece i of wave w applies the adapter entries[w, i] to the tokens
-    token_indices[starts[w, i] : starts[w, i] + counts[w, i]]. Behind a wave's pieces are empty ones,
-    whose entry is -1: so the shapes depend on nothing but the numbers of tokens and waves.
+    token_indices[starts[w, i] : starts[w, i] + counts[w, i]]. Behind a wave's pieces are empty
+    ones, whose entry is -1.
     """
 
+    packed: torch.Tensor  # [any] int32, on the host at first
     entries: torch.Tensor  # [waves, pieces] int32
     starts: torch.Tensor  # [waves, pieces] int32
     counts: torch.Tensor  # [waves, pieces] int32
@@ -87,7 +112,12 @@ class LoraSegments:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return (self.entries, self.starts, self.counts, self.token_indices, self.token_scales)
+        return (self.packed,)
+
+    def at(self, packed: torch.Tensor) -> "LoraSegments":
+        """The same in a copy of `packed`, such as one on a device."""
+        num_waves, num_pieces = self.entries.shape
+        return _segments(packed, num_waves, num_pieces, len(self.token_indices), self.longest)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -113,6 +143,8 @@ class LoraBatch:
     neighbouring blocks of outputs. It has the same entries."""
     segments: LoraSegments | None = None
     """For a backend that reads the groups on its device."""
+    arrivals: Arrivals | None = None
+    """None: all of it is there."""
 
     @property
     def num_waves(self) -> int:
@@ -131,8 +163,13 @@ class LoraBatch:
             yield LoraGroup(entry, self.token_indices[first:end], self.token_scales[first:end])
 
 
-def lora_batch(pool: torch.Tensor, table: LoraTable, uses: Sequence[LoraUse]) -> LoraBatch:
-    """Group the uses by wave and adapter."""
+def lora_batch(
+    pool: torch.Tensor,
+    table: LoraTable,
+    uses: Sequence[LoraUse],
+    device: torch.device | None = None,
+) -> LoraBatch:
+    """Group the uses by wave and adapter. The arrays of tokens come to the device: the pool's."""
     columns = np.array(uses, np.float64).reshape(-1, len(LoraUse._fields)).T
     order = np.lexsort((columns[1], columns[0]))
     waves, entries, firsts, counts = columns[:4, order].astype(np.int64)
@@ -146,8 +183,8 @@ def lora_batch(pool: torch.Tensor, table: LoraTable, uses: Sequence[LoraUse]) ->
         entries[heads],
         np.append(bounds[heads], bounds[-1]),
         np.append(np.flatnonzero(_differs_from_last(waves[heads])), len(heads)),
-        torch.from_numpy(token_indices).to(pool.device),
-        torch.from_numpy(token_scales).to(pool.device),
+        torch.from_numpy(token_indices).to(device or pool.device),
+        torch.from_numpy(token_scales).to(device or pool.device),
     )
 
 
@@ -170,6 +207,64 @@ def batch_of_rows(batch: LoraBatch, row_indices: torch.Tensor, num_tokens: int) 
         parts=of_rows(batch.parts, places),
         segments=None,
     )
+
+
+def lora_segments(batch: LoraBatch, num_tokens: int, longest: int | None = None) -> LoraSegments:
+    """The groups of a batch, whose arrays are on the host, in pieces of at most `longest` tokens.
+
+    num_tokens: of the step, with those that only fill it up. Pieces of few tokens are as many as
+    there are tokens, which is the worst case: so the shapes depend on nothing but the numbers of
+    tokens and waves. Of longer ones there are as many as it takes. `longest` None: what is good for
+    the step, few for all steps that may be repeated.
+    """
+    longest = longest or _good_length(batch, num_tokens)
+    of_group = -(-np.diff(batch.group_starts) // longest)
+    of_wave = np.diff(np.append(0, of_group.cumsum())[batch.wave_starts])
+    num_pieces = num_tokens if longest <= FEW_TOKENS else int(of_wave.max(initial=1))
+    shape = (batch.num_waves, num_pieces, batch.num_waves * num_tokens)
+    packed = torch.zeros(_section_starts(*shape)[-1], dtype=torch.int32)
+    segments = _segments(packed, *shape, longest)
+    groups = np.repeat(np.arange(len(of_group)), of_group)
+    starts = batch.group_starts[groups] + _counted(of_group) * longest
+    place = np.repeat(np.arange(batch.num_waves), of_wave), _counted(of_wave)
+    segments.entries.fill_(-1)
+    segments.entries.numpy()[place] = batch.entries[groups]
+    segments.starts.numpy()[place] = starts
+    segments.counts.numpy()[place] = np.minimum(longest, batch.group_starts[groups + 1] - starts)
+    segments.token_indices[: len(batch.token_indices)] = batch.token_indices
+    segments.token_scales[: len(batch.token_scales)] = batch.token_scales
+    return segments
+
+
+def _good_length(batch: LoraBatch, num_tokens: int) -> int:
+    if num_tokens <= MOST_REPEATED_TOKENS:
+        return FEW_TOKENS
+    largest = np.diff(batch.group_starts).max(initial=0)
+    return next((size for size in _PIECE_SIZES if largest <= size), _PIECE_SIZES[-1])
+
+
+def _counted(sizes: IntArray) -> IntArray:
+    """0 .. n - 1 for each size n, behind one another."""
+    return np.arange(sizes.sum()) - np.repeat(sizes.cumsum() - sizes, sizes)
+
+
+def _segments(
+    packed: torch.Tensor, num_waves: int, num_pieces: int, num_indices: int, longest: int
+) -> LoraSegments:
+    firsts = _section_starts(num_waves, num_pieces, num_indices)
+    entries, starts, counts = (
+        packed[first : first + num_waves * num_pieces].view(num_waves, num_pieces)
+        for first in firsts[:3]
+    )
+    indices, scales = (packed[first : first + num_indices] for first in firsts[3:5])
+    scales = scales.view(torch.float32)
+    return LoraSegments(packed, entries, starts, counts, indices, scales, longest)
+
+
+def _section_starts(num_waves: int, num_pieces: int, num_indices: int) -> list[int]:
+    """Where entries, starts, counts, token_indices and token_scales begin, and where all ends."""
+    sizes = [num_waves * num_pieces] * 3 + [num_indices] * 2
+    return list(itertools.accumulate((size + -size % _SECTION for size in sizes), initial=0))
 
 
 def head_blocks(table: LoraTable) -> tuple[tuple[str, ...], tuple[int, ...]]:

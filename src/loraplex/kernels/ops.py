@@ -93,6 +93,11 @@ class RowLayout:
     on_device: DeviceRows | None = None
     """For a backend that reads the rows there; then `block_tables` may be empty."""
 
+    @property
+    def num_device_rows(self) -> int | None:
+        """With those that have no tokens; None if the rows are not there."""
+        return None if self.on_device is None else self.on_device.seq_lens.shape[0]
+
 
 class Kernels(Protocol):
     """One backend. Its methods are pure but for the arguments that they are said to change."""

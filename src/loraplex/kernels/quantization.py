@@ -1,9 +1,10 @@
-"""Weights in 8 or 4 bits: how they are rounded, what that costs, and the reference of the product.
+"""Weights in 8 or 4 bits: how they are rounded, what that costs, and references of their products.
 
 A weight [out, in] is cut along the inputs into groups. Each output has one scale for each group, so
 w = q s, with q an integer: in int8 -127 .. 127, s = max |w| / 127; in int4 -8 .. 7, where s takes
-the sign that gives the largest weight of the group the number -8 (as llama.cpp's Q4_0). What is
-rounded is the same for every backend.
+the sign that gives the largest weight of the group the number -8 (as llama.cpp's Q4_0). In fp8 the
+group is the whole row and q a number of e4m3, s = max |w| / 448. What is rounded is the same for
+every backend.
 """
 
 import dataclasses
@@ -18,25 +19,30 @@ INT8_GROUP_SIZE = 512
 
 INT4_GROUP_SIZES = (128, 64, 32)
 
+FP8_DTYPE = torch.float8_e4m3fn
+FP8_MAX = 448.0
+
+SMALLEST_ROW = 2.0**-100
+"""A row or group of numbers that are all smaller counts as zeros: its scale has no reciprocal."""
+
 _INT16_MAX = 32767.0
-_SMALLEST_ROW = 2.0**-100
 _SAMPLED_ROWS = 256
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """Integers and scales. The last group may be shorter."""
+    """Numbers and scales. The last group may be shorter."""
 
     precision: WeightPrecision
     group_size: int
-    values: torch.Tensor  # [out, in] int8
+    values: torch.Tensor  # [out, in] int8, or FP8_DTYPE
     scales: torch.Tensor  # [out, groups] float32
 
     def dequantized(self) -> torch.Tensor:
         """[out, in] float32"""
         in_features = self.values.shape[1]
         wide = self.scales.repeat_interleave(self.group_size, 1)[:, :in_features]
-        return self.values * wide
+        return self.values.float() * wide
 
 
 def group_size_of(precision: WeightPrecision, in_features: int) -> int:
@@ -48,6 +54,8 @@ def group_size_of(precision: WeightPrecision, in_features: int) -> int:
         return 0
     if precision is WeightPrecision.INT8:
         return INT8_GROUP_SIZE
+    if precision is WeightPrecision.FP8:
+        return in_features
     for group_size in INT4_GROUP_SIZES:
         if in_features % group_size == 0:
             return group_size
@@ -72,16 +80,25 @@ def quantize(
     largest = groups.abs().amax(2)
     if not bool(largest.isfinite().all()):
         raise ConfigError("a weight that holds an infinity or a NaN cannot be quantised")
-    if precision is WeightPrecision.INT8:
-        scales, lowest, highest = largest / 127.0, -127, 127
+    if precision is WeightPrecision.INT4:
+        scales = torch.where(-groups.amin(2) == largest, -largest, largest) / -8.0
     else:
-        signed = torch.where(-groups.amin(2) == largest, -largest, largest)
-        scales, lowest, highest = signed / -8.0, -8, 7
+        scales = largest / (127.0 if precision is WeightPrecision.INT8 else FP8_MAX)
     # A group of numbers so small that their scale is 0, or has no reciprocal, becomes zeros.
-    factors = torch.where(largest < _SMALLEST_ROW, 0.0, 1.0 / scales)
-    values = (groups * factors.unsqueeze(2)).round_().clamp_(lowest, highest).to(torch.int8)
+    factors = torch.where(largest < SMALLEST_ROW, 0.0, 1.0 / scales)
+    values = _rounded(groups * factors.unsqueeze(2), precision)
     values = values.reshape(out_features, -1)[:, :in_features].contiguous()
     return QuantizedWeight(precision, group_size, values, scales.contiguous())
+
+
+def _rounded(numbers: torch.Tensor, precision: WeightPrecision) -> torch.Tensor:
+    """numbers: float32 in units of their scales; overwritten."""
+    match precision:
+        case WeightPrecision.FP8:
+            return numbers.clamp_(-FP8_MAX, FP8_MAX).to(FP8_DTYPE)
+        case WeightPrecision.INT8:
+            return numbers.round_().clamp_(-127, 127).to(torch.int8)
+    return numbers.round_().clamp_(-8, 7).to(torch.int8)
 
 
 def quantization_error(weight: torch.Tensor, precision: WeightPrecision) -> float:
@@ -124,7 +141,7 @@ def _quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     A row of tiny numbers counts as zeros; the scale of one that holds an infinity or a NaN is NaN.
     """
     largest = x.abs().amax(1, keepdim=True)
-    is_finite, is_zero = largest.isfinite(), largest < _SMALLEST_ROW
+    is_finite, is_zero = largest.isfinite(), largest < SMALLEST_ROW
     scales = torch.where(is_finite, largest / _INT16_MAX, torch.nan)
     scales = torch.where(is_zero, 0.0, scales)
     # A number over a tensor would be rounded twice: torch multiplies by the reciprocal.
@@ -132,3 +149,32 @@ def _quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     factors = torch.where(is_finite & ~is_zero, factors, 0.0)
     rows = torch.where(is_finite, x, 0.0) * factors
     return rows.round().double(), scales
+
+
+def quantize_fp8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Activations x [T, in] as FP8_DTYPE [T, in], and float32 scales [T, 1]: a row is the product.
+
+    A row of tiny numbers counts as zeros; the scale of one that holds an infinity or a NaN is NaN.
+    """
+    wide = x.float()
+    largest = wide.abs().amax(1, keepdim=True)
+    is_finite, is_zero = largest.isfinite(), largest < SMALLEST_ROW
+    # Numbers over tensors would be rounded twice: torch multiplies by the reciprocal.
+    most = torch.full_like(largest, FP8_MAX)
+    scales = torch.where(is_finite, torch.where(is_zero, 0.0, largest / most), torch.nan)
+    factors = torch.where(is_finite & ~is_zero, most / largest, 0.0)
+    rows = torch.where(is_finite, wide, 0.0) * factors
+    return rows.clamp_(-FP8_MAX, FP8_MAX).to(FP8_DTYPE), scales
+
+
+def fp8_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [T, in] -> [T, out] of x's type, slowly, where no device multiplies fp8.
+
+    The sums are exact: each product is a multiple of 2^-18, and float64 holds them all.
+    """
+    rows, row_scales = quantize_fp8_rows(x)
+    y = (rows.double() @ weight.values.double().t()).float()
+    y *= weight.scales[:, 0] * row_scales
+    if bias is not None:
+        y += bias.float()
+    return y.to(x.dtype)

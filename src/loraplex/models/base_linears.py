@@ -30,8 +30,8 @@ class BaseLinears:
     def __init__(self, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> None:
         """dtype: of the activations."""
         self._kernels = kernels
-        # torch's own linear layers take inputs of their weights' type only.
-        self._dtype = dtype if kernels.packed_layout == "torch" else torch.float32
+        # A CPU's panels take float32 whatever they hold; others take the activations' type only.
+        self._dtype = torch.float32 if kernels.packed_layout.startswith("panels") else dtype
         self._device = device
         self._places: dict[tuple[int, str], _Place] = {}
         self._norms: dict[int, torch.Tensor] = {}

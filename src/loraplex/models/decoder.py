@@ -90,7 +90,11 @@ class Decoder:
         if not _is_repeatable(batch):
             return self._logits(self._hidden(batch, kv, plans), batch)
         return self._kernels.repeat(
-            (id(self), id(kv), batch.token_ids.shape[0], batch.lora and batch.lora.num_waves),
+            (
+                *(id(self), id(kv), batch.token_ids.shape[0]),
+                batch.lora and batch.lora.num_waves,
+                batch.rows.num_device_rows,
+            ),
             (batch.token_ids, batch.positions, batch.slot_mapping, batch.lora, *plans.values()),
             lambda: self._kernels.linear(self._hidden(batch, kv, plans), self._lm_head),
         )
@@ -106,11 +110,13 @@ class Decoder:
         cos = kernels.take_rows(self._rotary.cos, batch.positions)
         sin = kernels.take_rows(self._rotary.sin, batch.positions)
         residual = kernels.take_rows(self._embedding, batch.token_ids)
+        _wait_for(OUTSIDE_LAYERS, batch)
         if batch.lora is not None and batch.lora.parts:
             embed(residual, batch.token_ids, batch.lora.parts)
         x = kernels.rms_norm(residual, self._first_norm, eps)
         layers = zip(self._layers, kv, self.config.layer_windows, self._next_norms, strict=True)
-        for layer, storage, window, next_norm in layers:
+        for index, (layer, storage, window, next_norm) in enumerate(layers):
+            _wait_for(index, batch)
             x, residual = layer.forward(x, residual, batch, (cos, sin), storage, plans[window])
             x, residual = kernels.add_rms_norm(x, residual, next_norm, eps)
         return x
@@ -144,4 +150,10 @@ def _is_repeatable(batch: ForwardBatch) -> bool:
     num_tokens = batch.token_ids.shape[0]
     if num_tokens > _MAX_REPEATED_TOKENS or batch.logits_indices.shape[0] < num_tokens:
         return False
-    return batch.lora is None or batch.lora.is_plain
+    return batch.lora is None or (batch.lora.is_plain and batch.lora.arrivals is None)
+
+
+def _wait_for(layer: int, batch: ForwardBatch) -> None:
+    """Where adapters are still arriving, until what they have for this layer is there."""
+    if batch.lora is not None and batch.lora.arrivals is not None:
+        batch.lora.arrivals.wait_for(layer)

@@ -10,6 +10,7 @@ from loraplex.core.errors import ConfigError, UnsupportedModelError
 from loraplex.models import llama, mistral, qwen2, qwen3
 from loraplex.models.config import DecoderConfig
 from loraplex.models.config_fields import ConfigFields, read_fields
+from loraplex.models.engine_folder import model_config_path
 
 ReadConfig = Callable[[ConfigFields], DecoderConfig]
 
@@ -26,12 +27,11 @@ ARCHITECTURES: Final[Mapping[str, ReadConfig]] = MappingProxyType(
 def read_config(folder: Path) -> DecoderConfig:
     """Read config.json, and the end tokens of generation_config.json where there is one.
 
+    The folder is a Hugging Face one, or one of engine_folder.
+
     Raises ConfigError for a broken file, UnsupportedModelError for what is not served yet.
     """
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ConfigError(f"{folder} is not a model folder: it has no config.json")
-    fields = read_fields(path)
+    fields = read_fields(model_config_path(folder))
     config = _family(fields)(fields)
     generation_path = folder / "generation_config.json"
     if generation_path.is_file():

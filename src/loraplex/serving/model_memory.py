@@ -64,11 +64,27 @@ class StoredAdapters(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
 
 
+class AcceleratorMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """A device's own memory, as it was when the engine had started."""
+
+    total: int
+    free: int
+    """Nobody has it, and no step will."""
+    other: int
+    """Neither free nor told elsewhere: programs, buffers, other processes."""
+
+
 class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
     weights_bytes: int
+    workspace_bytes: int = 0
+    """Left for what a step computes with; 0 on a CPU."""
+    graph_bytes: int = 0
+    """Of recorded steps."""
     kv: KVMemory
     device: DeviceTier
     host: HostTier
+    accelerator: AcceleratorMemory | None = None
+    """None: the device has no memory of its own."""
 
 
 def memory_of(
@@ -87,6 +103,8 @@ def memory_of(
     targets = layer_targets(num_layers, modules)
     return ModelMemory(
         weights_bytes=capacity.weights_bytes,
+        workspace_bytes=capacity.workspace_bytes,
+        graph_bytes=capacity.graph_bytes,
         kv=KVMemory(
             num_bytes=capacity.kv_cache_bytes,
             block_tokens=capacity.block_size,
@@ -113,7 +131,19 @@ def memory_of(
         host=HostTier(
             num_bytes=host_bytes, bytes_used=tiers.host_bytes_used, adapters=tiers.num_on_host
         ),
+        accelerator=_accelerator(capacity),
     )
+
+
+def _accelerator(capacity: Capacity) -> AcceleratorMemory | None:
+    total, free = capacity.device_bytes, capacity.device_free_bytes
+    if not total:
+        return None
+    told = (
+        *(capacity.weights_bytes, capacity.workspace_bytes, capacity.graph_bytes),
+        *(capacity.kv_cache_bytes, capacity.num_adapter_pages * capacity.adapter_page_bytes),
+    )
+    return AcceleratorMemory(total=total, free=free, other=max(total - free - sum(told), 0))
 
 
 def _fit(rank: int, pages: int, capacity: Capacity, stats: EngineStats) -> RankFit:

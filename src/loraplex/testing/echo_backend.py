@@ -207,8 +207,14 @@ class EchoBackend:
         return echo_tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def detokenize(
-        self, model: str, token_ids: Sequence[int], *, skip_special_tokens: bool = True
+        self,
+        model: str,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        is_continuation: bool = False,
     ) -> str:
+        del is_continuation  # a token is a byte, wherever it stands
         self._check_vocabulary(model, token_ids)
         return echo_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 

@@ -13,10 +13,13 @@ from loraplex.engine.engine import Engine, build_engine
 from loraplex.engine.journal import Journal
 from loraplex.execution.grammar.rows import GrammarRows
 from loraplex.execution.host_adapters import HostAdapters
-from loraplex.execution.model_runner import CompletedStep, ModelRunner, PreparedStep, RunnerParts
+from loraplex.execution.launched_step import StepWork
+from loraplex.execution.model_runner import ModelRunner, PreparedStep
+from loraplex.execution.runner_parts import RunnerParts
 from loraplex.execution.sampling.sampler import Sampler
 from loraplex.execution.threaded_runner import ThreadedRunner
 from loraplex.kernels.dispatch import select_kernels
+from loraplex.kernels.ops import Kernels
 from loraplex.memory.adapter_pages import place
 from loraplex.models.config import DecoderConfig
 from loraplex.scheduling.settings import SchedulerSettings
@@ -37,13 +40,20 @@ _LARGE = 1 << 30
 class FeatureEngines:
     """Of the same memory, so one at a time: what one left there must not matter to the next."""
 
-    def __init__(self, parts: RunnerParts) -> None:
-        """parts.sampler is not used; parts.host_adapters is filled."""
+    def __init__(self, parts: RunnerParts, kernels: Kernels | None = None) -> None:
+        """parts.sampler is not used; parts.host_adapters is filled. kernels: of the sampler; None
+        are the device's own.
+        """
         self._parts = parts
+        self._kernels = kernels or select_kernels(parts.device)
         self.sources = self._loader(random.Random(0)).sources
         geometry = parts.capacity.page_geometry
         self._num_pages = {s.digest: place(s.targets, geometry).num_pages for s in self.sources}
-        self._num_bytes = {source.digest: source.num_bytes for source in self.sources}
+        host_page_bytes = parts.capacity.host_page_bytes
+        self._num_bytes = {
+            s.digest: self._num_pages[s.digest] * host_page_bytes or s.num_bytes
+            for s in self.sources
+        }
 
     def plain(self, clock: FakeClock, logits_dir: Path) -> Engine:
         """Nothing is shared, guessed or planned ahead, and there is room for everything."""
@@ -73,8 +83,9 @@ class FeatureEngines:
             fast_forward=conditions.fast_forward,
             failures=failures,
         )
+        runs_in_launch = self._parts.accelerator is None
         engine = build_engine(
-            ThreadedRunner(runner) if conditions.overlap else runner,
+            ThreadedRunner(runner) if conditions.overlap and runs_in_launch else runner,
             self._loader(random.Random(f"loads {conditions.seed}")),
             clock,
             conditions.settings_for(requests),
@@ -92,7 +103,9 @@ class FeatureEngines:
 
     def _loader(self, draws: random.Random) -> "_LateAdapters":
         parts = self._parts
-        return _LateAdapters(parts.host_adapters, parts.decoder.config, draws)
+        adapters = _LateAdapters(parts.host_adapters, parts.decoder.config, draws)
+        adapters.prepare = parts.adapter_bank.prepare
+        return adapters
 
     def _runner(
         self,
@@ -103,15 +116,20 @@ class FeatureEngines:
         failures: Failures = (),
     ) -> "_FailingRunner":
         parts, vocab_size = self._parts, capacity.vocab_size
+        while parts.adapter_bank.arrived(wait=True):
+            pass  # of an engine that is dead
         sampler = Sampler(
             vocab_size,
             device=parts.device,
-            kernels=select_kernels(parts.device),
+            kernels=self._kernels,
             grammars=GrammarRows(vocab_size, vocabulary, fast_forward=fast_forward),
             logits_dir=logits_dir,
         )
         parts = dataclasses.replace(parts, capacity=capacity, sampler=sampler)
-        return _FailingRunner(parts, failures)
+        runner = _FailingRunner(parts, failures)
+        runner.forget_steps()
+        runner.record_steps()
+        return runner
 
 
 class _LateAdapters(RandomAdapters):
@@ -137,12 +155,12 @@ class _FailingRunner(ModelRunner):
         self._num_steps: Counter[str] = Counter()
         """With something in a field of the plan."""
 
-    def run(self, step: PreparedStep) -> CompletedStep:
+    def _execute(self, step: PreparedStep) -> StepWork:
         fields = {field for field in FAILING_FIELDS if getattr(step.plan, field)}
         self._num_steps.update(fields)
         reached = {(field, self._num_steps[field]) for field in fields}
         if not self._failures & reached:
-            return super().run(step)
+            return super()._execute(step)
         if step.plan.step_id % 2:
-            super().run(step)
-        return CompletedStep(PLANNED_FAILURE)
+            super()._execute(step)
+        raise PLANNED_FAILURE

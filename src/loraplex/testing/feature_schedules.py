@@ -19,7 +19,8 @@ from loraplex.core.stats import StepRecord
 from loraplex.engine.engine import Engine
 from loraplex.engine.journal_file import JournalFile, JournalReader
 from loraplex.engine.replay import replay
-from loraplex.execution.model_runner import RunnerParts
+from loraplex.execution.runner_parts import RunnerParts
+from loraplex.kernels.ops import Kernels
 from loraplex.serving.engines.replay import KILL_BLAME, RequestInWork
 from loraplex.testing.fake_clock import FakeClock
 from loraplex.testing.feature_answers import Answer
@@ -40,13 +41,13 @@ _JOURNAL_BYTES = 1 << 30
 class FeatureSchedules:
     """One model with its requests, which were answered alone first."""
 
-    def __init__(self, parts: RunnerParts, folder: Path) -> None:
-        """parts.sampler is not used; parts.host_adapters is filled. folder: for what is written."""
+    def __init__(self, parts: RunnerParts, folder: Path, kernels: Kernels | None = None) -> None:
+        """See FeatureEngines. folder: for what is written."""
         self.tally: Counter[str] = Counter()
         """What happened in the schedules."""
         self._folder = folder
         self._names = itertools.count()
-        self._engines = FeatureEngines(parts)
+        self._engines = FeatureEngines(parts, kernels)
         digests = [source.digest for source in self._engines.sources]
         self.requests = FeatureRequests(digests, self._first_tokens).make()
         self.alone = [self._answer_alone(request) for request in self.requests]

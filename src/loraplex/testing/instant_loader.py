@@ -13,10 +13,12 @@ class InstantLoader:
     def __init__(self, host: HostAdapters, make: Callable[[AdapterSource], HostAdapter]) -> None:
         self._host = host
         self._make = make
+        self.prepare: Callable[[HostAdapter], HostAdapter] = lambda adapter: adapter
+        """As AdapterBank.prepare."""
         self._loaded: list[FakeLoad] = []
 
     def start(self, handle: AdapterHandle, source: AdapterSource) -> None:
-        self._host.put(handle, self._make(source))
+        self._host.put(handle, self.prepare(self._make(source)))
         self._loaded.append(FakeLoad(handle))
 
     def poll(self) -> list[FakeLoad]:

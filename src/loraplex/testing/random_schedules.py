@@ -19,7 +19,8 @@ from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.engine.engine import Engine, build_engine
 from loraplex.execution.host_adapters import HostAdapter, HostAdapters, HostWeight
-from loraplex.execution.model_runner import ModelRunner, RunnerParts
+from loraplex.execution.model_runner import ModelRunner
+from loraplex.execution.runner_parts import RunnerParts
 from loraplex.execution.sampling.rows import num_logits_rows
 from loraplex.execution.sampling.sampler import Sampler
 from loraplex.execution.threaded_runner import ThreadedRunner

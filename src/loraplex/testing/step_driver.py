@@ -130,6 +130,41 @@ class StepDriver:
         )
 
 
+def run_in_turn(runner: Runner, plans: Sequence[StepPlan]) -> list[StepResult]:
+    """Each is waited for before the next is launched."""
+    return [runner.launch(plan).wait() for plan in plans]
+
+
+def run_ahead(runner: Runner, plans: Sequence[StepPlan]) -> list[StepResult]:
+    """Each is launched before the one before it is waited for, as with overlap."""
+    results, last = [], runner.launch(plans[0])
+    for plan in plans[1:]:
+        launched = runner.launch(plan)
+        results.append(last.wait())
+        last = launched
+    return [*results, last.wait()]
+
+
+def decoding_plans(num_decodes: int, samplings: Sequence[SamplingParams]) -> list[StepPlan]:
+    """Rows with prompts of three tokens, then so many steps in which each takes its own token.
+
+    Row i has slot i and block i.
+    """
+    slots = range(len(samplings))
+    added = tuple(
+        RowAdded(slot, slot, sampling, 5 + slot, 0, (7, 8, slot), 3)
+        for slot, sampling in zip(slots, samplings, strict=True)
+    )
+    prompts = tuple(
+        RowStep(slot, 0, 3, token_ids=(7, 8, slot), new_block_ids=((slot,),)) for slot in slots
+    )
+    decodes = (
+        StepPlan(2 + moved, rows=tuple(RowStep(slot, 3 + moved, 1) for slot in slots))
+        for moved in range(num_decodes)
+    )
+    return [StepPlan(1, added=added, rows=prompts), *decodes]
+
+
 def _added(sequence: _Running) -> RowAdded:
     prompt = sequence.prompt
     return RowAdded(

@@ -3,9 +3,9 @@ anything."""
 
 from pathlib import Path
 
-from loraplex.serving.text.tokenizer import load_tokenizer
 from loraplex.testing import tiny_tokenizers
 from loraplex.testing.tiny_model import TinyCheckpoint
+from loraplex.text.tokenizer import load_tokenizer
 
 
 def write_tiny_text_model(

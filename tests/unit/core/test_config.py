@@ -361,6 +361,38 @@ def test_a_list_in_a_variable_has_commas():
     assert resolve(layers).server.allowed_adapter_hosts == ("huggingface.co", "s3://ours")
 
 
+def test_settings_of_a_gpu():
+    config = resolve(layers(model(device="cuda"), {}, {})).models["m"]
+    assert (config.cuda_graphs, config.cuda_graph_batch_sizes) == (True, ())
+    assert (config.batch_invariant, config.attention_backend) == (False, "auto")
+    assert config.overlap is None
+    text = {
+        "cuda_graph_mode": "false",
+        "cudagraph_capture_sizes": "1, 8,32",
+        "batch_invariant": "true",
+        "attention_backend": "triton",
+        "overlap": "false",
+    }
+    config = resolve(layers(model(), text, {})).models["m"]
+    assert (config.cuda_graphs, config.cuda_graph_batch_sizes) == (False, (1, 8, 32))
+    assert (config.batch_invariant, config.attention_backend) == (True, "triton")
+    assert config.overlap is False
+    one = resolve(layers(model(cuda_graph_batch_sizes=4, use_cuda_graph=True), {}, {}))
+    assert one.models["m"].cuda_graph_batch_sizes == (4,)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("cuda_graph_batch_sizes", (1, 257), "must be numbers from 1 to 256"),
+        ("cuda_graph_batch_sizes", (0,), "must be numbers from 1 to 256"),
+        ("attention_backend", "fa3", "must be one of auto, triton, flashinfer, torch"),
+    ],
+)
+def test_wrong_settings_of_a_gpu(field, value, message):
+    assert message in error_of(*layers(model(**{field: value}), {}, {}))
+
+
 def test_the_words_of_tensorrt_llm():
     values = {
         "gpt_model_type": "V1",

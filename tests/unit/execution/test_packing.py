@@ -14,7 +14,7 @@ from loraplex.models.parameters import LinearPlace
 from loraplex.testing.tiny_model import TinyCheckpoint
 
 CPU = torch.device("cpu")
-NATIVE, INT8, INT4 = WeightPrecision
+NATIVE, INT8, INT4, FP8 = WeightPrecision
 
 
 class NotingKernels(ReferenceKernels):
@@ -50,7 +50,7 @@ def pack(
 
 @pytest.mark.parametrize(
     ("precision", "of_layers", "of_lm_head"),
-    [(NATIVE, NATIVE, NATIVE), (INT8, INT8, INT8), (INT4, INT4, INT8)],
+    [(NATIVE, NATIVE, NATIVE), (INT8, INT8, INT8), (INT4, INT4, INT8), (FP8, FP8, INT8)],
 )
 def test_every_linear_layer_has_its_precision(checkpoint, precision, of_layers, of_lm_head):
     kernels = NotingKernels()
@@ -58,7 +58,7 @@ def test_every_linear_layer_has_its_precision(checkpoint, precision, of_layers, 
     assert kernels.precisions == [of_layers] * 8 + [of_lm_head]
 
 
-@pytest.mark.parametrize("precision", [INT8, INT4])
+@pytest.mark.parametrize("precision", [INT8, INT4, FP8])
 def test_embedding_and_norms_stay_as_they_are(checkpoint, precision):
     parameters = pack(checkpoint, precision).parameters
     assert torch.equal(parameters.embedding, checkpoint.tensors["model.embed_tokens.weight"])

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from loraplex.core.adapter import OUTSIDE_LAYERS, LoraTarget, TargetPart
-from loraplex.execution.host_adapters import HostPart
-from loraplex.execution.resident_parts import PartsWriter
+from loraplex.execution.adapter_layout import PieceWriter
+from loraplex.execution.host_adapters import HostAdapter, HostPart
+from loraplex.execution.resident_parts import PartsViews
 from loraplex.kernels.adapter_parts import AdapterParts
 
 BIAS = torch.tensor([1.0, -2.0, 3.0, 4.0])
@@ -23,10 +24,14 @@ class Base:
 
 
 def written(*parts: HostPart, ties=False, factors: Any = None, **result) -> AdapterParts:
-    writer = PartsWriter(Base(), factors or {}, ties_embeddings=ties)  # type: ignore[arg-type]
+    adapter = HostAdapter("digest", (), parts, factors or {})
+    writer = PieceWriter(adapter, Base())  # type: ignore[arg-type]
+    views = PartsViews(ties_embeddings=ties)
     for part in parts:
-        writer.write(part, torch.zeros(part.target.num_elements))
-    return writer.result(**{"has_head_lora": False} | result)
+        place = torch.zeros(part.target.num_elements)
+        writer.write(part, place)
+        views.add(part, place)
+    return views.result(**{"has_head_lora": False} | result)
 
 
 def vector(part: TargetPart, values: list[float], first=0, num_vectors=1, **fields) -> HostPart:

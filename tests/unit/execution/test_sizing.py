@@ -1,6 +1,7 @@
 """From settings to numbers of blocks and pages."""
 
 import dataclasses
+import re
 from typing import Any
 
 import hypothesis.strategies as st
@@ -17,10 +18,12 @@ from loraplex.execution.sizing import (
     choose_device,
     choose_dtype,
     choose_kv_dtype,
+    describe_memory,
     size_adapter_pool,
     size_memory,
     smallest_pool_bytes,
 )
+from loraplex.execution.step_memory import StepMemory
 from loraplex.memory.adapter_cache import AdapterCache
 from loraplex.memory.adapter_pages import layer_targets, pages_at_rank
 from loraplex.models.attention import attention_shape
@@ -126,9 +129,12 @@ def test_a_pool_that_is_too_small_says_what_it_takes() -> None:
 
 
 WEIGHTS = 1 << 20
+NO_STEPS = StepMemory()
 
 
-def memory(free_bytes: int | None = None, **settings: Any) -> MemorySize:
+def memory(
+    free_bytes: int | None = None, steps: StepMemory = NO_STEPS, **settings: Any
+) -> MemorySize:
     return size_memory(
         RunnerSettings(**settings),
         TINY_DECODER,
@@ -136,6 +142,7 @@ def memory(free_bytes: int | None = None, **settings: Any) -> MemorySize:
         kv_dtype=torch.float32,
         weights_bytes=WEIGHTS,
         free_bytes=free_bytes,
+        steps=steps,
     )
 
 
@@ -194,6 +201,45 @@ class TestMemory:
         least = smallest_pool_bytes(RunnerSettings(), TINY_DECODER, torch.float32)
         with pytest.raises(ConfigError, match="or a larger memory_bytes"):
             memory(memory_bytes=WEIGHTS + least + 3 * BLOCK_BYTES, max_model_len=100)
+
+    def test_steps_come_before_the_shares(self) -> None:
+        free, steps = 200 << 20, StepMemory(60 << 20, 40 << 20)
+        size = memory(free, steps, lora_device_fraction=0.5)
+        assert kv_bytes(size) == pytest.approx(0.9 * (100 << 20), rel=0.01)
+        assert pool_bytes(size) == pytest.approx(0.5 * 0.1 * (100 << 20), rel=0.02)
+
+    def test_a_budget_holds_the_steps_too(self) -> None:
+        budget, steps = 100 << 20, StepMemory(20 << 20, 10 << 20)
+        size = memory(200 << 20, steps, memory_bytes=budget)
+        assert kv_bytes(size) == pytest.approx(0.9 * (budget - WEIGHTS - (30 << 20)), rel=0.01)
+
+    def test_steps_that_leave_no_room_name_what_to_lower(self) -> None:
+        least = smallest_pool_bytes(RunnerSettings(), TINY_DECODER, torch.float32) + BLOCK_BYTES
+        steps = StepMemory(60 << 20, 40 << 20)
+        fits = memory((100 << 20) + least, steps)
+        assert fits.kv.num_blocks == 1
+        with pytest.raises(ConfigError, match=r"by 7 bytes: turn cuda_graphs off") as caught:
+            memory((100 << 20) + least - 7, steps)
+        assert caught.value.param == "max_num_batched_tokens"
+
+    def test_said_bytes_that_a_device_does_not_have(self) -> None:
+        with pytest.raises(ConfigError, match=r"lower kv_cache_bytes by \d+ bytes") as caught:
+            memory(100 << 20, kv_cache_bytes=100 << 20)
+        assert caught.value.param == "kv_cache_bytes"
+        (by,) = map(int, re.findall(r"kv_cache_bytes by (\d+)", caught.value.message))
+        memory(100 << 20, kv_cache_bytes=(100 << 20) - by)
+        with pytest.raises(ConfigError):
+            memory(100 << 20, kv_cache_bytes=(100 << 20) - by + BLOCK_BYTES)
+        with pytest.raises(ConfigError, match="lower lora_device_bytes by"):
+            memory(100 << 20, lora_device_bytes=200 << 20)
+
+    def test_the_line_of_the_log(self) -> None:
+        size, settings = memory(200 << 20), RunnerSettings()
+        line = describe_memory(3 << 20, size, settings, TINY_DECODER, torch.float32)
+        assert line.startswith("memory: weights 3 MiB; KV cache 180 MiB")
+        steps = StepMemory(5 << 20, 7 << 20)
+        line = describe_memory(3 << 20, size, settings, TINY_DECODER, torch.float32, steps)
+        assert "weights 3 MiB; steps 5 MiB; recorded steps 7 MiB; KV cache" in line
 
     @given(st.integers(1 << 21, 1 << 28), st.floats(0.01, 1.0), st.floats(0.01, 1.0))
     def test_all_together_never_exceed_the_budget(

@@ -7,14 +7,32 @@ from loraplex.core.errors import ConfigError
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.execution.packing import WeightFormat, pack_checkpoint
 from loraplex.execution.weight_size import weights_size
+from loraplex.kernels.accelerator import HostAccelerator
+from loraplex.kernels.cuda.backend import CudaKernels
 from loraplex.kernels.dispatch import select_kernels
+from loraplex.kernels.ops import Kernels
 from loraplex.models.registry import read_config
 from loraplex.testing.capitals import BASE_PATH
 
 
-@pytest.mark.parametrize("precision", list(WeightPrecision))
-def test_it_is_what_is_packed(precision):
-    config, kernels = read_config(BASE_PATH), select_kernels(torch.device("cpu"))
+def backends() -> dict[str, Kernels]:
+    return {
+        "cpu": select_kernels(torch.device("cpu")),
+        "gpu": CudaKernels(HostAccelerator()),
+    }
+
+
+@pytest.mark.parametrize(
+    ("backend", "precision"),
+    [
+        (backend, precision)
+        for backend in ("cpu", "gpu")
+        for precision in WeightPrecision
+        if (backend, precision) != ("cpu", WeightPrecision.FP8)
+    ],
+)
+def test_it_is_what_is_packed(backend, precision):
+    config, kernels = read_config(BASE_PATH), backends()[backend]
     form = WeightFormat(dtype=torch.bfloat16, precision=precision)
     packed = pack_checkpoint(BASE_PATH, config, kernels, form).num_bytes
     assert weights_size(config, torch.bfloat16, precision) == pytest.approx(packed, rel=0.02)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from loraplex.core.errors import ConfigError
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.native.library import (
     LIBRARY_FOLDER,
@@ -165,7 +166,7 @@ def test_the_packed_layout_is_the_same_for_every_instruction_set(
     assert all(torch.equal(panels[0], other) for other in panels[1:])
 
 
-@pytest.mark.parametrize("precision", list(WeightPrecision))
+@pytest.mark.parametrize("precision", [WeightPrecision.NATIVE, INT8, INT4])
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 def test_panels_may_be_a_read_only_file_at_any_place(
     kernel: LinearKernel, precision: WeightPrecision, generator: torch.Generator, tmp_path: Path
@@ -195,3 +196,8 @@ def test_sizes_that_no_kernel_takes(kernel: LinearKernel) -> None:
     assert kernel.packed_bytes(kinds[INT4], 128, 16, 128) > 0
     assert kernel.packed_bytes(kinds[INT4], 128, 16, 192) == 0
     assert kernel.packed_bytes(kinds[INT4], 16, 16, 32) == 0
+
+
+def test_fp8_is_for_a_gpu(kernel: LinearKernel) -> None:
+    with pytest.raises(ConfigError, match=r"fp8 needs a GPU; on a CPU int8"):
+        kernel.pack(torch.ones(16, 16), None, WeightPrecision.FP8)

@@ -8,19 +8,21 @@ from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.dispatch import select_kernels
 from loraplex.kernels.ops import Kernels
 from loraplex.kernels.quantization import (
+    fp8_linear,
     group_size_of,
     quantization_error,
     quantize,
+    quantize_fp8_rows,
     quantized_linear,
 )
 from loraplex.kernels.reference import ReferenceKernels
 
 CPU = torch.device("cpu")
-INT8, INT4 = WeightPrecision.INT8, WeightPrecision.INT4
+INT8, INT4, FP8 = WeightPrecision.INT8, WeightPrecision.INT4, WeightPrecision.FP8
 QUANTIZED = [INT8, INT4]
 
 # Relative errors in the 2-norm with Gaussian weights; 16-bit inputs add nothing that shows.
-LARGEST_ERROR = {INT8: 0.01, INT4: 0.12}
+LARGEST_ERROR = {INT8: 0.01, INT4: 0.12, FP8: 0.03}
 
 
 def gaussian(*sizes: int) -> torch.Tensor:
@@ -44,7 +46,7 @@ def test_the_error_is_that_of_rounding_the_weight(
     assert error_of(quantized_linear(x, quantized, None), rounded) < 1e-4
 
 
-@pytest.mark.parametrize("precision", QUANTIZED)
+@pytest.mark.parametrize("precision", [*QUANTIZED, FP8])
 def test_the_reported_error_is_that_of_the_whole_weight(precision: WeightPrecision) -> None:
     weight = gaussian(1000, 512)
     difference = quantize(weight, precision).dequantized() - weight
@@ -70,7 +72,7 @@ def test_every_number_is_within_half_a_step(precision: WeightPrecision) -> None:
     assert (int(quantized.values.min()), int(quantized.values.max())) == limits
 
 
-@pytest.mark.parametrize("precision", QUANTIZED)
+@pytest.mark.parametrize("precision", [*QUANTIZED, FP8])
 def test_zeros_and_the_smallest_numbers_stay_finite(precision: WeightPrecision) -> None:
     weight = torch.zeros(3, 128)
     weight[1], weight[2, 5] = 1e-44, 1e-38
@@ -79,7 +81,7 @@ def test_zeros_and_the_smallest_numbers_stay_finite(precision: WeightPrecision) 
     assert torch.equal(quantized.values, torch.zeros_like(quantized.values))
 
 
-@pytest.mark.parametrize("precision", QUANTIZED)
+@pytest.mark.parametrize("precision", [*QUANTIZED, FP8])
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 def test_a_weight_must_hold_numbers(precision: WeightPrecision, bad: float) -> None:
     weight = gaussian(3, 128)
@@ -120,7 +122,7 @@ def test_every_backend_serves_the_same_numbers(
     assert error_of(kernels.linear(x, packed), x.double() @ weight.double().t() + bias) > 1e-3
 
 
-@pytest.mark.parametrize("precision", QUANTIZED)
+@pytest.mark.parametrize("precision", [*QUANTIZED, FP8])
 def test_the_largest_number_of_a_group_is_kept(precision: WeightPrecision) -> None:
     """Whatever its sign, and although int4 reaches further below zero than above."""
     weight = gaussian(64, 512)
@@ -129,3 +131,44 @@ def test_the_largest_number_of_a_group_is_kept(precision: WeightPrecision) -> No
     places = groups.abs().argmax(1, keepdim=True)
     kept = quantized.dequantized().reshape_as(groups).gather(1, places)
     torch.testing.assert_close(kept, groups.gather(1, places), rtol=1e-6, atol=0.0)
+
+
+def test_fp8_has_one_scale_for_each_output() -> None:
+    weight = gaussian(20, 96) * torch.logspace(-20, 20, 20).unsqueeze(1)
+    quantized = quantize(weight, FP8)
+    assert (quantized.values.dtype, quantized.scales.shape) == (torch.float8_e4m3fn, (20, 1))
+    assert quantized.group_size == group_size_of(FP8, 96) == 96
+    # 3 bits behind the point, and steps of 2^-9 where numbers are small.
+    allowed = (weight.abs() * 2**-4).maximum(quantized.scales * 2**-10) * 1.0001
+    assert ((quantized.dequantized() - weight).abs() <= allowed).all()
+
+
+def test_the_products_of_fp8() -> None:
+    weight, bias, x = gaussian(48, 96), gaussian(48), gaussian(9, 96)
+    quantized = quantize(weight, FP8)
+    rows, scales = quantize_fp8_rows(x)
+    assert error_of(rows.double() * scales, x.double()) < LARGEST_ERROR[FP8]
+    y = fp8_linear(x, quantized, bias)
+    rounded = (rows.double() * scales) @ quantized.dequantized().double().t() + bias
+    assert error_of(y, rounded) < 1e-6
+    assert error_of(y, x.double() @ weight.double().t() + bias) < 2 * LARGEST_ERROR[FP8]
+    assert fp8_linear(x.half(), quantized, bias).dtype == torch.float16
+
+
+def test_in_fp8_too_a_row_keeps_to_itself() -> None:
+    weight, x = quantize(gaussian(40, 256), FP8), gaussian(7, 256)
+    expected = fp8_linear(x, weight, None)
+    x[2] *= 1000.0
+    x[3], x[4, 5], x[5, 0] = 0.0, torch.nan, torch.inf
+    y = fp8_linear(x, weight, None)
+    assert torch.equal(y[[0, 1, 6]], expected[[0, 1, 6]])
+    assert y[2].isfinite().all()
+    assert torch.equal(y[3], torch.zeros(40))
+    assert y[4:6].isnan().all()
+
+
+def test_the_reference_backend_multiplies_rounded_weights() -> None:
+    weight, x = gaussian(50, 256), gaussian(9, 256)
+    kernels = ReferenceKernels(CPU)
+    y = kernels.linear(x, kernels.pack_linear(weight, None, FP8))
+    assert error_of(y, x.double() @ quantize(weight, FP8).dequantized().double().t()) < 1e-6

@@ -20,11 +20,11 @@ from loraplex.serving.backend import ModelCard
 from loraplex.serving.engines.async_engine import AsyncEngine
 from loraplex.serving.served_model import ServedModel
 from loraplex.serving.text.chat_template import ChatTemplate
-from loraplex.serving.text.tokenizer import load_tokenizer
 from loraplex.testing.capitals import BASE_PATH
 from loraplex.testing.fake_engine_process import FakeEngineSettings, fake_engine_thread
 from loraplex.testing.fake_loader import fake_source
 from loraplex.testing.fake_runner import FAKE_CAPACITY
+from loraplex.text.tokenizer import load_tokenizer
 
 
 @pytest.fixture

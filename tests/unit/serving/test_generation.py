@@ -20,8 +20,8 @@ from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.serving.engines.output_stream import OutputStream
 from loraplex.serving.generation import Generation
-from loraplex.serving.text.tokenizer import load_tokenizer
 from loraplex.testing.capitals import BASE_PATH
+from loraplex.text.tokenizer import load_tokenizer
 
 ADAPTERS = (ResolvedAdapter("zh", "digest", 0.5),)
 TIMING = RequestTiming(arrival_ns=1, last_token_ns=9)

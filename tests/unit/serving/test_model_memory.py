@@ -5,6 +5,7 @@ import msgspec
 from loraplex.core.plan import PageGeometry
 from loraplex.core.stats import AdapterTierStats, EngineStats
 from loraplex.serving.model_memory import (
+    AcceleratorMemory,
     DeviceTier,
     HostTier,
     KVMemory,
@@ -56,6 +57,18 @@ def test_every_number_is_in_its_place():
         ),
         host=HostTier(num_bytes=1000, bytes_used=300, adapters=4),
     )
+
+
+def test_a_device_of_its_own():
+    capacity = msgspec.structs.replace(
+        CAPACITY, workspace_bytes=300, graph_bytes=20, device_bytes=30000, device_free_bytes=5000
+    )
+    arguments = {"num_layers": 2, "modules": {"q": (4, 6)}, "ranks": (8,), "host_bytes": 1}
+    memory = memory_of(capacity, STATS, **arguments)
+    assert (memory.workspace_bytes, memory.graph_bytes) == (300, 20)
+    other = 30000 - 5000 - (9000 + 300 + 20 + 7000 + 4000)
+    assert memory.accelerator == AcceleratorMemory(total=30000, free=5000, other=other)
+    assert memory_of(CAPACITY, STATS, **arguments).accelerator is None
 
 
 def test_files_are_counted_once(tmp_path):

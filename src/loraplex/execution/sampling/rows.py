@@ -36,27 +36,31 @@ class SampledRow:
     is_greedy: bool
     takes_likeliest: bool
     """Whatever the step: its next token is the likeliest, and needs no edit of the logits."""
+    draws_blindly: bool
+    """Whatever the step: its next token does not depend on what the ones before it are."""
+    num_pending: int = 0
+    """Tokens that were drawn, and are not known here yet."""
 
     @classmethod
     def of(cls, added: RowAdded, vocab_size: int) -> "SampledRow":
         rules = RowRules.of(added, vocab_size)
         sampling, output = added.sampling, added.token_ids[added.num_prompt_tokens :]
+        top_p = DecayingTopP(sampling, output) if DecayingTopP.matters(sampling) else None
+        is_free = rules is None and sampling.grammar is None and not sampling.return_logits
         return cls(
             added=added,
             sampling=sampling,
             token_ids=list(added.token_ids),
             rules=rules,
-            top_p=DecayingTopP(sampling, output) if DecayingTopP.matters(sampling) else None,
+            top_p=top_p,
             is_greedy=sampling.is_greedy,
-            takes_likeliest=sampling.is_greedy
-            and rules is None
-            and sampling.grammar is None
-            and not sampling.return_logits,
+            takes_likeliest=sampling.is_greedy and is_free,
+            draws_blindly=is_free and (sampling.is_greedy or top_p is None),
         )
 
     @property
     def num_outputs(self) -> int:
-        return len(self.token_ids) - self.added.num_prompt_tokens
+        return len(self.token_ids) + self.num_pending - self.added.num_prompt_tokens
 
     def append(self, token_ids: Sequence[int]) -> None:
         self.token_ids.extend(token_ids)

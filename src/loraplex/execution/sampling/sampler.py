@@ -17,10 +17,17 @@ from loraplex.core.errors import ErrorInfo, InvalidParameterError, RowFailedErro
 from loraplex.core.plan import LogitsNeeded, RowAdded, RowResult, RowStep, Slot
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.execution.sampling.beam_candidates import find_candidates
-from loraplex.execution.sampling.logits_edits import IntArray, LogitsEdits
+from loraplex.execution.sampling.blind_draws import draw_blindly, draw_options, is_drawn_blindly
+from loraplex.execution.sampling.logits_edits import LogitsEdits
 from loraplex.execution.sampling.logits_files import LogitsFiles
 from loraplex.execution.sampling.logits_processors import LogitsProcessors
-from loraplex.execution.sampling.philox import Purpose, uniforms
+from loraplex.execution.sampling.pending_samples import (
+    EndedSample,
+    LateSample,
+    PendingSample,
+    SentSample,
+    not_finite,
+)
 from loraplex.execution.sampling.row_grammars import RowGrammars
 from loraplex.execution.sampling.rows import (
     Draw,
@@ -35,11 +42,10 @@ from loraplex.execution.sampling.token_logprobs import (
     wanted_of_prompts,
     wanted_of_tokens,
 )
+from loraplex.execution.token_feed import TokenFeed
 from loraplex.kernels.ops import Kernels
 from loraplex.kernels.reference import ReferenceKernels
-from loraplex.kernels.sampling import DrawOptions
 
-_NOT_FINITE = "the model gave logits that are NaN or inf"
 _LIMITING = {
     "grammar": "grammar",
     "allowed_token_ids": "allowed_token_ids",
@@ -86,9 +92,13 @@ class Sampler:
         if self._grammars is not None:
             self._grammars.remove_row(slot)
 
-    def last_token(self, slot: Slot) -> int:
-        """The newest token of the row: what RowStep.token_ids = None means."""
-        return self._rows[slot].token_ids[-1]
+    def last_token(self, slot: Slot) -> int | None:
+        """The newest token of the row: what RowStep.token_ids = None means.
+
+        None: it was launched, and not finished; TokenFeed.newest has it.
+        """
+        row = self._rows[slot]
+        return None if row.num_pending else row.token_ids[-1]
 
     def begin(self, steps: Sequence[RowStep]) -> None:
         """Call it before the logits of a step are computed: what needs none is done beside."""
@@ -98,6 +108,33 @@ class Sampler:
     def close(self) -> None:
         if self._grammars is not None:
             self._grammars.close()
+
+    def launch(
+        self, logits: torch.Tensor, steps: Sequence[RowStep], feed: TokenFeed | None
+    ) -> PendingSample:
+        """As `sample`, in two phases, which do not wait for the device where that is possible.
+
+        Samples are finished in the order of their launch, and one that does not wait for tokens
+        before the next step is computed. feed: of an accelerator; None, and all is done at once.
+        If it raises, nothing has changed.
+        """
+        if feed is None:
+            return EndedSample(self.sample(logits, steps))
+        rows = [self._rows[step.slot] for step in steps]
+        if not all(map(is_drawn_blindly, steps, rows)):
+            return LateSample(lambda: self.sample(logits, steps), feed.event())
+        for step in steps:
+            self._learn(step)
+        drawing = [
+            (step, row)
+            for step, row in zip(steps, rows, strict=True)
+            if step.logits is not LogitsNeeded.NONE
+        ]
+        drawn = [row for _, row in drawing]
+        assert logits.shape == (len(drawn), self._vocab_size), "one logits row per row that draws"
+        tokens = draw_blindly(self._kernels, logits, drawn, feed)
+        sent = feed.put([step.slot for step, _ in drawing], tokens)
+        return SentSample(steps, drawn, sent)
 
     def sample(self, logits: torch.Tensor, steps: Sequence[RowStep]) -> list[RowResult]:
         """Sample the rows of a step; one result per step row, in their order.
@@ -111,28 +148,27 @@ class Sampler:
         RowFailedError of its own; the others are not touched by it.
         """
         for step in steps:
-            if step.token_ids is not None:
-                self._learn(step, step.token_ids)
+            self._learn(step)
         is_plain = [self._is_plain(step) for step in steps]
         if all(is_plain):
             assert logits.shape == (len(steps), self._vocab_size), "one logits row per step"
-            return self._sample_plain(logits, steps, np.arange(len(steps)))
+            return self._take_likeliest(steps, *self._kernels.argmax(logits, np.arange(len(steps))))
         sizes = [num_logits_rows(step) for step in steps]
         assert logits.shape == (sum(sizes), self._vocab_size), "one logits row per wanted position"
         if not any(is_plain):
             return self._sample_any(logits, steps, sizes)
         # Rows that want more must not make those dear that want no more than the likeliest token.
         of_plain = np.repeat(is_plain, sizes)
-        plain = self._sample_plain(
-            logits, list(itertools.compress(steps, is_plain)), np.flatnonzero(of_plain)
-        )
-        others = [not likeliest for likeliest in is_plain]
+        # What may find no memory comes before any row gets its token: the step may come again.
+        likeliest = self._kernels.argmax(logits, np.flatnonzero(of_plain))
+        others = [not plain for plain in is_plain]
         kept = torch.from_numpy(np.flatnonzero(~of_plain)).to(logits.device)
         rest = self._sample_any(
             logits[kept],
             list(itertools.compress(steps, others)),
             list(itertools.compress(sizes, others)),
         )
+        plain = self._take_likeliest(list(itertools.compress(steps, is_plain)), *likeliest)
         results = {result.slot: result for result in (*plain, *rest)}
         return [results[step.slot] for step in steps]
 
@@ -155,14 +191,16 @@ class Sampler:
         good_rows = [r for r, ok in zip(rows, usable, strict=True) if ok]
         sampled = self._sample(logits, best_ids.tolist(), good_rows)
         return [
-            sampled[row.step.slot] if ok else _failed(row.step.slot, _NOT_FINITE)
+            sampled[row.step.slot] if ok else not_finite(row.step.slot)
             for row, ok in zip(rows, usable, strict=True)
         ]
 
-    def _learn(self, step: RowStep, token_ids: Sequence[int]) -> None:
+    def _learn(self, step: RowStep) -> None:
         """A beam's token was chosen elsewhere."""
+        if step.token_ids is None:
+            return
         row = self._rows[step.slot]
-        beyond = token_ids[max(0, len(row.token_ids) - step.start) :]
+        beyond = step.token_ids[max(0, len(row.token_ids) + row.num_pending - step.start) :]
         if beyond:
             row.append([i if 0 <= i < self._vocab_size else 0 for i in beyond])
 
@@ -176,20 +214,19 @@ class Sampler:
             and self._rows[step.slot].takes_likeliest
         )
 
-    def _sample_plain(
-        self, logits: torch.Tensor, steps: Sequence[RowStep], rows: IntArray
+    def _take_likeliest(
+        self, steps: Sequence[RowStep], token_ids: torch.Tensor, maxima: torch.Tensor
     ) -> list[RowResult]:
-        """As sample(), of steps whose logits lie in these rows; most steps of greedy requests are
-        such, so it does nothing that is not needed.
+        """As sample(), of steps that want no more than these tokens; most steps of greedy requests
+        are such, so it does nothing that is not needed.
         """
-        best_ids, maxima = self._kernels.argmax(logits, rows)
         results = []
-        for step, token_id, maximum in zip(steps, best_ids.tolist(), maxima.tolist(), strict=True):
+        for step, token_id, maximum in zip(steps, token_ids.tolist(), maxima.tolist(), strict=True):
             if math.isfinite(maximum):
                 self._rows[step.slot].token_ids.append(token_id)
                 results.append(RowResult(step.slot, (token_id,)))
             else:
-                results.append(_failed(step.slot, _NOT_FINITE))
+                results.append(not_finite(step.slot))
         return results
 
     def _sample(
@@ -278,24 +315,10 @@ class Sampler:
         return token_ids
 
     def _draw(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
-        params = [draw.row.sampling for draw in draws]
-        options = DrawOptions(
-            temperature=np.array([p.temperature for p in params], dtype=np.float32),
-            top_k=np.array([max(p.top_k, 0) for p in params], dtype=np.int64),
-            top_p=np.array([d.row.top_p_after(d.accepted) for d in draws], dtype=np.float64),
-            min_p=np.array([p.min_p for p in params], dtype=np.float64),
-            uniforms=uniforms(
-                [(d.row.added.seed, d.row.added.sequence_index, d.output_index) for d in draws],
-                Purpose.TOKEN,
-            ),
-        )
         rows = np.array([draw.logits_row for draw in draws])
-        token_ids: list[int] = self._kernels.draw_tokens(logits, rows, options).tolist()
+        drawn = self._kernels.draw_tokens(logits, rows, draw_options(draws))
+        token_ids: list[int] = drawn.tolist()
         return token_ids
-
-
-def _failed(slot: Slot, reason: str) -> RowResult:
-    return RowResult(slot, error=RowFailedError(f"no token could be sampled: {reason}").to_info())
 
 
 def _nothing_left(sampling: SamplingParams) -> ErrorInfo:

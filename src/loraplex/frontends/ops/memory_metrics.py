@@ -28,6 +28,7 @@ class MemoryCollector(Collector):
         memories = dict(self._memories())
         yield _memory_bytes(memories)
         yield _device_bytes(memories)
+        yield _accelerator_bytes(memories)
         yield _fits(memories)
         yield self._load_seconds()
 
@@ -54,7 +55,7 @@ class MemoryCollector(Collector):
 def _memory_bytes(memories: dict[str, ModelMemory]) -> Metric:
     family = GaugeMetricFamily(
         "loraplex_memory_bytes",
-        "Bytes set aside: weights, KV cache, and the two tiers of adapters.",
+        "Bytes set aside: weights, KV cache, the two tiers of adapters, and what steps take.",
         labels=["model", "part"],
     )
     for model, memory in memories.items():
@@ -62,6 +63,24 @@ def _memory_bytes(memories: dict[str, ModelMemory]) -> Metric:
         family.add_metric([model, "kv_cache"], memory.kv.num_bytes)
         family.add_metric([model, "adapter_device"], memory.device.num_bytes)
         family.add_metric([model, "adapter_host"], memory.host.num_bytes)
+        if memory.accelerator is not None:
+            family.add_metric([model, "workspace"], memory.workspace_bytes)
+            family.add_metric([model, "graphs"], memory.graph_bytes)
+    return family
+
+
+def _accelerator_bytes(memories: dict[str, ModelMemory]) -> Metric:
+    family = GaugeMetricFamily(
+        "loraplex_accelerator_bytes",
+        "Bytes of a device's own memory, as they were when the engine had started: all, free, and "
+        "what is neither free nor set aside by this engine.",
+        labels=["model", "state"],
+    )
+    for model, memory in memories.items():
+        if memory.accelerator is not None:
+            family.add_metric([model, "total"], memory.accelerator.total)
+            family.add_metric([model, "free"], memory.accelerator.free)
+            family.add_metric([model, "other"], memory.accelerator.other)
     return family
 
 

@@ -27,12 +27,26 @@ from loraplex.kernels.sampling import DrawOptions, IntArray, TopLogprobs
 class CudaKernels:
     """Implements `Kernels` for tensors of one accelerator."""
 
-    def __init__(self, accelerator: Accelerator, *, batch_invariant: bool = False) -> None:
-        """batch_invariant: a row's result has the same bits alone and in company; slower."""
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        *,
+        batch_invariant: bool = False,
+        attention_backend: str = "auto",
+    ) -> None:
+        """batch_invariant: a row's result has the same bits alone and in company; slower.
+
+        attention_backend: as in RunnerSettings.
+        """
         device = accelerator.device
         self.graphs = StepGraphs(accelerator)
         self._linear = LinearKernel(device, batch_invariant=batch_invariant)
-        self._attention = AttentionKernel(device, batch_invariant=batch_invariant)
+        self._attention = AttentionKernel(
+            device,
+            batch_invariant=batch_invariant,
+            backend=attention_backend,
+            accelerator=accelerator,
+        )
         self._lora = LoraKernel(device, batch_invariant=batch_invariant)
 
     def repeat(

@@ -31,6 +31,9 @@ class StepGraphs:
     def __len__(self) -> int:
         return len(self._recordings)
 
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._recordings
+
     def clear(self) -> None:
         """Forget all, such as those of a KV cache that is gone."""
         self._recordings.clear()

@@ -5,6 +5,7 @@ import enum
 
 import torch
 
+from loraplex.core.errors import ConfigError
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.native.library import DTYPES, Int, NativeLibrary, Pointer, Size, ThreadPool
 from loraplex.kernels.quantization import QuantizedWeight, quantize
@@ -85,6 +86,8 @@ class LinearKernel:
 
         Raises ConfigError if the weight cannot be quantised to the precision.
         """
+        if precision is WeightPrecision.FP8:
+            raise ConfigError("fp8 needs a GPU; on a CPU int8 takes as little memory")
         if precision is not WeightPrecision.NATIVE:
             return self.pack_quantized(quantize(weight, precision), bias)
         return self._pack_rows(_KINDS[weight.dtype], 0, weight, None, bias)

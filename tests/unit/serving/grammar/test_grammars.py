@@ -13,7 +13,6 @@ from loraplex.execution.grammar.rows import GrammarRows
 from loraplex.serving.grammar.check import GrammarCheck, SpecialTokens
 from loraplex.serving.grammar.forms import MAX_EBNF_CHARACTERS
 from loraplex.serving.grammar.grammars import Grammars
-from loraplex.serving.text.tokenizer import Tokenizer, load_tokenizer
 from loraplex.testing import tiny_tokenizers
 from loraplex.testing.grammar_tokens import (
     EOS,
@@ -23,6 +22,7 @@ from loraplex.testing.grammar_tokens import (
     row,
     vocabulary,
 )
+from loraplex.text.tokenizer import Tokenizer, load_tokenizer
 
 JSON_GBNF = r"""
 root   ::= object

@@ -4,14 +4,14 @@ import pytest
 
 from loraplex.core.errors import UnsupportedModelError
 from loraplex.serving.text.detokenizer import IncrementalDetokenizer
-from loraplex.serving.text.token_decoding import (
+from loraplex.testing import tiny_tokenizers
+from loraplex.text.token_decoding import (
     StreamReplacer,
     TextStream,
     Vocabulary,
     parse_decoder,
 )
-from loraplex.serving.text.tokenizer import load_tokenizer
-from loraplex.testing import tiny_tokenizers
+from loraplex.text.tokenizer import load_tokenizer
 
 
 @pytest.fixture

@@ -1,0 +1,151 @@
+"""The models of the benchmark: shapes of Llamas, random weights made on the device."""
+
+import dataclasses
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loraplex.core.weight_precision import WeightPrecision
+from loraplex.execution.assembly import Assembly
+from loraplex.execution.host_adapters import HostAdapters
+from loraplex.execution.kv_sizing import windowed
+from loraplex.execution.loading import assemble_parts, start_runner
+from loraplex.execution.model_runner import ModelRunner
+from loraplex.execution.runner_settings import RunnerSettings
+from loraplex.kernels.dispatch import select_accelerator, select_kernels
+from loraplex.kernels.ops import Kernels, PackedLinear
+from loraplex.models.config import DecoderConfig, module_shapes
+from loraplex.models.parameters import LinearPlace, build_parameters
+from loraplex.models.registry import read_config
+
+_SPREAD = 0.02
+
+LLAMA_3_1_8B = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+}
+LLAMA_2_7B = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "intermediate_size": 11008,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "rope_theta": 10000.0,
+}
+TINY = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 128,
+    "max_position_embeddings": 256,
+    "rope_theta": 10000.0,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": LLAMA_3_1_8B,
+    "llama-2-7b": LLAMA_2_7B,
+    "tiny": TINY,
+}
+
+
+def hf_config(name: str, dtype: str) -> dict[str, Any]:
+    """As a Hugging Face config.json has it."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype,
+        **SHAPES[name],
+    }
+
+
+def decoder_config(name: str, dtype: str) -> DecoderConfig:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(hf_config(name, dtype)))
+        return read_config(Path(folder))
+
+
+@dataclasses.dataclass
+class RandomWeights:
+    """Implements models.parameters.ParameterSource: nothing is read, nothing crosses the bus."""
+
+    kernels: Kernels
+    device: torch.device
+    dtype: torch.dtype
+    precision: WeightPrecision = WeightPrecision.NATIVE
+
+    def tensor(self, _name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=self.dtype, device=self.device)
+        return self._random(shape)
+
+    def linear(self, place: LinearPlace) -> PackedLinear:
+        return self.kernels.pack_linear(self._random(place.shape), None, self.precision)
+
+    def _random(self, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(0, _SPREAD)
+
+
+def random_runner(
+    config: DecoderConfig, dtype: str, settings: RunnerSettings, host: HostAdapters
+) -> ModelRunner:
+    """A runner of random weights, sized and recorded as at the start of a server."""
+    torch.manual_seed(0)
+    device, kind = torch.device(settings.device), getattr(torch, dtype)
+    accelerator = select_accelerator(device)
+    kernels = select_kernels(device, accelerator, batch_invariant=settings.batch_invariant)
+    parameters = build_parameters(config, RandomWeights(kernels, device, kind))
+    assembly = Assembly(
+        config=windowed(settings, config),
+        parameters=parameters,
+        weights_bytes=all_weights(config) * kind.itemsize,
+        settings=settings,
+        kernels=kernels,
+        accelerator=accelerator,
+    )
+    return start_runner(assemble_parts(assembly, host), settings)
+
+
+def all_weights(config: DecoderConfig) -> int:
+    """Elements."""
+    return step_bytes(config, 1) + config.vocab_size * config.hidden_size
+
+
+QKV = ("q_proj", "k_proj", "v_proj")
+MODULES = {
+    "qkv": QKV,
+    "qkvo": (*QKV, "o_proj"),
+    "all": (*QKV, "o_proj", "gate_proj", "up_proj", "down_proj"),
+}
+
+
+def step_bytes(config: DecoderConfig, itemsize: int) -> int:
+    """Of the weights that a decode step reads: all but the table of embeddings."""
+    per_layer = sum(rows * columns for rows, columns in module_shapes(config).values())
+    weights = config.num_layers * per_layer + config.vocab_size * config.hidden_size
+    return weights * itemsize
+
+
+def adapter_bytes(config: DecoderConfig, rank: int, modules: str, itemsize: int) -> int:
+    shapes = module_shapes(config)
+    per_layer = sum(sum(shapes[module]) for module in MODULES[modules])
+    return config.num_layers * rank * per_layer * itemsize
+
+
+def kv_bytes(config: DecoderConfig, itemsize: int) -> int:
+    """Of one position."""
+    return 2 * config.num_layers * config.kv_size * itemsize

@@ -1,0 +1,271 @@
+"""The parts of a runner, made from weights: with the memory that is divided, or little for a trial.
+
+Memory is divided in this order, and in bytes: weights, what the largest step takes, recorded steps,
+KV cache, adapters.
+"""
+
+import contextlib
+import dataclasses
+import gc
+from collections.abc import Iterator
+
+import torch
+
+from loraplex.core.errors import StepFailedError
+from loraplex.core.plan import Capacity
+from loraplex.execution.adapter_bank import AdapterBank, BaseEnds
+from loraplex.execution.grammar.rows import GrammarRows
+from loraplex.execution.grammar.vocabulary import VocabularySource
+from loraplex.execution.host_adapters import HostAdapter, HostAdapters, HostWeight
+from loraplex.execution.kv_cache import KVCache
+from loraplex.execution.kv_sizing import KVSize, wanted_model_len
+from loraplex.execution.memory_advice import MemoryAdvice, is_out_of_memory, out_of_memory_is
+from loraplex.execution.memory_measuring import (
+    DUMMY_ADAPTER,
+    Trials,
+    largest_step,
+    measure_graphs,
+    measure_workspace,
+    settled_memory,
+)
+from loraplex.execution.model_runner import ModelRunner
+from loraplex.execution.runner_parts import RunnerParts
+from loraplex.execution.runner_settings import RunnerSettings
+from loraplex.execution.sampling.sampler import Sampler
+from loraplex.execution.sizing import (
+    AdapterPoolSize,
+    MemorySize,
+    choose_device,
+    choose_dtype,
+    choose_kv_dtype,
+    smallest_pool,
+)
+from loraplex.execution.step_memory import StepMemory, graph_sizes
+from loraplex.kernels.accelerator import Accelerator
+from loraplex.kernels.ops import Kernels
+from loraplex.memory.adapter_pages import layer_targets
+from loraplex.models.attention import attention_shape
+from loraplex.models.config import DecoderConfig, module_shapes
+from loraplex.models.decoder import Decoder
+from loraplex.models.parameters import DecoderParameters
+from loraplex.models.rope import RotaryTable
+
+_TRIAL_BLOCKS = 64
+"""Of KV: what a trial computes has no meaning, so its rows may share them."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Assembly:
+    """All that the parts are made from, but for their sizes."""
+
+    config: DecoderConfig
+    """As kv_sizing.windowed gives it."""
+    parameters: DecoderParameters
+    """Packed by these kernels."""
+    weights_bytes: int
+    settings: RunnerSettings
+    kernels: Kernels
+    accelerator: Accelerator | None
+    """That of the kernels."""
+
+    @property
+    def device(self) -> torch.device:
+        if self.accelerator is not None:
+            return self.accelerator.device
+        return choose_device(self.settings)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return choose_dtype(self.settings, self.config)
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        return choose_kv_dtype(self.settings, self.dtype)
+
+    @property
+    def advice(self) -> MemoryAdvice:
+        return MemoryAdvice(self.settings, self.config, self.dtype)
+
+    @property
+    def recorded_sizes(self) -> tuple[int, ...]:
+        return () if self.accelerator is None else graph_sizes(self.settings)
+
+    def parts(
+        self,
+        size: MemorySize,
+        host_adapters: HostAdapters,
+        vocabulary: VocabularySource | None = None,
+        steps: StepMemory | None = None,
+    ) -> RunnerParts:
+        """Allocates all that `size` says. vocabulary: None, and no output is kept to a grammar."""
+        config, device, settings = self.config, self.device, self.settings
+        rotary = RotaryTable(config, size.kv.max_model_len, device)
+        kv_cache = KVCache(
+            size.kv.num_blocks,
+            config.num_layers,
+            attention_shape(config, settings.block_size),
+            self.kv_dtype,
+            self.kernels,
+            num_host_blocks=size.kv.num_host_blocks,
+            accelerator=self.accelerator,
+        )
+        decoder = Decoder(
+            config, self.parameters, rotary, self.kernels, block_size=settings.block_size
+        )
+        return RunnerParts(
+            decoder=decoder,
+            kv_cache=kv_cache,
+            adapter_bank=self._adapter_bank(decoder, size.adapters),
+            host_adapters=host_adapters,
+            graphs=getattr(self.kernels, "graphs", None),  # those that record
+            sampler=Sampler(
+                config.vocab_size,
+                device=device,
+                kernels=self.kernels,
+                grammars=GrammarRows(config.vocab_size, vocabulary),
+                logits_dir=settings.logits_dir,
+            ),
+            capacity=self._capacity(size, kv_cache.num_bytes, steps or StepMemory()),
+            device=device,
+            accelerator=self.accelerator,
+            recorded_sizes=self.recorded_sizes,
+        )
+
+    def _adapter_bank(self, decoder: Decoder, size: AdapterPoolSize) -> AdapterBank:
+        config = self.config
+        return AdapterBank(
+            size.geometry,
+            size.num_pages,
+            dtype=self.dtype,
+            device=self.device,
+            num_layers=config.num_layers,
+            modules=module_shapes(config),
+            ends=BaseEnds(
+                config.vocab_size,
+                config.hidden_size,
+                config.tie_word_embeddings,
+                decoder.base_linears,
+            ),
+            max_rank=self.settings.max_lora_rank,
+            accelerator=self.accelerator,
+        )
+
+    def _capacity(self, size: MemorySize, kv_cache_bytes: int, steps: StepMemory) -> Capacity:
+        settings, kv, pool = self.settings, size.kv, size.adapters
+        return Capacity(
+            block_size=settings.block_size,
+            num_blocks=kv.num_blocks,
+            num_host_blocks=kv.num_host_blocks,
+            attention_window=kv.attention_window,
+            num_sink_tokens=self.config.num_sink_tokens,
+            max_num_seqs=settings.max_num_seqs,
+            max_model_len=kv.max_model_len,
+            vocab_size=self.config.vocab_size,
+            page_geometry=pool.geometry,
+            num_adapter_pages=pool.num_pages,
+            adapter_page_bytes=pool.page_bytes,
+            host_page_bytes=0 if self.accelerator is None else pool.page_bytes,
+            keeps_host_copy=self.accelerator is not None or self.device.type != "cpu",
+            kv_cache_bytes=kv_cache_bytes,
+            weights_bytes=self.weights_bytes,
+            workspace_bytes=steps.workspace,
+            graph_bytes=steps.graphs,
+        )
+
+
+def measure_steps(assembly: Assembly) -> StepMemory:
+    """What steps take on an accelerator that can tell, by trials; they leave nothing behind.
+
+    Raises ConfigError if the device is too small for them.
+    """
+    accelerator = assembly.accelerator
+    memory = None if accelerator is None else settled_memory(accelerator)
+    if accelerator is None or memory is None:
+        return StepMemory()
+    room, advice = memory.free, assembly.advice
+    with _trials(assembly, accelerator) as trials:
+        with out_of_memory_is(lambda: advice.workspace(room)):
+            workspace = measure_workspace(accelerator, trials)
+        with out_of_memory_is(lambda: advice.graphs(room - workspace)):
+            graphs = measure_graphs(accelerator, trials, assembly.recorded_sizes)
+    return StepMemory(workspace, graphs)
+
+
+@contextlib.contextmanager
+def _trials(assembly: Assembly, accelerator: Accelerator) -> Iterator[Trials]:
+    """The parts of the trials are there from the first one to the end."""
+    parts: list[RunnerParts] = []
+    runners: list[ModelRunner] = []
+
+    def runner(recorded_sizes: tuple[int, ...]) -> ModelRunner:
+        if not parts:
+            parts.append(_trial_parts(assembly))
+        made = ModelRunner(dataclasses.replace(parts[0], recorded_sizes=recorded_sizes))
+        runners.append(made)
+        return made
+
+    def run_largest_step() -> None:
+        num_tokens = assembly.settings.max_num_batched_tokens
+        trial = runner(())
+        result = trial.launch(largest_step(trial.capacity(), num_tokens)).wait()
+        for row in result.rows:
+            # A full memory fails rows one by one, so that a server lives on; this is no server yet.
+            if row.error is not None and is_out_of_memory(StepFailedError(row.error.message)):
+                raise StepFailedError(row.error.message)
+
+    def record(size: int) -> None:
+        runner((size,)).record_steps()
+
+    def forget() -> None:
+        for made in runners:
+            made.forget_steps()
+        runners.clear()
+
+    try:
+        yield Trials(run_largest_step, record, forget)
+    finally:
+        forget()
+        for made in parts:
+            made.sampler.close()
+        parts.clear()
+        # A runner that failed may be held by the frames of its error.
+        gc.collect()
+        accelerator.trim()
+
+
+def _trial_parts(assembly: Assembly) -> RunnerParts:
+    """With room for one adapter, and few blocks."""
+    settings, config = assembly.settings, assembly.config
+    max_model_len = wanted_model_len(settings, config)
+    num_blocks = min(_TRIAL_BLOCKS, -(-max_model_len // settings.block_size))
+    size = MemorySize(
+        KVSize(max_model_len, num_blocks), smallest_pool(settings, config, assembly.dtype)
+    )
+    host_adapters = HostAdapters()
+    parts = assembly.parts(size, host_adapters)
+    adapter = parts.adapter_bank.prepare(_dummy_adapter(assembly))
+    host_adapters.put(DUMMY_ADAPTER, adapter)
+    for storage in parts.kv_cache.storages:
+        # Not a number would end the sampling early.
+        storage.key.zero_()
+        storage.value.zero_()
+    return parts
+
+
+def _dummy_adapter(assembly: Assembly) -> HostAdapter:
+    """Of the largest rank on all modules; its layers share their zeros."""
+    modules, rank = module_shapes(assembly.config), assembly.settings.max_lora_rank
+    zeros = {
+        module: (
+            torch.zeros((rank, in_features), dtype=assembly.dtype),
+            torch.zeros((out_features, rank), dtype=assembly.dtype),
+        )
+        for module, (in_features, out_features) in modules.items()
+    }
+    return HostAdapter(
+        "dummy",
+        tuple(
+            HostWeight(target, *zeros[target.module], scale=1.0)
+            for target in layer_targets(assembly.config.num_layers, modules, rank)
+        ),
+    )

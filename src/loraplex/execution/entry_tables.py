@@ -1,0 +1,152 @@
+"""What a bank tells the kernels of each adapter in its pool: its places, its ranks, its scales."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from loraplex.core.adapter import LM_HEAD, OUTSIDE_LAYERS, LoraTarget, head_block_size
+from loraplex.core.errors import AdapterMismatchError
+from loraplex.kernels.accelerator import Accelerator, Event
+from loraplex.kernels.lora import DeviceLoraTable, LoraTable
+
+Shapes = Mapping[str, tuple[int, int]]
+"""(in_features, out_features) by module."""
+
+
+class EntryTables:
+    """One LoraTable of the layers and one of lm_head; an entry is a row of both.
+
+    On an accelerator an entry is sent in the compute queue: behind the steps that were launched, of
+    which none names it (see page_copies), and before those that will.
+    """
+
+    def __init__(
+        self,
+        num_entries: int,
+        num_layers: int,
+        modules: Shapes,
+        head: Shapes | None,
+        *,
+        alignment: int,
+        max_rank: int,
+        accelerator: Accelerator | None,
+    ) -> None:
+        """head: blocks of lm_head's outputs as modules; None if it is not adapted.
+
+        alignment: every offset is a multiple of it. max_rank: of what an accelerator is told.
+        """
+        self._accelerator = accelerator
+        self._alignment = alignment
+        self._max_rank = max_rank
+        self._pinned: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Each field of each table, [entries, ...]: on the host, on the device."""
+        self._sent: dict[int, Event] = {}
+        self.layers = self._table(num_entries, num_layers, modules)
+        self.head = None if head is None else self._table(num_entries, 1, head)
+
+    @property
+    def num_entries(self) -> int:
+        return len(self.layers.ranks)
+
+    def check(self, target: LoraTarget) -> None:
+        """Raises AdapterMismatchError if there is no such layer, module or shape, or the rank is
+        too large for the accelerator."""
+        if self._accelerator is not None and target.rank > self._max_rank:
+            raise AdapterMismatchError(
+                f"the adapter has rank {target.rank} on {target.module}, at most {self._max_rank} "
+                "is served here"
+            )
+        if target.layer == OUTSIDE_LAYERS and target.module == LM_HEAD and self.head is not None:
+            self._check_head(target, self.head)
+            return
+        table = self.layers
+        known = dict(zip(table.modules, table.shapes, strict=True))
+        num_layers = table.ranks.shape[1]
+        shape = (target.in_features, target.out_features)
+        if not 0 <= target.layer < num_layers or known.get(target.module) != shape:
+            raise AdapterMismatchError(
+                f"the adapter targets layer {target.layer} {target.module} {shape}; "
+                f"the model has {num_layers} layers of {known} (in_features, out_features)"
+            )
+
+    def clear(self, entry: int) -> None:
+        """Rank 0 everywhere. Before an entry is written."""
+        if entry in self._sent:
+            self._sent.pop(entry).wait()
+        self.layers.ranks[entry] = 0
+        if self.head is not None:
+            self.head.ranks[entry] = 0
+
+    def write(self, entry: int, target: LoraTarget, start: int, scale: float) -> None:
+        """A target that `check` has passed. start: its first element of the pool."""
+        table, layer = self.layers, target.layer
+        if target.layer == OUTSIDE_LAYERS:
+            assert self.head is not None
+            table, layer = self.head, 0
+            module = target.first // table.shapes[0][1]
+        else:
+            module = table.modules.index(target.module)
+        cell = (entry, layer, module)
+        table.offsets[cell] = start
+        table.ranks[cell] = target.rank
+        table.scales[cell] = scale
+
+    def send(self, entry: int) -> None:
+        """To the accelerator, if there is one, once it is written."""
+        if self._accelerator is None:
+            return
+        with self._accelerator.compute():
+            for pinned, on_device in self._pinned:
+                self._accelerator.copy(pinned[entry], on_device[entry])
+            self._sent[entry] = self._accelerator.event()
+
+    def _table(self, num_entries: int, num_layers: int, modules: Shapes) -> LoraTable:
+        shape = (num_entries, num_layers, len(modules))
+        table = LoraTable(
+            modules=tuple(modules),
+            shapes=tuple(modules.values()),
+            offsets=np.zeros(shape, np.int64),
+            ranks=np.zeros(shape, np.int32),
+            scales=np.zeros(shape, np.float32),
+            alignment=self._alignment,
+            max_rank=self._max_rank,
+        )
+        return table if self._accelerator is None else self._with_copy(table, self._accelerator)
+
+    def _with_copy(self, table: LoraTable, accelerator: Accelerator) -> LoraTable:
+        """The table in memory that an accelerator copies by itself, with a copy on its device."""
+        pairs = []
+        for values in (table.offsets, table.ranks, table.scales):
+            on_host = torch.from_numpy(values)
+            pinned = accelerator.pinned(tuple(on_host.shape), on_host.dtype)
+            with accelerator.compute():
+                on_device = torch.zeros_like(on_host, device=accelerator.device)
+            pairs.append((pinned, on_device))
+        self._pinned += pairs
+        offsets, ranks, scales = (pinned.numpy() for pinned, _ in pairs)
+        copy = DeviceLoraTable(*(tensor for _, tensor in pairs))
+        return dataclasses.replace(
+            table, offsets=offsets, ranks=ranks, scales=scales, on_device=copy
+        )
+
+    @staticmethod
+    def _check_head(target: LoraTarget, head: LoraTable) -> None:
+        index, rest = divmod(target.first, head.shapes[0][1])
+        shape = (target.in_features, target.out_features)
+        if rest or index >= len(head.shapes) or head.shapes[index] != shape:
+            vocab_size = sum(outputs for _, outputs in head.shapes)
+            raise AdapterMismatchError(
+                f"the adapter targets lm_head {shape} from output {target.first} on; the model has "
+                f"{head.shapes[0][0]} to {vocab_size}, in blocks of {head.shapes[0][1]}"
+            )
+
+
+def head_modules(modules: Shapes, hidden_size: int, vocab_size: int) -> Shapes:
+    """lm_head in blocks of outputs, each as a module of its own."""
+    size = head_block_size(modules, hidden_size)
+    return {
+        f"{LM_HEAD}.{first}": (hidden_size, min(size, vocab_size - first))
+        for first in range(0, vocab_size, size)
+    }

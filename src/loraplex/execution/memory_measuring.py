@@ -1,0 +1,126 @@
+"""Measures what a GPU's steps take, by running the largest one and recording some."""
+
+import dataclasses
+from collections.abc import Callable
+
+from loraplex.core.plan import (
+    AdapterCopy,
+    Capacity,
+    RowAdded,
+    RowStep,
+    StepPlan,
+)
+from loraplex.core.sampling_params import MAX_LOGPROBS, SamplingParams
+from loraplex.kernels.accelerator import Accelerator, DeviceMemory
+
+DUMMY_ADAPTER = 0
+"""The handle that the dummy step's rows name."""
+_SAMPLING = SamplingParams(
+    temperature=1.0,
+    top_p=0.9,
+    top_k=100,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    logit_bias=((0, 1.0),),
+    logprobs=MAX_LOGPROBS,
+)
+"""All that makes a sampler ask for memory."""
+_GREEDY = SamplingParams(temperature=0.0)
+"""Of one row, so that its kernels are compiled by now, too."""
+
+
+def largest_step(capacity: Capacity, num_tokens: int) -> StepPlan:
+    """As many rows and tokens as a step may have, each row at its greatest length.
+
+    num_tokens: of a step at most. The rows share the blocks that there are: what they read and
+    write has no meaning. They use DUMMY_ADAPTER, which the plan copies to the first pages.
+    """
+    num_rows = min(capacity.max_num_seqs, num_tokens)
+    even, more = divmod(num_tokens, num_rows)
+    counts = [min(even + (row < more), capacity.max_model_len) for row in range(num_rows)]
+    num_blocks = -(-capacity.max_model_len // capacity.block_size)
+    blocks = tuple(block % capacity.num_blocks for block in range(num_blocks))
+    rows = tuple(
+        RowStep(
+            slot=slot,
+            start=capacity.max_model_len - count,
+            num_tokens=count,
+            token_ids=(0,) * count,
+            new_block_ids=(blocks,),
+            num_logprobs=MAX_LOGPROBS if slot else None,
+        )
+        for slot, count in enumerate(counts)
+    )
+    pages = tuple(range(capacity.num_adapter_pages))
+    return StepPlan(
+        step_id=0,
+        added=tuple(map(_added, rows)),
+        rows=rows,
+        adapter_copies=(AdapterCopy(DUMMY_ADAPTER, pages),),
+    )
+
+
+def _added(step: RowStep) -> RowAdded:
+    """With the tokens of this step alone: what is before them only the KV cache would know."""
+    return RowAdded(
+        slot=step.slot,
+        sequence_id=step.slot,
+        sampling=_SAMPLING if step.slot else _GREEDY,
+        seed=0,
+        sequence_index=0,
+        token_ids=step.token_ids or (),
+        num_prompt_tokens=step.num_tokens,
+        adapters=((DUMMY_ADAPTER, 1.0),),
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Trials:
+    """What is measured. Each call leaves nothing behind that it does not need."""
+
+    run_largest_step: Callable[[], None]
+    record: Callable[[int], None]
+    """Steps of so many sequences; they stay until `forget`."""
+    forget: Callable[[], None]
+
+
+def measure_workspace(accelerator: Accelerator, trials: Trials) -> int:
+    """Bytes that the largest step takes for its time; 0 where nobody can tell."""
+    before = settled_memory(accelerator)
+    if before is None:
+        return 0
+    accelerator.reset_peak()
+    trials.run_largest_step()
+    accelerator.synchronize()
+    after = accelerator.memory()
+    assert after is not None, "as before"
+    return max(after.most_reserved - before.reserved, 0)
+
+
+def measure_graphs(accelerator: Accelerator, trials: Trials, sizes: tuple[int, ...]) -> int:
+    """Bytes that steps of all these sizes take when they are recorded, ascending ones.
+
+    The two largest are recorded: they share what the steps compute with, and each size has what
+    the second of them takes beside. That is a little too much for the smaller ones.
+    """
+    taken = []
+    for size in sizes[:-3:-1]:
+        before = settled_memory(accelerator)
+        if before is None:
+            break
+        trials.record(size)
+        after = settled_memory(accelerator)
+        assert after is not None, "as before"
+        taken.append(max(before.free - after.free, 0))
+    trials.forget()
+    accelerator.trim()
+    if not taken:
+        return 0
+    return taken[0] + (len(sizes) - 1) * taken[-1]
+
+
+def settled_memory(accelerator: Accelerator) -> DeviceMemory | None:
+    """Without what is only kept for tensors to come; None: it is the host's."""
+    accelerator.synchronize()
+    accelerator.trim()
+    return accelerator.memory()

@@ -1,0 +1,25 @@
+"""Where the time of the host goes in one step."""
+
+import time
+
+from loraplex.core.plan import StepTiming
+
+
+class StepWatch:
+    """`watch.forward_ns += watch.lap()`, and so on."""
+
+    def __init__(self, prepare_ns: int) -> None:
+        """prepare_ns: spent before."""
+        self.prepare_ns = prepare_ns
+        self.forward_ns = 0
+        """On an accelerator: until it is enqueued, and then until it has ended."""
+        self.sample_ns = 0
+        self._last_ns = time.monotonic_ns()
+
+    def lap(self) -> int:
+        """What has passed since the last call."""
+        last_ns, self._last_ns = self._last_ns, time.monotonic_ns()
+        return self._last_ns - last_ns
+
+    def timing(self, copy_ns: int) -> StepTiming:
+        return StepTiming(self.prepare_ns, self.forward_ns, self.sample_ns, copy_ns)

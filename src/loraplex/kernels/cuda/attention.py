@@ -1,0 +1,170 @@
+"""Paged attention of a GPU: allocates and writes the KV storage, plans steps, attends."""
+
+import functools
+
+import torch
+
+from loraplex.kernels.accelerator import Accelerator
+from loraplex.kernels.attention_tiles import TokenWindow
+from loraplex.kernels.cuda import attention_launch, attention_storage
+from loraplex.kernels.cuda.attention_launch import Launch, tile_queries
+from loraplex.kernels.cuda.attention_plan import (
+    CudaAttentionPlan,
+    decode_tiles,
+    device_rows,
+    listed_rows,
+    only_decodes,
+)
+from loraplex.kernels.cuda.flashinfer_attention import (
+    FlashInferAttention,
+    FlashInferPlan,
+    load_flashinfer,
+    refusal,
+    unserved,
+)
+from loraplex.kernels.ops import AttentionShape, DeviceRows, KVStorage, RowLayout
+
+__all__ = ("AttentionKernel", "CudaAttentionPlan")
+
+
+class AttentionKernel:
+    """By Triton, or by FlashInfer for the layers that it serves."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        batch_invariant: bool,
+        backend: str = "triton",
+        accelerator: Accelerator | None = None,
+    ) -> None:
+        """batch_invariant: a token's result has the same bits whoever else is in the step, and
+        however its prompt was cut into chunks, in tables of one width (of any up to 8192
+        positions); slower.
+
+        backend: "triton", "flashinfer", or "auto": flashinfer on a GPU if it is installed and
+        serves the model. Both need the accelerator.
+        """
+        self._accelerator = accelerator
+        self._device = device
+        self._batch_invariant = batch_invariant
+        self._backend = backend
+        self._flashinfer: dict[AttentionShape, FlashInferAttention | None] = {}
+        self._slots = attention_launch.num_program_slots(device)
+        # At addresses that stay: a recorded step reads them.
+        self._decode_tiles = functools.cache(lambda num_rows: decode_tiles(num_rows, device))
+
+    def allocate(self, num_blocks: int, shape: AttentionShape, dtype: torch.dtype) -> KVStorage:
+        """Storage of one layer, zero; see attention_storage.py.
+
+        Raises ConfigError if flashinfer was asked for and cannot serve it.
+        """
+        if shape not in self._flashinfer:
+            self._flashinfer[shape] = self._loaded_flashinfer(shape, dtype)
+        return attention_storage.allocate(num_blocks, shape, dtype, self._device)
+
+    def write(
+        self, storage: KVStorage, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """key, value [T, K, D], heads contiguous; slot_mapping [T], where -1 is written nowhere."""
+        attention_storage.write(storage, key, value, slot_mapping)
+
+    def plan(
+        self,
+        rows: RowLayout,
+        shape: AttentionShape,
+        sliding_window: int | None,
+        num_sink_tokens: int = 0,
+        soft_cap: float = 0.0,
+    ) -> CudaAttentionPlan:
+        """soft_cap: scores s become soft_cap * tanh(s / soft_cap); 0: they stay."""
+        on_device = device_rows(rows, self._device)
+        plan = functools.partial(
+            CudaAttentionPlan,
+            shape,
+            TokenWindow(sliding_window, num_sink_tokens),
+            soft_cap,
+            on_device,
+            on_device.block_tables.shape[1] * shape.block_size,
+            flashinfer=self._flashinfer_plan(rows, on_device, shape, sliding_window, soft_cap),
+        )
+        if only_decodes(rows):
+            if not self._batch_invariant:
+                return plan(num_tokens=None)
+            return plan(num_tokens=None, decode_rows=self._decode_tiles(len(on_device.seq_lens)))
+        group = shape.num_heads // shape.num_kv_heads
+        decode_rows, tiles = listed_rows(
+            rows,
+            tile_queries(group, batch_invariant=self._batch_invariant),
+            self._device,
+            decode_as_tiles=self._batch_invariant,
+        )
+        return plan(num_tokens=rows.query_start_loc[-1], decode_rows=decode_rows, tiles=tiles)
+
+    def attend(
+        self, query: torch.Tensor, storage: KVStorage, plan: CudaAttentionPlan
+    ) -> torch.Tensor:
+        """query [T, H, D], heads contiguous -> [T, H, D]; zeros for tokens that no row has.
+
+        (Of rows without tokens FlashInfer makes anything.)
+        """
+        assert query.stride()[1:] == (query.shape[2], 1), "heads lie side by side"
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        if plan.num_tokens is None:
+            assert len(query) <= len(plan.rows.seq_lens), "row r computes token r"
+        else:
+            output[plan.num_tokens :].zero_()
+        if plan.flashinfer is not None and plan.flashinfer.dtype == query.dtype:
+            plan.flashinfer.attend(query, storage, output)
+            return output
+        launch = Launch(query, attention_storage.stored_vectors(storage), plan, output)
+        if self._batch_invariant:
+            self._attend_invariant(launch)
+        else:
+            self._attend(launch)
+        return output
+
+    def _attend(self, launch: Launch) -> None:
+        plan = launch.plan
+        if plan.only_decodes or plan.decode_rows is not None:
+            attention_launch.decode(launch, plan.decode_rows, self._slots)
+        if plan.tiles is not None:
+            attention_launch.prefill_tiles(launch, plan.tiles)
+
+    def _attend_invariant(self, launch: Launch) -> None:
+        plan = launch.plan
+        if plan.decode_rows is not None:
+            decode = plan.decode_rows
+            if plan.only_decodes:
+                decode = decode[: len(launch.query)]
+            attention_launch.invariant_tiles(launch, decode, is_decode=True)
+        if plan.tiles is not None:
+            attention_launch.invariant_tiles(launch, plan.tiles, is_decode=False)
+
+    def _loaded_flashinfer(
+        self, shape: AttentionShape, dtype: torch.dtype
+    ) -> FlashInferAttention | None:
+        is_asked_for = self._backend == "flashinfer"
+        if not is_asked_for and (self._backend != "auto" or self._device.type != "cuda"):
+            return None
+        reason = unserved(shape, dtype, batch_invariant=self._batch_invariant)
+        if reason is None:
+            assert self._accelerator is not None, "flashinfer needs it"
+            return load_flashinfer(self._accelerator, shape, dtype, is_asked_for=is_asked_for)
+        if is_asked_for:
+            raise refusal(reason)
+        return None
+
+    def _flashinfer_plan(
+        self,
+        rows: RowLayout,
+        on_device: DeviceRows,
+        shape: AttentionShape,
+        sliding_window: int | None,
+        soft_cap: float,
+    ) -> FlashInferPlan | None:
+        """None for layers with a window: it may read blocks behind one, which are another's."""
+        library = self._flashinfer.get(shape)
+        if library is None or sliding_window is not None:
+            return None
+        return library.plan(rows, on_device, soft_cap)

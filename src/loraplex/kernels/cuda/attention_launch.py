@@ -1,0 +1,291 @@
+"""Launches the programs of attention; see attention_plan.py for what they are told."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from loraplex.kernels.cuda.attention_plan import CudaAttentionPlan, num_shares
+from loraplex.kernels.cuda.attention_storage import StoredVectors
+from loraplex.kernels.cuda.programs.attention_decode import (
+    decode_grouped,
+    decode_single,
+    merge_shares,
+)
+from loraplex.kernels.cuda.programs.attention_invariant import attend_chunks, fold_chunks
+from loraplex.kernels.cuda.programs.attention_prefill import prefill
+
+_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+_PROGRAMS_PER_PROCESSOR = 2
+"""Of decoding, that shared memory has room for at once."""
+_DEFAULT_PROCESSORS = 132
+"""Where code is made for a card that is not there."""
+_INTERPRETED_PROCESSORS = 2
+
+_MAX_SHARES = 64
+_MIN_SHARE = 128
+"""Keys."""
+_MERGED_AT_ONCE = 16
+"""Shares."""
+
+_MIN_CHUNK = 256
+"""Keys; batch-invariant."""
+_MAX_CHUNKS = 32
+_UNBOUNDED = 1 << 30
+
+_PREFILL_ROWS = 128
+INVARIANT_ROWS = 64
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Launch:
+    """One layer's call."""
+
+    query: torch.Tensor  # [T, H, D], heads contiguous
+    stored: StoredVectors
+    plan: CudaAttentionPlan
+    output: torch.Tensor  # [T, H, D]
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.plan.shape.num_heads // self.plan.shape.num_kv_heads
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Of products."""
+        query, key = self.query.dtype, self.stored.key.dtype
+        return query if key in (query, torch.int8) else torch.float32
+
+    @property
+    def storage_arguments(self) -> tuple[torch.Tensor | None, ...]:
+        stored = self.stored
+        return (stored.key, stored.value, stored.key_scales, stored.value_scales)
+
+    @property
+    def row_arguments(self) -> tuple[torch.Tensor, ...]:
+        rows = self.plan.rows
+        return (rows.seq_lens, rows.table_rows, rows.block_tables)
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        return self.query.stride(0), self.plan.rows.block_tables.stride(0)
+
+    @property
+    def window_constants(self) -> dict[str, int]:
+        window = self.plan.window
+        if window.num_tokens is None:
+            return {"WINDOW": 0, "NUM_SINKS": 0}
+        return {"WINDOW": window.num_tokens, "NUM_SINKS": window.num_sink_tokens}
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        shape = self.plan.shape
+        return {
+            "K": shape.num_kv_heads,
+            "D": shape.head_dim,
+            "BLOCK_SIZE": shape.block_size,
+            "BLOCK_STRIDE": self.stored.block_stride,
+            "BLOCK_D": block_d(shape.head_dim),
+            "SCALE": shape.head_dim**-0.5,
+            "SOFT_CAP": self.plan.soft_cap,
+            **self.window_constants,
+        }
+
+    def partials(self, num_tokens: int, shares: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Room for the weighted values and for (largest score, sum) of every share."""
+        _, num_heads, head_dim = self.query.shape
+        places = (num_tokens, num_heads, shares)
+        device = self.query.device
+        values = torch.empty((*places, head_dim), dtype=torch.float32, device=device)
+        return values, torch.empty((*places, 2), dtype=torch.float32, device=device)
+
+
+def block_d(head_dim: int) -> int:
+    """What products take: a power of two, at least 16."""
+    return max(16, int(triton.next_power_of_2(head_dim)))
+
+
+class Tile(NamedTuple):
+    """How a program is made: so that its values fit the registers of sm_80 and sm_90."""
+
+    rows: int
+    """Of its products: heads of a group times queries."""
+    keys: int
+    num_warps: int
+
+
+def _num_keys(launch: Launch) -> int:
+    """As many as 16 KiB hold as the products take them; fewer if they must be converted first."""
+    num_numbers = block_d(launch.plan.shape.head_dim) * launch.compute_dtype.itemsize
+    keys = min(128, max(16, (16 << 10) // num_numbers))
+    return keys if launch.stored.key.dtype == launch.compute_dtype else max(16, keys // 2)
+
+
+def _at_least_group(rows: int, launch: Launch) -> int:
+    return max(rows, int(triton.next_power_of_2(launch.group)))
+
+
+def decode_tile(launch: Launch) -> Tile:
+    rows, keys = _at_least_group(16, launch), _num_keys(launch)
+    if launch.compute_dtype == torch.float32:
+        return Tile(rows, max(16, keys // 2), 8)
+    return Tile(rows, keys, 4)
+
+
+def single_tile(launch: Launch) -> Tile:
+    """Of a decoding program for one query head per KV head."""
+    return Tile(1, max(16, (4 << 10) // block_d(launch.plan.shape.head_dim)), 4)
+
+
+def prefill_tile(launch: Launch) -> Tile:
+    head_dim = launch.plan.shape.head_dim
+    if launch.compute_dtype == torch.float32:
+        return Tile(_at_least_group(32 if head_dim <= 128 else 16, launch), _num_keys(launch), 16)
+    return Tile(_at_least_group(128 if head_dim <= 128 else 64, launch), _num_keys(launch), 8)
+
+
+def invariant_tile(launch: Launch) -> Tile:
+    is_wide = launch.compute_dtype == torch.float32
+    keys = min(64, _num_keys(launch))
+    return Tile(_at_least_group(INVARIANT_ROWS, launch), keys, 16 if is_wide else 8)
+
+
+def tile_queries(group: int, *, batch_invariant: bool) -> int:
+    """Of the tiles that a plan cuts. A prefill program may do a part of one."""
+    return max(1, (INVARIANT_ROWS if batch_invariant else _PREFILL_ROWS) // group)
+
+
+def num_program_slots(device: torch.device) -> int:
+    """Programs of decoding that run at once."""
+    processors = _DEFAULT_PROCESSORS
+    if device.type == "cpu":
+        processors = _INTERPRETED_PROCESSORS
+    elif torch.cuda.is_available():
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return processors * _PROGRAMS_PER_PROCESSOR
+
+
+def decode(launch: Launch, row_list: torch.Tensor | None, slots: int) -> None:
+    """Rows with one token each: those of the list, or as many as there are tokens."""
+    plan, shape = launch.plan, launch.plan.shape
+    num_rows = len(launch.query) if row_list is None else len(row_list)
+    shares = num_shares(
+        num_rows * shape.num_kv_heads, slots, min(_MAX_SHARES, plan.max_seq_len // _MIN_SHARE)
+    )
+    values, sums = launch.partials(num_rows, shares) if shares > 1 else (None, None)
+    arguments = (
+        *(launch.output, values, sums, launch.query),
+        *launch.storage_arguments,
+        *launch.row_arguments,
+        row_list,
+        *launch.strides,
+        shares,
+    )
+    grid = (num_rows, shape.num_kv_heads, shares)
+    tile = _decode_shares(launch, grid, arguments)
+    if values is None:
+        return
+    merge_shares[(num_rows, shape.num_heads)](
+        *(launch.output, values, sums, plan.rows.seq_lens, row_list, shares),
+        H=shape.num_heads,
+        D=shape.head_dim,
+        BLOCK_N=tile.keys,
+        BLOCK_D=block_d(shape.head_dim),
+        MAX_SHARES=_MAX_SHARES,
+        BATCH=_MERGED_AT_ONCE,
+        **launch.window_constants,
+        num_warps=4,
+    )
+
+
+def _decode_shares(launch: Launch, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> Tile:
+    if launch.group == 1:
+        tile = single_tile(launch)
+        decode_single[grid](
+            *arguments,
+            **launch.constants,
+            BLOCK_N=tile.keys,
+            NUM_STAGES=3,
+            num_warps=tile.num_warps,
+        )
+        return tile
+    tile = decode_tile(launch)
+    decode_grouped[grid](
+        *arguments,
+        **launch.constants,
+        G=launch.group,
+        BLOCK_G=tile.rows,
+        BLOCK_N=tile.keys,
+        COMPUTE=_TYPES[launch.compute_dtype],
+        num_warps=tile.num_warps,
+        num_stages=3,
+    )
+    return tile
+
+
+def prefill_tiles(launch: Launch, tiles: torch.Tensor) -> None:
+    """Rows with several tokens."""
+    shape, tile = launch.plan.shape, prefill_tile(launch)
+    queries = tile_queries(launch.group, batch_invariant=False)
+    parts = triton.cdiv(queries, tile.rows // launch.group)
+    prefill[(len(tiles), shape.num_kv_heads, parts)](
+        *(launch.output, launch.query),
+        *launch.storage_arguments,
+        *launch.row_arguments,
+        tiles,
+        *launch.strides,
+        **launch.constants,
+        G=launch.group,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.keys,
+        COMPUTE=_TYPES[launch.compute_dtype],
+        num_warps=tile.num_warps,
+        num_stages=2,
+    )
+
+
+def chunk_keys(max_seq_len: int) -> int:
+    """Of a chunk; longer in tables for long rows, so that the room for the chunks is bounded."""
+    return max(_MIN_CHUNK, int(triton.next_power_of_2(-(-max_seq_len // _MAX_CHUNKS))))
+
+
+def invariant_tiles(launch: Launch, tiles: torch.Tensor, *, is_decode: bool) -> None:
+    """Any rows, with bits that depend on positions alone. is_decode: tiles are of one query."""
+    plan, shape, tile = launch.plan, launch.plan.shape, invariant_tile(launch)
+    chunk = chunk_keys(plan.max_seq_len)
+    shares = triton.cdiv(plan.max_seq_len, chunk) if is_decode else 1
+    values, sums = launch.partials(len(tiles) if shares > 1 else 1, shares)
+    attend_chunks[(len(tiles), shape.num_kv_heads, shares)](
+        *(launch.output, values, sums, launch.query),
+        *launch.storage_arguments,
+        *launch.row_arguments,
+        tiles,
+        *launch.strides,
+        shares,
+        1 if shares > 1 else _UNBOUNDED,
+        **launch.constants,
+        G=launch.group,
+        CHUNK=chunk,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.keys,
+        COMPUTE=_TYPES[launch.compute_dtype],
+        num_warps=tile.num_warps,
+        num_stages=2,
+        enable_fp_fusion=False,
+    )
+    if shares == 1:
+        return
+    fold_chunks[(len(tiles), shape.num_heads)](
+        *(launch.output, values, sums, plan.rows.seq_lens, tiles, shares),
+        H=shape.num_heads,
+        D=shape.head_dim,
+        CHUNK=chunk,
+        BLOCK_D=block_d(shape.head_dim),
+        **launch.window_constants,
+        num_warps=1,
+        enable_fp_fusion=False,
+    )

@@ -1,0 +1,108 @@
+"""Norms, rotation, gate and rows of tables on a GPU, one launch each.
+
+Rows may be views with a longer stride; their last axis is contiguous. Results are rounded where
+the reference rounds them. A row's bits do not depend on the other rows: what a program computes is
+chosen by the size of a row alone.
+"""
+
+import torch
+import triton
+
+from loraplex.kernels.cuda.programs import activation, norms, rows
+from loraplex.kernels.cuda.programs import rotary as rotation
+
+_TILE = 1024
+"""Elements per program: 16 bytes of a narrow type for each of 128 threads."""
+_WARPS = 4
+_ELEMENTS_PER_WARP = 512
+_MAX_WARPS = 16
+
+
+def take_rows(table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """table [V, N], indices [T] int64, contiguous -> [T, N]."""
+    num_rows, size = indices.shape[0], table.shape[1]
+    output = torch.empty((num_rows, size), dtype=table.dtype, device=table.device)
+    block = min(triton.next_power_of_2(size), _TILE)
+    group = _TILE // block
+    rows.take_rows[triton.cdiv(num_rows, group), triton.cdiv(size, block)](
+        *(output, table, indices, num_rows, table.stride(0)),
+        SIZE=size,
+        ROWS=group,
+        BLOCK=block,
+        num_warps=_WARPS,
+    )
+    return output
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [T, N] or [T, H, N] -> a contiguous tensor of this shape, x / rms(x) * weight [N]."""
+    size = x.shape[-1]
+    num_heads = 1 if x.dim() == 2 else x.shape[1]
+    num_rows = x.shape[0] * num_heads
+    output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    group, block, num_warps = _rows_per_program(size)
+    norms.rms_norm[(triton.cdiv(num_rows, group),)](
+        *(output, x, weight, num_rows, x.stride(0), 0 if x.dim() == 2 else x.stride(1), eps),
+        HEADS=num_heads,
+        SIZE=size,
+        ROWS=group,
+        BLOCK=block,
+        num_warps=num_warps,
+    )
+    return output
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rms_norm(x + residual), x + residual), each [T, N] and contiguous."""
+    num_rows, size = x.shape
+    output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    group, block, num_warps = _rows_per_program(size)
+    norms.add_rms_norm[(triton.cdiv(num_rows, group),)](
+        *(output, total, x, residual, weight, num_rows, x.stride(0), residual.stride(0), eps),
+        SIZE=size,
+        ROWS=group,
+        BLOCK=block,
+        num_warps=num_warps,
+    )
+    return output, total
+
+
+def rotary(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """In place; query [T, H, D], key [T, K, D], cos, sin [T, D / 2] float32 of one stride."""
+    num_tokens, num_heads, head_dim = query.shape
+    num_key_heads, half = key.shape[1], head_dim // 2
+    block = triton.next_power_of_2(half)
+    group = max(1, min(_TILE // block, triton.next_power_of_2(num_heads)))
+    num_groups = triton.cdiv(num_heads, group) + triton.cdiv(num_key_heads, group)
+    rotation.rotary[num_tokens, num_groups](
+        *(query, key, cos, sin, query.stride(0), query.stride(1), key.stride(0), key.stride(1)),
+        cos.stride(0),
+        NUM_QUERY_HEADS=num_heads,
+        NUM_KEY_HEADS=num_key_heads,
+        HALF=half,
+        HEADS=group,
+        BLOCK=block,
+        num_warps=_WARPS,
+    )
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """[T, 2 N] -> [T, N]: silu(first half) * second half."""
+    num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    output = torch.empty((num_rows, size), dtype=gate_up.dtype, device=gate_up.device)
+    block = min(triton.next_power_of_2(size), _TILE)
+    activation.silu_mul[num_rows, triton.cdiv(size, block)](
+        *(output, gate_up, gate_up.stride(0)), SIZE=size, BLOCK=block, num_warps=_WARPS
+    )
+    return output
+
+
+def _rows_per_program(size: int) -> tuple[int, int, int]:
+    """(rows, power of two that holds a row, warps) of a program that keeps whole rows."""
+    block = triton.next_power_of_2(size)
+    group = max(1, _TILE // block)
+    num_warps = min(max(_WARPS, group * block // _ELEMENTS_PER_WARP), _MAX_WARPS)
+    return group, block, num_warps

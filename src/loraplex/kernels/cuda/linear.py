@@ -1,0 +1,74 @@
+"""y = x W^T + bias on a GPU: cuBLAS, or Triton where it has no such product or promises too little.
+
+What is packed is only read, so it may be applied from any thread, on any queue.
+"""
+
+import torch
+from torch.nn import functional
+
+from loraplex.core.weight_precision import WeightPrecision
+from loraplex.kernels.cuda.linear_fp8 import check_fp8, fp8_product
+from loraplex.kernels.cuda.linear_packing import PackedWeight, pack_weight, squared_row_norms
+from loraplex.kernels.cuda.linear_products import ScaledLinear, fixed_linear
+from loraplex.kernels.ops import LinearParts, PackedLinear
+
+PACKED_LAYOUT = "cuda-1"
+"""Of the tensors of PackedWeight; another name whenever they change."""
+
+_PRECISIONS = tuple(WeightPrecision)
+
+
+class LinearKernel:
+    """Packs weights and applies them. The sums are float32 whatever the types."""
+
+    def __init__(self, device: torch.device, *, batch_invariant: bool) -> None:
+        """batch_invariant: no result depends on the number of rows, to the bit; slower."""
+        self._is_fixed = batch_invariant
+        self._scaled = ScaledLinear(device, batch_invariant=batch_invariant)
+        self._fp8_linear = fp8_product(device, batch_invariant=batch_invariant)
+
+    def pack(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, precision: WeightPrecision
+    ) -> PackedWeight:
+        """weight [out, in], bias [out] or None, both of the model's type, on the device.
+
+        Raises ConfigError if the weight cannot be quantised to the precision, or the device cannot
+        multiply it.
+        """
+        if precision is WeightPrecision.FP8:
+            check_fp8(weight)
+        return pack_weight(weight, bias, precision)
+
+    def parts(self, packed: PackedLinear) -> LinearParts:
+        assert isinstance(packed, PackedWeight)
+        numbers = (_PRECISIONS.index(packed.precision), packed.group_size, packed.in_features)
+        return LinearParts(numbers, (packed.weight, packed.bias, packed.scales))
+
+    def join(self, parts: LinearParts) -> PackedWeight:
+        precision, group_size, in_features = parts.numbers
+        weight, bias, scales = parts.tensors
+        assert weight is not None
+        sizes = (group_size, in_features)
+        return PackedWeight(_PRECISIONS[precision], *sizes, weight, bias, scales)
+
+    def apply(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+        """x [T, in] of the model's type -> [T, out]."""
+        assert isinstance(packed, PackedWeight)
+        assert x.shape[1] == packed.in_features
+        if not len(x):
+            return x.new_empty(0, packed.out_features)
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        match packed.precision:
+            case WeightPrecision.NATIVE:
+                if self._is_fixed:
+                    return fixed_linear(x, packed)
+                return functional.linear(x, packed.weight, packed.bias)
+            case WeightPrecision.FP8:
+                return self._fp8_linear(x, packed)
+        return self._scaled.apply(x, packed)
+
+    def squared_row_norms(self, packed: PackedLinear) -> torch.Tensor:
+        """[out] float64: of each row of what the weight stands for."""
+        assert isinstance(packed, PackedWeight)
+        return squared_row_norms(packed)

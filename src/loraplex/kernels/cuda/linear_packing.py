@@ -1,0 +1,134 @@
+"""The weights of a linear layer as the GPU's kernels read them.
+
+The numbers of an output lie together, so that a thread loads 16 bytes of them at once. fp8: as they
+are, which is how cuBLAS takes them. int8 and int4: padded to blocks of 128 inputs, in words of 16
+bits. A word holds 2 or 4 numbers, which are 64 or 32 inputs apart (programs/linear_quantized.py).
+Scales are [groups, out]: neighbouring outputs are loaded together.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from loraplex.core.weight_precision import WeightPrecision
+from loraplex.kernels.quantization import FP8_DTYPE, QuantizedWeight, group_size_of, quantize
+
+BLOCK = 128
+"""Inputs of int8 and int4 that are summed in one step."""
+_BITS = {WeightPrecision.INT8: 8, WeightPrecision.INT4: 4}
+_WORD_BITS = 16
+_VALUES_AT_ONCE = 1 << 24
+"""Of a weight that is converted: there is never a float32 copy of a whole lm_head."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A weight [out_features, in_features], and its bias."""
+
+    precision: WeightPrecision
+    group_size: int  # inputs that share a scale; 0 if nothing is scaled
+    in_features: int
+    weight: torch.Tensor  # [out, ...] of the model's type, FP8_DTYPE, or int16 words
+    bias: torch.Tensor | None  # [out] of the model's type
+    scales: torch.Tensor | None  # [groups, out] float32
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+
+def pack_weight(
+    weight: torch.Tensor, bias: torch.Tensor | None, precision: WeightPrecision
+) -> PackedWeight:
+    """weight [out, in]; one that is not quantised is kept itself, if it is contiguous.
+
+    A quantised one is converted some rows at a time, where it lies. Raises ConfigError if it cannot
+    be quantised.
+    """
+    in_features = weight.shape[1]
+    group_size = group_size_of(precision, in_features)
+    if precision is WeightPrecision.NATIVE:
+        return PackedWeight(precision, group_size, in_features, weight.contiguous(), bias, None)
+    packed = empty_weight(weight, bias, precision)
+    assert packed.scales is not None
+    for rows in _slabs(weight):
+        quantized = quantize(weight[rows], precision, group_size)
+        packed.weight[rows] = _arranged(quantized)
+        packed.scales[: quantized.scales.shape[1], rows] = quantized.scales.t()
+    return packed
+
+
+def empty_weight(
+    weight: torch.Tensor, bias: torch.Tensor | None, precision: WeightPrecision
+) -> PackedWeight:
+    """What a weight [out, in] is quantised into: zeros."""
+    out_features, in_features = weight.shape
+    group_size = group_size_of(precision, in_features)
+    padded, columns, dtype = in_features, in_features, FP8_DTYPE
+    if precision in _BITS:
+        padded += -in_features % BLOCK
+        columns, dtype = padded * _BITS[precision] // _WORD_BITS, torch.int16
+    numbers = torch.zeros(out_features, columns, dtype=dtype, device=weight.device)
+    scales = torch.zeros(
+        -(-padded // group_size), out_features, dtype=torch.float32, device=weight.device
+    )
+    return PackedWeight(precision, group_size, in_features, numbers, bias, scales)
+
+
+def dequantized_rows(packed: PackedWeight, rows: slice) -> torch.Tensor:
+    """[rows, in] float32: what these rows of the packed weight stand for."""
+    if packed.scales is None:
+        return packed.weight[rows].float()
+    numbers = packed.weight[rows]
+    if packed.precision in _BITS:
+        numbers = _numbers(numbers, _BITS[packed.precision])[:, : packed.in_features]
+    scales = packed.scales[:, rows].t()
+    return QuantizedWeight(packed.precision, packed.group_size, numbers, scales).dequantized()
+
+
+def squared_row_norms(packed: PackedWeight) -> torch.Tensor:
+    """[out] float64: of each row of what the weight stands for."""
+    sums = [dequantized_rows(packed, rows).double().square_().sum(1) for rows in _slabs(packed)]
+    return torch.cat(sums)
+
+
+def _slabs(weight: torch.Tensor | PackedWeight) -> Iterator[slice]:
+    """Rows that are converted at once."""
+    if isinstance(weight, PackedWeight):
+        num_rows, size = weight.out_features, weight.in_features
+    else:
+        num_rows, size = weight.shape
+    at_once = max(1, _VALUES_AT_ONCE // size)
+    return (slice(first, first + at_once) for first in range(0, num_rows, at_once))
+
+
+def _arranged(quantized: QuantizedWeight) -> torch.Tensor:
+    """Rows as they are packed."""
+    values = quantized.values
+    if quantized.precision not in _BITS:
+        return values
+    return _words(values, _BITS[quantized.precision])
+
+
+def _words(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """int8 [rows, in] -> int16 [rows, words]. Bytes are signed; nibbles are 8 too large."""
+    padded = torch.nn.functional.pad(values, (0, -values.shape[1] % BLOCK))
+    num_parts = _WORD_BITS // bits
+    numbers = padded.view(len(values), -1, num_parts, BLOCK // num_parts).to(torch.int32)
+    numbers = numbers + 8 if bits == _BITS[WeightPrecision.INT4] else numbers & 0xFF
+    words = numbers[:, :, 0]
+    for part in range(1, num_parts):
+        words = words | numbers[:, :, part] << (part * bits)
+    return words.to(torch.int16).reshape(len(values), -1)
+
+
+def _numbers(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """int16 [rows, words] -> int8 [rows, padded inputs]."""
+    num_parts = _WORD_BITS // bits
+    blocks = words.view(len(words), -1, 1, BLOCK // num_parts)
+    parts = [blocks >> (part * bits) for part in range(num_parts)]
+    numbers = torch.cat(parts, 2).view(len(words), -1)
+    if bits == _BITS[WeightPrecision.INT4]:
+        numbers = (numbers & 15) - 8
+    return numbers.to(torch.int8)

@@ -1,0 +1,281 @@
+"""Multi-LoRA on a GPU: x A^T of all modules of a fused linear layer, then B^T, two launches a wave.
+
+What a step of distinct adapters costs is that their matrices are read, and that kernels start: for
+32 tokens, rank 16 and q, k and v of an 8B model a layer's matrices are 19 MB, at 4.3 TB/s 4.4 us,
+which is no more than a few starts of kernels. So one launch shrinks for all modules (and waves: x
+does not change), a second one expands and adds. They are two because the outputs need the whole of
+x A^T: to compute it again for each tile of outputs would read A a dozen times.
+
+The grids follow from shapes alone, since a CUDA graph repeats them; a program whose piece is empty,
+or whose module is not adapted, ends at once. Ranks are in device memory, so a program takes all
+ranks of its module in a loop: a grid over ranks would be mostly programs with nothing to do.
+
+Pieces of few tokens (programs.lora): a program is one warp and a tile of A or B^T, 16 ranks by 512
+bytes, 8 KiB in loads of 16 bytes; it takes the piece's tokens one by one, the second from the
+cache. A lone warp sums over ranks within a thread, and over inputs by shuffles: no warp waits for
+another. For 32 distinct adapters on q, k and v of 4096 inputs and 4096 + 2 * 1024 outputs 1536
+programs shrink (16 splits) and 768 expand: by their registers (70 and 128 a thread) the 132
+processors of an H200 hold all of them at a time, 12 and 6 each, so 40 KiB and more are under way to
+each where 26 are needed. Splits and tiles are the same for any number of tokens, so a token's bits
+do not depend on others. Splits write their sums apart, and whoever expands adds them up in one
+order: there are no atomics.
+
+Pieces of many tokens (programs.lora_matrix) use matrix units, with as few splits as fill the
+processors. Not for float32, of which those take fewer bits, and not where a token's bits must be
+the same in any company.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+
+from loraplex.kernels.adapter_parts import add_vectors
+from loraplex.kernels.cuda.programs.lora import expand_few, shrink_few
+from loraplex.kernels.cuda.programs.lora_matrix import expand_many, shrink_many
+from loraplex.kernels.lora import (
+    FEW_TOKENS,
+    DeviceLoraTable,
+    LoraBatch,
+    LoraSegments,
+    LoraTable,
+    lora_segments,
+)
+
+_ALIGNMENT = 16
+"""Elements. Where all begins at a multiple of it, matrices are read by 16 bytes at a time."""
+
+_RANKS = 16
+"""Ranks that a program takes at a time, of few tokens."""
+
+_WIDTH_BYTES = 512
+"""Of the inputs or outputs of a program, of few tokens: 16 for each thread of a warp."""
+
+_MOST_SPLITS_OF_FEW = 32
+"""Whoever expands reads the sums of all."""
+
+_MATRIX_RANKS = 32
+"""And of many; a multiple of that."""
+
+_FEWEST_ROWS = 16
+"""Of a matrix that matrix units take."""
+
+_MATRIX_INPUTS = 128
+_MATRIX_OUTPUTS = 128
+
+_PROGRAMS = 2 * 132
+"""So many keep an H200 busy: two for each of its processors."""
+
+_MOST_SPLITS = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Linear:
+    """A fused linear layer: some modules of a table with one input."""
+
+    columns: tuple[int, ...]
+    """Of the modules, in the table."""
+    in_features: int
+    out_features: tuple[int, ...]
+    out_offsets: tuple[int, ...]
+    is_aligned: bool
+
+
+_LinearKey = tuple[
+    tuple[str, ...], tuple[tuple[int, int], ...], int, tuple[str, ...], tuple[int, ...]
+]
+"""A table's modules, shapes and alignment; which modules are fused, where their outputs begin."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Work:
+    """One call: what its two kernels share."""
+
+    linear: _Linear
+    table: DeviceLoraTable
+    pool: torch.Tensor
+    segments: LoraSegments
+    first_cell: int
+    """Of the layer, among the cells of an entry: a cell is a layer's module."""
+    cells_of_entry: int
+    max_rank: int
+    """Rounded up to what a program takes at a time."""
+
+    @property
+    def num_modules(self) -> int:
+        return len(self.linear.columns)
+
+    def partials(self, num_splits: int) -> torch.Tensor:
+        """For the sums of x A^T [slots, modules, splits, ranks]."""
+        num_slots = self.segments.token_indices.shape[0]
+        shape = (num_slots, self.num_modules, num_splits, self.max_rank)
+        return torch.empty(shape, dtype=torch.float32, device=self.pool.device)
+
+    def num_tiles(self, width: int) -> int:
+        """Of all modules' outputs; a tile is of one module."""
+        return sum(triton.cdiv(size, width) for size in self.linear.out_features)
+
+    def constants(self, num_splits: int) -> dict[str, object]:
+        return {
+            "COLUMNS": self.linear.columns,
+            "IN": self.linear.in_features,
+            "MAX_RANK": self.max_rank,
+            "NUM_SPLITS": num_splits,
+            "IS_ALIGNED": self.linear.is_aligned,
+        }
+
+
+class LoraKernel:
+    """Remembers the fused linear layers that it has seen."""
+
+    def __init__(self, device: torch.device, *, batch_invariant: bool) -> None:
+        self._device = device
+        self._batch_invariant = batch_invariant
+        self._linears: dict[_LinearKey, _Linear] = {}
+
+    def add(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        batch: LoraBatch,
+        layer: int,
+        modules: Sequence[str],
+        out_offsets: Sequence[int],
+    ) -> None:
+        """As kernels.lora.add_lora. Rows of x and y are contiguous, of the pool's dtype."""
+        assert x.stride(1) == y.stride(1) == 1, "rows are contiguous"
+        assert x.dtype == y.dtype == batch.pool.dtype, "one dtype"
+        if batch.parts:
+            add_vectors(y, batch.parts, layer, modules, out_offsets)
+        segments = batch.segments
+        if segments is None:
+            host = lora_segments(batch, len(x))
+            segments = host.at(host.packed.to(self._device))
+        linear = self._linear(batch.table, tuple(modules), tuple(out_offsets))
+        num_modules = len(batch.table.modules)
+        work = _Work(
+            linear,
+            _on_device(batch.table),
+            batch.pool,
+            segments,
+            first_cell=layer * num_modules,
+            cells_of_entry=batch.table.ranks.shape[1] * num_modules,
+            max_rank=triton.cdiv(batch.table.max_rank, _MATRIX_RANKS) * _MATRIX_RANKS,
+        )
+        is_few = segments.longest <= FEW_TOKENS
+        if is_few or self._batch_invariant or x.dtype == torch.float32:
+            _add_few(y, x, work)
+        else:
+            _add_many(y, x, work)
+
+    def _linear(
+        self, table: LoraTable, modules: tuple[str, ...], out_offsets: tuple[int, ...]
+    ) -> _Linear:
+        key = (table.modules, table.shapes, table.alignment, modules, out_offsets)
+        linear = self._linears.get(key)
+        if linear is None:
+            linear = self._linears[key] = _linear(table, modules, out_offsets)
+        return linear
+
+
+def _linear(table: LoraTable, modules: tuple[str, ...], out_offsets: tuple[int, ...]) -> _Linear:
+    columns = tuple(table.modules.index(module) for module in modules)
+    in_features = {table.shapes[column][0] for column in columns}
+    assert len(in_features) == 1, "modules of one linear layer have one input"
+    out_features = tuple(table.shapes[column][1] for column in columns)
+    common = math.gcd(table.alignment, *in_features, *out_features, *out_offsets)
+    is_aligned = common % _ALIGNMENT == 0
+    return _Linear(columns, in_features.pop(), out_features, out_offsets, is_aligned)
+
+
+def _on_device(table: LoraTable) -> DeviceLoraTable:
+    """The table's own arrays where the device is the host."""
+    if table.on_device is not None:
+        return table.on_device
+    return DeviceLoraTable(
+        torch.from_numpy(table.offsets),
+        torch.from_numpy(table.ranks),
+        torch.from_numpy(table.scales),
+    )
+
+
+def _add_few(y: torch.Tensor, x: torch.Tensor, work: _Work) -> None:
+    linear = work.linear
+    width = _WIDTH_BYTES // x.itemsize
+    block_k = min(width, triton.next_power_of_2(linear.in_features))
+    block_n = min(width, triton.next_power_of_2(max(linear.out_features)))
+    num_blocks = triton.cdiv(linear.in_features, block_k * _MOST_SPLITS_OF_FEW)
+    num_splits = triton.cdiv(linear.in_features, block_k * num_blocks)
+    partials = work.partials(num_splits)
+    constants = work.constants(num_splits) | {"BLOCK_R": _RANKS, "num_warps": 1}
+    blocks = {"NUM_BLOCKS": num_blocks, "BLOCK_K": block_k}
+    _shrink(shrink_few, x, partials, work, constants | blocks)
+    splits = triton.next_power_of_2(num_splits)
+    _expand(expand_few, y, partials, work, block_n, constants | {"SPLITS": splits})
+
+
+def _add_many(y: torch.Tensor, x: torch.Tensor, work: _Work) -> None:
+    num_splits = _num_splits(work)
+    num_blocks = triton.cdiv(work.linear.in_features, num_splits * _MATRIX_INPUTS)
+    block_t = max(_FEWEST_ROWS, triton.next_power_of_2(work.segments.longest))
+    partials = work.partials(num_splits)
+    constants = work.constants(num_splits) | {"BLOCK_T": block_t, "BLOCK_R": _MATRIX_RANKS}
+    blocks = {"SPLIT_SIZE": num_blocks * _MATRIX_INPUTS, "BLOCK_K": _MATRIX_INPUTS}
+    _shrink(shrink_many, x, partials, work, constants | blocks)
+    # More sums do not fit into the registers of four warps. The loop over ranks is short: to load
+    # ahead in it would only take memory from other programs.
+    options = {"num_warps": 4 if block_t == _FEWEST_ROWS else 8, "num_stages": 1}
+    _expand(expand_many, y, partials, work, _MATRIX_OUTPUTS, constants | options)
+
+
+def _num_splits(work: _Work) -> int:
+    """Of an input, for matrix units: enough to fill the processors, and a power of two."""
+    most: int = min(_MOST_SPLITS, triton.cdiv(work.linear.in_features, _MATRIX_INPUTS))
+    wanted: int = triton.cdiv(_PROGRAMS, work.segments.entries.numel() * work.num_modules)
+    return 1 << (min(most, wanted).bit_length() - 1)
+
+
+def _shrink(
+    program: Any,
+    x: torch.Tensor,
+    partials: torch.Tensor,
+    work: _Work,
+    constants: dict[str, object],
+) -> None:
+    """Of all waves."""
+    segments, table = work.segments, work.table
+    program[(segments.entries.numel() * partials.shape[1] * partials.shape[2],)](
+        *(x, partials, work.pool, table.offsets, table.ranks),
+        *(segments.entries, segments.starts, segments.counts, segments.token_indices),
+        *(x.stride(0), work.cells_of_entry, work.first_cell),
+        **constants,
+    )
+
+
+def _expand(
+    program: Any,
+    y: torch.Tensor,
+    partials: torch.Tensor,
+    work: _Work,
+    width: int,
+    constants: dict[str, object],
+) -> None:
+    """Wave after wave: each one adds to what the last one stored."""
+    segments, table, linear = work.segments, work.table, work.linear
+    num_waves, num_pieces = segments.entries.shape
+    num_tiles = work.num_tiles(width)
+    for wave in range(num_waves):
+        program[(num_pieces * num_tiles,)](
+            *(y, partials, work.pool, table.offsets, table.ranks, table.scales),
+            *(segments.entries, segments.starts, segments.counts),
+            *(segments.token_indices, segments.token_scales),
+            *(y.stride(0), work.cells_of_entry, work.first_cell, wave * num_pieces),
+            OUT_FEATURES=linear.out_features,
+            OUT_OFFSETS=linear.out_offsets,
+            NUM_TILES=num_tiles,
+            BLOCK_N=width,
+            **constants,
+        )

@@ -1,0 +1,70 @@
+"""y = x W^T + bias in tiles that do not depend on the number of rows."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile_of(program, num_tiles_m, num_tiles_n, GROUP_M: tl.constexpr):
+    """(tile of rows, tile of outputs): programs that run together share weights in the L2 cache."""
+    per_group = GROUP_M * num_tiles_n
+    first_m = (program // per_group) * GROUP_M
+    size = tl.minimum(num_tiles_m - first_m, GROUP_M)
+    return first_m + (program % per_group) % size, (program % per_group) // size
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def invariant_linear(
+    y,
+    x,
+    weight,
+    bias,
+    row_scales,
+    scales,
+    num_rows,
+    num_outputs,
+    num_inputs,
+    y_stride,
+    x_stride,
+    weight_stride,
+    HAS_BIAS: tl.constexpr,
+    IS_FLOAT8: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """One tile of y [num_rows, num_outputs] per program; x [num_rows, num_inputs].
+
+    Factors of float8 become float16, which is exact, and sums are times row_scales [num_rows] and
+    scales [num_outputs].
+    """
+    num_tiles_m, num_tiles_n = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(num_outputs, BLOCK_N)
+    tile_m, tile_n = tile_of(tl.program_id(0), num_tiles_m, num_tiles_n, GROUP_M)
+    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    # What lies beyond the ends is computed from the last row, and not stored.
+    x_rows = x + tl.minimum(m, num_rows - 1).to(tl.int64)[:, None] * x_stride
+    columns = weight + tl.minimum(n, num_outputs - 1).to(tl.int64)[None, :] * weight_stride
+    sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for first in range(0, num_inputs, BLOCK_K):
+        inputs = first + k
+        if EVEN_K:
+            a = tl.load(x_rows + inputs[None, :])
+            b = tl.load(columns + inputs[:, None])
+        else:
+            a = tl.load(x_rows + inputs[None, :], mask=inputs[None, :] < num_inputs, other=0.0)
+            b = tl.load(columns + inputs[:, None], mask=inputs[:, None] < num_inputs, other=0.0)
+        if IS_FLOAT8:
+            a, b = a.to(tl.float16), b.to(tl.float16)
+        sums = tl.dot(a, b, sums, input_precision="ieee")
+    if IS_FLOAT8:
+        sums *= tl.load(row_scales + m, mask=m < num_rows, other=0.0)[:, None]
+        sums *= tl.load(scales + n, mask=n < num_outputs, other=0.0)[None, :]
+    if HAS_BIAS:
+        sums += tl.load(bias + n, mask=n < num_outputs, other=0.0).to(tl.float32)[None, :]
+    places = y + m.to(tl.int64)[:, None] * y_stride + n[None, :]
+    inside = (m < num_rows)[:, None] & (n < num_outputs)[None, :]
+    tl.store(places, sums.to(y.dtype.element_ty), mask=inside)

@@ -1,0 +1,168 @@
+"""Multi-LoRA for pieces of many tokens, by matrix units. The words are those of programs.lora."""
+
+import triton
+import triton.language as tl
+
+from loraplex.kernels.cuda.programs.lora import module_of_tile, pick, place_of
+
+
+@triton.jit(do_not_specialize=["first_cell", "cells_of_entry"])
+def shrink_many(
+    x,  # [T, IN]
+    partials,
+    pool,
+    offsets,
+    ranks,
+    entries,  # [pieces of all waves]
+    starts,
+    counts,
+    token_indices,
+    stride_x,
+    cells_of_entry,
+    first_cell,
+    COLUMNS: tl.constexpr,
+    IN: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    SPLIT_SIZE: tl.constexpr,  # a multiple of BLOCK_K
+    IS_ALIGNED: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """One program: one split of the inputs, all ranks of one module, one piece."""
+    NUM_MODULES: tl.constexpr = len(COLUMNS)
+    program = tl.program_id(0)
+    split = program % NUM_SPLITS
+    module = program // NUM_SPLITS % NUM_MODULES
+    piece = program // (NUM_SPLITS * NUM_MODULES)
+    entry = tl.load(entries + piece)
+    start = tl.load(starts + piece)
+    count = tl.load(counts + piece)
+    if entry < 0:
+        return
+    cell = entry * cells_of_entry + first_cell + pick(module, COLUMNS)
+    rank = tl.load(ranks + cell)
+    a = pool + place_of(offsets, cell, IS_ALIGNED)
+    slots = start + tl.arange(0, BLOCK_T)
+    is_token = slots < start + count
+    tokens = tl.load(token_indices + slots, mask=is_token, other=0).to(tl.int64)
+    lines = x + tokens[:, None] * stride_x
+    places = (slots.to(tl.int64) * NUM_MODULES + module) * NUM_SPLITS + split
+    first_input = split * SPLIT_SIZE
+    for first_rank in range(0, rank, BLOCK_R):
+        rows = first_rank + tl.arange(0, BLOCK_R)
+        is_rank = rows < rank
+        sums = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
+        for first in range(first_input, min(first_input + SPLIT_SIZE, IN), BLOCK_K):
+            inputs = first + tl.arange(0, BLOCK_K)
+            is_input = inputs < IN
+            values = tl.load(
+                lines + inputs[None, :], mask=is_token[:, None] & is_input[None, :], other=0.0
+            )
+            matrix = tl.load(
+                a + rows[None, :] * IN + inputs[:, None],
+                mask=is_rank[None, :] & is_input[:, None],
+                other=0.0,
+            )
+            sums = tl.dot(values, matrix, sums)
+        tl.store(
+            partials + places[:, None] * MAX_RANK + rows[None, :],
+            sums,
+            mask=is_token[:, None],
+        )
+
+
+@triton.jit(do_not_specialize=["first_cell", "cells_of_entry", "first_piece"])
+def expand_many(
+    y,  # [T, any]
+    partials,
+    pool,
+    offsets,
+    ranks,
+    scales,
+    entries,
+    starts,
+    counts,
+    token_indices,
+    token_scales,
+    stride_y,
+    cells_of_entry,
+    first_cell,
+    first_piece,
+    COLUMNS: tl.constexpr,
+    OUT_FEATURES: tl.constexpr,
+    OUT_OFFSETS: tl.constexpr,
+    IN: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """One program: BLOCK_N outputs of one module, one piece."""
+    NUM_MODULES: tl.constexpr = len(COLUMNS)
+    program = tl.program_id(0)
+    piece = first_piece + program // NUM_TILES
+    entry = tl.load(entries + piece)
+    start = tl.load(starts + piece)
+    count = tl.load(counts + piece)
+    if entry < 0:
+        return
+    module, tile = module_of_tile(program % NUM_TILES, OUT_FEATURES, BLOCK_N)
+    cell = entry * cells_of_entry + first_cell + pick(module, COLUMNS)
+    rank = tl.load(ranks + cell)
+    if rank == 0:
+        return
+    out_features = pick(module, OUT_FEATURES)
+    first_output = pick(module, OUT_OFFSETS)
+    if IS_ALIGNED:
+        out_features = tl.multiple_of(out_features, 16)
+        first_output = tl.multiple_of(first_output, 16)
+    b = pool + place_of(offsets, cell, IS_ALIGNED) + rank * IN
+    outputs = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_output = outputs < out_features
+    slots = start + tl.arange(0, BLOCK_T)
+    is_token = slots < start + count
+    tokens = tl.load(token_indices + slots, mask=is_token, other=0).to(tl.int64)
+    token_scales = tl.load(token_scales + slots, mask=is_token, other=0.0) * tl.load(scales + cell)
+    first_partials = (slots.to(tl.int64) * NUM_MODULES + module) * NUM_SPLITS * MAX_RANK
+    partial = partials + first_partials[:, None]
+    sums = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    for first_rank in range(0, rank, BLOCK_R):
+        rows = first_rank + tl.arange(0, BLOCK_R)
+        matrix = tl.load(
+            b + rows[:, None] * out_features + outputs[None, :],
+            mask=(rows < rank)[:, None] & is_output[None, :],
+            other=0.0,
+        )
+        reduced = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
+        for split in tl.static_range(NUM_SPLITS):
+            reduced += tl.load(
+                partial + split * MAX_RANK + rows[None, :],
+                mask=is_token[:, None],
+                other=0.0,
+            )
+        sums += multiplied(reduced * token_scales[:, None], matrix)
+    places = y + tokens[:, None] * stride_y + first_output + outputs[None, :]
+    mask = is_token[:, None] & is_output[None, :]
+    before = tl.load(places, mask=mask, other=0.0)
+    after = (before.to(tl.float32) + sums).to(y.dtype.element_ty)
+    tl.store(places, after, mask=mask)
+
+
+@triton.jit
+def multiplied(reduced, matrix):
+    """reduced [BLOCK_T, BLOCK_R] float32 x matrix [BLOCK_R, BLOCK_N] of 16 bits, float32.
+
+    A row is divided by its largest magnitude, so that the range of 16 bits does not matter, and
+    multiplied as the sum of two such numbers, so that nothing of it is lost that counts.
+    """
+    largest = tl.max(tl.abs(reduced), axis=1)
+    largest = tl.where(largest > 0.0, largest, 1.0)
+    scaled = reduced / largest[:, None]
+    high = scaled.to(matrix.dtype)
+    low = (scaled - high.to(tl.float32)).to(matrix.dtype)
+    return tl.dot(low, matrix, tl.dot(high, matrix)) * largest[:, None]

@@ -1,0 +1,74 @@
+"""RMS norms. Sums are float32; whole rows lie in registers."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _normed(x, weight, eps, SIZE: tl.constexpr):
+    """x [rows, BLOCK] in the model's dtype, zero beyond SIZE; weight [1, BLOCK].
+
+    Rounded twice, as the reference does it: after the norm, and after the weight. The product of
+    two narrow numbers is exact in float32.
+    """
+    wide = x.to(tl.float32)
+    mean = tl.sum(wide * wide, axis=1) / SIZE
+    wide = wide * tl.rsqrt(mean + eps)[:, None]
+    return (wide.to(x.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def rms_norm(
+    output,
+    x,
+    weight,
+    num_rows,
+    token_stride,
+    head_stride,
+    eps,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """output [num_rows, SIZE] of the rows of x [tokens, HEADS, SIZE]. Grid: groups of ROWS rows."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    is_column = columns < SIZE
+    inside = (rows < num_rows)[:, None] & is_column[None, :]
+    starts = rows // HEADS * token_stride + rows % HEADS * head_stride
+    values = tl.load(x + starts[:, None] + columns[None, :], mask=inside, other=0.0)
+    weights = tl.load(weight + columns, mask=is_column, other=0.0)[None, :]
+    normed = _normed(values, weights, eps, SIZE)
+    tl.store(output + (rows * SIZE)[:, None] + columns[None, :], normed, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def add_rms_norm(
+    output,
+    total,
+    x,
+    residual,
+    weight,
+    num_rows,
+    x_stride,
+    residual_stride,
+    eps,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """total = x + residual, rounded; output = its norm; each [num_rows, SIZE]."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    is_column = columns < SIZE
+    inside = (rows < num_rows)[:, None] & is_column[None, :]
+    x_places = (rows * x_stride)[:, None] + columns[None, :]
+    residual_places = (rows * residual_stride)[:, None] + columns[None, :]
+    values = tl.load(x + x_places, mask=inside, other=0.0).to(tl.float32)
+    values += tl.load(residual + residual_places, mask=inside, other=0.0).to(tl.float32)
+    values = values.to(x.dtype.element_ty)
+    weights = tl.load(weight + columns, mask=is_column, other=0.0)[None, :]
+    places = (rows * SIZE)[:, None] + columns[None, :]
+    tl.store(total + places, values, mask=inside)
+    tl.store(output + places, _normed(values, weights, eps, SIZE), mask=inside)

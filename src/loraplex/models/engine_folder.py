@@ -1,0 +1,151 @@
+"""The folders that `loraplex convert-checkpoint` and `loraplex build` write, and build's limits.
+
+Both hold a config.json with TensorRT-LLM's keys and a table `loraplex`, the Hugging Face
+configuration as hf_config.json, and the weights under their Hugging Face names in
+rank0.safetensors. A folder of build has a build_config, and rank0.engine: the same weights as this
+kind of machine computes with them. They are taken wherever a Hugging Face folder is. Free of torch.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Final
+
+from loraplex.core.errors import ConfigError, UnsupportedModelError
+from loraplex.models.config_fields import ConfigFields, read_fields
+
+CONFIG_NAME: Final = "config.json"
+HF_CONFIG_NAME: Final = "hf_config.json"
+WEIGHTS_NAME: Final = "rank0.safetensors"
+PACKED_NAME: Final = "rank0.engine"
+LORA_FOLDER: Final = "lora"
+"""Of an engine folder: every folder in it is an adapter that is served under that name."""
+OUR_TABLE: Final = "loraplex"
+"""In config.json: the folder is one of ours."""
+FORMAT: Final = 1
+"""Of both folders."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BuildLimits:
+    """What was decided when an engine folder was built; None is no limit."""
+
+    max_batch_size: int | None = None
+    """Sequences in one step."""
+    max_input_len: int | None = None
+    """Tokens of a prompt."""
+    max_seq_len: int | None = None
+    """Tokens of a prompt and its output."""
+    max_beam_width: int | None = None
+    max_num_tokens: int | None = None
+    """Tokens in one step."""
+    allows_lora: bool = True
+    max_lora_rank: int | None = None
+    lora_target_modules: tuple[str, ...] = ()
+    """By TensorRT-LLM's names; empty: any."""
+    quantization: str = "none"
+    """As core.config has it: none, int8, int4 or fp8."""
+    kv_dtype: str = "auto"
+    """As core.config has it."""
+    tp_size: int = 1
+    pp_size: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.tp_size * self.pp_size
+
+
+def model_config_path(folder: Path) -> Path:
+    """The Hugging Face configuration of a model folder, of whichever kind.
+
+    Raises ConfigError if there is none, UnsupportedModelError for a folder that TensorRT-LLM's own
+    tools wrote.
+    """
+    path = folder / CONFIG_NAME
+    if not path.is_file():
+        raise ConfigError(f"{folder} is not a model folder: it has no {CONFIG_NAME}")
+    fields = read_fields(path)
+    if OUR_TABLE not in fields:
+        _refuse_foreign(fields)
+        return path
+    _our_table(fields)
+    return folder / HF_CONFIG_NAME
+
+
+def read_build_limits(folder: Path) -> BuildLimits | None:
+    """None if it is no folder of ours. Raises ConfigError for one whose config.json is broken.
+
+    A folder of convert-checkpoint has no limits but what it says of types.
+    """
+    path = folder / CONFIG_NAME
+    if not path.is_file():
+        return None
+    fields = read_fields(path)
+    if OUR_TABLE not in fields:
+        return None
+    ours = _our_table(fields)
+    model = fields.table("pretrained_config") or fields
+    mapping = model.table("mapping")
+    types = BuildLimits(
+        quantization=ours.text("quantization", "none"),
+        kv_dtype=ours.text("kv_dtype", "auto"),
+        tp_size=mapping.integer("tp_size", 1) if mapping else 1,
+        pp_size=mapping.integer("pp_size", 1) if mapping else 1,
+    )
+    build = fields.table("build_config")
+    return types if build is None else _with_build(types, build)
+
+
+def weights_digest(folder: Path) -> str | None:
+    """SHA-256 of what the weights in rank0.engine were made from; None: there are none."""
+    if not (folder / PACKED_NAME).is_file():
+        return None
+    fields = read_fields(folder / CONFIG_NAME)
+    if OUR_TABLE not in fields:
+        return None
+    return _our_table(fields).text("weights_digest", "") or None
+
+
+def _with_build(types: BuildLimits, build: ConfigFields) -> BuildLimits:
+    lora = build.table("lora_config")
+    plugins = build.table("plugin_config")
+    return dataclasses.replace(
+        types,
+        max_batch_size=_limit(build, "max_batch_size"),
+        max_input_len=_limit(build, "max_input_len"),
+        max_seq_len=_limit(build, "max_seq_len"),
+        max_beam_width=_limit(build, "max_beam_width"),
+        max_num_tokens=_limit(build, "max_num_tokens"),
+        allows_lora=plugins is not None and plugins.text("lora_plugin", "") != "",
+        max_lora_rank=None if lora is None else _limit(lora, "max_lora_rank"),
+        lora_target_modules=() if lora is None else lora.texts("lora_target_modules"),
+    )
+
+
+def _limit(fields: ConfigFields, name: str) -> int | None:
+    return fields.integer(name) if name in fields else None
+
+
+def _our_table(fields: ConfigFields) -> ConfigFields:
+    table = fields.table(OUR_TABLE)
+    if table is None:
+        raise ConfigError(f"{fields.source}: {OUR_TABLE} is empty: build the folder again")
+    version = table.integer("format")
+    if version != FORMAT:
+        raise ConfigError(
+            f"{fields.source}: the folder has format {version}, this version reads {FORMAT}: "
+            "build it again"
+        )
+    return table
+
+
+def _refuse_foreign(fields: ConfigFields) -> None:
+    if "build_config" in fields or "builder_config" in fields:
+        raise UnsupportedModelError(
+            f"{fields.source}: an engine of TensorRT, which runs nowhere else: build it again from "
+            "the Hugging Face folder, with loraplex build"
+        )
+    if "architecture" in fields and "mapping" in fields:
+        raise UnsupportedModelError(
+            f"{fields.source}: a checkpoint of TensorRT-LLM, whose weights have other names: "
+            "convert the Hugging Face folder again, with loraplex convert-checkpoint"
+        )

@@ -1,0 +1,32 @@
+"""What a served model launches: the cases that kernel_compiler.py compiles.
+
+A room is a module of this package, or any other. Its `cases()` names launches; they are made where
+tensors are fake (fake_gpu.py). Shapes are those of Llama-3.1-8B and Llama-2-7B.
+"""
+
+import importlib
+from collections.abc import Callable
+
+Launch = Callable[[], object]
+Cases = dict[str, Launch]
+
+ROOMS = ("lora", "attention", "elementwise", "sampling", "linear")
+
+
+_FIRST_FP8 = 89
+
+
+def cases_of(room: str, arch: int, match: str = "") -> Cases:
+    """Those of an architecture whose names have `match` in them, by name.
+
+    A room that is not of this package is module:function.
+    """
+    module, _, function = room.partition(":")
+    if not function:
+        module, function = f"{__name__}.{room}", "cases"
+    make: Callable[[], Cases] = getattr(importlib.import_module(module), function)
+    return {
+        name: launch
+        for name, launch in make().items()
+        if match in name and (arch >= _FIRST_FP8 or "fp8" not in name)
+    }

@@ -1,0 +1,144 @@
+"""Random adapters in a pool as kernels read it, and what they give, worked out in float64."""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from loraplex.kernels.lora import (
+    DeviceLoraTable,
+    LoraBatch,
+    LoraTable,
+    LoraUse,
+    lora_batch,
+    lora_segments,
+)
+
+BASE = -1
+"""In place of an adapter: none."""
+
+
+def users(popularity: str, num_tokens: int) -> list[int]:
+    """The adapter of each token. "skewed": half of them one adapter, a few the base model."""
+    match popularity:
+        case "distinct":
+            return list(range(num_tokens))
+        case "identical":
+            return [0] * num_tokens
+        case "skewed":
+            return [
+                BASE if token % 5 == 4 else (0 if token % 2 else 1 + token // 4)
+                for token in range(num_tokens)
+            ]
+    raise ValueError(popularity)
+
+
+def token_uses(adapters: Sequence[int], wave: int = 0) -> list[LoraUse]:
+    """Each token's adapter, with a scale of its own."""
+    return [
+        LoraUse(wave, adapter, token, 1, 0.5 + token % 3)
+        for token, adapter in enumerate(adapters)
+        if adapter != BASE
+    ]
+
+
+class PooledAdapters:
+    """Adapter a has rank ranks[(a + layer + module) % len(ranks)]; what is not theirs is NaN."""
+
+    def __init__(
+        self,
+        num_adapters: int,
+        ranks: Sequence[int],
+        shapes: Mapping[str, tuple[int, int]],
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+        *,
+        num_layers: int = 2,
+        alignment: int = 1,
+    ) -> None:
+        """shapes: (in_features, out_features) of each module."""
+        table = _table(num_adapters, ranks, shapes, num_layers, alignment)
+        sizes = table.ranks * np.array([sum(shape) for shape in shapes.values()])
+        pool = torch.full((int((table.offsets + sizes).max()),), torch.nan)
+        pool = pool.to(device or "cpu", dtype)
+        for offset, size in zip(table.offsets.flat, sizes.flat, strict=True):
+            pool[offset : offset + size].normal_(std=_deviation(shapes))
+        self.pool = pool
+        self.table = dataclasses.replace(
+            table,
+            on_device=DeviceLoraTable(
+                torch.from_numpy(table.offsets).to(pool.device),
+                torch.from_numpy(table.ranks).to(pool.device),
+                torch.from_numpy(table.scales).to(pool.device),
+            ),
+        )
+
+    def batch(
+        self, uses: Sequence[LoraUse], num_tokens: int, longest: int | None = None
+    ) -> LoraBatch:
+        """With its segments, on the pool's device."""
+        host = lora_batch(self.pool, self.table, uses, torch.device("cpu"))
+        segments = lora_segments(host, num_tokens, longest)
+        segments = segments.at(segments.packed.to(self.pool.device))
+        return dataclasses.replace(
+            host,
+            segments=segments,
+            token_indices=host.token_indices.to(self.pool.device),
+            token_scales=host.token_scales.to(self.pool.device),
+        )
+
+    def expected(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        uses: Sequence[LoraUse],
+        layer: int,
+        modules: Sequence[str],
+        out_offsets: Sequence[int],
+    ) -> torch.Tensor:
+        """What becomes of y, in float64."""
+        result, x = y.double(), x.double()
+        for use, (module, first) in itertools.product(uses, zip(modules, out_offsets, strict=True)):
+            column = self.table.modules.index(module)
+            tokens = slice(use.first_token, use.first_token + use.num_tokens)
+            a, b = self._matrices(use.entry, layer, column)
+            scale = use.scale * float(self.table.scales[use.entry, layer, column])
+            outputs = slice(first, first + b.shape[1])
+            result[tokens, outputs] += scale * (x[tokens] @ a.t()) @ b
+        return result
+
+    def _matrices(self, entry: int, layer: int, column: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A [rank, in], B transposed [rank, out], float64."""
+        in_features, out_features = self.table.shapes[column]
+        rank = int(self.table.ranks[entry, layer, column])
+        start = int(self.table.offsets[entry, layer, column])
+        middle, end = start + rank * in_features, start + rank * (in_features + out_features)
+        a, b = self.pool[start:middle].double(), self.pool[middle:end].double()
+        return a.view(rank, in_features), b.view(rank, out_features)
+
+
+def _deviation(shapes: Mapping[str, tuple[int, int]]) -> float:
+    """So that what is added is about as large as 1."""
+    return float(max(in_features for in_features, _ in shapes.values()) ** -0.5)
+
+
+def _table(
+    num_adapters: int,
+    ranks: Sequence[int],
+    shapes: Mapping[str, tuple[int, int]],
+    num_layers: int,
+    alignment: int,
+) -> LoraTable:
+    cells = (num_adapters, num_layers, len(shapes))
+    numbers = np.indices(cells).sum(axis=0)
+    table_ranks = np.array(ranks, np.int32)[numbers % len(ranks)]
+    sizes = table_ranks * np.array([sum(shape) for shape in shapes.values()])
+    sizes = (sizes + 3 * alignment) // alignment * alignment
+    offsets = sizes.cumsum().reshape(cells) - sizes + 7 * alignment
+    scales = (0.25 + 0.5 * (numbers % 4)).astype(np.float32)
+    modules, features = tuple(shapes), tuple(shapes.values())
+    return LoraTable(
+        modules, features, offsets, table_ranks, scales, alignment=alignment, max_rank=max(ranks)
+    )

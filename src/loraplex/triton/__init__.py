@@ -1,0 +1,1 @@
+"""What is written on disk for Triton: model repositories, read and made."""

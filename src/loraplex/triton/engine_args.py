@@ -1,0 +1,296 @@
+"""The keys of a model.json: vLLM's engine arguments, from version 0.3.0 on.
+
+One table says of every key what it does here. Texts for other values are taken, as the original
+takes them: "true", "0.8".
+"""
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from loraplex.triton.parameters import Effect, Kind
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineArg:
+    """What one key does."""
+
+    key: str
+    kind: Kind
+    effect: Effect
+    setting: str = ""
+    """Of SETTING: the field of ModelConfig."""
+    reason: str = ""
+    """Of NONE and REFUSED."""
+    neutral: tuple[Any, ...] = ()
+    """Of REFUSED: the values that ask for nothing, beside null, false, 0 and what is empty."""
+
+
+def _settings(kind: Kind, **settings: str) -> Iterable[EngineArg]:
+    return (EngineArg(key, kind, Effect.SETTING, setting) for key, setting in settings.items())
+
+
+def _here(kind: Kind, *keys: str) -> Iterable[EngineArg]:
+    return (EngineArg(key, kind, Effect.HERE) for key in keys)
+
+
+def _none(reason: str, keys: str) -> Iterable[EngineArg]:
+    return (EngineArg(key, Kind.ANY, Effect.NONE, reason=reason) for key in keys.split())
+
+
+def _refused(reason: str, key: str, *neutral: Any) -> Iterable[EngineArg]:
+    return (EngineArg(key, Kind.ANY, Effect.REFUSED, reason=reason, neutral=neutral),)
+
+
+ENGINE_ARGS = (
+    *_here(Kind.TEXT, "model", "tokenizer"),
+    *_settings(
+        Kind.TEXT,
+        revision="revision",
+        dtype="dtype",
+        kv_cache_dtype="kv_dtype",
+        quantization="quantization",
+    ),
+    *_settings(
+        Kind.WHOLE,
+        max_model_len="max_model_len",
+        max_num_seqs="max_num_seqs",
+        max_num_batched_tokens="max_num_batched_tokens",
+        block_size="block_size",
+        max_lora_rank="max_lora_rank",
+        kv_cache_memory_bytes="kv_cache_bytes",
+        long_prefill_token_threshold="max_prefill_chunk",
+    ),
+    *_settings(Kind.NUMBER, gpu_memory_utilization="kv_cache_fraction"),
+    *_settings(
+        Kind.BOOL, enable_prefix_caching="enable_prefix_cache", async_scheduling="overlap"
+    ),
+    *_settings(
+        Kind.WHOLES,
+        cudagraph_capture_sizes="cuda_graph_batch_sizes",
+        cuda_graph_sizes="cuda_graph_batch_sizes",
+    ),
+    *_here(Kind.BOOL, "enforce_eager", "enable_lora", "disable_log_stats"),
+    *_here(Kind.NUMBER, "swap_space"),
+    *_here(Kind.WHOLE, "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
+    *_here(Kind.TEXT, "device"),
+    *_here(Kind.ANY, "speculative_config"),
+    *_none("requests are never logged", "disable_log_requests enable_log_requests max_log_len"),
+    *_none("the model's name in the repository counts", "served_model_name"),
+    *_none(
+        "adapters are held as far as lora_device_bytes and lora_host_bytes go",
+        "max_loras max_cpu_loras fully_sharded_loras lora_dtype lora_extra_vocab_size "
+        "enable_lora_bias enable_tower_connector_lora",
+    ),
+    *_none(
+        "no code of a model's folder is run, and the tokenizer's files say what it is",
+        "trust_remote_code tokenizer_mode tokenizer_revision code_revision tokenizer_pool_size "
+        "tokenizer_pool_type tokenizer_pool_extra_config renderer_num_workers",
+    ),
+    *_none(
+        "weights are read as they lie in the folder or the hub's own cache",
+        "download_dir safetensors_load_strategy config_format hf_token ignore_patterns "
+        "model_loader_extra_config use_tqdm_on_load pt_load_map_location "
+        "max_parallel_loading_workers model_impl hf_config_path",
+    ),
+    *_none(
+        "one process serves a model",
+        "worker_use_ray engine_use_ray distributed_executor_backend ray_workers_use_nsight "
+        "placement_group master_addr master_port nnodes node_rank worker_cls "
+        "worker_extension_cls disable_custom_all_reduce distributed_timeout_seconds "
+        "data_parallel_rank data_parallel_start_rank data_parallel_size_local "
+        "data_parallel_address data_parallel_rpc_port data_parallel_hybrid_lb "
+        "data_parallel_external_lb data_parallel_backend prefill_context_parallel_size "
+        "decode_context_parallel_size dcp_kv_cache_interleave_size cp_kv_cache_interleave_size "
+        "dcp_comm_backend disable_nccl_for_dp_synchronization api_process_count "
+        "api_process_rank numa_bind numa_bind_nodes numa_bind_cpus",
+    ),
+    *_none(
+        "of models with experts",
+        "enable_expert_parallel all2all_backend enable_dbo ubatch_size moe_backend "
+        "dbo_decode_token_threshold dbo_prefill_token_threshold eplb_config enable_eplb "
+        "expert_placement_strategy num_redundant_experts eplb_window_size eplb_step_interval "
+        "eplb_log_balancedness enable_return_routed_experts enable_ep_weight_filter",
+    ),
+    *_none(
+        "of models that see or hear",
+        "limit_mm_per_prompt interleave_mm_strings media_io_kwargs skip_mm_profiling "
+        "video_pruning_rate mm_processor_kwargs disable_mm_preprocessor_cache language_model_only "
+        "mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb "
+        "mm_encoder_only mm_encoder_tp_mode mm_encoder_attn_backend mm_encoder_attn_dtype "
+        "disable_chunked_mm_input "
+        "mm_tensor_ipc allowed_local_media_path allowed_media_domains io_processor_plugin "
+        "default_mm_loras enable_mm_embeds image_input_type image_token_id image_input_shape "
+        "image_feature_size",
+    ),
+    *_none(
+        "of models with a state beside the KV cache",
+        "mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode mamba_backend "
+        "gdn_prefill_backend",
+    ),
+    *_none(
+        "the engine plans this itself",
+        "enable_chunked_prefill max_num_partial_prefills max_long_partial_prefills max_paddings "
+        "use_v2_block_manager num_lookahead_slots num_gpu_blocks_override scheduler_delay_factor "
+        "scheduling_policy scheduler_cls preemption_mode num_scheduler_steps stream_interval "
+        "multi_step_stream_outputs disable_async_output_proc prefix_caching_hash_algo "
+        "disable_hybrid_kv_cache_manager kv_sharing_fast_prefill max_context_len_to_capture "
+        "max_seq_len_to_capture max_cudagraph_capture_size disable_cascade_attn "
+        "scheduler_reserve_full_isl prefill_schedule_interval watermark "
+        "calculate_kv_scales override_attention_dtype optimization_level compilation_config "
+        "attention_config attention_backend kernel_config linear_backend ir_op_priority "
+        "performance_mode additional_config "
+        "override_neuron_config enable_flashinfer_autotune",
+    ),
+    *_none(
+        "every answer may say as much as its request asks for, and has its own seed",
+        "max_logprobs seed enable_sleep_mode generation_config override_generation_config",
+    ),
+    *_none(
+        "grammars are always served",
+        "guided_decoding_backend guided_decoding_disable_fallback structured_outputs_config "
+        "guided_decoding_disable_any_whitespace guided_decoding_disable_additional_properties "
+        "enable_reasoning reasoning_parser reasoning_parser_plugin reasoning_config",
+    ),
+    *_none(
+        "metrics and times are always there",
+        "show_hidden_metrics_for_version otlp_traces_endpoint collect_detailed_traces "
+        "aggregate_engine_logging profiler_config observability_config kv_cache_metrics "
+        "kv_cache_metrics_sample cudagraph_metrics enable_layerwise_nvtx_tracing "
+        "enable_mfu_metrics enable_logging_iteration_details enable_mm_processor_stats "
+        "fail_on_environ_validation shutdown_timeout",
+    ),
+    *_refused("weights that are not in the folder", "load_format", "auto", "safetensors", "pt"),
+    *_refused("a model that does not generate", "task", "auto", "generate"),
+    *_refused("a model that does not generate", "runner", "auto", "generate"),
+    *_refused("a model that does not generate", "convert", "auto", "none"),
+    *_refused("a model that does not generate", "override_pooler_config"),
+    *_refused("a model that does not generate", "pooler_config"),
+    *_refused("a server without a tokenizer", "skip_tokenizer_init"),
+    *_refused("a server without a tokenizer", "tokens_only"),
+    *_refused("prompts that are embeddings", "enable_prompt_embeds"),
+    *_refused("a change of the model's own config.json", "hf_overrides"),
+    *_refused("a change of the model's own config.json", "rope_scaling"),
+    *_refused("a change of the model's own config.json", "rope_theta"),
+    *_refused("a change of the model's own config.json", "disable_sliding_window"),
+    *_refused("a change of the model's own config.json", "long_lora_scaling_factors"),
+    *_refused("code of the operator's", "logits_processors"),
+    *_refused("code of the operator's", "logits_processor_pattern"),
+    *_refused("log probabilities of another kind", "logprobs_mode", "raw_logprobs"),
+    *_refused("KV that other servers share", "kv_transfer_config"),
+    *_refused("KV that other servers share", "ec_transfer_config"),
+    *_refused("KV that other servers share", "kv_events_config"),
+    *_refused("weights from elsewhere while it serves", "weight_transfer_config"),
+    *_refused("weights that are not on the device", "cpu_offload_gb"),
+    *_refused("weights that are not on the device", "cpu_offload_params"),
+    *_refused("weights that are not on the device", "offload_backend", "auto"),
+    *_refused("weights that are not on the device", "offload_group_size"),
+    *_refused("weights that are not on the device", "offload_num_in_group", 1),
+    *_refused("weights that are not on the device", "offload_prefetch_step", 1),
+    *_refused("weights that are not on the device", "offload_params"),
+    *_refused("KV on the host: see swap_space", "kv_offloading_size"),
+    *_refused("KV on the host: see swap_space", "kv_offloading_backend", "native"),
+    *_refused("a second model that guesses", "speculative_model"),
+    *_refused("a second model that guesses", "num_speculative_tokens"),
+    *_refused("a second model that guesses", "speculative_draft_tensor_parallel_size"),
+    *_refused("a second model that guesses", "ngram_prompt_lookup_max"),
+    *_refused("a second model that guesses", "ngram_prompt_lookup_min"),
+    *_refused("a second model that guesses", "qlora_adapter_name_or_path"),
+)
+"""By what they do. The names are those of EngineArgs and AsyncEngineArgs."""
+
+_ROWS: Mapping[str, EngineArg] = MappingProxyType({row.key: row for row in ENGINE_ARGS})
+VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {"dtype": {"half": "float16", "float": "float32"}}
+)
+"""vLLM's words for values of settings."""
+
+
+def row_of(key: str) -> EngineArg:
+    """Raises ValueError with the nearest key."""
+    row = _ROWS.get(key)
+    if row is None:
+        close = difflib.get_close_matches(key, _ROWS, n=3)
+        hint = f"; meant is perhaps {' or '.join(close)}" if close else ""
+        raise ValueError(f"{key} is no engine argument of vLLM's{hint}")
+    return row
+
+
+def read_value(row: EngineArg, value: Any) -> Any:
+    """None if it says nothing. Raises ValueError that says what the value must be."""
+    if value is None or (value == "None" and row.kind is not Kind.TEXT):
+        return None
+    try:
+        return _READERS[row.kind](value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{row.key}: {value!r} is not {_MEANINGS[row.kind]}") from None
+
+
+def asks_for_nothing(row: EngineArg, value: Any) -> bool:
+    """Of a REFUSED key: whether this value may stay."""
+    written = value.lower() if isinstance(value, str) else value
+    return not value or written in ("false", "none", "{}", *row.neutral)
+
+
+def _bool(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    return {"true": True, "false": False, "1": True, "0": False}[str(value).strip().lower()]
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+        raise TypeError(value)
+    return int(value)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool):
+        raise TypeError(value)
+    return float(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(value)
+    return value
+
+
+def _wholes(value: Any) -> list[int]:
+    values = json.loads(value) if isinstance(value, str) else value
+    return [_whole(entry) for entry in (values if isinstance(values, list) else [values])]
+
+
+def _any(value: Any) -> Any:
+    return value
+
+
+def _bool_or_error(value: Any) -> bool:
+    try:
+        return _bool(value)
+    except KeyError:
+        raise ValueError(value) from None
+
+
+_READERS: Mapping[Kind, Callable[[Any], Any]] = MappingProxyType(
+    {
+        Kind.TEXT: _text,
+        Kind.BOOL: _bool_or_error,
+        Kind.WHOLE: _whole,
+        Kind.NUMBER: _number,
+        Kind.WHOLES: _wholes,
+        Kind.ANY: _any,
+    }
+)
+_MEANINGS: Mapping[Kind, str] = MappingProxyType(
+    {
+        Kind.TEXT: "a text",
+        Kind.BOOL: "true or false",
+        Kind.WHOLE: "a whole number",
+        Kind.NUMBER: "a number",
+        Kind.WHOLES: "a list of whole numbers",
+    }
+)

@@ -1,0 +1,96 @@
+"""The folder that gpt_model_path means, and what is refused of the folders that it may mean.
+
+Served are a Hugging Face folder, and what `loraplex build` and `loraplex convert-checkpoint`
+write: their config.json has the key `loraplex` beside TensorRT-LLM's own keys.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from loraplex.core.errors import ConfigError
+from loraplex.triton.model_folder import ModelFolder
+from loraplex.triton.notes import Notes
+
+PATH_PARAMETER = "gpt_model_path"
+_CONFIG = "config.json"
+_MAX_BYTES = 4 << 20
+_OURS = "loraplex"
+_BUILD = "use `loraplex build`, or give the Hugging Face folder itself"
+
+
+def find_engine_dir(folder: ModelFolder, notes: Notes) -> Path:
+    """The folder to serve. Raises ConfigError that says what would be right."""
+    written = folder.parameters.text(PATH_PARAMETER)
+    if written is None:
+        if (folder.version_path / _CONFIG).is_file():
+            notes.info(f"{folder.name}: {PATH_PARAMETER} is not said: {folder.version_path} is it")
+            return _checked(folder, folder.version_path, notes)
+        raise folder.parameters.error(
+            PATH_PARAMETER,
+            "it is not filled in (engine_dir); it must be the path of a folder that "
+            "`loraplex build` wrote, or of a Hugging Face folder",
+        )
+    found = folder.find_folder(written)
+    if found is None:
+        raise folder.parameters.error(
+            PATH_PARAMETER,
+            f"there is no folder {written}, neither from the working directory nor below "
+            f"{folder.path}",
+        )
+    if found != Path(written).expanduser():
+        notes.info(f"{folder.name}: {PATH_PARAMETER} {written} is {found}")
+    return _checked(folder, found, notes)
+
+
+def _checked(folder: ModelFolder, engine: Path, notes: Notes) -> Path:
+    parameters = folder.parameters
+    if not (engine / _CONFIG).is_file():
+        if any(engine.glob("*.engine")):
+            raise parameters.error(PATH_PARAMETER, f"{engine} holds TensorRT engines; {_BUILD}")
+        raise parameters.error(PATH_PARAMETER, f"{engine} has no {_CONFIG}; {_BUILD}")
+    config = _read_config(engine / _CONFIG)
+    if _OURS not in config:
+        if "build_config" in config or "builder_config" in config:
+            raise parameters.error(
+                PATH_PARAMETER,
+                f"{engine} is an engine that TensorRT-LLM built, which only TensorRT can run; "
+                + _BUILD,
+            )
+        if "architecture" in config and "architectures" not in config:
+            raise parameters.error(
+                PATH_PARAMETER, f"{engine} is a checkpoint of TensorRT-LLM's; {_BUILD}"
+            )
+    _check_mapping(config, engine, notes)
+    return engine
+
+
+def _check_mapping(config: Mapping[str, Any], engine: Path, notes: Notes) -> None:
+    """How many GPUs the build was made for: one process serves it."""
+    pretrained = config.get("pretrained_config")
+    mapping = pretrained.get("mapping") if isinstance(pretrained, Mapping) else None
+    if not isinstance(mapping, Mapping):
+        return
+    sizes = {name: mapping.get(name, 1) for name in ("tp_size", "pp_size")}
+    needed = sizes["tp_size"] * sizes["pp_size"]
+    world_size = mapping.get("world_size", needed)
+    if world_size != needed:
+        raise ConfigError(
+            f"{engine / _CONFIG}: world_size is {world_size}, but tp_size {sizes['tp_size']} times "
+            f"pp_size {sizes['pp_size']} is {needed}"
+        )
+    if needed > 1:
+        notes.warning(f"{engine} was built for {needed} GPUs: it is served by one")
+
+
+def _read_config(path: Path) -> Mapping[str, Any]:
+    if path.stat().st_size > _MAX_BYTES:
+        raise ConfigError(f"{path} has more than {_MAX_BYTES} bytes")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} must be a JSON object")
+    return config

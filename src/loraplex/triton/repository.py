@@ -1,0 +1,67 @@
+"""Model repositories for Triton -> settings of the served base models, and what clients see.
+
+Each tensorrt_llm and each vLLM model is a served base model under its name in the repository; the
+models around a tensorrt_llm are names before it.
+"""
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from loraplex.core.config_layers import Layer
+from loraplex.core.errors import ConfigError
+from loraplex.frontends.kserve.models.declaration import ModelDeclaration
+from loraplex.triton.model_folder import ModelFolder, read_model_folders
+from loraplex.triton.notes import Notes
+from loraplex.triton.roles import Role, role_of
+from loraplex.triton.trtllm import TensorrtLlmModels
+from loraplex.triton.vllm import read_vllm_model
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Repository:
+    layers: tuple[Layer, ...]
+    """Of `models`, lowest first; each value knows where it is written."""
+    declarations: tuple[ModelDeclaration, ...]
+    """By name."""
+    notes: Notes
+
+
+def read_repositories(paths: Sequence[Path], wanted: Collection[str] = ()) -> Repository:
+    """All models of all folders; wanted: only these, what they are made of, and what else stands
+    before the same base models. Raises ConfigError.
+    """
+    notes = Notes()
+    folders = _by_name([f for path in paths for f in read_model_folders(path, notes)])
+    missing = [name for name in wanted if name not in folders]
+    if missing:
+        raise ConfigError(
+            f"--load-model {missing[0]}: there is no such model; there are {', '.join(folders)}"
+        )
+    roles = {name: role_of(folder) for name, folder in folders.items()}
+    tensorrt = TensorrtLlmModels(
+        {name: f for name, f in folders.items() if roles[name] is not Role.VLLM}, roles, notes
+    )
+    bases = {name: tensorrt.base_of(name) for name in tensorrt.names}
+    bases |= {name: name for name, role in roles.items() if role is Role.VLLM}
+    served = {bases[name] for name in wanted or bases}
+    layers: list[Layer] = []
+    declarations = []
+    for name in sorted(served):
+        if roles[name] is Role.VLLM:
+            vllm_layers, declaration = read_vllm_model(folders[name], notes)
+            layers += vllm_layers
+            declarations.append(declaration)
+        else:
+            layers += tensorrt.layers(name)
+    declarations += [tensorrt.declaration(n) for n in tensorrt.names if bases[n] in served]
+    return Repository(tuple(layers), tuple(sorted(declarations, key=lambda d: d.name)), notes)
+
+
+def _by_name(folders: Sequence[ModelFolder]) -> dict[str, ModelFolder]:
+    by_name: dict[str, ModelFolder] = {}
+    for folder in folders:
+        other = by_name.setdefault(folder.name, folder)
+        if other is not folder:
+            raise ConfigError(f"model '{folder.name}' is twice: {other.path} and {folder.path}")
+    return by_name

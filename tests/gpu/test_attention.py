@@ -1,0 +1,167 @@
+"""Attention at the sizes of real models, against float64."""
+
+import itertools
+
+import pytest
+import torch
+
+from loraplex.kernels.accelerator import CudaAccelerator
+from loraplex.kernels.cuda.attention import AttentionKernel
+from loraplex.kernels.cuda.graphs import StepGraphs
+from loraplex.kernels.kv_vectors import from_stored, to_stored
+from loraplex.kernels.ops import AttentionShape, RowLayout
+from loraplex.testing.dense_attention import relative_error
+from loraplex.testing.paged_rows import PagedRows, padded_rows, stored_parts
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = {
+    "llama 3 8b": AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, block_size=16),
+    "llama 2 7b": AttentionShape(32, 32, 128, 16),
+    "qwen 2 0.5b": AttentionShape(14, 2, 64, 16),
+    "phi 2": AttentionShape(32, 32, 80, 16),
+    "gemma 2b": AttentionShape(8, 1, 256, 16),
+    "phi 3": AttentionShape(32, 32, 96, 32),
+}
+LLAMA = SHAPES["llama 3 8b"]
+ALL_SHAPES = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+ROUNDING = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+DTYPES = pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
+STEPS = {
+    "one row": ([4096], [1]),
+    "decode": ([1, 17, 4096, 1000, 255, 256, 257, 2], [1] * 8),
+    "prompts": ([700, 130], [700, 130]),
+    "mixed": ([1, 2048, 4096, 300, 33], [1, 256, 1, 300, 5]),
+}
+ALL_STEPS = pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+DEVICE = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def attention(*, batch_invariant: bool = False) -> AttentionKernel:
+    return AttentionKernel(DEVICE, batch_invariant=batch_invariant)
+
+
+def attended(rows: PagedRows, queries, window=(None, 0)) -> torch.Tensor:
+    plan = rows.kernel.plan(rows.layout(queries), rows.shape, *window)
+    return rows.kernel.attend(rows.batch(queries), rows.storage, plan).cpu()
+
+
+def error(rows: PagedRows, counts, window=(None, 0)) -> float:
+    queries = rows.queries(counts)
+    return relative_error(attended(rows, queries, window), rows.expected(queries, *window))
+
+
+@ALL_SHAPES
+@DTYPES
+@ALL_STEPS
+def test_equals_the_formula(shape, dtype, step):
+    seq_lens, counts = step
+    rows = PagedRows(attention(), shape, seq_lens, dtype=dtype, device=DEVICE)
+    assert error(rows, counts) < ROUNDING[dtype]
+
+
+@pytest.mark.parametrize("window", [(512, 0), (512, 4), (33, 70)], ids=str)
+@pytest.mark.parametrize("shape", [LLAMA, SHAPES["llama 2 7b"]], ids=["groups", "no groups"])
+@ALL_STEPS
+def test_windows_and_sinks(window, shape, step):
+    seq_lens, counts = step
+    rows = PagedRows(attention(), shape, seq_lens, dtype=torch.bfloat16, device=DEVICE)
+    assert error(rows, counts, window) < ROUNDING[torch.bfloat16]
+
+
+@pytest.mark.parametrize("shape", [LLAMA, SHAPES["llama 2 7b"]], ids=["groups", "no groups"])
+@DTYPES
+@ALL_STEPS
+def test_int8(shape, dtype, step):
+    seq_lens, counts = step
+    rows = PagedRows(attention(), shape, seq_lens, dtype=dtype, kv_dtype=torch.int8, device=DEVICE)
+    for vectors in (rows.keys, rows.values):
+        vectors[:] = [from_stored(to_stored(each, torch.int8)) for each in vectors]
+    assert error(rows, counts) < ROUNDING[dtype]
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=["as the model", "int8"])
+@DTYPES
+def test_write_rounds_as_the_reference(dtype, kv_dtype):
+    kernel, kv_dtype = attention(), kv_dtype or dtype
+    storage = kernel.allocate(40, LLAMA, kv_dtype)
+    fused = torch.randn(500, 32 + 8 + 8, 128, device=DEVICE).to(dtype)
+    fused[3, 35, 7], fused[4, 41, 0], fused[5] = torch.nan, torch.inf, 0
+    _, key, value = fused.split([32, 8, 8], 1)
+    slots = torch.randperm(640, device=DEVICE)[:500]
+    slots[[7, 400]] = -1
+    kernel.write(storage, key, value, slots)
+    written = slots >= 0
+    for tensor, given in ((storage.key, key), (storage.value, value)):
+        stored = tensor
+        if kv_dtype == torch.int8:
+            stored = torch.cat(stored_parts(tensor, LLAMA), -1)
+        stored = stored.flatten(0, 1)[slots[written]].cpu()
+        expected = to_stored(given[written].cpu(), kv_dtype)
+        assert torch.equal(stored.view(torch.uint8), expected.view(torch.uint8))
+
+
+@DTYPES
+def test_batch_invariant_bits(dtype):
+    """Of a prompt whole, in chunks and token by token, alone and in company."""
+    rows = PagedRows(
+        attention(batch_invariant=True), LLAMA, [1500, 50, 900], dtype=dtype, device=DEVICE
+    )
+    query, other, third = rows.queries([1500, 1, 90])
+    whole = attended(rows, [query, other, third])[:1500]
+    expected = rows.expected([query, other, third])[:1500]
+    assert relative_error(whole, expected) < ROUNDING[dtype]
+    for count in (1, 2, 17, 64, 1000):
+        assert torch.equal(
+            attended(rows, [query[-count:], other, third])[:count], whole[1500 - count :]
+        )
+    for end, count in itertools.product((1, 255, 257, 513, 1400), (1, 16, 200)):
+        first = max(0, end - count)
+        layout = RowLayout([0, end - first], [end], rows.block_tables[:1])
+        plan = rows.kernel.plan(layout, LLAMA, None)
+        found = rows.kernel.attend(rows.batch([query[first:end]]), rows.storage, plan)
+        assert torch.equal(found.cpu(), whole[first:end])
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("shape", [LLAMA, SHAPES["llama 2 7b"]], ids=["groups", "no groups"])
+def test_recorded_step_attends_for_other_rows(shape, batch_invariant):
+    accelerator = CudaAccelerator(DEVICE)
+    rows = PagedRows(
+        attention(batch_invariant=batch_invariant),
+        shape,
+        [3000, 20, 333],
+        dtype=torch.bfloat16,
+        device=DEVICE,
+    )
+    graphs = StepGraphs(accelerator)
+    graphs.is_recording = True
+    queries = rows.queries([1, 1, 1])
+    expected = rows.expected(queries)
+    torch.cuda.synchronize()
+    for chosen in ([1], [2, 0], [0, 1, 2]):
+        layout = RowLayout(
+            range(len(chosen) + 1),
+            [rows.seq_lens[row] for row in chosen],
+            torch.cat((rows.block_tables[chosen], rows.block_tables[: 4 - len(chosen)])),
+        )
+        on_device = padded_rows(layout, 4 - len(chosen))
+        layout = RowLayout(layout.query_start_loc, layout.seq_lens, layout.block_tables, on_device)
+        with accelerator.compute():
+            plan = rows.kernel.plan(layout, shape, None)
+            query = rows.batch([queries[row] for row in chosen], 4 - len(chosen))
+            query = query.contiguous()
+            found = graphs.repeat(
+                4,
+                (query, *plan.tensors),
+                lambda q=query, p=plan: rows.kernel.attend(q, rows.storage, p),
+            )
+        accelerator.synchronize()
+        error = relative_error(found[: len(chosen)].cpu(), expected[chosen])
+        assert error < ROUNDING[torch.bfloat16]
+        assert not found[len(chosen) :].any()

@@ -1,0 +1,87 @@
+"""Norms, rotation, gate and table rows at the sizes of real models, against float64."""
+
+import pytest
+import torch
+
+from loraplex.kernels.cuda import elementwise
+
+pytestmark = pytest.mark.gpu
+
+# Relative to each value: the two roundings of the dtype, and little else.
+ROUNDING = {torch.float32: 3e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+DTYPES = pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
+TOKENS = pytest.mark.parametrize("num_tokens", [1, 3, 64, 256, 4096])
+
+
+def random(*shape, dtype=torch.float32):
+    generator = torch.Generator("cuda").manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator, device="cuda").to(dtype)
+
+
+def assert_rounded(actual, expected, dtype):
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.double(), expected, rtol=ROUNDING[dtype], atol=1e-6)
+
+
+def normed(x, weight, eps):
+    wide = x.double()
+    return wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+
+
+@DTYPES
+@TOKENS
+@pytest.mark.parametrize("size", [896, 2880, 4096, 5120, 16_384])
+def test_norms(num_tokens, size, dtype):
+    x, weight = random(num_tokens, size, dtype=dtype), random(size, dtype=dtype)
+    residual = random(num_tokens, size + 64, dtype=dtype)[:, :size]
+    assert_rounded(elementwise.rms_norm(x, weight, 1e-5), normed(x, weight, 1e-5), dtype)
+    output, total = elementwise.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(total, residual + x)
+    assert torch.equal(output, elementwise.rms_norm(total, weight, 1e-5))
+
+
+@DTYPES
+@TOKENS
+def test_heads_of_a_fused_view_are_normed_and_turned(num_tokens, dtype):
+    fused = random(num_tokens, 48 * 128, dtype=dtype)
+    before = fused.clone().view(num_tokens, 48, 128)
+    query = fused[:, : 32 * 128].view(num_tokens, 32, 128)
+    key = fused[:, 32 * 128 : 40 * 128].view(num_tokens, 8, 128)
+    weight = random(128, dtype=dtype)
+    assert_rounded(elementwise.rms_norm(key, weight, 1e-6), normed(key, weight, 1e-6), dtype)
+    angles = 6 * torch.rand(num_tokens, 64, device="cuda")
+    elementwise.rotary(query, key, angles.cos(), angles.sin())
+    cos, sin = angles.cos().double().unsqueeze(1), angles.sin().double().unsqueeze(1)
+    first, second = before[:, :40].double().chunk(2, dim=-1)
+    expected = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    after = fused.view(num_tokens, 48, 128)
+    # The parts of a difference are much larger than it may be.
+    tolerance = ROUNDING[dtype]
+    torch.testing.assert_close(after[:, :40].double(), expected, rtol=tolerance, atol=1e-5)
+    assert torch.equal(after[:, 40:], before[:, 40:])
+
+
+@DTYPES
+@TOKENS
+@pytest.mark.parametrize("size", [4864, 11_008, 14_336])
+def test_silu_mul(num_tokens, size, dtype):
+    x = random(num_tokens, 2 * size, dtype=dtype)
+    gate, up = x.double().chunk(2, dim=-1)
+    expected = gate / (1 + (-gate).exp()) * up
+    assert_rounded(elementwise.silu_mul(x), expected, dtype)
+
+
+@DTYPES
+@TOKENS
+@pytest.mark.parametrize("size", [64, 896, 4096])
+def test_take_rows(num_tokens, size, dtype):
+    table = random(32_000, size, dtype=dtype)
+    indices = torch.randint(0, 32_000, (num_tokens,), device="cuda")
+    assert torch.equal(elementwise.take_rows(table, indices), table[indices])
+
+
+def test_a_row_s_bits_do_not_depend_on_company():
+    x, weight = random(300, 4096, dtype=torch.bfloat16), random(4096, dtype=torch.bfloat16)
+    together = elementwise.rms_norm(x, weight, 1e-5)
+    for part in (slice(0, 1), slice(100, 107), slice(299, 300)):
+        assert torch.equal(elementwise.rms_norm(x[part], weight, 1e-5), together[part])

@@ -1,0 +1,86 @@
+"""As test_every_feature, on an accelerator: nothing that is late, padded or recorded shows."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from loraplex.execution.host_adapters import HostAdapters
+from loraplex.execution.runner_settings import RunnerSettings
+from loraplex.kernels.accelerator import Accelerator, HostAccelerator
+from loraplex.kernels.reference import ReferenceKernels
+from loraplex.testing.accelerated_reference import AcceleratedReference, load_parts_with
+from loraplex.testing.delayed_accelerator import DelayedAccelerator
+from loraplex.testing.feature_schedules import FeatureSchedules
+from loraplex.testing.grammar_tokens import VOCAB_SIZE
+from loraplex.testing.tiny_model import TinyCheckpoint
+
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 160,
+}
+SETTINGS = RunnerSettings(
+    dtype="float32",
+    block_size=4,
+    num_blocks=400,
+    max_num_seqs=8,
+    max_lora_rank=8,
+    kv_cache_host_memory_bytes=1 << 20,
+    cuda_graph_batch_sizes=(2, 4, 6),
+)
+NUM_SLOW = 40
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def checkpoint(folder: Path) -> Path:
+    checkpoint = TinyCheckpoint(folder, **SHAPE)
+    # Logits as flat as those of trained models, so that a draw has choices.
+    checkpoint.tensors["lm_head.weight"] /= 6
+    return checkpoint.save()
+
+
+def accelerated(folder: Path, accelerator: Accelerator) -> tuple[FeatureSchedules, int]:
+    """And how many steps were repeated so far."""
+    kernels = AcceleratedReference(accelerator)
+    parts = load_parts_with(kernels, accelerator, checkpoint(folder), SETTINGS, HostAdapters())
+    schedules = FeatureSchedules(parts, folder, kernels)
+    return schedules, kernels.num_repeated
+
+
+def check(schedules: FeatureSchedules, seeds: range, name: str) -> None:
+    problems = [problem for seed in seeds for problem in schedules.run(f"{name} {seed}")]
+    assert not problems, "\n".join(problems[:20])
+
+
+def test_late_copies_change_no_answer(tmp_path: Path) -> None:
+    """And alone every answer is that of a CPU, in every bit."""
+    schedules, num_repeated = accelerated(tmp_path, DelayedAccelerator(seed=3))
+    assert num_repeated > 100
+    folder = tmp_path / "host"
+    folder.mkdir()
+    kernels = ReferenceKernels(torch.device("cpu"))
+    parts = load_parts_with(kernels, None, checkpoint(folder), SETTINGS, HostAdapters())
+    assert schedules.alone == FeatureSchedules(parts, folder, kernels).alone
+    check(schedules, range(1), "delayed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["host", "delayed"])
+def test_many_schedules(tmp_path: Path, name: str) -> None:
+    accelerator = HostAccelerator() if name == "host" else DelayedAccelerator(seed=5)
+    schedules, _ = accelerated(tmp_path, accelerator)
+    check(schedules, range(100, 100 + NUM_SLOW // (1 if name == "host" else 4)), name)
+    happened = ("accepted", "copies", "failed_steps", "loads", "offloads", "preemptions")
+    assert name == "delayed" or all(schedules.tally[what] > 0 for what in happened)

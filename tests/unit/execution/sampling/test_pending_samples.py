@@ -1,0 +1,149 @@
+"""Two phases give what one gives, also with steps in flight."""
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+
+from loraplex.core.plan import LogitsNeeded, RowAdded, RowResult, RowStep
+from loraplex.core.sampling_params import SamplingParams
+from loraplex.execution.sampling.pending_samples import PendingSample
+from loraplex.execution.sampling.sampler import Sampler
+from loraplex.execution.token_feed import TokenFeed
+from loraplex.testing.delayed_accelerator import DelayedAccelerator
+
+VOCAB, CPU = 60, torch.device("cpu")
+BLIND = {
+    0: SamplingParams(temperature=0.0),
+    1: SamplingParams(temperature=1.0),
+    2: SamplingParams(temperature=0.7, top_k=9, top_p=0.8),
+    3: SamplingParams(temperature=2.0, min_p=0.05),
+    4: SamplingParams(temperature=0.0, top_p_decay=0.5),
+}
+KNOWING = {
+    "penalty": SamplingParams(temperature=0.0, repetition_penalty=1.3),
+    "decay": SamplingParams(temperature=1.0, top_p=0.9, top_p_decay=0.5),
+    "bias": SamplingParams(temperature=1.0, logit_bias=((3, 5.0),)),
+    "min tokens": SamplingParams(temperature=1.0, min_tokens=5),
+}
+
+
+class Pair:
+    """One sampler that does all at once, and one in two phases."""
+
+    def __init__(self, samplings: dict[int, SamplingParams]) -> None:
+        self.accelerator = DelayedAccelerator(seed=2)
+        self.plain, self.phased = (Sampler(VOCAB, device=CPU) for _ in range(2))
+        self.feed = TokenFeed(self.accelerator, 8)
+        for slot, sampling in samplings.items():
+            row = RowAdded(slot, slot, sampling, 7 * slot, 0, (1, 2, 3), 3)
+            self.plain.add_row(row)
+            self.phased.add_row(row)
+
+    def launch(self, logits: torch.Tensor, steps: Sequence[RowStep]) -> PendingSample:
+        return self.phased.launch(logits.clone(), steps, self.feed)
+
+    def expected(self, logits: torch.Tensor, steps: Sequence[RowStep]) -> list[RowResult]:
+        return self.plain.sample(logits.clone(), steps)
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    pair = Pair(BLIND)
+    with pair.accelerator.compute():
+        yield pair
+
+
+def logits_of(num_rows: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(num_rows, VOCAB, generator=generator) * 2
+
+
+@pytest.mark.parametrize("slots", [(0, 1, 2, 3, 4), (3, 2, 1), (0, 4), (1,)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_three_steps_in_flight(
+    pair: Pair, generator: torch.Generator, slots: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    steps = [[RowStep(slot, 3 + moved, 1) for slot in slots] for moved in range(3)]
+    logits = [logits_of(len(slots), generator).to(dtype) for _ in steps]
+    pending = [pair.launch(*step) for step in zip(logits, steps, strict=True)]
+    assert not any(sample.is_late for sample in pending)
+    assert all(pair.phased.last_token(slot) is None for slot in slots)
+    newest = [pair.feed.newest[slot].item() for slot in slots]
+    for sample, of_step, step in zip(pending, logits, steps, strict=True):
+        sample.wait()
+        assert sample.finish() == pair.expected(of_step, step)
+    assert newest == [pair.plain.last_token(slot) for slot in slots]
+    assert newest == [pair.phased.last_token(slot) for slot in slots]
+
+
+def test_logits_that_are_not_finite_fail_their_rows_only(
+    pair: Pair, generator: torch.Generator
+) -> None:
+    steps = [RowStep(slot, 3, 1) for slot in BLIND]
+    logits = logits_of(len(BLIND), generator)
+    logits[0, 5] = torch.nan
+    logits[2] = torch.nan
+    logits[3, 0] = torch.inf
+    results = pair.launch(logits, steps).finish()
+    assert results == pair.expected(logits, steps)
+    assert [result.error is None for result in results] == [False, True, False, False, True]
+    assert [pair.phased.last_token(slot) for slot in (0, 2, 3)] == [3, 3, 3]
+
+
+def test_chunks_of_prompts_draw_nothing(pair: Pair, generator: torch.Generator) -> None:
+    steps = [
+        RowStep(1, 0, 2, token_ids=(1, 2), logits=LogitsNeeded.NONE),
+        RowStep(2, 0, 3, token_ids=(1, 2, 3)),
+        RowStep(0, 0, 1, token_ids=(1,), logits=LogitsNeeded.NONE),
+    ]
+    logits = logits_of(1, generator)
+    assert pair.launch(logits, steps).finish() == pair.expected(logits, steps)
+    none = [steps[0]]
+    assert pair.launch(logits[:0], none).finish() == [RowResult(1)]
+
+
+@pytest.mark.parametrize("name", KNOWING)
+def test_rows_that_need_the_host_wait_for_it(name: str, generator: torch.Generator) -> None:
+    pair = Pair({**BLIND, 5: KNOWING[name]})
+    with pair.accelerator.compute():
+        for moved in range(4):
+            steps = [RowStep(slot, 3 + moved, 1) for slot in (0, 1, 5)]
+            logits = logits_of(3, generator)
+            sample = pair.launch(logits, steps)
+            assert sample.is_late
+            assert pair.phased.last_token(5) == pair.plain.last_token(5)
+            assert sample.finish() == pair.expected(logits, steps)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        RowStep(1, 3, 1, num_logprobs=2),
+        RowStep(1, 3, 2, draft_token_ids=(4,)),
+        RowStep(1, 3, 1, num_candidates=3),
+        RowStep(1, 0, 3, token_ids=(1, 2, 3), logits=LogitsNeeded.ALL),
+    ],
+)
+def test_steps_that_ask_for_more_need_the_host(
+    pair: Pair, generator: torch.Generator, step: RowStep
+) -> None:
+    num_rows = {1: 1, 2: 2, 3: 3}[step.num_tokens]
+    logits = logits_of(num_rows, generator)
+    sample = pair.launch(logits, [step])
+    assert sample.is_late
+    assert sample.finish() == pair.expected(logits, [step])
+
+
+def test_without_an_accelerator_all_is_done_at_once(generator: torch.Generator) -> None:
+    pair = Pair(BLIND)
+    steps = [RowStep(slot, 3, 1) for slot in BLIND]
+    logits = logits_of(len(BLIND), generator)
+    sample = pair.phased.launch(logits.clone(), steps, None)
+    assert not sample.is_late
+    assert pair.phased.last_token(0) is not None
+    assert sample.finish() == pair.expected(logits, steps)

@@ -1,0 +1,207 @@
+"""A runner of an accelerator gives what that of a CPU gives, whoever is in the steps."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from loraplex.core.adapter import LoraTarget
+from loraplex.core.plan import AdapterCopy, LogitsNeeded, RowAdded, RowStep, StepPlan
+from loraplex.core.sampling_params import SamplingParams
+from loraplex.execution.host_adapters import HostAdapter, HostAdapters, HostWeight
+from loraplex.execution.loading import load_parts
+from loraplex.execution.model_runner import ModelRunner
+from loraplex.execution.runner_parts import RunnerParts
+from loraplex.execution.runner_settings import RunnerSettings
+from loraplex.kernels.accelerator import HostAccelerator
+from loraplex.kernels.reference import ReferenceKernels
+from loraplex.testing.accelerated_reference import AcceleratedReference, load_parts_with
+from loraplex.testing.delayed_accelerator import DelayedAccelerator
+from loraplex.testing.step_driver import (
+    Prompt,
+    StepDriver,
+    decoding_plans,
+    run_ahead,
+    run_in_turn,
+)
+from loraplex.testing.tiny_model import TinyCheckpoint
+
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+}
+BLOCK_SIZE = 16
+HANDLE = 3
+RANDOM = SamplingParams(temperature=1.0, top_k=30, top_p=0.9, seed=3)
+PROMPTS = [
+    Prompt((3, 4, 5, 6, 7)),
+    Prompt((9, 8), ((HANDLE, 1.0),), RANDOM),
+    Prompt((1,), ((HANDLE, 0.5),), SamplingParams(temperature=0.0, repetition_penalty=1.3)),
+]
+
+
+def settings(*recorded_sizes: int) -> RunnerSettings:
+    return RunnerSettings(
+        dtype="float32",
+        block_size=BLOCK_SIZE,
+        num_blocks=20,
+        max_num_seqs=5,
+        max_lora_rank=8,
+        max_num_batched_tokens=64,
+        cuda_graphs=bool(recorded_sizes),
+        cuda_graph_batch_sizes=recorded_sizes,
+    )
+
+
+def adapter() -> HostAdapter:
+    generator = torch.Generator().manual_seed(1)
+    target = LoraTarget(1, "q_proj", 2, 64, 64)
+    a, b = torch.randn(2, 64, generator=generator), torch.randn(64, 2, generator=generator)
+    return HostAdapter("digest", (HostWeight(target, a, b, 1.0),))
+
+
+def runner_of(parts: RunnerParts) -> ModelRunner:
+    parts.host_adapters.put(HANDLE, parts.adapter_bank.prepare(adapter()))
+    runner = ModelRunner(parts)
+    runner.record_steps()
+    return runner
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    checkpoint = TinyCheckpoint(tmp_path, **SHAPE)
+    checkpoint.tensors["lm_head.weight"] /= 4
+    return checkpoint.save()
+
+
+@pytest.fixture
+def host(folder: Path) -> ModelRunner:
+    kernels = ReferenceKernels(torch.device("cpu"))
+    return runner_of(load_parts_with(kernels, None, folder, settings(), HostAdapters()))
+
+
+@pytest.fixture
+def accelerated(folder: Path) -> Callable[..., tuple[ModelRunner, AcceleratedReference]]:
+    def make(*recorded_sizes: int) -> tuple[ModelRunner, AcceleratedReference]:
+        accelerator = DelayedAccelerator(seed=4)
+        kernels = AcceleratedReference(accelerator)
+        parts = load_parts_with(
+            kernels, accelerator, folder, settings(*recorded_sizes), HostAdapters()
+        )
+        return runner_of(parts), kernels
+
+    return make
+
+
+def generate(
+    runner: ModelRunner, prompts: Sequence[Prompt], num_tokens: int, chunk_size: int | None
+) -> list[list[int]]:
+    driver = StepDriver(runner)
+    assert driver.load(HANDLE, 1).copies_done == (HANDLE,)
+    return driver.generate(prompts, num_tokens, chunk_size=chunk_size)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize("recorded_sizes", [(), (2, 4), (1, 2, 3)])
+def test_tokens_are_those_of_a_cpu(
+    host: ModelRunner,
+    accelerated: Callable[..., tuple[ModelRunner, AcceleratedReference]],
+    recorded_sizes: tuple[int, ...],
+    chunk_size: int | None,
+) -> None:
+    runner, kernels = accelerated(*recorded_sizes)
+    expected = generate(host, PROMPTS, 20, chunk_size)
+    assert generate(runner, PROMPTS, 20, chunk_size) == expected
+    assert (kernels.num_repeated > 0) == bool(recorded_sizes)
+
+
+@pytest.mark.slow
+def test_interpreted_kernels_give_the_tokens_of_a_cpu(folder: Path, host: ModelRunner) -> None:
+    """Those of a GPU, with recorded steps and padding."""
+    parts = load_parts(folder, settings(2, 4), HostAdapters(), accelerator=HostAccelerator())
+    assert generate(runner_of(parts), PROMPTS, 4, 3) == generate(host, PROMPTS, 4, 3)
+
+
+def added(slot: int, sampling: SamplingParams) -> RowAdded:
+    return RowAdded(slot, slot, sampling, 5 + slot, 0, (7, 8, slot), 3)
+
+
+SAMPLINGS = {
+    "blind": (SamplingParams(temperature=0.0), RANDOM, RANDOM),
+    "needs the host": (
+        SamplingParams(temperature=0.0, repetition_penalty=1.3),
+        SamplingParams(temperature=1.0, top_p_decay=0.9),
+    ),
+    "mixed": (RANDOM, SamplingParams(temperature=1.0, frequency_penalty=0.5)),
+}
+
+
+@pytest.mark.parametrize("samplings", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("recorded_sizes", [(), (4,)])
+def test_steps_launched_ahead_give_the_same(
+    host: ModelRunner,
+    accelerated: Callable[..., tuple[ModelRunner, AcceleratedReference]],
+    samplings: tuple[SamplingParams, ...],
+    recorded_sizes: tuple[int, ...],
+) -> None:
+    plans = decoding_plans(8, samplings)
+    expected = [result.rows for result in run_in_turn(host, plans)]
+    runner, _ = accelerated(*recorded_sizes)
+    assert [result.rows for result in run_ahead(runner, plans)] == expected
+
+
+def test_a_slot_that_changes_hands_while_its_step_is_in_flight(
+    host: ModelRunner, accelerated: Callable[..., tuple[ModelRunner, AcceleratedReference]]
+) -> None:
+    """The row of an ended request is computed in vain, and leaves nothing to the next."""
+    first, second, third = decoding_plans(2, (RANDOM, RANDOM))
+    new = RowStep(0, 0, 3, token_ids=(7, 8, 0), new_block_ids=((0,),))
+    change = StepPlan(
+        4,
+        removed=(0,),
+        added=(added(0, SamplingParams(temperature=0.0)),),
+        rows=(new, RowStep(1, 5, 1)),
+    )
+    after = StepPlan(5, rows=(RowStep(0, 3, 1), RowStep(1, 6, 1)))
+    plans = [first, second, third, change, after]
+    runner, _ = accelerated(2)
+    expected = [result.rows for result in run_in_turn(host, plans)]
+    assert [result.rows for result in run_ahead(runner, plans)] == expected
+
+
+def test_one_row_with_as_many_logits_as_a_recorded_step_has_tokens(
+    host: ModelRunner, accelerated: Callable[..., tuple[ModelRunner, AcceleratedReference]]
+) -> None:
+    sampling = SamplingParams(temperature=0.0, prompt_logprobs=1)
+    row = RowAdded(0, 0, sampling, 0, 0, (5, 6, 7, 8), 4)
+    step = RowStep(0, 0, 4, token_ids=(5, 6, 7, 8), new_block_ids=((0,),), logits=LogitsNeeded.ALL)
+    plan = StepPlan(1, added=(row,), rows=(step,))
+    runner, _ = accelerated(4)
+    assert run_in_turn(runner, [plan])[0].rows == run_in_turn(host, [plan])[0].rows
+
+
+def test_a_step_without_rows_waits_for_its_copy(
+    accelerated: Callable[..., tuple[ModelRunner, AcceleratedReference]],
+) -> None:
+    runner, _ = accelerated()
+    copies = (AdapterCopy(HANDLE, (0,)), AdapterCopy(99, (1,)))
+    failed = runner.launch(StepPlan(1, adapter_copies=copies)).wait()
+    assert [handle for handle, _ in failed.copies_failed] == [99]
+    told = list(failed.copies_done)
+    if not told:
+        told += runner.launch(StepPlan(2)).wait().copies_done
+    assert told == [HANDLE]
+    assert runner.launch(StepPlan(3)).wait().copies_done == ()
+
+
+def test_times_are_those_of_the_step(
+    accelerated: Callable[..., tuple[ModelRunner, AcceleratedReference]],
+) -> None:
+    runner, _ = accelerated(4)
+    for result in run_ahead(runner, decoding_plans(3, SAMPLINGS["blind"])):
+        timing = result.timing
+        assert min(timing.prepare_ns, timing.forward_ns, timing.sample_ns) > 0

@@ -1,0 +1,47 @@
+"""A start on the GPU's backend, interpreted: real trials and recorded steps of a tiny model."""
+
+import os
+
+import pytest
+
+from loraplex.execution.host_adapters import HostAdapters
+from loraplex.execution.loading import load_parts, load_runner, start_runner
+from loraplex.execution.runner_settings import RunnerSettings
+from loraplex.testing.metered_accelerator import MeteredAccelerator
+from loraplex.testing.step_driver import Prompt, StepDriver
+from loraplex.testing.tiny_model import TinyCheckpoint
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") != "1", reason="the kernels are not interpreted"
+    ),
+]
+
+TOTAL = 64 << 20
+SETTINGS = RunnerSettings(
+    dtype="float32",
+    block_size=4,
+    kv_cache_bytes=1 << 16,
+    lora_device_bytes=1 << 16,
+    max_model_len=16,
+    max_num_seqs=3,
+    max_num_batched_tokens=6,
+    max_lora_rank=4,
+    optimal_lora_rank=4,
+    cuda_graph_batch_sizes=(1, 2),
+)
+PROMPTS = [Prompt((5, 6, 7)), Prompt((9,))]
+
+
+def test_the_trials_run_and_the_runner_answers(tiny_checkpoint: TinyCheckpoint) -> None:
+    folder = tiny_checkpoint.save()
+    expected = StepDriver(load_runner(folder, SETTINGS, HostAdapters())).generate(PROMPTS, 3)
+    accelerator = MeteredAccelerator(TOTAL)
+    parts = load_parts(folder, SETTINGS, HostAdapters(), accelerator=accelerator)
+    assert parts.graphs is not None
+    assert len(parts.graphs) == 0
+    runner = start_runner(parts, SETTINGS)
+    assert len(parts.graphs) == 2 * len(parts.recorded_sizes) == 4
+    assert runner.capacity().device_bytes == TOTAL
+    assert StepDriver(runner).generate(PROMPTS, 3) == expected

@@ -1,0 +1,147 @@
+"""Every kernel compiles ahead of time for Hopper and Ampere, and the machine code is as wanted.
+
+Compiled with the Triton that is installed, and with the oldest one that loraplex supports where
+`make test` has put it. What is compiled are the launches of testing/kernel_cases.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loraplex.testing import kernel_cases
+
+_OLDEST = Path(sys.prefix) / "triton-3.6.0"
+_HERE = "installed"
+_HOPPER, _AMPERE = 90, 80
+
+
+@dataclasses.dataclass(frozen=True)
+class Limit:
+    registers: int
+    """Of a thread: 255 is what there is, and 128 lets a processor hold 16 warps."""
+    wide_share: float = 0.0
+    """Of the bits of global loads, those that must come 128 at a time. Main paths have one; the
+    rest are indices, and what lies scattered."""
+
+
+LIMITS = {
+    # LoRA
+    "shrink_few": Limit(128, 0.75),
+    "expand_few": Limit(136, 0.7),
+    "shrink_many": Limit(184, 0.85),
+    "expand_many": Limit(224, 0.7),
+    # Attention
+    "write_kv": Limit(64, 0.75),
+    "decode_grouped": Limit(192, 0.75),
+    "decode_single": Limit(160, 0.75),
+    "merge_shares": Limit(48, 0.6),
+    "prefill": Limit(255, 0.75),
+    "attend_chunks": Limit(255, 0.8),
+    "fold_chunks": Limit(64, 0.5),
+    # Between the products
+    "take_rows": Limit(32, 0.6),
+    "rms_norm": Limit(48, 0.85),
+    "add_rms_norm": Limit(64, 0.85),
+    "rotary": Limit(48, 1.0),
+    "silu_mul": Limit(40, 1.0),
+    # Products
+    "quantized_linear": Limit(255, 0.6),
+    "add_splits": Limit(48, 1.0),
+    "quantize_rows": Limit(48, 1.0),
+    "invariant_linear": Limit(128, 0.35),
+    # Sampling
+    "argmax_of_splits": Limit(72, 0.6),
+    "argmax_of_rows": Limit(24),
+    "apply_bitmask": Limit(32),
+    "extremes_of_splits": Limit(48, 0.75),
+    "tally": Limit(96),
+    "gather": Limit(96),
+    "cut": Limit(80),
+    "sum_splits": Limit(96),
+    "draw": Limit(104),
+    "order_tokens": Limit(40, 0.75),
+    "finish": Limit(48),
+}
+
+INT8_KV_SHARES = {"decode_grouped": 0.3, "prefill": 0.25}
+"""Instead of `wide_share`: of int8 numbers a thread loads 8 bytes, and each vector has a scale."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.xdist_group("kernel compiler")
+@pytest.mark.parametrize("triton", [_HERE, _OLDEST.name])
+@pytest.mark.parametrize(("arch", "match"), [(_HOPPER, ""), (_AMPERE, "8b bf16")])
+def test_every_kernel_compiles_within_its_limits(arch: int, match: str, triton: str) -> None:
+    found = _compile(arch, triton, f"--match={match}")
+    assert not {kernel["kernel"] for kernel in found} - LIMITS.keys(), "kernels without a limit"
+    problems = [problem for kernel in found for problem in _problems(kernel)]
+    assert not problems, "\n".join(problems)
+    if not match:
+        assert {kernel["kernel"] for kernel in found} == LIMITS.keys()
+
+
+def test_what_is_launched_is_what_a_gpu_would_compile() -> None:
+    """Integers that 16 divides, and pointers that are aligned, are known to be so."""
+    kernels = _compile(_HOPPER, _HERE, "--what=elementwise", "--match=8b bf16 1 tokens")
+    rotary = next(kernel for kernel in kernels if kernel["kernel"] == "rotary")
+    assert set(rotary["resources"]["load_bits"]) == {"128"}
+    assert rotary["resources"]["registers"] > 0
+    assert {kernel["room"] for kernel in kernels} == {"elementwise"}
+
+
+def test_rooms_are_all_compiled() -> None:
+    modules = {path.stem for path in Path(kernel_cases.__file__).parent.glob("*.py")}
+    assert modules - {"__init__", "llamas"} == set(kernel_cases.ROOMS)
+
+
+def _compile(arch: int, triton: str, *flags: str) -> list[dict[str, Any]]:
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"}
+    if triton != _HERE:
+        if not _OLDEST.is_dir():
+            pytest.skip(f"{_OLDEST} is missing: make {_OLDEST.relative_to(Path.cwd())}")
+        environment["PYTHONPATH"] = str(_OLDEST)
+    command = [sys.executable, "-m", "loraplex.testing.kernel_compiler"]
+    done = subprocess.run(
+        [*command, f"--arch={arch}", "--json", *flags],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    if triton != _HERE:
+        assert report["triton"] == triton.removeprefix("triton-")
+    kernels: list[dict[str, Any]] = report["kernels"]
+    return kernels
+
+
+def _problems(kernel: dict[str, Any]) -> list[str]:
+    name = f"{kernel['kernel']} ({kernel['cases'][0]})"
+    used, limit = kernel["resources"], LIMITS[kernel["kernel"]]
+    if used is None:
+        return [f"{name} does not compile: {kernel['error'][-500:]}"]
+    problems = []
+    if used["registers"] > limit.registers:
+        problems.append(f"{name} takes {used['registers']} registers, not {limit.registers}")
+    if used["spill_bytes"] or used["stack_bytes"]:
+        problems.append(f"{name} spills {used['spill_bytes']} bytes, stack {used['stack_bytes']}")
+    share = _wide_share(used["load_bits"])
+    least = limit.wide_share
+    if "int8 kv" in kernel["cases"][0]:
+        least = INT8_KV_SHARES.get(kernel["kernel"], least)
+    if share < least:
+        problems.append(f"{name}: {share:.0%} of its loads are 128 wide: {used['load_bits']}")
+    return problems
+
+
+def _wide_share(load_bits: dict[str, int]) -> float:
+    total = sum(int(bits) * count for bits, count in load_bits.items())
+    return 128 * load_bits.get("128", 0) / total if total else 1.0

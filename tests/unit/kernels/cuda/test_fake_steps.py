@@ -1,0 +1,62 @@
+"""Whole steps on a GPU that is not there: the shapes of the logits, and how many launches it takes.
+
+A launch within a CUDA graph costs about as much as to read some megabytes: their number is watched.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+_LAYERS = 32
+_BETWEEN_PRODUCTS = 6
+"""Of a layer: two norms, the rotation, KV, attention, the gate."""
+_PRODUCTS = 4
+_LORA = 2 * 4
+"""Of a layer with four fused linear layers: what shrinks, and what expands."""
+_OUTSIDE = 4
+"""Cosines, sines, embeddings, the first norm."""
+_VOCAB = {"8b": 128256, "7b": 32000}
+
+
+@pytest.fixture(scope="module")
+def steps() -> list[dict[str, Any]]:
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-m", "loraplex.testing.fake_steps"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.slow
+def test_every_row_gets_its_logits(steps: list[dict[str, Any]]) -> None:
+    assert len(steps) == 8
+    for step in steps:
+        num_logits = 32 if step["step"].startswith("decode") else 5
+        assert step["shape"] == [num_logits, _VOCAB[step["model"]]]
+        assert step["dtype"] == "torch.bfloat16"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["8b", "7b"])
+def test_a_decode_step_takes_few_launches(steps: list[dict[str, Any]], model: str) -> None:
+    found = {step["step"]: step for step in steps if step["model"] == model}
+    base = _OUTSIDE + _LAYERS * _BETWEEN_PRODUCTS
+    assert found["decode"]["kernels"] <= base
+    assert found["decode, LoRA"]["kernels"] <= base + _LAYERS * _LORA
+    for step in ("decode", "decode, LoRA"):
+        assert found[step]["torch_ops"] <= _LAYERS * _PRODUCTS + 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["8b", "7b"])
+def test_a_mixed_step_takes_little_more(steps: list[dict[str, Any]], model: str) -> None:
+    """Rows of one token, and the others, are attended by kernels of their own."""
+    found = {step["step"]: step for step in steps if step["model"] == model}
+    base = _OUTSIDE + _LAYERS * (_BETWEEN_PRODUCTS + 2)
+    assert found["mixed"]["kernels"] <= base
+    assert found["mixed, LoRA"]["kernels"] <= base + _LAYERS * _LORA
