@@ -56,7 +56,7 @@ _HELP: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             "cuda_graphs": "Record decode steps at the start, and replay them; GPU only [on].",
             "cuda_graph_batch_sizes": "For so many sequences: 1,8,32 [1 to 256 in steps].",
             "batch_invariant": "The same bits alone and in company; slower; GPU only [off].",
-            "attention_backend": "Of a GPU: auto, triton, flashinfer or torch [auto].",
+            "attention_backend": "Of a GPU: auto, triton or flashinfer [auto].",
             "max_model_len": "Longest prompt and output together.",
             "max_input_len": "Longest prompt.",
             "kv_cache_bytes": "KV cache, such as 4GiB.",

@@ -22,7 +22,7 @@ _CHOICES = {
     "kv_dtype": ("auto", "float32", "float16", "bfloat16", "int8"),
     "quantization": tuple(WeightPrecision),
     "adapter_base_check": ("warn", "error"),
-    "attention_backend": ("auto", "triton", "flashinfer", "torch"),
+    "attention_backend": ("auto", "triton", "flashinfer"),
     "lora_eviction_policy": ("lru", "lfu", "cost"),
     "batching": ("inflight", "static"),
     "batch_scheduler_policy": ("max_utilization", "guaranteed_no_evict"),
@@ -129,8 +129,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     batch_invariant: bool = False
     """On a GPU: an answer has the same bits alone and in company; slower. On a CPU it has them."""
     attention_backend: str = "auto"
-    """On a GPU: triton, flashinfer, torch (slow, for comparison), or auto: flashinfer if it is
-    installed and can do what the model needs, else triton."""
+    """On a GPU: triton, flashinfer, or auto: flashinfer if it is installed and can do what the
+    model needs, else triton."""
     max_model_len: int | None = None
     """Prompt and output together; None: what the model was made for."""
     max_input_len: int | None = None

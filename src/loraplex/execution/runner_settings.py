@@ -22,7 +22,7 @@ class RunnerSettings:
     batch_invariant: bool = False
     """On a GPU; a CPU's kernels are so."""
     attention_backend: str = "auto"
-    """Of a GPU: auto, triton, flashinfer or torch."""
+    """Of a GPU: auto, triton or flashinfer."""
     quantization: WeightPrecision = WeightPrecision.NATIVE
     weights_cache_dir: Path | None = None
     """Where packed weights are kept for the next start; None: nowhere."""

@@ -9,7 +9,7 @@ import torch
 from tqdm import TMonitor
 
 from loraplex.app import engine as app_engine
-from loraplex.app.engine import build_engine, run_engine
+from loraplex.app.engine import build_engine, overlaps, run_engine, runner_settings
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import ConfigError
 from loraplex.engine.channel import ThreadChannel
@@ -59,6 +59,32 @@ def test_overlap_runs_steps_in_a_thread_that_ends_with_the_engine(channel, event
     assert not [thread for thread in left if not isinstance(thread, TMonitor)]
 
 
+@pytest.mark.parametrize(
+    ("device", "said", "expected"),
+    [
+        ("cpu", None, False),
+        ("cpu", True, True),
+        ("cuda:1", None, True),
+        ("cuda", False, False),
+    ],
+)
+def test_a_gpu_overlaps_unless_it_is_said(device, said, expected):
+    assert overlaps(ModelConfig(path="/m", device=device, overlap=said)) is expected
+
+
+def test_what_a_gpu_is_told():
+    model = ModelConfig(
+        path="/m",
+        cuda_graphs=False,
+        cuda_graph_batch_sizes=(1, 2),
+        batch_invariant=True,
+        attention_backend="triton",
+    )
+    settings = runner_settings(model)
+    assert (settings.cuda_graphs, settings.cuda_graph_batch_sizes) == (False, (1, 2))
+    assert (settings.batch_invariant, settings.attention_backend) == (True, "triton")
+
+
 def test_an_iteration_log_that_cannot_be_written(channel, events, tmp_path):
     threads = set(threading.enumerate())
     run_engine(msgspec.structs.replace(MODEL, overlap=True, iteration_log=str(tmp_path)), channel)
@@ -97,10 +123,10 @@ def test_a_wrong_setting_is_the_engines_last_word(channel, events, fields, text)
 
 @pytest.mark.parametrize("error", [MemoryError("none left"), RuntimeError("CUDA out of memory")])
 def test_so_is_memory_that_is_not_there(channel, events, monkeypatch, error, caplog):
-    def load_runner(*args):
+    def load_parts(*args):
         raise error
 
-    monkeypatch.setattr(app_engine, "load_runner", load_runner)
+    monkeypatch.setattr(app_engine, "load_parts", load_parts)
     run_engine(MODEL, channel)
     (event,) = events
     assert event.error.code == ConfigError.code

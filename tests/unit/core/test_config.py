@@ -386,7 +386,7 @@ def test_settings_of_a_gpu():
     [
         ("cuda_graph_batch_sizes", (1, 257), "must be numbers from 1 to 256"),
         ("cuda_graph_batch_sizes", (0,), "must be numbers from 1 to 256"),
-        ("attention_backend", "fa3", "must be one of auto, triton, flashinfer, torch"),
+        ("attention_backend", "fa3", "must be one of auto, triton, flashinfer"),
     ],
 )
 def test_wrong_settings_of_a_gpu(field, value, message):

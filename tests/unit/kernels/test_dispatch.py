@@ -64,11 +64,11 @@ def test_the_kernels_of_an_accelerator_are_told_the_settings(
     monkeypatch.setattr("loraplex.kernels.cuda.backend.CudaKernels", Kernels)
     accelerator = HostAccelerator()
     kernels = dispatch.select_kernels(
-        CPU, accelerator, batch_invariant=True, attention_backend="torch"
+        CPU, accelerator, batch_invariant=True, attention_backend="triton"
     )
     assert isinstance(kernels, Kernels)
     assert told == {
         "accelerator": accelerator,
         "batch_invariant": True,
-        "attention_backend": "torch",
+        "attention_backend": "triton",
     }

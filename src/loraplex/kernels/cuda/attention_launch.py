@@ -9,6 +9,7 @@ import triton.language as tl
 
 from loraplex.kernels.cuda.attention_plan import CudaAttentionPlan, num_shares
 from loraplex.kernels.cuda.attention_storage import StoredVectors
+from loraplex.kernels.cuda.generations import keeps_products_in_registers
 from loraplex.kernels.cuda.programs.attention_decode import (
     decode_grouped,
     decode_single,
@@ -145,7 +146,8 @@ def prefill_tile(launch: Launch) -> Tile:
     head_dim = launch.plan.shape.head_dim
     if launch.compute_dtype == torch.float32:
         return Tile(_at_least_group(32 if head_dim <= 128 else 16, launch), _num_keys(launch), 16)
-    return Tile(_at_least_group(128 if head_dim <= 128 else 64, launch), _num_keys(launch), 8)
+    is_large = head_dim <= 128 and not keeps_products_in_registers(launch.query.device)
+    return Tile(_at_least_group(128 if is_large else 64, launch), _num_keys(launch), 8)
 
 
 def invariant_tile(launch: Launch) -> Tile:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from loraplex.core.weight_precision import WeightPrecision
+from loraplex.kernels.cuda.generations import keeps_products_in_registers
 from loraplex.kernels.cuda.linear_packing import BLOCK, PackedWeight
 from loraplex.kernels.cuda.programs.linear import invariant_linear
 from loraplex.kernels.cuda.programs.linear_quantized import (
@@ -19,7 +20,6 @@ from loraplex.kernels.cuda.programs.linear_quantized import (
     quantized_linear,
 )
 
-_HOPPER = (9, 0)
 _TILES_TOGETHER = 8
 _ADDED_AT_ONCE = 256
 _MAX_SPLITS = 16
@@ -101,9 +101,7 @@ class ScaledLinear:
     def __init__(self, device: torch.device, *, batch_invariant: bool) -> None:
         """batch_invariant: a row's bits do not depend on how many there are."""
         self._is_fixed = batch_invariant
-        # Older GPUs keep more in registers: those of a tile of many rows do not do.
-        is_old = device.type == "cuda" and torch.cuda.get_device_capability(device) < _HOPPER
-        self._many_rows = _FEW_ROWS if is_old else _MANY_ROWS
+        self._many_rows = _FEW_ROWS if keeps_products_in_registers(device) else _MANY_ROWS
 
     def apply(self, x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
         """x [T, in] -> [T, out]."""
