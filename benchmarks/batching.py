@@ -47,7 +47,7 @@ from loraplex.execution.host_adapters import HostAdapters
 from loraplex.execution.loading import load_runner
 from loraplex.execution.runner_settings import RunnerSettings
 from loraplex.execution.threaded_runner import ThreadedRunner
-from loraplex.models.config import module_shapes
+from loraplex.models.layer_linears import module_shapes
 from loraplex.models.registry import read_config
 from loraplex.scheduling.settings import Batching, BatchSchedulerPolicy, SchedulerSettings
 from loraplex.testing.instant_loader import InstantLoader

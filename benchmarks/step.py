@@ -39,7 +39,8 @@ from loraplex.execution.loading import load_runner
 from loraplex.execution.model_runner import ModelRunner
 from loraplex.execution.runner_settings import RunnerSettings
 from loraplex.kernels.native.library import NativeLibrary
-from loraplex.models.config import DecoderConfig, module_shapes
+from loraplex.models.config import DecoderConfig
+from loraplex.models.layer_linears import module_shapes
 from loraplex.models.registry import read_config
 from loraplex.scheduling.settings import SchedulerSettings
 from loraplex.testing.instant_loader import InstantLoader

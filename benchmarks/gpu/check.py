@@ -6,11 +6,14 @@ Tests that the time did not allow are told by name of their file; they count as 
 import argparse
 import contextlib
 import functools
+import importlib.util
+import os
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -37,6 +40,7 @@ class Tests(msgspec.Struct, frozen=True, kw_only=True):
     failed: int = 0
     skipped: int = 0
     seconds: float = 0.0
+    """Of the file that took longest."""
     not_run: tuple[str, ...] = ()
     """Files that the time did not allow."""
     failures: tuple[str, ...] = ()
@@ -54,30 +58,46 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     """What was to be measured, and why it was not."""
 
 
-def run_tests(folder: Path, seconds: float, marker: str) -> Tests:
-    """File by file, so that what one breaks is its own, and until the time is over."""
+def run_tests(folder: Path, seconds: float, marker: str, num_cores: int) -> Tests:
+    """File by file, so that what one breaks is its own, and until the time is over.
+
+    What takes time is compiling, on one core each. So files run side by side, and the tests of a
+    file in several processes where pytest-xdist is installed.
+    """
     deadline = time.monotonic() + seconds
-    total = Tests()
-    for file in sorted(folder.rglob("test_*.py")):
+    files = sorted(folder.rglob("test_*.py"))
+    at_once = max(1, min(len(files), num_cores))
+    processes = num_cores // at_once if importlib.util.find_spec("xdist") else 1
+
+    def run(file: Path) -> Tests:
         left = deadline - time.monotonic()
-        found = _run_file(file, left, marker) if left > 1 else Tests(not_run=(str(file),))
+        if left <= 1:
+            return Tests(not_run=(str(file),))
+        return _run_file(file, left, marker, processes)
+
+    total = Tests()
+    with ThreadPoolExecutor(at_once) as pool:
+        results = list(pool.map(run, files))
+    for found in results:
         total = Tests(
             passed=total.passed + found.passed,
             failed=total.failed + found.failed,
             skipped=total.skipped + found.skipped,
-            seconds=total.seconds + found.seconds,
+            seconds=max(total.seconds, found.seconds),
             not_run=total.not_run + found.not_run,
             failures=total.failures + found.failures,
         )
     return total
 
 
-def _run_file(file: Path, seconds: float, marker: str) -> Tests:
+def _run_file(file: Path, seconds: float, marker: str, processes: int) -> Tests:
     ini = Path(__file__).parent / "pytest.ini"
     command = [
         *(sys.executable, "-m", "pytest", "-c", str(ini), "--rootdir", str(Path.cwd())),
         *("-q", "-m", marker, "-p", "no:cacheprovider", str(file)),
     ]
+    if processes > 1:
+        command += ["-p", "xdist.plugin", "-n", str(processes)]
     # Plugins that happen to be installed there would run the tests in another way.
     environment = child_environment() | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     start = time.monotonic()
@@ -203,7 +223,9 @@ def main() -> int:
         sys.exit("torch sees no GPU here; --tiny tests the check itself")
     place, plan = this_place(device), _TINY_DECODE if arguments.tiny else _DECODE
     reserved = _MEASURING_SECONDS if device.type == "cuda" else _PYTEST_SECONDS_OVER
-    tests = run_tests(arguments.tests, arguments.seconds - reserved, arguments.marker)
+    num_cores = 1 if arguments.tiny else os.cpu_count() or 1
+    seconds = arguments.seconds - reserved
+    tests = run_tests(arguments.tests, seconds, arguments.marker, num_cores)
     commit = (place.code.commit or "unknown")[:7]
     output = arguments.output or Path(f"benchmarks/results/gpu-check-{commit}.json")
     journal_path = output.with_suffix(".jsonl")

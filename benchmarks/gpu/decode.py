@@ -15,6 +15,8 @@ from loraplex.bench.markdown import markdown_table
 
 _BLOCKS = 5
 _MODULES = ("qkv", "all")
+_SHARE_OF_STEPS = 12
+"""One part in so many of the memory is left for steps, recorded steps and embeddings."""
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -105,7 +107,7 @@ def make_rig(
     tokens = largest * longest
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        left = free - step_bytes(config, itemsize) - (6 << 30)
+        left = free - step_bytes(config, itemsize) - free // _SHARE_OF_STEPS
         tokens = min(tokens, int(0.6 * left) // kv_bytes(config, itemsize))
         pool = left - tokens * kv_bytes(config, itemsize)
         wanted = largest * adapter_bytes(config, max(plan.ranks), "all", itemsize) * 5 // 4

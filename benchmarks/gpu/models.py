@@ -17,7 +17,8 @@ from loraplex.execution.model_runner import ModelRunner
 from loraplex.execution.runner_settings import RunnerSettings
 from loraplex.kernels.dispatch import select_accelerator, select_kernels
 from loraplex.kernels.ops import Kernels, PackedLinear
-from loraplex.models.config import DecoderConfig, module_shapes
+from loraplex.models.config import DecoderConfig
+from loraplex.models.layer_linears import module_shapes
 from loraplex.models.parameters import LinearPlace, build_parameters
 from loraplex.models.registry import read_config
 

@@ -19,7 +19,8 @@ from loraplex.core.sampling_params import SamplingParams
 from loraplex.execution.host_adapters import HostAdapter, HostAdapters, HostWeight
 from loraplex.execution.runner_settings import RunnerSettings
 from loraplex.memory.adapter_pages import pages_at_rank
-from loraplex.models.config import DecoderConfig, module_shapes
+from loraplex.models.config import DecoderConfig
+from loraplex.models.layer_linears import module_shapes
 
 _GREEDY = SamplingParams(temperature=0.0)
 _COPY_SECONDS = 60.0

@@ -68,6 +68,54 @@ void normalize(const T *row, const T *weight, std::int64_t n, float eps, T *outp
     });
 }
 
+// The first `count` lanes have the value, the others 0.
+inline Floats broadcast_up_to(float value, int count) {
+    if (count == kLanes) {
+        return broadcast(value);
+    }
+    float lanes[kLanes] = {};
+    for (int lane = 0; lane < count; ++lane) {
+        lanes[lane] = value;
+    }
+    return load(lanes);
+}
+
+// Of term(first, count), which is 0 in the lanes beyond count. As many chains as sum_of_squares.
+template <typename Term>
+float sum_of(std::int64_t n, const Term &term) {
+    Floats sums[4] = {zeros(), zeros(), zeros(), zeros()};
+    std::int64_t chain = 0;
+    for_each_vector(n, [&](std::int64_t first, int count) {
+        sums[chain] = add(sums[chain], term(first, count));
+        chain = (chain + 1) % 4;
+    });
+    return sum_lanes(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
+}
+
+// The variance is that of the centred values: no two large numbers are subtracted.
+template <typename T>
+void standardize(const T *row, const T *weight, const T *bias, std::int64_t n, float eps,
+                 T *output) {
+    const float size = static_cast<float>(n);
+    const float mean =
+        sum_of(n, [&](std::int64_t first, int count) { return load_up_to(row + first, count); }) /
+        size;
+    const auto centered = [&](std::int64_t first, int count) {
+        return subtract(load_up_to(row + first, count), broadcast_up_to(mean, count));
+    };
+    const float variance = sum_of(n, [&](std::int64_t first, int count) {
+                               const Floats value = centered(first, count);
+                               return multiply(value, value);
+                           }) /
+                           size;
+    const Floats factor = broadcast(1.0f / std::sqrt(variance + eps));
+    for_each_vector(n, [&](std::int64_t first, int count) {
+        const Floats scaled =
+            multiply(multiply(centered(first, count), factor), load_up_to(weight + first, count));
+        store_up_to(output + first, add(scaled, load_up_to(bias + first, count)), count);
+    });
+}
+
 template <typename T>
 void add_rows(const T *x, const T *residual, std::int64_t n, T *sum) {
     for_each_vector(n, [&](std::int64_t first, int count) {
@@ -102,6 +150,61 @@ void gate(const T *gate_up, std::int64_t n, T *output) {
         store_up_to(output + first, multiply(gated, load_up_to(gate_up + n + first, count)),
                     count);
     });
+}
+
+inline Floats relu(Floats x) {
+    // In this order NaN comes through on every instruction set.
+    return maximum(zeros(), x);
+}
+
+// x / (1 + e^(-2 u)) = x (1 + tanh u) / 2, u = sqrt(2 / pi) (x + 0.044715 x^3)
+inline Floats gelu_tanh(Floats x) {
+    const Floats cubic = multiply_add(multiply(x, x), broadcast(0.044715f), broadcast(1.0f));
+    const Floats u = multiply(multiply(x, cubic), broadcast(-2.0f * 0.797884560802865356f));
+    return divide(x, add(broadcast(1.0f), exp2(multiply(u, broadcast(kLog2E)))));
+}
+
+// erfc(z) for z in [0, 12], within 1e-6 of its value: e^(-z^2) t p(t), t = 1 / (1 + z / 2), where p
+// is the polynomial nearest to erfc(z) e^(z^2) / t at Chebyshev's points.
+inline Floats erfc(Floats z) {
+    const Floats t = divide(broadcast(1.0f), multiply_add(z, broadcast(0.5f), broadcast(1.0f)));
+    Floats series = broadcast(-6.01972491e-02f);
+    series = multiply_add(series, t, broadcast(2.89869040e-01f));
+    series = multiply_add(series, t, broadcast(-4.97684866e-01f));
+    series = multiply_add(series, t, broadcast(2.89468139e-01f));
+    series = multiply_add(series, t, broadcast(-3.40365209e-02f));
+    series = multiply_add(series, t, broadcast(2.05621541e-01f));
+    series = multiply_add(series, t, broadcast(2.42415696e-01f));
+    series = multiply_add(series, t, broadcast(2.82462269e-01f));
+    series = multiply_add(series, t, broadcast(2.82081902e-01f));
+    const Floats power = exp2(multiply(multiply(z, z), broadcast(-kLog2E)));
+    return multiply(multiply(power, t), series);
+}
+
+// x Phi(x) = max(x, 0) - |x| erfc(|x| / sqrt 2) / 2. Beyond 16 the second part is 0.
+inline Floats gelu(Floats x) {
+    const Floats magnitude = maximum(x, subtract(zeros(), x));
+    const Floats limited = minimum(broadcast(16.0f), magnitude);
+    const Floats tail = erfc(multiply(limited, broadcast(0.707106781186547524f)));
+    return subtract(relu(x), multiply(multiply(limited, broadcast(0.5f)), tail));
+}
+
+// body(function of Floats) for an activation's number
+template <typename Body>
+loraplex_status for_activation(loraplex_activation activation, const Body &body) {
+    switch (activation) {
+        case LORAPLEX_GELU:
+            body([](Floats x) { return gelu(x); });
+            return LORAPLEX_OK;
+        case LORAPLEX_GELU_TANH:
+            body([](Floats x) { return gelu_tanh(x); });
+            return LORAPLEX_OK;
+        case LORAPLEX_RELU:
+            body([](Floats x) { return relu(x); });
+            return LORAPLEX_OK;
+        default:
+            return LORAPLEX_INVALID_ARGUMENT;
+    }
 }
 
 void check(bool is_valid, const char *op) {
@@ -156,6 +259,47 @@ loraplex_status loraplex_add_rms_norm(loraplex_pool *pool, int64_t num_rows, int
     });
 }
 
+loraplex_status loraplex_layer_norm(loraplex_pool *pool, int64_t num_rows, int64_t n,
+                                    loraplex_dtype dtype, const void *x, int64_t x_stride,
+                                    const void *weight, const void *bias, float eps,
+                                    void *output) {
+    using namespace loraplex;
+    return guarded([&] {
+        check(num_rows >= 0 && n >= 1, "layer_norm");
+        return for_dtype(dtype, [&](auto element) {
+            using T = decltype(element);
+            for_each_row(*pool, num_rows, n, [&](std::int64_t row) {
+                standardize(static_cast<const T *>(x) + row * x_stride,
+                            static_cast<const T *>(weight), static_cast<const T *>(bias), n, eps,
+                            static_cast<T *>(output) + row * n);
+            });
+            return LORAPLEX_OK;
+        });
+    });
+}
+
+loraplex_status loraplex_add_layer_norm(loraplex_pool *pool, int64_t num_rows, int64_t n,
+                                        loraplex_dtype dtype, const void *x, int64_t x_stride,
+                                        const void *residual, int64_t residual_stride,
+                                        const void *weight, const void *bias, float eps,
+                                        void *output, void *sum) {
+    using namespace loraplex;
+    return guarded([&] {
+        check(num_rows >= 0 && n >= 1, "add_layer_norm");
+        return for_dtype(dtype, [&](auto element) {
+            using T = decltype(element);
+            for_each_row(*pool, num_rows, n, [&](std::int64_t row) {
+                T *sum_row = static_cast<T *>(sum) + row * n;
+                add_rows(static_cast<const T *>(x) + row * x_stride,
+                         static_cast<const T *>(residual) + row * residual_stride, n, sum_row);
+                standardize(sum_row, static_cast<const T *>(weight), static_cast<const T *>(bias),
+                            n, eps, static_cast<T *>(output) + row * n);
+            });
+            return LORAPLEX_OK;
+        });
+    });
+}
+
 loraplex_status loraplex_rotary(loraplex_pool *pool, int64_t num_tokens, int64_t num_heads,
                                 int64_t num_kv_heads, int64_t head_dim, const float *cos,
                                 const float *sin, loraplex_dtype dtype, void *query,
@@ -194,6 +338,27 @@ loraplex_status loraplex_silu_mul(loraplex_pool *pool, int64_t num_rows, int64_t
                      static_cast<T *>(output) + row * n);
             });
             return LORAPLEX_OK;
+        });
+    });
+}
+
+loraplex_status loraplex_activate(loraplex_pool *pool, int64_t num_rows, int64_t n,
+                                  loraplex_dtype dtype, loraplex_activation activation,
+                                  const void *x, int64_t x_stride, void *output) {
+    using namespace loraplex;
+    return guarded([&] {
+        check(num_rows >= 0 && n >= 1, "activate");
+        return for_dtype(dtype, [&](auto element) {
+            using T = decltype(element);
+            return for_activation(activation, [&](const auto &function) {
+                for_each_row(*pool, num_rows, n, [&](std::int64_t row) {
+                    const T *from = static_cast<const T *>(x) + row * x_stride;
+                    T *to = static_cast<T *>(output) + row * n;
+                    for_each_vector(n, [&](std::int64_t first, int count) {
+                        store_up_to(to + first, function(load_up_to(from + first, count)), count);
+                    });
+                });
+            });
         });
     });
 }

@@ -54,8 +54,11 @@ constexpr ProgramOp make_op(const char *name, loraplex_status (*)(Arguments...))
 #define LORAPLEX_PROGRAM_OP(function) make_op<&function>(#function, &function)
 
 constexpr ProgramOp kOps[] = {
+    LORAPLEX_PROGRAM_OP(loraplex_activate),
+    LORAPLEX_PROGRAM_OP(loraplex_add_layer_norm),
     LORAPLEX_PROGRAM_OP(loraplex_add_lora),
     LORAPLEX_PROGRAM_OP(loraplex_add_rms_norm),
+    LORAPLEX_PROGRAM_OP(loraplex_layer_norm),
     LORAPLEX_PROGRAM_OP(loraplex_linear),
     LORAPLEX_PROGRAM_OP(loraplex_paged_attention),
     LORAPLEX_PROGRAM_OP(loraplex_rms_norm),

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cmath>
 
 #include "loraplex/elementwise.h"
@@ -21,6 +22,30 @@ void check_norm(Checks &checks, const T *x, const T *weight, std::int64_t n, con
         const double expected = widen(x[i]) * factor * widen(weight[i]);
         checks.near(widen(output[i]), expected,
                     (1.01 * kRounding<T> + sum_error(n)) * std::abs(expected) + 0x1p-24, "norm");
+    }
+}
+
+// The rows of float32 are far from 0: what is lost by not centring them shows.
+template <typename T>
+void check_layer_norm(Checks &checks, const T *x, const T *weight, const T *bias, std::int64_t n,
+                      const T *output) {
+    double mean = 0.0, variance = 0.0;
+    for (std::int64_t i = 0; i < n; ++i) {
+        mean += double{widen(x[i])} / static_cast<double>(n);
+    }
+    for (std::int64_t i = 0; i < n; ++i) {
+        variance += std::pow(widen(x[i]) - mean, 2) / static_cast<double>(n);
+    }
+    const double factor = 1.0 / std::sqrt(variance + double{kEps});
+    for (std::int64_t i = 0; i < n; ++i) {
+        const double scaled = (widen(x[i]) - mean) * factor * widen(weight[i]);
+        const double expected = scaled + widen(bias[i]);
+        // The mean's own rounding is relative to the largest values, not to what is left.
+        const double slack = 1e-6 * (1.0 + std::abs(mean)) * factor * std::abs(widen(weight[i]));
+        checks.near(widen(output[i]), expected,
+                    1.01 * kRounding<T> * std::abs(expected) +
+                        sum_error(n) * std::abs(scaled) + slack + 1e-6,
+                    "layer norm");
     }
 }
 
@@ -95,6 +120,61 @@ void test_add_rms_norm(Checks &checks) {
     });
 }
 
+void test_layer_norm(Checks &checks) {
+    Random random(12);
+    for_each_case([&]<typename T>(T, std::int64_t n) {
+        const std::int64_t stride = n + 3;
+        auto x = random_values<T>(random, kRows * stride);
+        for (T &value : x) {
+            value = narrow<T>(widen(value) + 3.0f);
+        }
+        const auto weight = random_values<T>(random, n);
+        const auto bias = random_values<T>(random, n);
+        const auto run = [&](const Pool &pool, std::int64_t first, std::int64_t count) {
+            std::vector<T> output(static_cast<std::size_t>(count * n));
+            checks.ok(loraplex_layer_norm(pool, count, n, kDtype<T>, x.data() + first * stride,
+                                          stride, weight.data(), bias.data(), kEps,
+                                          output.data()));
+            return output;
+        };
+        const auto output = run(Pool(1), 0, kRows);
+        for (std::int64_t row = 0; row < kRows; ++row) {
+            check_layer_norm(checks, x.data() + row * stride, weight.data(), bias.data(), n,
+                             output.data() + row * n);
+        }
+        check_company(checks, n, run);
+    });
+}
+
+void test_add_layer_norm(Checks &checks) {
+    Random random(13);
+    for_each_case([&]<typename T>(T, std::int64_t n) {
+        const auto x = random_values<T>(random, kRows * n);
+        const auto residual = random_values<T>(random, kRows * n);
+        const auto weight = random_values<T>(random, n);
+        const auto bias = random_values<T>(random, n);
+        std::vector<T> sum(x.size());
+        const auto run = [&](const Pool &pool, std::int64_t first, std::int64_t count) {
+            std::vector<T> output(static_cast<std::size_t>(count * n));
+            checks.ok(loraplex_add_layer_norm(pool, count, n, kDtype<T>, x.data() + first * n, n,
+                                              residual.data() + first * n, n, weight.data(),
+                                              bias.data(), kEps, output.data(),
+                                              sum.data() + first * n));
+            return output;
+        };
+        const auto output = run(Pool(1), 0, kRows);
+        for (std::size_t i = 0; i < x.size(); ++i) {
+            const T expected = narrow<T>(widen(x[i]) + widen(residual[i]));
+            checks.same_bits(&sum[i], &expected, 1, "sum");
+        }
+        for (std::int64_t row = 0; row < kRows; ++row) {
+            check_layer_norm(checks, sum.data() + row * n, weight.data(), bias.data(), n,
+                             output.data() + row * n);
+        }
+        check_company(checks, n, run);
+    });
+}
+
 void test_rotary(Checks &checks) {
     Random random(9);
     constexpr std::int64_t kHeads = 3;
@@ -152,6 +232,38 @@ void test_silu_mul(Checks &checks) {
         }
         check_company(checks, n, run);
     });
+}
+
+void test_activate(Checks &checks) {
+    Random random(14);
+    const auto expected_of = [](loraplex_activation activation, double x) {
+        switch (activation) {
+            case LORAPLEX_GELU:
+                return 0.5 * x * std::erfc(-x / std::sqrt(2.0));
+            case LORAPLEX_GELU_TANH:
+                return x / (1.0 + std::exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)));
+            default:
+                return std::max(x, 0.0);
+        }
+    };
+    for (const loraplex_activation activation : {LORAPLEX_GELU, LORAPLEX_GELU_TANH, LORAPLEX_RELU}) {
+        for_each_case([&]<typename T>(T, std::int64_t n) {
+            const auto x = random_values<T>(random, kRows * n, 12.0);
+            const auto run = [&](const Pool &pool, std::int64_t first, std::int64_t count) {
+                std::vector<T> output(static_cast<std::size_t>(count * n));
+                checks.ok(loraplex_activate(pool, count, n, kDtype<T>, activation,
+                                            x.data() + first * n, n, output.data()));
+                return output;
+            };
+            const auto output = run(Pool(1), 0, kRows);
+            for (std::size_t i = 0; i < x.size(); ++i) {
+                const double expected = expected_of(activation, widen(x[i]));
+                checks.near(widen(output[i]), expected,
+                            (1.01 * kRounding<T> + 2e-6) * std::abs(expected) + 2e-7, "element");
+            }
+            check_company(checks, n, run);
+        });
+    }
 }
 
 void test_take_rows(Checks &checks) {

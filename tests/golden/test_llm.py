@@ -12,18 +12,33 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
-from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from loraplex import LLM, SamplingParams
 from loraplex.testing.capitals import BASE_PATH
-from loraplex.testing.checkpoints import add_random_adapters, save_random_model, tiny_sizes
+from loraplex.testing.checkpoints import (
+    add_random_adapters,
+    save_random_model,
+    tiny_gpt2,
+    tiny_sizes,
+)
 
 NUM_NEW_TOKENS = 20
 VOCAB_SIZE = 199
 SMALLEST_POOL_BYTES = 159_360
+GPT2_POOL_BYTES = 94_208
 """One adapter of rank 16 on every module."""
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 16 * 4
 """Layers, keys and values, KV heads, head size, tokens, bytes: of one block of these models."""
+GPT2_BLOCK_BYTES = 2 * BLOCK_BYTES
+"""Its four heads share no keys."""
 
 SIZES = tiny_sizes(VOCAB_SIZE, head_dim=16)
 FAMILIES: dict[str, PretrainedConfig] = {
@@ -31,6 +46,7 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "mistral": MistralConfig(**SIZES, sliding_window=11),
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SIZES),
+    "gpt2": tiny_gpt2(VOCAB_SIZE),
 }
 ADAPTERS = {
     "attention": LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"]),
@@ -44,6 +60,27 @@ ADAPTERS = {
     ),
     "one-layer": LoraConfig(
         r=5, lora_alpha=10, target_modules=["q_proj", "gate_proj"], layers_to_transform=[1]
+    ),
+}
+GPT2_ADAPTERS = {
+    "attention": LoraConfig(r=4, lora_alpha=8, target_modules=["c_attn"], fan_in_fan_out=True),
+    "all": LoraConfig(
+        r=16, lora_alpha=16, use_rslora=True, target_modules="all-linear", fan_in_fan_out=True
+    ),
+    "mixed": LoraConfig(
+        r=8,
+        lora_alpha=4,
+        target_modules=["c_proj", "c_fc"],
+        rank_pattern={"c_fc": 3},
+        alpha_pattern={"attn.c_proj": 32},
+        fan_in_fan_out=True,
+    ),
+    "one-layer": LoraConfig(
+        r=5,
+        lora_alpha=10,
+        target_modules=["attn.c_proj"],
+        layers_to_transform=[1],
+        fan_in_fan_out=True,
     ),
 }
 NAMES = (None, *ADAPTERS)
@@ -60,6 +97,8 @@ class Case:
     names: list[str | None]
     expected: list[tuple[int, ...]]
     has_window: bool
+    block_bytes: int
+    pool_bytes: int
 
     def open(self, **settings: Any) -> LLM:
         return LLM(
@@ -100,7 +139,10 @@ def reference(model: PeftModel, prompt: list[int], name: str | None) -> tuple[in
 @pytest.fixture(scope="module", params=FAMILIES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = tmp_path_factory.mktemp(request.param)
-    model = add_random_adapters(save_random_model(folder, FAMILIES[request.param]), ADAPTERS)
+    config = FAMILIES[request.param]
+    is_gpt2 = isinstance(config, GPT2Config)
+    adapters = GPT2_ADAPTERS if is_gpt2 else ADAPTERS
+    model = add_random_adapters(save_random_model(folder, config), adapters)
     shutil.copy(BASE_PATH / "tokenizer.json", folder)
     shutil.copy(BASE_PATH / "tokenizer_config.json", folder)
     model.save_pretrained(folder / "adapters")
@@ -114,6 +156,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         [name for _, name in pairs],
         expected,
         has_window=request.param == "mistral",
+        block_bytes=GPT2_BLOCK_BYTES if is_gpt2 else BLOCK_BYTES,
+        pool_bytes=GPT2_POOL_BYTES if is_gpt2 else SMALLEST_POOL_BYTES,
     )
 
 
@@ -140,7 +184,7 @@ def test_prefills_in_small_chunks(case: Case):
 
 
 def test_preempted_and_recomputed(case: Case):
-    with case.open(kv_cache_bytes=12 * BLOCK_BYTES) as llm:
+    with case.open(kv_cache_bytes=12 * case.block_bytes) as llm:
         assert case.generate(llm) == case.expected
         # Behind a window blocks are given back: then nobody has to make room.
         assert bool(llm.stats().preemptions) == (not case.has_window)
@@ -155,7 +199,7 @@ def test_prefix_hits(case: Case):
 
 
 def test_adapters_evicted_and_loaded_again(case: Case):
-    with case.open(lora_device_bytes=SMALLEST_POOL_BYTES, max_lora_rank=16) as llm:
+    with case.open(lora_device_bytes=case.pool_bytes, max_lora_rank=16) as llm:
         assert case.generate(llm) == case.expected
         assert case.generate(llm) == case.expected
         assert llm.stats().adapters.device_evictions > len(ADAPTERS)

@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
-from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from loraplex.core.plan import RowResult
 from loraplex.execution import loading
@@ -27,6 +34,7 @@ from loraplex.testing.checkpoints import (
     add_random_adapters,
     host_adapter,
     save_random_model,
+    tiny_gpt2,
     tiny_sizes,
 )
 from loraplex.testing.step_driver import Prompt, StepDriver
@@ -98,6 +106,13 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True),
     "qwen3-bias": lambda: Qwen3Config(**SIZES, head_dim=8, attention_bias=True),
+    "gpt2": lambda: tiny_gpt2(VOCAB_SIZE),
+    "gpt2-gelu": lambda: tiny_gpt2(
+        VOCAB_SIZE, activation_function="gelu", n_inner=None, layer_norm_epsilon=1e-3
+    ),
+    "gpt2-relu": lambda: tiny_gpt2(
+        VOCAB_SIZE, activation_function="relu", n_head=2, tie_word_embeddings=False
+    ),
 }
 
 ALL_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -112,6 +127,25 @@ ADAPTERS: dict[str, LoraConfig] = {
     ),
     "one-layer": LoraConfig(
         r=1, lora_alpha=2, target_modules=["o_proj", "down_proj"], layers_to_transform=[1]
+    ),
+}
+GPT2_ADAPTERS: dict[str, LoraConfig] = {
+    "attention": LoraConfig(r=4, lora_alpha=6, target_modules=["c_attn"], fan_in_fan_out=True),
+    "all": LoraConfig(
+        r=8,
+        lora_alpha=8,
+        target_modules=["c_attn", "c_proj", "c_fc"],
+        rank_pattern={"attn.c_proj": 3, "h.1.mlp.c_proj": 16},
+        alpha_pattern={"c_attn": 5},
+        fan_in_fan_out=True,
+    ),
+    "one-layer": LoraConfig(
+        r=1,
+        lora_alpha=2,
+        target_modules=["c_proj"],
+        layers_to_transform=[1],
+        layers_pattern="h",
+        fan_in_fan_out=True,
     ),
 }
 HANDLES = {name: handle for handle, name in enumerate(ADAPTERS, start=11)}
@@ -160,7 +194,8 @@ class Subject:
 
 
 def make_subject(folder: Path, config: PretrainedConfig) -> Subject:
-    reference = add_random_adapters(save_random_model(folder, config), ADAPTERS)
+    configs = GPT2_ADAPTERS if isinstance(config, GPT2Config) else ADAPTERS
+    reference = add_random_adapters(save_random_model(folder, config), configs)
     adapters = HostAdapters()
     for name, handle in HANDLES.items():
         adapters.put(handle, host_adapter(reference, name))
@@ -262,7 +297,7 @@ def test_adapters_change_the_answers(subject: Subject) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALF_TOLERANCES, ids=str)
-@pytest.mark.parametrize("name", ["llama-default", "qwen3"])
+@pytest.mark.parametrize("name", ["llama-default", "qwen3", "gpt2"])
 def test_half_precision_logits(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     subject = make_subject(tmp_path, CONFIGS[name]())
     driver, sampler = subject.driver(dtype=str(dtype).removeprefix("torch."))

@@ -145,14 +145,16 @@ def test_recorded_step_attends_for_other_rows(shape, batch_invariant):
     expected = rows.expected(queries)
     torch.cuda.synchronize()
     for chosen in ([1], [2, 0], [0, 1, 2]):
-        layout = RowLayout(
-            range(len(chosen) + 1),
-            [rows.seq_lens[row] for row in chosen],
-            torch.cat((rows.block_tables[chosen], rows.block_tables[: 4 - len(chosen)])),
-        )
-        on_device = padded_rows(layout, 4 - len(chosen))
-        layout = RowLayout(layout.query_start_loc, layout.seq_lens, layout.block_tables, on_device)
         with accelerator.compute():
+            layout = RowLayout(
+                range(len(chosen) + 1),
+                [rows.seq_lens[row] for row in chosen],
+                torch.cat((rows.block_tables[chosen], rows.block_tables[: 4 - len(chosen)])),
+            )
+            on_device = padded_rows(layout, 4 - len(chosen))
+            layout = RowLayout(
+                layout.query_start_loc, layout.seq_lens, layout.block_tables, on_device
+            )
             plan = rows.kernel.plan(layout, shape, None)
             query = rows.batch([queries[row] for row in chosen], 4 - len(chosen))
             query = query.contiguous()

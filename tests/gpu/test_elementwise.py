@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from loraplex.kernels.activations import Activation
 from loraplex.kernels.cuda import elementwise
+from loraplex.kernels.reference import ReferenceKernels
 
 pytestmark = pytest.mark.gpu
 
@@ -42,6 +44,24 @@ def test_norms(num_tokens, size, dtype):
 
 @DTYPES
 @TOKENS
+@pytest.mark.parametrize("size", [768, 1600, 5120])
+def test_layer_norms(num_tokens, size, dtype):
+    x, residual = random(2, num_tokens, size, dtype=dtype)
+    weight, bias = random(2, size, dtype=dtype)
+    wide = x.double()
+    variance = wide.var(-1, keepdim=True, correction=0)
+    expected = (wide - wide.mean(-1, keepdim=True)) / (variance + 1e-5).sqrt()
+    expected = expected * weight.double() + bias.double()
+    # The parts of a sum may be much larger than it is.
+    output = elementwise.layer_norm(x, weight, bias, 1e-5)
+    torch.testing.assert_close(output.double(), expected, rtol=ROUNDING[dtype], atol=4e-6)
+    output, total = elementwise.add_layer_norm(x, residual, weight, bias, 1e-5)
+    assert torch.equal(total, residual + x)
+    assert torch.equal(output, elementwise.layer_norm(total, weight, bias, 1e-5))
+
+
+@DTYPES
+@TOKENS
 def test_heads_of_a_fused_view_are_normed_and_turned(num_tokens, dtype):
     fused = random(num_tokens, 48 * 128, dtype=dtype)
     before = fused.clone().view(num_tokens, 48, 128)
@@ -69,6 +89,15 @@ def test_silu_mul(num_tokens, size, dtype):
     gate, up = x.double().chunk(2, dim=-1)
     expected = gate / (1 + (-gate).exp()) * up
     assert_rounded(elementwise.silu_mul(x), expected, dtype)
+
+
+@DTYPES
+@TOKENS
+@pytest.mark.parametrize("activation", Activation)
+def test_activate(num_tokens, activation, dtype):
+    x = 4 * random(num_tokens, 6400, dtype=dtype)
+    expected = ReferenceKernels(x.device).activate(x.double(), activation)
+    assert_rounded(elementwise.activate(x, activation), expected, dtype)
 
 
 @DTYPES

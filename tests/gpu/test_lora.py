@@ -119,6 +119,7 @@ def test_a_graph_computes_other_batches_of_its_size(dtype):
     graphs = StepGraphs(accelerator)
     kernel = LoraKernel(accelerator.device, batch_invariant=False)
     y, x = inputs(adapters, 32)
+    accelerator.synchronize()
 
     def step(batch):
         def compute():

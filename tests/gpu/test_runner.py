@@ -72,6 +72,7 @@ def settings(dtype: str, **changes: Any) -> RunnerSettings:
         "num_blocks": 200,
         "max_num_seqs": 8,
         "max_lora_rank": 16,
+        "lora_device_bytes": 64 << 20,  # other tests may run beside
         "max_num_batched_tokens": 256,
         "cuda_graph_batch_sizes": (1, 4, 8),
     }

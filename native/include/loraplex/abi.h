@@ -21,8 +21,8 @@
 
 #include <stdint.h>
 
-/* Raised when a declared function changes; Python refuses a library with another number. */
-#define LORAPLEX_ABI_VERSION 3
+/* Raised when a declared function changes or comes; Python refuses a library with another number. */
+#define LORAPLEX_ABI_VERSION 4
 
 #define LORAPLEX_API __attribute__((visibility("default")))
 

@@ -75,6 +75,8 @@ def _check_place(row: NormalRow, shapes: BaseShapes) -> None:
         raise AdapterMismatchError(
             f"{what} is of layer {row.layer}; the base model has {shapes.num_layers} layers"
         )
+    if not shapes.enables(row.module):
+        raise AdapterMismatchError(f"{what}: {not_enabled(row.module, shapes)}")
     is_linear = row.layer is not None and row.module in shapes.modules
     is_end = row.layer is None and row.module in (EMBEDDING, LM_HEAD)
     is_norm = row.module in _VECTOR_NORMS and (row.layer is None) == (row.module == "norm")
@@ -95,6 +97,12 @@ def _check_place(row: NormalRow, shapes: BaseShapes) -> None:
             f"{what} is of module {row.module!r}; the base model can be adapted in "
             f"{', '.join(shapes.modules)}"
         )
+
+
+def not_enabled(module: str, shapes: BaseShapes) -> str:
+    """Why no adapter may change a module, in the words that clients of TensorRT-LLM look for."""
+    enabled = ", ".join(shapes.enabled_modules or ()) or "no module: it is served without LoRA"
+    return f"lora module {module} not enabled for this model, which can be adapted in {enabled}"
 
 
 def _expected(row: NormalRow, shapes: BaseShapes) -> dict[str, tuple[int, ...]]:

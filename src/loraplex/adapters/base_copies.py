@@ -18,6 +18,8 @@ from loraplex.core.adapter import EMBEDDING, LM_HEAD
 from loraplex.core.errors import LoraplexError
 
 _CHECKPOINT = "model.safetensors"
+_BUILT = "rank0.safetensors"
+"""Of a folder of `loraplex build`."""
 _INDEX = f"{_CHECKPOINT}.index.json"
 _PIECE_BYTES = 8 << 20
 
@@ -54,6 +56,8 @@ def _is_own(row: NormalRow, base: Path, shapes: BaseShapes) -> bool:
 
 def _file_of(name: str, base: Path) -> Path:
     """The file that holds a tensor. Raises OSError, ValueError or LookupError if there is none."""
+    if (base / _BUILT).exists():
+        return base / _BUILT
     index = base / _INDEX
     if not index.exists():
         return base / _CHECKPOINT

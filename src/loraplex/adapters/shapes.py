@@ -14,6 +14,18 @@ class BaseShapes(msgspec.Struct, frozen=True):
     """The linear layers that have a bias."""
     ties_embeddings: bool = False
     """lm_head's weight is the token embedding's."""
+    enabled_modules: tuple[str, ...] | None = None
+    """The modules that adapters may change, if the operator restricts them; empty: no adapters."""
+
+    def enables(self, module: str) -> bool:
+        """module: a linear layer, or an end of the model; ends go with any linear layer."""
+        if self.enabled_modules is None:
+            return True
+        return module in self.enabled_modules if module in self.modules else self.is_adaptable
+
+    @property
+    def is_adaptable(self) -> bool:
+        return self.enabled_modules is None or bool(self.enabled_modules)
 
     @property
     def largest_target(self) -> int:

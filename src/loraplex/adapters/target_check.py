@@ -6,6 +6,7 @@ What base_check says of the tensors, said of the pieces that they were cut into.
 from collections import defaultdict
 from collections.abc import Iterable
 
+from loraplex.adapters.base_check import not_enabled
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.core.adapter import EMBEDDING, LM_HEAD, LoraTarget, TargetPart
 from loraplex.core.errors import AdapterMismatchError, AdapterTooLargeError
@@ -21,6 +22,8 @@ def check_targets(targets: Iterable[LoraTarget], shapes: BaseShapes, max_rank: i
     pieces: dict[_Place, list[LoraTarget]] = defaultdict(list)
     for target in targets:
         pieces[target.layer, target.module, target.part].append(target)
+        if not shapes.enables(target.module):
+            raise AdapterMismatchError(not_enabled(target.module, shapes))
         if (target.lora_rank or 0) > max_rank:
             raise AdapterTooLargeError(
                 f"{target.module} of layer {target.layer} has rank {target.lora_rank}; at most "

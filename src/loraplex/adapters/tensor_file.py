@@ -226,15 +226,19 @@ def _check_layout(path: Path, entries: Mapping[str, _Entry], data_bytes: int) ->
 
 def encode_header(tensors: Mapping[str, RawTensor], metadata: Mapping[str, str]) -> bytes:
     """Length and header of a file whose data are the tensors in this order, without gaps."""
+    sizes = [(name, one.dtype, one.shape, one.num_bytes) for name, one in tensors.items()]
+    return encode_sizes(sizes, metadata)
+
+
+def encode_sizes(
+    tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str]
+) -> bytes:
+    """As encode_header, from (name, dtype, shape, number of bytes) of tensors that come later."""
     header: dict[str, object] = {_METADATA: dict(metadata)}
     position = 0
-    for name, tensor in tensors.items():
-        end = position + tensor.num_bytes
-        header[name] = {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": [position, end],
-        }
+    for name, dtype, shape, num_bytes in tensors:
+        end = position + num_bytes
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
         position = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _LENGTH_BYTES)  # the data starts aligned

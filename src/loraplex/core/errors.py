@@ -171,6 +171,11 @@ class StepFailedError(InternalError):
     code = "step_failed"
 
 
+class DeviceLost(Exception):
+    """The device computes nothing any more: only a new process can. Ends the engine, whose
+    requests the next one goes on with."""
+
+
 class CrashingRequestError(InternalError):
     code = "request_crashed_engine"
 

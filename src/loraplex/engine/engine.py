@@ -13,7 +13,7 @@ import msgspec
 
 from loraplex.core.adapter import AdapterHandle, AdapterSource
 from loraplex.core.clock import Clock, EventClock
-from loraplex.core.errors import LoraplexError, StepFailedError
+from loraplex.core.errors import DeviceLost, LoraplexError, StepFailedError
 from loraplex.core.output import EngineOutput
 from loraplex.core.plan import Capacity, StepPlan, StepResult
 from loraplex.core.request import EngineRequest, RequestId
@@ -296,6 +296,8 @@ class Engine:
         plan = flight.plan
         try:
             result = flight.handle.wait()
+        except DeviceLost:
+            raise
         except Exception as error:
             logger.exception("step %d failed", plan.step_id)
             return self._fail(flight, error)

@@ -45,10 +45,11 @@ from loraplex.kernels.accelerator import Accelerator
 from loraplex.kernels.ops import Kernels
 from loraplex.memory.adapter_pages import layer_targets
 from loraplex.models.attention import attention_shape
-from loraplex.models.config import DecoderConfig, module_shapes
+from loraplex.models.config import DecoderConfig
 from loraplex.models.decoder import Decoder
+from loraplex.models.layer_linears import module_shapes
 from loraplex.models.parameters import DecoderParameters
-from loraplex.models.rope import RotaryTable
+from loraplex.models.rope import rotary_table
 
 _TRIAL_BLOCKS = 64
 """Of KV: what a trial computes has no meaning, so its rows may share them."""
@@ -99,7 +100,7 @@ class Assembly:
     ) -> RunnerParts:
         """Allocates all that `size` says. vocabulary: None, and no output is kept to a grammar."""
         config, device, settings = self.config, self.device, self.settings
-        rotary = RotaryTable(config, size.kv.max_model_len, device)
+        rotary = rotary_table(config, size.kv.max_model_len, device)
         kv_cache = KVCache(
             size.kv.num_blocks,
             config.num_layers,
@@ -193,13 +194,14 @@ def measure_steps(assembly: Assembly) -> StepMemory:
 
 @contextlib.contextmanager
 def _trials(assembly: Assembly, accelerator: Accelerator) -> Iterator[Trials]:
-    """The parts of the trials are there from the first one to the end."""
+    """Their parts are there from `set_up` to the end."""
     parts: list[RunnerParts] = []
     runners: list[ModelRunner] = []
 
+    def set_up() -> None:
+        parts.append(_trial_parts(assembly))
+
     def runner(recorded_sizes: tuple[int, ...]) -> ModelRunner:
-        if not parts:
-            parts.append(_trial_parts(assembly))
         made = ModelRunner(dataclasses.replace(parts[0], recorded_sizes=recorded_sizes))
         runners.append(made)
         return made
@@ -222,7 +224,7 @@ def _trials(assembly: Assembly, accelerator: Accelerator) -> Iterator[Trials]:
         runners.clear()
 
     try:
-        yield Trials(run_largest_step, record, forget)
+        yield Trials(set_up, run_largest_step, record, forget)
     finally:
         forget()
         for made in parts:
@@ -245,10 +247,6 @@ def _trial_parts(assembly: Assembly) -> RunnerParts:
     parts = assembly.parts(size, host_adapters)
     adapter = parts.adapter_bank.prepare(_dummy_adapter(assembly))
     host_adapters.put(DUMMY_ADAPTER, adapter)
-    for storage in parts.kv_cache.storages:
-        # Not a number would end the sampling early.
-        storage.key.zero_()
-        storage.value.zero_()
     return parts
 
 

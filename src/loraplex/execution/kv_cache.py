@@ -1,6 +1,7 @@
 """The tensors behind the KV block ids: one storage per layer, on the device and on the host."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 
@@ -29,9 +30,11 @@ class KVCache:
         accelerator: Accelerator | None = None,
     ) -> None:
         """dtype: of keys and values as they are stored, which the model's need not be."""
-        self.storages: tuple[KVStorage, ...] = tuple(
-            kernels.allocate_kv(num_blocks, shape, dtype) for _ in range(num_layers)
-        )
+        # In the queue of all that reads it: what comes by another one it would not wait for.
+        with nullcontext() if accelerator is None else accelerator.compute():
+            self.storages: tuple[KVStorage, ...] = tuple(
+                kernels.allocate_kv(num_blocks, shape, dtype) for _ in range(num_layers)
+            )
         self._transfers = None
         self.host_storages: tuple[KVStorage, ...] = ()
         """Blocks of the same form as the device's; none where there is an accelerator."""

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from loraplex.core.errors import StepFailedError
+from loraplex.core.errors import DeviceLost, StepFailedError
 from loraplex.core.plan import StepResult
 
 _LOGGER = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class LaunchedStep:
 
     def __init__(self, step_id: int, wait: Callable[["LaunchedStep"], None]) -> None:
         """wait: ends it, with all that were launched before."""
-        self._step_id = step_id
+        self.step_id = step_id
         self._wait = wait
         self.work: StepWork | None = None
         self.outcome: StepResult | StepFailedError | None = None
@@ -43,9 +43,9 @@ class LaunchedStep:
         return self.outcome is None and self.work is not None and self.work.is_late
 
     def fail(self, error: Exception) -> None:
-        _LOGGER.error("step %d failed", self._step_id, exc_info=error)
+        _LOGGER.error("step %d failed", self.step_id, exc_info=error)
         if not isinstance(error, StepFailedError):
-            error = StepFailedError(f"step {self._step_id} failed: {error}")
+            error = StepFailedError(f"step {self.step_id} failed: {error}")
         self.outcome = error
         self.work = None
 
@@ -116,6 +116,7 @@ class StepsInFlight:
         # Who is told gives memory away that what is enqueued may still read.
         try:
             self._settle()
-        except Exception:
-            _LOGGER.exception("the device does not end its work")
+        except Exception as problem:
+            _LOGGER.error("step %d failed", step.step_id, exc_info=error)
+            raise DeviceLost(f"the device does not end its work: {problem}") from problem
         step.fail(error)

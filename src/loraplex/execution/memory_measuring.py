@@ -32,12 +32,17 @@ _GREEDY = SamplingParams(temperature=0.0)
 def largest_step(capacity: Capacity, num_tokens: int) -> StepPlan:
     """As many rows and tokens as a step may have, each row at its greatest length.
 
-    num_tokens: of a step at most. The rows share the blocks that there are: what they read and
-    write has no meaning. They use DUMMY_ADAPTER, which the plan copies to the first pages.
+    num_tokens: of a step at most. The first row decodes, beside the prompts of the others: so the
+    kernels of such a step are compiled by now, too. The rows share the blocks that there are: what
+    they read and write has no meaning. They use DUMMY_ADAPTER, which the plan copies to the first
+    pages.
     """
     num_rows = min(capacity.max_num_seqs, num_tokens)
-    even, more = divmod(num_tokens, num_rows)
-    counts = [min(even + (row < more), capacity.max_model_len) for row in range(num_rows)]
+    counts = [num_tokens]
+    if num_rows > 1:
+        even, more = divmod(num_tokens - 1, num_rows - 1)
+        counts = [1, *(even + (row < more) for row in range(num_rows - 1))]
+    counts = [min(count, capacity.max_model_len) for count in counts]
     num_blocks = -(-capacity.max_model_len // capacity.block_size)
     blocks = tuple(block % capacity.num_blocks for block in range(num_blocks))
     rows = tuple(
@@ -78,6 +83,8 @@ def _added(step: RowStep) -> RowAdded:
 class Trials:
     """What is measured. Each call leaves nothing behind that it does not need."""
 
+    set_up: Callable[[], None]
+    """First: takes what the trials themselves have, such as a small KV cache, until their end."""
     run_largest_step: Callable[[], None]
     record: Callable[[int], None]
     """Steps of so many sequences; they stay until `forget`."""
@@ -86,14 +93,16 @@ class Trials:
 
 def measure_workspace(accelerator: Accelerator, trials: Trials) -> int:
     """Bytes that the largest step takes for its time; 0 where nobody can tell."""
-    before = settled_memory(accelerator)
-    if before is None:
+    if accelerator.memory() is None:
         return 0
+    trials.set_up()
+    before = settled_memory(accelerator)
     accelerator.reset_peak()
     trials.run_largest_step()
     accelerator.synchronize()
     after = accelerator.memory()
-    assert after is not None, "as before"
+    assert before is not None, "as at first"
+    assert after is not None, "as at first"
     return max(after.most_reserved - before.reserved, 0)
 
 

@@ -100,7 +100,7 @@ class _CheckpointSource:
     def linear(self, place: LinearPlace) -> PackedLinear:
         names = [f"{part}.weight" for part in place.parts]
         precision = self._form.precision_of(place)
-        weight = self._joined(names, place.shape)
+        weight = self._joined(names, place.shape, is_transposed=place.is_transposed)
         bias = None
         if place.has_bias:
             biases = [f"{part}.bias" for part in place.parts]
@@ -113,12 +113,15 @@ class _CheckpointSource:
             self.errors.note(place.name, quantization_error(weight, precision))
         return packed
 
-    def _joined(self, names: Sequence[str], shape: tuple[int, ...]) -> torch.Tensor:
+    def _joined(
+        self, names: Sequence[str], shape: tuple[int, ...], *, is_transposed: bool = False
+    ) -> torch.Tensor:
         """The named tensors behind one another along the first axis: never a view of a file."""
         joined = torch.empty(shape, dtype=self._form.dtype, device=self._form.device)
         start = 0
         for name in names:
             tensor = self._checkpoint.read(name)
+            tensor = tensor.T if is_transposed else tensor
             joined[start : start + len(tensor)] = tensor
             start += len(tensor)
             self._progress()

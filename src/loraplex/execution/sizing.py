@@ -18,7 +18,8 @@ from loraplex.memory.adapter_pages import (
     pages_for_bytes,
 )
 from loraplex.models.attention import attention_shape
-from loraplex.models.config import DecoderConfig, module_shapes
+from loraplex.models.config import DecoderConfig
+from loraplex.models.layer_linears import module_shapes
 
 _DEFAULT_ADAPTER_BYTES = 256 << 20
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

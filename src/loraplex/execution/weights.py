@@ -8,7 +8,7 @@ error.
 import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,7 +28,7 @@ class Checkpoint:
     def __init__(self, folder: Path, config: DecoderConfig) -> None:
         """Raises ConfigError, which names the file and the weight."""
         self._shapes = checkpoint_shapes(config)
-        self._files: dict[str, _TensorFile] = {}
+        self._files: dict[str, _Entry] = {}
         with contextlib.ExitStack() as stack:
             for path in weight_files(folder):
                 file = stack.enter_context(_open(path))
@@ -57,8 +57,8 @@ class Checkpoint:
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor of the shape that the configuration means, on the host; not to be written to."""
-        file, shape = self._files[name], self._shapes[name]
-        tensor = file.tensor(name)
+        (file, stored_name), shape = self._files[name], self._shapes[name]
+        tensor = file.tensor(stored_name)
         if not isinstance(tensor, torch.Tensor):
             raise ConfigError(f"{file.path}: {name} is no tensor but {type(tensor).__name__}")
         if tensor.shape != shape:
@@ -74,15 +74,16 @@ class Checkpoint:
 
     def _add(self, file: "_TensorFile", config: DecoderConfig) -> None:
         for name in file.names:
-            if _is_redundant(name, config):
+            full_name = config.names.canonical(name)
+            if full_name is None or _is_redundant(full_name, config):
                 continue
-            if name not in self._shapes:
+            if full_name not in self._shapes:
                 raise ConfigError(
                     f"{file.path}: unknown weight {name}; config.json does not account for it"
                 )
-            if name in self._files:
+            if full_name in self._files:
                 raise ConfigError(f"{file.path}: weight {name} is there twice")
-            self._files[name] = file
+            self._files[full_name] = _Entry(file, name)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -113,9 +114,8 @@ def _shards(folder: Path, index: Path) -> list[Path]:
 
 
 def _is_redundant(name: str, config: DecoderConfig) -> bool:
-    """Old checkpoints stored the rotary frequencies; tied ones may store the embedding twice."""
-    tied = config.tie_word_embeddings and name == "lm_head.weight"
-    return tied or name.endswith("rotary_emb.inv_freq")
+    """Tied checkpoints may store the embedding twice."""
+    return config.tie_word_embeddings and name == f"{config.names.lm_head}.weight"
 
 
 class _TensorFile(Protocol):
@@ -127,6 +127,13 @@ class _TensorFile(Protocol):
     def __exit__(self, *exc_info: object) -> None: ...
 
     def tensor(self, name: str) -> Any: ...
+
+
+class _Entry(NamedTuple):
+    """Where a tensor is, and what it is called there."""
+
+    file: _TensorFile
+    name: str
 
 
 class _SafetensorsFile:

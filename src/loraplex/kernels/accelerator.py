@@ -226,7 +226,13 @@ class CudaAccelerator:
             # Torch does not let a pool be used again once its graphs are all gone.
             self._graph_pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._graph_pool, stream=self._compute):
+        # What other threads do meanwhile, such as another engine's, must not end the recording.
+        with torch.cuda.graph(
+            graph,
+            pool=self._graph_pool,
+            stream=self._compute,
+            capture_error_mode="thread_local",
+        ):
             result = compute()
         self._graphs.add(graph)
         return result, graph

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from loraplex.core.weight_precision import WeightPrecision
+from loraplex.kernels.activations import Activation
 from loraplex.kernels.kv_vectors import stored_size
 from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.sampling import DrawOptions, IntArray, TopLogprobs
@@ -168,6 +169,26 @@ class Kernels(Protocol):
         """(rms_norm(x + residual), x + residual), each [T, N]."""
         ...
 
+    def layer_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """x [T, N], weight, bias [N]: (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias.
+
+        In float32, rounded once.
+        """
+        ...
+
+    def add_layer_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(layer_norm(x + residual), x + residual), each [T, N]."""
+        ...
+
     def rotary(
         self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> None:
@@ -179,6 +200,10 @@ class Kernels(Protocol):
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """[T, 2 N] -> [T, N]: silu(first half) * second half."""
+        ...
+
+    def activate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """[T, N] -> [T, N]: the activation of each element."""
         ...
 
     def add_lora(

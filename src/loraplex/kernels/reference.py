@@ -6,8 +6,9 @@ agree (float32), or go in tiles of one number (oneDNN's narrow types). And torch
 of a chunk of a tensor with other code than its middle, so activations are rounded from float64.
 """
 
+import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch.nn import functional
 
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels import sampling
+from loraplex.kernels.activations import Activation
 from loraplex.kernels.attention_tiles import TokenWindow
 from loraplex.kernels.host_tiles import fixed_tiles
 from loraplex.kernels.kv_vectors import stored_size, to_stored
@@ -34,6 +36,13 @@ from loraplex.kernels.sampling import DrawOptions, IntArray, TopLogprobs
 
 _HOST_ROWS = 8
 """Of a float32 product: multiples of it are summed alike (measured for MKL; tests check)."""
+
+
+_ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    Activation.GELU: functional.gelu,
+    Activation.GELU_TANH: functools.partial(functional.gelu, approximate="tanh"),
+    Activation.RELU: functional.relu,
+}
 
 
 class _Linear(NamedTuple):
@@ -110,6 +119,25 @@ class ReferenceKernels:
         residual = residual + x
         return self.rms_norm(residual, weight, eps), residual
 
+    def layer_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        wide = x.float()
+        wide = wide - wide.mean(-1, keepdim=True)
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return (wide * weight.float() + bias.float()).to(x.dtype)
+
+    def add_layer_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        residual = residual + x
+        return self.layer_norm(residual, weight, bias, eps), residual
+
     def rotary(
         self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> None:
@@ -121,6 +149,10 @@ class ReferenceKernels:
         if self._is_host:
             return functional.silu(gate.double()).to(gate.dtype) * up
         return functional.silu(gate) * up
+
+    def activate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        wide = x.double() if self._is_host else x.float()
+        return _ACTIVATIONS[activation](wide).to(x.dtype)
 
     def add_lora(
         self,

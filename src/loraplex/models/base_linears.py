@@ -4,13 +4,15 @@ Asks the packed layers themselves: so a quantised layer answers for what it real
 be asked in one thread beside the one that runs the steps.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 
-from loraplex.core.adapter import OUTSIDE_LAYERS
+from loraplex.core.adapter import LM_HEAD, OUTSIDE_LAYERS
 from loraplex.kernels.ops import Kernels, PackedLinear
 from loraplex.models.config import DecoderConfig
+from loraplex.models.layer_linears import layer_linears
 from loraplex.models.parameters import DecoderParameters
 
 
@@ -36,7 +38,7 @@ class BaseLinears:
         self._places: dict[tuple[int, str], _Place] = {}
         self._norms: dict[int, torch.Tensor] = {}
 
-    def add(self, layer: int, packed: PackedLinear, modules: dict[str, int]) -> None:
+    def add(self, layer: int, packed: PackedLinear, modules: Mapping[str, int]) -> None:
         """modules: out_features by name, in the order of the packed layer's outputs."""
         first = 0
         for module, out_features in modules.items():
@@ -73,14 +75,11 @@ def base_linears(
     """Of a decoder with these parameters, packed by these kernels."""
     embedding = parameters.embedding
     linears = BaseLinears(kernels, embedding.dtype, embedding.device)
-    hidden, inner, q, kv = (
-        *(config.hidden_size, config.intermediate_size),
-        *(config.q_size, config.kv_size),
-    )
+    groups = layer_linears(config)
     for index, layer in enumerate(parameters.layers):
-        linears.add(index, layer.qkv, {"q_proj": q, "k_proj": kv, "v_proj": kv})
-        linears.add(index, layer.o, {"o_proj": hidden})
-        linears.add(index, layer.gate_up, {"gate_proj": inner, "up_proj": inner})
-        linears.add(index, layer.down, {"down_proj": hidden})
-    linears.add(OUTSIDE_LAYERS, parameters.lm_head, {"lm_head": config.vocab_size})
+        linears.add(index, layer.qkv, groups.qkv.outputs)
+        linears.add(index, layer.o, groups.o.outputs)
+        linears.add(index, layer.up, groups.up.outputs)
+        linears.add(index, layer.down, groups.down.outputs)
+    linears.add(OUTSIDE_LAYERS, parameters.lm_head, {LM_HEAD: config.vocab_size})
     return linears

@@ -2,7 +2,9 @@
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+
+from loraplex.models.decoder_names import LLAMA_NAMES, DecoderNames
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +33,7 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """A decoder of the Llama kind: pre-norm, rotary attention with shared KV heads, gated MLP."""
+    """A decoder with norms before attention and MLP. The defaults are Llama's."""
 
     architecture: str
     hidden_size: int
@@ -42,12 +44,15 @@ class DecoderConfig:
     intermediate_size: int
     vocab_size: int
     max_position_embeddings: int
-    rms_norm_eps: float
-    rope: RopeConfig
+    norm_eps: float
+    rope: RopeConfig | None
+    """None: positions are learned, one vector for each of max_position_embeddings."""
     layer_windows: tuple[int | None, ...]
     """Per layer: how many positions, its own included, a token sees; None is all before it."""
     num_sink_tokens: int = 0
     """In layers with a window, so many first positions are seen, too."""
+    norm_bias: bool = False
+    """With one the norms of layers are layer norms, else RMS norms."""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -55,6 +60,8 @@ class DecoderConfig:
     """RMS norm of each query and key head before the rotation."""
     tie_word_embeddings: bool = False
     hidden_act: str = "silu"
+    """By Hugging Face's name; of the gate, if there is one."""
+    names: DecoderNames = LLAMA_NAMES
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     pad_token_id: int | None = None
@@ -70,6 +77,11 @@ class DecoderConfig:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def has_gate(self) -> bool:
+        """Whether the MLP has one."""
+        return len(self.names.up) > 1
+
+    @property
     def attention_window(self) -> int | None:
         """The largest of the layers': what no layer sees any more can be given up."""
         windows = [window for window in self.layer_windows if window is not None]
@@ -83,6 +95,8 @@ class DecoderConfig:
         one and the factor.
         """
         rope = self.rope
+        if rope is None:
+            return self.max_position_embeddings
         if rope.rope_type in ("linear", "dynamic"):
             return int(self.max_position_embeddings * rope.factor)
         if rope.rope_type == "yarn":
@@ -105,17 +119,3 @@ def with_attention_windows(
             for window, limit in zip(windows, itertools.cycle(max_windows), strict=False)
         )
     return dataclasses.replace(config, layer_windows=windows, num_sink_tokens=num_sink_tokens)
-
-
-def module_shapes(config: DecoderConfig) -> Mapping[str, tuple[int, int]]:
-    """(in_features, out_features) of every linear layer of a decoder layer that LoRA may adapt."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    return {
-        "q_proj": (hidden, config.q_size),
-        "k_proj": (hidden, config.kv_size),
-        "v_proj": (hidden, config.kv_size),
-        "o_proj": (config.q_size, hidden),
-        "gate_proj": (hidden, inner),
-        "up_proj": (hidden, inner),
-        "down_proj": (inner, hidden),
-    }

@@ -8,11 +8,12 @@ from loraplex.core.adapter import LM_HEAD, OUTSIDE_LAYERS
 from loraplex.kernels.adapter_parts import add_vectors, embed, replace_logits
 from loraplex.kernels.lora import batch_of_rows, head_blocks
 from loraplex.kernels.ops import AttentionPlan, Kernels, KVStorage
-from loraplex.models.attention import Attention, attention_shape
+from loraplex.models.attention import Angles, Attention, attention_shape
 from loraplex.models.base_linears import BaseLinears, base_linears
 from loraplex.models.batch import ForwardBatch
 from loraplex.models.config import DecoderConfig
-from loraplex.models.mlp import Mlp
+from loraplex.models.mlp import make_mlp
+from loraplex.models.norm import make_norm
 from loraplex.models.parameters import DecoderParameters, LayerParameters
 from loraplex.models.rope import RotaryTable
 
@@ -24,18 +25,17 @@ class DecoderLayer:
     def __init__(
         self, config: DecoderConfig, layer: int, parameters: LayerParameters, kernels: Kernels
     ) -> None:
-        self._kernels = kernels
-        self._eps = config.rms_norm_eps
-        self._post_attention_norm = parameters.post_attention_norm
+        norm = parameters.post_attention_norm
+        self._post_attention_norm = make_norm(norm, config.norm_eps, kernels)
         self._attention = Attention(config, layer, parameters, kernels)
-        self._mlp = Mlp(config, layer, parameters, kernels)
+        self._mlp = make_mlp(config, layer, parameters, kernels)
 
     def forward(
         self,
         x: torch.Tensor,
         residual: torch.Tensor,
         batch: ForwardBatch,
-        angles: tuple[torch.Tensor, torch.Tensor],
+        angles: Angles | None,
         storage: KVStorage,
         plan: AttentionPlan,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,8 +44,7 @@ class DecoderLayer:
         x is the normed residual, the one that is given.
         """
         x = self._attention.forward(x, batch, angles, storage, plan)
-        norm = self._kernels.add_rms_norm
-        x, residual = norm(x, residual, self._post_attention_norm, self._eps)
+        x, residual = self._post_attention_norm.add(x, residual)
         return self._mlp.forward(x, batch.lora), residual
 
 
@@ -56,26 +55,27 @@ class Decoder:
         self,
         config: DecoderConfig,
         parameters: DecoderParameters,
-        rotary: RotaryTable,
+        rotary: RotaryTable | None,
         kernels: Kernels,
         *,
         block_size: int,
     ) -> None:
         """The parameters must be packed by these kernels. block_size: of the KV storage that
-        `forward` will be given.
+        `forward` will be given. rotary: None where positions are learned.
         """
         self.config = config
         self._kernels = kernels
         self._rotary = rotary
         self._attention_shape = attention_shape(config, block_size)
         self._embedding = parameters.embedding
+        self._positions = parameters.positions
         self._layers = [
             DecoderLayer(config, index, layer, kernels)
             for index, layer in enumerate(parameters.layers)
         ]
+        norms = [*(layer.input_norm for layer in parameters.layers), parameters.final_norm]
         self._first_norm, *self._next_norms = (
-            *(layer.input_norm for layer in parameters.layers),
-            parameters.final_norm,
+            make_norm(norm, config.norm_eps, kernels) for norm in norms
         )
         self._lm_head = parameters.lm_head
         self.base_linears: BaseLinears = base_linears(config, parameters, kernels)
@@ -106,20 +106,31 @@ class Decoder:
         plans: Mapping[int | None, AttentionPlan],
     ) -> torch.Tensor:
         """[T, hidden], after the final norm."""
-        kernels, eps = self._kernels, self.config.rms_norm_eps
-        cos = kernels.take_rows(self._rotary.cos, batch.positions)
-        sin = kernels.take_rows(self._rotary.sin, batch.positions)
-        residual = kernels.take_rows(self._embedding, batch.token_ids)
-        _wait_for(OUTSIDE_LAYERS, batch)
-        if batch.lora is not None and batch.lora.parts:
-            embed(residual, batch.token_ids, batch.lora.parts)
-        x = kernels.rms_norm(residual, self._first_norm, eps)
+        angles = self._angles(batch)
+        x, residual = self._embed(batch)
         layers = zip(self._layers, kv, self.config.layer_windows, self._next_norms, strict=True)
         for index, (layer, storage, window, next_norm) in enumerate(layers):
             _wait_for(index, batch)
-            x, residual = layer.forward(x, residual, batch, (cos, sin), storage, plans[window])
-            x, residual = kernels.add_rms_norm(x, residual, next_norm, eps)
+            x, residual = layer.forward(x, residual, batch, angles, storage, plans[window])
+            x, residual = next_norm.add(x, residual)
         return x
+
+    def _angles(self, batch: ForwardBatch) -> Angles | None:
+        if self._rotary is None:
+            return None
+        take = self._kernels.take_rows
+        return take(self._rotary.cos, batch.positions), take(self._rotary.sin, batch.positions)
+
+    def _embed(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """(input of the first layer, residual), each [T, hidden]."""
+        embedded = self._kernels.take_rows(self._embedding, batch.token_ids)
+        _wait_for(OUTSIDE_LAYERS, batch)
+        if batch.lora is not None and batch.lora.parts:
+            embed(embedded, batch.token_ids, batch.lora.parts)
+        if self._positions is None:
+            return self._first_norm.apply(embedded), embedded
+        positions = self._kernels.take_rows(self._positions, batch.positions)
+        return self._first_norm.add(positions, embedded)
 
     def _plan(self, batch: ForwardBatch) -> dict[int | None, AttentionPlan]:
         """One attention plan per kind of layer."""

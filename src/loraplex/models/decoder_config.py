@@ -33,12 +33,13 @@ class FamilyTraits:
 
 def read_decoder(fields: ConfigFields, architecture: str, traits: FamilyTraits) -> DecoderConfig:
     """Raises ConfigError or UnsupportedModelError, naming the field."""
-    _refuse_unsupported(fields)
+    refuse_fields(fields)
+    _check_activation(fields)
     num_heads = fields.integer("num_attention_heads")
     hidden_size = fields.integer("hidden_size")
     head_dim = fields.integer("head_dim", traits.default_head_dim or hidden_size // num_heads)
     num_kv_heads = fields.integer("num_key_value_heads", num_heads)
-    _check_heads(fields, num_heads, num_kv_heads, head_dim)
+    check_heads(fields, num_heads, num_kv_heads, head_dim)
     max_positions = fields.integer(
         "max_position_embeddings", traits.default_max_position_embeddings
     )
@@ -52,7 +53,7 @@ def read_decoder(fields: ConfigFields, architecture: str, traits: FamilyTraits) 
         intermediate_size=fields.integer("intermediate_size"),
         vocab_size=fields.integer("vocab_size"),
         max_position_embeddings=max_positions,
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope=read_rope(fields, head_dim, max_positions),
         layer_windows=traits.layer_windows,
         qkv_bias=traits.qkv_bias,
@@ -63,7 +64,7 @@ def read_decoder(fields: ConfigFields, architecture: str, traits: FamilyTraits) 
         eos_token_ids=fields.integers("eos_token_id"),
         bos_token_id=fields.optional_integer("bos_token_id"),
         pad_token_id=fields.optional_integer("pad_token_id"),
-        dtype=_read_dtype(fields),
+        dtype=read_dtype(fields),
     )
 
 
@@ -102,10 +103,14 @@ def _check_layer_types(fields: ConfigFields, layer_types: Sequence[str], num_lay
             )
 
 
-def _refuse_unsupported(fields: ConfigFields) -> None:
+def refuse_fields(fields: ConfigFields) -> None:
+    """Raises UnsupportedModelError for what no family here has."""
     for name, what in _REFUSED_FIELDS:
         if name in fields:
             raise UnsupportedModelError(f"{fields.source} has {name}: {what} are not supported")
+
+
+def _check_activation(fields: ConfigFields) -> None:
     activation = fields.text("hidden_act", "silu")
     if activation not in _SILU:
         raise UnsupportedModelError(
@@ -113,7 +118,8 @@ def _refuse_unsupported(fields: ConfigFields) -> None:
         )
 
 
-def _check_heads(fields: ConfigFields, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+def check_heads(fields: ConfigFields, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    """Raises ConfigError."""
     if num_heads % num_kv_heads:
         raise ConfigError(
             f"{fields.source}: num_attention_heads ({num_heads}) must be a multiple of "
@@ -123,8 +129,8 @@ def _check_heads(fields: ConfigFields, num_heads: int, num_kv_heads: int, head_d
         raise ConfigError(f"{fields.source}: head_dim must be even and at least 4, got {head_dim}")
 
 
-def _read_dtype(fields: ConfigFields) -> str | None:
-    """`dtype` (transformers 5) or `torch_dtype`."""
+def read_dtype(fields: ConfigFields) -> str | None:
+    """`dtype` (transformers 5) or `torch_dtype`. Raises UnsupportedModelError."""
     name = fields.text("dtype", fields.text("torch_dtype", ""))
     if name and name not in _DTYPES:
         raise UnsupportedModelError(

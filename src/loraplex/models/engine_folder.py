@@ -105,6 +105,19 @@ def weights_digest(folder: Path) -> str | None:
     return _our_table(fields).text("weights_digest", "") or None
 
 
+def source_model(folder: Path) -> Path:
+    """The model folder that a folder of ours was made from, wherever it is now; else `folder`.
+
+    Adapters name the base that they were trained on like that.
+    """
+    path = folder / CONFIG_NAME
+    if not path.is_file():
+        return folder
+    fields = read_fields(path)
+    source = _our_table(fields).text("source", "") if OUR_TABLE in fields else ""
+    return Path(source) if source else folder
+
+
 def _with_build(types: BuildLimits, build: ConfigFields) -> BuildLimits:
     lora = build.table("lora_config")
     plugins = build.table("plugin_config")

@@ -8,28 +8,33 @@ import torch
 
 from loraplex.kernels.ops import PackedLinear
 from loraplex.models.config import DecoderConfig
+from loraplex.models.layer_linears import LinearGroup, layer_linears
 
-_EMBEDDING = "model.embed_tokens"
-_LM_HEAD = "lm_head"
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class NormParameters:
+    weight: torch.Tensor  # [size]
+    bias: torch.Tensor | None = None  # [size], of a layer norm
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class LayerParameters:
-    input_norm: torch.Tensor  # [hidden]
-    post_attention_norm: torch.Tensor  # [hidden]
+    input_norm: NormParameters
+    post_attention_norm: NormParameters
     qkv: PackedLinear  # out: q_size + 2 * kv_size
     o: PackedLinear
-    gate_up: PackedLinear  # out: 2 * intermediate_size
+    up: PackedLinear  # out: intermediate_size, after as many of a gate if there is one
     down: PackedLinear
-    q_norm: torch.Tensor | None  # [head_dim]
-    k_norm: torch.Tensor | None  # [head_dim]
+    q_norm: NormParameters | None  # [head_dim]
+    k_norm: NormParameters | None  # [head_dim]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class DecoderParameters:
     embedding: torch.Tensor  # [vocab_size, hidden]
+    positions: torch.Tensor | None  # [max_position_embeddings, hidden], where they are learned
     layers: tuple[LayerParameters, ...]
-    final_norm: torch.Tensor  # [hidden]
+    final_norm: NormParameters
     lm_head: PackedLinear  # out: vocab_size; packed from the embedding if they are tied
 
 
@@ -37,7 +42,8 @@ class DecoderParameters:
 class LinearPlace:
     """A linear layer as a decoder uses it: the checkpoint's layers whose outputs lie side by side.
 
-    Each of them is a tensor `<part>.weight` [out, in] and, with has_bias, `<part>.bias` [out].
+    Each of them is a tensor `<part>.weight` [out, in], if it is transposed [in, out], and, with
+    has_bias, `<part>.bias` [out].
     """
 
     parts: Mapping[str, int]
@@ -45,6 +51,7 @@ class LinearPlace:
     in_features: int
     has_bias: bool = False
     is_lm_head: bool = False
+    is_transposed: bool = False
 
     @property
     def name(self) -> str:
@@ -56,6 +63,11 @@ class LinearPlace:
     def shape(self) -> tuple[int, int]:
         """[out, in]"""
         return sum(self.parts.values()), self.in_features
+
+    def stored_shape(self, part: str) -> tuple[int, int]:
+        """Of the part's weight in the checkpoint."""
+        size = self.parts[part]
+        return (self.in_features, size) if self.is_transposed else (size, self.in_features)
 
 
 class ParameterSource(Protocol):
@@ -70,42 +82,62 @@ class ParameterSource(Protocol):
 
 def build_parameters(config: DecoderConfig, source: ParameterSource) -> DecoderParameters:
     """Ask the source for every weight once, in the order of use."""
-    vocab, hidden = config.vocab_size, config.hidden_size
-    lm_head = _EMBEDDING if config.tie_word_embeddings else _LM_HEAD
+    names, vocab, hidden = config.names, config.vocab_size, config.hidden_size
+    embedding = names.root + names.embedding
+    lm_head = embedding if config.tie_word_embeddings else names.lm_head
     return DecoderParameters(
-        embedding=source.tensor(f"{_EMBEDDING}.weight", (vocab, hidden)),
+        embedding=source.tensor(f"{embedding}.weight", (vocab, hidden)),
+        positions=_build_positions(config, source),
         layers=tuple(_build_layer(config, index, source) for index in range(config.num_layers)),
-        final_norm=source.tensor("model.norm.weight", (hidden,)),
+        final_norm=_build_norm(source, names.root + names.final_norm, hidden, config.norm_bias),
         lm_head=source.linear(LinearPlace({lm_head: vocab}, hidden, is_lm_head=True)),
     )
 
 
+def _build_positions(config: DecoderConfig, source: ParameterSource) -> torch.Tensor | None:
+    if config.rope is not None:
+        return None
+    name = f"{config.names.root}{config.names.positions}.weight"
+    return source.tensor(name, (config.max_position_embeddings, config.hidden_size))
+
+
 def _build_layer(config: DecoderConfig, index: int, source: ParameterSource) -> LayerParameters:
-    prefix = f"model.layers.{index}."
-    hidden, inner, q, kv = (
-        *(config.hidden_size, config.intermediate_size),
-        *(config.q_size, config.kv_size),
-    )
+    names, prefix = config.names, config.names.layer(index)
+    linears = layer_linears(config)
 
-    def norm(name: str, size: int) -> torch.Tensor:
-        return source.tensor(f"{prefix}{name}.weight", (size,))
+    def norm(name: str) -> NormParameters:
+        return _build_norm(source, prefix + name, config.hidden_size, config.norm_bias)
 
-    def linear(parts: Mapping[str, int], in_features: int, has_bias: bool) -> PackedLinear:
-        named = {prefix + part: size for part, size in parts.items()}
-        return source.linear(LinearPlace(named, in_features, has_bias))
+    def head_norm(name: str) -> NormParameters | None:
+        if not config.qk_norm:
+            return None
+        return _build_norm(source, prefix + name, config.head_dim, has_bias=False)
 
-    qkv = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
-    gate_up = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
+    def linear(group: LinearGroup) -> PackedLinear:
+        paths = (prefix + path for path in group.paths)
+        place = LinearPlace(
+            dict(zip(paths, group.outputs.values(), strict=True)),
+            group.in_features,
+            group.has_bias,
+            is_transposed=names.has_transposed_weights,
+        )
+        return source.linear(place)
+
     return LayerParameters(
-        input_norm=norm("input_layernorm", hidden),
-        post_attention_norm=norm("post_attention_layernorm", hidden),
-        qkv=linear(qkv, hidden, config.qkv_bias),
-        o=linear({"self_attn.o_proj": hidden}, q, config.o_bias),
-        gate_up=linear(gate_up, hidden, config.mlp_bias),
-        down=linear({"mlp.down_proj": hidden}, inner, config.mlp_bias),
-        q_norm=norm("self_attn.q_norm", config.head_dim) if config.qk_norm else None,
-        k_norm=norm("self_attn.k_norm", config.head_dim) if config.qk_norm else None,
+        input_norm=norm(names.input_norm),
+        post_attention_norm=norm(names.post_attention_norm),
+        qkv=linear(linears.qkv),
+        o=linear(linears.o),
+        up=linear(linears.up),
+        down=linear(linears.down),
+        q_norm=head_norm(names.q_norm),
+        k_norm=head_norm(names.k_norm),
     )
+
+
+def _build_norm(source: ParameterSource, name: str, size: int, has_bias: bool) -> NormParameters:
+    weight = source.tensor(f"{name}.weight", (size,))
+    return NormParameters(weight, source.tensor(f"{name}.bias", (size,)) if has_bias else None)
 
 
 def checkpoint_shapes(config: DecoderConfig) -> Mapping[str, tuple[int, ...]]:
@@ -127,7 +159,7 @@ class _Shapes:
 
     def linear(self, place: LinearPlace) -> PackedLinear:
         for part, size in place.parts.items():
-            self.by_name[f"{part}.weight"] = (size, place.in_features)
+            self.by_name[f"{part}.weight"] = place.stored_shape(part)
             if place.has_bias:
                 self.by_name[f"{part}.bias"] = (size,)
         return None

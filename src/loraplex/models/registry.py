@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Final
 
 from loraplex.core.errors import ConfigError, UnsupportedModelError
-from loraplex.models import llama, mistral, qwen2, qwen3
+from loraplex.models import gpt2, llama, mistral, qwen2, qwen3
 from loraplex.models.config import DecoderConfig
 from loraplex.models.config_fields import ConfigFields, read_fields
 from loraplex.models.engine_folder import model_config_path
@@ -20,6 +20,7 @@ ARCHITECTURES: Final[Mapping[str, ReadConfig]] = MappingProxyType(
         mistral.ARCHITECTURE: mistral.read_config,
         qwen2.ARCHITECTURE: qwen2.read_config,
         qwen3.ARCHITECTURE: qwen3.read_config,
+        gpt2.ARCHITECTURE: gpt2.read_config,
     }
 )
 

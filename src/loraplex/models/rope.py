@@ -27,15 +27,23 @@ class RotaryTable:
     """
 
     def __init__(self, config: DecoderConfig, max_model_len: int, device: torch.device) -> None:
-        positions = torch.arange(max_model_len, dtype=torch.float32)
-        if config.rope.rope_type == "dynamic":
-            frequencies = _dynamic_frequencies(config, positions)
+        rope, positions = config.rope, torch.arange(max_model_len, dtype=torch.float32)
+        assert rope is not None, "the model's positions are learned"
+        if rope.rope_type == "dynamic":
+            frequencies = _dynamic_frequencies(rope, config, positions)
         else:
-            frequencies = inverse_frequencies(config.rope, config.head_dim, max_model_len)
+            frequencies = inverse_frequencies(rope, config.head_dim, max_model_len)
         angles = positions.unsqueeze(1) * frequencies
-        scale = attention_scale(config.rope)
+        scale = attention_scale(rope)
         self.cos = (angles.cos() * scale).to(device)
         self.sin = (angles.sin() * scale).to(device)
+
+
+def rotary_table(
+    config: DecoderConfig, max_model_len: int, device: torch.device
+) -> RotaryTable | None:
+    """None for a model whose positions are learned."""
+    return None if config.rope is None else RotaryTable(config, max_model_len, device)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, max_model_len: int) -> torch.Tensor:
@@ -82,10 +90,11 @@ def _plain(theta: float, head_dim: int) -> torch.Tensor:
     return 1.0 / theta ** _exponents(head_dim)
 
 
-def _dynamic_frequencies(config: DecoderConfig, positions: torch.Tensor) -> torch.Tensor:
+def _dynamic_frequencies(
+    rope: RopeConfig, config: DecoderConfig, positions: torch.Tensor
+) -> torch.Tensor:
     """NTK-aware scaling [num_positions, head_dim / 2]: the base grows beyond the trained length."""
-    rope, dim = config.rope, config.head_dim
-    trained = config.max_position_embeddings
+    dim, trained = config.head_dim, config.max_position_embeddings
     length = (positions.double() + 1).clamp(min=trained)
     growth = rope.factor * length / trained - (rope.factor - 1)
     base = rope.theta * growth ** (dim / (dim - 2))

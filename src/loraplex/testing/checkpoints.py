@@ -12,6 +12,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
+    GPT2Config,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
@@ -23,7 +24,8 @@ from loraplex.core.adapter import LoraTarget
 from loraplex.execution.host_adapters import HostAdapter, HostWeight
 
 _PARAMETER_SCALE = 0.15
-_LORA_MODULE = re.compile(r"layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)$")
+_NORM_WEIGHT = re.compile(r"norm|ln_\w+\.weight$")
+_LORA_MODULE = re.compile(r"(?:layers\.(\d+)\.(?:self_attn|mlp)|\.h\.(\d+))\.(\w+|\w+\.\w+)$")
 
 
 def tiny_sizes(vocab_size: int, **changes: Any) -> dict[str, Any]:
@@ -49,7 +51,15 @@ def tiny_families(vocab_size: int) -> dict[str, PretrainedConfig]:
         "mistral-window": MistralConfig(**sizes, sliding_window=13),
         "qwen2": Qwen2Config(**sizes, tie_word_embeddings=True),
         "qwen3": Qwen3Config(**sizes, head_dim=32, tie_word_embeddings=True),
+        "gpt2": tiny_gpt2(vocab_size),
     }
+
+
+def tiny_gpt2(vocab_size: int, **changes: Any) -> GPT2Config:
+    """Of the same sizes as `tiny_sizes`, in GPT-2's own names."""
+    sizes = {"n_embd": 64, "n_inner": 112, "n_layer": 2, "n_head": 4, "n_positions": 128}
+    ids = {"vocab_size": vocab_size, "bos_token_id": None, "eos_token_id": None}
+    return GPT2Config(**(sizes | ids | changes))
 
 
 def save_random_model(folder: Path, config: PretrainedConfig, *, seed: int = 0) -> Any:
@@ -62,7 +72,7 @@ def save_random_model(folder: Path, config: PretrainedConfig, *, seed: int = 0) 
     model = models.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            mean = 1.0 if "norm" in name else 0.0
+            mean = 1.0 if _NORM_WEIGHT.search(name) else 0.0
             parameter.copy_(mean + _PARAMETER_SCALE * torch.randn_like(parameter))
     model.save_pretrained(folder)
     return model.eval()
@@ -93,6 +103,6 @@ def host_adapter(model: PeftModel, name: str) -> HostAdapter:
             continue
         a = module.lora_A[name].weight.detach().clone()
         b = module.lora_B[name].weight.detach().clone()
-        target = LoraTarget(int(match[1]), match[2], a.shape[0], a.shape[1], b.shape[0])
+        target = LoraTarget(int(match[1] or match[2]), match[3], a.shape[0], a.shape[1], b.shape[0])
         weights.append(HostWeight(target, a, b, float(module.scaling[name])))
     return HostAdapter(name, tuple(sorted(weights, key=lambda weight: weight.target)))

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from loraplex.core.errors import AdapterNotFoundError, AdapterTooLargeError
+from loraplex.core.errors import AdapterNotFoundError, AdapterTooLargeError, DeviceLost
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.engine.engine import LOAD_POLL_NS
 from loraplex.testing.fake_engine import MILLISECOND_NS, FakeEngine
@@ -137,6 +137,19 @@ def test_any_exception_of_the_runner_is_a_failed_step(fakes, monkeypatch):
     assert error.code == "step_failed"
     assert "secret" not in error.message
     fakes.engine.check()
+
+
+def test_a_lost_device_ends_the_engine(fakes, monkeypatch):
+    """Then its process ends, and serving gives the requests to the next one."""
+    request_id = fakes.add([1])
+
+    def launch(plan):
+        raise DeviceLost("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(fakes.runner, "launch", launch)
+    with pytest.raises(DeviceLost, match="illegal memory access"):
+        fakes.step()
+    assert not fakes.answers[request_id].outputs, "no answer: it is not over"
 
 
 def test_a_row_error_ends_all_sequences_of_its_request(fakes):

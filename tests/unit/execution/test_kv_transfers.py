@@ -6,7 +6,7 @@ import torch
 from loraplex.core.plan import BlockCopy, BlockTransfer
 from loraplex.execution.kv_cache import KVCache
 from loraplex.kernels.accelerator import Accelerator, HostAccelerator
-from loraplex.kernels.ops import AttentionShape
+from loraplex.kernels.ops import AttentionShape, KVStorage
 from loraplex.kernels.reference import ReferenceKernels
 from loraplex.testing.delayed_accelerator import DelayedAccelerator
 
@@ -90,3 +90,20 @@ def test_a_block_may_be_offloaded_and_its_place_loaded_in_one_step() -> None:
     cache.copy_blocks([BlockCopy(0, 1, 5)])
     for layer, was in zip(contents(cache), before, strict=True):
         assert torch.equal(layer[[1, 2, 5]], was[[2, 1, 2]])
+
+
+def test_blocks_are_made_in_a_queue_of_the_accelerator() -> None:
+    """Their zeros must not come later than what a step writes."""
+    accelerator, made = DelayedAccelerator(), []
+
+    class WatchedKernels(ReferenceKernels):
+        def allocate_kv(
+            self, num_blocks: int, shape: AttentionShape, dtype: torch.dtype
+        ) -> KVStorage:
+            made.append(accelerator.event())  # raises outside both queues
+            return super().allocate_kv(num_blocks, shape, dtype)
+
+    kernels = WatchedKernels(torch.device("cpu"))
+    shape = SHAPES["wide"]
+    KVCache(NUM_BLOCKS, NUM_LAYERS, shape, torch.float32, kernels, accelerator=accelerator)
+    assert len(made) == NUM_LAYERS

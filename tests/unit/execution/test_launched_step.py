@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from loraplex.core.errors import StepFailedError
+from loraplex.core.errors import DeviceLost, StepFailedError
 from loraplex.core.plan import StepResult
 from loraplex.execution.launched_step import LaunchedStep, StepsInFlight
 
@@ -82,10 +82,14 @@ def test_a_failure_that_was_told_takes_nothing_along(driver: Driver) -> None:
     assert driver.launch(2).wait().step_id == 2
 
 
-def test_a_device_that_cannot_settle_hides_no_cause(driver: Driver) -> None:
+def test_a_device_that_does_not_settle_is_lost(driver: Driver, caplog) -> None:
     def settle() -> None:
         raise RuntimeError("CUDA error")
 
     driver.steps = StepsInFlight(settle)
-    with pytest.raises(StepFailedError, match="step 1 failed: 1"):
-        driver.launch(1, starts=False).wait()
+    with pytest.raises(DeviceLost, match="CUDA error"):
+        driver.launch(1, starts=False)
+    with pytest.raises(DeviceLost, match="CUDA error"):
+        driver.launch(2, fails=True).wait()
+    causes = [record.exc_info[0] for record in caplog.records if record.exc_info]
+    assert causes == [ZeroDivisionError, ZeroDivisionError]

@@ -29,7 +29,12 @@ class FakeTrials:
         self._taken = 0
 
     def trials(self) -> Trials:
-        return Trials(self._run, self._record, self._forget)
+        return Trials(self._set_up, self._run, self._record, self._forget)
+
+    def _set_up(self) -> None:
+        self._accelerator.take(60 * MIB)
+        self._accelerator.use(90 * MIB)
+        self._taken += 60 * MIB
 
     def _run(self) -> None:
         self._accelerator.use(70 * MIB)
@@ -79,7 +84,7 @@ def test_where_nobody_can_tell_nothing_is_tried() -> None:
     def never(*_: int) -> None:
         raise AssertionError("it takes time")
 
-    trials = Trials(never, never, lambda: None)
+    trials = Trials(never, never, never, lambda: None)
     assert measure_workspace(HostAccelerator(), trials) == 0
     assert measure_graphs(HostAccelerator(), trials, (1, 2)) == 0
 
@@ -98,7 +103,7 @@ def capacity(**changes: int) -> Capacity:
 
 def test_the_largest_step_has_all_tokens_and_rows_at_the_end_of_their_length() -> None:
     plan = largest_step(capacity(), 11)
-    assert [row.num_tokens for row in plan.rows] == [4, 4, 3]
+    assert [row.num_tokens for row in plan.rows] == [1, 5, 5]
     assert plan.num_tokens == 11
     for row in plan.rows:
         assert row.token_ids is not None
@@ -112,7 +117,9 @@ def test_the_largest_step_has_all_tokens_and_rows_at_the_end_of_their_length() -
 def test_the_largest_step_of_few_tokens_or_a_short_model() -> None:
     assert [row.num_tokens for row in largest_step(capacity(), 2).rows] == [1, 1]
     short = largest_step(capacity(max_model_len=5), 40)
-    assert [row.num_tokens for row in short.rows] == [5, 5, 5]
+    assert [row.num_tokens for row in short.rows] == [1, 5, 5]
+    alone = largest_step(capacity(max_num_seqs=1), 40)
+    assert [row.num_tokens for row in alone.rows] == [40]
 
 
 @pytest.mark.parametrize(

@@ -62,8 +62,8 @@ def test_every_linear_layer_has_its_precision(checkpoint, precision, of_layers, 
 def test_embedding_and_norms_stay_as_they_are(checkpoint, precision):
     parameters = pack(checkpoint, precision).parameters
     assert torch.equal(parameters.embedding, checkpoint.tensors["model.embed_tokens.weight"])
-    assert torch.equal(parameters.final_norm, checkpoint.tensors["model.norm.weight"])
-    norm = parameters.layers[1].input_norm
+    assert torch.equal(parameters.final_norm.weight, checkpoint.tensors["model.norm.weight"])
+    norm = parameters.layers[1].input_norm.weight
     assert torch.equal(norm, checkpoint.tensors["model.layers.1.input_layernorm.weight"])
 
 

@@ -27,7 +27,7 @@ from loraplex.execution.step_memory import StepMemory
 from loraplex.memory.adapter_cache import AdapterCache
 from loraplex.memory.adapter_pages import layer_targets, pages_at_rank
 from loraplex.models.attention import attention_shape
-from loraplex.models.config import module_shapes
+from loraplex.models.layer_linears import module_shapes
 from loraplex.testing.tiny_decoder import TINY_DECODER
 
 SHAPE = attention_shape(TINY_DECODER, 16)

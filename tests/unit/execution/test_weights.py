@@ -36,14 +36,14 @@ def check(weights: PackedWeights, tensors: dict[str, torch.Tensor]) -> None:
     qkv = [tensors[f"{prefix}self_attn.{name}_proj.weight"] for name in "qkv"]
     assert torch.equal(weight_of(layer.qkv), torch.cat(qkv))
     gate_up = [tensors[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up")]
-    assert torch.equal(weight_of(layer.gate_up), torch.cat(gate_up))
+    assert torch.equal(weight_of(layer.up), torch.cat(gate_up))
     assert torch.equal(weight_of(layer.o), tensors[prefix + "self_attn.o_proj.weight"])
     assert torch.equal(weight_of(layer.down), tensors[prefix + "mlp.down_proj.weight"])
-    assert torch.equal(layer.input_norm, tensors[prefix + "input_layernorm.weight"])
+    assert torch.equal(layer.input_norm.weight, tensors[prefix + "input_layernorm.weight"])
     name = prefix + "post_attention_layernorm.weight"
-    assert torch.equal(layer.post_attention_norm, tensors[name])
+    assert torch.equal(layer.post_attention_norm.weight, tensors[name])
     assert torch.equal(parameters.embedding, tensors["model.embed_tokens.weight"])
-    assert torch.equal(parameters.final_norm, tensors["model.norm.weight"])
+    assert torch.equal(parameters.final_norm.weight, tensors["model.norm.weight"])
 
 
 def write_shards(checkpoint: TinyCheckpoint, suffix: str) -> None:
@@ -102,7 +102,7 @@ def test_conversion_to_the_served_dtype(tiny_checkpoint: TinyCheckpoint) -> None
     tiny_checkpoint.save()
     weights = load(tiny_checkpoint, torch.bfloat16)
     expected = tiny_checkpoint.tensors["model.norm.weight"].bfloat16()
-    assert torch.equal(weights.parameters.final_norm, expected)
+    assert torch.equal(weights.parameters.final_norm.weight, expected)
 
 
 def test_old_rotary_buffers_are_no_weights(tiny_checkpoint: TinyCheckpoint) -> None:
@@ -182,3 +182,30 @@ def test_a_pickled_file_must_be_a_state_dict(tiny_checkpoint: TinyCheckpoint) ->
     torch.save([1], tiny_checkpoint.folder / "pytorch_model.bin")
     with pytest.raises(ConfigError, match="no state dict"):
         load(tiny_checkpoint)
+
+
+def test_gpt2_s_transposed_weights_with_and_without_the_names_root(tmp_path: Path) -> None:
+    sizes = {"n_embd": 16, "n_head": 2, "n_layer": 2, "n_positions": 8}
+    checkpoint = TinyCheckpoint(tmp_path, architectures=["GPT2LMHeadModel"], **sizes)
+    full = checkpoint.tensors
+    masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 8, 8) for layer in range(2)}
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in full.items()} | masks
+    for tensors in (full, bare):
+        save_file(tensors, checkpoint.folder / "model.safetensors")
+        parameters = load(checkpoint).parameters
+        layer, prefix = parameters.layers[1], "transformer.h.1."
+        weight, bias = KERNELS.linear_parts(layer.qkv).tensors
+        assert weight is not None
+        assert bias is not None
+        assert torch.equal(weight, full[f"{prefix}attn.c_attn.weight"].T)
+        assert torch.equal(bias, full[f"{prefix}attn.c_attn.bias"])
+        # A square one: no shape would tell that it is stored [in, out].
+        assert torch.equal(weight_of(layer.o), full[f"{prefix}attn.c_proj.weight"].T)
+        assert torch.equal(weight_of(layer.up), full[f"{prefix}mlp.c_fc.weight"].T)
+        assert torch.equal(weight_of(layer.down), full[f"{prefix}mlp.c_proj.weight"].T)
+        assert parameters.positions is not None
+        assert torch.equal(parameters.positions, full["transformer.wpe.weight"])
+        assert torch.equal(layer.input_norm.weight, full[f"{prefix}ln_1.weight"])
+        assert layer.input_norm.bias is not None
+        assert torch.equal(layer.input_norm.bias, full[f"{prefix}ln_1.bias"])
+        assert torch.equal(weight_of(parameters.lm_head), full["transformer.wte.weight"])

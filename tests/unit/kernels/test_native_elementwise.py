@@ -1,8 +1,9 @@
-"""Native norms, rotation and gate against plain formulas in float64; and a row's bits."""
+"""What lies between products, natively, against plain formulas in float64; and a row's bits."""
 
 import pytest
 import torch
 
+from loraplex.kernels.activations import Activation
 from loraplex.kernels.native.elementwise import ElementwiseKernel
 from loraplex.kernels.native.library import (
     NativeLibraryError,
@@ -83,6 +84,43 @@ def test_add_rms_norm(kernel, size, dtype):
     assert torch.equal(output, kernel.rms_norm(total, weight, 1e-6))
 
 
+def standardized(x, weight, bias, eps):
+    wide = x.double()
+    variance = wide.var(-1, keepdim=True, correction=0)
+    wide = (wide - wide.mean(-1, keepdim=True)) / (variance + eps).sqrt()
+    return wide * weight.double() + bias.double()
+
+
+@DTYPES
+@SIZES
+def test_layer_norm(kernel, size, dtype):
+    x = (rows(40, size, torch.float32) + 2).to(dtype)
+    weight, bias = torch.randn(2, size).to(dtype)
+    output = kernel.layer_norm(x, weight, bias, 1e-3)
+    assert output.is_contiguous()
+    torch.testing.assert_close(
+        output.double(), standardized(x, weight, bias, 1e-3), rtol=ROUNDING[dtype], atol=4e-6
+    )
+
+
+def test_layer_norm_of_values_far_from_zero(kernel):
+    """Squares of the values themselves would have lost what they differ by."""
+    x = torch.arange(64.0).unsqueeze(0) + 10_000
+    output = kernel.layer_norm(x, torch.ones(64), torch.zeros(64), 1e-5)
+    expected = standardized(x, torch.ones(64), torch.zeros(64), 1e-5)
+    torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@DTYPES
+@SIZES
+def test_add_layer_norm(kernel, size, dtype):
+    x, residual = rows(40, size, dtype), rows(40, size, dtype)
+    weight, bias = torch.randn(2, size).to(dtype)
+    output, total = kernel.add_layer_norm(x, residual, weight, bias, 1e-6)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(output, kernel.layer_norm(total, weight, bias, 1e-6))
+
+
 @DTYPES
 @pytest.mark.parametrize("head_dim", [2, 6, 64, 128])
 def test_rotary_turns_pairs_of_a_fused_view(kernel, head_dim, dtype):
@@ -110,6 +148,30 @@ def test_silu_mul(kernel, size, dtype):
     assert_rounded(kernel.silu_mul(x), gate / (1 + (-gate).exp()) * up, dtype)
 
 
+ACTIVATIONS = {
+    Activation.GELU: torch.nn.functional.gelu,
+    Activation.GELU_TANH: lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    Activation.RELU: torch.relu,
+}
+
+
+@DTYPES
+@SIZES
+@pytest.mark.parametrize("activation", Activation)
+def test_activate(kernel, size, activation, dtype):
+    x = (4 * rows(40, size, torch.float32)).to(dtype)
+    output = kernel.activate(x, activation)
+    assert output.is_contiguous()
+    assert_rounded(output, ACTIVATIONS[activation](x.double()), dtype)
+
+
+@pytest.mark.parametrize("activation", Activation)
+def test_activations_of_extreme_values(kernel, activation):
+    x = torch.tensor([[-3e38, -120.0, -16.0, -5.5, -0.0, 5.5, 16.0, 3e38, torch.inf, torch.nan]])
+    expected = ACTIVATIONS[activation](x.double()).float()
+    torch.testing.assert_close(kernel.activate(x, activation), expected, equal_nan=True)
+
+
 def test_silu_of_extreme_values(kernel):
     gates = torch.tensor([-torch.inf, -3e38, -120.0, -87.5, 0.0, 87.5, 3e38, torch.inf, torch.nan])
     output = kernel.silu_mul(torch.cat((gates, torch.ones(9))).unsqueeze(0))[0]
@@ -134,7 +196,13 @@ def test_bits_do_not_depend_on_company_or_threads(library, size, dtype):
     for op in (
         lambda kernel, part: kernel.rms_norm(x[part], weight, 1e-6),
         lambda kernel, part: kernel.add_rms_norm(x[part], residual[part], weight, 1e-6)[0],
+        lambda kernel, part: kernel.layer_norm(x[part], weight, weight, 1e-6),
+        lambda kernel, part: kernel.add_layer_norm(x[part], residual[part], weight, weight, 1e-6)[
+            0
+        ],
         lambda kernel, part: kernel.silu_mul(gate_up[part]),
+        lambda kernel, part: kernel.activate(x[part], Activation.GELU),
+        lambda kernel, part: kernel.activate(x[part], Activation.GELU_TANH),
         rotated,
     ):
         together = op(two, slice(None))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from loraplex.kernels.activations import Activation
 from loraplex.kernels.dispatch import select_kernels
 from loraplex.kernels.ops import AttentionShape, Kernels, KVStorage, RowLayout
 from loraplex.kernels.reference import ReferenceKernels
@@ -42,6 +43,30 @@ def test_linear_gives_a_row_the_same_bits_in_any_company(
     expected = torch.cat([kernels.linear(row.unsqueeze(0), packed) for row in rows])
     for num_rows in (2, 3, 5, 7, 9, 16, 33, 70):
         assert torch.equal(kernels.linear(rows[:num_rows], packed), expected[:num_rows])
+
+
+def test_layer_norm(kernels: Kernels) -> None:
+    x, residual, weight, bias = *torch.randn(2, 5, 19), *torch.randn(2, 19)
+    expected = functional.layer_norm(x, (19,), weight, bias, 1e-3)
+    torch.testing.assert_close(kernels.layer_norm(x, weight, bias, 1e-3), expected)
+    output, total = kernels.add_layer_norm(x, residual, weight, bias, 1e-3)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(output, kernels.layer_norm(total, weight, bias, 1e-3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_layer_norms_and_activations_give_a_row_the_same_bits_in_any_company(
+    kernels: Kernels, dtype: torch.dtype
+) -> None:
+    x, weight, bias = torch.randn(40, 250).to(dtype), *torch.randn(2, 250).to(dtype)
+
+    def results(rows: torch.Tensor) -> torch.Tensor:
+        activated = [kernels.activate(rows, activation) for activation in Activation]
+        return torch.stack((kernels.layer_norm(rows, weight, bias, 1e-5), *activated))
+
+    alone = torch.cat([results(row.unsqueeze(0)) for row in x], dim=1)
+    for num_rows in (2, 7, 16, 40):
+        assert torch.equal(results(x[:num_rows]), alone[:, :num_rows])
 
 
 def test_rms_norm(kernels: Kernels) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from loraplex.core.errors import ConfigError, UnsupportedModelError
-from loraplex.models.config import DecoderConfig, RopeConfig, module_shapes
+from loraplex.models.config import DecoderConfig, RopeConfig
+from loraplex.models.layer_linears import module_shapes
 from loraplex.models.registry import ARCHITECTURES, read_config
 
 LLAMA: dict[str, Any] = {
@@ -46,7 +47,7 @@ def test_llama(tmp_path: Path) -> None:
         intermediate_size=96,
         vocab_size=100,
         max_position_embeddings=256,
-        rms_norm_eps=1e-5,
+        norm_eps=1e-5,
         rope=RopeConfig(original_max_position_embeddings=256),
         layer_windows=(None, None, None),
         eos_token_ids=(2,),
@@ -176,7 +177,7 @@ def test_module_shapes_are_in_and_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; supported: "),
+        ({"architectures": ["BloomForCausalLM"]}, "BloomForCausalLM is not supported; supported: "),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"num_local_experts": 8}, "num_local_experts"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),

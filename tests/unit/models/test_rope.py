@@ -58,7 +58,7 @@ def decoder_config(rope: RopeConfig) -> DecoderConfig:
         intermediate_size=64,
         vocab_size=10,
         max_position_embeddings=MAX_POSITIONS,
-        rms_norm_eps=1e-6,
+        norm_eps=1e-6,
         rope=rope,
         layer_windows=(None,),
     )

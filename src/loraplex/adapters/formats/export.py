@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from loraplex.adapters.formats.modules import LoraModule, module_of
+from loraplex.adapters.formats.modules import LoraModule, linear_path, module_of
 from loraplex.adapters.formats.storage_type import StorageType
 from loraplex.adapters.normal import NormalRow, RowKind
 from loraplex.adapters.tensor_file import RawTensor
@@ -64,14 +64,15 @@ def module_path(row: NormalRow) -> str:
 
     Raises UnsupportedFeatureError for a row that is not LoRA of a decoder layer's linear layer.
     """
-    parent, _, module = row.origin.rpartition(".")
-    parent = parent.rpartition(".")[2]
-    if not _is_plain(row) or module != row.module or parent not in ("self_attn", "mlp"):
+    parent = row.origin.removesuffix(f".{row.module}").rpartition(".")[2]
+    is_known = "." in row.module or parent in ("self_attn", "mlp")
+    if not _is_plain(row) or not row.origin.endswith(f".{row.module}") or not is_known:
         raise UnsupportedFeatureError(
             f"{row.origin or row.module!r} ({_what(row)}, layer {row.layer}, expert {row.expert}) "
             "is not plain LoRA of a linear layer of a decoder layer"
         )
-    return f"model.layers.{row.layer}.{parent}.{module}"
+    assert row.layer is not None
+    return linear_path(row.layer, row.module, parent)
 
 
 def common_storage_type(rows: Iterable[NormalRow]) -> StorageType:
@@ -89,8 +90,8 @@ def common_storage_type(rows: Iterable[NormalRow]) -> StorageType:
 
 def holding_module(row: NormalRow) -> LoraModule | None:
     """TensorRT-LLM's module for a row; None if it has none."""
-    parent = module_path(row).split(".")[-2]
-    return module_of(parent, row.module)
+    parent, module = module_path(row).split(".")[-2:]
+    return module_of(parent, module)
 
 
 def lora_tensors(rows: Sequence[NormalRow], storage: StorageType) -> tuple[RawTensor, RawTensor]:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from loraplex.adapters.formats.modules import linear_path
 from loraplex.adapters.formats.peft_names import NORMS, parameter_path
 from loraplex.adapters.normal import NormalRow, RowKind
 from loraplex.adapters.tensor_file import RawTensor
@@ -81,7 +82,7 @@ def _path(row: NormalRow) -> str:
     if row.module in NORMS[:2]:
         return f"model.layers.{row.layer}.{row.module}"
     parent = row.origin.rpartition(".")[0].rpartition(".")[2]
-    return f"model.layers.{row.layer}.{parent}.{row.module}"
+    return linear_path(row.layer, row.module, parent)
 
 
 def _slots(row: NormalRow, *, is_wrapped: bool) -> dict[str, RawTensor]:

@@ -3,9 +3,14 @@
 Numbers and names as in TensorRT-LLM's loraModule.h. For gated MLPs mlp_h_to_4h (5) is gate_proj,
 the activated branch, and mlp_gate (7) is up_proj: so do all converters write them, though the prose
 of TensorRT-LLM's documentation describes the two the other way round. Knows names only.
+
+A layer is called by its last name; GPT-2's, two of which are c_proj, by attn.c_proj and the like.
 """
 
 import dataclasses
+from collections.abc import Collection, Container, Iterable
+
+from loraplex.core.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -17,6 +22,14 @@ class LoraModule:
     parts: tuple[str, ...] = ()
     """The Hugging Face layers in it, in the order of B's rows; A is one for all. Empty: a module
     that no model served here has."""
+    whole: str = ""
+    """The one layer that GPT-2 has for all of it."""
+
+    def parts_in(self, modules: Container[str]) -> tuple[str, ...]:
+        """The layers in it that a model with these modules has; empty if it has not all of them."""
+        if self.whole in modules:
+            return (self.whole,)
+        return self.parts if all(part in modules for part in self.parts) else ()
 
 
 def _modules() -> tuple[LoraModule, ...]:
@@ -45,7 +58,16 @@ def _modules() -> tuple[LoraModule, ...]:
         ("shared_expert_4h_to_h", ()),
         ("shared_expert_gate", ()),
     ]
-    return tuple(LoraModule(index, name, parts) for index, (name, parts) in enumerate(named))
+    whole = {
+        "attn_qkv": "attn.c_attn",
+        "attn_dense": "attn.c_proj",
+        "mlp_h_to_4h": "mlp.c_fc",
+        "mlp_4h_to_h": "mlp.c_proj",
+    }
+    return tuple(
+        LoraModule(index, name, parts, whole.get(name, ""))
+        for index, (name, parts) in enumerate(named)
+    )
 
 
 LORA_MODULES = _modules()
@@ -53,11 +75,13 @@ LORA_MODULES = _modules()
 
 _IDS_BY_PATH = {
     ("self_attn", "qkv_proj"): 0,
+    ("attn", "c_attn"): 0,
     ("self_attn", "q_proj"): 1,
     ("self_attn", "k_proj"): 2,
     ("self_attn", "v_proj"): 3,
     ("self_attn", "o_proj"): 4,
     ("self_attn", "dense"): 4,
+    ("attn", "c_proj"): 4,
     ("mlp", "gate_proj"): 5,
     ("mlp", "c_fc"): 5,
     ("mlp", "down_proj"): 6,
@@ -73,6 +97,33 @@ def module_of(parent: str, hf_module: str) -> LoraModule | None:
     return None if index is None else LORA_MODULES[index]
 
 
-def parent_of(hf_module: str) -> str:
-    """Where in a decoder layer a part of a LoraModule is: self_attn or mlp."""
-    return next(parent for parent, module in _IDS_BY_PATH if module == hf_module)
+def hf_modules(names: Iterable[str], modules: Collection[str]) -> tuple[str, ...]:
+    """Those of a model's modules that are meant by names of either naming, each once.
+
+    c_proj means both of GPT-2's. Raises ConfigError for a name of neither naming.
+    """
+    known = {module.name: module.parts_in(modules) for module in LORA_MODULES}
+    known |= {part: () for module in LORA_MODULES for part in module.parts if part not in modules}
+    for module in modules:
+        known[module] = (module,)
+        last = module.rpartition(".")[2]
+        known[last] = tuple(other for other in modules if other.rpartition(".")[2] == last)
+    found: dict[str, None] = {}
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"lora_target_modules: there is no module {name!r}; there are {', '.join(known)}"
+            )
+        found |= dict.fromkeys(known[name])
+    return tuple(found)
+
+
+def linear_path(layer: int, module: str, parent: str = "") -> str:
+    """The full name, in a causal LM, of a decoder layer's linear layer.
+
+    parent: self_attn or mlp; without it, where LORA_MODULES have the module.
+    """
+    if "." in module:
+        return f"transformer.h.{layer}.{module}"
+    parent = parent or next(parent for parent, known in _IDS_BY_PATH if known == module)
+    return f"model.layers.{layer}.{parent}.{module}"

@@ -26,8 +26,8 @@ _HARMLESS = frozenset(
         "auto_mapping",
         "corda_config",
         "eva_config",
-        # PEFT sets it aside, with a warning, for every layer that is a torch Linear or Embedding:
-        # all that the models served here have. It means GPT-2's Conv1D only.
+        # PEFT itself sets it as the layer needs, with a warning: true for GPT-2's Conv1D, false for
+        # a torch Linear or Embedding. A and B have the same shapes both ways.
         "fan_in_fan_out",
         "inference_mode",
         "loftq_config",

@@ -1,8 +1,9 @@
 """The names of a PEFT adapter's tensors: which module each belongs to, and what it is there.
 
 PEFT writes base_model.model.<path of the module>.<slot>; <path> begins with "model." for a causal
-LM. Older versions and other tools leave the prefix out, keep the adapter's name in the slot
-(lora_A.default.weight) or the wrappers of torch.compile, DDP and FSDP before it. Knows names only.
+LM, GPT-2's with "transformer.". Older versions and other tools leave the prefix out, keep the
+adapter's name in the slot (lora_A.default.weight) or the wrappers of torch.compile, DDP and FSDP
+before it. Knows names only.
 """
 
 import enum
@@ -34,6 +35,7 @@ class TensorName(NamedTuple):
     """Of the module as adapter_config.json matches it: model.layers.0.self_attn.q_proj."""
     layer: int | None
     module: str
+    """Its last name; with its parent for GPT-2, two of whose linear layers are c_proj."""
     slot: Slot
 
 
@@ -46,9 +48,12 @@ _PATH = (
     r"(?P<path>"
     r"(?:model\.){0,2}layers\.(?P<layer>\d{1,6})\."
     r"(?:(?:self_attn|mlp)\.(?P<linear>\w+)|(?P<norm>input_layernorm|post_attention_layernorm))"
+    r"|(?:transformer\.)?h\.(?P<block>\d{1,6})\."
+    r"(?P<whole>attn\.(?:c_attn|c_proj)|mlp\.(?:c_fc|c_proj))"
     rf"|(?:model\.){{0,2}}(?P<top>{EMBEDDING}|{FINAL_NORM})"
     rf"|(?P<head>{LM_HEAD}))"
 )
+_MODULES = ("linear", "norm", "whole", "top", "head")
 _ADAPTER = r"(?:\.[^.\s]+)?"
 _SLOTS = {
     Slot.A: rf"(?:lora_A{_ADAPTER}\.weight|lora_embedding_A{_ADAPTER})",
@@ -73,12 +78,12 @@ def parse_name(name: str) -> TensorName | None:
     if match is None:
         return None
     slot = next(slot for slot in _SLOTS if match[slot.name])
-    module = match["linear"] or match["norm"] or match["top"] or match["head"]
+    module = next(match[part] for part in _MODULES if match[part])
     is_embedding_slot = "lora_embedding_" in name
     if is_embedding_slot != (module == EMBEDDING and slot in (Slot.A, Slot.B)):
         return None
-    layer = None if match["layer"] is None else int(match["layer"])
-    return TensorName(match["path"], layer, module, slot)
+    layer = match["layer"] or match["block"]
+    return TensorName(match["path"], None if layer is None else int(layer), module, slot)
 
 
 def parameter_path(module_path: str) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from loraplex.adapters.formats.modules import LORA_MODULES, LoraModule, parent_of
+from loraplex.adapters.formats.modules import LORA_MODULES, LoraModule, linear_path
 from loraplex.adapters.formats.npy import read_npy
 from loraplex.adapters.normal import NormalRow, RowKind, sort_rows
 from loraplex.adapters.shapes import BaseShapes
@@ -51,8 +51,10 @@ class _Entry:
     layer: int
     rank: int
     in_features: int
+    parts: tuple[str, ...]
+    """The base's layers that are the module."""
     out_features: tuple[int, ...]
-    """Of each of the module's parts."""
+    """Of each of them."""
     is_dora: bool
 
     def __str__(self) -> str:
@@ -185,8 +187,8 @@ def _entry(
     module = LORA_MODULES[module_id]
     if is_dora and is_dora[0] not in (0, 1):
         raise InvalidAdapterError(f"{where}: the fourth column says {is_dora[0]}; 0 or 1 is needed")
-    in_features, out_features = _features(module, shapes, where)
-    entry = _Entry(row, module, layer, rank, in_features, out_features, is_dora == [1])
+    parts, in_features, out_features = _parts(module, shapes, where)
+    entry = _Entry(row, module, layer, rank, in_features, parts, out_features, is_dora == [1])
     if entry.num_values > row_width:
         raise InvalidAdapterError(
             f"lora_weights has to few values for {module.name}: {where} needs {rank} x "
@@ -201,22 +203,27 @@ def _entry(
     return entry
 
 
-def _features(module: LoraModule, shapes: BaseShapes, where: str) -> tuple[int, tuple[int, ...]]:
-    """in_features of the module, and out_features of its parts."""
-    found = [shapes.modules[part] for part in module.parts if part in shapes.modules]
-    inputs = {in_features for in_features, _ in found}
-    if len(found) != len(module.parts) or len(inputs) != 1:
+def _parts(
+    module: LoraModule, shapes: BaseShapes, where: str
+) -> tuple[tuple[str, ...], int, tuple[int, ...]]:
+    """The base's layers that are the module, their in_features, and out_features of each."""
+    parts = module.parts_in(_enabled_parts(shapes))
+    inputs = {shapes.modules[part][0] for part in parts}
+    if len(inputs) != 1:
         raise AdapterMismatchError(
             f"lora module {module.name} not enabled for this model: {where}; the base model can "
             f"be adapted in {', '.join(_enabled(shapes)) or 'no module'}"
         )
-    return inputs.pop(), tuple(out_features for _, out_features in found)
+    return parts, inputs.pop(), tuple(shapes.modules[part][1] for part in parts)
 
 
 def _enabled(shapes: BaseShapes) -> Iterator[str]:
-    for module in LORA_MODULES:
-        if module.parts and all(part in shapes.modules for part in module.parts):
-            yield module.name
+    parts = _enabled_parts(shapes)
+    return (module.name for module in LORA_MODULES if module.parts_in(parts))
+
+
+def _enabled_parts(shapes: BaseShapes) -> tuple[str, ...]:
+    return tuple(filter(shapes.enables, shapes.modules))
 
 
 def _rows_of(
@@ -238,7 +245,7 @@ def _rows_of(
             f"{sum(entry.out_features)}): what follows must be zeros"
         )
     first = 0
-    for part, out_features in zip(entry.module.parts, entry.out_features, strict=True):
+    for part, out_features in zip(entry.parts, entry.out_features, strict=True):
         end = first + out_features
         own = slice(entry.num_a + first * entry.rank, entry.num_a + end * entry.rank)
         b = _tensor(bits[own], (out_features, entry.rank), dtype)
@@ -251,7 +258,7 @@ def _rows_of(
 
 
 def _row(entry: _Entry, part: str, kind: RowKind, tensors: dict[str, RawTensor]) -> NormalRow:
-    path = f"model.layers.{entry.layer}.{parent_of(part)}.{part}"
+    path = linear_path(entry.layer, part)
     return NormalRow(entry.layer, part, None, kind, 1.0, tensors, path)
 
 

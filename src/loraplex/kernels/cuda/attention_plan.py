@@ -64,7 +64,8 @@ def device_rows(rows: RowLayout, device: torch.device) -> DeviceRows:
     num_rows = len(rows.seq_lens)
     numbers = [*rows.query_start_loc, *rows.seq_lens, *range(num_rows)]
     parts = torch.from_numpy(np.array(numbers, dtype=np.int32)).to(device, non_blocking=True)
-    query_start_loc, seq_lens, table_rows = parts.split([num_rows + 1, num_rows, num_rows])
+    sizes = [num_rows + 1, num_rows, num_rows]
+    query_start_loc, seq_lens, table_rows = torch.split(parts, sizes)
     tables = rows.block_tables.to(device=device, dtype=torch.int32)
     # Copies, so that each is aligned.
     return DeviceRows(query_start_loc, seq_lens.clone(), table_rows.clone(), tables)

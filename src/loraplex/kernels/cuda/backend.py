@@ -6,6 +6,7 @@ import torch
 
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.accelerator import Accelerator
+from loraplex.kernels.activations import Activation
 from loraplex.kernels.cuda import elementwise, sampling
 from loraplex.kernels.cuda.attention import AttentionKernel, CudaAttentionPlan
 from loraplex.kernels.cuda.graphs import StepGraphs
@@ -83,7 +84,9 @@ class CudaKernels:
         return self._linear.apply(x, packed)
 
     def linear_apart(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
-        return self._linear.apply(x, packed)
+        # Triton starts kernels on the device of the thread, which compute() chose for the first.
+        with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+            return self._linear.apply(x, packed)
 
     def squared_row_norms(self, packed: PackedLinear) -> torch.Tensor:
         return self._linear.squared_row_norms(packed)
@@ -96,6 +99,21 @@ class CudaKernels:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return elementwise.add_rms_norm(x, residual, weight, eps)
 
+    def layer_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        return elementwise.layer_norm(x, weight, bias, eps)
+
+    def add_layer_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return elementwise.add_layer_norm(x, residual, weight, bias, eps)
+
     def rotary(
         self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> None:
@@ -103,6 +121,9 @@ class CudaKernels:
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return elementwise.silu_mul(gate_up)
+
+    def activate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        return elementwise.activate(x, activation)
 
     def add_lora(
         self,

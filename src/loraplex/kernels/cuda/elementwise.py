@@ -1,4 +1,4 @@
-"""Norms, rotation, gate and rows of tables on a GPU, one launch each.
+"""Norms, rotation, gate, activations and rows of tables on a GPU, one launch each.
 
 Rows may be views with a longer stride; their last axis is contiguous. Results are rounded where
 the reference rounds them. A row's bits do not depend on the other rows: what a program computes is
@@ -8,7 +8,9 @@ chosen by the size of a row alone.
 import torch
 import triton
 
-from loraplex.kernels.cuda.programs import activation, norms, rows
+from loraplex.kernels.activations import Activation
+from loraplex.kernels.cuda.programs import activation as activations
+from loraplex.kernels.cuda.programs import norms, rows
 from loraplex.kernels.cuda.programs import rotary as rotation
 
 _TILE = 1024
@@ -70,6 +72,42 @@ def add_rms_norm(
     return output, total
 
 
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """x [T, N] -> a contiguous tensor of this shape; weight, bias [N]."""
+    num_rows, size = x.shape
+    output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    group, block, num_warps = _rows_per_program(size)
+    norms.layer_norm[(triton.cdiv(num_rows, group),)](
+        *(output, x, weight, bias, num_rows, x.stride(0), eps),
+        SIZE=size,
+        ROWS=group,
+        BLOCK=block,
+        num_warps=num_warps,
+    )
+    return output
+
+
+def add_layer_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(layer_norm(x + residual), x + residual), each [T, N] and contiguous."""
+    num_rows, size = x.shape
+    output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    group, block, num_warps = _rows_per_program(size)
+    norms.add_layer_norm[(triton.cdiv(num_rows, group),)](
+        *(output, total, x, residual, weight, bias),
+        *(num_rows, x.stride(0), residual.stride(0), eps),
+        SIZE=size,
+        ROWS=group,
+        BLOCK=block,
+        num_warps=num_warps,
+    )
+    return output, total
+
+
 def rotary(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """In place; query [T, H, D], key [T, K, D], cos, sin [T, D / 2] float32 of one stride."""
     num_tokens, num_heads, head_dim = query.shape
@@ -94,8 +132,23 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     output = torch.empty((num_rows, size), dtype=gate_up.dtype, device=gate_up.device)
     block = min(triton.next_power_of_2(size), _TILE)
-    activation.silu_mul[num_rows, triton.cdiv(size, block)](
+    activations.silu_mul[num_rows, triton.cdiv(size, block)](
         *(output, gate_up, gate_up.stride(0)), SIZE=size, BLOCK=block, num_warps=_WARPS
+    )
+    return output
+
+
+def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """[T, N] -> [T, N]"""
+    num_rows, size = x.shape
+    output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    block = min(triton.next_power_of_2(size), _TILE)
+    activations.activate[num_rows, triton.cdiv(size, block)](
+        *(output, x, x.stride(0)),
+        ACTIVATION=activation.value,
+        SIZE=size,
+        BLOCK=block,
+        num_warps=_WARPS,
     )
     return output
 

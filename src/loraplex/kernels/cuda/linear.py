@@ -24,6 +24,10 @@ class LinearKernel:
     def __init__(self, device: torch.device, *, batch_invariant: bool) -> None:
         """batch_invariant: no result depends on the number of rows, to the bit; slower."""
         self._is_fixed = batch_invariant
+        if device.type == "cuda":
+            # Else cuBLAS may add the parts of a split sum in 16 bits.
+            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+            torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         self._scaled = ScaledLinear(device, batch_invariant=batch_invariant)
         self._fp8_linear = fp8_product(device, batch_invariant=batch_invariant)
 

@@ -65,6 +65,7 @@ def quantize_fp8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _cublas_linear(x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
     """torch has bfloat16 results only where rows and columns are scaled."""
     rows, row_scales = quantize_fp8_rows(x)
+    assert packed.scales is not None
     is_fused = x.dtype == torch.bfloat16
     y = torch._scaled_mm(
         rows,

@@ -118,12 +118,12 @@ class _Work:
         """Of all modules' outputs; a tile is of one module."""
         return sum(triton.cdiv(size, width) for size in self.linear.out_features)
 
-    def constants(self, num_splits: int) -> dict[str, object]:
+    @property
+    def constants(self) -> dict[str, object]:
         return {
             "COLUMNS": self.linear.columns,
             "IN": self.linear.in_features,
             "MAX_RANK": self.max_rank,
-            "NUM_SPLITS": num_splits,
             "IS_ALIGNED": self.linear.is_aligned,
         }
 
@@ -210,7 +210,8 @@ def _add_few(y: torch.Tensor, x: torch.Tensor, work: _Work) -> None:
     num_blocks = triton.cdiv(linear.in_features, block_k * _MOST_SPLITS_OF_FEW)
     num_splits = triton.cdiv(linear.in_features, block_k * num_blocks)
     partials = work.partials(num_splits)
-    constants = work.constants(num_splits) | {"BLOCK_R": _RANKS, "num_warps": 1}
+    own = {"NUM_SPLITS": num_splits, "BLOCK_R": _RANKS, "num_warps": 1}
+    constants = work.constants | own
     blocks = {"NUM_BLOCKS": num_blocks, "BLOCK_K": block_k}
     _shrink(shrink_few, x, partials, work, constants | blocks)
     splits = triton.next_power_of_2(num_splits)
@@ -222,8 +223,9 @@ def _add_many(y: torch.Tensor, x: torch.Tensor, work: _Work) -> None:
     num_blocks = triton.cdiv(work.linear.in_features, num_splits * _MATRIX_INPUTS)
     block_t = max(_FEWEST_ROWS, triton.next_power_of_2(work.segments.longest))
     partials = work.partials(num_splits)
-    constants = work.constants(num_splits) | {"BLOCK_T": block_t, "BLOCK_R": _MATRIX_RANKS}
-    blocks = {"SPLIT_SIZE": num_blocks * _MATRIX_INPUTS, "BLOCK_K": _MATRIX_INPUTS}
+    own = {"num_splits": num_splits, "BLOCK_T": block_t, "BLOCK_R": _MATRIX_RANKS}
+    constants = work.constants | own
+    blocks = {"num_blocks": num_blocks, "BLOCK_K": _MATRIX_INPUTS}
     _shrink(shrink_many, x, partials, work, constants | blocks)
     # More sums do not fit into the registers of four warps. The loop over ranks is short: to load
     # ahead in it would only take memory from other programs.

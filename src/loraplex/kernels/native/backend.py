@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 
 from loraplex.core.weight_precision import WeightPrecision
+from loraplex.kernels.activations import Activation
 from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.native.attention import AttentionKernel, NativeAttentionPlan
 from loraplex.kernels.native.elementwise import ElementwiseKernel
@@ -110,6 +111,22 @@ class NativeKernels:
         normed, total = self._elementwise.add_rms_norm(x, residual, weight, eps)
         return self._output(normed), self._output(total)
 
+    def layer_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        return self._output(self._elementwise.layer_norm(x, weight, bias, eps))
+
+    def add_layer_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, total = self._elementwise.add_layer_norm(x, residual, weight, bias, eps)
+        return self._output(normed), self._output(total)
+
     def rotary(
         self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> None:
@@ -117,6 +134,9 @@ class NativeKernels:
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return self._output(self._elementwise.silu_mul(gate_up))
+
+    def activate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        return self._output(self._elementwise.activate(x, activation))
 
     def add_lora(
         self,

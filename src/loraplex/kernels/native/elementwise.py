@@ -1,10 +1,11 @@
-"""Native norms, rotation, gate, and rows of tables.
+"""Native norms, rotation, gate, activations, and rows of tables.
 
 Results are rounded once, to the dtype of the inputs.
 """
 
 import torch
 
+from loraplex.kernels.activations import Activation
 from loraplex.kernels.native.library import (
     DTYPES,
     Int,
@@ -14,6 +15,9 @@ from loraplex.kernels.native.library import (
     Size,
     ThreadPool,
 )
+
+_ACTIVATIONS = {Activation.GELU: 0, Activation.GELU_TANH: 1, Activation.RELU: 2}
+"""loraplex_activation"""
 
 
 class ElementwiseKernel:
@@ -30,6 +34,15 @@ class ElementwiseKernel:
             *(Pointer, Size, Size, Int, Pointer, Size, Pointer, Size),
             *(Pointer, Real, Pointer, Pointer),
         )
+        self._layer_norm = library.function(
+            "loraplex_layer_norm",
+            *(Pointer, Size, Size, Int, Pointer, Size, Pointer, Pointer, Real, Pointer),
+        )
+        self._add_layer_norm = library.function(
+            "loraplex_add_layer_norm",
+            *(Pointer, Size, Size, Int, Pointer, Size, Pointer, Size),
+            *(Pointer, Pointer, Real, Pointer, Pointer),
+        )
         self._rotary = library.function(
             "loraplex_rotary",
             *(Pointer, Size, Size, Size, Size, Pointer, Pointer),
@@ -40,6 +53,9 @@ class ElementwiseKernel:
         )
         self._silu_mul = library.function(
             "loraplex_silu_mul", *(Pointer, Size, Size, Int, Pointer, Size, Pointer)
+        )
+        self._activate = library.function(
+            "loraplex_activate", *(Pointer, Size, Size, Int, Int, Pointer, Size, Pointer)
         )
 
     def take_rows(self, table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
@@ -100,6 +116,55 @@ class ElementwiseKernel:
         )
         return output, total
 
+    def layer_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """x [T, N] -> a contiguous tensor of this shape."""
+        num_rows, size = x.shape
+        output = torch.empty(x.shape, dtype=x.dtype)
+        self._layer_norm(
+            self._pool.address,
+            num_rows,
+            size,
+            DTYPES[x.dtype],
+            x.data_ptr(),
+            x.stride(0),
+            weight.data_ptr(),
+            bias.data_ptr(),
+            eps,
+            output.data_ptr(),
+        )
+        return output
+
+    def add_layer_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(layer_norm(x + residual), x + residual), each [T, N] and contiguous."""
+        num_rows, size = x.shape
+        output = torch.empty(x.shape, dtype=x.dtype)
+        total = torch.empty(x.shape, dtype=x.dtype)
+        self._add_layer_norm(
+            self._pool.address,
+            num_rows,
+            size,
+            DTYPES[x.dtype],
+            x.data_ptr(),
+            x.stride(0),
+            residual.data_ptr(),
+            residual.stride(0),
+            weight.data_ptr(),
+            bias.data_ptr(),
+            eps,
+            output.data_ptr(),
+            total.data_ptr(),
+        )
+        return output, total
+
     def rotary(
         self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> None:
@@ -131,6 +196,22 @@ class ElementwiseKernel:
             DTYPES[gate_up.dtype],
             gate_up.data_ptr(),
             gate_up.stride(0),
+            output.data_ptr(),
+        )
+        return output
+
+    def activate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """[T, N] -> [T, N]"""
+        num_rows, size = x.shape
+        output = torch.empty(x.shape, dtype=x.dtype)
+        self._activate(
+            self._pool.address,
+            num_rows,
+            size,
+            DTYPES[x.dtype],
+            _ACTIVATIONS[activation],
+            x.data_ptr(),
+            x.stride(0),
             output.data_ptr(),
         )
         return output

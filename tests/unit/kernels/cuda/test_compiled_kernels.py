@@ -50,6 +50,9 @@ LIMITS = {
     "add_rms_norm": Limit(64, 0.85),
     "rotary": Limit(48, 1.0),
     "silu_mul": Limit(40, 1.0),
+    "layer_norm": Limit(72, 1.0),
+    "add_layer_norm": Limit(88, 1.0),
+    "activate": Limit(40, 1.0),
     # Products
     "quantized_linear": Limit(255, 0.6),
     "add_splits": Limit(48, 1.0),

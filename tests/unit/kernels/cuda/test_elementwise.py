@@ -1,8 +1,9 @@
-"""Norms, rotation, gate and table rows by Triton's programs, interpreted, as the reference."""
+"""What lies between products by Triton's programs, interpreted, as the reference."""
 
 import pytest
 import torch
 
+from loraplex.kernels.activations import Activation
 from loraplex.kernels.cuda import elementwise
 from loraplex.kernels.reference import ReferenceKernels
 
@@ -17,11 +18,11 @@ def rows(num_rows, size, dtype):
     return torch.randn(num_rows, size + 3).to(dtype)[:, 1 : size + 1]
 
 
-def assert_close(actual, expected):
+def assert_close(actual, expected, atol=1e-6):
     """float32 to the last bits; float16 to one step, where a float32 is near the middle of two."""
     assert actual.dtype == expected.dtype
     tolerance = 2**-10 if expected.dtype == torch.float16 else 2e-6
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=1e-6)
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=atol)
 
 
 @DTYPES
@@ -74,6 +75,26 @@ def test_add_rms_norm(size, dtype):
 
 
 @DTYPES
+@SIZES
+def test_layer_norm(size, dtype):
+    x = rows(5, size, dtype) + 2
+    weight, bias = rows(2, size, dtype)
+    output = elementwise.layer_norm(x, weight, bias, 1e-3)
+    assert output.is_contiguous()
+    assert_close(output, REFERENCE.layer_norm(x, weight, bias, 1e-3), atol=4e-6)
+
+
+@DTYPES
+@SIZES
+def test_add_layer_norm(size, dtype):
+    x, residual = rows(5, size, dtype), rows(5, size, dtype).flip(0)
+    weight, bias = rows(2, size, dtype)
+    output, total = elementwise.add_layer_norm(x, residual, weight, bias, 1e-6)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(output, elementwise.layer_norm(total, weight, bias, 1e-6))
+
+
+@DTYPES
 @pytest.mark.parametrize(("num_heads", "head_dim"), [(1, 2), (3, 6), (20, 96), (9, 128)])
 def test_rotary_turns_a_fused_view_and_nothing_else(num_heads, head_dim, dtype):
     torch.manual_seed(0)
@@ -96,6 +117,25 @@ def test_silu_mul(size, dtype):
     assert_close(elementwise.silu_mul(x), REFERENCE.silu_mul(x))
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # e^x overflows, as it should
+@DTYPES
+@SIZES
+@pytest.mark.parametrize("activation", Activation)
+def test_activate(size, activation, dtype):
+    x = 4 * rows(5, size, dtype)
+    output = elementwise.activate(x, activation)
+    assert output.is_contiguous()
+    assert_close(output, REFERENCE.activate(x, activation))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("activation", Activation)
+def test_activations_of_extreme_values(activation):
+    x = torch.tensor([[-3e38, -120.0, -16.0, -0.0, 16.0, 3e38, torch.inf, torch.nan]])
+    expected = REFERENCE.activate(x, activation)
+    torch.testing.assert_close(elementwise.activate(x, activation), expected, equal_nan=True)
+
+
 def test_silu_is_rounded_before_the_product():
     """Then the bits are the reference's but where another exp makes another float16."""
     x = rows(5, 2048, torch.float16)
@@ -116,7 +156,9 @@ def test_a_row_s_bits_do_not_depend_on_company():
     for op in (
         lambda part: elementwise.rms_norm(x[part], weight, 1e-6),
         lambda part: elementwise.add_rms_norm(x[part], residual[part], weight, 1e-6)[0],
+        lambda part: elementwise.layer_norm(x[part], weight, weight, 1e-6),
         lambda part: elementwise.silu_mul(x[part]),
+        lambda part: elementwise.activate(x[part], Activation.GELU),
     ):
         together = op(slice(None))
         for part in (slice(0, 1), slice(4, 6), slice(8, 9)):
@@ -126,5 +168,7 @@ def test_a_row_s_bits_do_not_depend_on_company():
 def test_no_rows():
     nothing = torch.zeros(0, 64)
     assert elementwise.rms_norm(nothing, torch.ones(64), 1e-6).shape == (0, 64)
+    assert elementwise.layer_norm(nothing, torch.ones(64), torch.ones(64), 1e-6).shape == (0, 64)
     assert elementwise.silu_mul(nothing).shape == (0, 32)
+    assert elementwise.activate(nothing, Activation.RELU).shape == (0, 64)
     assert elementwise.take_rows(torch.ones(3, 64), torch.zeros(0, dtype=torch.int64)).numel() == 0

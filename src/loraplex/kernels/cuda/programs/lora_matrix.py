@@ -1,4 +1,7 @@
-"""Multi-LoRA for pieces of many tokens, by matrix units. The words are those of programs.lora."""
+"""Multi-LoRA for pieces of many tokens, by matrix units. The words are those of programs.lora.
+
+How many splits there are differs from step to step: no kernel is compiled anew for that.
+"""
 
 import triton
 import triton.language as tl
@@ -6,7 +9,7 @@ import triton.language as tl
 from loraplex.kernels.cuda.programs.lora import module_of_tile, pick, place_of
 
 
-@triton.jit(do_not_specialize=["first_cell", "cells_of_entry"])
+@triton.jit(do_not_specialize=["first_cell", "cells_of_entry", "num_splits", "num_blocks"])
 def shrink_many(
     x,  # [T, IN]
     partials,
@@ -20,11 +23,11 @@ def shrink_many(
     stride_x,
     cells_of_entry,
     first_cell,
+    num_splits,
+    num_blocks,  # of a split, BLOCK_K inputs each
     COLUMNS: tl.constexpr,
     IN: tl.constexpr,
     MAX_RANK: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-    SPLIT_SIZE: tl.constexpr,  # a multiple of BLOCK_K
     IS_ALIGNED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -33,9 +36,9 @@ def shrink_many(
     """One program: one split of the inputs, all ranks of one module, one piece."""
     NUM_MODULES: tl.constexpr = len(COLUMNS)
     program = tl.program_id(0)
-    split = program % NUM_SPLITS
-    module = program // NUM_SPLITS % NUM_MODULES
-    piece = program // (NUM_SPLITS * NUM_MODULES)
+    split = program % num_splits
+    module = program // num_splits % NUM_MODULES
+    piece = program // (num_splits * NUM_MODULES)
     entry = tl.load(entries + piece)
     start = tl.load(starts + piece)
     count = tl.load(counts + piece)
@@ -48,13 +51,13 @@ def shrink_many(
     is_token = slots < start + count
     tokens = tl.load(token_indices + slots, mask=is_token, other=0).to(tl.int64)
     lines = x + tokens[:, None] * stride_x
-    places = (slots.to(tl.int64) * NUM_MODULES + module) * NUM_SPLITS + split
-    first_input = split * SPLIT_SIZE
+    places = (slots.to(tl.int64) * NUM_MODULES + module) * num_splits + split
+    first_input = split * num_blocks * BLOCK_K
     for first_rank in range(0, rank, BLOCK_R):
         rows = first_rank + tl.arange(0, BLOCK_R)
         is_rank = rows < rank
         sums = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
-        for first in range(first_input, min(first_input + SPLIT_SIZE, IN), BLOCK_K):
+        for first in range(first_input, min(first_input + num_blocks * BLOCK_K, IN), BLOCK_K):
             inputs = first + tl.arange(0, BLOCK_K)
             is_input = inputs < IN
             values = tl.load(
@@ -73,7 +76,7 @@ def shrink_many(
         )
 
 
-@triton.jit(do_not_specialize=["first_cell", "cells_of_entry", "first_piece"])
+@triton.jit(do_not_specialize=["first_cell", "cells_of_entry", "first_piece", "num_splits"])
 def expand_many(
     y,  # [T, any]
     partials,
@@ -90,12 +93,12 @@ def expand_many(
     cells_of_entry,
     first_cell,
     first_piece,
+    num_splits,
     COLUMNS: tl.constexpr,
     OUT_FEATURES: tl.constexpr,
     OUT_OFFSETS: tl.constexpr,
     IN: tl.constexpr,
     MAX_RANK: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     NUM_TILES: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -128,7 +131,7 @@ def expand_many(
     is_token = slots < start + count
     tokens = tl.load(token_indices + slots, mask=is_token, other=0).to(tl.int64)
     token_scales = tl.load(token_scales + slots, mask=is_token, other=0.0) * tl.load(scales + cell)
-    first_partials = (slots.to(tl.int64) * NUM_MODULES + module) * NUM_SPLITS * MAX_RANK
+    first_partials = (slots.to(tl.int64) * NUM_MODULES + module) * num_splits * MAX_RANK
     partial = partials + first_partials[:, None]
     sums = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
     for first_rank in range(0, rank, BLOCK_R):
@@ -139,7 +142,7 @@ def expand_many(
             other=0.0,
         )
         reduced = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
-        for split in tl.static_range(NUM_SPLITS):
+        for split in range(num_splits):
             reduced += tl.load(
                 partial + split * MAX_RANK + rows[None, :],
                 mask=is_token[:, None],

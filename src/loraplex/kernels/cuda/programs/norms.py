@@ -1,4 +1,4 @@
-"""RMS norms. Sums are float32; whole rows lie in registers."""
+"""RMS norms and layer norms. Sums are float32; whole rows lie in registers."""
 
 import triton
 import triton.language as tl
@@ -72,3 +72,76 @@ def add_rms_norm(
     places = (rows * SIZE)[:, None] + columns[None, :]
     tl.store(total + places, values, mask=inside)
     tl.store(output + places, _normed(values, weights, eps, SIZE), mask=inside)
+
+
+@triton.jit
+def _standardized(x, weight, bias, eps, is_column, SIZE: tl.constexpr):
+    """x [rows, BLOCK] in the model's dtype, zero beyond SIZE; weight, bias [1, BLOCK].
+
+    Rounded once, as the reference does it.
+    """
+    wide = x.to(tl.float32)
+    mean = tl.sum(wide, axis=1) / SIZE
+    centered = tl.where(is_column[None, :], wide - mean[:, None], 0.0)
+    variance = tl.sum(centered * centered, axis=1) / SIZE
+    wide = centered * tl.rsqrt(variance + eps)[:, None]
+    return (wide * weight.to(tl.float32) + bias.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def layer_norm(
+    output,
+    x,
+    weight,
+    bias,
+    num_rows,
+    x_stride,
+    eps,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """output [num_rows, SIZE] of the rows of x. Grid: groups of ROWS rows."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    is_column = columns < SIZE
+    inside = (rows < num_rows)[:, None] & is_column[None, :]
+    values = tl.load(x + (rows * x_stride)[:, None] + columns[None, :], mask=inside, other=0.0)
+    weights = tl.load(weight + columns, mask=is_column, other=0.0)[None, :]
+    biases = tl.load(bias + columns, mask=is_column, other=0.0)[None, :]
+    normed = _standardized(values, weights, biases, eps, is_column, SIZE)
+    tl.store(output + (rows * SIZE)[:, None] + columns[None, :], normed, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def add_layer_norm(
+    output,
+    total,
+    x,
+    residual,
+    weight,
+    bias,
+    num_rows,
+    x_stride,
+    residual_stride,
+    eps,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """total = x + residual, rounded; output = its norm; each [num_rows, SIZE]."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    is_column = columns < SIZE
+    inside = (rows < num_rows)[:, None] & is_column[None, :]
+    x_places = (rows * x_stride)[:, None] + columns[None, :]
+    residual_places = (rows * residual_stride)[:, None] + columns[None, :]
+    values = tl.load(x + x_places, mask=inside, other=0.0).to(tl.float32)
+    values += tl.load(residual + residual_places, mask=inside, other=0.0).to(tl.float32)
+    values = values.to(x.dtype.element_ty)
+    weights = tl.load(weight + columns, mask=is_column, other=0.0)[None, :]
+    biases = tl.load(bias + columns, mask=is_column, other=0.0)[None, :]
+    normed = _standardized(values, weights, biases, eps, is_column, SIZE)
+    places = (rows * SIZE)[:, None] + columns[None, :]
+    tl.store(total + places, values, mask=inside)
+    tl.store(output + places, normed, mask=inside)

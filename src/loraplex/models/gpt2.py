@@ -1,0 +1,93 @@
+"""GPT-2: learned positions, layer norms, one fused projection of q, k and v, an MLP without a gate.
+
+Its config.json has names of its own, its weights are stored [in, out].
+"""
+
+from typing import Final
+
+from loraplex.core.errors import ConfigError, UnsupportedModelError
+from loraplex.models.activations import ACTIVATIONS
+from loraplex.models.config import DecoderConfig
+from loraplex.models.config_fields import ConfigFields
+from loraplex.models.decoder_config import check_heads, read_dtype, refuse_fields
+from loraplex.models.decoder_names import DecoderNames
+
+ARCHITECTURE = "GPT2LMHeadModel"
+
+NAMES: Final = DecoderNames(
+    root="transformer.",
+    embedding="wte",
+    positions="wpe",
+    layers="h",
+    input_norm="ln_1",
+    post_attention_norm="ln_2",
+    final_norm="ln_f",
+    qkv=("attn.c_attn",),
+    o="attn.c_proj",
+    up=("mlp.c_fc",),
+    down="mlp.c_proj",
+    # The causal mask, once more in each layer.
+    buffers=r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",
+    has_transposed_weights=True,
+)
+
+_NEEDED = {
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "reorder_and_upcast_attn": False,
+    "add_cross_attention": False,
+}
+"""What other values change is not served."""
+
+
+def read_config(fields: ConfigFields) -> DecoderConfig:
+    """Absent fields have the values of the first GPT-2, but for the sizes."""
+    refuse_fields(fields)
+    for name, needed in _NEEDED.items():
+        if fields.boolean(name, needed) != needed:
+            raise UnsupportedModelError(
+                f"{fields.source}: {name} {str(not needed).lower()} is not supported"
+            )
+    hidden_size, num_heads = fields.integer("n_embd"), fields.integer("n_head")
+    if hidden_size % num_heads:
+        raise ConfigError(
+            f"{fields.source}: n_embd ({hidden_size}) must be a multiple of n_head ({num_heads})"
+        )
+    head_dim = hidden_size // num_heads
+    check_heads(fields, num_heads, num_heads, head_dim)
+    num_layers = fields.integer("n_layer")
+    return DecoderConfig(
+        architecture=ARCHITECTURE,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=head_dim,
+        intermediate_size=fields.integer("n_inner", 4 * hidden_size),
+        vocab_size=fields.integer("vocab_size"),
+        max_position_embeddings=fields.integer("n_positions", 1024),
+        norm_eps=fields.number("layer_norm_epsilon", 1e-5),
+        norm_bias=True,
+        rope=None,
+        layer_windows=(None,) * num_layers,
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", True),
+        hidden_act=_read_activation(fields),
+        names=NAMES,
+        eos_token_ids=fields.integers("eos_token_id"),
+        bos_token_id=fields.optional_integer("bos_token_id"),
+        pad_token_id=fields.optional_integer("pad_token_id"),
+        dtype=read_dtype(fields),
+    )
+
+
+def _read_activation(fields: ConfigFields) -> str:
+    name = fields.text("activation_function", "gelu_new")
+    if name not in ACTIVATIONS:
+        raise UnsupportedModelError(
+            f"{fields.source}: activation_function {name!r} is not supported; "
+            f"supported: {', '.join(ACTIVATIONS)}"
+        )
+    return name

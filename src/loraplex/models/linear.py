@@ -1,0 +1,27 @@
+"""A group of linear layers as a decoder layer runs it: the base's product, and the adapters'."""
+
+import torch
+
+from loraplex.kernels.lora import LoraBatch
+from loraplex.kernels.ops import Kernels, PackedLinear
+from loraplex.models.layer_linears import LinearGroup
+
+
+class Linear:
+    def __init__(
+        self, packed: PackedLinear, group: LinearGroup, layer: int, kernels: Kernels
+    ) -> None:
+        """packed: by these kernels, from the layers of the group."""
+        self._packed = packed
+        self._layer = layer
+        self._kernels = kernels
+        self._modules = group.modules
+        self._first_outputs = group.first_outputs
+
+    def forward(self, x: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
+        """x [T, in] -> [T, out]."""
+        y = self._kernels.linear(x, self._packed)
+        if lora is not None:
+            places = (self._modules, self._first_outputs)
+            self._kernels.add_lora(y, x, lora, self._layer, *places)
+        return y

@@ -1,0 +1,144 @@
+"""A decoder's layers wait for adapters that are still arriving, each for its own part of them."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from loraplex.core.adapter import OUTSIDE_LAYERS, LoraTarget
+from loraplex.core.weight_precision import WeightPrecision
+from loraplex.execution.adapter_bank import AdapterBank
+from loraplex.execution.host_adapters import HostAdapter, HostWeight
+from loraplex.execution.kv_cache import KVCache
+from loraplex.execution.packing import WeightFormat
+from loraplex.execution.weight_loading import load_weights
+from loraplex.kernels.lora import LoraBatch
+from loraplex.kernels.ops import RowLayout
+from loraplex.kernels.reference import ReferenceKernels
+from loraplex.memory.adapter_pages import layer_targets, page_geometry, place
+from loraplex.models.attention import attention_shape
+from loraplex.models.batch import ForwardBatch
+from loraplex.models.decoder import Decoder
+from loraplex.models.layer_linears import module_shapes
+from loraplex.models.rope import RotaryTable
+from loraplex.testing.delayed_accelerator import DelayedAccelerator
+from loraplex.testing.tiny_model import TinyCheckpoint
+
+CPU, NUM_LAYERS, BLOCK_SIZE = torch.device("cpu"), 4, 4
+PROMPT = [3, 17, 8, 40]
+
+
+class Model:
+    def __init__(self, folder: Path) -> None:
+        checkpoint = TinyCheckpoint(folder, num_hidden_layers=NUM_LAYERS)
+        self.config, kernels = checkpoint.config, ReferenceKernels(CPU)
+        form = WeightFormat(dtype=torch.float32, precision=WeightPrecision.NATIVE, device=CPU)
+        weights = load_weights(checkpoint.save(), self.config, kernels, form, None)
+        rotary = RotaryTable(self.config, 64, CPU)
+        self.decoder = Decoder(
+            self.config, weights.parameters, rotary, kernels, block_size=BLOCK_SIZE
+        )
+        shape = attention_shape(self.config, BLOCK_SIZE)
+        self.kv = KVCache(1, NUM_LAYERS, shape, torch.float32, kernels).storages
+
+    def bank(self, accelerator: DelayedAccelerator | None) -> AdapterBank:
+        """With one adapter, on its way: of rank 2 on every layer but the second."""
+        modules = module_shapes(self.config)
+        geometry = page_geometry(layer_targets(NUM_LAYERS, modules), optimal_rank=1, max_rank=2)
+        bank = AdapterBank(
+            geometry,
+            12,
+            dtype=torch.float32,
+            device=CPU,
+            num_layers=NUM_LAYERS,
+            modules=modules,
+            accelerator=accelerator,
+        )
+        host = HostAdapter("digest", tuple(random_weights(layer_targets(NUM_LAYERS, modules, 2))))
+        num_pages = place(host.targets, geometry).num_pages
+        assert num_pages >= NUM_LAYERS - 1, "the layers arrive one by one"
+        bank.copy(1, bank.prepare(host), list(range(num_pages)))
+        return bank
+
+    def logits(self, lora: LoraBatch | None) -> torch.Tensor:
+        count = len(PROMPT)
+        batch = ForwardBatch(
+            torch.tensor(PROMPT),
+            torch.arange(count),
+            torch.arange(count),
+            RowLayout([0, count], [count], torch.tensor([[0]])),
+            torch.arange(count),
+            lora,
+        )
+        return self.decoder.forward(batch, self.kv)
+
+
+def random_weights(targets: list[LoraTarget]) -> list[HostWeight]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        HostWeight(
+            target,
+            torch.randn(target.rank, target.in_features, generator=generator),
+            torch.randn(target.out_features, target.rank, generator=generator),
+            1.0,
+        )
+        for target in targets
+        if target.layer != 1
+    ]
+
+
+def batch_of(bank: AdapterBank) -> LoraBatch:
+    batch = bank.lora_batch(((len(PROMPT), ((1, 1.0),)),))
+    assert batch is not None
+    return batch
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Model:
+    return Model(tmp_path)
+
+
+def test_an_adapter_that_is_arriving_changes_no_answer(model: Model) -> None:
+    expected = model.logits(batch_of(model.bank(None)))
+    assert not torch.equal(expected, model.logits(None))
+    accelerator = DelayedAccelerator(most_polls=10**9)
+    bank = model.bank(accelerator)
+    batch = batch_of(bank)
+    assert batch.arrivals is not None
+    with accelerator.compute():
+        assert torch.equal(model.logits(batch), expected)
+    careless = dataclasses.replace(batch_of(model.bank(accelerator)), arrivals=None)
+    with accelerator.compute():
+        assert model.logits(careless).isnan().any(), "it had not arrived"
+    accelerator.synchronize()
+
+
+class Watched:
+    """Implements Arrivals."""
+
+    def __init__(self) -> None:
+        self.layers: list[int] = []
+
+    def wait_for(self, layer: int) -> None:
+        self.layers.append(layer)
+
+
+def test_every_layer_waits_in_its_turn_and_at_every_step(model: Model) -> None:
+    batch, watched = batch_of(model.bank(None)), Watched()
+    for count in (1, 2):
+        model.logits(dataclasses.replace(batch, arrivals=watched))
+        assert watched.layers == [OUTSIDE_LAYERS, *range(NUM_LAYERS)] * count
+
+
+def test_a_step_that_waits_is_not_repeated_from_a_record(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> torch.Tensor:
+        raise AssertionError("repeated")
+
+    monkeypatch.setattr(ReferenceKernels, "repeat", refused)
+    batch = batch_of(model.bank(None))
+    model.logits(dataclasses.replace(batch, arrivals=Watched()))
+    with pytest.raises(AssertionError, match="repeated"):
+        model.logits(batch)
