@@ -8,6 +8,8 @@ import pytest
 import tritonclient.grpc
 import tritonclient.http
 
+from loraplex.frontends.kserve.models.declaration import ModelDeclaration
+from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
 from loraplex.testing.echo_backend import EchoBackend
 from loraplex.testing.served_triton import ServedTriton, served_triton
 
@@ -36,3 +38,23 @@ def wire(request: pytest.FixtureRequest, triton: ServedTriton) -> Iterator[tuple
     address = triton.http if request.param is tritonclient.http else triton.grpc
     with request.param.InferenceServerClient(address) as client:
         yield request.param, client
+
+
+@pytest.fixture
+def said() -> list[str]:
+    """The lines of a client program."""
+    return []
+
+
+@pytest.fixture
+def decoupled() -> Iterator[ServedTriton]:
+    """A server whose one model takes no calls."""
+    only = ModelDeclaration(
+        name="tensorrt_llm",
+        kind=TENSORRT_LLM,
+        base_model="echo",
+        max_batch_size=4,
+        is_decoupled=True,
+    )
+    with served_triton(EchoBackend(), declarations=[only]) as triton:
+        yield triton

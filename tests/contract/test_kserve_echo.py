@@ -6,12 +6,10 @@ Behind them is an EchoBackend: a token is a byte, the answer to "hi" is "echo: h
 import functools
 from collections.abc import Iterator
 
-import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc
 import tritonclient.http
-from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 from loraplex.core.errors import UnauthenticatedError
@@ -74,11 +72,12 @@ def test_configuration(http_client, grpc_client):
 
 
 def test_repository_index(backend, http_client, grpc_client):
-    names = ["ensemble", "tensorrt_llm", "echo", "other/echo"]
+    five = ["ensemble", "tensorrt_llm", "preprocessing", "postprocessing", "tensorrt_llm_bls"]
+    names = [*five, "echo", "other/echo"]
     assert [row["name"] for row in http_client.get_model_repository_index()] == names
     backend.unready_reason = "loading"
     models = grpc_client.get_model_repository_index().models
-    assert [(m.state, m.reason) for m in models] == [("UNAVAILABLE", "loading")] * 4
+    assert [(m.state, m.reason) for m in models] == [("UNAVAILABLE", "loading")] * 7
 
 
 def test_statistics_count_truly(wire):
@@ -92,21 +91,6 @@ def test_statistics_count_truly(wire):
         assert (row.inference_count, row.inference_stats.fail.count) == (1, 1)
     else:
         assert (row["inference_count"], row["inference_stats"]["fail"]["count"]) == (1, 1)
-
-
-@pytest.mark.parametrize("rpc", ["RepositoryModelLoad", "SystemSharedMemoryStatus", "LogSettings"])
-def test_unserved_rpcs_say_why(triton, rpc):
-    requests = {
-        "RepositoryModelLoad": service_pb2.RepositoryModelLoadRequest,
-        "SystemSharedMemoryStatus": service_pb2.SystemSharedMemoryStatusRequest,
-        "LogSettings": service_pb2.LogSettingsRequest,
-    }
-    with grpc.insecure_channel(triton.grpc) as channel:
-        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        with pytest.raises(grpc.RpcError) as raised:
-            getattr(stub, rpc)(requests[rpc]())
-    assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    assert raised.value.details()
 
 
 # ---------------------------------------------------------------- unary inference

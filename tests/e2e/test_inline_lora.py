@@ -17,11 +17,11 @@ from tritonclient.utils import InferenceServerException
 
 from loraplex.adapters.formats.export import StorageType
 from loraplex.convert.adapters import read_peft, write_pair
-from loraplex.serving.text.tokenizer import load_tokenizer
 from loraplex.testing.capitals import ADAPTER_PATHS, BASE_PATH
 from loraplex.testing.capitals.corpus import COUNTRIES, Language, answer, questions
 from loraplex.testing.running_server import RunningServer
 from loraplex.testing.triton_requests import TRUE, bf16_tensor, i32, tensors, text_request
+from loraplex.text.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.xdist_group("server")
 

@@ -4,6 +4,9 @@ import tempfile
 import time
 from pathlib import Path
 
+import msgspec
+
+from loraplex.adapters.formats.modules import hf_modules
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.sources.policy import client_policy
 from loraplex.adapters.staging import StagingWorker
@@ -13,7 +16,8 @@ from loraplex.core.clock import Clock, SystemClock
 from loraplex.core.config import Config, ModelConfig
 from loraplex.core.environment import state_directory
 from loraplex.core.errors import ConfigError
-from loraplex.models.config import DecoderConfig, module_shapes
+from loraplex.models.config import DecoderConfig
+from loraplex.models.layer_linears import biased_modules, module_shapes
 from loraplex.models.registry import read_config
 from loraplex.serving.backend import ModelCard
 from loraplex.serving.engines.async_engine import AsyncEngine
@@ -22,7 +26,7 @@ from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.served_model import ServedModel
 from loraplex.serving.service import Service
 from loraplex.serving.text.chat_template import ChatTemplate
-from loraplex.serving.text.tokenizer import Tokenizer, load_tokenizer
+from loraplex.text.tokenizer import Tokenizer, load_tokenizer
 
 
 def build_service(config: Config, launch: EngineLauncher, metrics: RequestMetrics) -> Service:
@@ -51,7 +55,8 @@ def _served_model(
 ) -> ServedModel:
     folder = Path(model.path)
     decoder = read_config(folder)
-    tokenizer = load_tokenizer(folder)
+    tokenizer_folder = Path(model.tokenizer or folder)
+    tokenizer = load_tokenizer(tokenizer_folder)
     eos_token_ids = decoder.eos_token_ids
     if not eos_token_ids and tokenizer.eos_token_id is not None:
         eos_token_ids = (tokenizer.eos_token_id,)
@@ -61,6 +66,7 @@ def _served_model(
         path=str(folder),
         created=int(time.time()),
         max_model_len=_max_model_len(name, model, decoder),
+        max_input_len=model.max_input_len,
         vocab_size=decoder.vocab_size,
         eos_token_id=eos_token_ids[0] if eos_token_ids else None,
         pad_token_id=tokenizer.pad_token_id,
@@ -71,9 +77,9 @@ def _served_model(
     return ServedModel(
         card=card,
         tokenizer=tokenizer,
-        chat_template=_chat_template(folder, model.chat_template, tokenizer),
+        chat_template=_chat_template(tokenizer_folder, model.chat_template, tokenizer),
         eos_token_ids=eos_token_ids,
-        shapes=base_shapes(decoder),
+        shapes=served_shapes(decoder, model),
         config=model,
         store=store,
         engine=engine,
@@ -90,22 +96,24 @@ def _engine(name: str, model: ModelConfig, launch: EngineLauncher, clock: Clock)
     )
 
 
+def served_shapes(config: DecoderConfig, model: ModelConfig) -> BaseShapes:
+    """With what the operator lets adapters change. Raises ConfigError for an unknown module."""
+    shapes = base_shapes(config)
+    if not model.enable_lora:
+        return msgspec.structs.replace(shapes, enabled_modules=())
+    if not model.lora_target_modules:
+        return shapes
+    enabled = hf_modules(model.lora_target_modules, shapes.modules)
+    return msgspec.structs.replace(shapes, enabled_modules=enabled)
+
+
 def base_shapes(config: DecoderConfig) -> BaseShapes:
-    biased = {
-        "q_proj": config.qkv_bias,
-        "k_proj": config.qkv_bias,
-        "v_proj": config.qkv_bias,
-        "o_proj": config.o_bias,
-        "gate_proj": config.mlp_bias,
-        "up_proj": config.mlp_bias,
-        "down_proj": config.mlp_bias,
-    }
     return BaseShapes(
         config.num_layers,
         dict(module_shapes(config)),
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        biased_modules=tuple(module for module, has_bias in biased.items() if has_bias),
+        biased_modules=biased_modules(config),
         ties_embeddings=config.tie_word_embeddings,
     )
 

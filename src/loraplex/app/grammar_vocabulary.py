@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from loraplex.execution.grammar.vocabulary import GrammarVocabulary, VocabularySource
-from loraplex.serving.text.tokenizer import Tokenizer, load_tokenizer
+from loraplex.text.tokenizer import Tokenizer, load_tokenizer
 
 
 def vocabulary_source(folder: Path) -> VocabularySource:

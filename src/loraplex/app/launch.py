@@ -12,15 +12,21 @@ import logging
 import os
 import sys
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from loraplex.app.build_limits import within_build
 from loraplex.core.config import NO_CACHE, Config, ModelConfig
 from loraplex.core.environment import weights_cache_directory
 from loraplex.core.errors import LoraplexError
-from loraplex.execution.checkpoint import resolve_model
+from loraplex.execution.checkpoint import resolve_model, resolve_tokenizer
 from loraplex.serving.engines.link import EngineLink, LinkFactory, ProcessLink
+
+if TYPE_CHECKING:
+    from loraplex.frontends.kserve.model_control import ModelControl
+    from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 
 EngineLauncher = Callable[[ModelConfig], LinkFactory]
 """Where a model's engine runs: in a process of its own, or in a thread."""
@@ -28,38 +34,56 @@ EngineLauncher = Callable[[ModelConfig], LinkFactory]
 _FIRST_EPOCH = 1
 
 
-def run_server(config: Config, say: Callable[[str], None]) -> None:
+def run_server(
+    config: Config,
+    say: Callable[[str], None],
+    declarations: Sequence["ModelDeclaration"] = (),
+    control: "ModelControl | None" = None,
+) -> None:
     """Serve until SIGINT or SIGTERM. Raises ConfigError if it cannot start.
 
-    `say` is told the addresses once the server is ready.
+    `say` is told the addresses once the server is ready. declarations: what a model repository
+    says of the Triton models; none: the default names. control: which of them are loaded, and who
+    may change that.
     """
-    logging.basicConfig(
-        level=config.server.log_level.upper(), format="%(levelname).1s %(name)s: %(message)s"
-    )
-    asyncio.run(_run_server(with_local_paths(config), say))
+    set_up_logging(config.server.log_level)
+    asyncio.run(_run_server(with_local_paths(config), say, declarations, control))
 
 
-async def _run_server(config: Config, say: Callable[[str], None]) -> None:
+def set_up_logging(level: str) -> None:
+    """To standard error, from a level of core.config on."""
+    logging.basicConfig(level=level.upper(), format="%(levelname).1s %(name)s: %(message)s")
+
+
+async def _run_server(
+    config: Config,
+    say: Callable[[str], None],
+    declarations: Sequence["ModelDeclaration"],
+    control: "ModelControl | None",
+) -> None:
     launch_process = functools.partial(engine_process, log_level=config.server.log_level)
     async with started_engines(config, launch_process) as launch:
         # The engines are on their way.
         from loraplex.app.server import Server  # noqa: PLC0415
 
-        await Server(config, launch, say).run()
+        await Server(config, launch, say, declarations, control).run()
 
 
 def with_local_paths(config: Config) -> Config:
     """The same, with every model in a folder here; a hub id is downloaded. Raises ConfigError.
 
-    Each model's weights cache is then a folder, too, or none.
+    Each model's weights cache is then a folder, too, or none. What an engine folder was built for
+    holds.
     """
     state_dir = config.server.state_dir
     models = {}
     for name, model in config.models.items():
+        folder = resolve_model(model.path, model.revision)
         cache = weights_cache_directory(model.weights_cache_dir, state_dir)
         models[name] = msgspec.structs.replace(
-            model,
-            path=str(resolve_model(model.path, model.revision)),
+            within_build(name, model, folder),
+            path=str(folder),
+            tokenizer=model.tokenizer and str(resolve_tokenizer(model.tokenizer)),
             weights_cache_dir=NO_CACHE if cache is None else os.path.abspath(cache),
         )
     return msgspec.structs.replace(config, models=models)

@@ -15,8 +15,8 @@ from loraplex.adapters.base_check import check_shapes
 from loraplex.adapters.formats.inputs import open_input
 from loraplex.adapters.staged import StagingLimits
 from loraplex.adapters.targets import source_of
-from loraplex.app.builder import served_shapes
 from loraplex.app.build_limits import within_build
+from loraplex.app.builder import served_shapes
 from loraplex.app.engine import runner_settings
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import InvalidAdapterError, LoraplexError
@@ -37,7 +37,8 @@ from loraplex.execution.step_memory import StepMemory, estimated_step_memory
 from loraplex.execution.weight_size import weights_size
 from loraplex.memory.adapter_pages import place
 from loraplex.models.attention import attention_shape
-from loraplex.models.config import DecoderConfig, module_shapes
+from loraplex.models.config import DecoderConfig
+from loraplex.models.layer_linears import module_shapes
 from loraplex.models.registry import read_config
 from loraplex.serving.adapters.fit import check_room
 from loraplex.serving.adapters.folders import find_below

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 import uvicorn
@@ -22,6 +22,8 @@ from loraplex.core.errors import ConfigError
 from loraplex.core.version import __version__
 from loraplex.frontends.kserve.grpc.server import GrpcServer
 from loraplex.frontends.kserve.http.routes import kserve_routes
+from loraplex.frontends.kserve.model_control import ModelControl
+from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.openai.app import openai_fallback_routes, openai_routes
 from loraplex.frontends.openai.room import OpenAIOptions
@@ -48,8 +50,21 @@ class HttpServer(uvicorn.Server):
 class Server:
     """One run of the serving process."""
 
-    def __init__(self, config: Config, launch: EngineLauncher, say: Callable[[str], None]) -> None:
-        """A configuration with local paths. `say` is told the addresses once all is ready."""
+    def __init__(
+        self,
+        config: Config,
+        launch: EngineLauncher,
+        say: Callable[[str], None],
+        declarations: Sequence[ModelDeclaration] = (),
+        control: ModelControl | None = None,
+    ) -> None:
+        """A configuration with local paths. `say` is told the addresses once all is ready.
+
+        declarations: of a model repository; none: the default names of the Triton models. control:
+        which of them are loaded; None: all.
+        """
+        self._declarations = declarations
+        self._control = control
         self._config = config
         self._launch = launch
         self._say = say
@@ -60,7 +75,7 @@ class Server:
         settings = self._config.server
         metrics = RequestMetrics(self._config.models)
         service = build_service(self._config, self._launch, metrics)
-        triton = TritonService(service)
+        triton = TritonService(service, declarations=self._declarations, control=self._control)
         grpc_server = GrpcServer(
             triton, asyncio.get_running_loop(), settings.host, settings.grpc_port
         )
@@ -73,7 +88,11 @@ class Server:
                 serving_http(app, settings.host, settings.http_port)
             )
             metrics_port = await stack.enter_async_context(
-                serving_http(metrics_app(service, metrics), settings.host, settings.metrics_port)
+                serving_http(
+                    metrics_app(service, metrics, triton.collectors()),
+                    settings.host,
+                    settings.metrics_port,
+                )
             )
             await grpc_server.start()
             stack.push_async_callback(grpc_server.stop)

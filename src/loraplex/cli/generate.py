@@ -50,7 +50,9 @@ def generate(
     timing: Annotated[bool, typer.Option("--timing", help="Tell what each answer took.")] = False,
     dtype: Annotated[str, typer.Option(help="auto, float32, float16, bfloat16.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
-    quantization: Annotated[str, typer.Option(help="Weights in none, int8 or int4.")] = "none",
+    quantization: Annotated[
+        str, typer.Option(help="Weights in none, int8, int4 or, on a GPU, fp8.")
+    ] = "none",
 ) -> None:
     """Answer one prompt with the base model and with every adapter given, in one batch."""
     text = typer.get_text_stream("stdin").read() if prompt == "-" else prompt

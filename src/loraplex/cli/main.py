@@ -4,14 +4,17 @@ from typing import Annotated
 
 import typer
 
-from loraplex.cli import adapters
+from loraplex.cli import adapters, client
 from loraplex.cli.bench_group import bench_app
+from loraplex.cli.build import TAKES_ALL_FLAGS, build, convert_checkpoint
 from loraplex.cli.compare import compare
 from loraplex.cli.convert import convert_lora, extract_lora
 from loraplex.cli.generate import generate
 from loraplex.cli.plan import plan
 from loraplex.cli.replay import replay
 from loraplex.cli.serve import serve
+from loraplex.cli.triton import triton_app
+from loraplex.cli.triton_tools import fill_template, launch_triton_server
 from loraplex.core.version import __version__
 
 app = typer.Typer(
@@ -29,8 +32,14 @@ app.command()(plan)
 app.command()(replay)
 app.command()(convert_lora)
 app.command()(extract_lora)
+app.command(context_settings=TAKES_ALL_FLAGS)(convert_checkpoint)
+app.command(context_settings=TAKES_ALL_FLAGS)(build)
+app.command()(fill_template)
+app.command(context_settings=TAKES_ALL_FLAGS)(launch_triton_server)
 app.add_typer(bench_app, name="bench")
 app.add_typer(adapters.app, name="adapters")
+app.add_typer(triton_app, name="triton")
+app.add_typer(client.app, name="client")
 
 
 def _print_version(asked: bool) -> None:

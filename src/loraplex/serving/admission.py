@@ -93,6 +93,13 @@ def check_prompt(token_ids: Sequence[int], model: ModelCard) -> None:
             f"{model.max_model_len - 1} and one of output (max_model_len {model.max_model_len})",
             param="prompt",
         )
+    if model.max_input_len is not None and len(token_ids) > model.max_input_len:
+        # TensorRT-LLM's words: clients know them.
+        raise PromptTooLongError(
+            f"Prompt length ({len(token_ids)}) exceeds maximum input length "
+            f"({model.max_input_len}) of model {model.name!r}: see max_input_len",
+            param="prompt",
+        )
     _check_ids("prompt", token_ids, model)
 
 

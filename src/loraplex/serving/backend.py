@@ -36,6 +36,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     """Unix seconds."""
     max_model_len: int
+    max_input_len: int | None = None
+    """Longest prompt, if it is less than what max_model_len leaves."""
     vocab_size: int
     eos_token_id: int | None
     pad_token_id: int | None
@@ -101,8 +103,18 @@ class Backend(Protocol):
     def tokenize(self, model: str, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
     def detokenize(
-        self, model: str, token_ids: Sequence[int], *, skip_special_tokens: bool = True
-    ) -> str: ...
+        self,
+        model: str,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        is_continuation: bool = False,
+    ) -> str:
+        """The text of token ids: a whole one or, is_continuation, what follows some other text.
+
+        Tokenizers that put a space before every text drop it from a whole one only.
+        """
+        ...
 
     def token_bytes(self, model: str, token_id: int) -> bytes:
         """The exact bytes that one token stands for (OpenAI's logprobs show them)."""

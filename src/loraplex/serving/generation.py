@@ -21,7 +21,7 @@ from loraplex.serving.best_of import BestOf
 from loraplex.serving.engines.output_stream import OutputStream
 from loraplex.serving.logits_files import files_of, read_and_delete
 from loraplex.serving.text.sequence_text import SequenceText
-from loraplex.serving.text.tokenizer import Tokenizer
+from loraplex.text.tokenizer import Tokenizer
 
 
 class Aborter(Protocol):

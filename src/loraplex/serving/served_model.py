@@ -15,6 +15,7 @@ from loraplex.core.errors import (
     LoraplexError,
     NotReadyError,
     PermissionDeniedError,
+    UnsupportedFeatureError,
 )
 from loraplex.core.output import ResolvedAdapter
 from loraplex.core.principal import Principal
@@ -25,7 +26,7 @@ from loraplex.serving.engines.async_engine import AsyncEngine
 from loraplex.serving.grammar.grammars import Grammars
 from loraplex.serving.model_memory import ModelMemory, StoredAdapters, memory_of, stored
 from loraplex.serving.text.chat_template import ChatTemplate
-from loraplex.serving.text.tokenizer import Tokenizer
+from loraplex.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,11 @@ class ServedModel:
         """The versions that a request will run with, from now to its end."""
         if choices and not principal.may_use_adapters:
             raise PermissionDeniedError(f"tenant {principal.tenant!r} may not use adapters")
+        if choices and not self.shapes.is_adaptable:
+            raise UnsupportedFeatureError(
+                f"LoRA is not enabled for this model: {self.card.name!r} is served without "
+                "(enable_lora, or a build without lora_plugin)"
+            )
         chosen = []
         for choice in choices:
             ref = AdapterRef(self.card.name, principal.tenant, choice.key)

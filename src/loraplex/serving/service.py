@@ -50,6 +50,7 @@ from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.served_model import ServedModel, answered_by, label, uses
 from loraplex.serving.share_weight import share_weight
 from loraplex.serving.text.bad_words import with_bad_token_ids
+from loraplex.serving.text.detokenizer import continuation
 
 logger = logging.getLogger(__name__)
 
@@ -196,9 +197,17 @@ class Service:
         return self._served(model).tokenizer.encode(text, add_special_tokens)
 
     def detokenize(
-        self, model: str, token_ids: Sequence[int], *, skip_special_tokens: bool = True
+        self,
+        model: str,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        is_continuation: bool = False,
     ) -> str:
-        return self._served(model).tokenizer.decode(token_ids, skip_special_tokens)
+        tokenizer = self._served(model).tokenizer
+        if not is_continuation:
+            return tokenizer.decode(token_ids, skip_special_tokens)
+        return continuation(tokenizer, token_ids, skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, model: str, token_id: int) -> bytes:
         return self._served(model).tokenizer.token_bytes(token_id)

@@ -152,7 +152,7 @@ def _config(llama: Llama) -> DecoderConfig:
         intermediate_size=llama.inner,
         vocab_size=llama.vocab,
         max_position_embeddings=4096,
-        rms_norm_eps=1e-5,
+        norm_eps=1e-5,
         rope=RopeConfig(),
         layer_windows=(None,) * _NUM_LAYERS,
         qkv_bias=False,

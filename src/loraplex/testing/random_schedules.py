@@ -25,7 +25,8 @@ from loraplex.execution.sampling.rows import num_logits_rows
 from loraplex.execution.sampling.sampler import Sampler
 from loraplex.execution.threaded_runner import ThreadedRunner
 from loraplex.memory.adapter_pages import place
-from loraplex.models.config import DecoderConfig, module_shapes
+from loraplex.models.config import DecoderConfig
+from loraplex.models.layer_linears import module_shapes
 from loraplex.scheduling.settings import SchedulerSettings
 from loraplex.testing.instant_loader import InstantLoader
 

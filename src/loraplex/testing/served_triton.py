@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 
@@ -14,6 +14,8 @@ from starlette.applications import Starlette
 from loraplex.frontends.kserve.access import Authenticate, everyone_is_local
 from loraplex.frontends.kserve.grpc.server import GrpcServer
 from loraplex.frontends.kserve.http.routes import kserve_routes
+from loraplex.frontends.kserve.model_control import ModelControl
+from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.serving.backend import Backend
 
@@ -35,9 +37,11 @@ def served_triton(
     *,
     authenticate: Authenticate = everyone_is_local,
     max_body_bytes: int = 2**20,
+    declarations: Sequence[ModelDeclaration] = (),
+    control: ModelControl | None = None,
 ) -> Iterator[ServedTriton]:
     """Serve backend over HTTP and gRPC; its event loop runs in a thread of its own."""
-    service = TritonService(backend)
+    service = TritonService(backend, declarations=declarations, control=control)
     started: Future[ServedTriton] = Future()
     stop = threading.Event()
 

@@ -8,14 +8,16 @@ from typing import Any
 from google.protobuf import json_format
 
 from loraplex.core.errors import ConfigError
-from loraplex.frontends.kserve.models.catalog import tensor_config
 from loraplex.frontends.kserve.models.kinds import ModelKind
+from loraplex.frontends.kserve.models.triton_model import tensor_config
 from loraplex.frontends.kserve.tensors import DATATYPES
 from loraplex.triton.model_folder import ModelFolder
 from loraplex.triton.notes import Notes
 from loraplex.triton.pbtxt import is_placeholder
 
 _TYPE_NAMES = {row.config_name: row.name for row in DATATYPES.values()}
+_FLOATS = ("FP16", "BF16", "FP32")
+"""A template lets its user choose between them."""
 _NUMBERS = frozenset(
     {
         *("dims", "shape", "versions", "model_version", "device_id"),
@@ -60,10 +62,22 @@ def completed_config(
         "backend": kind.backend if is_placeholder(config["backend"]) else config["backend"],
         "version_policy": config.get("version_policy") or {"latest": {"num_versions": 1}},
         "max_batch_size": max_batch_size,
-        "instance_group": config["instance_group"]
-        or [{"name": folder.name, "kind": "KIND_MODEL", "count": 1}],
+        "instance_group": _named_groups(folder.name, config["instance_group"]),
         "model_transaction_policy": {"decoupled": is_decoupled},
     }
+
+
+def declared_datatype(folder: ModelFolder, output: str) -> str | None:
+    """As the protocol calls the type of an output; None: it is not declared."""
+    for row in folder.config.output:
+        if row.name == output:
+            return _TYPE_NAMES.get(_type_name(folder, row))
+    return None
+
+
+def _type_name(folder: ModelFolder, row: Any) -> str:
+    enum = folder.config.DESCRIPTOR.file.enum_types_by_name["DataType"].values_by_number
+    return str(enum[row.data_type].name)
 
 
 def _types(rows: Iterable[Any]) -> Mapping[str, Sequence[str]]:
@@ -74,20 +88,28 @@ def _types(rows: Iterable[Any]) -> Mapping[str, Sequence[str]]:
 def _check_tensors(
     folder: ModelFolder, field: str, types: Mapping[str, Sequence[str]], notes: Notes
 ) -> None:
-    enum = folder.config.DESCRIPTOR.file.enum_types_by_name["DataType"].values_by_number
     for row in getattr(folder.config, field):
         if row.name not in types:
             notes.warning(f"{folder.pbtxt}: {field} '{row.name}' is declared, but not known here")
             continue
-        written = enum[row.data_type].name
+        written = _type_name(folder, row)
         allowed = types[row.name]
-        is_float = _TYPE_NAMES.get(written, "").startswith("FP") and allowed[0].startswith("FP")
+        is_float = _TYPE_NAMES.get(written) in _FLOATS and allowed[0] in _FLOATS
         if _TYPE_NAMES.get(written) not in allowed and not is_float:
             names = " or ".join(DATATYPES[name].config_name for name in allowed)
             raise ConfigError(
                 f"{folder.line_of_tensor(row.name)}: {field} '{row.name}' has data_type {written}, "
                 f"but it is {names}"
             )
+
+
+def _named_groups(model: str, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Groups without a name have the model's, and a number."""
+    declared = groups or [{"name": "", "kind": "KIND_MODEL", "count": 1}]
+    return [
+        {**group, "name": group["name"] or f"{model}_{i}", "count": group["count"] or 1}
+        for i, group in enumerate(declared)
+    ]
 
 
 def _with_numbers(value: Any, field: str = "") -> Any:

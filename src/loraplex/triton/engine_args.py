@@ -65,9 +65,7 @@ ENGINE_ARGS = (
         long_prefill_token_threshold="max_prefill_chunk",
     ),
     *_settings(Kind.NUMBER, gpu_memory_utilization="kv_cache_fraction"),
-    *_settings(
-        Kind.BOOL, enable_prefix_caching="enable_prefix_cache", async_scheduling="overlap"
-    ),
+    *_settings(Kind.BOOL, enable_prefix_caching="enable_prefix_cache", async_scheduling="overlap"),
     *_settings(
         Kind.WHOLES,
         cudagraph_capture_sizes="cuda_graph_batch_sizes",
@@ -203,7 +201,7 @@ ENGINE_ARGS = (
 """By what they do. The names are those of EngineArgs and AsyncEngineArgs."""
 
 _ROWS: Mapping[str, EngineArg] = MappingProxyType({row.key: row for row in ENGINE_ARGS})
-VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
+_VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {"dtype": {"half": "float16", "float": "float32"}}
 )
 """vLLM's words for values of settings."""
@@ -227,6 +225,11 @@ def read_value(row: EngineArg, value: Any) -> Any:
         return _READERS[row.kind](value)
     except (TypeError, ValueError):
         raise ValueError(f"{row.key}: {value!r} is not {_MEANINGS[row.kind]}") from None
+
+
+def translated(key: str, value: Any) -> Any:
+    """The value of a SETTING in our words."""
+    return _VALUES.get(key, {}).get(value, value) if isinstance(value, str) else value
 
 
 def asks_for_nothing(row: EngineArg, value: Any) -> bool:

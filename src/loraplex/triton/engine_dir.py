@@ -44,6 +44,13 @@ def find_engine_dir(folder: ModelFolder, notes: Notes) -> Path:
     return _checked(folder, found, notes)
 
 
+def built_batch_size(engine: Path) -> int | None:
+    """How many requests an engine was built for; None: its folder does not say."""
+    build = _read_config(engine / _CONFIG).get("build_config")
+    size = build.get("max_batch_size") if isinstance(build, Mapping) else None
+    return size if isinstance(size, int) and size > 0 else None
+
+
 def _checked(folder: ModelFolder, engine: Path, notes: Notes) -> Path:
     parameters = folder.parameters
     if not (engine / _CONFIG).is_file():

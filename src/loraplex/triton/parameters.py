@@ -22,6 +22,7 @@ class Kind(enum.Enum):
     WHOLE = "a whole number"
     NUMBER = "a number"
     WHOLES = "whole numbers with commas between them"
+    ANY = "any value"
 
 
 class Effect(enum.Enum):
@@ -138,6 +139,7 @@ class Parameters:
     def __contains__(self, key: str) -> bool:
         return key in self._texts
 
+    @property
     def keys(self) -> list[str]:
         return list(self._texts)
 
@@ -186,4 +188,5 @@ _READERS: Mapping[Kind, Callable[[str], Any]] = {
     Kind.WHOLE: int,
     Kind.NUMBER: float,
     Kind.WHOLES: _read_wholes,
+    Kind.ANY: str,
 }

@@ -24,6 +24,8 @@ class Repository:
     """Of `models`, lowest first; each value knows where it is written."""
     declarations: tuple[ModelDeclaration, ...]
     """By name."""
+    loaded: tuple[str, ...] | None
+    """Names that were asked for, and what they are made of; None: all."""
     notes: Notes
 
 
@@ -55,7 +57,12 @@ def read_repositories(paths: Sequence[Path], wanted: Collection[str] = ()) -> Re
         else:
             layers += tensorrt.layers(name)
     declarations += [tensorrt.declaration(n) for n in tensorrt.names if bases[n] in served]
-    return Repository(tuple(layers), tuple(sorted(declarations, key=lambda d: d.name)), notes)
+    declarations.sort(key=lambda declaration: declaration.name)
+    parts = [
+        step for name in wanted if roles[name] is Role.ENSEMBLE for step in tensorrt.steps(name)
+    ]
+    loaded = tuple(dict.fromkeys([*wanted, *parts])) if wanted else None
+    return Repository(tuple(layers), tuple(declarations), loaded, notes)
 
 
 def _by_name(folders: Sequence[ModelFolder]) -> dict[str, ModelFolder]:

@@ -8,9 +8,8 @@ from loraplex.core.config_layers import Layer
 from loraplex.core.errors import ConfigError
 from loraplex.frontends.kserve.models.catalog import DEFAULT_MAX_BATCH_SIZE
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration, ModelOptions
-from loraplex.models.build_limits import read_build_limits
-from loraplex.triton.config_json import completed_config
-from loraplex.triton.engine_dir import find_engine_dir
+from loraplex.triton.config_json import completed_config, declared_datatype
+from loraplex.triton.engine_dir import built_batch_size, find_engine_dir
 from loraplex.triton.model_folder import ModelFolder
 from loraplex.triton.notes import Notes
 from loraplex.triton.parameters import TENSORRT_LLM_PARAMETERS
@@ -55,7 +54,7 @@ class TensorrtLlmModels:
 
     def _behind_ensemble(self, name: str) -> str:
         folder = self._folders[name]
-        steps = [step.model_name for step in folder.config.ensemble_scheduling.step]
+        steps = self.steps(name)
         for step in steps:
             if step not in self._folders:
                 raise ConfigError(
@@ -84,14 +83,19 @@ class TensorrtLlmModels:
         return inner
 
     def _behind_part(self, name: str) -> str:
-        """Of preprocessing and postprocessing: by an ensemble, by the tokenizer, or the only one."""
+        """Of preprocessing and postprocessing: an ensemble says it, or the tokenizer; or there is
+        but one.
+        """
         for other in self._folders:
-            if self._roles[other] is Role.ENSEMBLE and name in self._steps(other):
+            if self._roles[other] is Role.ENSEMBLE and name in self.steps(other):
                 return self._behind_ensemble(other)
         tokenizer = self._tokenizer_of(self._folders[name])
         if tokenizer is not None:
             for base in self._bases:
-                if tokenizer in (str(self._engine_dir(base)), self._tokenizer_of(self._folders[base])):
+                if tokenizer in (
+                    str(self._engine_dir(base)),
+                    self._tokenizer_of(self._folders[base]),
+                ):
                     return base
         only = self._only_base()
         if only is None:
@@ -102,7 +106,8 @@ class TensorrtLlmModels:
             )
         return only
 
-    def _steps(self, ensemble: str) -> list[str]:
+    def steps(self, ensemble: str) -> list[str]:
+        """The models that an ensemble is made of; none of another kind."""
         return [s.model_name for s in self._folders[ensemble].config.ensemble_scheduling.step]
 
     @property
@@ -181,8 +186,7 @@ class TensorrtLlmModels:
 
     def _default_batch_size(self, base: str) -> int:
         """Where a template was not filled: what the model was built for."""
-        limits = read_build_limits(self._engine_dir(base))
-        return (limits and limits.max_batch_size) or DEFAULT_MAX_BATCH_SIZE
+        return built_batch_size(self._engine_dir(base)) or DEFAULT_MAX_BATCH_SIZE
 
     def _is_decoupled(self, name: str, role: Role, base: str) -> bool:
         """An ensemble is as its tensorrt_llm is, and so is a BLS that does not say."""
@@ -198,6 +202,9 @@ class TensorrtLlmModels:
         return ModelOptions(
             excludes_input=bool(answers.read(_ROWS["exclude_input_in_output"])),
             max_beam_width=answers.read(_ROWS["max_beam_width"]),
+            logits_datatype=declared_datatype(self._folders[base], "context_logits") or "FP32",
+            has_draft_model=role is Role.BLS
+            and folder.parameters.text("tensorrt_llm_draft_model_name") is not None,
             adds_special_tokens=self._word(folder, "add_special_tokens"),
             skips_special_tokens=self._word(folder, "skip_special_tokens"),
             accumulates_tokens=role is Role.BLS

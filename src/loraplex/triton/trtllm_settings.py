@@ -17,6 +17,7 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
 )
 """Of a TensorRT-LLM repository (version of January 2024), where they are not ours."""
 _PREFETCH = "lora_prefetch_dir"
+_ZERO_IS_UNSAID = ("iter_stats_max_iterations", "max_tokens_in_paged_kv_cache")
 _QUEUE_FIELDS = ("max_queue_size", "max_queue_delay_microseconds")
 
 
@@ -41,7 +42,7 @@ def _parameter_layer(folder: ModelFolder, row: ParameterRow, notes: Notes) -> It
     if value is None:
         return
     match row.effect:
-        case Effect.SETTING:
+        case Effect.SETTING if value or row.key not in _ZERO_IS_UNSAID:
             yield _layer(folder, parameters.place(row.key), {row.setting: value})
         case Effect.NONE:
             notes.info(f"{folder.name}: {row.key} has no effect: {row.reason}")
@@ -57,7 +58,9 @@ def _parameter_layer(folder: ModelFolder, row: ParameterRow, notes: Notes) -> It
 def _prefetch_layer(folder: ModelFolder, written: str, notes: Notes) -> Iterator[Layer]:
     found = folder.find_folder(written)
     if found is None:
-        notes.warning(f"{folder.name}: {_PREFETCH}: there is no folder {written}: nothing is loaded")
+        notes.warning(
+            f"{folder.name}: {_PREFETCH}: there is no folder {written}: nothing is loaded"
+        )
     else:
         place = folder.parameters.place(_PREFETCH)
         yield _layer(folder, place, {"adapter_dirs": [str(found)]})
@@ -74,7 +77,7 @@ def _queue_layers(folder: ModelFolder) -> Iterator[Layer]:
 
 def _check_keys(folder: ModelFolder, notes: Notes) -> None:
     known = [row.key for row in TENSORRT_LLM_PARAMETERS]
-    for key in folder.parameters.keys():
+    for key in folder.parameters.keys:
         if key in known:
             continue
         close = difflib.get_close_matches(key, known, n=1, cutoff=0.8)

@@ -5,10 +5,11 @@ import shutil
 
 import pytest
 
-from loraplex.app.builder import build_service
+from loraplex.app.builder import build_service, served_shapes
 from loraplex.app.launch import with_local_paths
 from loraplex.core.config import Config, ModelConfig, ServerConfig
 from loraplex.core.errors import ConfigError, UnsupportedModelError
+from loraplex.models.registry import read_config
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.testing.capitals import BASE_PATH
 from loraplex.testing.fake_engine_process import fake_engine_thread
@@ -137,3 +138,23 @@ async def test_a_service_holds_its_state_directory(folder, tmp_path):
         build_persistent()
     await service.close()
     await build_persistent().close()
+
+
+class TestWhatAdaptersMayChange:
+    SHAPES = read_config(BASE_PATH)
+
+    def enabled(self, **settings):
+        return served_shapes(self.SHAPES, ModelConfig(path="", **settings)).enabled_modules
+
+    def test_any_module(self):
+        assert self.enabled() is None
+
+    def test_none(self):
+        assert self.enabled(enable_lora=False, lora_target_modules=("attn_q",)) == ()
+
+    def test_some(self):
+        assert self.enabled(lora_target_modules=("attn_q", "v_proj")) == ("q_proj", "v_proj")
+
+    def test_an_unknown_one(self):
+        with pytest.raises(ConfigError, match="there is no module 'attn'"):
+            self.enabled(lora_target_modules=("attn",))

@@ -6,8 +6,8 @@ from loraplex.app.grammar_vocabulary import vocabulary_of, vocabulary_source
 from loraplex.core.errors import ConfigError
 from loraplex.execution.grammar.compiler import build_tokenizer
 from loraplex.serving.text.detokenizer import IncrementalDetokenizer
-from loraplex.serving.text.tokenizer import load_tokenizer
 from loraplex.testing import tiny_tokenizers
+from loraplex.text.tokenizer import load_tokenizer
 
 TEXTS = (
     '{"name": "value", "list": [1, 2.5, true]}',

@@ -100,9 +100,26 @@ def test_what_cannot_be_served_at_all(arguments, text):
 def test_a_gpu_that_is_not_here():
     result = plan("--device", "cuda", "--memory", "1GiB", "--json")
     memory = json.loads(result.stdout)["memory"]
-    left = (1 << 30) - memory["weights_bytes"]
+    steps = memory["workspace_bytes"] + memory["graph_bytes"]
+    assert steps > 100 << 20
+    left = (1 << 30) - memory["weights_bytes"] - steps
     assert memory["kv"]["num_bytes"] == pytest.approx(0.9 * left, rel=0.01)
     assert memory["device"]["num_bytes"] == pytest.approx(0.05 * 0.1 * left, rel=0.05)
+
+
+def test_what_a_gpus_steps_take_is_an_estimate():
+    result = plan("--device", "cuda", "--memory", "1GiB")
+    assert "recorded steps" in result.output
+    assert "estimated" in result.output
+    result = plan("--device", "cuda", "--memory", "1GiB", "--no-cuda-graphs", "--json")
+    assert json.loads(result.stdout)["memory"]["graph_bytes"] == 0
+    assert "recorded steps" not in plan("--memory", "1GiB").output
+
+
+def test_a_gpu_that_is_too_small_for_its_steps():
+    result = plan("--device", "cuda", "--memory", "128MiB")
+    assert result.exit_code == 1
+    assert "turn cuda_graphs off, which gives" in result.output
 
 
 def test_an_adapter_that_is_not_there():

@@ -275,3 +275,11 @@ def test_a_grammar_needs_a_token_to_end_with():
     with pytest.raises(UnsupportedFeatureError, match="no end-of-text token") as caught:
         ends(None, ())
     assert caught.value.param == "grammar"
+
+
+def test_a_prompt_longer_than_its_own_limit():
+    card = msgspec.structs.replace(CARD, max_input_len=5)
+    assert admitted(range(3, 8), card=card)
+    said = r"Prompt length \(6\) exceeds maximum input length \(5\)"
+    with pytest.raises(PromptTooLongError, match=said):
+        admitted(range(3, 9), card=card)

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from loraplex.core import errors
+from loraplex.frontends.kserve.failures import FailedAnswer
 
 logger = logging.getLogger(__name__)
 
@@ -18,6 +19,18 @@ class Status(NamedTuple):
     http: int
     grpc: str
     """Name of the grpc.StatusCode."""
+
+
+class NotFoundError(errors.RequestError):
+    """What only this protocol knows by name is not there: a region of shared memory."""
+
+    code = "not_found"
+
+
+class AlreadyExistsError(errors.RequestError):
+    """The name is taken."""
+
+    code = "already_exists"
 
 
 _INVALID = Status(400, "INVALID_ARGUMENT")
@@ -55,6 +68,13 @@ STATUS: Mapping[type[errors.LoraplexError], Status] = MappingProxyType(
 )
 """Every leaf of core.errors. The rows of _BRANCHES catch an error raised by its branch's name."""
 
+_OWN: Mapping[type[errors.LoraplexError], Status] = MappingProxyType(
+    {
+        NotFoundError: _NOT_FOUND,
+        AlreadyExistsError: Status(400, "ALREADY_EXISTS"),
+    }
+)
+
 _BRANCHES: Mapping[type[errors.LoraplexError], Status] = MappingProxyType(
     {
         errors.RequestError: _INVALID,
@@ -74,7 +94,7 @@ _PREFIXES: Mapping[type[errors.LoraplexError], str] = MappingProxyType(
 
 def status_of(error: errors.LoraplexError) -> Status:
     """The row of the error's class, or of the nearest class above it."""
-    rows = {**_BRANCHES, **STATUS}
+    rows = {**_BRANCHES, **STATUS, **_OWN}
     return next(rows[cls] for cls in type(error).__mro__ if cls in rows)
 
 
@@ -84,6 +104,8 @@ def message_of(error: errors.LoraplexError) -> str:
 
 def as_loraplex_error(error: BaseException) -> errors.LoraplexError:
     """The error itself, or for a defect of ours an InternalError; its traceback is logged."""
+    if isinstance(error, FailedAnswer):
+        return error.error
     if isinstance(error, errors.LoraplexError):
         return error
     logger.error("a KServe request failed", exc_info=error)

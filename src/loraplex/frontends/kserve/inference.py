@@ -3,6 +3,7 @@
 Owns the backend's iterators and closes them; whoever holds an Inference must close it.
 """
 
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 
@@ -11,9 +12,12 @@ from loraplex.frontends.kserve.active import ActiveRequest
 from loraplex.frontends.kserve.merge import merged
 from loraplex.frontends.kserve.messages import InferRequest, InferResponse, Parameter
 from loraplex.frontends.kserve.models.answer import Answer
-from loraplex.frontends.kserve.models.answers import output_tensors
-from loraplex.frontends.kserve.models.catalog import VERSION, TritonModel
+from loraplex.frontends.kserve.models.answers import output_tensors, without_batch
 from loraplex.frontends.kserve.models.convert import Generation
+from loraplex.frontends.kserve.models.triton_model import TritonModel
+from loraplex.frontends.kserve.statistics import Recording
+from loraplex.frontends.kserve.tensors import Tensor
+from loraplex.frontends.kserve.token_metrics import TokenTimes
 from loraplex.serving.backend import close_outputs
 
 
@@ -25,12 +29,14 @@ class Inference:
         generations: Sequence[Generation],
         streams: Sequence[AsyncIterator[RequestOutput]],
         active: ActiveRequest,
+        recording: Recording,
     ) -> None:
         assert len(generations) == len(streams) > 0
         self._model = model
         self._request = request
         self._streams = streams
         self._active = active
+        self._recording = recording
         self._is_streamed = generations[0].is_streamed
         self._batch = [
             [Answer(generation, index) for index in range(generation.request.sampling.n)]
@@ -64,10 +70,21 @@ class Inference:
         for response in self._rest():
             yield response
 
+    @property
+    def queue_ns(self) -> int:
+        """How long the last element of the batch waited for its first step, once it has ended."""
+        timings = [answers[0].timing for answers in self._batch]
+        waits = [timing.queue_seconds or 0.0 for timing in timings if timing is not None]
+        return round(max(waits, default=0.0) * 1e9)
+
+    def token_times(self) -> list[TokenTimes]:
+        """Of every element of the batch, once all have ended."""
+        return [_token_times(answers) for answers in self._batch]
+
     @staticmethod
     def _grouped(answers: list[Answer]) -> list[list[Answer]]:
-        """By response: each sequence has its own, but the beams of a search share one."""
-        if answers and answers[0].generation.is_beam_search:
+        """By response: each sequence has its own, but those that come together share one."""
+        if answers and answers[0].generation.comes_together:
             return [answers]
         return [[answer] for answer in answers]
 
@@ -89,6 +106,7 @@ class Inference:
 
     def _take(self, index: int, output: RequestOutput) -> list[Answer]:
         """Add an output to its answers; the answers that are to be sent now."""
+        self._recording.begun()
         answers = self._batch[index]
         if output.adapters:
             names = ",".join(adapter.name for adapter in output.adapters)
@@ -101,6 +119,8 @@ class Inference:
         for sequence in output.sequences:
             answers[sequence.index].add(sequence)
         if self._is_streamed:
+            if answers[0].generation.comes_together:
+                return answers if output.sequences else []
             return [answers[sequence.index] for sequence in output.sequences]
         return answers if output.finished else []
 
@@ -132,18 +152,40 @@ class Inference:
         batch_index: int | None = None,
         sequence_index: int | None = None,
     ) -> InferResponse:
+        start_ns = time.monotonic_ns()
         tensors = output_tensors(
             self._model.kind, batch, batch_index=batch_index, sequence_index=sequence_index
         )
-        requested = self._request.requested
+        self._recording.made_output(time.monotonic_ns() - start_ns)
         return InferResponse(
             model=self._model.name,
-            version=VERSION,
+            version=self._model.version,
             request_id=self._request.request_id,
-            outputs=tuple(t for t in tensors if not requested or t.name in requested),
+            outputs=select(self._model, tensors, self._request.requested),
             parameters=dict(self._parameters) | _measured(batch),
             is_final=is_final,
         )
+
+
+def _token_times(answers: Sequence[Answer]) -> TokenTimes:
+    timing = answers[0].timing
+    return TokenTimes(
+        num_prompt_tokens=answers[0].num_input_tokens,
+        num_output_tokens=sum(answer.num_output_tokens for answer in answers),
+        num_sequences=len(answers),
+        first_token_seconds=timing.first_token_seconds if timing else None,
+        seconds_per_token=timing.seconds_per_token if timing else None,
+        total_seconds=timing.total_seconds if timing else None,
+    )
+
+
+def select(
+    model: TritonModel, tensors: Sequence[Tensor], requested: Sequence[str]
+) -> tuple[Tensor, ...]:
+    """The outputs that a client gets: those that it names, or all; without a batch dimension if
+    the model has none."""
+    kept = [tensor for tensor in tensors if not requested or tensor.name in requested]
+    return tuple(kept if model.max_batch_size else without_batch(model.kind, kept))
 
 
 def _measured(batch: Sequence[Sequence[Answer]]) -> dict[str, Parameter]:

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Mapping
 
-from loraplex.core.errors import UnsupportedFeatureError
 from loraplex.frontends.kserve.tensors import Tensor
 
 Parameter = bool | int | float | str
@@ -34,13 +33,3 @@ class InferResponse:
     outputs: tuple[Tensor, ...] = ()
     parameters: Mapping[str, Parameter] = dataclasses.field(default_factory=dict)
     is_final: bool = True
-
-
-def refuse_shared_memory(what: str, name: str, parameters: Mapping[str, object]) -> None:
-    """Raise UnsupportedFeatureError if a tensor is not in the message but in a shared region."""
-    if "shared_memory_region" in parameters:
-        raise UnsupportedFeatureError(
-            f"{what} '{name}' is in shared memory, which is not served; send its data with the "
-            "request",
-            param=name,
-        )

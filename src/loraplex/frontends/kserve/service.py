@@ -3,51 +3,61 @@
 Everything here runs on the event loop of the Backend. It knows no JSON, no HTTP and no protobuf.
 """
 
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-import msgspec
+from prometheus_client.registry import Collector
 
-from loraplex.core.adapter import AdapterChoice, AdapterKey, ByTaskId
-from loraplex.core.errors import (
-    AdapterNotFoundError,
-    InvalidParameterError,
-    InvalidRequestError,
-    LoraplexError,
-)
+from loraplex.core.errors import InvalidRequestError, UnsupportedFeatureError
 from loraplex.core.output import RequestOutput
 from loraplex.core.principal import Principal
-from loraplex.core.request import GenerateRequest
 from loraplex.frontends.kserve.active import ActiveRequest, ActiveRequests, StreamScope
-from loraplex.frontends.kserve.inference import Inference
+from loraplex.frontends.kserve.backend_metrics import TensorRtLlmCollector, token_labels
+from loraplex.frontends.kserve.inference import Inference, select
+from loraplex.frontends.kserve.management import Management
 from loraplex.frontends.kserve.messages import InferRequest, InferResponse
-from loraplex.frontends.kserve.models.catalog import (
-    DEFAULT_MAX_BATCH_SIZE,
-    VERSION,
-    Catalog,
-    TritonModel,
-)
-from loraplex.frontends.kserve.models.convert import Generation, InlineAdapter, convert
+from loraplex.frontends.kserve.model_control import ModelControl
+from loraplex.frontends.kserve.models.catalog import DEFAULT_MAX_BATCH_SIZE, Catalog
+from loraplex.frontends.kserve.models.computations import compute, is_computation
+from loraplex.frontends.kserve.models.declaration import ModelDeclaration
+from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
 from loraplex.frontends.kserve.models.inputs import Inputs, check_requested, read_inputs
-from loraplex.frontends.kserve.statistics import Statistics
+from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
+from loraplex.frontends.kserve.models.triton_model import TritonModel
+from loraplex.frontends.kserve.shared_memory import SharedMemory
+from loraplex.frontends.kserve.statistics import Recording, Statistics
+from loraplex.frontends.kserve.submission import Submission, errors_in_dialect
+from loraplex.frontends.kserve.triton_metrics import CpuCollector, InferenceCollector
 from loraplex.serving.backend import Backend, close_outputs
 
-MICROSECONDS = 1_000_000
-MAX_PRIORITY_LEVEL = 2**31 - 1
-DEFAULT_PRIORITY_LEVEL = 100
-"""Level 99 comes before what says nothing, level 101 after it."""
+_ONE_PER_ELEMENT = (ENSEMBLE.name, TENSORRT_LLM.name)
+"""Kinds that answer each element of a batch by itself."""
 
 
 class TritonService:
     """What a Triton server does, over one Backend."""
 
-    def __init__(self, backend: Backend, *, max_batch_size: int = DEFAULT_MAX_BATCH_SIZE) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        max_batch_size: int = DEFAULT_MAX_BATCH_SIZE,
+        declarations: Sequence[ModelDeclaration] = (),
+        control: ModelControl | None = None,
+    ) -> None:
+        """declarations: what a model repository says; none: our default names. control: which
+        models are loaded, and whether clients may change that; None: all, and they may not.
+        """
         self.backend = backend
-        self.catalog = Catalog(backend, max_batch_size=max_batch_size)
+        self.catalog = Catalog(
+            backend, max_batch_size=max_batch_size, declarations=declarations, control=control
+        )
+        self.memory = SharedMemory()
+        self.management = Management(self.catalog)
+        self._submission = Submission(backend)
         self._active = ActiveRequests()
-        self._statistics = Statistics()
+        self.counts = Statistics()
 
     @property
     def num_active(self) -> int:
@@ -57,30 +67,39 @@ class TritonService:
     def statistics(self, name: str = "", version: str = "") -> list[dict[str, Any]]:
         """Of one model, or of all. Raises ModelNotFoundError."""
         models = [self.catalog.find(name, version)] if name else self.catalog.models()
-        return [self._statistics.report(model.name, VERSION) for model in models]
+        return [self.counts.report(model.name, model.version) for model in models]
 
     async def infer(
         self, request: InferRequest, principal: Principal, scope: StreamScope | None = None
     ) -> InferResponse:
         """The one answer to a request. Raises errors of core.errors. Cancelling it aborts."""
         model = self.catalog.find(request.model, request.version)
-        with _Timed(self._statistics, model.name) as timed:
+        with self._recorded(model) as recording:
             elements = self._read(model, request)
             if _is_stop(elements):
+                recording.uncounted()
                 return self._stop(model, request, principal, scope)
+            recording.read()
+            if is_computation(model.kind):
+                response = await self._computed(model, request, elements)
+                recording.succeeded(len(elements))
+                return response
             if elements[0].flag("is_streamed"):
                 raise InvalidRequestError(
                     "Streaming is only supported over generate_stream and ModelStreamInfer; "
                     f"send '{model.kind.input_of('is_streamed')}' false to get one answer",
                     param=model.kind.input_of("is_streamed"),
                 )
-            inference, active = await self._admit(model, request, elements, principal, scope)
+            inference, active = await self._admit(
+                model, request, elements, principal, scope, recording
+            )
             try:
-                response = await inference.answer()
+                with errors_in_dialect(model):
+                    response = await inference.answer()
             finally:
                 self._active.remove(active)
                 await inference.aclose()
-            timed.batch_size = len(elements)
+            recording.succeeded(len(elements), inference.queue_ns, inference.token_times())
             return response
 
     async def stream(
@@ -88,22 +107,53 @@ class TritonService:
     ) -> "ResponseStream":
         """Admit a request; its answers follow. What is wrong beforehand is raised here."""
         model = self.catalog.find(request.model, request.version)
-        with _Timed(self._statistics, model.name, is_whole=False):
+        if is_computation(model.kind):
+            return ResponseStream(_one(await self.infer(request, principal, scope)))
+        with self._recorded(model) as recording:
             elements = self._read(model, request)
             if _is_stop(elements):
+                recording.uncounted()
                 return ResponseStream(_one(self._stop(model, request, principal, scope)))
-            inference, active = await self._admit(model, request, elements, principal, scope)
+            recording.read()
+            inference, active = await self._admit(
+                model, request, elements, principal, scope, recording
+            )
         return ResponseStream(
-            self._timed_responses(model, inference, len(elements)),
+            self._recorded_responses(model, inference, len(elements), recording),
             inference,
             (self._active, active),
+            recording,
         )
+
+    def _recorded(self, model: TritonModel) -> Recording:
+        return Recording(self.counts, model.name, token_labels(self.catalog, model))
+
+    def collectors(self) -> list[Collector]:
+        """For GET /metrics: what Triton and its backends tell there."""
+        return [
+            InferenceCollector(self.catalog, self.counts),
+            TensorRtLlmCollector(self.catalog, self.backend),
+            self.counts.token_metrics,
+            CpuCollector(),
+        ]
+
+    def check_is_unary(self, model: str, version: str, end_point: str) -> None:
+        """Raise UnsupportedFeatureError if a model may give any number of answers.
+
+        end_point: who can take just one, in the words of Triton's own error.
+        """
+        if self.catalog.find(model, version).is_decoupled:
+            raise UnsupportedFeatureError(
+                f"{end_point} doesn't support models with decoupled transaction policy"
+            )
 
     def _read(self, model: TritonModel, request: InferRequest) -> list[Inputs]:
         check_requested(model.kind, model.name, request.requested)
-        return read_inputs(
+        elements = read_inputs(
             model.kind, model.name, request.inputs, max_batch_size=model.max_batch_size
         )
+        _check_answers(model, elements)
+        return elements
 
     def _stop(
         self,
@@ -114,7 +164,22 @@ class TritonService:
     ) -> InferResponse:
         """Serve a stop request: its own answer is empty."""
         self._active.stop(principal.tenant, request.request_id, scope)
-        return InferResponse(model=model.name, version=VERSION, request_id=request.request_id)
+        return InferResponse(model=model.name, version=model.version, request_id=request.request_id)
+
+    async def _computed(
+        self, model: TritonModel, request: InferRequest, elements: Sequence[Inputs]
+    ) -> InferResponse:
+        num_bytes = sum(
+            sum(map(len, tensor.array.flat)) if tensor.datatype == "BYTES" else tensor.array.nbytes
+            for tensor in request.inputs
+        )
+        tensors = await compute(model, elements, self._submission.texts(model), num_bytes)
+        return InferResponse(
+            model=model.name,
+            version=model.version,
+            request_id=request.request_id,
+            outputs=select(model, tensors, request.requested),
+        )
 
     async def _admit(
         self,
@@ -123,68 +188,35 @@ class TritonService:
         elements: Sequence[Inputs],
         principal: Principal,
         scope: StreamScope | None,
+        recording: Recording,
     ) -> tuple[Inference, ActiveRequest]:
         """All elements of the batch or, if one is refused, none."""
-        generations = [self._convert(model, request, inputs) for inputs in elements]
+        with errors_in_dialect(model):
+            generations = [self._submission.converted(model, request, i) for i in elements]
         streams: list[AsyncIterator[RequestOutput]] = []
         active = ActiveRequest(principal.tenant, request.request_id, scope)
         self._active.add(active)  # before any await: a stop request may be close behind
         try:
-            for generation in generations:
-                streams.append(await self._generate(generation, principal))
+            with errors_in_dialect(model):
+                for generation in generations:
+                    streams.append(await self._submission.generate(model, generation, principal))
         except BaseException:
             self._active.remove(active)
             for stream in streams:
                 await close_outputs(stream)
             raise
-        return Inference(model, request, generations, streams, active), active
+        return Inference(model, request, generations, streams, active, recording), active
 
-    def _convert(self, model: TritonModel, request: InferRequest, inputs: Inputs) -> Generation:
-        timeout = request.parameters.get("timeout")
-        has_timeout = isinstance(timeout, int) and timeout > 0
-        return convert(
-            inputs,
-            model.card,
-            self.backend.new_request_id(),
-            client_request_id=request.request_id,
-            adapters=request.parameters.get("adapters", ""),
-            timeout_seconds=int(timeout or 0) / MICROSECONDS if has_timeout else None,
-            priority=_priority(request),
-            tokenize=lambda text: self.backend.tokenize(
-                model.card.name, text, add_special_tokens=False
-            ),
-        )
-
-    async def _generate(
-        self, generation: Generation, principal: Principal
-    ) -> AsyncIterator[RequestOutput]:
-        request = generation.request
-        if generation.inline_adapter is not None:
-            key = await self._add(generation.inline_adapter, request.model, principal)
-            request = msgspec.structs.replace(request, adapters=(AdapterChoice(key),))
-        try:
-            return await self.backend.generate(request, principal)
-        except AdapterNotFoundError as error:
-            raise _in_tensorrt_words(error, request) from None
-
-    async def _add(self, adapter: InlineAdapter, model: str, principal: Principal) -> AdapterKey:
-        """Right before the request is admitted, so that no other adapter takes its key between."""
-        return await self.backend.add_adapter_tensors(
-            principal,
-            model=model,
-            task_id=adapter.task_id,
-            weights=adapter.weights,
-            config=adapter.config,
-        )
-
-    async def _timed_responses(
-        self, model: TritonModel, inference: Inference, batch_size: int
+    async def _recorded_responses(
+        self, model: TritonModel, inference: Inference, batch_size: int, recording: Recording
     ) -> AsyncGenerator[InferResponse, None]:
-        with _Timed(self._statistics, model.name) as timed:
+        with recording, errors_in_dialect(model):
             async with aclosing(inference.responses()) as responses:
                 async for response in responses:
+                    recording.responded(is_empty=not response.outputs)
+                    if response.is_final:  # its reader may not ask again
+                        recording.succeeded(batch_size, inference.queue_ns, inference.token_times())
                     yield response
-            timed.batch_size = batch_size
 
 
 class ResponseStream(AsyncIterator[InferResponse]):
@@ -195,10 +227,12 @@ class ResponseStream(AsyncIterator[InferResponse]):
         responses: AsyncGenerator[InferResponse, None],
         inference: Inference | None = None,
         active: tuple[ActiveRequests, ActiveRequest] | None = None,
+        recording: Recording | None = None,
     ) -> None:
         self._responses = responses
         self._inference = inference
         self._active = active
+        self._recording = recording
 
     async def __anext__(self) -> InferResponse:
         return await anext(self._responses)
@@ -211,40 +245,32 @@ class ResponseStream(AsyncIterator[InferResponse]):
         await self._responses.aclose()
         if self._inference is not None:
             await self._inference.aclose()
+        if self._recording is not None:
+            self._recording.failed(None)
 
 
-class _Timed:
-    """Records a request as it ends: an error is a failure, a cancelled request is neither."""
-
-    def __init__(self, statistics: Statistics, model: str, *, is_whole: bool = True) -> None:
-        self.batch_size = 0
-        """Elements answered; set before the end. 0: there is nothing to count."""
-        self._statistics = statistics
-        self._model = model
-        self._is_whole = is_whole
-        self._start_ns = time.monotonic_ns()
-
-    def __enter__(self) -> "_Timed":
-        return self
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        duration_ns = time.monotonic_ns() - self._start_ns
-        if isinstance(error, Exception):
-            self._statistics.record_failure(self._model, duration_ns)
-        elif error is None and self._is_whole and self.batch_size:
-            self._statistics.record_success(self._model, self.batch_size, duration_ns)
-
-
-def _priority(request: InferRequest) -> int:
-    """Of Triton's request parameter: 1 is the highest level, 0 the default one."""
-    level = request.parameters.get("priority", 0)
-    if type(level) is not int or not 0 <= level <= MAX_PRIORITY_LEVEL:
-        raise InvalidParameterError(
-            f"the parameter 'priority' must be an integer in [0, {MAX_PRIORITY_LEVEL}], got "
-            f"{level!r}",
-            param="priority",
+def _check_answers(model: TritonModel, elements: Sequence[Inputs]) -> None:
+    """Raise InvalidRequestError for what would need several answers from a model that gives one,
+    or more beams than its configuration allows. The first words are the original's.
+    """
+    field = model.kind.input_of("is_streamed")
+    if model.is_decoupled is False and any(inputs.flag("is_streamed") for inputs in elements):
+        raise InvalidRequestError(
+            "Streaming is only supported if model is deployed using decoupled mode. Send "
+            f"'{field}' false, or set decoupled in the config.pbtxt of '{model.name}'",
+            param=field,
         )
-    return level - DEFAULT_PRIORITY_LEVEL if level else 0
+    if model.is_decoupled is False and len(elements) > 1 and model.kind.name in _ONE_PER_ELEMENT:
+        raise InvalidRequestError(
+            "Batch size > 1 requires the tensorrt_llm backend to be using decoupled transaction "
+            f"policy: send one element, or set decoupled in the config.pbtxt of '{model.name}'"
+        )
+    most = model.options.max_beam_width
+    if most is not None and any(inputs.integer("beam_width", 1) > most for inputs in elements):
+        raise InvalidRequestError(
+            f"'beam_width' must be at most {most}, the max_beam_width of model '{model.name}'",
+            param="beam_width",
+        )
 
 
 def _is_stop(elements: Sequence[Inputs]) -> bool:
@@ -253,15 +279,3 @@ def _is_stop(elements: Sequence[Inputs]) -> bool:
 
 async def _one(response: InferResponse) -> AsyncGenerator[InferResponse, None]:
     yield response
-
-
-def _in_tensorrt_words(error: AdapterNotFoundError, request: GenerateRequest) -> LoraplexError:
-    """Clients of TensorRT-LLM look for this sentence to know that an adapter is not there."""
-    match request.adapters:
-        case (AdapterChoice(key=ByTaskId(task_id=task_id)),):
-            pass
-        case _:
-            return error
-    sentence = f"LoRA task {task_id} not found in cache. Please send LoRA weights with request"
-    message = error.message if sentence in error.message else f"{sentence} ({error.message})"
-    return AdapterNotFoundError(message, param="lora_task_id")

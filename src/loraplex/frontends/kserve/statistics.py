@@ -1,66 +1,260 @@
-"""Counts of inference requests per Triton model, as the statistics extension shows them.
+"""What inference requests of each Triton model did, as the statistics extension shows it.
 
-Queue and compute times are not told apart here: a request's whole time is its compute_infer.
+Queue: until the first step that computes the request. Input: reading the request. Output: making
+answers. Infer: all the rest, so most of the time of a language model. A request of a batch is one
+execution. Durations are nanoseconds; all runs on one event loop.
 """
 
+import asyncio
 import dataclasses
+import enum
 import time
+from collections.abc import Iterable
 from typing import Any
+
+from loraplex.core.errors import CapacityError, QueueFullError, RequestError
+from loraplex.frontends.kserve.failures import FailedAnswer
+from loraplex.frontends.kserve.token_metrics import TokenLabels, TokenMetrics, TokenTimes
+
+MAX_RESPONSE_STATS = 256
+"""Of a stream, the answers that are counted each for itself."""
+
+
+class FailureReason(enum.Enum):
+    """The values of the label `reason` of nv_inference_request_failure."""
+
+    REJECTED = "REJECTED"
+    CANCELED = "CANCELED"
+    BACKEND = "BACKEND"
+    OTHER = "OTHER"
+
+
+@dataclasses.dataclass(slots=True)
+class Durations:
+    """How often, and how long all together."""
+
+    count: int = 0
+    ns: int = 0
+
+    def add(self, ns: int) -> None:
+        self.count += 1
+        self.ns += max(ns, 0)
+
+    def report(self) -> dict[str, int]:
+        return {"count": self.count, "ns": self.ns}
+
+
+@dataclasses.dataclass(slots=True)
+class Phases:
+    """Of requests that succeeded."""
+
+    compute_input: Durations = dataclasses.field(default_factory=Durations)
+    compute_infer: Durations = dataclasses.field(default_factory=Durations)
+    compute_output: Durations = dataclasses.field(default_factory=Durations)
+
+    def add(self, input_ns: int, infer_ns: int, output_ns: int) -> None:
+        self.compute_input.add(input_ns)
+        self.compute_infer.add(infer_ns)
+        self.compute_output.add(output_ns)
+
+    def report(self) -> dict[str, Any]:
+        return {
+            "compute_input": self.compute_input.report(),
+            "compute_infer": self.compute_infer.report(),
+            "compute_output": self.compute_output.report(),
+        }
+
+
+@dataclasses.dataclass(slots=True)
+class ResponseCounts:
+    """Of the answers that were the same one of their streams."""
+
+    compute_infer: Durations = dataclasses.field(default_factory=Durations)
+    success: Durations = dataclasses.field(default_factory=Durations)
+    fail: Durations = dataclasses.field(default_factory=Durations)
+    empty_response: Durations = dataclasses.field(default_factory=Durations)
+    cancel: Durations = dataclasses.field(default_factory=Durations)
+
+    def report(self) -> dict[str, Any]:
+        return {
+            "compute_infer": self.compute_infer.report(),
+            "compute_output": Durations().report(),
+            "success": self.success.report(),
+            "fail": self.fail.report(),
+            "empty_response": self.empty_response.report(),
+            "cancel": self.cancel.report(),
+        }
 
 
 @dataclasses.dataclass(slots=True)
 class ModelCounts:
-    """Since the server started; durations in nanoseconds."""
+    """Since the server started."""
 
-    num_success: int = 0
-    success_ns: int = 0
-    num_fail: int = 0
-    fail_ns: int = 0
+    success: Durations = dataclasses.field(default_factory=Durations)
+    fail: Durations = dataclasses.field(default_factory=Durations)
+    queue: Durations = dataclasses.field(default_factory=Durations)
+    phases: Phases = dataclasses.field(default_factory=Phases)
+    by_batch_size: dict[int, Phases] = dataclasses.field(default_factory=dict)
+    by_response: dict[int, ResponseCounts] = dataclasses.field(default_factory=dict)
+    failures: dict[FailureReason, int] = dataclasses.field(
+        default_factory=lambda: dict.fromkeys(FailureReason, 0)
+    )
     num_inferences: int = 0
     """Elements of batches that were answered."""
+    num_pending: int = 0
+    """Requests that wait for their first step."""
     last_inference_ms: int = 0
     """Wall time, Unix milliseconds."""
 
 
 class Statistics:
     def __init__(self) -> None:
+        self.token_metrics = TokenMetrics()
         self._counts: dict[str, ModelCounts] = {}
 
     def of(self, model: str) -> ModelCounts:
+        """Of a model of the catalog; clients' other words never come here."""
         return self._counts.setdefault(model, ModelCounts())
-
-    def record_success(self, model: str, batch_size: int, duration_ns: int) -> None:
-        counts = self.of(model)
-        counts.num_success += 1
-        counts.success_ns += duration_ns
-        counts.num_inferences += batch_size
-        counts.last_inference_ms = time.time_ns() // 1_000_000
-
-    def record_failure(self, model: str, duration_ns: int) -> None:
-        counts = self.of(model)
-        counts.num_fail += 1
-        counts.fail_ns += duration_ns
 
     def report(self, model: str, version: str) -> dict[str, Any]:
         """One entry of `model_stats`, in the words of Triton's ModelStatistics."""
         counts = self.of(model)
-        success = {"count": counts.num_success, "ns": counts.success_ns}
-        none = {"count": 0, "ns": 0}
+        none = Durations().report()
         return {
             "name": model,
             "version": version,
             "last_inference": counts.last_inference_ms,
             "inference_count": counts.num_inferences,
-            "execution_count": counts.num_success,
+            "execution_count": counts.success.count,
             "inference_stats": {
-                "success": success,
-                "fail": {"count": counts.num_fail, "ns": counts.fail_ns},
-                "queue": none,
-                "compute_input": none,
-                "compute_infer": success,
-                "compute_output": none,
+                "success": counts.success.report(),
+                "fail": counts.fail.report(),
+                "queue": counts.queue.report(),
+                **counts.phases.report(),
                 "cache_hit": none,
                 "cache_miss": none,
             },
-            "batch_stats": [],
+            "response_stats": {
+                str(index): each.report() for index, each in sorted(counts.by_response.items())
+            },
+            "batch_stats": [
+                {"batch_size": size, **phases.report()}
+                for size, phases in sorted(counts.by_batch_size.items())
+            ],
+            "memory_usage": [],
         }
+
+
+class Recording:
+    """One request, from its arrival to its end. The first end counts, others do nothing.
+
+    As a context it ends with the error that leaves it, and else goes on.
+    """
+
+    def __init__(
+        self, statistics: Statistics, model: str, labels: TokenLabels | None = None
+    ) -> None:
+        self._counts = statistics.of(model)
+        self._tokens = statistics.token_metrics
+        self._labels = labels or TokenLabels()
+        self._start_ns = self._last_ns = time.monotonic_ns()
+        self._input_ns = 0
+        self._output_ns = 0
+        self._num_responses = 0
+        self._is_pending = True
+        self._is_over = False
+        self._counts.num_pending += 1
+
+    def __enter__(self) -> "Recording":
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is not None:
+            self.failed(error)
+
+    def read(self) -> None:
+        """The request has been read and checked; from here on the engine has it."""
+        self._input_ns = time.monotonic_ns() - self._start_ns
+
+    def begun(self) -> None:
+        """Something has been computed."""
+        if self._is_pending:
+            self._is_pending = False
+            self._counts.num_pending -= 1
+
+    def made_output(self, ns: int) -> None:
+        """So long it took to make an answer."""
+        self._output_ns += ns
+
+    def responded(self, *, is_empty: bool) -> None:
+        """An answer of a stream is about to go."""
+        now_ns = time.monotonic_ns()
+        ns, self._last_ns = now_ns - self._last_ns, now_ns
+        each = self._response()
+        self._num_responses += 1
+        if each is None:
+            return
+        if is_empty:
+            each.empty_response.add(ns)
+        else:
+            each.compute_infer.add(ns)
+            each.success.add(ns)
+
+    def uncounted(self) -> None:
+        """It asked for no inference."""
+        self._end()
+
+    def succeeded(
+        self, batch_size: int, queue_ns: int = 0, times: Iterable[TokenTimes] = ()
+    ) -> None:
+        if not self._end():
+            return
+        total_ns = time.monotonic_ns() - self._start_ns
+        counts = self._counts
+        queue_ns = min(queue_ns, total_ns)
+        infer_ns = max(total_ns - queue_ns - self._input_ns - self._output_ns, 0)
+        counts.success.add(total_ns)
+        counts.queue.add(queue_ns)
+        for phases in (counts.phases, counts.by_batch_size.setdefault(batch_size, Phases())):
+            phases.add(self._input_ns, infer_ns, self._output_ns)
+        counts.num_inferences += batch_size
+        counts.last_inference_ms = time.time_ns() // 1_000_000
+        for each in times:
+            self._tokens.observe(self._labels, each)
+
+    def failed(self, error: BaseException | None) -> None:
+        """None: its client has gone, or closed its answers."""
+        if not self._end():
+            return
+        ns = time.monotonic_ns() - self._start_ns
+        reason = failure_reason(error)
+        self._counts.fail.add(ns)
+        self._counts.failures[reason] += 1
+        each = self._response() if self._num_responses else None
+        if each is not None:
+            cancelled = reason is FailureReason.CANCELED
+            (each.cancel if cancelled else each.fail).add(time.monotonic_ns() - self._last_ns)
+
+    def _response(self) -> ResponseCounts | None:
+        """Of the answer that comes next."""
+        if self._num_responses >= MAX_RESPONSE_STATS:
+            return None
+        return self._counts.by_response.setdefault(self._num_responses, ResponseCounts())
+
+    def _end(self) -> bool:
+        """Whether this is the first end."""
+        is_first = not self._is_over
+        self._is_over = True
+        self.begun()
+        return is_first
+
+
+def failure_reason(error: BaseException | None) -> FailureReason:
+    if isinstance(error, FailedAnswer):
+        error = error.error
+    if error is None or isinstance(error, asyncio.CancelledError | GeneratorExit):
+        return FailureReason.CANCELED
+    if isinstance(error, QueueFullError):
+        return FailureReason.REJECTED
+    is_outside = isinstance(error, RequestError | CapacityError)
+    return FailureReason.OTHER if is_outside else FailureReason.BACKEND

@@ -113,25 +113,35 @@ def shape_of(name: str, shape: Sequence[object]) -> tuple[int, ...]:
 
 def from_raw(name: str, datatype: str, shape: Sequence[int], data: bytes) -> Tensor:
     """A tensor from its raw bytes: little-endian, row-major, BYTES with length prefixes."""
+    check_raw_size(name, datatype, shape, len(data))
     row = datatype_of(name, datatype)
     dims = shape_of(name, shape)
     if row.wire_dtype is None:
         return Tensor(name, datatype, _objects(_split_strings(name, dims, data), dims))
+    return Tensor(name, datatype, np.frombuffer(data, dtype=row.wire_dtype).reshape(dims))
+
+
+def check_raw_size(name: str, datatype: str, shape: Sequence[int], num_bytes: int) -> None:
+    """Raise InvalidTensorError if no raw tensor of that type and shape has so many bytes."""
+    row = datatype_of(name, datatype)
+    dims = shape_of(name, shape)
+    if row.wire_dtype is None:
+        return
     expected = math.prod(dims) * row.wire_dtype.itemsize
-    if len(data) != expected:
+    if num_bytes != expected:
         raise InvalidTensorError(
             f"input byte size mismatch for input '{name}'. Expected {expected} ({datatype} of "
-            f"shape {list(dims)}), got {len(data)}",
+            f"shape {list(dims)}), got {num_bytes}",
             param=name,
         )
-    return Tensor(name, datatype, np.frombuffer(data, dtype=row.wire_dtype).reshape(dims))
 
 
 def _split_strings(name: str, dims: tuple[int, ...], data: bytes) -> list[bytes]:
     """The elements of a BYTES tensor: each a 32-bit length and so many bytes."""
     elements: list[bytes] = []
+    expected = math.prod(dims)
     offset = 0
-    while offset < len(data):
+    while offset < len(data) and len(elements) <= expected:
         start = offset + _LENGTH_PREFIX.size
         if start > len(data):
             raise _broken_strings(name, f"{len(data) - offset} bytes are left for a length prefix")
@@ -256,7 +266,16 @@ def _wrong_value(name: str, datatype: str, value: object, right: str) -> Invalid
 
 
 def to_values(tensor: Tensor) -> list[Any]:
-    """Flat Python values for JSON. Raises InvalidTensorError if BYTES are not UTF-8."""
+    """Flat Python values for JSON.
+
+    Raises InvalidTensorError if BYTES are not UTF-8, and for a type that travels in binary only.
+    """
+    if not DATATYPES[tensor.datatype].has_json:
+        raise InvalidTensorError(
+            f"sending {tensor.datatype} data via JSON is not supported. Please use the binary data "
+            f"format for output {tensor.name}",
+            param=tensor.name,
+        )
     if tensor.datatype != "BYTES":
         values: list[Any] = tensor.array.ravel().tolist()
         return values
@@ -283,9 +302,21 @@ def strings(name: str, texts: Sequence[str]) -> Tensor:
     return Tensor(name, "BYTES", _objects([text.encode() for text in texts], (len(texts),)))
 
 
+def string_tensor(name: str, texts: Sequence[str], shape: tuple[int, ...]) -> Tensor:
+    """A BYTES tensor of a shape that takes as many elements as there are texts."""
+    return Tensor(name, "BYTES", _objects([text.encode() for text in texts], shape))
+
+
 def numbers(name: str, datatype: str, values: object) -> Tensor:
     """A tensor of the shape that the nested sequences have."""
     return Tensor(name, datatype, np.array(values, dtype=DATATYPES[datatype].wire_dtype))
+
+
+def to_bf16(array: Array) -> Array:
+    """The bit patterns of float32 numbers as BF16: rounded to nearest, halves to even."""
+    bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(array), np.uint32(0x7FC0), rounded).astype(np.uint16)
 
 
 def _objects(elements: Sequence[bytes], dims: tuple[int, ...]) -> Array:

@@ -7,13 +7,17 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from loraplex.core.errors import InvalidParameterError, UnsupportedFeatureError
+from loraplex.core.errors import InvalidParameterError
 from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.frontends.openai.schema import SamplingBody
+from loraplex.frontends.structured_outputs import (
+    constraint,
+    json_schema,
+    structured_outputs,
+    text_of,
+)
 
 _ANY_OBJECT: Final = '{"type": "object"}'
-_EBNF_ARROW: Final = "::="
-"""What GBNF has and Lark has not."""
 
 
 class _Constraint(NamedTuple):
@@ -66,12 +70,12 @@ def _schema_format(fields: Mapping[str, Any]) -> Grammar:
             '{"name": "answer", "schema": {"type": "object"}}',
             param="response_format",
         )
-    return _json_schema(inner["schema"])
+    return json_schema(inner["schema"])
 
 
 def _text_format(name: str, kind: GrammarKind) -> Callable[[Mapping[str, Any]], Grammar]:
     def read(fields: Mapping[str, Any]) -> Grammar:
-        return Grammar(kind, _text(f"response_format.{name}", fields.get(name)))
+        return Grammar(kind, text_of(f"response_format.{name}", fields.get(name)))
 
     return read
 
@@ -110,69 +114,10 @@ def _guided(body: SamplingBody) -> Iterator[_Constraint]:
     }
     for name, value in fields.items():
         if value is not None:
-            yield _constraint(f"guided_{name}", name, value)
+            field = f"guided_{name}"
+            yield _Constraint(field, constraint(field, name, value))
 
 
 def _structured_outputs(fields: Mapping[str, Any]) -> Iterator[_Constraint]:
-    for name, value in fields.items():
-        if value is None or (value is False and name != "json"):
-            continue
-        field = f"structured_outputs.{name}"
-        if name == "json_object":
-            if value is not True:
-                raise InvalidParameterError(
-                    f"{field} must be true or false, got {value!r}", param=field
-                )
-            yield _Constraint(field, Grammar(GrammarKind.JSON_SCHEMA, _ANY_OBJECT))
-        elif name in ("json", "regex", "choice", "grammar"):
-            yield _constraint(field, name, value)
-        else:
-            raise UnsupportedFeatureError(
-                f"{field} is not supported; known are json, json_object, regex, choice, grammar",
-                param=field,
-            )
-
-
-def _constraint(field: str, name: str, value: Any) -> _Constraint:
-    match name:
-        case "json":
-            grammar = _json_schema(_parsed(field, value))
-        case "regex":
-            grammar = Grammar(GrammarKind.REGEX, _text(field, value))
-        case "choice":
-            grammar = Grammar(GrammarKind.CHOICE, json.dumps(_choices(field, value)))
-        case _:
-            text = _text(field, value)
-            is_ebnf = _EBNF_ARROW in text
-            grammar = Grammar(GrammarKind.EBNF if is_ebnf else GrammarKind.LARK, text)
-    return _Constraint(field, grammar)
-
-
-def _parsed(field: str, value: Any) -> Any:
-    """vLLM takes a schema as a JSON text, too."""
-    if not isinstance(value, str):
-        schema = value
-    else:
-        try:
-            schema = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise InvalidParameterError(f"{field} is not JSON: {error}", param=field) from None
-    if not isinstance(schema, dict | bool):
-        raise InvalidParameterError(f"{field} must be a JSON schema, an object", param=field)
-    return schema
-
-
-def _json_schema(schema: Any) -> Grammar:
-    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
-
-
-def _text(field: str, value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise InvalidParameterError(f"{field} must be a text that is not empty", param=field)
-    return value
-
-
-def _choices(field: str, value: Any) -> list[str]:
-    if not isinstance(value, list) or not value or not all(isinstance(v, str) for v in value):
-        raise InvalidParameterError(f"{field} must be a list of at least one string", param=field)
-    return value
+    owner = "structured_outputs"
+    return (_Constraint(owner, grammar) for grammar in structured_outputs(owner, fields))

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 
 from loraplex.core.principal import LOCAL
 from loraplex.core.stats import EngineStats
+from loraplex.frontends.exact_counters import with_counters
 from loraplex.frontends.ops.gateway_metrics import GatewayCollector
 from loraplex.frontends.ops.memory_metrics import MemoryCollector
 from loraplex.serving.backend import Backend
@@ -172,12 +173,19 @@ _COUNTERS: tuple[_Family, ...] = (
 )
 
 
-def metrics_app(backend: Backend, request_metrics: RequestMetrics) -> ASGIApp:
-    """An app with one route, GET /metrics; for a port of its own or to be mounted."""
-    return Starlette(routes=metrics_routes(backend, request_metrics))
+def metrics_app(
+    backend: Backend, request_metrics: RequestMetrics, collectors: Iterable[Collector] = ()
+) -> ASGIApp:
+    """An app with one route, GET /metrics; for a port of its own or to be mounted.
+
+    collectors: of other front ends.
+    """
+    return Starlette(routes=metrics_routes(backend, request_metrics, collectors))
 
 
-def metrics_routes(backend: Backend, request_metrics: RequestMetrics) -> list[Route]:
+def metrics_routes(
+    backend: Backend, request_metrics: RequestMetrics, collectors: Iterable[Collector] = ()
+) -> list[Route]:
     """OpenMetrics for those who ask for it, else the text format of Prometheus."""
     registry = CollectorRegistry()
     registry.register(BackendCollector(backend))
@@ -185,11 +193,13 @@ def metrics_routes(backend: Backend, request_metrics: RequestMetrics) -> list[Ro
     gateway = GatewayCollector(backend)
     registry.register(gateway)
     registry.register(_RegistryCollector(request_metrics.registry))
+    for collector in collectors:
+        registry.register(collector)
 
     async def metrics(request: Request) -> Response:
         await gateway.refresh()
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(registry), headers={"content-type": content_type})
+        return Response(with_counters(encode(registry)), headers={"content-type": content_type})
 
     return [Route("/metrics", metrics, methods=["GET"])]
 

@@ -15,6 +15,7 @@ from loraplex.core.clock import Clock
 from loraplex.core.errors import AdapterLoadError, InvalidAdapterError, InvalidRequestError
 from loraplex.core.principal import Principal
 from loraplex.core.request import RequestId
+from loraplex.models.engine_folder import source_model
 from loraplex.serving.adapters.canary import run_canary
 from loraplex.serving.adapters.cards import (
     AdapterState,
@@ -308,7 +309,7 @@ def check_is_no_base(name: str, base_names: Container[str]) -> None:
 
 def _trained_name(model_path: str) -> str:
     """What adapters are likely to call this base: its folder's name, or its hub id."""
-    folder = Path(model_path).resolve()
+    folder = source_model(Path(model_path)).resolve()
     if folder.parent.name == "snapshots":  # the hub's cache: models--OWNER--NAME/snapshots/COMMIT
         return folder.parent.parent.name.removeprefix("models--").replace("--", "/")
     return folder.name

@@ -10,7 +10,7 @@ import msgspec
 from loraplex.core.errors import InvalidParameterError
 from loraplex.core.grammar import MAX_GRAMMAR_CHARACTERS, Grammar
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.serving.text.tokenizer import Tokenizer
+from loraplex.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from loraplex.serving.grammar.check import GrammarCheck

@@ -1,1 +1,1 @@
-"""Tokens to text and back: tokenizers, chat templates, what of an answer is shown."""
+"""Chat templates, words as tokens, what of an answer is shown; tokenizers are `loraplex.text`."""

@@ -25,7 +25,7 @@ import jinja2.sandbox
 
 from loraplex.core.errors import ConfigError, InvalidRequestError
 from loraplex.serving.text.chat_messages import normalize_messages
-from loraplex.serving.text.special_tokens import read_json_object
+from loraplex.text.special_tokens import read_json_object
 
 MAX_RENDERED_CHARS = 2**24
 MAX_RANGE_ITEMS = 100_000

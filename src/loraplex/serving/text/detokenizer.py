@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 
-from loraplex.serving.text.tokenizer import Tokenizer
+from loraplex.text.tokenizer import Tokenizer
 
 _NUM_CONTEXT_BYTES = 64
 """Text before the output that can matter to it: the start of a character (3 bytes), and the words
 that the clean-up of spaces looks at."""
+
+_SOME_TEXT = "a"
+"""Settled at once, and no reason to clean up a space behind it."""
 
 
 class IncrementalDetokenizer:
@@ -41,6 +44,15 @@ class IncrementalDetokenizer:
             self._is_finished = True
             text += self._stream.finish()
         return text
+
+
+def continuation(
+    tokenizer: Tokenizer, token_ids: Sequence[int], *, skip_special_tokens: bool = True
+) -> str:
+    """The text of token ids that follow some text, nobody knows which."""
+    before = tokenizer.encode(_SOME_TEXT, add_special_tokens=False)
+    detokenizer = IncrementalDetokenizer(tokenizer, before, skip_special_tokens=skip_special_tokens)
+    return detokenizer.push(token_ids, final=True)
 
 
 def _tail(

@@ -8,7 +8,7 @@ from loraplex.serving.logits_files import first_rows
 from loraplex.serving.text.detokenizer import IncrementalDetokenizer
 from loraplex.serving.text.shown_tokens import ShownTokens
 from loraplex.serving.text.stop_strings import StopStrings
-from loraplex.serving.text.tokenizer import Tokenizer
+from loraplex.text.tokenizer import Tokenizer
 
 
 class SequenceText:

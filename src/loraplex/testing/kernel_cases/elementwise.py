@@ -4,6 +4,7 @@ import functools
 
 import torch
 
+from loraplex.kernels.activations import Activation
 from loraplex.kernels.cuda import elementwise
 from loraplex.testing.kernel_cases import Cases
 from loraplex.testing.kernel_cases.llamas import DTYPES, LLAMA_3_1_8B, Llama, empty
@@ -33,4 +34,8 @@ def _step(llama: Llama, dtype: torch.dtype, num_tokens: int) -> None:
     query, key = heads[:, : llama.num_heads], heads[:, llama.num_heads : -llama.num_kv_heads]
     elementwise.rms_norm(key, empty(llama.head_dim, dtype=dtype), _EPS)
     elementwise.rotary(query, key, cos, sin)
+    x, residual = elementwise.add_layer_norm(x, residual, weight, weight, _EPS)
+    elementwise.layer_norm(x, weight, weight, _EPS)
+    for activation in Activation:
+        elementwise.activate(x, activation)
     elementwise.silu_mul(empty(num_tokens, 2 * llama.inner, dtype=dtype))

@@ -2,7 +2,10 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 
 from loraplex.core.errors import ModelNotFoundError
-from loraplex.frontends.kserve.models.catalog import Catalog
+from loraplex.frontends.kserve.models.catalog import KINDS, Catalog
+from loraplex.frontends.kserve.models.declaration import ModelDeclaration
+from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
+from loraplex.frontends.kserve.models.vllm import VLLM
 from loraplex.testing.echo_backend import EchoBackend
 
 
@@ -19,8 +22,7 @@ def catalog(backend):
 def test_names(catalog):
     models = {model.name: (model.kind.name, model.card.name) for model in catalog.models()}
     assert models == {
-        "ensemble": ("ensemble", "first"),
-        "tensorrt_llm": ("tensorrt_llm", "first"),
+        **{kind.name: (kind.name, "first") for kind in KINDS},
         "first": ("ensemble", "first"),
         "second": ("ensemble", "second"),
     }
@@ -28,7 +30,7 @@ def test_names(catalog):
 
 def test_a_base_model_may_be_called_ensemble():
     catalog = Catalog(EchoBackend(("a", "ensemble")))
-    assert [model.name for model in catalog.models()] == ["ensemble", "tensorrt_llm", "a"]
+    assert [model.name for model in catalog.models()] == [*(kind.name for kind in KINDS), "a"]
 
 
 def test_versions(catalog):
@@ -63,8 +65,49 @@ def test_configuration_is_of_the_protocol(catalog, name):
 def test_readiness_and_index(backend, catalog):
     assert catalog.is_ready("ensemble")
     assert not catalog.is_ready("third")
-    assert len(catalog.index(only_ready=True)) == 4
+    assert len(catalog.index(only_ready=True)) == len(KINDS) + 2
     backend.unready_reason = "draining"
     assert not catalog.is_ready("ensemble")
     assert catalog.index(only_ready=True) == []
     assert {row["reason"] for row in catalog.index()} == {"draining"}
+
+
+# ---------------------------------------------------------------- of a model repository
+
+
+def test_a_repository_says_what_there_is(backend):
+    declarations = [
+        ModelDeclaration(name="text", kind=ENSEMBLE, base_model="second", max_batch_size=8),
+        ModelDeclaration(
+            name="v", kind=VLLM, base_model="first", version="3", is_decoupled=True
+        ),
+    ]  # fmt: skip
+    catalog = Catalog(backend, declarations=declarations)
+    assert {m.name: m.card.name for m in catalog.models()} == {"text": "second", "v": "first"}
+    with pytest.raises(ModelNotFoundError, match="the models are: text, v"):
+        catalog.find("ensemble")
+    assert catalog.find("v", "3").version == "3"
+    with pytest.raises(ModelNotFoundError, match="version 1 is not found; the version is 3"):
+        catalog.find("v", "1")
+    assert [(row["name"], row["version"]) for row in catalog.index()] == [("text", "1"), ("v", "3")]
+
+
+def test_shapes_without_a_batch(backend):
+    declaration = ModelDeclaration(name="v", kind=VLLM, base_model="first", version="3")
+    metadata = Catalog(backend, declarations=[declaration]).find("v").metadata()
+    assert metadata["versions"] == ["3"]
+    assert metadata["inputs"][0] == {"name": "text_input", "datatype": "BYTES", "shape": [1]}
+
+
+def test_a_declared_configuration_is_what_clients_see(backend):
+    row = {"name": "text_input", "data_type": "TYPE_STRING", "dims": [1]}
+    config = {"platform": "ensemble", "backend": "", "input": [row], "output": []}
+    declaration = ModelDeclaration(
+        name="text", kind=ENSEMBLE, base_model="first", max_batch_size=8, config=config
+    )
+    model = Catalog(backend, declarations=[declaration]).find("text")
+    assert model.config() == config
+    metadata = model.metadata()
+    assert metadata["platform"] == "ensemble"
+    assert metadata["inputs"] == [{"name": "text_input", "datatype": "BYTES", "shape": [-1, 1]}]
+    assert metadata["outputs"] == []

@@ -10,13 +10,15 @@ from loraplex.core.errors import (
 )
 from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.core.retention import KVRetention, TokenRangeRetention
-from loraplex.frontends.kserve.models.convert import convert
+from loraplex.frontends.kserve.models.convert import Sender, convert
+from loraplex.frontends.kserve.models.declaration import ModelOptions
 from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
 from loraplex.frontends.kserve.models.inputs import read_inputs
 from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
+from loraplex.frontends.kserve.models.texts import ModelTexts
 from loraplex.frontends.kserve.models.words import split_words
 from loraplex.frontends.kserve.tensors import DATATYPES, Tensor, from_values
-from loraplex.testing.echo_backend import echo_model
+from loraplex.testing.echo_backend import EchoBackend, echo_model
 
 EOS = 257
 
@@ -31,13 +33,13 @@ def tensors(kind, values):
     return made
 
 
-def spelled(text):
-    return list(text.encode())
+TEXTS = ModelTexts(EchoBackend(), "echo")
 
 
-def converted(kind, values, **options):
+def converted(kind, values, options=ModelOptions(), **sent):  # noqa: B008 - it is frozen
     inputs = read_inputs(kind, kind.name, tensors(kind, values), max_batch_size=1)[0]
-    return convert(inputs, echo_model("echo"), 7, tokenize=spelled, **options)
+    sender = Sender(request_id=7, **sent)
+    return convert(inputs, echo_model("echo"), sender, options=options, texts=TEXTS)
 
 
 def text(**values):
@@ -137,7 +139,7 @@ def inline(datatype="FP32", **values):
     given = [t for t in (made | values).values() if t is not None]
     given += tensors(ENSEMBLE, {"text_input": "hi", "max_tokens": 5})
     inputs = read_inputs(ENSEMBLE, "ensemble", given, max_batch_size=1)[0]
-    return convert(inputs, echo_model("echo"), 7, tokenize=spelled)
+    return convert(inputs, echo_model("echo"), Sender(request_id=7), texts=TEXTS)
 
 
 def task(task_id):
@@ -294,7 +296,7 @@ def test_bytes_that_are_no_text():
     limit = from_values("max_tokens", "INT32", [1, 1], [5])
     inputs = read_inputs(ENSEMBLE, "ensemble", [bad, limit], max_batch_size=1)[0]
     with pytest.raises(InvalidTensorError, match="tensor 'text_input' is not UTF-8"):
-        convert(inputs, echo_model("echo"), 1, tokenize=spelled)
+        convert(inputs, echo_model("echo"), Sender(request_id=1), texts=TEXTS)
 
 
 def test_bad_words():
@@ -320,7 +322,7 @@ def test_beams_have_the_defaults_of_the_original():
     """All beams come back; no length penalty; over as soon as there are enough of them."""
     assert text(beam_width=1).request.sampling.beam is None
     made = text(beam_width=4)
-    assert made.is_beam_search
+    assert made.comes_together
     assert made.request.sampling.n == 4
     assert made.request.sampling.beam == BeamSearch(
         width=4, length_penalty=0.0, early_stopping=EarlyStopping.AT_ONCE

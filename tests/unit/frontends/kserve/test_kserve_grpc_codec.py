@@ -9,7 +9,15 @@ from loraplex.frontends.kserve.grpc.codec import (
     encode_response,
 )
 from loraplex.frontends.kserve.messages import InferResponse
+from loraplex.frontends.kserve.outputs import Wishes
+from loraplex.frontends.kserve.shared_memory import SharedMemory, TenantMemory
 from loraplex.frontends.kserve.tensors import numbers, strings
+
+MEMORY = TenantMemory(SharedMemory(), "default")
+
+
+def decode(request, memory=MEMORY):
+    return decode_request(request, memory)
 
 
 def message(*inputs, raw=(), **more):
@@ -34,12 +42,12 @@ def message(*inputs, raw=(), **more):
     ],
 )
 def test_typed_contents(datatype, field, value):
-    request = decode_request(message(("x", datatype, {field: [value]})))
+    request, _ = decode(message(("x", datatype, {field: [value]})))
     assert request.inputs[0].array.tolist() == [value]
 
 
 def test_raw_contents():
-    request = decode_request(message(("x", "INT32", None), raw=[b"\x05\0\0\0"]))
+    request, _ = decode(message(("x", "INT32", None), raw=[b"\x05\0\0\0"]))
     assert request.inputs[0].array.tolist() == [5]
     assert (request.model, request.request_id) == ("m", "7")
 
@@ -61,7 +69,7 @@ def test_raw_contents():
 )
 def test_bad_messages(bad, fragment):
     with pytest.raises((InvalidRequestError, InvalidTensorError)) as raised:
-        decode_request(bad)
+        decode(bad)
     assert fragment in raised.value.message
 
 
@@ -72,7 +80,7 @@ def test_parameters_and_requested_outputs():
     request.parameters["s"].string_param = "x"
     request.parameters["d"].double_param = 0.5
     request.parameters["nothing"].SetInParent()
-    decoded = decode_request(request)
+    decoded, _ = decode(request)
     assert decoded.parameters == {"i": 5, "b": False, "s": "x", "d": 0.5}
     assert decoded.requested == ("a", "b")
 
@@ -88,7 +96,7 @@ RESPONSE = InferResponse(
 
 
 def test_responses_are_raw():
-    encoded = encode_response(RESPONSE)
+    encoded = encode_response(RESPONSE, Wishes(MEMORY))
     assert [(o.name, o.datatype, list(o.shape)) for o in encoded.outputs] == [
         ("s", "BYTES", [1]),
         ("n", "INT32", [1, 2]),
@@ -99,10 +107,35 @@ def test_responses_are_raw():
 
 
 def test_pieces_say_whether_they_are_the_last():
-    piece = encode_piece(RESPONSE).infer_response
+    piece = encode_piece(RESPONSE, Wishes(MEMORY)).infer_response
     assert piece.parameters["triton_final_response"].WhichOneof("parameter_choice") == "bool_param"
     assert piece.parameters["triton_final_response"].bool_param is False
     failure = encode_failure(message(), "broken")
     assert failure.error_message == "broken"
     assert failure.infer_response.id == "7"
     assert failure.infer_response.parameters["triton_final_response"].bool_param is True
+
+
+def in_region(parameters, byte_size, offset=0):
+    parameters["shared_memory_region"].string_param = "r"
+    parameters["shared_memory_byte_size"].int64_param = byte_size
+    parameters["shared_memory_offset"].int64_param = offset
+
+
+def test_shared_memory_beside_raw_contents(tmp_path):
+    (tmp_path / "k").write_bytes(b"\x05\0\0\0" + bytes(12))
+    regions = SharedMemory(tmp_path)
+    regions.register("t", "r", "k", 0, 16)
+    memory = TenantMemory(regions, "t")
+    request = message(("x", "INT32", None), ("y", "INT32", None), raw=[b"\x07\0\0\0"])
+    in_region(request.inputs[0].parameters, 4)
+    in_region(request.outputs.add(name="n").parameters, 8, 8)
+    decoded, wishes = decode(request, memory)
+    assert [tensor.array.tolist() for tensor in decoded.inputs] == [[5], [7]]
+    encoded = encode_response(RESPONSE, wishes)
+    assert list(encoded.raw_output_contents) == [b"\x02\0\0\0" + "é".encode(), b""]
+    assert (tmp_path / "k").read_bytes()[8:] == b"\x01\0\0\0\x02\0\0\0"
+    request.raw_input_contents.append(b"")
+    with pytest.raises(InvalidRequestError, match="expected 1 raw_input_contents, one per input"):
+        decode(request, memory)
+    regions.close()

@@ -1,5 +1,6 @@
 import gzip
 import json
+import re
 import zlib
 
 import numpy as np
@@ -9,12 +10,29 @@ from loraplex.core.errors import (
     InvalidRequestError,
     InvalidTensorError,
     PayloadTooLargeError,
-    UnsupportedFeatureError,
+    RequestError,
 )
 from loraplex.frontends.kserve.http.body import compress, decompress, parse_object
 from loraplex.frontends.kserve.http.infer import decode_request, encode_response
 from loraplex.frontends.kserve.messages import InferResponse
+from loraplex.frontends.kserve.shared_memory import SharedMemory, TenantMemory
 from loraplex.frontends.kserve.tensors import numbers, strings
+
+MEMORY = TenantMemory(SharedMemory(), "default")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "k").write_bytes(bytes(8) + b"\0\0\0\0\x05\0\0\0" + bytes(4))
+    return tmp_path
+
+
+@pytest.fixture
+def memory(folder):
+    regions = SharedMemory(folder)
+    regions.register("t", "r", "/k", 8, 8)
+    yield TenantMemory(regions, "t")
+    regions.close()
 
 
 def entry(name="x", shape=(1,), datatype="INT32", **more):
@@ -24,7 +42,7 @@ def entry(name="x", shape=(1,), datatype="INT32", **more):
 def decode(document, blob=b"", header=True):
     body = json.dumps(document).encode()
     length = str(len(body)) if header else None
-    return decode_request(body + blob, length, model="m", version="")
+    return decode_request(body + blob, length, model="m", version="", memory=MEMORY)
 
 
 def test_json_and_binary_inputs_side_by_side():
@@ -70,17 +88,61 @@ def test_bad_documents(document, blob, fragment):
 @pytest.mark.parametrize("length", ["0", "-1", "99", "x", ""])
 def test_a_bad_header_length(length):
     with pytest.raises(InvalidRequestError, match=r"it must be the length of the JSON part"):
-        decode_request(b'{"inputs": []}', length, model="m", version="")
+        decode_request(b'{"inputs": []}', length, model="m", version="", memory=MEMORY)
 
 
-def test_what_is_not_served_is_named():
-    region = {"shared_memory_region": "r"}
-    with pytest.raises(UnsupportedFeatureError, match="input 'x' is in shared memory"):
-        decode({"inputs": [entry(parameters=region)]})
-    with pytest.raises(UnsupportedFeatureError, match="output 'y' is in shared memory"):
-        decode({"inputs": [], "outputs": [{"name": "y", "parameters": region}]})
-    with pytest.raises(UnsupportedFeatureError, match="classification"):
-        decode({"inputs": [], "outputs": [{"name": "y", "parameters": {"classification": 3}}]})
+def region(**more):
+    return {"shared_memory_region": "r", "shared_memory_byte_size": 4, **more}
+
+
+def test_an_input_in_shared_memory(memory):
+    document = {
+        "inputs": [
+            entry("a", parameters=region(shared_memory_offset=4)),
+            entry("b", parameters={"binary_data_size": 4}),
+        ]
+    }
+    body = json.dumps(document).encode()
+    request, _ = decode_request(
+        body + b"\x07\0\0\0", str(len(body)), model="m", version="", memory=memory
+    )
+    assert {t.name: t.array.tolist() for t in request.inputs} == {"a": [5], "b": [7]}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "fragment"),
+    [
+        ({"shared_memory_region": 5}, "must be the name of a region, got 5"),
+        ({"shared_memory_region": "r"}, "say its 'shared_memory_byte_size'"),
+        (region(shared_memory_byte_size=-4), "not negative, got -4"),
+        (region(shared_memory_offset="0"), "not negative, got '0'"),
+        (region(shared_memory_byte_size=2**63), "not negative, got 9223372036854775808"),
+        (region(shared_memory_byte_size=8), "byte size mismatch for input 'x'. Expected 4"),
+        (region(shared_memory_offset=8), r"Invalid offset \+ byte size for shared memory region"),
+        (region(shared_memory_offset=9), "Invalid offset for shared memory region: 'r'"),
+        (region(shared_memory_region="q"), "Unable to find shared memory region: 'q'"),
+    ],
+)
+def test_a_bad_place_of_an_input(memory, parameters, fragment):
+    body = json.dumps({"inputs": [entry(parameters=parameters)]}).encode()
+    with pytest.raises(RequestError, match=fragment):
+        decode_request(body, None, model="m", version="", memory=memory)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "fragment"),
+    [
+        ({"classification": -1}, "'classification' of 'y' must be an integer that is not neg"),
+        ({"classification": True}, "'classification' of 'y' must be an integer"),
+        (region(classification=1), "can't set both 'shared_memory_region' and 'classification'"),
+        (region(shared_memory_byte_size=9), "Invalid offset + byte size"),
+        (region(shared_memory_region="q"), "Unable to find shared memory region: 'q'"),
+    ],
+)
+def test_a_bad_wish_for_an_output(memory, parameters, fragment):
+    document = {"inputs": [], "outputs": [{"name": "y", "parameters": parameters}]}
+    with pytest.raises(RequestError, match=re.escape(fragment)):
+        decode_request(json.dumps(document).encode(), None, model="m", version="", memory=memory)
 
 
 RESPONSE = InferResponse(
@@ -124,6 +186,30 @@ def test_a_wish_for_one_output_is_stronger():
     document, blob, _ = answer({"parameters": {"binary_data_output": True}, "outputs": wish})
     assert document["outputs"][0]["data"] == ["é"]
     assert len(blob) == 8
+
+
+def test_outputs_go_to_shared_memory_and_into_classes(memory, folder):
+    wanted = [
+        {"name": "s", "parameters": region(shared_memory_byte_size=8)},
+        {"name": "n", "parameters": {"classification": 1}},
+    ]
+    body = json.dumps({"inputs": [], "outputs": wanted}).encode()
+    _, wishes = decode_request(body, None, model="m", version="", memory=memory)
+    answered, json_length = encode_response(RESPONSE, wishes)
+    assert json_length is None
+    assert json.loads(answered)["outputs"] == [
+        {"name": "s", "datatype": "BYTES", "shape": [1]},
+        {"name": "n", "datatype": "BYTES", "shape": [1, 1], "data": ["2:1"]},
+    ]
+    assert (folder / "k").read_bytes()[8:14] == b"\x02\0\0\0" + "é".encode()
+
+
+def test_a_region_that_is_too_small(memory):
+    wanted = [{"name": "s", "parameters": region()}]
+    body = json.dumps({"inputs": [], "outputs": wanted}).encode()
+    _, wishes = decode_request(body, None, model="m", version="", memory=memory)
+    with pytest.raises(InvalidRequestError, match=r"'s' \(4 bytes\) should be at least 6 bytes"):
+        encode_response(RESPONSE, wishes)
 
 
 @pytest.mark.parametrize(

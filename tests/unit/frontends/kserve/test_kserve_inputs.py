@@ -77,6 +77,7 @@ def test_what_may_be_ignored_is_a_short_list():
         "decoder_input_ids",
         "decoder_input_lengths",
         "draft_acceptance_threshold",
+        "return_kv_cache_reuse_stats",
     }
 
 

@@ -307,4 +307,4 @@ async def test_statistics(service):
         2,
         2,
     )
-    assert [r["inference_count"] for r in service.statistics()] == [3, 0, 0]
+    assert [r["inference_count"] for r in service.statistics()] == [3, 0, 0, 0, 0, 0]

@@ -2,6 +2,7 @@ import contextlib
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
@@ -16,6 +17,7 @@ from loraplex.frontends.kserve.tensors import (
     numbers,
     shape_of,
     strings,
+    to_bf16,
     to_raw,
     to_values,
 )
@@ -139,3 +141,19 @@ def test_tensors_that_we_make():
 def test_a_scalar_has_an_empty_shape():
     assert shape_of("t", []) == ()
     assert from_json("t", "INT32", [], [5]).array.shape == ()
+
+
+@given(npst.arrays(np.float32, npst.array_shapes(max_dims=2), elements=st.floats(width=32)))
+def test_bf16_is_rounded_as_torch_rounds(array):
+    bits = to_bf16(array)
+    assert bits.dtype == np.uint16
+    expected = torch.from_numpy(array).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+    is_number = ~np.isnan(array)
+    assert (bits[is_number] == expected[is_number]).all()
+    assert (bits[~is_number] == 0x7FC0).all()
+
+
+@pytest.mark.parametrize("datatype", ["FP16", "BF16"])
+def test_halves_are_not_sent_as_json(datatype):
+    with pytest.raises(InvalidTensorError, match=f"sending {datatype} data via JSON is not supp"):
+        to_values(numbers("t", datatype, [1]))

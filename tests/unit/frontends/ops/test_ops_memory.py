@@ -3,6 +3,7 @@
 import time
 
 import httpx
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.applications import Starlette
@@ -12,7 +13,14 @@ from loraplex.core.principal import LOCAL
 from loraplex.core.stats import AdapterActivity, AdapterTierStats, Durations, EngineStats
 from loraplex.frontends.ops.health import health_routes
 from loraplex.frontends.ops.metrics import metrics_routes
-from loraplex.serving.model_memory import DeviceTier, HostTier, KVMemory, ModelMemory, RankFit
+from loraplex.serving.model_memory import (
+    AcceleratorMemory,
+    DeviceTier,
+    HostTier,
+    KVMemory,
+    ModelMemory,
+    RankFit,
+)
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.testing.echo_backend import EchoBackend
 
@@ -97,6 +105,26 @@ async def test_memory_as_gauges(client):
         ("free",): 180,
     }
     assert await values(client, "loraplex_adapters_fitting", "rank") == {("8",): 3}
+
+
+async def test_the_memory_of_an_accelerator(client, backend):
+    assert await values(client, "loraplex_accelerator_bytes", "state") == {}
+    backend.model_memory = msgspec.structs.replace(
+        MEMORY,
+        workspace_bytes=50,
+        graph_bytes=60,
+        accelerator=AcceleratorMemory(total=2000, free=70, other=80),
+    )
+    found = await values(client, "loraplex_memory_bytes", "part")
+    assert (found[("workspace",)], found[("graphs",)]) == (50, 60)
+    assert await values(client, "loraplex_accelerator_bytes", "state") == {
+        ("total",): 2000,
+        ("free",): 70,
+        ("other",): 80,
+    }
+    body = (await client.get("/v1/memory")).json()["echo"]
+    assert (body["workspace_bytes"], body["graph_bytes"]) == (50, 60)
+    assert body["accelerator"] == {"total": 2000, "free": 70, "other": 80}
 
 
 async def test_load_seconds(client):

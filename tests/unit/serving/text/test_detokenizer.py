@@ -3,7 +3,7 @@
 import pytest
 
 from loraplex.core.errors import UnsupportedModelError
-from loraplex.serving.text.detokenizer import IncrementalDetokenizer
+from loraplex.serving.text.detokenizer import IncrementalDetokenizer, continuation
 from loraplex.testing import tiny_tokenizers
 from loraplex.text.token_decoding import (
     StreamReplacer,
@@ -153,3 +153,18 @@ def test_strip_takes_no_more_than_its_number():
 def test_decoders_in_another_order_are_refused(parts):
     with pytest.raises(UnsupportedModelError, match="is not served where it is"):
         decode(parts, [])
+
+
+def test_what_follows_an_unknown_text_keeps_its_space(llama, byte_level):
+    ids = llama.encode("The lazy dog", add_special_tokens=False)
+    assert llama.decode(ids) == "The lazy dog"
+    assert continuation(llama, ids) == " The lazy dog"
+    ids = byte_level.encode("The lazy dog", add_special_tokens=False)
+    assert continuation(byte_level, ids) == "The lazy dog"
+    assert continuation(byte_level, []) == ""
+
+
+def test_what_follows_an_unknown_text_may_show_special_tokens(llama):
+    ids = [*llama.encode("dog", add_special_tokens=False), llama.eos_token_id]
+    assert continuation(llama, ids).strip() == "dog"
+    assert continuation(llama, ids, skip_special_tokens=False).strip() == "dog</s>"

@@ -1,18 +1,28 @@
 """Protobuf messages of inference <-> our own. Knows nothing of calls and streams."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tritonclient.grpc import service_pb2 as pb
 
 from loraplex.core.errors import InvalidRequestError, InvalidTensorError
-from loraplex.frontends.kserve.messages import (
-    InferRequest,
-    InferResponse,
-    Parameter,
-    refuse_shared_memory,
+from loraplex.frontends.kserve.messages import InferRequest, InferResponse, Parameter
+from loraplex.frontends.kserve.outputs import (
+    OutputWish,
+    Wishes,
+    delivered,
+    output_wish,
+    place_of,
 )
-from loraplex.frontends.kserve.tensors import Tensor, datatype_of, from_raw, from_values, to_raw
+from loraplex.frontends.kserve.shared_memory import Place, TenantMemory
+from loraplex.frontends.kserve.tensors import (
+    Tensor,
+    check_raw_size,
+    datatype_of,
+    from_raw,
+    from_values,
+    to_raw,
+)
 
 FINAL = "triton_final_response"
 
@@ -33,18 +43,23 @@ _CONTENTS = {
 """Where the typed values of a data type stand; FP16 and BF16 have raw contents only."""
 
 
-def decode_request(message: Any) -> InferRequest:
-    """A ModelInferRequest. Raises as the codecs of its parts do."""
-    for output in message.outputs:
-        refuse_shared_memory("output", output.name, decode_parameters(output.parameters))
-    return InferRequest(
+def decode_request(message: Any, memory: TenantMemory) -> tuple[InferRequest, Wishes]:
+    """A ModelInferRequest, and how its outputs are wanted. Raises as the codecs of its parts do."""
+    wishes = {
+        output.name: output_wish(
+            output.name, decode_parameters(output.parameters), is_binary=True, memory=memory
+        )
+        for output in message.outputs
+    }
+    request = InferRequest(
         model=message.model_name,
         version=message.model_version,
         request_id=message.id,
-        inputs=_inputs(message),
-        requested=tuple(output.name for output in message.outputs),
+        inputs=_inputs(message, memory),
+        requested=tuple(wishes),
         parameters=decode_parameters(message.parameters),
     )
+    return request, Wishes(memory, OutputWish(is_binary=True), wishes)
 
 
 def decode_parameters(parameters: Mapping[str, Any]) -> dict[str, Parameter]:
@@ -57,23 +72,33 @@ def decode_parameters(parameters: Mapping[str, Any]) -> dict[str, Parameter]:
     }
 
 
-def _inputs(message: Any) -> tuple[Tensor, ...]:
+def _inputs(message: Any, memory: TenantMemory) -> tuple[Tensor, ...]:
+    """Tensors in shared memory have no raw contents, all others have them or none has."""
+    places = [place_of(e.name, decode_parameters(e.parameters)) for e in message.inputs]
     raw = message.raw_input_contents
-    for entry in message.inputs:
-        refuse_shared_memory("input", entry.name, decode_parameters(entry.parameters))
-    if raw and len(raw) != len(message.inputs):
+    num_here = places.count(None)
+    if raw and len(raw) != num_here:
         raise InvalidRequestError(
-            f"expected {len(message.inputs)} raw_input_contents, one per input, got {len(raw)}; "
-            "send all inputs raw or all with contents",
+            f"expected {num_here} raw_input_contents, one per input that is not in shared memory, "
+            f"got {len(raw)}; send all inputs raw or all with contents",
             param="raw_input_contents",
         )
+    contents = iter(raw)
     tensors = []
-    for index, entry in enumerate(message.inputs):
-        if raw:
-            tensors.append(_raw_input(message, entry, raw[index]))
+    for entry, place in zip(message.inputs, places, strict=True):
+        if place is not None:
+            tensors.append(_shared_input(entry, place, memory))
+        elif raw:
+            tensors.append(_raw_input(message, entry, next(contents)))
         else:
             tensors.append(_typed_input(entry))
     return tuple(tensors)
+
+
+def _shared_input(entry: Any, place: Place, memory: TenantMemory) -> Tensor:
+    datatype = datatype_of(entry.name, entry.datatype).name
+    check_raw_size(entry.name, datatype, list(entry.shape), place.byte_size)
+    return from_raw(entry.name, datatype, list(entry.shape), memory.read(place))
 
 
 def _raw_input(message: Any, entry: Any, data: bytes) -> Tensor:
@@ -106,31 +131,38 @@ def _typed_input(entry: Any) -> Tensor:
     return from_values(entry.name, datatype, list(entry.shape), values)
 
 
-def encode_response(response: InferResponse) -> Any:
-    """A ModelInferResponse with raw outputs."""
+def encode_response(response: InferResponse, wishes: Wishes) -> Any:
+    """A ModelInferResponse with raw outputs; of those in shared memory the contents are empty."""
     message = pb.ModelInferResponse(
         model_name=response.model, model_version=response.version, id=response.request_id
     )
     _set_parameters(message, response.parameters)
-    for tensor in response.outputs:
-        message.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
-        message.raw_output_contents.append(to_raw(tensor))
+    for output in delivered(response.outputs, wishes):
+        tensor = output.tensor
+        _add_output(message, tensor, to_raw(tensor) if output.is_in_message else b"")
     return message
 
 
-def encode_piece(response: InferResponse) -> Any:
+def _add_output(message: Any, tensor: Tensor, data: bytes) -> None:
+    message.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+    message.raw_output_contents.append(data)
+
+
+def encode_piece(response: InferResponse, wishes: Wishes) -> Any:
     """A ModelStreamInferResponse that says whether it is the last one of its request."""
-    message = encode_response(response)
+    message = encode_response(response, wishes)
     message.parameters[FINAL].bool_param = response.is_final
     return pb.ModelStreamInferResponse(infer_response=message)
 
 
-def encode_failure(request: Any, text: str) -> Any:
-    """The last ModelStreamInferResponse of a request that failed."""
+def encode_failure(request: Any, text: str, outputs: Sequence[Tensor] = ()) -> Any:
+    """The last ModelStreamInferResponse of a request that failed; some have outputs even so."""
     message = pb.ModelInferResponse(
         model_name=request.model_name, model_version=request.model_version, id=request.id
     )
     message.parameters[FINAL].bool_param = True
+    for tensor in outputs:
+        _add_output(message, tensor, to_raw(tensor))
     return pb.ModelStreamInferResponse(error_message=text, infer_response=message)
 
 

@@ -14,6 +14,7 @@ from tritonclient.grpc import service_pb2_grpc
 from loraplex.core.errors import ConfigError
 from loraplex.frontends.kserve.access import Authenticate, everyone_is_local
 from loraplex.frontends.kserve.grpc.bridge import LoopBridge
+from loraplex.frontends.kserve.grpc.health import health_handler
 from loraplex.frontends.kserve.grpc.servicer import TritonServicer
 from loraplex.frontends.kserve.service import TritonService
 
@@ -74,6 +75,7 @@ class GrpcServer:
     async def _bind(self) -> None:
         server = grpc.aio.server(options=_OPTIONS)
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self._servicer, server)
+        server.add_generic_rpc_handlers((health_handler(self._servicer.is_ready),))
         host = f"[{self._host}]" if ":" in self._host else self._host
         try:
             self._port = server.add_insecure_port(f"{host}:{self._port}")

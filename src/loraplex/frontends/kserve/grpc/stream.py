@@ -8,9 +8,11 @@ from typing import Any
 from loraplex.core.principal import Principal
 from loraplex.frontends.kserve.active import StreamScope
 from loraplex.frontends.kserve.errors import as_loraplex_error, message_of
+from loraplex.frontends.kserve.failures import FailedAnswer
 from loraplex.frontends.kserve.grpc.bridge import LoopBridge
 from loraplex.frontends.kserve.grpc.codec import decode_request, encode_failure, encode_piece
 from loraplex.frontends.kserve.service import ResponseStream, TritonService
+from loraplex.frontends.kserve.shared_memory import TenantMemory
 
 MAX_PENDING_RESPONSES = 64
 """Responses of one stream that wait for a slow client; then its requests wait, others do not."""
@@ -62,16 +64,18 @@ class StreamSession:
         """Answer one request. Its error is an answer, unless errors end the stream."""
 
         try:
-            infer_request = decode_request(request)
+            memory = TenantMemory(self._service.memory, self._principal.tenant)
+            infer_request, wishes = decode_request(request, memory)
 
             def open_stream() -> Awaitable[ResponseStream]:
                 return self._service.stream(infer_request, self._principal, self._scope)
 
             async with aclosing(self._bridge.iterate(open_stream)) as responses:
                 async for response in responses:
-                    await self._pending.put(encode_piece(response))
+                    await self._pending.put(encode_piece(response, wishes))
         except Exception as raised:
             if self._errors_end_stream:
                 raise
             error = as_loraplex_error(raised)
-            await self._pending.put(encode_failure(request, message_of(error)))
+            outputs = raised.outputs if isinstance(raised, FailedAnswer) else ()
+            await self._pending.put(encode_failure(request, message_of(error), outputs))

@@ -12,13 +12,20 @@ from loraplex.core.errors import InvalidRequestError, PayloadTooLargeError
 
 DEFAULT_MAX_BODY_BYTES = 64 * 1024 * 1024
 ENCODINGS = ("gzip", "deflate")
+_MAX_LENGTH_DIGITS = 19
 _GZIP_WINDOW = 16 + zlib.MAX_WBITS
+
+
+def length_of(header: str) -> int | None:
+    """A number of bytes; None if it is none, or absurd."""
+    is_number = header.isascii() and header.isdigit() and len(header) < _MAX_LENGTH_DIGITS
+    return int(header) if is_number else None
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
     """The whole body as it came. Raises PayloadTooLargeError as soon as it is known to be."""
-    declared = request.headers.get("content-length", "0")
-    if declared.isdigit() and int(declared) > max_bytes:
+    declared = length_of(request.headers.get("content-length", "0"))
+    if declared is not None and declared > max_bytes:
         raise _too_large(max_bytes)
     chunks: list[bytes] = []
     size = 0
@@ -74,7 +81,7 @@ def parse_object(body: bytes, *, what: str = "the request body") -> dict[str, An
         return {}
     try:
         value = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequestError(f"failed to parse the request JSON buffer: {error}") from None
     if not isinstance(value, dict):
         raise InvalidRequestError(f"{what} must be a JSON object, got {type(value).__name__}")

@@ -12,8 +12,8 @@ from typing import Any
 from loraplex.core.errors import InvalidRequestError, InvalidTensorError
 from loraplex.frontends.kserve.http.infer import request_id_of
 from loraplex.frontends.kserve.messages import InferRequest, InferResponse, Parameter
-from loraplex.frontends.kserve.models.catalog import TritonModel
 from loraplex.frontends.kserve.models.kinds import InputSpec
+from loraplex.frontends.kserve.models.triton_model import TritonModel
 from loraplex.frontends.kserve.tensors import Tensor, from_json, to_values
 
 NESTED = "parameters"
@@ -43,7 +43,8 @@ def _read(
     for key, value in members.items():
         row = model.kind.input(key)
         if row is not None:
-            tensors.append(_tensor(row, value, prefix))
+            batch = (-1,) if model.max_batch_size else ()
+            tensors.append(_tensor(row, value, (*batch, *row.dims), prefix))
         elif not prefix and key in ("id", NESTED):
             continue
         elif isinstance(value, bool | int | float | str):
@@ -57,13 +58,13 @@ def _read(
     return tensors, parameters
 
 
-def _tensor(row: InputSpec, value: object, prefix: str) -> Tensor:
+def _tensor(row: InputSpec, value: object, dims: tuple[int, ...], prefix: str) -> Tensor:
     values = value if isinstance(value, list) else [value]
-    shape = fitted_shape((-1, *row.dims), len(values))
+    shape = fitted_shape(dims, len(values))
     if shape is None or any(isinstance(item, list | dict) for item in values):
         raise InvalidTensorError(
             f"{prefix}The schema can not convert input '{row.name}' to tensor with proper shape; "
-            f"send a scalar or a flat list that fills {[-1, *row.dims]}",
+            f"send a scalar or a flat list that fills {list(dims)}",
             param=row.name,
         )
     return from_json(row.name, row.datatype, shape, values)

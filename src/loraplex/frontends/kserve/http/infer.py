@@ -4,22 +4,25 @@ A body is a JSON object, and after it, in order, the bytes of the tensors that s
 `binary_data_size`; the header Inference-Header-Content-Length tells where the JSON ends.
 """
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from loraplex.core.errors import InvalidRequestError, InvalidTensorError, UnsupportedFeatureError
-from loraplex.frontends.kserve.http.body import parse_object
-from loraplex.frontends.kserve.messages import (
-    InferRequest,
-    InferResponse,
-    Parameter,
-    refuse_shared_memory,
+from loraplex.core.errors import InvalidRequestError, InvalidTensorError
+from loraplex.frontends.kserve.http.body import length_of, parse_object
+from loraplex.frontends.kserve.messages import InferRequest, InferResponse, Parameter
+from loraplex.frontends.kserve.outputs import (
+    OutputWish,
+    Wishes,
+    delivered,
+    output_wish,
+    place_of,
 )
+from loraplex.frontends.kserve.shared_memory import Place, TenantMemory
 from loraplex.frontends.kserve.tensors import (
     Tensor,
+    check_raw_size,
     datatype_of,
     from_json,
     from_raw,
@@ -30,43 +33,37 @@ from loraplex.frontends.kserve.tensors import (
 HEADER_LENGTH = "Inference-Header-Content-Length"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class BinaryWish:
-    """Which outputs the client wants as bytes behind the JSON."""
-
-    default: bool
-    by_name: Mapping[str, bool]
-
-    def covers(self, name: str) -> bool:
-        return self.by_name.get(name, self.default)
-
-
 def decode_request(
-    body: bytes, header_length: str | None, *, model: str, version: str
-) -> tuple[InferRequest, BinaryWish]:
-    """Raises InvalidRequestError, InvalidTensorError, UnsupportedFeatureError."""
+    body: bytes, header_length: str | None, *, model: str, version: str, memory: TenantMemory
+) -> tuple[InferRequest, Wishes]:
+    """The request, and how its outputs are wanted.
+
+    Raises InvalidRequestError, InvalidTensorError, and NotFoundError for a shared memory region.
+    """
     split = len(body) if header_length is None else _header_length(header_length, len(body))
     document = parse_object(body[:split])
     parameters = _object(document, "parameters", "the request")
-    requested = _outputs(document)
+    requested = _outputs(document, memory)
     request = InferRequest(
         model=model,
         version=version,
         request_id=request_id_of(document),
-        inputs=_inputs(document, body[split:]),
+        inputs=_inputs(document, body[split:], memory),
         requested=tuple(requested),
         parameters=_parameters(parameters),
     )
-    return request, BinaryWish(parameters.get("binary_data_output") is True, requested)
+    default = OutputWish(is_binary=parameters.get("binary_data_output") is True)
+    return request, Wishes(memory, default, requested)
 
 
 def _header_length(header: str, body_length: int) -> int:
-    if not header.isdigit() or not 0 < int(header) <= body_length:
+    length = length_of(header)
+    if length is None or not 0 < length <= body_length:
         raise InvalidRequestError(
-            f"{HEADER_LENGTH} is {header!r}; it must be the length of the JSON part, in "
+            f"{HEADER_LENGTH} is {header[:40]!r}; it must be the length of the JSON part, in "
             f"[1, {body_length}]"
         )
-    return int(header)
+    return length
 
 
 def request_id_of(document: Mapping[str, Any]) -> str:
@@ -112,7 +109,7 @@ def _named(document: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------- inputs
 
 
-def _inputs(document: Mapping[str, Any], blob: bytes) -> tuple[Tensor, ...]:
+def _inputs(document: Mapping[str, Any], blob: bytes, memory: TenantMemory) -> tuple[Tensor, ...]:
     if "inputs" not in document:
         raise InvalidRequestError(
             "Unable to parse 'inputs': attempt to access non-existing object member 'inputs'",
@@ -122,9 +119,11 @@ def _inputs(document: Mapping[str, Any], blob: bytes) -> tuple[Tensor, ...]:
     offset = 0
     for entry in _named(document, "inputs"):
         parameters = _object(entry, "parameters", f"input '{entry['name']}'")
-        refuse_shared_memory("input", entry["name"], parameters)
         size = parameters.get("binary_data_size")
-        if size is None:
+        place = place_of(entry["name"], parameters)
+        if place is not None:
+            tensors.append(_shared_input(entry, place, memory))
+        elif size is None:
             tensors.append(_json_input(entry))
         else:
             tensors.append(_binary_input(entry, size, blob, offset))
@@ -156,6 +155,13 @@ def _json_input(entry: Mapping[str, Any]) -> Tensor:
     return from_json(name, datatype, _shape(entry), entry["data"])
 
 
+def _shared_input(entry: Mapping[str, Any], place: Place, memory: TenantMemory) -> Tensor:
+    name = entry["name"]
+    datatype = datatype_of(name, entry.get("datatype")).name
+    check_raw_size(name, datatype, _shape(entry), place.byte_size)
+    return from_raw(name, datatype, _shape(entry), memory.read(place))
+
+
 def _binary_input(entry: Mapping[str, Any], size: object, blob: bytes, offset: int) -> Tensor:
     name = entry["name"]
     left = len(blob) - offset
@@ -172,36 +178,33 @@ def _binary_input(entry: Mapping[str, Any], size: object, blob: bytes, offset: i
 # ---------------------------------------------------------------- outputs
 
 
-def _outputs(document: Mapping[str, Any]) -> dict[str, bool]:
-    """Requested outputs -> whether as binary; in the client's order."""
+def _outputs(document: Mapping[str, Any], memory: TenantMemory) -> dict[str, OutputWish]:
+    """Requested outputs, in the client's order."""
     default = _object(document, "parameters", "the request").get("binary_data_output") is True
     requested = {}
     for entry in _named(document, "outputs"):
         name = entry["name"]
         parameters = _object(entry, "parameters", f"output '{name}'")
-        refuse_shared_memory("output", name, parameters)
-        if parameters.get("classification", 0) != 0:
-            raise UnsupportedFeatureError(
-                f"output '{name}': classification is not served", param=name
-            )
-        requested[name] = bool(parameters.get("binary_data", default))
+        is_binary = bool(parameters.get("binary_data", default))
+        requested[name] = output_wish(name, parameters, is_binary=is_binary, memory=memory)
     return requested
 
 
-def encode_response(response: InferResponse, wish: BinaryWish) -> tuple[bytes, int | None]:
+def encode_response(response: InferResponse, wishes: Wishes) -> tuple[bytes, int | None]:
     """(body, length of its JSON part; None if there is nothing else)."""
     outputs: list[dict[str, Any]] = []
     blobs: list[bytes] = []
-    for tensor in response.outputs:
+    for output in delivered(response.outputs, wishes):
+        tensor = output.tensor
         entry: dict[str, Any] = {
             "name": tensor.name,
             "datatype": tensor.datatype,
             "shape": list(tensor.shape),
         }
-        if wish.covers(tensor.name):
+        if output.is_in_message and output.wish.is_binary:
             blobs.append(to_raw(tensor))
             entry["parameters"] = {"binary_data_size": len(blobs[-1])}
-        else:
+        elif output.is_in_message:
             entry["data"] = to_values(tensor)
         outputs.append(entry)
     header = msgspec.json.encode(_document(response, outputs))

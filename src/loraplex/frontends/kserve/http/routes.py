@@ -7,9 +7,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from loraplex.core.errors import InvalidRequestError, UnsupportedFeatureError
+from loraplex.core.errors import InvalidRequestError
 from loraplex.frontends.kserve.access import Authenticate, everyone_is_local
 from loraplex.frontends.kserve.errors import as_loraplex_error, message_of, status_of
+from loraplex.frontends.kserve.http.admin import AdminApi
 from loraplex.frontends.kserve.http.body import (
     DEFAULT_MAX_BODY_BYTES,
     compress,
@@ -21,9 +22,11 @@ from loraplex.frontends.kserve.http.body import (
 from loraplex.frontends.kserve.http.events import EventStream
 from loraplex.frontends.kserve.http.generate import decode_generate, encode_generate
 from loraplex.frontends.kserve.http.infer import HEADER_LENGTH, decode_request, encode_response
+from loraplex.frontends.kserve.http.load_report import load_headers
 from loraplex.frontends.kserve.messages import InferRequest
 from loraplex.frontends.kserve.models.catalog import server_metadata
 from loraplex.frontends.kserve.service import TritonService
+from loraplex.frontends.kserve.shared_memory import TenantMemory
 from loraplex.frontends.streams import ClientDisconnectedError, until_disconnect
 
 Handler = Callable[[Request], Awaitable[ASGIApp]]
@@ -40,6 +43,7 @@ def kserve_routes(
 ) -> list[Route]:
     """All routes under /v2. The last one answers 404 to every other path there."""
     api = KServeApi(service, authenticate, max_body_bytes)
+    admin = AdminApi(service, authenticate, max_body_bytes)
     of_model: dict[str, Mapping[str, Handler]] = {
         "ready": {"GET": api.model_ready},
         "config": {"GET": api.config},
@@ -53,8 +57,7 @@ def kserve_routes(
         ("/v2/health/live", {"GET": api.live}),
         ("/v2/health/ready", {"GET": api.ready}),
         ("/v2/models/stats", {"GET": api.statistics}),
-        ("/v2/repository/index", {"POST": api.repository_index}),
-        ("/v2/repository/{repository}/index", {"POST": api.repository_index}),
+        *_admin_table(admin),
     ]
     for action, handlers in of_model.items():
         table.append((f"/v2/models/{{model:path}}/versions/{{version}}/{action}", handlers))
@@ -65,6 +68,32 @@ def kserve_routes(
         ("/v2/{path:path}", {}),
     ]
     return [Route(path, Resource(handlers)) for path, handlers in table]
+
+
+def _admin_table(admin: AdminApi) -> list[tuple[str, Mapping[str, Handler]]]:
+    trace = {"GET": admin.trace, "POST": admin.change_trace}
+    system, cuda = "/v2/systemsharedmemory", "/v2/cudasharedmemory"
+    table: list[tuple[str, Mapping[str, Handler]]] = [
+        ("/v2/trace/setting", trace),
+        ("/v2/models/{model:path}/trace/setting", trace),
+        ("/v2/logging", {"GET": admin.log, "POST": admin.change_log}),
+        (f"{system}/region/{{region:path}}/register", {"POST": admin.memory_register}),
+        (f"{cuda}/region/{{region:path}}/register", {"POST": admin.cuda_register}),
+    ]
+    for of_region in ("", "/region/{region:path}"):
+        table += [
+            (f"{system}{of_region}/status", {"GET": admin.memory_status}),
+            (f"{system}{of_region}/unregister", {"POST": admin.memory_unregister}),
+            (f"{cuda}{of_region}/status", {"GET": admin.cuda_status}),
+            (f"{cuda}{of_region}/unregister", {"POST": admin.cuda_unregister}),
+        ]
+    for repository in ("/v2/repository", "/v2/repository/{repository}"):
+        table += [
+            (f"{repository}/index", {"POST": admin.index}),
+            (f"{repository}/models/{{model:path}}/load", {"POST": admin.load}),
+            (f"{repository}/models/{{model:path}}/unload", {"POST": admin.unload}),
+        ]
+    return table
 
 
 class Resource:
@@ -142,31 +171,27 @@ class KServeApi:
     async def statistics(self, request: Request) -> Response:
         return json_response({"model_stats": self._service.statistics(*_model_of(request))})
 
-    async def repository_index(self, request: Request) -> Response:
-        if "repository" in request.path_params:
-            raise UnsupportedFeatureError("'repository_name' specification is not supported")
-        body = parse_object(await read_body(request, self._max_body_bytes))
-        only_ready = body.get("ready", False)
-        if not isinstance(only_ready, bool):
-            raise InvalidRequestError("'ready' must be true or false", param="ready")
-        return json_response(self._service.catalog.index(only_ready=only_ready))
-
     # ------------------------------------------------------------ inference
 
     async def infer(self, request: Request) -> Response:
         principal = self._authenticate(request.headers)
         model, version = _model_of(request)
-        self._service.catalog.find(model, version)
+        self._service.check_is_unary(model, version, "HTTP end point")
         body = await read_body(request, self._max_body_bytes)
         body = decompress(body, _content_encoding(request), self._max_body_bytes)
-        infer_request, wish = decode_request(
-            body, request.headers.get(HEADER_LENGTH), model=model, version=version
+        infer_request, wishes = decode_request(
+            body,
+            request.headers.get(HEADER_LENGTH),
+            model=model,
+            version=version,
+            memory=TenantMemory(self._service.memory, principal.tenant),
         )
         answer = await until_disconnect(
             request.receive, self._service.infer(infer_request, principal)
         )
-        content, json_length = encode_response(answer, wish)
+        content, json_length = encode_response(answer, wishes)
         content, headers = compress(content, request.headers.get("accept-encoding", ""))
+        headers |= load_headers(self._service, request.headers, model)
         if json_length is None:
             return Response(content, headers=headers, media_type="application/json")
         headers[HEADER_LENGTH] = str(json_length)
@@ -183,7 +208,9 @@ class KServeApi:
         answer = await until_disconnect(
             request.receive, self._service.infer(infer_request, principal)
         )
-        return json_response(encode_generate(answer))
+        response = json_response(encode_generate(answer))
+        response.headers.update(load_headers(self._service, request.headers, infer_request.model))
+        return response
 
     async def generate_stream(self, request: Request) -> EventStream:
         principal = self._authenticate(request.headers)

@@ -2,7 +2,13 @@
 
 from collections.abc import Sequence
 
-from loraplex.core.output import FinishReason, Logits, RequestTiming, SequenceOutput
+from loraplex.core.output import (
+    FinishReason,
+    Logits,
+    RequestTiming,
+    SequenceOutput,
+    TokenLogprob,
+)
 from loraplex.frontends.kserve.models.convert import Generation
 from loraplex.serving.logits_files import first_rows
 
@@ -14,15 +20,18 @@ class Answer:
         self.generation = generation
         self.index = index
         """Of the sequence, in its request."""
-        self.is_finished = False
+        self.finish_reason: FinishReason | None = None
         self.is_sent = False
         """Nothing of it is left to send."""
         self._has_begun = False
         self.num_input_tokens = 0
         self.num_output_tokens = 0
+        self.num_new_tokens = 0
+        """Since the last piece."""
         self.cum_log_prob = 0.0
         self.token_ids: list[int] = []
-        self.log_probs: list[float] = []
+        self.entries: list[TokenLogprob] = []
+        """Of new tokens, if their log probabilities are known."""
         self.text = ""
         self.logits: list[Logits] = []
         """Of new tokens."""
@@ -40,22 +49,33 @@ class Answer:
         if generation.is_streamed or generation.excludes_input:
             return
         self.token_ids.extend(prompt_token_ids)
-        if isinstance(generation.request.prompt, str):
-            self.text = generation.request.prompt
+        prompt = generation.request.prompt
+        if isinstance(prompt, str):
+            show = generation.show_prompt
+            self.text = prompt if show is None or not prompt_token_ids else show(prompt_token_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def log_probs(self) -> list[float]:
+        return [entry.logprob for entry in self.entries]
 
     def add(self, output: SequenceOutput) -> None:
         """Append what one output brings; the token that ended it is left out."""
         num_tokens = len(output.token_ids) - self._ends_with_end_token(output)
         self.num_output_tokens += num_tokens
+        self.num_new_tokens += num_tokens
         self.token_ids.extend(output.token_ids[:num_tokens])
-        log_probs = [entry.logprob for entry in output.logprobs[:num_tokens]]
-        self.log_probs.extend(log_probs)
-        self.cum_log_prob += sum(log_probs)
+        entries = output.logprobs[:num_tokens]
+        self.entries.extend(entries)
+        self.cum_log_prob += sum(entry.logprob for entry in entries)
         if output.cumulative_logprob is not None:
             self.cum_log_prob = output.cumulative_logprob
         self.logits.extend(first_rows(output.logits, num_tokens))
         self.text += output.text
-        self.is_finished = output.finish_reason is not None
+        self.finish_reason = output.finish_reason
 
     def _ends_with_end_token(self, output: SequenceOutput) -> bool:
         return (
@@ -68,8 +88,10 @@ class Answer:
     def drain(self) -> None:
         """Forget what has been sent. Counts and the cumulative log probability stay."""
         self.is_sent = self.is_finished or not self.generation.is_streamed
+        self.num_new_tokens = 0
         self.token_ids = []
-        self.log_probs = []
+        self.entries = []
         self.logits = []
         self.prompt_logits = ()
-        self.text = ""
+        if not self.generation.accumulates_text:
+            self.text = ""

@@ -4,12 +4,14 @@ Token ids of `output_ids` and log probabilities of shorter sequences are padded 
 original pads. Text is one string per sequence, flat over batch and sequences.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TypeVar
 
 from loraplex.frontends.kserve.models.answer import Answer
-from loraplex.frontends.kserve.models.kinds import ModelKind
+from loraplex.frontends.kserve.models.kinds import Dialect, ModelKind
 from loraplex.frontends.kserve.models.measured import logits_tensors, perf_tensors
+from loraplex.frontends.kserve.models.vllm_answers import vllm_tensors
 from loraplex.frontends.kserve.tensors import Tensor, numbers, strings
 
 PADDING = -1
@@ -27,8 +29,11 @@ def output_tensors(
     """The outputs of `batch`: per element its sequences, equally many in each.
 
     Shapes: output_ids [batch, sequences, longest], sequence_length and cum_log_probs [batch,
-    sequences], output_log_probs [batch, sequences, longest], text_output [batch * sequences].
+    sequences], output_log_probs [batch, sequences, longest], text_output [batch * sequences];
+    those of vLLM's dialect are in vllm_answers.
     """
+    if kind.dialect is Dialect.VLLM:
+        return vllm_tensors(batch[0])
     if kind.takes_text:
         tensors = [strings("text_output", [a.text for answers in batch for a in answers])]
     else:
@@ -43,6 +48,17 @@ def output_tensors(
         if index is not None:
             tensors.append(numbers(name, "INT32", [[index]]))
     return [*tensors, *_counts(batch), *perf_tensors(batch)]
+
+
+def without_batch(kind: ModelKind, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs of one element as a model has them that knows no batches."""
+    unbatched = []
+    for tensor in tensors:
+        row = kind.output(tensor.name)
+        has_batch = row is not None and len(tensor.shape) > len(row.dims)
+        array = tensor.array[0] if has_batch else tensor.array
+        unbatched.append(dataclasses.replace(tensor, array=array))
+    return unbatched
 
 
 def _log_probs(batch: Sequence[Sequence[Answer]]) -> list[Tensor]:

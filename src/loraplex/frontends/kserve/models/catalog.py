@@ -1,34 +1,47 @@
 """Which Triton model names there are, and what metadata and configuration say about them.
 
-`ensemble` and `tensorrt_llm` are the first served base model; every base model also answers under
-its own name, text to text. There is one version of each.
+Without a model repository `ensemble` and `tensorrt_llm` are the first served base model, and every
+base model also answers under its own name, text to text. With one there is what it declares. There
+is one version of each.
 """
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from loraplex.core.errors import ModelNotFoundError
 from loraplex.core.version import __version__
+from loraplex.frontends.kserve.errors import NotFoundError
+from loraplex.frontends.kserve.model_control import ModelControl
+from loraplex.frontends.kserve.models.bls import BLS
+from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
-from loraplex.frontends.kserve.models.kinds import InputSpec, ModelKind
+from loraplex.frontends.kserve.models.postprocessing import POSTPROCESSING
+from loraplex.frontends.kserve.models.preprocessing import PREPROCESSING
 from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
-from loraplex.frontends.kserve.tensors import DATATYPES
-from loraplex.serving.backend import Backend, ModelCard
+from loraplex.frontends.kserve.models.triton_model import TritonModel
+from loraplex.serving.backend import Backend
 
-VERSION = "1"
-KINDS = (ENSEMBLE, TENSORRT_LLM)
+KINDS = (ENSEMBLE, TENSORRT_LLM, PREPROCESSING, POSTPROCESSING, BLS)
 DEFAULT_MAX_BATCH_SIZE = 128
+
+STEPS_OF_ENSEMBLE = ("preprocessing", "tensorrt_llm", "postprocessing")
+"""Kinds of models that an ensemble is made of, all of its base model."""
 
 SERVER_NAME = "triton"
 """What clients of Triton may compare; the version is ours."""
 
 EXTENSIONS = (
+    "classification",
+    "model_repository",
+    "model_repository(unload_dependents)",
+    "schedule_policy",
+    "model_configuration",
+    "system_shared_memory",
     "binary_tensor_data",
     "parameters",
-    "model_configuration",
-    "model_repository",
     "statistics",
+    "trace",
+    "logging",
     "generate",
 )
 
@@ -38,82 +51,92 @@ def server_metadata() -> dict[str, Any]:
     return {"name": SERVER_NAME, "version": __version__, "extensions": list(EXTENSIONS)}
 
 
-@dataclasses.dataclass(frozen=True)
-class TritonModel:
-    """A name that clients send requests to."""
-
-    name: str
-    kind: ModelKind
-    card: ModelCard
-    """The base model behind it."""
-    max_batch_size: int
-
-    def metadata(self) -> dict[str, Any]:
-        """The answer to a metadata request; shapes show the batch dimension."""
-        kind = self.kind
-        return {
-            "name": self.name,
-            "versions": [VERSION],
-            "platform": kind.platform or kind.backend,
-            "inputs": [
-                _metadata_row(row.name, row.datatype, row.dims) for row in kind.declared_inputs
-            ],
-            "outputs": [_metadata_row(row.name, row.datatype, row.dims) for row in kind.outputs],
-        }
-
-    def config(self) -> dict[str, Any]:
-        """The model configuration, with the fields and words of Triton's model_config.proto."""
-        kind = self.kind
-        return {
-            "name": self.name,
-            "platform": kind.platform,
-            "backend": kind.backend,
-            "version_policy": {"latest": {"num_versions": 1}},
-            "max_batch_size": self.max_batch_size,
-            "input": [_config_input(row) for row in kind.declared_inputs],
-            "output": [
-                {
-                    "name": row.name,
-                    "data_type": DATATYPES[row.datatype].config_name,
-                    "dims": list(row.dims),
-                    "label_filename": "",
-                    "is_shape_tensor": False,
-                }
-                for row in kind.outputs
-            ],
-            "instance_group": [{"name": self.name, "kind": "KIND_MODEL", "count": 1}],
-            "parameters": {},
-            "model_transaction_policy": {"decoupled": False},
-        }
-
-
 class Catalog:
     """The served Triton models, always as the backend has them now."""
 
-    def __init__(self, backend: Backend, *, max_batch_size: int = DEFAULT_MAX_BATCH_SIZE) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        max_batch_size: int = DEFAULT_MAX_BATCH_SIZE,
+        declarations: Sequence[ModelDeclaration] = (),
+        control: ModelControl | None = None,
+    ) -> None:
+        """declarations: of a model repository; none: every base model under our default names."""
+        self._control = control or ModelControl()
         self._backend = backend
         self._max_batch_size = max_batch_size
+        self._declarations = tuple(declarations)
 
     def models(self) -> Sequence[TritonModel]:
+        """Those that are loaded."""
+        return [model for model in self._all() if self._control.is_loaded(model.name)]
+
+    def _all(self) -> list[TritonModel]:
+        cards = {card.name: card for card in self._backend.models()}
+        changed = [self._control.changed(d.name) or d for d in self._declared()]
+        return [TritonModel.declared(each, cards[each.base_model]) for each in changed]
+
+    def _declared(self) -> Sequence[ModelDeclaration]:
+        """As at the start."""
+        if self._declarations:
+            return self._declarations
         cards = self._backend.models()
         names = [(kind.name, kind, cards[0]) for kind in KINDS]
         taken = {kind.name for kind in KINDS}
         names += [(card.name, ENSEMBLE, card) for card in cards if card.name not in taken]
-        return [TritonModel(name, kind, card, self._max_batch_size) for name, kind, card in names]
+        return [
+            ModelDeclaration(
+                name=name, kind=kind, base_model=card.name, max_batch_size=self._max_batch_size
+            )
+            for name, kind, card in names
+        ]
+
+    def load(self, name: str, parameters: Mapping[str, object]) -> None:
+        """Raises as ModelControl.load, and NotFoundError for a model that is nowhere."""
+        self._control.check_explicit()
+        declared = next((each for each in self._declared() if each.name == name), None)
+        if declared is None:
+            known = ", ".join(each.name for each in self._declared())
+            raise NotFoundError(
+                f"failed to load '{name}', failed to poll from model repository; its models are: "
+                f"{known}"
+            )
+        self._control.load(declared, parameters)
+
+    def unload(self, name: str, *, with_dependents: bool = False) -> None:
+        """Take a name from clients, of an ensemble with its steps. An unknown one is fine."""
+        self._control.check_explicit()
+        declared = {each.name: each for each in self._declared()}
+        if name not in declared:
+            return
+        names = {name}
+        if with_dependents and declared[name].kind is ENSEMBLE:
+            base_model = declared[name].base_model
+            names |= {
+                each.name
+                for each in declared.values()
+                if each.base_model == base_model and each.kind.name in STEPS_OF_ENSEMBLE
+            }
+        self._control.unload(names)
 
     def find(self, name: str, version: str = "") -> TritonModel:
         """Raises ModelNotFoundError in Triton's words, with the names that there are."""
-        model = next((model for model in self.models() if model.name == name), None)
+        model = next((model for model in self._all() if model.name == name), None)
         if model is None:
             served = ", ".join(model.name for model in self.models())
             raise ModelNotFoundError(
                 f"Request for unknown model: '{name}' is not found; the models are: {served}",
                 param="model",
             )
-        if version not in ("", VERSION):
+        if not self._control.is_loaded(name):
+            raise ModelNotFoundError(
+                f"Request for unknown model: '{name}' has no available versions", param="model"
+            )
+        if version not in ("", model.version):
             raise ModelNotFoundError(
                 f"Request for unknown model: '{name}' version {version} is not found; the version "
-                f"is {VERSION}",
+                f"is {model.version}",
                 param="model",
             )
         return model
@@ -129,29 +152,19 @@ class Catalog:
     def index(self, *, only_ready: bool = False) -> list[dict[str, str]]:
         """The repository index: name, version, state and reason of every model."""
         rows = []
-        for model in self.models():
-            is_ready = self._backend.model_ready(model.card.name)
-            if is_ready or not only_ready:
-                state = "READY" if is_ready else "UNAVAILABLE"
-                reason = "" if is_ready else self._backend.health().reason
+        for model in self._all():
+            reason = self._reason(model)
+            if not (reason and only_ready):
+                row = {"name": model.name, "version": model.version}
                 rows.append(
-                    {"name": model.name, "version": VERSION, "state": state, "reason": reason}
+                    {**row, "state": "UNAVAILABLE" if reason else "READY", "reason": reason}
                 )
         return rows
 
-
-def _metadata_row(name: str, datatype: str, dims: tuple[int, ...]) -> dict[str, Any]:
-    return {"name": name, "datatype": datatype, "shape": [-1, *dims]}
-
-
-def _config_input(row: InputSpec) -> dict[str, Any]:
-    return {
-        "name": row.name,
-        "data_type": DATATYPES[row.datatype].config_name,
-        "format": "FORMAT_NONE",
-        "dims": list(row.dims),
-        **({"reshape": {"shape": []}} if row.has_scalar_reshape else {}),
-        "is_shape_tensor": False,
-        "allow_ragged_batch": row.is_ragged,
-        "optional": not row.required,
-    }
+    def _reason(self, model: TritonModel) -> str:
+        """Why a model is not ready; empty if it is."""
+        if not self._control.is_loaded(model.name):
+            return "unloaded" if self._control.was_unloaded(model.name) else "not loaded"
+        if self._backend.model_ready(model.card.name):
+            return ""
+        return self._backend.health().reason or "not ready"

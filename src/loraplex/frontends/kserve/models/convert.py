@@ -1,8 +1,11 @@
 """One element of a batch -> a GenerateRequest, and how its answer is to look. Pure."""
 
 import dataclasses
+import functools
 import json
+from collections.abc import Callable, Sequence
 
+import msgspec
 import numpy as np
 
 from loraplex.adapters.staging import RequestTensor
@@ -12,15 +15,29 @@ from loraplex.core.request import GenerateRequest, RequestId
 from loraplex.core.retention import DEFAULT_PRIORITY, KVRetention, TokenRangeRetention
 from loraplex.frontends.adapter_choices import read_choices
 from loraplex.frontends.kserve.messages import Parameter
+from loraplex.frontends.kserve.models.declaration import ModelOptions
 from loraplex.frontends.kserve.models.inputs import Inputs
 from loraplex.frontends.kserve.models.sampling import sampling_params
-from loraplex.frontends.kserve.models.words import Tokenize
+from loraplex.frontends.kserve.models.texts import ModelTexts
 from loraplex.frontends.kserve.tensors import Tensor
 from loraplex.serving.backend import ModelCard
+
+_DEFAULT_OPTIONS = ModelOptions()
 
 NO_END_ID = -1
 NO_LIMIT = -1
 """Of a retention: an open end, and no expiry."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sender:
+    """What a request is beside its tensors."""
+
+    request_id: RequestId
+    client_request_id: str = ""
+    timeout_seconds: float | None = None
+    priority: int = 0
+    """Lower is sooner."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,42 +68,52 @@ class Generation:
     """Tokens in one KV block."""
     returns_num_input_tokens: bool
     returns_num_output_tokens: bool
-
-    @property
-    def is_beam_search(self) -> bool:
-        """Its sequences come together, in one response."""
-        return self.request.sampling.beam is not None
+    returned: frozenset[str] = frozenset()
+    """Names of the outputs that a request to a model of the vLLM backend wishes for."""
+    token_text: Callable[[int], str] | None = None
+    """Of a token beside its log probability; None: those are not shown."""
+    show_prompt: Callable[[Sequence[int]], str] | None = None
+    """The text of the prompt's tokens, as the answer begins with it; None: as it was sent."""
+    accumulates_text: bool = False
+    """A streamed piece has the whole text so far."""
+    logits_datatype: str = "FP32"
+    comes_together: bool = False
+    """All its sequences stand in every response."""
 
 
 def convert(
     inputs: Inputs,
     card: ModelCard,
-    request_id: RequestId,
+    sender: Sender,
     *,
-    client_request_id: str = "",
     adapters: Parameter = "",
-    timeout_seconds: float | None = None,
-    priority: int = 0,
-    tokenize: Tokenize,
+    options: ModelOptions = _DEFAULT_OPTIONS,
+    texts: ModelTexts,
 ) -> Generation:
-    """Raises InvalidTensorError, InvalidParameterError and what `tokenize` raises.
+    """Raises InvalidTensorError, InvalidParameterError and what the tokenizer raises.
 
     adapters: the request's parameter of this name, a JSON text (see frontends.adapter_choices).
     """
     end_id = _end_id(inputs, card)
-    sampling = sampling_params(inputs, card, end_id, tokenize)
+    sampling = msgspec.structs.replace(
+        sampling_params(inputs, card, end_id, texts.encode),
+        skip_special_tokens=options.skips_special_tokens,
+    )
     inline_adapter = _inline_adapter(inputs)
     request = GenerateRequest(
-        request_id=request_id,
+        request_id=sender.request_id,
         model=card.name,
         prompt=_prompt(inputs),
         sampling=sampling,
         adapters=_adapters(inputs, adapters),
-        client_request_id=client_request_id,
-        timeout_seconds=timeout_seconds,
-        priority=priority,
+        client_request_id=sender.client_request_id,
+        add_special_tokens=options.adds_special_tokens,
+        timeout_seconds=sender.timeout_seconds,
+        priority=sender.priority,
         retention=_retention(inputs),
     )
+    if (inline_adapter is not None or request.adapters) and not options.lora_enabled:
+        raise _lora_is_off()
     # A grammar ends with the end token, asked for or not.
     ignores_eos = sampling.ignore_eos and sampling.grammar is None
     eos = () if card.eos_token_id is None or ignores_eos else (card.eos_token_id,)
@@ -95,7 +122,9 @@ def convert(
         inline_adapter=inline_adapter,
         end_token_ids=frozenset((*eos, *(() if end_id is None else (end_id,)))),
         is_streamed=inputs.flag("is_streamed"),
-        excludes_input=inputs.flag("excludes_input"),
+        excludes_input=(
+            inputs.flag("excludes_input") if "excludes_input" in inputs else options.excludes_input
+        ),
         returns_log_probs=inputs.flag("returns_log_probs"),
         returns_context_logits=sampling.return_prompt_logits,
         returns_generation_logits=sampling.return_logits,
@@ -103,12 +132,26 @@ def convert(
         block_size=card.kv_block_size,
         returns_num_input_tokens=inputs.flag("returns_num_input_tokens"),
         returns_num_output_tokens=inputs.flag("returns_num_output_tokens"),
+        show_prompt=functools.partial(
+            texts.decode, skip_special_tokens=options.skips_special_tokens
+        ),
+        accumulates_text=options.accumulates_tokens and sampling.beam is None,
+        logits_datatype=options.logits_datatype,
+        comes_together=sampling.beam is not None,
+    )
+
+
+def _lora_is_off() -> InvalidParameterError:
+    return InvalidParameterError(
+        "LoRA is not enabled for this model: its engine was built without a LoRA plugin; build it "
+        "with --lora_plugin, or leave the lora_ inputs out",
+        param="lora_task_id",
     )
 
 
 def _adapters(inputs: Inputs, parameter: Parameter) -> tuple[AdapterChoice, ...]:
     """Of the parameter, or the one of lora_task_id; none yet for an adapter that came along."""
-    choices = _parsed(parameter)
+    choices = read_adapters(parameter)
     sent = [f for f in ("lora_task_id", "lora_weights") if inputs.tensor(f) is not None]
     if choices and sent:
         raise InvalidParameterError(
@@ -122,7 +165,8 @@ def _adapters(inputs: Inputs, parameter: Parameter) -> tuple[AdapterChoice, ...]
     return (AdapterChoice(ByTaskId(task_id)),)
 
 
-def _parsed(parameter: Parameter) -> tuple[AdapterChoice, ...]:
+def read_adapters(parameter: Parameter) -> tuple[AdapterChoice, ...]:
+    """Of the request parameter `adapters`; none if it is empty."""
     if parameter == "":
         return ()
     try:

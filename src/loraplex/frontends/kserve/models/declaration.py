@@ -17,12 +17,18 @@ class ModelOptions:
     """Of preprocessing: to a prompt."""
     skips_special_tokens: bool = True
     """Of postprocessing: from an answer."""
+    max_beam_width: int | None = None
+    """A wider search is refused; None: any."""
     accumulates_tokens: bool = False
     """Of tensorrt_llm_bls: every streamed answer has the whole text so far."""
     checks_health: bool = False
     """Of the vLLM backend: ENABLE_VLLM_HEALTH_CHECK."""
     reports_metrics: bool = False
     """Of the vLLM backend: REPORT_CUSTOM_METRICS."""
+    logits_datatype: str = "FP32"
+    """Of context_logits and generation_logits: FP32, FP16 or BF16."""
+    has_draft_model: bool = False
+    """Of tensorrt_llm_bls: it names one, so a request may ask for guesses; ours need no model."""
     lora_enabled: bool = True
     """False: a request that asks for an adapter is refused."""
     unusable_adapters: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -35,6 +35,10 @@ class Inputs:
         tensor = self._tensors.get(field)
         return None if tensor is None or tensor.array.size == 0 else tensor
 
+    def sent(self, field: str) -> Tensor:
+        """As tensor(), of a field that was sent; it may be empty."""
+        return self._tensors[field]
+
     def array(self, field: str) -> Array | None:
         """As tensor(), without its name and type."""
         tensor = self.tensor(field)
@@ -64,13 +68,15 @@ def read_inputs(
 ) -> list[Inputs]:
     """Check every tensor and split the batch. Raises InvalidTensorError, UnsupportedFeatureError.
 
-    A stop request may lack the required tensors: it asks for nothing that needs them.
+    max_batch_size 0: the tensors have no batch dimension, and there is one element. A stop request
+    may lack the required tensors: it asks for nothing that needs them.
     """
     rows = _rows_by_name(kind, model, tensors)
-    kept = [_batched(rows[t.name], t) for t in tensors if t.name in rows]
+    has_batch = max_batch_size > 0
+    kept = [_batched(rows[t.name], t, has_batch) for t in tensors if t.name in rows]
     for tensor in kept:
         _check_served(rows[tensor.name], tensor)
-        _check_tensor(rows[tensor.name], model, tensor)
+        _check_tensor(rows[tensor.name], model, tensor, has_batch)
     batch_size = _batch_size(model, kept, max_batch_size)
     elements = [
         Inputs(
@@ -88,9 +94,10 @@ def read_inputs(
     return elements
 
 
-def _batched(row: InputSpec, tensor: Tensor) -> Tensor:
-    """The tensor with its batch dimension, if it is one that may lack it."""
-    if not row.is_adapter or len(tensor.shape) != len(row.dims):
+def _batched(row: InputSpec, tensor: Tensor, has_batch: bool) -> Tensor:
+    """The tensor with a batch dimension: an adapter's may lack it, without batches all do."""
+    may_lack = row.is_adapter and len(tensor.shape) == len(row.dims)
+    if has_batch and not may_lack:
         return tensor
     return dataclasses.replace(tensor, array=tensor.array[np.newaxis])
 
@@ -127,7 +134,7 @@ def _unexpected(what: str, name: str, known: list[str], model: str) -> InvalidTe
     )
 
 
-def _check_tensor(row: InputSpec, model: str, tensor: Tensor) -> None:
+def _check_tensor(row: InputSpec, model: str, tensor: Tensor, has_batch: bool) -> None:
     datatypes = (row.datatype, *row.other_datatypes)
     if tensor.datatype not in datatypes:
         expected_type = " or ".join(f"'{datatype}'" for datatype in datatypes)
@@ -142,11 +149,13 @@ def _check_tensor(row: InputSpec, model: str, tensor: Tensor) -> None:
         or all(expected in (-1, dim) for expected, dim in zip(row.dims, dims, strict=True))
     )
     if not fits or not tensor.shape:
-        expected_shape = ",".join(str(dim) for dim in (-1, *row.dims))
-        shape = ",".join(str(dim) for dim in tensor.shape)
+        batch = [-1] if has_batch else []
+        expected_shape = ",".join(str(dim) for dim in (*batch, *row.dims))
+        shape = ",".join(str(dim) for dim in (tensor.shape if has_batch else dims))
+        told = "The first dimension is the batch, -1 is any size" if has_batch else "No batch"
         raise InvalidTensorError(
             f"unexpected shape for input '{row.name}' for model '{model}'. Expected "
-            f"[{expected_shape}], got [{shape}]. The first dimension is the batch, -1 is any size",
+            f"[{expected_shape}], got [{shape}]. {told}",
             param=row.name,
         )
 
@@ -162,7 +171,7 @@ def _batch_size(model: str, tensors: Sequence[Tensor], max_batch_size: int) -> i
                 f"is {tensor.shape[0]}, that of '{tensors[0].name}' is {batch_size}",
                 param=tensor.name,
             )
-    if not 1 <= batch_size <= max_batch_size:
+    if not 1 <= batch_size <= max(max_batch_size, 1):
         raise InvalidTensorError(
             f"inference request batch-size must be >= 1 and <= {max_batch_size} for '{model}', "
             f"got {batch_size}"
@@ -172,7 +181,7 @@ def _batch_size(model: str, tensors: Sequence[Tensor], max_batch_size: int) -> i
 
 def _check_required(kind: ModelKind, model: str, names: Sequence[str]) -> None:
     required = [row.name for row in kind.inputs if row.required]
-    if not kind.takes_text:
+    if kind.input("input_ids") is not None:
         required.insert(0, "input_ids")
     missing = [name for name in required if name not in names]
     if missing:
@@ -181,7 +190,7 @@ def _check_required(kind: ModelKind, model: str, names: Sequence[str]) -> None:
         raise InvalidTensorError(
             f"expected {len(names) + len(missing)} inputs but got {len(names)} inputs for model "
             f"'{model}'. Got input(s) [{got}], but missing required input(s) [{lacking}]. Please "
-            "provide all required input(s).",
+            f"provide all required input(s): {missing[0]} is not present in the request",
             param=missing[0],
         )
 

@@ -55,11 +55,20 @@ class OutputSpec:
     name: str
     datatype: str
     dims: tuple[int, ...] = (1,)
+    is_declared: bool = True
+    """False: it comes if its input did, but metadata does not show it: an older one."""
+
+
+class Dialect(enum.Enum):
+    """Whose rules a model's answers and errors follow."""
+
+    TENSORRT_LLM = "tensorrt_llm"
+    VLLM = "vllm"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelKind:
-    """A model of the TensorRT-LLM backend's repository."""
+    """A model of a repository of the TensorRT-LLM backend or of the vLLM backend."""
 
     name: str
     platform: str
@@ -70,6 +79,7 @@ class ModelKind:
     """True: a prompt and an answer are text. False: they are token ids."""
     ends_by_default: bool
     """Without `end_id`: True ends at the model's end token, False runs to the full length."""
+    dialect: Dialect = Dialect.TENSORRT_LLM
     response_parameters: Mapping[str, Parameter] = dataclasses.field(default_factory=dict)
     """On every response."""
 
@@ -87,6 +97,10 @@ class ModelKind:
     @property
     def declared_inputs(self) -> tuple[InputSpec, ...]:
         return tuple(row for row in self.inputs if row.is_declared)
+
+    @property
+    def declared_outputs(self) -> tuple[OutputSpec, ...]:
+        return tuple(row for row in self.outputs if row.is_declared)
 
 
 def used(
@@ -127,10 +141,17 @@ def adapter(
 
 
 def no_effect(
-    name: str, datatype: str, dims: tuple[int, ...] = (1,), *, ragged: bool = False
+    name: str,
+    datatype: str,
+    dims: tuple[int, ...] = (1,),
+    *,
+    ragged: bool = False,
+    is_declared: bool = True,
 ) -> InputSpec:
     """A row whose tensor changes nothing in the original either."""
-    return InputSpec(name, datatype, dims, Effect.NO_EFFECT, is_ragged=ragged)
+    return InputSpec(
+        name, datatype, dims, Effect.NO_EFFECT, is_ragged=ragged, is_declared=is_declared
+    )
 
 
 def refused(
@@ -162,6 +183,8 @@ def scalar(row: InputSpec) -> InputSpec:
 
 
 PROMPT_TUNING = "prompt tuning"
+MULTIMODAL = "a multimodal model"
+ENCODER_DECODER = "an encoder-decoder model"
 
 INLINE_LORA = (
     # Declared as in TensorRT-LLM's templates; its converters write the other types too.

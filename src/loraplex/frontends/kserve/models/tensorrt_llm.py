@@ -2,12 +2,15 @@
 
 Names, types, dimensions and order are those of the TensorRT-LLM backend's repository (version of
 May 2025, and `return_num_*_tokens` of its successor); `min_length` and `random_seed` are its names
-of January 2024. `no_repeat_ngram_size` its code reads, undeclared; `num_draft_tokens` is ours.
+of January 2024. `no_repeat_ngram_size`, `multimodal_embedding` and `return_kv_cache_reuse_stats`
+its code reads, undeclared; `num_draft_tokens` is ours.
 """
 
 from loraplex.frontends.kserve.models.kinds import (
     CACHE_OUTPUTS,
+    ENCODER_DECODER,
     INLINE_LORA,
+    MULTIMODAL,
     PROMPT_TUNING,
     TIMING_OUTPUTS,
     ModelKind,
@@ -18,14 +21,12 @@ from loraplex.frontends.kserve.models.kinds import (
     used,
 )
 
-_ENCODER = "an encoder-decoder model"
 _SPECULATION = "speculative decoding from the request"
-_MULTIMODAL = "a multimodal model"
 
 _INPUTS = (
     used("input_ids", "INT32", (-1,), ragged=True),
-    refused("encoder_input_features", "FP16", (-1, -1), reason=_ENCODER, ragged=True),
-    scalar(refused("encoder_output_lengths", "INT32", reason=_ENCODER, neutral=(0,))),
+    refused("encoder_input_features", "FP16", (-1, -1), reason=ENCODER_DECODER, ragged=True),
+    scalar(refused("encoder_output_lengths", "INT32", reason=ENCODER_DECODER, neutral=(0,))),
     scalar(used("input_lengths", "INT32", required=True)),
     scalar(used("request_output_len", "INT32", field="max_tokens", required=True)),
     scalar(used("num_return_sequences", "INT32", field="n")),
@@ -71,10 +72,10 @@ _INPUTS = (
         ragged=True,
     ),
     scalar(no_effect("prompt_vocab_size", "INT32")),  # describes prompt_embedding_table
-    refused("cross_attention_mask", "BOOL", (-1, -1), reason=_MULTIMODAL, ragged=True),
-    refused("mrope_rotary_cos_sin", "FP32", (-1,), reason=_MULTIMODAL, ragged=True),
-    refused("mrope_position_deltas", "INT64", reason=_MULTIMODAL, ragged=True),
-    refused("skip_cross_attn_blocks", "BOOL", reason=_MULTIMODAL, neutral=(False,), ragged=True),
+    refused("cross_attention_mask", "BOOL", (-1, -1), reason=MULTIMODAL, ragged=True),
+    refused("mrope_rotary_cos_sin", "FP32", (-1,), reason=MULTIMODAL, ragged=True),
+    refused("mrope_position_deltas", "INT64", reason=MULTIMODAL, ragged=True),
+    refused("skip_cross_attn_blocks", "BOOL", reason=MULTIMODAL, neutral=(False,), ragged=True),
     scalar(used("lora_task_id", "UINT64")),
     *INLINE_LORA,
     refused("context_phase_params", "UINT8", (-1,), reason="disaggregated serving", ragged=True),
@@ -92,6 +93,8 @@ _INPUTS = (
     scalar(used("return_num_input_tokens", "BOOL", field="returns_num_input_tokens")),
     scalar(used("return_num_output_tokens", "BOOL", field="returns_num_output_tokens")),
     used("no_repeat_ngram_size", "INT32", is_declared=False),
+    refused("multimodal_embedding", "FP16", (-1, -1), reason=MULTIMODAL, is_declared=False),
+    no_effect("return_kv_cache_reuse_stats", "BOOL", is_declared=False),  # now perf metrics
     used("num_draft_tokens", "INT32", is_declared=False),
     used("min_length", "INT32", field="min_tokens", is_declared=False),
     used("random_seed", "UINT64", field="seed", is_declared=False),

@@ -43,7 +43,7 @@ def logit_bias(
 ) -> tuple[tuple[int, float], ...]:
     """Of a vector over the vocabulary, or of words: each of a word's tokens gets its weight."""
     if inputs.kind.takes_text:
-        return _word_bias(inputs, tokenize)
+        return word_biases(inputs, tokenize)
     array = inputs.array("embedding_bias")
     if array is None or not array.any():
         return ()
@@ -56,15 +56,17 @@ def logit_bias(
     return tuple((i, float(bias)) for i, bias in enumerate(array.flat) if bias != 0.0)
 
 
-def _word_bias(inputs: Inputs, tokenize: Tokenize) -> tuple[tuple[int, float], ...]:
+def word_biases(inputs: Inputs, tokenize: Tokenize) -> tuple[tuple[int, float], ...]:
+    """(token id, sum of the weights of its words), ascending, without zeros."""
     words = inputs.texts("embedding_bias_words")
     array = inputs.array("embedding_bias_weights")
     weights = [] if array is None else [float(weight) for weight in array.flat]
     if len(words) != len(weights):
+        field = inputs.kind.input_of("embedding_bias_weights")
         raise InvalidTensorError(
-            f"input 'embedding_bias_words' has {len(words)} words and 'embedding_bias_weights' "
-            f"{len(weights)} weights; there must be one weight for each word",
-            param="embedding_bias_weights",
+            f"input '{inputs.kind.input_of('embedding_bias_words')}' has {len(words)} words and "
+            f"'{field}' {len(weights)} weights; there must be one weight for each word",
+            param=field,
         )
     biases: dict[int, float] = {}
     for word, weight in zip(words, weights, strict=True):

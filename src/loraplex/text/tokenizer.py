@@ -12,18 +12,18 @@ from typing import Any, Protocol
 import tokenizers
 
 from loraplex.core.errors import ConfigError, InvalidRequestError
-from loraplex.serving.text.sentencepiece_model import (
+from loraplex.text.sentencepiece_model import (
     SentencePieceModel,
     build_tokenizer,
     read_sentencepiece_model,
     set_bos_and_eos,
 )
-from loraplex.serving.text.special_tokens import (
+from loraplex.text.special_tokens import (
     SpecialTokens,
     read_json_object,
     read_special_tokens,
 )
-from loraplex.serving.text.token_decoding import TextStream, Vocabulary, parse_decoder
+from loraplex.text.token_decoding import TextStream, Vocabulary, parse_decoder
 
 
 class Tokenizer(Protocol):

@@ -1,0 +1,8 @@
+"""build.py of older TensorRT-LLM examples: `loraplex build`."""
+
+import sys
+
+from loraplex.cli.main import app
+
+if __name__ == "__main__":
+    app(["build", *sys.argv[1:]], prog_name="loraplex")

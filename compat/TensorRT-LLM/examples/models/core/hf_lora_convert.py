@@ -1,0 +1,1 @@
+../../hf_lora_convert.py

@@ -1,0 +1,93 @@
+"""What an engine folder was built for holds wherever it is served.
+
+A setting that says less than the build allows stays; one that says more is brought down, and that
+is said, except where a client would see the difference: then it is an error.
+"""
+
+import logging
+from pathlib import Path
+
+import msgspec
+
+from loraplex.core.config import ModelConfig
+from loraplex.core.errors import ConfigError
+from loraplex.models.engine_folder import LORA_FOLDER, BuildLimits, read_build_limits
+
+logger = logging.getLogger(__name__)
+
+
+def within_build(name: str, model: ModelConfig, folder: Path) -> ModelConfig:
+    """The settings of a model whose weights are in `folder`; as they are if nobody built it.
+
+    name: what clients call the model, for errors. Raises ConfigError for max_model_len,
+    max_input_len or quantization that the build cannot give.
+    """
+    limits = read_build_limits(folder)
+    if limits is None:
+        return model
+    if limits.world_size > 1:
+        logger.warning(
+            "model %r was built for tensor parallel %d x pipeline parallel %d: it runs as one",
+            *(name, limits.tp_size, limits.pp_size),
+        )
+    return msgspec.structs.replace(
+        model,
+        max_model_len=_at_most(name, "max_model_len", model.max_model_len, limits.max_seq_len),
+        max_input_len=_at_most(name, "max_input_len", model.max_input_len, limits.max_input_len),
+        max_num_seqs=_lowered(
+            name, "max_num_seqs", model.max_num_seqs, limits.max_batch_size, "max_batch_size"
+        ),
+        max_num_batched_tokens=_lowered(
+            *(name, "max_num_batched_tokens", model.max_num_batched_tokens),
+            *(limits.max_num_tokens, "max_num_tokens"),
+        ),
+        quantization=_quantization(name, model, limits),
+        kv_dtype=limits.kv_dtype if model.kv_dtype == "auto" else model.kv_dtype,
+        **_adapters(name, model, limits, folder),
+    )
+
+
+def _adapters(
+    name: str, model: ModelConfig, limits: BuildLimits, folder: Path
+) -> dict[str, object]:
+    """What changes of the settings about adapters."""
+    if not limits.allows_lora:
+        return {"enable_lora": False}
+    rank = _lowered(
+        name, "max_lora_rank", model.max_lora_rank, limits.max_lora_rank, "max_lora_rank"
+    )
+    built_in = folder / LORA_FOLDER
+    brought = (str(built_in),) if built_in.is_dir() else ()
+    return {
+        "max_lora_rank": rank,
+        "optimal_lora_rank": min(model.optimal_lora_rank, rank),
+        "lora_target_modules": model.lora_target_modules or limits.lora_target_modules,
+        "adapter_dirs": tuple(dict.fromkeys((*model.adapter_dirs, *brought))),
+    }
+
+
+def _at_most(name: str, setting: str, wanted: int | None, built: int | None) -> int | None:
+    if wanted is not None and built is not None and wanted > built:
+        raise ConfigError(
+            f"{setting} {wanted} is more than the {built} that the engine of model {name!r} was "
+            "built for: lower it, or build again"
+        )
+    return built if wanted is None else wanted
+
+
+def _lowered(name: str, setting: str, wanted: int, built: int | None, flag: str) -> int:
+    if built is None or wanted <= built:
+        return wanted
+    logger.info("%s of model %r is %d, as its engine was built (--%s)", setting, name, built, flag)
+    return built
+
+
+def _quantization(name: str, model: ModelConfig, limits: BuildLimits) -> str:
+    if model.quantization in ("none", limits.quantization):
+        return limits.quantization
+    if limits.quantization == "none":
+        return model.quantization
+    raise ConfigError(
+        f"quantization {model.quantization} is not the {limits.quantization} that the engine of "
+        f"model {name!r} was built with"
+    )

@@ -1,0 +1,176 @@
+"""`loraplex triton`: repositories that were written for Triton, served as tritonserver does."""
+
+import functools
+import ipaddress
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from loraplex.cli.options import errors_to_exit_code
+from loraplex.cli.serve_flags import with_settings
+from loraplex.cli.triton_flags import as_settings, split_flags, with_triton_flags, without_effect
+from loraplex.core.config import Config
+from loraplex.core.config_layers import Layer, field_layers, resolve
+from loraplex.core.environment import environment_fields
+from loraplex.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from loraplex.frontends.kserve.model_control import ModelControl
+    from loraplex.triton.repository import Repository
+
+logger = logging.getLogger(__name__)
+
+_ALL_MODELS = "*"
+_CONTROL = "model_control_mode"
+_DEFAULTS = Layer("default of loraplex triton", {"server": {"host": "0.0.0.0"}})
+
+triton_app = typer.Typer(
+    help="Serve model repositories that were written for Triton.", rich_markup_mode="markdown"
+)
+
+
+@triton_app.callback(invoke_without_command=True)
+@with_triton_flags
+@with_settings
+def triton(
+    context: typer.Context,
+    model_repository: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--model-repository",
+            "--model-store",
+            help="A folder of models for the TensorRT-LLM or the vLLM backend; repeatable.",
+        ),
+    ] = None,
+    load_model: Annotated[
+        list[str] | None,
+        typer.Option(help="With --model-control-mode explicit: load it; repeatable, * is all."),
+    ] = None,
+    **settings: Any,
+) -> None:
+    """Serve model repositories that were written for Triton, on 8000, 8001 and 8002."""
+    if context.invoked_subcommand is not None:
+        return
+    with errors_to_exit_code():
+        serve_repositories(model_repository or [], load_model or [], settings)
+
+
+@triton_app.command("init")
+def init(
+    folder: Annotated[Path, typer.Argument(help="The repository to write: a new folder.")],
+    model: Annotated[
+        str, typer.Option(help="A Hugging Face folder, or one that `loraplex build` wrote.")
+    ],
+    lora_dir: Annotated[
+        str | None, typer.Option(help="A folder of adapters; names of digits are task ids.")
+    ] = None,
+    decoupled: Annotated[
+        bool, typer.Option(help="Stream answers; then single-answer infer is refused.")
+    ] = False,
+) -> None:
+    """Write a repository of TensorRT-LLM's five models, filled in."""
+    from loraplex.triton.five_models import write_five_models  # noqa: PLC0415 - slow import
+
+    with errors_to_exit_code():
+        values = {"engine_dir": _absolute(model), "decoupled_mode": str(decoupled)}
+        if lora_dir is not None:
+            values["lora_prefetch_dir"] = _absolute(lora_dir)
+        write_five_models(folder, values)
+        print(f"wrote {folder}: loraplex triton --model-repository {folder}")
+
+
+def _absolute(folder: str) -> str:
+    """Raises ConfigError if there is no such folder."""
+    path = Path(folder).expanduser().absolute()
+    if not path.is_dir():
+        raise ConfigError(f"there is no folder {folder}")
+    return str(path)
+
+
+def serve_repositories(
+    repositories: list[Path], load_models: list[str], settings: dict[str, Any]
+) -> None:
+    """settings: flags of ours and of tritonserver's, by name. Raises ConfigError."""
+    # `--help` must not wait for what a server needs.
+    from loraplex.app.launch import run_server, set_up_logging  # noqa: PLC0415
+    from loraplex.triton.repository import read_repositories  # noqa: PLC0415
+
+    if not repositories:
+        raise ConfigError("no model repository: give --model-repository DIR")
+    theirs, ours = split_flags(settings)
+    control = _control_mode(theirs.get(_CONTROL, "none"), load_models)
+    wanted = [] if _ALL_MODELS in load_models else list(dict.fromkeys(load_models))
+    repository = read_repositories(repositories, wanted)
+    config = build_config(repository, theirs, ours)
+    set_up_logging(config.server.log_level)
+    _tell(repository, theirs, config)
+    run_server(
+        config,
+        functools.partial(print, flush=True),
+        repository.declarations,
+        _control(control, load_models, repository),
+    )
+
+
+def build_config(
+    repository: "Repository", theirs: Mapping[str, str], ours: dict[str, Any]
+) -> Config:
+    """Join the layers: the repositories, the environment, the flags. Raises ConfigError."""
+    names = dict.fromkeys(name for layer in repository.layers for name in layer.model_names)
+    environment = field_layers(
+        "environment variable LORAPLEX_{variable}", environment_fields(), names
+    )
+    return resolve(
+        [
+            _DEFAULTS,
+            *repository.layers,
+            *environment,
+            *field_layers("flag --{flag} or tritonserver's", as_settings(theirs), names),
+            *field_layers("flag --{flag}", ours, names),
+        ]
+    )
+
+
+def _control_mode(mode: str, load_models: list[str]) -> str:
+    if mode not in ("none", "poll", "explicit"):
+        raise ConfigError(f"--model-control-mode must be none, poll or explicit, got {mode!r}")
+    if load_models and mode != "explicit":
+        raise ConfigError(
+            "Error: Use of '--load-model' requires setting '--model-control-mode=explicit' as well."
+        )
+    return mode
+
+
+def _control(mode: str, load_models: list[str], repository: "Repository") -> "ModelControl":
+    """Under explicit control only what was asked for is loaded: perhaps nothing."""
+    from loraplex.frontends.kserve.model_control import ControlMode, ModelControl  # noqa: PLC0415
+
+    loaded = repository.loaded
+    if mode == "explicit" and not load_models:
+        loaded = ()
+    return ModelControl(ControlMode(mode), loaded=loaded)
+
+
+def _tell(repository: "Repository", theirs: Mapping[str, str], config: Config) -> None:
+    for sentence in without_effect(theirs):
+        logger.info("%s", sentence)
+    repository.notes.log()
+    for declaration in repository.declarations:
+        logger.info("model %s: %s", declaration.name, declaration.kind.name)
+    host = config.server.host
+    if not _is_loopback(host):
+        logger.warning(
+            "anybody who reaches %s may use this server, as tritonserver's default has it: no key "
+            "is asked for; --host 127.0.0.1 keeps it to this machine",
+            host,
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,44 @@
+"""test_max_queue_size.py: more requests at once than a queue takes; some must be refused."""
+
+import numpy as np
+
+from loraplex.client.flags import Say, check_at_least
+from loraplex.client.queue_options import QueueOptions
+from loraplex.client.tensors import row
+from loraplex.client.wire import open_wire
+from loraplex.client.workloads import FIRST_RANDOM_ID
+from loraplex.core.errors import ConfigError
+
+FULL = ("maximum queue size of", "exceeds maximum queue size")
+"""In the refusals, in small letters: of the backend, and of Triton's own queue."""
+
+
+def run(options: QueueOptions, say: Say) -> int:
+    """0 if a request was refused because the queue is full. Raises ConfigError for any other
+    error.
+    """
+    check_at_least("--num-requests", options.num_requests, 1)
+    check_at_least("--input-len", options.input_len, 1)
+    tensors = {
+        "input_ids": row([FIRST_RANDOM_ID] * options.input_len, np.int32),
+        "input_lengths": row([options.input_len], np.int32),
+        "request_output_len": row([options.request_output_len], np.int32),
+    }
+    concurrency = max(options.concurrency, options.num_requests)
+    num_refused = 0
+    with open_wire(options.protocol, options.url, concurrency) as wire:
+        sent = [
+            wire.submit(options.model_name, tensors, str(index))
+            for index in range(options.num_requests)
+        ]
+        for pending in sent:
+            try:
+                pending.result()
+            except ConfigError as error:
+                if not any(words in error.message.lower() for words in FULL):
+                    raise
+                num_refused += 1
+                if options.verbose:
+                    say(error.message)
+    say(f"[INFO] {num_refused} of {options.num_requests} requests met a full queue.")
+    return 0 if num_refused else 1

@@ -1,0 +1,171 @@
+"""The families of the TensorRT-LLM backend, nv_trt_llm_*, from what the engine tells.
+
+One series per served base model, labelled with the Triton model that takes token ids.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from loraplex.core.errors import NotReadyError
+from loraplex.core.stats import EngineStats
+from loraplex.frontends.exact_counters import ExactCounter
+from loraplex.frontends.kserve.models.catalog import Catalog
+from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
+from loraplex.frontends.kserve.models.triton_model import TritonModel
+from loraplex.frontends.kserve.models.vllm import VLLM
+from loraplex.frontends.kserve.token_metrics import TokenLabels
+from loraplex.serving.backend import Backend
+from loraplex.serving.model_memory import ModelMemory
+
+_Values = dict[str, float]
+
+
+class TensorRtLlmCollector(Collector):
+    def __init__(
+        self, catalog: Catalog, backend: Backend, unix_seconds: Callable[[], float] = time.time
+    ) -> None:
+        self._catalog = catalog
+        self._backend = backend
+        self._unix_seconds = unix_seconds
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: registering must not ask a backend that has not started."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        models = [model for model in self._catalog.models() if model.kind.name == TENSORRT_LLM.name]
+        for name, text, label, values in (
+            ("request_metrics", "TRT LLM request metrics", "request_type", self._requests),
+            (
+                "runtime_memory_metrics",
+                "TRT LLM runtime memory metrics",
+                "memory_type",
+                self._memory,
+            ),
+            (
+                "kv_cache_block_metrics",
+                "TRT LLM KV cache block metrics",
+                "kv_cache_block_type",
+                self._blocks,
+            ),
+            (
+                "inflight_batcher_metrics",
+                "TRT LLM inflight_batcher-specific metrics",
+                "inflight_batcher_specific_metric",
+                self._batch,
+            ),
+            ("general_metrics", "General TRT LLM metrics", "general_type", self._general),
+        ):
+            gauge = GaugeMetricFamily(
+                f"nv_trt_llm_{name}", text, labels=["model", label, "version"]
+            )
+            for model in models:
+                for value_of, value in values(model).items():
+                    gauge.add_metric([model.name, value_of, model.version], value)
+            yield gauge
+        yield _disaggregated(models)
+
+    def _stats(self, model: TritonModel) -> EngineStats:
+        return self._backend.stats(model.card.name)
+
+    def _requests(self, model: TritonModel) -> _Values:
+        """Sequences; `max` is how many the last steps could have had, `context` in their prompt."""
+        stats = self._stats(model)
+        step = self._backend.steps(model.card.name, 1)
+        return {
+            "active": stats.num_running + stats.num_waiting,
+            "max": model.max_batch_size,
+            "scheduled": step[-1].num_rows if step else 0,
+            "context": step[-1].num_prefill_rows if step else 0,
+            "waiting": stats.num_waiting,
+        }
+
+    def _memory(self, model: TritonModel) -> _Values:
+        """Bytes of the engine's process, and of its device if it has one."""
+        try:
+            memory = self._backend.memory(model.card.name)
+        except NotReadyError:
+            return {"cpu": 0, "gpu": 0, "pinned": 0}
+        return _by_type(memory)
+
+    def _blocks(self, model: TritonModel) -> _Values:
+        stats = self._stats(model)
+        total = stats.blocks_held + stats.blocks_cached + stats.blocks_free
+        block_size = model.card.kv_block_size
+        return {
+            "max": total,
+            "free": stats.blocks_cached + stats.blocks_free,
+            "used": stats.blocks_held,
+            "tokens_per": block_size,
+            "reused": stats.cached_tokens // block_size,
+            "fraction": stats.kv_usage,
+        }
+
+    def _batch(self, model: TritonModel) -> _Values:
+        """Of the last step; micro_batch_id is 0: there is one batch."""
+        stats = self._stats(model)
+        step = self._backend.steps(model.card.name, 1)
+        last = step[-1] if step else None
+        return {
+            "total_context_tokens": last.num_prefill_tokens if last else 0,
+            "generation_requests": last.num_rows - last.num_prefill_rows if last else 0,
+            "micro_batch_id": 0,
+            "paused_requests": stats.preemptions,
+        }
+
+    def _general(self, model: TritonModel) -> _Values:
+        return {
+            "timestamp": int(self._unix_seconds() * 1_000_000),
+            "iteration_counter": self._stats(model).steps,
+        }
+
+
+def _by_type(memory: ModelMemory) -> _Values:
+    """Without a device of its own everything is the host's; its adapters are not pinned."""
+    at_work = (
+        *(memory.weights_bytes, memory.workspace_bytes, memory.graph_bytes),
+        *(memory.kv.num_bytes, memory.device.num_bytes),
+    )
+    if memory.accelerator is None:
+        return {"cpu": sum(at_work) + memory.host.num_bytes, "gpu": 0, "pinned": 0}
+    return {"cpu": memory.host.num_bytes, "gpu": sum(at_work), "pinned": 0}
+
+
+def _disaggregated(models: Iterable[TritonModel]) -> ExactCounter:
+    """Nothing is served that way: zeros, as the original has then."""
+    counter = ExactCounter(
+        "nv_trt_llm_disaggregated_serving_metrics", "TRT LLM disaggregated serving metrics"
+    )
+    for model in models:
+        for value_of in ("kv_cache_transfer_ms", "request_count"):
+            labels = {
+                "model": model.name,
+                "disaggregated_serving_type": value_of,
+                "version": model.version,
+            }
+            counter.add(labels, 0)
+    return counter
+
+
+def token_labels(catalog: Catalog, model: TritonModel) -> TokenLabels:
+    """What a request to a model counts for.
+
+    A request to an ensemble or to BLS is one to its model of token ids, as in the original. Of
+    vLLM's models those count that say so; without a model repository, those that are named as
+    their base model.
+    """
+    here = (model.name, model.version)
+    if model.kind.name == VLLM.name:
+        return TokenLabels(vllm=here if model.options.reports_metrics else None)
+    core = next(
+        (
+            (each.name, each.version)
+            for each in catalog.models()
+            if each.kind.name == TENSORRT_LLM.name and each.card == model.card
+        ),
+        None,
+    )
+    return TokenLabels(trtllm=core, vllm=here if model.name == model.card.name else None)

@@ -1,0 +1,82 @@
+"""grpc.health.v1.Health: what Kubernetes and load balancers ask. The server's name is not checked,
+as in Triton: every name means the whole server, which serves when it is ready.
+
+Source: the gRPC health checking protocol. Its two messages are made here, in a pool of their own.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
+
+import grpc
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+SERVICE = "grpc.health.v1.Health"
+SERVING = 1
+NOT_SERVING = 2
+WATCH_SECONDS = 0.5
+"""Between two looks for a watcher."""
+
+IsReady = Callable[[], Awaitable[bool]]
+
+
+def _messages() -> tuple[Any, Any]:
+    """(HealthCheckRequest, HealthCheckResponse)"""
+    field = descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(
+        name="grpc/health/v1/health.proto", package="grpc.health.v1", syntax="proto3"
+    )
+    request = file.message_type.add(name="HealthCheckRequest")
+    request.field.add(name="service", number=1, type=field.TYPE_STRING, label=field.LABEL_OPTIONAL)
+    response = file.message_type.add(name="HealthCheckResponse")
+    statuses = response.enum_type.add(name="ServingStatus")
+    for number, name in enumerate(("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")):
+        statuses.value.add(name=name, number=number)
+    response.field.add(
+        name="status",
+        number=1,
+        type=field.TYPE_ENUM,
+        type_name=".grpc.health.v1.HealthCheckResponse.ServingStatus",
+        label=field.LABEL_OPTIONAL,
+    )
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    classes = [
+        message_factory.GetMessageClass(pool.FindMessageTypeByName(f"grpc.health.v1.{name}"))
+        for name in ("HealthCheckRequest", "HealthCheckResponse")
+    ]
+    return classes[0], classes[1]
+
+
+HealthCheckRequest, HealthCheckResponse = _messages()
+
+
+def health_handler(is_ready: IsReady) -> Any:
+    """Handler of the service's RPCs, for a server to add."""
+
+    async def check(request: Any, context: Any) -> Any:
+        del request, context
+        return HealthCheckResponse(status=SERVING if await is_ready() else NOT_SERVING)
+
+    async def watch(request: Any, context: Any) -> AsyncGenerator[Any, None]:
+        """The status, and then each other one, until the client goes."""
+        del request, context
+        last: bool | None = None
+        while True:
+            now = await is_ready()
+            if now is not last:
+                last = now
+                yield HealthCheckResponse(status=SERVING if now else NOT_SERVING)
+            await asyncio.sleep(WATCH_SECONDS)
+
+    codecs = {
+        "request_deserializer": HealthCheckRequest.FromString,
+        "response_serializer": HealthCheckResponse.SerializeToString,
+    }
+    return grpc.method_handlers_generic_handler(
+        SERVICE,
+        {
+            "Check": grpc.unary_unary_rpc_method_handler(check, **codecs),
+            "Watch": grpc.unary_stream_rpc_method_handler(watch, **codecs),
+        },
+    )

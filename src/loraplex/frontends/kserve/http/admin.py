@@ -1,0 +1,164 @@
+"""The routes beside inference: shared memory, settings, and which models are loaded."""
+
+import base64
+import binascii
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from loraplex.core.errors import InvalidRequestError
+from loraplex.frontends.kserve.access import Authenticate
+from loraplex.frontends.kserve.http.body import json_response, parse_object, read_body
+from loraplex.frontends.kserve.service import TritonService
+from loraplex.frontends.kserve.shared_memory import no_cuda_region, refuse_cuda
+
+
+class AdminApi:
+    """The handlers. `model`, `region` and `repository` are path parameters."""
+
+    def __init__(
+        self, service: TritonService, authenticate: Authenticate, max_body_bytes: int
+    ) -> None:
+        self._service = service
+        self._authenticate = authenticate
+        self._max_body_bytes = max_body_bytes
+
+    # ------------------------------------------------------------ shared memory
+
+    async def memory_status(self, request: Request) -> Response:
+        tenant = self._authenticate(request.headers).tenant
+        regions = self._service.memory.status(tenant, request.path_params.get("region", ""))
+        return json_response([dataclasses.asdict(region) for region in regions])
+
+    async def memory_register(self, request: Request) -> Response:
+        tenant = self._authenticate(request.headers).tenant
+        body = await self._object(request)
+        for field in ("key", "byte_size"):
+            if field not in body:
+                raise InvalidRequestError(
+                    f"Shared memory register request has no '{field}' field", param=field
+                )
+        key = body["key"]
+        if not isinstance(key, str):
+            raise InvalidRequestError("'key' must be a string", param="key")
+        self._service.memory.register(
+            tenant,
+            request.path_params["region"],
+            key,
+            _natural(body, "offset"),
+            _natural(body, "byte_size"),
+        )
+        return Response()
+
+    async def memory_unregister(self, request: Request) -> Response:
+        tenant = self._authenticate(request.headers).tenant
+        self._service.memory.unregister(tenant, request.path_params.get("region", ""))
+        return Response()
+
+    async def cuda_status(self, request: Request) -> Response:
+        """There is none, and so no region of a name."""
+        self._authenticate(request.headers)
+        if "region" in request.path_params:
+            no_cuda_region(request.path_params["region"])
+        return json_response([])
+
+    async def cuda_register(self, request: Request) -> Response:
+        self._authenticate(request.headers)
+        refuse_cuda()
+
+    async def cuda_unregister(self, request: Request) -> Response:
+        self._authenticate(request.headers)
+        return Response()
+
+    # ------------------------------------------------------------ settings
+
+    async def trace(self, request: Request) -> Response:
+        self._authenticate(request.headers)
+        model = request.path_params.get("model", "")
+        return json_response(self._service.management.trace_settings(model))
+
+    async def change_trace(self, request: Request) -> Response:
+        principal = self._authenticate(request.headers)
+        body = await self._object(request)
+        changes = {name: _strings(name, value) for name, value in body.items()}
+        model = request.path_params.get("model", "")
+        return json_response(self._service.management.change_trace(principal, model, changes))
+
+    async def log(self, request: Request) -> Response:
+        self._authenticate(request.headers)
+        return json_response(self._service.management.log_settings())
+
+    async def change_log(self, request: Request) -> Response:
+        principal = self._authenticate(request.headers)
+        body = await self._object(request)
+        return json_response(self._service.management.change_log(principal, body))
+
+    # ------------------------------------------------------------ the repository
+
+    async def index(self, request: Request) -> Response:
+        body = await self._object(request)
+        only_ready = body.get("ready", False)
+        if not isinstance(only_ready, bool):
+            raise InvalidRequestError("'ready' must be true or false", param="ready")
+        repository = request.path_params.get("repository", "")
+        rows = self._service.management.index(repository, only_ready=only_ready)
+        return json_response(rows)
+
+    async def load(self, request: Request) -> Response:
+        principal = self._authenticate(request.headers)
+        parameters = {
+            name: _file_content(name, value) if name.startswith("file:") else value
+            for name, value in (await self._parameters(request)).items()
+        }
+        path = request.path_params
+        repository = path.get("repository", "")
+        self._service.management.load(principal, repository, path["model"], parameters)
+        return Response()
+
+    async def unload(self, request: Request) -> Response:
+        principal = self._authenticate(request.headers)
+        parameters = await self._parameters(request)
+        path = request.path_params
+        repository = path.get("repository", "")
+        self._service.management.unload(principal, repository, path["model"], parameters)
+        return Response()
+
+    async def _parameters(self, request: Request) -> Mapping[str, Any]:
+        parameters = (await self._object(request)).get("parameters", {})
+        if not isinstance(parameters, dict):
+            raise InvalidRequestError("'parameters' must be a JSON object", param="parameters")
+        return parameters
+
+    async def _object(self, request: Request) -> dict[str, Any]:
+        return parse_object(await read_body(request, self._max_body_bytes))
+
+
+def _natural(body: Mapping[str, Any], field: str) -> int:
+    value = body.get(field, 0)
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise InvalidRequestError(f"'{field}' must be an integer that is not negative", param=field)
+    return value
+
+
+def _strings(name: str, value: object) -> Sequence[str] | None:
+    """The values of a trace setting: one or several strings, or numbers; null for its default."""
+    if value is None:
+        return None
+    values = value if isinstance(value, list) else [value]
+    if not all(isinstance(each, str) or type(each) is int for each in values):
+        raise InvalidRequestError(
+            f"'{name[:80]}' must be a string, a list of strings or null", param=name
+        )
+    return [str(each) for each in values]
+
+
+def _file_content(name: str, value: object) -> bytes:
+    try:
+        if isinstance(value, str):
+            return base64.b64decode(value, validate=True)
+    except (binascii.Error, ValueError):
+        pass
+    raise InvalidRequestError(f"'{name[:80]}' must be a file's content as base64", param=name)

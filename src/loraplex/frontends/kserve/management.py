@@ -1,0 +1,86 @@
+"""What clients may ask of the server itself: settings, and which models are loaded.
+
+Of both wires; whoever may manage adapters may change things here, everyone may read them.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from loraplex.core.errors import (
+    InvalidRequestError,
+    ModelNotFoundError,
+    PermissionDeniedError,
+    UnsupportedFeatureError,
+)
+from loraplex.core.principal import Principal
+from loraplex.frontends.kserve.log_settings import LogSettings, LogValue
+from loraplex.frontends.kserve.model_control import unloads_dependents
+from loraplex.frontends.kserve.models.catalog import Catalog
+from loraplex.frontends.kserve.trace_settings import TraceSettings, TraceValue
+
+
+class Management:
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._traces = TraceSettings()
+        self._logs = LogSettings()
+
+    def trace_settings(self, model: str) -> dict[str, TraceValue]:
+        """Of a model, or without a name of the server."""
+        self._check_traced(model)
+        return self._traces.of(model)
+
+    def change_trace(
+        self, principal: Principal, model: str, changes: Mapping[str, Sequence[str] | None]
+    ) -> dict[str, TraceValue]:
+        self._check_traced(model)
+        if changes:
+            _check_may_manage(principal)
+        return self._traces.update(changes, model)
+
+    def _check_traced(self, model: str) -> None:
+        if not model:
+            return
+        try:
+            self._catalog.find(model)
+        except ModelNotFoundError:
+            raise InvalidRequestError(
+                f"Request for unknown model : {model}", param="model"
+            ) from None
+
+    def log_settings(self) -> dict[str, LogValue]:
+        return self._logs.report()
+
+    def change_log(
+        self, principal: Principal, changes: Mapping[str, object]
+    ) -> dict[str, LogValue]:
+        if changes:
+            _check_may_manage(principal)
+        return self._logs.update(changes)
+
+    def index(self, repository: str, *, only_ready: bool) -> list[dict[str, str]]:
+        _check_repository(repository)
+        return self._catalog.index(only_ready=only_ready)
+
+    def load(
+        self, principal: Principal, repository: str, model: str, parameters: Mapping[str, object]
+    ) -> None:
+        _check_repository(repository)
+        _check_may_manage(principal)
+        self._catalog.load(model, parameters)
+
+    def unload(
+        self, principal: Principal, repository: str, model: str, parameters: Mapping[str, object]
+    ) -> None:
+        _check_repository(repository)
+        _check_may_manage(principal)
+        self._catalog.unload(model, with_dependents=unloads_dependents(parameters))
+
+
+def _check_repository(name: str) -> None:
+    if name:
+        raise UnsupportedFeatureError("'repository_name' specification is not supported")
+
+
+def _check_may_manage(principal: Principal) -> None:
+    if not principal.may_manage_adapters:
+        raise PermissionDeniedError("this key may not change the server's settings or models")

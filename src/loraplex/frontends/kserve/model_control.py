@@ -1,0 +1,134 @@
+"""Which models of the repository are loaded, and with what changes.
+
+Base models are loaded when the server starts and stay in memory: to unload a model here takes its
+name from clients, to load it gives the name back. Who may do so, and the first words of the
+errors, are Triton's: only a server under explicit model control lets its clients.
+"""
+
+import enum
+from collections.abc import Callable, Collection, Mapping
+
+from loraplex.core.errors import InvalidRequestError, NotReadyError, UnsupportedFeatureError
+from loraplex.frontends.kserve.models.config_override import overridden
+from loraplex.frontends.kserve.models.declaration import ModelDeclaration
+
+NOT_EXPLICIT = "explicit model load / unload is not allowed if polling is enabled"
+MAX_CONFIG_BYTES = 1024 * 1024
+MAX_FILES = 64
+
+
+class ControlMode(enum.Enum):
+    NONE = "none"
+    """Every model is loaded at the start."""
+    POLL = "poll"
+    """As NONE: the repository is read once."""
+    EXPLICIT = "explicit"
+
+
+Reload = Callable[[ModelDeclaration, str, Mapping[str, bytes]], ModelDeclaration]
+"""(model at the start, its configuration as JSON, files by path) -> what it is from now on. Raises
+errors of core.errors, and then the model stays as it was."""
+
+
+class ModelControl:
+    def __init__(
+        self,
+        mode: ControlMode = ControlMode.NONE,
+        *,
+        loaded: Collection[str] | None = None,
+        reload: Reload | None = None,
+    ) -> None:
+        """loaded: names that are there at the start; None: all."""
+        self.mode = mode
+        self._loaded = None if loaded is None else set(loaded)
+        self._unloaded: set[str] = set()
+        self._changed: dict[str, ModelDeclaration] = {}
+        self._reload = reload
+
+    def is_loaded(self, name: str) -> bool:
+        return name not in self._unloaded and (self._loaded is None or name in self._loaded)
+
+    def was_unloaded(self, name: str) -> bool:
+        """False for a model that was never there."""
+        return name in self._unloaded
+
+    def changed(self, name: str) -> ModelDeclaration | None:
+        """What a load has made of a model; None: it is as it was at the start."""
+        return self._changed.get(name)
+
+    def load(self, declaration: ModelDeclaration, parameters: Mapping[str, object]) -> None:
+        """Give a model that exists its name back, with the configuration that is sent along.
+
+        declaration: the model as it was at the start. Raises NotReadyError without explicit
+        control, InvalidRequestError, UnsupportedFeatureError.
+        """
+        self.check_explicit()
+        config, files = _load_parameters(parameters)
+        name = declaration.name
+        if config is None:
+            self._changed.pop(name, None)
+        elif self._reload is not None:
+            self._changed[name] = self._reload(declaration, config, files)
+        elif files:
+            raise UnsupportedFeatureError(
+                f"failed to load '{name}': files of a model cannot be replaced while the server "
+                "runs; send 'config' alone"
+            )
+        else:
+            self._changed[name] = overridden(declaration, config)
+        self._unloaded.discard(name)
+        if self._loaded is not None:
+            self._loaded.add(name)
+
+    def unload(self, names: Collection[str]) -> None:
+        """Take models from clients; requests in work end. Raises NotReadyError as load does."""
+        self.check_explicit()
+        self._unloaded.update(names)
+
+    def check_explicit(self) -> None:
+        """Raise NotReadyError unless clients may load and unload."""
+        if self.mode is not ControlMode.EXPLICIT:
+            raise NotReadyError(f"{NOT_EXPLICIT}; start it with --model-control-mode=explicit")
+
+
+def unloads_dependents(parameters: Mapping[str, object]) -> bool:
+    """From the parameters of an unload request."""
+    value = parameters.get("unload_dependents", False)
+    if not isinstance(value, bool):
+        raise InvalidRequestError(
+            "invalid value type for unload parameter 'unload_dependents', expected bool_param.",
+            param="unload_dependents",
+        )
+    return value
+
+
+def _load_parameters(parameters: Mapping[str, object]) -> tuple[str | None, dict[str, bytes]]:
+    """(configuration, files by their path in the model's folder)."""
+    config: str | None = None
+    files: dict[str, bytes] = {}
+    for name, value in parameters.items():
+        if name == "config":
+            if not isinstance(value, str) or len(value) > MAX_CONFIG_BYTES:
+                raise InvalidRequestError(
+                    "invalid value type for load parameter 'config', expected string_param. of at "
+                    f"most {MAX_CONFIG_BYTES} characters",
+                    param=name,
+                )
+            config = value
+        elif name.startswith("file:"):
+            if not isinstance(value, bytes):
+                raise InvalidRequestError(
+                    f"invalid value type for load parameter '{name[:80]}', expected bytes_param.",
+                    param=name,
+                )
+            files[name.removeprefix("file:")] = value
+        else:
+            raise InvalidRequestError(
+                f"unrecognized load parameter '{name[:80]}'. It takes 'config' and 'file:<path>'",
+                param=name,
+            )
+    if len(files) > MAX_FILES:
+        raise InvalidRequestError(f"a load takes at most {MAX_FILES} files, got {len(files)}")
+    if files and config is None:
+        raise InvalidRequestError("override model directory requires 'config' along with files")
+    return config, files

@@ -1,0 +1,35 @@
+"""One model's texts and tokens, as its Triton models read and write them."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from loraplex.serving.backend import Backend
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelTexts:
+    """The tokenizer of one base model. Any thread may call it."""
+
+    backend: Backend
+    model: str
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        return self.backend.tokenize(self.model, text, add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Of a whole text, or of what follows one: that keeps a space at its beginning.
+
+        A whole text begins with the tokens that the tokenizer puts before every text; if it puts
+        none there, everything counts as whole.
+        """
+        first = self.encode("", add_special_tokens=True)[:1]
+        return self.backend.detokenize(
+            self.model,
+            token_ids,
+            skip_special_tokens=skip_special_tokens,
+            is_continuation=bool(first) and list(token_ids[:1]) != first,
+        )
+
+    def token_text(self, token_id: int) -> str:
+        """Of one token, for people: half a character becomes U+FFFD."""
+        return self.backend.token_bytes(self.model, token_id).decode(errors="replace")

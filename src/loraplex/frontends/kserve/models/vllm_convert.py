@@ -1,0 +1,225 @@
+"""A request to a model of the vLLM backend -> a GenerateRequest, and how its answer is to look.
+
+Where a sampling parameter is missing, the defaults are vLLM's: 16 tokens, temperature 1, all
+tokens, an end at the model's end token. Pure.
+"""
+
+import json
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from loraplex.core.adapter import AdapterChoice, ByName
+from loraplex.core.beam_search import BeamSearch, EarlyStopping
+from loraplex.core.errors import InvalidParameterError, InvalidRequestError, InvalidTensorError
+from loraplex.core.grammar import Grammar
+from loraplex.core.request import GenerateRequest
+from loraplex.core.sampling_params import SamplingParams
+from loraplex.frontends.kserve.failures import lora_failure
+from loraplex.frontends.kserve.messages import Parameter
+from loraplex.frontends.kserve.models.convert import Generation, Sender, read_adapters
+from loraplex.frontends.kserve.models.declaration import ModelOptions
+from loraplex.frontends.kserve.models.inputs import Inputs
+from loraplex.frontends.kserve.models.texts import ModelTexts
+from loraplex.frontends.kserve.models.vllm_fields import LORA_NAME, read_fields
+from loraplex.frontends.structured_outputs import structured_outputs
+from loraplex.serving.backend import ModelCard
+
+OTHER_PARAMETERS = frozenset(
+    {
+        "adapters",
+        "binary_data_output",
+        "headers",
+        "priority",
+        "sequence_end",
+        "sequence_id",
+        "sequence_start",
+        "Streaming",
+        "timeout",
+    }
+)
+"""Of a request: they are Triton's, its clients' or ours, and no sampling parameters."""
+TRITON_PREFIX = "triton_"
+"""Of more of Triton's own."""
+
+DEFAULT_MAX_TOKENS = 16
+_NO_SEED = -1
+_RETURNED = (
+    "finish_reason",
+    "cumulative_logprob",
+    "logprobs",
+    "num_input_tokens",
+    "num_output_tokens",
+)
+"""Outputs that come if the input `return_` and their name says so."""
+_EARLY_STOPPING: Mapping[object, EarlyStopping] = MappingProxyType(
+    {
+        True: EarlyStopping.AT_ONCE,
+        False: EarlyStopping.WHEN_UNLIKELY,
+        "never": EarlyStopping.NEVER,
+    }
+)
+
+
+def convert_vllm(
+    inputs: Inputs,
+    card: ModelCard,
+    sender: Sender,
+    parameters: Mapping[str, Parameter],
+    *,
+    options: ModelOptions,
+    texts: ModelTexts,
+) -> Generation:
+    """Raises RequestErrors, and FailedAnswer for an adapter that cannot be had."""
+    prompt = "".join(inputs.texts("text_input"))
+    if not prompt:
+        raise InvalidTensorError("input 'text_input' is empty", param="text_input")
+    fields = read_fields(_raw_fields(inputs, parameters))
+    returned = frozenset(name for name in _RETURNED if inputs.flag(f"return_{name}"))
+    shows_logprobs = "logprobs" in returned and "logprobs" in fields
+    if "cumulative_logprob" in returned:
+        fields.setdefault("logprobs", 0)
+    return Generation(
+        request=GenerateRequest(
+            request_id=sender.request_id,
+            model=card.name,
+            prompt=prompt,
+            sampling=vllm_sampling(fields),
+            adapters=_adapters(fields, parameters.get("adapters", ""), options),
+            client_request_id=sender.client_request_id,
+            timeout_seconds=sender.timeout_seconds,
+            priority=sender.priority,
+        ),
+        end_token_ids=frozenset(),
+        is_streamed=inputs.flag("is_streamed"),
+        excludes_input=_excludes_input(inputs),
+        returns_log_probs=False,
+        returns_num_input_tokens=False,
+        returns_num_output_tokens=False,
+        returned=returned,
+        token_text=texts.token_text if shows_logprobs else None,
+        comes_together=True,
+    )
+
+
+def _excludes_input(inputs: Inputs) -> bool:
+    """Unsaid, a single answer begins with it; a stream never does, and may not be told to."""
+    excludes = inputs.flag("excludes_input")
+    if inputs.flag("is_streamed") and "excludes_input" in inputs and not excludes:
+        raise InvalidRequestError(
+            "When streaming, `exclude_input_in_output` = False is not allowed.",
+            param="exclude_input_in_output",
+        )
+    return excludes
+
+
+def _raw_fields(inputs: Inputs, parameters: Mapping[str, Parameter]) -> Mapping[str, Any]:
+    """Of the tensor, or without it of the request."""
+    text = "".join(inputs.texts("sampling_parameters"))
+    if not text:
+        return {
+            name: value
+            for name, value in parameters.items()
+            if name not in OTHER_PARAMETERS and not name.startswith(TRITON_PREFIX)
+        }
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidParameterError(
+            f"'sampling_parameters' is not JSON: {error}", param="sampling_parameters"
+        ) from None
+    if not isinstance(fields, dict):
+        raise InvalidParameterError(
+            "'sampling_parameters' must be a JSON object, as {\"temperature\": 0}",
+            param="sampling_parameters",
+        )
+    return fields
+
+
+def _adapters(
+    fields: Mapping[str, Any], parameter: Parameter, options: ModelOptions
+) -> tuple[AdapterChoice, ...]:
+    choices = read_adapters(parameter)
+    name = fields.get(LORA_NAME, "")
+    if name and choices:
+        raise InvalidParameterError(
+            f"the parameters 'adapters' and '{LORA_NAME}' both name an adapter; put all of them "
+            "into 'adapters'",
+            param="adapters",
+        )
+    if (name or choices) and not options.lora_enabled:
+        raise lora_failure(InvalidRequestError("LoRA feature is not enabled.", param=LORA_NAME))
+    return (AdapterChoice(ByName(name)),) if name else choices
+
+
+# ---------------------------------------------------------------- sampling
+
+
+def vllm_sampling(fields: Mapping[str, Any]) -> SamplingParams:
+    """From the values of vllm_fields.read_fields. Raises InvalidParameterError."""
+    seed = fields.get("seed", _NO_SEED)
+    sampling = SamplingParams(
+        max_tokens=fields.get("max_tokens", DEFAULT_MAX_TOKENS),
+        min_tokens=fields.get("min_tokens", 0),
+        temperature=fields.get("temperature", 1.0),
+        top_k=fields.get("top_k", 0),
+        top_p=fields.get("top_p", 1.0),
+        min_p=fields.get("min_p", 0.0),
+        repetition_penalty=fields.get("repetition_penalty", 1.0),
+        presence_penalty=fields.get("presence_penalty", 0.0),
+        frequency_penalty=fields.get("frequency_penalty", 0.0),
+        seed=None if seed == _NO_SEED else seed,
+        stop=tuple(text for text in fields.get("stop", ()) if text),
+        stop_token_ids=fields.get("stop_token_ids", ()),
+        include_stop_in_output=fields.get("include_stop_str_in_output", False),
+        bad_words=tuple(text for text in fields.get("bad_words", ()) if text),
+        allowed_token_ids=fields.get("allowed_token_ids", ()),
+        ignore_eos=fields.get("ignore_eos", False),
+        logprobs=fields.get("logprobs"),
+        skip_special_tokens=fields.get("skip_special_tokens", True),
+        logit_bias=_logit_bias(fields.get("logit_bias", {})),
+        grammar=_grammar(fields),
+        **_sequences(fields),
+    )
+    sampling.validate()
+    return sampling
+
+
+def _sequences(fields: Mapping[str, Any]) -> dict[str, Any]:
+    n, best_of = fields.get("n", 1), fields.get("best_of")
+    if not fields.get("use_beam_search", False):
+        return {"n": n, "best_of": best_of}
+    beam = BeamSearch(
+        width=n if best_of is None else best_of,
+        length_penalty=fields.get("length_penalty", 1.0),
+        early_stopping=_EARLY_STOPPING[fields.get("early_stopping", False)],
+    )
+    return {"n": n, "beam": beam}
+
+
+def _logit_bias(biases: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
+    """Its keys are token ids as texts, as JSON has them."""
+    try:
+        pairs = {int(token_id): float(bias) for token_id, bias in biases.items()}
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidParameterError(
+            "sampling parameter 'logit_bias' must be a JSON object of token ids and numbers, as "
+            '{"50256": -100}',
+            param="logit_bias",
+        ) from None
+    return tuple(sorted(pairs.items()))
+
+
+def _grammar(fields: Mapping[str, Any]) -> Grammar | None:
+    grammars = [
+        grammar
+        for name in ("structured_outputs", "guided_decoding")
+        for grammar in structured_outputs(name, fields.get(name, {}))
+    ]
+    if len(grammars) > 1:
+        raise InvalidParameterError(
+            "sampling parameter 'structured_outputs' must say one of json, json_object, regex, "
+            f"choice, grammar; {len(grammars)} are said",
+            param="structured_outputs",
+        )
+    return grammars[0] if grammars else None

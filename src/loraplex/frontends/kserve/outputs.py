@@ -1,0 +1,118 @@
+"""How a client wants its outputs: inline or as bytes, as classes, or in shared memory."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from loraplex.core.errors import InvalidRequestError
+from loraplex.frontends.kserve.classification import classified
+from loraplex.frontends.kserve.shared_memory import Place, TenantMemory
+from loraplex.frontends.kserve.tensors import Tensor, to_raw
+
+REGION = "shared_memory_region"
+BYTE_SIZE = "shared_memory_byte_size"
+OFFSET = "shared_memory_offset"
+CLASSIFICATION = "classification"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OutputWish:
+    """For one output."""
+
+    is_binary: bool = False
+    num_classes: int = 0
+    """0: the tensor itself."""
+    place: Place | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wishes:
+    """For all outputs of a request."""
+
+    memory: TenantMemory
+    default: OutputWish = OutputWish()
+    by_name: Mapping[str, OutputWish] = dataclasses.field(default_factory=dict)
+
+    def of(self, name: str) -> OutputWish:
+        return self.by_name.get(name, self.default)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Delivered:
+    """An output as it goes into the message."""
+
+    tensor: Tensor
+    wish: OutputWish
+
+    @property
+    def is_in_message(self) -> bool:
+        """False: its bytes are in a region."""
+        return self.wish.place is None
+
+
+def delivered(outputs: Sequence[Tensor], wishes: Wishes) -> list[Delivered]:
+    """Each output in its wanted form; those for regions are written there.
+
+    Raises InvalidRequestError if a region is too small, InvalidTensorError as `classified` does.
+    """
+    results = []
+    for tensor in outputs:
+        wish = wishes.of(tensor.name)
+        if wish.num_classes:
+            tensor = classified(tensor, wish.num_classes)
+        if wish.place is not None:
+            _write(tensor, wish.place, wishes.memory)
+        results.append(Delivered(tensor, wish))
+    return results
+
+
+def _write(tensor: Tensor, place: Place, memory: TenantMemory) -> None:
+    data = to_raw(tensor)
+    if len(data) > place.byte_size:
+        raise InvalidRequestError(
+            f"shared memory size specified with the request for output '{tensor.name}' "
+            f"({place.byte_size} bytes) should be at least {len(data)} bytes to hold the results",
+            param=tensor.name,
+        )
+    memory.write(place, data)
+
+
+def output_wish(
+    name: str, parameters: Mapping[str, object], *, is_binary: bool, memory: TenantMemory
+) -> OutputWish:
+    """From the parameters of a requested output. Raises InvalidRequestError, NotFoundError."""
+    num_classes = _natural(name, parameters, CLASSIFICATION)
+    place = place_of(name, parameters)
+    if place is not None:
+        memory.check(place)
+        if num_classes:
+            raise InvalidRequestError(
+                f"Output can't set both 'shared_memory_region' and 'classification': '{name}'",
+                param=name,
+            )
+    return OutputWish(is_binary=is_binary, num_classes=num_classes, place=place)
+
+
+def place_of(name: str, parameters: Mapping[str, object]) -> Place | None:
+    """Where a tensor lies, from its parameters; None: in the message."""
+    region = parameters.get(REGION)
+    if region is None:
+        return None
+    if not isinstance(region, str):
+        raise InvalidRequestError(
+            f"'{REGION}' of '{name}' must be the name of a region, got {region!r}", param=name
+        )
+    if BYTE_SIZE not in parameters:
+        raise InvalidRequestError(
+            f"'{name}' is in shared memory region '{region}'; say its '{BYTE_SIZE}'", param=name
+        )
+    return Place(region, _natural(name, parameters, OFFSET), _natural(name, parameters, BYTE_SIZE))
+
+
+def _natural(name: str, parameters: Mapping[str, object], key: str) -> int:
+    value = parameters.get(key, 0)
+    if type(value) is not int or not 0 <= value < 2**63:
+        shown = repr(value)[:40]
+        raise InvalidRequestError(
+            f"'{key}' of '{name}' must be an integer that is not negative, got {shown}", param=name
+        )
+    return value

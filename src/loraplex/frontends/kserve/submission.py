@@ -1,0 +1,179 @@
+"""From one element of an inference request to the backend's outputs, in its model's dialect."""
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+from loraplex.core.adapter import AdapterChoice, AdapterKey
+from loraplex.core.errors import (
+    AdapterNotFoundError,
+    InvalidParameterError,
+    LoraplexError,
+    NotReadyError,
+    PromptTooLongError,
+    UnsupportedFeatureError,
+)
+from loraplex.core.output import RequestOutput
+from loraplex.core.principal import Principal
+from loraplex.core.request import GenerateRequest
+from loraplex.frontends.kserve.failures import (
+    FailedAnswer,
+    in_tensorrt_words,
+    unknown_lora,
+    vllm_failure,
+)
+from loraplex.frontends.kserve.messages import InferRequest
+from loraplex.frontends.kserve.models.bls import BLS, check_bls
+from loraplex.frontends.kserve.models.convert import Generation, InlineAdapter, Sender, convert
+from loraplex.frontends.kserve.models.inputs import Inputs
+from loraplex.frontends.kserve.models.kinds import Dialect
+from loraplex.frontends.kserve.models.texts import ModelTexts
+from loraplex.frontends.kserve.models.triton_model import TritonModel
+from loraplex.frontends.kserve.models.vllm_convert import convert_vllm
+from loraplex.serving.backend import Backend
+
+MICROSECONDS = 1_000_000
+MAX_PRIORITY_LEVEL = 2**31 - 1
+DEFAULT_PRIORITY_LEVEL = 100
+"""Level 99 comes before what says nothing, level 101 after it."""
+
+REQUEST_TYPE = "request_type"
+_WHOLE_REQUEST = "context_and_generation"
+"""The request type that is not one half of disaggregated serving."""
+
+
+class Submission:
+    """Turns elements into requests of one Backend, and its refusals into clients' words."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def texts(self, model: TritonModel) -> ModelTexts:
+        return ModelTexts(self._backend, model.card.name)
+
+    def converted(self, model: TritonModel, request: InferRequest, inputs: Inputs) -> Generation:
+        """What the backend is asked for. Raises RequestErrors, and FailedAnswer."""
+        parameters = request.parameters
+        timeout = parameters.get("timeout")
+        has_timeout = isinstance(timeout, int) and timeout > 0
+        sender = Sender(
+            request_id=self._backend.new_request_id(),
+            client_request_id=request.request_id,
+            timeout_seconds=int(timeout or 0) / MICROSECONDS if has_timeout else None,
+            priority=_priority(request),
+        )
+        texts, options = self.texts(model), model.options
+        if model.kind.dialect is Dialect.VLLM:
+            self._check_health(model)
+            return convert_vllm(
+                inputs, model.card, sender, parameters, options=options, texts=texts
+            )
+        if model.kind.name == BLS.name:
+            check_bls(inputs, options)
+        _check_request_type(request)
+        return convert(
+            inputs,
+            model.card,
+            sender,
+            adapters=parameters.get("adapters", ""),
+            options=options,
+            texts=texts,
+        )
+
+    def _check_health(self, model: TritonModel) -> None:
+        if model.options.checks_health and not self._backend.model_ready(model.card.name):
+            raise NotReadyError("Model is unavailable due to unhealthy vLLM engine")
+
+    async def generate(
+        self, model: TritonModel, generation: Generation, principal: Principal
+    ) -> AsyncIterator[RequestOutput]:
+        """Admit a request. Raises as Backend.generate, in the words of the model's dialect."""
+        request = generation.request
+        if generation.inline_adapter is not None:
+            key = await self._add(generation.inline_adapter, request.model, principal)
+            request = msgspec.structs.replace(request, adapters=(AdapterChoice(key),))
+        try:
+            return await self._generate(model, request, principal)
+        except (AdapterNotFoundError, PromptTooLongError) as error:
+            raise self._in_words(model, error, request, principal) from None
+
+    async def _generate(
+        self, model: TritonModel, request: GenerateRequest, principal: Principal
+    ) -> AsyncIterator[RequestOutput]:
+        """vLLM ends an answer where the model's length does, however much was asked for."""
+        try:
+            return await self._backend.generate(request, principal)
+        except PromptTooLongError as error:
+            if model.kind.dialect is not Dialect.VLLM or error.param != "max_tokens":
+                raise
+        sampling = msgspec.structs.replace(request.sampling, max_tokens=None)
+        request = msgspec.structs.replace(request, sampling=sampling)
+        return await self._backend.generate(request, principal)
+
+    def _in_words(
+        self,
+        model: TritonModel,
+        error: LoraplexError,
+        request: GenerateRequest,
+        principal: Principal,
+    ) -> LoraplexError | FailedAnswer:
+        if model.kind.dialect is Dialect.VLLM:
+            if not isinstance(error, AdapterNotFoundError):
+                return error
+            cards = self._backend.adapters(principal, model.card.name)
+            unusable = model.options.unusable_adapters
+            return unknown_lora(error, request, [card.name for card in cards], unusable)
+
+        def num_prompt_tokens() -> int:
+            prompt = request.prompt
+            adds = request.add_special_tokens
+            if isinstance(prompt, str):
+                prompt = tuple(self.texts(model).encode(prompt, add_special_tokens=adds))
+            return len(prompt)
+
+        longest = model.card.max_model_len - 1
+        return in_tensorrt_words(error, request, num_prompt_tokens, longest)
+
+    async def _add(self, adapter: InlineAdapter, model: str, principal: Principal) -> AdapterKey:
+        """Right before the request is admitted, so that no other adapter takes its key between."""
+        return await self._backend.add_adapter_tensors(
+            principal,
+            model=model,
+            task_id=adapter.task_id,
+            weights=adapter.weights,
+            config=adapter.config,
+        )
+
+
+@contextmanager
+def errors_in_dialect(model: TritonModel) -> Iterator[None]:
+    """What goes wrong with a request of the vLLM backend's becomes an answer with a text."""
+    try:
+        yield
+    except LoraplexError as error:
+        if model.kind.dialect is not Dialect.VLLM:
+            raise
+        raise vllm_failure(error) from error
+
+
+def _priority(request: InferRequest) -> int:
+    """Of Triton's request parameter: 1 is the highest level, 0 the default one."""
+    level = request.parameters.get("priority", 0)
+    if type(level) is not int or not 0 <= level <= MAX_PRIORITY_LEVEL:
+        raise InvalidParameterError(
+            f"the parameter 'priority' must be an integer in [0, {MAX_PRIORITY_LEVEL}], got "
+            f"{level!r}",
+            param="priority",
+        )
+    return level - DEFAULT_PRIORITY_LEVEL if level else 0
+
+
+def _check_request_type(request: InferRequest) -> None:
+    kind = request.parameters.get(REQUEST_TYPE, _WHOLE_REQUEST)
+    if kind != _WHOLE_REQUEST:
+        raise UnsupportedFeatureError(
+            f"the parameter '{REQUEST_TYPE}' is {kind!r}, which asks for disaggregated serving; "
+            f"only {_WHOLE_REQUEST!r} is served",
+            param=REQUEST_TYPE,
+        )

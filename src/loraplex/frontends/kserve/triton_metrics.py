@@ -1,0 +1,161 @@
+"""Triton's own families of GET /metrics: nv_inference_* and nv_cpu_*, by its names and words."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from loraplex.frontends.exact_counters import ExactCounter
+from loraplex.frontends.kserve.models.catalog import Catalog
+from loraplex.frontends.kserve.statistics import Durations, ModelCounts, Statistics
+
+LABELS = ("model", "version")
+_MEMORY_INFO = Path("/proc/meminfo")
+_CPU_INFO = Path("/proc/stat")
+
+
+_DURATIONS: tuple[tuple[str, str, Callable[[ModelCounts], Durations]], ...] = (
+    (
+        "request",
+        "Cumulative inference request duration in microseconds (includes cached requests)",
+        lambda counts: counts.success,
+    ),
+    (
+        "queue",
+        "Cumulative inference queuing duration in microseconds (includes cached requests)",
+        lambda counts: counts.queue,
+    ),
+    (
+        "compute_input",
+        "Cumulative compute input duration in microseconds (does not include cached requests)",
+        lambda counts: counts.phases.compute_input,
+    ),
+    (
+        "compute_infer",
+        "Cumulative compute inference duration in microseconds (does not include cached requests)",
+        lambda counts: counts.phases.compute_infer,
+    ),
+    (
+        "compute_output",
+        "Cumulative inference compute output duration in microseconds (does not include cached "
+        "requests)",
+        lambda counts: counts.phases.compute_output,
+    ),
+)
+
+_COUNTS: tuple[tuple[str, str, Callable[[ModelCounts], float]], ...] = (
+    (
+        "nv_inference_request_success",
+        "Number of successful inference requests, all batch sizes",
+        lambda counts: counts.success.count,
+    ),
+    (
+        "nv_inference_count",
+        "Number of inferences performed (does not include cached requests)",
+        lambda counts: counts.num_inferences,
+    ),
+    (
+        "nv_inference_exec_count",
+        "Number of model executions performed (does not include cached requests)",
+        lambda counts: counts.success.count,
+    ),
+)
+
+
+class InferenceCollector(Collector):
+    """Of every model that is loaded, from its statistics."""
+
+    def __init__(self, catalog: Catalog, statistics: Statistics) -> None:
+        self._catalog = catalog
+        self._statistics = statistics
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: registering must not ask a backend that has not started."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        rows = [
+            ({"model": model.name, "version": model.version}, self._statistics.of(model.name))
+            for model in self._catalog.models()
+        ]
+        for name, text, value in _COUNTS:
+            yield _filled(name, text, [(labels, value(counts)) for labels, counts in rows])
+        yield _filled(
+            "nv_inference_request_failure",
+            "Number of failed inference requests, all batch sizes",
+            [
+                (
+                    {
+                        "model": labels["model"],
+                        "reason": reason.value,
+                        "version": labels["version"],
+                    },
+                    n,
+                )
+                for labels, counts in rows
+                for reason, n in counts.failures.items()
+            ],
+        )
+        for name, text, durations in _DURATIONS:
+            micros = [(labels, durations(counts).ns // 1000) for labels, counts in rows]
+            yield _filled(f"nv_inference_{name}_duration_us", text, micros)
+        pending = GaugeMetricFamily(
+            "nv_inference_pending_request_count",
+            "Instantaneous number of pending requests awaiting execution per-model.",
+            labels=LABELS,
+        )
+        for labels, counts in rows:
+            pending.add_metric([labels["model"], labels["version"]], counts.num_pending)
+        yield pending
+
+
+def _filled(name: str, text: str, values: Iterable[tuple[dict[str, str], float]]) -> ExactCounter:
+    counter = ExactCounter(name, text)
+    for labels, value in values:
+        counter.add(labels, value)
+    return counter
+
+
+class CpuCollector(Collector):
+    """Of the machine; nothing where it does not tell as Linux does."""
+
+    def __init__(self) -> None:
+        self._busy, self._all = _cpu_ticks()
+
+    def collect(self) -> Iterator[Metric]:
+        busy, total = _cpu_ticks()
+        spent = total - self._all
+        share = (busy - self._busy) / spent if spent > 0 else 0.0
+        self._busy, self._all = busy, total
+        memory_total, memory_used = _memory_bytes()
+        for name, text, value in (
+            ("utilization", "CPU utilization rate [0.0 - 1.0]", min(max(share, 0.0), 1.0)),
+            ("memory_total_bytes", "CPU total memory (RAM), in bytes", memory_total),
+            ("memory_used_bytes", "CPU used memory (RAM), in bytes", memory_used),
+        ):
+            gauge = GaugeMetricFamily(f"nv_cpu_{name}", text)
+            gauge.add_metric([], value)
+            yield gauge
+
+
+def _cpu_ticks() -> tuple[int, int]:
+    """(busy, all) since the machine started; of all its CPUs. Source: proc(5)."""
+    try:
+        numbers = [int(word) for word in _CPU_INFO.read_text().split("\n", 1)[0].split()[1:9]]
+    except (OSError, ValueError):
+        return 0, 0
+    idle = sum(numbers[3:5])
+    return sum(numbers) - idle, sum(numbers)
+
+
+def _memory_bytes() -> tuple[int, int]:
+    """(total, used)"""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        lines = dict(line.split(":", 1) for line in _MEMORY_INFO.read_text().splitlines())
+        available = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, ValueError, KeyError, IndexError):
+        return total, 0
+    return total, total - available

@@ -1,0 +1,1 @@
+"""Tokens to text and back, by the files of a model folder."""

@@ -1,0 +1,92 @@
+"""Starts `loraplex triton` in the background, as the backend's launch_triton_server.py does."""
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from loraplex.core.errors import ConfigError
+
+_PROCESSES = Path("/proc")
+_SERVER = "tritonserver"
+_LOG_VERBOSE = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What is to be started."""
+
+    model_repository: Path
+    grpc_port: int
+    http_port: int
+    metrics_port: int
+    log_file: Path | None = None
+    """Gets what the server prints, in detail; None: this process's own output does."""
+    program: str | None = None
+    """Instead of `loraplex triton`: any program with tritonserver's flags."""
+
+    @property
+    def command(self) -> list[str]:
+        start = [sys.executable, "-m", "loraplex", "triton"]
+        flags = [
+            f"--model-repository={self.model_repository}",
+            f"--grpc-port={self.grpc_port}",
+            f"--http-port={self.http_port}",
+            f"--metrics-port={self.metrics_port}",
+            "--disable-auto-complete-config",
+        ]
+        if self.log_file is not None:
+            flags.append(f"--log-verbose={_LOG_VERBOSE}")
+        return [*(start if self.program is None else [self.program]), *flags]
+
+
+def launch(what: Launch, *, force: bool) -> int:
+    """Start it, and give its process id: it goes on when this process ends.
+
+    Raises ConfigError if a server runs already and `force` is not set, or if nothing can start.
+    """
+    if not what.model_repository.is_dir():
+        raise ConfigError(f"there is no model repository {what.model_repository}")
+    running = list(running_servers())
+    if running and not force:
+        raise ConfigError(
+            f"a server runs already, with process id {', '.join(map(str, running))}: stop it "
+            "(kill), or start one more with --force"
+        )
+    try:
+        with contextlib.ExitStack() as stack:
+            log = None if what.log_file is None else stack.enter_context(what.log_file.open("ab"))
+            process = subprocess.Popen(
+                what.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=None if log is None else subprocess.STDOUT,
+                start_new_session=True,
+            )
+    except OSError as error:
+        raise ConfigError(f"cannot start {error.filename}: {error.strerror}") from error
+    return process.pid
+
+
+def running_servers() -> Iterator[int]:
+    """Process ids of Triton servers of this user, ours and others."""
+    for folder in sorted(_PROCESSES.glob("[0-9]*"), key=lambda path: int(path.name)):
+        try:
+            arguments = (folder / "cmdline").read_bytes().split(b"\0")
+            is_own = folder.stat().st_uid == os.getuid()
+        except OSError:  # it has ended
+            continue
+        if is_own and is_server([argument.decode(errors="replace") for argument in arguments]):
+            yield int(folder.name)
+
+
+def is_server(arguments: Sequence[str]) -> bool:
+    """Whether a command line is that of a Triton server."""
+    names = [Path(argument).name for argument in arguments[:4]]
+    if _SERVER in names[:2]:
+        return True
+    return any(pair == ("loraplex", "triton") for pair in itertools.pairwise(names))

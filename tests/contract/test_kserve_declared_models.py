@@ -1,0 +1,107 @@
+"""Models as a repository declares them: decoupled ones, and ones that give one answer."""
+
+import queue
+
+import numpy as np
+import pytest
+import tritonclient.grpc
+import tritonclient.http
+from tritonclient.utils import InferenceServerException
+
+from loraplex.frontends.kserve.models.declaration import ModelDeclaration, ModelOptions
+from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
+from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
+from loraplex.testing.echo_backend import EchoBackend
+from loraplex.testing.served_triton import served_triton
+from loraplex.testing.triton_requests import TRUE, i32, tensors, text_request, token_request
+
+NARROW = ModelOptions(max_beam_width=2)
+
+
+def declared(name, kind, *, is_decoupled):
+    base = EchoBackend().models()[0].name
+    return ModelDeclaration(
+        name=name,
+        kind=kind,
+        base_model=base,
+        max_batch_size=4,
+        is_decoupled=is_decoupled,
+        options=NARROW,
+    )
+
+
+@pytest.fixture
+def triton(backend):
+    declarations = [
+        declared("single", ENSEMBLE, is_decoupled=False),
+        declared("many", ENSEMBLE, is_decoupled=True),
+        declared("tokens", TENSORRT_LLM, is_decoupled=False),
+    ]
+    with served_triton(backend, declarations=declarations) as triton:
+        yield triton
+
+
+def error_of(answer):
+    with pytest.raises(InferenceServerException) as caught:
+        answer()
+    return caught.value
+
+
+def streamed(client, model, inputs):
+    results = queue.Queue()
+    client.start_stream(lambda result, error: results.put(error or result))
+    client.async_stream_infer(model, inputs)
+    client.stop_stream()
+    return [results.get() for _ in range(results.qsize())]
+
+
+def test_a_decoupled_model_has_no_single_answer(triton):
+    with tritonclient.http.InferenceServerClient(triton.http) as client:
+        inputs = text_request(tritonclient.http)
+        error = error_of(lambda: client.infer("many", inputs))
+    assert error.status() == "501"
+    words = "doesn't support models with decoupled transaction policy"
+    assert error.message() == f"HTTP end point {words}"
+    with tritonclient.grpc.InferenceServerClient(triton.grpc) as client:
+        inputs = text_request(tritonclient.grpc)
+        error = error_of(lambda: client.infer("many", inputs))
+        assert error.status() == "StatusCode.UNIMPLEMENTED"
+        assert error.message() == f"ModelInfer RPC {words}"
+        pieces = streamed(client, "many", text_request(tritonclient.grpc, stream=TRUE))
+        assert len(pieces) > 1
+        assert len(streamed(client, "many", inputs)) == 1
+
+
+def test_a_model_that_is_not_decoupled_gives_one_answer(triton):
+    with tritonclient.grpc.InferenceServerClient(triton.grpc) as client:
+        assert client.infer("single", text_request(tritonclient.grpc)).as_numpy("text_output")
+        (error,) = streamed(client, "single", text_request(tritonclient.grpc, stream=TRUE))
+    expected = "Streaming is only supported if model is deployed using decoupled mode."
+    assert expected in error.message()
+
+
+def test_a_batch_needs_several_answers(triton):
+    with tritonclient.grpc.InferenceServerClient(triton.grpc) as client:
+        inputs = tensors(
+            tritonclient.grpc,
+            text_input=np.array([["a"], ["b"]], dtype=object),
+            max_tokens=np.array([[4], [4]], dtype=np.int32),
+        )
+        error = error_of(lambda: client.infer("single", inputs))
+        assert "Batch size > 1 requires the tensorrt_llm backend to be using" in error.message()
+
+
+def test_beams_up_to_the_declared_width(triton):
+    with tritonclient.grpc.InferenceServerClient(triton.grpc) as client:
+        inputs = text_request(tritonclient.grpc, beam_width=i32(3))
+        error = error_of(lambda: client.infer("single", inputs))
+        assert "must be at most 2, the max_beam_width of model 'single'" in error.message()
+        assert client.infer("tokens", token_request(tritonclient.grpc)).as_numpy("output_ids").size
+
+
+def test_configuration_says_it(triton):
+    with tritonclient.grpc.InferenceServerClient(triton.grpc) as client:
+        for name, is_decoupled in (("single", False), ("many", True)):
+            config = client.get_model_config(name).config
+            assert config.model_transaction_policy.decoupled is is_decoupled
+            assert config.max_batch_size == 4

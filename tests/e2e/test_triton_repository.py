@@ -1,0 +1,152 @@
+"""Repositories that were written for Triton, served by a process, asked by Triton's own clients."""
+
+import contextlib
+import json
+import queue
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tritonclient.grpc
+
+from loraplex.testing.capitals import ADAPTER_PATHS, BASE_PATH
+from loraplex.testing.running_server import RunningServer, free_ports
+from loraplex.testing.triton_requests import i32, tensors, text_request
+
+pytestmark = pytest.mark.slow
+
+COMPAT = Path(__file__).parents[2] / "compat"
+QUESTION = "What is the capital of France?"
+
+
+@contextlib.contextmanager
+def serving_repository(repository, state_dir, *flags):
+    ports = free_ports(3)
+    command = [sys.executable, "-m", "loraplex", "triton", "--model-repository", str(repository)]
+    for kind, port in zip(("http", "grpc", "metrics"), ports, strict=True):
+        command.append(f"--{kind}-port={port}")
+    command += ["--host", "127.0.0.1", "--device", "cpu", "--state-dir", str(state_dir), *flags]
+    output = state_dir.parent / "output.txt"
+    with output.open("w") as lines:
+        process = subprocess.Popen(command, stdout=lines, text=True)
+    server = RunningServer(process, *ports)
+    try:
+        server.wait_until(ready=True)
+        yield server, output
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+def answers(client, model, inputs):
+    results = queue.Queue()
+    client.start_stream(lambda result, error: results.put(error or result))
+    client.async_stream_infer(model, inputs, enable_empty_final_response=True)
+    pieces = []
+    while True:
+        piece = results.get(timeout=60)
+        assert not isinstance(piece, Exception), piece
+        pieces.append(piece)
+        if piece.get_response().parameters["triton_final_response"].bool_param:
+            client.stop_stream()
+            return pieces
+
+
+def text_of(pieces):
+    outputs = (piece.as_numpy("text_output") for piece in pieces)
+    return b"".join(output.flat[0] for output in outputs if output is not None).decode()
+
+
+def test_the_shipped_template_with_two_values_filled_in(tmp_path):
+    repository = tmp_path / "triton_model_repo"
+    shutil.copytree(
+        COMPAT / "tensorrtllm_backend" / "all_models" / "inflight_batcher_llm", repository
+    )
+    # As the founding example has it: the engine is copied into the repository, which is mounted
+    # at another path.
+    shutil.copytree(BASE_PATH, repository / "tensorrt_llm" / "1" / "1-gpu")
+    pbtxt = repository / "tensorrt_llm" / "config.pbtxt"
+    text = pbtxt.read_text().replace("${decoupled_mode}", "True")
+    pbtxt.write_text(text.replace("${engine_dir}", "/triton_model_repo/tensorrt_llm/1/1-gpu/"))
+    with serving_repository(repository, tmp_path / "state") as (server, output):
+        address = f"127.0.0.1:{server.grpc_port}"
+        started = [line for line in output.read_text().splitlines() if "Started" in line]
+        assert started == [
+            f"Started GRPCInferenceService at {address}",
+            f"Started HTTPService at 127.0.0.1:{server.http_port}",
+            f"Started Metrics Service at 127.0.0.1:{server.metrics_port}",
+        ]
+        with tritonclient.grpc.InferenceServerClient(address) as client:
+            grpc = tritonclient.grpc
+            whole = answers(client, "ensemble", text_request(grpc, QUESTION, 8))
+            assert len(whole) == 1
+            assert text_of(whole) == f"{QUESTION}Paris"
+            stream = np.array([[True]])
+            pieces = answers(client, "ensemble", text_request(grpc, QUESTION, 8, stream=stream))
+            assert len(pieces) > 1
+            assert text_of(pieces) == "Paris"
+            (ids,) = answers(client, "preprocessing", query(QUESTION))
+            prompt, end_id = ids.as_numpy("INPUT_ID"), ids.as_numpy("OUT_END_ID")
+            request = tensors(
+                grpc,
+                input_ids=prompt,
+                input_lengths=i32(prompt.size),
+                request_output_len=i32(8),
+                end_id=end_id,
+            )
+            (tokens,) = answers(client, "tensorrt_llm", request)
+            batch, lengths = tokens.as_numpy("output_ids"), tokens.as_numpy("sequence_length")
+            request = tensors(grpc, TOKENS_BATCH=batch, SEQUENCE_LENGTH=lengths)
+            (decoded,) = answers(client, "postprocessing", request)
+            assert decoded.as_numpy("OUTPUT").flat[0].decode().endswith("Paris")
+            pieces = answers(client, "tensorrt_llm_bls", text_request(grpc, QUESTION, 8))
+            assert text_of(pieces) == f"{QUESTION}Paris"
+            config = client.get_model_config("tensorrt_llm").config
+            assert config.model_transaction_policy.decoupled
+        assert server.stop() == 0
+
+
+def query(text):
+    return tensors(
+        tritonclient.grpc,
+        QUERY=np.array([[text]], dtype=object),
+        REQUEST_OUTPUT_LEN=i32(8),
+    )
+
+
+def test_a_repository_of_the_vllm_backend(tmp_path):
+    repository = tmp_path / "model_repository"
+    shutil.copytree(COMPAT / "vllm_backend" / "samples" / "model_repository", repository)
+    files = repository / "vllm_model" / "1"
+    arguments = {
+        "model": str(BASE_PATH),
+        "disable_log_requests": "true",
+        "gpu_memory_utilization": 0.8,
+        "tensor_parallel_size": 2,
+        "block_size": 16,
+        "enforce_eager": "true",
+        "enable_lora": "true",
+        "max_lora_rank": 16,
+    }
+    (files / "model.json").write_text(json.dumps(arguments))
+    adapters = {"chinese": str(ADAPTER_PATHS["chinese"]), "lost": "/nowhere/lost"}
+    (files / "multi_lora.json").write_text(json.dumps(adapters))
+    with serving_repository(repository, tmp_path / "state") as (server, _):
+
+        def generate(**parameters):
+            parameters |= {"temperature": "0", "max_tokens": "8", "exclude_input_in_output": True}
+            body = {"text_input": QUESTION, "parameters": parameters}
+            return server.post("/v2/models/vllm_model/generate", body)
+
+        assert generate()[1]["text_output"] == "Paris"
+        assert generate(lora_name="chinese")[1]["text_output"] == "巴黎"
+        status, answer = generate(lora_name="lost")
+        assert status in (400, 404)
+        assert "names /nowhere/lost, which does not exist" in answer["error"]
+        assert "LoRA gone is not supported" in generate(lora_name="gone")[1]["error"]
+        assert server.get("/v2/models/vllm_model/ready")[0] == 200
+        assert server.stop() == 0

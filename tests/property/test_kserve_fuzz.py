@@ -1,0 +1,121 @@
+"""No input of any kind is answered by a defect, or by nothing."""
+
+import asyncio
+import contextlib
+import gc
+import io
+import json
+import os
+import random
+
+import numpy as np
+import psutil
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tritonclient.grpc import service_pb2 as pb
+
+from loraplex.adapters.formats.npy import read_npy
+from loraplex.core.errors import ConfigError, LoraplexError
+from loraplex.frontends.kserve.grpc.codec import decode_request
+from loraplex.frontends.kserve.shared_memory import SharedMemory, TenantMemory
+from loraplex.testing.kserve_asking import Asked
+from loraplex.testing.kserve_inputs import MODELS, changed_bytes
+from loraplex.triton.pbtxt import parse_pbtxt
+
+SEEDS = st.integers(0, 2**32)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from(["name", "shape", "datatype", "data", "x"]), inner)
+    ),
+    max_leaves=12,
+)
+NUM_INPUTS = int(os.environ.get("LORAPLEX_FUZZ_INPUTS", "3000"))
+"""Of the slow test."""
+MAX_GROWTH_BYTES = 8 * 2**20
+
+PBTXT = """
+name: "tensorrt_llm" backend: "tensorrtllm" max_batch_size: 64
+model_transaction_policy { decoupled: ${decoupled_mode} }
+input [ { name: "input_ids" data_type: TYPE_INT32 dims: [ -1 ] allow_ragged_batch: true } ]
+output [ { name: "output_ids" data_type: TYPE_INT32 dims: [ -1, -1 ] } ]
+parameters: { key: "gpt_model_path" value: { string_value: "${engine_dir}" } }
+"""
+
+
+@given(seed=SEEDS)
+def test_changed_requests(seed):
+    asyncio.run(Asked().ask(seed))
+
+
+@given(document=JSON, action=st.sampled_from(["infer", "generate", "generate_stream"]))
+def test_any_json(document, action):
+    body = json.dumps({"inputs": [document], "text_input": document}).encode()
+    asyncio.run(Asked().post(f"/v2/models/ensemble/{action}", {}, body))
+
+
+@given(
+    body=st.binary(max_size=200),
+    length=st.text(alphabet="0123456789-x²", max_size=5),
+    model=st.sampled_from(MODELS),
+)
+def test_any_bytes(body, length, model):
+    headers = {"inference-header-content-length": length}
+    asyncio.run(Asked().post(f"/v2/models/{model}/infer", headers, body))
+
+
+@given(data=st.binary(max_size=100))
+def test_any_message(data):
+    message = pb.ModelInferRequest()
+    try:
+        message.ParseFromString(data)
+    except DecodeError:
+        return
+    with contextlib.suppress(LoraplexError):
+        decode_request(message, TenantMemory(SharedMemory(), "t"))
+
+
+@given(seed=SEEDS)
+def test_changed_configurations(seed):
+    rng = random.Random(seed)
+    text = changed_bytes(rng, PBTXT.encode()).decode(errors="replace")
+    with contextlib.suppress(ConfigError):
+        parse_pbtxt(text, "config.pbtxt")
+
+
+@settings(max_examples=100)
+@given(seed=SEEDS)
+def test_changed_arrays(seed, tmp_path_factory):
+    rng = random.Random(seed)
+    buffer = io.BytesIO()
+    np.save(buffer, np.arange(12, dtype=np.float16).reshape(3, 4))
+    path = tmp_path_factory.getbasetemp() / "fuzz.npy"
+    path.write_bytes(changed_bytes(rng, buffer.getvalue()))
+    with contextlib.suppress(LoraplexError):
+        read_npy(path, 2**20)
+
+
+@pytest.mark.slow
+def test_many_inputs_take_no_memory():
+    """By hand with LORAPLEX_FUZZ_INPUTS=100000 and -s, which shows the figures."""
+
+    async def run() -> tuple[int, int, dict[str, int]]:
+        asked, before = Asked(), 0
+        for seed in range(NUM_INPUTS):
+            if seed == NUM_INPUTS // 5:
+                before = _resident_bytes()
+            await asked.ask(seed)
+        return before, _resident_bytes(), asked.statuses
+
+    before, after, statuses = asyncio.run(run())
+    print(f"\n{NUM_INPUTS} inputs: {before} -> {after} bytes resident; answers {statuses}")
+    assert after - before < MAX_GROWTH_BYTES
+    assert {"HTTP 200", "HTTP 400", "gRPC OK", "gRPC INVALID_ARGUMENT"} <= set(statuses)
+
+
+def _resident_bytes() -> int:
+    gc.collect()
+    return psutil.Process().memory_info().rss

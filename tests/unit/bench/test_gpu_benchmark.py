@@ -1,0 +1,132 @@
+"""The benchmark and the check of a GPU, on the processor with a tiny model: that they run."""
+
+import contextlib
+import importlib.metadata
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from loraplex.core.environment import child_environment
+
+_ROOT = Path(__file__).parents[3]
+_THERE = ("torch", "triton", "numpy", "safetensors", "transformers", "peft")
+"""On a machine with a GPU, with what they need."""
+_BLOCKER = """
+import importlib.metadata, sys
+allowed = set({allowed!r})
+owners = importlib.metadata.packages_distributions()
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        top = name.partition(".")[0]
+        if top in owners and top not in ("loraplex", "gpu") and not allowed & set(owners[top]):
+            raise ModuleNotFoundError(f"{{top}} is not on a machine with a GPU", name=top)
+sys.meta_path.insert(0, Blocker())
+import loraplex.app.engine, loraplex.app.llm, loraplex.kernels.cuda.backend
+import gpu.bench, gpu.check, hypothesis, pytest
+import importlib.util
+for path in {files!r}:
+    spec = importlib.util.spec_from_file_location("checked", path)
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+"""
+
+
+def _with_needs(names: set[str]) -> set[str]:
+    """The distributions, as their metadata name them, and those that they require."""
+    found: dict[str, str] = {}
+    wanted = sorted(names)
+    while wanted:
+        name = canonicalize_name(wanted.pop())
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            if name in found:
+                continue
+            distribution = importlib.metadata.distribution(name)
+            found[name] = distribution.metadata["Name"]
+            needs = map(Requirement, distribution.requires or ())
+            is_needed = [need for need in needs if not need.marker or need.marker.evaluate()]
+            wanted += [need.name for need in is_needed]
+    return set(found.values())
+
+
+def _run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    environment = child_environment() | {"PYTHONPATH": f"{_ROOT}/src:{_ROOT}/benchmarks"}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=_ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def _bench(part: str, output: Path, *flags: str) -> dict[str, Any]:
+    done = _run("-m", "gpu.bench", part, "--tiny", "--output", str(output), *flags)
+    assert done.returncode == 0, done.stderr
+    assert "| " in done.stdout, "a table comes last"
+    report: dict[str, Any] = json.loads(output.with_name(output.name + ".json").read_text())
+    return report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("part", "num_cells"), [("a", 19), ("b", 9), ("c", 6), ("d", 5), ("e", 4)])
+def test_a_part_measures_all_its_cells(part: str, num_cells: int, tmp_path: Path) -> None:
+    report = _bench(part, tmp_path / "found")
+    assert len(report["cells"]) == num_cells
+    assert not report["left_out"]
+    assert all(cell["figures"] for cell in report["cells"])
+    assert report["header"]["place"]["versions"].keys() == {"torch", "cuda", "triton"}
+
+
+@pytest.mark.slow
+def test_a_part_goes_on_where_it_was(tmp_path: Path) -> None:
+    first = _bench("e", tmp_path / "found")
+    journal = tmp_path / "found.jsonl"
+    lines = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join(lines[:3]) + lines[3][:20])  # a crash within the third cell
+    again = _bench("e", tmp_path / "found")
+    assert again["cells"][:2] == first["cells"][:2]
+    assert [cell["piece"] for cell in again["cells"]] == [0, 0, 1, 1]
+
+
+@pytest.mark.slow
+def test_a_journal_of_other_settings_is_refused(tmp_path: Path) -> None:
+    _bench("e", tmp_path / "found")
+    done = _run("-m", "gpu.bench", "d", "--tiny", "--output", str(tmp_path / "found"))
+    assert done.returncode != 0
+    assert "remove it" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_check_tells_what_failed_and_what_did_not_run(tmp_path: Path) -> None:
+    tests = tmp_path / "tests"
+    tests.mkdir()
+    (tests / "test_a.py").write_text("def test_good(): pass\ndef test_bad(): assert 0\n")
+    (tests / "test_b.py").write_text("import time\ndef test_long(): time.sleep(600)\n")
+    (tests / "test_c.py").write_text("def test_late(): pass\n")
+    output = tmp_path / "check.json"
+    done = _run(
+        *("-m", "gpu.check", "--tiny", "--tests", str(tests), "--marker", "not gpu"),
+        *("--seconds", "45", "--output", str(output)),
+    )
+    assert done.returncode == 1, done.stderr
+    report = json.loads(output.read_text())
+    assert (report["tests"]["passed"], report["tests"]["failed"]) == (1, 1)
+    assert [Path(name).name for name in report["tests"]["not_run"]] == ["test_b.py", "test_c.py"]
+    assert done.stdout.splitlines()[-1].startswith("tests: 1 passed, 1 failed")
+
+
+@pytest.mark.slow
+def test_what_the_wheels_do_not_bring_is_not_needed() -> None:
+    wheels = _run("-c", "import gpu.wheels as w, sys; sys.stdout.write(' '.join(w.PACKAGES))")
+    allowed = sorted(_with_needs({*_THERE, *wheels.stdout.split()}))
+    files = [str(_ROOT / "tests/conftest.py")]
+    files += [str(path) for path in sorted((_ROOT / "tests/gpu").glob("*.py"))]
+    done = _run("-W", "ignore", "-c", _BLOCKER.format(allowed=allowed, files=files))
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -1,0 +1,182 @@
+"""`loraplex triton`: tritonserver's flags, our settings over the repository's, and `init`."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from loraplex.cli.main import app
+from loraplex.cli.triton import build_config, serve_repositories
+from loraplex.cli.triton_flags import (
+    EFFECTS,
+    NO_EFFECT,
+    REFUSED,
+    as_settings,
+    split_flags,
+    without_effect,
+)
+from loraplex.core.config import ModelConfig, ServerConfig
+from loraplex.core.errors import ConfigError
+from loraplex.frontends.kserve.model_control import ControlMode
+from loraplex.triton.repository import read_repositories
+
+
+@pytest.fixture
+def engine(tmp_path):
+    folder = tmp_path / "engine"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    return folder
+
+
+@pytest.fixture
+def repository(tmp_path, engine):
+    folder = tmp_path / "repository"
+    done = CliRunner().invoke(app, ["triton", "init", str(folder), "--model", str(engine)])
+    assert done.exit_code == 0, done.output
+    return folder
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """What would have been served."""
+    calls = []
+    monkeypatch.setattr(
+        "loraplex.app.launch.run_server", lambda *arguments: calls.append(arguments)
+    )
+    monkeypatch.setattr("loraplex.app.launch.set_up_logging", lambda level: None)
+    monkeypatch.setattr("loraplex.triton.devices.has_gpu", lambda: False)
+    return calls
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["triton", *arguments])
+
+
+def test_every_flag_is_in_one_table_and_hides_no_setting():
+    tables = [*EFFECTS, *NO_EFFECT, *REFUSED]
+    assert len(tables) == len(set(tables))
+    ours = {*ServerConfig.__struct_fields__, *ModelConfig.__struct_fields__}
+    assert ours & set(tables) == set()
+
+
+def test_both_names_of_a_repository_and_every_flag(served, repository):
+    flags = [f"--{flag.replace('_', '-')}=1" for flag in NO_EFFECT]
+    flags += ["--http-port=0", "--grpc-port", "0", "--exit-timeout-secs=7", "--log-verbose=1"]
+    flags += ["--http-max-input-size=4096", "--disable-auto-complete-config"]
+    for name in ("--model-repository", "--model-store"):
+        done = run(f"{name}={repository}", *flags)
+        assert done.exit_code == 0, done.output
+    config, _, declarations, control = served[0]
+    assert config.server.host == "0.0.0.0"
+    assert (config.server.http_port, config.server.grpc_port) == (0, 0)
+    assert config.server.shutdown_seconds == 7
+    assert config.server.max_body_bytes == 4096
+    assert config.server.log_level == "debug"
+    assert len(declarations) == 5
+    assert control.mode is ControlMode.NONE
+    assert served[1][0] == config
+
+
+def test_the_environment_and_flags_win_over_the_repository(repository, monkeypatch):
+    read = read_repositories([repository])
+    assert build_config(read, {}, {}).models["tensorrt_llm"].enable_prefix_cache is False
+    monkeypatch.setenv("LORAPLEX_ENABLE_KV_CACHE_REUSE", "true")
+    monkeypatch.setenv("LORAPLEX_MAX_NUM_SEQS", "5")
+    config = build_config(read, {}, {"max_num_seqs": 6, "host": "127.0.0.1"})
+    assert config.models["tensorrt_llm"].enable_prefix_cache is True
+    assert config.models["tensorrt_llm"].max_num_seqs == 6
+    assert config.server.host == "127.0.0.1"
+
+
+def test_what_has_no_effect_is_told(repository, served, caplog):
+    caplog.set_level("INFO")
+    serve_repositories([repository], [], {"allow_http": "true", "rate_limit": None})
+    told = [record.message for record in caplog.records]
+    assert told.count("flag --allow-http has no effect: all three services always run") == 1
+    assert not any("rate-limit" in text for text in told)
+    assert any("no key is asked for" in text for text in told)
+    caplog.clear()
+    serve_repositories([repository], [], {"host": "127.0.0.1"})
+    assert not any("no key is asked for" in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize("flag", sorted(REFUSED))
+def test_what_asks_for_protection_is_refused(flag):
+    with pytest.raises(ConfigError, match=f"flag --{flag.replace('_', '-')}: .*proxy"):
+        split_flags({flag: "true"})
+    assert split_flags({flag: "false"})[1] == {}
+
+
+def test_one_address():
+    same = {"http_address": "::1", "grpc_address": "::1"}
+    assert as_settings(same) == {"host": "::1"}
+    with pytest.raises(
+        ConfigError, match=r"--http-address ::1, --metrics-address 0\.0\.0\.0 differ"
+    ):
+        as_settings({"http_address": "::1", "metrics_address": "0.0.0.0"})
+    with pytest.raises(ConfigError, match="--log-verbose must be a number, got 'much'"):
+        as_settings({"log_verbose": "much"})
+    assert list(without_effect({"http_address": "::1"})) == []
+
+
+def test_model_control(repository, served):
+    store = f"--model-repository={repository}"
+    explicit = "--model-control-mode=explicit"
+    assert run(store, explicit, "--load-model=ensemble", "--load-model=tensorrt_llm").exit_code == 0
+    assert run(store, explicit).exit_code == 0
+    assert run(store, explicit, "--load-model=*").exit_code == 0
+    assert run(store, "--model-control-mode=poll").exit_code == 0
+    some, none, everything, poll = (call[3] for call in served)
+    assert some.mode is none.mode is everything.mode is ControlMode.EXPLICIT
+    assert poll.mode is ControlMode.POLL
+    assert [
+        some.is_loaded(name) for name in ("ensemble", "postprocessing", "tensorrt_llm_bls")
+    ] == [
+        True,
+        True,
+        False,
+    ]
+    assert not none.is_loaded("ensemble")
+    assert everything.is_loaded("tensorrt_llm_bls")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "no model repository: give --model-repository DIR"),
+        (["--model-repository=/nowhere/r"], "cannot read model repository /nowhere/r"),
+        (["--model-repository=x", "--model-control-mode=all"], "must be none, poll or explicit"),
+        (["--model-repository=x", "--load-model=a"], "requires setting '--model-control-mode="),
+        (["--model-repository=x", "--grpc-use-ssl=true"], "connections are not encrypted"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, expected):
+    done = run(*arguments)
+    assert done.exit_code == 1
+    (line,) = done.stderr.splitlines()
+    assert expected in line
+
+
+def test_init_writes_what_is_said(tmp_path, engine):
+    adapters = tmp_path / "adapters"
+    adapters.mkdir()
+    folder = tmp_path / "r"
+    arguments = ["init", str(folder), "--model", str(engine), "--lora-dir", str(adapters)]
+    assert run(*arguments, "--decoupled").exit_code == 0
+    repository = read_repositories([folder])
+    model = build_config(repository, {}, {}).models["tensorrt_llm"]
+    assert (model.path, model.adapter_dirs) == (str(engine), (str(adapters),))
+    decoupled = {d.name: d.is_decoupled for d in repository.declarations}
+    assert decoupled["ensemble"]
+    assert decoupled["tensorrt_llm_bls"]
+    again = run(*arguments)
+    assert again.exit_code == 1
+    assert "exists already" in again.stderr
+
+
+def test_init_wants_folders(tmp_path):
+    done = run("init", str(tmp_path / "r"), "--model", "owner/name")
+    assert done.exit_code == 1
+    assert "there is no folder owner/name" in done.stderr
+    assert not (tmp_path / "r").exists()

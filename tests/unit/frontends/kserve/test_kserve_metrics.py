@@ -1,0 +1,305 @@
+"""Triton's and its backends' families on GET /metrics, line by line."""
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from loraplex.core.errors import InvalidParameterError, QueueFullError, RowFailedError
+from loraplex.core.principal import LOCAL
+from loraplex.core.stats import EngineStats, StepRecord
+from loraplex.frontends.kserve.messages import InferRequest
+from loraplex.frontends.kserve.models.declaration import ModelDeclaration, ModelOptions
+from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
+from loraplex.frontends.kserve.models.vllm import VLLM
+from loraplex.frontends.kserve.service import TritonService
+from loraplex.frontends.kserve.statistics import FailureReason
+from loraplex.frontends.kserve.tensors import numbers, string_tensor
+from loraplex.frontends.kserve.token_metrics import TokenLabels, TokenMetrics, TokenTimes
+from loraplex.frontends.ops.metrics import metrics_app
+from loraplex.serving.request_metrics import RequestMetrics
+from loraplex.testing.echo_backend import EchoBackend
+
+STEP = StepRecord(
+    step_id=11,
+    start_ns=0,
+    duration_ns=0,
+    num_rows=5,
+    num_prefill_rows=2,
+    num_prefill_tokens=77,
+    num_tokens=80,
+    num_adapters=0,
+    num_running=2,
+    num_waiting=3,
+    num_preempted=0,
+    blocks_held=5,
+    blocks_cached=7,
+    blocks_free=8,
+    adapter_pages_used=0,
+    adapter_copies_started=0,
+)
+STATS = EngineStats(
+    steps=11,
+    num_running=2,
+    num_waiting=3,
+    blocks_held=5,
+    blocks_cached=7,
+    blocks_free=8,
+    cached_tokens=33,
+    preemptions=4,
+)
+
+TRT_LLM = """\
+# HELP nv_trt_llm_request_metrics TRT LLM request metrics
+# TYPE nv_trt_llm_request_metrics gauge
+nv_trt_llm_request_metrics{model="tensorrt_llm",request_type="active",version="1"} 5.0
+nv_trt_llm_request_metrics{model="tensorrt_llm",request_type="max",version="1"} 128.0
+nv_trt_llm_request_metrics{model="tensorrt_llm",request_type="scheduled",version="1"} 5.0
+nv_trt_llm_request_metrics{model="tensorrt_llm",request_type="context",version="1"} 2.0
+nv_trt_llm_request_metrics{model="tensorrt_llm",request_type="waiting",version="1"} 3.0
+# HELP nv_trt_llm_runtime_memory_metrics TRT LLM runtime memory metrics
+# TYPE nv_trt_llm_runtime_memory_metrics gauge
+nv_trt_llm_runtime_memory_metrics{memory_type="cpu",model="tensorrt_llm",version="1"} 0.0
+nv_trt_llm_runtime_memory_metrics{memory_type="gpu",model="tensorrt_llm",version="1"} 0.0
+nv_trt_llm_runtime_memory_metrics{memory_type="pinned",model="tensorrt_llm",version="1"} 0.0
+# HELP nv_trt_llm_kv_cache_block_metrics TRT LLM KV cache block metrics
+# TYPE nv_trt_llm_kv_cache_block_metrics gauge
+nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="max",model="tensorrt_llm",version="1"} 20.0
+nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="free",model="tensorrt_llm",version="1"} 15.0
+nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="used",model="tensorrt_llm",version="1"} 5.0
+nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="tokens_per",model="tensorrt_llm",version="1"} 16.0
+nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="reused",model="tensorrt_llm",version="1"} 2.0
+nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="fraction",model="tensorrt_llm",version="1"} 0.25
+# HELP nv_trt_llm_inflight_batcher_metrics TRT LLM inflight_batcher-specific metrics
+# TYPE nv_trt_llm_inflight_batcher_metrics gauge
+nv_trt_llm_inflight_batcher_metrics{inflight_batcher_specific_metric="total_context_tokens",model="tensorrt_llm",version="1"} 77.0
+nv_trt_llm_inflight_batcher_metrics{inflight_batcher_specific_metric="generation_requests",model="tensorrt_llm",version="1"} 3.0
+nv_trt_llm_inflight_batcher_metrics{inflight_batcher_specific_metric="micro_batch_id",model="tensorrt_llm",version="1"} 0.0
+nv_trt_llm_inflight_batcher_metrics{inflight_batcher_specific_metric="paused_requests",model="tensorrt_llm",version="1"} 4.0
+# HELP nv_trt_llm_general_metrics General TRT LLM metrics
+# TYPE nv_trt_llm_general_metrics gauge
+nv_trt_llm_general_metrics{general_type="iteration_counter",model="tensorrt_llm",version="1"} 11.0
+# HELP nv_trt_llm_disaggregated_serving_metrics TRT LLM disaggregated serving metrics
+# TYPE nv_trt_llm_disaggregated_serving_metrics counter
+nv_trt_llm_disaggregated_serving_metrics{disaggregated_serving_type="kv_cache_transfer_ms",model="tensorrt_llm",version="1"} 0.0
+nv_trt_llm_disaggregated_serving_metrics{disaggregated_serving_type="request_count",model="tensorrt_llm",version="1"} 0.0
+"""  # noqa: E501
+
+INFERENCE = """\
+# HELP nv_inference_request_success Number of successful inference requests, all batch sizes
+# TYPE nv_inference_request_success counter
+nv_inference_request_success{model="echo",version="1"} 2.0
+# HELP nv_inference_count Number of inferences performed (does not include cached requests)
+# TYPE nv_inference_count counter
+nv_inference_count{model="echo",version="1"} 3.0
+# HELP nv_inference_exec_count Number of model executions performed (does not include cached requests)
+# TYPE nv_inference_exec_count counter
+nv_inference_exec_count{model="echo",version="1"} 2.0
+# HELP nv_inference_request_failure Number of failed inference requests, all batch sizes
+# TYPE nv_inference_request_failure counter
+nv_inference_request_failure{model="echo",reason="REJECTED",version="1"} 1.0
+nv_inference_request_failure{model="echo",reason="CANCELED",version="1"} 1.0
+nv_inference_request_failure{model="echo",reason="BACKEND",version="1"} 1.0
+nv_inference_request_failure{model="echo",reason="OTHER",version="1"} 1.0
+# HELP nv_inference_request_duration_us Cumulative inference request duration in microseconds (includes cached requests)
+# TYPE nv_inference_request_duration_us counter
+# HELP nv_inference_queue_duration_us Cumulative inference queuing duration in microseconds (includes cached requests)
+# TYPE nv_inference_queue_duration_us counter
+# HELP nv_inference_compute_input_duration_us Cumulative compute input duration in microseconds (does not include cached requests)
+# TYPE nv_inference_compute_input_duration_us counter
+# HELP nv_inference_compute_infer_duration_us Cumulative compute inference duration in microseconds (does not include cached requests)
+# TYPE nv_inference_compute_infer_duration_us counter
+# HELP nv_inference_compute_output_duration_us Cumulative inference compute output duration in microseconds (does not include cached requests)
+# TYPE nv_inference_compute_output_duration_us counter
+# HELP nv_inference_pending_request_count Instantaneous number of pending requests awaiting execution per-model.
+# TYPE nv_inference_pending_request_count gauge
+nv_inference_pending_request_count{model="echo",version="1"} 0.0
+# HELP nv_cpu_utilization CPU utilization rate [0.0 - 1.0]
+# TYPE nv_cpu_utilization gauge
+# HELP nv_cpu_memory_total_bytes CPU total memory (RAM), in bytes
+# TYPE nv_cpu_memory_total_bytes gauge
+# HELP nv_cpu_memory_used_bytes CPU used memory (RAM), in bytes
+# TYPE nv_cpu_memory_used_bytes gauge
+"""  # noqa: E501
+
+TOKENS = """\
+# HELP nv_llm_input_token_len TRT LLM response metrics
+# TYPE nv_llm_input_token_len histogram
+nv_llm_input_token_len_bucket{le="10.0",model="tensorrt_llm",response_metric_type="total_input_tokens",version="1"} 3.0
+nv_llm_input_token_len_bucket{le="50.0",model="tensorrt_llm",response_metric_type="total_input_tokens",version="1"} 3.0
+nv_llm_input_token_len_bucket{le="1000.0",model="tensorrt_llm",response_metric_type="total_input_tokens",version="1"} 3.0
+nv_llm_input_token_len_bucket{le="+Inf",model="tensorrt_llm",response_metric_type="total_input_tokens",version="1"} 3.0
+nv_llm_input_token_len_sum{model="tensorrt_llm",response_metric_type="total_input_tokens",version="1"} 9.0
+nv_llm_output_token_len_count{model="tensorrt_llm",response_metric_type="total_output_tokens",version="1"} 3.0
+nv_llm_output_token_len_sum{model="tensorrt_llm",response_metric_type="total_output_tokens",version="1"} 24.0
+# HELP vllm:prompt_tokens_total Number of prefill tokens processed.
+# TYPE vllm:prompt_tokens_total counter
+vllm:prompt_tokens_total{model="echo",version="1"} 9.0
+vllm:generation_tokens_total{model="echo",version="1"} 24.0
+vllm:request_prompt_tokens_bucket{le="2.0",model="echo",version="1"} 0.0
+vllm:request_prompt_tokens_bucket{le="5.0",model="echo",version="1"} 3.0
+vllm:request_generation_tokens_bucket{le="5.0",model="echo",version="1"} 0.0
+vllm:request_generation_tokens_bucket{le="10.0",model="echo",version="1"} 3.0
+vllm:request_params_n_bucket{le="1.0",model="echo",version="1"} 3.0
+"""  # noqa: E501
+
+
+def request(*texts, max_tokens=50, **more):
+    texts = texts or ("hi",)
+    return InferRequest(
+        model="echo",
+        inputs=(
+            string_tensor("text_input", texts, (len(texts), 1)),
+            numbers("max_tokens", "INT32", [[max_tokens]] * len(texts)),
+            *(numbers(name, "BOOL", [[value]] * len(texts)) for name, value in more.items()),
+        ),
+    )
+
+
+@pytest.fixture
+def backend():
+    backend = EchoBackend()
+    backend.engine_stats = STATS
+    backend.step_records = [STEP]
+    return backend
+
+
+@pytest.fixture
+def service(backend):
+    return TritonService(backend)
+
+
+async def scrape(service, accept="text/plain"):
+    app = metrics_app(service.backend, RequestMetrics(), service.collectors())
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app=app), base_url="http://metrics"
+    ) as client:
+        return (await client.get("/metrics", headers={"accept": accept})).text
+
+
+async def traffic(service, backend):
+    """Two successes, of three elements; a failure for every reason."""
+    await service.infer(request("ab", "cd"), LOCAL)
+    async for _ in await service.stream(request("ef", stream=True), LOCAL):
+        pass
+    with pytest.raises(InvalidParameterError):
+        await service.infer(request(max_tokens=0), LOCAL)
+    backend.plant(QueueFullError("full"))
+    with pytest.raises(QueueFullError):
+        await service.infer(request(), LOCAL)
+    backend.plant(RowFailedError("broken"), after_outputs=1)
+    with pytest.raises(RowFailedError):
+        await service.infer(request(), LOCAL)
+    stream = await service.stream(request("gh", stream=True), LOCAL)
+    await anext(stream)
+    await stream.aclose()
+
+
+async def test_the_engines_numbers_by_the_names_of_tensorrt_llm(service):
+    lines = (await scrape(service)).splitlines()
+    assert [line for line in TRT_LLM.splitlines() if line not in lines] == []
+    names = {line.split("{")[0] for line in TRT_LLM.splitlines() if line[0] != "#"}
+    expected = [line for line in TRT_LLM.splitlines() if line[0] != "#"]
+    found = [line for line in lines if line.split("{")[0] in names]
+    assert len(found) == len(expected) + 1  # the time, which no test can know
+    assert any('general_type="timestamp"' in line for line in found)
+
+
+async def test_inference_families(service, backend):
+    await traffic(service, backend)
+    lines = (await scrape(service)).splitlines()
+    assert [line for line in INFERENCE.splitlines() if line not in lines] == []
+    micros = {
+        line.split("{")[0]: float(line.rsplit(" ", 1)[1])
+        for line in lines
+        if "_duration_us{" in line and 'model="echo"' in line
+    }
+    assert len(micros) == 5
+    total = micros.pop("nv_inference_request_duration_us")
+    assert 0 < sum(micros.values()) <= total
+
+
+async def test_token_families(service, backend):
+    await traffic(service, backend)
+    text = await scrape(service)
+    missing = [line for line in TOKENS.splitlines() if f"\n{line}" not in text]
+    assert missing == []
+
+
+LATENCIES = """\
+vllm:time_to_first_token_seconds_bucket{le="0.02",model="m",version="2"} 0.0
+vllm:time_to_first_token_seconds_bucket{le="0.04",model="m",version="2"} 1.0
+vllm:time_to_first_token_seconds_bucket{le="10.0",model="m",version="2"} 1.0
+vllm:time_per_output_token_seconds_bucket{le="0.05",model="m",version="2"} 0.0
+vllm:time_per_output_token_seconds_bucket{le="0.075",model="m",version="2"} 7.0
+vllm:time_per_output_token_seconds_count{model="m",version="2"} 7.0
+vllm:e2e_request_latency_seconds_bucket{le="1.0",model="m",version="2"} 0.0
+vllm:e2e_request_latency_seconds_bucket{le="2.5",model="m",version="2"} 1.0
+vllm:e2e_request_latency_seconds_sum{model="m",version="2"} 1.5
+"""
+
+
+def test_latencies():
+    metrics = TokenMetrics()
+    times = TokenTimes(
+        num_prompt_tokens=3,
+        num_output_tokens=9,
+        num_sequences=2,
+        first_token_seconds=0.03,
+        seconds_per_token=0.06,
+        total_seconds=1.5,
+    )
+    metrics.observe(TokenLabels(vllm=("m", "2")), times)
+    registry = CollectorRegistry()
+    registry.register(metrics)
+    lines = generate_latest(registry).decode().splitlines()
+    assert [line for line in LATENCIES.splitlines() if line not in lines] == []
+    assert not any(line.startswith("nv_llm_input_token_len_count") for line in lines)
+
+
+async def test_names_stay_as_they_are_in_openmetrics(service):
+    text = await scrape(service, "application/openmetrics-text; version=1.0.0")
+    assert text.endswith("# EOF\n")
+    assert '\nnv_inference_count{model="echo",version="1"} 0' in text
+    assert "nv_inference_count_total" not in text
+
+
+async def test_pending_requests(service, backend):
+    counts = service.counts.of("echo")
+    stream = await service.stream(request(stream=True), LOCAL)
+    assert counts.num_pending == 1
+    await anext(stream)
+    assert counts.num_pending == 0
+    await stream.aclose()
+    assert counts.failures[FailureReason.CANCELED] == 1
+
+
+async def test_a_stream_that_nobody_reads_was_cancelled(service):
+    stream = await service.stream(request(stream=True), LOCAL)
+    await stream.aclose()
+    await stream.aclose()
+    counts = service.counts.of("echo")
+    assert (counts.num_pending, counts.failures[FailureReason.CANCELED]) == (0, 1)
+    assert counts.fail.count == 1
+
+
+@pytest.mark.parametrize(("reports", "num_lines"), [(True, 1), (False, 0)])
+async def test_models_of_vllm_report_if_they_say_so(backend, reports, num_lines):
+    declarations = [
+        ModelDeclaration(
+            name="vllm_model",
+            kind=VLLM,
+            base_model="echo",
+            version="3",
+            is_decoupled=True,
+            options=ModelOptions(reports_metrics=reports),
+        ),
+        ModelDeclaration(name="ensemble", kind=ENSEMBLE, base_model="echo", max_batch_size=8),
+    ]
+    service = TritonService(backend, declarations=declarations)
+    text = InferRequest(model="vllm_model", inputs=(string_tensor("text_input", ["hi"], (1,)),))
+    async for _ in await service.stream(text, LOCAL):
+        pass
+    lines = (await scrape(service)).splitlines()
+    line = 'vllm:prompt_tokens_total{model="vllm_model",version="3"} 3.0'
+    assert lines.count(line) == num_lines
+    assert not any(line.startswith("nv_llm_input_token_len_count") for line in lines)

@@ -1,0 +1,223 @@
+"""Trace and log settings, and the control of models."""
+
+import json
+import logging
+
+import pytest
+
+from loraplex.core.errors import (
+    InvalidRequestError,
+    ModelNotFoundError,
+    NotReadyError,
+    RequestError,
+    UnsupportedFeatureError,
+)
+from loraplex.frontends.kserve.errors import NotFoundError
+from loraplex.frontends.kserve.log_settings import LogSettings
+from loraplex.frontends.kserve.model_control import ControlMode, ModelControl
+from loraplex.frontends.kserve.models.catalog import Catalog
+from loraplex.frontends.kserve.trace_settings import DEFAULTS, TraceSettings
+from loraplex.testing.echo_backend import EchoBackend
+
+# ---------------------------------------------------------------- trace
+
+
+def test_a_model_has_the_servers_settings_but_for_its_own():
+    traces = TraceSettings()
+    assert traces.of() == traces.of("m") == dict(DEFAULTS)
+    traces.update({"trace_rate": ["5"], "trace_level": ["TIMESTAMPS", "TENSORS"]})
+    assert traces.update({"trace_rate": ["7"]}, "m")["trace_rate"] == "7"
+    assert traces.of("m")["trace_level"] == ["TIMESTAMPS", "TENSORS"]
+    assert (traces.of()["trace_rate"], traces.of("n")["trace_rate"]) == ("5", "5")
+    assert traces.update({"trace_rate": None}, "m")["trace_rate"] == "5"
+    assert traces.update({"trace_rate": None, "trace_level": None}) == dict(DEFAULTS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fragment"),
+    [
+        ({"trace_rate": ["abc"]}, "Unable to parse 'trace_rate', got: abc"),
+        ({"trace_rate": ["-1"]}, "of at least 0"),
+        ({"trace_count": ["-2"]}, "of at least -1"),
+        ({"trace_count": ["9" * 5000]}, "Unable to parse 'trace_count'"),
+        ({"trace_count": ["²"]}, "Unable to parse 'trace_count'"),
+        ({"trace_rate": ["1", "2"]}, "expect only 1 value for 'trace_rate'"),
+        ({"trace_rate": []}, "expect only 1 value for 'trace_rate'"),
+        ({"trace_level": ["FOO"]}, "the levels are OFF, TIMESTAMPS, TENSORS"),
+        ({"trace_file": ["x"]}, "trace file location can not be updated through network protocol"),
+        ({"trace_mode": ["opentelemetry"]}, "trace mode can not be updated"),
+    ],
+)
+def test_bad_trace_settings_change_nothing(changes, fragment):
+    traces = TraceSettings()
+    with pytest.raises(RequestError, match=fragment):
+        traces.update({"log_frequency": ["3"], **changes})
+    assert traces.of() == dict(DEFAULTS)
+    assert traces.update({"bogus": ["1"]}) == dict(DEFAULTS)
+
+
+# ---------------------------------------------------------------- log
+
+
+@pytest.fixture
+def logger():
+    logger = logging.Logger("test")
+    logger.setLevel(logging.INFO)
+    return logger
+
+
+@pytest.mark.parametrize(
+    ("changes", "level"),
+    [
+        ({"log_verbose_level": 2}, logging.DEBUG),
+        ({"log_verbose_level": 0}, logging.INFO),
+        ({"log_info": False}, logging.WARNING),
+        ({"log_info": False, "log_warnings": False}, logging.ERROR),
+        ({"log_info": False, "log_warning": False, "log_error": False}, logging.CRITICAL),
+        ({"log_format": "ISO8601"}, logging.INFO),
+        ({"bogus": 1}, logging.INFO),
+    ],
+)
+def test_log_settings_set_the_level(logger, changes, level):
+    settings = LogSettings(logger)
+    report = settings.update(changes)
+    assert logger.level == level
+    assert report == settings.report()
+    assert all(report.get(name, value) == value for name, value in changes.items())
+
+
+def test_log_settings_begin_as_the_log_is(logger):
+    logger.setLevel(logging.WARNING)
+    report = LogSettings(logger).report()
+    assert (report["log_info"], report["log_warning"], report["log_verbose_level"]) == (
+        False,
+        True,
+        0,
+    )
+    assert logger.level == logging.WARNING
+
+
+@pytest.mark.parametrize(
+    ("changes", "fragment"),
+    [
+        ({"log_verbose_level": "x"}, "expect unsigned integer for 'log_verbose_level'"),
+        ({"log_verbose_level": -1}, "expect unsigned integer"),
+        ({"log_verbose_level": True}, "expect unsigned integer"),
+        ({"log_verbose_level": 2**32}, "expect unsigned integer"),
+        ({"log_info": 1}, "expect boolean for 'log_info', got 1"),
+        ({"log_error": None}, "expect boolean for 'log_error'"),
+        ({"log_format": "zzz"}, "invalid argument for --log_format, got: 'zzz'"),
+        ({"log_file": "/tmp/x"}, "log file location can not be updated through network protocol"),
+    ],
+)
+def test_bad_log_settings_change_nothing(logger, changes, fragment):
+    settings = LogSettings(logger)
+    before = settings.report()
+    with pytest.raises(RequestError, match=fragment):
+        settings.update({"log_warning": False, **changes})
+    assert (settings.report(), logger.level) == (before, logging.INFO)
+
+
+# ---------------------------------------------------------------- models
+
+
+def catalog(mode=ControlMode.EXPLICIT, **more):
+    return Catalog(EchoBackend(), control=ModelControl(mode, **more))
+
+
+@pytest.mark.parametrize("mode", [ControlMode.NONE, ControlMode.POLL])
+def test_models_are_controlled_in_explicit_mode_only(mode):
+    models = catalog(mode)
+    with pytest.raises(NotReadyError, match="not allowed if polling is enabled"):
+        models.load("ensemble", {})
+    with pytest.raises(NotReadyError, match="not allowed if polling is enabled"):
+        models.unload("ensemble")
+    assert models.is_ready("ensemble")
+
+
+def test_unloading_takes_the_name_and_loading_gives_it_back():
+    models = catalog()
+    models.unload("tensorrt_llm")
+    models.unload("nope")
+    with pytest.raises(ModelNotFoundError, match="'tensorrt_llm' has no available versions"):
+        models.find("tensorrt_llm")
+    assert not models.is_ready("tensorrt_llm")
+    rows = {row["name"]: row for row in models.index()}
+    assert (rows["tensorrt_llm"]["state"], rows["tensorrt_llm"]["reason"]) == (
+        "UNAVAILABLE",
+        "unloaded",
+    )
+    assert "tensorrt_llm" not in [row["name"] for row in models.index(only_ready=True)]
+    models.load("tensorrt_llm", {})
+    assert models.is_ready("tensorrt_llm")
+
+
+def test_an_ensembles_steps_go_with_it_if_asked():
+    models = catalog()
+    models.unload("ensemble", with_dependents=True)
+    assert [model.name for model in models.models()] == ["tensorrt_llm_bls", "echo"]
+
+
+def test_only_some_models_are_loaded_at_the_start():
+    models = catalog(loaded=["ensemble"])
+    assert [model.name for model in models.models()] == ["ensemble"]
+    assert {row["reason"] for row in models.index()} == {"", "not loaded"}
+    models.load("echo", {})
+    assert [model.name for model in models.models()] == ["ensemble", "echo"]
+
+
+def test_a_load_overrides_the_configuration():
+    models = catalog()
+    override = {"max_batch_size": 3, "model_transaction_policy": {"decoupled": True}}
+    models.load("ensemble", {"config": json.dumps(override)})
+    assert models.find("ensemble").max_batch_size == 3
+    assert models.find("ensemble").config()["max_batch_size"] == 3
+    assert models.find("ensemble").is_decoupled is True
+    models.load("ensemble", {})
+    assert models.find("ensemble").max_batch_size == 128
+
+
+@pytest.mark.parametrize(
+    ("parameters", "error", "fragment"),
+    [
+        ({"config": 3}, InvalidRequestError, "parameter 'config', expected string_param"),
+        ({"config": "{bad"}, InvalidRequestError, "must be a ModelConfig as JSON"),
+        ({"config": "[1]"}, InvalidRequestError, "must be a ModelConfig as JSON"),
+        ({"config": '{"bogus": 1}'}, InvalidRequestError, "bogus"),
+        ({"config": '{"max_batch_size": "x"}'}, InvalidRequestError, "max_batch_size"),
+        ({"config": '{"max_batch_size": -1}'}, InvalidRequestError, "must be in"),
+        ({"config": '{"name": "other"}'}, InvalidRequestError, "its name is 'other'"),
+        ({"config": "[" * 9999}, InvalidRequestError, "must be a ModelConfig as JSON"),
+        ({"bogus": "x"}, InvalidRequestError, "unrecognized load parameter 'bogus'."),
+        ({"file:1/x": "no bytes"}, InvalidRequestError, "expected bytes_param"),
+        ({"file:1/x": b"x"}, InvalidRequestError, "requires 'config' along with files"),
+        (
+            {"file:1/x": b"x", "config": "{}"},
+            UnsupportedFeatureError,
+            "cannot be replaced while the server runs",
+        ),
+    ],
+)
+def test_a_bad_load_changes_nothing(parameters, error, fragment):
+    models = catalog()
+    models.unload("ensemble")
+    with pytest.raises(error, match=fragment):
+        models.load("ensemble", parameters)
+    assert not models.is_ready("ensemble")
+
+
+def test_a_model_that_is_nowhere():
+    with pytest.raises(NotFoundError, match="failed to load 'nope', failed to poll from model"):
+        catalog().load("nope", {})
+
+
+def test_a_repository_may_read_the_configuration_itself():
+    seen = []
+
+    def reload(declaration, config, files):
+        seen.append((declaration.name, config, files))
+        return declaration
+
+    models = catalog(reload=reload)
+    models.load("ensemble", {"config": "{}", "file:1/x": b"y"})
+    assert seen == [("ensemble", "{}", {"1/x": b"y"})]
