@@ -59,7 +59,8 @@ def num_steps(server: RunningServer) -> int:
 
 
 def test_a_killed_engine_comes_back_and_goes_on(tmp_path):
-    with serving(tmp_path) as server, concurrent.futures.ThreadPoolExecutor(5) as pool:
+    patient = ("--engine-wait-seconds", "170")  # however slow the machine is
+    with serving(tmp_path, *patient) as server, concurrent.futures.ThreadPoolExecutor(5) as pool:
         _, expected = server.post("/v1/completions", LONG)
         num_before = num_steps(server)
         jobs = [pool.submit(server.post, "/v1/completions", LONG) for _ in range(4)]

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from loraplex.adapters.formats import peft, trtllm
 from loraplex.adapters.formats.export import StorageType, lora_tensors
 from loraplex.adapters.formats.export_peft import peft_config, peft_tensors
-from loraplex.adapters.formats.modules import parent_of
 from loraplex.adapters.formats.peft_config import parse_config
 from loraplex.adapters.normal import NormalRow, RowKind, digest
 from loraplex.adapters.shapes import BaseShapes
@@ -40,7 +39,8 @@ def lora(rng, layer, module, rank, scale, has_bias=False) -> NormalRow:
 def path(layer: int | None, module: str) -> str:
     if layer is None:
         return module if module == "lm_head" else f"model.{module}"
-    return f"model.layers.{layer}.{parent_of(module)}.{module}"
+    parent = "mlp" if module in ("gate_proj", "up_proj", "down_proj") else "self_attn"
+    return f"model.layers.{layer}.{parent}.{module}"
 
 
 @st.composite

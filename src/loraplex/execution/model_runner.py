@@ -91,7 +91,7 @@ class ModelRunner:
         return self._adapter_bank.prepare(adapter)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Never raises: what goes wrong is raised by wait()."""
+        """What goes wrong is raised by wait(). Raises DeviceLost."""
         return self.run(self.prepare(plan))
 
     def prepare(self, plan: StepPlan) -> PreparedStep:
@@ -128,7 +128,7 @@ class ModelRunner:
             for slot in plan.removed:
                 self._sampler.remove_row(slot)
             for row in plan.added:
-                known = tuple(self._in_vocabulary(token_id) for token_id in row.token_ids)
+                known = tuple(self._computer.in_vocabulary(token_id) for token_id in row.token_ids)
                 self._sampler.add_row(msgspec.structs.replace(row, token_ids=known))
             self._kv_cache.offload_blocks(plan.block_offloads)
             self._kv_cache.load_blocks(plan.block_loads)
@@ -166,9 +166,6 @@ class ModelRunner:
         faults = self._faults(steps, inputs)
         self._sampler.begin(steps)
         return RowsInFlight(self._computer, steps, inputs, faults, watch)
-
-    def _in_vocabulary(self, token_id: int) -> int:
-        return token_id if 0 <= token_id < self._capacity.vocab_size else 0
 
     def _faults(self, steps: Sequence[RowStep], inputs: StepInputs) -> dict[Slot, ErrorInfo]:
         """The rows that cannot be right whatever is computed; the others go on."""
