@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from loraplex.testing.capitals import ADAPTER_PATHS, BASE_PATH
-from loraplex.testing.running_server import RunningServer, free_ports
+from loraplex.testing.running_server import free_ports, running
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("seed clients")]
 
@@ -35,15 +35,8 @@ def tritonserver(folder, *flags):
     for kind, port in zip(("http", "grpc", "metrics"), ports, strict=True):
         command.append(f"--{kind}-port={port}")
     command += ["--host", "127.0.0.1", "--device", "cpu", "--state-dir", str(folder / "state")]
-    process = subprocess.Popen(command, text=True)
-    server = RunningServer(process, *ports)
-    try:
-        server.wait_until(ready=True)
+    with running(command, ports) as server:
         yield server
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
 
 
 def five_models(folder, decoupled):

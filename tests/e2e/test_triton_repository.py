@@ -4,7 +4,6 @@ import contextlib
 import json
 import queue
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 import tritonclient.grpc
 
 from loraplex.testing.capitals import ADAPTER_PATHS, BASE_PATH
-from loraplex.testing.running_server import RunningServer, free_ports
+from loraplex.testing.running_server import free_ports, running
 from loraplex.testing.triton_requests import i32, tensors, text_request
 
 pytestmark = pytest.mark.slow
@@ -30,16 +29,8 @@ def serving_repository(repository, state_dir, *flags):
         command.append(f"--{kind}-port={port}")
     command += ["--host", "127.0.0.1", "--device", "cpu", "--state-dir", str(state_dir), *flags]
     output = state_dir.parent / "output.txt"
-    with output.open("w") as lines:
-        process = subprocess.Popen(command, stdout=lines, text=True)
-    server = RunningServer(process, *ports)
-    try:
-        server.wait_until(ready=True)
+    with output.open("w") as lines, running(command, ports, lines) as server:
         yield server, output
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
 
 
 def answers(client, model, inputs):

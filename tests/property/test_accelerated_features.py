@@ -1,5 +1,6 @@
 """As test_every_feature, on an accelerator: nothing that is late, padded or recorded shows."""
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,32 +8,17 @@ import pytest
 import torch
 
 from loraplex.execution.host_adapters import HostAdapters
-from loraplex.execution.runner_settings import RunnerSettings
 from loraplex.kernels.accelerator import Accelerator, HostAccelerator
 from loraplex.kernels.reference import ReferenceKernels
 from loraplex.testing.accelerated_reference import AcceleratedReference, load_parts_with
 from loraplex.testing.delayed_accelerator import DelayedAccelerator
-from loraplex.testing.feature_schedules import FeatureSchedules
-from loraplex.testing.grammar_tokens import VOCAB_SIZE
-from loraplex.testing.tiny_model import TinyCheckpoint
-
-SHAPE = {
-    "hidden_size": 64,
-    "intermediate_size": 80,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCAB_SIZE,
-    "max_position_embeddings": 160,
-}
-SETTINGS = RunnerSettings(
-    dtype="float32",
-    block_size=4,
-    num_blocks=400,
-    max_num_seqs=8,
-    max_lora_rank=8,
-    kv_cache_host_memory_bytes=1 << 20,
-    cuda_graph_batch_sizes=(2, 4, 6),
+from loraplex.testing.feature_schedules import (
+    FEATURE_SETTINGS,
+    FeatureSchedules,
+    feature_checkpoint,
 )
+
+SETTINGS = dataclasses.replace(FEATURE_SETTINGS, dtype="float32", cuda_graph_batch_sizes=(2, 4, 6))
 NUM_SLOW = 40
 
 
@@ -44,17 +30,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def checkpoint(folder: Path) -> Path:
-    checkpoint = TinyCheckpoint(folder, **SHAPE)
-    # Logits as flat as those of trained models, so that a draw has choices.
-    checkpoint.tensors["lm_head.weight"] /= 6
-    return checkpoint.save()
-
-
 def accelerated(folder: Path, accelerator: Accelerator) -> tuple[FeatureSchedules, int]:
     """And how many steps were repeated so far."""
     kernels = AcceleratedReference(accelerator)
-    parts = load_parts_with(kernels, accelerator, checkpoint(folder), SETTINGS, HostAdapters())
+    parts = load_parts_with(
+        kernels, accelerator, feature_checkpoint(folder), SETTINGS, HostAdapters()
+    )
     schedules = FeatureSchedules(parts, folder, kernels)
     return schedules, kernels.num_repeated
 
@@ -71,7 +52,7 @@ def test_late_copies_change_no_answer(tmp_path: Path) -> None:
     folder = tmp_path / "host"
     folder.mkdir()
     kernels = ReferenceKernels(torch.device("cpu"))
-    parts = load_parts_with(kernels, None, checkpoint(folder), SETTINGS, HostAdapters())
+    parts = load_parts_with(kernels, None, feature_checkpoint(folder), SETTINGS, HostAdapters())
     assert schedules.alone == FeatureSchedules(parts, folder, kernels).alone
     check(schedules, range(1), "delayed")
 

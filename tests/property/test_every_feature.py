@@ -1,5 +1,6 @@
 """Everything that can be asked of an engine, under all conditions: the answers are those alone."""
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,19 +12,12 @@ import torch
 from loraplex.core.output import FinishReason
 from loraplex.execution.host_adapters import HostAdapters
 from loraplex.execution.loading import load_parts
-from loraplex.execution.runner_settings import RunnerSettings
-from loraplex.testing.feature_schedules import FeatureSchedules
-from loraplex.testing.grammar_tokens import VOCAB_SIZE
-from loraplex.testing.tiny_model import TinyCheckpoint
+from loraplex.testing.feature_schedules import (
+    FEATURE_SETTINGS,
+    FeatureSchedules,
+    feature_checkpoint,
+)
 
-SHAPE = {
-    "hidden_size": 64,
-    "intermediate_size": 80,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCAB_SIZE,
-    "max_position_embeddings": 160,
-}
 WINDOW = {"max_attention_window_size": (9, 23), "sink_token_length": 3}
 MODELS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
@@ -60,18 +54,8 @@ def one_thread() -> Iterator[None]:
 
 
 def make_schedules(folder: Path, model: str) -> FeatureSchedules:
-    checkpoint = TinyCheckpoint(folder, **SHAPE)
-    # Logits as flat as those of trained models, so that a draw has choices.
-    checkpoint.tensors["lm_head.weight"] /= 6
-    settings = RunnerSettings(
-        block_size=4,
-        num_blocks=400,
-        max_num_seqs=8,
-        max_lora_rank=8,
-        kv_cache_host_memory_bytes=1 << 20,
-        **MODELS[model],
-    )
-    parts = load_parts(checkpoint.save(), settings, HostAdapters())
+    settings = dataclasses.replace(FEATURE_SETTINGS, **MODELS[model])
+    parts = load_parts(feature_checkpoint(folder), settings, HostAdapters())
     return FeatureSchedules(parts, folder)
 
 

@@ -33,6 +33,7 @@ JSON = st.recursive(
     ),
     max_leaves=12,
 )
+ITEMSIZES = {"F16": 2, "BF16": 2, "F32": 4, "I32": 4, "F64": 8, "I64": 8}
 NUM_INPUTS = int(os.environ.get("LORAPLEX_FUZZ_INPUTS", "3000"))
 """Of the slow test."""
 MAX_GROWTH_BYTES = 8 * 2**20
@@ -46,6 +47,7 @@ parameters: { key: "gpt_model_path" value: { string_value: "${engine_dir}" } }
 """
 
 
+@settings(max_examples=1000)
 @given(seed=SEEDS)
 def test_changed_requests(seed):
     asyncio.run(Asked().ask(seed))
@@ -95,7 +97,8 @@ def test_changed_arrays(seed, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "fuzz.npy"
     path.write_bytes(changed_bytes(rng, buffer.getvalue()))
     with contextlib.suppress(LoraplexError):
-        read_npy(path, 2**20)
+        tensor = read_npy(path, 2**20)
+        assert tensor.num_bytes == tensor.num_values * ITEMSIZES[tensor.dtype]
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 
 from loraplex.adapters.normal import NormalRow, RowKind
-from loraplex.adapters.shapes import BaseShapes
+from loraplex.adapters.shapes import NO_MODULE, BaseShapes
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.adapter import EMBEDDING, LM_HEAD
 from loraplex.core.errors import (
@@ -101,7 +101,7 @@ def _check_place(row: NormalRow, shapes: BaseShapes) -> None:
 
 def not_enabled(module: str, shapes: BaseShapes) -> str:
     """Why no adapter may change a module, in the words that clients of TensorRT-LLM look for."""
-    enabled = ", ".join(shapes.enabled_modules or ()) or "no module: it is served without LoRA"
+    enabled = ", ".join(shapes.enabled_modules or ()) or NO_MODULE
     return f"lora module {module} not enabled for this model, which can be adapted in {enabled}"
 
 

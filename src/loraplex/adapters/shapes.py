@@ -2,6 +2,9 @@
 
 import msgspec
 
+NO_MODULE = "no module: it is served without LoRA (enable_lora, or a build without lora_plugin)"
+"""What follows "can be adapted in" where adapters are off."""
+
 
 class BaseShapes(msgspec.Struct, frozen=True):
     num_layers: int

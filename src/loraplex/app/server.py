@@ -5,7 +5,9 @@ With app.engine and app.builder the only place that knows the concrete classes.
 
 import asyncio
 import contextlib
+import errno
 import logging
+import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
@@ -177,7 +179,10 @@ def bind(host: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+        reason = error.strerror or str(error)
+        if error.errno == errno.EADDRINUSE:
+            reason = f"{os.strerror(error.errno)}; stop what listens there, or choose another port"
+        raise ConfigError(f"cannot listen on {host}:{port}: {reason}") from error
     # Accepted sockets inherit it. asyncio sets it only on sockets that name their protocol, and
     # without it the chunks of a stream wait for each other, some 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -41,15 +41,15 @@ def fill_template(
     ] = False,
 ) -> None:
     """Fill the `${name}` of a template (fill_template.py)."""
+    from loraplex.triton.pbtxt import read_text  # noqa: PLC0415 - protobuf
     from loraplex.triton.template_filling import (  # noqa: PLC0415 - numpy
         filled,
         parse_substitutions,
-        read_template,
         write_filled,
     )
 
     with errors_to_exit_code():
-        text = filled(read_template(file_path), parse_substitutions(substitutions), str(file_path))
+        text = filled(read_text(file_path), parse_substitutions(substitutions), str(file_path))
         if in_place:
             write_filled(file_path, text)
         else:

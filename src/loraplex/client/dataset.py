@@ -32,7 +32,9 @@ def read_dataset(
     """Prompts that are longer than max_input_len are skipped. Raises ConfigError."""
     try:
         rows = msgspec.json.decode(Path(path).read_bytes(), type=list[_Row])
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"--dataset: cannot read {path}: {error.strerror}") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"--dataset: {path} is not a JSON array of objects with the texts input, instruction "
             f"and output: {error}"

@@ -4,7 +4,6 @@ A limit that nobody asked for is no limit: memory is divided when the folder is 
 recorded with trtllm-build's default or the model's own length.
 """
 
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,13 +15,13 @@ from loraplex.convert.build_flags import BUILD_FLAGS
 from loraplex.convert.flags import Flags, FlagSection, check_values
 from loraplex.core.errors import ConfigError
 from loraplex.models.config import DecoderConfig
+from loraplex.models.config_fields import read_object
 
 logger = logging.getLogger(__name__)
 
 _DEFAULT_MAX_BATCH_SIZE: Final = 2048
 _DEFAULT_MAX_NUM_TOKENS: Final = 8192
 _DEFAULT_MAX_LORA_RANK: Final = 64
-_MAX_FILE_BYTES: Final = 4 << 20
 _SEPARATE_QKV = ("attn_q", "attn_k", "attn_v")
 _NESTED = ("plugin_config", "lora_config")
 _POSITIVE = (
@@ -126,16 +125,7 @@ def _modules_of_first(lora_dirs: list[str]) -> list[str]:
 
 def _read_build_config(path: Path) -> dict[str, Any]:
     """The settings of the file, tables opened. What says nothing (null, false) is passed over."""
-    try:
-        if path.stat().st_size > _MAX_FILE_BYTES:
-            raise ConfigError(f"--build_config {path} has more than {_MAX_FILE_BYTES} bytes")
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read --build_config {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--build_config {path} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"--build_config {path} must hold a JSON object")
+    values = read_object(path)
     opened = {name: value for name, value in values.items() if name not in _NESTED}
     for name in _NESTED:
         table = values.get(name) or {}

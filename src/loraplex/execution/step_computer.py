@@ -135,15 +135,15 @@ class StepComputer:
 
     def _token_ids(self, step: RowStep) -> Sequence[int]:
         if step.token_ids is not None:
-            token_ids = [self._in_vocabulary(token_id) for token_id in step.token_ids]
+            token_ids = [self.in_vocabulary(token_id) for token_id in step.token_ids]
         else:
             newest = self._sampler.last_token(step.slot)
             token_ids = [ON_DEVICE if newest is None else newest]
-            token_ids += [self._in_vocabulary(token_id) for token_id in step.draft_token_ids]
+            token_ids += [self.in_vocabulary(token_id) for token_id in step.draft_token_ids]
         assert len(token_ids) == step.num_tokens, "a token for each position"
         return token_ids
 
-    def _in_vocabulary(self, token_id: int) -> int:
+    def in_vocabulary(self, token_id: int) -> int:
         """The token, or 0 for what is none: its row fails, but must not take the device along."""
         return token_id if 0 <= token_id < self._vocab_size else 0
 

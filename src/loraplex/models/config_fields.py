@@ -7,6 +7,9 @@ from typing import Any
 
 from loraplex.core.errors import ConfigError
 
+_MAX_FILE_BYTES = 64 << 20
+"""The index of a large checkpoint has some millions."""
+
 
 class ConfigFields:
     """One JSON object. A field that is null counts as absent, as Hugging Face treats it."""
@@ -106,15 +109,22 @@ class ConfigFields:
 
 def read_fields(path: Path) -> ConfigFields:
     """Read a file that holds one JSON object. Raises ConfigError."""
+    return ConfigFields(read_object(path), str(path))
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The same as it is. Raises ConfigError."""
     try:
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            raise ConfigError(f"{path} has more than {_MAX_FILE_BYTES} bytes")
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} must hold a JSON object")
-    return ConfigFields(values, str(path))
+        raise ConfigError(f"{path} must be a JSON object")
+    return values
 
 
 def _is_integer(value: object) -> bool:

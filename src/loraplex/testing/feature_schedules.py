@@ -20,14 +20,24 @@ from loraplex.engine.engine import Engine
 from loraplex.engine.journal_file import JournalFile, JournalReader
 from loraplex.engine.replay import replay
 from loraplex.execution.runner_parts import RunnerParts
+from loraplex.execution.runner_settings import RunnerSettings
 from loraplex.kernels.ops import Kernels
 from loraplex.serving.engines.replay import KILL_BLAME, RequestInWork
 from loraplex.testing.fake_clock import FakeClock
 from loraplex.testing.feature_answers import Answer
 from loraplex.testing.feature_engines import PLANNED_FAILURE, Failures, FeatureEngines
 from loraplex.testing.feature_requests import FeatureRequests
+from loraplex.testing.grammar_tokens import VOCAB_SIZE
 from loraplex.testing.random_conditions import Conditions
+from loraplex.testing.tiny_model import TinyCheckpoint
 
+FEATURE_SETTINGS = RunnerSettings(
+    block_size=4,
+    num_blocks=400,
+    max_num_seqs=8,
+    max_lora_rank=8,
+    kv_cache_host_memory_bytes=1 << 20,
+)
 MAX_REQUESTS = 12
 """In one schedule."""
 SHORT_PROMPT = 32
@@ -36,6 +46,22 @@ LAST_ARRIVALS = (3, 20)
 LAST_ABORT = 30
 MAX_STEPS = 3000
 _JOURNAL_BYTES = 1 << 30
+
+
+def feature_checkpoint(folder: Path) -> Path:
+    """Of a model for FEATURE_SETTINGS."""
+    checkpoint = TinyCheckpoint(
+        folder,
+        hidden_size=64,
+        intermediate_size=80,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCAB_SIZE,
+        max_position_embeddings=160,
+    )
+    # Logits as flat as those of trained models, so that a draw has choices.
+    checkpoint.tensors["lm_head.weight"] /= 6
+    return checkpoint.save()
 
 
 class FeatureSchedules:

@@ -32,14 +32,7 @@ class KernelResources:
     """Of each program."""
     load_bits: dict[int, int]
     """Instructions that load global memory, by the width of what one thread loads."""
-    store_bits: dict[int, int]
-    bulk_loads: int
-    """Copies of whole tiles by the tensor memory accelerator."""
     matrix_ops: dict[str, int]
-
-    @property
-    def widest_load(self) -> int:
-        return max(self.load_bits, default=0)
 
     @property
     def wide_share(self) -> float:
@@ -58,20 +51,15 @@ def resources_of(cubin: bytes, shared_bytes: int) -> KernelResources:
     assert usage, "cuobjdump tells no usage of resources"
     registers, stack, static, local = map(int, usage.groups())
     loads: collections.Counter[int] = collections.Counter()
-    stores: collections.Counter[int] = collections.Counter()
     matrix: collections.Counter[str] = collections.Counter()
-    spilled = bulk = 0
+    spilled = 0
     for instruction in _INSTRUCTION.findall(code):
         name, *modifiers = instruction.split(".")
         match name:
             case "LDG" | "LDGSTS":
                 loads[_bits(modifiers)] += 1
-            case "STG":
-                stores[_bits(modifiers)] += 1
             case "STL" | "LDL":
                 spilled += _bits(modifiers) // 8
-            case "UTMALDG" | "UBLKCP":
-                bulk += 1
             case _ if name in _MATRIX_OPS:
                 matrix[name] += 1
     return KernelResources(
@@ -80,8 +68,6 @@ def resources_of(cubin: bytes, shared_bytes: int) -> KernelResources:
         spilled,
         max(static, shared_bytes),
         dict(loads),
-        dict(stores),
-        bulk,
         dict(matrix),
     )
 

@@ -43,6 +43,9 @@ PARAMETERS = (
     *("binary_data_output", "triton_enable_empty_final_response"),
 )
 
+UNSERVED: tuple[dict[str, Any], ...] = ({"lora_task_id": 77}, {"text_input": "hi" * 400})
+"""Well said, and refused when the request has begun."""
+
 Change = Callable[[random.Random, Any], Any]
 
 
@@ -69,6 +72,8 @@ def infer_body(rng: random.Random, model: str) -> tuple[dict[str, str], bytes]:
 def generate_body(rng: random.Random) -> bytes:
     """Of a POST .../generate or generate_stream."""
     document: Any = {"text_input": "hi", "max_tokens": rng.choice((1, 5, 20)), "id": "7"}
+    if rng.random() < 0.2:
+        document |= rng.choice(UNSERVED)
     for _ in range(rng.randrange(4)):
         document[rng.choice((*NAMES, "id", "parameters"))] = rng.choice(ODD_VALUES)
     if rng.random() < 0.4:

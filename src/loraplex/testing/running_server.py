@@ -10,9 +10,9 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from loraplex.testing.capitals import ADAPTER_PATHS, BASE_PATH
 
@@ -93,7 +93,16 @@ def serving(state_dir: Path, *flags: str, model: Path = BASE_PATH) -> Iterator[R
     for kind, port in zip(("http", "grpc", "metrics"), ports, strict=True):
         command += [f"--{kind}-port", str(port)]
     command += ["--state-dir", str(state_dir), *flags]
-    process = subprocess.Popen(command, text=True)
+    with running(command, ports) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def running(
+    command: Sequence[str], ports: Sequence[int], stdout: IO[str] | None = None
+) -> Iterator[RunningServer]:
+    """A server's process, ready, until the context ends. ports: HTTP, gRPC, metrics."""
+    process = subprocess.Popen(command, stdout=stdout, text=True)
     server = RunningServer(process, *ports)
     try:
         server.wait_until(ready=True)

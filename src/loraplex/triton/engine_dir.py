@@ -4,18 +4,17 @@ Served are a Hugging Face folder, and what `loraplex build` and `loraplex conver
 write: their config.json has the key `loraplex` beside TensorRT-LLM's own keys.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from loraplex.core.errors import ConfigError
+from loraplex.models.config_fields import read_object
 from loraplex.triton.model_folder import ModelFolder
 from loraplex.triton.notes import Notes
 
 PATH_PARAMETER = "gpt_model_path"
 _CONFIG = "config.json"
-_MAX_BYTES = 4 << 20
 _OURS = "loraplex"
 _BUILD = "use `loraplex build`, or give the Hugging Face folder itself"
 
@@ -46,7 +45,7 @@ def find_engine_dir(folder: ModelFolder, notes: Notes) -> Path:
 
 def built_batch_size(engine: Path) -> int | None:
     """How many requests an engine was built for; None: its folder does not say."""
-    build = _read_config(engine / _CONFIG).get("build_config")
+    build = read_object(engine / _CONFIG).get("build_config")
     size = build.get("max_batch_size") if isinstance(build, Mapping) else None
     return size if isinstance(size, int) and size > 0 else None
 
@@ -57,7 +56,7 @@ def _checked(folder: ModelFolder, engine: Path, notes: Notes) -> Path:
         if any(engine.glob("*.engine")):
             raise parameters.error(PATH_PARAMETER, f"{engine} holds TensorRT engines; {_BUILD}")
         raise parameters.error(PATH_PARAMETER, f"{engine} has no {_CONFIG}; {_BUILD}")
-    config = _read_config(engine / _CONFIG)
+    config = read_object(engine / _CONFIG)
     if _OURS not in config:
         if "build_config" in config or "builder_config" in config:
             raise parameters.error(
@@ -89,15 +88,3 @@ def _check_mapping(config: Mapping[str, Any], engine: Path, notes: Notes) -> Non
         )
     if needed > 1:
         notes.warning(f"{engine} was built for {needed} GPUs: it is served by one")
-
-
-def _read_config(path: Path) -> Mapping[str, Any]:
-    if path.stat().st_size > _MAX_BYTES:
-        raise ConfigError(f"{path} has more than {_MAX_BYTES} bytes")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} must be a JSON object")
-    return config

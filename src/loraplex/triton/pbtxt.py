@@ -31,6 +31,11 @@ _DEFAULT_TYPE = "TYPE_FP32"
 
 def read_pbtxt(path: Path) -> ModelConfigProto:
     """Raises ConfigError that names file, line and what is wrong there."""
+    return parse_pbtxt(read_text(path), str(path))
+
+
+def read_text(path: Path) -> str:
+    """Of a config.pbtxt, or a template of one. Raises ConfigError."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -38,10 +43,9 @@ def read_pbtxt(path: Path) -> ModelConfigProto:
     if len(content) > _MAX_BYTES:
         raise ConfigError(f"{path} has {len(content)} bytes; at most {_MAX_BYTES} are read")
     try:
-        text = content.decode()
+        return content.decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8: {error.reason}") from error
-    return parse_pbtxt(text, str(path))
 
 
 def parse_pbtxt(text: str, source: str) -> ModelConfigProto:

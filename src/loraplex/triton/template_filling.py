@@ -11,7 +11,6 @@ from loraplex.adapters.tensor_file import write_atomically
 from loraplex.core.errors import ConfigError
 
 _DEFAULTS = {"max_queue_size": "0", "max_queue_delay_microseconds": "0"}
-_MAX_BYTES = 1 << 20
 _PIECE = re.compile(r"\\[,:\\]|.", re.DOTALL)
 
 
@@ -33,27 +32,16 @@ def parse_substitutions(text: str) -> dict[str, str]:
 
 
 def filled(text: str, substitutions: dict[str, str], source: str) -> str:
-    """Raises ConfigError for a name that does not occur. source: where the text is from."""
+    """Raises ConfigError for a name that does not occur. source: where the text is from.
+
+    The queue's settings need not occur: the backend's instructions name them for all models.
+    """
     for name in substitutions:
-        if name not in text:
+        if name not in text and name not in _DEFAULTS:
             placeholders = sorted(set(re.findall(r"\$\{(\w+)\}", text)))
             there = ", ".join(placeholders) or "no placeholder any more"
             raise ConfigError(f"{name} does not occur in {source}; it has {there}")
     return string.Template(text).safe_substitute(_DEFAULTS | substitutions)
-
-
-def read_template(path: Path) -> str:
-    """Raises ConfigError."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    if len(content) > _MAX_BYTES:
-        raise ConfigError(f"{path} has {len(content)} bytes; at most {_MAX_BYTES} are read")
-    try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8: {error.reason}") from error
 
 
 def write_filled(path: Path, text: str) -> None:

@@ -2,13 +2,14 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from loraplex.core.config_layers import Layer
 from loraplex.core.errors import ConfigError
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration, ModelOptions
+from loraplex.models.config_fields import read_object
 from loraplex.triton.config_json import completed_config
 from loraplex.triton.devices import has_gpu
 from loraplex.triton.engine_args import asks_for_nothing, read_value, row_of, translated
@@ -19,7 +20,6 @@ from loraplex.triton.roles import KINDS, Role
 
 _MODEL_FILE = "model.json"
 _LORA_FILE = "multi_lora.json"
-_MAX_BYTES = 16 << 20
 _GIB = 1 << 30
 _ZERO_IS_UNSAID = ("long_prefill_token_threshold",)
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
@@ -71,7 +71,7 @@ class _Arguments:
         self._path = path
         self._notes = notes
         self._values: dict[str, Any] = {}
-        for key, value in _read_object(path).items():
+        for key, value in read_object(path).items():
             try:
                 row = row_of(key)
                 self._values[key] = read_value(row, value)
@@ -180,10 +180,13 @@ def _read_adapters(
     """
     path = folder.version_path / _LORA_FILE
     if not path.is_file():
-        raise ConfigError(f"Triton backend cannot find {path}.")
+        raise ConfigError(
+            f"Triton backend cannot find {path}. It maps the names of adapters to their folders; "
+            "without adapters set enable_lora to false"
+        )
     adapters: dict[str, dict[str, str]] = {}
     unusable: dict[str, str] = {}
-    for name, written in _read_object(path).items():
+    for name, written in read_object(path).items():
         if not isinstance(written, str) or not written:
             raise ConfigError(f"{path}: {name}: {written!r} must be the path of an adapter")
         places = _places(folder, written)
@@ -200,20 +203,6 @@ def _places(folder: ModelFolder, written: str) -> list[Path]:
     """Where a path of multi_lora.json may lead: from the working directory, then the repository."""
     path = Path(written).expanduser()
     return [path, folder.path.parent / path, folder.path / path, folder.version_path / path]
-
-
-def _read_object(path: Path) -> Mapping[str, Any]:
-    try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise ConfigError(f"{path} has more than {_MAX_BYTES} bytes")
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} must be a JSON object")
-    return value
 
 
 def _is_unsaid(key: str, value: Any) -> bool:

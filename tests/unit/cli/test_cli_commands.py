@@ -175,7 +175,7 @@ class TestServeSaysInOneLine:
             # The engine starts beside: what it has to say by then is no matter of this test.
             more = ["--state-dir", str(tmp_path), "--log-level", "error"]
             line = one_line(loraplex_command("serve", str(BASE_PATH), *ports, *more))
-        assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in line
+        assert f"cannot listen on 127.0.0.1:{port}: Address already in use; stop what" in line
 
     def test_an_adapter_that_is_broken(self, tmp_path):
         ports = map(str, free_ports(3))

@@ -156,6 +156,13 @@ def dataset(folder, *rows):
     return str(path)
 
 
+def test_data_sets_that_are_none(tmp_path):
+    with pytest.raises(ConfigError, match=f"^--dataset: cannot read {tmp_path}/no: No such file"):
+        read_dataset(f"{tmp_path}/no", None, print)
+    with pytest.raises(ConfigError, match="is not a JSON array of objects with the texts input"):
+        read_dataset(dataset(tmp_path, 1), None, print)
+
+
 def test_data_sets(tmp_path):
     path = dataset(
         tmp_path,

@@ -10,6 +10,10 @@ from loraplex.cli.main import app
 from loraplex.core.errors import ConfigError
 from loraplex.triton.template_filling import filled, parse_substitutions
 
+POSTPROCESSING = (
+    Path(__file__).parents[3]
+    / "compat/tensorrtllm_backend/all_models/inflight_batcher_llm/postprocessing/config.pbtxt"
+)
 TEMPLATE = """max_batch_size: ${triton_max_batch_size}
 decoupled: ${decoupled_mode}
 queue: ${max_queue_size} ${max_queue_delay_microseconds}
@@ -60,6 +64,12 @@ def test_a_name_without_braces() -> None:
 def test_an_unknown_name_tells_those_that_are_there() -> None:
     with pytest.raises(ConfigError, match="engine_dir does not occur in t; it has decoupled_mode"):
         filled(TEMPLATE, {"engine_dir": "x"}, "t")
+
+
+def test_the_queue_of_a_model_without_one() -> None:
+    template = POSTPROCESSING.read_text()
+    text = filled(template, {"tokenizer_dir": "/tokenizer", "max_queue_size": "0"}, "t")
+    assert text == template.replace("${tokenizer_dir}", "/tokenizer")
 
 
 class TestCommand:

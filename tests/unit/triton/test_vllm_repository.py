@@ -73,7 +73,7 @@ def test_adapters_are_off_unless_asked_for(vllm):
 
 
 def test_adapters_without_their_list(vllm):
-    with pytest.raises(ConfigError, match=r"Triton backend cannot find .*1/multi_lora.json\."):
+    with pytest.raises(ConfigError, match=r"Triton backend cannot find .*1/multi_lora.json\. It"):
         vllm({"enable_lora": True})
 
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from loraplex.adapters.formats.modules import LORA_MODULES, LoraModule, linear_path
 from loraplex.adapters.formats.npy import read_npy
 from loraplex.adapters.normal import NormalRow, RowKind, sort_rows
-from loraplex.adapters.shapes import BaseShapes
+from loraplex.adapters.shapes import NO_MODULE, BaseShapes
 from loraplex.adapters.staged import TensorHeader
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.errors import (
@@ -212,7 +212,7 @@ def _parts(
     if len(inputs) != 1:
         raise AdapterMismatchError(
             f"lora module {module.name} not enabled for this model: {where}; the base model can "
-            f"be adapted in {', '.join(_enabled(shapes)) or 'no module'}"
+            f"be adapted in {', '.join(_enabled(shapes)) or NO_MODULE}"
         )
     return parts, inputs.pop(), tuple(shapes.modules[part][1] for part in parts)
 

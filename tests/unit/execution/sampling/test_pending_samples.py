@@ -10,6 +10,7 @@ from loraplex.core.sampling_params import SamplingParams
 from loraplex.execution.sampling.pending_samples import PendingSample
 from loraplex.execution.sampling.sampler import Sampler
 from loraplex.execution.token_feed import TokenFeed
+from loraplex.kernels.accelerator import HostAccelerator
 from loraplex.testing.delayed_accelerator import DelayedAccelerator
 
 VOCAB, CPU = 60, torch.device("cpu")
@@ -147,3 +148,13 @@ def test_without_an_accelerator_all_is_done_at_once(generator: torch.Generator) 
     assert not sample.is_late
     assert pair.phased.last_token(0) is not None
     assert sample.finish() == pair.expected(logits, steps)
+
+
+def test_copies_that_are_early_do_no_harm() -> None:
+    """The other extreme: the second step's tokens are there before the first one's are taken."""
+    feed = TokenFeed(HostAccelerator(), 4)
+    first = feed.put([0, 1], torch.tensor([5, 6]))
+    second = feed.put([0, 1], torch.tensor([7, 8]))
+    assert first.take() == [5, 6]
+    assert second.take() == [7, 8]
+    assert feed.newest.tolist() == [7, 8, 0, 0, 0]
