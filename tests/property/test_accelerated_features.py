@@ -58,6 +58,7 @@ def test_late_copies_change_no_answer(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["host", "delayed"])
 def test_many_schedules(tmp_path: Path, name: str) -> None:
     accelerator = HostAccelerator() if name == "host" else DelayedAccelerator(seed=5)

@@ -77,6 +77,7 @@ def test_a_few_schedules(tmp_path: Path, model: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("model", MODELS)
 def test_many_schedules(tmp_path: Path, model: str) -> None:
     tally = check(model, tmp_path, NUM_SLOW)

@@ -113,6 +113,7 @@ def test_a_comparison_needs_the_extra(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_compares_loraplex_with_itself(tmp_path):
     out = tmp_path / "out"
     arguments = ["--widths", "32,16", "--workloads", "W2,W3", "--rounds", "1"]
