@@ -12,6 +12,18 @@ from tritonclient.utils import InferenceServerException
 from loraplex.client.connection import is_cancelled
 from loraplex.client.tensors import Array, inputs
 
+CACHE_AND_TIMES = (
+    "kv_cache_alloc_new_blocks",
+    "kv_cache_reused_blocks",
+    "kv_cache_alloc_total_blocks",
+    "arrival_time_ns",
+    "first_scheduled_time_ns",
+    "first_token_time_ns",
+    "last_token_time_ns",
+)
+"""What return_perf_metrics brings in every model that makes text."""
+
+
 MILLISECONDS = 1000
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from loraplex.client.array_files import read_lora_pair
 from loraplex.client.connection import grpc_client
-from loraplex.client.exchange import Stream, requested_outputs
+from loraplex.client.exchange import CACHE_AND_TIMES, Stream, requested_outputs
 from loraplex.client.flags import Say, check_at_least
 from loraplex.client.tensors import Array
 from loraplex.client.text_options import TextOptions
@@ -34,18 +34,7 @@ _ASKED = (
     ("return_log_probs", ("cum_log_probs", "output_log_probs")),
     ("return_context_logits", ("context_logits",)),
     ("return_generation_logits", ("generation_logits",)),
-    (
-        "return_perf_metrics",
-        (
-            "kv_cache_alloc_new_blocks",
-            "kv_cache_reused_blocks",
-            "kv_cache_alloc_total_blocks",
-            "arrival_time_ns",
-            "first_scheduled_time_ns",
-            "first_token_time_ns",
-            "last_token_time_ns",
-        ),
-    ),
+    ("return_perf_metrics", CACHE_AND_TIMES),
 )
 """(option and tensor, the outputs that it brings)."""
 

@@ -5,17 +5,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from loraplex.client.exchange import CACHE_AND_TIMES
 from loraplex.client.token_options import TokenOptions
 
 _SHAPES = ("context_logits", "generation_logits")
 _MEASURED = (
-    "kv_cache_alloc_new_blocks",
-    "kv_cache_reused_blocks",
-    "kv_cache_alloc_total_blocks",
-    "arrival_time_ns",
-    "first_scheduled_time_ns",
-    "first_token_time_ns",
-    "last_token_time_ns",
+    *CACHE_AND_TIMES,
     "acceptance_rate",
     "total_accepted_draft_tokens",
     "total_draft_tokens",

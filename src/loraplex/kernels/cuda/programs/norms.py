@@ -43,6 +43,16 @@ def rms_norm(
     tl.store(output + (rows * SIZE)[:, None] + columns[None, :], normed, mask=inside)
 
 
+@triton.jit
+def _summed(x, residual, rows, columns, inside, x_stride, residual_stride):
+    """x + residual [rows, columns], rounded to the model's dtype."""
+    x_places = (rows * x_stride)[:, None] + columns[None, :]
+    residual_places = (rows * residual_stride)[:, None] + columns[None, :]
+    values = tl.load(x + x_places, mask=inside, other=0.0).to(tl.float32)
+    values += tl.load(residual + residual_places, mask=inside, other=0.0).to(tl.float32)
+    return values.to(x.dtype.element_ty)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def add_rms_norm(
     output,
@@ -63,11 +73,7 @@ def add_rms_norm(
     columns = tl.arange(0, BLOCK)
     is_column = columns < SIZE
     inside = (rows < num_rows)[:, None] & is_column[None, :]
-    x_places = (rows * x_stride)[:, None] + columns[None, :]
-    residual_places = (rows * residual_stride)[:, None] + columns[None, :]
-    values = tl.load(x + x_places, mask=inside, other=0.0).to(tl.float32)
-    values += tl.load(residual + residual_places, mask=inside, other=0.0).to(tl.float32)
-    values = values.to(x.dtype.element_ty)
+    values = _summed(x, residual, rows, columns, inside, x_stride, residual_stride)
     weights = tl.load(weight + columns, mask=is_column, other=0.0)[None, :]
     places = (rows * SIZE)[:, None] + columns[None, :]
     tl.store(total + places, values, mask=inside)
@@ -134,11 +140,7 @@ def add_layer_norm(
     columns = tl.arange(0, BLOCK)
     is_column = columns < SIZE
     inside = (rows < num_rows)[:, None] & is_column[None, :]
-    x_places = (rows * x_stride)[:, None] + columns[None, :]
-    residual_places = (rows * residual_stride)[:, None] + columns[None, :]
-    values = tl.load(x + x_places, mask=inside, other=0.0).to(tl.float32)
-    values += tl.load(residual + residual_places, mask=inside, other=0.0).to(tl.float32)
-    values = values.to(x.dtype.element_ty)
+    values = _summed(x, residual, rows, columns, inside, x_stride, residual_stride)
     weights = tl.load(weight + columns, mask=is_column, other=0.0)[None, :]
     biases = tl.load(bias + columns, mask=is_column, other=0.0)[None, :]
     normed = _standardized(values, weights, biases, eps, is_column, SIZE)
