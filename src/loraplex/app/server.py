@@ -19,8 +19,9 @@ from starlette.types import ASGIApp
 
 from loraplex.app.builder import build_service
 from loraplex.app.launch import EngineLauncher
-from loraplex.core.config import Config, ServerConfig
+from loraplex.core.config import Config
 from loraplex.core.errors import ConfigError
+from loraplex.core.server_config import ServerConfig
 from loraplex.core.version import __version__
 from loraplex.frontends.kserve.grpc.server import GrpcServer
 from loraplex.frontends.kserve.http.routes import kserve_routes

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Final, TypeVar
 
 import typer
 
-from loraplex.core.config import ALIASES, ModelConfig, ServerConfig
+from loraplex.core.config import ALIASES, ModelConfig
+from loraplex.core.server_config import ServerConfig
 
 _HELP: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
     {

@@ -21,10 +21,10 @@ from loraplex.core.config import (
     AdapterConfig,
     Config,
     ModelConfig,
-    ServerConfig,
     problem,
 )
 from loraplex.core.errors import ConfigError
+from loraplex.core.server_config import ServerConfig
 
 _BYTES = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt])(i?))?b?", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}

@@ -5,13 +5,14 @@ import socket
 import pytest
 
 from loraplex.adapters.sources.policy import SourcePolicy, checked_path, client_policy, matches
-from loraplex.core.config import Config, ModelConfig, ServerConfig
+from loraplex.core.config import Config, ModelConfig
 from loraplex.core.errors import (
     AdapterLoadError,
     ConfigError,
     InvalidAdapterError,
     PermissionDeniedError,
 )
+from loraplex.core.server_config import ServerConfig
 
 NAMES = ("adapter_config.json",)
 

@@ -7,8 +7,9 @@ import pytest
 
 from loraplex.app.builder import build_service, served_shapes
 from loraplex.app.launch import with_local_paths
-from loraplex.core.config import Config, ModelConfig, ServerConfig
+from loraplex.core.config import Config, ModelConfig
 from loraplex.core.errors import ConfigError, UnsupportedModelError
+from loraplex.core.server_config import ServerConfig
 from loraplex.models.registry import read_config
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.testing.capitals import BASE_PATH

@@ -10,8 +10,9 @@ import pytest
 
 from loraplex.app.launch import EngineLauncher
 from loraplex.app.server import Server, bind, unless
-from loraplex.core.config import Config, ModelConfig, ServerConfig
+from loraplex.core.config import Config, ModelConfig
 from loraplex.core.errors import ConfigError
+from loraplex.core.server_config import ServerConfig
 from loraplex.testing.capitals import BASE_PATH
 from loraplex.testing.fake_engine_process import FakeEngineSettings, fake_engine_thread
 from loraplex.testing.fake_runner import FAKE_CAPACITY

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 import loraplex
 from loraplex.cli.main import app
 from loraplex.cli.serve import serve
-from loraplex.core.config import ModelConfig, ServerConfig
+from loraplex.core.config import ModelConfig
+from loraplex.core.server_config import ServerConfig
 from loraplex.core.version import __version__
 from loraplex.testing.capitals import ADAPTER_PATHS, BASE_PATH
 from loraplex.testing.running_server import free_ports

@@ -15,8 +15,9 @@ from loraplex.cli.triton_flags import (
     split_flags,
     without_effect,
 )
-from loraplex.core.config import ModelConfig, ServerConfig
+from loraplex.core.config import ModelConfig
 from loraplex.core.errors import ConfigError
+from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.kserve.model_control import ControlMode
 from loraplex.triton.repository import read_repositories
 

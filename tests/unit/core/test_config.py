@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loraplex.core.config import AdapterConfig, Config, ModelConfig, ServerConfig
+from loraplex.core.config import AdapterConfig, Config, ModelConfig
 from loraplex.core.config_layers import Layer, field_layers, file_layer, parse_bytes, resolve
 from loraplex.core.environment import (
     child_environment,
@@ -15,6 +15,7 @@ from loraplex.core.environment import (
     state_directory,
 )
 from loraplex.core.errors import ConfigError
+from loraplex.core.server_config import ServerConfig
 
 FLAG = "flag --{flag}"
 VARIABLE = "variable LORAPLEX_{variable}"

@@ -3,7 +3,8 @@
 import re
 from pathlib import Path
 
-from loraplex.core.config import ModelConfig, ServerConfig
+from loraplex.core.config import ModelConfig
+from loraplex.core.server_config import ServerConfig
 
 PAGE = Path(__file__).parents[3] / "docs" / "settings.md"
 
