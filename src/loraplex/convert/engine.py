@@ -42,6 +42,7 @@ from loraplex.models.engine_folder import (
     OUR_TABLE,
     WEIGHTS_NAME,
     BuildLimits,
+    is_foreign_checkpoint,
     read_build_limits,
 )
 from loraplex.models.registry import read_config
@@ -80,7 +81,7 @@ def build_engine_folder(flags: Flags) -> Path | None:
     if flags.get("dry_run"):
         return None
     folder = open_output(output, build.source)
-    if (build.source / WEIGHTS_NAME).is_file():
+    if (build.source / WEIGHTS_NAME).is_file() and not is_foreign_checkpoint(build.source):
         _copy(build.source / WEIGHTS_NAME, folder / WEIGHTS_NAME)
     else:
         write_weights(build.source, folder, build.config, build.choices.dtype)

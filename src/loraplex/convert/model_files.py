@@ -25,7 +25,7 @@ from loraplex.models.engine_folder import (
     OUR_TABLE,
     PACKED_NAME,
     WEIGHTS_NAME,
-    model_config_path,
+    model_fields,
 )
 from loraplex.models.parameters import checkpoint_shapes
 
@@ -77,7 +77,7 @@ def open_output(path: str, source: Path) -> Path:
 
 def write_hf_config(source: Path, folder: Path, dtype: str) -> None:
     """The model's own configuration, with the type of the weights as they are here."""
-    values = json.loads(model_config_path(source).read_text(encoding="utf-8"))
+    values = dict(model_fields(source).values)
     values.pop("torch_dtype", None)
     write_json(folder / HF_CONFIG_NAME, values | {"dtype": dtype})
 

@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face folder by name, each read when it is asked for.
+"""The tensors of a model folder by their Hugging Face names, each read when it is asked for.
 
 Reads safetensors, and `.bin` files with torch's restricted unpickler only; both are mapped. Every
 tensor must be accounted for: one that is missing, unknown, twice there or of another shape is an
@@ -6,7 +6,7 @@ error.
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -14,9 +14,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from loraplex.core.errors import ConfigError
+from loraplex.execution.trtllm_weights import TrtllmWeights, rank_files
 from loraplex.models.config import DecoderConfig
 from loraplex.models.config_fields import read_fields
-from loraplex.models.engine_folder import WEIGHTS_NAME
+from loraplex.models.engine_folder import WEIGHTS_NAME, is_foreign_checkpoint
 from loraplex.models.parameters import checkpoint_shapes
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -30,9 +31,8 @@ class Checkpoint:
         self._shapes = checkpoint_shapes(config)
         self._files: dict[str, _Entry] = {}
         with contextlib.ExitStack() as stack:
-            for path in weight_files(folder):
-                file = stack.enter_context(_open(path))
-                self._add(file, config)
+            for file in _files(folder, config):
+                self._add(stack.enter_context(file), config)
             missing = sorted(self._shapes.keys() - self._files.keys())
             if missing:
                 raise ConfigError(
@@ -88,6 +88,8 @@ class Checkpoint:
 
 def weight_files(folder: Path) -> list[Path]:
     """The files that hold the weights, safetensors before `.bin`."""
+    if is_foreign_checkpoint(folder):
+        return rank_files(folder)
     if (folder / WEIGHTS_NAME).is_file():
         return [folder / WEIGHTS_NAME]
     for stem in ("model.safetensors", "pytorch_model.bin"):
@@ -183,5 +185,9 @@ class _PickledFile:
         return self._tensors[name]
 
 
-def _open(path: Path) -> _TensorFile:
-    return _SafetensorsFile(path) if path.suffix == ".safetensors" else _PickledFile(path)
+def _files(folder: Path, config: DecoderConfig) -> Iterator[_TensorFile]:
+    if is_foreign_checkpoint(folder):
+        yield TrtllmWeights(folder, config)
+        return
+    for path in weight_files(folder):
+        yield _SafetensorsFile(path) if path.suffix == ".safetensors" else _PickledFile(path)

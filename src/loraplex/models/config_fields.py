@@ -25,6 +25,11 @@ class ConfigFields:
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
 
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """As they are, but for those that are null."""
+        return self._values
+
     def integer(self, name: str, default: int | None = None) -> int:
         """At least 1. Without a default the field is required."""
         value = self.optional_integer(name)

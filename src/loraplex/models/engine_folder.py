@@ -12,6 +12,11 @@ from typing import Final
 
 from loraplex.core.errors import ConfigError, UnsupportedModelError
 from loraplex.models.config_fields import ConfigFields, read_fields
+from loraplex.models.trtllm_checkpoint import (
+    hugging_face_values,
+    is_trtllm_checkpoint,
+    read_mapping,
+)
 
 CONFIG_NAME: Final = "config.json"
 HF_CONFIG_NAME: Final = "hf_config.json"
@@ -54,42 +59,48 @@ class BuildLimits:
         return self.tp_size * self.pp_size
 
 
-def model_config_path(folder: Path) -> Path:
+def model_fields(folder: Path) -> ConfigFields:
     """The Hugging Face configuration of a model folder, of whichever kind.
 
-    Raises ConfigError if there is none, UnsupportedModelError for a folder that TensorRT-LLM's own
-    tools wrote.
+    Raises ConfigError if there is none, UnsupportedModelError for an engine of TensorRT, and for a
+    checkpoint of TensorRT-LLM that is not read.
     """
     path = folder / CONFIG_NAME
     if not path.is_file():
         raise ConfigError(f"{folder} is not a model folder: it has no {CONFIG_NAME}")
     fields = read_fields(path)
-    if OUR_TABLE not in fields:
-        _refuse_foreign(fields)
-        return path
-    _our_table(fields)
-    return folder / HF_CONFIG_NAME
+    if OUR_TABLE in fields:
+        _our_table(fields)
+        return read_fields(folder / HF_CONFIG_NAME)
+    if is_trtllm_checkpoint(fields):
+        return ConfigFields(hugging_face_values(fields), str(path))
+    if "build_config" in fields or "builder_config" in fields:
+        raise UnsupportedModelError(
+            f"{path}: an engine of TensorRT, which runs nowhere else: build it again from the "
+            "Hugging Face folder, with loraplex build"
+        )
+    return fields
 
 
 def read_build_limits(folder: Path) -> BuildLimits | None:
-    """None if it is no folder of ours. Raises ConfigError for one whose config.json is broken.
+    """None for a Hugging Face folder. Raises ConfigError for one whose config.json is broken.
 
-    A folder of convert-checkpoint has no limits but what it says of types.
+    A checkpoint folder, ours or TensorRT-LLM's, has no limits but what it says of types.
     """
     path = folder / CONFIG_NAME
     if not path.is_file():
         return None
     fields = read_fields(path)
     if OUR_TABLE not in fields:
-        return None
+        return _foreign_limits(fields) if is_trtllm_checkpoint(fields) else None
     ours = _our_table(fields)
     model = fields.table("pretrained_config") or fields
-    mapping = model.table("mapping")
+    tp_size, pp_size = read_mapping(model)
     types = BuildLimits(
         quantization=ours.text("quantization", "none"),
         kv_dtype=ours.text("kv_dtype", "auto"),
-        tp_size=mapping.integer("tp_size", 1) if mapping else 1,
-        pp_size=mapping.integer("pp_size", 1) if mapping else 1,
+        tp_size=tp_size,
+        pp_size=pp_size,
     )
     build = fields.table("build_config")
     return types if build is None else _with_build(types, build)
@@ -116,6 +127,23 @@ def source_model(folder: Path) -> Path:
     fields = read_fields(path)
     source = _our_table(fields).text("source", "") if OUR_TABLE in fields else ""
     return Path(source) if source else folder
+
+
+def is_foreign_checkpoint(folder: Path) -> bool:
+    """Whether TensorRT-LLM's own tools wrote the checkpoint: its weights have other names."""
+    path = folder / CONFIG_NAME
+    if not path.is_file():
+        return False
+    fields = read_fields(path)
+    return OUR_TABLE not in fields and is_trtllm_checkpoint(fields)
+
+
+def _foreign_limits(fields: ConfigFields) -> BuildLimits:
+    quantization = fields.table("quantization")
+    cache = "" if quantization is None else quantization.text("kv_cache_quant_algo", "")
+    tp_size, pp_size = read_mapping(fields)
+    kv_dtype = "int8" if cache == "INT8" else "auto"
+    return BuildLimits(kv_dtype=kv_dtype, tp_size=tp_size, pp_size=pp_size)
 
 
 def _with_build(types: BuildLimits, build: ConfigFields) -> BuildLimits:
@@ -149,16 +177,3 @@ def _our_table(fields: ConfigFields) -> ConfigFields:
             "build it again"
         )
     return table
-
-
-def _refuse_foreign(fields: ConfigFields) -> None:
-    if "build_config" in fields or "builder_config" in fields:
-        raise UnsupportedModelError(
-            f"{fields.source}: an engine of TensorRT, which runs nowhere else: build it again from "
-            "the Hugging Face folder, with loraplex build"
-        )
-    if "architecture" in fields and "mapping" in fields:
-        raise UnsupportedModelError(
-            f"{fields.source}: a checkpoint of TensorRT-LLM, whose weights have other names: "
-            "convert the Hugging Face folder again, with loraplex convert-checkpoint"
-        )

@@ -10,7 +10,7 @@ from loraplex.core.errors import ConfigError, UnsupportedModelError
 from loraplex.models import gpt2, llama, mistral, qwen2, qwen3
 from loraplex.models.config import DecoderConfig
 from loraplex.models.config_fields import ConfigFields, read_fields
-from loraplex.models.engine_folder import model_config_path
+from loraplex.models.engine_folder import model_fields
 
 ReadConfig = Callable[[ConfigFields], DecoderConfig]
 
@@ -28,11 +28,11 @@ ARCHITECTURES: Final[Mapping[str, ReadConfig]] = MappingProxyType(
 def read_config(folder: Path) -> DecoderConfig:
     """Read config.json, and the end tokens of generation_config.json where there is one.
 
-    The folder is a Hugging Face one, or one of engine_folder.
+    The folder is a Hugging Face one, one of engine_folder, or a checkpoint of TensorRT-LLM.
 
     Raises ConfigError for a broken file, UnsupportedModelError for what is not served yet.
     """
-    fields = read_fields(model_config_path(folder))
+    fields = model_fields(folder)
     config = _family(fields)(fields)
     generation_path = folder / "generation_config.json"
     if generation_path.is_file():

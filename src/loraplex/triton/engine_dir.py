@@ -1,7 +1,8 @@
 """The folder that gpt_model_path means, and what is refused of the folders that it may mean.
 
-Served are a Hugging Face folder, and what `loraplex build` and `loraplex convert-checkpoint`
-write: their config.json has the key `loraplex` beside TensorRT-LLM's own keys.
+Served are a Hugging Face folder, a checkpoint folder of TensorRT-LLM's own tools, and what
+`loraplex build` and `loraplex convert-checkpoint` write: their config.json has the key `loraplex`
+beside TensorRT-LLM's own keys.
 """
 
 from collections.abc import Mapping
@@ -57,24 +58,19 @@ def _checked(folder: ModelFolder, engine: Path, notes: Notes) -> Path:
             raise parameters.error(PATH_PARAMETER, f"{engine} holds TensorRT engines; {_BUILD}")
         raise parameters.error(PATH_PARAMETER, f"{engine} has no {_CONFIG}; {_BUILD}")
     config = read_object(engine / _CONFIG)
-    if _OURS not in config:
-        if "build_config" in config or "builder_config" in config:
-            raise parameters.error(
-                PATH_PARAMETER,
-                f"{engine} is an engine that TensorRT-LLM built, which only TensorRT can run; "
-                + _BUILD,
-            )
-        if "architecture" in config and "architectures" not in config:
-            raise parameters.error(
-                PATH_PARAMETER, f"{engine} is a checkpoint of TensorRT-LLM's; {_BUILD}"
-            )
+    if _OURS not in config and ("build_config" in config or "builder_config" in config):
+        raise parameters.error(
+            PATH_PARAMETER,
+            f"{engine} is an engine that TensorRT-LLM built, which only TensorRT can run; "
+            + _BUILD,
+        )
     _check_mapping(config, engine, notes)
     return engine
 
 
 def _check_mapping(config: Mapping[str, Any], engine: Path, notes: Notes) -> None:
     """How many GPUs the build was made for: one process serves it."""
-    pretrained = config.get("pretrained_config")
+    pretrained = config.get("pretrained_config", config)
     mapping = pretrained.get("mapping") if isinstance(pretrained, Mapping) else None
     if not isinstance(mapping, Mapping):
         return

@@ -22,6 +22,7 @@ from loraplex.models.registry import read_config
 from loraplex.testing.capitals import ADAPTER_PATHS, BASE_PATH
 from loraplex.testing.checkpoints import save_random_model, tiny_gpt2
 from loraplex.testing.tiny_model import TinyCheckpoint
+from loraplex.testing.trtllm_checkpoint import write_trtllm_checkpoint
 
 BASE = ("--model_dir", str(BASE_PATH))
 
@@ -231,6 +232,19 @@ class TestBuild:
         limits = read_build_limits(folder)
         assert limits is not None
         assert (limits.max_seq_len, limits.max_input_len) == (64, 64)
+
+    def test_a_checkpoint_of_tensorrt_llm(self, tmp_path: Path) -> None:
+        (tmp_path / "tiny").mkdir()
+        tiny = TinyCheckpoint(tmp_path / "tiny")
+        write_trtllm_checkpoint(tmp_path / "ckpt", tiny.config, tiny.tensors, tp_size=2)
+        folder = build(
+            *("--checkpoint_dir", str(tmp_path / "ckpt"), "--output_dir", str(tmp_path / "engine"))
+        )
+        assert folder is not None
+        weights = load_file(folder / "rank0.safetensors")
+        assert weights.keys() == tiny.tensors.keys()
+        assert all(torch.equal(weights[name], tiny.tensors[name]) for name in weights)
+        assert config_of(folder)["pretrained_config"]["mapping"]["tp_size"] == 2
 
     def test_build_config_file(self, model: Path, tmp_path: Path) -> None:
         file = tmp_path / "build.json"

@@ -9,7 +9,7 @@ import pytest
 from loraplex.core.errors import ConfigError, UnsupportedModelError
 from loraplex.models.engine_folder import (
     BuildLimits,
-    model_config_path,
+    model_fields,
     read_build_limits,
     source_model,
     weights_digest,
@@ -25,7 +25,7 @@ def write(folder: Path, **values: Any) -> Path:
 
 def test_a_hugging_face_folder(tmp_path: Path) -> None:
     write(tmp_path, architectures=["LlamaForCausalLM"])
-    assert model_config_path(tmp_path) == tmp_path / "config.json"
+    assert model_fields(tmp_path).texts("architectures") == ("LlamaForCausalLM",)
     assert read_build_limits(tmp_path) is None
     assert source_model(tmp_path) == tmp_path
     assert weights_digest(tmp_path) is None
@@ -34,12 +34,13 @@ def test_a_hugging_face_folder(tmp_path: Path) -> None:
 def test_an_empty_folder(tmp_path: Path) -> None:
     assert read_build_limits(tmp_path) is None
     with pytest.raises(ConfigError, match="not a model folder"):
-        model_config_path(tmp_path)
+        model_fields(tmp_path)
 
 
 def test_a_folder_of_ours(tmp_path: Path) -> None:
     write(tmp_path, loraplex=OURS)
-    assert model_config_path(tmp_path) == tmp_path / "hf_config.json"
+    (tmp_path / "hf_config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    assert model_fields(tmp_path).texts("architectures") == ("LlamaForCausalLM",)
     assert source_model(tmp_path) == Path("/models/llama-7b")
     assert read_build_limits(tmp_path) == BuildLimits(quantization="int8")
 
@@ -47,7 +48,7 @@ def test_a_folder_of_ours(tmp_path: Path) -> None:
 def test_another_format_is_refused(tmp_path: Path) -> None:
     write(tmp_path, loraplex=OURS | {"format": 2})
     with pytest.raises(ConfigError, match=r"format 2, this version reads 1: build it again"):
-        model_config_path(tmp_path)
+        model_fields(tmp_path)
 
 
 @pytest.mark.parametrize("plugins", [{}, {"lora_plugin": None}, {"gemm_plugin": "auto"}])
@@ -63,12 +64,11 @@ def test_without_the_plugin_there_is_no_lora(tmp_path: Path, plugins: dict[str, 
     [
         ({"build_config": {}, "pretrained_config": {}}, "an engine of TensorRT"),
         ({"builder_config": {}}, "an engine of TensorRT"),
-        ({"architecture": "LlamaForCausalLM", "mapping": {"tp_size": 1}}, "a checkpoint of"),
     ],
 )
-def test_what_tensorrt_llm_wrote_is_refused(
+def test_an_engine_of_tensorrt_is_refused(
     tmp_path: Path, values: dict[str, Any], said: str
 ) -> None:
     write(tmp_path, **values)
     with pytest.raises(UnsupportedModelError, match=said):
-        model_config_path(tmp_path)
+        model_fields(tmp_path)

@@ -64,7 +64,6 @@ def test_folders_that_are_not_there(written):
         ({"rank0.engine": "x"}, "holds TensorRT engines; use `loraplex build`"),
         ({"config.json": {"build_config": {}, "pretrained_config": {}}}, "only TensorRT can run"),
         ({"config.json": {"builder_config": {}}}, "only TensorRT can run"),
-        ({"config.json": {"architecture": "LlamaForCausalLM"}}, "is a checkpoint of TensorRT-LLM"),
         ({"config.json": []}, "must be a JSON object"),
         ({"config.json": "{"}, "is not JSON"),
     ],
@@ -90,3 +89,11 @@ def test_world_sizes(written):
     assert "was built for 4 GPUs: it is served by one" in warning
     with pytest.raises(ConfigError, match="world_size is 3, but tp_size 2 times pp_size 1 is 2"):
         built(written, world_size=3, tp_size=2, pp_size=1)
+
+
+def test_a_checkpoint_of_tensorrt_llm(written):
+    config = {"architecture": "LlamaForCausalLM", "mapping": {"tp_size": 2}}
+    (written.engine / "config.json").write_text(json.dumps(config))
+    read = written.read()
+    assert path_of(read) == str(written.engine)
+    assert "was built for 2 GPUs: it is served by one" in read.notes.warnings[0]
