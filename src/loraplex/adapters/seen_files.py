@@ -41,7 +41,7 @@ class SeenFiles:
         """The digest of the adapter in these very files, if it is known."""
         try:
             note = msgspec.json.decode(self._path(identities, context).read_bytes(), type=_Note)
-        except (OSError, msgspec.MsgspecError):
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
             return None
         found = (note.version, note.identities, note.context)
         return note.digest if found == (_NOTE_VERSION, identities, context) else None

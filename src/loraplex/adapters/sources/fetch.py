@@ -199,7 +199,7 @@ def _kept(home: Path) -> _Note | None:
     try:
         note = msgspec.json.decode((home / _NOTE_NAME).read_bytes(), type=_Note)
         sizes = {name: (home / note.content / name).stat().st_size for name in note.files}
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return None
     return note if all(sizes[name] == file.num_bytes for name, file in note.files.items()) else None
 

@@ -88,7 +88,7 @@ class HubRemote:
             )
         try:
             return str(msgspec.json.decode(body, type=_Repository).sha)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise AdapterLoadError(f"the hub's answer about {repository} is unreadable") from error
 
 
