@@ -214,7 +214,7 @@ class _Rank:
             self._handle: Any = safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"cannot read {path}: {error}") from error
-        self.names = frozenset(self._handle.keys())
+        self.names = frozenset(self._handle.keys())  # type: ignore[no-untyped-call]
         layers = {name.removeprefix(_LAYERS).split(".")[0] for name in self._of_layers()}
         self.num_layers = len(layers)
 
