@@ -6,6 +6,8 @@
 #   make types   mypy --strict
 #   make bench   measure a server on this machine, and compare it with BENCH_PEERS
 #   make docs    build the documentation
+#   make tables  write the pages of docs/ that are made from the code
+#   make .triton install the real Triton, to test what is exported for it
 #   make fmt     format and mend what can be mended
 #   make clean   remove what the other verbs made
 #
@@ -36,7 +38,7 @@ BIN := $(VENV)/bin
 NATIVE := native/CMakeLists.txt $(wildcard native/src/*) $(wildcard native/include/loraplex/*)
 INSTALL := $(BIN)/pip install --disable-pip-version-check --quiet -c constraints.txt $(PIP_ARGS)
 
-.PHONY: demo test test-all lint types bench docs fmt clean gpu-wheels gpu-check gpu-bench
+.PHONY: demo test test-all lint types bench docs tables fmt clean .triton gpu-wheels gpu-check gpu-bench
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -68,6 +70,16 @@ OLDEST_TRITON := $(VENV)/triton-3.6.0
 $(OLDEST_TRITON): | $(VENV)/.dev
 	$(BIN)/pip install --disable-pip-version-check --quiet --no-deps --target $@ triton==3.6.0
 
+# The real Triton, in a Python of its own: what `loraplex triton export` writes is tested with it.
+.triton: | $(BIN)/python
+	$(BIN)/python benchmarks/install_triton.py $@ --pip-args="$(PIP_ARGS)"
+
+# Clients that cannot be installed beside loraplex, because they want other versions of what it
+# needs: they have a folder of their own, and the tests run them in processes of their own.
+$(VENV)/clients: | $(VENV)/.dev
+	$(BIN)/pip install --disable-pip-version-check --quiet --no-deps --target $@ \
+		guidance==0.3.1 llguidance==1.5.0 lorax-client==0.6.3
+
 demo: $(VENV)/.runtime
 	$(BIN)/python examples/capitals.py
 
@@ -92,6 +104,9 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/batching.py --output benchmarks/results/batching-$(COMMIT)
 	$(BIN)/loraplex bench compare benchmarks/results/compare-$(COMMIT) $(BENCH_PEERS) $(BENCH_ARGS)
 
+tables: $(VENV)/.runtime
+	$(BIN)/python -m loraplex.documentation docs
+
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict
 
@@ -100,7 +115,7 @@ fmt: $(VENV)/.dev
 	$(BIN)/ruff check --fix src tests examples benchmarks
 
 clean:
-	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .hypothesis .gpu
+	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .hypothesis .gpu .triton
 
 GPU_RUN := PYTHONPATH=.gpu/site:src:benchmarks $(GPU_PYTHON) -B
 

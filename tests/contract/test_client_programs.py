@@ -45,6 +45,14 @@ def test_one_text(texts, model):
     assert texts("hi", model_name=model) == (0, ["0: hiecho: hi"])
 
 
+def test_a_verbose_program_tells_what_it_sends(texts):
+    code, lines = texts("hi", verbose=True)
+    assert code == 0
+    assert lines[0] == "text_input: object [1, 1]"
+    assert "max_tokens: int32 [1, 1]" in lines
+    assert lines[-1] == "0: hiecho: hi"
+
+
 @pytest.mark.parametrize("batch", [False, True])
 def test_several_texts(texts, backend, batch):
     _, lines = texts('["hi", "ho"]', batch_inputs=batch, exclude_input_in_output=True)

@@ -13,7 +13,7 @@ import tritonclient.utils.shared_memory as client_memory
 from google.protobuf.json_format import MessageToDict
 from tritonclient.utils import InferenceServerException
 
-from loraplex.core.principal import Principal
+from loraplex.core.principal import NONE, Principal, Rights
 from loraplex.frontends.kserve.model_control import ControlMode, ModelControl
 from loraplex.testing.echo_backend import EchoBackend
 from loraplex.testing.served_triton import ServedTriton, served_triton
@@ -155,13 +155,15 @@ def test_regions_are_a_tenants_own(backend, shared):
     key, _ = shared
 
     def authenticate(headers):
-        return Principal(tenant=headers.get("tenant", ""), may_manage_adapters=False)
+        is_operator = "operator" in headers
+        return Principal(headers.get("tenant", ""), Rights(manage=NONE, operator=is_operator))
 
     with (
         served_triton(backend, authenticate=authenticate) as triton,
         tritonclient.grpc.InferenceServerClient(triton.grpc) as client,
     ):
-        one, other = {"tenant": "one"}, {"tenant": "other"}
+        one, other = ({"tenant": name, "operator": "yes"} for name in ("one", "other"))
+        nobody = {"tenant": "one"}
         client.register_system_shared_memory("r", key, 16, headers=one)
         with pytest.raises(InferenceServerException, match="belongs to another tenant"):
             client.register_system_shared_memory("q", key, 16, headers=other)
@@ -171,12 +173,18 @@ def test_regions_are_a_tenants_own(backend, shared):
         with pytest.raises(InferenceServerException, match="Unable to find shared memory region"):
             client.infer("ensemble", inputs, headers=other)
         for change in (
-            lambda: client.update_log_settings({"log_info": True}, headers=other),
-            lambda: client.update_trace_settings(settings={"trace_rate": "5"}, headers=other),
-            lambda: client.load_model("ensemble", headers=other),
-            lambda: client.unload_model("ensemble", headers=other),
+            lambda: client.update_log_settings({"log_info": True}, headers=nobody),
+            lambda: client.update_trace_settings(settings={"trace_rate": "5"}, headers=nobody),
+            lambda: client.load_model("ensemble", headers=nobody),
+            lambda: client.unload_model("ensemble", headers=nobody),
+            lambda: client.get_log_settings(headers=nobody),
+            lambda: client.get_trace_settings(headers=nobody),
+            lambda: client.get_inference_statistics(headers=nobody),
+            lambda: client.get_system_shared_memory_status(headers=nobody),
+            lambda: client.register_system_shared_memory("s", key, 16, headers=nobody),
+            lambda: client.unregister_system_shared_memory("r", headers=nobody),
         ):
-            with pytest.raises(InferenceServerException, match="this key may not change"):
+            with pytest.raises(InferenceServerException, match="lack the right 'operator'"):
                 change()
         assert client.get_log_settings(headers=other).settings["log_error"].bool_param
 

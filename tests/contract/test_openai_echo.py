@@ -22,7 +22,7 @@ from loraplex.core.errors import (
     StepFailedError,
     UnauthenticatedError,
 )
-from loraplex.core.principal import LOCAL, Principal
+from loraplex.core.principal import LOCAL, NONE, Principal, Rights
 from loraplex.frontends.openai import OpenAIOptions, openai_fallback_routes, openai_routes
 from loraplex.testing.echo_backend import EchoBackend
 from loraplex.testing.eventually import eventually
@@ -424,7 +424,12 @@ def test_an_adapter_is_no_base_model(http):
 
 def test_tokenize_and_detokenize(http):
     tokens = http.post("/tokenize", json={"model": "fr", "prompt": "hi"}).json()
-    assert tokens == {"count": 3, "max_model_len": 4096, "tokens": [256, 104, 105]}
+    assert tokens == {
+        "count": 3,
+        "max_model_len": 4096,
+        "tokens": [256, 104, 105],
+        "token_strs": None,
+    }
     bare = http.post("/tokenize", json={"prompt": "hi", "add_special_tokens": False}).json()
     assert bare["tokens"] == [104, 105]
     text = http.post("/detokenize", json={"tokens": [256, 104, 105]}).json()
@@ -510,7 +515,7 @@ def _by_key(headers: Mapping[str, str]) -> Principal:
         case "Bearer admin":
             return LOCAL
         case "Bearer reader":
-            return Principal(may_manage_adapters=False)
+            return Principal(rights=Rights(manage=NONE))
         case _:
             raise UnauthenticatedError("send a valid key as Authorization: Bearer ...")
 

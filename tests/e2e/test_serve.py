@@ -224,7 +224,9 @@ def test_health(server, path):
 
 
 def num_running(server) -> int:
-    return json.loads(server.get("/v1/internal/stats")[1])["capitals"]["num_running"]
+    return json.loads(server.get("/v1/internal/stats")[1])["models"]["capitals"]["engine"][
+        "num_running"
+    ]
 
 
 def test_a_client_that_leaves_stops_its_request(client, server):

@@ -45,7 +45,7 @@ class Registry:
             with self._lock:
                 names = self._names((ref.model, ref.tenant))
                 known = [*names.versions, *names.aliases]
-            raise AdapterNotFoundError(_not_found(ref.key, ref.model, known), param="adapter")
+            raise not_found(ref.key, ref.model, known)
         return found
 
     def find(self, ref: AdapterRef) -> AdapterVersion | None:
@@ -123,6 +123,11 @@ def _forget_keys(names: _Names, version: AdapterVersion) -> None:
         del names.names_by_digest[version.digest]
     if version.task_id is not None:
         del names.names_by_task[version.task_id]
+
+
+def not_found(key: AdapterKey, model: str, names: list[str]) -> AdapterNotFoundError:
+    """For whom it concerns, who knows of these names."""
+    return AdapterNotFoundError(_not_found(key, model, names), param="adapter")
 
 
 def _not_found(key: AdapterKey, model: str, names: list[str]) -> str:

@@ -2,7 +2,10 @@
 
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Final
 
 import msgspec
 
@@ -25,22 +28,32 @@ from loraplex.serving.engines.request_fates import Patience
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.served_model import ServedModel
 from loraplex.serving.service import Service
+from loraplex.serving.text.chat_format import chat_format
 from loraplex.serving.text.chat_template import ChatTemplate
+from loraplex.serving.text.chat_template_files import find_templates
 from loraplex.text.tokenizer import Tokenizer, load_tokenizer
 
+_TEMPLATE: Final = "chat_template"
+_JSON_INDENTS: Final = MappingProxyType({"llgtrt_compat": 4})
+"""Of `tojson` in chat templates that give none, by dialect."""
 
-def build_service(config: Config, launch: EngineLauncher, metrics: RequestMetrics) -> Service:
+
+def build_service(
+    config: Config, launch: EngineLauncher, metrics: RequestMetrics, *, has_keys: bool = False
+) -> Service:
     """Everything but what is running, from a configuration with local paths. Raises ConfigError.
 
+    has_keys: clients are told apart by API keys.
     It holds the state directory until the service is closed.
     """
-    clock, policy = SystemClock(), client_policy(config)
+    clock, policy = SystemClock(), client_policy(config, has_keys=has_keys)
     state_dir = _made(state_directory(config.server.state_dir))
     persists = config.server.persist_adapters
     store = AdapterStore.open(state_dir) if persists else AdapterStore.in_memory(state_dir)
+    json_indent = _JSON_INDENTS.get(config.server.dialect)
     try:
         models = [
-            _served_model(name, model, store, _engine(name, model, launch, clock))
+            _served_model(name, model, store, _engine(name, model, launch, clock), json_indent)
             for name, model in config.models.items()
         ]
     except BaseException:
@@ -51,16 +64,19 @@ def build_service(config: Config, launch: EngineLauncher, metrics: RequestMetric
 
 
 def _served_model(
-    name: str, model: ModelConfig, store: AdapterStore, engine: AsyncEngine
+    name: str,
+    model: ModelConfig,
+    store: AdapterStore,
+    engine: AsyncEngine,
+    json_indent: int | None,
 ) -> ServedModel:
     folder = Path(model.path)
     decoder = read_config(folder)
     tokenizer_folder = Path(model.tokenizer or folder)
-    tokenizer = load_tokenizer(tokenizer_folder)
-    eos_token_ids = decoder.eos_token_ids
-    if not eos_token_ids and tokenizer.eos_token_id is not None:
-        eos_token_ids = (tokenizer.eos_token_id,)
+    tokenizer = load_tokenizer(tokenizer_folder, model.tokenizer_config)
+    eos_token_ids = _eos_token_ids(decoder, tokenizer, model.tokenizer_config)
     dtype = (decoder.dtype or "float32") if model.dtype == "auto" else model.dtype
+    template = _chat_template(tokenizer_folder, model, tokenizer, json_indent)
     card = ModelCard(
         name=name,
         path=str(folder),
@@ -73,11 +89,17 @@ def _served_model(
         dtype=dtype,
         kv_dtype=dtype if model.kv_dtype == "auto" else model.kv_dtype,
         kv_block_size=model.block_size,
+        chat=chat_format(
+            template.text,
+            tokenizer,
+            tool_calls=model.tool_call_parser,
+            reasoning=model.reasoning_parser,
+        ),
     )
     return ServedModel(
         card=card,
         tokenizer=tokenizer,
-        chat_template=_chat_template(tokenizer_folder, model.chat_template, tokenizer),
+        chat_template=template,
         eos_token_ids=eos_token_ids,
         shapes=served_shapes(decoder, model),
         config=model,
@@ -128,16 +150,46 @@ def _made(folder: Path) -> Path:
         raise ConfigError(f"cannot write to state_dir {folder}: {error.strerror}") from error
 
 
-def _chat_template(folder: Path, replacement: str | None, tokenizer: Tokenizer) -> ChatTemplate:
-    if replacement is None:
-        return ChatTemplate.load(folder, tokenizer.special_tokens)
+def _eos_token_ids(
+    decoder: DecoderConfig, tokenizer: Tokenizer, overrides: Mapping[str, object]
+) -> tuple[int, ...]:
+    """The model's, else the tokenizer's; a tokenizer's that the operator names goes before."""
+    named = overrides.get("eos_token")
+    if named is None and decoder.eos_token_ids:
+        return decoder.eos_token_ids
+    if tokenizer.eos_token_id is not None:
+        return (tokenizer.eos_token_id,)
+    if named is not None:
+        raise ConfigError(f"tokenizer_config.eos_token must be one token, got {named!r}")
+    return ()
+
+
+def _chat_template(
+    folder: Path, model: ModelConfig, tokenizer: Tokenizer, json_indent: int | None
+) -> ChatTemplate:
+    templates, source = _templates(folder, model)
+    return ChatTemplate(templates, tokenizer.special_tokens, source=source, json_indent=json_indent)
+
+
+def _templates(folder: Path, model: ModelConfig) -> tuple[Mapping[str, str], str]:
+    """By name, and where they stand: in a file of the settings, in them, or in the folder."""
+    if model.chat_template is not None:
+        return {"default": _text_of(model.chat_template)}, model.chat_template
+    if _TEMPLATE not in model.tokenizer_config:
+        return find_templates(folder), f"the chat template of {folder}"
+    text = model.tokenizer_config[_TEMPLATE]
+    if not isinstance(text, str | None):
+        raise ConfigError(f"tokenizer_config.{_TEMPLATE} must be a text or null, got {text!r}")
+    return {} if text is None else {"default": text}, f"tokenizer_config.{_TEMPLATE}"
+
+
+def _text_of(path: str) -> str:
     try:
-        text = Path(replacement).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot read chat_template {replacement}: {error.strerror}") from error
+        raise ConfigError(f"cannot read chat_template {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"chat_template {replacement} is not UTF-8: {error.reason}") from error
-    return ChatTemplate({"default": text}, tokenizer.special_tokens, source=replacement)
+        raise ConfigError(f"chat_template {path} is not UTF-8: {error.reason}") from error
 
 
 def _max_model_len(name: str, model: ModelConfig, decoder: DecoderConfig) -> int:

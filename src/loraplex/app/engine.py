@@ -51,7 +51,7 @@ def build_engine(model: ModelConfig, logits_dir: Path | None = None) -> Engine:
     host_adapters = HostAdapters()
     folder = Path(model.path)
     settings = dataclasses.replace(runner_settings(model), logits_dir=logits_dir)
-    vocabulary = vocabulary_source(Path(model.tokenizer or folder))
+    vocabulary = vocabulary_source(model)
     parts = load_parts(folder, settings, host_adapters, vocabulary)
     runner, overlap = start_runner(parts, settings), overlaps(model)
     loader = FileAdapterLoader(host_adapters, runner.prepare_adapter)

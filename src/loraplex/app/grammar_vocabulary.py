@@ -1,15 +1,22 @@
 """The tokens of a model folder as the engine's grammars see them."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
+from loraplex.core.config import ModelConfig
 from loraplex.execution.grammar.vocabulary import GrammarVocabulary, VocabularySource
 from loraplex.text.tokenizer import Tokenizer, load_tokenizer
 
 
-def vocabulary_source(folder: Path) -> VocabularySource:
-    """Reads the folder's tokenizer when it is asked; raises ConfigError then."""
-    return lambda: vocabulary_of(load_tokenizer(folder))
+def vocabulary_source(model: ModelConfig) -> VocabularySource:
+    """Reads the model's tokenizer when it is asked; raises ConfigError then."""
+
+    def read() -> GrammarVocabulary:
+        tokenizer = load_tokenizer(Path(model.tokenizer or model.path), model.tokenizer_config)
+        return dataclasses.replace(vocabulary_of(tokenizer), limits=model.grammar_limits)
+
+    return read
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> GrammarVocabulary:

@@ -23,6 +23,7 @@ from loraplex.core.environment import weights_cache_directory
 from loraplex.core.errors import LoraplexError
 from loraplex.execution.checkpoint import resolve_model, resolve_tokenizer
 from loraplex.serving.engines.link import EngineLink, LinkFactory, ProcessLink
+from loraplex.serving.wire_request import current_request
 
 if TYPE_CHECKING:
     from loraplex.frontends.kserve.model_control import ModelControl
@@ -39,20 +40,34 @@ def run_server(
     say: Callable[[str], None],
     declarations: Sequence["ModelDeclaration"] = (),
     control: "ModelControl | None" = None,
+    given_keys: Sequence[str] = (),
 ) -> None:
     """Serve until SIGINT or SIGTERM. Raises ConfigError if it cannot start.
 
     `say` is told the addresses once the server is ready. declarations: what a model repository
     says of the Triton models; none: the default names. control: which of them are loaded, and who
-    may change that.
+    may change that. given_keys: API keys beside those of the configuration, from a flag that
+    another server has.
     """
     set_up_logging(config.server.log_level)
-    asyncio.run(_run_server(with_local_paths(config), say, declarations, control))
+    asyncio.run(_run_server(with_local_paths(config), say, declarations, control, given_keys))
 
 
 def set_up_logging(level: str) -> None:
     """To standard error, from a level of core.config on."""
-    logging.basicConfig(level=level.upper(), format="%(levelname).1s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=level.upper(), format="%(levelname).1s %(name)s: %(message)s%(request)s"
+    )
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(_with_request)
+
+
+def _with_request(record: logging.LogRecord) -> bool:
+    """The line says for whom it is, if it is for somebody: by the ids of the access log."""
+    request = current_request()
+    ids = "" if request is None else f" [{request.request_id} {request.trace.trace_id}]"
+    record.request = ids
+    return True
 
 
 async def _run_server(
@@ -60,13 +75,14 @@ async def _run_server(
     say: Callable[[str], None],
     declarations: Sequence["ModelDeclaration"],
     control: "ModelControl | None",
+    given_keys: Sequence[str],
 ) -> None:
     launch_process = functools.partial(engine_process, log_level=config.server.log_level)
     async with started_engines(config, launch_process) as launch:
         # The engines are on their way.
         from loraplex.app.server import Server  # noqa: PLC0415
 
-        await Server(config, launch, say, declarations, control).run()
+        await Server(config, launch, say, declarations, control, given_keys).run()
 
 
 def with_local_paths(config: Config) -> Config:

@@ -5,49 +5,47 @@ With app.engine and app.builder the only place that knows the concrete classes.
 
 import asyncio
 import contextlib
-import errno
 import logging
-import os
 import signal
-import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
+from loraplex.app.access import api_keys, authenticate_by, following, guarded, guarded_metrics
 from loraplex.app.builder import build_service
+from loraplex.app.dialects import dialect_of, prepare
+from loraplex.app.end_of_input import end_of_input
+from loraplex.app.http_server import make_room_for_connections
 from loraplex.app.launch import EngineLauncher
+from loraplex.app.ports import Ports
+from loraplex.app.reporting import Reporting, reporting_requests
+from loraplex.app.tls import tls_files
 from loraplex.core.config import Config
-from loraplex.core.errors import ConfigError
+from loraplex.core.metrics_config import read_metrics_config
 from loraplex.core.server_config import ServerConfig
 from loraplex.core.version import __version__
-from loraplex.frontends.kserve.grpc.server import GrpcServer
+from loraplex.frontends.access import Authenticate
 from loraplex.frontends.kserve.http.routes import kserve_routes
 from loraplex.frontends.kserve.model_control import ModelControl
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.openai.app import openai_fallback_routes, openai_routes
+from loraplex.frontends.openai.dialect import OPENAI, Dialect
 from loraplex.frontends.openai.room import OpenAIOptions
+from loraplex.frontends.ops.drain import drain_routes
 from loraplex.frontends.ops.health import health_routes
 from loraplex.frontends.ops.metrics import metrics_app
+from loraplex.frontends.ops.stats import ServerStats
+from loraplex.frontends.telemetry.http import RequestMiddleware
+from loraplex.frontends.telemetry.routes import ToldRoute
+from loraplex.frontends.telemetry.tenants import noting_tenant
+from loraplex.serving.access.api_key_ring import ApiKeys
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.service import Service
 
 logger = logging.getLogger(__name__)
-
-_BACKLOG = 2048
-_LINGER_SECONDS = 5
-"""How long connections may still take their last bytes after everything else has stopped."""
-
-
-class HttpServer(uvicorn.Server):
-    """uvicorn without signal handlers of its own: one server of ours runs two of them."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class Server:
@@ -60,58 +58,92 @@ class Server:
         say: Callable[[str], None],
         declarations: Sequence[ModelDeclaration] = (),
         control: ModelControl | None = None,
+        given_keys: Sequence[str] = (),
     ) -> None:
         """A configuration with local paths. `say` is told the addresses once all is ready.
 
         declarations: of a model repository; none: the default names of the Triton models. control:
-        which of them are loaded; None: all.
+        which of them are loaded; None: all. given_keys: API keys beside the configured ones.
         """
         self._declarations = declarations
         self._control = control
         self._config = config
         self._launch = launch
         self._say = say
+        self._given_keys = given_keys
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
 
     async def run(self) -> None:
         settings = self._config.server
+        keys, tls = api_keys(settings, self._given_keys), tls_files(settings)
+        authenticate = noting_tenant(authenticate_by(keys))
+        make_room_for_connections(settings.max_connections)
         metrics = RequestMetrics(self._config.models)
-        service = build_service(self._config, self._launch, metrics)
-        triton = TritonService(service, declarations=self._declarations, control=self._control)
-        grpc_server = GrpcServer(
-            triton, asyncio.get_running_loop(), settings.host, settings.grpc_port
-        )
         async with contextlib.AsyncExitStack() as stack:
+            reporting = stack.enter_context(reporting_requests(settings))
+            service = build_service(self._config, self._launch, metrics, has_keys=keys is not None)
             stack.push_async_callback(service.close)
-            self._handle_signals()
-            app = http_app(service, triton, settings)
+            triton = TritonService(
+                service,
+                declarations=self._declarations,
+                control=self._control,
+                sends_traces=reporting.traces is not None,
+                metrics=read_metrics_config(
+                    settings.metrics_config, cpu=settings.cpu_metrics, gpu=settings.gpu_metrics
+                ),
+            )
+            await stack.enter_async_context(following(keys))
+            self._handle_signals(reporting, keys)
+            scraped = guarded_metrics(
+                metrics_app(service, metrics, [*triton.collectors(), *reporting.collectors()]),
+                authenticate,
+            )
+            app = http_app(
+                service,
+                triton,
+                settings,
+                authenticate,
+                reporting,
+                metrics=scraped,
+                dialect=dialect_of(self._config),
+            )
             # The ports answer first: /health/ready says false until the models are there.
-            http_port = await stack.enter_async_context(
-                serving_http(app, settings.host, settings.http_port)
-            )
-            metrics_port = await stack.enter_async_context(
-                serving_http(
-                    metrics_app(service, metrics, triton.collectors()),
-                    settings.host,
-                    settings.metrics_port,
-                )
-            )
-            await grpc_server.start()
-            stack.push_async_callback(grpc_server.stop)
-            if await unless(self._stop, service.start()):
-                for line in started_lines(settings.host, grpc_server.port, http_port, metrics_port):
+            ports = Ports(stack, settings, tls)
+            await ports.open_http(app, reporting.connections)
+            await ports.open_metrics(scraped)
+            await ports.open_grpc(triton, authenticate, reporting)
+            await ports.open_request_socket(triton, reporting)
+            if await unless(self._stop, self._start(service)):
+                for line in ports.lines():
                     self._say(line)
+                if keys is None:
+                    logger.info("no API keys: who reaches %s may use the server", settings.host)
                 await self._stop.wait()
                 logger.info("stopping: requests in work may end")
                 await unless(self._hurry, service.drain(settings.shutdown_seconds))
                 # Before the ports close: what is left is told, so that its connection ends.
                 await service.close()
 
-    def _handle_signals(self) -> None:
+    async def _start(self, service: Service) -> None:
+        await service.start()
+        await prepare(service, self._config)
+
+    def _handle_signals(self, reporting: Reporting, keys: ApiKeys | None) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
+
+        def on_hangup() -> None:
+            if reporting.access_log is not None:
+                reporting.access_log.reopen()
+            if keys is not None:
+                keys.refresh()
+
+        if reporting.access_log is not None or keys is not None:
+            loop.add_signal_handler(signal.SIGHUP, on_hangup)
+        if self._config.server.stop_with_stdin:
+            end_of_input(self._stop.set)
 
     def _on_signal(self) -> None:
         """The first asks for a stop, the second not to wait for requests in work."""
@@ -132,59 +164,40 @@ async def unless(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
         await asyncio.gather(task, waiting, return_exceptions=True)
 
 
-def http_app(service: Service, triton: TritonService, settings: ServerConfig) -> FastAPI:
-    """OpenAI, KServe and operations on one port."""
+def http_app(
+    service: Service,
+    triton: TritonService,
+    settings: ServerConfig,
+    authenticate: Authenticate,
+    reporting: Reporting,
+    *,
+    metrics: ASGIApp,
+    dialect: Dialect = OPENAI,
+) -> ASGIApp:
+    """OpenAI, KServe and operations on one port, behind its door and told of.
+
+    metrics: what the metrics port serves is here, too, where vLLM's scrapers look for it.
+    """
     app = FastAPI(title="loraplex", version=__version__, docs_url=None, redoc_url=None)
-    app.include_router(
-        openai_routes(service, OpenAIOptions(max_body_bytes=settings.max_body_bytes))
+    options = OpenAIOptions(max_body_bytes=settings.max_body_bytes, dialect=dialect)
+    app.include_router(openai_routes(service, options, authenticate))
+    app.router.routes.extend(
+        kserve_routes(triton, authenticate=authenticate, max_body_bytes=settings.max_body_bytes)
     )
-    app.router.routes.extend(kserve_routes(triton, max_body_bytes=settings.max_body_bytes))
-    app.router.routes.extend(health_routes(service))
+    stats = ServerStats(
+        service,
+        reporting.telemetry,
+        service.draining,
+        reporting.connections,
+        reporting.access_log,
+    )
+    app.router.routes.extend(health_routes(service, stats.report, authenticate))
+    app.router.routes.extend(drain_routes(service.draining, authenticate))
+    app.router.routes.append(ToldRoute("/metrics", metrics))
     app.include_router(openai_fallback_routes())
-    return app
-
-
-@contextlib.asynccontextmanager
-async def serving_http(app: ASGIApp, host: str, port: int) -> AsyncIterator[int]:
-    """Serve an app while the context lasts; gives the bound port."""
-    listener = bind(host, port)
-    server = HttpServer(
-        uvicorn.Config(
-            app,
-            log_level="warning",
-            lifespan="off",
-            ws="none",
-            access_log=False,
-            timeout_graceful_shutdown=_LINGER_SECONDS,
-        )
+    return RequestMiddleware(
+        guarded(app, authenticate, settings),
+        reporting.telemetry,
+        body_timeout_seconds=settings.body_timeout_seconds,
+        is_draining=lambda: service.draining.is_active,
     )
-    task = asyncio.create_task(server.serve([listener]))
-    try:
-        yield listener.getsockname()[1]
-    finally:
-        server.should_exit = True
-        await task
-        listener.close()
-
-
-def started_lines(host: str, grpc_port: int, http_port: int, metrics_port: int) -> Iterator[str]:
-    """What Triton says when it is ready: scripts wait for these lines."""
-    yield f"Started GRPCInferenceService at {host}:{grpc_port}"
-    yield f"Started HTTPService at {host}:{http_port}"
-    yield f"Started Metrics Service at {host}:{metrics_port}"
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Raises ConfigError that names the address."""
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        if error.errno == errno.EADDRINUSE:
-            reason = f"{os.strerror(error.errno)}; stop what listens there, or choose another port"
-        raise ConfigError(f"cannot listen on {host}:{port}: {reason}") from error
-    # Accepted sockets inherit it. asyncio sets it only on sockets that name their protocol, and
-    # without it the chunks of a stream wait for each other, some 40 ms.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listener

@@ -5,6 +5,7 @@ Nothing is parsed here: `Exchange.chunks` holds the bytes with their times, and 
 lines of them when the run is over.
 """
 
+import ssl
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ import httpx
 import msgspec
 
 from loraplex.bench.systems import Exchange
+from loraplex.core.environment import client_headers
 from loraplex.core.errors import ConfigError
 
 _CONNECT_SECONDS = 10.0
@@ -29,7 +31,7 @@ class StreamingClient:
 
         Raises ConfigError if the url is none.
         """
-        headers = {"content-type": "application/json"}
+        headers = {"content-type": "application/json", **client_headers()}
         if not reuses_connections:
             headers["connection"] = "close"
         try:
@@ -39,6 +41,7 @@ class StreamingClient:
         self._http = httpx.AsyncClient(
             base_url=base_url,
             headers=headers,
+            verify=ssl.create_default_context(),
             timeout=httpx.Timeout(_READ_SECONDS, connect=_CONNECT_SECONDS),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
             # A proxy of the environment would be measured along with the server.

@@ -1,5 +1,6 @@
 """`loraplex client`: the client programs of the original systems, with their own flags."""
 
+import dataclasses
 from typing import Any, Final
 
 import typer
@@ -8,6 +9,7 @@ from loraplex.cli.client_flags import AnySpelling, command_of
 from loraplex.client.benchmark_options import BenchmarkOptions
 from loraplex.client.ensemble_test_options import EnsembleTestOptions
 from loraplex.client.queue_options import QueueOptions
+from loraplex.client.speculation_options import SpeculationOptions
 from loraplex.client.text_options import TextOptions
 from loraplex.client.token_options import TokenOptions
 from loraplex.client.vllm_options import VllmOptions
@@ -17,45 +19,77 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-_PROGRAMS: Final[tuple[tuple[str, type[Any], str, str], ...]] = (
-    (
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Program:
+    """One command."""
+
+    command: str
+    options: type[Any]
+    module: str
+    """Whose `run` it is."""
+    does: str
+    original: str
+    """The file that it takes the place of."""
+
+    @property
+    def help(self) -> str:
+        return f"{self.does}, as {self.original} does."
+
+
+PROGRAMS: Final = (
+    Program(
         "inflight-batcher-llm",
         TokenOptions,
         "loraplex.client.token_client",
-        "Send one prompt to `tensorrt_llm`, as inflight_batcher_llm_client.py does.",
+        "Send one prompt to `tensorrt_llm`",
+        "inflight_batcher_llm_client.py",
     ),
-    (
+    Program(
         "end-to-end-grpc",
         TextOptions,
         "loraplex.client.text_client",
-        "Send prompts to `ensemble`, as end_to_end_grpc_client.py does.",
+        "Send prompts to `ensemble`",
+        "end_to_end_grpc_client.py",
     ),
-    (
+    Program(
+        "speculative-decoding",
+        SpeculationOptions,
+        "loraplex.client.speculative_client",
+        "Let one model guess and another decide",
+        "e2e_grpc_speculative_decoding_client.py",
+    ),
+    Program(
         "end-to-end-test",
         EnsembleTestOptions,
         "loraplex.client.ensemble_test",
-        "Compare and measure the ensemble, as end_to_end_test.py does.",
+        "Compare and measure the ensemble",
+        "end_to_end_test.py",
     ),
-    (
+    Program(
         "benchmark-core-model",
         BenchmarkOptions,
         "loraplex.client.benchmark",
-        "Measure `tensorrt_llm` alone, as benchmark_core_model.py does.",
+        "Measure `tensorrt_llm` alone",
+        "benchmark_core_model.py",
     ),
-    (
+    Program(
         "client-lora",
         VllmOptions,
         "loraplex.client.vllm_client",
-        "Send a file of prompts to `vllm_model`, as client_lora.py does.",
+        "Send a file of prompts to `vllm_model`",
+        "client_lora.py",
     ),
-    (
+    Program(
         "test-max-queue-size",
         QueueOptions,
         "loraplex.client.queue_test",
-        "See a full queue refuse requests, as test_max_queue_size.py does.",
+        "See a full queue refuse requests",
+        "test_max_queue_size.py",
     ),
 )
-"""(command, its flags, the module whose `run` it is, help)."""
 
-for _name, _options, _module, _help in _PROGRAMS:
-    app.command(_name, cls=AnySpelling, help=_help)(command_of(_options, _module))
+for _program in PROGRAMS:
+    app.command(_program.command, cls=AnySpelling, help=_program.help)(
+        command_of(_program.options, _program.module)
+    )

@@ -83,9 +83,9 @@ def _parameter(field: "dataclasses.Field[Any]", kind: Any) -> Parameter:
         default = list(default)
     show = default not in (Parameter.empty, None, "", []) and default is not False
     if flag.is_positional:
-        info = typer.Argument(help=flag.help, show_default=show)
+        info = typer.Argument(help=flag.told, show_default=show)
     else:
-        info = typer.Option(*flag.names, help=flag.help, show_default=show)
+        info = typer.Option(*flag.names, help=flag.told, show_default=show)
     return Parameter(
         field.name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]
     )

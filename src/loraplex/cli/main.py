@@ -4,12 +4,13 @@ from typing import Annotated
 
 import typer
 
-from loraplex.cli import adapters, client
+from loraplex.cli import adapters, client, keys
 from loraplex.cli.bench_group import bench_app
 from loraplex.cli.build import TAKES_ALL_FLAGS, build, convert_checkpoint
 from loraplex.cli.compare import compare
 from loraplex.cli.convert import convert_lora, extract_lora
 from loraplex.cli.generate import generate
+from loraplex.cli.llgtrt import llgtrt
 from loraplex.cli.plan import plan
 from loraplex.cli.replay import replay
 from loraplex.cli.serve import serve
@@ -26,6 +27,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 app.command()(serve)
+app.command()(llgtrt)
 app.command()(generate)
 app.command()(compare)
 app.command()(plan)
@@ -38,6 +40,7 @@ app.command()(fill_template)
 app.command(context_settings=TAKES_ALL_FLAGS)(launch_triton_server)
 app.add_typer(bench_app, name="bench")
 app.add_typer(adapters.app, name="adapters")
+app.add_typer(keys.app, name="keys")
 app.add_typer(triton_app, name="triton")
 app.add_typer(client.app, name="client")
 

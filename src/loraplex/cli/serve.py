@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from loraplex.cli.binding import refuse_if_open
 from loraplex.cli.options import errors_to_exit_code, parse_adapters
 from loraplex.cli.serve_flags import with_settings
 from loraplex.core.config import Config
@@ -51,8 +52,10 @@ def serve(
     with errors_to_exit_code():
         resolved = build_config(model, name, config, adapter or [], adapter_dir or [], flags)
         # `--help` must not wait for what a server needs.
-        from loraplex.app.launch import run_server  # noqa: PLC0415
+        from loraplex.app.launch import run_server, set_up_logging  # noqa: PLC0415
 
+        set_up_logging(resolved.server.log_level)
+        refuse_if_open(resolved.server)
         run_server(resolved, functools.partial(print, flush=True))
 
 

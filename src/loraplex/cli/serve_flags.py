@@ -37,15 +37,52 @@ _HELP: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             "adapter_base_check": "An adapter of another base's name: warn or error [warn].",
             "persist_adapters": "Adapters loaded over the API are there after a restart [on].",
         },
+        "Chat": {
+            "tool_call_parser": "How the model writes tool calls; auto: as its chat template "
+            "says [auto].",
+            "reasoning_parser": "How it marks reasoning: auto, none, think or mistral [auto].",
+        },
         "Server": {
             "host": "Address to bind [127.0.0.1].",
             "http_port": "OpenAI and KServe [8000].",
             "grpc_port": "KServe gRPC [8001].",
             "metrics_port": "Prometheus [8002].",
+            "http": "Whether the HTTP port is opened [on].",
+            "grpc": "Whether the gRPC port is opened [on].",
+            "metrics": "Whether the Prometheus port is opened [on].",
+            "request_socket": "A unix socket for Triton requests of this user's processes.",
+            "stop_with_stdin": "Stop when standard input ends [off].",
+            "dialect": "openai, or as llgtrt does: llgtrt, llgtrt_compat [openai].",
             "max_body_bytes": "Largest request body [64MiB].",
+            "max_header_bytes": "Request line and headers, or gRPC metadata [64KiB].",
+            "max_headers": "Headers of a request [100].",
+            "max_request_line_bytes": "Longest HTTP request line [8KiB].",
+            "max_connections": "Open connections, of HTTP and of gRPC each [4096].",
+            "header_timeout_seconds": "How long a request's headers may take [20].",
+            "body_timeout_seconds": "How long a request's body may take [120].",
+            "keep_alive_seconds": "How long an HTTP connection may be idle [75].",
+            "trusted_proxies": "Whose X-Forwarded-For is believed: addresses, networks; "
+            "repeatable.",
+            "max_grpc_message_bytes": "Largest gRPC request [256MiB].",
+            "max_grpc_streams": "Calls at once of one gRPC connection [1024].",
+            "grpc_keepalive_seconds": "How often quiet gRPC connections are pinged [60].",
+            "access_log": "A file for a JSON line per request; - is standard output [none].",
+            "access_log_prompts": "With the prompts [off].",
+            "otlp_endpoint": "OpenTelemetry collector for traces: http://host:4318 [none].",
             "state_dir": "Where staged adapters are kept.",
+            "metrics_config": "Triton's, NAME=VALUE: summary_latencies=true; repeatable.",
+            "cpu_metrics": "Metrics of the machine's CPUs [on].",
+            "gpu_metrics": "Metrics of the machine's GPUs [on].",
             "log_level": "debug, info, warning or error [info].",
             "shutdown_seconds": "Requests in work may end after a stop [30].",
+        },
+        "Access": {
+            "api_keys_file": "Tenants and hashes of their API keys: see loraplex keys [none].",
+            "allow_no_keys": "Without keys, serve other machines all the same [off].",
+            "health_needs_key": "Health routes ask for a key, too [off].",
+            "tls_cert": "The server's certificate (PEM), for all ports [no TLS].",
+            "tls_key": "The certificate's key (PEM).",
+            "cors_origins": "Web pages from there may ask: https://app.example.org; repeatable.",
         },
         "Engine": {
             "dtype": "auto, float32, float16, bfloat16 [auto].",
@@ -68,6 +105,7 @@ _HELP: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             "block_size": "Tokens in one KV block [16].",
             "tokenizer": "A folder or hub id of the tokenizer, if not the model's.",
             "chat_template": "A jinja file for chat.",
+            "json_start_token": "With dialect llgtrt_compat, the token before a tool call.",
             "revision": "Branch, tag or commit of a hub id.",
             "engine_restart_seconds": "How long requests outlive an engine that died [300].",
             "engine_wait_seconds": "How long new requests wait for an engine that restarts [30].",
@@ -112,7 +150,10 @@ Command = TypeVar("Command", bound=Callable[..., None])
 
 
 def with_settings(command: Command) -> Command:
-    """Give a command that takes **settings one flag for each; None is a flag that is not given."""
+    """Give a command that takes **settings one flag for each that it has not itself.
+
+    None is a flag that is not given.
+    """
     signature = inspect.signature(command)
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     kinds = {**typing.get_type_hints(ServerConfig), **typing.get_type_hints(ModelConfig)}
@@ -120,6 +161,7 @@ def with_settings(command: Command) -> Command:
         _flag(setting, kinds[setting], panel, text)
         for panel, settings in _HELP.items()
         for setting, text in settings.items()
+        if setting not in signature.parameters
     ]
     command.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[*own, *flags]

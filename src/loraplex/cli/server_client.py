@@ -1,4 +1,7 @@
-"""JSON over HTTP to a running server, with the standard library alone."""
+"""JSON over HTTP to a running server, with the standard library alone.
+
+Certificates are trusted that the system trusts, or those of the file that SSL_CERT_FILE names.
+"""
 
 import json
 import urllib.error
@@ -6,6 +9,7 @@ import urllib.parse
 import urllib.request
 from typing import Any
 
+from loraplex.core.environment import client_headers
 from loraplex.core.errors import ConfigError, ErrorInfo, error_from_info
 
 _TIMEOUT_SECONDS = 900.0
@@ -36,6 +40,8 @@ class ServerClient:
         request = urllib.request.Request(
             self._url + path, data, {"Content-Type": "application/json"}, method=method
         )
+        for name, value in client_headers().items():  # for this server, not for where it sends us
+            request.add_unredirected_header(name.title(), value)
         try:
             with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as response:
                 return json.load(response)

@@ -1,7 +1,6 @@
 """`loraplex triton`: repositories that were written for Triton, served as tritonserver does."""
 
 import functools
-import ipaddress
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from loraplex.cli.binding import warn_if_open
 from loraplex.cli.options import errors_to_exit_code
 from loraplex.cli.serve_flags import with_settings
+from loraplex.cli.triton_export import export
 from loraplex.cli.triton_flags import as_settings, split_flags, with_triton_flags, without_effect
 from loraplex.core.config import Config
 from loraplex.core.config_layers import Layer, field_layers, resolve
@@ -72,22 +73,14 @@ def init(
     ] = False,
 ) -> None:
     """Write a repository of TensorRT-LLM's five models, filled in."""
-    from loraplex.triton.five_models import write_five_models  # noqa: PLC0415 - slow import
+    from loraplex.triton.five_models import write_filled_models  # noqa: PLC0415 - slow import
 
     with errors_to_exit_code():
-        values = {"engine_dir": _absolute(model), "decoupled_mode": str(decoupled)}
-        if lora_dir is not None:
-            values["lora_prefetch_dir"] = _absolute(lora_dir)
-        write_five_models(folder, values)
+        write_filled_models(folder, model, lora_dir=lora_dir, is_decoupled=decoupled)
         print(f"wrote {folder}: loraplex triton --model-repository {folder}")
 
 
-def _absolute(folder: str) -> str:
-    """Raises ConfigError if there is no such folder."""
-    path = Path(folder).expanduser().absolute()
-    if not path.is_dir():
-        raise ConfigError(f"there is no folder {folder}")
-    return str(path)
+triton_app.command("export")(export)
 
 
 def serve_repositories(
@@ -160,17 +153,4 @@ def _tell(repository: "Repository", theirs: Mapping[str, str], config: Config) -
     repository.notes.log()
     for declaration in repository.declarations:
         logger.info("model %s: %s", declaration.name, declaration.kind.name)
-    host = config.server.host
-    if not _is_loopback(host):
-        logger.warning(
-            "anybody who reaches %s may use this server, as tritonserver's default has it: no key "
-            "is asked for; --host 127.0.0.1 keeps it to this machine",
-            host,
-        )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    warn_if_open(config.server, "tritonserver")

@@ -1,7 +1,7 @@
 """The flags of tritonserver that `loraplex triton` takes beside our own settings.
 
-Each is in one table: it has an effect, it has none and that is told once, or it asks for
-protection that is not there and is refused.
+One table says of each: it works, it has no effect and that is told once, or it asks for protection
+that is not there and is refused.
 """
 
 import inspect
@@ -12,140 +12,175 @@ from typing import Annotated, Any, Final, TypeVar
 import typer
 
 from loraplex.core.errors import ConfigError
+from loraplex.core.support import Feature, Support
 
 _PANEL: Final = "tritonserver"
-_FIXED: Final = "sizes of pools and numbers of threads are fixed"
-_RECORDS: Final = "see the routes /v2/trace/setting and /v2/logging"
+_POOLS: Final = "sizes of pools and numbers of threads are fixed"
+_GRPC: Final = "connections are kept as gRPC and HTTP do by themselves"
+_KEYS: Final = "access is not restricted by header, but by API keys: see --api-keys-file"
 
-EFFECTS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "http_address": "Address of all services; as --host.",
-        "grpc_address": "The same.",
-        "metrics_address": "The same.",
-        "http_max_input_size": "Largest request body; as --max-body-bytes.",
-        "exit_timeout_secs": "Requests in work may end after a stop; as --shutdown-seconds.",
-        "log_verbose": "Above 0: as --log-level debug.",
-        "model_control_mode": "none, poll (the repository is read once) or explicit.",
-    }
+
+def _no_effect(note: str, *names: str) -> Iterator[Feature]:
+    return (Feature(name, Support.NO_EFFECT, note) for name in names)
+
+
+def _refused(note: str, *names: str) -> Iterator[Feature]:
+    return (Feature(name, Support.REFUSED, note) for name in names)
+
+
+FLAGS: Final[tuple[Feature, ...]] = (
+    Feature("--http-address", note="address of all services; as --host"),
+    Feature("--grpc-address", note="the same"),
+    Feature("--metrics-address", note="the same"),
+    Feature("--http-max-input-size", note="largest request body; as --max-body-bytes"),
+    Feature(
+        "--exit-timeout-secs", note="requests in work may end after a stop; as --shutdown-seconds"
+    ),
+    Feature("--log-verbose", note="above 0: as --log-level debug"),
+    Feature("--model-control-mode", note="none, poll (the repository is read once) or explicit"),
+    Feature("--allow-http", note="false: the port is not opened; as --no-http"),
+    Feature("--allow-grpc", note="false: the port is not opened; as --no-grpc"),
+    Feature("--allow-cpu-metrics", note="false: no nv_cpu_*; as --no-cpu-metrics"),
+    Feature("--allow-gpu-metrics", note="false: no nv_gpu_*; as --no-gpu-metrics"),
+    Feature("--grpc-use-ssl", note="with certificate and key; for all ports"),
+    Feature("--grpc-server-cert", note="as --tls-cert; for all ports"),
+    Feature("--grpc-server-key", note="as --tls-key; for all ports"),
+    Feature("--allow-metrics", note="false: the port is not opened; as --no-metrics"),
+    *_no_effect(
+        "metrics are what they are when they are asked for",
+        "--metrics-interval-ms",
+    ),
+    *_no_effect(
+        "there are no backends to load",
+        *("--backend-config", "--backend-directory", "--host-policy", "--repoagent-directory"),
+    ),
+    *_no_effect(
+        _POOLS,
+        *("--pinned-memory-pool-byte-size", "--cuda-memory-pool-byte-size"),
+        *("--http-thread-count", "--model-load-thread-count", "--model-load-gpu-limit"),
+        *("--grpc-infer-allocation-pool-size", "--buffer-manager-thread-count"),
+        *("--cuda-virtual-address-size", "--enable-peer-access"),
+        *("--grpc-infer-thread-count", "--grpc-max-response-pool-size"),
+    ),
+    *_no_effect(
+        "see the routes /v2/trace/setting and /v2/logging",
+        *("--log-info", "--log-warning", "--log-error", "--log-format", "--log-file"),
+        *("--trace-config", "--trace-file", "--trace-level", "--trace-rate", "--trace-count"),
+        "--trace-log-frequency",
+    ),
+    *_no_effect(
+        "max_num_seqs says how much runs at once", *("--rate-limit", "--rate-limit-resource")
+    ),
+    *_no_effect(
+        "answers are not cached; prefixes of prompts are",
+        *("--cache-config", "--cache-directory", "--response-cache-byte-size"),
+    ),
+    *_no_effect(
+        "models see no headers",
+        *("--http-header-forward-pattern", "--grpc-header-forward-pattern"),
+    ),
+    *_no_effect(
+        _GRPC,
+        *("--grpc-keepalive-time", "--grpc-keepalive-timeout", "--grpc-max-connection-age"),
+        "--grpc-keepalive-permit-without-calls",
+        "--grpc-http2-max-pings-without-data",
+        "--grpc-http2-min-recv-ping-interval-without-data",
+        *("--grpc-http2-max-ping-strikes", "--grpc-max-connection-age-grace"),
+        *("--reuse-http-port", "--reuse-grpc-port", "--grpc-infer-response-compression-level"),
+    ),
+    *_no_effect("the server is called triton", "--id"),
+    *_no_effect("the server is ready when its models are", "--strict-readiness"),
+    *_no_effect("a model that cannot be loaded always ends the start", "--exit-on-error"),
+    *_no_effect(
+        "what a configuration leaves out is always completed",
+        *("--strict-model-config", "--disable-auto-complete-config"),
+    ),
+    *_no_effect("the file is config.pbtxt", "--model-config-name"),
+    *_no_effect("every name is there once", "--model-namespacing"),
+    *_no_effect("an engine that dies is always started again", "--model-load-retry-count"),
+    *_no_effect(
+        "the repository is read once; see --adapter-watch-seconds", "--repository-poll-secs"
+    ),
+    *_no_effect("the device itself says what it can do", "--min-supported-compute-capability"),
+    *_no_effect(
+        "see the flag that would open it",
+        *("--sagemaker-port", "--sagemaker-safe-port-range", "--sagemaker-thread-count"),
+        *("--vertex-ai-port", "--vertex-ai-thread-count", "--vertex-ai-default-model"),
+    ),
+    *_refused(
+        "these routes are not served; those of Triton and OpenAI are",
+        *("--allow-sagemaker", "--allow-vertex-ai"),
+    ),
+    *_refused("a client may always share memory of its own; true may stay", "--allow-client-shm"),
+    *_refused(_KEYS, "--http-restricted-api", "--grpc-restricted-protocol"),
+    *_refused(
+        "clients are known by API keys, not by certificates: see --api-keys-file",
+        *("--grpc-use-ssl-mutual", "--grpc-root-cert"),
+    ),
 )
-"""By flag, its help."""
+"""Those that tritonserver has beside OWN_FLAGS. What is refused asks for protection: to ignore it
+would be unsafe."""
 
-NO_EFFECT: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        **dict.fromkeys(
-            ("allow_http", "allow_grpc", "allow_metrics"), "all three services always run"
-        ),
-        **dict.fromkeys(
-            ("allow_gpu_metrics", "allow_cpu_metrics", "metrics_config", "metrics_interval_ms"),
-            "metrics are what they are when they are asked for",
-        ),
-        **dict.fromkeys(
-            ("backend_config", "backend_directory", "host_policy"), "there are no backends to load"
-        ),
-        **dict.fromkeys(
-            (
-                *("pinned_memory_pool_byte_size", "cuda_memory_pool_byte_size"),
-                *("http_thread_count", "model_load_thread_count", "model_load_gpu_limit"),
-                *("grpc_infer_allocation_pool_size", "buffer_manager_thread_count"),
-                *("cuda_virtual_address_size", "enable_peer_access"),
-                "grpc_infer_thread_count",
-            ),
-            _FIXED,
-        ),
-        **dict.fromkeys(
-            ("log_info", "log_warning", "log_error", "log_format", "log_file", "trace_config"),
-            _RECORDS,
-        ),
-        **dict.fromkeys(
-            ("rate_limit", "rate_limit_resource"), "max_num_seqs says how much runs at once"
-        ),
-        **dict.fromkeys(
-            ("cache_config", "cache_directory", "response_cache_byte_size"),
-            "answers are not cached; prefixes of prompts are",
-        ),
-        **dict.fromkeys(
-            ("http_header_forward_pattern", "grpc_header_forward_pattern"),
-            "models see no headers",
-        ),
-        **dict.fromkeys(
-            (
-                *("grpc_keepalive_time", "grpc_keepalive_timeout", "grpc_max_connection_age"),
-                *("grpc_keepalive_permit_without_calls", "grpc_http2_max_pings_without_data"),
-                *("grpc_http2_min_recv_ping_interval_without_data", "grpc_http2_max_ping_strikes"),
-                *("grpc_max_connection_age_grace", "reuse_http_port", "reuse_grpc_port"),
-                "grpc_infer_response_compression_level",
-            ),
-            "connections are kept as gRPC and HTTP do by themselves",
-        ),
-        "id": "the server is called triton",
-        "strict_readiness": "the server is ready when its models are",
-        "exit_on_error": "a model that cannot be loaded always ends the start",
-        "strict_model_config": "what a configuration leaves out is always completed",
-        "model_config_name": "the file is config.pbtxt",
-        "model_namespacing": "every name is there once",
-        "model_load_retry_count": "an engine that dies is always started again",
-        "repository_poll_secs": "the repository is read once; see --adapter-watch-seconds",
-        "min_supported_compute_capability": "the device itself says what it can do",
-    }
+OWN_FLAGS: Final = (
+    Feature("--model-repository", note="a folder of models", other_names=("--model-store",)),
+    Feature("--load-model", note="with --model-control-mode explicit; * is all"),
+    Feature("--http-port", note="a setting [8000]"),
+    Feature("--grpc-port", note="a setting [8001]"),
+    Feature("--metrics-port", note="a setting [8002]"),
+    Feature(
+        "--metrics-config",
+        note="a setting: counter_latencies, histogram_latencies, summary_latencies, "
+        "summary_quantiles",
+    ),
 )
-"""By flag, why it changes nothing."""
-
-REFUSED: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        **dict.fromkeys(
-            ("http_restricted_api", "grpc_restricted_protocol"),
-            "access is not restricted by header; put a proxy in front",
-        ),
-        **dict.fromkeys(
-            (
-                *("grpc_use_ssl", "grpc_use_ssl_mutual", "grpc_server_cert"),
-                *("grpc_server_key", "grpc_root_cert"),
-            ),
-            "connections are not encrypted; put a proxy in front",
-        ),
-    }
+"""Those that the command or our settings have anyhow."""
+_SWITCHES: Final = ("--disable-auto-complete-config",)
+"""Without a value."""
+_FALSE: Final = ("false", "0")
+_TRUE: Final = ("true", "1")
+_UNASKED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType({"--allow-client-shm": _TRUE})
+"""By flag, the values of a refused one that may stay, where they are not false and 0."""
+_HELP: Final[Mapping[Support, str]] = MappingProxyType(
+    {Support.WORKS: "", Support.NO_EFFECT: "No effect: ", Support.REFUSED: "Refused: "}
 )
-"""By flag, what it asks for: to ignore it would be unsafe."""
-
-_SWITCHES: Final = ("disable_auto_complete_config",)
-"""Without a value, and without effect."""
-_UNASKED: Final = ("false", "0")
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
 
 def with_triton_flags(command: Command) -> Command:
-    """Give a command that takes **settings each flag of the tables; None is one that is not given.
+    """Give a command that takes **settings each flag of the table; None is one that is not given.
 
     To be applied after with_settings, whose flags stay.
     """
     signature = inspect.signature(command)
-    help_of = {flag: f"No effect: {reason}." for flag, reason in NO_EFFECT.items()}
-    help_of |= {flag: f"Refused: {reason}." for flag, reason in REFUSED.items()}
-    flags = [_flag(flag, text, str) for flag, text in {**EFFECTS, **help_of}.items()]
-    flags += [_flag(flag, "No effect: it is always completed.", bool) for flag in _SWITCHES]
     command.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[*signature.parameters.values(), *flags]
+        parameters=[*signature.parameters.values(), *map(_parameter, FLAGS)]
     )
     return command
 
 
 def split_flags(settings: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
     """(tritonserver's, ours), those that were given. Raises ConfigError for a refused one."""
-    given = {flag: value for flag, value in settings.items() if value is not None}
-    for flag, reason in REFUSED.items():
-        if str(given.get(flag, "false")).lower() not in _UNASKED:
-            raise ConfigError(f"flag --{_written(flag)}: {reason}")
-    foreign = {*EFFECTS, *NO_EFFECT, *REFUSED, *_SWITCHES}
-    theirs = {flag: str(value) for flag, value in given.items() if flag in foreign}
-    return theirs, {flag: value for flag, value in given.items() if flag not in foreign}
+    given = {name: value for name, value in settings.items() if value is not None}
+    theirs = {}
+    for flag in FLAGS:
+        if (value := given.pop(_variable(flag.name), None)) is None:
+            continue
+        if flag.support is Support.REFUSED and _asks(flag.name, value):
+            raise ConfigError(f"flag {flag.name}: {flag.note}")
+        theirs[_variable(flag.name)] = str(value)
+    return theirs, given
+
+
+def _asks(flag: str, value: object) -> bool:
+    return str(value).lower() not in _UNASKED.get(flag, _FALSE)
 
 
 def without_effect(given: Mapping[str, str]) -> Iterator[str]:
     """Of the flags that were given, a sentence about each that changes nothing."""
-    for flag in given:
-        if flag in NO_EFFECT:
-            yield f"flag --{_written(flag)} has no effect: {NO_EFFECT[flag]}"
+    for flag in FLAGS:
+        if flag.support is Support.NO_EFFECT and _variable(flag.name) in given:
+            yield f"flag {flag.name} has no effect: {flag.note}"
 
 
 def as_settings(given: Mapping[str, str]) -> dict[str, Any]:
@@ -153,7 +188,9 @@ def as_settings(given: Mapping[str, str]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     addresses = {flag: given[flag] for flag in _ADDRESSES if flag in given}
     if len(set(addresses.values())) > 1:
-        names = ", ".join(f"--{_written(flag)} {value}" for flag, value in addresses.items())
+        names = ", ".join(
+            f"--{flag.replace('_', '-')} {value}" for flag, value in addresses.items()
+        )
         raise ConfigError(f"all services have one address: {names} differ")
     if addresses:
         settings["host"] = next(iter(addresses.values()))
@@ -161,12 +198,33 @@ def as_settings(given: Mapping[str, str]) -> dict[str, Any]:
         settings["max_body_bytes"] = given["http_max_input_size"]
     if "exit_timeout_secs" in given:
         settings["shutdown_seconds"] = given["exit_timeout_secs"]
+    for setting in ("http", "grpc", "metrics", "cpu_metrics", "gpu_metrics"):
+        if (allowed := given.get(f"allow_{setting}")) is not None:
+            settings[setting] = _read_bool(f"allow_{setting}", allowed)
+    settings |= _tls(given)
     if _number(given.get("log_verbose", "0")) > 0:
         settings["log_level"] = "debug"
     return settings
 
 
 _ADDRESSES: Final = ("http_address", "grpc_address", "metrics_address")
+
+
+def _tls(given: Mapping[str, str]) -> dict[str, str]:
+    """Certificate and key count only with --grpc-use-ssl, as in Triton. Raises ConfigError."""
+    if not _read_bool("grpc_use_ssl", given.get("grpc_use_ssl", "false")):
+        return {}
+    files = {"tls_cert": "grpc_server_cert", "tls_key": "grpc_server_key"}
+    missing = [flag for flag in files.values() if flag not in given]
+    if missing:
+        raise ConfigError(f"flag --grpc-use-ssl needs --{missing[0].replace('_', '-')}")
+    return {setting: given[flag] for setting, flag in files.items()}
+
+
+def _read_bool(flag: str, text: str) -> bool:
+    if text.lower() not in (*_TRUE, *_FALSE):
+        raise ConfigError(f"flag --{flag.replace('_', '-')} must be true or false, got {text!r}")
+    return text.lower() in _TRUE
 
 
 def _number(text: str) -> int:
@@ -177,14 +235,16 @@ def _number(text: str) -> int:
         raise ConfigError(f"flag --log-verbose must be a number, got {text!r}") from None
 
 
-def _written(flag: str) -> str:
-    return flag.replace("_", "-")
+def _variable(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
 
 
-def _flag(flag: str, text: str, kind: type[Any]) -> inspect.Parameter:
-    option = typer.Option(f"--{_written(flag)}", help=text, rich_help_panel=_PANEL)
+def _parameter(flag: Feature) -> inspect.Parameter:
+    said = f"{_HELP[flag.support]}{flag.note}."
+    option = typer.Option(flag.name, help=said[0].upper() + said[1:], rich_help_panel=_PANEL)
+    kind = bool if flag.name in _SWITCHES else str
     return inspect.Parameter(
-        flag,
+        _variable(flag.name),
         inspect.Parameter.KEYWORD_ONLY,
         default=None,
         annotation=Annotated[kind | None, option],

@@ -5,6 +5,7 @@ its workload.
 import dataclasses
 
 from loraplex.client.flags import argument, flag
+from loraplex.core.support import Support
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,13 +53,18 @@ class BenchmarkOptions:
         "--check-perf-atol", help="So many ms slower is well.", default=50.0
     )
     check_perf_rtol: float = flag("--check-perf-rtol", help="And by so great a part.", default=0.05)
-    test_llmapi: bool = flag("--test-llmapi", help="Refused: not served.", default=False)
+    test_llmapi: bool = flag(
+        "--test-llmapi", help="not served.", default=False, support=Support.REFUSED
+    )
     dataset: str | None = flag("--dataset", help="Of dataset: a JSON file.", default=None)
     tokenizer_dir: str | None = flag(
         "--tokenizer-dir", help="Of dataset: a model folder.", default=None
     )
     tokenizer_type: str = flag(
-        "--tokenizer-type", help="No effect: the folder's files say it.", default="auto"
+        "--tokenizer-type",
+        help="the folder's files say it.",
+        default="auto",
+        support=Support.NO_EFFECT,
     )
     op_tokens_per_word: float = flag(
         "--op-tokens-per-word", help="Of dataset: of its outputs.", default=1.3
@@ -70,5 +76,7 @@ class BenchmarkOptions:
     histogram_key: str | None = flag(
         "--histogram-key", help="Of token-from-histogram: example.", default=None
     )
-    vocab_size: int = flag("--vocab-size", help="Random token ids are below this.", default=1000)
-    seed: int = flag("--seed", help="Of lengths, ids and delays.", default=0)
+    vocab_size: int = flag(
+        "--vocab-size", help="Random token ids are below this.", default=1000, is_ours=True
+    )
+    seed: int = flag("--seed", help="Of lengths, ids and delays.", default=0, is_ours=True)

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import tritonclient.grpc as triton_grpc
+from tritonclient.grpc import InferenceServerClientPlugin
 from tritonclient.utils import InferenceServerException
 
 from loraplex.client.connection_options import GrpcOptions, TlsOptions
 from loraplex.client.flags import check_choice
+from loraplex.core.environment import client_headers
 from loraplex.core.errors import ConfigError
 
 _COMPRESSIONS = ("none", "deflate", "gzip")
@@ -29,7 +31,18 @@ def grpc_client(options: GrpcOptions) -> Iterator[Any]:
         )
         tls = _tls(options)
     with told_errors(options.url), triton_grpc.InferenceServerClient(options.url, **tls) as client:
+        client.register_plugin(_WithKey())
         yield client
+
+
+class _WithKey(InferenceServerClientPlugin):  # type: ignore[misc]
+    """Every call says who asks, if the environment does."""
+
+    def __init__(self) -> None:
+        self._headers = client_headers()
+
+    def __call__(self, request: Any) -> None:
+        request.headers.update(self._headers)
 
 
 @contextlib.contextmanager

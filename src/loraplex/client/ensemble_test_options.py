@@ -3,6 +3,7 @@
 import dataclasses
 
 from loraplex.client.flags import flag
+from loraplex.core.support import Support
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,8 +24,14 @@ class EnsembleTestOptions:
         "--return-generation-logits", help="Compare them.", default=False
     )
     test_bls: bool = flag("--test-bls", help="tensorrt_llm_bls, too.", default=False)
-    test_llmapi: bool = flag("--test-llmapi", help="Refused: not served.", default=False)
+    test_llmapi: bool = flag(
+        "--test-llmapi", help="not served.", default=False, support=Support.REFUSED
+    )
     model_name: str = flag("--model-name", help="The ensemble.", default="ensemble")
     streaming: bool = flag("--streaming", help="Stream while measuring.", default=False)
-    output_config: str = flag("--output-config", help="Of --test-llmapi.", default="")
-    sampling_params: str = flag("--sampling-params", help="Of --test-llmapi.", default="")
+    output_config: str = flag(
+        "--output-config", help="of --test-llmapi.", default="", support=Support.NO_EFFECT
+    )
+    sampling_params: str = flag(
+        "--sampling-params", help="of --test-llmapi.", default="", support=Support.NO_EFFECT
+    )

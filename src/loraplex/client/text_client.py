@@ -70,7 +70,11 @@ def _answers(
     stream = Stream(
         client, options.model_name, options.request_id, outputs=requested_outputs(outputs)
     )
-    stream.send(_tensors(options, prompts))
+    tensors = _tensors(options, prompts)
+    if options.verbose:
+        for name, array in tensors.items():
+            say(f"{name}: {array.dtype} {list(array.shape)}")
+    stream.send(tensors)
     texts: dict[Key, list[str]] = defaultdict(list)
     details = []
     for result in stream.finish().results:

@@ -4,6 +4,7 @@ import dataclasses
 
 from loraplex.client.connection_options import TlsOptions
 from loraplex.client.flags import flag
+from loraplex.core.support import Support
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,18 +51,26 @@ class TokenOptions(TlsOptions):
         "--tokenizer-dir", help="A model folder; by default the server tokenizes.", default=""
     )
     tokenizer_type: str = flag(
-        "--tokenizer-type", help="No effect: the folder's files say it.", default="auto"
+        "--tokenizer-type",
+        help="the folder's files say it.",
+        default="auto",
+        support=Support.NO_EFFECT,
     )
     request_id: str = flag("--request-id", help="The request's id.", default="")
     prompt_embedding_table_path: str = flag(
         "--prompt-embedding-table-path", help="A .npy file, for prompt tuning.", default=""
     )
-    prompt_task_id: int = flag("--prompt-task-id", help="No effect.", default=0)
+    prompt_task_id: int = flag(
+        "--prompt-task-id", help="a table is sent whole.", default=0, support=Support.NO_EFFECT
+    )
     prompt_table_extra_id: int | None = flag(
         "--prompt-table-extra-id", help="Of the table's rows in the KV cache.", default=None
     )
     vocab_size: int | None = flag(
-        "--vocab-size", help="Ids from here on are rows of the table.", default=None
+        "--vocab-size",
+        help="the table itself says how many rows it has.",
+        default=None,
+        support=Support.NO_EFFECT,
     )
     dtype: str = flag(
         "--dtype", help="Of the table: float16, float32 or bfloat16.", default="float16"

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, Final, NoReturn
 
 from loraplex.core.errors import ConfigError
+from loraplex.core.support import Feature, Support
 
 
 class FlagKind(enum.Enum):
@@ -23,12 +24,6 @@ class FlagKind(enum.Enum):
     PLUGIN = "[DTYPE|disable]"
     """A type or auto; alone it means float16, as in the older scripts."""
     TEXTS = "TEXT ..."
-
-
-class FlagEffect(enum.Enum):
-    HERE = "works"
-    NONE = "accepted without effect"
-    REFUSED = "refused unless it asks for nothing"
 
 
 class FlagSection(enum.Enum):
@@ -46,39 +41,50 @@ class FlagRow:
     name: str
     """With underscores, without the hyphens before it."""
     kind: FlagKind
-    effect: FlagEffect
+    support: Support
     reason: str = ""
     """What it does; why it has no effect; what to do instead."""
     aliases: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
     """Of TEXT and TEXTS; empty: any."""
     neutral: tuple[str, ...] = ()
-    """Of REFUSED: the values that ask for nothing, as text."""
+    """Of a refused one: the values that ask for nothing, as text."""
     section: FlagSection = FlagSection.BUILD
 
     @property
     def spelling(self) -> str:
         return f"--{self.name}"
 
+    @property
+    def feature(self) -> Feature:
+        others = tuple(written(name) for name in self.aliases)
+        values = self.kind.value.strip("[]").replace("|", " or ")
+        return Feature(self.spelling, self.support, self.reason, values, others)
+
+
+def written(name: str) -> str:
+    """With its hyphens."""
+    return f"--{name}" if len(name) > 2 else f"-{name}"
+
 
 def here(name: str, kind: FlagKind, reason: str, *aliases: str, **more: Any) -> FlagRow:
     """A row of a flag that works."""
     return FlagRow(
-        name=name, kind=kind, effect=FlagEffect.HERE, reason=reason, aliases=aliases, **more
+        name=name, kind=kind, support=Support.WORKS, reason=reason, aliases=aliases, **more
     )
 
 
 def ignored(name: str, kind: FlagKind, reason: str, *aliases: str, **more: Any) -> FlagRow:
     """A row of a flag that is accepted without effect."""
     return FlagRow(
-        name=name, kind=kind, effect=FlagEffect.NONE, reason=reason, aliases=aliases, **more
+        name=name, kind=kind, support=Support.NO_EFFECT, reason=reason, aliases=aliases, **more
     )
 
 
 def refused(name: str, kind: FlagKind, reason: str, *aliases: str, **more: Any) -> FlagRow:
     """A row of a flag that is an error."""
     return FlagRow(
-        name=name, kind=kind, effect=FlagEffect.REFUSED, reason=reason, aliases=aliases, **more
+        name=name, kind=kind, support=Support.REFUSED, reason=reason, aliases=aliases, **more
     )
 
 
@@ -128,7 +134,7 @@ def check_values(values: Mapping[str, Any], rows: Sequence[FlagRow], prefix: str
         if name not in by_name:
             raise ConfigError(f"{prefix}{name} is no setting; {_meant(name, rows)}")
         read[name] = _value(by_name[name], value, prefix)
-    effect_less = [by_name[name] for name in read if by_name[name].effect is FlagEffect.NONE]
+    effect_less = [by_name[name] for name in read if by_name[name].support is Support.NO_EFFECT]
     return Flags(read, tuple(effect_less))
 
 
@@ -148,8 +154,8 @@ def _parser(rows: Sequence[FlagRow], command: str, about: str) -> argparse.Argum
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     for row in rows:
-        names = [f"--{name}" if len(name) > 2 else f"-{name}" for name in (row.name, *row.aliases)]
-        text = row.reason if row.effect is FlagEffect.HERE else f"({row.effect.value}) {row.reason}"
+        names = [written(name) for name in (row.name, *row.aliases)]
+        text = row.reason if row.support is Support.WORKS else f"({row.support}) {row.reason}"
         options: dict[str, Any] = {"dest": row.name, "help": text.replace("%", "%%")}
         options["metavar"] = row.kind.value.split()[0]
         if row.kind is FlagKind.TEXTS:
@@ -183,7 +189,7 @@ def _value(row: FlagRow, said: Any, prefix: str) -> Any:
     if wrong:
         raise ConfigError(f"{name} must be one of {', '.join(row.choices)}, got {wrong[0]!r}")
     asks_for_nothing = value in (None, False, []) or str(value) in row.neutral
-    if row.effect is FlagEffect.REFUSED and not asks_for_nothing:
+    if row.support is Support.REFUSED and not asks_for_nothing:
         raise ConfigError(f"{name} {said}: {row.reason}")
     return value
 

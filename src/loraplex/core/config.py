@@ -8,8 +8,12 @@ from typing import Any
 
 import msgspec
 
+from loraplex.core.errors import ConfigError
+from loraplex.core.grammar import GrammarLimits
+from loraplex.core.metrics_config import read_metrics_config
 from loraplex.core.sampling_params import MAX_DRAFT_TOKENS
 from loraplex.core.server_config import ServerConfig
+from loraplex.core.tools import REASONING_PARSERS, TOOL_CALL_PARSERS
 from loraplex.core.weight_precision import WeightPrecision
 
 NO_CACHE = "none"
@@ -29,7 +33,12 @@ _CHOICES = {
     "batch_scheduler_policy": ("max_utilization", "guaranteed_no_evict"),
     "fair_share": ("none", "adapter", "tenant", "tenant_adapter"),
     "log_level": ("debug", "info", "warning", "error"),
+    "tool_call_parser": ("auto", *TOOL_CALL_PARSERS),
+    "reasoning_parser": ("auto", "none", *REASONING_PARSERS),
+    "dialect": ("openai", "llgtrt", "llgtrt_compat"),
 }
+_HTTP_URL = re.compile(r"https?://[^\s/?#]+[^\s]*")
+_ORIGIN = re.compile(r"\*|https?://[A-Za-z0-9.-]+(:[0-9]+)?|https?://\[[0-9a-fA-F:]+\](:[0-9]+)?")
 _DEVICE = re.compile(r"cpu|cuda(:[0-9]+)?")
 _MINIMUM = {
     "max_model_len": 1,
@@ -68,6 +77,16 @@ _MINIMUM = {
     "fetched_adapters_bytes": 0,
     "adapter_watch_seconds": 0,
     "shutdown_seconds": 0,
+    "max_header_bytes": 1 << 10,
+    "max_headers": 10,
+    "max_request_line_bytes": 256,
+    "max_connections": 1,
+    "header_timeout_seconds": 0.001,
+    "body_timeout_seconds": 0.001,
+    "keep_alive_seconds": 0,
+    "max_grpc_message_bytes": 1 << 10,
+    "max_grpc_streams": 1,
+    "grpc_keepalive_seconds": 1,
 }
 
 ALIASES = {
@@ -87,6 +106,20 @@ ALIASES = {
 """Other names of a model's settings: TensorRT-LLM's, one of vLLM's, and a short one."""
 
 VALUE_ALIASES = {
+    "tool_call_parser": {
+        "llama4_json": "llama3_json",
+        "llama4_pythonic": "pythonic",
+        "granite-20b-fc": "granite",
+        "qwen3_xml": "qwen3_coder",
+        "qwen25": "hermes",
+        "deepseekv3": "deepseek_v3",
+    },
+    "reasoning_parser": {
+        "deepseek_r1": "think",
+        "deepseek-r1": "think",
+        "qwen3": "think",
+        "glm45": "think",
+    },
     "batching": {
         "inflight_fused_batching": "inflight",
         "inflight_batching": "inflight",
@@ -94,7 +127,7 @@ VALUE_ALIASES = {
         "v1": "static",
     },
 }
-"""TensorRT-LLM's words for values."""
+"""TensorRT-LLM's words for values, and vLLM's and SGLang's for parsers."""
 
 
 class AdapterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -230,8 +263,19 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Of the engine's arithmetic; None: torch's choice."""
     tokenizer: str = ""
     """A folder or hub id with the tokenizer's files; empty: the model's folder has them."""
+    tokenizer_config: dict[str, Any] = {}
+    """What replaces entries of the folder's tokenizer_config.json; null takes one away."""
     chat_template: str | None = None
     """A jinja file that replaces the folder's own."""
+    tool_call_parser: str = "auto"
+    """How the model writes tool calls; auto: as its chat template says."""
+    reasoning_parser: str = "auto"
+    """How it marks reasoning, which answers then have apart from their content; auto: as its chat
+    template says; none: it is a part of the content."""
+    json_start_token: str = ""
+    """The special token before a tool call, where calls are written as llgtrt has them."""
+    grammar_limits: GrammarLimits = GrammarLimits()
+    """What one grammar of a request may cost."""
     adapters: dict[str, AdapterConfig] = {}
     adapter_dirs: tuple[str, ...] = ()
     """Every sub-folder that holds an adapter is one of that name."""
@@ -259,11 +303,25 @@ def problem(field: str, value: Any) -> str | None:
         1 <= size <= MAX_GRAPH_BATCH_SIZE for size in value
     ):
         return f"must be numbers from 1 to {MAX_GRAPH_BATCH_SIZE}"
+    if field == "cors_origins" and not all(_ORIGIN.fullmatch(origin) for origin in value):
+        return "must be origins such as https://app.example.org, or *"
     if field.endswith("_fraction") and not 0 < value <= 1:
         return "must be more than 0 and at most 1"
+    if field == "metrics_config":
+        return _metrics_problem(value)
+    if field == "otlp_endpoint" and value and not _HTTP_URL.fullmatch(value):
+        return "must be an address as http://host:4318"
     if field.endswith("_port") and not 0 <= value <= 65535:
         return "must be a port from 0 (any free one) to 65535"
     return _scheduling_problem(field, value) or _minimum_problem(field, value)
+
+
+def _metrics_problem(words: tuple[str, ...]) -> str | None:
+    try:
+        read_metrics_config(words)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def _scheduling_problem(field: str, value: Any) -> str | None:

@@ -29,9 +29,12 @@ from loraplex.core.server_config import ServerConfig
 _BYTES = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt])(i?))?b?", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
-_OF_ONE_MODEL = ("path", "adapters", "adapter_dirs", "fair_weights")
+_OF_ONE_MODEL = (
+    *("path", "adapters", "adapter_dirs", "fair_weights"),
+    *("tokenizer_config", "grammar_limits"),
+)
 _LISTS = (
-    *("allowed_adapter_roots", "allowed_adapter_hosts"),
+    *("allowed_adapter_roots", "allowed_adapter_hosts", "cors_origins", "trusted_proxies"),
     *("max_attention_window_size", "cuda_graph_batch_sizes", "lora_target_modules"),
 )
 

@@ -8,6 +8,7 @@
     │   ├── PromptTooLongError
     │   ├── TokenOutOfVocabularyError
     │   ├── PayloadTooLargeError
+    │   ├── BodyTimeoutError             the rest of the body did not come
     │   ├── ModelNotFoundError
     │   ├── AdapterNotFoundError
     │   ├── AdapterExistsError
@@ -19,6 +20,7 @@
     │   └── PermissionDeniedError
     ├── CapacityError                try again later
     │   ├── QueueFullError
+    │   ├── RateLimitedError             more than the tenant's share, for now
     │   ├── NotReadyError                starting, draining or restarting
     │   ├── EngineRestartedError         the engine died under the request
     │   ├── AdapterLoadError             a load failed; retried after a pause
@@ -95,6 +97,10 @@ class PayloadTooLargeError(RequestError):
     code = "payload_too_large"
 
 
+class BodyTimeoutError(RequestError):
+    code = "body_timeout"
+
+
 class ModelNotFoundError(RequestError):
     code = "model_not_found"
 
@@ -139,6 +145,10 @@ class CapacityError(LoraplexError):
 
 class QueueFullError(CapacityError):
     code = "queue_full"
+
+
+class RateLimitedError(CapacityError):
+    code = "rate_limited"
 
 
 class NotReadyError(CapacityError):

@@ -1,5 +1,6 @@
 """A request, twice: as the client meant it, and as the engine is told."""
 
+import enum
 from collections.abc import Sequence
 from typing import Final
 
@@ -19,6 +20,21 @@ MAX_SCALE: Final = 100.0
 """How strongly an adapter may be applied, either way. Far below, answers are noise already."""
 
 
+class TruncationSide(enum.StrEnum):
+    """Where tokens of a prompt go away."""
+
+    LEFT = "left"
+    RIGHT = "right"
+
+
+class PromptTruncation(msgspec.Struct, frozen=True):
+    """How much of a prompt is used, where it is longer."""
+
+    max_tokens: int | None
+    """None: as many as leave room for max_tokens new ones."""
+    side: TruncationSide = TruncationSide.LEFT
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What a client asked for, free of the protocol that it used."""
 
@@ -32,8 +48,14 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     load_policy: LoadPolicy = LoadPolicy.AUTO
     client_request_id: str = ""
     """The client's own id: may be empty, may repeat."""
+    shown_special_ids: tuple[int, ...] = ()
+    """Special tokens that are part of the text although all others are skipped."""
     add_special_tokens: bool = True
     """False where the prompt text already holds them (a rendered chat template)."""
+    truncation: PromptTruncation | None = None
+    """None: a prompt that is too long is an error."""
+    cache_salt: str = ""
+    """Of the client's own: only requests with an equal one share KV blocks."""
     priority: int = 0
     """Lower is sooner."""
     timeout_seconds: float | None = None

@@ -160,6 +160,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def _validate_stops(self) -> None:
         _check_texts("stop", "a stop string", self.stop, MAX_STOP_STRINGS)
         _check_list("stop_token_ids", self.stop_token_ids, int, "integers")
+        if len(self.stop_token_ids) > MAX_WORDS:
+            raise InvalidParameterError(
+                f"stop_token_ids has {len(self.stop_token_ids)} ids; at most {MAX_WORDS} are "
+                "allowed",
+                param="stop_token_ids",
+            )
         _check_runs("stop_token_sequences", self.stop_token_sequences)
 
     def _validate_bans(self) -> None:

@@ -3,6 +3,8 @@ tensor, a parameter, a flag, a route, a metric. Tables of these are the document
 """
 
 import enum
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -15,6 +17,9 @@ class Support(enum.StrEnum):
     REFUSED = "refused"
 
 
+Handler = TypeVar("Handler", bound=Callable[..., Any])
+
+
 class Feature(msgspec.Struct, frozen=True):
     """One row of a table."""
 
@@ -23,3 +28,38 @@ class Feature(msgspec.Struct, frozen=True):
     support: Support = Support.WORKS
     note: str = ""
     """What it does or changes, or what to use instead; a phrase without a full stop."""
+    form: str = ""
+    """What values it has: a type and a shape, an HTTP method, labels."""
+    other_names: tuple[str, ...] = ()
+    """That mean the same."""
+    is_ours: bool = False
+    """No replaced system has it."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.other_names)
+
+
+class Section(msgspec.Struct, frozen=True):
+    """One table."""
+
+    title: str
+    rows: tuple[Feature, ...]
+    about: str = ""
+    """A paragraph before the table."""
+
+
+def tells(note: str, support: Support = Support.WORKS) -> Callable[[Handler], Handler]:
+    """Decorates the handler of a route or RPC with what its row says; others plainly work."""
+
+    def told(handler: Handler) -> Handler:
+        handler.__dict__["support"] = (support, note)
+        return handler
+
+    return told
+
+
+def support_of(handler: Callable[..., Any]) -> tuple[Support, str]:
+    """What `tells` was given."""
+    found: tuple[Support, str] = getattr(handler, "support", (Support.WORKS, ""))
+    return found

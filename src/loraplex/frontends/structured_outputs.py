@@ -12,6 +12,9 @@ _EBNF_ARROW: Final = "::="
 """What GBNF has and Lark has not."""
 
 
+SERVED_KINDS: Final = ("json", "json_object", "regex", "choice", "grammar")
+
+
 def structured_outputs(owner: str, fields: Mapping[str, Any]) -> Iterator[Grammar]:
     """Each that is said; `owner` is what the client calls the object.
 
@@ -27,11 +30,11 @@ def structured_outputs(owner: str, fields: Mapping[str, Any]) -> Iterator[Gramma
                     f"{field} must be true or false, got {value!r}", param=field
                 )
             yield _ANY_OBJECT
-        elif name in ("json", "regex", "choice", "grammar"):
+        elif name in SERVED_KINDS:
             yield constraint(field, name, value)
         else:
             raise UnsupportedFeatureError(
-                f"{field} is not supported; known are json, json_object, regex, choice, grammar",
+                f"{field} is not supported; known are {', '.join(SERVED_KINDS)}",
                 param=field,
             )
 

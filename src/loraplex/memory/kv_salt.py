@@ -7,8 +7,14 @@ from collections.abc import Sequence
 _VERSION = b"loraplex kv_salt 1"
 
 
-def kv_salt(model: str, kv_dtype: str, adapters: Sequence[tuple[str, float]], tenant: str) -> bytes:
-    """32 bytes that are equal only for equal arguments.
+def kv_salt(
+    model: str,
+    kv_dtype: str,
+    adapters: Sequence[tuple[str, float]],
+    tenant: str,
+    cache_salt: str = "",
+) -> bytes:
+    """32 bytes that are equal only for equal arguments. `cache_salt` is a client's own wish.
 
     `adapters` are (content digest, scale) in the order in which they are applied, because rounding
     depends on it: new weights under an old name, another scale or another order is another salt.
@@ -22,6 +28,7 @@ def kv_salt(model: str, kv_dtype: str, adapters: Sequence[tuple[str, float]], te
         (b"kv_dtype", kv_dtype.encode()),
         (b"tenant", tenant.encode()),
         *((b"adapter", _adapter(*adapter)) for adapter in adapters),
+        *([(b"cache_salt", cache_salt.encode())] if cache_salt else []),
     ]:
         digest.update(_with_length(tag) + _with_length(value))
     return digest.digest()

@@ -19,7 +19,7 @@ from loraplex.core.errors import (
     UnsupportedFeatureError,
 )
 from loraplex.core.principal import Principal
-from loraplex.core.request import EngineRequest, GenerateRequest
+from loraplex.core.request import EngineRequest, GenerateRequest, TruncationSide
 from loraplex.core.retention import check_retention
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.memory.kv_salt import kv_salt
@@ -72,6 +72,7 @@ def admit(
             model.kv_dtype,
             [(adapter.digest, adapter.scale) for adapter in adapters],
             principal.tenant,
+            request.cache_salt,
         ),
         tenant=principal.tenant,
         share_weight=share_weight,
@@ -81,6 +82,29 @@ def admit(
         requires_resident=request.load_policy is LoadPolicy.NEVER,
         retention=request.retention,
     )
+
+
+def cut_prompt(
+    request: GenerateRequest, token_ids: Sequence[int], model: ModelCard
+) -> Sequence[int]:
+    """What the request's truncation leaves of its prompt.
+
+    Raises InvalidParameterError for a number of tokens below 1.
+    """
+    truncation = request.truncation
+    if truncation is None:
+        return token_ids
+    most = truncation.max_tokens
+    if most is None:
+        room = model.max_model_len - (request.sampling.max_tokens or 1)
+        most = room if model.max_input_len is None else min(room, model.max_input_len)
+    if type(most) is not int or most < 1:
+        raise InvalidParameterError(
+            f"truncate_prompt_tokens leaves {most} tokens of the prompt; at least 1 is needed",
+            param="truncate_prompt_tokens",
+        )
+    is_left = truncation.side is TruncationSide.LEFT
+    return token_ids[-most:] if is_left else token_ids[:most]
 
 
 def check_prompt(token_ids: Sequence[int], model: ModelCard) -> None:

@@ -12,7 +12,7 @@ import msgspec
 from loraplex.adapters.staging import RequestTensor
 from loraplex.core.adapter import AdapterKey, AdapterRef, Residency
 from loraplex.core.output import RequestOutput
-from loraplex.core.principal import Principal
+from loraplex.core.principal import LOCAL, Principal
 from loraplex.core.request import GenerateRequest, RequestId
 from loraplex.core.stats import AdapterActivity, Durations, EngineStats, StepRecord
 from loraplex.serving.adapters.cards import (
@@ -24,6 +24,7 @@ from loraplex.serving.adapters.cards import (
     VersionCard,
 )
 from loraplex.serving.model_memory import ModelMemory, StoredAdapters
+from loraplex.serving.text.chat_format import ChatFormat
 
 __all__ = ["AdapterCard", "Backend", "Health", "ModelCard", "close_outputs"]
 
@@ -46,6 +47,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """Of stored keys and values."""
     kv_block_size: int = 16
     """Tokens."""
+    chat: ChatFormat = ChatFormat()
+    """How it writes reasoning and tool calls."""
 
 
 class Health(msgspec.Struct, frozen=True):
@@ -68,8 +71,8 @@ class Backend(Protocol):
         """False for an unknown model, too."""
         ...
 
-    def models(self) -> Sequence[ModelCard]:
-        """At least one; the first is the default."""
+    def models(self, principal: Principal = LOCAL) -> Sequence[ModelCard]:
+        """Those that are there for who asks, of at least one; the first is the default."""
         ...
 
     def model(self, name: str) -> ModelCard:
@@ -91,11 +94,16 @@ class Backend(Protocol):
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        omits_absent: bool = False,
     ) -> str:
         """The prompt text of a conversation; it already holds the special tokens.
 
+        continue_final_message: it ends with the last message's content, for the model to go on.
+        omits_absent: to the template, what is None is not defined.
         Raises InvalidRequestError if the model has no chat template or the template refuses.
         """
         ...

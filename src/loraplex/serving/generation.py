@@ -55,13 +55,26 @@ class Generation:
         self._num_output_tokens = 0
         self._finished = False
         self._sequences = [
-            SequenceText(tokenizer, engine_request.prompt_token_ids, engine_request.sampling)
+            SequenceText(
+                tokenizer,
+                engine_request.prompt_token_ids,
+                engine_request.sampling,
+                request.shown_special_ids,
+            )
             for _ in range(engine_request.sampling.num_told)
         ]
         self._best_of = _best_of(request.sampling)
         self._prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
         self._prompt_logits: tuple[Logits, ...] = ()
         """Of the prompt, until an output takes them along."""
+
+    @property
+    def adapters(self) -> tuple[ResolvedAdapter, ...]:
+        return self._adapters
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self._engine_request.prompt_token_ids)
 
     def __aiter__(self) -> "Generation":
         return self

@@ -14,6 +14,7 @@ from loraplex.core.clock import Clock, SystemClock
 from loraplex.core.errors import LoraplexError
 from loraplex.core.output import FinishReason, RequestOutput
 from loraplex.core.request import GenerateRequest
+from loraplex.serving.wire_request import GenerationRecord
 
 MAX_ADAPTER_LABELS = 100
 OTHER_ADAPTERS = "other"
@@ -108,13 +109,17 @@ class RequestMetrics:
             ("model",),
         )
 
-    def observe(self, request: GenerateRequest, outputs: Outputs) -> AsyncIterator[RequestOutput]:
-        """The same outputs; what passes is counted. `request` has just been admitted."""
+    def observe(
+        self, request: GenerateRequest, outputs: Outputs, record: GenerationRecord
+    ) -> AsyncIterator[RequestOutput]:
+        """The same outputs; what passes is counted, and noted in the record of the request, which
+        has just been admitted.
+        """
         self._models.add(request.model)
         grammar = request.sampling.grammar
         if grammar is not None:
             self.constrained_requests.labels(request.model, grammar.kind.value).inc()
-        return ObservedOutputs(self, request.model, outputs, self._clock)
+        return ObservedOutputs(self, request.model, outputs, self._clock, record)
 
     def observe_error(self, model: str, error: LoraplexError) -> None:
         """A request was refused, or failed. A model that is not served is labelled ``""``."""
@@ -142,11 +147,19 @@ class RequestMetrics:
 class ObservedOutputs(AsyncIterator[RequestOutput]):
     """Passes a request's outputs on and counts each of them once."""
 
-    def __init__(self, metrics: RequestMetrics, model: str, outputs: Outputs, clock: Clock) -> None:
+    def __init__(
+        self,
+        metrics: RequestMetrics,
+        model: str,
+        outputs: Outputs,
+        clock: Clock,
+        record: GenerationRecord,
+    ) -> None:
         self._metrics = metrics
         self._model = model
         self._outputs = outputs
         self._clock = clock
+        self._record = record
         self._admitted_ns = clock.now_ns()
         self._last_token_ns: dict[int, int] = {}
         """By sequence index."""
@@ -163,7 +176,7 @@ class ObservedOutputs(AsyncIterator[RequestOutput]):
             output = await anext(self._outputs)
         except LoraplexError as error:
             self._metrics.observe_error(self._model, error)
-            self._end(FinishReason.ERROR)
+            self._end(FinishReason.ERROR, error)
             raise
         self._count(output)
         return output
@@ -174,6 +187,7 @@ class ObservedOutputs(AsyncIterator[RequestOutput]):
 
     def _count(self, output: RequestOutput) -> None:
         now_ns = self._clock.now_ns()
+        self._record.count(output, now_ns)
         if self._adapter is None:
             self._adapter = self._metrics.adapter_label(output)
             prompt_tokens = self._metrics.prompt_tokens.labels(self._model, self._adapter)
@@ -219,7 +233,8 @@ class ObservedOutputs(AsyncIterator[RequestOutput]):
         if timing.num_restarts:
             self._metrics.restarted_requests.labels(self._model).inc()
 
-    def _end(self, reason: FinishReason) -> None:
+    def _end(self, reason: FinishReason, error: LoraplexError | None = None) -> None:
+        self._record.end(self._clock.now_ns(), error)
         if not self._is_over:
             self._is_over = True
             self._metrics.requests.labels(self._model, self._adapter or "", reason.value).inc()

@@ -9,7 +9,7 @@ import msgspec
 
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.store import AdapterStore, AdapterVersion
-from loraplex.core.adapter import AdapterChoice, AdapterRef, AdapterUse, ByName
+from loraplex.core.adapter import AdapterChoice, AdapterUse
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import (
     LoraplexError,
@@ -19,6 +19,7 @@ from loraplex.core.errors import (
 )
 from loraplex.core.output import ResolvedAdapter
 from loraplex.core.principal import Principal
+from loraplex.serving.access.tenant_adapters import TenantAdapters
 from loraplex.serving.adapters.cards import AdapterState
 from loraplex.serving.adapters.fit import check_base, check_room
 from loraplex.serving.backend import ModelCard
@@ -26,6 +27,7 @@ from loraplex.serving.engines.async_engine import AsyncEngine
 from loraplex.serving.grammar.grammars import Grammars
 from loraplex.serving.model_memory import ModelMemory, StoredAdapters, memory_of, stored
 from loraplex.serving.text.chat_template import ChatTemplate
+from loraplex.serving.text.prompt_tokens import prompt_token_ids
 from loraplex.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -49,7 +51,7 @@ class ServedModel:
     grammars: Grammars = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        self.grammars = Grammars(self.tokenizer)
+        self.grammars = Grammars(self.tokenizer, self.config.grammar_limits)
 
     async def start(self) -> None:
         """Start the engine; it tells how long a sequence its memory holds."""
@@ -61,14 +63,14 @@ class ServedModel:
         if not isinstance(prompt, str):
             return list(prompt)
         if len(prompt) <= _INLINE_CHARACTERS:
-            return self.tokenizer.encode(prompt, add_special_tokens)
-        return await asyncio.to_thread(self.tokenizer.encode, prompt, add_special_tokens)
+            return prompt_token_ids(self.tokenizer, prompt, add_special_tokens)
+        return await asyncio.to_thread(prompt_token_ids, self.tokenizer, prompt, add_special_tokens)
 
     def resolve(
         self, choices: tuple[AdapterChoice, ...], principal: Principal
     ) -> list[tuple[AdapterVersion, float]]:
         """The versions that a request will run with, from now to its end."""
-        if choices and not principal.may_use_adapters:
+        if choices and not principal.rights.use:
             raise PermissionDeniedError(f"tenant {principal.tenant!r} may not use adapters")
         if choices and not self.shapes.is_adaptable:
             raise UnsupportedFeatureError(
@@ -76,11 +78,11 @@ class ServedModel:
                 "(enable_lora, or a build without lora_plugin)"
             )
         chosen = []
+        seen = self.adapters_of(principal)
         for choice in choices:
-            ref = AdapterRef(self.card.name, principal.tenant, choice.key)
-            version = self.store.resolve(ref)
+            version = seen.resolve(choice.key)
             if version.digest in self.unfit:
-                raise self.unfit[version.digest]
+                raise _cannot_be_served(version, self.unfit[version.digest])
             chosen.append((version, choice.scale))
         return chosen
 
@@ -91,9 +93,8 @@ class ServedModel:
             try:
                 self.check_fits(version)
             except LoraplexError as error:
-                message = f"adapter {version.name!r} cannot be served any longer: {error.message}"
-                logger.warning("%s", message)
-                self.unfit[version.digest] = type(error)(message)
+                logger.warning("%s", _cannot_be_served(version, error).message)
+                self.unfit[version.digest] = error
 
     def check_fits(self, version: AdapterVersion) -> None:
         """Raises AdapterMismatchError or AdapterTooLargeError."""
@@ -126,8 +127,9 @@ class ServedModel:
         paths = [version.source.path for version in versions]
         return await asyncio.to_thread(stored, len(versions), paths)
 
-    def has_adapter(self, name: str, tenant: str) -> bool:
-        return self.store.find(AdapterRef(self.card.name, tenant, ByName(name))) is not None
+    def adapters_of(self, principal: Principal) -> TenantAdapters:
+        """What of its adapters is there for who asks."""
+        return TenantAdapters(self.store, self.card.name, principal)
 
     @property
     def problem(self) -> str:
@@ -137,6 +139,12 @@ class ServedModel:
         failure: LoraplexError | None = self.engine.failure
         detail = f": {failure.message}" if failure else ""
         return f"the engine of model {self.card.name!r} is {self.engine.state}{detail}"
+
+
+def _cannot_be_served(version: AdapterVersion, error: LoraplexError) -> LoraplexError:
+    """Of several names, and tenants, for one content each is told its own."""
+    message = f"adapter {version.name!r} cannot be served any longer: {error.message}"
+    return type(error)(message)
 
 
 def label(version: AdapterVersion) -> Hashable:

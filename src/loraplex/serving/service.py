@@ -7,7 +7,7 @@ loading's.
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -20,12 +20,12 @@ from loraplex.core.errors import (
     LoraplexError,
     ModelNotFoundError,
     NotReadyError,
-    PermissionDeniedError,
 )
 from loraplex.core.output import RequestOutput
-from loraplex.core.principal import Principal
+from loraplex.core.principal import LOCAL, Principal
 from loraplex.core.request import GenerateRequest, RequestId, check_adapters
 from loraplex.core.stats import AdapterActivity, Durations, EngineStats, StepRecord
+from loraplex.serving.access.tenant_limits import Lease, LeasedOutputs, TenantGate
 from loraplex.serving.adapters.cards import (
     AdapterCard,
     AdapterDetails,
@@ -35,15 +35,18 @@ from loraplex.serving.adapters.cards import (
     VersionCard,
     card_of,
     version_card,
+    without_sources,
 )
 from loraplex.serving.adapters.changes import AdapterChanges, describe
 from loraplex.serving.adapters.composition import compose
 from loraplex.serving.adapters.directory import AdapterDirectory
 from loraplex.serving.adapters.holds import hold_pinned
-from loraplex.serving.adapters.loading import AdapterLoading, check_is_no_base
+from loraplex.serving.adapters.loading import AdapterLoading, check_is_no_base, inline_name
 from loraplex.serving.adapters.upkeep import AdapterUpkeep
-from loraplex.serving.admission import admit
+from loraplex.serving.admission import admit, cut_prompt
 from loraplex.serving.backend import Health, ModelCard
+from loraplex.serving.catalog import Catalog
+from loraplex.serving.draining import Draining
 from loraplex.serving.generation import Generation
 from loraplex.serving.model_memory import ModelMemory, StoredAdapters
 from loraplex.serving.request_metrics import RequestMetrics
@@ -51,10 +54,10 @@ from loraplex.serving.served_model import ServedModel, answered_by, label, uses
 from loraplex.serving.share_weight import share_weight
 from loraplex.serving.text.bad_words import with_bad_token_ids
 from loraplex.serving.text.detokenizer import continuation
+from loraplex.serving.text.prompt_tokens import prompt_token_ids
+from loraplex.serving.wire_request import begin_generation
 
 logger = logging.getLogger(__name__)
-
-_DRAIN_POLL_SECONDS = 0.05
 
 
 class Service:
@@ -69,7 +72,8 @@ class Service:
         adapter_watch_seconds: float = 0.0,
     ) -> None:
         """adapter_watch_seconds: how often adapter folders are looked at; 0: at the start only."""
-        self._models = {model.card.name: model for model in models}
+        self._catalog = Catalog(models)
+        self._models = self._catalog.models
         self._changes = AdapterChanges()
         self._loading = AdapterLoading(worker, self._changes, clock)
         self._upkeep = AdapterUpkeep(models, self._loading)
@@ -78,9 +82,10 @@ class Service:
         )
         self._metrics = metrics
         self._clock = clock
+        self._gate = TenantGate(clock)
         self._request_ids = itertools.count(1)
         self._is_started = False
-        self._is_draining = False
+        self.draining = Draining(clock, self._num_running, self._end_requests)
 
     async def start(self) -> None:
         """Start the engines, load the configured adapters, be ready. Raises why it cannot."""
@@ -96,17 +101,11 @@ class Service:
 
     async def drain(self, timeout_seconds: float) -> None:
         """Take no more requests; wait until those in work have ended, or the time is up."""
-        self._is_draining = True
-        deadline = self._clock.now_ns() + int(timeout_seconds * 1e9)
-        while any(model.engine.num_requests for model in self._models.values()):
-            if self._clock.now_ns() > deadline:
-                logger.warning("stopping with requests in work: the time to drain is up")
-                return
-            await asyncio.sleep(_DRAIN_POLL_SECONDS)
+        await self.draining.finish(timeout_seconds)
 
     async def close(self) -> None:
         """Stop the engines, end the staging worker, give the state directory back."""
-        self._is_draining = True
+        self.draining.close()
         await self._directory.close()
         await self._upkeep.close()
         await asyncio.gather(*(model.engine.close() for model in self._models.values()))
@@ -119,8 +118,8 @@ class Service:
         return next(self._request_ids)
 
     def health(self) -> Health:
-        if self._is_draining:
-            return Health(live=True, ready=False, reason="the server is stopping")
+        if self.draining.is_active:
+            return Health(live=True, ready=False, reason=self.draining.reason)
         if not self._is_started:
             return Health(live=True, ready=False, reason="the server is starting")
         problems = [model.problem for model in self._models.values() if model.problem]
@@ -128,54 +127,26 @@ class Service:
 
     def model_ready(self, model: str) -> bool:
         served = self._models.get(model)
-        is_open = self._is_started and not self._is_draining
+        is_open = self._is_started and not self.draining.is_active
         return served is not None and is_open and not served.problem
 
-    def models(self) -> Sequence[ModelCard]:
-        return [model.card for model in self._models.values()]
+    def models(self, principal: Principal = LOCAL) -> Sequence[ModelCard]:
+        return [model.card for model in self._catalog.of(principal).values()]
 
     def model(self, name: str) -> ModelCard:
-        return self._served(name).card
+        return self._catalog.model(name).card
 
     def adapters(self, principal: Principal, model: str | None = None) -> Sequence[AdapterCard]:
-        served = self._models.values() if model is None else [self._served(model)]
-        return [
-            card_of(version, one.state_of(version))
-            for one in served
-            for version in one.store.list(principal.tenant, one.card.name)
-        ]
+        return self._catalog.adapters(principal, model)
 
     def find(self, name: str, principal: Principal) -> tuple[ModelCard, AdapterKey | None]:
-        if name in self._models:
-            return self._models[name].card, None
-        matches = [
-            (model, adapter)
-            for model, adapter in self._readings(name)
-            if model.has_adapter(adapter, principal.tenant)
-        ]
-        if not matches:
-            raise self._unknown(name, principal)
-        if len(matches) > 1:
-            choices = " or ".join(f"{model.card.name}:{adapter}" for model, adapter in matches)
-            raise ModelNotFoundError(f"{name!r} is ambiguous; say {choices}", param="model")
-        model, adapter = matches[0]
-        return model.card, ByName(adapter)
-
-    def _readings(self, name: str) -> Iterator[tuple[ServedModel, str]]:
-        """What a name may mean: `adapter` of any model, or `base:adapter`."""
-        for base, model in self._models.items():
-            yield model, name
-            if name.startswith(f"{base}:"):
-                yield model, name.removeprefix(f"{base}:")
-
-    def _unknown(self, name: str, principal: Principal) -> LoraplexError:
-        if not self._is_started:
-            return NotReadyError("the server is starting", retry_after_seconds=2)
-        known = [*self._models, *(card.name for card in self.adapters(principal))]
-        return ModelNotFoundError(
-            f"there is no model or adapter {name!r} here; there are: {_listing(known)}",
-            param="model",
-        )
+        try:
+            model, key = self._catalog.find(name, principal)
+        except ModelNotFoundError:
+            if not self._is_started:
+                raise NotReadyError("the server is starting", retry_after_seconds=2) from None
+            raise
+        return model.card, key
 
     def render_chat(
         self,
@@ -183,18 +154,24 @@ class Service:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        omits_absent: bool = False,
     ) -> str:
-        return self._served(model).chat_template.render(
+        return self._catalog.model(model).chat_template.render(
             messages,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             tools=tools,
+            documents=documents,
             template_kwargs=template_kwargs,
+            omits_absent=omits_absent,
         )
 
     def tokenize(self, model: str, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return self._served(model).tokenizer.encode(text, add_special_tokens)
+        return prompt_token_ids(self._catalog.model(model).tokenizer, text, add_special_tokens)
 
     def detokenize(
         self,
@@ -204,40 +181,49 @@ class Service:
         skip_special_tokens: bool = True,
         is_continuation: bool = False,
     ) -> str:
-        tokenizer = self._served(model).tokenizer
+        tokenizer = self._catalog.model(model).tokenizer
         if not is_continuation:
             return tokenizer.decode(token_ids, skip_special_tokens)
         return continuation(tokenizer, token_ids, skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, model: str, token_id: int) -> bytes:
-        return self._served(model).tokenizer.token_bytes(token_id)
+        return self._catalog.model(model).tokenizer.token_bytes(token_id)
 
     async def generate(
         self, request: GenerateRequest, principal: Principal
     ) -> AsyncIterator[RequestOutput]:
+        record = begin_generation(request, principal.tenant, self._clock.now_ns())
         try:
-            generation = await self._generate(request, principal)
+            with self.draining.admission(), self._gate.admission(principal) as lease:
+                generation = await self._generate(request, principal, lease)
         except LoraplexError as error:
             self._metrics.observe_error(request.model, error)
+            record.end(self._clock.now_ns(), error)
             raise
-        return self._metrics.observe(request, generation)
+        record.admitted(generation.adapters, generation.num_prompt_tokens, self._clock.now_ns())
+        return self._metrics.observe(request, LeasedOutputs(generation, lease), record)
 
-    async def _generate(self, request: GenerateRequest, principal: Principal) -> Generation:
+    async def _generate(
+        self, request: GenerateRequest, principal: Principal, lease: Lease
+    ) -> Generation:
         self._require_open()
         if request.prompt == "":
             raise InvalidRequestError(
                 "the prompt is empty: give at least one token", param="prompt"
             )
-        model = self._served(request.model)
+        model = self._catalog.model(request.model, principal)
         request.sampling.validate()
         check_adapters(request.adapters)
+        await self._look_for_new(model, request, principal)
         chosen = model.resolve(request.adapters, principal)
         if request.load_policy is LoadPolicy.ALWAYS:
-            for version, _ in chosen:
+            seen = model.adapters_of(principal)
+            for version in (version for version, _ in chosen if seen.owns(version)):
                 await self._loading.reload(model, version)
             chosen = model.resolve(request.adapters, principal)
         composition = compose(chosen, model.shapes)
-        token_ids = await model.tokenize(request.prompt, request.add_special_tokens)
+        tokenized = await model.tokenize(request.prompt, request.add_special_tokens)
+        token_ids = cut_prompt(request, tokenized, model.card)
         sampling = with_bad_token_ids(request.sampling, model.tokenizer.encode)
         sampling = await model.grammars.compiled(sampling)
         engine_request = admit(
@@ -253,8 +239,10 @@ class Service:
                 model.config.fair_weights,
                 adapters=[adapter.name for adapter in answered_by(chosen)],
                 tenant=principal.tenant,
+                tenant_weight=principal.share_weight,
             ),
         )
+        lease.reserve(len(token_ids), engine_request.sampling)
         stream = model.engine.submit(
             engine_request,
             [version.source for version, _ in composition],
@@ -263,6 +251,16 @@ class Service:
         return Generation(
             request, engine_request, answered_by(chosen), model.tokenizer, stream, model.engine
         )
+
+    async def _look_for_new(
+        self, model: ServedModel, request: GenerateRequest, principal: Principal
+    ) -> None:
+        """What a request names may have come into lora_root since it was looked at."""
+        seen = model.adapters_of(principal)
+        names = [choice.key.name for choice in request.adapters if isinstance(choice.key, ByName)]
+        for name in names:
+            if name in principal.rights.use and seen.find(ByName(name)) is None:
+                await self._directory.take_named(model, name)
 
     async def load_adapter(
         self,
@@ -277,6 +275,7 @@ class Service:
         canary: bool = False,
     ) -> LoadReport:
         served = self._managed(principal, model)
+        served.adapters_of(principal).check_manages(name)
         check_is_no_base(name, self._models)
         return await self._loading.load(
             served,
@@ -300,6 +299,7 @@ class Service:
     ) -> AdapterKey:
         try:
             served = self._managed(principal, model)
+            served.adapters_of(principal).check_manages(inline_name(served, principal, task_id))
             return await self._loading.load_tensors(
                 served, principal.tenant, task_id, weights, config, self._models
             )
@@ -311,12 +311,14 @@ class Service:
         self, principal: Principal, ref: AdapterRef, mode: UnloadMode = UnloadMode.DRAIN
     ) -> Unloaded:
         model = self._managed(principal, ref.model)
+        ref = model.adapters_of(principal).managed(ref.key)
         return await self._changes.remove(model, ref, mode)
 
     async def rollback_adapter(
         self, principal: Principal, ref: AdapterRef, number: int | None = None
     ) -> AdapterCard:
         model = self._managed(principal, ref.model)
+        ref = model.adapters_of(principal).managed(ref.key)
         version = await self._changes.rollback(model, ref, number)
         return card_of(version, model.state_of(version))
 
@@ -324,68 +326,65 @@ class Service:
         self, principal: Principal, ref: AdapterRef, number: int | None, *, is_pinned: bool
     ) -> VersionCard:
         model = self._managed(principal, ref.model)
+        ref = model.adapters_of(principal).managed(ref.key)
         return version_card(await self._changes.pin(model, ref, number, is_pinned=is_pinned))
 
     async def alias_adapter(
         self, principal: Principal, ref: AdapterRef, alias: str, *, replace: bool = False
     ) -> AdapterCard:
         model = self._managed(principal, ref.model)
+        seen = model.adapters_of(principal)
+        ref = seen.managed(ref.key)
+        seen.check_manages(alias)
         check_is_no_base(alias, self._models)
         version = await self._changes.run(lambda: model.store.alias(ref, alias, replace=replace))
         return card_of(version, model.state_of(version))
 
     async def describe_adapter(self, principal: Principal, ref: AdapterRef) -> AdapterDetails:
-        del principal  # the reference names the tenant
         self._require_open()
-        return await describe(self._served(ref.model), ref)
+        model = self._catalog.model(ref.model, principal)
+        ref = model.adapters_of(principal).described(ref.key)
+        details = await describe(model, ref)
+        return details if ref.tenant == principal.tenant else without_sources(details)
 
     async def adapter_residency(self, model: str) -> Mapping[str, Residency]:
-        return await self._served(model).engine.residency()
+        return await self._catalog.model(model).engine.residency()
 
     async def adapter_activity(self, model: str) -> AdapterActivity:
-        return await self._served(model).engine.recent_activity()
+        return await self._catalog.model(model).engine.recent_activity()
 
     def memory(self, model: str) -> ModelMemory:
-        return self._served(model).memory()
+        return self._catalog.model(model).memory()
 
     async def stored_adapters(self, model: str) -> StoredAdapters:
-        return await self._served(model).stored_adapters()
+        return await self._catalog.model(model).stored_adapters()
 
     def load_times(self, model: str) -> Mapping[str, Durations]:
-        tiers = self._served(model).engine.stats.adapters
+        tiers = self._catalog.model(model).engine.stats.adapters
         engine = {"read": tiers.read_times, "copy": tiers.copy_times}
         return {**self._loading.times.of_model(model), **engine}
 
     def steps(self, model: str, limit: int) -> Sequence[StepRecord]:
-        records = self._served(model).engine.steps
+        records = self._catalog.model(model).engine.steps
         return list(itertools.islice(records, max(0, len(records) - limit), None))
 
     def stats(self, model: str) -> EngineStats:
-        return self._served(model).engine.stats
+        return self._catalog.model(model).engine.stats
+
+    def _num_running(self) -> int:
+        return sum(model.engine.num_requests for model in self._models.values())
+
+    def _end_requests(self, error: LoraplexError) -> None:
+        for model in self._models.values():
+            model.engine.end_requests(error)
 
     def _require_open(self) -> None:
-        if self._is_draining:
-            raise NotReadyError("the server is stopping")
+        self.draining.require_none()
         if not self._is_started:
             raise NotReadyError("the server is starting", retry_after_seconds=2)
 
     def _managed(self, principal: Principal, model: str) -> ServedModel:
         """The model whose adapters are to be changed; raises if they may not be."""
-        if not principal.may_manage_adapters:
-            raise PermissionDeniedError(f"tenant {principal.tenant!r} may not manage adapters")
+        principal.require_manages()
         self._require_open()
-        return self._served(model)
-
-    def _served(self, name: str) -> ServedModel:
-        model = self._models.get(name)
-        if model is None:
-            raise ModelNotFoundError(
-                f"there is no model {name!r} here; there are: {_listing(list(self._models))}",
-                param="model",
-            )
-        return model
-
-
-def _listing(names: list[str], most: int = 20) -> str:
-    shown = ", ".join(repr(name) for name in names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+        return self._catalog.model(model, principal)

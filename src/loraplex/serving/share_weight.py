@@ -9,12 +9,14 @@ def share_weight(
     *,
     adapters: Iterable[str],
     tenant: str,
+    tenant_weight: float | None = None,
 ) -> float:
     """fair_share and weights are the settings fair_share and fair_weights; a name without a weight
-    has 1. Of several adapters the smallest counts; by tenant and adapter, the product.
+    has 1. Of several adapters the smallest counts; by tenant and adapter, the product. What is
+    written beside the tenant's keys (tenant_weight) goes before the setting.
     """
     by_adapter = min((weights.get(name, 1.0) for name in adapters), default=1.0)
-    by_tenant = weights.get(tenant, 1.0)
+    by_tenant = weights.get(tenant, 1.0) if tenant_weight is None else tenant_weight
     match fair_share:
         case "adapter":
             return by_adapter

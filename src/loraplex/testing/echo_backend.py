@@ -46,42 +46,14 @@ from loraplex.serving.adapters.cards import (
     UnloadMode,
     VersionCard,
 )
+from loraplex.serving.admission import cut_prompt
 from loraplex.serving.backend import Health, ModelCard
 from loraplex.serving.model_memory import ModelMemory, StoredAdapters
+from loraplex.serving.text.chat_format import UNKNOWN_FORMAT, ChatFormat
 from loraplex.testing import echo_tokenizer
-from loraplex.testing.echo_adapters import CREATED, EchoAdapters
+from loraplex.testing.echo_adapters import EchoAdapters
+from loraplex.testing.echo_model import echo_chat_prompt, echo_model
 from loraplex.testing.echo_stream import EchoStream, Fault
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-
-
-def echo_chat_prompt(
-    messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
-) -> str:
-    """The chat template: `<s>` and one `role: content` line per message, then `assistant: `."""
-    lines = []
-    for message in messages:
-        if message.get("role") not in ROLES:
-            raise InvalidRequestError(
-                f"the chat template knows the roles {', '.join(ROLES)}; got {message.get('role')!r}"
-            )
-        lines.append(f"{message['role']}: {message.get('content') or ''}\n")
-    return "<s>" + "".join(lines) + ("assistant: " if add_generation_prompt else "")
-
-
-def echo_model(name: str, *, max_model_len: int = 4096) -> ModelCard:
-    """The card of a model that EchoBackend serves."""
-    return ModelCard(
-        name=name,
-        path=f"/models/{name}",
-        created=CREATED,
-        max_model_len=max_model_len,
-        vocab_size=echo_tokenizer.VOCAB_SIZE,
-        eos_token_id=echo_tokenizer.EOS_TOKEN_ID,
-        pad_token_id=echo_tokenizer.PAD_TOKEN_ID,
-        dtype="float32",
-        kv_dtype="float32",
-    )
 
 
 class EchoBackend:
@@ -99,7 +71,9 @@ class EchoBackend:
         *,
         max_model_len: int = 4096,
         delay_seconds: float = 0.0,
+        chat: ChatFormat = UNKNOWN_FORMAT,
     ) -> None:
+        """chat: how all of the models write reasoning and tool calls."""
         self.delay_seconds = delay_seconds
         self.num_cached_tokens = 0
         self.unready_reason = ""
@@ -112,9 +86,17 @@ class EchoBackend:
         """None: the engine was never there."""
         self.step_records: list[StepRecord] = []
         self.requests: list[GenerateRequest] = []
+        self.scripts: deque[tuple[str, ...]] = deque()
+        """What the next requests are answered instead of the echo: a text for each sequence."""
+        self.prompt_ending = ""
+        """What the chat template puts behind every prompt."""
+        self.shown_tools: list[Sequence[Mapping[str, Any]] | None] = []
+        """What each rendering of the chat template was given."""
         self.finished: list[RequestId] = []
         self.aborted: list[RequestId] = []
-        self._models = {name: echo_model(name, max_model_len=max_model_len) for name in models}
+        self._models = {
+            name: echo_model(name, max_model_len=max_model_len, chat=chat) for name in models
+        }
         self.adapter_tensors: list[tuple[RequestTensor, RequestTensor]] = []
         self._adapters = EchoAdapters()
         self._faults: deque[Fault] = deque()
@@ -157,7 +139,8 @@ class EchoBackend:
     def model_ready(self, model: str) -> bool:
         return model in self._models and not self.unready_reason
 
-    def models(self) -> Sequence[ModelCard]:
+    def models(self, principal: Principal = LOCAL) -> Sequence[ModelCard]:
+        del principal
         return list(self._models.values())
 
     def model(self, name: str) -> ModelCard:
@@ -195,12 +178,23 @@ class EchoBackend:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        omits_absent: bool = False,
     ) -> str:
-        del tools, template_kwargs
+        del template_kwargs, omits_absent
+        self.shown_tools.append(tools)
         self.model(model)
-        return echo_chat_prompt(messages, add_generation_prompt=add_generation_prompt)
+        found = [{"role": "system", "content": str(dict(one))} for one in documents or ()]
+        prompt = echo_chat_prompt(
+            [*found, *messages],
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+        )
+        return (
+            prompt.removesuffix("\n") if continue_final_message else prompt
+        ) + self.prompt_ending
 
     def tokenize(self, model: str, text: str, *, add_special_tokens: bool = True) -> list[int]:
         self.model(model)
@@ -232,7 +226,7 @@ class EchoBackend:
         request.sampling.validate()
         check_adapters(request.adapters)
         prompt_token_ids = self._prompt_token_ids(request)
-        if request.adapters and not principal.may_use_adapters:
+        if request.adapters and not principal.rights.use:
             raise PermissionDeniedError("this key may not use adapters")
         adapters = tuple(self._resolve(request, choice) for choice in request.adapters)
         return EchoStream(self, request, prompt_token_ids, adapters, fault)
@@ -359,6 +353,7 @@ class EchoBackend:
             )
         else:
             token_ids = request.prompt
+        token_ids = tuple(cut_prompt(request, token_ids, card))
         self._check_vocabulary(card.name, token_ids)
         if not token_ids:
             raise InvalidRequestError("the prompt is empty", param="prompt")
@@ -381,5 +376,5 @@ class EchoBackend:
 
 
 def _check_may_manage(principal: Principal) -> None:
-    if not principal.may_manage_adapters:
+    if not principal.rights.manage:
         raise PermissionDeniedError("this key may not load or unload adapters")

@@ -107,11 +107,14 @@ class EchoStream(AsyncIterator[RequestOutput]):
         prompt = echo_tokenizer.decode(self._prompt_token_ids)
         names = [adapter.name for adapter in self._adapters]
         room = self._backend.model(request.model).max_model_len - len(self._prompt_token_ids)
+        answers: Sequence[str] = [
+            echo_answer(request.model, names, prompt, index) for index in range(request.sampling.n)
+        ]
+        if self._backend.scripts:
+            answers = self._backend.scripts.popleft()
         return [
-            EchoSequence(
-                index, echo_answer(request.model, names, prompt, index), request.sampling, room
-            )
-            for index in range(request.sampling.n)
+            EchoSequence(index, answer, request.sampling, room)
+            for index, answer in enumerate(answers)
         ]
 
     def _step(self, sequences: Sequence[EchoSequence], *, is_first: bool) -> RequestOutput:

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -27,23 +28,28 @@ class RunningServer:
     http_port: int
     grpc_port: int
     metrics_port: int
+    certificate: Path | None = dataclasses.field(default=None, kw_only=True)
+    """Of a server that speaks TLS."""
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.http_port}"
+        return self._url(self.http_port)
+
+    def _url(self, port: int) -> str:
+        return f"http{'s' if self.certificate else ''}://127.0.0.1:{port}"
 
     def get(self, path: str, port: int | None = None) -> tuple[int, str]:
         """(status, body)."""
-        return fetch(f"http://127.0.0.1:{port or self.http_port}{path}")
+        return fetch(f"{self._url(port or self.http_port)}{path}", certificate=self.certificate)
 
     def post(self, path: str, body: Any) -> tuple[int, Any]:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        status, text = fetch(f"{self.url}{path}", data)
+        status, text = fetch(f"{self.url}{path}", data, certificate=self.certificate)
         return status, json.loads(text) if text else None
 
     def delete(self, path: str) -> int:
         """The status."""
-        return fetch(f"{self.url}{path}", method="DELETE")[0]
+        return fetch(f"{self.url}{path}", method="DELETE", certificate=self.certificate)[0]
 
     def is_ready(self) -> bool:
         with contextlib.suppress(OSError):
@@ -62,10 +68,16 @@ class RunningServer:
         return self.process.wait(STOP_SECONDS)
 
 
-def fetch(url: str, data: bytes | None = None, method: str | None = None) -> tuple[int, str]:
+def fetch(
+    url: str,
+    data: bytes | None = None,
+    method: str | None = None,
+    certificate: Path | None = None,
+) -> tuple[int, str]:
+    context = None if certificate is None else ssl.create_default_context(cafile=certificate)
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with urllib.request.urlopen(request, timeout=60, context=context) as response:
             return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
         with error:
@@ -82,9 +94,11 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def serving(state_dir: Path, *flags: str, model: Path = BASE_PATH) -> Iterator[RunningServer]:
+def serving(
+    state_dir: Path, *flags: str, model: Path = BASE_PATH, certificate: Path | None = None
+) -> Iterator[RunningServer]:
     """`loraplex serve` with the shipped model (or a copy of it) and both adapters, until the
-    context ends.
+    context ends. certificate: what to trust, of one that the flags let speak TLS.
     """
     ports = free_ports(3)
     command = [sys.executable, "-m", "loraplex", "serve", str(model), "--name", MODEL]
@@ -93,17 +107,20 @@ def serving(state_dir: Path, *flags: str, model: Path = BASE_PATH) -> Iterator[R
     for kind, port in zip(("http", "grpc", "metrics"), ports, strict=True):
         command += [f"--{kind}-port", str(port)]
     command += ["--state-dir", str(state_dir), *flags]
-    with running(command, ports) as server:
+    with running(command, ports, certificate=certificate) as server:
         yield server
 
 
 @contextlib.contextmanager
 def running(
-    command: Sequence[str], ports: Sequence[int], stdout: IO[str] | None = None
+    command: Sequence[str],
+    ports: Sequence[int],
+    stdout: IO[str] | None = None,
+    certificate: Path | None = None,
 ) -> Iterator[RunningServer]:
     """A server's process, ready, until the context ends. ports: HTTP, gRPC, metrics."""
     process = subprocess.Popen(command, stdout=stdout, text=True)
-    server = RunningServer(process, *ports)
+    server = RunningServer(process, *ports, certificate=certificate)
     try:
         server.wait_until(ready=True)
         yield server

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import uvicorn
 from starlette.applications import Starlette
 
-from loraplex.frontends.kserve.access import Authenticate, everyone_is_local
+from loraplex.frontends.access import Authenticate, everyone_is_local
 from loraplex.frontends.kserve.grpc.server import GrpcServer
 from loraplex.frontends.kserve.http.routes import kserve_routes
 from loraplex.frontends.kserve.model_control import ModelControl

@@ -65,7 +65,7 @@ def _finish_byte_level(tokenizer: Tokenizer, folder: Path) -> Path:
     tokenizer.train_from_iterator(CORPUS, trainer)
     _put_bos_in_front(tokenizer)
     tokenizer.add_special_tokens([AddedToken(TURN, special=True)])
-    return _save(tokenizer, folder, {})
+    return save_tokenizer_folder(tokenizer, folder, {})
 
 
 def write_unigram(folder: Path) -> Path:
@@ -82,7 +82,7 @@ def write_unigram(folder: Path) -> Path:
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     _put_bos_in_front(tokenizer)
-    return _save(tokenizer, folder, {"unk_token": UNK})
+    return save_tokenizer_folder(tokenizer, folder, {"unk_token": UNK})
 
 
 def write_word_piece(folder: Path, *, cleans_up_spaces: bool = True) -> Path:
@@ -97,7 +97,7 @@ def write_word_piece(folder: Path, *, cleans_up_spaces: bool = True) -> Path:
     tokenizer.train_from_iterator(CORPUS, trainer)
     _put_bos_in_front(tokenizer)
     config = {"unk_token": UNK, "clean_up_tokenization_spaces": cleans_up_spaces}
-    return _save(tokenizer, folder, config)
+    return save_tokenizer_folder(tokenizer, folder, config)
 
 
 def write_llama_sentencepiece(folder: Path, config: Mapping[str, Any] | None = None) -> Path:
@@ -164,7 +164,8 @@ def _train_sentencepiece(folder: Path, options: Mapping[str, Any]) -> None:
     (folder / "tokenizer.model").write_bytes(model.getvalue())
 
 
-def _save(tokenizer: Tokenizer, folder: Path, config: Mapping[str, Any]) -> Path:
+def save_tokenizer_folder(tokenizer: Tokenizer, folder: Path, config: Mapping[str, Any]) -> Path:
+    """Writes both files; `config` comes before the usual roles. Gives the folder back."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     usual = {

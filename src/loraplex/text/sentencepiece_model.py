@@ -16,7 +16,6 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 from tokenizers import decoders as token_decoders
-from tokenizers.processors import TemplateProcessing
 
 from loraplex.core.errors import ConfigError, UnsupportedModelError
 
@@ -103,15 +102,6 @@ def build_tokenizer(model: SentencePieceModel, config: Mapping[str, Any]) -> Tok
         elif piece.type is PieceType.USER_DEFINED:
             tokenizer.add_tokens([AddedToken(piece.text, normalized=False, special=False)])
     return tokenizer
-
-
-def set_bos_and_eos(tokenizer: Tokenizer, bos: str | None, eos: str | None) -> None:
-    """Let encode put these (texts of special tokens; None: not) around a text."""
-    tokens = [token for token in (bos, eos) if token is not None]
-    parts = [*([bos] if bos is not None else []), "$A", *([eos] if eos is not None else [])]
-    tokenizer.post_processor = TemplateProcessing(
-        single=parts, special_tokens=[(token, tokenizer.token_to_id(token)) for token in tokens]
-    )
 
 
 def _bpe(model: SentencePieceModel) -> models.BPE:

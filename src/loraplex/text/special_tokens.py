@@ -26,10 +26,12 @@ NAMES = (
 
 
 class SpecialTokens(msgspec.Struct, frozen=True):
-    """`named`: role (`bos_token`, ...) to text. `added`: in the order in which they get ids."""
+    """`named`: role (`bos_token`, ...) to text. The others: in the order in which they get ids."""
 
     named: dict[str, str]
     added: tuple[AddedToken, ...]
+    """Added whether or not the tokenizer has them: how they are searched in a text counts."""
+    added_if_absent: tuple[AddedToken, ...] = ()
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -45,12 +47,15 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def read_special_tokens(folder: Path, config: Mapping[str, Any]) -> SpecialTokens:
-    """`config` is the folder's tokenizer_config.json. Raises ConfigError."""
+def read_special_tokens(
+    folder: Path, config: Mapping[str, Any], overrides: Mapping[str, Any]
+) -> SpecialTokens:
+    """`config` is the folder's tokenizer_config.json with the operator's overrides, which come
+    before every other file, too. Raises ConfigError."""
     is_old_layout = "added_tokens_decoder" not in config
     roles = dict(config)
     if is_old_layout:
-        roles |= read_json_object(folder / "special_tokens_map.json")
+        roles |= read_json_object(folder / "special_tokens_map.json") | dict(overrides)
     if isinstance(own_roles := roles.get("extra_special_tokens"), dict):
         roles |= own_roles
     try:
@@ -63,9 +68,8 @@ def read_special_tokens(folder: Path, config: Mapping[str, Any]) -> SpecialToken
         ) from error
     known = {str(token) for token in numbered}
     others = [*(_added(roles[name]) for name in named), *extra]
-    return SpecialTokens(
-        named, (*numbered, *(token for token in others if str(token) not in known))
-    )
+    absent = tuple(token for token in others if str(token) not in known)
+    return SpecialTokens(named, tuple(numbered), absent)
 
 
 def _role_names(roles: Mapping[str, Any]) -> list[str]:

@@ -206,11 +206,19 @@ class TextStream:
     Only what later tokens cannot change is given: an incomplete UTF-8 character waits.
     """
 
-    def __init__(self, vocabulary: Vocabulary, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        *,
+        skip_special_tokens: bool = True,
+        shown_ids: Iterable[int] = (),
+    ) -> None:
+        """shown_ids: special tokens that are not skipped."""
         decoding = vocabulary.decoding
         errors = "surrogateescape" if decoding.replaces_bytes else "replace"
         self._vocabulary = vocabulary
-        self._skipped_ids = vocabulary.special_ids if skip_special_tokens else frozenset()
+        skipped_ids = vocabulary.special_ids if skip_special_tokens else frozenset()
+        self._skipped_ids = skipped_ids.difference(shown_ids)
         self._is_first = True
         self._strip_char, self._num_to_strip = decoding.strip
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors)

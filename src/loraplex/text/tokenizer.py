@@ -5,18 +5,20 @@ the same folder. Decoding is `token_decoding`.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
+import msgspec
 import tokenizers
 
 from loraplex.core.errors import ConfigError, InvalidRequestError
+from loraplex.text.framing import override_frame, set_frame
 from loraplex.text.sentencepiece_model import (
     SentencePieceModel,
     build_tokenizer,
     read_sentencepiece_model,
-    set_bos_and_eos,
 )
 from loraplex.text.special_tokens import (
     SpecialTokens,
@@ -56,8 +58,10 @@ class Tokenizer(Protocol):
         """Bytes that are not UTF-8 become U+FFFD; ids without a token become nothing."""
         ...
 
-    def text_stream(self, skip_special_tokens: bool = True) -> TextStream:
-        """`decode` for ids that come one after the other."""
+    def text_stream(
+        self, skip_special_tokens: bool = True, shown_ids: Sequence[int] = ()
+    ) -> TextStream:
+        """`decode` for ids that come one after the other; shown_ids are not skipped."""
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -71,59 +75,74 @@ class Tokenizer(Protocol):
     def is_special(self, token_id: int) -> bool: ...
 
 
-def load_tokenizer(path: Path | str) -> Tokenizer:
+def load_tokenizer(
+    path: Path | str, overrides: Mapping[str, Any] = MappingProxyType({})
+) -> Tokenizer:
     """Read a model folder: its tokenizer.json, else its sentencepiece tokenizer.model.
 
-    Raises ConfigError if it has neither or they are broken, UnsupportedModelError if the
-    tokenizer needs something that is not served.
+    overrides: entries instead of those of its tokenizer_config.json; None takes one away. What is
+    put around a text is what a tokenizer.json says (add_bos_token and add_eos_token beside one do
+    not count, as in transformers) and these entries change. Raises ConfigError if it has neither or
+    they are broken, UnsupportedModelError if the tokenizer needs something that is not served.
     """
     folder = Path(path)
     if not folder.is_dir():
         raise ConfigError(f"there is no model folder {folder}")
-    config = read_json_object(folder / "tokenizer_config.json")
-    special_tokens = read_special_tokens(folder, config)
+    config = read_json_object(folder / "tokenizer_config.json") | dict(overrides)
+    special_tokens = read_special_tokens(folder, config, overrides)
     if (folder / "tokenizer.json").is_file():
-        return _load_json(folder / "tokenizer.json", config, special_tokens)
+        return _load_json(folder / "tokenizer.json", config, special_tokens, overrides)
     if (folder / "tokenizer.model").is_file():
-        return _load_sentencepiece(folder / "tokenizer.model", config, special_tokens)
+        absent = {name for name, value in overrides.items() if value is None}
+        return _load_sentencepiece(folder / "tokenizer.model", config, special_tokens, absent)
     raise ConfigError(
         f"{folder} has no tokenizer: a tokenizer.json or a sentencepiece tokenizer.model is needed"
     )
 
 
 def _load_json(
-    path: Path, config: Mapping[str, Any], special_tokens: SpecialTokens
+    path: Path,
+    config: Mapping[str, Any],
+    special_tokens: SpecialTokens,
+    overrides: Mapping[str, Any],
 ) -> "LibraryTokenizer":
     try:
         text = path.read_text(encoding="utf-8")
         backend = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises nothing more exact
         raise ConfigError(f"{path} cannot be read as a tokenizer: {error}") from error
-    return LibraryTokenizer(backend, json.loads(text).get("decoder"), config, special_tokens)
+    decoder = json.loads(text).get("decoder")
+    tokenizer = LibraryTokenizer(backend, decoder, config, special_tokens)
+    override_frame(backend, overrides, special_tokens.named)
+    return tokenizer
 
 
 def _load_sentencepiece(
-    path: Path, config: Mapping[str, Any], special_tokens: SpecialTokens
+    path: Path, config: Mapping[str, Any], special_tokens: SpecialTokens, absent: Collection[str]
 ) -> "LibraryTokenizer":
     model = read_sentencepiece_model(path)
     backend = build_tokenizer(model, config)
     decoder = json.loads(backend.to_str())["decoder"]
-    special_tokens = _with_model_names(special_tokens, model)
+    special_tokens = _with_model_names(special_tokens, model, absent)
     tokenizer = LibraryTokenizer(backend, decoder, config, special_tokens)
     names = special_tokens.named
-    set_bos_and_eos(
-        backend,
-        names.get("bos_token") if config.get("add_bos_token", True) else None,
-        names.get("eos_token") if config.get("add_eos_token", False) else None,
-    )
+    bos = names.get("bos_token") if config.get("add_bos_token", True) else None
+    eos = names.get("eos_token") if config.get("add_eos_token", False) else None
+    set_frame(backend, [bos] if bos else [], [eos] if eos else [])
     return tokenizer
 
 
-def _with_model_names(special_tokens: SpecialTokens, model: SentencePieceModel) -> SpecialTokens:
-    """Roles that the folder does not name have the pieces that the model names."""
+def _with_model_names(
+    special_tokens: SpecialTokens, model: SentencePieceModel, absent: Collection[str]
+) -> SpecialTokens:
+    """Roles that the folder does not name, nor the operator denies, have the model's pieces."""
     pieces = {"bos_token": model.bos_id, "eos_token": model.eos_id, "unk_token": model.unk_id}
-    own = {name: text for name, at in pieces.items() if (text := model.text_of(at)) is not None}
-    return SpecialTokens(own | special_tokens.named, special_tokens.added)
+    own = {
+        name: text
+        for name, at in pieces.items()
+        if name not in absent and (text := model.text_of(at)) is not None
+    }
+    return msgspec.structs.replace(special_tokens, named=own | special_tokens.named)
 
 
 class LibraryTokenizer:
@@ -141,6 +160,9 @@ class LibraryTokenizer:
         backend.no_padding()
         backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
         backend.add_tokens(list(special_tokens.added))
+        present = {str(token) for token in backend.get_added_tokens_decoder().values()}
+        absent = [t for t in special_tokens.added_if_absent if str(t) not in present]
+        backend.add_tokens(absent)
         self._backend = backend
         self._named = dict(special_tokens.named)
         special_ids = {
@@ -190,8 +212,12 @@ class LibraryTokenizer:
         stream = self.text_stream(skip_special_tokens)
         return stream.push(token_ids) + stream.finish()
 
-    def text_stream(self, skip_special_tokens: bool = True) -> TextStream:
-        return TextStream(self._vocabulary, skip_special_tokens=skip_special_tokens)
+    def text_stream(
+        self, skip_special_tokens: bool = True, shown_ids: Sequence[int] = ()
+    ) -> TextStream:
+        return TextStream(
+            self._vocabulary, skip_special_tokens=skip_special_tokens, shown_ids=shown_ids
+        )
 
     def token_bytes(self, token_id: int) -> bytes:
         return self._vocabulary.piece(token_id)

@@ -4,49 +4,28 @@ One table says of every key what it does here. Texts for other values are taken,
 takes them: "true", "0.8".
 """
 
-import dataclasses
 import difflib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from loraplex.triton.parameters import Effect, Kind
+from loraplex.triton.setting_rows import Kind, SettingRow, here, no_effect, refused, setting
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class EngineArg:
-    """What one key does."""
-
-    key: str
-    kind: Kind
-    effect: Effect
-    setting: str = ""
-    """Of SETTING: the field of ModelConfig."""
-    reason: str = ""
-    """Of NONE and REFUSED."""
-    neutral: tuple[Any, ...] = ()
-    """Of REFUSED: the values that ask for nothing, beside null, false, 0 and what is empty."""
+def _settings(kind: Kind, **fields: str) -> Iterable[SettingRow]:
+    return (setting(key, kind, field) for key, field in fields.items())
 
 
-def _settings(kind: Kind, **settings: str) -> Iterable[EngineArg]:
-    return (EngineArg(key, kind, Effect.SETTING, setting) for key, setting in settings.items())
+def _none(reason: str, keys: str) -> Iterable[SettingRow]:
+    return (no_effect(key, reason) for key in keys.split())
 
 
-def _here(kind: Kind, *keys: str) -> Iterable[EngineArg]:
-    return (EngineArg(key, kind, Effect.HERE) for key in keys)
-
-
-def _none(reason: str, keys: str) -> Iterable[EngineArg]:
-    return (EngineArg(key, Kind.ANY, Effect.NONE, reason=reason) for key in keys.split())
-
-
-def _refused(reason: str, key: str, *neutral: Any) -> Iterable[EngineArg]:
-    return (EngineArg(key, Kind.ANY, Effect.REFUSED, reason=reason, neutral=neutral),)
-
+PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 ENGINE_ARGS = (
-    *_here(Kind.TEXT, "model", "tokenizer"),
+    here("model", Kind.TEXT, "the setting `path`"),
+    here("tokenizer", Kind.TEXT, "the setting `tokenizer`"),
     *_settings(
         Kind.TEXT,
         revision="revision",
@@ -71,11 +50,13 @@ ENGINE_ARGS = (
         cudagraph_capture_sizes="cuda_graph_batch_sizes",
         cuda_graph_sizes="cuda_graph_batch_sizes",
     ),
-    *_here(Kind.BOOL, "enforce_eager", "enable_lora", "disable_log_stats"),
-    *_here(Kind.NUMBER, "swap_space"),
-    *_here(Kind.WHOLE, "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
-    *_here(Kind.TEXT, "device"),
-    *_here(Kind.ANY, "speculative_config"),
+    here("enforce_eager", Kind.BOOL, "no steps are recorded on a GPU: `cuda_graphs` false"),
+    here("enable_lora", Kind.BOOL, "reads multi_lora.json; without it `lora_name` is refused"),
+    here("disable_log_stats", Kind.BOOL, "no vllm:* metrics"),
+    here("swap_space", Kind.NUMBER, "GiB of `kv_cache_host_memory_bytes`"),
+    *(here(key, Kind.WHOLE, "more than 1 is served as 1, with a warning") for key in PARALLEL),
+    here("device", Kind.TEXT, "auto, cuda, cuda:N or cpu"),
+    here("speculative_config", Kind.ANY, "the method ngram, which needs no second model"),
     *_none("requests are never logged", "disable_log_requests enable_log_requests max_log_len"),
     *_none("the model's name in the repository counts", "served_model_name"),
     *_none(
@@ -104,7 +85,8 @@ ENGINE_ARGS = (
         "data_parallel_external_lb data_parallel_backend prefill_context_parallel_size "
         "decode_context_parallel_size dcp_kv_cache_interleave_size cp_kv_cache_interleave_size "
         "dcp_comm_backend disable_nccl_for_dp_synchronization api_process_count "
-        "api_process_rank numa_bind numa_bind_nodes numa_bind_cpus",
+        "api_process_rank _api_process_count _api_process_rank cpu_distributed_timeout_seconds "
+        "enable_multimodal_encoder_data_parallel numa_bind numa_bind_nodes numa_bind_cpus",
     ),
     *_none(
         "of models with experts",
@@ -127,7 +109,7 @@ ENGINE_ARGS = (
     *_none(
         "of models with a state beside the KV cache",
         "mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode mamba_backend "
-        "gdn_prefill_backend",
+        "gdn_prefill_backend mamba_config prefix_match_unit replayssm_buffer_len use_replayssm",
     ),
     *_none(
         "the engine plans this itself",
@@ -141,7 +123,19 @@ ENGINE_ARGS = (
         "calculate_kv_scales override_attention_dtype optimization_level compilation_config "
         "attention_config attention_backend kernel_config linear_backend ir_op_priority "
         "performance_mode additional_config "
-        "override_neuron_config enable_flashinfer_autotune",
+        "override_neuron_config enable_flashinfer_autotune max_num_scheduled_tokens",
+    ),
+    *_none(
+        "an engine that dies is always started again",
+        "enable_fault_tolerance fault_tolerance_config",
+    ),
+    *_none("see `enable_prompt_adapter`", "max_prompt_adapters max_prompt_adapter_token"),
+    *_none(
+        "guesses never change an answer, and are few where they fail",
+        "speculative_disable_mqa_scorer speculative_max_model_len "
+        "speculative_disable_by_batch_size spec_decoding_acceptance_method "
+        "typical_acceptance_sampler_posterior_threshold "
+        "typical_acceptance_sampler_posterior_alpha disable_logprobs_during_spec_decoding",
     ),
     *_none(
         "every answer may say as much as its request asks for, and has its own seed",
@@ -161,53 +155,67 @@ ENGINE_ARGS = (
         "enable_mfu_metrics enable_logging_iteration_details enable_mm_processor_stats "
         "fail_on_environ_validation shutdown_timeout",
     ),
-    *_refused("weights that are not in the folder", "load_format", "auto", "safetensors", "pt"),
-    *_refused("a model that does not generate", "task", "auto", "generate"),
-    *_refused("a model that does not generate", "runner", "auto", "generate"),
-    *_refused("a model that does not generate", "convert", "auto", "none"),
-    *_refused("a model that does not generate", "override_pooler_config"),
-    *_refused("a model that does not generate", "pooler_config"),
-    *_refused("a server without a tokenizer", "skip_tokenizer_init"),
-    *_refused("a server without a tokenizer", "tokens_only"),
-    *_refused("prompts that are embeddings", "enable_prompt_embeds"),
-    *_refused("a change of the model's own config.json", "hf_overrides"),
-    *_refused("a change of the model's own config.json", "rope_scaling"),
-    *_refused("a change of the model's own config.json", "rope_theta"),
-    *_refused("a change of the model's own config.json", "disable_sliding_window"),
-    *_refused("a change of the model's own config.json", "long_lora_scaling_factors"),
-    *_refused("code of the operator's", "logits_processors"),
-    *_refused("code of the operator's", "logits_processor_pattern"),
-    *_refused("log probabilities of another kind", "logprobs_mode", "raw_logprobs"),
-    *_refused("KV that other servers share", "kv_transfer_config"),
-    *_refused("KV that other servers share", "ec_transfer_config"),
-    *_refused("KV that other servers share", "kv_events_config"),
-    *_refused("weights from elsewhere while it serves", "weight_transfer_config"),
-    *_refused("weights that are not on the device", "cpu_offload_gb"),
-    *_refused("weights that are not on the device", "cpu_offload_params"),
-    *_refused("weights that are not on the device", "offload_backend", "auto"),
-    *_refused("weights that are not on the device", "offload_group_size"),
-    *_refused("weights that are not on the device", "offload_num_in_group", 1),
-    *_refused("weights that are not on the device", "offload_prefetch_step", 1),
-    *_refused("weights that are not on the device", "offload_params"),
-    *_refused("KV on the host: see swap_space", "kv_offloading_size"),
-    *_refused("KV on the host: see swap_space", "kv_offloading_backend", "native"),
-    *_refused("a second model that guesses", "speculative_model"),
-    *_refused("a second model that guesses", "num_speculative_tokens"),
-    *_refused("a second model that guesses", "speculative_draft_tensor_parallel_size"),
-    *_refused("a second model that guesses", "ngram_prompt_lookup_max"),
-    *_refused("a second model that guesses", "ngram_prompt_lookup_min"),
-    *_refused("a second model that guesses", "qlora_adapter_name_or_path"),
+    refused("load_format", "weights that are not in the folder", "auto", "safetensors", "pt"),
+    refused("task", "a model that does not generate", "auto", "generate"),
+    refused("runner", "a model that does not generate", "auto", "generate"),
+    refused("convert", "a model that does not generate", "auto", "none"),
+    refused("override_pooler_config", "a model that does not generate"),
+    refused("pooler_config", "a model that does not generate"),
+    refused("skip_tokenizer_init", "a server without a tokenizer"),
+    refused("tokens_only", "a server without a tokenizer"),
+    refused("enable_prompt_embeds", "prompts that are embeddings"),
+    refused("hf_overrides", "a change of the model's own config.json"),
+    refused("rope_scaling", "a change of the model's own config.json"),
+    refused("rope_theta", "a change of the model's own config.json"),
+    refused("disable_sliding_window", "a change of the model's own config.json"),
+    refused("long_lora_scaling_factors", "a change of the model's own config.json"),
+    refused("logits_processors", "code of the operator's"),
+    refused("logits_processor_pattern", "code of the operator's"),
+    refused("logprobs_mode", "log probabilities of another kind", "raw_logprobs"),
+    refused("kv_transfer_config", "KV that other servers share"),
+    refused("ec_transfer_config", "KV that other servers share"),
+    refused("kv_events_config", "KV that other servers share"),
+    refused("weight_transfer_config", "weights from elsewhere while it serves"),
+    refused("cpu_offload_gb", "weights that are not on the device"),
+    refused("cpu_offload_params", "weights that are not on the device"),
+    refused("offload_backend", "weights that are not on the device", "auto"),
+    refused("offload_group_size", "weights that are not on the device"),
+    refused("offload_num_in_group", "weights that are not on the device", 1),
+    refused("offload_prefetch_step", "weights that are not on the device", 1),
+    refused("offload_params", "weights that are not on the device"),
+    refused("kv_offloading_size", "KV on the host: see swap_space"),
+    refused("kv_offloading_backend", "KV on the host: see swap_space", "native"),
+    refused("speculative_model", "a second model that guesses"),
+    refused("num_speculative_tokens", "a second model that guesses"),
+    refused("speculative_draft_tensor_parallel_size", "a second model that guesses"),
+    refused("ngram_prompt_lookup_max", "a second model that guesses"),
+    refused("ngram_prompt_lookup_min", "a second model that guesses"),
+    refused("speculative_model_quantization", "a second model that guesses"),
+    refused("spec_method", "guesses: see speculative_config"),
+    refused("spec_model", "a second model that guesses"),
+    refused("spec_tokens", "guesses: see speculative_config"),
+    refused("diffusion_config", "a model that does not write from left to right"),
+    refused("enable_prompt_adapter", "prompt tuning"),
+    refused("model_weights", "weights that are not in the folder"),
+    refused("quantization_param_path", "weights that are not in the folder"),
+    refused("quantization_config", "a quantisation in detail: see quantization"),
+    refused("allow_deprecated_quantization", "an old quantisation"),
+    refused("model_class_overrides", "code of the operator's"),
+    refused("kv_cache_dtype_skip_layers", "a KV cache of two types", "[]"),
+    refused("qlora_adapter_name_or_path", "an adapter in the weights: see enable_lora"),
 )
-"""By what they do. The names are those of EngineArgs and AsyncEngineArgs."""
+"""By what they do; of a refused one null, false, 0 and what is empty may stay, too. The names are
+those of EngineArgs and AsyncEngineArgs.
+"""
 
-_ROWS: Mapping[str, EngineArg] = MappingProxyType({row.key: row for row in ENGINE_ARGS})
+_ROWS: Mapping[str, SettingRow] = MappingProxyType({row.key: row for row in ENGINE_ARGS})
 _VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {"dtype": {"half": "float16", "float": "float32"}}
 )
 """vLLM's words for values of settings."""
 
 
-def row_of(key: str) -> EngineArg:
+def row_of(key: str) -> SettingRow:
     """Raises ValueError with the nearest key."""
     row = _ROWS.get(key)
     if row is None:
@@ -217,7 +225,7 @@ def row_of(key: str) -> EngineArg:
     return row
 
 
-def read_value(row: EngineArg, value: Any) -> Any:
+def read_value(row: SettingRow, value: Any) -> Any:
     """None if it says nothing. Raises ValueError that says what the value must be."""
     if value is None or (value == "None" and row.kind is not Kind.TEXT):
         return None
@@ -232,7 +240,7 @@ def translated(key: str, value: Any) -> Any:
     return _VALUES.get(key, {}).get(value, value) if isinstance(value, str) else value
 
 
-def asks_for_nothing(row: EngineArg, value: Any) -> bool:
+def asks_for_nothing(row: SettingRow, value: Any) -> bool:
     """Of a REFUSED key: whether this value may stay."""
     written = value.lower() if isinstance(value, str) else value
     return not value or written in ("false", "none", "{}", *row.neutral)

@@ -144,6 +144,24 @@ def write_five_models(folder: Path, values: Mapping[str, str] | None = None) -> 
         raise ConfigError(f"cannot write to {folder}: {error.strerror}") from error
 
 
+def write_filled_models(
+    folder: Path, model: str, *, lora_dir: str | None = None, is_decoupled: bool = False
+) -> None:
+    """For a model and its adapters. Raises ConfigError if there is no such folder, and as above."""
+    values = {"engine_dir": _absolute(model), "decoupled_mode": str(is_decoupled)}
+    if lora_dir is not None:
+        values["lora_prefetch_dir"] = _absolute(lora_dir)
+    write_five_models(folder, values)
+
+
+def _absolute(folder: str) -> str:
+    """Raises ConfigError if there is no such folder."""
+    path = Path(folder).expanduser().absolute()
+    if not path.is_dir():
+        raise ConfigError(f"there is no folder {folder}")
+    return str(path)
+
+
 def _filled(text: str, values: Mapping[str, str]) -> str:
     """Values stand in quotes: what would end them is escaped."""
     template = string.Template(text)

@@ -5,7 +5,7 @@ models around a tensorrt_llm are names before it.
 """
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from loraplex.core.config_layers import Layer
@@ -40,7 +40,8 @@ def read_repositories(paths: Sequence[Path], wanted: Collection[str] = ()) -> Re
         raise ConfigError(
             f"--load-model {missing[0]}: there is no such model; there are {', '.join(folders)}"
         )
-    roles = {name: role_of(folder) for name, folder in folders.items()}
+    roles = _roles(folders, wanted, notes)
+    folders = {name: folders[name] for name in roles}
     tensorrt = TensorrtLlmModels(
         {name: f for name, f in folders.items() if roles[name] is not Role.VLLM}, roles, notes
     )
@@ -63,6 +64,21 @@ def read_repositories(paths: Sequence[Path], wanted: Collection[str] = ()) -> Re
     ]
     loaded = tuple(dict.fromkeys([*wanted, *parts])) if wanted else None
     return Repository(tuple(layers), tuple(declarations), loaded, notes)
+
+
+def _roles(
+    folders: Mapping[str, ModelFolder], wanted: Collection[str], notes: Notes
+) -> dict[str, Role]:
+    """wanted: if there are any, other models may be of systems that are not served: left out."""
+    roles = {}
+    for name, folder in folders.items():
+        try:
+            roles[name] = role_of(folder)
+        except ConfigError as error:
+            if not wanted or name in wanted:
+                raise
+            notes.info(f"{name} is left out: {error.message}")
+    return roles
 
 
 def _by_name(folders: Sequence[ModelFolder]) -> dict[str, ModelFolder]:

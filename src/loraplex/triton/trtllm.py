@@ -13,6 +13,7 @@ from loraplex.triton.engine_dir import built_batch_size, find_engine_dir
 from loraplex.triton.model_folder import ModelFolder
 from loraplex.triton.notes import Notes
 from loraplex.triton.parameters import TENSORRT_LLM_PARAMETERS
+from loraplex.triton.part_parameters import PART_PARAMETERS, check_known, check_served
 from loraplex.triton.roles import KINDS, Role
 from loraplex.triton.trtllm_settings import setting_layers
 
@@ -168,6 +169,9 @@ class TensorrtLlmModels:
         """Raises ConfigError."""
         folder, role = self._folders[name], self._roles[name]
         kind, base = KINDS[role], self.base_of(name)
+        if role in PART_PARAMETERS:
+            check_known(folder, PART_PARAMETERS[role], self._notes)
+            check_served(folder, PART_PARAMETERS[role], self._notes)
         max_batch_size = folder.config.max_batch_size or self._default_batch_size(base)
         is_decoupled = self._is_decoupled(name, role, base)
         config = completed_config(
@@ -201,6 +205,7 @@ class TensorrtLlmModels:
         answers = self._folders[base].parameters
         return ModelOptions(
             excludes_input=bool(answers.read(_ROWS["exclude_input_in_output"])),
+            is_static=(answers.text("gpt_model_type") or "").upper() == "V1",
             max_beam_width=answers.read(_ROWS["max_beam_width"]),
             logits_datatype=declared_datatype(self._folders[base], "context_logits") or "FP32",
             has_draft_model=role is Role.BLS

@@ -1,6 +1,5 @@
 """The parameters of a tensorrt_llm model as settings of the served base model."""
 
-import difflib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -10,7 +9,9 @@ from loraplex.core.config_layers import Layer
 from loraplex.triton.devices import device_layer
 from loraplex.triton.model_folder import ModelFolder
 from loraplex.triton.notes import Notes
-from loraplex.triton.parameters import TENSORRT_LLM_PARAMETERS, Effect, ParameterRow
+from loraplex.triton.parameters import TENSORRT_LLM_PARAMETERS
+from loraplex.triton.part_parameters import check_known, check_served
+from loraplex.triton.setting_rows import SettingRow
 
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {"batch_scheduler_policy": "guaranteed_no_evict", "enable_prefix_cache": False}
@@ -27,7 +28,8 @@ def setting_layers(folder: ModelFolder, engine: Path, notes: Notes) -> Iterator[
     yield from device_layer(folder, notes)
     yield _layer(folder, folder.parameters.place("gpt_model_path"), {"path": str(engine)})
     yield from _queue_layers(folder)
-    _check_keys(folder, notes)
+    check_known(folder, TENSORRT_LLM_PARAMETERS, notes)
+    check_served(folder, TENSORRT_LLM_PARAMETERS, notes)
     for row in TENSORRT_LLM_PARAMETERS:
         yield from _parameter_layer(folder, row, notes)
 
@@ -36,23 +38,15 @@ def _layer(folder: ModelFolder, source: str, settings: Mapping[str, Any]) -> Lay
     return Layer(source, {"models": {folder.name: settings}})
 
 
-def _parameter_layer(folder: ModelFolder, row: ParameterRow, notes: Notes) -> Iterator[Layer]:
+def _parameter_layer(folder: ModelFolder, row: SettingRow, notes: Notes) -> Iterator[Layer]:
     parameters = folder.parameters
     value = parameters.read(row)
     if value is None:
         return
-    match row.effect:
-        case Effect.SETTING if value or row.key not in _ZERO_IS_UNSAID:
-            yield _layer(folder, parameters.place(row.key), {row.setting: value})
-        case Effect.NONE:
-            notes.info(f"{folder.name}: {row.key} has no effect: {row.reason}")
-        case Effect.REFUSED:
-            if value not in row.neutral:
-                neutral = f"; leave it out or say {', '.join(row.neutral)}" if row.neutral else ""
-                raise parameters.error(row.key, f"{value}: {row.reason}, is not served{neutral}")
-        case Effect.HERE:
-            if row.key == _PREFETCH:
-                yield from _prefetch_layer(folder, value, notes)
+    if row.key == _PREFETCH:
+        yield from _prefetch_layer(folder, value, notes)
+    elif row.setting and (value or row.key not in _ZERO_IS_UNSAID):
+        yield _layer(folder, parameters.place(row.key), {row.setting: value})
 
 
 def _prefetch_layer(folder: ModelFolder, written: str, notes: Notes) -> Iterator[Layer]:
@@ -73,14 +67,3 @@ def _queue_layers(folder: ModelFolder) -> Iterator[Layer]:
     for field, value in zip(_QUEUE_FIELDS, values, strict=True):
         if value:
             yield _layer(folder, folder.line_of(field), {field: value})
-
-
-def _check_keys(folder: ModelFolder, notes: Notes) -> None:
-    known = [row.key for row in TENSORRT_LLM_PARAMETERS]
-    for key in folder.parameters.keys:
-        if key in known:
-            continue
-        close = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
-        if close:
-            raise folder.parameters.error(key, f"there is no such parameter; meant is {close[0]}?")
-        notes.warning(f"{folder.parameters.place(key)}: parameter {key} is not known: no effect")

@@ -8,21 +8,26 @@ from typing import Any
 
 from loraplex.core.config_layers import Layer
 from loraplex.core.errors import ConfigError
+from loraplex.core.support import Support
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration, ModelOptions
 from loraplex.models.config_fields import read_object
 from loraplex.triton.config_json import completed_config
 from loraplex.triton.devices import has_gpu
-from loraplex.triton.engine_args import asks_for_nothing, read_value, row_of, translated
+from loraplex.triton.engine_args import (
+    PARALLEL,
+    asks_for_nothing,
+    read_value,
+    row_of,
+    translated,
+)
 from loraplex.triton.model_folder import ModelFolder
 from loraplex.triton.notes import Notes
-from loraplex.triton.parameters import Effect
 from loraplex.triton.roles import KINDS, Role
 
 _MODEL_FILE = "model.json"
 _LORA_FILE = "multi_lora.json"
 _GIB = 1 << 30
 _ZERO_IS_UNSAID = ("long_prefill_token_threshold",)
-_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 
 def read_vllm_model(folder: ModelFolder, notes: Notes) -> tuple[list[Layer], ModelDeclaration]:
@@ -77,9 +82,9 @@ class _Arguments:
                 self._values[key] = read_value(row, value)
             except ValueError as error:
                 raise self._error(key, str(error)) from None
-            if row.effect is Effect.NONE:
+            if row.support is Support.NO_EFFECT:
                 notes.info(f"{folder.name}: {key} has no effect: {row.reason}")
-            if row.effect is Effect.REFUSED and not asks_for_nothing(row, value):
+            if row.support is Support.REFUSED and not asks_for_nothing(row, value):
                 raise self._error(key, f"{key}: {row.reason}, is not served; leave it out")
 
     def value(self, key: str) -> Any:
@@ -96,7 +101,7 @@ class _Arguments:
                 yield self._layer(key, setting, self._here(self.value(key)))
         for key, value in self._values.items():
             row = row_of(key)
-            if row.effect is Effect.SETTING and value is not None and not _is_unsaid(key, value):
+            if row.setting and value is not None and not _is_unsaid(key, value):
                 yield self._layer(key, row.setting, translated(key, value))
         yield from self._converted()
         self._tell_parallel()
@@ -147,7 +152,7 @@ class _Arguments:
             yield Layer("this machine's GPU", {"models": {self._folder.name: settings}})
 
     def _tell_parallel(self) -> None:
-        sizes = {key: self.value(key) for key in _PARALLEL if (self.value(key) or 1) > 1}
+        sizes = {key: self.value(key) for key in PARALLEL if (self.value(key) or 1) > 1}
         for key, size in sizes.items():
             self._notes.warning(f"{self._place(key)}: {key} {size} is served as 1")
 

@@ -8,7 +8,7 @@ import pytest
 from loraplex.app.builder import build_service, served_shapes
 from loraplex.app.launch import with_local_paths
 from loraplex.core.config import Config, ModelConfig
-from loraplex.core.errors import ConfigError, UnsupportedModelError
+from loraplex.core.errors import ConfigError, InvalidRequestError, UnsupportedModelError
 from loraplex.core.server_config import ServerConfig
 from loraplex.models.registry import read_config
 from loraplex.serving.request_metrics import RequestMetrics
@@ -43,7 +43,7 @@ def change(folder, name: str, **fields) -> None:
 
 def test_how_many_steps_are_remembered(build):
     service = build(iter_stats_max_iterations=7)
-    assert service._served("m").engine.steps.maxlen == 7
+    assert service._catalog.model("m").engine.steps.maxlen == 7
 
 
 def test_the_card(build, folder):
@@ -159,3 +159,24 @@ class TestWhatAdaptersMayChange:
     def test_an_unknown_one(self):
         with pytest.raises(ConfigError, match="there is no module 'attn'"):
             self.enabled(lora_target_modules=("attn",))
+
+
+def test_an_end_token_of_the_settings_goes_before_the_models(build, folder):
+    assert build(tokenizer_config={"eos_token": "<|user|>"}).model("m").eos_token_id == 3
+    assert build(tokenizer_config={"eos_token": None}).model("m").eos_token_id == 2
+    assert build(tokenizer_config={"pad_token": None}).model("m").pad_token_id is None
+
+
+HELLO = [{"role": "user", "content": "hi"}]
+
+
+def test_a_chat_template_of_the_settings(build, folder, tmp_path):
+    named = {"chat_template": "{{ messages[0]['content'] }}{{ eos_token }}", "eos_token": "<pad>"}
+    assert build(tokenizer_config=named).render_chat("m", HELLO) == "hi<pad>"
+    (tmp_path / "t.j2").write_text("from the file")
+    both = build(tokenizer_config=named, chat_template=str(tmp_path / "t.j2"))
+    assert both.render_chat("m", HELLO) == "from the file"
+    with pytest.raises(InvalidRequestError, match="has no chat template"):
+        build(tokenizer_config={"chat_template": None}).render_chat("m", HELLO)
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.chat_template must be a text"):
+        build(tokenizer_config={"chat_template": 5})

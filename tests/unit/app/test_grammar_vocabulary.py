@@ -3,7 +3,9 @@
 import pytest
 
 from loraplex.app.grammar_vocabulary import vocabulary_of, vocabulary_source
+from loraplex.core.config import ModelConfig
 from loraplex.core.errors import ConfigError
+from loraplex.core.grammar import GrammarLimits
 from loraplex.execution.grammar.compiler import build_tokenizer
 from loraplex.serving.text.detokenizer import IncrementalDetokenizer
 from loraplex.testing import tiny_tokenizers
@@ -78,9 +80,19 @@ def test_a_very_long_text_is_cut_into_its_first_tokens(tmp_path):
 
 
 def test_a_folder_is_read_when_it_is_asked_for(tmp_path):
-    source = vocabulary_source(tmp_path)
+    limits = GrammarLimits(step_max_items=7)
+    model = ModelConfig(
+        path="elsewhere",
+        tokenizer=str(tmp_path),
+        tokenizer_config={"extra_special_tokens": {"image_token": "<extra>"}},
+        grammar_limits=limits,
+    )
+    source = vocabulary_source(model)
 
     with pytest.raises(ConfigError, match="has no tokenizer"):
         source()
     tiny_tokenizers.write_byte_level(tmp_path)
-    assert source().tokens
+    vocabulary = source()
+    assert vocabulary.tokens[-1] == b"<extra>"
+    assert len(vocabulary.tokens) - 1 in vocabulary.special_ids
+    assert vocabulary.limits == limits

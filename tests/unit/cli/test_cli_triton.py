@@ -7,17 +7,11 @@ from typer.testing import CliRunner
 
 from loraplex.cli.main import app
 from loraplex.cli.triton import build_config, serve_repositories
-from loraplex.cli.triton_flags import (
-    EFFECTS,
-    NO_EFFECT,
-    REFUSED,
-    as_settings,
-    split_flags,
-    without_effect,
-)
+from loraplex.cli.triton_flags import FLAGS, as_settings, split_flags, without_effect
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import ConfigError
 from loraplex.core.server_config import ServerConfig
+from loraplex.core.support import Support
 from loraplex.frontends.kserve.model_control import ControlMode
 from loraplex.triton.repository import read_repositories
 
@@ -54,19 +48,26 @@ def run(*arguments):
     return CliRunner().invoke(app, ["triton", *arguments])
 
 
-def test_every_flag_is_in_one_table_and_hides_no_setting():
-    tables = [*EFFECTS, *NO_EFFECT, *REFUSED]
-    assert len(tables) == len(set(tables))
+SWITCH = "--disable-auto-complete-config"
+
+
+def flags(support):
+    return [flag.name for flag in FLAGS if flag.support is support]
+
+
+def test_every_flag_is_there_once_and_hides_no_setting():
+    names = [flag.name for flag in FLAGS]
+    assert len(names) == len(set(names))
     ours = {*ServerConfig.__struct_fields__, *ModelConfig.__struct_fields__}
-    assert ours & set(tables) == set()
+    assert ours & {name[2:].replace("-", "_") for name in names} == set()
 
 
 def test_both_names_of_a_repository_and_every_flag(served, repository):
-    flags = [f"--{flag.replace('_', '-')}=1" for flag in NO_EFFECT]
-    flags += ["--http-port=0", "--grpc-port", "0", "--exit-timeout-secs=7", "--log-verbose=1"]
-    flags += ["--http-max-input-size=4096", "--disable-auto-complete-config"]
+    given = [f"{name}=1" for name in flags(Support.NO_EFFECT) if name != SWITCH]
+    given += ["--http-port=0", "--grpc-port", "0", "--exit-timeout-secs=7", "--log-verbose=1"]
+    given += ["--http-max-input-size=4096", SWITCH]
     for name in ("--model-repository", "--model-store"):
-        done = run(f"{name}={repository}", *flags)
+        done = run(f"{name}={repository}", *given)
         assert done.exit_code == 0, done.output
     config, _, declarations, control = served[0]
     assert config.server.host == "0.0.0.0"
@@ -92,9 +93,9 @@ def test_the_environment_and_flags_win_over_the_repository(repository, monkeypat
 
 def test_what_has_no_effect_is_told(repository, served, caplog):
     caplog.set_level("INFO")
-    serve_repositories([repository], [], {"allow_http": "true", "rate_limit": None})
+    serve_repositories([repository], [], {"id": "mine", "rate_limit": None})
     told = [record.message for record in caplog.records]
-    assert told.count("flag --allow-http has no effect: all three services always run") == 1
+    assert told.count("flag --id has no effect: the server is called triton") == 1
     assert not any("rate-limit" in text for text in told)
     assert any("no key is asked for" in text for text in told)
     caplog.clear()
@@ -102,11 +103,33 @@ def test_what_has_no_effect_is_told(repository, served, caplog):
     assert not any("no key is asked for" in record.message for record in caplog.records)
 
 
-@pytest.mark.parametrize("flag", sorted(REFUSED))
+@pytest.mark.parametrize("flag", flags(Support.REFUSED))
 def test_what_asks_for_protection_is_refused(flag):
-    with pytest.raises(ConfigError, match=f"flag --{flag.replace('_', '-')}: .*proxy"):
-        split_flags({flag: "true"})
-    assert split_flags({flag: "false"})[1] == {}
+    asks, asks_not = ("false", "true") if flag == "--allow-client-shm" else ("true", "false")
+    variable = flag[2:].replace("-", "_")
+    with pytest.raises(ConfigError, match=f"flag {flag}: "):
+        split_flags({variable: asks})
+    assert split_flags({variable: asks_not})[1] == {}
+
+
+def test_what_is_opened_and_shown():
+    shut = dict.fromkeys(("allow_http", "allow_grpc", "allow_metrics"), "false")
+    assert as_settings(shut) == {"http": False, "grpc": False, "metrics": False}
+    assert as_settings({"allow_gpu_metrics": "0"}) == {"gpu_metrics": False}
+    assert as_settings({"allow_cpu_metrics": "TRUE"}) == {"cpu_metrics": True}
+    with pytest.raises(ConfigError, match="--allow-grpc must be true or false, got 'maybe'"):
+        as_settings({"allow_grpc": "maybe"})
+
+
+def test_tls_needs_both_files():
+    files = {"grpc_server_cert": "c.pem", "grpc_server_key": "k.pem"}
+    assert as_settings({"grpc_use_ssl": "true", **files}) == {
+        "tls_cert": "c.pem",
+        "tls_key": "k.pem",
+    }
+    assert as_settings(files) == {}
+    with pytest.raises(ConfigError, match="--grpc-use-ssl needs --grpc-server-key"):
+        as_settings({"grpc_use_ssl": "1", "grpc_server_cert": "c.pem"})
 
 
 def test_one_address():
@@ -149,7 +172,7 @@ def test_model_control(repository, served):
         (["--model-repository=/nowhere/r"], "cannot read model repository /nowhere/r"),
         (["--model-repository=x", "--model-control-mode=all"], "must be none, poll or explicit"),
         (["--model-repository=x", "--load-model=a"], "requires setting '--model-control-mode="),
-        (["--model-repository=x", "--grpc-use-ssl=true"], "connections are not encrypted"),
+        (["--model-repository=x", "--grpc-root-cert=a.pem"], "clients are known by API keys"),
     ],
 )
 def test_mistakes_are_one_line(arguments, expected):

@@ -11,11 +11,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from loraplex.cli.client import _PROGRAMS, app
+from loraplex.cli.client import PROGRAMS, app
 from loraplex.cli.client_flags import AnySpelling, command_of
 from loraplex.client.benchmark_options import BenchmarkOptions
 from loraplex.client.ensemble_test_options import EnsembleTestOptions
 from loraplex.client.flags import FLAG, argument, flag
+from loraplex.client.speculation_options import SpeculationOptions
 from loraplex.client.text_options import TextOptions
 from loraplex.client.token_options import TokenOptions
 from loraplex.client.vllm_options import VllmOptions
@@ -208,6 +209,14 @@ DEFAULTS = {
         "lora_task_id": None,
     },
     TextOptions: {"model_name": "ensemble", "output_len": 100, "temperature": 1.0},
+    SpeculationOptions: {
+        "url_draft": None,
+        "draft_tensorrt_llm_model_name": "tensorrt_llm",
+        "preprocessor_model_name": "preprocessing",
+        "output_len": 100,
+        "num_draft_tokens": 5,
+        "request_id": "1",
+    },
     EnsembleTestOptions: {"protocol": "http", "concurrency": 128, "max_input_len": None},
     BenchmarkOptions: {
         "protocol": "http",
@@ -243,8 +252,14 @@ def test_defaults_of_the_original(options):
     assert {name: there[name] for name in DEFAULTS[options]} == DEFAULTS[options]
 
 
-@pytest.mark.parametrize("program", [program for program, *_ in _PROGRAMS])
+@pytest.mark.parametrize("program", [program.command for program in PROGRAMS])
 def test_every_program_tells_its_flags(program):
     result = CliRunner().invoke(app, [program, "--help"])
     assert result.exit_code == 0
     assert "--url" in result.stdout
+
+
+def test_a_flag_without_effect_says_so():
+    command = ["inflight-batcher-llm", "--help"]
+    help_text = " ".join(CliRunner().invoke(app, command, env={"COLUMNS": "200"}).stdout.split())
+    assert "No effect: the folder's files say it." in help_text

@@ -5,7 +5,6 @@ import pytest
 from loraplex.convert.build_flags import BUILD_FLAGS
 from loraplex.convert.checkpoint_flags import CHECKPOINT_FLAGS
 from loraplex.convert.flags import (
-    FlagEffect,
     FlagKind,
     Flags,
     check_values,
@@ -15,6 +14,7 @@ from loraplex.convert.flags import (
     refused,
 )
 from loraplex.core.errors import ConfigError
+from loraplex.core.support import Support
 
 ROWS = (
     here("model_dir", FlagKind.TEXT, "the model"),
@@ -145,7 +145,7 @@ SEED_FLAGS = {
 
 @pytest.mark.parametrize("names", SEED_FLAGS.values(), ids=SEED_FLAGS)
 def test_flags_that_users_have(names: str) -> None:
-    known = {name: row.effect for row in BUILD_FLAGS for name in (row.name, *row.aliases)}
+    known = {name: row.support for row in BUILD_FLAGS for name in (row.name, *row.aliases)}
     assert {name: known.get(name) for name in names.split()} == {
-        name: known[name] for name in names.split() if known[name] is not FlagEffect.REFUSED
+        name: known[name] for name in names.split() if known[name] is not Support.REFUSED
     }

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.support import Support
 from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
-from loraplex.frontends.kserve.models.kinds import Effect
 from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
 from loraplex.frontends.openai.responses import Timing
 
@@ -35,6 +35,6 @@ SHORTENED = ("runtime_top_p_", "top_p_", "retention_")
 
 @pytest.mark.parametrize("kind", [TENSORRT_LLM, ENSEMBLE], ids=lambda kind: kind.name)
 def test_every_tensor_that_is_used(kind):
-    names = {row.name for row in kind.inputs if row.effect is Effect.USED} - PROTOCOL
+    names = {row.name for row in kind.inputs if row.support is Support.WORKS} - PROTOCOL
     told = [name for name in sorted(names) if not name.startswith(SHORTENED)]
     assert [name for name in told if f"`{name}`" not in PAGE] == []

@@ -28,6 +28,7 @@ def test_is_a_function_of_its_arguments():
         {"adapters": [("bb", 0.5), ("aa", 1.0)]},
         {"adapters": [("aa", 0.5), ("bb", 1.0)]},
         {"adapters": [("aa", 1.0), ("bb", 0.5), ("bb", 0.5)]},
+        {"cache_salt": "mine"},
     ],
 )
 def test_every_argument_counts(change):
@@ -46,5 +47,7 @@ def test_fields_do_not_run_into_each_other():
         kv_salt("ab", "c", [("", 1.0)], "d"),
         kv_salt("a", "bkv_dtypec", [], "d"),
         kv_salt("akv_dtypeb", "c", [], "d"),
+        kv_salt("ab", "c", [], "", "d"),
+        kv_salt("ab", "c", [], "dcache_salt", ""),
     }
-    assert len(salts) == 10
+    assert len(salts) == 12

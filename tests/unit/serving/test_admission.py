@@ -14,11 +14,11 @@ from loraplex.core.errors import (
     UnsupportedFeatureError,
 )
 from loraplex.core.grammar import Grammar, GrammarKind
-from loraplex.core.principal import LOCAL, Principal
-from loraplex.core.request import GenerateRequest
+from loraplex.core.principal import LOCAL, NONE, Principal, Rights
+from loraplex.core.request import GenerateRequest, PromptTruncation, TruncationSide
 from loraplex.core.retention import KVRetention, TokenRangeRetention
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.serving.admission import admit
+from loraplex.serving.admission import admit, cut_prompt
 from loraplex.serving.backend import ModelCard
 
 CARD = ModelCard(
@@ -205,7 +205,7 @@ def test_the_salt_is_the_same_for_all_else():
             ((4, 5), {}),
             (PROMPT, {"temperature": 0.1, "seed": 3, "n": 2}),
             (PROMPT, {"request": {"priority": 1, "client_request_id": "x"}}),
-            (PROMPT, {"principal": Principal(may_manage_adapters=False)}),
+            (PROMPT, {"principal": Principal(rights=Rights(manage=NONE))}),
         )
     }
     assert len(salts) == 1
@@ -283,3 +283,47 @@ def test_a_prompt_longer_than_its_own_limit():
     said = r"Prompt length \(6\) exceeds maximum input length \(5\)"
     with pytest.raises(PromptTooLongError, match=said):
         admitted(range(3, 9), card=card)
+
+
+@pytest.mark.parametrize(
+    ("truncation", "max_tokens", "card", "left"),
+    [
+        (None, 4, CARD, (1, 2, 3, 4, 5, 6, 7, 8)),
+        (PromptTruncation(3), 4, CARD, (6, 7, 8)),
+        (PromptTruncation(3, TruncationSide.RIGHT), 4, CARD, (1, 2, 3)),
+        (PromptTruncation(8), 4, CARD, (1, 2, 3, 4, 5, 6, 7, 8)),
+        (PromptTruncation(99), 4, CARD, (1, 2, 3, 4, 5, 6, 7, 8)),
+        (PromptTruncation(None), 4, CARD, (3, 4, 5, 6, 7, 8)),
+        (PromptTruncation(None), None, CARD, (1, 2, 3, 4, 5, 6, 7, 8)),
+        (PromptTruncation(None), 4, msgspec.structs.replace(CARD, max_input_len=2), (7, 8)),
+    ],
+)
+def test_a_prompt_is_cut(truncation, max_tokens, card, left):
+    request = GenerateRequest(
+        request_id=1,
+        model="m",
+        prompt=tuple(range(1, 9)),
+        truncation=truncation,
+        sampling=SamplingParams(max_tokens=max_tokens),
+    )
+    assert tuple(cut_prompt(request, request.prompt, card)) == left
+
+
+@pytest.mark.parametrize(("most", "max_tokens"), [(0, 4), (-1, 4), (None, 10), (2.5, 4)])
+def test_a_prompt_is_not_cut_to_nothing(most, max_tokens):
+    request = GenerateRequest(
+        request_id=1,
+        model="m",
+        prompt=(1, 2),
+        truncation=PromptTruncation(most),
+        sampling=SamplingParams(max_tokens=max_tokens),
+    )
+    with pytest.raises(InvalidParameterError) as caught:
+        cut_prompt(request, request.prompt, CARD)
+    assert caught.value.param == "truncate_prompt_tokens"
+    assert "at least 1 is needed" in caught.value.message
+
+
+def test_a_cache_salt_is_part_of_the_salt():
+    salts = {admitted(request={"cache_salt": salt}).kv_salt for salt in ("", "a", "b")}
+    assert len(salts) == 3

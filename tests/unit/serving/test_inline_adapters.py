@@ -17,7 +17,7 @@ from loraplex.core.errors import (
     NotReadyError,
     PermissionDeniedError,
 )
-from loraplex.core.principal import LOCAL, Principal
+from loraplex.core.principal import LOCAL, NONE, Principal, Rights
 from loraplex.serving.adapters.changes import AdapterChanges
 from loraplex.serving.adapters.loading import AdapterLoading
 from loraplex.serving.request_metrics import RequestMetrics
@@ -213,7 +213,7 @@ class TestService:
     async def test_who_may_not(self, service, staging):
         await service.start()
         with pytest.raises(PermissionDeniedError, match="may not manage adapters"):
-            await self.add(service, Principal("t", may_manage_adapters=False))
+            await self.add(service, Principal("t", rights=Rights(manage=NONE)))
         assert staging.asked == []
 
     async def test_not_yet(self, service, staging):

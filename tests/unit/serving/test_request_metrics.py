@@ -16,9 +16,14 @@ from loraplex.core.output import (
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.serving.request_metrics import MAX_ADAPTER_LABELS, RequestMetrics
+from loraplex.serving.wire_request import GenerationRecord
 
 REQUEST = GenerateRequest(request_id=1, model="base", prompt="Hi")
 MS = 1_000_000
+
+
+def record() -> GenerationRecord:
+    return GenerationRecord(REQUEST, "tenant", 0)
 
 
 class ScriptedOutputs:
@@ -78,7 +83,7 @@ def metrics(clock):
 
 
 async def run(metrics, clock, steps) -> list[RequestOutput]:
-    return [o async for o in metrics.observe(REQUEST, ScriptedOutputs(clock, steps))]
+    return [o async for o in metrics.observe(REQUEST, ScriptedOutputs(clock, steps), record())]
 
 
 def value(metrics, name, **labels) -> float | None:
@@ -141,7 +146,7 @@ async def test_an_error_in_mid_stream(metrics, clock):
 
 async def test_a_client_that_leaves(metrics, clock):
     inner = ScriptedOutputs(clock, [(10, output((0, 1, None), total=1))])
-    observed = metrics.observe(REQUEST, inner)
+    observed = metrics.observe(REQUEST, inner, record())
     await anext(observed)
     await observed.aclose()
     await observed.aclose()
@@ -151,7 +156,7 @@ async def test_a_client_that_leaves(metrics, clock):
 
 async def test_closing_a_finished_request_counts_nothing(metrics, clock):
     steps = [(1, output((0, 1, FinishReason.STOP), total=1, finished=True))]
-    observed = metrics.observe(REQUEST, ScriptedOutputs(clock, steps))
+    observed = metrics.observe(REQUEST, ScriptedOutputs(clock, steps), record())
     await anext(observed)
     await observed.aclose()
     assert value(metrics, "requests_total", adapter="", finish_reason="abort") is None
@@ -200,6 +205,6 @@ def test_two_of_them_do_not_share_anything():
 async def test_requests_with_a_grammar(metrics, clock):
     sampling = SamplingParams(grammar=Grammar(GrammarKind.REGEX, "a"))
     request = msgspec.structs.replace(REQUEST, sampling=sampling)
-    metrics.observe(request, ScriptedOutputs(clock, []))
-    metrics.observe(REQUEST, ScriptedOutputs(clock, []))
+    metrics.observe(request, ScriptedOutputs(clock, []), record())
+    metrics.observe(REQUEST, ScriptedOutputs(clock, []), record())
     assert value(metrics, "constrained_requests_total", kind="regex") == 1

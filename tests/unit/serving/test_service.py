@@ -21,7 +21,7 @@ from loraplex.core.errors import (
     QueueFullError,
 )
 from loraplex.core.output import FinishReason
-from loraplex.core.principal import LOCAL, Principal
+from loraplex.core.principal import LOCAL, NONE, Principal, Rights
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.serving import served_model
@@ -174,7 +174,7 @@ class TestGenerate:
         assert service.model("a").max_model_len == 2048
 
     async def test_rights(self, service):
-        nobody = Principal("acme", may_use_adapters=False, may_manage_adapters=False)
+        nobody = Principal("acme", rights=Rights(use=NONE, manage=NONE))
         assert await tokens_of(service, request(), nobody)
         with pytest.raises(PermissionDeniedError, match="'acme' may not use"):
             await service.generate(request("a", ByName("zh")), nobody)

@@ -15,13 +15,14 @@ from loraplex.core.errors import (
     TokenOutOfVocabularyError,
 )
 from loraplex.core.output import FinishReason, RequestOutput
-from loraplex.core.principal import LOCAL, Principal
+from loraplex.core.principal import LOCAL, NONE, Principal, Rights
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.frontends.streams import merge_outputs
 from loraplex.serving.backend import Backend, close_outputs
 from loraplex.testing import echo_tokenizer
-from loraplex.testing.echo_backend import EchoBackend, echo_chat_prompt
+from loraplex.testing.echo_backend import EchoBackend
+from loraplex.testing.echo_model import echo_chat_prompt
 from loraplex.testing.echo_sequence import echo_answer, echo_logprob
 
 
@@ -169,7 +170,7 @@ async def test_adapters_are_registered_and_forgotten():
 
 
 async def test_rights_are_checked():
-    nobody = Principal(may_use_adapters=False, may_manage_adapters=False)
+    nobody = Principal(rights=Rights(use=NONE, manage=NONE))
     backend = EchoBackend()
     backend.register("x")
     with pytest.raises(PermissionDeniedError):
@@ -230,6 +231,6 @@ async def test_adapters_from_tensors_can_fail():
         await backend.add_adapter_tensors(LOCAL, task_id=0, **TENSORS)
     with pytest.raises(PermissionDeniedError):
         await backend.add_adapter_tensors(
-            Principal("t", may_manage_adapters=False), task_id=0, **TENSORS
+            Principal("t", rights=Rights(manage=NONE)), task_id=0, **TENSORS
         )
     assert backend.adapters(LOCAL) == []

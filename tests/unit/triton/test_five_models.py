@@ -11,9 +11,11 @@ from loraplex.triton.five_models import FILLED, MODELS, config_text, write_five_
 from loraplex.triton.model_folder import read_model_folders
 from loraplex.triton.notes import Notes
 from loraplex.triton.parameters import TENSORRT_LLM_PARAMETERS
+from loraplex.triton.part_parameters import PART_PARAMETERS
 from loraplex.triton.pbtxt import parse_pbtxt
 from loraplex.triton.repository import read_repositories
 from loraplex.triton.roles import KINDS, Role, role_of
+from loraplex.triton.template_variables import TEMPLATE_VARIABLES
 
 COMPAT = Path(__file__).parents[3] / "compat"
 SHIPPED = COMPAT / "tensorrtllm_backend" / "all_models" / "inflight_batcher_llm"
@@ -46,6 +48,14 @@ def test_every_name_that_guides_fill_in_is_there(role):
 def test_every_parameter_of_the_template_is_known():
     config = parse_pbtxt(config_text(Role.TENSORRT_LLM), "template")
     assert set(config.parameters) <= {row.key for row in TENSORRT_LLM_PARAMETERS}
+
+
+def test_every_name_to_fill_in_has_a_row():
+    rows = {row.name for row in TEMPLATE_VARIABLES}
+    rows |= {row.key for row in TENSORRT_LLM_PARAMETERS}
+    rows |= {row.key for table in PART_PARAMETERS.values() for row in table}
+    names = {name for role in MODELS for name in re.findall(r"\$\{(\w+)\}", config_text(role))}
+    assert names - rows == set()
 
 
 def test_each_template_has_the_role_that_it_is_for(tmp_path):

@@ -141,6 +141,25 @@ def test_unknown_parameters(written):
     assert "EXECUTION_ENV_PATH is not known" in warning
 
 
+def test_parameters_of_the_parts(written):
+    written.replace("preprocessing", add_special_tokens="max_num_images")
+    written.fill("preprocessing", max_num_images="4")
+    infos = written.read().notes.infos
+    assert "preprocessing: max_num_images has no effect: of multimodal models" in infos
+    written.replace("preprocessing", max_num_images="multimodal_model_path")
+    line = written.line("preprocessing", "multimodal_model_path")
+    expected = rf"preprocessing/config\.pbtxt, line {line}: .* a multimodal model, is not served"
+    with pytest.raises(ConfigError, match=expected):
+        written.read()
+
+
+def test_unknown_parameters_of_the_parts(written):
+    written.replace("postprocessing", skip_special_tokens="skip_special_token")
+    written.fill("postprocessing", skip_special_token="False")
+    with pytest.raises(ConfigError, match="meant is skip_special_tokens"):
+        written.read()
+
+
 # ---------------------------------------------------------------- who stands before whom
 
 

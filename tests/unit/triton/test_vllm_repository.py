@@ -6,8 +6,8 @@ import pytest
 
 from loraplex.core.config_layers import resolve
 from loraplex.core.errors import ConfigError
+from loraplex.core.support import Support
 from loraplex.triton.engine_args import ENGINE_ARGS, row_of
-from loraplex.triton.parameters import Effect
 from loraplex.triton.repository import read_repositories
 
 SEED = {
@@ -204,6 +204,6 @@ def test_the_table_of_arguments():
     keys = [row.key for row in ENGINE_ARGS]
     assert len(keys) == len(set(keys))
     for row in ENGINE_ARGS:
-        assert bool(row.setting) == (row.effect is Effect.SETTING), row.key
-        assert bool(row.reason) == (row.effect in (Effect.NONE, Effect.REFUSED)), row.key
-    assert row_of("enable_lora").effect is Effect.HERE
+        assert bool(row.setting) != bool(row.reason), row.key
+        assert row.support is Support.WORKS or not row.setting, row.key
+    assert row_of("enable_lora").support is Support.WORKS

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from loraplex.adapters.sources.reference import OBJECT_SCHEMES
+from loraplex.core.addresses import is_loopback
 from loraplex.core.config import Config
 from loraplex.core.errors import (
     AdapterLoadError,
@@ -122,8 +123,8 @@ class SourcePolicy(msgspec.Struct, frozen=True, kw_only=True):
         return (Path(root).expanduser().resolve() for root in self.roots or ())
 
 
-def client_policy(config: Config) -> SourcePolicy:
-    """For what clients name. Raises ConfigError."""
+def client_policy(config: Config, *, has_keys: bool = False) -> SourcePolicy:
+    """For what clients name. has_keys: they are told apart by API keys. Raises ConfigError."""
     server = config.server
     for host in server.allowed_adapter_hosts:
         if not _HOST.fullmatch(host):
@@ -134,8 +135,9 @@ def client_policy(config: Config) -> SourcePolicy:
     roots = server.allowed_adapter_roots
     for model in config.models.values():
         roots += (*model.adapter_dirs, *filter(None, (model.lora_root,)))
-    # Whoever reaches a server on loopback is on this machine already.
-    is_open = not server.allowed_adapter_roots and is_loopback(server.host)
+    # Whoever reaches a server on loopback is on this machine already; but behind a proxy tenants
+    # with keys are elsewhere.
+    is_open = not server.allowed_adapter_roots and is_loopback(server.host) and not has_keys
     return SourcePolicy(
         roots=None if is_open else roots,
         hosts=server.allowed_adapter_hosts,
@@ -143,13 +145,6 @@ def client_policy(config: Config) -> SourcePolicy:
         max_bytes=server.max_adapter_bytes,
         max_kept_bytes=server.fetched_adapters_bytes,
     )
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def checked_path(text: str, policy: SourcePolicy, file_names: Iterable[str]) -> Path:

@@ -7,14 +7,13 @@ import collections
 from typing import Final
 
 import llguidance
+import msgspec
 
 from loraplex.core.errors import UnsupportedFeatureError
-from loraplex.core.grammar import MAX_LEXER_FUEL
 from loraplex.execution.grammar.vocabulary import GrammarVocabulary, VocabularySource
 
 _MAX_PROTOTYPES: Final = 64
 """Compiled grammars that are kept: a sequence starts with a copy of one."""
-_LIMITS: Final = llguidance.LLParserLimits(initial_lexer_fuel=MAX_LEXER_FUEL, verbose_errors=False)
 _END_OF_GRAMMAR: Final = b"<end of grammar>"
 _MAX_ENCODED_BYTES: Final = 1024
 _NUM_UNSURE_TOKENS: Final = 16
@@ -33,7 +32,11 @@ class GrammarCompiler:
                 "this model has no tokenizer, so its output cannot be kept to a grammar",
                 param="grammar",
             )
-        self._tokenizer = build_tokenizer(source(), vocab_size)
+        vocabulary = source()
+        self._limits = llguidance.LLParserLimits(
+            verbose_errors=False, **msgspec.structs.asdict(vocabulary.limits)
+        )
+        self._tokenizer = build_tokenizer(vocabulary, vocab_size)
         self._prototypes: collections.OrderedDict[str, llguidance.LLMatcher] = (
             collections.OrderedDict()
         )
@@ -42,7 +45,7 @@ class GrammarCompiler:
         """May be in an error state, which it says itself."""
         prototype = self._prototypes.pop(text, None)
         if prototype is None:
-            prototype = llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=_LIMITS)
+            prototype = llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
         self._prototypes[text] = prototype
         if len(self._prototypes) > _MAX_PROTOTYPES:
             self._prototypes.popitem(last=False)

@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from loraplex.core.grammar import GrammarLimits
+
 
 @dataclasses.dataclass(frozen=True)
 class GrammarVocabulary:
@@ -14,6 +16,8 @@ class GrammarVocabulary:
     """They are no text: a grammar can only name them."""
     encode: Callable[[str], Sequence[int]]
     """Without special tokens around the text."""
+    limits: GrammarLimits = GrammarLimits()
+    """Of each grammar over these tokens."""
 
 
 VocabularySource = Callable[[], GrammarVocabulary]

@@ -37,32 +37,43 @@ class TensorRtLlmCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         models = [model for model in self._catalog.models() if model.kind.name == TENSORRT_LLM.name]
-        for name, text, label, values in (
-            ("request_metrics", "TRT LLM request metrics", "request_type", self._requests),
+        inflight = [model for model in models if not model.options.is_static]
+        for name, text, label, values, whose in (
+            ("request_metrics", "TRT LLM request metrics", "request_type", self._requests, models),
             (
                 "runtime_memory_metrics",
                 "TRT LLM runtime memory metrics",
                 "memory_type",
                 self._memory,
+                models,
             ),
             (
                 "kv_cache_block_metrics",
                 "TRT LLM KV cache block metrics",
                 "kv_cache_block_type",
                 self._blocks,
+                models,
             ),
             (
                 "inflight_batcher_metrics",
                 "TRT LLM inflight_batcher-specific metrics",
                 "inflight_batcher_specific_metric",
                 self._batch,
+                inflight,
             ),
-            ("general_metrics", "General TRT LLM metrics", "general_type", self._general),
+            (
+                "v1_metrics",
+                "TRT LLM v1-specific metrics",
+                "v1_specific_metric",
+                self._static_batch,
+                [model for model in models if model.options.is_static],
+            ),
+            ("general_metrics", "General TRT LLM metrics", "general_type", self._general, models),
         ):
             gauge = GaugeMetricFamily(
                 f"nv_trt_llm_{name}", text, labels=["model", label, "version"]
             )
-            for model in models:
+            for model in whose:
                 for value_of, value in values(model).items():
                     gauge.add_metric([model.name, value_of, model.version], value)
             yield gauge
@@ -114,6 +125,17 @@ class TensorRtLlmCollector(Collector):
             "generation_requests": last.num_rows - last.num_prefill_rows if last else 0,
             "micro_batch_id": 0,
             "paused_requests": stats.preemptions,
+        }
+
+    def _static_batch(self, model: TritonModel) -> _Values:
+        """Of the last step, in the place of _batch where batches are static (V1)."""
+        step = self._backend.steps(model.card.name, 1)
+        last = step[-1] if step else None
+        running = last.num_rows - last.num_prefill_rows if last else 0
+        return {
+            "total_context_tokens": last.num_prefill_tokens if last else 0,
+            "total_generation_tokens": last.num_tokens - last.num_prefill_tokens if last else 0,
+            "empty_generation_slots": max(model.max_batch_size - running, 0),
         }
 
     def _general(self, model: TritonModel) -> _Values:

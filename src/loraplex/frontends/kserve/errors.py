@@ -1,7 +1,8 @@
 """How errors of core.errors look to a Triton client: one table for HTTP and gRPC.
 
 Triton itself knows eight codes and answers 400 to everything that is not internal, not found,
-unavailable or unsupported; we keep that, and add 401, 403 and 413, which it has no code for.
+unavailable or unsupported; we keep that, and add 401, 403, 408, 413 and 429, which it has no code
+for.
 """
 
 import logging
@@ -11,6 +12,7 @@ from typing import NamedTuple
 
 from loraplex.core import errors
 from loraplex.frontends.kserve.failures import FailedAnswer
+from loraplex.serving.wire_request import note_error
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ STATUS: Mapping[type[errors.LoraplexError], Status] = MappingProxyType(
         errors.PromptTooLongError: _INVALID,
         errors.TokenOutOfVocabularyError: _INVALID,
         errors.PayloadTooLargeError: Status(413, "RESOURCE_EXHAUSTED"),
+        errors.BodyTimeoutError: Status(408, "DEADLINE_EXCEEDED"),
         errors.ModelNotFoundError: _NOT_FOUND,
         errors.AdapterNotFoundError: _NOT_FOUND,
         errors.AdapterExistsError: Status(400, "ALREADY_EXISTS"),
@@ -56,6 +59,7 @@ STATUS: Mapping[type[errors.LoraplexError], Status] = MappingProxyType(
         errors.UnauthenticatedError: Status(401, "UNAUTHENTICATED"),
         errors.PermissionDeniedError: Status(403, "PERMISSION_DENIED"),
         errors.QueueFullError: _UNAVAILABLE,
+        errors.RateLimitedError: Status(429, "RESOURCE_EXHAUSTED"),
         errors.NotReadyError: _UNAVAILABLE,
         errors.EngineRestartedError: _UNAVAILABLE,
         errors.AdapterLoadError: _UNAVAILABLE,
@@ -105,8 +109,9 @@ def message_of(error: errors.LoraplexError) -> str:
 def as_loraplex_error(error: BaseException) -> errors.LoraplexError:
     """The error itself, or for a defect of ours an InternalError; its traceback is logged."""
     if isinstance(error, FailedAnswer):
-        return error.error
-    if isinstance(error, errors.LoraplexError):
-        return error
-    logger.error("a KServe request failed", exc_info=error)
-    return errors.InternalError("internal error; the server's log has the details")
+        error = error.error
+    if not isinstance(error, errors.LoraplexError):
+        logger.error("a KServe request failed", exc_info=error)
+        error = errors.InternalError("internal error; the server's log has the details")
+    note_error(error)
+    return error

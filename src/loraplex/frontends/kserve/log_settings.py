@@ -26,7 +26,7 @@ DEFAULTS: Mapping[str, LogValue] = MappingProxyType(
         "log_format": "default",
     }
 )
-_OTHER_NAMES = {"log_warnings": "log_warning", "log_errors": "log_error"}
+OTHER_NAMES = {"log_warnings": "log_warning", "log_errors": "log_error"}
 
 
 class LogSettings:
@@ -49,7 +49,7 @@ class LogSettings:
 
         Raises InvalidRequestError and UnsupportedFeatureError, and then nothing has changed.
         """
-        named = {_OTHER_NAMES.get(name, name): value for name, value in changes.items()}
+        named = {OTHER_NAMES.get(name, name): value for name, value in changes.items()}
         checked = {name: _checked(name, v) for name, v in named.items() if name in DEFAULTS}
         self._settings.update(checked)
         if checked:

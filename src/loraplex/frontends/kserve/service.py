@@ -10,10 +10,12 @@ from typing import Any
 from prometheus_client.registry import Collector
 
 from loraplex.core.errors import InvalidRequestError, UnsupportedFeatureError
+from loraplex.core.metrics_config import MetricsConfig
 from loraplex.core.output import RequestOutput
-from loraplex.core.principal import Principal
+from loraplex.core.principal import LOCAL, Principal
 from loraplex.frontends.kserve.active import ActiveRequest, ActiveRequests, StreamScope
 from loraplex.frontends.kserve.backend_metrics import TensorRtLlmCollector, token_labels
+from loraplex.frontends.kserve.gpu_metrics import gpu_collectors
 from loraplex.frontends.kserve.inference import Inference, select
 from loraplex.frontends.kserve.management import Management
 from loraplex.frontends.kserve.messages import InferRequest, InferResponse
@@ -45,27 +47,35 @@ class TritonService:
         max_batch_size: int = DEFAULT_MAX_BATCH_SIZE,
         declarations: Sequence[ModelDeclaration] = (),
         control: ModelControl | None = None,
+        sends_traces: bool = False,
+        metrics: MetricsConfig | None = None,
     ) -> None:
         """declarations: what a model repository says; none: our default names. control: which
         models are loaded, and whether clients may change that; None: all, and they may not.
+        sends_traces: the server tells a collector of its requests. metrics: which families there
+        are; None: Triton's default ones.
         """
         self.backend = backend
         self.catalog = Catalog(
             backend, max_batch_size=max_batch_size, declarations=declarations, control=control
         )
         self.memory = SharedMemory()
-        self.management = Management(self.catalog)
+        self.management = Management(self.catalog, sends_traces=sends_traces)
         self._submission = Submission(backend)
         self._active = ActiveRequests()
-        self.counts = Statistics()
+        self._metrics = metrics or MetricsConfig()
+        self.counts = Statistics(keeps_latencies=self._metrics.keeps_latencies)
 
     @property
     def num_active(self) -> int:
         """Inference requests in work."""
         return len(self._active)
 
-    def statistics(self, name: str = "", version: str = "") -> list[dict[str, Any]]:
-        """Of one model, or of all. Raises ModelNotFoundError."""
+    def statistics(
+        self, name: str = "", version: str = "", principal: Principal = LOCAL
+    ) -> list[dict[str, Any]]:
+        """Of one model, or of all. Raises ModelNotFoundError, PermissionDeniedError."""
+        principal.require_operator("see the server's statistics")
         models = [self.catalog.find(name, version)] if name else self.catalog.models()
         return [self.counts.report(model.name, model.version) for model in models]
 
@@ -73,7 +83,7 @@ class TritonService:
         self, request: InferRequest, principal: Principal, scope: StreamScope | None = None
     ) -> InferResponse:
         """The one answer to a request. Raises errors of core.errors. Cancelling it aborts."""
-        model = self.catalog.find(request.model, request.version)
+        model = self.catalog.find(request.model, request.version, principal)
         with self._recorded(model) as recording:
             elements = self._read(model, request)
             if _is_stop(elements):
@@ -106,7 +116,7 @@ class TritonService:
         self, request: InferRequest, principal: Principal, scope: StreamScope | None = None
     ) -> "ResponseStream":
         """Admit a request; its answers follow. What is wrong beforehand is raised here."""
-        model = self.catalog.find(request.model, request.version)
+        model = self.catalog.find(request.model, request.version, principal)
         if is_computation(model.kind):
             return ResponseStream(_one(await self.infer(request, principal, scope)))
         with self._recorded(model) as recording:
@@ -130,19 +140,24 @@ class TritonService:
 
     def collectors(self) -> list[Collector]:
         """For GET /metrics: what Triton and its backends tell there."""
+        for model in self.catalog.models():
+            self.counts.token_metrics.expect(token_labels(self.catalog, model))
         return [
-            InferenceCollector(self.catalog, self.counts),
+            InferenceCollector(self.catalog, self.counts, self._metrics),
             TensorRtLlmCollector(self.catalog, self.backend),
             self.counts.token_metrics,
-            CpuCollector(),
+            *([CpuCollector()] if self._metrics.cpu else []),
+            *(gpu_collectors() if self._metrics.gpu else []),
         ]
 
-    def check_is_unary(self, model: str, version: str, end_point: str) -> None:
+    def check_is_unary(
+        self, principal: Principal, model: str, version: str, end_point: str
+    ) -> None:
         """Raise UnsupportedFeatureError if a model may give any number of answers.
 
         end_point: who can take just one, in the words of Triton's own error.
         """
-        if self.catalog.find(model, version).is_decoupled:
+        if self.catalog.find(model, version, principal).is_decoupled:
             raise UnsupportedFeatureError(
                 f"{end_point} doesn't support models with decoupled transaction policy"
             )

@@ -28,6 +28,8 @@ MAX_REGIONS = 1024
 MAX_NAME_LENGTH = 255
 MAX_REQUEST_BYTES = 2**31 - 1
 """That the inputs of one request may take from regions, all together."""
+USE_SHARED_MEMORY = "use this machine's shared memory"
+"""A right of operators: a region may be any file of /dev/shm that the server can open."""
 NO_CUDA = (
     "GPUs not supported: this server does not take tensors from the memory of a GPU; use system "
     "shared memory, or send them with the request"

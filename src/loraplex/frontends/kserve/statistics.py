@@ -14,6 +14,7 @@ from typing import Any
 
 from loraplex.core.errors import CapacityError, QueueFullError, RequestError
 from loraplex.frontends.kserve.failures import FailedAnswer
+from loraplex.frontends.kserve.latencies import Latencies
 from loraplex.frontends.kserve.token_metrics import TokenLabels, TokenMetrics, TokenTimes
 
 MAX_RESPONSE_STATS = 256
@@ -105,16 +106,22 @@ class ModelCounts:
     """Requests that wait for their first step."""
     last_inference_ms: int = 0
     """Wall time, Unix milliseconds."""
+    latencies: Latencies | None = None
+    """None: nobody wants summaries or histograms."""
 
 
 class Statistics:
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_latencies: bool = False) -> None:
+        self._keeps_latencies = keeps_latencies
         self.token_metrics = TokenMetrics()
         self._counts: dict[str, ModelCounts] = {}
 
     def of(self, model: str) -> ModelCounts:
         """Of a model of the catalog; clients' other words never come here."""
-        return self._counts.setdefault(model, ModelCounts())
+        if model not in self._counts:
+            latencies = Latencies() if self._keeps_latencies else None
+            self._counts[model] = ModelCounts(latencies=latencies)
+        return self._counts[model]
 
     def report(self, model: str, version: str) -> dict[str, Any]:
         """One entry of `model_stats`, in the words of Triton's ModelStatistics."""
@@ -191,6 +198,8 @@ class Recording:
         now_ns = time.monotonic_ns()
         ns, self._last_ns = now_ns - self._last_ns, now_ns
         each = self._response()
+        if not self._num_responses:
+            self._first_response(now_ns)
         self._num_responses += 1
         if each is None:
             return
@@ -215,6 +224,11 @@ class Recording:
         infer_ns = max(total_ns - queue_ns - self._input_ns - self._output_ns, 0)
         counts.success.add(total_ns)
         counts.queue.add(queue_ns)
+        if counts.latencies is not None:
+            compute = (self._input_ns, infer_ns, self._output_ns)
+            counts.latencies.add(total_ns, queue_ns, compute)
+        if not self._num_responses:
+            self._first_response(self._start_ns + total_ns)
         for phases in (counts.phases, counts.by_batch_size.setdefault(batch_size, Phases())):
             phases.add(self._input_ns, infer_ns, self._output_ns)
         counts.num_inferences += batch_size
@@ -234,6 +248,11 @@ class Recording:
         if each is not None:
             cancelled = reason is FailureReason.CANCELED
             (each.cancel if cancelled else each.fail).add(time.monotonic_ns() - self._last_ns)
+
+    def _first_response(self, now_ns: int) -> None:
+        if self._counts.latencies is not None:
+            ms = (now_ns - self._start_ns) / 1_000_000
+            self._counts.latencies.first_response.add(ms)
 
     def _response(self) -> ResponseCounts | None:
         """Of the answer that comes next."""

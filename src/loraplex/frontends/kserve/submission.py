@@ -31,6 +31,7 @@ from loraplex.frontends.kserve.models.kinds import Dialect
 from loraplex.frontends.kserve.models.texts import ModelTexts
 from loraplex.frontends.kserve.models.triton_model import TritonModel
 from loraplex.frontends.kserve.models.vllm_convert import convert_vllm
+from loraplex.frontends.kserve.request_parameters import REQUEST_TYPE
 from loraplex.serving.backend import Backend
 
 MICROSECONDS = 1_000_000
@@ -38,7 +39,6 @@ MAX_PRIORITY_LEVEL = 2**31 - 1
 DEFAULT_PRIORITY_LEVEL = 100
 """Level 99 comes before what says nothing, level 101 after it."""
 
-REQUEST_TYPE = "request_type"
 _WHOLE_REQUEST = "context_and_generation"
 """The request type that is not one half of disaggregated serving."""
 

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+_INPUT, _OUTPUT = "total_input_tokens", "total_output_tokens"
 _LENGTH_BUCKETS = (10, 50, 100, 500, 1000)
 _TTFT_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -86,12 +87,25 @@ class TokenMetrics(Collector):
     def collect(self) -> Iterable[Metric]:
         return self._registry.collect()
 
+    def expect(self, labels: TokenLabels) -> None:
+        """A model of the catalog: its families are there from the start, with zeros."""
+        if labels.trtllm is not None:
+            self._input_length.labels(*labels.trtllm, _INPUT)
+            self._output_length.labels(*labels.trtllm, _OUTPUT)
+        if labels.vllm is not None:
+            for family in (self._prompt_tokens, self._generation_tokens, self._first_token):
+                family.labels(*labels.vllm)
+            for family in (self._per_token, self._e2e, self._request_prompt):
+                family.labels(*labels.vllm)
+            for family in (self._request_generation, self._n):
+                family.labels(*labels.vllm)
+
     def observe(self, labels: TokenLabels, times: TokenTimes) -> None:
         """One answered element of a request to a model of the catalog."""
         num_prompt, num_output = times.num_prompt_tokens, times.num_output_tokens
         if labels.trtllm is not None:
-            self._input_length.labels(*labels.trtllm, "total_input_tokens").observe(num_prompt)
-            self._output_length.labels(*labels.trtllm, "total_output_tokens").observe(num_output)
+            self._input_length.labels(*labels.trtllm, _INPUT).observe(num_prompt)
+            self._output_length.labels(*labels.trtllm, _OUTPUT).observe(num_output)
         if labels.vllm is not None:
             self._observe_vllm(labels.vllm, times)
 

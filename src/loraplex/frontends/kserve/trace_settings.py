@@ -1,4 +1,5 @@
-"""The settings of the trace extension. They are kept and told; nothing is traced.
+"""The settings of the trace extension. They are kept and told, and trace nothing. A server that
+sends traces to a collector (otlp_endpoint) tells that, and lets nobody change it here.
 
 What a model has no value of its own for is as the server's. Names, defaults and the first words of
 errors are Triton's.
@@ -21,14 +22,26 @@ DEFAULTS: Mapping[str, TraceValue] = MappingProxyType(
         "trace_mode": "triton",
     }
 )
+SENT_TO_A_COLLECTOR: Mapping[str, TraceValue] = MappingProxyType(
+    {
+        **DEFAULTS,
+        "trace_level": ["TIMESTAMPS"],
+        "trace_rate": "1",
+        "trace_mode": "opentelemetry",
+    }
+)
+"""Every request, unless the caller's trace or OTEL_TRACES_SAMPLER says otherwise."""
 LEVELS = ("OFF", "TIMESTAMPS", "TENSORS")
 _LOWEST = {"trace_rate": 0, "trace_count": -1, "log_frequency": 0}
-_FIXED = {"trace_file": "trace file location", "trace_mode": "trace mode"}
+FIXED = {"trace_file": "trace file location", "trace_mode": "trace mode"}
 
 
 class TraceSettings:
-    def __init__(self) -> None:
-        self._server: dict[str, TraceValue] = dict(DEFAULTS)
+    def __init__(self, *, sends_traces: bool = False) -> None:
+        self._sends_traces = sends_traces
+        self._server: dict[str, TraceValue] = dict(
+            SENT_TO_A_COLLECTOR if sends_traces else DEFAULTS
+        )
         self._models: dict[str, dict[str, TraceValue]] = {}
 
     def of(self, model: str = "") -> dict[str, TraceValue]:
@@ -43,6 +56,12 @@ class TraceSettings:
         Names that are not known change nothing, as in Triton. Raises InvalidRequestError and
         UnsupportedFeatureError, and then nothing has changed.
         """
+        if self._sends_traces and (known := sorted(changes.keys() & DEFAULTS.keys())):
+            raise UnsupportedFeatureError(
+                f"'{known[0]}' can not be changed: the server's operator has traces sent to a "
+                "collector (otlp_endpoint, OTEL_TRACES_SAMPLER)",
+                param=known[0],
+            )
         checked = {
             name: None if values is None else _checked(name, values)
             for name, values in changes.items()
@@ -60,9 +79,9 @@ class TraceSettings:
 
 
 def _checked(name: str, values: Sequence[str]) -> TraceValue:
-    if name in _FIXED:
+    if name in FIXED:
         raise UnsupportedFeatureError(
-            f"{_FIXED[name]} can not be updated through network protocol", param=name
+            f"{FIXED[name]} can not be updated through network protocol", param=name
         )
     if name == "trace_level":
         if not values or any(value not in LEVELS for value in values):

@@ -1,13 +1,15 @@
 """Triton's own families of GET /metrics: nv_inference_* and nv_cpu_*, by its names and words."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from loraplex.core.metrics_config import MetricsConfig
 from loraplex.frontends.exact_counters import ExactCounter
+from loraplex.frontends.kserve.latencies import RecentValues
 from loraplex.frontends.kserve.models.catalog import Catalog
 from loraplex.frontends.kserve.statistics import Durations, ModelCounts, Statistics
 
@@ -15,6 +17,9 @@ LABELS = ("model", "version")
 _MEMORY_INFO = Path("/proc/meminfo")
 _CPU_INFO = Path("/proc/stat")
 
+
+_Row = tuple[dict[str, str], ModelCounts]
+"""(labels, counts) of a model."""
 
 _DURATIONS: tuple[tuple[str, str, Callable[[ModelCounts], Durations]], ...] = (
     (
@@ -67,9 +72,10 @@ _COUNTS: tuple[tuple[str, str, Callable[[ModelCounts], float]], ...] = (
 class InferenceCollector(Collector):
     """Of every model that is loaded, from its statistics."""
 
-    def __init__(self, catalog: Catalog, statistics: Statistics) -> None:
+    def __init__(self, catalog: Catalog, statistics: Statistics, config: MetricsConfig) -> None:
         self._catalog = catalog
         self._statistics = statistics
+        self._config = config
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: registering must not ask a backend that has not started."""
@@ -98,9 +104,7 @@ class InferenceCollector(Collector):
                 for reason, n in counts.failures.items()
             ],
         )
-        for name, text, durations in _DURATIONS:
-            micros = [(labels, durations(counts).ns // 1000) for labels, counts in rows]
-            yield _filled(f"nv_inference_{name}_duration_us", text, micros)
+        yield from self._latencies(rows)
         pending = GaugeMetricFamily(
             "nv_inference_pending_request_count",
             "Instantaneous number of pending requests awaiting execution per-model.",
@@ -109,6 +113,45 @@ class InferenceCollector(Collector):
         for labels, counts in rows:
             pending.add_metric([labels["model"], labels["version"]], counts.num_pending)
         yield pending
+
+    def _latencies(self, rows: Sequence[_Row]) -> Iterator[Metric]:
+        """In the forms that are wanted."""
+        for name, text, durations in _DURATIONS:
+            if self._config.counter_latencies:
+                micros = [(labels, durations(counts).ns // 1000) for labels, counts in rows]
+                yield _filled(f"nv_inference_{name}_duration_us", text, micros)
+            if self._config.summary_latencies:
+                text = text.replace("Cumulative", "Summary of")
+                family = Metric(f"nv_inference_{name}_summary_us", text, "summary")
+                for labels, counts in rows:
+                    window = getattr(counts.latencies, name)
+                    self._add_summary(family, labels, durations(counts), window)
+                yield family
+        if self._config.histogram_latencies:
+            yield _first_responses(rows)
+
+    def _add_summary(
+        self, family: Metric, labels: dict[str, str], all_time: Durations, window: RecentValues
+    ) -> None:
+        """Count and sum are of all time, quantiles of the window."""
+        quantiles = self._config.quantiles
+        for quantile, value in zip(quantiles, window.quantiles(quantiles), strict=True):
+            family.add_sample(family.name, {**labels, "quantile": f"{quantile:g}"}, value)
+        family.add_sample(f"{family.name}_count", labels, all_time.count)
+        family.add_sample(f"{family.name}_sum", labels, all_time.ns // 1000)
+
+
+def _first_responses(rows: Sequence[_Row]) -> Metric:
+    family = HistogramMetricFamily(
+        "nv_inference_first_response_histogram_ms",
+        "Duration from request to first response in milliseconds",
+        labels=LABELS,
+    )
+    for labels, counts in rows:
+        if counts.latencies is not None:
+            histogram = counts.latencies.first_response
+            family.add_metric(list(labels.values()), histogram.cumulative(), histogram.sum)
+    return family
 
 
 def _filled(name: str, text: str, values: Iterable[tuple[dict[str, str], float]]) -> ExactCounter:

@@ -1,6 +1,6 @@
 """The OpenAI room: completions, chat, models, adapters; with vLLM's and llgtrt's extensions."""
 
 from loraplex.frontends.openai.app import openai_fallback_routes, openai_routes
-from loraplex.frontends.openai.room import Authenticate, OpenAIOptions
+from loraplex.frontends.openai.room import OpenAIOptions
 
-__all__ = ["Authenticate", "OpenAIOptions", "openai_fallback_routes", "openai_routes"]
+__all__ = ["OpenAIOptions", "openai_fallback_routes", "openai_routes"]

@@ -18,10 +18,7 @@ from loraplex.core.errors import (
     ModelNotFoundError,
 )
 from loraplex.core.principal import Principal
-from loraplex.frontends.openai.errors import INVALID, ErrorDetail, json_error
-from loraplex.frontends.openai.responses import AdapterDeleted, AdapterList
-from loraplex.frontends.openai.room import OpenAIRoom, json_response
-from loraplex.frontends.openai.schema import (
+from loraplex.frontends.openai.adapter_schema import (
     AdapterBody,
     AliasBody,
     LoadLoraBody,
@@ -29,6 +26,9 @@ from loraplex.frontends.openai.schema import (
     RollbackBody,
     UnloadLoraBody,
 )
+from loraplex.frontends.openai.errors import INVALID, ErrorDetail, json_error
+from loraplex.frontends.openai.responses import AdapterDeleted, AdapterList
+from loraplex.frontends.openai.room import OpenAIRoom, json_response
 from loraplex.serving.adapters.cards import AdapterCard, UnloadMode
 
 

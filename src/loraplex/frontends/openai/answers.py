@@ -18,6 +18,7 @@ from loraplex.core.output import (
     TokenLogprob,
 )
 from loraplex.core.request import GenerateRequest
+from loraplex.frontends.openai.chat_parts import ChatParts, delta, message
 from loraplex.frontends.openai.logprobs import (
     CompletionLogprobWriter,
     TokenTexts,
@@ -31,7 +32,6 @@ from loraplex.frontends.openai.responses import (
     ChatCompletionChunk,
     ChatDelta,
     ChatLogprobs,
-    ChatMessage,
     Completion,
     CompletionChoice,
     CompletionLogprobs,
@@ -41,9 +41,11 @@ from loraplex.frontends.openai.responses import (
 )
 from loraplex.frontends.openai.usage import UsageCounter
 from loraplex.frontends.streams import IndexedOutput
+from loraplex.serving.text.answer_reader import ALL_IS_CONTENT, AnswerReading
 
 BASE_FINGERPRINT = "lp-base"
-ADAPTER_HEADER = "x-loraplex-adapter"
+DIGESTS_HEADER = "x-loraplex-adapter"
+"""A response header."""
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +63,15 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     echo: bool = False
     wants_prompt_logprobs: bool = False
     """As a field of their own, not only as a part of the echo."""
+    continuous_usage: bool = False
+    """With include_usage: the usage so far in every chunk."""
+    returns_token_ids: bool = False
+    role: str = "assistant"
+    """Of a chat's answer."""
+    text_before: str = ""
+    """What a chat's answer begins with: the message that it goes on with."""
+    prompt_text: str | UnsetType = UNSET
+    """Of a chat: what its template has made."""
 
     def choice_index(self, request_index: int, sequence: SequenceOutput) -> int:
         return request_index * self.requests[0].sampling.n + sequence.index
@@ -73,6 +84,18 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
             and not self.requests[0].sampling.include_stop_in_output
         )
         return sequence.logprobs[:-1] if is_ended_by_token else sequence.logprobs
+
+    def token_ids(self, sequence: SequenceOutput) -> list[int] | UnsetType:
+        return list(sequence.token_ids) if self.returns_token_ids else UNSET
+
+    def prompt_token_ids(self, output: RequestOutput) -> list[int] | UnsetType:
+        return list(output.prompt_token_ids) if self.returns_token_ids else UNSET
+
+    def chunk_usage(self, counter: UsageCounter) -> Usage | UnsetType | None:
+        """What a chunk that is not the last has as its usage."""
+        if not self.include_usage:
+            return UNSET
+        return counter.usage() if self.continuous_usage else None
 
     @property
     def wants_logprobs(self) -> bool:
@@ -90,10 +113,15 @@ def fingerprint(output: RequestOutput) -> str:
     return f"lp-{hashlib.sha256(' '.join(parts).encode()).hexdigest()[:12]}"
 
 
-def adapter_headers(output: RequestOutput) -> dict[str, str]:
+def adapter_headers(*outputs: RequestOutput) -> dict[str, str]:
     """The digests of the very adapters that answer; no header for the base model."""
-    digests = ",".join(adapter.digest for adapter in output.adapters)
-    return {ADAPTER_HEADER: digests} if digests else {}
+    digests = dict.fromkeys(a.digest for output in outputs for a in output.adapters)
+    return {DIGESTS_HEADER: ",".join(digests)} if digests else {}
+
+
+def _stop_reason(sequence: SequenceOutput) -> str | int | UnsetType:
+    """vLLM's: the stop string or token; absent at the model's own end."""
+    return UNSET if sequence.stop_reason is None else sequence.stop_reason
 
 
 class CompletionWriter:
@@ -112,10 +140,11 @@ class CompletionWriter:
 
     def chunks(self, item: IndexedOutput) -> Iterator[Completion]:
         """One chunk for each choice that has something new."""
-        usage = None if self._call.include_usage else UNSET
         for choice in self._choices(*item):
-            if choice.text or choice.finish_reason or (choice.logprobs and choice.logprobs.tokens):
-                yield self._completion([choice], usage)
+            if _has_news(choice.text, choice.finish_reason, choice.token_ids) or (
+                choice.logprobs and choice.logprobs.tokens
+            ):
+                yield self._completion([choice], self._call.chunk_usage(self._usage))
 
     def last_chunks(self) -> Iterator[Completion]:
         if self._call.include_usage:
@@ -159,12 +188,17 @@ class CompletionWriter:
             text=self._prompt_text(request_index) + sequence.text if echoed else sequence.text,
             logprobs=self._logprobs(index, sequence, prompt if echoed else None),
             finish_reason=sequence.finish_reason,
+            stop_reason=_stop_reason(sequence),
             prompt_logprobs=_prompt_logprobs(self._call, prompt, self._texts),
+            token_ids=self._call.token_ids(sequence),
+            prompt_token_ids=self._call.prompt_token_ids(prompt) if is_first else UNSET,
         )
 
     def _prompt_text(self, request_index: int) -> str:
-        prompt = self._call.requests[request_index].prompt
-        return prompt if isinstance(prompt, str) else self._texts.decode(prompt)
+        request = self._call.requests[request_index]
+        if isinstance(request.prompt, str) and request.truncation is None:
+            return request.prompt
+        return self._texts.decode(self._prompts[request_index].prompt_token_ids)
 
     def _logprobs(
         self, index: int, sequence: SequenceOutput, echoed: RequestOutput | None
@@ -187,11 +221,15 @@ class CompletionWriter:
 class ChatWriter:
     """Answers of /v1/chat/completions: always one request."""
 
-    def __init__(self, call: Call, texts: TokenTexts) -> None:
+    def __init__(
+        self, call: Call, texts: TokenTexts, reading: AnswerReading = ALL_IS_CONTENT
+    ) -> None:
         self._call = call
         self._texts = texts
+        self._parts = ChatParts(reading)
         self._usage = UsageCounter()
         self._begun: set[int] = set()
+        self._told_prompt = False
         self._fingerprint = BASE_FINGERPRINT
 
     def headers(self, first: IndexedOutput) -> Mapping[str, str]:
@@ -201,10 +239,10 @@ class ChatWriter:
         """A chunk with the role when a choice begins, then one whenever it has something new."""
         _, output = item
         self._see(output)
-        usage = None if self._call.include_usage else UNSET
         for sequence in output.sequences:
             for choice in self._chunk_choices(sequence):
-                yield self._chunk([choice], usage)
+                chunk = self._chunk([choice], self._call.chunk_usage(self._usage))
+                yield chunk if self._told_prompt else self._with_prompt(chunk, output)
 
     def last_chunks(self) -> Iterator[ChatCompletionChunk]:
         if self._call.include_usage:
@@ -222,7 +260,20 @@ class ChatWriter:
             choices=[self._choice(sequence) for sequence in output.sequences],
             usage=self._usage.usage(),
             prompt_logprobs=_prompt_logprobs(self._call, output, self._texts),
+            prompt_token_ids=self._call.prompt_token_ids(output),
+            prompt_text=self._call.prompt_text,
             loraplex=self._usage.details(),
+        )
+
+    def _with_prompt(
+        self, chunk: ChatCompletionChunk, output: RequestOutput
+    ) -> ChatCompletionChunk:
+        """The first chunk of all has what is asked about the prompt."""
+        self._told_prompt = True
+        return msgspec.structs.replace(
+            chunk,
+            prompt_token_ids=self._call.prompt_token_ids(output),
+            prompt_text=self._call.prompt_text,
         )
 
     def _see(self, output: RequestOutput) -> None:
@@ -232,9 +283,11 @@ class ChatWriter:
     def _choice(self, sequence: SequenceOutput) -> ChatChoice:
         return ChatChoice(
             index=sequence.index,
-            message=ChatMessage(sequence.text),
+            message=message(self._parts.read(sequence), self._call.role, self._call.text_before),
             logprobs=self._logprobs(sequence),
-            finish_reason=sequence.finish_reason,
+            finish_reason=self._parts.finish_reason(sequence),
+            stop_reason=_stop_reason(sequence),
+            token_ids=self._call.token_ids(sequence),
         )
 
     def _logprobs(self, sequence: SequenceOutput) -> ChatLogprobs | None:
@@ -245,14 +298,23 @@ class ChatWriter:
     def _chunk_choices(self, sequence: SequenceOutput) -> Iterator[ChatChunkChoice]:
         if sequence.index not in self._begun:
             self._begun.add(sequence.index)
-            yield ChatChunkChoice(sequence.index, ChatDelta(role="assistant", content=""))
+            first = ChatDelta(role=self._call.role, content=self._call.text_before)
+            yield ChatChunkChoice(sequence.index, first)
+        news = delta(self._parts.read(sequence))
         logprobs = self._logprobs(sequence)
-        if sequence.text or sequence.finish_reason or (logprobs and logprobs.content):
+        token_ids = self._call.token_ids(sequence)
+        if (
+            news != ChatDelta()
+            or _has_news("", sequence.finish_reason, token_ids)
+            or (logprobs and logprobs.content)
+        ):
             yield ChatChunkChoice(
                 index=sequence.index,
-                delta=ChatDelta(content=sequence.text) if sequence.text else ChatDelta(),
+                delta=news,
                 logprobs=logprobs,
-                finish_reason=sequence.finish_reason,
+                finish_reason=self._parts.finish_reason(sequence),
+                stop_reason=_stop_reason(sequence),
+                token_ids=token_ids,
             )
 
     def _chunk(
@@ -270,6 +332,10 @@ class ChatWriter:
             usage=usage,
             loraplex=details,
         )
+
+
+def _has_news(text: str, finish_reason: str | None, token_ids: list[int] | UnsetType) -> bool:
+    return bool(text or finish_reason or (token_ids is not UNSET and token_ids))
 
 
 def _prompt_logprobs(

@@ -4,18 +4,28 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from loraplex.frontends.access import Authenticate, everyone_is_local
+from loraplex.frontends.openai.absent_routes import absent_endpoints
 from loraplex.frontends.openai.adapters import AdapterEndpoints
 from loraplex.frontends.openai.catalog import ModelEndpoints, TokenEndpoints
 from loraplex.frontends.openai.compare import CompareEndpoints
-from loraplex.frontends.openai.errors import INVALID, ErrorDetail, json_error
+from loraplex.frontends.openai.errors import (
+    INVALID,
+    OPENAI_ERRORS,
+    ErrorDetail,
+    json_error,
+)
 from loraplex.frontends.openai.generation import GenerationEndpoints
+from loraplex.frontends.openai.llgtrt.guidance import GuidanceEndpoints
+from loraplex.frontends.openai.llgtrt.health import LlgtrtHealth
+from loraplex.frontends.openai.lorax.endpoints import LoraxEndpoints
+from loraplex.frontends.openai.lorax.errors import LORAX_ERRORS
+from loraplex.frontends.openai.probes import ProbeEndpoints
 from loraplex.frontends.openai.room import (
-    Authenticate,
     Endpoint,
     OpenAIOptions,
     OpenAIRoom,
     answers_errors,
-    everyone_is_local,
 )
 from loraplex.serving.backend import Backend
 
@@ -34,10 +44,20 @@ def openai_routes(
     models = ModelEndpoints(room)
     adapters = AdapterEndpoints(room)
     tokens = TokenEndpoints(room)
+    probes = ProbeEndpoints(room)
+    lorax = LoraxEndpoints(room)
+    guidance, health = GuidanceEndpoints(room), LlgtrtHealth(room)
     router = APIRouter(tags=["openai"])
-    routes: tuple[tuple[str, str, Endpoint], ...] = (
+    of_dialect: tuple[tuple[str, str, Endpoint], ...] = (
         ("POST", "/v1/completions", generation.completions),
         ("POST", "/v1/chat/completions", generation.chat_completions),
+        ("POST", "/v1/run", guidance.run),
+        ("POST", "/guidance", guidance.run),
+        ("GET", "/v1/health/live", health.live),
+        ("GET", "/v1/health/ready", health.ready),
+        ("GET", "/v1/health/model", health.model),
+    )
+    routes: tuple[tuple[str, str, Endpoint], ...] = (
         ("POST", "/v1/compare", comparison.compare),
         ("GET", "/v1/models", models.list_models),
         ("GET", "/v1/models/{model_id:path}", models.get_model),
@@ -52,26 +72,43 @@ def openai_routes(
         ("POST", "/v1/unload_lora_adapter", adapters.unload_lora_adapter),
         ("POST", "/tokenize", tokens.tokenize),
         ("POST", "/detokenize", tokens.detokenize),
+        ("GET", "/health", probes.health),
+        ("GET", "/ping", probes.health),
+        ("POST", "/ping", probes.health),
+        ("GET", "/version", probes.version),
     )
+    of_lorax: tuple[tuple[str, str, Endpoint], ...] = (
+        ("POST", "/generate", lorax.generate),
+        ("POST", "/generate_stream", lorax.generate_stream),
+        ("POST", "/", lorax.either),
+    )
+    answers = [
+        (method, path, answers_errors(endpoint, errors))
+        for of_some, errors in (
+            (of_dialect, room.options.dialect.errors),
+            (routes, OPENAI_ERRORS),
+            (of_lorax, LORAX_ERRORS),
+        )
+        for method, path, endpoint in of_some
+    ]
     allowed: dict[str, set[str]] = {}
-    for method, path, endpoint in routes:
-        router.add_api_route(path, answers_errors(endpoint), methods=[method], response_model=None)
-        allowed.setdefault(path, set()).add(method)
+    for method, path, answer in answers:
+        router.add_api_route(path, answer, methods=[method], response_model=None)
+        allowed.setdefault(path, {"OPTIONS"}).add(method)
+        if method == "GET":
+            allowed[path].add("HEAD")
+            _add_hidden(router, path, answer, ["HEAD"])
     for path, methods in allowed.items():
-        _refuse_other_methods(router, path, methods)
+        _answer_other_methods(router, path, methods)
+    for path, endpoint in absent_endpoints():
+        _add_hidden(router, path, answers_errors(endpoint), list(ALL_METHODS))
     return router
 
 
 def openai_fallback_routes() -> APIRouter:
     """404 in OpenAI's shape for the rest of /v1: include it after every other router."""
     router = APIRouter()
-    router.add_api_route(
-        "/v1/{path:path}",
-        answers_errors(_no_such_route),
-        methods=list(ALL_METHODS),
-        response_model=None,
-        include_in_schema=False,
-    )
+    _add_hidden(router, "/v1/{path:path}", answers_errors(_no_such_route), list(ALL_METHODS))
     return router
 
 
@@ -80,9 +117,13 @@ async def _no_such_route(request: Request) -> Response:
     return json_error(404, ErrorDetail(message, INVALID, None, "route_not_found"))
 
 
-def _refuse_other_methods(router: APIRouter, path: str, allowed: set[str]) -> None:
-    """405 in OpenAI's shape, which the framework would answer in its own."""
+def _answer_other_methods(router: APIRouter, path: str, allowed: set[str]) -> None:
+    """OPTIONS, and 405 in OpenAI's shape, which the framework would answer in its own."""
     methods = ", ".join(sorted(allowed))
+
+    async def tell(request: Request) -> Response:
+        del request
+        return Response(status_code=204, headers={"allow": methods})
 
     async def refuse(request: Request) -> Response:
         message = f"{request.url.path} does not take {request.method}; it takes {methods}"
@@ -90,10 +131,13 @@ def _refuse_other_methods(router: APIRouter, path: str, allowed: set[str]) -> No
         response.headers["allow"] = methods
         return response
 
+    _add_hidden(router, path, answers_errors(tell), ["OPTIONS"])
+    others = [method for method in ALL_METHODS if method not in allowed]
+    _add_hidden(router, path, answers_errors(refuse), others)
+
+
+def _add_hidden(router: APIRouter, path: str, endpoint: Endpoint, methods: list[str]) -> None:
+    """A route that the OpenAPI document does not tell."""
     router.add_api_route(
-        path,
-        answers_errors(refuse),
-        methods=[method for method in ALL_METHODS if method not in allowed],
-        response_model=None,
-        include_in_schema=False,
+        path, endpoint, methods=methods, response_model=None, include_in_schema=False
     )

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -16,9 +16,12 @@ from loraplex.core.errors import (
     PayloadTooLargeError,
     RequestError,
 )
+from loraplex.frontends.openai.json_checks import check_beginning, check_unambiguous
 from loraplex.frontends.openai.schema import EXPECTED, Body
 
 MAX_SHOWN_CHARS = 60
+_INLINE_BYTES = 256 * 1024
+"""Longer bodies are parsed in a thread: meanwhile, streams go on."""
 DISCARD_SECONDS = 5.0
 
 BodyT = TypeVar("BodyT", bound=Body)
@@ -40,7 +43,7 @@ _KINDS = ((str, "a long string"), (list, "a list"), (dict, "an object"))
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
     """The whole body. Raises PayloadTooLargeError, and keeps nothing, if it is over max_bytes."""
-    _check_content_type(request)
+    _check_headers(request)
     too_large = PayloadTooLargeError(f"the request body must not exceed {max_bytes} bytes")
     stream = request.stream()
     chunks: list[bytes] = []
@@ -81,10 +84,28 @@ async def _discard(request: Request, stream: AsyncIterator[bytes], max_bytes: in
                     return
 
 
+async def parse(schema: type[BodyT], body: bytes) -> BodyT:
+    """As parse_body."""
+    if len(body) <= _INLINE_BYTES:
+        return parse_body(schema, body)
+    return await asyncio.to_thread(parse_body, schema, body)
+
+
 def parse_body(schema: type[BodyT], body: bytes) -> BodyT:
     """Raises InvalidRequestError if it is not a JSON object, InvalidParameterError for a field."""
+    check_beginning(body)
     try:
-        return schema.model_validate_json(body)
+        parsed = schema.model_validate_json(body)
+    except ValidationError as error:
+        raise explain(error.errors(include_url=False)) from None
+    check_unambiguous(body)
+    return parsed
+
+
+def validated(schema: type[BodyT], fields: Mapping[str, Any]) -> BodyT:
+    """A body out of the fields of another one. Raises InvalidParameterError for a field."""
+    try:
+        return schema.model_validate(fields)
     except ValidationError as error:
         raise explain(error.errors(include_url=False)) from None
 
@@ -134,10 +155,16 @@ def _show(value: Any) -> str:
     return next((name for kind, name in _KINDS if isinstance(value, kind)), "a value")
 
 
-def _check_content_type(request: Request) -> None:
-    """A web page of a stranger can post anything but JSON without asking the browser first."""
+def _check_headers(request: Request) -> None:
+    """The type, because a web page of a stranger can post anything but JSON without asking the
+    browser first; and the encoding."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
         raise InvalidRequestError(
             f"the body must be sent as Content-Type: application/json, got {media_type or 'none'}"
+        )
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise InvalidRequestError(
+            f"the body must be sent as it is, without Content-Encoding; got {encoding[:60]}"
         )

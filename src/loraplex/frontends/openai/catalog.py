@@ -9,7 +9,8 @@ from starlette.responses import Response
 from loraplex.core.adapter import AdapterRef
 from loraplex.core.errors import InvalidParameterError
 from loraplex.core.principal import Principal
-from loraplex.frontends.openai.convert import chat_messages
+from loraplex.frontends.openai.convert import begins_a_turn, conversation
+from loraplex.frontends.openai.logprobs import TokenTexts
 from loraplex.frontends.openai.responses import (
     Detokenized,
     ModelEntry,
@@ -21,6 +22,8 @@ from loraplex.frontends.openai.schema import (
     DetokenizeBody,
     TokenizeBody,
 )
+from loraplex.frontends.openai.tools import read_tools
+from loraplex.frontends.openai.unsupported import refuse_unsupported
 from loraplex.serving.backend import AdapterCard, ModelCard
 
 
@@ -47,7 +50,7 @@ class ModelEndpoints:
     def _entries(self, principal: Principal) -> list[ModelEntry]:
         """Base models, then adapters; `base:adapter` where a plain name would mean another."""
         backend = self._room.backend
-        cards = {card.name: card for card in backend.models()}
+        cards = {card.name: card for card in backend.models(principal)}
         adapters = backend.adapters(principal)
         num_named = Counter([*cards, *(adapter.name for adapter in adapters)])
         entries = [_model_entry(card) for card in cards.values()]
@@ -67,13 +70,17 @@ class TokenEndpoints:
     async def tokenize(self, request: Request) -> Response:
         principal = self._room.principal(request)
         body = await self._room.body(request, TokenizeBody)
+        refuse_unsupported(body.model_extra)
         card = self._room.target(body.model, principal).model
         text, adds_special_tokens = self._text(body, card)
         # A long text takes a while, and the event loop has streams to serve.
+        backend = self._room.backend
         token_ids = await asyncio.to_thread(
-            self._room.backend.tokenize, card.name, text, add_special_tokens=adds_special_tokens
+            backend.tokenize, card.name, text, add_special_tokens=adds_special_tokens
         )
-        return json_response(Tokens(len(token_ids), card.max_model_len, token_ids))
+        texts = TokenTexts(backend, card.name)
+        names = list(map(texts.name_of, token_ids)) if body.return_token_strs else None
+        return json_response(Tokens(len(token_ids), card.max_model_len, token_ids, names))
 
     def _text(self, body: TokenizeBody, card: ModelCard) -> tuple[str, bool]:
         """The text, and whether special tokens are still to be added."""
@@ -81,10 +88,15 @@ class TokenEndpoints:
             raise InvalidParameterError("give either prompt or messages", param="prompt")
         if body.messages is None:
             return body.prompt or "", body.add_special_tokens is not False
+        read_tools(body.tools)
+        shown = conversation(body.messages, body.tools, card.chat)
         text = self._room.backend.render_chat(
             card.name,
-            chat_messages(body.messages),
-            add_generation_prompt=body.add_generation_prompt is not False,
+            shown.messages,
+            add_generation_prompt=begins_a_turn(body),
+            continue_final_message=bool(body.continue_final_message),
+            tools=shown.tools,
+            documents=body.documents,
             template_kwargs=body.chat_template_kwargs,
         )
         return text, body.add_special_tokens is True

@@ -14,8 +14,8 @@ from loraplex.core.output import ResolvedAdapter
 from loraplex.core.request import GenerateRequest, check_adapters
 from loraplex.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from loraplex.frontends.adapter_choices import FIELD, read_choice, read_choices
+from loraplex.frontends.openai.adapter_fields import Target
 from loraplex.frontends.openai.convert import (
-    Target,
     chat_messages,
     check_priority,
     load_policy,

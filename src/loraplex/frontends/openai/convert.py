@@ -2,17 +2,25 @@
 needs no model.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from loraplex.core.adapter import AdapterChoice, AdapterKey, ByName, LoadPolicy
+import msgspec
+
+from loraplex.core.adapter import LoadPolicy
 from loraplex.core.errors import (
     InvalidParameterError,
     InvalidRequestError,
     UnsupportedFeatureError,
 )
-from loraplex.core.request import GenerateRequest, RequestId
-from loraplex.frontends.adapter_choices import read_choices
+from loraplex.core.request import (
+    GenerateRequest,
+    PromptTruncation,
+    RequestId,
+    TruncationSide,
+)
+from loraplex.core.sampling_params import SamplingParams
+from loraplex.frontends.openai.adapter_fields import Target, adapter_choices
 from loraplex.frontends.openai.sampling import chat_sampling, completion_sampling
 from loraplex.frontends.openai.schema import (
     ChatBody,
@@ -21,20 +29,24 @@ from loraplex.frontends.openai.schema import (
     GenerationBody,
     Message,
     SamplingBody,
+    TokenizeBody,
 )
 from loraplex.frontends.openai.unsupported import refuse_unsupported
-from loraplex.serving.backend import ModelCard
+from loraplex.serving.text.answer_grammar import answer_grammar
+from loraplex.serving.text.answer_reader import AnswerReading
+from loraplex.serving.text.chat_format import UNKNOWN_FORMAT, ChatFormat
+from loraplex.serving.text.tool_prompt import with_tools_told
 
 MAX_PRIORITY = 2**31 - 1
+MAX_SEQUENCES = 4096
+"""Of all prompts of one request together."""
+MAX_MESSAGES = 8192
+MAX_CACHE_SALT = 1024
+"""Characters."""
+ALL_THAT_FIT = -1
+"""As truncate_prompt_tokens."""
 
 Prompt = str | tuple[int, ...]
-
-
-class Target(NamedTuple):
-    """What `model` named: a base model, and perhaps one of its adapters."""
-
-    model: ModelCard
-    key: AdapterKey | None
 
 
 class Origin(NamedTuple):
@@ -42,6 +54,8 @@ class Origin(NamedTuple):
 
     client_request_id: str
     new_request_id: Callable[[], RequestId]
+    adapter: str = ""
+    """What the header ADAPTER_HEADER says."""
 
 
 def completion_requests(
@@ -51,7 +65,9 @@ def completion_requests(
     refuse_unsupported(body.model_extra)
     _check_generation(body)
     sampling = completion_sampling(body, target.model.vocab_size)
-    adapters = adapter_choices(body, target)
+    asked = prompts(body.prompt, max_prompts)
+    _check_sequences(len(asked), sampling)
+    chosen = adapter_choices(body, target, origin.adapter, len(asked))
     return tuple(
         GenerateRequest(
             request_id=origin.new_request_id(),
@@ -64,8 +80,10 @@ def completion_requests(
             add_special_tokens=body.add_special_tokens is not False,
             priority=body.priority or 0,
             timeout_seconds=body.timeout_seconds,
+            truncation=_truncation(body),
+            cache_salt=body.cache_salt or "",
         )
-        for prompt in prompts(body.prompt, max_prompts)
+        for prompt, adapters in zip(asked, chosen, strict=True)
     )
 
 
@@ -73,31 +91,60 @@ def check_chat(body: ChatBody) -> None:
     """Every refusal of a chat body that comes before its template is rendered."""
     refuse_unsupported(body.model_extra)
     _check_generation(body)
-    if body.model_extra and body.model_extra.get("echo"):
-        raise UnsupportedFeatureError("echo is not supported in chat completions", param="echo")
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise InvalidParameterError(
             "give max_tokens or max_completion_tokens, not both", param="max_completion_tokens"
         )
+    if body.continue_final_message and body.add_generation_prompt:
+        raise InvalidParameterError(
+            "continue_final_message goes on with the last message, add_generation_prompt begins a "
+            "new one: give one of them",
+            param="continue_final_message",
+        )
+
+
+class Conversation(NamedTuple):
+    """What the chat template is given."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None
+
+
+def conversation(
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None,
+    chat_format: ChatFormat,
+) -> Conversation:
+    """A template that does not know tools gets them told in the messages."""
+    given = chat_messages(messages)
+    if not tools or chat_format.knows_tools:
+        return Conversation(given, tools or None)
+    is_generic = chat_format.tool_calls == UNKNOWN_FORMAT.tool_calls
+    return Conversation(with_tools_told(given, tools, tells_form=is_generic), None)
 
 
 def chat_request(
-    body: ChatBody, target: Target, origin: Origin, prompt: str
+    body: ChatBody, target: Target, origin: Origin, reading: AnswerReading
 ) -> tuple[GenerateRequest, ...]:
-    """The request for a checked body whose conversation has been rendered into `prompt`."""
+    """The request for a checked body whose conversation has been rendered into the prompt."""
+    sampling = chat_sampling(body, target.model.vocab_size)
+    grammar = answer_grammar(reading, sampling.grammar)
     return (
         GenerateRequest(
             request_id=origin.new_request_id(),
             client_request_id=origin.client_request_id,
             model=target.model.name,
-            prompt=prompt,
-            sampling=chat_sampling(body, target.model.vocab_size),
-            adapters=adapter_choices(body, target),
+            prompt=reading.prompt,
+            sampling=msgspec.structs.replace(sampling, grammar=grammar),
+            adapters=adapter_choices(body, target, origin.adapter)[0],
+            shown_special_ids=reading.shown_ids,
             load_policy=load_policy(body),
             # The template has written them already.
             add_special_tokens=body.add_special_tokens is True,
             priority=body.priority or 0,
             timeout_seconds=body.timeout_seconds,
+            truncation=_truncation(body),
+            cache_salt=body.cache_salt or "",
         ),
     )
 
@@ -120,48 +167,6 @@ def prompts(prompt: str | list[Any], max_prompts: int) -> list[Prompt]:
     return [item if isinstance(item, str) else tuple(item) for item in prompt]
 
 
-def adapter_choices(body: GenerationBody, target: Target) -> tuple[AdapterChoice, ...]:
-    """The adapter that `model` or `lora_model` names, or those of `adapters`.
-
-    The first two may both name it if they agree.
-    """
-    key = target.key
-    if body.adapters:
-        return _several(body, key)
-    if body.lora_model:
-        named = ByName(body.lora_model)
-        if key not in (None, named):
-            raise InvalidParameterError(
-                f"model {body.model!r} and lora_model {body.lora_model!r} name two adapters; "
-                "give one of them",
-                param="lora_model",
-            )
-        key = named
-    if key is None:
-        if body.lora_scale is not None:
-            raise InvalidParameterError(
-                "lora_scale needs an adapter: name it in model or lora_model", param="lora_scale"
-            )
-        return ()
-    return (AdapterChoice(key, 1.0 if body.lora_scale is None else body.lora_scale),)
-
-
-def _several(body: GenerationBody, key: AdapterKey | None) -> tuple[AdapterChoice, ...]:
-    if key is not None or body.lora_model:
-        raise InvalidParameterError(
-            f"{'lora_model' if body.lora_model else 'model'} names an adapter, and so does "
-            "adapters; put all of them into adapters, and the base model into model",
-            param="adapters",
-        )
-    if body.lora_scale is not None:
-        raise InvalidParameterError(
-            "lora_scale is for the one adapter of model or lora_model; in adapters, each one has "
-            "its scale",
-            param="lora_scale",
-        )
-    return read_choices(body.adapters)
-
-
 def load_policy(body: SamplingBody) -> LoadPolicy:
     return LoadPolicy(body.load_lora_weights or LoadPolicy.AUTO)
 
@@ -175,7 +180,35 @@ def _check_generation(body: GenerationBody) -> None:
         raise InvalidParameterError(
             "prompt_logprobs is not for stream: true", param="prompt_logprobs"
         )
+    if body.cache_salt is not None and not 0 < len(body.cache_salt) <= MAX_CACHE_SALT:
+        raise InvalidParameterError(
+            f"cache_salt must have 1 to {MAX_CACHE_SALT} characters, got {len(body.cache_salt)}",
+            param="cache_salt",
+        )
     check_priority(body)
+
+
+def _truncation(body: GenerationBody) -> PromptTruncation | None:
+    most = body.truncate_prompt_tokens
+    if most is None:
+        return None
+    if most != ALL_THAT_FIT and most < 1:
+        raise InvalidParameterError(
+            f"truncate_prompt_tokens must be at least 1, or {ALL_THAT_FIT} for as many as there "
+            f"is room for, got {most}",
+            param="truncate_prompt_tokens",
+        )
+    side = TruncationSide(body.truncation_side or TruncationSide.LEFT)
+    return PromptTruncation(None if most == ALL_THAT_FIT else most, side)
+
+
+def _check_sequences(num_prompts: int, sampling: SamplingParams) -> None:
+    if num_prompts * sampling.num_sequences > MAX_SEQUENCES:
+        raise InvalidParameterError(
+            f"{num_prompts} prompts with {sampling.num_sequences} answers each are more than the "
+            f"{MAX_SEQUENCES} answers that one request may ask for",
+            param="n",
+        )
 
 
 def check_priority(body: SamplingBody) -> None:
@@ -190,14 +223,55 @@ def chat_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """What the chat template reads: content as one text, everything else as it came."""
     if not messages:
         raise InvalidParameterError("messages must hold at least one message", param="messages")
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidParameterError(
+            f"messages has {len(messages)} messages; at most {MAX_MESSAGES} are allowed",
+            param="messages",
+        )
     return [
         {
-            **(message.model_extra or {}),
+            **_extra(message, index),
             "role": message.role,
-            "content": _content(message.content, f"messages[{index}].content"),
+            "content": _message_content(message, f"messages[{index}].content"),
         }
         for index, message in enumerate(messages)
     ]
+
+
+def _message_content(message: Message, path: str) -> str | None:
+    """None for a message that is nothing but calls: templates look whether there is content."""
+    if message.content is None and (message.model_extra or {}).get("tool_calls"):
+        return None
+    return _content(message.content, path)
+
+
+def _extra(message: Message, index: int) -> dict[str, Any]:
+    """What a message has beside role and content."""
+    extra = message.model_extra or {}
+    if message.role == "tool" and not isinstance(extra.get("tool_call_id"), str):
+        where = f"messages[{index}].tool_call_id"
+        raise InvalidRequestError(
+            f"{where} must be the id of the call that the message answers", param=where
+        )
+    return extra
+
+
+def begins_a_turn(body: ChatBody | TokenizeBody) -> bool:
+    """Whether the template writes the beginning of the assistant's turn."""
+    return body.add_generation_prompt is not False and not body.continue_final_message
+
+
+def answer_role(body: ChatBody) -> str:
+    """Of the message that is generated: the last one's, if that is what is gone on with."""
+    return "assistant" if begins_a_turn(body) else body.messages[-1].role
+
+
+def echoed_message(body: ChatBody) -> str:
+    """vLLM's echo: the text of the last message, if the answer is of the same role."""
+    last = body.messages[-1]
+    if not body.echo or last.role != answer_role(body):
+        return ""
+    return _content(last.content, f"messages[{len(body.messages) - 1}].content")
 
 
 def _content(content: str | Sequence[ContentPart] | None, path: str) -> str:

@@ -2,12 +2,14 @@
 
 import logging
 import math
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
 
 import msgspec
 from starlette.responses import Response
 
 from loraplex.core import errors
+from loraplex.serving.wire_request import note_error
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +34,7 @@ WIRE_ERRORS: dict[type[errors.LoraplexError], WireError] = {
     errors.PromptTooLongError: WireError(400, INVALID, "context_length_exceeded"),
     errors.TokenOutOfVocabularyError: WireError(400, INVALID),
     errors.PayloadTooLargeError: WireError(413, INVALID),
+    errors.BodyTimeoutError: WireError(408, INVALID),
     errors.ModelNotFoundError: WireError(404, INVALID),
     errors.AdapterNotFoundError: WireError(404, INVALID),
     errors.AdapterExistsError: WireError(409, INVALID),
@@ -42,6 +45,7 @@ WIRE_ERRORS: dict[type[errors.LoraplexError], WireError] = {
     errors.UnauthenticatedError: WireError(401, "authentication_error", "invalid_api_key"),
     errors.PermissionDeniedError: WireError(403, "permission_error"),
     errors.QueueFullError: WireError(429, "rate_limit_error"),
+    errors.RateLimitedError: WireError(429, "rate_limit_error", "rate_limit_exceeded"),
     errors.NotReadyError: WireError(503, UNAVAILABLE),
     errors.EngineRestartedError: WireError(503, UNAVAILABLE),
     errors.AdapterLoadError: WireError(503, UNAVAILABLE),
@@ -95,9 +99,31 @@ def json_error(status: int, detail: ErrorDetail) -> Response:
 
 def as_loraplex_error(error: Exception, request_id: str) -> errors.LoraplexError:
     """The error itself, or for a bug an InternalError that tells no more than where to look."""
-    if isinstance(error, errors.LoraplexError):
-        return error
-    _log.error("request %s failed", request_id, exc_info=error)
-    return errors.InternalError(
-        f"internal error; the server's log says more under request id {request_id}"
-    )
+    if not isinstance(error, errors.LoraplexError):
+        _log.error("request %s failed", request_id, exc_info=error)
+        error = errors.InternalError(
+            f"internal error; the server's log says more under request id {request_id}"
+        )
+    note_error(error)
+    return error
+
+
+class ErrorWriter(Protocol):
+    """How an error is told: instead of an answer, or at the end of a stream that has begun."""
+
+    def response(self, error: errors.LoraplexError) -> Response: ...
+
+    def events(self, error: errors.LoraplexError) -> Iterable[msgspec.Struct]: ...
+
+
+class OpenAIErrors:
+    """By the table above, in OpenAI's shape."""
+
+    def response(self, error: errors.LoraplexError) -> Response:
+        return error_response(error)
+
+    def events(self, error: errors.LoraplexError) -> Iterable[msgspec.Struct]:
+        return (error_body(error),)
+
+
+OPENAI_ERRORS = OpenAIErrors()

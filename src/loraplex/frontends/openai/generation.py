@@ -3,22 +3,32 @@
 import time
 from typing import Any
 
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
 from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest
 from loraplex.frontends.openai import convert
+from loraplex.frontends.openai.adapter_fields import ADAPTER_HEADER
 from loraplex.frontends.openai.answers import (
     Call,
     ChatWriter,
     CompletionWriter,
     adapter_headers,
 )
+from loraplex.frontends.openai.chat import asked_chat
+from loraplex.frontends.openai.dialect import AnswerWriter
 from loraplex.frontends.openai.logprobs import TokenTexts
-from loraplex.frontends.openai.room import OpenAIRoom, json_response, request_id
-from loraplex.frontends.openai.schema import ChatBody, CompletionBody, GenerationBody
+from loraplex.frontends.openai.room import (
+    OpenAIRoom,
+    adopt_request_id,
+    json_response,
+    request_id,
+)
+from loraplex.frontends.openai.schema import GenerationBody
 from loraplex.frontends.openai.sse import EventStream
+from loraplex.frontends.openai.synonyms import value_of
 from loraplex.frontends.streams import gather_all, generate_all, until_disconnect
 
 
@@ -27,58 +37,66 @@ class GenerationEndpoints:
 
     def __init__(self, room: OpenAIRoom) -> None:
         self._room = room
+        self._dialect = room.options.dialect
 
     async def completions(self, request: Request) -> Response:
         principal = self._room.principal(request)
-        body = await self._room.body(request, CompletionBody)
-        target = self._room.target(body.model, principal)
+        body = await self._dialect.completion_body(self._room, request)
+        adopt_request_id(request, value_of(body, "request_id"))
+        target = self._dialect.target(self._room, body, principal)
         requests = convert.completion_requests(
-            body, target, self._origin(request), self._room.options.max_prompts
+            body, target, origin(self._room, request), self._room.options.max_prompts
         )
         call = _call(request, "cmpl", body, requests, echo=bool(body.echo))
-        writer = CompletionWriter(call, self._texts(requests))
+        texts = self._texts(body, requests)
+        writer = self._dialect.writer(CompletionWriter(call, texts), call, body, texts)
         return await self._answer(request, principal, writer, call, bool(body.stream))
 
     async def chat_completions(self, request: Request) -> Response:
         principal = self._room.principal(request)
-        body = await self._room.body(request, ChatBody)
-        convert.check_chat(body)
-        target = self._room.target(body.model, principal)
-        prompt = self._room.backend.render_chat(
-            target.model.name,
-            convert.chat_messages(body.messages),
-            add_generation_prompt=body.add_generation_prompt is not False,
-            template_kwargs=body.chat_template_kwargs,
+        body = await self._dialect.chat_body(self._room, request)
+        adopt_request_id(request, value_of(body, "request_id"))
+        requests, reading = asked_chat(self._room, body, principal, origin(self._room, request))
+        call = _call(
+            request,
+            "chatcmpl",
+            body,
+            requests,
+            role=convert.answer_role(body),
+            text_before=convert.echoed_message(body),
+            prompt_text=reading.prompt if body.return_prompt_text else UNSET,
         )
-        requests = convert.chat_request(body, target, self._origin(request), prompt)
-        call = _call(request, "chatcmpl", body, requests)
-        writer = ChatWriter(call, self._texts(requests))
+        texts = self._texts(body, requests)
+        writer = self._dialect.writer(ChatWriter(call, texts, reading), call, body, texts)
         return await self._answer(request, principal, writer, call, bool(body.stream))
 
     async def _answer(
         self,
         request: Request,
         principal: Principal,
-        writer: CompletionWriter | ChatWriter,
+        writer: AnswerWriter,
         call: Call,
         is_stream: bool,
     ) -> Response:
         backend = self._room.backend
         if is_stream:
             outputs = generate_all(backend, call.requests, principal)
-            return EventStream(outputs, writer, request_id(request))
+            return EventStream(outputs, writer, request_id(request), self._dialect.errors)
         whole = await until_disconnect(
             request.receive, gather_all(backend, call.requests, principal)
         )
         response = json_response(writer.body(whole))
-        response.headers.update(adapter_headers(whole[0]))
+        response.headers.update(adapter_headers(*whole))
         return response
 
-    def _origin(self, request: Request) -> convert.Origin:
-        return convert.Origin(request_id(request), self._room.backend.new_request_id)
+    def _texts(self, body: GenerationBody, requests: tuple[GenerateRequest, ...]) -> TokenTexts:
+        as_ids = bool(body.return_tokens_as_token_ids)
+        return TokenTexts(self._room.backend, requests[0].model, as_ids=as_ids)
 
-    def _texts(self, requests: tuple[GenerateRequest, ...]) -> TokenTexts:
-        return TokenTexts(self._room.backend, requests[0].model)
+
+def origin(room: OpenAIRoom, request: Request) -> convert.Origin:
+    adapter = request.headers.get(ADAPTER_HEADER, "")
+    return convert.Origin(request_id(request), room.backend.new_request_id, adapter)
 
 
 def _call(
@@ -94,6 +112,8 @@ def _call(
         model=body.model if body.model is not None else requests[0].model,
         requests=requests,
         include_usage=body.include_usage,
+        continuous_usage=body.continuous_usage,
+        returns_token_ids=bool(body.return_token_ids),
         wants_prompt_logprobs=body.prompt_logprobs is not None,
         **fields,
     )

@@ -20,22 +20,41 @@ MIN_LOGPROB = -9999.0
 
 
 class TokenTexts:
-    """How the tokens of one model are written."""
+    """How the tokens of one model are written; `as_ids`: as `token_id:5`, vLLM's way."""
 
-    def __init__(self, backend: Backend, model: str) -> None:
+    def __init__(self, backend: Backend, model: str, *, as_ids: bool = False) -> None:
         self._backend = backend
         self._model = model
+        self._as_ids = as_ids
 
     def bytes_of(self, token_id: int) -> bytes:
         return self._backend.token_bytes(self._model, token_id)
+
+    def name_of(self, token_id: int) -> str:
+        """As chat's log probabilities name it."""
+        if self._as_ids:
+            return f"token_id:{token_id}"
+        return self.bytes_of(token_id).decode(errors="replace")
+
+    def legacy_name_of(self, token_id: int) -> str:
+        """As those of completions do: no whole character is `bytes:\\xe2\\x80`."""
+        if self._as_ids:
+            return self.name_of(token_id)
+        raw = self.bytes_of(token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def is_special(self, token_id: int) -> bool:
         """Whether the text leaves it out unless it is asked for."""
         with_special = self._backend.detokenize(self._model, (token_id,), skip_special_tokens=False)
         return with_special != "" and self.decode((token_id,)) == ""
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return self._backend.detokenize(self._model, token_ids)
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return self._backend.detokenize(
+            self._model, token_ids, skip_special_tokens=skip_special_tokens
+        )
 
 
 class CompletionLogprobWriter:
@@ -51,8 +70,8 @@ class CompletionLogprobWriter:
         """The next (token id, log probability); None is for the first token of a prompt."""
         written = CompletionLogprobs([], [], [], [])
         for token_id, logprob in tokens:
-            written.tokens.append(_legacy_text(self._texts.bytes_of(token_id)))
-            written.token_logprobs.append(None if logprob is None else _finite(logprob.logprob))
+            written.tokens.append(self._texts.legacy_name_of(token_id))
+            written.token_logprobs.append(None if logprob is None else finite(logprob.logprob))
             written.top_logprobs.append(None if logprob is None else self._top(logprob))
             written.text_offset.append(self._offset)
             self._offset += self._num_chars(token_id)
@@ -68,7 +87,7 @@ class CompletionLogprobWriter:
         """The most likely tokens and the chosen one; of two with one text, the likelier."""
         top: LogprobByToken = {}
         for token_id, value in (*logprob.top, (logprob.token_id, logprob.logprob)):
-            top.setdefault(_legacy_text(self._texts.bytes_of(token_id)), _finite(value))
+            top.setdefault(self._texts.legacy_name_of(token_id), finite(value))
         return top
 
 
@@ -81,17 +100,16 @@ def prompt_logprobs(logprobs: Sequence[TokenLogprob | None], texts: TokenTexts) 
 
 
 def _content_logprob(logprob: TokenLogprob, texts: TokenTexts) -> ContentLogprob:
-    raw = texts.bytes_of(logprob.token_id)
     return ContentLogprob(
-        token=raw.decode(errors="replace"),
-        logprob=_finite(logprob.logprob),
-        bytes=list(raw),
-        top_logprobs=[_top_logprob(texts.bytes_of(t), value) for t, value in logprob.top],
+        token=texts.name_of(logprob.token_id),
+        logprob=finite(logprob.logprob),
+        bytes=list(texts.bytes_of(logprob.token_id)),
+        top_logprobs=[_top_logprob(t, value, texts) for t, value in logprob.top],
     )
 
 
-def _top_logprob(raw: bytes, logprob: float) -> TopLogprob:
-    return TopLogprob(raw.decode(errors="replace"), _finite(logprob), list(raw))
+def _top_logprob(token_id: int, logprob: float, texts: TokenTexts) -> TopLogprob:
+    return TopLogprob(texts.name_of(token_id), finite(logprob), list(texts.bytes_of(token_id)))
 
 
 def _ranked(logprob: TokenLogprob, texts: TokenTexts) -> dict[str, RankedLogprob]:
@@ -99,19 +117,12 @@ def _ranked(logprob: TokenLogprob, texts: TokenTexts) -> dict[str, RankedLogprob
     candidates.append((logprob.token_id, logprob.logprob, logprob.rank))
     return {
         str(token_id): RankedLogprob(
-            _finite(value), rank, texts.bytes_of(token_id).decode(errors="replace")
+            finite(value), rank, texts.bytes_of(token_id).decode(errors="replace")
         )
         for token_id, value, rank in candidates
     }
 
 
-def _legacy_text(raw: bytes) -> str:
-    """As OpenAI's completions write a token that is no whole character: `bytes:\\xe2\\x80`."""
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-
-
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """As JSON can write it."""
     return max(logprob, MIN_LOGPROB)

@@ -94,7 +94,11 @@ class CompletionChoice(Struct, frozen=True):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
+    stop_reason: str | int | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    """In a stream, of the first chunk of the choice."""
 
 
 class Completion(Struct, frozen=True, kw_only=True):
@@ -107,6 +111,7 @@ class Completion(Struct, frozen=True, kw_only=True):
     system_fingerprint: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
+    expanded_prompt: str | UnsetType = UNSET
     loraplex: Details | UnsetType = UNSET
 
 
@@ -128,10 +133,28 @@ class ChatLogprobs(Struct, frozen=True):
     refusal: None = None
 
 
+class CalledFunction(Struct, frozen=True):
+    name: str
+    arguments: str
+    """A JSON text."""
+
+
+class ToolCall(Struct, frozen=True):
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
 class ChatMessage(Struct, frozen=True):
-    content: str
-    role: Literal["assistant"] = "assistant"
+    content: str | None
+    """Null where there is none but tool calls."""
+    role: str = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    """What was thought before the answer, under the name that most clients know."""
+    reasoning: str | UnsetType = UNSET
+    """The same, under the newer name."""
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, frozen=True):
@@ -139,6 +162,8 @@ class ChatChoice(Struct, frozen=True):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: str | None
+    stop_reason: str | int | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(Struct, frozen=True, kw_only=True):
@@ -150,12 +175,32 @@ class ChatCompletion(Struct, frozen=True, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_text: str | UnsetType = UNSET
+    expanded_prompt: str | UnsetType = UNSET
     loraplex: Details | UnsetType = UNSET
 
 
+class FunctionDelta(Struct, frozen=True):
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCallDelta(Struct, frozen=True):
+    """The first one of a call has its id, type and name; all have a piece of its arguments."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
 class ChatDelta(Struct, frozen=True):
-    role: Literal["assistant"] | UnsetType = UNSET
+    role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct, frozen=True):
@@ -163,6 +208,8 @@ class ChatChunkChoice(Struct, frozen=True):
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
+    stop_reason: str | int | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletionChunk(Struct, frozen=True, kw_only=True):
@@ -173,6 +220,10 @@ class ChatCompletionChunk(Struct, frozen=True, kw_only=True):
     system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    """This and the next two: of the first chunk of all."""
+    prompt_text: str | UnsetType = UNSET
+    expanded_prompt: str | UnsetType = UNSET
     loraplex: Details | UnsetType = UNSET
 
 
@@ -212,6 +263,7 @@ class Tokens(Struct, frozen=True):
     count: int
     max_model_len: int
     tokens: list[int]
+    token_strs: list[str] | None = None
 
 
 class Detokenized(Struct, frozen=True):

@@ -1,40 +1,34 @@
 """What every endpoint shares: who asks, how a body is read, how an error is answered."""
 
 import functools
-import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from loraplex.core.errors import InvalidRequestError
-from loraplex.core.principal import LOCAL, Principal
-from loraplex.frontends.openai.body import parse_body, read_body
-from loraplex.frontends.openai.convert import Target
-from loraplex.frontends.openai.errors import as_loraplex_error, error_response
+from loraplex.core.errors import InvalidRequestError, ModelNotFoundError
+from loraplex.core.principal import Principal
+from loraplex.frontends.access import Authenticate, everyone_is_local
+from loraplex.frontends.openai.adapter_fields import Target
+from loraplex.frontends.openai.body import parse, read_body
+from loraplex.frontends.openai.dialect import OPENAI, Dialect
+from loraplex.frontends.openai.errors import OPENAI_ERRORS, ErrorWriter, as_loraplex_error
 from loraplex.frontends.openai.schema import Body
 from loraplex.frontends.openai.unsupported import refuse_unknown
 from loraplex.frontends.streams import ClientDisconnectedError
-from loraplex.serving.backend import Backend
+from loraplex.frontends.telemetry.request_ids import HEADER as REQUEST_ID_HEADER
+from loraplex.frontends.telemetry.request_ids import problem as id_problem
+from loraplex.frontends.telemetry.request_ids import request_id as usable_id
+from loraplex.serving.backend import Backend, ModelCard
+from loraplex.serving.wire_request import note_request_id
 
-REQUEST_ID_HEADER = "x-request-id"
-MAX_REQUEST_ID_LENGTH = 256
 CLIENT_CLOSED_REQUEST = 499
 
 BodyT = TypeVar("BodyT", bound=Body)
 
 Endpoint = Callable[[Request], Awaitable[Response]]
-
-Authenticate = Callable[[Mapping[str, str]], Principal]
-"""From request headers (case-insensitive) to who asks. Raises UnauthenticatedError."""
-
-
-def everyone_is_local(headers: Mapping[str, str]) -> Principal:
-    """The server without API keys."""
-    del headers
-    return LOCAL
 
 
 class OpenAIOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +37,8 @@ class OpenAIOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int = 64 * 2**20
     max_prompts: int = 256
     """Prompts in one completion request."""
+    dialect: Dialect = OPENAI
+    """Of the routes that generate."""
 
 
 class OpenAIRoom(msgspec.Struct, frozen=True):
@@ -56,7 +52,7 @@ class OpenAIRoom(msgspec.Struct, frozen=True):
         return self.authenticate(request.headers)
 
     async def body(self, request: Request, schema: type[BodyT]) -> BodyT:
-        return parse_body(schema, await read_body(request, self.options.max_body_bytes))
+        return await parse(schema, await read_body(request, self.options.max_body_bytes))
 
     async def strict_body(self, request: Request, schema: type[BodyT]) -> BodyT:
         """As body; a field that is not in the schema is an error."""
@@ -67,8 +63,14 @@ class OpenAIRoom(msgspec.Struct, frozen=True):
     def target(self, model: str | None, principal: Principal) -> Target:
         """What `model` names; without one, the default base model."""
         if model is None:
-            return Target(self.backend.models()[0], None)
+            return Target(self._default(principal), None)
         return Target(*self.backend.find(model, principal))
+
+    def _default(self, principal: Principal) -> ModelCard:
+        models = self.backend.models(principal)
+        if not models:
+            raise ModelNotFoundError("there is no model here", param="model")
+        return models[0]
 
 
 def json_response(body: msgspec.Struct, status: int = 200) -> Response:
@@ -78,32 +80,36 @@ def json_response(body: msgspec.Struct, status: int = 200) -> Response:
 def request_id(request: Request) -> str:
     """The client's x-request-id, or one of ours; the same whenever it is asked for."""
     if not hasattr(request.state, "request_id"):
-        request.state.request_id = request.headers.get(REQUEST_ID_HEADER) or uuid.uuid4().hex
+        request.state.request_id = usable_id(request.headers.get(REQUEST_ID_HEADER, ""))
     return str(request.state.request_id)
 
 
-def answers_errors(endpoint: Endpoint) -> Endpoint:
-    """Let an endpoint raise: errors become OpenAI's bodies; every answer carries x-request-id."""
+def adopt_request_id(request: Request, body_id: str | None) -> None:
+    """Take the id that the body gives, unless there is an x-request-id. Raises InvalidRequestError
+    for one that is too long or that no header can hold."""
+    if not body_id or REQUEST_ID_HEADER in request.headers:
+        return
+    if wrong := id_problem(body_id, "request_id"):
+        raise InvalidRequestError(wrong, param="request_id")
+    request.state.request_id = body_id
+    note_request_id(body_id)
+
+
+def answers_errors(endpoint: Endpoint, errors: ErrorWriter = OPENAI_ERRORS) -> Endpoint:
+    """Let an endpoint raise: `errors` tells what; every answer carries x-request-id."""
 
     @functools.wraps(endpoint)
     async def answer(request: Request) -> Response:
         own_id = request_id(request)
         try:
-            _check_request_id(own_id)
+            if wrong := id_problem(request.headers.get(REQUEST_ID_HEADER) or own_id):
+                raise InvalidRequestError(wrong)
             response = await endpoint(request)
         except (ClientDisconnectedError, ClientDisconnect):
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         except Exception as error:
-            response = error_response(as_loraplex_error(error, own_id))
-        response.headers[REQUEST_ID_HEADER] = own_id[:MAX_REQUEST_ID_LENGTH]
+            response = errors.response(as_loraplex_error(error, own_id))
+        response.headers[REQUEST_ID_HEADER] = request_id(request)
         return response
 
     return answer
-
-
-def _check_request_id(text: str) -> None:
-    if len(text) > MAX_REQUEST_ID_LENGTH:
-        raise InvalidRequestError(
-            f"{REQUEST_ID_HEADER} has {len(text)} characters; at most {MAX_REQUEST_ID_LENGTH} are "
-            "allowed"
-        )

@@ -21,6 +21,7 @@ from loraplex.frontends.openai.schema import (
     SamplingBody,
 )
 from loraplex.frontends.openai.structured import grammar_of
+from loraplex.frontends.openai.synonyms import value_of
 
 MAX_LOGIT_BIAS = 100.0
 """Either way, as OpenAI has it: it is as good as a ban."""
@@ -91,7 +92,7 @@ def chat_sampling(body: ChatBody, vocab_size: int) -> SamplingParams:
 
 def sampling_params(body: SamplingBody, fields: dict[str, Any], vocab_size: int) -> SamplingParams:
     """From what all bodies have, and `fields` of SamplingParams that only this one has."""
-    given = {name: getattr(body, wire_name) for wire_name, name in _SAMPLING_FIELDS.items()}
+    given = {name: value_of(body, wire_name) for wire_name, name in _SAMPLING_FIELDS.items()}
     fields |= {name: value for name, value in given.items() if value is not None}
     if body.top_p_reset_ids not in (None, -1):  # TensorRT-LLM's -1 is no token
         fields["top_p_reset_id"] = body.top_p_reset_ids

@@ -1,8 +1,10 @@
-"""What a client may send: the request bodies of the OpenAI room, and their llgtrt and vLLM fields.
+"""What a client may send: the request bodies of the OpenAI room, with the fields of the servers
+that it replaces.
 
 Types are strict (no "5" for 5) and every field may be null, which means absent. Ranges are not
 checked here: SamplingParams knows them. A field that is not declared is kept aside, not refused:
 `unsupported` names the ones that we know and do not serve, the rest is ignored as the originals do.
+The text under a field is its row's note in docs/fields-openai.md.
 """
 
 from typing import Annotated, Any, Literal
@@ -21,6 +23,9 @@ EXPECTED = {
     "logit_bias": "an object of token ids and numbers",
     "bad_words": "a string or a list of strings",
     "guided_json": "a JSON schema",
+    "json_schema": "a JSON schema",
+    "tool_choice": "none, auto, required, or an object that names functions",
+    "lora_path": "an adapter's name, or a list with a name or null for each prompt",
     "guided_choice": "a list of strings",
     "early_stopping": 'true, false or "never"',
 }
@@ -38,88 +43,173 @@ Prompt = Annotated[
 class Body(BaseModel):
     """A JSON object of which unknown fields end up in `model_extra`."""
 
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+    model_config = ConfigDict(
+        strict=True, extra="allow", frozen=True, use_attribute_docstrings=True
+    )
 
 
 class StreamOptions(Body):
     include_usage: bool | None = None
+    """A last chunk has the usage; all others have `usage: null`."""
+    continuous_usage_stats: bool | None = None
+    """With include_usage, every chunk has the usage so far."""
 
 
 class SamplingBody(Body):
     """What everything that generates has in common: how tokens are drawn, and when it ends."""
 
     model: str | None = None
+    """A base model, an adapter, or `base:adapter`; absent: the first base model."""
     load_lora_weights: Literal["auto", "always", "never"] | None = None
-    """llgtrt's, see core.adapter.LoadPolicy."""
+    """`auto` loads the adapter if it is not in memory; `always` reads its source again; `never`
+    refuses the request if the adapter is not in memory."""
     max_tokens: int | None = None
+    """16 if absent in a completion; in a chat, as many as the model has room for."""
     min_tokens: int | None = None
+    """No end or stop token before."""
     temperature: float | None = None
+    """0 to 100; 0 is greedy."""
     top_p: float | None = None
+    """More than 0, at most 1."""
     top_k: int | None = None
+    """-1 and 0 are all tokens."""
     min_p: float | None = None
+    """0 to 1."""
     repetition_penalty: float | None = None
+    """More than 0, at most 100."""
     presence_penalty: float | None = None
+    """-2 to 2."""
     frequency_penalty: float | None = None
+    """-2 to 2."""
     seed: int | None = None
+    """64 bits; equal seeds, equal draws, whoever else is served."""
     stop: str | Texts | None = None
+    """Up to 64 texts of up to 4096 characters, found across tokens."""
     stop_token_ids: TokenIds | None = None
+    """Up to 1024."""
     include_stop_str_in_output: bool | None = None
+    """What ended the answer is part of it."""
+    no_stop_trim: bool | None = None
+    """As include_stop_str_in_output."""
     ignore_eos: bool | None = None
+    """The model's end token does not end the answer."""
+    ignore_eos_token: bool | None = None
+    """As ignore_eos."""
     skip_special_tokens: bool | None = None
+    """False: special tokens are part of the text."""
     add_special_tokens: bool | None = None
+    """Whether the tokenizer puts its first tokens (BOS) before the prompt: true in a completion,
+    false in a chat, whose template writes them."""
     top_p_decay: float | None = None
-    """This and the two below are TensorRT-LLM's."""
+    """Each new token multiplies top_p with this, down to top_p_min."""
     top_p_min: float | None = None
+    """See top_p_decay."""
     top_p_reset_ids: int | None = None
+    """After this token, top_p is what it was."""
     no_repeat_ngram_size: int | None = None
+    """No run of so many tokens comes twice, in prompt and answer together."""
     logit_bias: dict[str, float] | None = None
-    """Token ids in decimal, as OpenAI has it."""
+    """-100 to 100, by token id in decimal."""
     allowed_token_ids: TokenIds | None = None
+    """Only these are chosen."""
     bad_words: str | Texts | None = None
+    """Texts that are not to come."""
     response_format: dict[str, Any] | None = None
+    """Of type text, json_object (with or without a schema), json_schema (enforced, strict or not),
+    regex, ebnf, lark_grammar or llguidance."""
     structured_outputs: dict[str, Any] | None = None
-    """vLLM's, as the guided_* are."""
+    """With json, json_object, regex, choice or grammar."""
     guided_json: str | dict[str, Any] | bool | None = None
+    """As structured_outputs.json."""
     guided_regex: str | None = None
+    """As structured_outputs.regex."""
     guided_choice: Texts | None = None
+    """As structured_outputs.choice."""
     guided_grammar: str | None = None
+    """As structured_outputs.grammar: GBNF if it has `::=`, else Lark."""
+    json_schema: str | dict[str, Any] | bool | None = None
+    """As structured_outputs.json."""
+    regex: str | None = None
+    """As structured_outputs.regex."""
+    ebnf: str | None = None
+    """A grammar as GBNF writes it."""
     num_draft_tokens: int | None = None
+    """Tokens guessed ahead at most; 0 is none, absent is the server's setting."""
     priority: int | None = None
+    """Lower is sooner; 0 is usual."""
     timeout_seconds: float | None = None
-    user: str | None = None
+    """The request ends with an error when the time is up."""
 
 
 class GenerationBody(SamplingBody):
     """What completions and chat have in common."""
 
     lora_model: str | None = None
-    """llgtrt's way to choose an adapter."""
+    """An adapter of the base model."""
+    adapter_id: str | None = None
+    """As lora_model."""
+    lora_path: str | Annotated[list[str | None], Field(fail_fast=True)] | None = None
+    """As lora_model (a name, not a path); a list has one for each prompt, null for the base."""
     lora_scale: float | None = None
     """How strongly the one adapter is applied; 1 if it is absent."""
     adapters: list[Any] | None = None
-    """Several, see frontends.adapter_choices. An empty list is none."""
+    """Several, added up: names, or objects with name, task_id or digest, and scale."""
     n: int | None = None
+    """1 to 128 answers."""
     best_of: int | None = None
+    """So many answers are made, the n likeliest come back; with beams, their number."""
     use_beam_search: bool | None = None
-    """vLLM's: the beams are best_of, or n."""
+    """The beams are beam_width, or best_of, or n."""
     beam_width: int | None = None
-    """The same, if neither is meant."""
+    """See use_beam_search."""
     length_penalty: float | None = None
+    """Of beams: a score is divided by the length to this power."""
     early_stopping: bool | Literal["never"] | None = None
+    """Of beams: true, false or "never"."""
     beam_search_diversity_rate: float | None = None
+    """Of beams."""
     prompt_logprobs: int | None = None
+    """Up to 20 likely tokens at each position of the prompt; not with stream."""
+    truncate_prompt_tokens: int | None = None
+    """Of a longer prompt only so many tokens are used; -1: as many as there is room for."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Where truncate_prompt_tokens takes tokens away; left if absent."""
+    cache_salt: str | None = None
+    """1 to 1024 characters: only requests with an equal one share KV blocks."""
     stream: bool | None = None
+    """Server-sent events, `data: [DONE]` at the end."""
     stream_options: StreamOptions | None = None
+    """Only with stream."""
+    return_tokens_as_token_ids: bool | None = None
+    """Tokens of log probabilities are written as `token_id:5`."""
+    return_token_ids: bool | None = None
+    """`token_ids` of each answer and `prompt_token_ids` beside the text."""
+    return_expanded_prompt: bool | None = None
+    """`expanded_prompt` of the answer is the prompt with the template and its special tokens."""
+    llg_log_level: Literal["none", "warning", "json", "verbose"] | None = None
+    """No effect: what is wrong with a grammar is said in an error."""
+    request_id: str | None = None
+    """The id of the answer, where there is no x-request-id header."""
+    rid: str | None = None
+    """As request_id."""
 
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def continuous_usage(self) -> bool:
+        options = self.stream_options
+        return self.include_usage and options is not None and bool(options.continuous_usage_stats)
+
 
 class CompletionBody(GenerationBody):
     prompt: Prompt
+    """A text, a list of texts, token ids, or a list of these; up to 256."""
     logprobs: int | None = None
+    """Up to 20 likely tokens beside each one."""
     echo: bool | None = None
+    """The answer begins with the prompt."""
 
 
 class ContentPart(Body):
@@ -139,11 +229,41 @@ Messages = Annotated[list[Message], Field(fail_fast=True)]
 
 class ChatBody(GenerationBody):
     messages: Messages
+    """1 to 8192, of the roles system, developer, user, assistant and tool; content is a text or a
+    list of text parts."""
     max_completion_tokens: int | None = None
+    """As max_tokens; not both."""
+    tools: list[Any] | None = None
+    """Up to 128 functions; `strict` ones and required ones are enforced by a grammar."""
+    tool_choice: str | dict[str, Any] | None = None
+    """none, auto, required, a named function, or OpenAI's allowed_tools."""
+    parallel_tool_calls: bool | None = None
+    """False: at most one call in an answer."""
+    reasoning_effort: str | None = None
+    """A variable of the chat template; `none` also sets its enable_thinking to false."""
+    include_reasoning: bool | None = None
+    """False: what the model thinks before it answers is left out."""
+    separate_reasoning: bool | None = None
+    """False: it is a part of the content, with its tags."""
     logprobs: bool | None = None
+    """Of each token of the answer."""
     top_logprobs: int | None = None
+    """0 to 20; needs logprobs."""
+    echo: bool | None = None
+    """The answer begins with the last message, if that is of the answer's role."""
     add_generation_prompt: bool | None = None
+    """False: the template does not begin the assistant's turn."""
+    continue_final_message: bool | None = None
+    """The model goes on with the last message; not with add_generation_prompt."""
+    documents: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    """For templates that read documents."""
     chat_template_kwargs: dict[str, Any] | None = None
+    """More variables of the chat template."""
+    include_json_schema_in_prompt: bool | None = None
+    """True: the template sees the schema of response_format as `json_schema`; false: it sees
+    neither that nor tools."""
+    return_prompt_text: bool | None = None
+    """`prompt_text` of the answer is what the template has made."""
 
 
 class CompareBody(SamplingBody):
@@ -164,59 +284,29 @@ class TokenizeBody(Body):
     """vLLM's: a prompt or a conversation."""
 
     model: str | None = None
+    """A base model or one of its adapters; absent: the first base model."""
     prompt: str | None = None
+    """This or messages."""
     messages: Messages | None = None
+    """As in a chat."""
     add_special_tokens: bool | None = None
+    """True for a prompt and false for messages, if it is absent."""
     add_generation_prompt: bool | None = None
+    """As in a chat."""
+    continue_final_message: bool | None = None
+    """As in a chat."""
+    documents: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    """As in a chat."""
     chat_template_kwargs: dict[str, Any] | None = None
+    """As in a chat."""
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    """As the template shows them."""
+    return_token_strs: bool | None = None
+    """`token_strs` has the text of each token."""
 
 
 class DetokenizeBody(Body):
     model: str | None = None
+    """A base model or one of its adapters; absent: the first base model."""
     tokens: TokenIds
-
-
-class LoadLoraBody(Body):
-    """vLLM's."""
-
-    lora_name: str
-    lora_path: str
-    base_model_name: str | None = None
-    load_inplace: bool | None = None
-
-
-class UnloadLoraBody(Body):
-    lora_name: str
-    lora_int_id: int | None = None
-    """vLLM's own number: taken, and of no use here."""
-
-
-class AdapterBody(Body):
-    """POST /v1/adapters. Of this body and those below an unknown field is an error."""
-
-    name: str
-    path: str
-    model: str | None = None
-    """The base model; None is the default one."""
-    task_id: int | None = None
-    replace: bool | None = None
-    dry_run: bool | None = None
-    canary: bool | None = None
-
-
-class RollbackBody(Body):
-    version: int | None = None
-    """None: the one before the present."""
-
-
-class PinBody(Body):
-    version: int | None = None
-    """None: the present one."""
-    pinned: bool | None = None
-    """False takes the pin away."""
-
-
-class AliasBody(Body):
-    alias: str
-    replace: bool | None = None
-    """Turn an alias of another adapter over to this one."""
+    """Special ones become part of the text."""

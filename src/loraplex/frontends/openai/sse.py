@@ -4,15 +4,15 @@ The status line waits for the first output, so an error up to then has its own H
 one is an event `{"error": ...}`, after which the stream ends without `[DONE]`.
 """
 
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from loraplex.frontends.openai.errors import as_loraplex_error, error_body, error_response
+from loraplex.frontends.openai.errors import OPENAI_ERRORS, ErrorWriter, as_loraplex_error
 from loraplex.frontends.streams import ClientDisconnectedError, until_disconnect
 
 T_contra = TypeVar("T_contra", contravariant=True)
@@ -50,12 +50,20 @@ class EventStream(Response, Generic[OutputT]):
         outputs: AsyncGenerator[OutputT, None],
         writer: ChunkWriter[OutputT],
         request_id: str,
+        errors: ErrorWriter = OPENAI_ERRORS,
+        end: bytes = DONE,
+        encode: Callable[[Any], bytes] = event,
     ) -> None:
+        """end: what is sent after the last event of an answer without error; encode: a chunk as
+        an event."""
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._outputs = outputs
         self._writer = writer
         self._request_id = request_id
+        self._errors = errors
+        self._end = end
+        self._event = encode
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -68,7 +76,7 @@ class EventStream(Response, Generic[OutputT]):
             try:
                 first = await anext(outputs)
             except Exception as error:
-                response = error_response(as_loraplex_error(error, self._request_id))
+                response = self._errors.response(as_loraplex_error(error, self._request_id))
                 response.headers["x-request-id"] = self._request_id
                 await response(scope, receive, send)
                 return
@@ -87,10 +95,9 @@ class EventStream(Response, Generic[OutputT]):
             async for output in outputs:
                 if data := self._encode(self._writer.chunks(output)):
                     yield data
-            yield self._encode(self._writer.last_chunks()) + DONE
+            yield self._encode(self._writer.last_chunks()) + self._end
         except Exception as error:
-            yield event(error_body(as_loraplex_error(error, self._request_id)))
+            yield self._encode(self._errors.events(as_loraplex_error(error, self._request_id)))
 
-    @staticmethod
-    def _encode(chunks: Iterable[msgspec.Struct]) -> bytes:
-        return b"".join(map(event, chunks))
+    def _encode(self, chunks: Iterable[msgspec.Struct]) -> bytes:
+        return b"".join(map(self._event, chunks))

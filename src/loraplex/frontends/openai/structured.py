@@ -1,5 +1,6 @@
 """What an output must match, in every way that clients say it: OpenAI's response_format with
-llgtrt's and vLLM's types, vLLM's structured_outputs and its older guided_* fields.
+llgtrt's, LoRAX's and vLLM's types, vLLM's structured_outputs and its older guided_* fields, and
+SGLang's.
 """
 
 import json
@@ -36,13 +37,16 @@ def grammar_of(body: SamplingBody) -> Grammar | None:
     ]
     if not constraints:
         return None
-    if len(constraints) > 1:
-        names = " and ".join(constraint.field for constraint in constraints)
-        raise InvalidParameterError(
-            f"{names} both say what the output is to be; give one of them",
-            param=constraints[1].field,
-        )
-    return constraints[0].grammar
+    first = constraints[0]
+    for other in constraints[1:]:
+        # Clients that speak to servers of any age say the same in the new field and in the old.
+        if other.grammar != first.grammar:
+            raise InvalidParameterError(
+                f"{first.field} and {other.field} both say what the output is to be; give one of "
+                "them",
+                param=other.field,
+            )
+    return first.grammar
 
 
 # ---------------------------------------------------------------- response_format
@@ -60,6 +64,14 @@ def _response_format(fields: Mapping[str, Any] | None) -> Iterator[_Constraint]:
             param="response_format",
         )
     yield _Constraint("response_format", read(fields))
+
+
+def _object_format(fields: Mapping[str, Any]) -> Grammar:
+    """LoRAX's has a schema beside the type."""
+    schema = fields.get("schema")
+    if schema is None:
+        return Grammar(GrammarKind.JSON_SCHEMA, _ANY_OBJECT)
+    return constraint("response_format.schema", "json", schema)
 
 
 def _schema_format(fields: Mapping[str, Any]) -> Grammar:
@@ -92,7 +104,7 @@ def _llguidance_format(fields: Mapping[str, Any]) -> Grammar:
 
 _RESPONSE_FORMATS: Final[Mapping[str, Callable[[Mapping[str, Any]], Grammar]]] = MappingProxyType(
     {
-        "json_object": lambda _: Grammar(GrammarKind.JSON_SCHEMA, _ANY_OBJECT),
+        "json_object": _object_format,
         "json_schema": _schema_format,
         "regex": _text_format("regex", GrammarKind.REGEX),
         "lark_grammar": _text_format("lark_grammar", GrammarKind.LARK),
@@ -102,20 +114,24 @@ _RESPONSE_FORMATS: Final[Mapping[str, Callable[[Mapping[str, Any]], Grammar]]] =
 )
 
 
-# ---------------------------------------------------------------- vLLM's
+# ---------------------------------------------------------------- vLLM's and SGLang's
 
 
 def _guided(body: SamplingBody) -> Iterator[_Constraint]:
+    """And SGLang's json_schema, regex and ebnf."""
     fields = {
-        "json": body.guided_json,
-        "regex": body.guided_regex,
-        "choice": body.guided_choice,
-        "grammar": body.guided_grammar,
+        "guided_json": ("json", body.guided_json),
+        "guided_regex": ("regex", body.guided_regex),
+        "guided_choice": ("choice", body.guided_choice),
+        "guided_grammar": ("grammar", body.guided_grammar),
+        "json_schema": ("json", body.json_schema),
+        "regex": ("regex", body.regex),
     }
-    for name, value in fields.items():
+    for field, (kind, value) in fields.items():
         if value is not None:
-            field = f"guided_{name}"
-            yield _Constraint(field, constraint(field, name, value))
+            yield _Constraint(field, constraint(field, kind, value))
+    if body.ebnf is not None:
+        yield _Constraint("ebnf", Grammar(GrammarKind.EBNF, text_of("ebnf", body.ebnf)))
 
 
 def _structured_outputs(fields: Mapping[str, Any]) -> Iterator[_Constraint]:

@@ -1,11 +1,13 @@
-"""Served or refused by name: the fields that clients of OpenAI, vLLM and llgtrt may send and that
-we do not serve. A value that asks for nothing (null, an empty list, the default) is let through.
+"""Known and not in the schema: fields that clients of OpenAI, vLLM, SGLang, LoRAX and llgtrt send
+and that are refused, or have no effect here. A value that asks for nothing (null, an empty list,
+the default) is never refused.
 """
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from loraplex.core.errors import InvalidParameterError, UnsupportedFeatureError
+from loraplex.core.support import Feature, Support
 from loraplex.frontends.openai.schema import Body
 
 
@@ -19,36 +21,109 @@ class Refused(NamedTuple):
 
 _EMPTY: tuple[Any, ...] = (None, {}, [], "")
 
+_OFF: tuple[Any, ...] = (None, False)
+
 REFUSED = (
+    # OpenAI's
     Refused("suffix", _EMPTY, "put the text after the gap into the prompt"),
-    Refused("tools", _EMPTY),
-    Refused("tool_choice", (*_EMPTY, "none", "auto")),
-    Refused("functions", _EMPTY),
-    Refused("function_call", (*_EMPTY, "none", "auto")),
+    Refused("tools", _EMPTY, "they are for /v1/chat/completions"),
+    Refused("tool_choice", (*_EMPTY, "none", "auto"), "it is for /v1/chat/completions"),
+    Refused("functions", _EMPTY, "use tools in /v1/chat/completions"),
+    Refused("function_call", (*_EMPTY, "none", "auto"), "use tool_choice"),
     Refused("modalities", (*_EMPTY, ["text"]), "only ['text'] is served"),
-    Refused("audio", _EMPTY),
-    Refused("prediction", _EMPTY),
-    Refused("prompt_embeds", _EMPTY),
-    Refused("truncate_prompt_tokens", (None,), "send a prompt that fits"),
+    Refused("audio", _EMPTY, "only text is served"),
+    Refused("moderation", _EMPTY, "nothing is moderated here"),
+    Refused("web_search_options", _EMPTY, "nothing is searched: put what was found into messages"),
+    # vLLM's
+    Refused("prompt_embeds", _EMPTY, "send the prompt as text or token ids"),
+    Refused("logprob_token_ids", _EMPTY, "logprobs has up to 20 likely tokens"),
+    Refused("watermarking", _OFF),
     Refused("structural_tag", _EMPTY, "use response_format"),
     Refused("guided_whitespace_pattern", _EMPTY, "write the white space into a guided_grammar"),
     Refused("logits_processors", _EMPTY, "use logit_bias, allowed_token_ids or bad_words"),
     Refused("chat_template", _EMPTY, "the template of the served model is used"),
-    Refused("continue_final_message", (None, False)),
-    Refused("documents", _EMPTY),
-    Refused("return_expanded_prompt", (None, False), "POST /tokenize shows the tokens of a prompt"),
+    Refused("repetition_detection", _EMPTY, "use no_repeat_ngram_size or a penalty"),
+    Refused("kv_transfer_params", _EMPTY, "one server computes prompt and answer"),
+    Refused("ec_transfer_params", _EMPTY, "one server computes prompt and answer"),
+    Refused("vllm_xargs", _EMPTY, "there are no extensions to read them"),
+    Refused("thinking_token_budget", (None, -1), "max_tokens is for reasoning and answer together"),
+    # SGLang's
+    Refused("reasoning", _EMPTY, "use reasoning_effort"),
+    Refused("stop_regex", _EMPTY, "use stop, or a regex for the whole answer"),
+    Refused("extra_key", _EMPTY, "use cache_salt"),
+    Refused("input_ids", _EMPTY, "send them as the prompt of /v1/completions"),
+    Refused("session_params", _EMPTY, "send the whole conversation: its KV is found again"),
+    Refused("custom_logit_processor", _EMPTY, "use logit_bias, allowed_token_ids or bad_words"),
+    Refused("custom_params", _EMPTY, "there is no custom_logit_processor to read them"),
+    Refused("return_hidden_states", _OFF),
+    Refused("return_routed_experts", _OFF),
+    Refused("return_prompt_token_ids", _OFF, "use return_token_ids"),
+    Refused("return_meta_info", _OFF, "use return_token_ids, logprobs and usage"),
+    Refused("bootstrap_host", _EMPTY, "one server computes prompt and answer"),
+    Refused("bootstrap_port", _EMPTY, "one server computes prompt and answer"),
+    Refused("bootstrap_room", _EMPTY, "one server computes prompt and answer"),
+    # LoRAX's
+    Refused(
+        "merged_adapters",
+        _EMPTY,
+        "use adapters, each with a scale: what they change is added up, nothing is merged",
+    ),
 )
+
+_BY_FIELD = {refused.field: refused for refused in REFUSED}
+
+WITHOUT_EFFECT = (
+    # OpenAI's
+    Feature("user", Support.NO_EFFECT, "tenants are told apart by their API keys"),
+    Feature("safety_identifier", Support.NO_EFFECT, "as user"),
+    Feature("metadata", Support.NO_EFFECT, "nothing is stored"),
+    Feature("store", Support.NO_EFFECT, "nothing is stored"),
+    Feature("service_tier", Support.NO_EFFECT, "there is one; see priority"),
+    Feature("prompt_cache_key", Support.NO_EFFECT, "equal beginnings are found by themselves"),
+    Feature("prompt_cache_options", Support.NO_EFFECT, "as prompt_cache_key"),
+    Feature("prompt_cache_retention", Support.NO_EFFECT, "as prompt_cache_key"),
+    Feature("prediction", Support.NO_EFFECT, "guesses come from the text; see num_draft_tokens"),
+    Feature("verbosity", Support.NO_EFFECT, "say it in a message, or in chat_template_kwargs"),
+    Feature("stream_options.include_obfuscation", Support.NO_EFFECT, "nothing is padded"),
+    # vLLM's
+    Feature("spaces_between_special_tokens", Support.NO_EFFECT, "the tokenizer's own spaces stay"),
+    Feature("guided_decoding_backend", Support.NO_EFFECT, "llguidance is always used"),
+    Feature("mm_processor_kwargs", Support.NO_EFFECT, "there are no images"),
+    Feature("media_io_kwargs", Support.NO_EFFECT, "there are no images"),
+    Feature("session_id", Support.NO_EFFECT, "requests of a session are found by their tokens"),
+    Feature("stream_interval", Support.NO_EFFECT, "tokens are sent as they come"),
+    Feature("routed_experts_prompt_start", Support.NO_EFFECT, "see return_routed_experts"),
+    Feature("return_token_offsets", Support.NO_EFFECT, "nor has it in vLLM's answers"),
+    Feature("return_mm_kwargs", Support.NO_EFFECT, "nor has it in vLLM's answers"),
+    # SGLang's
+    Feature("stream_reasoning", Support.NO_EFFECT, "a stream tells reasoning as it comes"),
+    Feature("routed_experts_start_len", Support.NO_EFFECT, "see return_routed_experts"),
+    Feature("return_cached_tokens_details", Support.NO_EFFECT, "see usage.prompt_tokens_details"),
+    Feature("images_config", Support.NO_EFFECT, "there are no images"),
+    Feature("max_dynamic_patch", Support.NO_EFFECT, "there are no images"),
+    Feature("min_dynamic_patch", Support.NO_EFFECT, "there are no images"),
+    Feature("use_audio_in_video", Support.NO_EFFECT, "there are no videos"),
+    Feature("routed_dp_rank", Support.NO_EFFECT, "there is one engine for a model"),
+    Feature("disagg_prefill_dp_rank", Support.NO_EFFECT, "there is one engine for a model"),
+    Feature("data_parallel_rank", Support.NO_EFFECT, "there is one engine for a model"),
+    Feature("ngram_corpus_id", Support.NO_EFFECT, "guesses come from the text"),
+    Feature("custom_labels", Support.NO_EFFECT, "metrics have the labels model and adapter"),
+    Feature("task", Support.NO_EFFECT, "no served template reads it"),
+    # LoRAX's
+    Feature("adapter_source", Support.NO_EFFECT, "adapters are loaded before: POST /v1/adapters"),
+    Feature("api_token", Support.NO_EFFECT, "not needed for an adapter that is loaded"),
+)
+"""Taken whatever their values are: they ask for nothing that an answer would show."""
 
 
 def refuse_unsupported(fields: Mapping[str, Any] | None) -> None:
     """Raise UnsupportedFeatureError for the first field (of those not in the schema) that we know
     and do not serve, unless its value asks for nothing."""
-    for refused in REFUSED:
-        if fields and refused.field in fields and not _is_harmless(fields[refused.field], refused):
+    for field, value in (fields or {}).items():
+        refused = _BY_FIELD.get(field)
+        if refused is not None and not _is_harmless(value, refused):
             advice = f"; {refused.advice}" if refused.advice else ""
-            raise UnsupportedFeatureError(
-                f"{refused.field} is not supported{advice}", param=refused.field
-            )
+            raise UnsupportedFeatureError(f"{field} is not supported{advice}", param=field)
 
 
 def refuse_unknown(body: Body) -> None:

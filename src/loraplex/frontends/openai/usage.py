@@ -1,8 +1,10 @@
 """What the requests of one call took: tokens, times, and which adapters answered."""
 
+from collections.abc import Iterable, Sequence
+
 from msgspec import UNSET, UnsetType
 
-from loraplex.core.output import RequestOutput, RequestTiming
+from loraplex.core.output import RequestOutput, RequestTiming, ResolvedAdapter
 from loraplex.frontends.openai.responses import (
     AdapterUsed,
     Details,
@@ -41,9 +43,14 @@ class UsageCounter:
         if not outputs or None in timings:
             return UNSET
         return Details(
-            adapters=[AdapterUsed(a.name, a.digest, a.scale) for a in outputs[0].adapters],
+            adapters=[AdapterUsed(a.name, a.digest, a.scale) for a in _adapters_of(outputs)],
             timing=[_timing(timing) for timing in timings if timing is not None],
         )
+
+
+def _adapters_of(outputs: Sequence[RequestOutput]) -> Iterable[ResolvedAdapter]:
+    """Each once: the prompts of one call have the same, or one of their own each."""
+    return dict.fromkeys(adapter for output in outputs for adapter in output.adapters)
 
 
 def _timing(timing: RequestTiming) -> Timing:

@@ -187,14 +187,8 @@ def metrics_routes(
     backend: Backend, request_metrics: RequestMetrics, collectors: Iterable[Collector] = ()
 ) -> list[Route]:
     """OpenMetrics for those who ask for it, else the text format of Prometheus."""
-    registry = CollectorRegistry()
-    registry.register(BackendCollector(backend))
-    registry.register(MemoryCollector(backend))
     gateway = GatewayCollector(backend)
-    registry.register(gateway)
-    registry.register(_RegistryCollector(request_metrics.registry))
-    for collector in collectors:
-        registry.register(collector)
+    registry = metrics_registry(backend, request_metrics, [gateway, *collectors])
 
     async def metrics(request: Request) -> Response:
         await gateway.refresh()
@@ -202,6 +196,19 @@ def metrics_routes(
         return Response(with_counters(encode(registry)), headers={"content-type": content_type})
 
     return [Route("/metrics", metrics, methods=["GET"])]
+
+
+def metrics_registry(
+    backend: Backend, request_metrics: RequestMetrics, collectors: Iterable[Collector]
+) -> CollectorRegistry:
+    """All families: the engines', the requests', and those of collectors."""
+    registry = CollectorRegistry()
+    registry.register(BackendCollector(backend))
+    registry.register(MemoryCollector(backend))
+    registry.register(_RegistryCollector(request_metrics.registry))
+    for collector in collectors:
+        registry.register(collector)
+    return registry
 
 
 class BackendCollector(Collector):

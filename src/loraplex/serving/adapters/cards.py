@@ -1,7 +1,7 @@
 """What is told of an adapter: in a listing, after a load, and whole. Plain values."""
 
 import enum
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -10,6 +10,8 @@ from loraplex.adapters.version import AdapterVersion
 from loraplex.core.adapter import Residency
 from loraplex.core.plan import Capacity
 from loraplex.memory.adapter_pages import place
+
+CardT = TypeVar("CardT", bound="AdapterCard")
 
 
 class AdapterState(enum.StrEnum):
@@ -47,6 +49,7 @@ class AdapterCard(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
     """In host memory."""
     source: str
+    """Empty for tenants that the adapter does not belong to."""
     state: AdapterState = AdapterState.READY
     warnings: tuple[str, ...] = ()
 
@@ -120,8 +123,9 @@ class AdapterDetails(AdapterCard, frozen=True, kw_only=True):
 
     aliases: tuple[str, ...]
     residency: Residency
-    num_running: int
-    """Requests in work that named it, whatever version they run with."""
+    num_running: int | None
+    """Requests in work that named it, whatever version they run with; None: not told, to tenants
+    that it does not belong to."""
     content: AdapterContent
     versions: tuple[VersionCard, ...]
     """The present one first."""
@@ -157,6 +161,15 @@ def card_fields(version: AdapterVersion, state: AdapterState) -> dict[str, Any]:
         "state": state,
         "warnings": version.warnings,
     }
+
+
+def without_sources(card: CardT) -> CardT:
+    """For tenants that an adapter does not belong to: not where it came from, nor who uses it."""
+    shown = msgspec.structs.replace(card, source="")
+    if isinstance(shown, AdapterDetails):
+        versions = tuple(msgspec.structs.replace(each, source="") for each in shown.versions)
+        return msgspec.structs.replace(shown, num_running=None, versions=versions)
+    return shown
 
 
 def content_of(staged: StagedAdapter, capacity: Capacity, device_dtype: str) -> AdapterContent:

@@ -94,7 +94,7 @@ def wanted_adapters(
 
 def _configured(config: ModelConfig, say: Say) -> Iterator[ConfiguredAdapter]:
     for name, adapter in config.adapters.items():
-        task_id = _task_id(name, adapter.task_id)
+        task_id = task_id_of(name) if adapter.task_id is None else adapter.task_id
         yield ConfiguredAdapter(name, adapter.path, task_id, is_named=True)
     if config.multi_lora:
         for name, path in read_list(Path(config.multi_lora)):
@@ -103,7 +103,7 @@ def _configured(config: ModelConfig, say: Say) -> Iterator[ConfiguredAdapter]:
     if config.lora_root:
         found += find_below(Path(config.lora_root), say)
     for name, place in found:
-        task_id = _task_id(name, None)
+        task_id = task_id_of(name)
         yield ConfiguredAdapter(name, str(place), task_id, is_named=False, is_followed=True)
 
 
@@ -115,8 +115,6 @@ def _cannot_load(
     say("left out adapter %r: %s", adapter.name, error.message)
 
 
-def _task_id(name: str, configured: int | None) -> int | None:
+def task_id_of(name: str) -> int | None:
     """A name of digits is its task id, as in TensorRT-LLM's lora_prefetch_dir."""
-    if configured is None and name.isascii() and name.isdigit():
-        return int(name)
-    return configured
+    return int(name) if name.isascii() and name.isdigit() else None

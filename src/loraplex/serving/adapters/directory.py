@@ -22,16 +22,18 @@ from loraplex.serving.adapters.changes import AdapterChanges
 from loraplex.serving.adapters.configured import (
     ConfiguredAdapter,
     load_configured,
+    task_id_of,
     wanted_adapters,
 )
-from loraplex.serving.adapters.folders import Signature, signature_of
-from loraplex.serving.adapters.loading import AdapterLoading
+from loraplex.serving.adapters.folders import Signature, find_named, signature_of
+from loraplex.serving.adapters.loading import AdapterLoading, check_is_no_base
 from loraplex.serving.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
 
 _LONGEST_PAUSE = 128
 """In looks, between two tries of what may work later."""
+_MAX_REFUSED = 256
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,6 +65,9 @@ class _Followed:
     last: dict[str, _Seen]
     """What the last look saw."""
     retries: dict[str, _Retry] = dataclasses.field(default_factory=dict)
+    refused: dict[str, tuple[_Seen, LoraplexError]] = dataclasses.field(default_factory=dict)
+    """Why a request did not get what it named, as long as that has not changed."""
+    asking: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
 
     def is_due(self, name: str, seen: _Seen) -> bool:
         """Whether it is to be taken now."""
@@ -111,6 +116,34 @@ class AdapterDirectory:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+
+    async def take_named(self, model: ServedModel, name: str) -> None:
+        """Take a new adapter of lora_root at once, which the next looks would find.
+
+        A request has named it. Nothing if there is none; raises why it cannot be served.
+        """
+        followed = next((f for f in self._followed if f.model is model), None)
+        if followed is None or not model.config.lora_root:
+            return
+        async with followed.asking:
+            seen = await asyncio.to_thread(_look_for, model.config, name)
+            if seen is None or followed.taken.get(name) == seen:
+                return
+            before, error = followed.refused.get(name, (None, None))
+            if before == seen and error is not None:
+                raise error
+            check_is_no_base(name, self._base_names)
+            try:
+                await self._loading.register_configured(
+                    model, DEFAULT_TENANT, name, seen.adapter.path, seen.adapter.task_id
+                )
+            except CapacityError:
+                raise
+            except LoraplexError as error:
+                _remember(followed.refused, name, (seen, error))
+                raise
+            followed.refused.pop(name, None)
+            followed.taken[name] = seen
 
     async def run_once(self) -> None:
         for followed in self._followed:
@@ -184,6 +217,25 @@ class AdapterDirectory:
         if problem and problem != self._problem:
             logger.warning("adapter folders are not followed for now: %s", problem)
         self._problem = problem
+
+
+def _look_for(config: ModelConfig, name: str) -> _Seen | None:
+    path = find_named(Path(config.lora_root), name)
+    if path is None:
+        return None
+    adapter = ConfiguredAdapter(name, str(path), task_id_of(name), is_named=False, is_followed=True)
+    return _Seen(adapter, signature_of(path))
+
+
+def _remember(
+    refused: dict[str, tuple[_Seen, LoraplexError]],
+    name: str,
+    why: tuple[_Seen, LoraplexError],
+) -> None:
+    refused.pop(name, None)
+    refused[name] = why
+    while len(refused) > _MAX_REFUSED:
+        refused.pop(next(iter(refused)))
 
 
 def _look(config: ModelConfig, base_names: Container[str]) -> dict[str, _Seen]:

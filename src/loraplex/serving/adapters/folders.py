@@ -54,6 +54,22 @@ def find_below(root: Path, say: Say = logger.warning) -> Found:
     return _within(found, root, say)
 
 
+def find_named(root: Path, name: str) -> Path | None:
+    """The one adapter below a folder that find_below would call by this name; None: none."""
+    root = root.expanduser()
+    parts = name.split("/")
+    if len(parts) > _MAX_DEPTH or any(not part or part[0] == "." or "\0" in part for part in parts):
+        return None
+    folder, file = root / name, root / f"{name}{_FILE_SUFFIX}"
+    path = folder if folder.is_dir() and _is_adapter(folder) else file
+    try:
+        is_there = path.is_dir() or path.is_file()
+        inside = path.resolve().is_relative_to(root.resolve()) and _stays(path, root.resolve())
+    except (OSError, RuntimeError, ValueError):
+        return None
+    return path if is_there and inside else None
+
+
 def read_list(path: Path) -> list[tuple[str, str]]:
     """The adapters of Triton's multi_lora.json: {NAME: PATH}, paths from the working directory.
 

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _NUM_NAME_DIGITS = 12
 _FETCH = "fetch"
+_INLINE = "inline-"
 
 
 class AdapterLoading:
@@ -136,7 +137,8 @@ class AdapterLoading:
             # In one turn: two requests with one new task id must not both find it free.
             before = model.store.find(ref)
             if before is None:
-                name = f"inline-{digest[:_NUM_NAME_DIGITS]}" if task_id is None else str(task_id)
+                of_digest = f"{_INLINE}{digest[:_NUM_NAME_DIGITS]}"
+                name = of_digest if task_id is None else str(task_id)
                 check_is_no_base(name, base_names)
             elif before.digest == digest and model.state_of(before) is AdapterState.READY:
                 return before, before
@@ -297,6 +299,14 @@ class AdapterLoading:
             created=int(time.time()),
         )
         return version, is_unchanged
+
+
+def inline_name(model: ServedModel, principal: Principal, task_id: int | None) -> str:
+    """What an adapter that a request brings will be called, or the beginning of that."""
+    if task_id is None:
+        return _INLINE
+    own = model.store.find(AdapterRef(model.card.name, principal.tenant, ByTaskId(task_id)))
+    return str(task_id) if own is None else own.name
 
 
 def check_is_no_base(name: str, base_names: Container[str]) -> None:

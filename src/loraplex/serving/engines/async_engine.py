@@ -171,6 +171,10 @@ class AsyncEngine:
         """End the requests that carry a label, with an error; how many those were."""
         return self._requests.fail_labelled(label, error)
 
+    def end_requests(self, error: LoraplexError) -> None:
+        """End all requests in work with an error; new ones may come."""
+        self._requests.end_all(error)
+
     def forget_adapter(self, digest: str) -> None:
         """Let the engine forget an adapter once no request needs it. It may be named again."""
         is_needed = digest in self._requests.needed_adapters()

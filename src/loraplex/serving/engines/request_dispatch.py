@@ -6,7 +6,7 @@ the requests while there is no engine.
 
 import asyncio
 import logging
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Iterable
 
 from loraplex.core.clock import Clock
 from loraplex.core.errors import LoraplexError
@@ -69,11 +69,12 @@ class RequestDispatch:
     def fail_labelled(self, label: Hashable, error: LoraplexError) -> int:
         """How many those were."""
         found = [request for request in self._requests if label in request.labels]
-        for request in found:
-            if request.is_sent and self._link is not None:
-                self._link.send(AbortRequest(request.request_id))
-            self._fail(request, error)
+        self._end(found, error)
         return len(found)
+
+    def end_all(self, error: LoraplexError) -> None:
+        """The engine lives on, without them."""
+        self._end(list(self._requests), error)
 
     def fail_all(self, error: LoraplexError) -> None:
         """None of them gets an engine any more."""
@@ -146,6 +147,12 @@ class RequestDispatch:
             if error is not None:
                 self._fail(request, error)
         self._send_due()
+
+    def _end(self, requests: Iterable[RequestInWork], error: LoraplexError) -> None:
+        for request in requests:
+            if request.is_sent and self._link is not None:
+                self._link.send(AbortRequest(request.request_id))
+            self._fail(request, error)
 
     def _fail(self, request: RequestInWork, error: LoraplexError) -> None:
         self._requests.remove(request)

@@ -5,13 +5,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from loraplex.core.errors import InvalidParameterError
-from loraplex.core.grammar import MAX_LEXER_FUEL, Grammar, GrammarKind
+from loraplex.core.grammar import DEFAULT_LIMITS, Grammar, GrammarKind, GrammarLimits
 from loraplex.serving.grammar.forms import invalid, llguidance_form, parse_json, schema_form
+from loraplex.serving.text.answer_grammar import AnswerGrammar, read_answer_grammar
+from loraplex.serving.text.tool_calls.format import arguments_schema
 
-_LIMITS: Final = LLParserLimits(initial_lexer_fuel=MAX_LEXER_FUEL, verbose_errors=False)
 _IGNORED: Final = "Unimplemented keys"
 _MAX_FORCED_BYTES: Final = 16
 """Of a forced text no more than its start is of interest."""
@@ -48,7 +50,7 @@ class SpecialTokens:
             tokens[token_id] = bytes([byte])
         for token_id, name in names.items():
             tokens[token_id] = name
-        self._id_of_byte = free
+        self.id_of_byte = free
         self.is_tokenizer_wrapper = True  # this and what follows are llguidance's names
         self.eos_token_id = len(tokens) - 1
         self.bos_token_id = None
@@ -58,13 +60,16 @@ class SpecialTokens:
 
     def __call__(self, text: str | bytes) -> list[int]:
         data = text.encode() if isinstance(text, str) else bytes(text)
-        return [self._id_of_byte[byte] for byte in data[:_MAX_FORCED_BYTES]]
+        return [self.id_of_byte[byte] for byte in data[:_MAX_FORCED_BYTES]]
 
 
 class GrammarCheck:
     """Stateless but for a tokenizer. Threads may share it."""
 
-    def __init__(self, special_tokens: SpecialTokens) -> None:
+    def __init__(
+        self, special_tokens: SpecialTokens, limits: GrammarLimits = DEFAULT_LIMITS
+    ) -> None:
+        self._limits = LLParserLimits(verbose_errors=False, **msgspec.structs.asdict(limits))
         self._tokenizer = LLTokenizer(special_tokens, slices=[])  # type: ignore[arg-type]
 
     def compiled(self, grammar: Grammar) -> Grammar:
@@ -72,24 +77,39 @@ class GrammarCheck:
 
         Raises InvalidParameterError: it says what is wrong, and in a JSON schema, where.
         """
+        if grammar.kind is GrammarKind.ANSWER:
+            self._check_parts(read_answer_grammar(grammar.text))
         text = llguidance_form(grammar)
         error = self._error(text) or self._error_at_start(text)
         if error:
             raise self._described(grammar, error)
         return Grammar(GrammarKind.LLGUIDANCE, text)
 
+    def _check_parts(self, answer: AnswerGrammar) -> None:
+        """Of an answer: what is wrong is said of the part, not of the whole."""
+        if answer.content is not None:
+            self.compiled(answer.content)
+        for tool in answer.tool_use.tools if answer.tool_use is not None else ():
+            try:
+                schema = json.dumps(arguments_schema(tool))
+                self.compiled(Grammar(GrammarKind.JSON_SCHEMA, schema))
+            except InvalidParameterError as error:
+                raise InvalidParameterError(
+                    f"the parameters of the function {tool.name!r}: {error.message}", param="tools"
+                ) from error
+
     def _error(self, text: str) -> str:
         """Empty if the grammar is well-formed and nothing in it would be ignored, even if a
         schema's own x-guidance asks for that (lenient)."""
         is_error, messages = LLMatcher.validate_grammar_with_warnings(
-            text, self._tokenizer, limits=_LIMITS
+            text, self._tokenizer, limits=self._limits
         )
         ignored = [message for message in messages if message.startswith(_IGNORED)]
         return messages[0] if is_error else (ignored or [""])[0]
 
     def _error_at_start(self, text: str) -> str:
         """Some are well-formed and have no text at all, or are too large for a lexer."""
-        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=_LIMITS)
+        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
         matcher.compute_bitmask()
         matcher.consume_tokens(matcher.compute_ff_tokens()[:1])
         matcher.compute_bitmask()

@@ -15,6 +15,8 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from loraplex.core.errors import InvalidParameterError
 from loraplex.core.grammar import Grammar, GrammarKind
+from loraplex.serving.grammar.answers import answer_form
+from loraplex.serving.text.answer_grammar import read_answer_grammar
 
 MAX_EBNF_CHARACTERS: Final = 1 << 16
 """Their conversion is Python: a longer one would hold up others."""
@@ -40,6 +42,7 @@ NAMES: Final[Mapping[GrammarKind, str]] = MappingProxyType(
         GrammarKind.LARK: "Lark grammar",
         GrammarKind.EBNF: "EBNF grammar",
         GrammarKind.CHOICE: "list of choices",
+        GrammarKind.ANSWER: "grammar of the answer",
         GrammarKind.LLGUIDANCE: "llguidance grammar",
     }
 )
@@ -120,6 +123,10 @@ def _plain_escape(match: re.Match[str]) -> str:
     return chr(code) if is_character else match[0]
 
 
+def _from_answer(text: str) -> str:
+    return answer_form(read_answer_grammar(text), llguidance_form)
+
+
 def _shortened(text: str) -> str:
     return text if len(text) <= 40 else f"{text[:40]}..."
 
@@ -131,6 +138,7 @@ _FORMS: Final[Mapping[GrammarKind, Callable[[str], str]]] = MappingProxyType(
         GrammarKind.LARK: _from_lark,
         GrammarKind.EBNF: _from_ebnf,
         GrammarKind.CHOICE: _from_choices,
+        GrammarKind.ANSWER: _from_answer,
         GrammarKind.LLGUIDANCE: str,
     }
 )

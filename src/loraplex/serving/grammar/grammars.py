@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from loraplex.core.errors import InvalidParameterError
-from loraplex.core.grammar import MAX_GRAMMAR_CHARACTERS, Grammar
+from loraplex.core.grammar import DEFAULT_LIMITS, MAX_GRAMMAR_CHARACTERS, Grammar, GrammarLimits
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.text.tokenizer import Tokenizer
 
@@ -21,8 +21,9 @@ _MAX_REMEMBERED_CHARACTERS: Final = 1 << 23
 class Grammars:
     """Of one model. One thread compiles: grammars wait for each other, other requests do not."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, limits: GrammarLimits = DEFAULT_LIMITS) -> None:
         self._tokenizer = tokenizer
+        self._limits = limits
         self._check: GrammarCheck | None = None  # made in the thread, with the first grammar
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
         self._compiled: collections.OrderedDict[Grammar, Grammar] = collections.OrderedDict()
@@ -75,7 +76,8 @@ class Grammars:
                 for token_id in range(tokenizer.vocab_size)
                 if tokenizer.is_special(token_id)
             }
-            self._check = GrammarCheck(SpecialTokens(names, tokenizer.vocab_size))
+            special_tokens = SpecialTokens(names, tokenizer.vocab_size)
+            self._check = GrammarCheck(special_tokens, self._limits)
         return self._check.compiled(grammar)
 
     def _remember(self, grammar: Grammar, compiled: Grammar) -> None:

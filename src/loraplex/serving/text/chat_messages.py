@@ -1,7 +1,8 @@
 """Checks the messages of a conversation and brings them into the form that templates expect.
 
-The form is the one of transformers: text content as one string, keys without a value left out,
-the arguments of tool calls as objects. Roles and fields are those of the OpenAI chat schema.
+The form is the one of transformers: text content as one string (or as parts, for a template that
+loops over them), keys without a value left out, the arguments of tool calls as objects. Roles and
+fields are those of the OpenAI chat schema.
 """
 
 import json
@@ -9,16 +10,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from loraplex.core.errors import InvalidRequestError
+from loraplex.serving.text.content_format import ContentFormat
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 PART_SEPARATOR = "\n"
 """Between the text parts of one message, as vLLM has it."""
 
+_ONE_TEXT = ContentFormat()
+
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
-def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def normalize_messages(
+    messages: Sequence[Mapping[str, Any]], content: ContentFormat = _ONE_TEXT
+) -> list[dict[str, Any]]:
     """Fresh messages for a template; the given ones are not changed.
 
     Raises InvalidRequestError, whose text and `param` name the message and the field.
@@ -27,10 +33,10 @@ def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
         raise InvalidRequestError("messages must be a list of messages", param="messages")
     if not messages:
         raise InvalidRequestError("messages is empty: at least one is needed", param="messages")
-    return [_normalize(message, index) for index, message in enumerate(messages)]
+    return [_normalize(message, index, content) for index, message in enumerate(messages)]
 
 
-def _normalize(message: Any, index: int) -> dict[str, Any]:
+def _normalize(message: Any, index: int, content: ContentFormat) -> dict[str, Any]:
     where = f"messages[{index}]"
     if not isinstance(message, Mapping):
         raise _invalid(where, f"must be an object, not {_kind(message)}")
@@ -42,7 +48,7 @@ def _normalize(message: Any, index: int) -> dict[str, Any]:
     if "tool_calls" in normal:
         normal["tool_calls"] = _tool_calls(normal["tool_calls"], f"{where}.tool_calls")
     if "content" in normal:
-        normal["content"] = _text(normal["content"], f"{where}.content")
+        normal["content"] = _content(normal["content"], f"{where}.content", content)
     elif role != "assistant" or not normal.get("tool_calls"):
         raise _invalid(
             f"{where}.content",
@@ -51,13 +57,17 @@ def _normalize(message: Any, index: int) -> dict[str, Any]:
     return _with_reasoning(normal)
 
 
-def _text(content: Any, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list | tuple):
+def _content(content: Any, where: str, form: ContentFormat) -> str | list[dict[str, str]]:
+    if not isinstance(content, str | list | tuple):
         raise _invalid(where, f"must be a string or a list of parts, not {_kind(content)}")
+    if isinstance(content, str):
+        return [_text_part(content)] if form.only_parts else content
     texts = [_part_text(part, f"{where}[{index}]") for index, part in enumerate(content)]
-    return PART_SEPARATOR.join(texts)
+    return [_text_part(text) for text in texts] if form.takes_parts else PART_SEPARATOR.join(texts)
+
+
+def _text_part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
 
 
 def _part_text(part: Any, where: str) -> str:

@@ -27,8 +27,10 @@ class IncrementalDetokenizer:
         prompt_token_ids: Sequence[int] = (),
         *,
         skip_special_tokens: bool = True,
+        shown_ids: Sequence[int] = (),
     ) -> None:
-        self._stream = tokenizer.text_stream(skip_special_tokens=skip_special_tokens)
+        """shown_ids: special tokens that are not skipped."""
+        self._stream = tokenizer.text_stream(skip_special_tokens, shown_ids)
         self._is_finished = False
         self._stream.push(_tail(tokenizer, prompt_token_ids, skip_special_tokens))
 

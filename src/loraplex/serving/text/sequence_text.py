@@ -15,10 +15,18 @@ class SequenceText:
     """The text of one sequence, and whether and why it has ended."""
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], sampling: SamplingParams
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        shown_ids: Sequence[int] = (),
     ) -> None:
+        """shown_ids: special tokens that are text, though the others are skipped."""
         self._detokenizer = IncrementalDetokenizer(
-            tokenizer, prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens
+            tokenizer,
+            prompt_token_ids,
+            skip_special_tokens=sampling.skip_special_tokens,
+            shown_ids=shown_ids,
         )
         shows_stop = sampling.include_stop_in_output
         self._shown_tokens = ShownTokens(sampling.stop_token_sequences, shows_stop)

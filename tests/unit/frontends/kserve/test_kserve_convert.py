@@ -18,7 +18,8 @@ from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
 from loraplex.frontends.kserve.models.texts import ModelTexts
 from loraplex.frontends.kserve.models.words import split_words
 from loraplex.frontends.kserve.tensors import DATATYPES, Tensor, from_values
-from loraplex.testing.echo_backend import EchoBackend, echo_model
+from loraplex.testing.echo_backend import EchoBackend
+from loraplex.testing.echo_model import echo_model
 
 EOS = 257
 

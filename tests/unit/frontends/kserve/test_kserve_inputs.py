@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 
 from loraplex.core.errors import InvalidTensorError, UnsupportedFeatureError
+from loraplex.core.support import Support
 from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
 from loraplex.frontends.kserve.models.inputs import check_requested, read_inputs
-from loraplex.frontends.kserve.models.kinds import Effect
 from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
 from loraplex.frontends.kserve.tensors import DATATYPES, Tensor, from_values
 
@@ -38,8 +38,8 @@ def test_the_table_is_sound(kind):
     assert len({row.name for row in kind.outputs}) == len(kind.outputs)
     for row in kind.inputs:
         assert row.datatype in DATATYPES
-        assert bool(row.field) == (row.effect is Effect.USED)
-        assert bool(row.reason) == (row.effect is Effect.REFUSED)
+        assert bool(row.field) == (row.support is Support.WORKS)
+        assert bool(row.reason) == (row.support is not Support.WORKS)
     fields = [row.field for row in kind.declared_inputs if row.field]
     assert len(set(fields)) == len(fields)
 
@@ -60,22 +60,24 @@ def test_every_input_has_an_effect_or_is_refused_by_name(kind):
     core = [ones(row) for row in kind.inputs if row.required or row.name == "input_ids"]
     for row in kind.inputs:
         tensors = [t for t in core if t.name != row.name] + [ones(row)]
-        if row.effect is Effect.REFUSED:
+        if row.support is Support.REFUSED:
             with pytest.raises(UnsupportedFeatureError, match=f"input '{row.name}' asks for"):
                 read(*tensors, kind=kind)
-        elif row.effect is Effect.USED:
+        elif row.support is Support.WORKS:
             assert row.field in read(*tensors, kind=kind)[0]
 
 
 def test_what_may_be_ignored_is_a_short_list():
-    ignored = {row.name for row in ENSEMBLE.inputs if row.effect is Effect.NO_EFFECT}
+    ignored = {row.name for row in ENSEMBLE.inputs if row.support is Support.NO_EFFECT}
     assert ignored == {"pad_id", "prompt_vocab_size"}
-    ignored = {row.name for row in TENSORRT_LLM.inputs if row.effect is Effect.NO_EFFECT}
+    ignored = {row.name for row in TENSORRT_LLM.inputs if row.support is Support.NO_EFFECT}
     assert ignored == {
         "pad_id",
         "prompt_vocab_size",
         "decoder_input_ids",
         "decoder_input_lengths",
+        "draft_input_ids",
+        "draft_logits",
         "draft_acceptance_threshold",
         "return_kv_cache_reuse_stats",
     }
@@ -89,7 +91,7 @@ def test_neutral_values_of_refused_inputs_are_accepted(kind):
             shape = [1, *(1 if dim == -1 else dim for dim in row.dims)]
             count = int(np.prod(shape))
             read(*core, tensor(row.name, row.datatype, shape, *[value] * count), kind=kind)
-        if row.effect is Effect.REFUSED and -1 in row.dims:
+        if row.support is Support.REFUSED and -1 in row.dims:
             shape = [1, *(0 if dim == -1 else dim for dim in row.dims)]
             read(*core, tensor(row.name, row.datatype, shape), kind=kind)
 

@@ -5,11 +5,13 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from loraplex.core.errors import InvalidParameterError, QueueFullError, RowFailedError
+from loraplex.core.metrics_config import MetricsConfig
 from loraplex.core.principal import LOCAL
 from loraplex.core.stats import EngineStats, StepRecord
 from loraplex.frontends.kserve.messages import InferRequest
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration, ModelOptions
 from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
+from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
 from loraplex.frontends.kserve.models.vllm import VLLM
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.kserve.statistics import FailureReason
@@ -303,3 +305,77 @@ async def test_models_of_vllm_report_if_they_say_so(backend, reports, num_lines)
     line = 'vllm:prompt_tokens_total{model="vllm_model",version="3"} 3.0'
     assert lines.count(line) == num_lines
     assert not any(line.startswith("nv_llm_input_token_len_count") for line in lines)
+
+
+async def values(service, name):
+    """By labels, the samples of the model `echo`."""
+    lines = (await scrape(service)).splitlines()
+    found = [line.rsplit(" ", 1) for line in lines if line.startswith(f"{name}{{")]
+    return {labels: float(value) for labels, value in found if 'model="echo"' in labels}
+
+
+async def test_summaries_and_histograms_are_there_if_they_are_wanted(backend):
+    config = MetricsConfig(summary_latencies=True, histogram_latencies=True, quantiles=(0.5, 0.99))
+    service = TritonService(backend, metrics=config)
+    await traffic(service, backend)
+    phases = ("request", "queue", "compute_input", "compute_infer", "compute_output")
+    for phase in phases:
+        name = f"nv_inference_{phase}_summary_us"
+        assert list((await values(service, f"{name}_count")).values()) == [2]
+        of_counter = await values(service, f"nv_inference_{phase}_duration_us")
+        assert list((await values(service, f"{name}_sum")).values()) == list(of_counter.values())
+        low, high = (await values(service, name)).values()
+        assert low <= high <= next(iter(of_counter.values()))
+    name = "nv_inference_first_response_histogram_ms"
+    buckets = await values(service, f"{name}_bucket")
+    assert [labels.split('le="')[1].split('"')[0] for labels in buckets] == [
+        *("100", "500", "2000", "5000", "+Inf")
+    ]
+    assert set(buckets.values()) == {3}  # two successes, and a stream that was left after one
+    (milliseconds,) = (await values(service, f"{name}_sum")).values()
+    assert (
+        milliseconds * 1000
+        < 3 * sum((await values(service, "nv_inference_request_duration_us")).values()) + 10_000
+    )
+
+
+async def test_latencies_without_counters(backend):
+    text = await scrape(TritonService(backend, metrics=MetricsConfig(counter_latencies=False)))
+    assert "_duration_us" not in text
+    assert "_summary_us" not in text
+    assert "nv_inference_first_response" not in text
+    assert "nv_cpu_utilization" in text
+    text = await scrape(TritonService(backend, metrics=MetricsConfig(cpu=False)))
+    assert "nv_cpu_" not in text
+
+
+async def test_static_batches_have_a_family_of_their_own(backend):
+    declarations = [
+        ModelDeclaration(
+            name=name,
+            kind=TENSORRT_LLM,
+            base_model="echo",
+            max_batch_size=8,
+            options=ModelOptions(is_static=name == "static"),
+        )
+        for name in ("static", "inflight")
+    ]
+    lines = (await scrape(TritonService(backend, declarations=declarations))).splitlines()
+    assert [line for line in lines if line.startswith("nv_trt_llm_v1_metrics{")] == [
+        f'nv_trt_llm_v1_metrics{{model="static",v1_specific_metric="{label}",version="1"}} {value}'
+        for label, value in (
+            ("total_context_tokens", 77.0),
+            ("total_generation_tokens", 3.0),
+            ("empty_generation_slots", 5.0),
+        )
+    ]
+    batches = [line for line in lines if line.startswith("nv_trt_llm_inflight_batcher_metrics{")]
+    assert len(batches) == 4
+    assert all('model="inflight"' in line for line in batches)
+
+
+async def test_token_families_are_there_before_the_first_request(service):
+    lines = (await scrape(service)).splitlines()
+    zero = 'response_metric_type="total_input_tokens",version="1"} 0.0'
+    assert f'nv_llm_input_token_len_count{{model="tensorrt_llm",{zero}' in lines
+    assert 'vllm:generation_tokens_total{model="echo",version="1"} 0.0' in lines

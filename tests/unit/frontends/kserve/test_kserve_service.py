@@ -16,7 +16,7 @@ from loraplex.core.errors import (
     QueueFullError,
     RowFailedError,
 )
-from loraplex.core.principal import LOCAL, Principal
+from loraplex.core.principal import LOCAL, NONE, Principal, Rights
 from loraplex.frontends.kserve.active import StreamScope
 from loraplex.frontends.kserve.messages import InferRequest
 from loraplex.frontends.kserve.service import TritonService
@@ -138,7 +138,7 @@ async def test_a_bad_adapter_is_the_end_of_its_batch(backend, service):
     assert backend.requests == []
     assert service.num_active == 0
     with pytest.raises(PermissionDeniedError):
-        await service.infer(with_adapters(), Principal("t", may_manage_adapters=False))
+        await service.infer(with_adapters(), Principal("t", rights=Rights(manage=NONE, operator=False)))
 
 
 async def test_a_client_that_leaves_while_its_adapter_is_staged(backend, service):

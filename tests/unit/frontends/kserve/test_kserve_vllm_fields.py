@@ -8,7 +8,7 @@ from loraplex.core.beam_search import BeamSearch, EarlyStopping
 from loraplex.core.errors import InvalidParameterError, UnsupportedFeatureError
 from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.frontends.kserve.models.kinds import Effect
+from loraplex.core.support import Support
 from loraplex.frontends.kserve.models.vllm_convert import vllm_sampling
 from loraplex.frontends.kserve.models.vllm_fields import FIELDS, read_fields
 
@@ -48,8 +48,8 @@ def test_the_table_has_every_field_of_the_version_of_the_seeds():
 
 def test_every_row_that_does_nothing_says_why():
     for field in FIELDS.values():
-        assert bool(field.reason) is (field.effect is not Effect.USED), field.name
-        assert (field.type is None) is (field.effect is not Effect.USED), field.name
+        assert bool(field.reason) is (field.support is not Support.WORKS), field.name
+        assert (field.type is None) is (field.support is not Support.WORKS), field.name
 
 
 def test_defaults_are_vllms():
@@ -156,11 +156,11 @@ def test_the_documentation_names_every_parameter():
     text = (Path(__file__).parents[4] / "docs" / "options.md").read_text()
     section = text.split("## Models of the vLLM backend")[1]
     rows = {
-        effect: next(line for line in section.splitlines() if mark in line and line[0] == "|")
-        for effect, mark in (
-            (Effect.NO_EFFECT, "accepted without effect"),
-            (Effect.REFUSED, "| refused |"),
+        support: next(line for line in section.splitlines() if mark in line and line[0] == "|")
+        for support, mark in (
+            (Support.NO_EFFECT, "accepted without effect"),
+            (Support.REFUSED, "| refused |"),
         )
     }
     for field in FIELDS.values():
-        assert f"`{field.name}`" in rows.get(field.effect, section), field.name
+        assert f"`{field.name}`" in rows.get(field.support, section), field.name

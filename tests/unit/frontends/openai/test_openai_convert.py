@@ -20,7 +20,9 @@ from loraplex.frontends.openai import convert
 from loraplex.frontends.openai.body import parse_body
 from loraplex.frontends.openai.schema import ChatBody, CompletionBody
 from loraplex.frontends.openai.unsupported import REFUSED
-from loraplex.testing.echo_backend import echo_model
+from loraplex.serving.text.answer_reader import AnswerReading
+from loraplex.serving.text.chat_format import ChatFormat
+from loraplex.testing.echo_model import echo_model
 
 BASE = convert.Target(echo_model("echo"), None)
 FRENCH = convert.Target(echo_model("echo"), ByName("fr"))
@@ -44,7 +46,8 @@ def convert_chat(**fields: Any) -> GenerateRequest:
     body = chat(**fields)
     convert.check_chat(body)
     origin = convert.Origin("client-1", itertools.count(1).__next__)
-    [request] = convert.chat_request(body, BASE, origin, "<s>user: hi")
+    reading = AnswerReading(chat_format=ChatFormat(), tool_use=None, prompt="<s>user: hi")
+    [request] = convert.chat_request(body, BASE, origin, reading)
     return request
 
 
@@ -268,8 +271,7 @@ def test_refused_completions(fields, error, param, message):
         ({"top_logprobs": 2}, InvalidParameterError, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, InvalidParameterError, "top_logprobs"),
         ({"max_completion_tokens": 0}, InvalidParameterError, "max_tokens"),
-        ({"echo": True}, UnsupportedFeatureError, "echo"),
-        ({"tools": [{"type": "function"}]}, UnsupportedFeatureError, "tools"),
+        ({"web_search_options": {"x": 1}}, UnsupportedFeatureError, "web_search_options"),
         ({"response_format": {"type": "xml"}}, InvalidParameterError, "response_format"),
     ],
 )
@@ -290,7 +292,7 @@ def test_known_but_unserved_fields_are_refused_by_name(refused):
 
 def test_zero_is_not_the_false_that_is_let_through():
     with pytest.raises(UnsupportedFeatureError):
-        convert_completion(continue_final_message=0)
+        convert_completion(return_hidden_states=0)
 
 
 def beam_of(**fields) -> BeamSearch | None:
@@ -425,7 +427,7 @@ def test_messages_keep_what_a_template_may_read():
         ]
     )
     assert convert.chat_messages(body.messages) == [
-        {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
         {"role": "user", "content": "a\nb"},
     ]
 

@@ -12,7 +12,7 @@ from loraplex.frontends.openai.errors import (
     wire_error,
 )
 
-STATUSES = {400, 401, 403, 404, 409, 413, 422, 429, 500, 503, 504}
+STATUSES = {400, 401, 403, 404, 408, 409, 413, 422, 429, 500, 503, 504}
 
 
 @pytest.mark.parametrize("leaf", errors.leaves())

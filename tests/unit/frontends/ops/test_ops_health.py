@@ -7,10 +7,16 @@ import pytest
 from starlette.applications import Starlette
 
 from loraplex.core import errors
+from loraplex.core.clock import SystemClock
 from loraplex.core.stats import EngineStats, StepRecord
-from loraplex.frontends.ops import health
+from loraplex.core.version import __version__
+from loraplex.frontends.ops import answers
 from loraplex.frontends.ops.health import health_routes
+from loraplex.frontends.ops.stats import ServerStats
+from loraplex.frontends.telemetry.connections import HttpConnections
+from loraplex.frontends.telemetry.telemetry import Telemetry
 from loraplex.serving.backend import Health
+from loraplex.serving.draining import Draining
 from loraplex.testing.echo_backend import EchoBackend
 
 
@@ -35,6 +41,11 @@ def record(step_id: int) -> StepRecord:
     )
 
 
+def stats_of(backend):
+    draining = Draining(SystemClock(), lambda: 3, lambda error: None)
+    return ServerStats(backend, Telemetry(), draining, HttpConnections()).report
+
+
 @pytest.fixture
 def backend():
     backend = EchoBackend(("one", "two"))
@@ -45,7 +56,7 @@ def backend():
 
 @pytest.fixture
 async def client(backend):
-    transport = httpx.ASGITransport(app=Starlette(routes=health_routes(backend)))
+    transport = httpx.ASGITransport(app=Starlette(routes=health_routes(backend, stats_of(backend))))
     async with httpx.AsyncClient(transport=transport, base_url="http://ops") as client:
         yield client
 
@@ -109,10 +120,14 @@ async def test_unknown_model(client, path):
 
 async def test_stats(client):
     body = (await client.get("/v1/internal/stats")).json()
-    assert list(body) == ["one", "two"]
-    assert body["one"]["steps"] == 150
-    assert body["one"]["adapters"]["host_bytes_total"] == 0
-    assert list((await client.get("/v1/internal/stats?model=two")).json()) == ["two"]
+    assert (body["version"], body["ready"]) == (__version__, True)
+    assert body["drain"]["in_work"] == 3
+    assert (body["tenants"], body["open_requests"]) == ({}, {})
+    assert list(body["models"]) == ["one", "two"]
+    assert body["models"]["one"]["engine"]["steps"] == 150
+    assert body["models"]["one"]["engine"]["adapters"]["host_bytes_total"] == 0
+    one = (await client.get("/v1/internal/stats?model=two")).json()
+    assert list(one["models"]) == ["two"]
 
 
 async def test_every_error_has_a_status(client, backend, monkeypatch):
@@ -120,11 +135,11 @@ async def test_every_error_has_a_status(client, backend, monkeypatch):
         error = leaf("no")
         monkeypatch.setattr(backend, "steps", lambda *a, error=error: _raise(error))
         response = await client.get("/v1/iterations")
-        assert response.status_code in (400, 404, 500, 503)
+        assert response.status_code in {status for _, status in answers.STATUSES}
         assert response.json()["error"]["message"] == "no"
-        is_client_error = isinstance(error, errors.RequestError)
-        assert (response.status_code < 500) == is_client_error
-    assert health._STATUSES[-1][0] is errors.LoraplexError
+        is_clients = isinstance(error, errors.RequestError | errors.RateLimitedError)
+        assert (response.status_code < 500) == is_clients
+    assert answers.STATUSES[-1][0] is errors.LoraplexError
 
 
 def _raise(error: Exception) -> None:

@@ -58,7 +58,12 @@ def backend():
 
 @pytest.fixture
 async def client(backend):
-    app = Starlette(routes=[*metrics_routes(backend, RequestMetrics()), *health_routes(backend)])
+    app = Starlette(
+        routes=[
+            *metrics_routes(backend, RequestMetrics()),
+            *health_routes(backend, lambda models: {}),
+        ]
+    )
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://ops") as client:
         yield client

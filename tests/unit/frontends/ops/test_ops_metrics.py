@@ -10,6 +10,7 @@ from loraplex.core.request import GenerateRequest
 from loraplex.core.stats import AdapterTierStats, EngineStats
 from loraplex.frontends.ops.metrics import metrics_app
 from loraplex.serving.request_metrics import RequestMetrics
+from loraplex.serving.wire_request import GenerationRecord
 from loraplex.testing.echo_backend import EchoBackend
 
 STATS = EngineStats(
@@ -130,7 +131,8 @@ async def test_every_metric_has_our_prefix_and_a_help_text(client):
 
 async def test_requests_are_in_the_same_text(client, backend, request_metrics):
     request = GenerateRequest(request_id=1, model="echo", prompt="Hi")
-    outputs = request_metrics.observe(request, await backend.generate(request, LOCAL))
+    record = GenerationRecord(request, "t", 0)
+    outputs = request_metrics.observe(request, await backend.generate(request, LOCAL), record)
     assert [output async for output in outputs]
     text = (await client.get("/metrics")).text
     expected = 'loraplex_requests_total{adapter="",finish_reason="stop",model="echo"} 1.0'

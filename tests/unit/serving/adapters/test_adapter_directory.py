@@ -10,7 +10,7 @@ import pytest
 from loraplex.core.adapter import AdapterRef, ByName, ByTaskId
 from loraplex.core.clock import SystemClock
 from loraplex.core.config import AdapterConfig
-from loraplex.core.errors import AdapterLoadError, ConfigError, InvalidAdapterError
+from loraplex.core.errors import AdapterLoadError, ConfigError, InvalidAdapterError, LoraplexError
 from loraplex.core.principal import LOCAL
 from loraplex.serving.adapters.changes import AdapterChanges
 from loraplex.serving.adapters.directory import AdapterDirectory
@@ -324,3 +324,66 @@ async def test_nothing_to_follow(watched):
     await watched.start()
     watched.directory.start()
     assert watched.directory._task is None
+
+
+async def test_a_new_adapter_of_the_root_is_taken_when_it_is_named(watched):
+    await watched.start(lora_root=str(watched.folder))
+    watched.put("team/v1.2", "one")
+    await asyncio.gather(*(watched.directory.take_named(watched.model, "team/v1.2") for _ in "ab"))
+    assert watched.served == {"team/v1.2": "one"}
+    assert len(watched.staging.asked) == 1
+    await watched.look(3)
+    assert len(watched.staging.asked) == 1
+    watched.put("team/v1.2", "another")
+    await watched.look()
+    assert watched.served == {"team/v1.2": "another"}
+    watched.take("team")
+    await watched.look()
+    assert watched.served == {}
+
+
+async def test_what_is_not_below_the_root_is_not_taken(watched):
+    await watched.start(lora_root=str(watched.folder))
+    watched.put("out", where=watched.folder.parent)
+    for name in ("gone", "../out", str(watched.folder.parent / "out")):
+        await watched.directory.take_named(watched.model, name)
+    assert watched.served == {}
+    assert watched.staging.asked == []
+
+
+async def test_without_a_root_nothing_is_looked_for(watched):
+    await watched.start(adapter_dirs=(str(watched.folder),))
+    watched.put("zh")
+    await watched.directory.take_named(watched.model, "zh")
+    assert watched.served == {}
+
+
+async def test_a_broken_one_is_read_once_until_it_changes(watched):
+    await watched.start(lora_root=str(watched.folder))
+    place = watched.put("zh", "one")
+    watched.staging.staged[str(place)] = InvalidAdapterError("broken")
+    for _ in range(3):
+        with pytest.raises(InvalidAdapterError, match="broken"):
+            await watched.directory.take_named(watched.model, "zh")
+    assert len(watched.staging.asked) == 1
+    watched.put("zh", "another")
+    await watched.directory.take_named(watched.model, "zh")
+    assert watched.served == {"zh": "another"}
+
+
+async def test_what_may_work_later_is_tried_with_every_request(watched):
+    await watched.start(lora_root=str(watched.folder))
+    place = watched.put("zh", "one")
+    watched.staging.staged[str(place)] = AdapterLoadError("busy")
+    with pytest.raises(AdapterLoadError):
+        await watched.directory.take_named(watched.model, "zh")
+    watched.staging.put(str(place), "one")
+    await watched.directory.take_named(watched.model, "zh")
+    assert watched.served == {"zh": "one"}
+
+
+async def test_no_adapter_is_called_as_a_base(watched):
+    await watched.start(lora_root=str(watched.folder))
+    watched.put("base")
+    with pytest.raises(LoraplexError, match="base"):
+        await watched.directory.take_named(watched.model, "base")

@@ -6,7 +6,13 @@ import os
 import pytest
 
 from loraplex.core.errors import ConfigError
-from loraplex.serving.adapters.folders import find_adapters, find_below, read_list, signature_of
+from loraplex.serving.adapters.folders import (
+    find_adapters,
+    find_below,
+    find_named,
+    read_list,
+    signature_of,
+)
 
 
 def put(folder, name="adapter_config.json"):
@@ -127,3 +133,38 @@ class TestSignatures:
         file = put(tmp_path, "zh.safetensors") / "zh.safetensors"
         assert signature_of(file)[0][0] == "zh.safetensors"
         assert signature_of(tmp_path / "none") == ()
+
+
+class TestNamedBelowARoot:
+    @pytest.mark.parametrize(
+        ("name", "path"),
+        [("zh", "zh"), ("team/v1.2", "team/v1.2"), ("team/v2.0", "team/v2.0.safetensors")],
+    )
+    def test_what_find_below_would_call_so(self, tmp_path, name, path):
+        put(tmp_path / "zh")
+        put(tmp_path / "team" / "v1.2")
+        put(tmp_path / "team", "v2.0.safetensors")
+        assert dict(find_below(tmp_path))[name] == find_named(tmp_path, name) == tmp_path / path
+
+    @pytest.mark.parametrize(
+        "name",
+        ["", "gone", "team", "../out", "a/../zh", "/zh", "zh/", "./zh", ".zh", "a\0b", "a/" * 20],
+    )
+    def test_what_is_none_or_elsewhere(self, tmp_path, name):
+        root = put(tmp_path / "root" / "zh").parent
+        put(root / ".zh")
+        put(tmp_path / "out")
+        (root / "team").mkdir()
+        assert find_named(root, name) is None
+
+    def test_links_do_not_lead_out(self, tmp_path):
+        root = put(tmp_path / "root" / "zh").parent
+        out = put(tmp_path / "out")
+        put(tmp_path, "file.safetensors")
+        (root / "link").symlink_to(out)
+        (root / "file.safetensors").symlink_to(tmp_path / "file.safetensors")
+        (root / "within").symlink_to(root / "zh")
+        put(root / "parts")
+        (root / "parts" / "more").symlink_to(out)
+        found = {name: find_named(root, name) for name in ("link", "file", "within", "parts")}
+        assert found == {"link": None, "file": None, "within": root / "within", "parts": None}

@@ -271,13 +271,13 @@ def test_the_sandbox_holds(template):
             "{% for i in range(400) %}{% for j in range(400) %}{% endfor %}{% endfor %}",
             "ranges of more than 100000",
         ),
-        ("{{ 'a' * 9999999999 }}", r"too large by '\*'"),
-        ("{{ 9999999999 * [1] }}", r"too large by '\*'"),
+        ("{{ 'a' * 9999999999 }}", "more work than"),
+        ("{{ 9999999999 * [1] }}", "more work than"),
         ("{{ 10 ** 100000 }}", r"too large by '\*\*'"),
         (
             "{% set n = namespace(x='ab') %}{% for i in range(64) %}{% set n.x = n.x + n.x %}"
             "{% endfor %}",
-            r"too large by '\+'",
+            "more work than",
         ),
         ("{% for i in range(600) %}{{ 'ab' }}{% endfor %}", "text of more than 1000 characters"),
         ("{% for i in range(1100) %}{{ '' }}{% endfor %}", "text of more than 1000 characters"),

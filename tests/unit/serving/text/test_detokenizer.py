@@ -81,8 +81,8 @@ def test_only_the_end_of_a_long_prompt_is_decoded(byte_level):
         def __getattr__(self, name):
             return getattr(byte_level, name)
 
-        def text_stream(self, skip_special_tokens=True):
-            stream = byte_level.text_stream(skip_special_tokens)
+        def text_stream(self, skip_special_tokens=True, shown_ids=()):
+            stream = byte_level.text_stream(skip_special_tokens, shown_ids)
             push = stream.push
             stream.push = lambda ids: seen.append(len(ids)) or push(ids)
             return stream

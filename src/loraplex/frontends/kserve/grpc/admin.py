@@ -3,6 +3,7 @@
 A part of the servicer. Method names are the protocol's.
 """
 
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -10,13 +11,20 @@ import grpc
 from tritonclient.grpc import service_pb2 as pb
 
 from loraplex.core.principal import Principal
-from loraplex.frontends.kserve.access import Authenticate
+from loraplex.core.support import Support, tells
+from loraplex.frontends.access import Authenticate
 from loraplex.frontends.kserve.errors import as_loraplex_error, message_of, status_of
 from loraplex.frontends.kserve.grpc.bridge import LoopBridge
 from loraplex.frontends.kserve.service import TritonService
-from loraplex.frontends.kserve.shared_memory import no_cuda_region, refuse_cuda
+from loraplex.frontends.kserve.shared_memory import (
+    USE_SHARED_MEMORY,
+    no_cuda_region,
+    refuse_cuda,
+)
 
 T = TypeVar("T")
+RETRY_AFTER = "retry-after"
+"""Trailing metadata: seconds, as HTTP's header of the name has them."""
 Context = Any
 
 
@@ -32,7 +40,7 @@ class AdminRpcs:
 
     async def SystemSharedMemoryStatus(self, request: Any, context: Context) -> Any:
         regions = await self._by(
-            context, lambda who: self._service.memory.status(who.tenant, request.name)
+            context, lambda who: self._service.memory.status(_with_memory(who), request.name)
         )
         answer = pb.SystemSharedMemoryStatusResponse()
         for each in regions:
@@ -44,7 +52,7 @@ class AdminRpcs:
     async def SystemSharedMemoryRegister(self, request: Any, context: Context) -> Any:
         def register(who: Principal) -> None:
             self._service.memory.register(
-                who.tenant, request.name, request.key, request.offset, request.byte_size
+                _with_memory(who), request.name, request.key, request.offset, request.byte_size
             )
 
         await self._by(context, register)
@@ -52,19 +60,22 @@ class AdminRpcs:
 
     async def SystemSharedMemoryUnregister(self, request: Any, context: Context) -> Any:
         await self._by(
-            context, lambda who: self._service.memory.unregister(who.tenant, request.name)
+            context, lambda who: self._service.memory.unregister(_with_memory(who), request.name)
         )
         return pb.SystemSharedMemoryUnregisterResponse()
 
+    @tells("there is no region", Support.NO_EFFECT)
     async def CudaSharedMemoryStatus(self, request: Any, context: Context) -> Any:
         if request.name:
             await self._by(context, lambda _: no_cuda_region(request.name))
         return pb.CudaSharedMemoryStatusResponse()
 
+    @tells("use system shared memory", Support.REFUSED)
     async def CudaSharedMemoryRegister(self, request: Any, context: Context) -> Any:
         del request
         await self._by(context, lambda _: refuse_cuda())
 
+    @tells("there is no region", Support.NO_EFFECT)
     async def CudaSharedMemoryUnregister(self, request: Any, context: Context) -> Any:
         del request
         await self._by(context, lambda _: None)
@@ -72,6 +83,7 @@ class AdminRpcs:
 
     # ------------------------------------------------------------ settings
 
+    @tells("kept and told; nothing is traced by it", Support.NO_EFFECT)
     async def TraceSetting(self, request: Any, context: Context) -> Any:
         changes = {name: list(each.value) or None for name, each in request.settings.items()}
         settings = await self._by(
@@ -101,13 +113,15 @@ class AdminRpcs:
 
     # ------------------------------------------------------------ the repository
 
+    @tells("a repository's name is refused")
     async def RepositoryIndex(self, request: Any, context: Context) -> Any:
         index = self._service.management.index
         rows = await self._by(
-            context, lambda _: index(request.repository_name, only_ready=request.ready)
+            context, lambda who: index(who, request.repository_name, only_ready=request.ready)
         )
         return pb.RepositoryIndexResponse(models=rows)
 
+    @tells("with --model-control-mode explicit")
     async def RepositoryModelLoad(self, request: Any, context: Context) -> Any:
         parameters = _parameters(request.parameters)
         load = self._service.management.load
@@ -117,6 +131,7 @@ class AdminRpcs:
         )
         return pb.RepositoryModelLoadResponse()
 
+    @tells("with --model-control-mode explicit")
     async def RepositoryModelUnload(self, request: Any, context: Context) -> Any:
         parameters = _parameters(request.parameters)
         unload = self._service.management.unload
@@ -137,6 +152,12 @@ class AdminRpcs:
         return await or_abort(context, self._bridge.call(ask()))
 
 
+def _with_memory(principal: Principal) -> str:
+    """The tenant. Raises PermissionDeniedError."""
+    principal.require_operator(USE_SHARED_MEMORY)
+    return principal.tenant
+
+
 def _parameters(messages: Any) -> dict[str, object]:
     """The values of oneofs; one without a value is None."""
     choices = {name: message.WhichOneof("parameter_choice") for name, message in messages.items()}
@@ -152,6 +173,9 @@ async def or_abort(context: Context, work: Awaitable[T]) -> T:
         return await work
     except Exception as raised:
         error = as_loraplex_error(raised)
+        if error.retry_after_seconds is not None:
+            seconds = str(max(1, math.ceil(error.retry_after_seconds)))
+            context.set_trailing_metadata(((RETRY_AFTER, seconds),))
         await context.abort(grpc.StatusCode[status_of(error).grpc], message_of(error))
         raise
 

@@ -12,19 +12,15 @@ import grpc
 from tritonclient.grpc import service_pb2_grpc
 
 from loraplex.core.errors import ConfigError
-from loraplex.frontends.kserve.access import Authenticate, everyone_is_local
+from loraplex.frontends.access import Authenticate, everyone_is_local
+from loraplex.frontends.kserve.grpc.access import KeyInterceptor
 from loraplex.frontends.kserve.grpc.bridge import LoopBridge
 from loraplex.frontends.kserve.grpc.health import health_handler
+from loraplex.frontends.kserve.grpc.limits import NO_LIMITS, GrpcLimits
 from loraplex.frontends.kserve.grpc.servicer import TritonServicer
+from loraplex.frontends.kserve.grpc.telemetry import RequestInterceptor
 from loraplex.frontends.kserve.service import TritonService
-
-MAX_MESSAGE_BYTES = 2**31 - 1
-
-_OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a silent sharing
-)
+from loraplex.frontends.telemetry.telemetry import Telemetry
 
 
 class GrpcServer:
@@ -38,7 +34,18 @@ class GrpcServer:
         port: int,
         *,
         authenticate: Authenticate = everyone_is_local,
+        health_is_open: bool = True,
+        limits: GrpcLimits = NO_LIMITS,
+        telemetry: Telemetry | None = None,
+        tls: tuple[bytes, bytes] | None = None,
     ) -> None:
+        """health_is_open: no key is asked for what load balancers ask. telemetry: of the whole
+        server; None: one that nobody reads. tls: the key and the certificates, in PEM form; None:
+        plain text."""
+        self._interceptor = RequestInterceptor(telemetry or Telemetry())
+        self._limits = limits
+        self._door = KeyInterceptor(authenticate, health_is_open=health_is_open)
+        self._tls = tls
         self._servicer = TritonServicer(service, LoopBridge(loop), authenticate)
         self._host = host
         self._port = port
@@ -73,18 +80,26 @@ class GrpcServer:
         await self._end_thread()
 
     async def _bind(self) -> None:
-        server = grpc.aio.server(options=_OPTIONS)
+        server = grpc.aio.server(
+            interceptors=(self._interceptor, self._door), options=self._limits.channel_arguments()
+        )
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self._servicer, server)
         server.add_generic_rpc_handlers((health_handler(self._servicer.is_ready),))
         host = f"[{self._host}]" if ":" in self._host else self._host
         try:
-            self._port = server.add_insecure_port(f"{host}:{self._port}")
+            self._port = self._add_port(server, f"{host}:{self._port}")
         except RuntimeError as error:
             raise ConfigError(
                 f"the gRPC server cannot listen on {host}:{self._port}: {error}"
             ) from None
         await server.start()
         self._server = server
+
+    def _add_port(self, server: grpc.aio.Server, address: str) -> int:
+        if self._tls is None:
+            return int(server.add_insecure_port(address))
+        credentials = grpc.ssl_server_credentials([self._tls])
+        return int(server.add_secure_port(address, credentials))
 
     async def _on_own_loop(self, work: Coroutine[Any, Any, None]) -> None:
         assert self._own_loop is not None

@@ -39,7 +39,9 @@ class TritonServicer(AdminRpcs, service_pb2_grpc.GRPCInferenceServiceServicer): 
 
     async def ModelReady(self, request: Any, context: Context) -> Any:
         catalog = self._service.catalog
-        is_ready = await self._ask(context, lambda: catalog.is_ready(request.name, request.version))
+        is_ready = await self._by(
+            context, lambda who: catalog.is_ready(request.name, request.version, who)
+        )
         return pb.ModelReadyResponse(ready=is_ready)
 
     async def ServerMetadata(self, request: Any, context: Context) -> Any:
@@ -48,17 +50,21 @@ class TritonServicer(AdminRpcs, service_pb2_grpc.GRPCInferenceServiceServicer): 
 
     async def ModelMetadata(self, request: Any, context: Context) -> Any:
         catalog = self._service.catalog
-        model = await self._ask(context, lambda: catalog.find(request.name, request.version))
+        model = await self._by(
+            context, lambda who: catalog.find(request.name, request.version, who)
+        )
         return pb.ModelMetadataResponse(**model.metadata())
 
     async def ModelConfig(self, request: Any, context: Context) -> Any:
         catalog = self._service.catalog
-        model = await self._ask(context, lambda: catalog.find(request.name, request.version))
+        model = await self._by(
+            context, lambda who: catalog.find(request.name, request.version, who)
+        )
         return pb.ModelConfigResponse(config=model.config())
 
     async def ModelStatistics(self, request: Any, context: Context) -> Any:
-        rows = await self._ask(
-            context, lambda: self._service.statistics(request.name, request.version)
+        rows = await self._by(
+            context, lambda who: self._service.statistics(request.name, request.version, who)
         )
         return pb.ModelStatisticsResponse(model_stats=rows)
 
@@ -74,7 +80,7 @@ class TritonServicer(AdminRpcs, service_pb2_grpc.GRPCInferenceServiceServicer): 
 
         async def infer() -> InferResponse:
             self._service.check_is_unary(
-                request.model_name, request.model_version, "ModelInfer RPC"
+                principal, request.model_name, request.model_version, "ModelInfer RPC"
             )
             return await self._service.infer(infer_request, principal)
 

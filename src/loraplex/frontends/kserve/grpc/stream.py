@@ -7,13 +7,15 @@ from typing import Any
 
 from loraplex.core.principal import Principal
 from loraplex.frontends.kserve.active import StreamScope
-from loraplex.frontends.kserve.errors import as_loraplex_error, message_of
+from loraplex.frontends.kserve.errors import as_loraplex_error, message_of, status_of
 from loraplex.frontends.kserve.failures import FailedAnswer
 from loraplex.frontends.kserve.grpc.bridge import LoopBridge
 from loraplex.frontends.kserve.grpc.codec import decode_request, encode_failure, encode_piece
 from loraplex.frontends.kserve.service import ResponseStream, TritonService
 from loraplex.frontends.kserve.shared_memory import TenantMemory
+from loraplex.serving.wire_request import as_current, current_request
 
+_OK, _CANCELLED = "OK", "CANCELLED"
 MAX_PENDING_RESPONSES = 64
 """Responses of one stream that wait for a slow client; then its requests wait, others do not."""
 
@@ -61,8 +63,19 @@ class StreamSession:
         await self._pending.put(end)
 
     async def _serve(self, request: Any) -> None:
-        """Answer one request. Its error is an answer, unless errors end the stream."""
+        """Serve one request, which is told of by itself."""
+        stream = current_request()
+        assert stream is not None, "the interceptor is around every call"
+        part, status = stream.within(), _CANCELLED
+        try:
+            with as_current(part):
+                await self._answer(request)
+            status = _OK if part.error is None else status_of(part.error).grpc
+        finally:
+            part.end(status)
 
+    async def _answer(self, request: Any) -> None:
+        """Its error is an answer, unless errors end the stream."""
         try:
             memory = TenantMemory(self._service.memory, self._principal.tenant)
             infer_request, wishes = decode_request(request, memory)

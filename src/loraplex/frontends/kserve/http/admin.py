@@ -10,10 +10,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loraplex.core.errors import InvalidRequestError
-from loraplex.frontends.kserve.access import Authenticate
+from loraplex.core.support import Support, tells
+from loraplex.frontends.access import Authenticate
 from loraplex.frontends.kserve.http.body import json_response, parse_object, read_body
 from loraplex.frontends.kserve.service import TritonService
-from loraplex.frontends.kserve.shared_memory import no_cuda_region, refuse_cuda
+from loraplex.frontends.kserve.shared_memory import (
+    USE_SHARED_MEMORY,
+    no_cuda_region,
+    refuse_cuda,
+)
 
 
 class AdminApi:
@@ -29,12 +34,12 @@ class AdminApi:
     # ------------------------------------------------------------ shared memory
 
     async def memory_status(self, request: Request) -> Response:
-        tenant = self._authenticate(request.headers).tenant
+        tenant = self._with_memory(request)
         regions = self._service.memory.status(tenant, request.path_params.get("region", ""))
         return json_response([dataclasses.asdict(region) for region in regions])
 
     async def memory_register(self, request: Request) -> Response:
-        tenant = self._authenticate(request.headers).tenant
+        tenant = self._with_memory(request)
         body = await self._object(request)
         for field in ("key", "byte_size"):
             if field not in body:
@@ -54,10 +59,11 @@ class AdminApi:
         return Response()
 
     async def memory_unregister(self, request: Request) -> Response:
-        tenant = self._authenticate(request.headers).tenant
+        tenant = self._with_memory(request)
         self._service.memory.unregister(tenant, request.path_params.get("region", ""))
         return Response()
 
+    @tells("there is no region", Support.NO_EFFECT)
     async def cuda_status(self, request: Request) -> Response:
         """There is none, and so no region of a name."""
         self._authenticate(request.headers)
@@ -65,21 +71,30 @@ class AdminApi:
             no_cuda_region(request.path_params["region"])
         return json_response([])
 
+    @tells("use system shared memory", Support.REFUSED)
     async def cuda_register(self, request: Request) -> Response:
         self._authenticate(request.headers)
         refuse_cuda()
 
+    @tells("there is no region", Support.NO_EFFECT)
     async def cuda_unregister(self, request: Request) -> Response:
         self._authenticate(request.headers)
         return Response()
 
+    def _with_memory(self, request: Request) -> str:
+        """The tenant. Raises PermissionDeniedError."""
+        principal = self._authenticate(request.headers)
+        principal.require_operator(USE_SHARED_MEMORY)
+        return principal.tenant
+
     # ------------------------------------------------------------ settings
 
     async def trace(self, request: Request) -> Response:
-        self._authenticate(request.headers)
+        principal = self._authenticate(request.headers)
         model = request.path_params.get("model", "")
-        return json_response(self._service.management.trace_settings(model))
+        return json_response(self._service.management.trace_settings(principal, model))
 
+    @tells("kept and told; nothing is traced by it", Support.NO_EFFECT)
     async def change_trace(self, request: Request) -> Response:
         principal = self._authenticate(request.headers)
         body = await self._object(request)
@@ -88,8 +103,8 @@ class AdminApi:
         return json_response(self._service.management.change_trace(principal, model, changes))
 
     async def log(self, request: Request) -> Response:
-        self._authenticate(request.headers)
-        return json_response(self._service.management.log_settings())
+        principal = self._authenticate(request.headers)
+        return json_response(self._service.management.log_settings(principal))
 
     async def change_log(self, request: Request) -> Response:
         principal = self._authenticate(request.headers)
@@ -98,15 +113,18 @@ class AdminApi:
 
     # ------------------------------------------------------------ the repository
 
+    @tells("a repository's name is refused")
     async def index(self, request: Request) -> Response:
+        principal = self._authenticate(request.headers)
         body = await self._object(request)
         only_ready = body.get("ready", False)
         if not isinstance(only_ready, bool):
             raise InvalidRequestError("'ready' must be true or false", param="ready")
         repository = request.path_params.get("repository", "")
-        rows = self._service.management.index(repository, only_ready=only_ready)
+        rows = self._service.management.index(principal, repository, only_ready=only_ready)
         return json_response(rows)
 
+    @tells("with --model-control-mode explicit")
     async def load(self, request: Request) -> Response:
         principal = self._authenticate(request.headers)
         parameters = {
@@ -118,6 +136,7 @@ class AdminApi:
         self._service.management.load(principal, repository, path["model"], parameters)
         return Response()
 
+    @tells("with --model-control-mode explicit")
     async def unload(self, request: Request) -> Response:
         principal = self._authenticate(request.headers)
         parameters = await self._parameters(request)

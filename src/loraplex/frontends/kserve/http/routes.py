@@ -1,14 +1,16 @@
 """The routes under /v2, and what each answers. Bodies are read, checked and written elsewhere."""
 
-from collections.abc import Awaitable, Callable, Mapping
+import math
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from loraplex.core.errors import InvalidRequestError
-from loraplex.frontends.kserve.access import Authenticate, everyone_is_local
+from loraplex.core.errors import InvalidRequestError, LoraplexError
+from loraplex.core.principal import Principal
+from loraplex.core.support import Support, support_of
+from loraplex.frontends.access import Authenticate, everyone_is_local
 from loraplex.frontends.kserve.errors import as_loraplex_error, message_of, status_of
 from loraplex.frontends.kserve.http.admin import AdminApi
 from loraplex.frontends.kserve.http.body import (
@@ -28,6 +30,7 @@ from loraplex.frontends.kserve.models.catalog import server_metadata
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.kserve.shared_memory import TenantMemory
 from loraplex.frontends.streams import ClientDisconnectedError, until_disconnect
+from loraplex.frontends.telemetry.routes import ToldRoute
 
 Handler = Callable[[Request], Awaitable[ASGIApp]]
 
@@ -40,7 +43,7 @@ def kserve_routes(
     *,
     authenticate: Authenticate = everyone_is_local,
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
-) -> list[Route]:
+) -> list[ToldRoute]:
     """All routes under /v2. The last one answers 404 to every other path there."""
     api = KServeApi(service, authenticate, max_body_bytes)
     admin = AdminApi(service, authenticate, max_body_bytes)
@@ -67,7 +70,7 @@ def kserve_routes(
         ("/v2/models/{model:path}", {"GET": api.metadata}),
         ("/v2/{path:path}", {}),
     ]
-    return [Route(path, Resource(handlers)) for path, handlers in table]
+    return [ToldRoute(path, Resource(handlers)) for path, handlers in table]
 
 
 def _admin_table(admin: AdminApi) -> list[tuple[str, Mapping[str, Handler]]]:
@@ -105,6 +108,12 @@ class Resource:
     def __init__(self, handlers: Mapping[str, Handler]) -> None:
         self._handlers = handlers
 
+    @property
+    def features(self) -> Iterator[tuple[str, Support, str]]:
+        """(method, what is done, why) of each handler."""
+        for method, handler in self._handlers.items():
+            yield (method, *support_of(handler))
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         handler = self._handlers.get(method)
@@ -126,11 +135,15 @@ async def _answered(handler: Handler, request: Request) -> ASGIApp:
     except (ClientDisconnectedError, ClientDisconnect):
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     except Exception as raised:
-        error = as_loraplex_error(raised)
-        response = json_response({"error": message_of(error)}, status_of(error).http)
-        if error.retry_after_seconds is not None:
-            response.headers["Retry-After"] = str(max(1, round(error.retry_after_seconds)))
-        return response
+        return refusal(as_loraplex_error(raised))
+
+
+def refusal(error: LoraplexError) -> Response:
+    """An error in the room's words."""
+    response = json_response({"error": message_of(error)}, status_of(error).http)
+    if error.retry_after_seconds is not None:
+        response.headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_seconds)))
+    return response
 
 
 class KServeApi:
@@ -158,25 +171,32 @@ class KServeApi:
         return Response(status_code=200 if self._service.backend.health().ready else 400)
 
     async def model_ready(self, request: Request) -> Response:
-        if self._service.catalog.is_ready(*_model_of(request)):
+        principal = self._authenticate(request.headers)
+        if self._service.catalog.is_ready(*_model_of(request), principal):
             return Response(status_code=200)
         return json_response({"error": "Model version not ready"}, 400)
 
     async def metadata(self, request: Request) -> Response:
-        return json_response(self._service.catalog.find(*_model_of(request)).metadata())
+        principal = self._authenticate(request.headers)
+        model = self._service.catalog.find(*_model_of(request), principal)
+        return json_response(model.metadata())
 
     async def config(self, request: Request) -> Response:
-        return json_response(self._service.catalog.find(*_model_of(request)).config())
+        principal = self._authenticate(request.headers)
+        model = self._service.catalog.find(*_model_of(request), principal)
+        return json_response(model.config())
 
     async def statistics(self, request: Request) -> Response:
-        return json_response({"model_stats": self._service.statistics(*_model_of(request))})
+        principal = self._authenticate(request.headers)
+        rows = self._service.statistics(*_model_of(request), principal)
+        return json_response({"model_stats": rows})
 
     # ------------------------------------------------------------ inference
 
     async def infer(self, request: Request) -> Response:
         principal = self._authenticate(request.headers)
         model, version = _model_of(request)
-        self._service.check_is_unary(model, version, "HTTP end point")
+        self._service.check_is_unary(principal, model, version, "HTTP end point")
         body = await read_body(request, self._max_body_bytes)
         body = decompress(body, _content_encoding(request), self._max_body_bytes)
         infer_request, wishes = decode_request(
@@ -199,7 +219,7 @@ class KServeApi:
 
     async def generate(self, request: Request) -> Response:
         principal = self._authenticate(request.headers)
-        infer_request = await self._generate_request(request)
+        infer_request = await self._generate_request(request, principal)
         if self._wants_stream(infer_request):
             raise InvalidRequestError(
                 "generate expects model to produce exactly 1 response, use generate stream for "
@@ -214,15 +234,15 @@ class KServeApi:
 
     async def generate_stream(self, request: Request) -> EventStream:
         principal = self._authenticate(request.headers)
-        infer_request = await self._generate_request(request)
+        infer_request = await self._generate_request(request, principal)
         responses = await until_disconnect(
             request.receive, self._service.stream(infer_request, principal)
         )
         return EventStream(responses)
 
-    async def _generate_request(self, request: Request) -> InferRequest:
+    async def _generate_request(self, request: Request, principal: Principal) -> InferRequest:
         name, version = _model_of(request)
-        model = self._service.catalog.find(name, version)
+        model = self._service.catalog.find(name, version, principal)
         encoding = _content_encoding(request)
         if encoding.strip().lower() not in ("", "identity"):
             raise InvalidRequestError(

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from loraplex.core.errors import ModelNotFoundError
+from loraplex.core.principal import LOCAL, Principal
 from loraplex.core.version import __version__
 from loraplex.frontends.kserve.errors import NotFoundError
 from loraplex.frontends.kserve.model_control import ModelControl
@@ -68,14 +69,18 @@ class Catalog:
         self._max_batch_size = max_batch_size
         self._declarations = tuple(declarations)
 
-    def models(self) -> Sequence[TritonModel]:
-        """Those that are loaded."""
-        return [model for model in self._all() if self._control.is_loaded(model.name)]
+    def models(self, principal: Principal = LOCAL) -> Sequence[TritonModel]:
+        """Those that are loaded, and there for who asks."""
+        return [model for model in self._all(principal) if self._control.is_loaded(model.name)]
 
-    def _all(self) -> list[TritonModel]:
-        cards = {card.name: card for card in self._backend.models()}
+    def _all(self, principal: Principal) -> list[TritonModel]:
+        cards = {card.name: card for card in self._backend.models(principal)}
         changed = [self._control.changed(d.name) or d for d in self._declared()]
-        return [TritonModel.declared(each, cards[each.base_model]) for each in changed]
+        return [
+            TritonModel.declared(each, cards[each.base_model])
+            for each in changed
+            if each.base_model in cards
+        ]
 
     def _declared(self) -> Sequence[ModelDeclaration]:
         """As at the start."""
@@ -120,11 +125,11 @@ class Catalog:
             }
         self._control.unload(names)
 
-    def find(self, name: str, version: str = "") -> TritonModel:
+    def find(self, name: str, version: str = "", principal: Principal = LOCAL) -> TritonModel:
         """Raises ModelNotFoundError in Triton's words, with the names that there are."""
-        model = next((model for model in self._all() if model.name == name), None)
+        model = next((model for model in self._all(principal) if model.name == name), None)
         if model is None:
-            served = ", ".join(model.name for model in self.models())
+            served = ", ".join(model.name for model in self.models(principal))
             raise ModelNotFoundError(
                 f"Request for unknown model: '{name}' is not found; the models are: {served}",
                 param="model",
@@ -141,18 +146,20 @@ class Catalog:
             )
         return model
 
-    def is_ready(self, name: str, version: str = "") -> bool:
+    def is_ready(self, name: str, version: str = "", principal: Principal = LOCAL) -> bool:
         """False for an unknown model or version, too."""
         try:
-            model = self.find(name, version)
+            model = self.find(name, version, principal)
         except ModelNotFoundError:
             return False
         return self._backend.model_ready(model.card.name)
 
-    def index(self, *, only_ready: bool = False) -> list[dict[str, str]]:
+    def index(
+        self, *, only_ready: bool = False, principal: Principal = LOCAL
+    ) -> list[dict[str, str]]:
         """The repository index: name, version, state and reason of every model."""
         rows = []
-        for model in self._all():
+        for model in self._all(principal):
             reason = self._reason(model)
             if not (reason and only_ready):
                 row = {"name": model.name, "version": model.version}

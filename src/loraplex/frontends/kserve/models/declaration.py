@@ -17,6 +17,8 @@ class ModelOptions:
     """Of preprocessing: to a prompt."""
     skips_special_tokens: bool = True
     """Of postprocessing: from an answer."""
+    is_static: bool = False
+    """Of tensorrt_llm: a batch runs to the end of all its requests (gpt_model_type V1)."""
     max_beam_width: int | None = None
     """A wider search is refused; None: any."""
     accumulates_tokens: bool = False

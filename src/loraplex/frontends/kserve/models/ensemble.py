@@ -9,7 +9,10 @@ from types import MappingProxyType
 
 from loraplex.frontends.kserve.models.kinds import (
     CACHE_OUTPUTS,
+    ENCODER_DECODER,
     INLINE_LORA,
+    OF_PROMPT_TUNING,
+    PADS_BEAMS,
     PROMPT_TUNING,
     TIMING_OUTPUTS,
     UNDECLARED,
@@ -22,14 +25,14 @@ from loraplex.frontends.kserve.models.kinds import (
 
 _INPUTS = (
     used("text_input", "BYTES", required=True),
-    refused("decoder_text_input", "BYTES", reason="an encoder-decoder model", neutral=(b"",)),
+    refused("decoder_text_input", "BYTES", reason=ENCODER_DECODER, neutral=(b"",)),
     used("max_tokens", "INT32", required=True),
     used("num_return_sequences", "INT32", field="n"),
     used("bad_words", "BYTES", (-1,)),
     used("stop_words", "BYTES", (-1,)),
     used("exclude_input_in_output", "BOOL", field="excludes_input"),
     used("end_id", "INT32"),
-    no_effect("pad_id", "INT32"),  # pads beams of unequal length; the answer pads with -1
+    no_effect("pad_id", "INT32", reason=PADS_BEAMS),
     used("top_k", "INT32"),
     used("top_p", "FP32"),
     used("temperature", "FP32"),
@@ -47,7 +50,7 @@ _INPUTS = (
     used("stream", "BOOL", field="is_streamed"),
     refused("prompt_embedding_table", "FP16", (-1, -1), reason=PROMPT_TUNING),
     refused("prompt_table_extra_id", "UINT64", reason=PROMPT_TUNING, neutral=(0,)),
-    no_effect("prompt_vocab_size", "INT32"),  # describes prompt_embedding_table
+    no_effect("prompt_vocab_size", "INT32", reason=OF_PROMPT_TUNING),
     used("embedding_bias_words", "BYTES", (-1,)),
     used("embedding_bias_weights", "FP32", (-1,)),
     used("lora_task_id", "UINT64"),

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from loraplex.core.errors import InvalidTensorError, UnsupportedFeatureError
+from loraplex.core.support import Support
 from loraplex.frontends.kserve.models.kinds import (
     IGNORED_INPUTS,
-    Effect,
     InputSpec,
     ModelKind,
 )
@@ -84,7 +84,7 @@ def read_inputs(
             {
                 rows[tensor.name].field: dataclasses.replace(tensor, array=tensor.array[index])
                 for tensor in kept
-                if rows[tensor.name].effect is Effect.USED
+                if rows[tensor.name].support is Support.WORKS
             },
         )
         for index in range(batch_size)
@@ -196,7 +196,7 @@ def _check_required(kind: ModelKind, model: str, names: Sequence[str]) -> None:
 
 
 def _check_served(row: InputSpec, tensor: Tensor) -> None:
-    if row.effect is not Effect.REFUSED:
+    if row.support is not Support.REFUSED:
         return
     asked = next((v for v in tensor.array.ravel().tolist() if v not in row.neutral), None)
     if asked is None:

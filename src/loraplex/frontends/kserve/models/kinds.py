@@ -1,7 +1,7 @@
 """What a kind of Triton model is: its tensor tables as data, and how one row is read.
 
-A row says what its tensor does here: it is USED under a common field name, it has NO_EFFECT (in
-the original neither), or it is REFUSED unless it asks for nothing. So no tensor that a client
+A row says what its tensor does here: it works, under a common field name, it has no effect (in the
+original neither), or it is refused unless it asks for nothing. So no tensor that a client
 sends is ever ignored without a reason that stands in a table.
 """
 
@@ -9,16 +9,11 @@ import dataclasses
 import enum
 from collections.abc import Mapping
 
+from loraplex.core.support import Feature, Support
 from loraplex.frontends.kserve.messages import Parameter
 
 IGNORED_INPUTS = frozenset({"START", "END", "CORRID"})
 """Sequence-batching controls that old clients send; Triton's TensorRT-LLM backend drops them."""
-
-
-class Effect(enum.Enum):
-    USED = "used"
-    NO_EFFECT = "no effect"
-    REFUSED = "refused"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,7 +23,7 @@ class InputSpec:
     name: str
     datatype: str
     dims: tuple[int, ...] = (1,)
-    effect: Effect = Effect.USED
+    support: Support = Support.WORKS
     field: str = ""
     """What conversion calls it; both kinds use the same words."""
     required: bool = False
@@ -43,9 +38,25 @@ class InputSpec:
     """Half of an adapter: staging, whose sentences clients know, checks its numbers of rows and
     columns. A single one may lack the batch dimension."""
     neutral: tuple[object, ...] = ()
-    """Of a REFUSED input: the element values that ask for nothing. An empty tensor never does."""
+    """Of a refused input: the element values that ask for nothing. An empty tensor never does."""
     reason: str = ""
-    """Of a REFUSED input: what it asks for."""
+    """Of one without effect why, of a refused one what it asks for."""
+    is_ours: bool = False
+
+    @property
+    def feature(self) -> Feature:
+        types = " or ".join((self.datatype, *self.other_datatypes))
+        note = self.reason
+        if not note and self.field.lower() != self.name.lower() and not self.is_declared:
+            note = f"as `{self.field}`"
+        required = ", required" if self.required else ""
+        return Feature(
+            self.name,
+            self.support,
+            note,
+            f"{types} {list(self.dims)}{required}",
+            is_ours=self.is_ours,
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,6 +68,14 @@ class OutputSpec:
     dims: tuple[int, ...] = (1,)
     is_declared: bool = True
     """False: it comes if its input did, but metadata does not show it: an older one."""
+    never_why: str = ""
+    """Why it is declared and never comes."""
+
+    @property
+    def feature(self) -> Feature:
+        support = Support.NO_EFFECT if self.never_why else Support.WORKS
+        note = f"never comes: {self.never_why}" if self.never_why else ""
+        return Feature(self.name, support, note, f"{self.datatype} {list(self.dims)}")
 
 
 class Dialect(enum.Enum):
@@ -125,6 +144,11 @@ def used(
     )
 
 
+def own(name: str, datatype: str, dims: tuple[int, ...] = (1,), *, field: str = "") -> InputSpec:
+    """A row of ours: understood, and not declared."""
+    return InputSpec(name, datatype, dims, field=field or name, is_declared=False, is_ours=True)
+
+
 def adapter(
     name: str, datatype: str, dims: tuple[int, ...], *, other_datatypes: tuple[str, ...] = ()
 ) -> InputSpec:
@@ -145,12 +169,19 @@ def no_effect(
     datatype: str,
     dims: tuple[int, ...] = (1,),
     *,
+    reason: str,
     ragged: bool = False,
     is_declared: bool = True,
 ) -> InputSpec:
     """A row whose tensor changes nothing in the original either."""
     return InputSpec(
-        name, datatype, dims, Effect.NO_EFFECT, is_ragged=ragged, is_declared=is_declared
+        name,
+        datatype,
+        dims,
+        Support.NO_EFFECT,
+        is_ragged=ragged,
+        is_declared=is_declared,
+        reason=reason,
     )
 
 
@@ -169,7 +200,7 @@ def refused(
         name,
         datatype,
         dims,
-        Effect.REFUSED,
+        Support.REFUSED,
         is_ragged=ragged,
         is_declared=is_declared,
         neutral=neutral,
@@ -185,6 +216,9 @@ def scalar(row: InputSpec) -> InputSpec:
 PROMPT_TUNING = "prompt tuning"
 MULTIMODAL = "a multimodal model"
 ENCODER_DECODER = "an encoder-decoder model"
+DISAGGREGATED = "disaggregated serving"
+PADS_BEAMS = "beams of unequal length are padded with -1"
+OF_PROMPT_TUNING = "it describes prompt_embedding_table"
 
 INLINE_LORA = (
     # Declared as in TensorRT-LLM's templates; its converters write the other types too.
@@ -193,19 +227,19 @@ INLINE_LORA = (
 )
 
 UNDECLARED = (
-    used("early_stopping", "BOOL", is_declared=False),
-    used("beam_search_diversity_rate", "FP32", is_declared=False),
-    used("top_p_min", "FP32", is_declared=False),
-    used("top_p_decay", "FP32", is_declared=False),
-    used("top_p_reset_ids", "INT32", field="top_p_reset_id", is_declared=False),
-    used("no_repeat_ngram_size", "INT32", is_declared=False),
-    used("retention_token_range_starts", "INT32", (-1,), is_declared=False),
-    used("retention_token_range_ends", "INT32", (-1,), is_declared=False),
-    used("retention_token_range_priorities", "INT32", (-1,), is_declared=False),
-    used("retention_token_range_durations_ms", "INT32", (-1,), is_declared=False),
-    used("retention_decode_priority", "INT32", is_declared=False),
-    used("retention_decode_duration_ms", "INT32", is_declared=False),
-    used("num_draft_tokens", "INT32", is_declared=False),
+    own("early_stopping", "BOOL"),
+    own("beam_search_diversity_rate", "FP32"),
+    own("top_p_min", "FP32"),
+    own("top_p_decay", "FP32"),
+    own("top_p_reset_ids", "INT32", field="top_p_reset_id"),
+    own("no_repeat_ngram_size", "INT32"),
+    own("retention_token_range_starts", "INT32", (-1,)),
+    own("retention_token_range_ends", "INT32", (-1,)),
+    own("retention_token_range_priorities", "INT32", (-1,)),
+    own("retention_token_range_durations_ms", "INT32", (-1,)),
+    own("retention_decode_priority", "INT32"),
+    own("retention_decode_duration_ms", "INT32"),
+    own("num_draft_tokens", "INT32"),
 )
 
 TIMING_OUTPUTS = (

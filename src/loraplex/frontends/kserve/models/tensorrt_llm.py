@@ -8,20 +8,25 @@ its code reads, undeclared; `num_draft_tokens` is ours.
 
 from loraplex.frontends.kserve.models.kinds import (
     CACHE_OUTPUTS,
+    DISAGGREGATED,
     ENCODER_DECODER,
     INLINE_LORA,
     MULTIMODAL,
+    OF_PROMPT_TUNING,
+    PADS_BEAMS,
     PROMPT_TUNING,
     TIMING_OUTPUTS,
     ModelKind,
     OutputSpec,
     no_effect,
+    own,
     refused,
     scalar,
     used,
 )
 
-_SPECULATION = "speculative decoding from the request"
+_GUESSES = "guesses change no token: as many of the model's own come as were asked for"
+_DECODER = "of encoder-decoder models; preprocessing always makes one pad id"
 
 _INPUTS = (
     used("input_ids", "INT32", (-1,), ragged=True),
@@ -30,13 +35,13 @@ _INPUTS = (
     scalar(used("input_lengths", "INT32", required=True)),
     scalar(used("request_output_len", "INT32", field="max_tokens", required=True)),
     scalar(used("num_return_sequences", "INT32", field="n")),
-    refused("draft_input_ids", "INT32", (-1,), reason=_SPECULATION, ragged=True),
-    no_effect("decoder_input_ids", "INT32", (-1,), ragged=True),  # preprocessing makes one pad id
-    scalar(no_effect("decoder_input_lengths", "INT32")),
-    refused("draft_logits", "FP32", (-1, -1), reason=_SPECULATION, ragged=True),
-    scalar(no_effect("draft_acceptance_threshold", "FP32")),  # speculation with a draft only
+    no_effect("draft_input_ids", "INT32", (-1,), reason=_GUESSES, ragged=True),
+    no_effect("decoder_input_ids", "INT32", (-1,), reason=_DECODER, ragged=True),
+    scalar(no_effect("decoder_input_lengths", "INT32", reason=_DECODER)),
+    no_effect("draft_logits", "FP32", (-1, -1), reason=_GUESSES, ragged=True),
+    scalar(no_effect("draft_acceptance_threshold", "FP32", reason=_GUESSES)),
     scalar(used("end_id", "INT32")),
-    scalar(no_effect("pad_id", "INT32")),  # pads beams of unequal length; the answer pads with -1
+    scalar(no_effect("pad_id", "INT32", reason=PADS_BEAMS)),
     used("stop_words_list", "INT32", (2, -1), field="stop_words", ragged=True),
     used("bad_words_list", "INT32", (2, -1), field="bad_words", ragged=True),
     used("embedding_bias", "FP32", (-1,), ragged=True),
@@ -71,14 +76,14 @@ _INPUTS = (
         neutral=(0,),
         ragged=True,
     ),
-    scalar(no_effect("prompt_vocab_size", "INT32")),  # describes prompt_embedding_table
+    scalar(no_effect("prompt_vocab_size", "INT32", reason=OF_PROMPT_TUNING)),
     refused("cross_attention_mask", "BOOL", (-1, -1), reason=MULTIMODAL, ragged=True),
     refused("mrope_rotary_cos_sin", "FP32", (-1,), reason=MULTIMODAL, ragged=True),
     refused("mrope_position_deltas", "INT64", reason=MULTIMODAL, ragged=True),
     refused("skip_cross_attn_blocks", "BOOL", reason=MULTIMODAL, neutral=(False,), ragged=True),
     scalar(used("lora_task_id", "UINT64")),
     *INLINE_LORA,
-    refused("context_phase_params", "UINT8", (-1,), reason="disaggregated serving", ragged=True),
+    refused("context_phase_params", "UINT8", (-1,), reason=DISAGGREGATED, ragged=True),
     used("retention_token_range_starts", "INT32", (-1,), ragged=True),
     used("retention_token_range_ends", "INT32", (-1,), ragged=True),
     used("retention_token_range_priorities", "INT32", (-1,), ragged=True),
@@ -94,8 +99,12 @@ _INPUTS = (
     scalar(used("return_num_output_tokens", "BOOL", field="returns_num_output_tokens")),
     used("no_repeat_ngram_size", "INT32", is_declared=False),
     refused("multimodal_embedding", "FP16", (-1, -1), reason=MULTIMODAL, is_declared=False),
-    no_effect("return_kv_cache_reuse_stats", "BOOL", is_declared=False),  # now perf metrics
-    used("num_draft_tokens", "INT32", is_declared=False),
+    no_effect(
+        *("return_kv_cache_reuse_stats", "BOOL"),
+        reason="see return_perf_metrics",
+        is_declared=False,
+    ),
+    own("num_draft_tokens", "INT32"),
     used("min_length", "INT32", field="min_tokens", is_declared=False),
     used("random_seed", "UINT64", field="seed", is_declared=False),
 )
@@ -109,7 +118,7 @@ _OUTPUTS = (
     OutputSpec("generation_logits", "FP32", (-1, -1, -1)),
     OutputSpec("batch_index", "INT32"),
     OutputSpec("sequence_index", "INT32"),
-    OutputSpec("context_phase_params", "UINT8", (-1,)),
+    OutputSpec("context_phase_params", "UINT8", (-1,), never_why=DISAGGREGATED),
     *CACHE_OUTPUTS,
     *TIMING_OUTPUTS,
     OutputSpec("num_input_tokens", "INT32"),

@@ -22,22 +22,11 @@ from loraplex.frontends.kserve.models.declaration import ModelOptions
 from loraplex.frontends.kserve.models.inputs import Inputs
 from loraplex.frontends.kserve.models.texts import ModelTexts
 from loraplex.frontends.kserve.models.vllm_fields import LORA_NAME, read_fields
+from loraplex.frontends.kserve.request_parameters import REQUEST_PARAMETERS, REQUEST_TYPE
 from loraplex.frontends.structured_outputs import structured_outputs
 from loraplex.serving.backend import ModelCard
 
-OTHER_PARAMETERS = frozenset(
-    {
-        "adapters",
-        "binary_data_output",
-        "headers",
-        "priority",
-        "sequence_end",
-        "sequence_id",
-        "sequence_start",
-        "Streaming",
-        "timeout",
-    }
-)
+OTHER_PARAMETERS = frozenset(row.name for row in REQUEST_PARAMETERS if row.name != REQUEST_TYPE)
 """Of a request: they are Triton's, its clients' or ours, and no sampling parameters."""
 TRITON_PREFIX = "triton_"
 """Of more of Triton's own."""

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from loraplex.core.errors import InvalidParameterError, UnsupportedFeatureError
-from loraplex.frontends.kserve.models.kinds import Effect
+from loraplex.core.support import Feature, Support
 
 LORA_NAME = "lora_name"
 """Not a field of SamplingParams: the adapter, beside them."""
@@ -42,19 +42,24 @@ class Field:
     name: str
     type: FieldType | None
     """None: any; of a field whose value is not read."""
-    effect: Effect = Effect.USED
+    support: Support = Support.WORKS
     neutral: tuple[object, ...] = ()
-    """Of a REFUSED field: the values that ask for nothing; null never does."""
+    """Of a refused field: the values that ask for nothing; null never does."""
     reason: str = ""
-    """Of one with NO_EFFECT why, of a REFUSED one what it asks for."""
+    """Of one without effect why, of a refused one what it asks for."""
+
+    @property
+    def feature(self) -> Feature:
+        form = "" if self.type is None else self.type.value
+        return Feature(self.name, self.support, self.reason, form)
 
 
 def _no_effect(name: str, reason: str) -> Field:
-    return Field(name, None, Effect.NO_EFFECT, reason=reason)
+    return Field(name, None, Support.NO_EFFECT, reason=reason)
 
 
 def _refused(name: str, reason: str, *neutral: object) -> Field:
-    return Field(name, None, Effect.REFUSED, neutral, reason)
+    return Field(name, None, Support.REFUSED, neutral, reason)
 
 
 FIELDS: Mapping[str, Field] = MappingProxyType(
@@ -118,9 +123,9 @@ def read_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
                 f"Unexpected sampling parameter '{name}'; the parameters are {', '.join(FIELDS)}",
                 param=name,
             )
-        if value is None or field.effect is Effect.NO_EFFECT:
+        if value is None or field.support is Support.NO_EFFECT:
             continue
-        if field.effect is Effect.REFUSED:
+        if field.support is Support.REFUSED:
             _check_neutral(field, value)
         else:
             values[name] = _cast(field, value)

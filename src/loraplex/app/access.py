@@ -1,0 +1,85 @@
+"""Who may come in: a server's keys, and the doors of its HTTP ports."""
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from loraplex.core.environment import server_api_keys
+from loraplex.core.errors import LoraplexError
+from loraplex.core.server_config import ServerConfig
+from loraplex.frontends.access import Authenticate, by_api_key, everyone_is_local
+from loraplex.frontends.guard import KeyGuard
+from loraplex.frontends.kserve.http.routes import refusal as kserve_refusal
+from loraplex.frontends.openai.errors import error_response as openai_refusal
+from loraplex.serving.access.api_key_ring import ApiKeys
+
+OPEN_PATHS = (
+    *("/ping", "/health", "/health/live", "/health/ready"),
+    *("/v1/health/live", "/v1/health/ready"),
+    *("/v2/health/live", "/v2/health/ready"),
+)
+"""What load balancers ask."""
+_SHOWN_HEADERS = ("x-request-id", "retry-after")
+
+
+def api_keys(settings: ServerConfig, given: Sequence[str] = ()) -> ApiKeys | None:
+    """None: no key is asked for. given: keys of the server's own tenant, from a flag that another
+    server has. Raises ConfigError for what is wrong with those of the file and the environment.
+    """
+    path, variable = settings.api_keys_file, server_api_keys()
+    if not path and not variable and not given:
+        return None
+    return ApiKeys(Path(path).expanduser() if path else None, variable, given)
+
+
+def authenticate_by(keys: ApiKeys | None) -> Authenticate:
+    return everyone_is_local if keys is None else by_api_key(keys)
+
+
+@contextlib.asynccontextmanager
+async def following(keys: ApiKeys | None) -> AsyncIterator[None]:
+    """Changes of the key file are taken while the context lasts."""
+    if keys is None:
+        yield
+        return
+    task = asyncio.create_task(keys.follow())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def guarded(app: ASGIApp, authenticate: Authenticate, settings: ServerConfig) -> ASGIApp:
+    """The app of the HTTP port behind its door, and open to pages of the configured origins."""
+    open_paths = () if settings.health_needs_key else OPEN_PATHS
+    refuse = functools.partial(_refuse, dialect=settings.dialect)
+    door: ASGIApp = KeyGuard(app, authenticate, refuse, open_paths=open_paths)
+    if not settings.cors_origins:
+        return door
+    return CORSMiddleware(
+        door,
+        allow_origins=settings.cors_origins,
+        allow_methods=("GET", "POST", "DELETE"),
+        allow_headers=("*",),
+        expose_headers=_SHOWN_HEADERS,
+    )
+
+
+def guarded_metrics(app: ASGIApp, authenticate: Authenticate) -> ASGIApp:
+    """What the server does for all is for its operators."""
+    return KeyGuard(app, authenticate, _refuse, operators_only_to="see the server's metrics")
+
+
+def _refuse(path: str, error: LoraplexError, dialect: str = "openai") -> Response:
+    """In the words of the room that a path belongs to."""
+    if dialect == "llgtrt_compat":
+        return Response(status_code=openai_refusal(error).status_code)
+    is_tritons = path == "/v2" or path.startswith("/v2/")
+    return kserve_refusal(error) if is_tritons else openai_refusal(error)

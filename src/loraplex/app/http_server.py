@@ -1,0 +1,108 @@
+"""An HTTP app on a port, by uvicorn, within the server's limits."""
+
+import asyncio
+import contextlib
+import errno
+import functools
+import os
+import resource
+import socket
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from loraplex.app.http_protocol import ConnectionLimits, LimitedConnection
+from loraplex.app.tls import TlsFiles
+from loraplex.core.errors import ConfigError
+from loraplex.core.server_config import ServerConfig
+from loraplex.frontends.telemetry.connections import HttpConnections
+
+_BACKLOG = 2048
+_LINGER_SECONDS = 5
+"""How long connections may still take their last bytes after everything else has stopped."""
+_OTHER_FILES = 1024
+"""Of this process, beside its HTTP connections."""
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without signal handlers of its own: one server of ours runs two of them."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextlib.asynccontextmanager
+async def serving_http(
+    app: ASGIApp,
+    settings: ServerConfig,
+    port: int,
+    connections: HttpConnections,
+    tls: TlsFiles | None = None,
+) -> AsyncIterator[int]:
+    """Serve an app while the context lasts; gives the bound port. Raises ConfigError."""
+    listener = bind(settings.host, port)
+    server = HttpServer(_uvicorn_config(app, settings, connections, tls))
+    task = asyncio.create_task(server.serve([listener]))
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        await task
+        listener.close()
+
+
+def _uvicorn_config(
+    app: ASGIApp, settings: ServerConfig, connections: HttpConnections, tls: TlsFiles | None
+) -> uvicorn.Config:
+    limits = ConnectionLimits(
+        max_connections=settings.max_connections,
+        max_headers=settings.max_headers,
+        max_header_bytes=settings.max_header_bytes,
+        max_request_line_bytes=settings.max_request_line_bytes,
+        header_timeout_seconds=settings.header_timeout_seconds,
+    )
+    protocol: Any = functools.partial(LimitedConnection, limits, connections)
+    return uvicorn.Config(
+        app,
+        http=protocol,
+        log_level="error",
+        lifespan="off",
+        ws="none",
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=settings.keep_alive_seconds,  # type: ignore[arg-type]  # any number
+        timeout_graceful_shutdown=_LINGER_SECONDS,
+        proxy_headers=bool(settings.trusted_proxies),
+        forwarded_allow_ips=list(settings.trusted_proxies),
+        ssl_certfile=tls.certificate if tls is not None else None,
+        ssl_keyfile=tls.key if tls is not None else None,
+    )
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Raises ConfigError that names the address."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.errno == errno.EADDRINUSE:
+            reason = f"{os.strerror(error.errno)}; stop what listens there, or choose another port"
+        raise ConfigError(f"cannot listen on {host}:{port}: {reason}") from error
+    # Accepted sockets inherit it. asyncio sets it only on sockets that name their protocol, and
+    # without it the chunks of a stream wait for each other, some 40 ms.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
+
+
+def make_room_for_connections(max_connections: int) -> None:
+    """Raise this process's limit of open files, as far as the system lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * max_connections + _OTHER_FILES  # HTTP and gRPC
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

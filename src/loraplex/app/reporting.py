@@ -1,0 +1,47 @@
+"""What is told of requests, as the settings have it: the access log, traces, counts."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+from prometheus_client.registry import Collector
+
+from loraplex.core.environment import trace_target
+from loraplex.core.server_config import ServerConfig
+from loraplex.frontends.telemetry.access_log import AccessLog
+from loraplex.frontends.telemetry.connections import HttpConnections
+from loraplex.frontends.telemetry.line_writer import LineWriter
+from loraplex.frontends.telemetry.telemetry import Sink, Telemetry
+from loraplex.frontends.telemetry.tracing import Traces, open_traces
+
+
+@dataclasses.dataclass(frozen=True)
+class Reporting:
+    telemetry: Telemetry
+    connections: HttpConnections
+    """Of the HTTP port; the metrics' own are not counted."""
+    access_log: LineWriter | None
+    traces: Traces | None
+
+    def collectors(self) -> list[Collector]:
+        """For GET /metrics."""
+        log = [] if self.access_log is None else [self.access_log]
+        return [self.telemetry, self.connections, *log]
+
+
+@contextlib.contextmanager
+def reporting_requests(settings: ServerConfig) -> Iterator[Reporting]:
+    """While the context lasts; its end writes and sends what waits. Raises ConfigError."""
+    with contextlib.ExitStack() as stack:
+        sinks: list[Sink] = []
+        access_log = traces = None
+        if settings.access_log:
+            access_log = LineWriter(settings.access_log)
+            stack.callback(access_log.close)
+            sinks.append(AccessLog(access_log, with_prompts=settings.access_log_prompts))
+        target = trace_target(settings.otlp_endpoint)
+        if target is not None:
+            traces = open_traces(target)
+            stack.callback(traces.close)
+            sinks.append(traces)
+        yield Reporting(Telemetry(sinks), HttpConnections(), access_log, traces)

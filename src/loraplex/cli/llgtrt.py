@@ -1,0 +1,184 @@
+"""`loraplex llgtrt`: a folder, its llgtrt.json5 and its adapters, served as llgtrt does it."""
+
+import functools
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from loraplex.cli.binding import warn_if_open
+from loraplex.cli.options import errors_to_exit_code
+from loraplex.cli.serve_flags import with_settings
+from loraplex.core.config import Config, ModelConfig
+from loraplex.core.config_layers import Layer, field_layers, resolve
+from loraplex.core.environment import environment_fields
+from loraplex.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from loraplex.llgtrt.config_file import LlgtrtConfig
+
+logger = logging.getLogger(__name__)
+
+_PANEL: Final = "llgtrt"
+_SERVER: Final[Mapping[str, Any]] = {
+    "host": "0.0.0.0",
+    "http_port": 3000,
+    "grpc": False,
+    "metrics": False,
+    "persist_adapters": False,
+    "dialect": "llgtrt",
+}
+_COMPAT: Final[Mapping[str, Any]] = {"dialect": "llgtrt_compat", "health_needs_key": True}
+_PORTS: Final = {"grpc_port": "grpc", "metrics_port": "metrics"}
+"""Who names a port of ours wants it open."""
+
+
+def _option(*names: str, text: str, **more: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=_PANEL, **more)
+
+
+@with_settings
+def llgtrt(
+    engine: Annotated[
+        Path,
+        _option("--engine", "-E", text="A Hugging Face folder, or one of `loraplex build`."),
+    ],
+    host: Annotated[str | None, _option("--host", "-H", text="Address to bind [0.0.0.0].")] = None,
+    port: Annotated[int | None, _option("--port", "-p", text="HTTP, all of it [3000].")] = None,
+    tokenizer: Annotated[
+        Path | None,
+        _option("--tokenizer", "-T", text="A folder of tokenizer files [the engine's]."),
+    ] = None,
+    config: Annotated[
+        list[Path] | None,
+        _option("--config", "-C", text="A llgtrt.json5; repeatable: later ones win."),
+    ] = None,
+    chat_template: Annotated[
+        Path | None,
+        _option("--chat-template", text="A jinja file [chat_template.j2 of the engine]."),
+    ] = None,
+    lora_root: Annotated[
+        Path | None, _option("--lora-root", text="Every adapter below it has its path as name.")
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        _option("--api-key", text="Asked for on all routes; LORAPLEX_API_KEYS tells it to nobody."),
+    ] = None,
+    debug: Annotated[bool, _option("--debug", "-d", text="As --log-level debug.")] = False,
+    debug_llg: Annotated[bool, _option("--debug-llg", "-D", text="The same.")] = False,
+    quiet: Annotated[bool, _option("--quiet", "-q", text="As --log-level warning.")] = False,
+    compat: Annotated[
+        bool,
+        _option("--llgtrt-compat", text="Answer and refuse exactly as llgtrt, defects included."),
+    ] = False,
+    print_config: Annotated[
+        bool, _option("--print-config", text="Print the configuration in effect, and end.")
+    ] = False,
+    print_complete_config: Annotated[
+        bool, _option("--print-complete-config", text="The same with the tokenizer's.")
+    ] = False,
+    print_chat_template: Annotated[
+        bool, _option("--print-chat-template", text="Print the chat template, and end.")
+    ] = False,
+    test_py: Annotated[
+        bool, _option("--test-py", text="Refused: no Python plugin is run.")
+    ] = False,
+    **settings: Any,
+) -> None:
+    """Serve a model with llgtrt's flags, llgtrt.json5 and requests, on port 3000."""
+    # `--help` must not wait for what a server needs.
+    from loraplex.llgtrt.config_file import read_config  # noqa: PLC0415
+
+    with errors_to_exit_code():
+        if test_py:
+            raise ConfigError("--test-py: no Python plugin is run here, so there is none to test")
+        files = read_config(engine, config or [])
+        own = {
+            "host": host,
+            "http_port": port,
+            "lora_root": lora_root and str(lora_root),
+            "tokenizer": tokenizer and str(tokenizer),
+            "chat_template": chat_template and str(chat_template),
+            "log_level": _log_level(debug=debug or debug_llg, quiet=quiet),
+            **(_COMPAT if compat else {}),
+        }
+        given = {name: value for name, value in {**settings, **own}.items() if value is not None}
+        resolved = build_config(engine, list(files.layers(_name(engine))), given)
+        if print_config or print_complete_config or print_chat_template:
+            complete = None if print_config else tokenizer or engine
+            _print(files, resolved.models[_name(engine)], complete, print_chat_template)
+            return
+        _serve(resolved, files, api_key)
+
+
+def build_config(engine: Path, files: list[Layer], flags: dict[str, Any]) -> Config:
+    """Join the layers: llgtrt's defaults, its files, the environment, the flags.
+
+    flags: those that were given, by setting. Raises ConfigError.
+    """
+    from loraplex.llgtrt.engine_folder import check_engine, own_chat_template  # noqa: PLC0415
+    from loraplex.triton.devices import has_gpu  # noqa: PLC0415
+
+    check_engine(engine, Path(flags.get("tokenizer", engine)))
+    name = _name(engine)
+    model = {"path": str(engine)}
+    template = own_chat_template(engine)
+    if template is not None:
+        model["chat_template"] = str(template)
+    gpu = [Layer("this machine's GPU", {"models": {name: {"device": "cuda"}}})] if has_gpu() else []
+    opened = {_PORTS[port]: True for port in _PORTS if port in flags}
+    variables = environment_fields()
+    return resolve(
+        [
+            Layer("default of loraplex llgtrt", {"server": {**_SERVER, **opened}}),
+            Layer("flag --engine", {"models": {name: model}}),
+            *gpu,
+            *files,
+            *field_layers("environment variable LORAPLEX_{variable}", variables, [name]),
+            *field_layers("flag --{flag}", flags, [name]),
+        ]
+    )
+
+
+def _name(engine: Path) -> str:
+    """Of the model, for our own routes: any name is taken in a request."""
+    return engine.absolute().name or "model"
+
+
+def _log_level(*, debug: bool, quiet: bool) -> str | None:
+    if debug and quiet:
+        raise ConfigError("--debug and --quiet: give one of them")
+    return "debug" if debug else "warning" if quiet else None
+
+
+def _print(
+    files: "LlgtrtConfig", model: ModelConfig, tokenizer: Path | None, only_template: bool
+) -> None:
+    from loraplex.llgtrt.shown_config import chat_template, shown_config  # noqa: PLC0415
+
+    if not only_template:
+        print(shown_config(files, model, tokenizer))
+        return
+    text = chat_template(model, tokenizer) if tokenizer else None
+    if text is None:
+        raise ConfigError("this model has no chat template")
+    print(text)
+
+
+def _serve(config: Config, files: "LlgtrtConfig", api_key: str | None) -> None:
+    from loraplex.app.launch import run_server, set_up_logging  # noqa: PLC0415
+
+    set_up_logging(config.server.log_level)
+    for sentence in files.notes():
+        logger.info("%s", sentence)
+    if api_key is None:
+        warn_if_open(config.server, "llgtrt")
+    else:
+        logger.warning(
+            "the key of --api-key is seen by everybody who lists the processes of this machine: "
+            "better is a file (--api-keys-file), or LORAPLEX_API_KEYS in the environment"
+        )
+    given = () if api_key is None else (api_key,)
+    run_server(config, functools.partial(print, flush=True), given_keys=given)

@@ -1,0 +1,109 @@
+"""`loraplex triton export`: a repository for the real Triton, whose models pass requests to us."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from loraplex.cli.options import errors_to_exit_code
+from loraplex.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from loraplex.triton.export import Export
+
+_SOURCE = Path("tensorrt_llm", "1", "source")
+"""Where the repository stands that is written for a model: below what Triton takes for a version,
+so that Triton does not look at it."""
+
+
+def export(
+    folder: Annotated[
+        Path | None, typer.Argument(help="The repository to write: a new folder.")
+    ] = None,
+    model_repository: Annotated[
+        list[Path] | None,
+        typer.Option(help="A repository that loraplex triton serves; repeatable."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Instead: a model, for TensorRT-LLM's five models.")
+    ] = None,
+    lora_dir: Annotated[
+        str | None, typer.Option(help="With --model: as of loraplex triton init.")
+    ] = None,
+    decoupled: Annotated[
+        bool, typer.Option(help="With --model: as of loraplex triton init.")
+    ] = False,
+    backend_directory: Annotated[
+        Path | None,
+        typer.Option(help="Write the backend vllm here, for repositories with backend: vllm."),
+    ] = None,
+    request_socket: Annotated[
+        str, typer.Option(help="Of the server; for Triton's user [in a folder of its own].")
+    ] = "",
+    join: Annotated[
+        bool, typer.Option(help="The server runs already, at --request-socket.")
+    ] = False,
+    execution_env: Annotated[
+        str, typer.Option(help="A virtual environment for Triton's Python: EXECUTION_ENV_PATH.")
+    ] = "",
+    python: Annotated[
+        str, typer.Option(help="That starts the server: loraplex is installed for it [this one].")
+    ] = sys.executable,
+    server_flag: Annotated[
+        list[str] | None,
+        typer.Option(help="Of loraplex triton, as --server-flag=--memory=8GiB; repeatable."),
+    ] = None,
+) -> None:
+    """Write models for tritonserver's Python backend that are answered by loraplex."""
+    from loraplex.triton.export import Export, export_vllm_backend  # noqa: PLC0415 - slow import
+
+    with errors_to_exit_code():
+        if join and not request_socket:
+            raise ConfigError("--join needs --request-socket: where the server listens")
+        how = Export(
+            socket=request_socket,
+            starts_server=not join,
+            python=python,
+            server_flags=tuple(server_flag or ()),
+            environment=execution_env,
+        )
+        if folder is None and backend_directory is None:
+            raise ConfigError("nothing to write: give a folder, or --backend-directory")
+        if folder is not None:
+            sources = _sources(folder, model_repository or [], model, lora_dir, decoupled=decoupled)
+            _export(folder, sources, how)
+        if backend_directory is not None:
+            backend = export_vllm_backend(backend_directory, how)
+            print(f"wrote {backend}: give tritonserver --backend-directory {backend_directory}")
+
+
+def _sources(
+    folder: Path,
+    repositories: list[Path],
+    model: str | None,
+    lora_dir: str | None,
+    *,
+    decoupled: bool,
+) -> list[Path]:
+    """The repositories that the server will read."""
+    from loraplex.triton.five_models import write_filled_models  # noqa: PLC0415 - slow import
+
+    if bool(repositories) == (model is not None):
+        raise ConfigError("give --model-repository DIR, or --model MODEL")
+    if model is None:
+        return repositories
+    source = folder / _SOURCE
+    write_filled_models(source, model, lora_dir=lora_dir, is_decoupled=decoupled)
+    return [source]
+
+
+def _export(folder: Path, sources: list[Path], how: "Export") -> None:
+    from loraplex.triton.export import export_models  # noqa: PLC0415 - slow import
+    from loraplex.triton.repository import read_repositories  # noqa: PLC0415 - slow import
+
+    repository = read_repositories(sources)
+    repository.notes.log()
+    export_models(folder, sources, repository.declarations, how)
+    names = ", ".join(declaration.name for declaration in repository.declarations)
+    print(f"wrote {folder} ({names}): tritonserver --model-repository {folder}")

@@ -1,0 +1,16 @@
+"""The generated pages of docs/, by file name."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from loraplex.documentation.llgtrt_page import llgtrt_page
+from loraplex.documentation.openai_page import openai_page
+from loraplex.documentation.triton_page import triton_page
+
+PAGES: Mapping[str, Callable[[], str]] = MappingProxyType(
+    {
+        "support-triton.md": triton_page,
+        "fields-openai.md": openai_page,
+        "support-llgtrt.md": llgtrt_page,
+    }
+)

@@ -1,0 +1,1 @@
+"""The request socket: inference requests from processes of this machine, over a unix socket."""

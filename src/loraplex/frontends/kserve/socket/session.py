@@ -1,0 +1,169 @@
+"""One connection to the request socket: many requests at a time, until either side goes away."""
+
+import asyncio
+from contextlib import aclosing
+
+import msgspec
+
+from loraplex.core.principal import LOCAL
+from loraplex.frontends.kserve.service import TritonService
+from loraplex.frontends.kserve.socket.codec import decode_request, encode_failure, encode_response
+from loraplex.frontends.kserve.stub.wire import (
+    CANCELLED,
+    LENGTH,
+    PROTOCOL,
+    Cancel,
+    Failure,
+    FromClient,
+    FromServer,
+    Infer,
+    Ping,
+    Status,
+    Welcome,
+    frame,
+    read_from_client,
+)
+from loraplex.frontends.telemetry.telemetry import Telemetry
+from loraplex.serving.wire_request import as_current
+
+MAX_REQUESTS = 4096
+"""In work for one connection; more are refused."""
+_INFER, _OK = "request_socket/Infer", "OK"
+PENDING_BYTES = 64 << 10
+"""That wait for a slow client; then its requests wait, others do not."""
+
+
+class BrokenConnectionError(Exception):
+    """What came is no frame of the protocol; says why."""
+
+
+class Session:
+    def __init__(
+        self,
+        service: TritonService,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        *,
+        max_message_bytes: int,
+        silence_seconds: float,
+        telemetry: Telemetry,
+    ) -> None:
+        self._service = service
+        self._telemetry = telemetry
+        self._reader = reader
+        self._writer = writer
+        self._max_message_bytes = max_message_bytes
+        self._silence_seconds = silence_seconds
+        self._requests: dict[int, asyncio.Task[None]] = {}
+        writer.transport.set_write_buffer_limits(high=PENDING_BYTES)
+
+    async def run(self) -> None:
+        """Serve until the client has gone or fallen silent; then its requests are aborted."""
+        try:
+            await self._send(Welcome(protocol=PROTOCOL, max_message_bytes=self._max_message_bytes))
+            while (message := await self._next()) is not None:
+                await self._take(message)
+        except BrokenConnectionError as error:
+            self._writer.write(frame(Failure(kind="INVALID_ARGUMENT", message=str(error))))
+        except ConnectionError:
+            pass  # it has gone in the middle of a message
+        finally:
+            await self._abort_all()
+            self._writer.close()
+
+    async def _next(self) -> FromClient | None:
+        """None: the client has closed its end, or says nothing any more."""
+        try:
+            async with asyncio.timeout(self._silence_seconds):
+                (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+                if length > self._max_message_bytes:
+                    raise BrokenConnectionError(
+                        f"a message of {length} bytes; at most {self._max_message_bytes} are taken"
+                    )
+                payload = await self._reader.readexactly(length)
+        except (asyncio.IncompleteReadError, TimeoutError):
+            return None
+        try:
+            return read_from_client(payload)
+        except msgspec.DecodeError as error:
+            raise BrokenConnectionError(f"not a message of the protocol: {error}") from None
+
+    async def _take(self, message: FromClient) -> None:
+        match message:
+            case Infer():
+                await self._admit(message)
+            case Cancel(id=number):
+                await self._cancel(number)
+            case Ping():
+                await self._send(self._status())
+
+    async def _admit(self, message: Infer) -> None:
+        """Requests run as tasks, so that one does not wait for another."""
+        if message.id in self._requests:
+            raise BrokenConnectionError(f"id {message.id} is in use")
+        if len(self._requests) >= MAX_REQUESTS:
+            text = f"{MAX_REQUESTS} requests of this connection are in work; try again later"
+            await self._send(Failure(id=message.id, kind="UNAVAILABLE", message=text))
+            return
+        task = asyncio.create_task(self._serve(message))
+        self._requests[message.id] = task
+        task.add_done_callback(lambda _: self._requests.pop(message.id, None))
+
+    async def _serve(self, message: Infer) -> None:
+        request, status = self._telemetry.begin("socket", "", _INFER, "", {}, _INFER), CANCELLED
+        try:
+            with as_current(request):
+                status = await self._status_of(message)
+        finally:
+            request.end(status)
+
+    async def _status_of(self, message: Infer) -> str:
+        """Answer it; a failure is an answer, too."""
+        try:
+            await self._answer(message)
+        except ConnectionError:
+            return CANCELLED  # the client has gone: run() ends, too
+        except Exception as raised:
+            failure = encode_failure(message.id, raised)
+            await self._send(failure)
+            return failure.kind
+        return _OK
+
+    async def _answer(self, message: Infer) -> None:
+        request = decode_request(message)
+        if message.is_unary:
+            response = await self._service.infer(request, LOCAL)
+            await self._send(encode_response(message.id, response))
+            return
+        async with aclosing(await self._service.stream(request, LOCAL)) as responses:
+            async for response in responses:
+                await self._send(encode_response(message.id, response))
+
+    async def _cancel(self, number: int) -> None:
+        task = self._requests.get(number)
+        if task is None:
+            return
+        task.cancel()
+        await asyncio.wait({task})
+        if task.cancelled():
+            failure = Failure(id=number, kind=CANCELLED, message="Request was cancelled")
+            await self._send(failure)
+
+    async def _abort_all(self) -> None:
+        tasks = list(self._requests.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _status(self) -> Status:
+        health = self._service.backend.health()
+        return Status(
+            is_ready=health.ready,
+            reason=health.reason,
+            models=tuple(model.name for model in self._service.catalog.models()),
+        )
+
+    async def _send(self, message: FromServer) -> None:
+        """A frame is written as a whole; then wait while much of what was written is unread."""
+        self._writer.write(frame(message))
+        await self._writer.drain()

@@ -1,0 +1,205 @@
+"""One connection to a serving process: requests go out, answers come back in a thread of its own.
+
+It lives once. When it is lost, every request in work gets a Failure, and `on_lost` is told.
+"""
+
+import contextlib
+import itertools
+import socket
+import struct
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from .wire import (
+    LENGTH,
+    PROTOCOL,
+    SILENCE_SECONDS,
+    Cancel,
+    Failure,
+    FromServer,
+    Infer,
+    Ping,
+    Response,
+    Status,
+    Welcome,
+    frame,
+    read_from_server,
+)
+
+Sink = Callable[[Response | Failure], None]
+"""Is given the answers to one request, in the connection's thread; it must not raise."""
+
+
+class ConnectionLost(Exception):
+    """The server has gone, or cannot be understood; says which."""
+
+
+class MessageTooLarge(Exception):
+    """The server would not take it; says how large it may be."""
+
+
+class Connection:
+    """Any thread may call it."""
+
+    def __init__(
+        self,
+        path: str,
+        on_lost: Callable[[str], None],
+        *,
+        silence_seconds: float = SILENCE_SECONDS,
+    ) -> None:
+        """Raises OSError if nobody listens there, ConnectionLost for a stranger."""
+        self._path = path
+        self._on_lost = on_lost
+        self._sending = threading.Lock()
+        self._state = threading.Condition()
+        self._sinks: dict[int, Sink] = {}
+        self._numbers = itertools.count(1)
+        self._lost: str | None = None
+        self._status: Status | None = None
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._limit_waits(silence_seconds)
+            self._socket.connect(path)
+            self._max_message_bytes = self._greeted()
+        except BaseException:
+            self._socket.close()
+            raise
+        self._thread = threading.Thread(target=self._read_all, name="loraplex-answers", daemon=True)
+        self._thread.start()
+
+    @property
+    def lost(self) -> str | None:
+        """Why it is of no use any more."""
+        return self._lost
+
+    def submit(self, request: Infer, sink: Sink) -> int:
+        """Send a request; its number, which replaces the request's own, is for cancel().
+
+        The sink is given every answer, and exactly one end. Raises ConnectionLost or
+        MessageTooLarge, and then the sink is given nothing.
+        """
+        number = next(self._numbers)
+        message = frame(msgspec.structs.replace(request, id=number))
+        if len(message) - LENGTH.size > self._max_message_bytes:
+            raise MessageTooLarge(
+                f"the request has {len(message) - LENGTH.size} bytes; the server takes at most "
+                f"{self._max_message_bytes}"
+            )
+        with self._state:
+            if self._lost is not None:
+                raise ConnectionLost(self._lost)
+            self._sinks[number] = sink
+        self._send(message)
+        return number
+
+    def cancel(self, number: int) -> None:
+        """The request ends with a Failure, unless it has ended."""
+        self._send(frame(Cancel(id=number)))
+
+    def ping(self) -> None:
+        """Ask for a Status: wait_for_status() has it later."""
+        with self._state:
+            self._status = None
+        self._send(frame(Ping()))
+
+    def wait_for_status(self, timeout_seconds: float) -> Status | None:
+        """The answer to the last ping; None if there was none in time, or the server has gone."""
+        with self._state:
+            self._state.wait_for(
+                lambda: self._status is not None or self._lost is not None, timeout_seconds
+            )
+            return self._status
+
+    def close(self) -> None:
+        """Requests in work end with a Failure; on_lost is not told. Idempotent."""
+        self._lose("the model is unloaded", is_told=False)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _limit_waits(self, seconds: float) -> None:
+        limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+    def _greeted(self) -> int:
+        try:
+            welcome = self._read()
+        except (OSError, EOFError, msgspec.DecodeError) as error:
+            raise ConnectionLost(f"what listens on {self._path} is no loraplex: {error}") from error
+        if not isinstance(welcome, Welcome) or welcome.protocol != PROTOCOL:
+            raise ConnectionLost(
+                f"the server at {self._path} speaks another version of the protocol: export the "
+                "repository again with the loraplex that serves it"
+            )
+        return welcome.max_message_bytes
+
+    def _send(self, message: bytes) -> None:
+        try:
+            with self._sending:
+                self._socket.sendall(message)
+        except OSError as error:
+            self._lose(f"the server at {self._path} takes no requests: {error.strerror}")
+
+    def _read_all(self) -> None:
+        try:
+            while self._lost is None:
+                self._take(self._read())
+        except EOFError:
+            self._lose(f"the server at {self._path} has ended")
+        except BlockingIOError:
+            self._lose(f"the server at {self._path} has fallen silent")
+        except (OSError, msgspec.DecodeError) as error:
+            self._lose(f"the connection to the server at {self._path} broke: {error}")
+        finally:
+            with self._sending:  # nobody writes to a number that is another file's by now
+                self._socket.close()
+
+    def _take(self, message: FromServer) -> None:
+        if isinstance(message, Status):
+            with self._state:
+                self._status = message
+                self._state.notify_all()
+        elif isinstance(message, Failure) and message.id is None:
+            self._lose(f"the server at {self._path} closed the connection: {message.message}")
+        elif isinstance(message, Failure | Response):
+            self._give(message)
+
+    def _give(self, answer: Response | Failure) -> None:
+        assert answer.id is not None
+        is_end = isinstance(answer, Failure) or answer.is_final
+        with self._state:
+            sink = self._sinks.pop(answer.id, None) if is_end else self._sinks.get(answer.id)
+        if sink is not None:
+            sink(answer)
+
+    def _read(self) -> FromServer:
+        """Raises EOFError, OSError, msgspec.DecodeError."""
+        (length,) = LENGTH.unpack(self._exactly(LENGTH.size))
+        return read_from_server(self._exactly(length))
+
+    def _exactly(self, num_bytes: int) -> bytes:
+        buffer = bytearray(num_bytes)
+        view, start = memoryview(buffer), 0
+        while start < num_bytes:
+            received = self._socket.recv_into(view[start:])
+            if received == 0:
+                raise EOFError("it was closed")
+            start += received
+        return bytes(buffer)
+
+    def _lose(self, reason: str, *, is_told: bool = True) -> None:
+        with self._state:
+            if self._lost is not None:
+                return
+            self._lost = reason
+            sinks, self._sinks = self._sinks, {}
+            self._state.notify_all()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads
+        for number, sink in sinks.items():
+            sink(Failure(id=number, kind="UNAVAILABLE", message=reason))
+        if is_told:
+            self._on_lost(reason)

@@ -1,0 +1,81 @@
+"""Routes of OpenAI, vLLM and SGLang that are not served: a client of them is told so, and what is
+served instead. 404, because clients try again after a 5xx.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from loraplex.core.support import Feature, Support
+from loraplex.frontends.openai.errors import INVALID, ErrorDetail, json_error
+from loraplex.frontends.openai.room import Endpoint
+
+CODE = "unsupported_route"
+_GENERATES = "this server generates text: use /v1/completions or /v1/chat/completions"
+_KEEPS_NOTHING = "this server keeps nothing of a request: send the whole conversation each time"
+
+
+class AbsentRoute(NamedTuple):
+    """A path, and all below it."""
+
+    path: str
+    instead: str = _GENERATES
+
+    @property
+    def feature(self) -> Feature:
+        return Feature(self.path, Support.REFUSED, self.instead)
+
+
+ABSENT = (
+    AbsentRoute("/v1/embeddings"),
+    AbsentRoute("/v1/moderations"),
+    AbsentRoute("/v1/images"),
+    AbsentRoute("/v1/audio"),
+    AbsentRoute("/v1/videos"),
+    AbsentRoute("/v1/realtime", "use /v1/chat/completions with stream"),
+    AbsentRoute("/v1/batches", "send the requests one by one: they are batched as they come"),
+    AbsentRoute("/v1/files", "send what a file holds in a message"),
+    AbsentRoute("/v1/uploads", "send what a file holds in a message"),
+    AbsentRoute("/v1/vector_stores", "send what a search found in a message"),
+    AbsentRoute("/v1/fine_tuning", "train elsewhere, and load the adapter: POST /v1/adapters"),
+    AbsentRoute("/v1/evals", "POST /v1/compare shows the answers of many adapters side by side"),
+    AbsentRoute("/v1/assistants", _KEEPS_NOTHING),
+    AbsentRoute("/v1/threads", _KEEPS_NOTHING),
+    AbsentRoute("/v1/conversations", _KEEPS_NOTHING),
+    AbsentRoute("/v1/containers", _KEEPS_NOTHING),
+    AbsentRoute("/v1/chatkit", _KEEPS_NOTHING),
+    AbsentRoute("/v1/skills", _KEEPS_NOTHING),
+    AbsentRoute("/v1/organization", "tenants and their keys are in the server's settings"),
+    AbsentRoute("/v1/score"),
+    AbsentRoute("/v1/rerank"),
+    AbsentRoute("/v1/classify"),
+    AbsentRoute("/v2/rerank"),
+    AbsentRoute("/score"),
+    AbsentRoute("/rerank"),
+    AbsentRoute("/classify"),
+    AbsentRoute("/classify_batch"),
+    AbsentRoute("/pooling"),
+    AbsentRoute("/embed"),
+    AbsentRoute("/inference/v1/generate", "use /v1/completions with token ids"),
+    AbsentRoute("/tokenizer_info", "use /tokenize and /detokenize"),
+    AbsentRoute("/load_lora_adapter", "use /v1/load_lora_adapter"),
+    AbsentRoute("/unload_lora_adapter", "use /v1/unload_lora_adapter"),
+)
+
+
+def absent_endpoints() -> Iterator[tuple[str, Endpoint]]:
+    """(path, what answers there)."""
+    for route in ABSENT:
+        endpoint = _refusal(route)
+        yield route.path, endpoint
+        yield f"{route.path}/{{rest:path}}", endpoint
+
+
+def _refusal(route: AbsentRoute) -> Endpoint:
+    async def refuse(request: Request) -> Response:
+        message = f"there is no {request.url.path} here: {route.instead}"
+        return json_error(404, ErrorDetail(message, INVALID, None, CODE))
+
+    return refuse

@@ -1,0 +1,100 @@
+"""Which adapters a request asks for: every way to name one, and what cannot be said together."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from loraplex.core.adapter import AdapterChoice, AdapterKey, ByName
+from loraplex.core.errors import InvalidParameterError
+from loraplex.frontends.adapter_choices import read_choices
+from loraplex.frontends.openai.schema import GenerationBody
+from loraplex.serving.backend import ModelCard
+
+ADAPTER_HEADER = "x-lora-adapter"
+"""A request header that names an adapter, for clients whose body cannot."""
+
+
+class Target(NamedTuple):
+    """What `model` named: a base model, and perhaps one of its adapters."""
+
+    model: ModelCard
+    key: AdapterKey | None
+
+
+def adapter_choices(
+    body: GenerationBody, target: Target, header: str, num_prompts: int = 1
+) -> tuple[tuple[AdapterChoice, ...], ...]:
+    """The adapters of each prompt. `header`: the value of ADAPTER_HEADER, empty if it is absent.
+
+    Several fields may name the one adapter if they agree. Raises InvalidParameterError.
+    """
+    if not isinstance(body.lora_path, list):
+        return (_choices(body, target, header, body.lora_path),) * num_prompts
+    if len(body.lora_path) != num_prompts:
+        raise InvalidParameterError(
+            f"lora_path has {len(body.lora_path)} entries for {num_prompts} prompts; give one for "
+            "each, null for the base model",
+            param="lora_path",
+        )
+    return tuple(_choices(body, target, header, name) for name in body.lora_path)
+
+
+def _choices(
+    body: GenerationBody, target: Target, header: str, lora_path: str | None
+) -> tuple[AdapterChoice, ...]:
+    named = list(_named(body, target, header, lora_path))
+    if body.adapters:
+        return _several(body, named)
+    if not named:
+        if body.lora_scale is not None:
+            raise InvalidParameterError(
+                "lora_scale needs an adapter: name it in model or lora_model", param="lora_scale"
+            )
+        return ()
+    first, key = named[0]
+    for other, other_key in named[1:]:
+        if other_key != key:
+            raise InvalidParameterError(
+                f"{first} {_shown(key)} and {other} {_shown(other_key)} name two adapters; give "
+                "one of them, or both in adapters",
+                param=other,
+            )
+    return (AdapterChoice(key, 1.0 if body.lora_scale is None else body.lora_scale),)
+
+
+def _named(
+    body: GenerationBody, target: Target, header: str, lora_path: str | None
+) -> Iterator[tuple[str, AdapterKey]]:
+    """(field, the adapter that it names); an empty name is none."""
+    if target.key is not None:
+        yield "model", target.key
+    names = {
+        "lora_model": body.lora_model,
+        "adapter_id": body.adapter_id,
+        "lora_path": lora_path,
+        ADAPTER_HEADER: header,
+    }
+    for field, name in names.items():
+        if name:
+            yield field, ByName(name)
+
+
+def _several(
+    body: GenerationBody, named: list[tuple[str, AdapterKey]]
+) -> tuple[AdapterChoice, ...]:
+    if named:
+        raise InvalidParameterError(
+            f"{named[-1][0]} names an adapter, and so does adapters; put all of them into "
+            "adapters, and the base model into model",
+            param="adapters",
+        )
+    if body.lora_scale is not None:
+        raise InvalidParameterError(
+            "lora_scale is for the one adapter of model or lora_model; in adapters, each one has "
+            "its scale",
+            param="lora_scale",
+        )
+    return read_choices(body.adapters)
+
+
+def _shown(key: AdapterKey) -> str:
+    return repr(key.name) if isinstance(key, ByName) else str(key)

@@ -1,0 +1,49 @@
+"""What a client may send to the routes that manage adapters."""
+
+from loraplex.frontends.openai.schema import Body
+
+
+class LoadLoraBody(Body):
+    """vLLM's."""
+
+    lora_name: str
+    lora_path: str
+    base_model_name: str | None = None
+    load_inplace: bool | None = None
+
+
+class UnloadLoraBody(Body):
+    lora_name: str
+    lora_int_id: int | None = None
+    """vLLM's own number: taken, and of no use here."""
+
+
+class AdapterBody(Body):
+    """POST /v1/adapters. Of this body and those below an unknown field is an error."""
+
+    name: str
+    path: str
+    model: str | None = None
+    """The base model; None is the default one."""
+    task_id: int | None = None
+    replace: bool | None = None
+    dry_run: bool | None = None
+    canary: bool | None = None
+
+
+class RollbackBody(Body):
+    version: int | None = None
+    """None: the one before the present."""
+
+
+class PinBody(Body):
+    version: int | None = None
+    """None: the present one."""
+    pinned: bool | None = None
+    """False takes the pin away."""
+
+
+class AliasBody(Body):
+    alias: str
+    replace: bool | None = None
+    """Turn an alias of another adapter over to this one."""

@@ -1,0 +1,43 @@
+"""llgtrt's return_expanded_prompt: the text of the prompt's tokens, beside the answer."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from loraplex.core.output import RequestOutput
+from loraplex.frontends.openai.logprobs import TokenTexts
+from loraplex.frontends.streams import IndexedOutput
+
+if TYPE_CHECKING:
+    from loraplex.frontends.openai.dialect import AnswerWriter
+
+
+class ExpandedPromptWriter:
+    """Another writer's answers with `expanded_prompt`: in a stream, in the first chunk.
+
+    Of several prompts it is the first one's.
+    """
+
+    def __init__(self, writer: "AnswerWriter", texts: TokenTexts) -> None:
+        self._writer = writer
+        self._texts = texts
+        self._is_told = False
+
+    def headers(self, first: IndexedOutput) -> Mapping[str, str]:
+        return self._writer.headers(first)
+
+    def chunks(self, item: IndexedOutput) -> Iterator[Any]:
+        for chunk in self._writer.chunks(item):
+            yield chunk if self._is_told else self._told(chunk, item[1])
+            self._is_told = True
+
+    def last_chunks(self) -> Iterator[Any]:
+        yield from self._writer.last_chunks()
+
+    def body(self, outputs: Sequence[RequestOutput]) -> Any:
+        return self._told(self._writer.body(outputs), outputs[0])
+
+    def _told(self, answer: Any, output: RequestOutput) -> Any:
+        text = self._texts.decode(output.prompt_token_ids, skip_special_tokens=False)
+        return msgspec.structs.replace(answer, expanded_prompt=text)

@@ -1,0 +1,84 @@
+"""--llgtrt-compat: what llgtrt refuses is refused, and what it answers is answered so."""
+
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+
+from loraplex.core.errors import InvalidParameterError, PayloadTooLargeError, RequestError
+from loraplex.frontends.openai.answers import Call, ChatWriter
+from loraplex.frontends.openai.dialect import AnswerWriter
+from loraplex.frontends.openai.llgtrt.compat_answers import CompatWriter
+from loraplex.frontends.openai.llgtrt.compat_errors import CompatErrors, ShapeError
+from loraplex.frontends.openai.llgtrt.compat_refusals import (
+    CHAT_REFUSALS,
+    COMPLETION_REFUSALS,
+    check_shape,
+    refuse,
+)
+from loraplex.frontends.openai.llgtrt.compat_tools import template_tools, tool_changes
+from loraplex.frontends.openai.llgtrt.dialect import BodyT, LlgtrtDialect
+from loraplex.frontends.openai.logprobs import TokenTexts
+from loraplex.frontends.openai.schema import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    StreamOptions,
+)
+
+if TYPE_CHECKING:
+    from loraplex.frontends.openai.room import OpenAIRoom
+
+MAX_TOKENS = 16
+
+
+class CompatDialect(LlgtrtDialect):
+    """Each difference from LlgtrtDialect has a row in `differences`."""
+
+    errors = CompatErrors()
+    unready_status = 500
+    is_ready_at_once = True
+
+    async def read(self, room: "OpenAIRoom", request: Request, schema: type[BodyT]) -> BodyT:
+        if "json" not in request.headers.get("content-type", "").lower():
+            raise ShapeError("the body must be sent as Content-Type: application/json", 415)
+        try:
+            body = await super().read(room, request, schema)
+        except PayloadTooLargeError as error:
+            raise ShapeError(error.message, 413) from error
+        except RequestError as error:
+            status = 422 if isinstance(error, InvalidParameterError) else 400
+            raise ShapeError(error.message, status, param=error.param) from error
+        check_shape(body)
+        return body
+
+    def completion_changes(self, body: CompletionBody) -> dict[str, Any]:
+        refuse(body, COMPLETION_REFUSALS)
+        return super().completion_changes(body) | _length(body) | _usage(body)
+
+    def chat_changes(self, body: ChatBody) -> dict[str, Any]:
+        refuse(body, CHAT_REFUSALS)
+        length = _length(body) if body.max_completion_tokens is None else {}
+        tools = tool_changes(body, self.json_start_token)
+        # An answer is one text, whatever it consists of.
+        plain = {"separate_reasoning": False}
+        return super().chat_changes(body) | length | _usage(body) | tools | plain
+
+    def rendering(self, body: ChatBody) -> dict[str, Any]:
+        return {**template_tools(body), **super().rendering(body)}
+
+    def writer(
+        self, writer: AnswerWriter, call: Call, body: GenerationBody, texts: TokenTexts
+    ) -> AnswerWriter:
+        told = super().writer(writer, call, body, texts)
+        return CompatWriter(told, is_chat=isinstance(writer, ChatWriter))
+
+
+def _length(body: GenerationBody) -> dict[str, Any]:
+    return {} if body.max_tokens is not None else {"max_tokens": MAX_TOKENS}
+
+
+def _usage(body: GenerationBody) -> dict[str, Any]:
+    """A stream tells it in every chunk."""
+    if not body.stream:
+        return {"stream_options": None}
+    return {"stream_options": StreamOptions(include_usage=True, continuous_usage_stats=True)}

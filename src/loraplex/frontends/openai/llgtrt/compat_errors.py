@@ -1,0 +1,40 @@
+"""llgtrt's errors: nearly all of them HTTP 500, with a text."""
+
+import msgspec
+from starlette.responses import PlainTextResponse, Response
+
+from loraplex.core.errors import LoraplexError, RequestError, UnauthenticatedError
+
+
+class ShapeError(RequestError):
+    """The body is no JSON, or a field is missing or of another type."""
+
+    def __init__(self, message: str, status: int, *, param: str | None = None) -> None:
+        super().__init__(message, param=param)
+        self.status = status
+
+
+class CompatError(msgspec.Struct, frozen=True):
+    error: str
+
+
+class CompatEventDetail(msgspec.Struct, frozen=True):
+    message: str
+    status_code: int = 500
+
+
+class CompatErrorEvent(msgspec.Struct, frozen=True):
+    error: CompatEventDetail
+
+
+class CompatErrors:
+    def response(self, error: LoraplexError) -> Response:
+        if isinstance(error, ShapeError):
+            return PlainTextResponse(error.message, error.status)
+        if isinstance(error, UnauthenticatedError):
+            return Response(status_code=401)
+        body = msgspec.json.encode(CompatError(error.message))
+        return Response(body, 500, media_type="application/json")
+
+    def events(self, error: LoraplexError) -> tuple[msgspec.Struct, ...]:
+        return (CompatErrorEvent(CompatEventDetail(error.message)),)

@@ -1,0 +1,117 @@
+"""llgtrt's way to read a request: any `model` is the one that is served, `lora_model` selects."""
+
+import datetime
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from starlette.requests import Request
+
+from loraplex.core.errors import InvalidParameterError, ModelNotFoundError
+from loraplex.core.principal import Principal
+from loraplex.frontends.openai.adapter_fields import Target
+from loraplex.frontends.openai.dialect import Dialect
+from loraplex.frontends.openai.schema import ChatBody, CompletionBody, GenerationBody
+
+if TYPE_CHECKING:
+    from loraplex.frontends.openai.room import OpenAIRoom
+
+BodyT = TypeVar("BodyT", bound=GenerationBody)
+
+MIN_TOKENS: Final = 1
+"""Of an answer, if the request does not say: an empty one is not meant."""
+
+
+class LlgtrtDialect(Dialect):
+    """Where llgtrt's own way is a defect, ours stands; see `differences`."""
+
+    shows_schema = True
+
+    def __init__(self, *, has_lora_root: bool, json_start_token: str = "") -> None:
+        """json_start_token: the special token before a tool call."""
+        self._has_lora_root = has_lora_root
+        self.json_start_token = json_start_token
+
+    async def completion_body(self, room: "OpenAIRoom", request: Request) -> CompletionBody:
+        body = await self.read(room, request, CompletionBody)
+        return body.model_copy(update=self.completion_changes(body))
+
+    async def chat_body(self, room: "OpenAIRoom", request: Request) -> ChatBody:
+        body = await self.read(room, request, ChatBody)
+        return body.model_copy(update=self.chat_changes(body))
+
+    async def read(self, room: "OpenAIRoom", request: Request, schema: type[BodyT]) -> BodyT:
+        """The body as it was sent."""
+        return await room.body(request, schema)
+
+    def completion_changes(self, body: CompletionBody) -> dict[str, Any]:
+        """What the fields become. Raises InvalidParameterError."""
+        return _changes(body)
+
+    def chat_changes(self, body: ChatBody) -> dict[str, Any]:
+        check_tools(body)
+        # A template that writes no BOS gets one.
+        add_bos = True if body.add_special_tokens is None else body.add_special_tokens
+        return _changes(body) | {"add_special_tokens": add_bos}
+
+    def target(self, room: "OpenAIRoom", body: GenerationBody, principal: Principal) -> Target:
+        if body.lora_model:
+            self._check_name(room, body.lora_model, principal)
+        return Target(room.backend.models(principal)[0], None)
+
+    def rendering(self, body: ChatBody) -> dict[str, Any]:
+        arguments = super().rendering(body)
+        variables = {"date_string": _today(), **(arguments["template_kwargs"] or {})}
+        return arguments | {"template_kwargs": variables, "omits_absent": True}
+
+    def _check_name(self, room: "OpenAIRoom", name: str, principal: Principal) -> None:
+        path = PurePath(name)
+        if path.is_absolute() or ".." in path.parts or "\0" in name:
+            raise InvalidParameterError(
+                f"LoRA weights path {name!r} is outside the LoRA base directory",
+                param="lora_model",
+            )
+        if self._has_lora_root:
+            return
+        try:
+            room.backend.find(name, principal)
+        except ModelNotFoundError:
+            raise InvalidParameterError(
+                f"lora_model specified but lora_root not set: there is no adapter {name!r}, and "
+                "the server was started without --lora-root",
+                param="lora_model",
+            ) from None
+
+
+def check_tools(body: ChatBody) -> None:
+    """Raises InvalidParameterError if tools and a format both say what the answer is."""
+    kind = (body.response_format or {}).get("type", "text")
+    if body.tools and kind != "text":
+        raise InvalidParameterError(
+            "response_format cannot be specified together with tools", param="response_format"
+        )
+
+
+def _changes(body: GenerationBody) -> dict[str, Any]:
+    """What llgtrt takes for a field that is absent, and its meaning of `strict`."""
+    changes: dict[str, Any] = {}
+    if body.min_tokens is None and body.max_tokens != 0:
+        changes["min_tokens"] = MIN_TOKENS
+    inner = (body.response_format or {}).get("json_schema")
+    is_schema = (body.response_format or {}).get("type") == "json_schema"
+    if body.response_format is None or not is_schema or not isinstance(inner, dict):
+        return changes
+    if inner.get("strict") is not True:
+        # The template still sees the schema, which is under its own key.
+        changes["response_format"] = {**body.response_format, "type": "json_object"}
+    elif inner.get("schema") is None:
+        raise InvalidParameterError(
+            "missing schema in strict mode: response_format.json_schema has strict, but no schema",
+            param="response_format",
+        )
+    return changes
+
+
+def _today() -> str:
+    """As its templates have it: ` 2 November 2026`."""
+    now = datetime.datetime.now(datetime.UTC)
+    return f"{now.day:2d} {now:%B %Y}"

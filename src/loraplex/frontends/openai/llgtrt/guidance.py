@@ -1,0 +1,230 @@
+"""POST /v1/run and /guidance: the protocol of Guidance's remote clients, always as events."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import msgspec
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from loraplex.core.errors import InvalidParameterError
+from loraplex.core.grammar import Grammar, GrammarKind
+from loraplex.core.output import RequestOutput, SequenceOutput
+from loraplex.core.request import GenerateRequest
+from loraplex.frontends.openai import convert
+from loraplex.frontends.openai.adapter_fields import Target, adapter_choices
+from loraplex.frontends.openai.answers import adapter_headers
+from loraplex.frontends.openai.room import OpenAIRoom, request_id
+from loraplex.frontends.openai.sampling import sampling_params
+from loraplex.frontends.openai.schema import GenerationBody, Message
+from loraplex.frontends.openai.sse import EventStream
+from loraplex.frontends.streams import generate_all
+
+if TYPE_CHECKING:
+    from loraplex.serving.grammar.captures import Capture, CaptureReader
+
+MAX_TOKENS: Final = 16
+CONTROLLER: Final = "llguidance"
+LOG_PREFIX: Final = "JSON-OUT: "
+"""Of the lines of a fork's logs that its client reads."""
+
+
+class GuidanceBody(GenerationBody):
+    """The fields of Guidance's clients, and those of a completion that go with them."""
+
+    controller: str | None = None
+    controller_arg: dict[str, Any] | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True)] | None = None
+
+
+class InitialRun(msgspec.Struct, frozen=True):
+    id: str
+    created: int
+    model: str
+    object: str = "initial-run"
+
+
+class RunUsage(msgspec.Struct, frozen=True):
+    sampled_tokens: int
+    ff_tokens: int
+    """Those of the prompt: they were given, not drawn."""
+    cost: int
+
+
+class Fork(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    finish_reason: str | None
+    text: str
+    error: str = ""
+    logs: str
+    storage: list[Any] = []
+    micros: int
+    logprobs: list[float]
+
+
+class Run(msgspec.Struct, frozen=True):
+    forks: list[Fork]
+    usage: RunUsage
+    object: str = "run"
+
+
+class Step(msgspec.Struct, frozen=True):
+    """An output, and what was captured by it, by the index of its sequence."""
+
+    output: RequestOutput
+    captures: Mapping[int, "list[Capture]"]
+    micros: int
+
+
+class GuidanceEndpoints:
+    def __init__(self, room: OpenAIRoom) -> None:
+        self._room = room
+
+    async def run(self, request: Request) -> Response:
+        principal = self._room.principal(request)
+        body = await self._room.body(request, GuidanceBody)
+        dialect = self._room.options.dialect
+        target = dialect.target(self._room, body, principal)
+        asked = self._request(request, body, target)
+        outputs = _steps(
+            generate_all(self._room.backend, (asked,), principal), asked.sampling.grammar
+        )
+        model = body.model or target.model.name
+        writer = RunWriter(f"run-{request_id(request)}", model)
+        return EventStream(outputs, writer, request_id(request), dialect.errors)
+
+    def _request(self, request: Request, body: GuidanceBody, target: Target) -> GenerateRequest:
+        backend = self._room.backend
+        grammar = _grammar(body)
+        prompt, is_chat = self._prompt(body, target)
+        fields: dict[str, Any] = {"max_tokens": body.max_tokens or MAX_TOKENS, "logprobs": 0}
+        sampling = sampling_params(body, fields, target.model.vocab_size)
+        add_special = not is_chat if body.add_special_tokens is None else body.add_special_tokens
+        return GenerateRequest(
+            request_id=backend.new_request_id(),
+            client_request_id=request_id(request),
+            model=target.model.name,
+            prompt=prompt,
+            sampling=msgspec.structs.replace(sampling, grammar=grammar),
+            adapters=adapter_choices(body, target, "")[0],
+            load_policy=convert.load_policy(body),
+            add_special_tokens=add_special,
+            priority=body.priority or 0,
+            timeout_seconds=body.timeout_seconds,
+        )
+
+    def _prompt(self, body: GuidanceBody, target: Target) -> tuple[str, bool]:
+        """The text, and whether a template made it."""
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidParameterError("give prompt or messages, one of them", param="prompt")
+        if body.messages is None:
+            return body.prompt or "", False
+        messages = convert.chat_messages(body.messages)
+        return self._room.backend.render_chat(target.model.name, messages), True
+
+
+def _grammar(body: GuidanceBody) -> Grammar:
+    if body.controller != CONTROLLER:
+        raise InvalidParameterError(
+            f"controller must be {CONTROLLER!r}, got {body.controller!r}", param="controller"
+        )
+    grammar = (body.controller_arg or {}).get("grammar")
+    if isinstance(grammar, str) and grammar:
+        return Grammar(GrammarKind.LARK, grammar)
+    if not isinstance(grammar, dict):
+        raise InvalidParameterError(
+            "controller_arg.grammar must be a grammar as llguidance writes it, an object",
+            param="controller_arg",
+        )
+    return Grammar(GrammarKind.LLGUIDANCE, msgspec.json.encode(grammar).decode())
+
+
+async def _steps(
+    outputs: AsyncGenerator[tuple[int, RequestOutput], None], grammar: Grammar | None
+) -> AsyncGenerator[Step, None]:
+    """The outputs with their captures, which are read beside the event loop."""
+    readers: dict[int, CaptureReader] = {}
+    async with aclosing(outputs):
+        before = time.perf_counter()
+        async for _, output in outputs:
+            captures = await asyncio.to_thread(_captures, output, grammar, readers)
+            now = time.perf_counter()
+            yield Step(output, captures, int((now - before) * 1e6))
+            before = now
+
+
+def _captures(
+    output: RequestOutput, grammar: Grammar | None, readers: "dict[int, CaptureReader]"
+) -> "dict[int, list[Capture]]":
+    # Not at the top: no start of a server is to wait for llguidance.
+    from loraplex.serving.grammar.captures import CaptureReader  # noqa: PLC0415
+    from loraplex.serving.grammar.forms import llguidance_form  # noqa: PLC0415
+
+    found: dict[int, list[Capture]] = {}
+    for sequence in output.sequences:
+        if grammar is not None and sequence.index not in readers:
+            readers[sequence.index] = CaptureReader(llguidance_form(grammar))
+        reader = readers.get(sequence.index)
+        found[sequence.index] = reader.push(sequence.text) if reader else []
+    return found
+
+
+class RunWriter:
+    """The events of one run."""
+
+    def __init__(self, run_id: str, model: str) -> None:
+        self._run_id = run_id
+        self._model = model
+        self._has_begun = False
+
+    def headers(self, first: Step) -> Mapping[str, str]:
+        return adapter_headers(first.output)
+
+    def chunks(self, step: Step) -> Iterator[msgspec.Struct]:
+        if not self._has_begun:
+            self._has_begun = True
+            yield InitialRun(self._run_id, int(time.time()), self._model)
+        forks = [_fork(sequence, step) for sequence in step.output.sequences]
+        if forks:
+            yield Run(forks, _usage(step.output))
+
+    def last_chunks(self) -> Iterator[msgspec.Struct]:
+        yield from ()
+
+
+def _fork(sequence: SequenceOutput, step: Step) -> Fork:
+    logprobs = [logprob.logprob for logprob in sequence.logprobs]
+    lines: list[dict[str, Any]] = [
+        {
+            **_said("text", sequence.text.encode(), sum(logprobs)),
+            "num_tokens": len(sequence.token_ids),
+            "is_generated": True,
+        }
+    ]
+    lines += [
+        {**_said("capture", capture.value, 0.0), "name": capture.name}
+        for capture in step.captures[sequence.index]
+    ]
+    return Fork(
+        index=sequence.index,
+        finish_reason=sequence.finish_reason,
+        text=sequence.text,
+        logs="".join(f"{LOG_PREFIX}{msgspec.json.encode(line).decode()}\n" for line in lines),
+        micros=step.micros,
+        logprobs=logprobs,
+    )
+
+
+def _said(kind: str, value: bytes, logprob: float) -> dict[str, Any]:
+    text = value.decode(errors="replace")
+    return {"object": kind, "str": text, "hex": value.hex(), "log_prob": logprob}
+
+
+def _usage(output: RequestOutput) -> RunUsage:
+    sampled, given = output.num_output_tokens, len(output.prompt_token_ids)
+    return RunUsage(sampled, given, 2 * sampled + sampled + given)

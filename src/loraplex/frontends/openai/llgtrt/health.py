@@ -1,0 +1,62 @@
+"""llgtrt's health routes: does the process answer, may requests come, does the model answer."""
+
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from loraplex.core.errors import LoraplexError
+from loraplex.core.principal import LOCAL
+from loraplex.core.request import GenerateRequest
+from loraplex.core.sampling_params import SamplingParams
+from loraplex.frontends.openai.room import OpenAIRoom
+from loraplex.frontends.streams import gather_all, until_disconnect
+
+GOOD: Final = "Check complete"
+BAD: Final = "Check failed"
+PROBE_PROMPT: Final = "Hi"
+PROBE_TOKENS: Final = 2
+PROBE_SECONDS: Final = 30.0
+PROBE_PRIORITY: Final = -10
+"""Before others: lower is sooner. It is llgtrt's 10, whose higher numbers are sooner."""
+
+
+class LlgtrtHealth:
+    def __init__(self, room: OpenAIRoom) -> None:
+        self._room = room
+        self._dialect = room.options.dialect
+
+    async def live(self, request: Request) -> Response:
+        del request
+        return self._answer(is_good=self._room.backend.health().live)
+
+    async def ready(self, request: Request) -> Response:
+        """With the reason if it is not: starting, draining, or an engine that is away."""
+        del request
+        health = self._room.backend.health()
+        if health.ready or self._dialect.is_ready_at_once:
+            return Response(status_code=200)
+        return PlainTextResponse(health.reason, self._dialect.unready_status)
+
+    async def model(self, request: Request) -> Response:
+        """Lets the first model write two tokens, before what waits."""
+        principal = self._room.principal(request)
+        backend = self._room.backend
+        probe = GenerateRequest(
+            request_id=backend.new_request_id(),
+            model=backend.models(principal)[0].name,
+            prompt=PROBE_PROMPT,
+            sampling=SamplingParams(max_tokens=PROBE_TOKENS),
+            priority=PROBE_PRIORITY,
+            timeout_seconds=PROBE_SECONDS,
+        )
+        try:
+            await until_disconnect(request.receive, gather_all(backend, (probe,), LOCAL))
+        except LoraplexError:
+            return self._answer(is_good=False)
+        return self._answer(is_good=True)
+
+    def _answer(self, *, is_good: bool) -> Response:
+        return PlainTextResponse(
+            GOOD if is_good else BAD, 200 if is_good else self._dialect.unready_status
+        )

@@ -1,0 +1,64 @@
+"""From LoRAX's body to the completion that it means."""
+
+from typing import Any, Final
+
+from loraplex.core.errors import InvalidParameterError, UnsupportedFeatureError
+from loraplex.frontends.openai.body import validated
+from loraplex.frontends.openai.lorax.schema import Parameters
+from loraplex.frontends.openai.schema import CompletionBody
+
+_SAME: Final = (
+    *("adapter_id", "best_of", "temperature", "top_k", "top_p", "repetition_penalty", "seed"),
+    *("stop", "ignore_eos_token", "response_format"),
+)
+_RENAMED: Final = {"max_new_tokens": "max_tokens", "truncate": "truncate_prompt_tokens"}
+"""LoRAX's name: ours."""
+REFUSED: Final = {
+    "merged_adapters": "use adapters of /v1/completions, each with a scale",
+    "typical_p": "use top_p",
+    "watermark": "no text is marked",
+}
+"""What to do instead of a field that is not served."""
+_HARMLESS: Final = (None, False)
+
+
+def completion_body(prompt: str, parameters: Parameters, *, shows_tokens: bool) -> CompletionBody:
+    """Raises InvalidParameterError for a value of another type, UnsupportedFeatureError for a field
+    that is not served."""
+    _refuse(parameters)
+    fields: dict[str, Any] = {name: getattr(parameters, name) for name in _SAME}
+    fields |= {ours: getattr(parameters, name) for name, ours in _RENAMED.items()}
+    if not _samples(parameters):
+        fields["temperature"] = 0.0
+    if shows_tokens:
+        fields["logprobs"] = parameters.return_k_alternatives or 0
+    if parameters.decoder_input_details:
+        fields["prompt_logprobs"] = 0
+    return validated(
+        CompletionBody,
+        fields
+        | {
+            "prompt": prompt,
+            "include_stop_str_in_output": True,
+            "add_special_tokens": not parameters.apply_chat_template,
+        },
+    )
+
+
+def named_as_sent(error: InvalidParameterError) -> InvalidParameterError:
+    """The error by the names that the client has used."""
+    for theirs, ours in _RENAMED.items():
+        if error.param == ours:
+            return InvalidParameterError(error.message.replace(ours, theirs), param=theirs)
+    return error
+
+
+def _samples(parameters: Parameters) -> bool:
+    given = (parameters.temperature, parameters.top_k, parameters.top_p)
+    return bool(parameters.do_sample) or any(value is not None for value in given)
+
+
+def _refuse(parameters: Parameters) -> None:
+    for name, value in (parameters.model_extra or {}).items():
+        if name in REFUSED and value not in _HARMLESS:
+            raise UnsupportedFeatureError(f"{name} is not supported; {REFUSED[name]}", param=name)

@@ -1,0 +1,110 @@
+"""POST /generate, /generate_stream and /."""
+
+from collections.abc import Sequence
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from loraplex.core.errors import InvalidParameterError
+from loraplex.core.principal import Principal
+from loraplex.core.request import GenerateRequest
+from loraplex.frontends.openai import convert
+from loraplex.frontends.openai.adapter_fields import ADAPTER_HEADER, Target
+from loraplex.frontends.openai.answers import adapter_headers
+from loraplex.frontends.openai.logprobs import TokenTexts
+from loraplex.frontends.openai.lorax.answers import LoraxWriter
+from loraplex.frontends.openai.lorax.convert import completion_body, named_as_sent
+from loraplex.frontends.openai.lorax.errors import LORAX_ERRORS
+from loraplex.frontends.openai.lorax.schema import GenerateBody, Parameters
+from loraplex.frontends.openai.room import OpenAIRoom, request_id
+from loraplex.frontends.openai.sse import EventStream
+from loraplex.frontends.streams import gather_all, generate_all, until_disconnect
+
+
+class LoraxEndpoints:
+    """The first base model answers: a LoRAX server has one."""
+
+    def __init__(self, room: OpenAIRoom) -> None:
+        self._room = room
+
+    async def generate(self, request: Request) -> Response:
+        principal = self._room.principal(request)
+        body = await self._room.body(request, GenerateBody)
+        return await self._whole(request, principal, body, in_list=False)
+
+    async def generate_stream(self, request: Request) -> Response:
+        principal = self._room.principal(request)
+        return self._stream(request, principal, await self._room.body(request, GenerateBody))
+
+    async def either(self, request: Request) -> Response:
+        """POST /: as `stream` says; a whole answer is a list of one."""
+        principal = self._room.principal(request)
+        body = await self._room.body(request, GenerateBody)
+        if body.stream:
+            return self._stream(request, principal, body)
+        return await self._whole(request, principal, body, in_list=True)
+
+    async def _whole(
+        self, request: Request, principal: Principal, body: GenerateBody, *, in_list: bool
+    ) -> Response:
+        parameters = body.parameters or Parameters()
+        with_details = bool(parameters.details)
+        asked, texts = self._asked(request, principal, body, shows_tokens=with_details)
+        writer = _writer(body, parameters, texts)
+        [output] = await until_disconnect(
+            request.receive, gather_all(self._room.backend, asked, principal)
+        )
+        answer = writer.whole(output, with_details=with_details)
+        return Response(
+            msgspec.json.encode([answer] if in_list else answer),
+            headers=adapter_headers(output),
+            media_type="application/json",
+        )
+
+    def _stream(self, request: Request, principal: Principal, body: GenerateBody) -> Response:
+        parameters = body.parameters or Parameters()
+        if parameters.decoder_input_details:
+            raise InvalidParameterError(
+                "decoder_input_details is not for a stream", param="decoder_input_details"
+            )
+        asked, texts = self._asked(request, principal, body, shows_tokens=True)
+        writer = _writer(body, parameters, texts)
+        outputs = generate_all(self._room.backend, asked, principal)
+        return EventStream(outputs, writer, request_id(request), LORAX_ERRORS, end=b"")
+
+    def _asked(
+        self, request: Request, principal: Principal, body: GenerateBody, *, shows_tokens: bool
+    ) -> tuple[Sequence[GenerateRequest], TokenTexts]:
+        target = self._room.target(None, principal)
+        parameters = body.parameters or Parameters()
+        origin = convert.Origin(
+            request_id(request),
+            self._room.backend.new_request_id,
+            request.headers.get(ADAPTER_HEADER, ""),
+        )
+        try:
+            completion = completion_body(
+                self._prompt(body, parameters, target), parameters, shows_tokens=shows_tokens
+            )
+            [asked] = convert.completion_requests(completion, target, origin, max_prompts=1)
+        except InvalidParameterError as error:
+            raise named_as_sent(error) from None
+        sampling = msgspec.structs.replace(asked.sampling, max_tokens=parameters.max_new_tokens)
+        texts = TokenTexts(self._room.backend, target.model.name)
+        return (msgspec.structs.replace(asked, sampling=sampling),), texts
+
+    def _prompt(self, body: GenerateBody, parameters: Parameters, target: Target) -> str:
+        if not parameters.apply_chat_template:
+            return body.inputs
+        messages = [{"role": "user", "content": body.inputs}]
+        return self._room.backend.render_chat(target.model.name, messages)
+
+
+def _writer(body: GenerateBody, parameters: Parameters, texts: TokenTexts) -> LoraxWriter:
+    return LoraxWriter(
+        texts,
+        text_before=body.inputs if parameters.return_full_text else "",
+        seed=parameters.seed,
+        num_alternatives=parameters.return_k_alternatives or 0,
+    )

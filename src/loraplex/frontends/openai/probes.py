@@ -1,0 +1,32 @@
+"""vLLM's routes for load balancers: /health, /ping and /version."""
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from loraplex.core.errors import NotReadyError
+from loraplex.core.version import __version__
+from loraplex.frontends.openai.room import OpenAIRoom, json_response
+
+
+class Version(msgspec.Struct, frozen=True):
+    version: str
+
+
+class ProbeEndpoints:
+    """Nobody is asked who they are; nothing is told that is not everybody's."""
+
+    def __init__(self, room: OpenAIRoom) -> None:
+        self._room = room
+
+    async def health(self, request: Request) -> Response:
+        """Empty if requests would be answered now; else 503 and the reason."""
+        del request
+        health = self._room.backend.health()
+        if not health.ready:
+            raise NotReadyError(health.reason)
+        return Response(status_code=200)
+
+    async def version(self, request: Request) -> Response:
+        del request
+        return json_response(Version(__version__))

@@ -1,0 +1,33 @@
+"""Fields that mean the same, because several servers are replaced at once."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from loraplex.core.errors import InvalidParameterError
+from loraplex.frontends.openai.schema import SamplingBody
+
+SYNONYMS: Mapping[str, str] = MappingProxyType(
+    {
+        "ignore_eos": "ignore_eos_token",
+        "include_stop_str_in_output": "no_stop_trim",
+        "request_id": "rid",
+    }
+)
+"""Our name (vLLM's): the other one (LoRAX's or SGLang's)."""
+
+
+def value_of(body: SamplingBody, field: str) -> Any:
+    """What the body says in the field or in its synonym; None if in neither.
+
+    Raises InvalidParameterError if they say two things.
+    """
+    value, other_name = getattr(body, field), SYNONYMS.get(field)
+    other = None if other_name is None else getattr(body, other_name)
+    if value is not None and other is not None and value != other:
+        raise InvalidParameterError(
+            f"{field} and {other_name} mean the same, and say {value!r} and {other!r}; "
+            "give one of them",
+            param=other_name,
+        )
+    return other if value is None else value

@@ -1,0 +1,90 @@
+"""POST, GET and DELETE /drain: let a server run dry, look how far it is, take requests again.
+
+At once new requests are answered 503 and every readiness route says no; what is in work goes on.
+"""
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from loraplex.core.errors import InvalidParameterError, InvalidRequestError, PayloadTooLargeError
+from loraplex.frontends.access import Authenticate
+from loraplex.frontends.ops.answers import answers_errors, json_answer
+from loraplex.frontends.telemetry.routes import ToldRoute
+from loraplex.serving.draining import Draining, DrainReport
+
+MAX_TIMEOUT_SECONDS = 86_400.0
+_MAX_BODY_BYTES = 4096
+_TIMEOUT = "timeout_seconds"
+
+
+def drain_routes(draining: Draining, authenticate: Authenticate) -> list[ToldRoute]:
+    """For operators alone."""
+    endpoints = _Endpoints(draining, authenticate)
+    return [
+        ToldRoute("/drain", answers_errors(endpoints.begin), methods=["POST"]),
+        ToldRoute("/drain", answers_errors(endpoints.report), methods=["GET"]),
+        ToldRoute("/drain", answers_errors(endpoints.cancel), methods=["DELETE"]),
+    ]
+
+
+class _Endpoints:
+    def __init__(self, draining: Draining, authenticate: Authenticate) -> None:
+        self._draining = draining
+        self._authenticate = authenticate
+
+    async def begin(self, request: Request) -> Response:
+        """202 while something is in work, 200 if nothing is."""
+        self._check_operator(request)
+        timeout_seconds = _timeout(await _body(request))
+        return _answer(self._draining.begin(timeout_seconds))
+
+    async def report(self, request: Request) -> Response:
+        self._check_operator(request)
+        return json_answer(self._draining.report())
+
+    async def cancel(self, request: Request) -> Response:
+        """503 if the server is stopping: that cannot be undone."""
+        self._check_operator(request)
+        return json_answer(self._draining.cancel())
+
+    def _check_operator(self, request: Request) -> None:
+        self._authenticate(request.headers).require_operator("drain the server")
+
+
+def _answer(report: DrainReport) -> Response:
+    return json_answer(report, 200 if report.drained else 202)
+
+
+async def _body(request: Request) -> dict[str, Any]:
+    """Empty, or an object with timeout_seconds."""
+    data = b""
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > _MAX_BODY_BYTES:
+            raise PayloadTooLargeError(f"the request body must not exceed {_MAX_BODY_BYTES} bytes")
+    try:
+        body = msgspec.json.decode(data or b"{}")
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(f"the request body is not JSON: {error}") from error
+    if not isinstance(body, dict) or set(body) - {_TIMEOUT}:
+        raise InvalidRequestError(
+            f'the request body must be empty, or an object as {{"{_TIMEOUT}": 60}}'
+        )
+    return body
+
+
+def _timeout(body: dict[str, Any]) -> float | None:
+    """None: as long as it takes."""
+    seconds = body.get(_TIMEOUT)
+    if seconds is None:
+        return None
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not is_number or not 0 <= seconds <= MAX_TIMEOUT_SECONDS:
+        raise InvalidParameterError(
+            f"{_TIMEOUT} must be a number from 0 to {MAX_TIMEOUT_SECONDS:g}, got {seconds!r:.40}",
+            param=_TIMEOUT,
+        )
+    return float(seconds)

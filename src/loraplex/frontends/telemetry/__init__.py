@@ -1,0 +1,1 @@
+"""What is told of requests on every wire: their ids, the access log, traces, counts."""

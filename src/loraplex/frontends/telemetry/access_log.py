@@ -1,0 +1,88 @@
+"""The access log: one JSON object a line, one line a request.
+
+It holds no header but the user agent, no query, no body, and no text of prompts or answers unless
+the operator asked for prompts.
+"""
+
+import datetime
+from typing import Any
+
+import msgspec
+
+from loraplex.core.output import ResolvedAdapter
+from loraplex.frontends.telemetry.line_writer import LineWriter
+from loraplex.serving.wire_request import GenerationRecord, WireRequest
+
+MAX_PROMPT = 20_000
+"""Characters, or tokens, of a prompt that is written down."""
+MAX_PATH = 1000
+
+
+class AccessLog:
+    """A sink of `Telemetry`."""
+
+    def __init__(self, writer: LineWriter, *, with_prompts: bool = False) -> None:
+        self._writer = writer
+        self._with_prompts = with_prompts
+
+    def __call__(self, request: WireRequest) -> None:
+        entry = access_entry(request, with_prompts=self._with_prompts)
+        self._writer.write(msgspec.json.encode(entry) + b"\n")
+
+
+def access_entry(request: WireRequest, *, with_prompts: bool = False) -> dict[str, Any]:
+    """The line's object. Seconds are rounded to microseconds; null is what did not happen."""
+    return {
+        "time": _utc(request.started_unix_ns),
+        "request_id": request.request_id,
+        "trace_id": request.trace.trace_id,
+        "protocol": request.protocol,
+        "client": request.client,
+        "tenant": request.tenant or None,
+        "method": request.method or None,
+        "route": request.route or None,
+        "path": request.path[:MAX_PATH],
+        "status": int(request.status) if request.status.isdecimal() else request.status,
+        "error": request.error_code or None,
+        "seconds": _seconds(request.started_ns, request.ended_ns),
+        "prompt_tokens": sum(each.num_prompt_tokens for each in request.generations),
+        "completion_tokens": sum(each.num_output_tokens for each in request.generations),
+        "user_agent": request.user_agent or None,
+        "generations": [_generation(each, with_prompts) for each in request.generations],
+    }
+
+
+def _generation(record: GenerationRecord, with_prompt: bool) -> dict[str, Any]:
+    timing = record.timing
+    client_id = record.request.client_request_id
+    entry = {
+        "model": record.request.model,
+        "adapters": [_adapter(adapter) for adapter in record.adapters],
+        "client_request_id": client_id[:256] or None,
+        "prompt_tokens": record.num_prompt_tokens,
+        "completion_tokens": record.num_output_tokens,
+        "cached_tokens": timing.num_cached_tokens if timing else None,
+        "queue_seconds": _rounded(timing.queue_seconds) if timing else None,
+        "first_token_seconds": _seconds(record.started_ns, record.first_token_ns),
+        "seconds": _seconds(record.started_ns, record.ended_ns),
+        "finish_reasons": record.ends,
+        "error": record.error.code if record.error is not None else None,
+    }
+    return entry | {"prompt": record.request.prompt[:MAX_PROMPT]} if with_prompt else entry
+
+
+def _adapter(adapter: ResolvedAdapter) -> dict[str, Any]:
+    return {"name": adapter.name, "digest": adapter.digest, "scale": adapter.scale}
+
+
+def _utc(unix_ns: int) -> str:
+    moment = datetime.datetime.fromtimestamp(unix_ns / 1e9, datetime.UTC)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _seconds(start_ns: int, end_ns: int) -> float | None:
+    return _rounded((end_ns - start_ns) / 1e9) if end_ns else None
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)

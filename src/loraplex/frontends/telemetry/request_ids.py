@@ -1,0 +1,24 @@
+"""Ids that clients give their requests (x-request-id), and ours for those that have none."""
+
+import re
+import uuid
+
+HEADER = "x-request-id"
+MAX_LENGTH = 256
+
+_ID = re.compile(r"[!-~]+")
+"""Visible ASCII: it goes into headers and logs as it is."""
+
+
+def problem(text: str, name: str = HEADER) -> str:
+    """What is wrong with a client's id, as a sentence that calls it by `name`; empty: nothing."""
+    if len(text) > MAX_LENGTH:
+        return f"{name} has {len(text)} characters; at most {MAX_LENGTH} are allowed"
+    if not _ID.fullmatch(text):
+        return f"{name} must be of visible ASCII characters, without blanks"
+    return ""
+
+
+def request_id(given: str) -> str:
+    """The client's id if there is one that can be used, else one of ours."""
+    return uuid.uuid4().hex if not given or problem(given) else given

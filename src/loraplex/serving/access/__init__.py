@@ -1,0 +1,1 @@
+"""Tenants: their keys, and how much of the server each may have."""

@@ -1,0 +1,113 @@
+"""What one tenant sees of a model's adapters: its own, and those of the server that it may.
+
+An own adapter hides one of the server's that has its name or task id. What a tenant may neither
+use nor list is for it as if it were not there: errors are those of an unknown adapter.
+"""
+
+from collections.abc import Iterator
+
+from loraplex.adapters.registry import not_found
+from loraplex.adapters.store import AdapterStore, AdapterVersion
+from loraplex.core.adapter import AdapterKey, AdapterRef
+from loraplex.core.errors import AdapterLoadError, PermissionDeniedError
+from loraplex.core.principal import DEFAULT_TENANT, Names, Principal
+
+
+class TenantAdapters:
+    """Of one model, for one request: it costs nothing to make."""
+
+    def __init__(self, store: AdapterStore, model: str, principal: Principal) -> None:
+        self._store = store
+        self._model = model
+        self._principal = principal
+
+    def listed(self) -> list[AdapterVersion]:
+        """Those that are shown, by name."""
+        shown: dict[str, AdapterVersion] = {}
+        for tenant in self._tenants():
+            for version in self._store.list(tenant, self._model):
+                if version.name in self._principal.rights.list:
+                    shown.setdefault(version.name, version)
+        return [shown[name] for name in sorted(shown)]
+
+    def find(self, key: AdapterKey) -> AdapterVersion | None:
+        """What a key means for who may use or list it."""
+        rights = self._principal.rights
+        return self._among(key, rights.use) or self._among(key, rights.list)
+
+    def resolve(self, key: AdapterKey) -> AdapterVersion:
+        """What a request will run with.
+
+        Raises AdapterNotFoundError, PermissionDeniedError for one that is only listed, or
+        AdapterLoadError if its normal file is gone.
+        """
+        version = self._among(key, self._principal.rights.use)
+        if version is None:
+            listed = self._shown(key)
+            raise PermissionDeniedError(
+                f"tenant {self._principal.tenant!r} may not use adapter {listed.name!r}"
+            )
+        if self.owns(version):
+            return self._store.resolve(AdapterRef(self._model, version.tenant, key))
+        if self._store.is_missing(version):
+            raise AdapterLoadError(
+                f"the server's adapter {version.name!r} is gone from the disk: its operator must "
+                "load it again"
+            )
+        return version
+
+    def described(self, key: AdapterKey) -> AdapterRef:
+        """Where the listed adapter of a key is. Raises AdapterNotFoundError."""
+        return AdapterRef(self._model, self._shown(key).tenant, key)
+
+    def managed(self, key: AdapterKey) -> AdapterRef:
+        """An own adapter that may be changed.
+
+        Raises AdapterNotFoundError, or PermissionDeniedError for a listed one of the server's.
+        """
+        ref = AdapterRef(self._model, self._principal.tenant, key)
+        own = self._store.find(ref)
+        if own is None:
+            shown = self._shown(key)
+            raise PermissionDeniedError(
+                f"adapter {shown.name!r} is the server's own: tenant "
+                f"{self._principal.tenant!r} may not change it"
+            )
+        self.check_manages(own.name)
+        return ref
+
+    def check_manages(self, name: str) -> None:
+        """Raise PermissionDeniedError unless an own adapter may have this name, and be changed."""
+        if name not in self._principal.rights.manage:
+            raise PermissionDeniedError(
+                f"tenant {self._principal.tenant!r} may not manage adapter {name!r}"
+            )
+
+    def owns(self, version: AdapterVersion) -> bool:
+        return version.tenant == self._principal.tenant
+
+    def _shown(self, key: AdapterKey) -> AdapterVersion:
+        version = self._among(key, self._principal.rights.list)
+        if version is None:
+            raise not_found(key, self._model, list(self._known_names()))
+        return version
+
+    def _known_names(self) -> Iterator[str]:
+        listed = {(version.tenant, version.name) for version in self.listed()}
+        yield from (name for _, name in sorted(listed))
+        for tenant in self._tenants():
+            for alias, name in self._store.aliases(tenant, self._model).items():
+                if (tenant, name) in listed:
+                    yield alias
+
+    def _among(self, key: AdapterKey, right: Names) -> AdapterVersion | None:
+        for tenant in self._tenants():
+            version = self._store.find(AdapterRef(self._model, tenant, key))
+            if version is not None and version.name in right:
+                return version
+        return None
+
+    def _tenants(self) -> tuple[str, ...]:
+        """Whose adapters may be seen, the own first."""
+        own = self._principal.tenant
+        return (own,) if own == DEFAULT_TENANT else (own, DEFAULT_TENANT)

@@ -1,0 +1,181 @@
+"""How much of the server each tenant has: requests, tokens, and how many at once.
+
+A request is counted when it comes in, also if it is refused for another reason. Its tokens are
+reserved when it is admitted: the prompt's, and the longest answers that it asks for. At its end
+those that were not made are given back. A request that a limit refused counts nowhere.
+"""
+
+import contextlib
+import math
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterator
+
+from loraplex.core.clock import Clock
+from loraplex.core.errors import InvalidParameterError, PromptTooLongError, RateLimitedError
+from loraplex.core.output import RequestOutput
+from loraplex.core.principal import Principal
+from loraplex.core.sampling_params import SamplingParams
+from loraplex.serving.access.sliding_window import SlidingWindow, Slot
+from loraplex.serving.generation import Generation
+
+_RETRY_SECONDS = 1.0
+"""For who has too many requests at once: nobody knows when one of them ends."""
+
+
+class TenantUse:
+    """What one tenant has now."""
+
+    def __init__(self) -> None:
+        self.num_concurrent = 0
+        self.requests = SlidingWindow()
+        self.tokens = SlidingWindow()
+
+
+class TenantGate:
+    """Lets requests in. Runs on one event loop.
+
+    The limits come with each principal: changed ones hold from the next request on.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._uses: defaultdict[str, TenantUse] = defaultdict(TenantUse)
+
+    def use(self, tenant: str) -> TenantUse:
+        return self._uses[tenant]
+
+    @contextlib.contextmanager
+    def admission(self, principal: Principal) -> Iterator["Lease"]:
+        """Let a request in. Its lease is ended here if it is refused; else end it with the answer.
+
+        Raises RateLimitedError.
+        """
+        lease = self._enter(principal)
+        try:
+            yield lease
+        except BaseException:
+            lease.end()
+            raise
+
+    def _enter(self, principal: Principal) -> "Lease":
+        use, limits, now_ns = self._uses[principal.tenant], principal.limits, self._clock.now_ns()
+        most = limits.max_concurrent_requests
+        if most is not None and use.num_concurrent >= most:
+            raise RateLimitedError(
+                f"tenant {principal.tenant!r} may have {most} requests at once, and has "
+                f"{use.num_concurrent}: try again when one has ended",
+                retry_after_seconds=_RETRY_SECONDS,
+            )
+        slot = None
+        if limits.requests_per_minute is not None:
+            wait = use.requests.seconds_until(now_ns, 1, limits.requests_per_minute)
+            if wait > 0:
+                raise RateLimitedError(
+                    f"tenant {principal.tenant!r} may send {limits.requests_per_minute} requests "
+                    f"a minute: try again in {math.ceil(wait)} s",
+                    retry_after_seconds=wait,
+                )
+            slot = use.requests.charge(now_ns, 1)
+        use.num_concurrent += 1
+        return Lease(principal, use, self._clock, slot)
+
+
+class Lease:
+    """One request's part of what its tenant has. It ends once."""
+
+    def __init__(
+        self, principal: Principal, use: TenantUse, clock: Clock, counted: Slot | None
+    ) -> None:
+        self._principal = principal
+        self._use = use
+        self._clock = clock
+        self._counted = counted
+        """Where the request was counted."""
+        self._reserved: tuple[Slot, int] | None = None
+        self._is_over = False
+
+    def reserve(self, num_prompt_tokens: int, sampling: SamplingParams) -> None:
+        """Reserve the tokens of an admitted request.
+
+        Raises RateLimitedError; InvalidParameterError or PromptTooLongError for what no wait helps.
+        """
+        limits, now_ns = self._principal.limits, self._clock.now_ns()
+        check_sizes(self._principal, num_prompt_tokens, sampling)
+        limit = limits.tokens_per_minute
+        if limit is None:
+            return
+        assert sampling.max_tokens is not None
+        amount = num_prompt_tokens + sampling.num_sequences * sampling.max_tokens
+        who = f"tenant {self._principal.tenant!r} may have {limit} tokens a minute"
+        if amount > limit:
+            raise InvalidParameterError(
+                f"{who}, and this request asks for up to {amount} (a prompt of "
+                f"{num_prompt_tokens}, {sampling.num_sequences} times max_tokens "
+                f"{sampling.max_tokens}): ask for fewer max_tokens",
+                param="max_tokens",
+            )
+        wait = self._use.tokens.seconds_until(now_ns, amount, limit)
+        if wait > 0:
+            if self._counted is not None:
+                self._use.requests.correct(self._counted, -1)
+            taken = self._use.tokens.total(now_ns)
+            raise RateLimitedError(
+                f"{who}: {taken} are used or reserved, and this request asks for up to {amount}; "
+                f"try again in {math.ceil(wait)} s, or ask for fewer max_tokens",
+                retry_after_seconds=wait,
+            )
+        self._reserved = self._use.tokens.charge(now_ns, amount), amount
+
+    def end(self, num_tokens: int = 0) -> None:
+        """The request is over; num_tokens, of prompt and answers, are what it had."""
+        if self._is_over:
+            return
+        self._is_over = True
+        self._use.num_concurrent -= 1
+        if self._reserved is not None:
+            slot, amount = self._reserved
+            self._use.tokens.correct(slot, num_tokens - amount)
+
+
+def check_sizes(principal: Principal, num_prompt_tokens: int, sampling: SamplingParams) -> None:
+    """Raise PromptTooLongError or InvalidParameterError for more than a tenant may ask at all."""
+    limits = principal.limits
+    if limits.max_prompt_tokens is not None and num_prompt_tokens > limits.max_prompt_tokens:
+        raise PromptTooLongError(
+            f"the prompt has {num_prompt_tokens} tokens; tenant {principal.tenant!r} may send at "
+            f"most {limits.max_prompt_tokens}",
+            param="prompt",
+        )
+    if limits.max_n is not None and sampling.num_sequences > limits.max_n:
+        raise InvalidParameterError(
+            f"{sampling.num_sequences} answers are asked for; tenant {principal.tenant!r} may have "
+            f"at most {limits.max_n} made for a prompt",
+            param="n",
+        )
+
+
+class LeasedOutputs(AsyncIterator[RequestOutput]):
+    """Passes an admitted request's outputs on, and ends its lease with them.
+
+    A request that is left early had its whole prompt, and of its answers what was passed on.
+    """
+
+    def __init__(self, outputs: Generation, lease: Lease) -> None:
+        self._outputs = outputs
+        self._lease = lease
+        self._num_tokens = outputs.num_prompt_tokens
+
+    async def __anext__(self) -> RequestOutput:
+        try:
+            output = await anext(self._outputs)
+        except Exception:
+            self._lease.end(self._num_tokens)
+            raise
+        self._num_tokens = self._outputs.num_prompt_tokens + output.num_output_tokens
+        if output.finished:
+            self._lease.end(self._num_tokens)
+        return output
+
+    async def aclose(self) -> None:
+        self._lease.end(self._num_tokens)
+        await self._outputs.aclose()

@@ -1,0 +1,151 @@
+"""A server that takes no more requests and lets those in work end: before it stops, or so that
+nobody sends it more.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+from loraplex.core.clock import Clock
+from loraplex.core.errors import NotReadyError
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.05
+RETRY_SECONDS = 2.0
+"""What refused clients are told: another server answers, or this one does again."""
+
+
+class DrainReport(msgspec.Struct, frozen=True):
+    """How far a drain has come."""
+
+    draining: bool
+    in_work: int
+    """Prompts that are being answered."""
+    drained: bool
+    """It drains, and nothing is in work."""
+    elapsed_seconds: float | None = None
+    """Since the drain began."""
+    seconds_left: float | None = None
+    """Until what is still in work is ended; None: it has all the time."""
+
+
+class Draining:
+    """Whether new requests are taken, and what is still in work. One event loop calls it.
+
+    Whoever admits a request does so inside `admission`, so that a drain never misses one that is
+    on its way to an engine.
+    """
+
+    def __init__(
+        self, clock: Clock, num_running: Callable[[], int], end_all: Callable[[NotReadyError], None]
+    ) -> None:
+        """num_running: requests that engines have. end_all: ends those with an error."""
+        self._clock = clock
+        self._num_running = num_running
+        self._end_all = end_all
+        self._num_admitting = 0
+        self._began_ns: int | None = None
+        self._deadline_ns: int | None = None
+        self._is_final = False
+        self._deadline_task: asyncio.Task[None] | None = None
+
+    @property
+    def is_active(self) -> bool:
+        return self._began_ns is not None
+
+    @property
+    def reason(self) -> str:
+        """Why there is no new work; empty if there is."""
+        if self._is_final:
+            return "the server is stopping"
+        return "the server is draining" if self.is_active else ""
+
+    @contextmanager
+    def admission(self) -> Iterator[None]:
+        """A request is on its way to an engine. Raises NotReadyError during a drain."""
+        self.require_none()
+        self._num_admitting += 1
+        try:
+            yield
+        finally:
+            self._num_admitting -= 1
+
+    def require_none(self) -> None:
+        """Raise NotReadyError during a drain."""
+        if self.is_active:
+            raise NotReadyError(self.reason, retry_after_seconds=RETRY_SECONDS)
+
+    def begin(self, timeout_seconds: float | None = None) -> DrainReport:
+        """Refuse what comes from now on. What is in work at the end of the time is ended.
+
+        Again: the time is set anew.
+        """
+        if self._is_final:
+            return self.report()
+        now_ns = self._clock.now_ns()
+        self._began_ns = self._began_ns or now_ns
+        self._stop_deadline()
+        if timeout_seconds is not None:
+            self._deadline_ns = now_ns + int(timeout_seconds * 1e9)
+            self._deadline_task = asyncio.create_task(self._end_late_ones(timeout_seconds))
+        return self.report()
+
+    def cancel(self) -> DrainReport:
+        """Take requests again. Raises NotReadyError if the server is stopping."""
+        if self._is_final:
+            raise NotReadyError(f"{self.reason}; that cannot be undone")
+        self._stop_deadline()
+        self._began_ns = None
+        return self.report()
+
+    async def finish(self, timeout_seconds: float) -> None:
+        """Before the server stops: wait until nothing is in work, or the time is up."""
+        self.close()
+        deadline_ns = self._clock.now_ns() + int(timeout_seconds * 1e9)
+        self._deadline_ns = deadline_ns
+        while self.num_in_work:
+            if self._clock.now_ns() > deadline_ns:
+                logger.warning("stopping with requests in work: the time to drain is up")
+                return
+            await asyncio.sleep(_POLL_SECONDS)
+
+    def close(self) -> None:
+        """Nothing new, for good."""
+        self._stop_deadline()
+        self._is_final = True
+        self._began_ns = self._began_ns or self._clock.now_ns()
+
+    @property
+    def num_in_work(self) -> int:
+        return self._num_admitting + self._num_running()
+
+    def report(self) -> DrainReport:
+        in_work, now_ns = self.num_in_work, self._clock.now_ns()
+        if self._began_ns is None:
+            return DrainReport(draining=False, in_work=in_work, drained=False)
+        left = None if self._deadline_ns is None else max(0.0, (self._deadline_ns - now_ns) / 1e9)
+        return DrainReport(
+            draining=True,
+            in_work=in_work,
+            drained=not in_work,
+            elapsed_seconds=(now_ns - self._began_ns) / 1e9,
+            seconds_left=left,
+        )
+
+    async def _end_late_ones(self, timeout_seconds: float) -> None:
+        await asyncio.sleep(timeout_seconds)
+        while self.num_in_work:
+            if self._num_running():
+                logger.warning("%d requests outlasted the drain and are ended", self._num_running())
+                self._end_all(NotReadyError("the time to drain is up", retry_after_seconds=1))
+            await asyncio.sleep(_POLL_SECONDS)
+
+    def _stop_deadline(self) -> None:
+        self._deadline_ns = None
+        if self._deadline_task is not None:
+            self._deadline_task.cancel()
+            self._deadline_task = None

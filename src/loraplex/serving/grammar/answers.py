@@ -1,0 +1,94 @@
+"""The grammar of a chat answer: reasoning, then calls as its model writes them, or content."""
+
+import json
+from collections.abc import Callable
+from typing import Any, Final
+
+from loraplex.core.errors import InvalidParameterError
+from loraplex.core.grammar import Grammar
+from loraplex.core.tools import FunctionTool, ToolMode, ToolUse
+from loraplex.serving.text.answer_grammar import AnswerGrammar, Reasoning
+from loraplex.serving.text.tool_calls.format import CallSyntax
+from loraplex.serving.text.tool_calls.formats import FORMATS
+from loraplex.serving.text.tool_calls.lark import Lark, pattern_of
+
+_CONTENT: Final = "content"
+"""Name of the grammar of the content, beside the answer's own."""
+_SPACE: Final = r"[ \t\r\n]{1,4}"
+
+
+def answer_form(parts: AnswerGrammar, form_of: Callable[[Grammar], str]) -> str:
+    """In llguidance's JSON form. `form_of` gives that of the content's grammar."""
+    lark = Lark(parts.special_ids)
+    beside = [] if parts.content is None else [_named(form_of(parts.content))]
+    content = "" if parts.content is None else f"@{_CONTENT}"
+    answer = _answer(lark, parts, content)
+    before = "" if parts.reasoning is None else _reasoning(lark, parts.reasoning)
+    own = {"lark_grammar": lark.grammar(f"{before} {answer}".strip() or '""')}
+    return json.dumps({"grammars": [own, *beside]}, ensure_ascii=False)
+
+
+def _named(form: str) -> dict[str, Any]:
+    """Raises InvalidParameterError for what cannot be a part of another grammar."""
+    grammars = json.loads(form).get("grammars")
+    if not isinstance(grammars, list) or len(grammars) != 1:
+        raise InvalidParameterError(
+            "a grammar of several grammars cannot be used together with tools or reasoning",
+            param="response_format",
+        )
+    return {**grammars[0], "name": _CONTENT}
+
+
+def _reasoning(lark: Lark, reasoning: Reasoning) -> str:
+    tags = reasoning.tags
+    thought = f"{lark.any_until(tags.end)} ({lark.regex(_SPACE)})?"
+    if reasoning.is_open:
+        return thought
+    return f"({lark.text(tags.start)} {thought})?"
+
+
+def _answer(lark: Lark, parts: AnswerGrammar, content: str) -> str:
+    """The expression of all that may follow the reasoning."""
+    if parts.tool_use is None:
+        return content or f"({lark.any_text()})?"
+    syntax = FORMATS[parts.tool_calls].syntax
+    if content and syntax.marked is not None:
+        syntax = syntax.marked
+    calls = _calls(lark, syntax, parts.tool_use)
+    begin = lark.text(syntax.before) if syntax.before else ""
+    if parts.tool_use.mode is ToolMode.REQUIRED:
+        return f"{begin} {calls}"
+    if content:
+        return lark.choice([content, f"{begin} {calls}"])
+    return lark.choice([f"({_content(lark, syntax)})?", _content_and_calls(lark, syntax, calls)])
+
+
+def _content(lark: Lark, syntax: CallSyntax) -> str:
+    """Any that cannot be taken for a call."""
+    if syntax.trigger:
+        return lark.any_without(syntax.trigger)
+    return lark.regex(rf"[^ \t\r\n{pattern_of(syntax.first)}](?s:.*)")
+
+
+def _content_and_calls(lark: Lark, syntax: CallSyntax, calls: str) -> str:
+    if not syntax.trigger:
+        return f"{lark.text(syntax.before)} {calls}" if syntax.before else calls
+    rest = syntax.before.removeprefix(syntax.trigger)
+    return f"{lark.any_until(syntax.trigger)} {lark.text(rest) if rest else ''} {calls}"
+
+
+def _calls(lark: Lark, syntax: CallSyntax, tool_use: ToolUse) -> str:
+    """One or several, and what closes them."""
+    enforces_all = tool_use.mode is ToolMode.REQUIRED
+    call = lark.choice(
+        [syntax.call(lark, _enforced(tool, enforces_all)) for tool in tool_use.tools]
+    )
+    more = f" ({lark.text(syntax.between)} {call})*" if tool_use.is_parallel else ""
+    return f"{call}{more} {lark.text(syntax.after) if syntax.after else ''}".strip()
+
+
+def _enforced(tool: FunctionTool, enforces_all: bool) -> FunctionTool:
+    """Without its schema where the client asked for none to be kept to."""
+    if enforces_all or tool.is_strict:
+        return tool
+    return FunctionTool(name=tool.name)

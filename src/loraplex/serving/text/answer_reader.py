@@ -1,0 +1,82 @@
+"""One chat answer as it comes: its reasoning, its content and its calls, told apart."""
+
+from typing import Final
+
+import msgspec
+
+from loraplex.core.tools import CallDelta, ToolUse
+from loraplex.serving.text.chat_format import ChatFormat
+from loraplex.serving.text.reasoning import ReasoningReader
+from loraplex.serving.text.tool_calls.reader import CallReader
+
+
+class AnswerDelta(msgspec.Struct, frozen=True):
+    """What some more text of an answer brought."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: tuple[CallDelta, ...] = ()
+    parts: tuple[str | CallDelta, ...] = ()
+    """Content and calls, in their order."""
+
+
+class AnswerReading(msgspec.Struct, frozen=True, kw_only=True):
+    """How the answers of one request are read."""
+
+    chat_format: ChatFormat = ChatFormat()
+    tool_use: ToolUse | None = None
+    """None: nothing may be called."""
+    prompt: str = ""
+    """The rendered conversation."""
+    includes_reasoning: bool = True
+    """Else it is left out."""
+    separates_reasoning: bool = True
+    """Else it is a part of the content, as it was written."""
+
+    @property
+    def is_named(self) -> bool:
+        return self.tool_use is not None and self.tool_use.is_named
+
+    @property
+    def shown_ids(self) -> tuple[int, ...]:
+        """The special tokens that have to stay in the text."""
+        return self.chat_format.shown_ids(has_tools=self.tool_use is not None)
+
+    def reader(self) -> "AnswerReader":
+        """One for each sequence."""
+        return AnswerReader(self)
+
+
+class AnswerReader:
+    """Reads the text of one sequence. However it is split, the deltas add up to the same."""
+
+    def __init__(self, reading: AnswerReading) -> None:
+        tags = reading.chat_format.tags if reading.separates_reasoning else None
+        self._reasoning = None if tags is None else ReasoningReader(tags, reading.prompt)
+        self._includes_reasoning = reading.includes_reasoning
+        self._calls: CallReader | None = None
+        if reading.tool_use is not None:
+            call_format = reading.chat_format.call_format
+            self._calls = CallReader(reading.tool_use.tools, call_format.new_id)
+            self._steps = call_format.read(self._calls)
+
+    @property
+    def num_calls(self) -> int:
+        return 0 if self._calls is None else self._calls.num_calls
+
+    def push(self, text: str, *, final: bool = False) -> AnswerDelta:
+        """`final`: with the last text, once."""
+        reasoning = ""
+        if self._reasoning is not None:
+            thought, text = self._reasoning.push(text, final=final)
+            reasoning = thought if self._includes_reasoning else ""
+        if self._calls is None:
+            return AnswerDelta(reasoning, text, parts=(text,) if text else ())
+        self._calls.feed(text, final=final)
+        next(self._steps, None)
+        found = self._calls.found()
+        return AnswerDelta(reasoning, found.content, found.calls, found.parts)
+
+
+ALL_IS_CONTENT: Final = AnswerReading()
+"""Nothing is told apart."""

@@ -1,0 +1,107 @@
+"""A text that comes in pieces, for code that reads it as if it were all there.
+
+A reader is a generator: where it needs text that has not come it yields, and goes on once there is
+more. What it does depends on characters only, never on how they came.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Generator, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+"""Work that waits for text, and its result."""
+
+WHITE_SPACE = " \t\r\n"
+
+
+class TextSource:
+    """The unread part of a text, and whether more will come."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._at = 0
+        self._is_final = False
+
+    def feed(self, text: str, *, final: bool) -> None:
+        self._text = self._text[self._at :] + text
+        self._at = 0
+        self._is_final = final
+
+    @property
+    def is_over(self) -> bool:
+        """All of the text has come, and was read."""
+        return self._is_final and self._at == len(self._text)
+
+    @property
+    def unread(self) -> str:
+        return self._text[self._at :]
+
+    def advance(self, count: int) -> str:
+        """Read so many characters, which are there."""
+        start, self._at = self._at, self._at + count
+        return self._text[start : self._at]
+
+    def peek(self) -> Steps[str]:
+        """The next character; empty at the end of the text."""
+        while self._at == len(self._text):
+            if self._is_final:
+                return ""
+            yield
+        return self._text[self._at]
+
+    def starts_with(self, choices: Sequence[str]) -> Steps[str | None]:
+        """Which of the texts comes next, the longest one; None if none does. Reads nothing."""
+        longest = max(map(len, choices))
+        while True:
+            ahead = self._text[self._at : self._at + longest]
+            if self._is_final or not any(
+                len(text) > len(ahead) and text.startswith(ahead) for text in choices
+            ):
+                matching = [text for text in choices if ahead.startswith(text)]
+                return max(matching, key=len, default=None)
+            yield
+
+    def white_space(self) -> Steps[str]:
+        """Read what there is of it."""
+        taken = ""
+        while (char := (yield from self.peek())) and char in WHITE_SPACE:
+            taken += self.advance(1)
+        return taken
+
+    def pieces_until(
+        self, markers: Sequence[str], give: Callable[[str], None]
+    ) -> Steps[str | None]:
+        """Read up to the marker that is next, and give what is before it, as it comes.
+
+        The marker itself is not read; None: there is none, and all that is unread at the end of
+        the text may begin one. No marker may lie within another.
+        """
+        while True:
+            match = _any_of(tuple(markers)).search(self._text, self._at)
+            if match is not None:
+                give(self.advance(match.start() - self._at))
+                return match[0]
+            unread = self.unread
+            give(self.advance(len(unread) - _num_pending(unread, markers)))
+            if self._is_final:
+                return None
+            yield
+
+
+def _num_pending(text: str, markers: Sequence[str]) -> int:
+    """Length of the longest end of the text that may begin a marker."""
+    longest = max(map(len, markers), default=0) - 1
+    tail = text[-longest:] if longest > 0 else ""
+    starts = (at for at, char in enumerate(tail) if any(m[0] == char for m in markers))
+    for at in starts:
+        if any(len(m) > len(tail) - at and m.startswith(tail[at:]) for m in markers):
+            return len(tail) - at
+    return 0
+
+
+@functools.lru_cache(maxsize=64)
+def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
+    """One search for all of them; it finds nothing if there are none."""
+    return re.compile("|".join(map(re.escape, markers)) if markers else r"(?!)")

@@ -1,0 +1,46 @@
+"""Models of no known family: an answer that is a call in JSON, a list of them, or, anywhere, one
+between Hermes' tags.
+"""
+
+from loraplex.serving.text.text_source import Steps
+from loraplex.serving.text.tool_calls.families.hermes import Hermes
+from loraplex.serving.text.tool_calls.format import CallSyntax, json_call
+from loraplex.serving.text.tool_calls.json_calls import read_call, read_calls
+from loraplex.serving.text.tool_calls.json_text import MalformedError
+from loraplex.serving.text.tool_calls.reader import CallReader, call_id
+
+
+class Generic:
+    name = "generic"
+    markers: tuple[str, ...] = Hermes.markers
+    syntax = CallSyntax(
+        trigger="",
+        before="[",
+        between=", ",
+        after="]",
+        call=json_call("arguments"),
+        first="[{<",
+        marked=Hermes.syntax,
+    )
+
+    def recognises(self, template: str) -> bool:
+        del template
+        return True
+
+    def new_id(self) -> str:
+        return call_id()
+
+    def read(self, reader: CallReader) -> Steps[None]:
+        yield from reader.attempt(_whole_answer(reader))
+        yield from Hermes().read(reader)
+
+
+def _whole_answer(reader: CallReader) -> Steps[None]:
+    yield from reader.take_space()
+    match (yield from reader.peek()):
+        case "[":
+            yield from read_calls(reader, known_only=True)
+        case "{":
+            yield from read_call(reader, known_only=True)
+        case _:
+            raise MalformedError

@@ -1,0 +1,57 @@
+"""Llama 3.1 and later: the answer is `{"name": .., "parameters": ..}`, perhaps behind a tag.
+
+As the chat templates of meta-llama/Llama-3.x-Instruct ask for it.
+"""
+
+from loraplex.serving.text.text_source import Steps
+from loraplex.serving.text.tool_calls.format import CallSyntax, json_call, rest_is_content
+from loraplex.serving.text.tool_calls.json_calls import read_call
+from loraplex.serving.text.tool_calls.reader import CallReader, call_id
+
+_TAG = "<|python_tag|>"
+
+
+class LlamaJson:
+    name = "llama3_json"
+    markers = (_TAG,)
+    syntax = CallSyntax(
+        trigger="",
+        before="",
+        between="; ",
+        after="",
+        call=json_call("parameters"),
+        first="{<",
+        marked=CallSyntax(
+            trigger=_TAG,
+            before=_TAG,
+            between="; ",
+            after="",
+            call=json_call("parameters"),
+        ),
+    )
+
+    def recognises(self, template: str) -> bool:
+        return _TAG in template or '"parameters": dictionary of argument' in template
+
+    def new_id(self) -> str:
+        return call_id()
+
+    def read(self, reader: CallReader) -> Steps[None]:
+        yield from reader.attempt(_calls(reader))
+        yield from rest_is_content(reader)
+
+
+def _calls(reader: CallReader) -> Steps[None]:
+    yield from reader.take_space()
+    is_tagged = (yield from reader.starts_with((_TAG,))) is not None
+    if is_tagged:
+        yield from reader.expect(_TAG)
+        yield from reader.take_space()
+    while True:
+        # Without the tag, an answer in JSON may look like a call.
+        yield from read_call(reader, known_only=not is_tagged)
+        yield from reader.take_space()
+        if not (yield from reader.peek()):
+            return
+        yield from reader.expect(";")
+        yield from reader.take_space()

@@ -1,0 +1,189 @@
+"""Llama 4, and Llama 3.2's small ones if asked: `[f(a=1, b="x"), g()]` is the whole answer.
+
+The values are Python's literals; JSON's true, false and null are taken, too.
+"""
+
+import ast
+import json
+from typing import Any, Final
+
+from loraplex.core.tools import FunctionTool
+from loraplex.serving.text.text_source import Steps
+from loraplex.serving.text.tool_calls.format import CallSyntax, rest_is_content
+from loraplex.serving.text.tool_calls.json_text import MAX_DEPTH, CutError, MalformedError
+from loraplex.serving.text.tool_calls.lark import Lark
+from loraplex.serving.text.tool_calls.parameters import ArgumentPieces, properties, required
+from loraplex.serving.text.tool_calls.reader import CallReader, call_id
+
+_START, _END = "<|python_start|>", "<|python_end|>"
+_CLOSING: Final = {"(": ")", "[": "]", "{": "}"}
+_NAMES: Final = {"true": True, "false": False, "null": None}
+
+
+def _call_rule(lark: Lark, tool: FunctionTool) -> str:
+    """The required arguments in their order, then any of the others."""
+    if "properties" not in tool.parameters:
+        return f'{lark.text(f"{tool.name}(")} ({_any_arguments(lark)})? ")"'
+    parts = {name: lark.json(schema) for name, schema in properties(tool).items()}
+    needed = [name for name in parts if name in required(tool)]
+    optional = [name for name in parts if name not in needed]
+    rules = [f"{lark.text(f'{name}=')} {parts[name]}" for name in needed]
+    expression = f" {lark.text(', ')} ".join(rules)
+    if needed:
+        for name in optional:
+            expression += f" ({lark.text(f', {name}=')} {parts[name]})?"
+    elif optional:
+        expression = f"({_some_of(lark, optional, parts)})?"
+    return " ".join(part for part in (lark.text(f"{tool.name}("), expression, '")"') if part)
+
+
+def _any_arguments(lark: Lark) -> str:
+    argument = lark.rule(f'{lark.regex("[a-zA-Z_][a-zA-Z0-9_]{0,63}")} "=" {lark.json({})}')
+    return f'{argument} (", " {argument})*'
+
+
+def _some_of(lark: Lark, names: list[str], parts: dict[str, str]) -> str:
+    """At least one of them, in their order."""
+    choices = []
+    for index, name in enumerate(names):
+        rest = "".join(f" ({lark.text(f', {n}=')} {parts[n]})?" for n in names[index + 1 :])
+        choices.append(f"{lark.text(f'{name}=')} {parts[name]}{rest}")
+    return lark.choice(choices)
+
+
+class Pythonic:
+    name = "pythonic"
+    markers = (_START, _END)
+    syntax = CallSyntax(
+        trigger="",
+        before="[",
+        between=", ",
+        after="]",
+        call=_call_rule,
+        first="[<",
+        marked=CallSyntax(
+            trigger=_START,
+            before=f"{_START}[",
+            between=", ",
+            after=f"]{_END}",
+            call=_call_rule,
+        ),
+    )
+
+    def recognises(self, template: str) -> bool:
+        return "func_name1(" in template or _START in template
+
+    def new_id(self) -> str:
+        return call_id()
+
+    def read(self, reader: CallReader) -> Steps[None]:
+        yield from reader.attempt(_calls(reader))
+        yield from rest_is_content(reader)
+
+
+def _calls(reader: CallReader) -> Steps[None]:
+    yield from reader.take_space()
+    is_marked = (yield from reader.starts_with((_START,))) is not None
+    if is_marked:
+        yield from reader.expect(_START)
+        yield from reader.take_space()
+    yield from reader.expect("[")
+    while True:
+        yield from reader.take_space()
+        yield from _call(reader)
+        yield from reader.take_space()
+        if (yield from reader.expect(",", "]")) == "]":
+            break
+    reader.settle()
+    if is_marked:
+        yield from reader.take_space()
+        yield from reader.expect(_END)
+        reader.settle()
+
+
+def _call(reader: CallReader) -> Steps[None]:
+    name = yield from reader.name(known_only=True)
+    yield from reader.expect("(")
+    reader.begin_call(name)
+    pieces = ArgumentPieces()
+    yield from reader.take_space()
+    if (yield from reader.peek()) == ")":
+        yield from reader.expect(")")
+        reader.arguments(pieces.end())
+        return
+    while True:
+        yield from reader.take_space()
+        argument = yield from reader.name()
+        yield from reader.take_space()
+        yield from reader.expect("=")
+        value = _json_of((yield from _literal(reader)))
+        reader.arguments(pieces.member(argument, value))
+        if (yield from reader.expect(",", ")")) == ")":
+            reader.arguments(pieces.end())
+            return
+
+
+def _literal(reader: CallReader) -> Steps[str]:
+    """Take the text of a value: up to the comma or bracket that ends it."""
+    text = ""
+    closing: list[str] = []
+    while True:
+        char = yield from reader.peek()
+        if not char:
+            raise CutError
+        if len(closing) > MAX_DEPTH:
+            raise MalformedError
+        if char in "\"'":
+            text += yield from _quoted(reader)
+            continue
+        if not closing and char in ",)":
+            return text
+        if char in _CLOSING:
+            closing.append(_CLOSING[char])
+        elif char in ")]}" and (not closing or closing.pop() != char):
+            raise MalformedError
+        text += reader.take(1)
+
+
+def _quoted(reader: CallReader) -> Steps[str]:
+    quote = text = reader.take(1)
+    while True:
+        char = yield from reader.peek()
+        if not char:
+            raise CutError
+        text += reader.take(1)
+        if char == "\\":
+            if not (yield from reader.peek()):
+                raise CutError
+            text += reader.take(1)
+        elif char == quote:
+            return text
+
+
+def _json_of(text: str) -> str:
+    try:
+        value = _value(ast.parse(text.strip(), mode="eval").body)
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise MalformedError from None
+
+
+def _value(node: ast.expr) -> Any:
+    match node:
+        case ast.Constant(value=str() | int() | float() | None as value):
+            return value
+        case ast.Name(id=name) if name in _NAMES:
+            return _NAMES[name]
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            return -value
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_value(item) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            return {_key(key): _value(value) for key, value in zip(keys, values, strict=True)}
+    raise MalformedError
+
+
+def _key(node: ast.expr | None) -> str:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    raise MalformedError

@@ -1,0 +1,86 @@
+"""What a family of models says of the way in which it writes calls."""
+
+import json
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple, Protocol
+
+from loraplex.core.tools import FunctionTool
+from loraplex.serving.text.text_source import Steps
+from loraplex.serving.text.tool_calls.lark import Lark
+from loraplex.serving.text.tool_calls.reader import CallReader
+
+ANY_OBJECT: Final[dict[str, Any]] = {"type": "object"}
+
+
+class CallSyntax(NamedTuple):
+    """How an answer that is all calls is written; what the grammar holds a model to."""
+
+    trigger: str
+    """What calls begin with and content does not hold; empty: see `first`."""
+    before: str
+    between: str
+    after: str
+    call: Callable[[Lark, FunctionTool], str]
+    """The expression of one call, whose arguments match the tool's schema."""
+    first: str = ""
+    """Without a trigger: the characters that no content begins with."""
+    marked: "CallSyntax | None" = None
+    """Without a trigger: how calls are written where content may begin with these."""
+
+
+class ToolCallFormat(Protocol):
+    """One way of writing calls. Stateless."""
+
+    @property
+    def name(self) -> str:
+        """Of the setting tool_call_parser."""
+        ...
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that some tokenizers have as special tokens."""
+        ...
+
+    @property
+    def syntax(self) -> CallSyntax: ...
+
+    def recognises(self, template: str) -> bool:
+        """Whether a chat template writes calls like this."""
+        ...
+
+    def new_id(self) -> str:
+        """The id of a call that has none of its own."""
+        ...
+
+    def read(self, reader: CallReader) -> Steps[None]:
+        """Read an answer to its end."""
+        ...
+
+
+def read_marked(
+    reader: CallReader,
+    starts: tuple[str, ...],
+    read_one: Callable[[CallReader], Steps[None]],
+) -> Steps[None]:
+    """Calls anywhere in the content, each after one of the markers."""
+    while (yield from reader.content_until(starts)) is not None:
+        yield from reader.attempt(read_one(reader))
+
+
+def rest_is_content(reader: CallReader) -> Steps[None]:
+    yield from reader.content_until(())
+
+
+def arguments_schema(tool: FunctionTool) -> dict[str, Any]:
+    """Arguments are an object, whether or not the client's schema says so."""
+    return {**tool.parameters, "type": "object"}
+
+
+def json_call(key: str) -> Callable[[Lark, FunctionTool], str]:
+    """A call as an object of a name and, under that key, arguments."""
+
+    def call(lark: Lark, tool: FunctionTool) -> str:
+        head = f'{{"name": {json.dumps(tool.name)}, "{key}": '
+        return f"{lark.text(head)} {lark.json(arguments_schema(tool))} {lark.text('}')}"
+
+    return call

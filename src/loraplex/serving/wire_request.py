@@ -1,0 +1,185 @@
+"""What is told of one request on a wire: who asked, what it ran, how it was answered.
+
+A front end begins one and makes it the current one; whatever runs on its behalf finds it there,
+through threads' and loops' hand-overs too, and adds to it. When it ends it is passed to those who
+write it down. Nothing here decides anything.
+"""
+
+import contextvars
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+from loraplex.core.errors import LoraplexError
+from loraplex.core.output import FinishReason, RequestOutput, RequestTiming, ResolvedAdapter
+from loraplex.core.request import GenerateRequest
+
+
+class TraceParent(msgspec.Struct, frozen=True):
+    """Where a request stands in a trace, by W3C's rule."""
+
+    trace_id: str
+    """32 hexadecimal digits."""
+    span_id: str
+    """16 hexadecimal digits; empty: nobody before us."""
+    is_sampled: bool = True
+    state: str = ""
+    """Other systems' words, passed on as they are."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class GenerationRecord:
+    """One prompt's way through the engine, as far as it came. Times are the clock's nanoseconds."""
+
+    request: GenerateRequest
+    tenant: str
+    started_ns: int
+    admitted_ns: int = 0
+    first_token_ns: int = 0
+    ended_ns: int = 0
+    adapters: tuple[ResolvedAdapter, ...] = ()
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    finish_reasons: dict[int, FinishReason] = dataclasses.field(default_factory=dict)
+    """By the sequence's index, of those that ended."""
+    timing: RequestTiming | None = None
+    """The engine's, if the request came to its end."""
+    error: LoraplexError | None = None
+
+    def admitted(
+        self, adapters: tuple[ResolvedAdapter, ...], num_prompt_tokens: int, now_ns: int
+    ) -> None:
+        self.adapters, self.num_prompt_tokens = adapters, num_prompt_tokens
+        self.admitted_ns = now_ns
+
+    def count(self, output: RequestOutput, now_ns: int) -> None:
+        """Take note of what one output brings."""
+        self.num_output_tokens = output.num_output_tokens
+        if output.num_output_tokens and not self.first_token_ns:
+            self.first_token_ns = now_ns
+        for sequence in output.sequences:
+            if sequence.finish_reason is not None:
+                self.finish_reasons[sequence.index] = sequence.finish_reason
+        self.timing = output.timing or self.timing
+
+    def end(self, now_ns: int, error: LoraplexError | None = None) -> None:
+        """Only the first end counts."""
+        if not self.ended_ns:
+            self.ended_ns, self.error = now_ns, error
+
+    @property
+    def ends(self) -> list[FinishReason]:
+        """Of its sequences in order; of a request that none of them ended, why it did."""
+        if self.finish_reasons:
+            return [self.finish_reasons[index] for index in sorted(self.finish_reasons)]
+        return [FinishReason.ABORT if self.error is None else FinishReason.ERROR]
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class WireRequest:
+    """One request, from its first bytes to its last answer."""
+
+    protocol: str
+    """http, grpc, socket, or grpc-stream for a request within a stream."""
+    method: str
+    """HTTP's; empty for gRPC."""
+    path: str
+    """Without the query, which may hold anything; of gRPC the full name of the RPC."""
+    client: str
+    """The address, without its port."""
+    request_id: str
+    trace: TraceParent
+    user_agent: str
+    on_end: Callable[["WireRequest"], None]
+    route: str = ""
+    """The path's pattern, if one was found; few, unlike paths."""
+    is_within: bool = False
+    """A request of a stream, which is one itself."""
+    tenant: str = ""
+    status: str = ""
+    """HTTP's number, or the name of gRPC's code."""
+    error: LoraplexError | None = None
+    generations: list[GenerationRecord] = dataclasses.field(default_factory=list)
+    started_ns: int = dataclasses.field(default_factory=time.monotonic_ns)
+    started_unix_ns: int = dataclasses.field(default_factory=time.time_ns)
+    ended_ns: int = 0
+
+    def within(self) -> "WireRequest":
+        """A request of its own within this one, which is a stream of them."""
+        return WireRequest(
+            protocol=f"{self.protocol}-stream",
+            method=self.method,
+            path=self.path,
+            client=self.client,
+            request_id=self.request_id,
+            trace=self.trace,
+            user_agent=self.user_agent,
+            on_end=self.on_end,
+            route=self.route,
+            is_within=True,
+            tenant=self.tenant,
+        )
+
+    def end(self, status: str) -> None:
+        """Tell those who write it down; only the first end counts."""
+        if not self.ended_ns:
+            self.ended_ns = time.monotonic_ns()
+            self.status = status
+            self.on_end(self)
+
+    @property
+    def error_code(self) -> str:
+        """The stable code of what went wrong; empty if nothing did."""
+        failed = (record.error for record in self.generations if record.error is not None)
+        error = self.error or next(failed, None)
+        return error.code if error is not None else ""
+
+
+_current: contextvars.ContextVar[WireRequest | None] = contextvars.ContextVar(
+    "wire_request", default=None
+)
+
+
+def current_request() -> WireRequest | None:
+    """The request that the caller works for; None outside a server."""
+    return _current.get()
+
+
+@contextmanager
+def as_current(request: WireRequest) -> Iterator[WireRequest]:
+    """Whatever runs inside, and what it starts, works for this request."""
+    token = _current.set(request)
+    try:
+        yield request
+    finally:
+        _current.reset(token)
+
+
+def note_error(error: LoraplexError) -> None:
+    """The current request is being answered with this error."""
+    if (request := current_request()) is not None:
+        request.error = error
+
+
+def note_tenant(tenant: str) -> None:
+    """The current request was found to be this tenant's."""
+    if (request := current_request()) is not None:
+        request.tenant = tenant
+
+
+def note_request_id(request_id: str) -> None:
+    """The current request has an id in its body, which holds instead of ours."""
+    if (request := current_request()) is not None:
+        request.request_id = request_id
+
+
+def begin_generation(request: GenerateRequest, tenant: str, now_ns: int) -> GenerationRecord:
+    """A record for one prompt, which is the current request's if there is one."""
+    record = GenerationRecord(request, tenant, now_ns)
+    if (current := current_request()) is not None:
+        current.tenant = current.tenant or tenant
+        current.generations.append(record)
+    return record

@@ -1,0 +1,281 @@
+"""Keys over both wires: every route and RPC asks for one, and the official clients send it."""
+
+import re
+
+import grpc
+import httpx
+import openai
+import pytest
+import tritonclient.grpc
+import tritonclient.http
+from fastapi import FastAPI
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.utils import InferenceServerException
+
+from loraplex.app.access import OPEN_PATHS, guarded, guarded_metrics
+from loraplex.client.connection import grpc_client
+from loraplex.client.connection_options import GrpcOptions
+from loraplex.core.errors import ConfigError, RateLimitedError
+from loraplex.core.server_config import ServerConfig
+from loraplex.frontends.access import by_api_key
+from loraplex.frontends.kserve.grpc.access import OPEN_RPCS
+from loraplex.frontends.kserve.http.routes import kserve_routes
+from loraplex.frontends.kserve.service import TritonService
+from loraplex.frontends.openai.app import openai_fallback_routes, openai_routes
+from loraplex.frontends.ops.health import health_routes
+from loraplex.frontends.ops.metrics import metrics_app
+from loraplex.serving.access.api_key_ring import ApiKeys
+from loraplex.serving.access.api_keys import new_key
+from loraplex.serving.request_metrics import RequestMetrics
+from loraplex.testing.echo_backend import EchoBackend
+from loraplex.testing.served import served
+from loraplex.testing.served_triton import served_triton
+
+OPERATOR, TENANT = new_key(), new_key()
+
+
+def bearer(key):
+    return {"authorization": f"Bearer {key}"}
+
+
+@pytest.fixture
+def authenticate():
+    return by_api_key(ApiKeys(None, f"{OPERATOR} acme:{TENANT}"))
+
+
+@pytest.fixture
+def backend():
+    return EchoBackend()
+
+
+@pytest.fixture
+def routes(backend, authenticate):
+    """Of all rooms."""
+    return [
+        *openai_routes(backend, None, authenticate).routes,
+        *kserve_routes(TritonService(backend), authenticate=authenticate),
+        *health_routes(backend, lambda models: {}, authenticate),
+        *openai_fallback_routes().routes,
+    ]
+
+
+@pytest.fixture
+def rooms(routes):
+    """Without the door."""
+    app = FastAPI()
+    app.router.routes.extend(routes)
+    return app
+
+
+@pytest.fixture
+def asked_paths(routes):
+    """(method, path with its parameters filled) of every route of a room."""
+    return {
+        (method, re.sub(r"\{\w+(:path)?\}", "x", route.path))
+        for route in routes
+        for method in route.methods or route.endpoint._handlers or ("GET",)
+    }
+
+
+def client_of(app):
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x")
+
+
+class TestHttp:
+    async def test_no_path_answers_without_a_key(self, rooms, asked_paths, authenticate):
+        door = guarded(rooms, authenticate, ServerConfig())
+        async with client_of(door) as client:
+            seen = 0
+            for method, path in {*asked_paths, ("GET", "/nowhere"), ("POST", "//x")}:
+                for headers in ({}, bearer("x"), bearer(TENANT[:-1]), {"authorization": TENANT}):
+                    answer = await client.request(method, path, headers=headers)
+                    if path in OPEN_PATHS:
+                        assert answer.status_code != 401, path
+                        continue
+                    assert answer.status_code == 401, (method, path)
+                    assert answer.headers["www-authenticate"] == "Bearer"
+                    assert TENANT[:-1] not in answer.text
+                    seen += 1
+        assert seen > 150
+
+    async def test_health_behind_a_key(self, rooms, authenticate):
+        door = guarded(rooms, authenticate, ServerConfig(health_needs_key=True))
+        async with client_of(door) as client:
+            for path in OPEN_PATHS:
+                assert (await client.get(path)).status_code == 401
+            answer = await client.get("/v2/health/live", headers=bearer(TENANT))
+            assert answer.status_code == 200
+
+    async def test_endpoints_ask_themselves(self, rooms, asked_paths):
+        """Without the door: what runs for a tenant must know whose it is."""
+        answered = set()
+        async with client_of(rooms) as client:
+            for method, path in asked_paths:
+                if method in ("GET", "POST", "DELETE"):
+                    answer = await client.request(method, path, json={})
+                    if answer.status_code not in (401, 404, 405):
+                        answered.add(path)
+        assert answered <= {*OPEN_PATHS, "/ping", "/version", "/v2"}
+
+    async def test_the_errors_are_each_rooms_own(self, rooms, authenticate):
+        door = guarded(rooms, authenticate, ServerConfig())
+        async with client_of(door) as client:
+            openais = (await client.get("/v1/models")).json()["error"]
+            assert openais["code"] == "invalid_api_key"
+            assert openais["type"] == "authentication_error"
+            assert isinstance((await client.get("/v2/models/stats")).json()["error"], str)
+
+    @pytest.mark.parametrize("path", ["/v1/iterations", "/v1/memory", "/v1/internal/stats"])
+    async def test_operators_routes(self, rooms, path):
+        async with client_of(rooms) as client:
+            assert (await client.get(path)).status_code == 401
+            refused = await client.get(path, headers=bearer(TENANT))
+            assert refused.status_code == 403
+            assert "lack the right 'operator'" in refused.text
+            assert (await client.get(path, headers=bearer(OPERATOR))).status_code in (200, 503)
+
+    async def test_tritons_statistics_are_operators(self, rooms):
+        async with client_of(rooms) as client:
+            answer = await client.get("/v2/models/stats", headers=bearer(TENANT))
+            assert answer.status_code == 403
+            answer = await client.get("/v2/models/stats", headers=bearer(OPERATOR))
+            assert answer.status_code == 200
+
+    async def test_the_metrics_port(self, backend, authenticate):
+        app = guarded_metrics(metrics_app(backend, RequestMetrics()), authenticate)
+        async with client_of(app) as client:
+            for headers, status in [({}, 401), (bearer(TENANT), 403), (bearer(OPERATOR), 200)]:
+                assert (await client.get("/metrics", headers=headers)).status_code == status
+
+    async def test_other_spellings_of_the_scheme(self, rooms):
+        async with client_of(rooms) as client:
+            for value in (f"bearer {TENANT}", f"BEARER   {TENANT}  "):
+                answer = await client.get("/v1/models", headers={"authorization": value})
+                assert answer.status_code == 200
+            for value in (f"Basic {TENANT}", "Bearer", "Bearer ", f"Bearer {TENANT} x"):
+                answer = await client.get("/v1/models", headers={"authorization": value})
+                assert answer.status_code == 401
+
+    def test_the_openai_client(self, rooms, authenticate):
+        with served(guarded(rooms, authenticate, ServerConfig())) as url:
+            asking = openai.OpenAI(base_url=f"{url}/v1", api_key=TENANT, max_retries=0)
+            assert asking.models.list().data
+            with pytest.raises(openai.AuthenticationError) as raised:
+                asking.with_options(api_key="sk-wrong").models.list()
+            assert raised.value.code == "invalid_api_key"
+
+    async def test_a_rate_limit(self, rooms, backend):
+        backend.plant(RateLimitedError("too many", retry_after_seconds=2.2))
+        backend.plant(RateLimitedError("too many", retry_after_seconds=2.2))
+        async with client_of(rooms) as client:
+            body = {"model": "echo", "prompt": "x"}
+            answer = await client.post("/v1/completions", json=body, headers=bearer(TENANT))
+            assert answer.status_code == 429
+            assert answer.headers["retry-after"] == "3"
+            assert answer.json()["error"]["code"] == "rate_limit_exceeded"
+            answer = await client.post(
+                "/v2/models/ensemble/generate",
+                json={"text_input": "x", "max_tokens": 1},
+                headers=bearer(TENANT),
+            )
+            assert (answer.status_code, answer.headers["retry-after"]) == (429, "3")
+
+
+ASKING = {
+    "origin": "https://app.example.org",
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization",
+}
+
+
+class TestCors:
+    async def test_off_by_default(self, rooms, authenticate):
+        async with client_of(guarded(rooms, authenticate, ServerConfig())) as client:
+            answer = await client.options("/v1/completions", headers=ASKING)
+            assert "access-control-allow-origin" not in answer.headers
+
+    async def test_for_the_configured_origins(self, rooms, authenticate):
+        settings = ServerConfig(cors_origins=("https://app.example.org",))
+        async with client_of(guarded(rooms, authenticate, settings)) as client:
+            answer = await client.options("/v1/completions", headers=ASKING)
+            assert answer.status_code == 200
+            assert answer.headers["access-control-allow-origin"] == "https://app.example.org"
+            assert "authorization" in answer.headers["access-control-allow-headers"]
+            assert "access-control-allow-credentials" not in answer.headers
+            other = {**ASKING, "origin": "https://evil.example"}
+            answer = await client.options("/v1/completions", headers=other)
+            assert "access-control-allow-origin" not in answer.headers
+            # A page must see why it was refused.
+            answer = await client.get("/v1/models", headers={"origin": ASKING["origin"]})
+            assert answer.status_code == 401
+            assert answer.headers["access-control-allow-origin"] == ASKING["origin"]
+
+
+def describe(triton):
+    with grpc_client(GrpcOptions(url=triton.grpc)) as client:
+        return client.get_model_metadata("ensemble").name
+
+
+@pytest.fixture
+def triton(backend, authenticate):
+    with served_triton(backend, authenticate=authenticate) as server:
+        yield server
+
+
+class TestGrpc:
+    def test_no_rpc_answers_without_a_key(self, triton):
+        service = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+        with grpc.insecure_channel(triton.grpc) as channel:
+            stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+            for method in service.methods:
+                message = getattr(service_pb2, method.input_type.name)()
+                call = getattr(stub, method.name)
+                is_open = f"/inference.GRPCInferenceService/{method.name}" in OPEN_RPCS
+                for metadata in ((), tuple(bearer("x").items())):
+                    if is_open:
+                        call(message, metadata=metadata)
+                        continue
+                    is_stream = method.name == "ModelStreamInfer"
+                    with pytest.raises(grpc.RpcError) as raised:
+                        list(call(iter([message]) if is_stream else message, metadata=metadata))
+                    assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED, method.name
+
+    def test_triton_clients_send_it(self, triton, backend):
+        for module, address in ((tritonclient.grpc, triton.grpc), (tritonclient.http, triton.http)):
+            with module.InferenceServerClient(address) as client:
+                assert client.is_server_live()
+                assert client.is_server_ready()
+                assert client.get_model_metadata("ensemble", headers=bearer(TENANT))
+                with pytest.raises(InferenceServerException):
+                    client.get_model_metadata("ensemble")
+                with pytest.raises(InferenceServerException, match="right 'operator'"):
+                    client.get_inference_statistics(headers=bearer(TENANT))
+                with pytest.raises(InferenceServerException, match="right 'operator'"):
+                    client.unload_model("ensemble", headers=bearer(TENANT))
+                assert client.get_inference_statistics(headers=bearer(OPERATOR))
+
+    def test_our_own_clients_take_it_from_the_environment(self, triton, monkeypatch, tmp_path):
+        with pytest.raises(ConfigError, match="asks for an API key"):
+            describe(triton)
+        monkeypatch.setenv("LORAPLEX_API_KEY", TENANT)
+        assert describe(triton) == "ensemble"
+        monkeypatch.delenv("LORAPLEX_API_KEY")
+        monkeypatch.setenv("LORAPLEX_API_KEY_FILE", str(tmp_path / "key"))
+        with pytest.raises(ConfigError, match="cannot read LORAPLEX_API_KEY_FILE"):
+            describe(triton)
+        (tmp_path / "key").write_text(f"{TENANT}\n")
+        assert describe(triton) == "ensemble"
+
+    def test_a_rate_limit_tells_when(self, triton, backend):
+        backend.plant(RateLimitedError("too many", retry_after_seconds=2.2))
+        request = service_pb2.ModelInferRequest(model_name="ensemble")
+        text = request.inputs.add(name="text_input", datatype="BYTES", shape=[1, 1])
+        text.contents.bytes_contents.append(b"x")
+        length = request.inputs.add(name="max_tokens", datatype="INT32", shape=[1, 1])
+        length.contents.int_contents.append(1)
+        with grpc.insecure_channel(triton.grpc) as channel:
+            stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+            with pytest.raises(grpc.RpcError) as raised:
+                stub.ModelInfer(request, metadata=tuple(bearer(TENANT).items()))
+        assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert dict(raised.value.trailing_metadata())["retry-after"] == "3"

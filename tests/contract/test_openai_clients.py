@@ -1,0 +1,180 @@
+"""The official clients beyond a plain call: openai's raw answers, retries and time-outs, and
+LangChain's ChatOpenAI.
+"""
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+from fastapi import FastAPI
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
+from langchain_openai import ChatOpenAI, OpenAI
+
+from loraplex.core.errors import InternalError, NotReadyError, QueueFullError
+from loraplex.frontends.openai import openai_fallback_routes, openai_routes
+from loraplex.testing.echo_backend import EchoBackend
+from loraplex.testing.eventually import eventually
+from loraplex.testing.served import served
+
+HELLO = [{"role": "user", "content": "hello"}]
+ANSWER = "echo: user: hello\nassistant: "
+
+
+@pytest.fixture(scope="module")
+def backend() -> EchoBackend:
+    backend = EchoBackend()
+    backend.register("fr")
+    return backend
+
+
+@pytest.fixture(scope="module")
+def url(backend) -> Iterator[str]:
+    app = FastAPI()
+    app.include_router(openai_routes(backend))
+    app.include_router(openai_fallback_routes())
+    with served(app) as url:
+        yield f"{url}/v1"
+
+
+@pytest.fixture
+def client(url) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def chat_openai(url: str, **fields) -> ChatOpenAI:
+    return ChatOpenAI(base_url=url, api_key="none", model="echo", max_retries=0, **fields)
+
+
+# ------------------------------------------------------------------ openai
+
+
+def test_a_raw_response_has_the_headers(client):
+    raw = client.chat.completions.with_raw_response.create(model="fr", messages=HELLO)
+    assert raw.headers["x-loraplex-adapter"]
+    assert raw.parse().choices[0].message.content.startswith("echo+fr")
+    assert raw.headers["x-request-id"] == raw.parse()._request_id
+
+
+def test_a_streaming_response_is_read_line_by_line(client):
+    with client.chat.completions.with_streaming_response.create(
+        model="echo", messages=HELLO, stream=True
+    ) as response:
+        lines = list(response.iter_lines())
+    assert lines[-2] == "data: [DONE]"
+
+
+def test_what_another_attempt_helps_is_tried_again(client, backend):
+    patient = client.with_options(max_retries=2)
+    for error in (QueueFullError("full", retry_after_seconds=0), NotReadyError("not yet")):
+        backend.plant(error)
+        assert patient.completions.create(model="echo", prompt="x").choices[0].text == "echo: x"
+
+
+@pytest.mark.parametrize(
+    ("ask", "code"),
+    [
+        (lambda client: client.embeddings.create(model="echo", input="x"), "unsupported_route"),
+        (
+            lambda client: client.completions.create(model="echo", prompt="x", suffix="y"),
+            "unsupported_feature",
+        ),
+    ],
+)
+def test_what_no_attempt_helps_is_not(client, backend, ask, code):
+    num_before = len(backend.requests)
+    with pytest.raises(openai.APIStatusError) as caught:
+        ask(client.with_options(max_retries=2))
+    assert caught.value.code == code
+    assert caught.value.response.request.headers["x-stainless-retry-count"] == "0"
+    assert len(backend.requests) == num_before
+
+
+def test_a_time_out_of_the_client_aborts_the_request(client, backend):
+    backend.delay_seconds = 0.02
+    try:
+        with pytest.raises(openai.APITimeoutError):
+            client.with_options(timeout=0.2).completions.create(
+                model="echo", prompt="x", max_tokens=4000, extra_body={"ignore_eos": True}
+            )
+        request = backend.requests[-1]
+        assert eventually(lambda: request.request_id in backend.aborted)
+    finally:
+        backend.delay_seconds = 0.0
+
+
+def test_an_error_in_the_middle_of_a_stream(client, backend):
+    backend.plant(InternalError("broke"), after_outputs=3)
+    stream = client.chat.completions.create(model="echo", messages=HELLO, stream=True)
+    with pytest.raises(openai.APIError) as caught:
+        list(stream)
+    assert "broke" in caught.value.message
+
+
+async def test_the_async_client_streams_and_leaves(url, backend):
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        stream = await client.chat.completions.create(
+            model="echo", messages=HELLO, stream=True, extra_body={"ignore_eos": True}
+        )
+        async for _ in stream:
+            break
+        await stream.close()
+    request = backend.requests[-1]
+    assert eventually(lambda: request.request_id in backend.aborted)
+
+
+# ------------------------------------------------------------------ LangChain
+
+
+def test_langchain_invokes(url):
+    answer = chat_openai(url, logprobs=True).invoke([HumanMessage("hello")])
+    assert isinstance(answer, AIMessage)
+    assert answer.content == ANSWER
+    assert answer.usage_metadata["output_tokens"] == len(ANSWER) + 1
+    assert answer.response_metadata["finish_reason"] == "stop"
+    assert answer.response_metadata["logprobs"]["content"][0]["token"] == "e"
+
+
+def test_langchain_streams(url):
+    chunks = list(chat_openai(url, stream_usage=True).stream("hello"))
+    assert "".join(chunk.content for chunk in chunks) == ANSWER
+    assert len(chunks) > 5
+    usages = [chunk.usage_metadata for chunk in chunks if chunk.usage_metadata]
+    assert [usage["output_tokens"] for usage in usages] == [len(ANSWER) + 1]
+
+
+def test_langchain_batches_and_names_an_adapter(url, backend):
+    model = chat_openai(url, extra_body={"adapter_id": "fr"}, seed=7, temperature=0)
+    messages = [[SystemMessage("s"), HumanMessage(text)] for text in "abc"]
+    answers = model.batch(messages)
+    assert [answer.content for answer in answers] == [
+        f"echo+fr: system: s\nuser: {text}\nassistant: " for text in "abc"
+    ]
+    assert backend.requests[-1].sampling.seed == 7
+
+
+async def test_langchain_asynchronously(url):
+    model = chat_openai(url)
+    assert (await model.ainvoke("hello")).content == ANSWER
+    assert "".join([chunk.content async for chunk in model.astream("hello")]) == ANSWER
+
+
+def test_langchain_completions(url):
+    model = OpenAI(base_url=url, api_key="none", model="echo", max_retries=0, best_of=1)
+    assert model.invoke("hi") == "echo: hi"
+    assert "".join(model.stream("hi")) == "echo: hi"
+
+
+def test_langchain_binds_tools(url, backend):
+    def weather(city: str) -> str:
+        """The weather of a city."""
+        return city
+
+    model = chat_openai(url).bind_tools([weather], tool_choice="auto", parallel_tool_calls=False)
+    assert model.invoke("hello").tool_calls == []
+    assert backend.requests[-1].sampling.n == 1
+
+
+def test_langchain_tells_an_error(url):
+    with pytest.raises(openai.BadRequestError, match="temperature must be in"):
+        chat_openai(url, temperature=1000).invoke("hello")

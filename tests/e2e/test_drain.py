@@ -1,0 +1,126 @@
+"""A real server that is told to stop, or to drain, while clients are at it; and its access log."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from loraplex.testing.running_server import MODEL, RunningServer, serving
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("drain")]
+
+TOKENS = 400
+BODY = json.dumps(
+    {
+        "model": MODEL,
+        "prompt": "x",
+        "max_tokens": TOKENS,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+).encode()
+
+
+async def stream(server: RunningServer, begun: asyncio.Event | None = None) -> bytes:
+    """A whole answer, head and all, as its client gets it."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.http_port)
+    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    writer.write(f"{head}content-length: {len(BODY)}\r\n\r\n".encode() + BODY)
+    data = b""
+    try:
+        while chunk := await reader.read(65536):
+            data += chunk
+            if begun is not None and b"data: {" in data:
+                begun.set()
+            if data.endswith((b"data: [DONE]\n\n\r\n0\r\n\r\n", b"0\r\n\r\n")):
+                break
+            if b"\r\n\r\n" in data and b"content-length" in data.lower():
+                break
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+    return data
+
+
+def is_whole(data: bytes) -> bool:
+    usage = f'"completion_tokens":{TOKENS}'.encode()
+    return data.startswith(b"HTTP/1.1 200") and usage in data and b"[DONE]" in data
+
+
+async def begun_streams(server: RunningServer, count: int) -> list["asyncio.Task[bytes]"]:
+    events = [asyncio.Event() for _ in range(count)]
+    tasks = [asyncio.create_task(stream(server, event)) for event in events]
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(event.wait() for event in events))
+    return tasks
+
+
+async def test_sigterm_loses_no_stream(tmp_path):
+    log = tmp_path / "access.log"
+    with serving(tmp_path / "state", "--access-log", str(log)) as server:
+        early = await begun_streams(server, 6)
+        server.process.send_signal(signal.SIGTERM)
+        await asyncio.sleep(0.2)
+        status, body = await asyncio.to_thread(server.get, "/health/ready")
+        assert (status, json.loads(body)["reason"]) == (503, "the server is stopping")
+        late = await stream(server)
+        assert late.startswith(b"HTTP/1.1 503")
+        assert b"\r\nretry-after: " in late
+        assert b"\r\nconnection: close" in late.lower()
+        for data in await asyncio.gather(*early):
+            assert is_whole(data)
+        assert await asyncio.to_thread(server.process.wait, 60) == 0
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    asked = [line for line in lines if line["path"] == "/v1/completions"]
+    assert sorted(line["status"] for line in asked) == [200] * 6 + [503]
+    whole = [line for line in asked if line["status"] == 200]
+    assert {line["completion_tokens"] for line in whole} == {TOKENS}
+    assert {line["generations"][0]["finish_reasons"][0] for line in whole} == {"length"}
+
+
+async def test_drain_and_back(tmp_path):
+    with serving(tmp_path / "state") as server:
+        early = await begun_streams(server, 3)
+        status, report = await asyncio.to_thread(server.post, "/drain", {"timeout_seconds": 60})
+        assert (status, report["in_work"]) == (202, 3)
+        assert (await stream(server)).startswith(b"HTTP/1.1 503")
+        assert all(is_whole(data) for data in await asyncio.gather(*early))
+        await asyncio.to_thread(until_drained, server)
+        assert await asyncio.to_thread(server.delete, "/drain") == 200
+        assert is_whole(await stream(server))
+        assert await asyncio.to_thread(server.stop) == 0
+
+
+def until_drained(server: RunningServer) -> None:
+    deadline = time.monotonic() + 20
+    while not json.loads(server.get("/drain")[1])["drained"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_logs_can_be_rotated(tmp_path):
+    log, old = tmp_path / "access.log", tmp_path / "access.log.1"
+    with serving(tmp_path / "state", "--access-log", str(log)) as server:
+        server.get("/v1/models")
+        until_logged(log, "/v1/models")
+        log.rename(old)
+        os.kill(server.process.pid, signal.SIGHUP)
+        server.get("/v2")
+        until_logged(log, "/v2")
+        assert server.stop() == 0
+    assert "/v2" not in [json.loads(line)["path"] for line in old.read_text().splitlines()]
+
+
+def until_logged(log: Path, path: str) -> None:
+    deadline = time.monotonic() + 20
+    while not log.exists() or f'"path":"{path}"' not in log.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,0 +1,26 @@
+"""A serving process for a test."""
+
+import contextlib
+
+import pytest
+
+from loraplex.core.errors import ConfigError
+from loraplex.testing.fake_engine_process import FakeEngineSettings
+from loraplex.testing.server_in_loop import ServerInLoop
+
+
+@pytest.fixture
+async def run(tmp_path):
+    """A function (engine settings, **server settings) -> ServerInLoop; all stop at the end."""
+    servers: list[ServerInLoop] = []
+
+    def start(settings: FakeEngineSettings | None = None, **fields) -> ServerInLoop:
+        servers.append(ServerInLoop.start(tmp_path, settings, **fields))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.signal()
+        server.signal()
+        with contextlib.suppress(ConfigError):
+            await server.ended()

@@ -1,0 +1,48 @@
+"""The dialect by configuration, and what llgtrt's does before it says that it serves."""
+
+import pytest
+
+from loraplex.app.dialects import dialect_of, prepare
+from loraplex.core.config import Config, ModelConfig
+from loraplex.core.errors import ConfigError, QueueFullError
+from loraplex.core.server_config import ServerConfig
+from loraplex.frontends.openai.dialect import OPENAI
+from loraplex.frontends.openai.llgtrt import CompatDialect, LlgtrtDialect
+from loraplex.testing.echo_backend import EchoBackend
+
+
+def config_of(dialect, **model):
+    models = {"echo": ModelConfig(path="/m", **model)}
+    return Config(server=ServerConfig(dialect=dialect), models=models)
+
+
+def test_each_name_is_its_dialect():
+    assert dialect_of(config_of("openai")) is OPENAI
+    assert type(dialect_of(config_of("llgtrt"))) is LlgtrtDialect
+    compat = dialect_of(config_of("llgtrt_compat", json_start_token="<|t|>"))
+    assert type(compat) is CompatDialect
+    assert compat.json_start_token == "<|t|>"
+
+
+async def test_the_model_writes_ten_tokens_first():
+    backend = EchoBackend()
+    await prepare(backend, config_of("llgtrt"))
+    [request] = backend.requests
+    assert (request.prompt, request.sampling.max_tokens) == ("Hi", 10)
+    assert backend.finished == [request.request_id]
+    await prepare(backend, config_of("openai"))
+    assert len(backend.requests) == 1
+
+
+async def test_what_the_first_generation_raises_ends_the_start():
+    backend = EchoBackend()
+    backend.plant(QueueFullError("full"))
+    with pytest.raises(QueueFullError):
+        await prepare(backend, config_of("llgtrt"))
+
+
+async def test_the_start_token_is_one_special_token():
+    backend = EchoBackend()
+    with pytest.raises(ConfigError, match="json_start_token 'call' must be one special token"):
+        await prepare(backend, config_of("llgtrt", json_start_token="call"))
+    await prepare(backend, config_of("llgtrt", json_start_token="<s>"))

@@ -1,0 +1,276 @@
+"""Limits of HTTP connections, over raw sockets."""
+
+import asyncio
+import contextlib
+import json
+import resource
+import time
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from loraplex.app.http_server import bind, make_room_for_connections, serving_http
+from loraplex.core.errors import ConfigError
+from loraplex.core.server_config import ServerConfig
+from loraplex.frontends.telemetry.connections import HttpConnections
+from loraplex.frontends.telemetry.http import RequestMiddleware
+from loraplex.frontends.telemetry.telemetry import Telemetry
+
+GET = b"GET / HTTP/1.1\r\nhost: x\r\n"
+
+
+def test_an_address_that_is_not_ours():
+    with pytest.raises(ConfigError, match=r"cannot listen on 203\.0\.113\.1:0: "):
+        bind("203.0.113.1", 0)
+    with bind("127.0.0.1", 0) as listener:
+        assert listener.getsockname()[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "then"),
+    [(1024, 4096, 1224), (2000, 4096, None), (1024, 1100, 1100), (-1, -1, None), (1024, -1, 1224)],
+)
+def test_room_for_connections(monkeypatch, soft, hard, then):
+    told = []
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda what, limits: told.append(limits))
+    make_room_for_connections(100)
+    assert told == ([] if then is None else [(then, hard)])
+
+
+async def _echo(request: Request) -> Response:
+    body = await request.body()
+    return PlainTextResponse(f"{len(body)} of {request.client.host}")
+
+
+async def _early(request: Request) -> Response:
+    del request
+    return PlainTextResponse("early")
+
+
+async def _stream(request: Request) -> Response:
+    del request
+
+    async def chunks():
+        yield b"first"
+        await asyncio.sleep(60)
+
+    return StreamingResponse(chunks())
+
+
+class Raw:
+    """One connection, byte by byte."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    def send(self, data: bytes) -> None:
+        self.writer.write(data)
+
+    async def answer(self) -> tuple[int, dict[str, str], bytes]:
+        """(status, headers, body)"""
+        async with asyncio.timeout(10):
+            head = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+            headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
+            body = await self.reader.readexactly(int(headers.get("content-length", 0)))
+        return int(head[0].split()[1]), headers, body
+
+    async def is_closed(self, seconds: float = 5.0) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                return await self.reader.read(1) == b""
+        except ConnectionError:
+            return True
+        except TimeoutError:
+            return False
+
+
+class Port:
+    """A small app on a port with limits."""
+
+    def __init__(self, number: int, connections: HttpConnections) -> None:
+        self.number, self.connections = number, connections
+        self._stack = contextlib.AsyncExitStack()
+
+    async def connect(self) -> Raw:
+        raw = Raw(*await asyncio.open_connection("127.0.0.1", self.number))
+        self._stack.callback(raw.writer.close)
+        return raw
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+
+@pytest.fixture
+async def port():
+    """A function (**settings) -> Port."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(is_draining: bool = False, **settings) -> Port:
+            config = ServerConfig(**settings)
+            routes = [
+                Route("/early", _early, methods=["POST"]),
+                Route("/stream", _stream),
+                Route("/{path:path}", _echo, methods=["GET", "POST"]),
+            ]
+            app = RequestMiddleware(
+                Starlette(routes=routes),
+                Telemetry(),
+                body_timeout_seconds=config.body_timeout_seconds,
+                is_draining=lambda: is_draining,
+            )
+            connections = HttpConnections()
+            number = await stack.enter_async_context(serving_http(app, config, 0, connections))
+            port = Port(number, connections)
+            stack.push_async_callback(port.close)
+            return port
+
+        yield start
+
+
+async def refused(raw: Raw, status: int, code: str) -> str:
+    """The message of a refusal, after which the connection is closed."""
+    got, headers, body = await raw.answer()
+    error = json.loads(body)["error"]
+    assert (got, error["code"]) == (status, code)
+    assert headers["content-type"] == "application/json"
+    assert headers["connection"] == "close"
+    assert await raw.is_closed()
+    return error["message"]
+
+
+async def test_a_request_within_all_limits(port):
+    raw = await (await port()).connect()
+    raw.send(b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\nabc")
+    status, headers, body = await raw.answer()
+    assert (status, body) == (200, b"3 of 127.0.0.1")
+    assert len(headers["x-request-id"]) == 32
+    assert "server" not in headers
+    raw.send(GET + b"\r\n")
+    assert (await raw.answer())[0] == 200
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+async def test_a_long_request_line(port, is_slow):
+    raw = await (await port(max_request_line_bytes=300, max_header_bytes=1024)).connect()
+    if is_slow:
+        raw.send(b"GET /" + b"a" * 2000)
+    else:
+        raw.send(b"GET /" + b"a" * 300 + b" HTTP/1.1\r\nhost: x\r\n\r\n")
+    assert "300 bytes" in await refused(raw, 414, "request_line_too_long")
+
+
+@pytest.mark.parametrize("end", [b"", b"\r\n\r\n"])
+async def test_large_headers(port, end):
+    raw = await (await port(max_header_bytes=2000)).connect()
+    raw.send(GET + b"a: " + b"x" * 3000 + end)
+    assert "2000 bytes" in await refused(raw, 431, "headers_too_large")
+
+
+async def test_many_headers(port):
+    raw = await (await port(max_headers=10)).connect()
+    raw.send(GET + b"a: b\r\n" * 10 + b"\r\n")
+    assert "10 headers" in await refused(raw, 431, "too_many_headers")
+
+
+async def test_no_http(port):
+    server = await port()
+    raw = await server.connect()
+    raw.send(b"\x16\x03\x01 hello\r\n\r\n")
+    assert "not HTTP" in await refused(raw, 400, "invalid_request")
+    assert server.connections.num_refused == {"invalid_request": 1}
+
+
+async def test_headers_that_trickle(port):
+    raw = await (await port(header_timeout_seconds=0.3)).connect()
+    started = time.monotonic()
+    raw.send(GET)
+    for _ in range(4):
+        await asyncio.sleep(0.06)
+        raw.send(b"a: b\r\n")
+    assert "0.3 seconds" in await refused(raw, 408, "header_timeout")
+    assert time.monotonic() - started >= 0.3
+
+
+async def test_headers_that_trickle_on_a_used_connection(port):
+    raw = await (await port(header_timeout_seconds=0.3, keep_alive_seconds=60)).connect()
+    raw.send(GET + b"\r\n")
+    assert (await raw.answer())[0] == 200
+    assert not await raw.is_closed(0.5)
+    raw.send(b"GET / HT")
+    await refused(raw, 408, "header_timeout")
+
+
+async def test_a_connection_that_says_nothing(port):
+    server = await port(header_timeout_seconds=0.1)
+    raw = await server.connect()
+    assert await raw.is_closed()
+    assert server.connections.num_refused == {"idle": 1}
+
+
+async def test_an_idle_connection(port):
+    raw = await (await port(keep_alive_seconds=0.1)).connect()
+    raw.send(GET + b"\r\n")
+    assert (await raw.answer())[0] == 200
+    assert await raw.is_closed()
+
+
+async def test_a_long_answer_is_no_idle_connection(port):
+    limits = {"keep_alive_seconds": 0.1, "header_timeout_seconds": 0.1}
+    raw = await (await port(body_timeout_seconds=0.1, **limits)).connect()
+    raw.send(b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n")
+    await raw.reader.readuntil(b"first")
+    await raw.reader.readline()
+    assert not await raw.is_closed(0.5)
+
+
+async def test_the_rest_of_an_answered_body_keeps_no_connection(port):
+    raw = await (await port(keep_alive_seconds=0.2)).connect()
+    raw.send(b"POST /early HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n")
+    assert (await raw.answer())[0] == 200
+    async with asyncio.timeout(5):
+        while not await raw.is_closed(0.05):
+            raw.send(b"x")
+
+
+async def test_a_broken_body(port):
+    raw = await (await port()).connect()
+    raw.send(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n")
+    await refused(raw, 400, "invalid_request")
+
+
+async def test_one_connection_too_many(port):
+    server = await port(max_connections=2)
+    first, second = await server.connect(), await server.connect()
+    for raw in (first, second):
+        raw.send(GET + b"\r\n")
+        assert (await raw.answer())[0] == 200
+    assert "2 connections" in await refused(await server.connect(), 503, "too_many_connections")
+    assert server.connections.num_open == 2
+    first.writer.close()
+    async with asyncio.timeout(5):
+        while server.connections.num_open > 1:
+            await asyncio.sleep(0.01)
+    third = await server.connect()
+    third.send(GET + b"\r\n")
+    assert (await third.answer())[0] == 200
+
+
+async def test_a_draining_server_closes_connections(port):
+    raw = await (await port(is_draining=True)).connect()
+    raw.send(GET + b"\r\n")
+    status, headers, _ = await raw.answer()
+    assert (status, headers["connection"]) == (200, "close")
+    assert await raw.is_closed()
+
+
+@pytest.mark.parametrize(
+    ("trusted", "client"), [((), "127.0.0.1"), (("127.0.0.0/8",), "203.0.113.7")]
+)
+async def test_who_the_client_is(port, trusted, client):
+    raw = await (await port(trusted_proxies=trusted)).connect()
+    raw.send(GET + b"x-forwarded-for: 203.0.113.7\r\n\r\n")
+    assert (await raw.answer())[2].decode() == f"0 of {client}"

@@ -1,0 +1,70 @@
+"""`loraplex keys`: what is printed, where, and what is kept."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from loraplex.cli.main import app
+from loraplex.serving.access.api_key_ring import ApiKeys
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "keys.toml"
+
+
+@pytest.fixture
+def run(path):
+    def run(*arguments, **options):
+        return CliRunner().invoke(app, ["keys", *arguments, "--file", str(path)], **options)
+
+    return run
+
+
+def test_a_key_is_printed_once_and_alone(run, path):
+    result = run("create", "--tenant", "acme")
+    assert result.exit_code == 0
+    key = result.stdout.strip()
+    assert ApiKeys(path).principal(key).tenant == "acme"
+    assert key not in result.stderr
+    assert "'acme' is a new tenant" in result.stderr
+    assert "it is shown only now" in result.stderr
+    assert "new tenant" not in run("create", "--tenant", "acme").stderr
+    assert key not in run("list").output + path.read_text()
+
+
+def test_listing_and_revoking(run, path):
+    key = run("create", "--tenant", "ops", "--operator").stdout.strip()
+    run("create", "--tenant", "acme")
+    first, second = json.loads(run("list", "--json").stdout)
+    assert (first["tenant"], second["tenant"]) == ("ops", "acme")
+    assert ApiKeys(path).principal(key).rights.operator
+    assert run("revoke", first["id"]).stdout == f"key {first['id']} is revoked\n"
+    lines = run("list").stdout.splitlines()
+    assert lines[0].startswith(f"{first['id']}  revoked  20")
+    assert lines[1].startswith(f"{second['id']}  valid ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("list",), "cannot read api_keys_file"),
+        (("revoke", "x"), "there is no file"),
+        (("create", "--tenant", "a b"), "a tenant is called by"),
+    ],
+)
+def test_errors_are_one_line(run, path, arguments, said):
+    result = run(*arguments)
+    assert result.exit_code == 1
+    assert said in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not path.exists()
+
+
+def test_the_file_may_be_in_the_environment(path):
+    result = CliRunner().invoke(
+        app, ["keys", "create", "--tenant", "x"], env={"LORAPLEX_API_KEYS_FILE": str(path)}
+    )
+    assert result.exit_code == 0
+    assert path.exists()

@@ -1,0 +1,79 @@
+"""`loraplex triton export`."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from loraplex.cli.main import app
+from loraplex.triton.pbtxt import read_pbtxt
+from loraplex.triton.repository import read_repositories
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    monkeypatch.setattr("loraplex.triton.devices.has_gpu", lambda: False)
+
+
+@pytest.fixture
+def engine(tmp_path):
+    folder = tmp_path / "engine"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    return folder
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["triton", "export", *map(str, arguments)])
+
+
+def command_of(model):
+    value = read_pbtxt(model / "config.pbtxt").parameters["loraplex_command"].string_value
+    return json.loads(value)
+
+
+def test_a_model_gets_a_repository_of_its_own_below_the_exported_one(engine, tmp_path):
+    done = run(tmp_path / "r", "--model", engine, "--decoupled", "--server-flag=--device=cpu")
+    assert done.exit_code == 0, done.stderr
+    assert "tensorrt_llm_bls" in done.stdout
+    command = command_of(tmp_path / "r" / "ensemble")
+    (flag,) = (part for part in command if part.startswith("--model-repository="))
+    source = tmp_path / "r" / "tensorrt_llm" / "1" / "source"
+    assert flag == f"--model-repository={source}"
+    assert command[-1] == "--device=cpu"
+    assert read_repositories([source]).declarations[0].is_decoupled
+
+
+def test_a_repository_and_a_backend_directory_at_once(engine, tmp_path):
+    assert (
+        CliRunner()
+        .invoke(app, ["triton", "init", str(tmp_path / "ours"), "--model", str(engine)])
+        .exit_code
+        == 0
+    )
+    done = run(
+        *(tmp_path / "r", "--model-repository", tmp_path / "ours"),
+        *("--backend-directory", tmp_path / "backends", "--execution-env", "/envs/triton"),
+    )
+    assert done.exit_code == 0, done.stderr
+    assert f"--model-repository={tmp_path / 'ours'}" in command_of(tmp_path / "r" / "ensemble")
+    assert (tmp_path / "backends" / "vllm" / "model.py").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ([], "nothing to write: give a folder, or --backend-directory"),
+        (["r"], "give --model-repository DIR, or --model MODEL"),
+        (["r", "--model", "m", "--model-repository", "n"], "give --model-repository DIR, or"),
+        (["r", "--model", "/nowhere/m"], "there is no folder /nowhere/m"),
+        (["r", "--model-repository", "/nowhere/r"], "cannot read model repository /nowhere/r"),
+        (["r", "--join", "--model", "m"], "--join needs --request-socket"),
+    ],
+)
+def test_what_cannot_be_exported_is_told(arguments, reason, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = run(*arguments)
+    assert done.exit_code == 1
+    assert reason in done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,19 @@
+"""docs/ has the pages that the program writes: `make tables` brings them up to date."""
+
+from pathlib import Path
+
+import pytest
+
+from loraplex.documentation.pages import PAGES
+
+DOCS = Path(__file__).parents[3] / "docs"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_as_the_program_writes_it(name):
+    assert (DOCS / name).read_text(encoding="utf-8") == PAGES[name](), "run: make tables"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_can_be_found(name):
+    assert name in (DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8")

@@ -1,0 +1,88 @@
+"""What a gRPC client may send, and how many may be there."""
+
+import asyncio
+
+import grpc
+import msgspec
+import pytest
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
+
+from loraplex.core.server_config import ServerConfig
+from loraplex.frontends.kserve.grpc.limits import GrpcLimits
+from loraplex.frontends.kserve.grpc.server import GrpcServer
+from loraplex.frontends.kserve.service import TritonService
+from loraplex.testing.echo_backend import EchoBackend
+
+LIMITS = GrpcLimits.of(ServerConfig())
+
+
+@pytest.fixture
+async def started():
+    """A function (**limits) -> address."""
+    servers: list[GrpcServer] = []
+
+    async def start(**fields) -> str:
+        limits = msgspec.structs.replace(LIMITS, **fields)
+        service = TritonService(EchoBackend(("m",)))
+        loop = asyncio.get_running_loop()
+        servers.append(GrpcServer(service, loop, "127.0.0.1", 0, limits=limits))
+        await servers[-1].start()
+        return f"127.0.0.1:{servers[-1].port}"
+
+    yield start
+    for server in servers:
+        await server.stop(0)
+
+
+def channel_to(address: str) -> grpc.aio.Channel:
+    # Its own connection: channels with equal arguments share one.
+    return grpc.aio.insecure_channel(address, options=(("grpc.use_local_subchannel_pool", 1),))
+
+
+async def live(channel: grpc.aio.Channel, metadata=(), **options) -> bool:
+    stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+    answer = await stub.ServerLive(pb.ServerLiveRequest(), metadata=metadata, **options)
+    return answer.live
+
+
+async def test_large_messages(started):
+    async with channel_to(await started(max_message_bytes=1024)) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.ModelMetadata(pb.ModelMetadataRequest(name="x" * 2000))
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await live(channel)
+
+
+async def test_large_metadata(started):
+    async with channel_to(await started(max_metadata_bytes=2000)) as channel:
+        assert await live(channel, (("a", "x" * 1000),))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await live(channel, (("a", "x" * 3000),))
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await live(channel)
+
+
+async def test_calls_beyond_the_limit_wait(started):
+    async with channel_to(await started(max_streams=2)) as channel:
+        watch = channel.unary_stream("/grpc.health.v1.Health/Watch")
+        calls = [watch(b"") for _ in range(2)]
+        for call in calls:
+            assert await call.read() == b"\x08\x01"
+        with pytest.raises(grpc.aio.AioRpcError) as late:
+            await live(channel, timeout=0.3)
+        assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        calls[0].cancel()
+        assert await live(channel, timeout=10)
+        calls[1].cancel()
+
+
+async def test_connections_beyond_the_limit(started):
+    address = await started(max_connections=1)
+    async with channel_to(address) as first, channel_to(address) as second:
+        assert await live(first)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await live(second, timeout=2)
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert await live(first)

@@ -1,0 +1,40 @@
+"""From headers to a principal."""
+
+import pytest
+
+from loraplex.core.errors import UnauthenticatedError
+from loraplex.core.principal import LOCAL
+from loraplex.frontends.access import by_api_key, everyone_is_local
+from loraplex.serving.access.api_key_ring import ApiKeys
+from loraplex.serving.access.api_keys import new_key
+
+KEY = new_key()
+
+
+def test_without_keys_everyone_is_local():
+    assert everyone_is_local({}) is LOCAL
+
+
+@pytest.mark.parametrize("value", [f"Bearer {KEY}", f"bearer  {KEY} "])
+def test_a_key(value):
+    authenticate = by_api_key(ApiKeys(None, f"acme:{KEY}"))
+    assert authenticate({"authorization": value}).tenant == "acme"
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (None, "send the header 'Authorization: Bearer KEY'"),
+        ("", "send the header"),
+        ("Bearer", "send the header"),
+        (f"Basic {KEY}", "send the header"),
+        (KEY, "send the header"),
+        (f"Bearer {KEY}x", "is not known here"),
+        ("Bearer \udcff\u20ac", "is not known here"),
+    ],
+)
+def test_no_key_or_a_wrong_one(value, said):
+    authenticate = by_api_key(ApiKeys(None, f"acme:{KEY}"))
+    with pytest.raises(UnauthenticatedError, match=said) as raised:
+        authenticate({} if value is None else {"authorization": value})
+    assert KEY not in raised.value.message

@@ -1,0 +1,134 @@
+"""The keys that a server takes, and how they change under it."""
+
+import asyncio
+import datetime
+import logging
+
+import pytest
+
+from loraplex.core.errors import ConfigError, UnauthenticatedError
+from loraplex.core.principal import Principal
+from loraplex.serving.access import api_key_ring
+from loraplex.serving.access.api_key_ring import ApiKeys
+from loraplex.serving.access.api_keys import new_key
+from loraplex.serving.access.key_file_changes import create_key, revoke_key
+from loraplex.testing.eventually import eventually
+
+NOW = datetime.datetime(2026, 1, 31, 12, tzinfo=datetime.UTC)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "keys.toml"
+
+
+def make(path, tenant="acme"):
+    return create_key(path, tenant, NOW)[1]
+
+
+def refused(keys, key):
+    with pytest.raises(UnauthenticatedError) as raised:
+        keys.principal(key)
+    assert key == "" or key not in raised.value.message
+    return True
+
+
+def test_several_keys_of_several_tenants(path):
+    one, two, other = make(path), make(path), make(path, "other")
+    keys = ApiKeys(path)
+    assert [keys.principal(key).tenant for key in (one, two, other)] == ["acme", "acme", "other"]
+    for wrong in ("", "x", one[:-1], one + "x", one.upper(), new_key()):
+        assert refused(keys, wrong)
+
+
+def test_rotation_without_a_restart(path):
+    old = make(path)
+    keys = ApiKeys(path)
+    new = make(path)
+    assert refused(keys, new)
+    keys.refresh()
+    assert keys.principal(new) == keys.principal(old)
+    revoke_key(path, path.read_text().split('id = "')[1][:8])
+    keys.refresh()
+    assert refused(keys, old)
+    assert keys.principal(new).tenant == "acme"
+
+
+def test_changed_rights_and_limits(path):
+    key = make(path)
+    keys = ApiKeys(path)
+    text = path.read_text()
+    path.write_text(text.replace('manage = "none"', 'manage = ["x-*"]\nmax_n = 4'))
+    keys.refresh()
+    assert "x-1" in keys.principal(key).rights.manage
+    assert keys.principal(key).limits.max_n == 4
+
+
+@pytest.mark.parametrize("broken", ["[tenants", None, "[[keys]]\nid = 1"])
+def test_a_broken_file_keeps_the_old_keys_and_says_so_once(path, caplog, broken):
+    key = make(path)
+    good = path.read_text()
+    keys = ApiKeys(path)
+    path.unlink() if broken is None else path.write_text(broken)
+    for _ in range(3):
+        keys.refresh()
+    assert keys.principal(key).tenant == "acme"
+    (record,) = [r for r in caplog.records if r.levelno == logging.ERROR]
+    assert "the API keys stay as they were" in record.message
+    assert str(path) in record.message
+    path.write_text(good.replace("acme", "umbrella"))
+    keys.refresh()
+    assert keys.principal(key).tenant == "umbrella"
+
+
+def test_a_file_without_keys_lets_nobody_in(path, caplog):
+    path.write_text("")
+    assert refused(ApiKeys(path), "")
+    assert "every request is refused" in caplog.text
+
+
+def test_keys_of_the_environment(path):
+    operator, own, files = new_key(), new_key(), make(path)
+    keys = ApiKeys(None, f"{operator},\n acme:{own} ")
+    assert keys.principal(operator) == Principal()
+    assert keys.principal(own).tenant == "acme"
+    assert not keys.principal(own).rights.operator
+    keys.refresh()
+    both = ApiKeys(path, f"acme:{own}")
+    assert both.principal(own) == both.principal(files)
+
+
+def test_a_revoked_key_is_not_taken_from_the_environment_either(path):
+    key = make(path)
+    revoke_key(path, path.read_text().split('id = "')[1][:8])
+    assert refused(ApiKeys(path, f"acme:{key}"), key)
+
+
+@pytest.mark.parametrize("variable", ["weak", "acme:weak", f"a/b:{new_key()}", f"{new_key()},x"])
+def test_a_bad_variable(variable):
+    with pytest.raises(ConfigError, match="LORAPLEX_API_KEYS") as raised:
+        ApiKeys(None, variable)
+    assert "weak" not in raised.value.message
+
+
+def test_a_key_of_a_flag_may_be_weak(caplog):
+    assert ApiKeys(None, given=("weak",)).principal("weak") == Principal()
+    assert "it is taken all the same" in caplog.text
+    assert "weak" not in caplog.text
+
+
+async def test_following(path, monkeypatch):
+    monkeypatch.setattr(api_key_ring, "LOOK_SECONDS", 0.001)
+    make(path)
+    keys = ApiKeys(path)
+    task = asyncio.create_task(keys.follow())
+    key = make(path)
+
+    def is_known():
+        try:
+            return bool(keys.principal(key))
+        except UnauthenticatedError:
+            return False
+
+    assert await asyncio.to_thread(eventually, is_known)
+    task.cancel()

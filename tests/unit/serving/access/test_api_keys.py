@@ -1,0 +1,83 @@
+"""Keys: drawn, hashed, strong, and compared in constant time."""
+
+import hashlib
+import hmac
+
+import pytest
+
+from loraplex.core.errors import ConfigError
+from loraplex.serving.access import api_keys
+from loraplex.serving.access.api_keys import check_strength, find_hash, hash_of, new_key
+
+
+def test_new_keys_differ_and_are_strong():
+    keys = {new_key() for _ in range(100)}
+    assert len(keys) == 100
+    for key in keys:
+        assert key.startswith("lpx_")
+        assert len(key) == 4 + 43
+        check_strength(key, "here")
+
+
+def test_a_hash_is_sha256_of_the_whole_key():
+    assert hash_of("lpx_abc") == hashlib.sha256(b"lpx_abc").digest()
+    assert hash_of("\udcff")  # what came in a header is hashed, whatever it is
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "",
+        "short",
+        "password" * 8,
+        "a" * 64,
+        "0123" * 16,
+        "lpx_" + "a" * 43,
+        "with spaces and enough other characters, all of them",
+        "ключ" * 20,
+        "x" * 20 + "\n" + "abcdefghijklmnopqrstuv",
+        "abcdefghijklmnopqrstuvwxyz0123456789" * 20,
+    ],
+)
+def test_weak_and_odd_keys_are_refused_and_not_told(key):
+    with pytest.raises(ConfigError, match="^LORAPLEX_X: ") as raised:
+        check_strength(key, "LORAPLEX_X")
+    assert len(key) < 5 or key not in raised.value.message
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["f3a9" + "0c61d7b2" * 3 + "e584", hashlib.sha256(b"x").hexdigest(), "sk-" + "aB3dE5" * 8],
+)
+def test_keys_from_elsewhere(key):
+    if key.startswith("sk-"):
+        with pytest.raises(ConfigError):
+            check_strength(key, "here")
+    else:
+        check_strength(key, "here")
+
+
+def test_each_place_is_found():
+    hashes = [hash_of(str(i)) for i in range(5)]
+    assert [find_hash(each, hashes) for each in hashes] == [0, 1, 2, 3, 4]
+    assert find_hash(hash_of("x"), hashes) is None
+    assert find_hash(hash_of("x"), []) is None
+
+
+@pytest.mark.parametrize("wanted", ["0", "2", "4", "nobody's"])
+def test_every_key_is_compared_wherever_the_right_one_stands(monkeypatch, wanted):
+    compared = []
+
+    def compare_digest(one, other):
+        compared.append((one, other))
+        return hmac.compare_digest(one, other)
+
+    class Hmac:
+        pass
+
+    Hmac.compare_digest = staticmethod(compare_digest)
+    monkeypatch.setattr(api_keys, "hmac", Hmac)
+    hashes = [hash_of(str(i)) for i in range(5)]
+    find_hash(hash_of(wanted), hashes)
+    assert [known for known, _ in compared] == hashes
+    assert {asked for _, asked in compared} == {hash_of(wanted)}

@@ -1,0 +1,134 @@
+"""The file of tenants and keys: what it says, and what is wrong with it."""
+
+import re
+
+import pytest
+
+from loraplex.core.errors import ConfigError
+from loraplex.core.principal import ALL, NONE, Names, Principal, Rights, TenantLimits
+from loraplex.serving.access.key_file import (
+    MAX_FILE_BYTES,
+    parse_key_file,
+    principal_of,
+    read_key_file,
+)
+
+HASH = "ab" * 32
+PLAIN = Rights(use=ALL, list=ALL, manage=NONE, models=ALL, operator=False)
+WHOLE = """
+[tenants.acme]
+use = ["fr-*", "legal"]
+list = "none"
+manage = ["own-*"]
+models = ["base"]
+operator = true
+requests_per_minute = 60
+tokens_per_minute = 1000
+max_concurrent_requests = 4
+max_prompt_tokens = 100
+max_n = 2
+share_weight = 2.5
+
+[tenants.plain]
+[tenants.default]
+
+[[keys]]
+id = "one"
+tenant = "acme"
+sha256 = "%s"
+created = 2026-01-31T12:00:00Z
+
+[[keys]]
+id = "two"
+tenant = "plain"
+sha256 = "%s"
+
+[[revoked]]
+id = "two"
+""" % (HASH, "cd" * 32)
+
+
+def test_a_whole_file():
+    file = parse_key_file(WHOLE.encode(), "keys.toml")
+    assert file.tenants["acme"] == Principal(
+        "acme",
+        Rights(
+            use=Names(("fr-*", "legal")),
+            list=NONE,
+            manage=Names(("own-*",)),
+            models=Names(("base",)),
+            operator=True,
+        ),
+        TenantLimits(
+            requests_per_minute=60,
+            tokens_per_minute=1000,
+            max_concurrent_requests=4,
+            max_prompt_tokens=100,
+            max_n=2,
+        ),
+        2.5,
+    )
+    assert [key.id for key in file.keys] == ["one", "two"]
+    assert [key.id for key in file.valid_keys] == ["one"]
+
+
+def test_what_is_not_written():
+    tenants = parse_key_file(WHOLE.encode(), "keys.toml").tenants
+    assert tenants["plain"] == Principal("plain", PLAIN)
+    assert tenants["default"] == Principal()
+    assert principal_of(tenants, "default") == principal_of({}, "default") == Principal()
+    assert principal_of({}, "new") == Principal("new", PLAIN)
+
+
+def test_an_empty_file_has_no_keys():
+    assert parse_key_file(b"", "x").keys == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[", "is not TOML"),
+        ("key = 1", "key: unknown; known: tenants, keys, revoked"),
+        ("tenants = 1", "tenants must be tables"),
+        ("keys = 1", "keys must be tables in double brackets"),
+        ("[tenants.'a b']", "a tenant is called by at most 128 letters"),
+        ("[tenants.a]\nuse = 'some'", 'tenants.a.use must be "all", "none" or a list'),
+        ("[tenants.a]\nusing = 'all'", "unknown field `using`"),
+        ("[tenants.a]\nlist = [1]", "`$.list"),
+        ("[tenants.a]\noperator = 'yes'", "Expected `bool"),
+        ("[tenants.a]\nrequests_per_minute = 0", "requests_per_minute must be at least 1, got 0"),
+        ("[tenants.a]\nmax_n = -1", "max_n must be at least 1"),
+        ("[tenants.a]\nshare_weight = 0", "share_weight must be more than 0"),
+        ("[tenants.a]\nshare_weight = inf", "share_weight must be more than 0, and finite"),
+        (f"[[keys]]\nid = 'x'\ntenant = 'a'\nsha256 = '{HASH}'", "there is no [tenants.a]"),
+        ("[tenants.a]\n[[keys]]\nid = 'x'\ntenant = 'a'\nsha256 = 'AB'", "64 hexadecimal digits"),
+        ("[tenants.a]\n[[keys]]\nid = 'x'\ntenant = 'a'", "missing required field `sha256`"),
+        (
+            f"[tenants.a]\n[[keys]]\nid = 'x'\ntenant = 'a'\nsha256 = '{HASH}'\n"
+            f"[[keys]]\nid = 'y'\ntenant = 'a'\nsha256 = '{HASH}'",
+            "key 'y': is there twice",
+        ),
+        (
+            f"[tenants.a]\n[[keys]]\nid = 'x'\ntenant = 'a'\nsha256 = '{HASH}'\n"
+            f"[[keys]]\nid = 'x'\ntenant = 'a'\nsha256 = '{'00' * 32}'",
+            "key 'x': is there twice",
+        ),
+    ],
+)
+def test_what_is_wrong_is_told_with_its_place(text, said):
+    with pytest.raises(ConfigError, match=re.escape(said)) as raised:
+        parse_key_file(text.encode(), "keys.toml")
+    assert raised.value.message.startswith("keys.toml")
+
+
+def test_sizes_are_limited(monkeypatch):
+    with pytest.raises(ConfigError, match="at most"):
+        parse_key_file(b"#" * (MAX_FILE_BYTES + 1), "x")
+    monkeypatch.setattr("loraplex.serving.access.key_file.MAX_KEYS", 1)
+    with pytest.raises(ConfigError, match="has 2 keys; at most 1"):
+        parse_key_file(WHOLE.encode(), "x")
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot read api_keys_file .*nowhere: No such file"):
+        read_key_file(tmp_path / "nowhere")

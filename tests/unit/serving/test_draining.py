@@ -1,0 +1,108 @@
+"""A drain: what it refuses, what it waits for, how it ends."""
+
+import asyncio
+
+import pytest
+
+from loraplex.core.clock import SystemClock
+from loraplex.core.errors import NotReadyError
+from loraplex.serving.draining import Draining
+
+
+class Engines:
+    """So many requests are running; those that were ended are gone."""
+
+    def __init__(self, running: int = 0) -> None:
+        self.running = running
+        self.errors: list[NotReadyError] = []
+
+    def end_all(self, error: NotReadyError) -> None:
+        self.errors.append(error)
+        self.running = 0
+
+
+@pytest.fixture
+def engines():
+    return Engines()
+
+
+@pytest.fixture
+async def draining(engines):
+    draining = Draining(SystemClock(), lambda: engines.running, engines.end_all)
+    yield draining
+    draining.close()
+
+
+async def test_nothing_is_refused_before(draining):
+    with draining.admission():
+        assert draining.num_in_work == 1
+    assert (draining.num_in_work, draining.reason, draining.is_active) == (0, "", False)
+    assert not draining.report().draining
+
+
+async def test_new_requests_are_refused_and_may_come_again(draining):
+    draining.begin()
+    assert draining.reason == "the server is draining"
+    with pytest.raises(NotReadyError, match="draining") as refused, draining.admission():
+        raise AssertionError
+    assert refused.value.retry_after_seconds == 2
+    assert draining.num_in_work == 0
+    assert not draining.cancel().draining
+    with draining.admission():
+        pass
+
+
+async def test_a_request_that_is_being_admitted_is_in_work(draining):
+    with draining.admission():
+        assert not draining.begin().drained
+    assert draining.report().drained
+
+
+async def test_late_ones_are_ended(draining, engines):
+    engines.running = 2
+    report = draining.begin(0.02)
+    assert (report.in_work, report.drained) == (2, False)
+    assert 0 < report.seconds_left <= 0.02
+    async with asyncio.timeout(5):
+        while not draining.report().drained:
+            await asyncio.sleep(0.01)
+    assert len(engines.errors) == 1
+
+
+async def test_a_later_begin_sets_the_time_anew(draining, engines):
+    engines.running = 1
+    draining.begin(0.02)
+    began = draining.report().elapsed_seconds
+    assert draining.begin(60).seconds_left > 50
+    assert draining.begin().seconds_left is None
+    await asyncio.sleep(0.1)
+    assert (engines.running, engines.errors) == (1, [])
+    assert draining.report().elapsed_seconds > began
+
+
+async def test_a_drain_that_was_undone_ends_nothing(draining, engines):
+    engines.running = 1
+    draining.begin(0.02)
+    draining.cancel()
+    await asyncio.sleep(0.1)
+    assert engines.errors == []
+
+
+async def test_the_last_drain(draining, engines):
+    engines.running = 1
+    finishing = asyncio.create_task(draining.finish(60))
+    await asyncio.sleep(0)
+    assert draining.reason == "the server is stopping"
+    with pytest.raises(NotReadyError, match="cannot be undone"):
+        draining.cancel()
+    assert draining.begin(0).seconds_left > 50
+    assert not finishing.done()
+    engines.running = 0
+    await asyncio.wait_for(finishing, 5)
+
+
+async def test_the_last_drain_has_its_time(draining, engines, caplog):
+    engines.running = 1
+    await asyncio.wait_for(draining.finish(0.05), 5)
+    assert "the time to drain is up" in caplog.text
+    assert engines.errors == []

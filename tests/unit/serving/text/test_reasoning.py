@@ -1,0 +1,64 @@
+"""Reasoning is told from the answer, however the text comes."""
+
+import pytest
+
+from loraplex.serving.text.reasoning import TAGS, ReasoningReader, tags_of_template
+
+THINK = TAGS["think"]
+
+
+def read(pieces: list[str], prompt: str = "") -> tuple[str, str]:
+    reader = ReasoningReader(THINK, prompt)
+    parts = [reader.push(piece) for piece in pieces] + [reader.push("", final=True)]
+    return "".join(part[0] for part in parts), "".join(part[1] for part in parts)
+
+
+CASES = [
+    ("", "", "", ""),
+    ("", "Hello.", "", "Hello."),
+    ("", " \n Hello.", "", " \n Hello."),
+    ("", "<think>Hm.</think>Hello.", "Hm.", "Hello."),
+    ("", "\n<think>\n Hm.\n\nSo.\n</think>\n\n Hello. \n", "Hm.\n\nSo.", "Hello. \n"),
+    ("", "<think>never over ", "never over", ""),
+    ("", "<think>cut </thi", "cut </thi", ""),
+    ("", "<thin air", "", "<thin air"),
+    ("", "<thin", "", "<thin"),
+    ("", "a <think>b</think>", "", "a <think>b</think>"),
+    ("", "<think></think>Hello.", "", "Hello."),
+    ("", "<think>a<think>b</think>c</think>", "a<think>b", "c</think>"),
+    ("<think>\n", "Hm.</think>Hello.", "Hm.", "Hello."),
+    ("<think>", "\nnever over", "never over", ""),
+    ("<think>\n\n</think>\n\n", "Hello.", "", "Hello."),
+    ("<think>\n\n</think>\n\n", "<think>Hm.</think>", "", "<think>Hm.</think>"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "text", "reasoning", "answer"), CASES)
+def test_whole_and_character_by_character(
+    prompt: str, text: str, reasoning: str, answer: str
+) -> None:
+    assert read([text], prompt) == (reasoning, answer)
+    assert read(list(text), prompt) == (reasoning, answer)
+    for cut in range(len(text)):
+        assert read([text[:cut], text[cut:]], prompt) == (reasoning, answer)
+
+
+def test_reasoning_comes_at_once() -> None:
+    reader = ReasoningReader(THINK, "")
+    assert reader.push("<think>one") == ("one", "")
+    assert reader.push(" two <") == (" two", "")
+    assert reader.push("b></think") == (" <b>", "")
+    assert reader.push(">three") == ("", "three")
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("", "none"),
+        ("{{ messages }}", "none"),
+        ("{{ '<think>\\n\\n</think>' }}", "think"),
+        ("[THINK]{{ x }}[/THINK]", "mistral"),
+    ],
+)
+def test_what_a_template_marks(template: str, name: str) -> None:
+    assert tags_of_template(template) == name

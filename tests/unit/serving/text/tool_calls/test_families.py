@@ -1,0 +1,258 @@
+"""What each family writes is read as the same calls, however the text comes."""
+
+import json
+import random
+
+import pytest
+
+from loraplex.core.tools import FunctionTool, ToolUse
+from loraplex.serving.text.answer_reader import AnswerReading
+from loraplex.serving.text.chat_format import ChatFormat
+from loraplex.serving.text.tool_calls.formats import FORMATS
+
+WEATHER = FunctionTool(
+    name="get_weather",
+    parameters={
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+        "required": ["city"],
+    },
+)
+CLOCK = FunctionTool(name="clock")
+TOOLS = ToolUse(tools=(WEATHER, CLOCK))
+
+PARIS = {"city": "Paris", "days": 2}
+TWO_CALLS = [("get_weather", PARIS), ("clock", {})]
+
+TWO = {
+    "hermes": (
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 2}}\n'
+        '</tool_call>\n<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+    ),
+    "llama3_json": (
+        '{"name": "get_weather", "parameters": {"city": "Paris", "days": 2}}; '
+        '{"name": "clock", "parameters": {}}'
+    ),
+    "pythonic": "[get_weather(city='Paris', days=2), clock()]",
+    "mistral": (
+        '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Paris", "days": 2}}, '
+        '{"name": "clock", "arguments": {}}]'
+    ),
+    "mistral_named": (
+        '[TOOL_CALLS]get_weather[ARGS]{"city": "Paris", "days": 2}[TOOL_CALLS]clock[ARGS]{}'
+    ),
+    "deepseek_v3": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+        '{"city": "Paris", "days": 2}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function'
+        "<｜tool▁sep｜>clock\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    ),
+    "deepseek_v31": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
+        '{"city": "Paris", "days": 2}<｜tool▁call▁end｜><｜tool▁call▁begin｜>clock<｜tool▁sep｜>{}'
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    ),
+    "phi4_mini_json": (
+        'functools[{"name": "get_weather", "arguments": {"city": "Paris", "days": 2}}, '
+        '{"name": "clock", "arguments": {}}]'
+    ),
+    "granite": (
+        '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris", "days": 2}}, '
+        '{"name": "clock", "arguments": {}}]'
+    ),
+    "qwen3_coder": (
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
+        "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>\n"
+        "<tool_call>\n<function=clock>\n</function>\n</tool_call>"
+    ),
+    "glm45": (
+        "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>\n"
+        "<tool_call>clock\n</tool_call>"
+    ),
+    "kimi_k2": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
+        '<|tool_call_argument_begin|>{"city": "Paris", "days": 2}<|tool_call_end|>'
+        "<|tool_call_begin|>functions.clock:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+        "<|tool_calls_section_end|>"
+    ),
+    "generic": (
+        '[{"name": "get_weather", "arguments": {"city": "Paris", "days": 2}}, {"name": "clock"}]'
+    ),
+}
+"""Two calls, as each family writes them."""
+
+WHOLE_ANSWERS = ("llama3_json", "pythonic", "generic")
+"""Families whose calls have no marker: nothing stands before them."""
+
+
+class Answer:
+    """What an answer was read as."""
+
+    def __init__(self, family: str, pieces: list[str], tools: ToolUse = TOOLS) -> None:
+        reader = AnswerReading(chat_format=ChatFormat(tool_calls=family), tool_use=tools).reader()
+        *first, last = pieces or [""]
+        deltas = [reader.push(piece) for piece in first] + [reader.push(last, final=True)]
+        self.content = "".join(delta.content for delta in deltas)
+        self.names: list[str] = []
+        self.ids: list[str] = []
+        self.arguments: list[str] = []
+        for call in (call for delta in deltas for call in delta.calls):
+            if call.name is not None:
+                assert call.call_id
+                assert call.index == len(self.names), "a call begins once, in order"
+                self.names.append(call.name)
+                self.ids.append(call.call_id)
+                self.arguments.append("")
+            self.arguments[call.index] += call.arguments
+        assert reader.num_calls == len(self.names)
+
+    @property
+    def calls(self) -> list[tuple[str, object]]:
+        pairs = zip(self.names, self.arguments, strict=True)
+        return [(name, json.loads(text)) for name, text in pairs]
+
+    @property
+    def seen(self) -> tuple[str, list[str], list[str]]:
+        """All but the ids, which are drawn."""
+        return self.content, self.names, self.arguments
+
+
+def test_every_family_has_an_example() -> None:
+    assert set(TWO) == set(FORMATS)
+
+
+@pytest.mark.parametrize("family", TWO)
+def test_two_calls_at_once(family: str) -> None:
+    answer = Answer(family, [TWO[family]])
+    assert answer.calls == TWO_CALLS
+    assert answer.content == ""
+    assert len(set(answer.ids)) == 2
+
+
+@pytest.mark.parametrize("family", TWO)
+def test_character_by_character(family: str) -> None:
+    assert Answer(family, list(TWO[family])).seen == Answer(family, [TWO[family]]).seen
+
+
+@pytest.mark.parametrize("family", set(TWO) - set(WHOLE_ANSWERS))
+def test_text_before_calls_is_content(family: str) -> None:
+    answer = Answer(family, ["I look it up [a] <b> {c}.\n\n", TWO[family], "\n"])
+    assert answer.content == "I look it up [a] <b> {c}."
+    assert answer.calls == TWO_CALLS
+
+
+@pytest.mark.parametrize("family", set(TWO) - set(WHOLE_ANSWERS))
+def test_text_behind_calls_is_content(family: str) -> None:
+    answer = Answer(family, ["Hm.\n\n", TWO[family], "\n\nDone."])
+    assert answer.content == "Hm.\n\nDone."
+    assert answer.calls == TWO_CALLS
+    assert Answer(family, [TWO[family], "\n\nDone.\n"]).content == "Done."
+
+
+@pytest.mark.parametrize("family", TWO)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "Hello.",
+        " \n Hello. \n",
+        "<tool_call",
+        "<tool_call>",
+        "<tool_call>none</tool_call>",
+        '{"name": 1}',
+        '{"name": "somebody", "arguments": {"a": 1}}',
+        "[1, 2]",
+        "[",
+        "{",
+        "[TOOL_CALLS]",
+        "import functools",
+        "functools[0]",
+        "<|python_tag|>print(1)",
+        "<|tool_call|>",
+        "<｜tool▁calls▁begin｜>",
+        "<|tool_calls_section_begin|>",
+        "<tool_call><function=",
+        "[get_weather(",
+        "[other(a=1)]",
+        '<tool_call>{"name": "", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "a b", "arguments": {}}</tool_call>',
+    ],
+)
+def test_what_is_no_call_is_content(family: str, text: str) -> None:
+    for pieces in ([text], list(text), [text, ""]):
+        answer = Answer(family, pieces)
+        if not answer.names:
+            assert answer.content == text
+
+
+@pytest.mark.parametrize("family", set(TWO) - {"pythonic", "qwen3_coder", "glm45"})
+def test_arguments_come_as_they_are_written(family: str) -> None:
+    reader = AnswerReading(chat_format=ChatFormat(tool_calls=family), tool_use=TOOLS).reader()
+    deltas = [call for char in TWO[family] for call in reader.push(char).calls]
+    first = [call for call in deltas if call.index == 0]
+    assert first[0].name == "get_weather"
+    assert len(first) > 10, "one piece for each character"
+
+
+@pytest.mark.parametrize("family", TWO)
+def test_every_cut_is_the_beginning_of_the_whole(family: str) -> None:
+    """As a stream that max_tokens ends: nothing is given that the whole does not have."""
+    whole = Answer(family, [TWO[family]])
+    for length in range(len(TWO[family])):
+        answer = Answer(family, [TWO[family][:length]])
+        for name, arguments, own in zip(
+            answer.names, answer.arguments, whole.arguments, strict=False
+        ):
+            assert name in whole.names
+            assert own.startswith(arguments)
+        if answer.names:
+            assert answer.content == ""
+        else:
+            assert TWO[family].startswith(answer.content)
+            assert answer.content == TWO[family][:length]
+
+
+PIECES = (
+    "<tool_call>", "</tool_call>", "<tool_", "call>", "<function=get_weather>", "<parameter=city>",
+    "</parameter>", "</function>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
+    '{"name": ', '"get_weather"', ', "arguments": ', '{"city": "a"}', "}", "{", "[", "]", "; ",
+    "[TOOL_CALLS]", "[ARGS]", "clock", "get_weather(", "city=", "'x'", ")", ", ", "functools[",
+    "<|tool_call|>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "\n",
+    "```json\n", "```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
+    "<|tool_calls_section_begin|>",
+    "<|tool_call_begin|>", "functions.clock:0", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
+    " ", "text", '"', "\\", "1", "-", "e", "true", "null", "<|python_tag|>", "[CALL_ID]",
+)  # fmt: skip
+
+
+def _near_call(family: str, source: random.Random) -> str:
+    """A right text with faults, or pieces in any order."""
+    if source.random() < 0.3:
+        return "".join(source.choices(PIECES, k=source.randint(1, 20)))
+    text = TWO[family]
+    for _ in range(source.randint(0, 3)):
+        at = source.randrange(len(text) + 1)
+        end = min(len(text), at + source.choice((0, 0, 1, 3, 20)))
+        text = text[:at] + source.choice(("", *PIECES)) + text[end:]
+    return source.choice(("", "Well.\n", " ")) + text + source.choice(("", " bye", "\n"))
+
+
+def _split(text: str, source: random.Random) -> list[str]:
+    cuts = sorted(source.choices(range(len(text) + 1), k=source.randint(0, len(text) // 2)))
+    bounds = zip([0, *cuts], [*cuts, len(text)], strict=True)
+    return [text[start:end] for start, end in bounds] + [""] * source.randrange(2)
+
+
+# A model may write escapes that Python does not know.
+@pytest.mark.filterwarnings("ignore:invalid escape sequence")
+@pytest.mark.parametrize("family", TWO)
+def test_any_split_of_any_text_gives_the_same(family: str) -> None:
+    source = random.Random(family)
+    for _ in range(300):
+        text = _near_call(family, source)
+        whole = Answer(family, [text])
+        assert Answer(family, _split(text, source)).seen == whole.seen, text
+        if not whole.names:
+            assert whole.content == text
+        for arguments in whole.arguments[:-1]:
+            assert arguments == "" or arguments.startswith("{")

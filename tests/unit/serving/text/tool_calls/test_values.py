@@ -1,0 +1,159 @@
+"""Arguments that are no JSON where they are written become JSON."""
+
+import json
+from typing import Any
+
+import pytest
+
+from loraplex.core.tools import FunctionTool, ToolUse
+from loraplex.serving.text.answer_reader import AnswerReading
+from loraplex.serving.text.chat_format import ChatFormat
+from loraplex.serving.text.tool_calls.parameters import json_of, properties
+
+
+def arguments(family: str, text: str, parameters: dict[str, Any] | None = None) -> Any:
+    tool = FunctionTool(name="f", parameters=parameters or {})
+    reading = AnswerReading(
+        chat_format=ChatFormat(tool_calls=family), tool_use=ToolUse(tools=(tool,))
+    )
+    found = reading.reader().push(text, final=True)
+    assert found.content == ""
+    [call] = found.calls
+    return json.loads(call.arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "value"),
+    [
+        ("Paris", {"type": "string"}, "Paris"),
+        ("12", {"type": "string"}, "12"),
+        ("12", {"type": "integer"}, 12),
+        ("12", {"type": ["string", "integer"]}, 12),
+        ("12", {"type": ["string", "null"]}, "12"),
+        ("null", {"type": ["string", "null"]}, None),
+        ("null", {"anyOf": [{"type": "string"}, {"type": "null"}]}, None),
+        ("1.5", {"type": "number"}, 1.5),
+        ("2", {"type": "number"}, 2),
+        ("true", {"type": "boolean"}, True),
+        ("yes", {"type": "boolean"}, "yes"),
+        ('{"a": [1]}', {"type": "object"}, {"a": [1]}),
+        ("x", {"enum": ["x", "y"]}, "x"),
+        ("1", {"enum": ["1", "2"]}, "1"),
+        ("1", {"enum": [1, 2]}, 1),
+        ("12", {}, 12),
+        ("some words", {}, "some words"),
+        ('"quoted"', {}, "quoted"),
+        ('"quoted"', {"type": "string"}, '"quoted"'),
+        ("", None, ""),
+        ('two\nlines "and" quotes', {"type": "string"}, 'two\nlines "and" quotes'),
+    ],
+)
+def test_text_as_the_schema_wants_it(text: str, schema: dict[str, Any] | None, value: Any) -> None:
+    assert json.loads(json_of(text, schema)) == value
+
+
+def test_definitions_are_seen_by_each_property() -> None:
+    shared = {"p": {"type": "integer"}}
+    tool = FunctionTool(
+        name="f", parameters={"$defs": shared, "properties": {"a": {"$ref": "#/$defs/p"}}}
+    )
+    assert properties(tool) == {"a": {"$defs": shared, "$ref": "#/$defs/p"}}
+    assert properties(None) == {}
+    assert properties(FunctionTool(name="f", parameters={"properties": {"a": True}})) == {}
+
+
+def test_xml_keeps_lines_and_takes_the_first_of_two() -> None:
+    text = (
+        "<tool_call>\n<function=f>\n<parameter=code>\nif a < b:\n    go()\n\n</parameter>\n"
+        "<parameter=code>\nother\n</parameter>\n<parameter=n>3</parameter>\n</function>\n"
+        "</tool_call>"
+    )
+    schema = {"properties": {"code": {"type": "string"}}}
+    assert arguments("qwen3_coder", text, schema) == {"code": "if a < b:\n    go()\n", "n": 3}
+
+
+def test_xml_without_its_frame() -> None:
+    assert arguments("qwen3_coder", "<function=f><parameter=a>1</parameter></function>") == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("source", "values"),
+    [
+        ("a=1, b=-2.5", {"a": 1, "b": -2.5}),
+        ("a='it''s'", {"a": "its"}),
+        ("a=\"x, y) ]\", b='\\'q\\''", {"a": "x, y) ]", "b": "'q'"}),
+        ("a=True, b=False, c=None", {"a": True, "b": False, "c": None}),
+        ("a=true, b=false, c=null", {"a": True, "b": False, "c": None}),
+        ("a=[1, [2, 'x']], b=(1, 2)", {"a": [1, [2, "x"]], "b": [1, 2]}),
+        ("a={'k': {'l': [1]}, \"m\": None}", {"a": {"k": {"l": [1]}, "m": None}}),
+        (" a = 1 , b = 2 ", {"a": 1, "b": 2}),
+        ("", {}),
+    ],
+)
+def test_python_literals(source: str, values: dict[str, Any]) -> None:
+    assert arguments("pythonic", f"[f({source})]") == values
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "a=1+1",
+        "a=f()",
+        "a=__import__('os')",
+        "a={1: 2}",
+        "a=b",
+        "a=1j",
+        "a=b'x'",
+        "1",
+        "a=",
+        "a=1]",
+    ],
+)
+def test_other_python_is_no_argument(source: str) -> None:
+    tool_use = ToolUse(tools=(FunctionTool(name="f"),))
+    reading = AnswerReading(chat_format=ChatFormat(tool_calls="pythonic"), tool_use=tool_use)
+    found = reading.reader().push(f"[f({source})]", final=True)
+    assert source in found.content
+
+
+@pytest.mark.parametrize("nesting", ["[" * 5000, "(" * 5000, "{'a':" * 5000, "-" * 5000])
+def test_deep_python_ends(nesting: str) -> None:
+    tool_use = ToolUse(tools=(FunctionTool(name="f"),))
+    reading = AnswerReading(chat_format=ChatFormat(tool_calls="pythonic"), tool_use=tool_use)
+    reading.reader().push(f"[f(a={nesting})]", final=True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"arguments": {"a": 1}, "name": "f"}',
+        '{"name": "f", "parameters": {"a": 1}}',
+        '{"id": "x", "type": "function", "name": "f", "arguments": "{\\"a\\": 1}"}',
+        '{"name": "f", "index": 0, "extra": {"b": 2}, "arguments": {"a": 1}, "ok": null}',
+    ],
+)
+def test_json_calls_in_any_order(text: str) -> None:
+    assert arguments("hermes", f"<tool_call>{text}</tool_call>") == {"a": 1}
+
+
+@pytest.mark.parametrize("text", ['{"name": "f"}', '{"name": "f", "arguments": null}'])
+def test_json_calls_without_arguments(text: str) -> None:
+    assert arguments("hermes", f"<tool_call>{text}</tool_call>") == {}
+
+
+def test_ids_that_the_model_writes() -> None:
+    tool_use = ToolUse(tools=(FunctionTool(name="f"),))
+    kimi = AnswerReading(chat_format=ChatFormat(tool_calls="kimi_k2"), tool_use=tool_use)
+    text = (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:3"
+        "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>"
+    )
+    assert kimi.reader().push(text, final=True).calls[0].call_id == "functions.f:3"
+    mistral = AnswerReading(chat_format=ChatFormat(tool_calls="mistral"), tool_use=tool_use)
+    text = "[TOOL_CALLS]f[CALL_ID]abcDEF123[ARGS]{}"
+    assert mistral.reader().push(text, final=True).calls[0].call_id == "abcDEF123"
+    text = '[TOOL_CALLS][{"name": "f", "arguments": {}}]'
+    call_id = mistral.reader().push(text, final=True).calls[0].call_id
+    assert call_id is not None
+    assert len(call_id) == 9
+    assert call_id.isalnum()
