@@ -140,11 +140,12 @@ def _control_mode(mode: str, load_models: list[str]) -> str:
 def _control(mode: str, load_models: list[str], repository: "Repository") -> "ModelControl":
     """Under explicit control only what was asked for is loaded: perhaps nothing."""
     from loraplex.frontends.kserve.model_control import ControlMode, ModelControl  # noqa: PLC0415
+    from loraplex.triton.reloading import Reloading  # noqa: PLC0415
 
     loaded = repository.loaded
     if mode == "explicit" and not load_models:
         loaded = ()
-    return ModelControl(ControlMode(mode), loaded=loaded)
+    return ModelControl(ControlMode(mode), loaded=loaded, reload=Reloading(repository))
 
 
 def _tell(repository: "Repository", theirs: Mapping[str, str], config: Config) -> None:

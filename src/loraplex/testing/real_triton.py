@@ -16,7 +16,7 @@ START_SECONDS = 180
 STOP_SECONDS = 60
 _KINDS = ("http", "grpc", "metrics")
 _SHARED_MEMORY = Path("/dev/shm")
-_REGION = "triton_python_backend_shm_region_*"
+_BACKENDS = ("python", "vllm")
 
 
 @dataclasses.dataclass
@@ -69,9 +69,10 @@ def running_triton(
         f"--model-repository={repository}",
         *(f"--{kind}-address=127.0.0.1" for kind in _KINDS),
         *(f"--{kind}-port={port}" for kind, port in zip(_KINDS, ports, strict=True)),
+        # So that it is known which regions are this server's.
+        *(f"--backend-config={name},shm-region-prefix-name={_prefix(ports)}" for name in _BACKENDS),
         *flags,
     ]
-    before = _regions()
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     http, grpc, metrics = (f"127.0.0.1:{port}" for port in ports)
@@ -82,9 +83,8 @@ def running_triton(
         yield triton
     finally:
         _end(process)
-        for region in _regions() - before:  # of a server that was killed
-            with contextlib.suppress(OSError):
-                os.unlink(region)
+        for region in _SHARED_MEMORY.glob(f"{_prefix(ports)}*"):  # of a server that was killed
+            region.unlink(missing_ok=True)
 
 
 def _link_backends(own: Path, directory: Path) -> None:
@@ -113,5 +113,6 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
-def _regions() -> set[Path]:
-    return set(_SHARED_MEMORY.glob(_REGION))
+def _prefix(ports: Sequence[int]) -> str:
+    """Of the names of a server's regions of shared memory."""
+    return f"loraplex_test_{os.getpid()}_{ports[0]}_"

@@ -27,6 +27,8 @@ class Repository:
     loaded: tuple[str, ...] | None
     """Names that were asked for, and what they are made of; None: all."""
     notes: Notes
+    folders: Mapping[str, ModelFolder]
+    """By name: those that are served, and what they are made of."""
 
 
 def read_repositories(paths: Sequence[Path], wanted: Collection[str] = ()) -> Repository:
@@ -40,6 +42,14 @@ def read_repositories(paths: Sequence[Path], wanted: Collection[str] = ()) -> Re
         raise ConfigError(
             f"--load-model {missing[0]}: there is no such model; there are {', '.join(folders)}"
         )
+    return read_folders(folders, wanted, notes)
+
+
+def read_folders(
+    folders: Mapping[str, ModelFolder], wanted: Collection[str] = (), notes: Notes | None = None
+) -> Repository:
+    """The same of folders that have been read."""
+    notes = Notes() if notes is None else notes
     roles = _roles(folders, wanted, notes)
     folders = {name: folders[name] for name in roles}
     tensorrt = TensorrtLlmModels(
@@ -63,7 +73,8 @@ def read_repositories(paths: Sequence[Path], wanted: Collection[str] = ()) -> Re
         step for name in wanted if roles[name] is Role.ENSEMBLE for step in tensorrt.steps(name)
     ]
     loaded = tuple(dict.fromkeys([*wanted, *parts])) if wanted else None
-    return Repository(tuple(layers), tuple(declarations), loaded, notes)
+    kept = {name: folder for name, folder in folders.items() if bases[name] in served}
+    return Repository(tuple(layers), tuple(declarations), loaded, notes, kept)
 
 
 def _roles(

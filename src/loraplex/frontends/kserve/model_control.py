@@ -25,9 +25,10 @@ class ControlMode(enum.Enum):
     EXPLICIT = "explicit"
 
 
-Reload = Callable[[ModelDeclaration, str, Mapping[str, bytes]], ModelDeclaration]
-"""(model at the start, its configuration as JSON, files by path) -> what it is from now on. Raises
-errors of core.errors, and then the model stays as it was."""
+Reload = Callable[[ModelDeclaration, str | None, Mapping[str, bytes]], ModelDeclaration]
+"""(model at the start, its configuration as JSON, files by path) -> what it is from now on; None:
+the configuration of its folder. Raises errors of core.errors, and then the model stays as it was.
+"""
 
 
 class ModelControl:
@@ -38,7 +39,8 @@ class ModelControl:
         loaded: Collection[str] | None = None,
         reload: Reload | None = None,
     ) -> None:
-        """loaded: names that are there at the start; None: all."""
+        """loaded: names that are there at the start; None: all. reload: reads a model's folder
+        again; None: there is no folder."""
         self.mode = mode
         self._loaded = None if loaded is None else set(loaded)
         self._unloaded: set[str] = set()
@@ -65,10 +67,10 @@ class ModelControl:
         self.check_explicit()
         config, files = _load_parameters(parameters)
         name = declaration.name
-        if config is None:
-            self._changed.pop(name, None)
-        elif self._reload is not None:
+        if self._reload is not None:
             self._changed[name] = self._reload(declaration, config, files)
+        elif config is None:
+            self._changed.pop(name, None)
         elif files:
             raise UnsupportedFeatureError(
                 f"failed to load '{name}': files of a model cannot be replaced while the server "

@@ -41,16 +41,24 @@ def overridden(declaration: ModelDeclaration, config: str) -> ModelDeclaration:
     )
 
 
-def _fields(name: str, config: str) -> dict[str, Any]:
-    """As proto names; unknown fields and wrong types are refused."""
+def parse_config(name: str, config: str) -> Any:
+    """A model_config_pb2.ModelConfig; unknown fields and wrong types are refused.
+
+    name: of the model. Raises InvalidRequestError.
+    """
     try:
         document = msgspec.json.decode(config)
-        message = json_format.ParseDict(document, model_config_pb2.ModelConfig())
+        return json_format.ParseDict(document, model_config_pb2.ModelConfig())
     except (msgspec.DecodeError, json_format.ParseError, RecursionError, UnicodeError) as error:
         raise _bad(name, str(error)[:300]) from None
     except (TypeError, ValueError, AttributeError) as error:
         raise _bad(name, f"it is no JSON object of that kind ({error})"[:300]) from None
-    return json_format.MessageToDict(message, preserving_proto_field_name=True)
+
+
+def _fields(name: str, config: str) -> dict[str, Any]:
+    message = parse_config(name, config)
+    fields: dict[str, Any] = json_format.MessageToDict(message, preserving_proto_field_name=True)
+    return fields
 
 
 def _shown(fields: dict[str, Any]) -> dict[str, Any]:
