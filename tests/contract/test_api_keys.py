@@ -13,11 +13,13 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 from loraplex.app.access import OPEN_PATHS, guarded, guarded_metrics
+from loraplex.client import text_client
 from loraplex.client.connection import grpc_client
 from loraplex.client.connection_options import GrpcOptions
+from loraplex.client.text_options import TextOptions
 from loraplex.core.errors import ConfigError, RateLimitedError
 from loraplex.core.server_config import ServerConfig
-from loraplex.frontends.access import by_api_key
+from loraplex.frontends.access import by_api_key, everyone_is_local
 from loraplex.frontends.kserve.grpc.access import OPEN_RPCS
 from loraplex.frontends.kserve.http.routes import kserve_routes
 from loraplex.frontends.kserve.service import TritonService
@@ -211,6 +213,40 @@ class TestCors:
             assert answer.headers["access-control-allow-origin"] == ASKING["origin"]
 
 
+FORM = {"origin": "https://evil.example", "content-type": "text/plain"}
+
+
+class TestStrangersPages:
+    """Without keys, and with what a browser sends without asking first."""
+
+    @pytest.mark.parametrize("path", ["/v1/drain", "/drain", "/v2/models/ensemble/infer", "/ping"])
+    async def test_may_not_post(self, rooms, path):
+        async with client_of(guarded(rooms, everyone_is_local, ServerConfig())) as client:
+            for kind in ("text/plain;charset=UTF-8", "multipart/form-data", ""):
+                answer = await client.post(path, headers={**FORM, "content-type": kind})
+                assert answer.status_code == 403
+                assert "cors_origins" in answer.text
+
+    @pytest.mark.parametrize(
+        "headers",
+        [
+            {"origin": "http://x"},
+            {"origin": "null", "sec-fetch-site": "same-origin"},
+            {"origin": "https://app.example.org"},
+            {"origin": "https://evil.example", "content-type": "application/json"},
+            {},
+        ],
+    )
+    async def test_who_may(self, rooms, headers):
+        settings = ServerConfig(cors_origins=("https://app.example.org",))
+        async with client_of(guarded(rooms, everyone_is_local, settings)) as client:
+            assert (await client.post("/ping", headers=headers)).status_code == 200
+
+    async def test_may_look(self, rooms):
+        async with client_of(guarded(rooms, everyone_is_local, ServerConfig())) as client:
+            assert (await client.get("/ping", headers=FORM)).status_code == 200
+
+
 def describe(triton):
     with grpc_client(GrpcOptions(url=triton.grpc)) as client:
         return client.get_model_metadata("ensemble").name
@@ -255,7 +291,7 @@ class TestGrpc:
                 assert client.get_inference_statistics(headers=bearer(OPERATOR))
 
     def test_our_own_clients_take_it_from_the_environment(self, triton, monkeypatch, tmp_path):
-        with pytest.raises(ConfigError, match="asks for an API key"):
+        with pytest.raises(ConfigError, match=r"asks for an API key.*from LORAPLEX_API_KEY,"):
             describe(triton)
         monkeypatch.setenv("LORAPLEX_API_KEY", TENANT)
         assert describe(triton) == "ensemble"
@@ -265,6 +301,12 @@ class TestGrpc:
             describe(triton)
         (tmp_path / "key").write_text(f"{TENANT}\n")
         assert describe(triton) == "ensemble"
+
+    def test_a_stream_that_is_refused_says_why(self, triton):
+        """Not that it "is no longer in valid state", which is what tritonclient raises."""
+        options = TextOptions(url=triton.grpc, prompt="hi")
+        with pytest.raises(ConfigError, match="asks for an API key"):
+            text_client.run(options, print)
 
     def test_a_rate_limit_tells_when(self, triton, backend):
         backend.plant(RateLimitedError("too many", retry_after_seconds=2.2))

@@ -13,7 +13,7 @@ import tritonclient.grpc
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from loraplex.core.adapter import AdapterChoice, ByName
-from loraplex.core.errors import PromptTooLongError, RowFailedError
+from loraplex.core.errors import AdapterNotFoundError, PromptTooLongError, RowFailedError
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration, ModelOptions
 from loraplex.frontends.kserve.models.vllm import VLLM
 from loraplex.testing.served_triton import ServedTriton, served_triton
@@ -200,6 +200,11 @@ def test_adapters_that_could_not_be_loaded(stream, backend):
     )
     backend.register("wolf")
     assert texts(stream.ask(GREEDY | {"lora_name": "wolf"})) == ["hiecho+wolf: hi"]
+
+
+def test_adapters_whose_files_are_broken(stream, backend):
+    backend.plant(AdapterNotFoundError("adapter 'wolf' could not be loaded: torn", reason="torn"))
+    assert failed(stream, {"lora_name": "wolf"}) == "LoRA wolf could not be loaded: torn"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from loraplex.app.builder import build_service
 from loraplex.core.adapter import LoadPolicy
 from loraplex.core.config import Config, ModelConfig
-from loraplex.core.errors import QueueFullError, StepFailedError
+from loraplex.core.errors import QueueFullError, RateLimitedError, StepFailedError
 from loraplex.core.grammar import GrammarKind
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.openai import OpenAIOptions, openai_fallback_routes, openai_routes
@@ -341,6 +341,11 @@ def test_a_model_that_does_not_answer(ours, backend):
     backend.plant(QueueFullError("full"))
     answer = ours.get("/v1/health/model")
     assert (answer.status_code, answer.text) == (503, "Check failed")
+
+
+def test_the_probe_is_a_request_of_who_asks(ours, backend):
+    backend.plant(RateLimitedError("slow down", retry_after_seconds=1))
+    assert ours.get("/v1/health/model").status_code == 429
 
 
 # ------------------------------------------------------------ differences, a test for each row

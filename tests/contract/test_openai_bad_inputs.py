@@ -24,6 +24,7 @@ DOC = Path(__file__).parents[2] / "docs" / "errors-openai.md"
 COMPLETIONS = "POST /v1/completions"
 CHAT = "POST /v1/chat/completions"
 COMPARE = "POST /v1/compare"
+RESPONSES = "POST /v1/responses"
 USER = [{"role": "user", "content": "hi"}]
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -819,6 +820,60 @@ ROWS = (
     ),
     Row("unknown route", "GET /v1/engines", None, 404, "route_not_found", None, "/v1/engines"),
     Row("wrong method", "GET /v1/completions", None, 405, "method_not_allowed", None, "POST"),
+    Row(
+        "image in a response's input",
+        RESPONSES,
+        {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+        400,
+        "unsupported_feature",
+        "input[0].content[0].type",
+        "only text is served",
+    ),
+    Row(
+        "tool that OpenAI runs",
+        RESPONSES,
+        {"input": "a", "tools": [{"type": "web_search"}]},
+        400,
+        "unsupported_feature",
+        "tools[0].type",
+        "only 'function' is served",
+    ),
+    Row(
+        "output of a call that is not there",
+        RESPONSES,
+        {"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]},
+        400,
+        "invalid_parameter",
+        "input",
+        "no such call",
+    ),
+    Row(
+        "response in the background",
+        RESPONSES,
+        {"input": "a", "background": True},
+        400,
+        "unsupported_feature",
+        "background",
+        "use stream",
+    ),
+    Row(
+        "unknown previous response",
+        RESPONSES,
+        {"input": "a", "previous_response_id": "resp_1"},
+        404,
+        "response_not_found",
+        "previous_response_id",
+        "there is no response 'resp_1'",
+    ),
+    Row(
+        "unknown response",
+        "GET /v1/responses/resp_1",
+        None,
+        404,
+        "response_not_found",
+        None,
+        "there is no response 'resp_1'",
+    ),
 )
 
 

@@ -246,6 +246,27 @@ def test_a_conversation_with_calls(client: openai.OpenAI, backend: EchoBackend) 
         ask(client, messages=[*messages[:3], {"role": "tool", "content": "12:00"}])
 
 
+def test_a_conversation_with_calls_for_a_template_that_knows_none(
+    server: tuple[Switch, str], client: openai.OpenAI
+) -> None:
+    backend = EchoBackend(chat=ChatFormat(knows_tools=False, writes_calls=False))
+    app = FastAPI()
+    app.include_router(openai_routes(backend))
+    server[0].app = app
+    call: Any = {"id": "call_1", "function": {"name": "clock", "arguments": "{}"}}
+    messages = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [{**call, "type": "function"}]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "12:00"},
+    ]
+    ask(client, messages=messages)
+    [request] = backend.requests
+    assert str(request.prompt).endswith(
+        'assistant: [{"name": "clock", "arguments": {}}]\n'
+        "user: Result of clock:\n\n12:00\nassistant: "
+    )
+
+
 # ---------------------------------------------------------------- reasoning
 
 

@@ -10,11 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from loraplex.app.llm import LLM
 from loraplex.core.errors import LoraplexError
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.testing.capitals import ADAPTER_PATHS, BASE_PATH
+from loraplex.testing.checkpoints import save_random_model, tiny_gpt2
+from loraplex.testing.running_server import free_ports, running
 
 pytestmark = pytest.mark.slow
 
@@ -144,6 +147,30 @@ python3 tensorrt_llm/examples/hf_lora_convert.py -i ${JAPANESE} \
     -o ${OUT}/japanese-weights --storage-type float16
 """
 
+OLDER_BACKEND_GPT = r"""
+cd ${ROOT}/tensorrtllm_backend
+rm -rf triton_model_repo
+mkdir triton_model_repo
+cp -R all_models/inflight_batcher_llm/* triton_model_repo
+cd tensorrt_llm/examples/gpt
+model_directory=${MODEL}
+python3 build.py --model_dir=${model_directory} \
+                 --dtype float16 \
+                 --use_inflight_batching \
+                 --use_gpt_attention_plugin float16 \
+                 --paged_kv_cache \
+                 --use_gemm_plugin float16 \
+                 --remove_input_padding \
+                 --use_layernorm_plugin float16 \
+                 --hidden_act gelu \
+                 --output_dir=engines/fp16/1-gpu
+cd ${ROOT}/tensorrtllm_backend
+cp -R tensorrt_llm/examples/gpt/engines/fp16/1-gpu/ triton_model_repo/tensorrt_llm/1
+sed -i -e 's/${decoupled_mode}/True/' \
+    -e "s|\${engine_dir}|${ROOT}/tensorrtllm_backend/triton_model_repo/tensorrt_llm/1/1-gpu/|" \
+    triton_model_repo/tensorrt_llm/config.pbtxt
+"""
+
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -152,12 +179,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(shutil.copytree(COMPAT, copy, symlinks=True))
 
 
-def replay(block: str, root: Path, out: Path) -> Path:
+def replay(block: str, root: Path, out: Path, model: Path = BASE_PATH) -> Path:
     """Run the block; gives the engine folder."""
     engine = out / "engine"
     paths = {
         "ROOT": root,
-        "MODEL": BASE_PATH,
+        "MODEL": model,
         "ENGINE": engine,
         "OUT": out,
         "CHINESE": ADAPTER_PATHS["chinese"],
@@ -226,3 +253,31 @@ def test_adapters_on_a_build_without_them(root: Path, tmp_path: Path) -> None:
             llm.add_adapter("chinese", ADAPTER_PATHS["chinese"])
         with pytest.raises(LoraplexError, match="not enabled for this model"):
             llm.generate(PROMPTS, GREEDY, lora_task_id=1)
+
+
+def test_the_older_gpt_example(root: Path, tmp_path: Path) -> None:
+    """Built and copied into the repository, which tritonserver's own command line then serves."""
+    model = tmp_path / "gpt2"
+    tokenizer = Tokenizer.from_file(str(BASE_PATH / "tokenizer.json"))
+    ends = {"eos_token_id": 0, "activation_function": "gelu"}
+    save_random_model(model, tiny_gpt2(tokenizer.get_vocab_size(), **ends))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BASE_PATH / name, model)
+    replay(OLDER_BACKEND_GPT, root, tmp_path, model)
+    repository = root / "tensorrtllm_backend" / "triton_model_repo"
+    assert (repository / "tensorrt_llm" / "1" / "1-gpu" / "rank0.engine").is_file()
+    with LLM(model, state_dir=tmp_path / "state", dtype="float16") as llm:
+        [expected] = llm.generate(PROMPTS[:1], GREEDY)
+    text = expected.completions[0].text
+    ports = free_ports(3)
+    tritonserver = str(root / "bin" / "tritonserver")
+    command = [sys.executable, tritonserver, f"--model-repository={repository}"]
+    kinds = ("http", "grpc", "metrics")
+    command += [f"--{kind}-port={port}" for kind, port in zip(kinds, ports, strict=True)]
+    command += ["--host", "127.0.0.1", "--device", "cpu", "--state-dir", str(tmp_path / "served")]
+    with (tmp_path / "log").open("w") as log, running(command, ports, log) as server:
+        body = {"text_input": PROMPTS[0], "max_tokens": 10, "bad_words": "", "stop_words": ""}
+        status, answer = server.post("/v2/models/ensemble/generate", body)
+        assert status == 200, answer
+        assert answer["text_output"] == PROMPTS[0] + text
+        assert server.stop() == 0

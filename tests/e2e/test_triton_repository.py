@@ -124,7 +124,14 @@ def test_a_repository_of_the_vllm_backend(tmp_path):
         "max_lora_rank": 16,
     }
     (files / "model.json").write_text(json.dumps(arguments))
-    adapters = {"chinese": str(ADAPTER_PATHS["chinese"]), "lost": "/nowhere/lost"}
+    broken = tmp_path / "broken"
+    shutil.copytree(ADAPTER_PATHS["japanese"], broken)
+    (broken / "adapter_model.safetensors").write_bytes(b"torn")
+    adapters = {
+        "chinese": str(ADAPTER_PATHS["chinese"]),
+        "lost": "/nowhere/lost",
+        "japanese": str(broken),
+    }
     (files / "multi_lora.json").write_text(json.dumps(adapters))
     with serving_repository(repository, tmp_path / "state") as (server, _):
 
@@ -138,6 +145,12 @@ def test_a_repository_of_the_vllm_backend(tmp_path):
         status, answer = generate(lora_name="lost")
         assert status in (400, 404)
         assert "names /nowhere/lost, which does not exist" in answer["error"]
+        status, answer = generate(lora_name="japanese")
+        assert status in (400, 404)
+        assert answer["error"].startswith("LoRA japanese could not be loaded: ")
+        assert str(broken / "adapter_model.safetensors") in answer["error"]
+        shutil.copytree(ADAPTER_PATHS["japanese"], broken, dirs_exist_ok=True)
+        assert generate(lora_name="japanese")[1]["text_output"] == "パリ"
         assert "LoRA gone is not supported" in generate(lora_name="gone")[1]["error"]
         assert server.get("/v2/models/vllm_model/ready")[0] == 200
         assert server.stop() == 0

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from loraplex.adapters.staged import StageReply
+from loraplex.core.environment import child_environment
 from loraplex.core.errors import AdapterLoadError
 
 logger = logging.getLogger(__name__)
@@ -107,6 +108,7 @@ class WorkerProcess:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
+                env=child_environment(),  # who reads users' files is to know no API keys
                 start_new_session=True,  # a Ctrl-C in the terminal is for serving alone
             )
             assert self.process.stderr is not None

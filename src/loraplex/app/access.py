@@ -14,7 +14,7 @@ from loraplex.core.environment import server_api_keys
 from loraplex.core.errors import LoraplexError
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.access import Authenticate, by_api_key, everyone_is_local
-from loraplex.frontends.guard import KeyGuard
+from loraplex.frontends.guard import KeyGuard, PageGuard
 from loraplex.frontends.kserve.http.routes import refusal as kserve_refusal
 from loraplex.frontends.openai.errors import error_response as openai_refusal
 from loraplex.serving.access.api_key_ring import ApiKeys
@@ -60,7 +60,8 @@ def guarded(app: ASGIApp, authenticate: Authenticate, settings: ServerConfig) ->
     """The app of the HTTP port behind its door, and open to pages of the configured origins."""
     open_paths = () if settings.health_needs_key else OPEN_PATHS
     refuse = functools.partial(_refuse, dialect=settings.dialect)
-    door: ASGIApp = KeyGuard(app, authenticate, refuse, open_paths=open_paths)
+    keys = KeyGuard(app, authenticate, refuse, open_paths=open_paths)
+    door: ASGIApp = PageGuard(keys, refuse, settings.cors_origins)
     if not settings.cors_origins:
         return door
     return CORSMiddleware(

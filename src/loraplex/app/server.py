@@ -10,13 +10,11 @@ import signal
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from fastapi import FastAPI
-from starlette.types import ASGIApp
-
-from loraplex.app.access import api_keys, authenticate_by, following, guarded, guarded_metrics
+from loraplex.app.access import api_keys, authenticate_by, following, guarded_metrics
 from loraplex.app.builder import build_service
 from loraplex.app.dialects import dialect_of, prepare
 from loraplex.app.end_of_input import end_of_input
+from loraplex.app.http_app import http_app
 from loraplex.app.http_server import make_room_for_connections
 from loraplex.app.launch import EngineLauncher
 from loraplex.app.ports import Ports
@@ -24,22 +22,10 @@ from loraplex.app.reporting import Reporting, reporting_requests
 from loraplex.app.tls import tls_files
 from loraplex.core.config import Config
 from loraplex.core.metrics_config import read_metrics_config
-from loraplex.core.server_config import ServerConfig
-from loraplex.core.version import __version__
-from loraplex.frontends.access import Authenticate
-from loraplex.frontends.kserve.http.routes import kserve_routes
 from loraplex.frontends.kserve.model_control import ModelControl
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.service import TritonService
-from loraplex.frontends.openai.app import openai_fallback_routes, openai_routes
-from loraplex.frontends.openai.dialect import OPENAI, Dialect
-from loraplex.frontends.openai.room import OpenAIOptions
-from loraplex.frontends.ops.drain import drain_routes
-from loraplex.frontends.ops.health import health_routes
 from loraplex.frontends.ops.metrics import metrics_app
-from loraplex.frontends.ops.stats import ServerStats
-from loraplex.frontends.telemetry.http import RequestMiddleware
-from loraplex.frontends.telemetry.routes import ToldRoute
 from loraplex.frontends.telemetry.tenants import noting_tenant
 from loraplex.serving.access.api_key_ring import ApiKeys
 from loraplex.serving.request_metrics import RequestMetrics
@@ -101,12 +87,14 @@ class Server:
             )
             app = http_app(
                 service,
+                service.draining,
                 triton,
                 settings,
                 authenticate,
                 reporting,
                 metrics=scraped,
                 dialect=dialect_of(self._config),
+                has_keys=keys is not None,
             )
             # The ports answer first: /health/ready says false until the models are there.
             ports = Ports(stack, settings, tls)
@@ -120,7 +108,10 @@ class Server:
                 if keys is None:
                     logger.info("no API keys: who reaches %s may use the server", settings.host)
                 await self._stop.wait()
-                logger.info("stopping: requests in work may end")
+                logger.info(
+                    "stopping: requests in work have %g s; a second signal ends them at once",
+                    settings.shutdown_seconds,
+                )
                 await unless(self._hurry, service.drain(settings.shutdown_seconds))
                 # Before the ports close: what is left is told, so that its connection ends.
                 await service.close()
@@ -138,7 +129,7 @@ class Server:
             if reporting.access_log is not None:
                 reporting.access_log.reopen()
             if keys is not None:
-                keys.refresh()
+                loop.run_in_executor(None, keys.refresh)
 
         if reporting.access_log is not None or keys is not None:
             loop.add_signal_handler(signal.SIGHUP, on_hangup)
@@ -162,42 +153,3 @@ async def unless(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
         task.cancel()
         waiting.cancel()
         await asyncio.gather(task, waiting, return_exceptions=True)
-
-
-def http_app(
-    service: Service,
-    triton: TritonService,
-    settings: ServerConfig,
-    authenticate: Authenticate,
-    reporting: Reporting,
-    *,
-    metrics: ASGIApp,
-    dialect: Dialect = OPENAI,
-) -> ASGIApp:
-    """OpenAI, KServe and operations on one port, behind its door and told of.
-
-    metrics: what the metrics port serves is here, too, where vLLM's scrapers look for it.
-    """
-    app = FastAPI(title="loraplex", version=__version__, docs_url=None, redoc_url=None)
-    options = OpenAIOptions(max_body_bytes=settings.max_body_bytes, dialect=dialect)
-    app.include_router(openai_routes(service, options, authenticate))
-    app.router.routes.extend(
-        kserve_routes(triton, authenticate=authenticate, max_body_bytes=settings.max_body_bytes)
-    )
-    stats = ServerStats(
-        service,
-        reporting.telemetry,
-        service.draining,
-        reporting.connections,
-        reporting.access_log,
-    )
-    app.router.routes.extend(health_routes(service, stats.report, authenticate))
-    app.router.routes.extend(drain_routes(service.draining, authenticate))
-    app.router.routes.append(ToldRoute("/metrics", metrics))
-    app.include_router(openai_fallback_routes())
-    return RequestMiddleware(
-        guarded(app, authenticate, settings),
-        reporting.telemetry,
-        body_timeout_seconds=settings.body_timeout_seconds,
-        is_draining=lambda: service.draining.is_active,
-    )

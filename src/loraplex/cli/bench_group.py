@@ -7,6 +7,7 @@ from typer.core import TyperGroup
 
 from loraplex.cli.bench import bench_run
 from loraplex.cli.bench_compare import bench_compare
+from loraplex.cli.help_page import FlagPage
 
 
 class RunsByDefault(TyperGroup):
@@ -23,4 +24,4 @@ bench_app = typer.Typer(
     help="Measure a server (`run`, which is meant where no verb is given) or compare systems.",
 )
 bench_app.command("run")(bench_run)
-bench_app.command("compare")(bench_compare)
+bench_app.command("compare", cls=FlagPage)(bench_compare)

@@ -9,15 +9,15 @@ from inspect import Parameter, Signature
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
+from loraplex.cli.help_page import FlagPage
 from loraplex.cli.options import errors_to_exit_code
 from loraplex.client.flags import FLAG, Flag
 
 _NUMBER = re.compile(r"-\.?\d")
 
 
-class AnySpelling(TyperCommand):
+class AnySpelling(FlagPage):
     """`--flag_name` is `--flag-name`; a flag with several values takes them one after the other."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

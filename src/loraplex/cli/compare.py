@@ -35,7 +35,7 @@ def compare(
     url: Url = SERVER_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Answer one prompt with the base model and with every adapter given, in one batch."""
+    """Ask a running server: one prompt, the base model and every adapter, side by side."""
     text = typer.get_text_stream("stdin").read() if prompt == "-" else prompt
     with errors_to_exit_code():
         body = {

@@ -54,7 +54,7 @@ def generate(
         str, typer.Option(help="Weights in none, int8, int4 or, on a GPU, fp8.")
     ] = "none",
 ) -> None:
-    """Answer one prompt with the base model and with every adapter given, in one batch."""
+    """Answer one prompt without a server: the base model and every adapter, in one batch."""
     text = typer.get_text_stream("stdin").read() if prompt == "-" else prompt
     with errors_to_exit_code():
         sampling = SamplingParams(

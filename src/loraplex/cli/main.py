@@ -10,6 +10,7 @@ from loraplex.cli.build import TAKES_ALL_FLAGS, build, convert_checkpoint
 from loraplex.cli.compare import compare
 from loraplex.cli.convert import convert_lora, extract_lora
 from loraplex.cli.generate import generate
+from loraplex.cli.help_page import FlagPage
 from loraplex.cli.llgtrt import llgtrt
 from loraplex.cli.plan import plan
 from loraplex.cli.replay import replay
@@ -26,11 +27,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-app.command()(serve)
-app.command()(llgtrt)
+app.command(cls=FlagPage)(serve)
+app.command(cls=FlagPage)(llgtrt)
 app.command()(generate)
 app.command()(compare)
-app.command()(plan)
+app.command(cls=FlagPage)(plan)
 app.command()(replay)
 app.command()(convert_lora)
 app.command()(extract_lora)

@@ -3,13 +3,16 @@
 Certificates are trusted that the system trusts, or those of the file that SSL_CERT_FILE names.
 """
 
+import http.client
 import json
+import ssl
 import urllib.error
 import urllib.parse
 import urllib.request
+from http import HTTPStatus
 from typing import Any
 
-from loraplex.core.environment import client_headers
+from loraplex.core.environment import WHERE_KEYS_ARE, client_headers
 from loraplex.core.errors import ConfigError, ErrorInfo, error_from_info
 
 _TIMEOUT_SECONDS = 900.0
@@ -50,7 +53,18 @@ class ServerClient:
                 raise _told(error.code, error.read()) from None
         except (OSError, ValueError) as error:
             reason = getattr(error, "reason", error)
-            raise ConfigError(f"there is no answer from {self._url}: {reason}") from error
+            raise ConfigError(
+                f"there is no answer from {self._url}: {reason}{self._hint(error)}"
+            ) from error
+
+    def _hint(self, error: Exception) -> str:
+        """What may help, where TLS is in the way."""
+        reason = getattr(error, "reason", error)
+        if isinstance(reason, ssl.SSLCertVerificationError):
+            return "; SSL_CERT_FILE names a file of certificates to trust"
+        if isinstance(error, http.client.RemoteDisconnected) and self._url.startswith("http:"):
+            return "; if it speaks TLS, ask https://"
+        return ""
 
 
 def quoted(name: str) -> str:
@@ -62,6 +76,9 @@ def _told(status: int, body: bytes) -> Exception:
     """The error as the server described it."""
     try:
         error = json.loads(body)["error"]
-        return error_from_info(ErrorInfo(str(error["code"]), str(error["message"])))
+        message = str(error["message"])
+        if status == HTTPStatus.UNAUTHORIZED:
+            message += f"; {WHERE_KEYS_ARE}"
+        return error_from_info(ErrorInfo(str(error["code"]), message))
     except (ValueError, KeyError, TypeError):
         return ConfigError(f"the server answered with status {status}: {body[:200]!r}")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from loraplex.cli.binding import warn_if_open
+from loraplex.cli.help_page import FlagPage, GroupFlagPage
 from loraplex.cli.options import errors_to_exit_code
 from loraplex.cli.serve_flags import with_settings
 from loraplex.cli.triton_export import export
@@ -33,7 +34,7 @@ triton_app = typer.Typer(
 )
 
 
-@triton_app.callback(invoke_without_command=True)
+@triton_app.callback(cls=GroupFlagPage, invoke_without_command=True)
 @with_triton_flags
 @with_settings
 def triton(
@@ -80,7 +81,7 @@ def init(
         print(f"wrote {folder}: loraplex triton --model-repository {folder}")
 
 
-triton_app.command("export")(export)
+triton_app.command("export", cls=FlagPage)(export)
 
 
 def serve_repositories(

@@ -55,7 +55,7 @@ def export(
         typer.Option(help="Of loraplex triton, as --server-flag=--memory=8GiB; repeatable."),
     ] = None,
 ) -> None:
-    """Write models for tritonserver's Python backend that are answered by loraplex."""
+    """Write models for tritonserver that loraplex answers."""
     from loraplex.triton.export import Export, export_vllm_backend  # noqa: PLC0415 - slow import
 
     with errors_to_exit_code():

@@ -11,10 +11,11 @@ from tritonclient.utils import InferenceServerException
 
 from loraplex.client.connection_options import GrpcOptions, TlsOptions
 from loraplex.client.flags import check_choice
-from loraplex.core.environment import client_headers
+from loraplex.core.environment import WHERE_KEYS_ARE, client_headers
 from loraplex.core.errors import ConfigError
 
 _COMPRESSIONS = ("none", "deflate", "gzip")
+_NO_KEY = "StatusCode.UNAUTHENTICATED"
 
 
 @contextlib.contextmanager
@@ -22,14 +23,13 @@ def grpc_client(options: GrpcOptions) -> Iterator[Any]:
     """An InferenceServerClient. Raises ConfigError for flags that do not fit and for what the
     server, or the way to it, raised.
     """
-    tls: dict[str, Any] = {}
+    tls = _tls(options)
     if isinstance(options, TlsOptions):
         check_choice(
             "--grpc-compression-algorithm",
             options.grpc_compression_algorithm or "none",
             _COMPRESSIONS,
         )
-        tls = _tls(options)
     with told_errors(options.url), triton_grpc.InferenceServerClient(options.url, **tls) as client:
         client.register_plugin(_WithKey())
         yield client
@@ -57,9 +57,8 @@ def told_errors(url: str) -> Iterator[None]:
 def told(error: InferenceServerException, url: str) -> ConfigError:
     """With the status, where there is one."""
     status = error.status()
-    return ConfigError(
-        f"the server at {url} answered: {error.message()}" + (f" ({status})" if status else "")
-    )
+    text = f"the server at {url} answered: {error.message()}" + (f" ({status})" if status else "")
+    return ConfigError(f"{text}; {WHERE_KEYS_ARE}" if status == _NO_KEY else text)
 
 
 def is_cancelled(error: Exception) -> bool:
@@ -79,12 +78,13 @@ def is_decoupled(client: Any, model: str) -> bool:
     return bool(config.model_transaction_policy.decoupled)
 
 
-def _tls(options: TlsOptions) -> dict[str, Any]:
-    files = {
-        "root_certificates": options.root_certificates,
-        "private_key": options.private_key,
-        "certificate_chain": options.certificate_chain,
-    }
+def _tls(options: GrpcOptions) -> dict[str, Any]:
+    files = {"root_certificates": options.root_certificates}
+    if isinstance(options, TlsOptions):
+        files |= {
+            "private_key": options.private_key,
+            "certificate_chain": options.certificate_chain,
+        }
     given = {name: path for name, path in files.items() if path is not None}
     if given and not options.ssl:
         flag = next(iter(given)).replace("_", "-")

@@ -11,10 +11,16 @@ class GrpcOptions:
 
     verbose: bool = flag("-v", "--verbose", help="Print more.", default=False)
     url: str = flag("-u", "--url", help="HOST:PORT of gRPC.", default="localhost:8001")
+    ssl: bool = flag("--ssl", help="Speak TLS.", default=False, is_ours=True)
+    root_certificates: str | None = flag(
+        "--root-certificates", help="A PEM file; else the system's.", default=None, is_ours=True
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TlsOptions(GrpcOptions):
+    """The same by short names, and what few servers ask for."""
+
     ssl: bool = flag("-s", "--ssl", help="Speak TLS.", default=False)
     root_certificates: str | None = flag(
         "-r", "--root-certificates", help="A PEM file; else the system's.", default=None

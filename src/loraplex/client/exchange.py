@@ -1,5 +1,6 @@
 """One request to a Triton model and all that comes back, over a call or over a stream."""
 
+import contextlib
 import queue
 import time
 import uuid
@@ -25,6 +26,7 @@ CACHE_AND_TIMES = (
 
 
 MILLISECONDS = 1000
+_SECONDS_TO_TELL = 1.0
 
 
 class Exchange(Protocol):
@@ -115,15 +117,27 @@ class Stream:
         )
 
     def send(self, tensors: Mapping[str, Array]) -> None:
-        self._client.async_stream_infer(
-            self._model,
-            inputs(triton_grpc, tensors),
-            request_id=self._request_id,
-            **self._options,
-        )
+        try:
+            self._client.async_stream_infer(
+                self._model,
+                inputs(triton_grpc, tensors),
+                request_id=self._request_id,
+                **self._options,
+            )
+        except InferenceServerException as error:
+            raise self._why(error) from None
 
     def cancel(self) -> None:
         self._is_cancelled = True
+
+    def _why(self, error: InferenceServerException) -> InferenceServerException:
+        """What the server said when it ended the stream; its reader may tell a moment later."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                _, said = self._answers.get(timeout=_SECONDS_TO_TELL)
+                if said is not None:
+                    return InferenceServerException(said.message(), said.status())
+        return error
 
     def finish(self) -> Replies:
         """Raises the first error that is no cancellation."""

@@ -79,6 +79,9 @@ _MINIMUM = {
     "shutdown_seconds": 0,
     "max_header_bytes": 1 << 10,
     "max_headers": 10,
+    "max_stored_responses": 0,
+    "stored_responses_bytes": 0,
+    "stored_responses_seconds": 1,
     "max_request_line_bytes": 256,
     "max_connections": 1,
     "header_timeout_seconds": 0.001,
@@ -135,6 +138,9 @@ class AdapterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     path: str
     task_id: int | None = None
+    optional: bool = False
+    """The server starts without it if it does not load, tells requests why, and takes it once its
+    files are right."""
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

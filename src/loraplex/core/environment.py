@@ -18,6 +18,8 @@ _API_KEYS = "LORAPLEX_API_KEYS"
 _API_KEY = "LORAPLEX_API_KEY"
 _API_KEY_FILE = "LORAPLEX_API_KEY_FILE"
 _NO_SETTINGS = (_API_KEYS, _API_KEY, _API_KEY_FILE)
+WHERE_KEYS_ARE = f"this program takes its key from {_API_KEY}, or the file of {_API_KEY_FILE}"
+"""What people are told whose key a server refuses."""
 _OTLP_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 _OTLP_TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 _TRACES_PATH = "/v1/traces"

@@ -11,6 +11,7 @@
     │   ├── BodyTimeoutError             the rest of the body did not come
     │   ├── ModelNotFoundError
     │   ├── AdapterNotFoundError
+    │   ├── ResponseNotFoundError        never kept, or no longer
     │   ├── AdapterExistsError
     │   ├── InvalidAdapterError          a file is broken, or holds what we cannot apply
     │   ├── AdapterMismatchError         made for another base model
@@ -107,6 +108,22 @@ class ModelNotFoundError(RequestError):
 
 class AdapterNotFoundError(RequestError):
     code = "adapter_not_found"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_seconds: float | None = None,
+        reason: str = "",
+    ) -> None:
+        """reason: why it is not there though the configuration names it; message says it, too."""
+        super().__init__(message, param=param, retry_after_seconds=retry_after_seconds)
+        self.reason = reason
+
+
+class ResponseNotFoundError(RequestError):
+    code = "response_not_found"
 
 
 class AdapterExistsError(RequestError):

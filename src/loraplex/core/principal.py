@@ -69,7 +69,9 @@ class Principal(msgspec.Struct, frozen=True):
     def require_manages(self) -> None:
         """Raise PermissionDeniedError for who may manage no adapter at all."""
         if not self.rights.manage:
-            raise PermissionDeniedError(f"tenant {self.tenant!r} may not manage adapters")
+            raise PermissionDeniedError(
+                f"tenant {self.tenant!r} may not manage adapters: its keys lack the right 'manage'"
+            )
 
     def require_operator(self, what: str) -> None:
         """Raise PermissionDeniedError unless it is one. what: "see the server's statistics"."""

@@ -1,6 +1,9 @@
 """What a client may ask of the sampler. Pure data and its limits; the sampler is in execution."""
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
 
 import msgspec
 
@@ -14,11 +17,54 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LENGTH = 4096
 MAX_WORDS = 1024
 """Runs of tokens that end the output, or that are not to come; and texts that are not to come."""
+MAX_WORDS_LENGTH = 65_536
+"""Characters of all bad words: each is tokenized in three spellings."""
+_MAX_BAD_RUNS = 4 * MAX_WORDS
+"""A client's own, and the spellings of its words."""
 MAX_DRAFT_TOKENS = 64
 MAX_LOGIT_BIAS = 1e30
 """Either way; more is no float32."""
 _INT32_MAX = 2**31 - 1
 _UINT64_MAX = 2**64 - 1
+
+
+class Range(NamedTuple):
+    """Of a number; ends are in it."""
+
+    low: float
+    high: float
+    is_whole: bool = True
+    is_above_low: bool = False
+    """The low end is not in it."""
+
+
+RANGES: Mapping[str, Range] = MappingProxyType(
+    {
+        "max_tokens": Range(1, _INT32_MAX),
+        "min_tokens": Range(0, _INT32_MAX),
+        "n": Range(1, MAX_N),
+        "best_of": Range(1, MAX_N),
+        "beam_width": Range(1, MAX_N),
+        "length_penalty": Range(-10.0, 10.0, is_whole=False),
+        "beam_search_diversity_rate": Range(0.0, 100.0, is_whole=False),
+        "num_draft_tokens": Range(0, MAX_DRAFT_TOKENS),
+        "logprobs": Range(0, MAX_LOGPROBS),
+        "prompt_logprobs": Range(0, MAX_LOGPROBS),
+        "temperature": Range(0.0, 100.0, is_whole=False),
+        "top_k": Range(-1, _INT32_MAX),
+        "top_p": Range(0.0, 1.0, is_whole=False, is_above_low=True),
+        "top_p_decay": Range(0.0, 1.0, is_whole=False, is_above_low=True),
+        "top_p_min": Range(0.0, 1.0, is_whole=False, is_above_low=True),
+        "top_p_reset_id": Range(0, _INT32_MAX),
+        "min_p": Range(0.0, 1.0, is_whole=False),
+        "repetition_penalty": Range(0.0, 100.0, is_whole=False, is_above_low=True),
+        "presence_penalty": Range(-2.0, 2.0, is_whole=False),
+        "frequency_penalty": Range(-2.0, 2.0, is_whole=False),
+        "seed": Range(-(2**63), _UINT64_MAX),
+        "no_repeat_ngram_size": Range(0, _INT32_MAX),
+    }
+)
+"""By name, of the numbers below."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -81,8 +127,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def validate(self) -> None:
         """Raise InvalidParameterError for the first value out of its range."""
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1, _INT32_MAX)
-        _check_int("min_tokens", self.min_tokens, 0, _INT32_MAX)
+            _check("max_tokens", self.max_tokens)
+        _check("min_tokens", self.min_tokens)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameterError(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
@@ -95,21 +141,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         self._validate_bans()
 
     def _validate_counts(self) -> None:
-        _check_int("n", self.n, 1, MAX_N)
+        _check("n", self.n)
         if self.best_of is not None:
             _check_int("best_of", self.best_of, self.n, MAX_N)
         if self.beam is not None:
             self._validate_beam(self.beam)
         if self.num_draft_tokens is not None:
-            _check_int("num_draft_tokens", self.num_draft_tokens, 0, MAX_DRAFT_TOKENS)
+            _check("num_draft_tokens", self.num_draft_tokens)
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if count is not None:
-                _check_int(name, count, 0, MAX_LOGPROBS)
+                _check(name, count)
 
     def _validate_beam(self, beam: BeamSearch) -> None:
         if not isinstance(beam, BeamSearch):
             raise InvalidParameterError(f"beam must be a BeamSearch, got {beam!r}", param="beam")
-        _check_int("beam_width", beam.width, 1, MAX_N)
+        _check("beam_width", beam.width)
         if self.n > beam.width:
             raise InvalidParameterError(
                 f"n ({self.n}) must not exceed the beam width ({beam.width})", param="n"
@@ -120,8 +166,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise InvalidParameterError(
                 "logits of new tokens are not returned with beam search", param="return_logits"
             )
-        _check_float("length_penalty", beam.length_penalty, -10.0, 10.0)
-        _check_float("beam_search_diversity_rate", beam.diversity_rate, 0.0, 100.0)
+        _check("length_penalty", beam.length_penalty)
+        _check("beam_search_diversity_rate", beam.diversity_rate)
         if beam.early_stopping not in tuple(EarlyStopping):
             raise InvalidParameterError(
                 f"early_stopping must be one of {', '.join(EarlyStopping)}, got "
@@ -130,19 +176,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             )
 
     def _validate_draws(self) -> None:
-        _check_float("temperature", self.temperature, 0.0, 100.0)
-        _check_int("top_k", self.top_k, -1, _INT32_MAX)
-        _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _check_float("top_p_decay", self.top_p_decay, 0.0, 1.0, open_low=True)
-        _check_float("top_p_min", self.top_p_min, 0.0, 1.0, open_low=True)
+        _check("temperature", self.temperature)
+        _check("top_k", self.top_k)
+        _check("top_p", self.top_p)
+        _check("top_p_decay", self.top_p_decay)
+        _check("top_p_min", self.top_p_min)
         if self.top_p_reset_id is not None:
-            _check_int("top_p_reset_id", self.top_p_reset_id, 0, _INT32_MAX)
-        _check_float("min_p", self.min_p, 0.0, 1.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
-        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+            _check("top_p_reset_id", self.top_p_reset_id)
+        _check("min_p", self.min_p)
+        _check("repetition_penalty", self.repetition_penalty)
+        _check("presence_penalty", self.presence_penalty)
+        _check("frequency_penalty", self.frequency_penalty)
         if self.seed is not None:
-            _check_int("seed", self.seed, -(2**63), _UINT64_MAX)
+            _check("seed", self.seed)
 
     def _validate_flags(self) -> None:
         for name, flag in (
@@ -169,9 +215,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _check_runs("stop_token_sequences", self.stop_token_sequences)
 
     def _validate_bans(self) -> None:
-        _check_int("no_repeat_ngram_size", self.no_repeat_ngram_size, 0, _INT32_MAX)
+        _check("no_repeat_ngram_size", self.no_repeat_ngram_size)
         _check_texts("bad_words", "a bad word", self.bad_words, MAX_WORDS)
-        _check_runs("bad_token_ids", self.bad_token_ids)
+        if (length := sum(map(len, self.bad_words))) > MAX_WORDS_LENGTH:
+            raise InvalidParameterError(
+                f"bad_words have {length} characters together; at most {MAX_WORDS_LENGTH} are "
+                "allowed",
+                param="bad_words",
+            )
+        _check_runs("bad_token_ids", self.bad_token_ids, _MAX_BAD_RUNS)
         _check_list("allowed_token_ids", self.allowed_token_ids, int, "integers")
         _check_logit_bias(self.logit_bias)
         grammar = self.grammar
@@ -210,6 +262,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             or self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
         )
+
+
+def _check(name: str, value: object) -> None:
+    low, high, is_whole, is_above_low = RANGES[name]
+    if is_whole:
+        _check_int(name, value, int(low), int(high))
+    else:
+        _check_float(name, value, low, high, open_low=is_above_low)
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:
@@ -255,11 +315,11 @@ def _check_texts(name: str, one: str, texts: tuple[str, ...], most: int) -> None
             )
 
 
-def _check_runs(name: str, runs: tuple[tuple[int, ...], ...]) -> None:
+def _check_runs(name: str, runs: tuple[tuple[int, ...], ...], most: int = MAX_WORDS) -> None:
     _check_list(name, runs, tuple, "tuples of token ids")
-    if len(runs) > MAX_WORDS:
+    if len(runs) > most:
         raise InvalidParameterError(
-            f"{name} has {len(runs)} entries; at most {MAX_WORDS} are allowed", param=name
+            f"{name} has {len(runs)} entries; at most {most} are allowed", param=name
         )
     for run in runs:
         if not 0 < len(run) <= MAX_STOP_STRING_LENGTH or not all(type(id_) is int for id_ in run):

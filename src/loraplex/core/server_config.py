@@ -79,6 +79,12 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Kept of what was fetched; what was used longest ago goes first."""
     adapter_watch_seconds: float = 5.0
     """How often configured folders are looked at for changes; 0: only at the start."""
+    max_stored_responses: int = 1000
+    """Of the Responses API, that each tenant can get again or go on from; 0: none is kept."""
+    stored_responses_bytes: int = 64 << 20
+    """Of each tenant, in memory."""
+    stored_responses_seconds: float = 86400.0
+    """How long they are kept at most."""
     metrics_config: tuple[str, ...] = ()
     """NAME=VALUE of Triton's --metrics-config: counter_latencies, histogram_latencies,
     summary_latencies (true or false), summary_quantiles."""

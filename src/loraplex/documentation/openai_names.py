@@ -28,6 +28,14 @@ OPENAI_STREAM_OPTIONS: Final = _names(
     "stream_options.include_usage stream_options.include_obfuscation"
 )
 
+OPENAI_RESPONSES: Final = _names(
+    "input model access_programs background background_options context_management conversation "
+    "image include instructions max_output_tokens max_tool_calls metadata moderation "
+    "parallel_tool_calls previous_response_id prompt prompt_cache_key prompt_cache_options "
+    "prompt_cache_retention reasoning safety_identifier service_tier store stream stream_options "
+    "temperature text tool_choice tools top_logprobs top_p truncation user"
+)
+
 VLLM: Final = _names(
     "stream_options.continuous_usage_stats use_beam_search top_k min_p repetition_penalty "
     "watermarking length_penalty stop_token_ids include_stop_str_in_output ignore_eos min_tokens "

@@ -15,6 +15,8 @@ from loraplex.frontends.openai.absent_routes import ABSENT
 from loraplex.frontends.openai.adapter_fields import ADAPTER_HEADER
 from loraplex.frontends.openai.lorax.convert import REFUSED as LORAX_REFUSED
 from loraplex.frontends.openai.lorax.schema import Parameters
+from loraplex.frontends.openai.responses_api import refusals as of_responses
+from loraplex.frontends.openai.responses_api.schema import ResponsesBody
 from loraplex.frontends.openai.schema import (
     Body,
     ChatBody,
@@ -52,6 +54,12 @@ def sections() -> Iterator[Section]:
         "`stream_options` are the same in completions.",
     )
     yield _messages()
+    yield Section(
+        "OpenAI: responses",
+        tuple(responses_feature(name) for name in names.OPENAI_RESPONSES),
+        "More in [Responses](responses.md).",
+    )
+    yield Section("Items of a response's input", _ITEMS)
     yield _section("vLLM: completions and chat", CompletionBody, names.VLLM)
     yield _section("vLLM: completions", CompletionBody, names.VLLM_COMPLETIONS)
     yield _section("vLLM: chat", ChatBody, names.VLLM_CHAT)
@@ -97,6 +105,18 @@ def feature(body: type[Body], name: str) -> Feature:
     return _REFUSED[name]
 
 
+def responses_feature(name: str) -> Feature:
+    """As feature, of /v1/responses."""
+    if name in ResponsesBody.model_fields:
+        note = " ".join((ResponsesBody.model_fields[name].description or "").split())
+        return Feature(name, Support.WORKS, note.removesuffix("."))
+    no_effect = {row.name: row for row in of_responses.WITHOUT_EFFECT}
+    if name in no_effect:
+        return no_effect[name]
+    row = of_responses.BY_FIELD[name]
+    return Feature(name, Support.REFUSED, row.advice)
+
+
 _NO_EFFECT = {row.name: row for row in WITHOUT_EFFECT}
 _REFUSED = {row.field: Feature(row.field, Support.REFUSED, row.advice) for row in REFUSED}
 
@@ -108,6 +128,25 @@ _HEADERS = (
     Feature("Content-Encoding", Support.REFUSED, "a body is sent as it is"),
     Feature("OpenAI-Organization", Support.NO_EFFECT, "tenants are told apart by their keys"),
     Feature("OpenAI-Project", Support.NO_EFFECT, "tenants are told apart by their keys"),
+)
+
+_ITEMS = (
+    Feature("message", note="of the roles user, system, developer, assistant"),
+    Feature("content part input_text, output_text"),
+    Feature("content part refusal", note="of an assistant message; it is text"),
+    *(
+        Feature(f"content part {kind}", Support.REFUSED, _IMAGES)
+        for kind in ("input_image", "input_file", "input_audio")
+    ),
+    Feature("function_call"),
+    Feature("function_call_output", note="a text, or a list of text parts"),
+    Feature("reasoning", note="its text is for the template, as reasoning_content"),
+    Feature("item_reference", Support.REFUSED, "use previous_response_id, or send the item"),
+    Feature(
+        "calls of tools that OpenAI runs, and their outputs",
+        Support.REFUSED,
+        "only functions are served",
+    ),
 )
 
 

@@ -5,6 +5,7 @@ from types import MappingProxyType
 
 from loraplex.documentation.llgtrt_page import llgtrt_page
 from loraplex.documentation.openai_page import openai_page
+from loraplex.documentation.openapi_page import openapi_page
 from loraplex.documentation.triton_page import triton_page
 
 PAGES: Mapping[str, Callable[[], str]] = MappingProxyType(
@@ -12,5 +13,6 @@ PAGES: Mapping[str, Callable[[], str]] = MappingProxyType(
         "support-triton.md": triton_page,
         "fields-openai.md": openai_page,
         "support-llgtrt.md": llgtrt_page,
+        "openapi.json": openapi_page,
     }
 )

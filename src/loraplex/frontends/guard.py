@@ -1,4 +1,4 @@
-"""The door of an HTTP port: without a valid key nothing behind it is asked.
+"""An HTTP port's doors: without a valid key nothing is asked behind them; no stranger's page posts.
 
 Endpoints ask again who it is that they serve. That a new one forgets to does not open it.
 """
@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from loraplex.core.errors import LoraplexError
+from loraplex.core.errors import LoraplexError, PermissionDeniedError
 from loraplex.frontends.access import Authenticate
 from loraplex.serving.wire_request import note_error
 
@@ -38,7 +38,7 @@ class KeyGuard:
         self._operators_only_to = operators_only_to
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in self._open_paths:
+        if scope["type"] != "lifespan" and scope["path"] not in self._open_paths:
             try:
                 principal = self._authenticate(Headers(scope=scope))
                 if self._operators_only_to is not None:
@@ -51,3 +51,48 @@ class KeyGuard:
                 await response(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+_READING = ("GET", "HEAD", "OPTIONS")
+_SENT_UNASKED = ("", "application/x-www-form-urlencoded", "multipart/form-data", "text/plain")
+"""Source: the CORS-safelisted values of Content-Type in WHATWG's Fetch standard."""
+_MAX_ORIGIN = 200
+
+
+class PageGuard:
+    """An ASGI application around another, which web pages of other origins cannot change.
+
+    A browser asks beforehand whether a page may send JSON or a key (CORS), but what a form can send
+    it sends at once: to a server without keys on the machine that it runs on, for a stranger.
+    """
+
+    def __init__(self, app: ASGIApp, refuse: Refuse, origins: Collection[str]) -> None:
+        """origins: whose pages may; `*`: all."""
+        self._app = app
+        self._refuse = refuse
+        self._origins = frozenset(origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] in _READING:
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        if not self._is_strangers(headers):
+            await self._app(scope, receive, send)
+            return
+        error = PermissionDeniedError(
+            f"a web page of {headers['origin'][:_MAX_ORIGIN]!r} may not send this: the setting "
+            "cors_origins names those that may"
+        )
+        note_error(error)
+        await self._refuse(scope["path"], error)(scope, receive, send)
+
+    def _is_strangers(self, headers: Headers) -> bool:
+        origin = headers.get("origin")
+        if origin is None or not self._origins.isdisjoint((origin, "*")):
+            return False
+        is_own = headers.get("sec-fetch-site") in ("same-origin", "none")
+        if is_own or origin.partition("://")[2] == headers.get("host"):
+            return False
+        media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+        return media_type in _SENT_UNASKED

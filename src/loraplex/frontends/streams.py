@@ -29,6 +29,10 @@ IndexedOutput = tuple[int, RequestOutput]
 """(index of the request, its output)."""
 
 
+_INLINE_CHARACTERS = 4096
+"""Less is written on the event loop: a thread's hand-over would cost more."""
+
+
 class ClientDisconnectedError(Exception):
     """Nobody is left to answer. Not an error of loraplex: no response is written."""
 
@@ -41,18 +45,28 @@ async def until_disconnect(
     `receive` is the ASGI callable of a request whose body has been read. Raises
     ClientDisconnectedError, after what work cleans up has been awaited.
     """
-    task = asyncio.create_task(work)
+    worker = asyncio.current_task()
+    assert worker is not None
+    is_working, has_gone = True, False
+
+    def interrupt(watcher: "asyncio.Task[None]") -> None:
+        nonlocal has_gone
+        if is_working and not watcher.cancelled() and watcher.exception() is None:
+            has_gone = True
+            worker.cancel()
+
     watcher = asyncio.create_task(_disconnected(receive))
+    watcher.add_done_callback(interrupt)
     try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnectedError
-        return task.result()
+        return await work
+    except asyncio.CancelledError:
+        # Others may have cancelled the worker, too: that is not ours to end.
+        if has_gone and worker.uncancel() == 0:
+            raise ClientDisconnectedError from None
+        raise
     finally:
+        is_working = False
         watcher.cancel()
-        task.cancel()
-        # gather, not wait: it also takes note of what the two raised.
-        await asyncio.gather(task, watcher, return_exceptions=True)
 
 
 async def _disconnected(receive: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
@@ -118,6 +132,15 @@ async def gather_all(
         async for index, output in outputs:
             pieces[index].append(output)
     return [merge_outputs(outputs) for outputs in pieces]
+
+
+async def written(write: Callable[[], T], *outputs: RequestOutput) -> T:
+    """What write makes of the outputs. To tell calls apart in a long answer takes a while: a thread
+    does it, and other streams go on meanwhile."""
+    lengths = (len(sequence.text) for output in outputs for sequence in output.sequences)
+    if sum(lengths) <= _INLINE_CHARACTERS:
+        return write()
+    return await asyncio.to_thread(write)
 
 
 def merge_outputs(outputs: Sequence[RequestOutput]) -> RequestOutput:

@@ -87,6 +87,8 @@ class Draining:
         if self._is_final:
             return self.report()
         now_ns = self._clock.now_ns()
+        if not self.is_active:
+            logger.warning("draining: new requests are refused, %d are in work", self.num_in_work)
         self._began_ns = self._began_ns or now_ns
         self._stop_deadline()
         if timeout_seconds is not None:
@@ -99,6 +101,8 @@ class Draining:
         if self._is_final:
             raise NotReadyError(f"{self.reason}; that cannot be undone")
         self._stop_deadline()
+        if self.is_active:
+            logger.warning("the drain is cancelled: requests are taken again")
         self._began_ns = None
         return self.report()
 

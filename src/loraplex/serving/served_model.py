@@ -15,10 +15,12 @@ from loraplex.core.errors import (
     LoraplexError,
     NotReadyError,
     PermissionDeniedError,
+    PromptTooLongError,
     UnsupportedFeatureError,
 )
 from loraplex.core.output import ResolvedAdapter
 from loraplex.core.principal import Principal
+from loraplex.core.sampling_params import SamplingParams
 from loraplex.serving.access.tenant_adapters import TenantAdapters
 from loraplex.serving.adapters.cards import AdapterState
 from loraplex.serving.adapters.fit import check_base, check_room
@@ -26,6 +28,7 @@ from loraplex.serving.backend import ModelCard
 from loraplex.serving.engines.async_engine import AsyncEngine
 from loraplex.serving.grammar.grammars import Grammars
 from loraplex.serving.model_memory import ModelMemory, StoredAdapters, memory_of, stored
+from loraplex.serving.text.bad_words import with_bad_token_ids
 from loraplex.serving.text.chat_template import ChatTemplate
 from loraplex.serving.text.prompt_tokens import prompt_token_ids
 from loraplex.text.tokenizer import Tokenizer
@@ -34,6 +37,9 @@ logger = logging.getLogger(__name__)
 
 _INLINE_CHARACTERS = 4096
 """Shorter texts are tokenized on the event loop: a thread's hand-over would cost more."""
+MAX_TOKEN_CHARACTERS = 256
+"""Tokens are shorter: a prompt that has more for each that the model takes is too long, and nobody
+spends minutes to count by how much."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -59,12 +65,25 @@ class ServedModel:
         self.card = msgspec.structs.replace(self.card, max_model_len=capacity.max_model_len)
 
     async def tokenize(self, prompt: str | tuple[int, ...], add_special_tokens: bool) -> list[int]:
-        """The ids of a prompt; ids pass as they are."""
+        """The ids of a prompt; ids pass as they are. Raises PromptTooLongError."""
         if not isinstance(prompt, str):
             return list(prompt)
+        if len(prompt) > self.card.max_model_len * MAX_TOKEN_CHARACTERS:
+            raise PromptTooLongError(
+                f"the prompt has {len(prompt)} characters; model {self.card.name!r} takes at most "
+                f"{self.card.max_model_len} tokens (max_model_len), prompt and output together",
+                param="prompt",
+            )
         if len(prompt) <= _INLINE_CHARACTERS:
             return prompt_token_ids(self.tokenizer, prompt, add_special_tokens)
         return await asyncio.to_thread(prompt_token_ids, self.tokenizer, prompt, add_special_tokens)
+
+    async def spelled(self, sampling: SamplingParams) -> SamplingParams:
+        """The same, its bad_words as tokens."""
+        encode = self.tokenizer.encode
+        if sum(map(len, sampling.bad_words)) <= _INLINE_CHARACTERS:
+            return with_bad_token_ids(sampling, encode)
+        return await asyncio.to_thread(with_bad_token_ids, sampling, encode)
 
     def resolve(
         self, choices: tuple[AdapterChoice, ...], principal: Principal

@@ -52,7 +52,6 @@ from loraplex.serving.model_memory import ModelMemory, StoredAdapters
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.served_model import ServedModel, answered_by, label, uses
 from loraplex.serving.share_weight import share_weight
-from loraplex.serving.text.bad_words import with_bad_token_ids
 from loraplex.serving.text.detokenizer import continuation
 from loraplex.serving.text.prompt_tokens import prompt_token_ids
 from loraplex.serving.wire_request import begin_generation
@@ -224,7 +223,7 @@ class Service:
         composition = compose(chosen, model.shapes)
         tokenized = await model.tokenize(request.prompt, request.add_special_tokens)
         token_ids = cut_prompt(request, tokenized, model.card)
-        sampling = with_bad_token_ids(request.sampling, model.tokenizer.encode)
+        sampling = await model.spelled(request.sampling)
         sampling = await model.grammars.compiled(sampling)
         engine_request = admit(
             msgspec.structs.replace(request, sampling=sampling),

@@ -151,11 +151,13 @@ def current_request() -> WireRequest | None:
 @contextmanager
 def as_current(request: WireRequest) -> Iterator[WireRequest]:
     """Whatever runs inside, and what it starts, works for this request."""
-    token = _current.set(request)
+    # No token: a generator that was left is closed in another context than it began in.
+    before = _current.get()
+    _current.set(request)
     try:
         yield request
     finally:
-        _current.reset(token)
+        _current.set(before)
 
 
 def note_error(error: LoraplexError) -> None:

@@ -22,8 +22,14 @@ def echo_chat_prompt(
             raise InvalidRequestError(
                 f"the chat template knows the roles {', '.join(ROLES)}; got {message.get('role')!r}"
             )
-        lines.append(f"{message['role']}: {message.get('content') or ''}\n")
+        lines.append(f"{message['role']}: {_text(message.get('content'))}\n")
     return "<s>" + "".join(lines) + ("assistant: " if add_generation_prompt else "")
+
+
+def _text(content: str | Sequence[Mapping[str, str]] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part["text"] for part in content)
 
 
 def echo_model(

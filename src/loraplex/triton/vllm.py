@@ -178,7 +178,7 @@ class _Arguments:
 
 def _read_adapters(
     folder: ModelFolder, notes: Notes
-) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """The configured adapters, and by name why another cannot be used: its path is missing.
 
     Raises ConfigError, without the file in the words of the original.
@@ -200,7 +200,7 @@ def _read_adapters(
             unusable[name] = f"{path} names {written}, which does not exist"
             notes.warning(f"adapter {name!r} cannot be used: {unusable[name]}")
         else:
-            adapters[name] = {"path": str(found)}
+            adapters[name] = {"path": str(found), "optional": True}
     return adapters, unusable
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +36,13 @@ class TestTheRealWorker:
         folder = peft_folder("a", seed=0).write()
         await worker.stage(str(folder), shapes=shapes, max_rank=8)
         assert worker._local.process is process
+
+    async def test_knows_no_keys(self, worker, monkeypatch):
+        monkeypatch.setenv("LORAPLEX_API_KEYS", "secret")
+        await worker.start()
+        environ = Path(f"/proc/{worker._local.process.pid}/environ").read_bytes()
+        assert b"PATH=" in environ
+        assert b"LORAPLEX_" not in environ
 
     async def test_stages_one_after_another_in_one_process(self, worker, peft_folder, shapes):
         folders = [peft_folder(f"a{seed}", seed=seed).write() for seed in range(3)]

@@ -1,6 +1,7 @@
 """Engines that start before serving asks for them: each is handed out once, or stopped."""
 
 import contextlib
+import logging
 from collections.abc import Awaitable
 
 import pytest
@@ -107,3 +108,17 @@ async def test_a_process_is_told_its_model(monkeypatch: pytest.MonkeyPatch):
     assert command == ["-m", "loraplex.app.engine", "warning"]
     assert b"/one" in settings
     assert epoch == 7
+
+
+def test_log_lines_say_for_whom():
+    from loraplex.app.launch import _with_request
+    from loraplex.frontends.telemetry.telemetry import Telemetry
+    from loraplex.serving.wire_request import as_current
+
+    line = logging.LogRecord("x", logging.INFO, "", 0, "text", (), None)
+    assert _with_request(line)
+    assert line.request == ""
+    headers = {"x-request-id": "r-1", "traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
+    with as_current(Telemetry().begin("http", "GET", "/", "", headers)):
+        assert _with_request(line)
+    assert line.request == f" [r-1 {'a' * 32}]"

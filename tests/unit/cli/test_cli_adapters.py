@@ -1,9 +1,12 @@
 """`loraplex adapters` against a server that only echoes."""
 
 import json
+import socket
+import threading
 
 import pytest
 from fastapi import FastAPI
+from starlette.responses import JSONResponse
 from typer.testing import CliRunner
 
 from loraplex.cli.main import app
@@ -99,6 +102,38 @@ def test_what_the_server_refuses_is_one_line(run, arguments, text):
     assert err.startswith("loraplex: ")
     assert text in err
     assert err.count("\n") == 1
+
+
+def test_who_has_no_key_is_told_where_it_is_taken_from():
+    http = FastAPI()
+
+    @http.get("/v1/adapters")
+    async def refuse():
+        error = {"code": "invalid_api_key", "message": "a key is needed"}
+        return JSONResponse({"error": error}, 401)
+
+    with served(http) as url:
+        result = CliRunner().invoke(app, ["adapters", "list", "--url", url])
+    assert result.exit_code == 1
+    assert "a key is needed; this program takes its key from LORAPLEX_API_KEY" in result.stderr
+
+
+def test_a_server_that_hangs_up_may_speak_tls():
+    """As one with TLS does when it is asked without."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+        def hang_up():
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(65536)
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        result = CliRunner().invoke(app, ["adapters", "list", "--url", url])
+        thread.join()
+    assert result.exit_code == 1
+    assert "if it speaks TLS, ask https://" in result.stderr
 
 
 @pytest.mark.parametrize(

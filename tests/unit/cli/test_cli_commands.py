@@ -105,13 +105,29 @@ def test_help_tells_every_option_to_the_last_letter(command):
     """Brackets in help texts are easily taken for markup, and vanish."""
     result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "250"})
     assert result.exit_code == 0
-    shown = " ".join(result.output.replace("│", " ").split())
+    shown = " ".join(result.output.replace("│", " ").replace("`", "").split())
     for name, parameter in inspect.signature(COMMANDS[command], eval_str=True).parameters.items():
         if parameter.annotation is typer.Context:
             continue  # its flags are in a table of its own
         info = parameter.annotation.__metadata__[0]
         text = " ".join(info.help.replace("`", "").split())
         assert text in shown, name
+
+
+@pytest.mark.parametrize("command", [[], ["serve"], ["llgtrt"], ["plan"], ["triton"]])
+def test_help_cuts_no_flag_on_a_narrow_terminal(command):
+    """What is piped to grep has 80 columns, too."""
+    result = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "80"})
+    assert result.exit_code == 0
+    assert "…" not in result.output
+
+
+def test_help_of_a_server_groups_its_flags():
+    lines = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "80"}).output.splitlines()
+    titles = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
+    assert titles[:2] == ["Arguments:", "Options:"]
+    assert {"Adapters:", "Server:", "Access:", "Engine:", "Scheduling:"} <= set(titles)
+    assert any(line.startswith("  --adapter-watch-seconds ") for line in lines)
 
 
 def test_every_setting_has_its_flag():

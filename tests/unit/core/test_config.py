@@ -135,6 +135,9 @@ def test_not_bytes(text):
 WRONG = [
     ({"http_port": 65536}, "port from 0"),
     ({"grpc_port": -1}, "port from 0"),
+    ({"otlp_endpoint": "collector:4318"}, "http://host:4318"),
+    ({"max_connections": 0}, "at least 1"),
+    ({"header_timeout_seconds": 0}, "at least 0.001"),
     ({"metrics_port": "http"}, "Expected `int`"),
     ({"log_level": "loud"}, "debug, info, warning, error"),
     ({"max_body_bytes": 0}, "at least 1"),

@@ -42,6 +42,7 @@ def test_codes_are_stable():
         "body_timeout",
         "model_not_found",
         "adapter_not_found",
+        "response_not_found",
         "adapter_exists",
         "invalid_adapter",
         "adapter_mismatch",

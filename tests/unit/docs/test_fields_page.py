@@ -5,11 +5,14 @@ import typing
 import openai.types.chat.chat_completion_stream_options_param as openai_stream_options
 import openai.types.chat.completion_create_params as openai_chat
 import openai.types.completion_create_params as openai_completions
+import openai.types.responses.response_create_params as openai_responses
 import pytest
 
 from loraplex.core.support import Support
 from loraplex.documentation import openai_names as names
 from loraplex.documentation.openai_page import feature, sections
+from loraplex.frontends.openai.responses_api.refusals import BY_FIELD as RESPONSES_REFUSED
+from loraplex.frontends.openai.responses_api.schema import Reasoning, ResponsesBody, TextConfig
 from loraplex.frontends.openai.schema import (
     ChatBody,
     CompletionBody,
@@ -53,8 +56,15 @@ def fields_of(*types: type) -> set[str]:
             fields_of(openai_stream_options.ChatCompletionStreamOptionsParam),
             [name.removeprefix("stream_options.") for name in names.OPENAI_STREAM_OPTIONS],
         ),
+        (
+            fields_of(
+                openai_responses.ResponseCreateParamsNonStreaming,
+                openai_responses.ResponseCreateParamsStreaming,
+            ),
+            names.OPENAI_RESPONSES,
+        ),
     ],
-    ids=["completions", "chat", "stream_options"],
+    ids=["completions", "chat", "stream_options", "responses"],
 )
 def test_the_lists_are_those_of_the_openai_package(package, listed):
     assert sorted(package) == sorted(listed)
@@ -73,7 +83,11 @@ def test_a_name_that_nothing_is_known_of_has_none():
 
 
 @pytest.mark.parametrize(
-    "body", [CompletionBody, ChatBody, StreamOptions, TokenizeBody, DetokenizeBody]
+    "body",
+    [
+        *(CompletionBody, ChatBody, StreamOptions, TokenizeBody, DetokenizeBody),
+        *(ResponsesBody, TextConfig, Reasoning),
+    ],
 )
 def test_every_field_of_the_schema_says_what_it_does(body):
     assert [name for name, field in body.model_fields.items() if not field.description] == []
@@ -99,3 +113,8 @@ def test_every_field_that_is_not_served_is_on_a_list():
 def test_synonyms_are_fields():
     for name, other in SYNONYMS.items():
         assert {name, other} <= set(CompletionBody.model_fields)
+
+
+def test_no_field_of_a_response_is_both_served_and_refused():
+    in_chats = {"tools", "tool_choice", "reasoning"}
+    assert set(RESPONSES_REFUSED) & set(ResponsesBody.model_fields) == in_chats

@@ -1,8 +1,11 @@
 import asyncio
+import threading
 
+import msgspec
 import pytest
 
 from loraplex.core.errors import InternalError, QueueFullError
+from loraplex.core.output import RequestOutput
 from loraplex.core.principal import LOCAL
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
@@ -11,6 +14,7 @@ from loraplex.frontends.streams import (
     gather_all,
     generate_all,
     until_disconnect,
+    written,
 )
 from loraplex.testing.echo_backend import EchoBackend
 
@@ -120,3 +124,18 @@ async def test_cancelling_from_outside_cancels_work():
     with pytest.raises(asyncio.CancelledError):
         await task
     assert backend.aborted == [0]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "is_beside"), [([4000], False), ([2500, 2500], True), ([5000], True), ([], False)]
+)
+async def test_a_long_answer_is_written_beside_the_loop(lengths, is_beside):
+    outputs = await gather_all(EchoBackend(), requests(*["a"] * len(lengths)), LOCAL)
+    long = [_with_text(output, length) for output, length in zip(outputs, lengths, strict=True)]
+    thread = await written(threading.current_thread, *long)
+    assert (thread is not threading.current_thread()) == is_beside
+
+
+def _with_text(output: RequestOutput, length: int) -> RequestOutput:
+    sequence = msgspec.structs.replace(output.sequences[0], text="x" * length)
+    return msgspec.structs.replace(output, sequences=(sequence,))

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import threading
 
 import pytest
 
@@ -158,6 +159,7 @@ class TestGenerate:
             (request("c"), ModelNotFoundError, "no model 'c' here; there are: 'a', 'b'"),
             (request("a", ByName("fr")), AdapterNotFoundError, "'fr' not found"),
             (request(prompt=(1,) * 3000), PromptTooLongError, "3000 tokens"),
+            (request(prompt="x" * (2048 * 256 + 1)), PromptTooLongError, "524289 characters"),
             (request(sampling=SamplingParams(top_p=7)), InvalidParameterError, "top_p"),
             (request(prompt="\ud800"), InvalidRequestError, "lone surrogate"),
         ],
@@ -168,6 +170,27 @@ class TestGenerate:
             await service.generate(asked, ACME)
         model = asked.model if asked.model in ("a", "b") else ""
         assert service.metrics.errors.labels(model, error.code)._value.get() == 1
+
+    async def test_as_many_bad_words_as_are_allowed(self, service):
+        words = tuple(f"word{number}" for number in range(1000))
+        sampling = SamplingParams(max_tokens=1, bad_words=words)
+        assert await tokens_of(service, request(sampling=sampling), ACME)
+
+    async def test_long_bad_words_hold_nobody_up(self, service, monkeypatch):
+        threads = []
+
+        def encode(text, add_special_tokens=True):
+            threads.append(threading.current_thread())
+            return [1]
+
+        tokenizer = service._models["a"].tokenizer
+        monkeypatch.setattr(
+            type(tokenizer), "encode", lambda _, *args, **more: encode(*args, **more)
+        )
+        sampling = SamplingParams(max_tokens=1, bad_words=("w" * 4000, "v" * 4000))
+        await tokens_of(service, request(prompt=(1,), sampling=sampling), ACME)
+        assert threads
+        assert threading.main_thread() not in threads
 
     async def test_the_models_length_is_the_engines(self, service):
         """The engine's memory may hold less than the model was made for."""

@@ -54,6 +54,7 @@ def test_the_seed(vllm, tmp_path):
     assert {name: a.path for name, a in model.adapters.items()} == {
         "alpaca": str(tmp_path / "alpaca")
     }
+    assert model.adapters["alpaca"].optional
     (declaration,) = repository.declarations
     assert declaration.kind.name == "vllm"
     assert (declaration.max_batch_size, declaration.is_decoupled) == (0, True)

@@ -45,7 +45,9 @@ class GrammarCompiler:
         """May be in an error state, which it says itself."""
         prototype = self._prototypes.pop(text, None)
         if prototype is None:
-            prototype = llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
+            prototype = llguidance.LLMatcher(
+                self._tokenizer, text, log_level=0, limits=self._limits
+            )
         self._prototypes[text] = prototype
         if len(self._prototypes) > _MAX_PROTOTYPES:
             self._prototypes.popitem(last=False)

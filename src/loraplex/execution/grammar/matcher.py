@@ -1,5 +1,6 @@
 """One row's place in its grammar: which tokens may come next, and what certainly comes."""
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -16,6 +17,10 @@ BitmaskArray = npt.NDArray[np.int32]
 
 WORD_BITS: Final = 32
 _MAX_FORCED: Final = 64
+_START_SECONDS: Final = 1.0
+"""Of processor time that a row's grammar may take whenever it likes, and..."""
+_TOKEN_SECONDS: Final = 0.02
+"""...for each token of its output: the step's other rows wait for it."""
 
 
 def bitmask_words(vocab_size: int) -> int:
@@ -40,12 +45,18 @@ class RowMatcher:
         self._sampling = row.sampling
         self._num_outputs = 0
         self._is_over = False
+        self._seconds = 0.0
         self._note_error()
         self.accept(row.token_ids[row.num_prompt_tokens :])
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """The sequence goes on with these tokens. What comes after an end token counts no more."""
+        start = time.thread_time()
         self._num_outputs += len(token_ids)
+        self._accept(token_ids)
+        self._pay(start)
+
+    def _accept(self, token_ids: Sequence[int]) -> None:
         for token_id in token_ids:
             if self._is_over or self.problem is not None:
                 return
@@ -73,6 +84,7 @@ class RowMatcher:
         masks: [1 + len(drafts), bitmask_words(vocab_size + 1)], zeros. After a draft that is
         itself not allowed they stay zeros: nothing is asked of them.
         """
+        start = time.thread_time()
         num_consumed = 0
         for index, mask in enumerate(masks):
             self._fill_one(mask, self._num_outputs + index)
@@ -81,6 +93,16 @@ class RowMatcher:
             num_consumed += 1
         if num_consumed and not self._matcher.rollback(num_consumed):
             self._note_error()
+        self._pay(start)
+
+    def _pay(self, start: float) -> None:
+        """For what was done since then. Too much ends the row with its next mask."""
+        self._seconds += time.thread_time() - start
+        allowed = _START_SECONDS + _TOKEN_SECONDS * self._num_outputs
+        if self._seconds > allowed and self.problem is None:
+            self.problem = _problem(
+                f"after {self._num_outputs} tokens that has taken more than {allowed:.1f} s"
+            )
 
     def _fill_one(self, mask: BitmaskArray, num_outputs: int) -> None:
         if self._is_over:

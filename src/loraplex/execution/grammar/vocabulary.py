@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from loraplex.core.grammar import GrammarLimits
+from loraplex.core.grammar import DEFAULT_LIMITS, GrammarLimits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +16,7 @@ class GrammarVocabulary:
     """They are no text: a grammar can only name them."""
     encode: Callable[[str], Sequence[int]]
     """Without special tokens around the text."""
-    limits: GrammarLimits = GrammarLimits()
+    limits: GrammarLimits = DEFAULT_LIMITS
     """Of each grammar over these tokens."""
 
 

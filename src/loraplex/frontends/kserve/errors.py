@@ -51,6 +51,7 @@ STATUS: Mapping[type[errors.LoraplexError], Status] = MappingProxyType(
         errors.BodyTimeoutError: Status(408, "DEADLINE_EXCEEDED"),
         errors.ModelNotFoundError: _NOT_FOUND,
         errors.AdapterNotFoundError: _NOT_FOUND,
+        errors.ResponseNotFoundError: _NOT_FOUND,
         errors.AdapterExistsError: Status(400, "ALREADY_EXISTS"),
         errors.InvalidAdapterError: _INVALID,
         errors.AdapterMismatchError: _INVALID,
@@ -98,8 +99,12 @@ _PREFIXES: Mapping[type[errors.LoraplexError], str] = MappingProxyType(
 
 def status_of(error: errors.LoraplexError) -> Status:
     """The row of the error's class, or of the nearest class above it."""
+    return status_of_kind(type(error))
+
+
+def status_of_kind(kind: type[errors.LoraplexError]) -> Status:
     rows = {**_BRANCHES, **STATUS, **_OWN}
-    return next(rows[cls] for cls in type(error).__mro__ if cls in rows)
+    return next(rows[cls] for cls in kind.__mro__ if cls in rows)
 
 
 def message_of(error: errors.LoraplexError) -> str:

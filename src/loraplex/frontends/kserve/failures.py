@@ -47,8 +47,9 @@ def unknown_lora(
     """
     match request.adapters:
         case (AdapterChoice(key=ByName(name=name)),):
-            if name in unusable:
-                text = f"LoRA {name} could not be loaded: {unusable[name]}"
+            reason = error.reason or unusable.get(name)
+            if reason:
+                text = f"LoRA {name} could not be loaded: {reason}"
             else:
                 text = f"LoRA {name} is not supported, we currently support {list(known)}"
             return lora_failure(AdapterNotFoundError(text, param="lora_name"))

@@ -121,7 +121,9 @@ class Inference:
         if self._is_streamed:
             if answers[0].generation.comes_together:
                 return answers if output.sequences else []
-            return [answers[sequence.index] for sequence in output.sequences]
+            # What a slow reader left is merged: several pieces of one sequence are one response.
+            indices = dict.fromkeys(sequence.index for sequence in output.sequences)
+            return [answers[index] for index in indices]
         return answers if output.finished else []
 
     def _begin_all(self) -> None:

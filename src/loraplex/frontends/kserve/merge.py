@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from typing import TypeVar
+from contextlib import aclosing
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -15,6 +16,11 @@ async def merged(
     A stream's error ends everything. Nothing is read ahead of the consumer but one item a stream.
     The streams are not closed: whoever opened them does that.
     """
+    if len(streams) == 1:
+        async with aclosing(_one(streams[0], stopped)) as items:
+            async for item in items:
+                yield 0, item
+        return
     stop = asyncio.ensure_future(stopped.wait())
     steps = {asyncio.ensure_future(_next(stream)): i for i, stream in enumerate(streams)}
     try:
@@ -31,6 +37,39 @@ async def merged(
         for task in (stop, *steps):
             task.cancel()
         await asyncio.gather(stop, *steps, return_exceptions=True)
+
+
+async def _one(stream: AsyncIterator[T], stopped: asyncio.Event) -> AsyncGenerator[T, None]:
+    """The same for a single stream, without a task for each item."""
+    reader: asyncio.Task[Any] | None = None
+    is_interrupted = False
+
+    def interrupt(_: object) -> None:
+        nonlocal is_interrupted
+        if reader is not None:
+            is_interrupted = True
+            reader.cancel()
+
+    stop = asyncio.ensure_future(stopped.wait())
+    stop.add_done_callback(interrupt)
+    try:
+        while not stopped.is_set():
+            reader = asyncio.current_task()
+            try:
+                item = await _next(stream)
+            except asyncio.CancelledError:
+                # Others may have cancelled the reader, too: that is not ours to end.
+                if not is_interrupted or reader is None or reader.uncancel() > 0:
+                    raise
+                return
+            finally:
+                reader = None
+            if item is None:
+                return
+            yield item
+    finally:
+        stop.remove_done_callback(interrupt)
+        stop.cancel()
 
 
 async def _next(stream: AsyncIterator[T]) -> T | None:

@@ -14,7 +14,7 @@ from loraplex.frontends.openai.room import Endpoint
 
 CODE = "unsupported_route"
 _GENERATES = "this server generates text: use /v1/completions or /v1/chat/completions"
-_KEEPS_NOTHING = "this server keeps nothing of a request: send the whole conversation each time"
+_KEEPS_NOTHING = "use previous_response_id of /v1/responses, or send the whole conversation"
 
 
 class AbsentRoute(NamedTuple):

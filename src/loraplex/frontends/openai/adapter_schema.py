@@ -1,6 +1,6 @@
 """What a client may send to the routes that manage adapters."""
 
-from loraplex.frontends.openai.schema import Body
+from loraplex.frontends.openai.schema import Body, ClosedBody
 
 
 class LoadLoraBody(Body):
@@ -18,8 +18,8 @@ class UnloadLoraBody(Body):
     """vLLM's own number: taken, and of no use here."""
 
 
-class AdapterBody(Body):
-    """POST /v1/adapters. Of this body and those below an unknown field is an error."""
+class AdapterBody(ClosedBody):
+    """POST /v1/adapters."""
 
     name: str
     path: str
@@ -31,19 +31,19 @@ class AdapterBody(Body):
     canary: bool | None = None
 
 
-class RollbackBody(Body):
+class RollbackBody(ClosedBody):
     version: int | None = None
     """None: the one before the present."""
 
 
-class PinBody(Body):
+class PinBody(ClosedBody):
     version: int | None = None
     """None: the present one."""
     pinned: bool | None = None
     """False takes the pin away."""
 
 
-class AliasBody(Body):
+class AliasBody(ClosedBody):
     alias: str
     replace: bool | None = None
     """Turn an alias of another adapter over to this one."""

@@ -6,7 +6,6 @@ vLLM's two answer with vLLM's statuses and sentences; ours say more.
 from collections.abc import Awaitable
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
@@ -18,6 +17,14 @@ from loraplex.core.errors import (
     ModelNotFoundError,
 )
 from loraplex.core.principal import Principal
+from loraplex.frontends.openai.adapter_answers import (
+    AdapterList,
+    ListedAdapter,
+    LoadedAdapter,
+    NamedAdapter,
+    ShownAdapter,
+    told_as,
+)
 from loraplex.frontends.openai.adapter_schema import (
     AdapterBody,
     AliasBody,
@@ -27,9 +34,23 @@ from loraplex.frontends.openai.adapter_schema import (
     UnloadLoraBody,
 )
 from loraplex.frontends.openai.errors import INVALID, ErrorDetail, json_error
-from loraplex.frontends.openai.responses import AdapterDeleted, AdapterList
+from loraplex.frontends.openai.responses import AdapterDeleted
 from loraplex.frontends.openai.room import OpenAIRoom, json_response
-from loraplex.serving.adapters.cards import AdapterCard, UnloadMode
+from loraplex.frontends.openapi.operation import (
+    ANY_ERROR,
+    Parameter,
+    described,
+    json_body,
+    json_of,
+    text,
+)
+from loraplex.serving.adapters.cards import UnloadMode, VersionCard
+
+_MODE = Parameter(
+    "mode",
+    "What becomes of requests that run with it; drain if it is absent.",
+    {"enum": [mode.value for mode in UnloadMode]},
+)
 
 
 class AdapterEndpoints:
@@ -39,22 +60,36 @@ class AdapterEndpoints:
         self._room = room
         self._backend = room.backend
 
+    @described(json_of(AdapterList), tag="adapters", errors=ANY_ERROR)
     async def list_adapters(self, request: Request) -> Response:
+        """Every adapter that the tenant may see."""
         cards = self._backend.adapters(self._room.principal(request))
         models = {card.model for card in cards}
         where = {model: await self._backend.adapter_residency(model) for model in models}
         absent = Residency.ABSENT
         entries = [
-            _fields(card) | {"residency": where[card.model].get(card.digest, absent).value}
+            told_as(ListedAdapter, card, residency=where[card.model].get(card.digest, absent))
             for card in cards
         ]
         return json_response(AdapterList(entries))
 
+    @described(json_of(ShownAdapter), tag="adapters", errors=ANY_ERROR)
     async def get_adapter(self, request: Request) -> Response:
+        """All that is known of an adapter."""
         principal, ref = self._asked(request)
-        return _adapter(await self._backend.describe_adapter(principal, ref))
+        return json_response(
+            told_as(ShownAdapter, await self._backend.describe_adapter(principal, ref))
+        )
 
+    @described(
+        json_of(LoadedAdapter, 201, "The adapter may be named."),
+        json_of(LoadedAdapter, 200, "A dry run: nothing was registered."),
+        body=json_body(AdapterBody),
+        tag="adapters",
+        errors=ANY_ERROR,
+    )
     async def load_adapter(self, request: Request) -> Response:
+        """Register an adapter under a name."""
         principal = self._room.principal(request)
         body = await self._room.strict_body(request, AdapterBody)
         report = await self._backend.load_adapter(
@@ -67,9 +102,11 @@ class AdapterEndpoints:
             dry_run=bool(body.dry_run),
             canary=bool(body.canary),
         )
-        return _adapter(report, status=200 if report.is_dry_run else 201)
+        return json_response(told_as(LoadedAdapter, report), 200 if report.is_dry_run else 201)
 
+    @described(json_of(AdapterDeleted), query=(_MODE,), tag="adapters", errors=ANY_ERROR)
     async def delete_adapter(self, request: Request) -> Response:
+        """Forget a name."""
         principal, ref = self._asked(request)
         unloaded = await self._backend.unload_adapter(principal, ref, _mode(request))
         return json_response(
@@ -80,12 +117,19 @@ class AdapterEndpoints:
             )
         )
 
+    @described(
+        json_of(NamedAdapter), body=json_body(RollbackBody), tag="adapters", errors=ANY_ERROR
+    )
     async def rollback(self, request: Request) -> Response:
+        """An older version of an adapter becomes the present one."""
         principal, ref = self._asked(request)
         body = await self._room.strict_body(request, RollbackBody)
-        return _adapter(await self._backend.rollback_adapter(principal, ref, body.version))
+        card = await self._backend.rollback_adapter(principal, ref, body.version)
+        return json_response(told_as(NamedAdapter, card))
 
+    @described(json_of(VersionCard), body=json_body(PinBody), tag="adapters", errors=ANY_ERROR)
     async def pin(self, request: Request) -> Response:
+        """Keep a version in the memory of the device, or no longer."""
         principal, ref = self._asked(request)
         body = await self._room.strict_body(request, PinBody)
         is_pinned = body.pinned is not False
@@ -93,16 +137,19 @@ class AdapterEndpoints:
             await self._backend.pin_adapter(principal, ref, body.version, is_pinned=is_pinned)
         )
 
+    @described(json_of(NamedAdapter), body=json_body(AliasBody), tag="adapters", errors=ANY_ERROR)
     async def alias(self, request: Request) -> Response:
+        """Another name for an adapter."""
         principal, ref = self._asked(request)
         body = await self._room.strict_body(request, AliasBody)
-        return _adapter(
-            await self._backend.alias_adapter(
-                principal, ref, body.alias, replace=bool(body.replace)
-            )
+        card = await self._backend.alias_adapter(
+            principal, ref, body.alias, replace=bool(body.replace)
         )
+        return json_response(told_as(NamedAdapter, card))
 
+    @described(text(), body=json_body(LoadLoraBody), tag="adapters", errors=ANY_ERROR)
     async def load_lora_adapter(self, request: Request) -> Response:
+        """Register an adapter, as vLLM does it."""
         principal = self._room.principal(request)
         body = await self._room.body(request, LoadLoraBody)
         if not body.lora_name or not body.lora_path:
@@ -116,7 +163,9 @@ class AdapterEndpoints:
         )
         return await _in_vllms_words(load, body.lora_name, "added")
 
+    @described(text(), body=json_body(UnloadLoraBody), tag="adapters", errors=ANY_ERROR)
     async def unload_lora_adapter(self, request: Request) -> Response:
+        """Forget an adapter, as vLLM does it."""
         principal = self._room.principal(request)
         body = await self._room.body(request, UnloadLoraBody)
         if not body.lora_name:
@@ -149,15 +198,6 @@ class AdapterEndpoints:
                 f"model must be a base model; {name!r} is an adapter", param="model"
             )
         return target.model.name
-
-
-def _fields(card: AdapterCard) -> dict[str, Any]:
-    return {"object": "adapter", **msgspec.to_builtins(card)}
-
-
-def _adapter(card: AdapterCard, status: int = 200) -> Response:
-    body = msgspec.json.encode(_fields(card))
-    return Response(body, status_code=status, media_type="application/json")
 
 
 def _mode(request: Request) -> UnloadMode:

@@ -21,6 +21,7 @@ from loraplex.frontends.openai.llgtrt.health import LlgtrtHealth
 from loraplex.frontends.openai.lorax.endpoints import LoraxEndpoints
 from loraplex.frontends.openai.lorax.errors import LORAX_ERRORS
 from loraplex.frontends.openai.probes import ProbeEndpoints
+from loraplex.frontends.openai.responses_api.endpoints import ResponsesEndpoints
 from loraplex.frontends.openai.room import (
     Endpoint,
     OpenAIOptions,
@@ -46,6 +47,7 @@ def openai_routes(
     tokens = TokenEndpoints(room)
     probes = ProbeEndpoints(room)
     lorax = LoraxEndpoints(room)
+    responses = ResponsesEndpoints(room)
     guidance, health = GuidanceEndpoints(room), LlgtrtHealth(room)
     router = APIRouter(tags=["openai"])
     of_dialect: tuple[tuple[str, str, Endpoint], ...] = (
@@ -77,6 +79,14 @@ def openai_routes(
         ("POST", "/ping", probes.health),
         ("GET", "/version", probes.version),
     )
+    of_responses: tuple[tuple[str, str, Endpoint], ...] = (
+        ("POST", "/v1/responses", responses.create),
+        ("POST", "/v1/responses/input_tokens", responses.count_input_tokens),
+        ("GET", "/v1/responses/{response_id}", responses.get),
+        ("DELETE", "/v1/responses/{response_id}", responses.delete),
+        ("POST", "/v1/responses/{response_id}/cancel", responses.cancel),
+        ("GET", "/v1/responses/{response_id}/input_items", responses.input_items),
+    )
     of_lorax: tuple[tuple[str, str, Endpoint], ...] = (
         ("POST", "/generate", lorax.generate),
         ("POST", "/generate_stream", lorax.generate_stream),
@@ -87,6 +97,7 @@ def openai_routes(
         for of_some, errors in (
             (of_dialect, room.options.dialect.errors),
             (routes, OPENAI_ERRORS),
+            (of_responses, OPENAI_ERRORS),
             (of_lorax, LORAX_ERRORS),
         )
         for method, path, endpoint in of_some

@@ -7,10 +7,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loraplex.core.adapter import AdapterRef
-from loraplex.core.errors import InvalidParameterError
+from loraplex.core.errors import InvalidParameterError, TokenOutOfVocabularyError
 from loraplex.core.principal import Principal
-from loraplex.frontends.openai.convert import begins_a_turn, conversation
+from loraplex.frontends.openai.convert import begins_a_turn
 from loraplex.frontends.openai.logprobs import TokenTexts
+from loraplex.frontends.openai.rendering import rendered_chat
 from loraplex.frontends.openai.responses import (
     Detokenized,
     ModelEntry,
@@ -24,7 +25,10 @@ from loraplex.frontends.openai.schema import (
 )
 from loraplex.frontends.openai.tools import read_tools
 from loraplex.frontends.openai.unsupported import refuse_unsupported
+from loraplex.frontends.openapi.operation import OF_NAMES, described, json_body, json_of
 from loraplex.serving.backend import AdapterCard, ModelCard
+
+OF_TOKENS = (*OF_NAMES, TokenOutOfVocabularyError)
 
 
 class ModelEndpoints:
@@ -33,10 +37,14 @@ class ModelEndpoints:
     def __init__(self, room: OpenAIRoom) -> None:
         self._room = room
 
+    @described(json_of(ModelList), tag="models", errors=OF_NAMES)
     async def list_models(self, request: Request) -> Response:
+        """Base models, and their adapters."""
         return json_response(ModelList(self._entries(self._room.principal(request))))
 
+    @described(json_of(ModelEntry), tag="models", errors=OF_NAMES)
     async def get_model(self, request: Request) -> Response:
+        """A base model or an adapter."""
         principal = self._room.principal(request)
         name = request.path_params["model_id"]
         card, key = self._room.backend.find(name, principal)
@@ -67,12 +75,14 @@ class TokenEndpoints:
     def __init__(self, room: OpenAIRoom) -> None:
         self._room = room
 
+    @described(json_of(Tokens), tag="tokenizers", body=json_body(TokenizeBody), errors=OF_TOKENS)
     async def tokenize(self, request: Request) -> Response:
+        """The token ids of a text, or of a conversation."""
         principal = self._room.principal(request)
         body = await self._room.body(request, TokenizeBody)
         refuse_unsupported(body.model_extra)
         card = self._room.target(body.model, principal).model
-        text, adds_special_tokens = self._text(body, card)
+        text, adds_special_tokens = await self._text(body, card)
         # A long text takes a while, and the event loop has streams to serve.
         backend = self._room.backend
         token_ids = await asyncio.to_thread(
@@ -82,26 +92,27 @@ class TokenEndpoints:
         names = list(map(texts.name_of, token_ids)) if body.return_token_strs else None
         return json_response(Tokens(len(token_ids), card.max_model_len, token_ids, names))
 
-    def _text(self, body: TokenizeBody, card: ModelCard) -> tuple[str, bool]:
+    async def _text(self, body: TokenizeBody, card: ModelCard) -> tuple[str, bool]:
         """The text, and whether special tokens are still to be added."""
         if (body.prompt is None) == (body.messages is None):
             raise InvalidParameterError("give either prompt or messages", param="prompt")
         if body.messages is None:
             return body.prompt or "", body.add_special_tokens is not False
         read_tools(body.tools)
-        shown = conversation(body.messages, body.tools, card.chat)
-        text = self._room.backend.render_chat(
-            card.name,
-            shown.messages,
-            add_generation_prompt=begins_a_turn(body),
-            continue_final_message=bool(body.continue_final_message),
-            tools=shown.tools,
-            documents=body.documents,
-            template_kwargs=body.chat_template_kwargs,
-        )
+        arguments = {
+            "add_generation_prompt": begins_a_turn(body),
+            "continue_final_message": bool(body.continue_final_message),
+            "documents": body.documents,
+            "template_kwargs": body.chat_template_kwargs,
+        }
+        text = await rendered_chat(self._room.backend, card, body.messages, body.tools, arguments)
         return text, body.add_special_tokens is True
 
+    @described(
+        json_of(Detokenized), tag="tokenizers", body=json_body(DetokenizeBody), errors=OF_TOKENS
+    )
     async def detokenize(self, request: Request) -> Response:
+        """The text of token ids."""
         principal = self._room.principal(request)
         body = await self._room.body(request, DetokenizeBody)
         card = self._room.target(body.model, principal).model

@@ -6,6 +6,7 @@ from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest
 from loraplex.frontends.openai import convert
 from loraplex.frontends.openai.adapter_fields import Target
+from loraplex.frontends.openai.rendering import rendered_chat
 from loraplex.frontends.openai.room import OpenAIRoom
 from loraplex.frontends.openai.schema import ChatBody
 from loraplex.frontends.openai.tools import read_tool_use, shown_tools
@@ -19,7 +20,7 @@ class AskedChat(NamedTuple):
     reading: AnswerReading
 
 
-def asked_chat(
+async def asked_chat(
     room: OpenAIRoom, body: ChatBody, principal: Principal, origin: convert.Origin
 ) -> AskedChat:
     """Raises a RequestError for what the body says wrongly, or what its template refuses."""
@@ -29,24 +30,21 @@ def asked_chat(
     reading = AnswerReading(
         chat_format=target.model.chat,
         tool_use=tool_use,
-        prompt=rendered(room, body, target),
+        prompt=await rendered(room, body, target),
         includes_reasoning=body.include_reasoning is not False,
         separates_reasoning=body.separate_reasoning is not False,
     )
     return AskedChat(convert.chat_request(body, target, origin, reading), reading)
 
 
-def rendered(room: OpenAIRoom, body: ChatBody, target: Target) -> str:
+async def rendered(room: OpenAIRoom, body: ChatBody, target: Target) -> str:
     """The conversation as the model's chat template writes it."""
-    shown = convert.conversation(body.messages, shown_tools(body), target.model.chat)
-    return room.backend.render_chat(
-        target.model.name,
-        shown.messages,
-        **{
-            "add_generation_prompt": convert.begins_a_turn(body),
-            "continue_final_message": bool(body.continue_final_message),
-            "documents": body.documents,
-            "tools": shown.tools,
-            **room.options.dialect.rendering(body),
-        },
+    arguments = {
+        "add_generation_prompt": convert.begins_a_turn(body),
+        "continue_final_message": bool(body.continue_final_message),
+        "documents": body.documents,
+        **room.options.dialect.rendering(body),
+    }
+    return await rendered_chat(
+        room.backend, target.model, body.messages, shown_tools(body), arguments
     )

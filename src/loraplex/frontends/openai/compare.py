@@ -16,18 +16,19 @@ from loraplex.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from loraplex.frontends.adapter_choices import FIELD, read_choice, read_choices
 from loraplex.frontends.openai.adapter_fields import Target
 from loraplex.frontends.openai.convert import (
-    chat_messages,
     check_priority,
     load_policy,
     prompts,
 )
 from loraplex.frontends.openai.errors import ErrorDetail, error_body
 from loraplex.frontends.openai.logprobs import MIN_LOGPROB, TokenTexts, chat_logprobs
+from loraplex.frontends.openai.rendering import rendered_chat
 from loraplex.frontends.openai.responses import ContentLogprob
 from loraplex.frontends.openai.room import OpenAIRoom, json_response, request_id
 from loraplex.frontends.openai.sampling import sampling_params
 from loraplex.frontends.openai.schema import CompareBody
 from loraplex.frontends.openai.unsupported import refuse_unknown, refuse_unsupported
+from loraplex.frontends.openapi.operation import ANY_ERROR, described, json_body, json_of
 from loraplex.frontends.streams import until_disconnect
 from loraplex.serving.compare import (
     Compared,
@@ -96,7 +97,14 @@ class CompareEndpoints:
     def __init__(self, room: OpenAIRoom) -> None:
         self._room = room
 
+    @described(
+        json_of(Comparison),
+        tag="completions",
+        body=json_body(CompareBody),
+        errors=ANY_ERROR,
+    )
     async def compare(self, request: Request) -> Response:
+        """One prompt over many adapters, the answers side by side."""
         principal = self._room.principal(request)
         body = await self._room.body(request, CompareBody)
         _check(body)
@@ -107,7 +115,7 @@ class CompareEndpoints:
                 f"model must be a base model; {body.model!r} is an adapter: name it in adapters",
                 param="model",
             )
-        asked = self._request(body, target, request_id(request))
+        asked = await self._request(body, target, request_id(request))
         requests = comparison_requests(self._room.backend, asked, choices)
         compared = await until_disconnect(
             request.receive, compare(self._room.backend, requests, principal)
@@ -146,9 +154,9 @@ class CompareEndpoints:
             check_adapters(adapters)
         return choices
 
-    def _request(self, body: CompareBody, target: Target, client_id: str) -> GenerateRequest:
+    async def _request(self, body: CompareBody, target: Target, client_id: str) -> GenerateRequest:
         is_chat = body.messages is not None
-        prompt = self._prompt(body, target)
+        prompt = await self._prompt(body, target)
         return GenerateRequest(
             request_id=0,
             client_request_id=client_id,
@@ -163,16 +171,17 @@ class CompareEndpoints:
             priority=body.priority or 0,
         )
 
-    def _prompt(self, body: CompareBody, target: Target) -> str | tuple[int, ...]:
+    async def _prompt(self, body: CompareBody, target: Target) -> str | tuple[int, ...]:
         if body.messages is None:
             assert body.prompt is not None
             [prompt] = prompts(body.prompt, max_prompts=1)
             return prompt
-        return self._room.backend.render_chat(
-            target.model.name,
-            chat_messages(body.messages),
-            add_generation_prompt=body.add_generation_prompt is not False,
-            template_kwargs=body.chat_template_kwargs,
+        arguments = {
+            "add_generation_prompt": body.add_generation_prompt is not False,
+            "template_kwargs": body.chat_template_kwargs,
+        }
+        return await rendered_chat(
+            self._room.backend, target.model, body.messages, arguments=arguments
         )
 
 

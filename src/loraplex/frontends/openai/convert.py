@@ -35,7 +35,7 @@ from loraplex.frontends.openai.unsupported import refuse_unsupported
 from loraplex.serving.text.answer_grammar import answer_grammar
 from loraplex.serving.text.answer_reader import AnswerReading
 from loraplex.serving.text.chat_format import UNKNOWN_FORMAT, ChatFormat
-from loraplex.serving.text.tool_prompt import with_tools_told
+from loraplex.serving.text.tool_prompt import with_calls_told, with_tools_told
 
 MAX_PRIORITY = 2**31 - 1
 MAX_SEQUENCES = 4096
@@ -115,8 +115,10 @@ def conversation(
     tools: Sequence[Mapping[str, Any]] | None,
     chat_format: ChatFormat,
 ) -> Conversation:
-    """A template that does not know tools gets them told in the messages."""
-    given = chat_messages(messages)
+    """A template that does not know tools gets them told in the messages, earlier calls, too."""
+    given: Sequence[Mapping[str, Any]] = chat_messages(messages)
+    if not chat_format.writes_calls:
+        given = with_calls_told(given, chat_format.call_format.syntax)
     if not tools or chat_format.knows_tools:
         return Conversation(given, tools or None)
     is_generic = chat_format.tool_calls == UNKNOWN_FORMAT.tool_calls
@@ -220,7 +222,7 @@ def check_priority(body: SamplingBody) -> None:
 
 
 def chat_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """What the chat template reads: content as one text, everything else as it came."""
+    """What the chat template reads: content as one text or text parts, all else as it came."""
     if not messages:
         raise InvalidParameterError("messages must hold at least one message", param="messages")
     if len(messages) > MAX_MESSAGES:
@@ -238,11 +240,14 @@ def chat_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     ]
 
 
-def _message_content(message: Message, path: str) -> str | None:
+def _message_content(message: Message, path: str) -> str | list[dict[str, str]] | None:
     """None for a message that is nothing but calls: templates look whether there is content."""
-    if message.content is None and (message.model_extra or {}).get("tool_calls"):
-        return None
-    return _content(message.content, path)
+    if message.content is None:
+        return None if (message.model_extra or {}).get("tool_calls") else ""
+    if isinstance(message.content, str):
+        return message.content
+    texts = [_part_text(part, f"{path}[{i}]") for i, part in enumerate(message.content)]
+    return [{"type": "text", "text": text} for text in texts]
 
 
 def _extra(message: Message, index: int) -> dict[str, Any]:

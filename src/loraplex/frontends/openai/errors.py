@@ -9,6 +9,7 @@ import msgspec
 from starlette.responses import Response
 
 from loraplex.core import errors
+from loraplex.frontends.openapi.operation import JSON, Answer, Media, by_status
 from loraplex.serving.wire_request import note_error
 
 _log = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ WIRE_ERRORS: dict[type[errors.LoraplexError], WireError] = {
     errors.BodyTimeoutError: WireError(408, INVALID),
     errors.ModelNotFoundError: WireError(404, INVALID),
     errors.AdapterNotFoundError: WireError(404, INVALID),
+    errors.ResponseNotFoundError: WireError(404, INVALID),
     errors.AdapterExistsError: WireError(409, INVALID),
     errors.InvalidAdapterError: WireError(422, INVALID),
     errors.AdapterMismatchError: WireError(422, INVALID),
@@ -74,7 +76,11 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 def wire_error(error: errors.LoraplexError) -> WireError:
     """The row of the error's class, or of its nearest ancestor."""
-    return next(WIRE_ERRORS[cls] for cls in type(error).__mro__ if cls in WIRE_ERRORS)
+    return wire_row(type(error))
+
+
+def wire_row(kind: type[errors.LoraplexError]) -> WireError:
+    return next(WIRE_ERRORS[cls] for cls in kind.__mro__ if cls in WIRE_ERRORS)
 
 
 def error_body(error: errors.LoraplexError) -> ErrorBody:
@@ -115,6 +121,15 @@ class ErrorWriter(Protocol):
 
     def events(self, error: errors.LoraplexError) -> Iterable[msgspec.Struct]: ...
 
+    @property
+    def event_type(self) -> type[msgspec.Struct]:
+        """Of what `events` gives."""
+        ...
+
+    def answers(self, kinds: Iterable[type[errors.LoraplexError]]) -> Iterable[Answer]:
+        """What `response` makes of errors of these kinds, by status."""
+        ...
+
 
 class OpenAIErrors:
     """By the table above, in OpenAI's shape."""
@@ -124,6 +139,16 @@ class OpenAIErrors:
 
     def events(self, error: errors.LoraplexError) -> Iterable[msgspec.Struct]:
         return (error_body(error),)
+
+    @property
+    def event_type(self) -> type[msgspec.Struct]:
+        return ErrorBody
+
+    def answers(self, kinds: Iterable[type[errors.LoraplexError]]) -> Iterable[Answer]:
+        return by_status((wire_row(kind).status, _BODY) for kind in kinds)
+
+
+_BODY = Media(JSON, ErrorBody)
 
 
 OPENAI_ERRORS = OpenAIErrors()

@@ -11,6 +11,7 @@ from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest
 from loraplex.frontends.openai import convert
 from loraplex.frontends.openai.adapter_fields import ADAPTER_HEADER
+from loraplex.frontends.openai.adapter_headers import BY_HEADER, DIGESTS
 from loraplex.frontends.openai.answers import (
     Call,
     ChatWriter,
@@ -20,16 +21,28 @@ from loraplex.frontends.openai.answers import (
 from loraplex.frontends.openai.chat import asked_chat
 from loraplex.frontends.openai.dialect import AnswerWriter
 from loraplex.frontends.openai.logprobs import TokenTexts
+from loraplex.frontends.openai.responses import ChatCompletion, ChatCompletionChunk, Completion
 from loraplex.frontends.openai.room import (
     OpenAIRoom,
     adopt_request_id,
     json_response,
     request_id,
 )
-from loraplex.frontends.openai.schema import GenerationBody
-from loraplex.frontends.openai.sse import EventStream
+from loraplex.frontends.openai.schema import ChatBody, CompletionBody, GenerationBody
+from loraplex.frontends.openai.sse import EventStream, just_output
 from loraplex.frontends.openai.synonyms import value_of
-from loraplex.frontends.streams import gather_all, generate_all, until_disconnect
+from loraplex.frontends.openapi.operation import (
+    ANY_ERROR,
+    JSON,
+    Answer,
+    Media,
+    described,
+    events_of,
+    json_body,
+)
+from loraplex.frontends.streams import gather_all, generate_all, until_disconnect, written
+
+ENDS = "After the last one comes `data: [DONE]`."
 
 
 class GenerationEndpoints:
@@ -39,7 +52,16 @@ class GenerationEndpoints:
         self._room = room
         self._dialect = room.options.dialect
 
+    @described(
+        Answer(200, (Media(JSON, Completion), events_of(Completion, ENDS))),
+        tag="completions",
+        body=json_body(CompletionBody),
+        headers=(BY_HEADER,),
+        answer_headers=(DIGESTS,),
+        errors=ANY_ERROR,
+    )
     async def completions(self, request: Request) -> Response:
+        """Text after a prompt. With stream it comes as events."""
         principal = self._room.principal(request)
         body = await self._dialect.completion_body(self._room, request)
         adopt_request_id(request, value_of(body, "request_id"))
@@ -52,11 +74,22 @@ class GenerationEndpoints:
         writer = self._dialect.writer(CompletionWriter(call, texts), call, body, texts)
         return await self._answer(request, principal, writer, call, bool(body.stream))
 
+    @described(
+        Answer(200, (Media(JSON, ChatCompletion), events_of(ChatCompletionChunk, ENDS))),
+        tag="completions",
+        body=json_body(ChatBody),
+        headers=(BY_HEADER,),
+        answer_headers=(DIGESTS,),
+        errors=ANY_ERROR,
+    )
     async def chat_completions(self, request: Request) -> Response:
+        """The next message of a conversation. With stream it comes as events."""
         principal = self._room.principal(request)
         body = await self._dialect.chat_body(self._room, request)
         adopt_request_id(request, value_of(body, "request_id"))
-        requests, reading = asked_chat(self._room, body, principal, origin(self._room, request))
+        requests, reading = await asked_chat(
+            self._room, body, principal, origin(self._room, request)
+        )
         call = _call(
             request,
             "chatcmpl",
@@ -81,11 +114,13 @@ class GenerationEndpoints:
         backend = self._room.backend
         if is_stream:
             outputs = generate_all(backend, call.requests, principal)
-            return EventStream(outputs, writer, request_id(request), self._dialect.errors)
+            return EventStream(
+                outputs, writer, request_id(request), self._dialect.errors, read_from=just_output
+            )
         whole = await until_disconnect(
             request.receive, gather_all(backend, call.requests, principal)
         )
-        response = json_response(writer.body(whole))
+        response = json_response(await written(lambda: writer.body(whole), *whole))
         response.headers.update(adapter_headers(*whole))
         return response
 

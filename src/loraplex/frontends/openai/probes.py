@@ -7,6 +7,7 @@ from starlette.responses import Response
 from loraplex.core.errors import NotReadyError
 from loraplex.core.version import __version__
 from loraplex.frontends.openai.room import OpenAIRoom, json_response
+from loraplex.frontends.openapi.operation import Answer, described, json_of
 
 
 class Version(msgspec.Struct, frozen=True):
@@ -19,6 +20,7 @@ class ProbeEndpoints:
     def __init__(self, room: OpenAIRoom) -> None:
         self._room = room
 
+    @described(Answer(200), tag="health", errors=(NotReadyError,))
     async def health(self, request: Request) -> Response:
         """Empty if requests would be answered now; else 503 and the reason."""
         del request
@@ -27,6 +29,8 @@ class ProbeEndpoints:
             raise NotReadyError(health.reason)
         return Response(status_code=200)
 
+    @described(json_of(Version), tag="health")
     async def version(self, request: Request) -> Response:
+        """The version of the server."""
         del request
         return json_response(Version(__version__))

@@ -4,7 +4,7 @@ msgspec structs, because a field that is absent (UNSET) and one that is null dif
 and because a chunk is encoded for every token.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
@@ -241,11 +241,6 @@ class ModelEntry(Struct, frozen=True, kw_only=True):
 
 class ModelList(Struct, frozen=True):
     data: list[ModelEntry]
-    object: Literal["list"] = "list"
-
-
-class AdapterList(Struct, frozen=True):
-    data: list[dict[str, Any]]
     object: Literal["list"] = "list"
 
 

@@ -15,10 +15,14 @@ from loraplex.frontends.openai.adapter_fields import Target
 from loraplex.frontends.openai.body import parse, read_body
 from loraplex.frontends.openai.dialect import OPENAI, Dialect
 from loraplex.frontends.openai.errors import OPENAI_ERRORS, ErrorWriter, as_loraplex_error
+from loraplex.frontends.openai.responses_api.store import StoreLimits
 from loraplex.frontends.openai.schema import Body
 from loraplex.frontends.openai.unsupported import refuse_unknown
+from loraplex.frontends.openapi.operation import Parameter, telling_errors
 from loraplex.frontends.streams import ClientDisconnectedError
 from loraplex.frontends.telemetry.request_ids import HEADER as REQUEST_ID_HEADER
+from loraplex.frontends.telemetry.request_ids import MAX_LENGTH as MAX_REQUEST_ID_LENGTH
+from loraplex.frontends.telemetry.request_ids import PATTERN as REQUEST_ID_PATTERN
 from loraplex.frontends.telemetry.request_ids import problem as id_problem
 from loraplex.frontends.telemetry.request_ids import request_id as usable_id
 from loraplex.serving.backend import Backend, ModelCard
@@ -27,6 +31,12 @@ from loraplex.serving.wire_request import note_request_id
 CLIENT_CLOSED_REQUEST = 499
 
 BodyT = TypeVar("BodyT", bound=Body)
+
+REQUEST_ID = Parameter(
+    REQUEST_ID_HEADER,
+    "The request's id, which the answer and the logs have; absent: one of ours.",
+    {"type": "string", "pattern": f"^$|{REQUEST_ID_PATTERN}", "maxLength": MAX_REQUEST_ID_LENGTH},
+)
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -39,6 +49,8 @@ class OpenAIOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Prompts in one completion request."""
     dialect: Dialect = OPENAI
     """Of the routes that generate."""
+    stored_responses: StoreLimits = StoreLimits()
+    """What is kept of the Responses API."""
 
 
 class OpenAIRoom(msgspec.Struct, frozen=True):
@@ -112,4 +124,4 @@ def answers_errors(endpoint: Endpoint, errors: ErrorWriter = OPENAI_ERRORS) -> E
         response.headers[REQUEST_ID_HEADER] = request_id(request)
         return response
 
-    return answer
+    return telling_errors(answer, errors.answers, errors.event_type, (REQUEST_ID,))

@@ -13,7 +13,7 @@ from loraplex.core.errors import (
     InvalidParameterError,
     TokenOutOfVocabularyError,
 )
-from loraplex.core.sampling_params import MAX_LOGPROBS, SamplingParams
+from loraplex.core.sampling_params import MAX_LOGPROBS, RANGES, SamplingParams
 from loraplex.frontends.openai.schema import (
     ChatBody,
     CompletionBody,
@@ -74,10 +74,19 @@ def completion_sampling(body: CompletionBody, vocab_size: int) -> SamplingParams
 
 
 def chat_sampling(body: ChatBody, vocab_size: int) -> SamplingParams:
-    max_tokens = (
-        body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    )
-    fields: dict[str, Any] = {"max_tokens": max_tokens, "prompt_logprobs": body.prompt_logprobs}
+    fields: dict[str, Any] = {
+        "max_tokens": body.max_tokens,
+        "prompt_logprobs": body.prompt_logprobs,
+    }
+    if body.max_completion_tokens is not None:
+        fields["max_tokens"] = body.max_completion_tokens
+        low, high, *_ = RANGES["max_tokens"]
+        if not low <= body.max_completion_tokens <= high:
+            raise InvalidParameterError(
+                f"max_completion_tokens must be in [{low}, {high}], got "
+                f"{body.max_completion_tokens}",
+                param="max_completion_tokens",
+            )
     num_top = body.top_logprobs or 0
     if not 0 <= num_top <= MAX_LOGPROBS:
         raise InvalidParameterError(

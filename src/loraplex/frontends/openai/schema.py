@@ -9,7 +9,11 @@ The text under a field is its row's note in docs/fields-openai.md.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+from loraplex.core.sampling_params import RANGES, Range
 
 EXPECTED = {
     "prompt": "a string, a list of strings, a list of token ids or a list of such lists",
@@ -28,6 +32,7 @@ EXPECTED = {
     "lora_path": "an adapter's name, or a list with a name or null for each prompt",
     "guided_choice": "a list of strings",
     "early_stopping": 'true, false or "never"',
+    "input": "a text or a list of items",
 }
 """What is right where a field takes more than one type: texts for an error message."""
 
@@ -48,6 +53,17 @@ class Body(BaseModel):
     )
 
 
+class ClosedBody(Body):
+    """Of which an unknown field is an error; see OpenAIRoom.strict_body."""
+
+    model_config = ConfigDict(json_schema_extra={"additionalProperties": False})
+
+
+def _limits(limits: Range) -> JsonSchemaValue:
+    low = "exclusiveMinimum" if limits.is_above_low else "minimum"
+    return {low: limits.low, "maximum": limits.high}
+
+
 class StreamOptions(Body):
     include_usage: bool | None = None
     """A last chunk has the usage; all others have `usage: null`."""
@@ -57,6 +73,18 @@ class StreamOptions(Body):
 
 class SamplingBody(Body):
     """What everything that generates has in common: how tokens are drawn, and when it ends."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """With the ranges of SamplingParams."""
+        schema = handler(core_schema)
+        for name, field in handler.resolve_ref_schema(schema)["properties"].items():
+            for form in field.get("anyOf", ()):
+                if name in RANGES and form["type"] in ("integer", "number"):
+                    form.update(_limits(RANGES[name]))
+        return schema
 
     model: str | None = None
     """A base model, an adapter, or `base:adapter`; absent: the first base model."""
@@ -141,8 +169,8 @@ class SamplingBody(Body):
     """The request ends with an error when the time is up."""
 
 
-class GenerationBody(SamplingBody):
-    """What completions and chat have in common."""
+class AdaptedBody(SamplingBody):
+    """And which adapters answer."""
 
     lora_model: str | None = None
     """An adapter of the base model."""
@@ -154,6 +182,11 @@ class GenerationBody(SamplingBody):
     """How strongly the one adapter is applied; 1 if it is absent."""
     adapters: list[Any] | None = None
     """Several, added up: names, or objects with name, task_id or digest, and scale."""
+
+
+class GenerationBody(AdaptedBody):
+    """What completions and chat have in common."""
+
     n: int | None = None
     """1 to 128 answers."""
     best_of: int | None = None
@@ -266,8 +299,8 @@ class ChatBody(GenerationBody):
     """`prompt_text` of the answer is what the template has made."""
 
 
-class CompareBody(SamplingBody):
-    """POST /v1/compare: a prompt or a conversation. An unknown field is an error."""
+class CompareBody(SamplingBody, ClosedBody):
+    """POST /v1/compare: a prompt or a conversation."""
 
     prompt: Prompt | None = None
     """One."""

@@ -12,8 +12,14 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from loraplex.core.output import RequestOutput
 from loraplex.frontends.openai.errors import OPENAI_ERRORS, ErrorWriter, as_loraplex_error
-from loraplex.frontends.streams import ClientDisconnectedError, until_disconnect
+from loraplex.frontends.streams import (
+    ClientDisconnectedError,
+    IndexedOutput,
+    until_disconnect,
+    written,
+)
 
 T_contra = TypeVar("T_contra", contravariant=True)
 OutputT = TypeVar("OutputT")
@@ -40,6 +46,14 @@ def event(chunk: msgspec.Struct) -> bytes:
     return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
 
+def nothing(_output: Any) -> tuple[RequestOutput, ...]:
+    return ()
+
+
+def just_output(item: IndexedOutput) -> tuple[RequestOutput, ...]:
+    return (item[1],)
+
+
 class EventStream(Response, Generic[OutputT]):
     """Streams outputs as events; closes them as soon as the client has gone."""
 
@@ -53,9 +67,10 @@ class EventStream(Response, Generic[OutputT]):
         errors: ErrorWriter = OPENAI_ERRORS,
         end: bytes = DONE,
         encode: Callable[[Any], bytes] = event,
+        read_from: Callable[[OutputT], tuple[RequestOutput, ...]] = nothing,
     ) -> None:
         """end: what is sent after the last event of an answer without error; encode: a chunk as
-        an event."""
+        an event; read_from: what of an output has a text in which the writer looks for calls."""
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._outputs = outputs
@@ -64,6 +79,7 @@ class EventStream(Response, Generic[OutputT]):
         self._errors = errors
         self._end = end
         self._event = encode
+        self._read_from = read_from
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -91,13 +107,18 @@ class EventStream(Response, Generic[OutputT]):
         self, first: OutputT, outputs: AsyncGenerator[OutputT, None]
     ) -> AsyncGenerator[bytes, None]:
         try:
-            yield self._encode(self._writer.chunks(first))
+            yield await self._written(first)
             async for output in outputs:
-                if data := self._encode(self._writer.chunks(output)):
+                if data := await self._written(output):
                     yield data
             yield self._encode(self._writer.last_chunks()) + self._end
         except Exception as error:
             yield self._encode(self._errors.events(as_loraplex_error(error, self._request_id)))
+
+    async def _written(self, output: OutputT) -> bytes:
+        return await written(
+            lambda: self._encode(self._writer.chunks(output)), *self._read_from(output)
+        )
 
     def _encode(self, chunks: Iterable[msgspec.Struct]) -> bytes:
         return b"".join(map(self._event, chunks))

@@ -116,11 +116,13 @@ WITHOUT_EFFECT = (
 """Taken whatever their values are: they ask for nothing that an answer would show."""
 
 
-def refuse_unsupported(fields: Mapping[str, Any] | None) -> None:
+def refuse_unsupported(
+    fields: Mapping[str, Any] | None, table: Mapping[str, Refused] = _BY_FIELD
+) -> None:
     """Raise UnsupportedFeatureError for the first field (of those not in the schema) that we know
     and do not serve, unless its value asks for nothing."""
     for field, value in (fields or {}).items():
-        refused = _BY_FIELD.get(field)
+        refused = table.get(field)
         if refused is not None and not _is_harmless(value, refused):
             advice = f"; {refused.advice}" if refused.advice else ""
             raise UnsupportedFeatureError(f"{field} is not supported{advice}", param=field)

@@ -1,6 +1,7 @@
 """How the operators' routes answer: JSON, errors too."""
 
-from collections.abc import Awaitable, Callable
+import functools
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -10,6 +11,7 @@ from starlette.responses import Response
 from loraplex.core.errors import (
     BodyTimeoutError,
     CapacityError,
+    ErrorInfo,
     LoraplexError,
     ModelNotFoundError,
     PayloadTooLargeError,
@@ -19,6 +21,7 @@ from loraplex.core.errors import (
     UnauthenticatedError,
 )
 from loraplex.frontends.access import Authenticate
+from loraplex.frontends.openapi.operation import JSON, Answer, Media, by_status, telling_errors
 from loraplex.serving.wire_request import note_error
 
 STATUSES: tuple[tuple[type[LoraplexError], int], ...] = (
@@ -37,9 +40,20 @@ STATUSES: tuple[tuple[type[LoraplexError], int], ...] = (
 Handler = Callable[[Request], Awaitable[Response]]
 
 
+class Failure(msgspec.Struct, frozen=True):
+    error: ErrorInfo
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """What the server's door says to who has no key."""
+
+    error: dict[str, str | None]
+
+
 def for_operators(handler: Handler, authenticate: Authenticate) -> Handler:
     """Only they may ask: it tells of all tenants."""
 
+    @functools.wraps(handler)
     async def answer(request: Request) -> Response:
         authenticate(request.headers).require_operator("see what the server does")
         return await handler(request)
@@ -50,16 +64,34 @@ def for_operators(handler: Handler, authenticate: Authenticate) -> Handler:
 def answers_errors(handler: Handler) -> Handler:
     """Let a handler raise errors of core.errors."""
 
+    @functools.wraps(handler)
     async def answer(request: Request) -> Response:
         try:
             return await handler(request)
         except LoraplexError as error:
             note_error(error)
-            status = next(status for cls, status in STATUSES if isinstance(error, cls))
-            return json_answer({"error": error.to_info()}, status)
+            return json_answer(Failure(error.to_info()), _status(type(error)))
 
-    return answer
+    return telling_errors(answer, error_answers)
+
+
+def _status(kind: type[LoraplexError]) -> int:
+    return next(status for cls, status in STATUSES if issubclass(kind, cls))
 
 
 def json_answer(body: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")
+
+
+def error_answers(kinds: Iterable[type[LoraplexError]]) -> Iterable[Answer]:
+    """What answers_errors makes of errors of these kinds."""
+    return by_status((_status(kind), Media(JSON, _shape(kind))) for kind in kinds)
+
+
+def _shape(kind: type[LoraplexError]) -> type[msgspec.Struct]:
+    return Refusal if issubclass(kind, UnauthenticatedError) else Failure
+
+
+def door_answers(kinds: Iterable[type[LoraplexError]]) -> Iterable[Answer]:
+    """Of an app that only its door refuses."""
+    return by_status((_status(kind), Media(JSON, Refusal)) for kind in kinds)

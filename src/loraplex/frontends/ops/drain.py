@@ -9,8 +9,14 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from loraplex.core.errors import InvalidParameterError, InvalidRequestError, PayloadTooLargeError
+from loraplex.core.errors import (
+    InvalidParameterError,
+    InvalidRequestError,
+    NotReadyError,
+    PayloadTooLargeError,
+)
 from loraplex.frontends.access import Authenticate
+from loraplex.frontends.openapi.operation import described, json_body, json_of
 from loraplex.frontends.ops.answers import answers_errors, json_answer
 from loraplex.frontends.telemetry.routes import ToldRoute
 from loraplex.serving.draining import Draining, DrainReport
@@ -18,6 +24,19 @@ from loraplex.serving.draining import Draining, DrainReport
 MAX_TIMEOUT_SECONDS = 86_400.0
 _MAX_BODY_BYTES = 4096
 _TIMEOUT = "timeout_seconds"
+_BODY = {
+    "type": "object",
+    "properties": {
+        _TIMEOUT: {
+            "description": "What is still in work then is ended; absent: as long as it takes.",
+            "anyOf": [
+                {"type": "number", "minimum": 0, "maximum": MAX_TIMEOUT_SECONDS},
+                {"type": "null"},
+            ],
+        }
+    },
+    "additionalProperties": False,
+}
 
 
 def drain_routes(draining: Draining, authenticate: Authenticate) -> list[ToldRoute]:
@@ -35,18 +54,28 @@ class _Endpoints:
         self._draining = draining
         self._authenticate = authenticate
 
+    @described(
+        json_of(DrainReport, 200, "Nothing is in work."),
+        json_of(DrainReport, 202, "Something is in work."),
+        tag="operations",
+        body=json_body(_BODY),
+        needs_body=False,
+    )
     async def begin(self, request: Request) -> Response:
-        """202 while something is in work, 200 if nothing is."""
+        """Take no more requests; those in work go on."""
         self._check_operator(request)
         timeout_seconds = _timeout(await _body(request))
         return _answer(self._draining.begin(timeout_seconds))
 
+    @described(json_of(DrainReport), tag="operations")
     async def report(self, request: Request) -> Response:
+        """How far a drain has come."""
         self._check_operator(request)
         return json_answer(self._draining.report())
 
+    @described(json_of(DrainReport), tag="operations", errors=(NotReadyError,))
     async def cancel(self, request: Request) -> Response:
-        """503 if the server is stopping: that cannot be undone."""
+        """Take requests again. A server that stops does not."""
         self._check_operator(request)
         return json_answer(self._draining.cancel())
 

@@ -4,20 +4,31 @@ Live means that the process serves: restart it if not. Ready means that every mo
 request now: send no traffic if not.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from loraplex.core.stats import StepRecord
 from loraplex.frontends.access import Authenticate, everyone_is_local
+from loraplex.frontends.openapi.operation import (
+    JSON,
+    OF_NAMES,
+    Answer,
+    Media,
+    Parameter,
+    described,
+    json_of,
+)
 from loraplex.frontends.ops.answers import Handler, answers_errors, for_operators, json_answer
-from loraplex.frontends.ops.iterations import iterations_answer
-from loraplex.frontends.ops.memory import memory_report
+from loraplex.frontends.ops.iterations import JSON_LINES, LIMIT, iterations_answer
+from loraplex.frontends.ops.memory import MemoryReport, memory_report
+from loraplex.frontends.ops.stats import ServerReport
 from loraplex.frontends.telemetry.routes import ToldRoute
 from loraplex.serving.backend import Backend
 
-Report = Callable[[list[str]], Mapping[str, Any]]
+Report = Callable[[list[str]], ServerReport]
 """From the names of models to what is told of the server and them."""
 
 
@@ -37,31 +48,54 @@ def health_routes(
     return [ToldRoute(path, answers_errors(handler), methods=["GET"]) for path, handler in handlers]
 
 
+class Liveness(msgspec.Struct, frozen=True):
+    live: bool
+
+
+class Readiness(msgspec.Struct, frozen=True):
+    ready: bool
+    reason: str
+
+
+_MODEL = Parameter("model", "Only of this base model.")
+
+
 class _Endpoints:
     def __init__(self, backend: Backend, stats: Report) -> None:
         self._backend = backend
         self._stats = stats
 
+    @described(json_of(Liveness), json_of(Liveness, 503), tag="health")
     async def live(self, request: Request) -> Response:
+        """Whether the process serves."""
         del request
         live = self._backend.health().live
-        return json_answer({"live": live}, 200 if live else 503)
+        return json_answer(Liveness(live), 200 if live else 503)
 
+    @described(json_of(Readiness), json_of(Readiness, 503), tag="health")
     async def ready(self, request: Request) -> Response:
-        """503 with the reason while it starts, drains, or waits for an engine."""
+        """Whether every model would answer. If not, why: it starts, drains, waits for an engine."""
         del request
         health = self._backend.health()
-        body = {"ready": health.ready, "reason": health.reason}
+        body = Readiness(health.ready, health.reason)
         return json_answer(body, 200 if health.ready else 503)
 
+    @described(
+        Answer(200, (Media(JSON, list[StepRecord]), Media(JSON_LINES))),
+        tag="operations",
+        query=(_MODEL, LIMIT),
+        errors=OF_NAMES,
+    )
     async def iterations(self, request: Request) -> Response:
         """The newest steps of a model, oldest first. `model`: the default one if not given."""
         return iterations_answer(self._backend, self._model(request), request)
 
+    @described(json_of(ServerReport), tag="operations", query=(_MODEL,), errors=OF_NAMES)
     async def stats(self, request: Request) -> Response:
         """The server's numbers, with the engines' of all models, or of one that the query names."""
         return json_answer(self._stats(self._models(request)))
 
+    @described(json_of(dict[str, MemoryReport]), tag="operations", query=(_MODEL,), errors=OF_NAMES)
     async def memory(self, request: Request) -> Response:
         """What lies where, by model; of one model if the query names it."""
         return json_answer(await memory_report(self._backend, self._models(request)))

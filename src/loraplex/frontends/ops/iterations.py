@@ -5,11 +5,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loraplex.core.errors import InvalidParameterError
+from loraplex.frontends.openapi.operation import Parameter
 from loraplex.serving.backend import Backend
 
 DEFAULT_ITERATIONS = 100
 MAX_ITERATIONS = 10_000
 JSON_LINES = "application/x-ndjson"
+LIMIT = Parameter(
+    "limit",
+    f"At most so many; {DEFAULT_ITERATIONS} if it is absent.",
+    {"type": "integer", "minimum": 1, "maximum": MAX_ITERATIONS},
+)
 
 
 def iterations_answer(backend: Backend, model: str, request: Request) -> Response:

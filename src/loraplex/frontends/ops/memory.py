@@ -1,19 +1,21 @@
 """GET /v1/memory: what lies where, in bytes and counts, and how many more adapters fit."""
 
-from typing import Any
-
-import msgspec
-
 from loraplex.serving.backend import Backend
+from loraplex.serving.model_memory import ModelMemory, StoredAdapters
 
 
-async def memory_report(backend: Backend, models: list[str]) -> dict[str, Any]:
+class MemoryReport(ModelMemory, frozen=True, kw_only=True):
+    store: StoredAdapters
+
+
+async def memory_report(backend: Backend, models: list[str]) -> dict[str, MemoryReport]:
     """By model. Raises NotReadyError while one was never there."""
     return {model: await _of_model(backend, model) for model in models}
 
 
-async def _of_model(backend: Backend, model: str) -> dict[str, Any]:
+async def _of_model(backend: Backend, model: str) -> MemoryReport:
     store = await backend.stored_adapters(model)
     await backend.adapter_activity(model)  # so that the numbers are of now
-    report: dict[str, Any] = msgspec.to_builtins(backend.memory(model))
-    return {**report, "store": msgspec.to_builtins(store)}
+    memory = backend.memory(model)
+    tiers = {name: getattr(memory, name) for name in ModelMemory.__struct_fields__}
+    return MemoryReport(**tiers, store=store)

@@ -18,6 +18,8 @@ from starlette.types import ASGIApp
 from loraplex.core.principal import LOCAL
 from loraplex.core.stats import EngineStats
 from loraplex.frontends.exact_counters import with_counters
+from loraplex.frontends.openapi.operation import TEXT, Answer, Described, Media, Operation
+from loraplex.frontends.ops.answers import door_answers
 from loraplex.frontends.ops.gateway_metrics import GatewayCollector
 from loraplex.frontends.ops.memory_metrics import MemoryCollector
 from loraplex.serving.backend import Backend
@@ -270,3 +272,14 @@ def _filled(
         for label_value, value in values(of_model).items():
             family.add_metric([model] if label is None else [model, label_value], value)
     return family
+
+
+def described_metrics(app: ASGIApp) -> Described:
+    """What metrics_app gave, behind its door, as a route of another app."""
+    operation = Operation(
+        answers=(Answer(200, (Media(TEXT), Media("application/openmetrics-text"))),),
+        tag="operations",
+        about="What requests did and what engines do, for Prometheus.",
+        error_answers=door_answers,
+    )
+    return Described(app, {"GET": operation})

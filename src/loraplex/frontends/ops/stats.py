@@ -4,16 +4,50 @@ What it tells is of now, or counted since the start. Prometheus has more, and ke
 """
 
 import time
-from typing import Any
 
 import msgspec
 
+from loraplex.core.stats import EngineStats
 from loraplex.core.version import __version__
 from loraplex.frontends.telemetry.connections import HttpConnections
 from loraplex.frontends.telemetry.line_writer import LineWriter
-from loraplex.frontends.telemetry.telemetry import Telemetry
+from loraplex.frontends.telemetry.telemetry import Telemetry, TenantUse
 from loraplex.serving.backend import Backend
-from loraplex.serving.draining import Draining
+from loraplex.serving.draining import Draining, DrainReport
+
+
+class ConnectionReport(msgspec.Struct, frozen=True):
+    open: int
+    refused: dict[str, int]
+    """By reason."""
+
+
+class LogReport(msgspec.Struct, frozen=True):
+    waiting_lines: int
+    dropped_lines: int
+
+
+class ModelReport(msgspec.Struct, frozen=True):
+    ready: bool
+    engine: EngineStats
+    """`queue` and `adapters` are in it."""
+
+
+class ServerReport(msgspec.Struct, frozen=True, kw_only=True):
+    version: str
+    uptime_seconds: float
+    live: bool
+    ready: bool
+    reason: str
+    """Empty if it is ready."""
+    drain: DrainReport
+    open_requests: dict[str, int]
+    """By protocol."""
+    http_connections: ConnectionReport
+    access_log: LogReport | None
+    """None without one."""
+    tenants: dict[str, TenantUse]
+    models: dict[str, ModelReport]
 
 
 class ServerStats:
@@ -34,36 +68,28 @@ class ServerStats:
         self._access_log = access_log
         self._started_ns = time.monotonic_ns()
 
-    def report(self, models: list[str]) -> dict[str, Any]:
+    def report(self, models: list[str]) -> ServerReport:
         """With the engines of these models."""
         health = self._backend.health()
-        return {
-            "version": __version__,
-            "uptime_seconds": round((time.monotonic_ns() - self._started_ns) / 1e9, 3),
-            "live": health.live,
-            "ready": health.ready,
-            "reason": health.reason,
-            "drain": self._draining.report(),
-            "open_requests": self._telemetry.num_open,
-            "http_connections": {
-                "open": self._connections.num_open,
-                "refused": self._connections.num_refused,
-            },
-            "access_log": self._log_report(),
-            "tenants": self._telemetry.tenants,
-            "models": {name: self._of_model(name) for name in models},
-        }
+        return ServerReport(
+            version=__version__,
+            uptime_seconds=round((time.monotonic_ns() - self._started_ns) / 1e9, 3),
+            live=health.live,
+            ready=health.ready,
+            reason=health.reason,
+            drain=self._draining.report(),
+            open_requests=self._telemetry.num_open,
+            http_connections=ConnectionReport(
+                self._connections.num_open, self._connections.num_refused
+            ),
+            access_log=self._log_report(),
+            tenants=self._telemetry.tenants,
+            models={name: self._of_model(name) for name in models},
+        )
 
-    def _log_report(self) -> dict[str, int] | None:
-        """None without one."""
+    def _log_report(self) -> LogReport | None:
         log = self._access_log
-        if log is None:
-            return None
-        return {"waiting_lines": log.num_waiting, "dropped_lines": log.num_dropped}
+        return None if log is None else LogReport(log.num_waiting, log.num_dropped)
 
-    def _of_model(self, name: str) -> dict[str, Any]:
-        """`queue` and `adapters` are in the engine's numbers."""
-        return {
-            "ready": self._backend.model_ready(name),
-            "engine": msgspec.to_builtins(self._backend.stats(name)),
-        }
+    def _of_model(self, name: str) -> ModelReport:
+        return ModelReport(self._backend.model_ready(name), self._backend.stats(name))

@@ -38,6 +38,8 @@ class LineWriter(Collector):
         self._num_dropped = 0
         self._must_reopen = threading.Event()
         self._has_failed = False
+        self._is_within_line = False
+        """The file ends with a part of one: the disk took no more."""
         try:
             self._file = self._opened()
         except OSError as error:
@@ -106,12 +108,17 @@ class LineWriter(Collector):
         return lines, False
 
     def _write(self, lines: list[bytes]) -> None:
+        data = (b"\n" if self._is_within_line else b"") + b"".join(lines)
+        num_written = 0
         try:
-            self._file.write(b"".join(lines))
+            while num_written < len(data):  # a disk that is nearly full takes a part
+                num_written += self._file.write(data[num_written:])
             self._file.flush()
-            self._has_failed = False
+            self._has_failed = self._is_within_line = False
         except (OSError, ValueError) as error:
-            self._drop(len(lines))
+            self._drop(data.count(b"\n", max(num_written, int(self._is_within_line))))
+            if num_written:
+                self._is_within_line = data[num_written - 1] != ord("\n")
             self._complain(error)
 
     def _follow_name(self) -> None:
@@ -125,6 +132,7 @@ class LineWriter(Collector):
             return
         self._file.close()
         self._file = fresh
+        self._is_within_line = False
 
     def _is_moved(self) -> bool:
         try:

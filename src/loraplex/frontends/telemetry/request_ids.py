@@ -6,7 +6,7 @@ import uuid
 HEADER = "x-request-id"
 MAX_LENGTH = 256
 
-_ID = re.compile(r"[!-~]+")
+PATTERN = "^[!-~]+$"
 """Visible ASCII: it goes into headers and logs as it is."""
 
 
@@ -14,7 +14,7 @@ def problem(text: str, name: str = HEADER) -> str:
     """What is wrong with a client's id, as a sentence that calls it by `name`; empty: nothing."""
     if len(text) > MAX_LENGTH:
         return f"{name} has {len(text)} characters; at most {MAX_LENGTH} are allowed"
-    if not _ID.fullmatch(text):
+    if not re.fullmatch(PATTERN, text):
         return f"{name} must be of visible ASCII characters, without blanks"
     return ""
 

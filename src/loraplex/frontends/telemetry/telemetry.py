@@ -1,5 +1,6 @@
 """The one place that a request on any wire passes at its begin and at its end."""
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -11,6 +12,8 @@ from prometheus_client.registry import Collector
 from loraplex.frontends.telemetry.request_ids import HEADER, request_id
 from loraplex.frontends.telemetry.trace_context import trace_parent
 from loraplex.serving.wire_request import WireRequest
+
+logger = logging.getLogger(__name__)
 
 MAX_USER_AGENT = 200
 
@@ -97,7 +100,10 @@ class Telemetry(Collector):
         if request.tenant:
             self._count(request)
         for sink in self._sinks:
-            sink(request)
+            try:
+                sink(request)
+            except Exception:  # the request was answered: that stands
+                logger.exception("request %s could not be written down", request.request_id)
 
     def _count(self, request: WireRequest) -> None:
         with self._lock:

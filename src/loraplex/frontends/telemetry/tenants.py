@@ -1,12 +1,11 @@
 """Whose a request is, for what is told of it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from loraplex.core.errors import LoraplexError
 from loraplex.core.principal import Principal
+from loraplex.frontends.access import Authenticate
 from loraplex.serving.wire_request import note_error, note_tenant
-
-Authenticate = Callable[[Mapping[str, str]], Principal]
 
 
 def noting_tenant(authenticate: Authenticate) -> Authenticate:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from loraplex.serving.access.api_keys import check_strength, find_hash, hash_of
 from loraplex.serving.access.key_file import (
     EMPTY,
     KeyFile,
-    check_tenant,
+    is_tenant,
     principal_of,
     read_key_file,
 )
@@ -36,10 +37,7 @@ class _Snapshot(msgspec.Struct, frozen=True):
 
 
 class ApiKeys:
-    """Whoever asks sees all keys of one moment: a change is one assignment.
-
-    `principal` may be called from any thread, the others from one at a time.
-    """
+    """Whoever asks sees all keys of one moment: a change is one assignment. Any thread may ask."""
 
     def __init__(self, path: Path | None, variable: str = "", given: Sequence[str] = ()) -> None:
         """path: of a key file; None: there is none. variable: keys, divided by commas or spaces,
@@ -47,6 +45,7 @@ class ApiKeys:
         weak. Raises ConfigError for a bad one.
         """
         self._path = path
+        self._refreshing = threading.Lock()
         self._of_environment = _keys_of(variable) | _given(given)
         self._seen = None if path is None else _signature(path)
         file = EMPTY if path is None else read_key_file(path)
@@ -69,17 +68,22 @@ class ApiKeys:
         """
         if self._path is None:
             return
-        signature = _signature(self._path)
+        # One at a time: who has read an older file must not have the last word.
+        with self._refreshing:
+            self._take(self._path)
+
+    def _take(self, path: Path) -> None:
+        signature = _signature(path)
         if signature == self._seen:
             return
         self._seen = signature
         try:
-            snapshot = _snapshot(read_key_file(self._path), self._of_environment)
+            snapshot = _snapshot(read_key_file(path), self._of_environment)
         except ConfigError as error:
             logger.error("the API keys stay as they were: %s", error.message)
             return
         self._snapshot = snapshot
-        logger.info("%d API keys are valid after a change of %s", len(snapshot.hashes), self._path)
+        logger.info("%d API keys are valid after a change of %s", len(snapshot.hashes), path)
 
     async def follow(self) -> None:
         """Refresh again and again, until cancelled."""
@@ -123,6 +127,8 @@ def _keys_of(variable: str) -> dict[bytes, str]:
         before, colon, after = entry.partition(":")
         tenant, key = (before, after) if colon else (DEFAULT_TENANT, before)
         check_strength(key, _VARIABLE)
-        check_tenant(tenant, _VARIABLE)
+        if not is_tenant(tenant):
+            # Not told what it is: perhaps a part of a key that has a colon.
+            raise ConfigError(f"{_VARIABLE}: what stands before a colon is no tenant's name")
         tenants[hash_of(key)] = tenant
     return tenants

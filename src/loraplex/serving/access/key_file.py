@@ -106,9 +106,14 @@ def principal_of(tenants: Mapping[str, Principal], tenant: str) -> Principal:
     return Principal(tenant, rights=_default_rights(tenant))
 
 
+def is_tenant(name: str) -> bool:
+    """Whether it may be a tenant's name."""
+    return _TENANT.fullmatch(name) is not None
+
+
 def check_tenant(name: str, where: str) -> None:
     """Raise ConfigError unless it may be a tenant's name."""
-    if not _TENANT.fullmatch(name):
+    if not is_tenant(name):
         raise ConfigError(
             f"{where}: a tenant is called by at most 128 letters, digits, '.', '_' and '-', "
             f"got {name[:80]!r}"
@@ -131,7 +136,7 @@ def parse_key_file(content: bytes, where: str) -> KeyFile:
         raise ConfigError(f"{where}: a file of keys has at most {MAX_FILE_BYTES} bytes")
     try:
         tables = tomllib.loads(content.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # too large a number, too deep a list
         raise ConfigError(f"{where} is not TOML: {error}") from None
     for name in tables:
         if name not in ("tenants", "keys", "revoked"):

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Container, Iterator
 from pathlib import Path
 
-from loraplex.core.config import ModelConfig
+from loraplex.core.config import AdapterConfig, ModelConfig
 from loraplex.core.errors import ConfigError, LoraplexError
 from loraplex.core.principal import DEFAULT_TENANT
 from loraplex.serving.adapters.changes import AdapterChanges
@@ -23,9 +23,9 @@ class ConfiguredAdapter:
     path: str
     task_id: int | None
     is_named: bool
-    """One by one; otherwise it was found in a folder, and may be left out."""
+    """One by one, and it must load; otherwise it may be left out."""
     is_followed: bool = False
-    """A folder or a list gave it, and may take it away while the server runs."""
+    """It may come, change and go while the server runs."""
 
 
 async def load_configured(
@@ -33,13 +33,15 @@ async def load_configured(
     loading: AdapterLoading,
     changes: AdapterChanges,
     base_names: Container[str] = (),
-) -> None:
+) -> dict[str, LoraplexError]:
     """Register what the configuration names; no adapter may be called as a base is.
 
     It wins over what was stored. What only an earlier configuration named is forgotten. Raises
-    ConfigError for an adapter named one by one; one that was merely found in a folder is left out
-    with a warning, and what was stored under its name goes on.
+    ConfigError for an adapter named one by one; one that is optional, or was merely found in a
+    folder, is left out with a warning, and what was stored under its name goes on. Gives the names
+    of those, and why.
     """
+    left_out: dict[str, LoraplexError] = {}
     wanted = await asyncio.to_thread(wanted_adapters, model.config, base_names)
     task_ids = {adapter.name: adapter.task_id for adapter in wanted}
     change = await changes.run(
@@ -63,6 +65,8 @@ async def load_configured(
             )
         except LoraplexError as error:
             _cannot_load(adapter, error)
+            left_out[adapter.name] = error
+    return left_out
 
 
 def wanted_adapters(
@@ -94,8 +98,7 @@ def wanted_adapters(
 
 def _configured(config: ModelConfig, say: Say) -> Iterator[ConfiguredAdapter]:
     for name, adapter in config.adapters.items():
-        task_id = task_id_of(name) if adapter.task_id is None else adapter.task_id
-        yield ConfiguredAdapter(name, adapter.path, task_id, is_named=True)
+        yield named_adapter(name, adapter)
     if config.multi_lora:
         for name, path in read_list(Path(config.multi_lora)):
             yield ConfiguredAdapter(name, path, None, is_named=True, is_followed=True)
@@ -105,6 +108,16 @@ def _configured(config: ModelConfig, say: Say) -> Iterator[ConfiguredAdapter]:
     for name, place in found:
         task_id = task_id_of(name)
         yield ConfiguredAdapter(name, str(place), task_id, is_named=False, is_followed=True)
+
+
+def named_adapter(name: str, adapter: AdapterConfig) -> ConfiguredAdapter:
+    return ConfiguredAdapter(
+        name,
+        adapter.path,
+        task_id_of(name) if adapter.task_id is None else adapter.task_id,
+        is_named=not adapter.optional,
+        is_followed=adapter.optional,
+    )
 
 
 def _cannot_load(

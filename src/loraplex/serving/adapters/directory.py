@@ -9,19 +9,25 @@ loaded over the API under the same name stays.
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from pathlib import Path
 
 from loraplex.adapters.version import Origin
 from loraplex.core.adapter import AdapterRef, ByName
 from loraplex.core.config import ModelConfig
-from loraplex.core.errors import CapacityError, ConfigError, LoraplexError
+from loraplex.core.errors import (
+    AdapterNotFoundError,
+    CapacityError,
+    ConfigError,
+    LoraplexError,
+)
 from loraplex.core.principal import DEFAULT_TENANT
 from loraplex.serving.adapters.cards import UnloadMode
 from loraplex.serving.adapters.changes import AdapterChanges
 from loraplex.serving.adapters.configured import (
     ConfiguredAdapter,
     load_configured,
+    named_adapter,
     task_id_of,
     wanted_adapters,
 )
@@ -69,6 +75,19 @@ class _Followed:
     """Why a request did not get what it named, as long as that has not changed."""
     asking: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
 
+    @classmethod
+    def after_start(
+        cls, model: ServedModel, seen: dict[str, _Seen], left_out: Mapping[str, LoraplexError]
+    ) -> "_Followed":
+        """left_out: by name, why it was not loaded; what may work later is yet to be taken."""
+        refused = {
+            name: (seen[name], error)
+            for name, error in left_out.items()
+            if name in seen and not isinstance(error, CapacityError)
+        }
+        taken = {name: one for name, one in seen.items() if name in refused or name not in left_out}
+        return cls(model, taken, seen, refused=refused)
+
     def is_due(self, name: str, seen: _Seen) -> bool:
         """Whether it is to be taken now."""
         retry = self.retries.get(name)
@@ -103,9 +122,9 @@ class AdapterDirectory:
         """
         # Looked at before it is read: what changes meanwhile is seen as a change.
         seen = await asyncio.to_thread(_look, model.config, self._base_names)
-        await load_configured(model, self._loading, self._changes, self._base_names)
-        if model.config.adapter_dirs or model.config.lora_root or model.config.multi_lora:
-            self._followed.append(_Followed(model, seen, seen))
+        left_out = await load_configured(model, self._loading, self._changes, self._base_names)
+        if _is_followed(model.config):
+            self._followed.append(_Followed.after_start(model, seen, left_out))
 
     def start(self) -> None:
         """Follow, until close()."""
@@ -118,20 +137,23 @@ class AdapterDirectory:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def take_named(self, model: ServedModel, name: str) -> None:
-        """Take a new adapter of lora_root at once, which the next looks would find.
+        """Take at once what the next looks would: a new adapter of lora_root, or an optional one.
 
         A request has named it. Nothing if there is none; raises why it cannot be served.
         """
         followed = next((f for f in self._followed if f.model is model), None)
-        if followed is None or not model.config.lora_root:
+        is_optional = _is_optional(model.config, name)
+        if followed is None or not (model.config.lora_root or is_optional):
             return
         async with followed.asking:
             seen = await asyncio.to_thread(_look_for, model.config, name)
-            if seen is None or followed.taken.get(name) == seen:
+            if seen is None:
                 return
             before, error = followed.refused.get(name, (None, None))
             if before == seen and error is not None:
-                raise error
+                raise _as_asked_for(name, error) if is_optional else error
+            if followed.taken.get(name) == seen:
+                return
             check_is_no_base(name, self._base_names)
             try:
                 await self._loading.register_configured(
@@ -141,7 +163,7 @@ class AdapterDirectory:
                 raise
             except LoraplexError as error:
                 _remember(followed.refused, name, (seen, error))
-                raise
+                raise (_as_asked_for(name, error) if is_optional else error) from None
             followed.refused.pop(name, None)
             followed.taken[name] = seen
 
@@ -195,6 +217,9 @@ class AdapterDirectory:
             return
         except LoraplexError as error:  # until it changes
             logger.warning("left out adapter %r: %s", name, error.message)
+            _remember(followed.refused, name, (seen, error))
+        else:
+            followed.refused.pop(name, None)
         followed.taken[name] = seen
         followed.retries.pop(name, None)
 
@@ -219,7 +244,25 @@ class AdapterDirectory:
         self._problem = problem
 
 
+def _is_followed(config: ModelConfig) -> bool:
+    has_optional = any(adapter.optional for adapter in config.adapters.values())
+    return bool(config.adapter_dirs or config.lora_root or config.multi_lora or has_optional)
+
+
+def _is_optional(config: ModelConfig, name: str) -> bool:
+    return name in config.adapters and config.adapters[name].optional
+
+
+def _as_asked_for(name: str, error: LoraplexError) -> AdapterNotFoundError:
+    """The same for all reasons: it is configured, and it is not there."""
+    text = f"adapter {name!r} could not be loaded: {error.message}"
+    return AdapterNotFoundError(text, param="adapter", reason=error.message)
+
+
 def _look_for(config: ModelConfig, name: str) -> _Seen | None:
+    if _is_optional(config, name):
+        adapter = named_adapter(name, config.adapters[name])
+        return _Seen(adapter, signature_of(Path(adapter.path).expanduser()))
     path = find_named(Path(config.lora_root), name)
     if path is None:
         return None

@@ -4,6 +4,7 @@ Only names and sizes are looked at; what is in the files is for staging. No name
 links are followed first.
 """
 
+import itertools
 import json
 import logging
 import os
@@ -61,11 +62,14 @@ def find_named(root: Path, name: str) -> Path | None:
     if len(parts) > _MAX_DEPTH or any(not part or part[0] == "." or "\0" in part for part in parts):
         return None
     folder, file = root / name, root / f"{name}{_FILE_SUFFIX}"
-    path = folder if folder.is_dir() and _is_adapter(folder) else file
     try:
+        above = itertools.takewhile(lambda one: one != root, folder.parents)
+        if any(one.is_symlink() or _is_adapter(one) for one in above):
+            return None  # find_below does not look into it: of an adapter these are checkpoints
+        path = folder if folder.is_dir() and _is_adapter(folder) else file
         is_there = path.is_dir() or path.is_file()
         inside = path.resolve().is_relative_to(root.resolve()) and _stays(path, root.resolve())
-    except (OSError, RuntimeError, ValueError):
+    except (OSError, RuntimeError, ValueError):  # a name that no file can have is one of them
         return None
     return path if is_there and inside else None
 

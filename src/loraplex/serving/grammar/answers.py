@@ -66,15 +66,17 @@ def _answer(lark: Lark, parts: AnswerGrammar, content: str) -> str:
 def _content(lark: Lark, syntax: CallSyntax) -> str:
     """Any that cannot be taken for a call."""
     if syntax.trigger:
-        return lark.any_without(syntax.trigger)
-    return lark.regex(rf"[^ \t\r\n{pattern_of(syntax.first)}](?s:.*)")
+        return lark.any_without(syntax.trigger, *syntax.other_triggers)
+    pattern = rf"[^ \t\r\n{pattern_of(syntax.first)}](?s:.*)"
+    return lark.any_without(*syntax.other_triggers, pattern=pattern)
 
 
 def _content_and_calls(lark: Lark, syntax: CallSyntax, calls: str) -> str:
     if not syntax.trigger:
         return f"{lark.text(syntax.before)} {calls}" if syntax.before else calls
     rest = syntax.before.removeprefix(syntax.trigger)
-    return f"{lark.any_until(syntax.trigger)} {lark.text(rest) if rest else ''} {calls}"
+    content = lark.any_until(syntax.trigger, syntax.other_triggers)
+    return f"{content} {lark.text(rest) if rest else ''} {calls}"
 
 
 def _calls(lark: Lark, syntax: CallSyntax, tool_use: ToolUse) -> str:

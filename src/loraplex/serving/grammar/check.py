@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -19,6 +20,8 @@ _MAX_FORCED_BYTES: Final = 16
 """Of a forced text no more than its start is of interest."""
 _MAX_LOOKS: Final = 200
 """Parts of a faulty schema that are looked at to find the fault."""
+_LOOK_SECONDS: Final = 0.1
+"""Of processor time for that: a large schema is all parts."""
 _WRAPPED_REGEX: Final = re.compile(
     r"^at 1\(8\): invalid regex .*? \(in regex\): (.*?)(?:\n   1 \| start: .*)?$", re.DOTALL
 )
@@ -133,10 +136,11 @@ class GrammarCheck:
         """The innermost part of the schema that has this error by itself."""
         path: Path = ()
         num_looks = 0
+        end = time.thread_time() + _LOOK_SECONDS
         while True:
             for step, part in _parts(schema):
                 num_looks += 1
-                if num_looks > _MAX_LOOKS:
+                if num_looks > _MAX_LOOKS or time.thread_time() > end:
                     return path
                 if isinstance(part, dict) and self._error(schema_form(part)).rstrip() == error:
                     path, schema = (*path, *step), part

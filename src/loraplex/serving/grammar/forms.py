@@ -17,11 +17,11 @@ from loraplex.core.errors import InvalidParameterError
 from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.serving.grammar.answers import answer_form
 from loraplex.serving.text.answer_grammar import read_answer_grammar
+from loraplex.serving.text.tool_calls.lark import JSON_WHITE_SPACE, pattern_of
 
 MAX_EBNF_CHARACTERS: Final = 1 << 16
 """Their conversion is Python: a longer one would hold up others."""
-_WHITESPACE: Final = r"\r?\n[ \t]{0,32}|[ \t]{1,2}"
-"""Between the parts of a JSON text: enough to indent it, but never without an end."""
+_MAX_REASON: Final = 400
 _TOO_DEEP: Final = "it is nested too deep"
 _GBNF_ESCAPE: Final = re.compile(r"\\\\|\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F]{8})")
 
@@ -32,6 +32,9 @@ def llguidance_form(grammar: Grammar) -> str:
 
 
 def invalid(kind: GrammarKind, reason: str) -> InvalidParameterError:
+    """The reason may quote the grammar: its beginning and its end are what says something."""
+    if len(reason) > 2 * _MAX_REASON:
+        reason = f"{reason[:_MAX_REASON]} ... {reason[-_MAX_REASON:]}"
     return InvalidParameterError(f"the {NAMES[kind]} is not valid: {reason}", param="grammar")
 
 
@@ -61,7 +64,7 @@ def schema_form(schema: Mapping[str, Any] | str) -> str:
     """Of a JSON schema that is an object, or its text. Raises ValueError."""
     return LLMatcher.grammar_from_json_schema(
         schema if isinstance(schema, str) else dict(schema),
-        defaults={"whitespace_pattern": _WHITESPACE},
+        defaults={"whitespace_pattern": JSON_WHITE_SPACE},
     )
 
 
@@ -83,14 +86,7 @@ def _from_choices(text: str) -> str:
         raise invalid(GrammarKind.CHOICE, f"it must be a list of strings, got {_shortened(text)}")
     if not choices:
         raise invalid(GrammarKind.CHOICE, "it is empty")
-    return LLMatcher.grammar_from_regex("|".join(map(_literal_regex, choices)))
-
-
-def _literal_regex(text: str) -> str:
-    """Every character by its code point: none of them is an operator then."""
-    return "".join(
-        char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text
-    )
+    return LLMatcher.grammar_from_regex("|".join(map(pattern_of, choices)))
 
 
 def _from_lark(text: str) -> str:

@@ -1,33 +1,38 @@
-"""Grammars at admission: compiled beside the event loop, and remembered."""
+"""Grammars at admission: compiled in a process of their own, and remembered."""
 
 import asyncio
 import collections
 import concurrent.futures
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 
-from loraplex.core.errors import InvalidParameterError
+from loraplex.core.errors import ErrorInfo, InvalidParameterError, QueueFullError, error_from_info
 from loraplex.core.grammar import DEFAULT_LIMITS, MAX_GRAMMAR_CHARACTERS, Grammar, GrammarLimits
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.serving.grammar.check_messages import CheckSetup
+from loraplex.serving.grammar.check_process import CheckProcess
 from loraplex.text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from loraplex.serving.grammar.check import GrammarCheck
-
 _MAX_REMEMBERED_CHARACTERS: Final = 1 << 23
+_MAX_REFUSED: Final = 256
+"""Grammars of which it is remembered why they are refused: they may have taken long."""
+_MAX_WAITING: Final = 256
+"""Grammars that wait to be compiled; each may take half a second."""
 
 
 class Grammars:
-    """Of one model. One thread compiles: grammars wait for each other, other requests do not."""
+    """Of one model. Grammars wait for each other, other requests do not."""
 
     def __init__(self, tokenizer: Tokenizer, limits: GrammarLimits = DEFAULT_LIMITS) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
-        self._check: GrammarCheck | None = None  # made in the thread, with the first grammar
+        self._check: CheckProcess | None = None  # made in the thread, with the first grammar
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
         self._compiled: collections.OrderedDict[Grammar, Grammar] = collections.OrderedDict()
+        self._refused: collections.OrderedDict[Grammar, ErrorInfo] = collections.OrderedDict()
         self._num_characters = 0
+        self._num_waiting = 0
 
     async def compiled(self, sampling: SamplingParams) -> SamplingParams:
         """With its grammar as engines take it. Raises InvalidParameterError for a wrong one."""
@@ -40,8 +45,11 @@ class Grammars:
         return len(self._compiled)
 
     def close(self) -> None:
+        """What is being compiled fails."""
         if self._thread is not None:
             self._thread.shutdown(wait=False)
+        if self._check is not None:
+            self._check.close()
 
     async def _compile(self, grammar: Grammar) -> Grammar:
         if len(grammar.text) > MAX_GRAMMAR_CHARACTERS:
@@ -50,34 +58,44 @@ class Grammars:
                 f"{MAX_GRAMMAR_CHARACTERS} are allowed",
                 param="grammar",
             )
+        if grammar in self._refused:
+            self._refused.move_to_end(grammar)
+            raise error_from_info(self._refused[grammar])
         compiled = self._compiled.get(grammar)
         if compiled is None:
-            if self._thread is None:
-                self._thread = concurrent.futures.ThreadPoolExecutor(
-                    1, thread_name_prefix="grammar"
-                )
-            loop = asyncio.get_running_loop()
-            compiled = await loop.run_in_executor(self._thread, self._compile_in_thread, grammar)
+            compiled = await self._compile_beside(grammar)
             self._remember(grammar, compiled)
         self._compiled.move_to_end(grammar)
         return compiled
 
+    async def _compile_beside(self, grammar: Grammar) -> Grammar:
+        if self._num_waiting >= _MAX_WAITING:
+            raise QueueFullError(
+                f"{self._num_waiting} grammars wait to be compiled", retry_after_seconds=2
+            )
+        if self._thread is None:
+            self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        loop = asyncio.get_running_loop()
+        self._num_waiting += 1
+        try:
+            return await loop.run_in_executor(self._thread, self._compile_in_thread, grammar)
+        except InvalidParameterError as error:
+            self._refused[grammar] = error.to_info()
+            if len(self._refused) > _MAX_REFUSED:
+                self._refused.popitem(last=False)
+            raise
+        finally:
+            self._num_waiting -= 1
+
     def _compile_in_thread(self, grammar: Grammar) -> Grammar:
         if self._check is None:
-            # Not at the top: no start of a server is to wait for llguidance.
-            from loraplex.serving.grammar.check import (  # noqa: PLC0415
-                GrammarCheck,
-                SpecialTokens,
-            )
-
             tokenizer = self._tokenizer
             names = {
                 token_id: tokenizer.token_bytes(token_id)
                 for token_id in range(tokenizer.vocab_size)
                 if tokenizer.is_special(token_id)
             }
-            special_tokens = SpecialTokens(names, tokenizer.vocab_size)
-            self._check = GrammarCheck(special_tokens, self._limits)
+            self._check = CheckProcess(CheckSetup(names, tokenizer.vocab_size, self._limits))
         return self._check.compiled(grammar)
 
     def _remember(self, grammar: Grammar, compiled: Grammar) -> None:

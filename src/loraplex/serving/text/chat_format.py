@@ -14,6 +14,8 @@ AUTO = "auto"
 NONE = "none"
 _TOOLS = "tools"
 """The variable of a chat template."""
+_CALLS = "tool_calls"
+"""The key of a message."""
 
 
 class ChatFormat(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +27,8 @@ class ChatFormat(msgspec.Struct, frozen=True, kw_only=True):
     """A key of reasoning.TAGS, or none: it is a part of the content."""
     knows_tools: bool = True
     """The chat template writes the tools that a request brings."""
+    writes_calls: bool = True
+    """The chat template writes the calls and results of earlier turns."""
     special_ids: dict[str, int] = {}
     """Their markers that are special tokens of the tokenizer, and so no text unless asked for."""
 
@@ -57,7 +61,12 @@ def chat_format(
         tool_calls = format_of_template(template).name
     if reasoning == AUTO:
         reasoning = tags_of_template(template)
-    found = ChatFormat(tool_calls=tool_calls, reasoning=reasoning, knows_tools=_TOOLS in template)
+    found = ChatFormat(
+        tool_calls=tool_calls,
+        reasoning=reasoning,
+        knows_tools=_TOOLS in template,
+        writes_calls=_CALLS in template,
+    )
     markers = (*found.call_format.markers, *(found.tags.markers if found.tags else ()))
     return msgspec.structs.replace(found, special_ids=_special_ids(markers, tokenizer))
 

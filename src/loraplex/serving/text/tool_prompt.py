@@ -1,8 +1,12 @@
-"""Tools for a model whose chat template does not know of any: told in the conversation itself."""
+"""Tools for a model whose chat template does not know of any: they, earlier calls and results are
+told in the conversation itself.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
+
+from loraplex.serving.text.tool_calls.format import CallSyntax
 
 _SYSTEM_ROLES: Final = ("system", "developer")
 _FUNCTIONS: Final = "You can call functions. Each line describes one of them as JSON:\n"
@@ -27,6 +31,82 @@ def with_tools_told(
     is_system = messages[at].get("role") in _SYSTEM_ROLES
     told[at] = {**messages[at], "content": _joined(messages[at].get("content"), text, is_system)}
     return told
+
+
+def with_calls_told(
+    messages: Sequence[Mapping[str, Any]], syntax: CallSyntax
+) -> list[Mapping[str, Any]]:
+    """The messages with calls as text of the assistant, in the way in which the model is to write
+    them, and results as text of the user, where turns keep alternating.
+
+    A message that is not as it should be is left as it is.
+    """
+    names: dict[str, str] = {}
+    told: list[Mapping[str, Any]] = []
+    is_result = False
+    """The message before is the text of a result."""
+    for message in messages:
+        calls = _calls(message)
+        if calls:
+            names |= {call["id"]: call["name"] for call in calls}
+            told.append(_with_calls(message, calls, syntax))
+        elif message.get("role") == "tool":
+            name = names.get(str(message.get("tool_call_id")), "a call")
+            text = _joined(message.get("content"), f"Result of {name}:", False)
+            _add(told, {"role": "user", "content": text}, joins=is_result)
+        else:
+            _add(told, message, joins=is_result and message.get("role") == "user")
+        is_result = message.get("role") == "tool"
+    return told
+
+
+def _calls(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Id, name and arguments of each; none where one of them is not as it should be."""
+    calls = message.get("tool_calls")
+    try:
+        return [
+            {
+                "id": str(call.get("id")),
+                "name": str(call["function"]["name"]),
+                "arguments": _object(call["function"].get("arguments") or "{}"),
+            }
+            for call in calls or ()
+        ]
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
+        return []
+
+
+def _object(arguments: Any) -> Any:
+    return json.loads(arguments) if isinstance(arguments, str) else arguments
+
+
+def _with_calls(
+    message: Mapping[str, Any], calls: Sequence[Mapping[str, Any]], syntax: CallSyntax
+) -> dict[str, Any]:
+    written = syntax.between.join(
+        json.dumps({"name": call["name"], "arguments": call["arguments"]}, ensure_ascii=False)
+        for call in calls
+    )
+    text = f"{syntax.before}{written}{syntax.after}"
+    rest = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**rest, "content": _joined(message.get("content"), text, True)}
+
+
+def _add(told: list[Mapping[str, Any]], message: Mapping[str, Any], *, joins: bool) -> None:
+    """joins: the message becomes a part of the one before."""
+    if not joins:
+        told.append(message)
+        return
+    before, content = told[-1]["content"], message.get("content")
+    if isinstance(before, str) and isinstance(content, str):
+        together: Any = f"{before}\n\n{content}"
+    else:
+        together = [*_parts(before), *_parts(content)]
+    told[-1] = {**message, "content": together}
+
+
+def _parts(content: Any) -> list[Any]:
+    return content if isinstance(content, list) else [{"type": "text", "text": content}]
 
 
 def _place(messages: Sequence[Mapping[str, Any]]) -> int | None:

@@ -92,9 +92,7 @@ def _ours(path: Path, folder: Path) -> Iterator[Address]:
 
 
 @contextlib.contextmanager
-def _real(
-    program: Path, repository: Repository, path: Path, folder: Path
-) -> Iterator[Address]:
+def _real(program: Path, repository: Repository, path: Path, folder: Path) -> Iterator[Address]:
     flags = [f"--server-flag={_DEVICE}", f"--server-flag=--state-dir={folder / 'exported-state'}"]
     flags.append(f"--request-socket={folder / 'socket'}")
     backends = None
@@ -106,7 +104,5 @@ def _real(
         served = folder / "exported"
         _triton("export", served, f"--model-repository={path}", *flags)
     log = folder / "triton.log"
-    with running_triton(
-        program, served, log, *_EXPLICIT, backend_directory=backends
-    ) as triton:
+    with running_triton(program, served, log, *_EXPLICIT, backend_directory=backends) as triton:
         yield Address(triton.http, triton.grpc)

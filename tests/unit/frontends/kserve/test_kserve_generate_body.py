@@ -1,3 +1,5 @@
+import functools
+
 import msgspec
 import pytest
 
@@ -71,15 +73,27 @@ def test_fitted_shape(dims, count, shape):
     assert fitted_shape(dims, count) == shape
 
 
+def test_lists_in_lists_count_by_their_elements(ensemble):
+    _, tensors = decode(ensemble, max_tokens=[[1]], stop_words=[["a", "b"], ["c"]])
+    assert tensors == {"max_tokens": ((1, 1), [1]), "stop_words": ((1, 3), [b"a", b"b", b"c"])}
+
+
 def test_what_cannot_be_a_tensor(ensemble, tensorrt_llm):
     with pytest.raises(InvalidTensorError, match=r"^The schema can not convert input 'max_tokens'"):
-        decode(ensemble, max_tokens=[[1]])
+        decode(ensemble, max_tokens=[{"a": 1}])
+    with pytest.raises(InvalidTensorError, match="can not convert"):
+        decode(ensemble, max_tokens=functools.reduce(lambda nested, _: [nested], range(200), 1))
     with pytest.raises(InvalidTensorError, match=r"^Converting keyword: 'parameters': The schema"):
         decode(tensorrt_llm, parameters={"stop_words_list": [1, 2, 3]})
     with pytest.raises(InvalidTensorError, match="must be an integer"):
         decode(ensemble, max_tokens="5")
     with pytest.raises(InvalidTensorError, match="receiving FP16 data via JSON is not supported"):
         decode(tensorrt_llm, lora_weights=[1.0])
+
+
+def test_lists_in_lists_count_by_their_elements(ensemble):
+    _, tensors = decode(ensemble, max_tokens=[[1]], stop_words=[["a", "b"], ["c"]])
+    assert tensors == {"max_tokens": ((1, 1), [1]), "stop_words": ((1, 3), [b"a", b"b", b"c"])}
 
 
 def test_what_cannot_be_a_parameter(ensemble):

@@ -128,7 +128,7 @@ def test_an_empty_tensor_is_as_none():
         ([TEXT, LIMIT, tensor("top_k", "INT32", [], 1)], "Expected [-1,1], got []"),
         ([TEXT, LIMIT, tensor("top_k", "INT32", [1], 1)], "Expected [-1,1], got [1]"),
         ([TEXT, LIMIT, tensor("top_k", "INT32", [2, 1], 1, 1)], "batch size does not match"),
-        ([tensor("text_input", "BYTES", [0, 1])], ">= 1 and <= 8 for 'ensemble', got 0"),
+        ([tensor("text_input", "BYTES", [0, 1])], "<= 8 for 'ensemble', and at least 1; it is 0"),
     ],
 )
 def test_what_is_wrong_is_named(tensors, fragment):

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -137,8 +138,9 @@ async def test_a_bad_adapter_is_the_end_of_its_batch(backend, service):
         await service.infer(with_adapters(("a", "b"), (1.0, 2.0)), LOCAL)
     assert backend.requests == []
     assert service.num_active == 0
+    uploader = Principal("t", rights=Rights(manage=NONE, operator=False))
     with pytest.raises(PermissionDeniedError):
-        await service.infer(with_adapters(), Principal("t", rights=Rights(manage=NONE, operator=False)))
+        await service.infer(with_adapters(), uploader)
 
 
 async def test_a_client_that_leaves_while_its_adapter_is_staged(backend, service):
@@ -308,3 +310,23 @@ async def test_statistics(service):
         2,
     )
     assert [r["inference_count"] for r in service.statistics()] == [3, 0, 0, 0, 0, 0]
+
+
+class SlowlyRead(EchoBackend):
+    """As if its reader were slow: everything is in one output."""
+
+    async def generate(self, request, principal):
+        outputs = [output async for output in await super().generate(request, principal)]
+        pieces = tuple(piece for output in outputs for piece in output.sequences)
+        return one(msgspec.structs.replace(outputs[-1], sequences=pieces))
+
+
+async def one(output):
+    yield output
+
+
+async def test_what_a_slow_reader_left_is_one_response():
+    service = TritonService(SlowlyRead())
+    responses = await service.stream(request(stream=True), LOCAL)
+    texts = [[t.array.item() for t in response.outputs] async for response in responses]
+    assert texts == [[b"echo: hi"]]

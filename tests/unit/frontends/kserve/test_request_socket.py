@@ -271,6 +271,9 @@ def test_another_version_of_the_protocol_is_refused(path, lost):
 # ---------------------------------------------------------------- what is wrong
 
 
+NO_UTF8 = b"\x83\xa4type\xa5infer\xa2id\x01\xa5model\xa1\xff"
+
+
 @contextlib.contextmanager
 def client(path):
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as raw:
@@ -294,6 +297,7 @@ def message_from(raw):
         (LENGTH.pack(2**21), "a message of 2097152 bytes; at most 1048576 are taken"),
         (LENGTH.pack(4) + b"\xc1aaa", "not a message of the protocol"),
         (LENGTH.pack(1) + b"\x80", "not a message of the protocol"),
+        (LENGTH.pack(len(NO_UTF8)) + NO_UTF8, "not a message of the protocol: 'utf-8' codec"),
     ],
 )
 def test_what_is_no_message_ends_the_connection_with_a_reason(served, sent, reason):

@@ -270,7 +270,7 @@ def test_refused_completions(fields, error, param, message):
         ),
         ({"top_logprobs": 2}, InvalidParameterError, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, InvalidParameterError, "top_logprobs"),
-        ({"max_completion_tokens": 0}, InvalidParameterError, "max_tokens"),
+        ({"max_completion_tokens": 0}, InvalidParameterError, "max_completion_tokens"),
         ({"web_search_options": {"x": 1}}, UnsupportedFeatureError, "web_search_options"),
         ({"response_format": {"type": "xml"}}, InvalidParameterError, "response_format"),
     ],
@@ -428,7 +428,7 @@ def test_messages_keep_what_a_template_may_read():
     )
     assert convert.chat_messages(body.messages) == [
         {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
-        {"role": "user", "content": "a\nb"},
+        {"role": "user", "content": [{"type": "text", "text": t} for t in ("a", "b")]},
     ]
 
 

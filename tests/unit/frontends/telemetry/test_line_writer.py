@@ -101,3 +101,30 @@ def test_standard_output(capfdbinary):
 def test_a_file_that_cannot_be(tmp_path):
     with pytest.raises(ConfigError, match="cannot write access_log"):
         LineWriter(str(tmp_path / "no" / "log"))
+
+
+def test_a_disk_that_takes_a_part_of_a_line(tmp_path, caplog):
+    path = tmp_path / "log"
+    log = LineWriter(str(path))
+    real, room = log._file, [7]
+
+    class NearlyFull:
+        def write(self, data):
+            if room[0] == 0:
+                raise OSError(28, "No space left on device")
+            taken = real.write(data[: min(room[0], 4)])
+            room[0] -= taken
+            return taken
+
+        def __getattr__(self, name):
+            return getattr(real, name)
+
+    log._file = NearlyFull()
+    log.write(b"one\ntwo\nthree\n")
+    eventually(lambda: log.num_dropped == 2)
+    room[0] = 10_000
+    log.write(b"four\n")
+    log.close()
+    assert path.read_bytes() == b"one\ntwo\nfour\n"
+    assert log.num_dropped == 2
+    assert "cannot be written" in caplog.text

@@ -14,8 +14,9 @@ from loraplex.serving.access.key_file import (
 )
 
 HASH = "ab" * 32
+OTHER_HASH = "cd" * 32
 PLAIN = Rights(use=ALL, list=ALL, manage=NONE, models=ALL, operator=False)
-WHOLE = """
+WHOLE = f"""
 [tenants.acme]
 use = ["fr-*", "legal"]
 list = "none"
@@ -35,17 +36,17 @@ share_weight = 2.5
 [[keys]]
 id = "one"
 tenant = "acme"
-sha256 = "%s"
+sha256 = "{HASH}"
 created = 2026-01-31T12:00:00Z
 
 [[keys]]
 id = "two"
 tenant = "plain"
-sha256 = "%s"
+sha256 = "{OTHER_HASH}"
 
 [[revoked]]
 id = "two"
-""" % (HASH, "cd" * 32)
+"""
 
 
 def test_a_whole_file():

@@ -29,8 +29,8 @@ def test_the_first_key_makes_the_file(path):
     assert key not in path.read_text()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     rights = read_key_file(path).tenants["acme"].rights
-    assert rights.use and rights.list and rights.models
-    assert not (rights.manage or rights.operator)
+    assert all((rights.use, rights.list, rights.models))
+    assert not any((rights.manage, rights.operator))
 
 
 def test_an_operator(path):
@@ -38,7 +38,7 @@ def test_an_operator(path):
     assert read_key_file(path).tenants["ops"].rights.operator
     create_key(path, "ops", NOW, is_operator=True)
     create_key(path, "acme", NOW)
-    with pytest.raises(ConfigError, match="'acme' is in .*, and no operator"):
+    with pytest.raises(ConfigError, match=r"'acme' is in .*, and no operator"):
         create_key(path, "acme", NOW, is_operator=True)
 
 
@@ -99,11 +99,11 @@ def test_odd_tenants(path, tenant):
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
 def test_a_folder_that_takes_no_files(tmp_path):
     tmp_path.chmod(0o500)
-    with pytest.raises(ConfigError, match="cannot change api_keys_file .*Permission denied"):
+    with pytest.raises(ConfigError, match=r"cannot change api_keys_file .*Permission denied"):
         create_key(tmp_path / "keys.toml", "acme", NOW)
     tmp_path.chmod(0o700)
 
 
 def test_a_folder_that_is_not_there(tmp_path):
-    with pytest.raises(ConfigError, match="cannot change api_keys_file .*No such file"):
+    with pytest.raises(ConfigError, match=r"cannot change api_keys_file .*No such file"):
         create_key(tmp_path / "nowhere" / "keys.toml", "acme", NOW)

@@ -143,7 +143,7 @@ class TestTokenRate:
         enter(gate, acme, 10, max_tokens=50)
 
     def test_no_wait_helps_who_asks_for_more_than_the_limit(self, gate):
-        with pytest.raises(InvalidParameterError, match="up to 101 .* fewer max_tokens") as raised:
+        with pytest.raises(InvalidParameterError, match=r"up to 101 .* fewer max_tokens") as raised:
             enter(gate, tenant(tokens_per_minute=100), 1, max_tokens=100)
         assert raised.value.param == "max_tokens"
 

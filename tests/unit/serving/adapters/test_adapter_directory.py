@@ -10,8 +10,15 @@ import pytest
 from loraplex.core.adapter import AdapterRef, ByName, ByTaskId
 from loraplex.core.clock import SystemClock
 from loraplex.core.config import AdapterConfig
-from loraplex.core.errors import AdapterLoadError, ConfigError, InvalidAdapterError, LoraplexError
+from loraplex.core.errors import (
+    AdapterLoadError,
+    AdapterNotFoundError,
+    ConfigError,
+    InvalidAdapterError,
+    LoraplexError,
+)
 from loraplex.core.principal import LOCAL
+from loraplex.serving.adapters.cards import UnloadMode
 from loraplex.serving.adapters.changes import AdapterChanges
 from loraplex.serving.adapters.directory import AdapterDirectory
 from loraplex.serving.adapters.loading import AdapterLoading
@@ -387,3 +394,84 @@ async def test_no_adapter_is_called_as_a_base(watched):
     watched.put("base")
     with pytest.raises(LoraplexError, match="base"):
         await watched.directory.take_named(watched.model, "base")
+
+
+def optional(place):
+    return {"zh": AdapterConfig(str(place), optional=True)}
+
+
+async def ask_for(watched, name="zh"):
+    await watched.directory.take_named(watched.model, name)
+
+
+async def test_an_optional_one_that_loads_is_there(watched):
+    await watched.start(adapters=optional(watched.put("zh", "one")))
+    await ask_for(watched)
+    assert watched.served == {"zh": "one"}
+    assert len(watched.staging.asked) == 1
+
+
+@pytest.mark.parametrize("by_request", [True, False])
+async def test_an_optional_one_is_told_of_until_it_is_mended(watched, by_request):
+    place = watched.put("zh", "one")
+    watched.staging.staged[str(place)] = InvalidAdapterError("torn")
+    await watched.start(adapters=optional(place))
+    assert watched.served == {}
+    for _ in range(2):
+        with pytest.raises(AdapterNotFoundError) as raised:
+            await ask_for(watched)
+        assert raised.value.message == "adapter 'zh' could not be loaded: torn"
+        assert (raised.value.param, raised.value.reason) == ("adapter", "torn")
+        await watched.look()
+    assert len(watched.staging.asked) == 1
+    watched.put("zh", "mended")
+    await (ask_for(watched) if by_request else watched.look())
+    assert watched.served == {"zh": "mended"}
+    await ask_for(watched)
+
+
+async def test_an_optional_one_that_breaks_goes_on_as_it_was(watched):
+    place = watched.put("zh", "one")
+    await watched.start(adapters=optional(place))
+    watched.put("zh", "changed")
+    watched.staging.staged[str(place)] = InvalidAdapterError("torn")
+    await watched.look()
+    assert watched.served == {"zh": "one"}
+    watched.put("zh", "mended again")
+    await watched.look()
+    assert watched.served == {"zh": "mended again"}
+
+
+async def test_an_optional_one_whose_folder_comes_later(watched):
+    watched.staging.staged[str(watched.folder / "zh")] = InvalidAdapterError("there is none")
+    await watched.start(adapters=optional(watched.folder / "zh"))
+    with pytest.raises(AdapterNotFoundError, match="there is none"):
+        await ask_for(watched)
+    watched.put("zh", "one")
+    await watched.look()
+    assert watched.served == {"zh": "one"}
+    watched.take("zh")
+    watched.staging.staged[str(watched.folder / "zh")] = InvalidAdapterError("there is none")
+    await watched.look()
+    assert watched.served == {"zh": "one"}
+
+
+async def test_an_optional_one_that_may_work_later_is_tried_again(watched):
+    place = watched.put("zh", "one")
+    watched.staging.staged[str(place)] = AdapterLoadError("busy")
+    await watched.start(adapters=optional(place))
+    watched.staging.put(str(place), "one")
+    await watched.look(1)
+    assert watched.served == {"zh": "one"}
+
+
+async def test_what_was_unloaded_stays_so(watched):
+    """A request that names it does not bring it back."""
+    place = watched.put("zh", "one")
+    adapters = optional(place) | {"ja": AdapterConfig(str(watched.put("ja", "two")))}
+    await watched.start(adapters=adapters)
+    for name in ("zh", "ja"):
+        ref = AdapterRef("base", "default", ByName(name))
+        await watched.changes.remove(watched.model, ref, UnloadMode.DRAIN)
+        await ask_for(watched, name)
+    assert watched.served == {}

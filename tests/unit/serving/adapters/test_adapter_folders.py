@@ -168,3 +168,16 @@ class TestNamedBelowARoot:
         (root / "parts" / "more").symlink_to(out)
         found = {name: find_named(root, name) for name in ("link", "file", "within", "parts")}
         assert found == {"link": None, "file": None, "within": root / "within", "parts": None}
+
+    def test_what_find_below_does_not_look_into(self, tmp_path):
+        put(tmp_path / "zh")
+        put(tmp_path / "zh" / "checkpoint-500")
+        put(tmp_path / "team" / "v1")
+        (tmp_path / "linked").symlink_to(tmp_path / "team")
+        names = ("zh/checkpoint-500", "zh/adapter_config.json", "linked/v1", "zh/adapter_model")
+        put(tmp_path / "zh", "adapter_model.safetensors")
+        assert [find_named(tmp_path, name) for name in names] == [None] * 4
+        assert [name for name, _ in find_below(tmp_path)] == ["team/v1", "zh"]
+
+    def test_a_name_that_no_file_can_have(self, tmp_path):
+        assert find_named(tmp_path, "a" * 5000) is None

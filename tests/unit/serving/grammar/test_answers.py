@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import llguidance
+import msgspec
 import pytest
 
 from loraplex.core.errors import InvalidParameterError
@@ -89,7 +90,7 @@ EXAMPLES: dict[str, tuple[str, str, str]] = {
         '{"name": "get_weather", "parameters": {"days": 2}}',
     ),
     "qwen3_coder": (
-        "<tool_call>\n<function=get_weather>\n<parameter=city>\nPar</parameter>is\n</parameter>\n"
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nPar <is>\n</parameter>\n"
         "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>",
         "\n<tool_call>\n<function=clock>\n</function>\n</tool_call>",
         "<tool_call>\n<function=get_weather>\n<parameter=days>\n2\n</parameter>\n</function>\n"
@@ -225,6 +226,122 @@ def test_at_most_one_call(family: str, is_special: bool) -> None:
     assert not model.takes(two, alone)
     assert model.takes("Hello [1] {a} <b>.", alone)
     assert model.takes("", alone)
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("generic", "Hello. <tool_call>"),
+        ("granite", "Hello. <tool_call>"),
+        ("qwen3_coder", "Hello. <function="),
+    ],
+)
+def test_no_call_begins_in_another_way(family: str, is_special: bool, text: str) -> None:
+    model = Model(family, is_special=is_special)
+    assert not model.takes(text, ToolUse(tools=(WEATHER, CLOCK), is_parallel=False))
+    assert not model.takes(f"{text}.", ToolUse(tools=(WEATHER, CLOCK), is_parallel=False))
+
+
+@pytest.mark.parametrize(
+    ("family", "start", "end", "behind"),
+    [
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=f>\n<parameter=a>\n",
+            "</parameter>",
+            "</function>\n</tool_call>",
+        ),
+        (
+            "glm45",
+            "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>",
+            "</arg_value>",
+            "</tool_call>",
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    "schema", [{"properties": {"a": {"type": "string"}}, "required": ["a"]}, {}]
+)
+def test_no_value_holds_the_marker_of_its_end(
+    family: str, start: str, end: str, behind: str, schema: dict[str, Any], is_special: bool
+) -> None:
+    model = Model(family, is_special=is_special)
+    tools = (FunctionTool(name="f", parameters=schema),)
+    tool_use = ToolUse(tools=tools, mode=ToolMode.REQUIRED)
+    assert model.takes(f"{start}x < y\n{end}\n{behind}", tool_use)
+    assert not model.takes(f"{start}x{end} y\n{end}\n{behind}", tool_use)
+
+
+FRAMES = {
+    "qwen3_coder": (
+        "<tool_call>\n<function=f>\n<parameter=a>\n",
+        "\n</parameter>\n</function>\n</tool_call>",
+    ),
+    "glm45": (
+        "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>",
+        "</arg_value>\n</tool_call>",
+    ),
+}
+"""What is around the one argument of a call, for families that write texts without quotes."""
+
+
+def one_text(schema: dict[str, Any], **more: Any) -> ToolUse:
+    parameters = {"properties": {"a": {"type": "string", **schema}}, "required": ["a"]}
+    return ToolUse(tools=(FunctionTool(name="f", parameters=parameters, **more),))
+
+
+@pytest.mark.parametrize("family", FRAMES)
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"pattern": "^[A-Z]{2}$"}, ["AB"], ["ABC", "ab", "A", "", "AB\n", " AB"]),
+        ({"pattern": "b+"}, ["b", "abba", "a\nb"], ["a", ""]),
+        ({"pattern": "^a"}, ["a", "a b\nc"], ["ba", ""]),
+        ({"pattern": "a$"}, ["a", "b a"], ["ab", "a\n"]),
+        ({"pattern": "x|y/[/]z"}, ["x", "1y//z2"], ["y", "y/z"]),
+        ({"pattern": "^(x|y)$"}, ["x", "y"], ["xy", "z"]),
+        ({"minLength": 2}, ["ab", "a\nb", "<<<"], ["a", ""]),
+        ({"maxLength": 3}, ["", "abc", "世界人"], ["abcd", "世界人民"]),
+        ({"minLength": 1, "maxLength": 2, "pattern": "^é*$"}, ["é", "éé"], ["", "ééé", "e"]),
+    ],
+    ids=str,
+)
+def test_what_a_strict_schema_says_of_a_text_without_quotes(
+    family: str, is_special: bool, schema: dict[str, Any], right: list[str], wrong: list[str]
+) -> None:
+    model = Model(family, is_special=is_special)
+    start, end = FRAMES[family]
+    tool_use = one_text(schema, is_strict=True)
+    for text in right:
+        assert model.takes(f"{start}{text}{end}", tool_use), text
+    for text in wrong:
+        assert not model.takes(f"{start}{text}{end}", tool_use), text
+    marker = end.split(">")[0] + ">"
+    assert not model.takes(f"{start}{marker}{end}", tool_use)
+
+
+@pytest.mark.parametrize("family", FRAMES)
+@pytest.mark.parametrize(
+    ("schema", "named"),
+    [
+        ({"format": "date"}, "format 'date'"),
+        ({"pattern": "^a|b$"}, "pattern '^a|b$'"),
+        ({"pattern": "(x)|y$"}, "pattern '(x)|y$'"),
+    ],
+    ids=str,
+)
+def test_what_no_grammar_of_such_texts_keeps_to(
+    family: str, schema: dict[str, Any], named: str
+) -> None:
+    """A strict tool is refused; one that is only required is called with any text."""
+    model = Model(family, is_special=False)
+    start, end = FRAMES[family]
+    with pytest.raises(InvalidParameterError) as raised:
+        model.takes("", one_text(schema, is_strict=True))
+    assert raised.value.param == "tools"
+    assert f"{named} of the parameter 'a' cannot be kept to" in raised.value.message
+    required = msgspec.structs.replace(one_text(schema), mode=ToolMode.REQUIRED)
+    assert model.takes(f"{start}anything{end}", required)
 
 
 @pytest.mark.parametrize("family", CASES)

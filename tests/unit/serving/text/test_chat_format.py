@@ -87,6 +87,7 @@ def test_markers_that_are_special_tokens_stay_in_the_text(tokenizer: Tokenizer) 
     found = chat_format("<|tool_call|></think> tools", tokenizer)
     assert set(found.special_ids) == {"<|tool_call|>", "<think>", "</think>"}
     assert found.knows_tools
+    assert not found.writes_calls
     shown = found.shown_ids(has_tools=True)
     assert set(shown) == set(found.special_ids.values())
     assert len(found.shown_ids(has_tools=False)) == 2

@@ -1,8 +1,11 @@
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from loraplex.serving.text.tool_prompt import with_tools_told
+from loraplex.serving.text.chat_template import ChatTemplate
+from loraplex.serving.text.tool_calls.formats import FORMATS, format_of_template
+from loraplex.serving.text.tool_prompt import with_calls_told, with_tools_told
 
 TOOL = {"type": "function", "function": {"name": "clock", "description": "The time."}}
 USER = {"role": "user", "content": "When?"}
@@ -41,3 +44,79 @@ def test_as_a_system_message_of_its_own(messages: list[dict[str, Any]]) -> None:
     first, *rest = told(messages)
     assert first["role"] == "system"
     assert rest == messages
+
+
+TEMPLATES = Path(__file__).parent / "chat_templates"
+
+
+def call(name: str, call_id: str, arguments: Any = '{"zone": "é"}') -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def result(call_id: str, text: Any) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call_id, "content": text}
+
+
+CALLED = {"role": "assistant", "content": None, "tool_calls": [call("clock", "1")]}
+THANKS = {"role": "user", "content": "Thanks."}
+
+
+def test_calls_and_results_are_text() -> None:
+    both = {**CALLED, "content": "Hm.", "tool_calls": [call("clock", "1"), call("sun", "2", {})]}
+    told = with_calls_told(
+        [USER, both, result("2", "up"), result("1", "noon"), THANKS], FORMATS["generic"].syntax
+    )
+    assert told == [
+        USER,
+        {
+            "role": "assistant",
+            "content": 'Hm.\n\n[{"name": "clock", "arguments": {"zone": "é"}}, '
+            '{"name": "sun", "arguments": {}}]',
+        },
+        {
+            "role": "user",
+            "content": "Result of sun:\n\nup\n\nResult of clock:\n\nnoon\n\nThanks.",
+        },
+    ]
+
+
+def test_calls_are_written_as_the_model_is_to_write_them() -> None:
+    [only] = with_calls_told([CALLED], FORMATS["phi4_mini_json"].syntax)
+    assert only["content"] == 'functools[{"name": "clock", "arguments": {"zone": "é"}}]'
+
+
+def test_results_in_parts() -> None:
+    part = {"type": "text", "text": "noon"}
+    messages = [CALLED, result("1", [part]), result("3", "late"), THANKS]
+    _, told = with_calls_told(messages, FORMATS["generic"].syntax)
+    texts = [part["text"] for part in told["content"]]
+    assert texts == ["Result of clock:", "noon", "Result of a call:\n\nlate", "Thanks."]
+
+
+@pytest.mark.parametrize(
+    "calls", ["x", [1], [{"function": 1}], [{"function": {}}], [call("f", "1", "{")]]
+)
+def test_calls_that_are_none_are_left_for_the_template_to_refuse(calls: Any) -> None:
+    message = {"role": "assistant", "content": None, "tool_calls": calls}
+    assert with_calls_told([message], FORMATS["generic"].syntax) == [message]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        path
+        for path in sorted(TEMPLATES.glob("*.jinja"))
+        if "tool_calls" not in path.read_text() and path.stem != "loops"
+    ],
+    ids=lambda path: path.stem,
+)
+def test_a_template_that_knows_no_calls_writes_them(path: Path) -> None:
+    source = path.read_text()
+    template = ChatTemplate({"default": source}, {"bos_token": "<s>", "eos_token": "</s>"})
+    messages = [USER, CALLED, result("1", "noon"), result("2", "late")]
+    told = with_calls_told(messages, format_of_template(source).syntax)
+    text = template.render(told)
+    assert '{"name": "clock", "arguments": {"zone": "é"}}' in text
+    assert "noon" in text
+    assert "late" in text

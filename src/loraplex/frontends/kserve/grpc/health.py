@@ -15,7 +15,7 @@ SERVICE = "grpc.health.v1.Health"
 SERVING = 1
 NOT_SERVING = 2
 WATCH_SECONDS = 0.5
-"""Between two looks for a watcher."""
+"""Between two looks for the watchers."""
 
 IsReady = Callable[[], Awaitable[bool]]
 
@@ -51,8 +51,40 @@ def _messages() -> tuple[Any, Any]:
 HealthCheckRequest, HealthCheckResponse = _messages()
 
 
+class _Watchers:
+    """One task looks for all of them, and they sleep meanwhile: nobody is asked for a key here, and
+    a thousand watchers are to cost no more than one."""
+
+    def __init__(self, is_ready: IsReady) -> None:
+        self._is_ready = is_ready
+        self._waiting: dict[asyncio.Future[bool], bool] = {}
+        """What each of them knows."""
+        self._looking: asyncio.Task[None] | None = None
+
+    async def other_than(self, known: bool) -> bool:
+        """What is so as soon as it is not what a watcher knows."""
+        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._waiting[future] = known
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._look())
+        try:
+            return await future
+        finally:
+            del self._waiting[future]
+
+    async def _look(self) -> None:
+        while self._waiting:
+            await asyncio.sleep(WATCH_SECONDS)
+            now = await self._is_ready()
+            for future, known in self._waiting.items():
+                if now is not known and not future.done():
+                    future.set_result(now)
+
+
 def health_handler(is_ready: IsReady) -> Any:
     """Handler of the service's RPCs, for a server to add."""
+
+    watchers = _Watchers(is_ready)
 
     async def check(request: Any, context: Any) -> Any:
         del request, context
@@ -61,13 +93,10 @@ def health_handler(is_ready: IsReady) -> Any:
     async def watch(request: Any, context: Any) -> AsyncGenerator[Any, None]:
         """The status, and then each other one, until the client goes."""
         del request, context
-        last: bool | None = None
+        now = await is_ready()
         while True:
-            now = await is_ready()
-            if now is not last:
-                last = now
-                yield HealthCheckResponse(status=SERVING if now else NOT_SERVING)
-            await asyncio.sleep(WATCH_SECONDS)
+            yield HealthCheckResponse(status=SERVING if now else NOT_SERVING)
+            now = await watchers.other_than(now)
 
     codecs = {
         "request_deserializer": HealthCheckRequest.FromString,

@@ -9,9 +9,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from loraplex.core.errors import InvalidRequestError
+from loraplex.core.errors import InvalidRequestError, PermissionDeniedError, UnsupportedFeatureError
 from loraplex.core.support import Support, tells
 from loraplex.frontends.access import Authenticate
+from loraplex.frontends.kserve.errors import AlreadyExistsError, NotFoundError
+from loraplex.frontends.kserve.http import wire_types as wire
 from loraplex.frontends.kserve.http.body import json_response, parse_object, read_body
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.kserve.shared_memory import (
@@ -19,6 +21,17 @@ from loraplex.frontends.kserve.shared_memory import (
     no_cuda_region,
     refuse_cuda,
 )
+from loraplex.frontends.openapi.operation import (
+    ANY_ERROR,
+    OF_NAMES,
+    Answer,
+    described,
+    json_body,
+    json_of,
+)
+
+OF_REGIONS = (PermissionDeniedError, NotFoundError, AlreadyExistsError)
+OF_LOADS = (*ANY_ERROR, NotFoundError)
 
 
 class AdminApi:
@@ -33,12 +46,16 @@ class AdminApi:
 
     # ------------------------------------------------------------ shared memory
 
+    @described(json_of(list[wire.Region]), tag="triton", errors=OF_REGIONS)
     async def memory_status(self, request: Request) -> Response:
+        """Registered regions of shared memory."""
         tenant = self._with_memory(request)
         regions = self._service.memory.status(tenant, request.path_params.get("region", ""))
         return json_response([dataclasses.asdict(region) for region in regions])
 
+    @described(Answer(200), tag="triton", body=json_body(wire.RegionBody), errors=OF_REGIONS)
     async def memory_register(self, request: Request) -> Response:
+        """Register a region of shared memory."""
         tenant = self._with_memory(request)
         body = await self._object(request)
         for field in ("key", "byte_size"):
@@ -58,12 +75,15 @@ class AdminApi:
         )
         return Response()
 
+    @described(Answer(200), tag="triton", errors=OF_REGIONS)
     async def memory_unregister(self, request: Request) -> Response:
+        """Forget a region of shared memory, or all."""
         tenant = self._with_memory(request)
         self._service.memory.unregister(tenant, request.path_params.get("region", ""))
         return Response()
 
     @tells("there is no region", Support.NO_EFFECT)
+    @described(json_of(list[wire.Region]), tag="triton", errors=OF_REGIONS)
     async def cuda_status(self, request: Request) -> Response:
         """There is none, and so no region of a name."""
         self._authenticate(request.headers)
@@ -72,12 +92,16 @@ class AdminApi:
         return json_response([])
 
     @tells("use system shared memory", Support.REFUSED)
+    @described(tag="triton", errors=(UnsupportedFeatureError, *OF_REGIONS))
     async def cuda_register(self, request: Request) -> Response:
+        """Refused: use system shared memory."""
         self._authenticate(request.headers)
         refuse_cuda()
 
     @tells("there is no region", Support.NO_EFFECT)
+    @described(Answer(200), tag="triton")
     async def cuda_unregister(self, request: Request) -> Response:
+        """There is none."""
         self._authenticate(request.headers)
         return Response()
 
@@ -89,24 +113,44 @@ class AdminApi:
 
     # ------------------------------------------------------------ settings
 
+    @described(json_of(wire.TraceSettings), tag="triton", errors=OF_NAMES)
     async def trace(self, request: Request) -> Response:
+        """Trace settings."""
         principal = self._authenticate(request.headers)
         model = request.path_params.get("model", "")
         return json_response(self._service.management.trace_settings(principal, model))
 
     @tells("kept and told; nothing is traced by it", Support.NO_EFFECT)
+    @described(
+        json_of(wire.TraceSettings),
+        body=json_body(wire.Changes),
+        needs_body=False,
+        tag="triton",
+        errors=OF_NAMES,
+    )
     async def change_trace(self, request: Request) -> Response:
+        """Change trace settings."""
         principal = self._authenticate(request.headers)
         body = await self._object(request)
         changes = {name: _strings(name, value) for name, value in body.items()}
         model = request.path_params.get("model", "")
         return json_response(self._service.management.change_trace(principal, model, changes))
 
+    @described(json_of(wire.LogSettings), tag="triton", errors=OF_NAMES)
     async def log(self, request: Request) -> Response:
+        """Log settings."""
         principal = self._authenticate(request.headers)
         return json_response(self._service.management.log_settings(principal))
 
+    @described(
+        json_of(wire.LogSettings),
+        body=json_body(wire.Changes),
+        needs_body=False,
+        tag="triton",
+        errors=OF_NAMES,
+    )
     async def change_log(self, request: Request) -> Response:
+        """Change log settings."""
         principal = self._authenticate(request.headers)
         body = await self._object(request)
         return json_response(self._service.management.change_log(principal, body))
@@ -114,7 +158,11 @@ class AdminApi:
     # ------------------------------------------------------------ the repository
 
     @tells("a repository's name is refused")
+    @described(
+        json_of(list[wire.IndexRow]), body=json_body(wire.IndexBody), needs_body=False, tag="triton"
+    )
     async def index(self, request: Request) -> Response:
+        """The models of the repository."""
         principal = self._authenticate(request.headers)
         body = await self._object(request)
         only_ready = body.get("ready", False)
@@ -122,10 +170,18 @@ class AdminApi:
             raise InvalidRequestError("'ready' must be true or false", param="ready")
         repository = request.path_params.get("repository", "")
         rows = self._service.management.index(principal, repository, only_ready=only_ready)
-        return json_response(rows)
+        return json_response([{k: v for k, v in row.items() if v} for row in rows])
 
     @tells("with --model-control-mode explicit")
+    @described(
+        Answer(200),
+        body=json_body(wire.ControlBody),
+        needs_body=False,
+        tag="triton",
+        errors=OF_LOADS,
+    )
     async def load(self, request: Request) -> Response:
+        """Load a model."""
         principal = self._authenticate(request.headers)
         parameters = {
             name: _file_content(name, value) if name.startswith("file:") else value
@@ -137,7 +193,15 @@ class AdminApi:
         return Response()
 
     @tells("with --model-control-mode explicit")
+    @described(
+        Answer(200),
+        body=json_body(wire.ControlBody),
+        needs_body=False,
+        tag="triton",
+        errors=OF_LOADS,
+    )
     async def unload(self, request: Request) -> Response:
+        """Unload a model."""
         principal = self._authenticate(request.headers)
         parameters = await self._parameters(request)
         path = request.path_params

@@ -6,7 +6,7 @@ come back as keys: one element as a scalar, more as a flat list.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from loraplex.core.errors import InvalidRequestError, InvalidTensorError
@@ -17,6 +17,8 @@ from loraplex.frontends.kserve.models.triton_model import TritonModel
 from loraplex.frontends.kserve.tensors import Tensor, from_json, to_values
 
 NESTED = "parameters"
+_MAX_DEPTH = 8
+"""Of lists in lists; no tensor has so many dimensions."""
 
 
 def decode_generate(model: TritonModel, version: str, document: Mapping[str, Any]) -> InferRequest:
@@ -59,15 +61,24 @@ def _read(
 
 
 def _tensor(row: InputSpec, value: object, dims: tuple[int, ...], prefix: str) -> Tensor:
-    values = value if isinstance(value, list) else [value]
+    values = list(_elements(value))
     shape = fitted_shape(dims, len(values))
     if shape is None or any(isinstance(item, list | dict) for item in values):
         raise InvalidTensorError(
             f"{prefix}The schema can not convert input '{row.name}' to tensor with proper shape; "
-            f"send a scalar or a flat list that fills {list(dims)}",
+            f"send a scalar or a list that fills {list(dims)}",
             param=row.name,
         )
     return from_json(row.name, row.datatype, shape, values)
+
+
+def _elements(value: object, depth: int = 0) -> Iterator[object]:
+    """Of lists in lists, too: only the number of elements counts. Deeper lists are elements."""
+    if isinstance(value, list) and depth < _MAX_DEPTH:
+        for item in value:
+            yield from _elements(item, depth + 1)
+    else:
+        yield value
 
 
 def fitted_shape(dims: tuple[int, ...], count: int) -> tuple[int, ...] | None:

@@ -1,8 +1,9 @@
 """The routes under /v2, and what each answers. Bodies are read, checked and written elsewhere."""
 
 import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 
+import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -11,7 +12,13 @@ from loraplex.core.errors import InvalidRequestError, LoraplexError
 from loraplex.core.principal import Principal
 from loraplex.core.support import Support, support_of
 from loraplex.frontends.access import Authenticate, everyone_is_local
-from loraplex.frontends.kserve.errors import as_loraplex_error, message_of, status_of
+from loraplex.frontends.kserve.errors import (
+    as_loraplex_error,
+    message_of,
+    status_of,
+    status_of_kind,
+)
+from loraplex.frontends.kserve.http import wire_types as wire
 from loraplex.frontends.kserve.http.admin import AdminApi
 from loraplex.frontends.kserve.http.body import (
     DEFAULT_MAX_BODY_BYTES,
@@ -24,15 +31,37 @@ from loraplex.frontends.kserve.http.body import (
 from loraplex.frontends.kserve.http.events import EventStream
 from loraplex.frontends.kserve.http.generate import decode_generate, encode_generate
 from loraplex.frontends.kserve.http.infer import HEADER_LENGTH, decode_request, encode_response
-from loraplex.frontends.kserve.http.load_report import load_headers
+from loraplex.frontends.kserve.http.load_report import REQUEST_HEADER, RESPONSE_HEADER, load_headers
 from loraplex.frontends.kserve.messages import InferRequest
 from loraplex.frontends.kserve.models.catalog import server_metadata
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.kserve.shared_memory import TenantMemory
+from loraplex.frontends.openapi.operation import (
+    ANY_ERROR,
+    JSON,
+    OF_NAMES,
+    Answer,
+    Media,
+    Operation,
+    Parameter,
+    by_status,
+    described,
+    events_of,
+    json_body,
+    json_of,
+    operation_of,
+)
 from loraplex.frontends.streams import ClientDisconnectedError, until_disconnect
 from loraplex.frontends.telemetry.routes import ToldRoute
 
 Handler = Callable[[Request], Awaitable[ASGIApp]]
+
+BINARY = "application/octet-stream"
+_JSON_LENGTH = Parameter(
+    HEADER_LENGTH, "Bytes of JSON, where binary data follow it; absent where none do."
+)
+_LOAD_FORM = Parameter(REQUEST_HEADER, "text or json: the answer's header tells the load.")
+_LOAD = Parameter(RESPONSE_HEADER, "The load of the server, if it was asked for.")
 
 CLIENT_CLOSED_REQUEST = 499
 """Nobody reads it; a proxy's log may."""
@@ -48,24 +77,24 @@ def kserve_routes(
     api = KServeApi(service, authenticate, max_body_bytes)
     admin = AdminApi(service, authenticate, max_body_bytes)
     of_model: dict[str, Mapping[str, Handler]] = {
-        "ready": {"GET": api.model_ready},
-        "config": {"GET": api.config},
-        "stats": {"GET": api.statistics},
         "infer": {"POST": api.infer},
         "generate": {"POST": api.generate},
         "generate_stream": {"POST": api.generate_stream},
+        "ready": {"GET": api.model_ready},
+        "config": {"GET": api.config},
+        "stats": {"GET": api.statistics},
     }
-    table: list[tuple[str, Mapping[str, Handler]]] = [
+    table: list[tuple[str, Mapping[str, Handler]]] = []
+    # The first that matches is taken, so what is asked most stands first.
+    for action, handlers in of_model.items():
+        table.append((f"/v2/models/{{model:path}}/versions/{{version}}/{action}", handlers))
+        table.append((f"/v2/models/{{model:path}}/{action}", handlers))
+    table += [
         ("/v2", {"GET": api.server_metadata}),
         ("/v2/health/live", {"GET": api.live}),
         ("/v2/health/ready", {"GET": api.ready}),
         ("/v2/models/stats", {"GET": api.statistics}),
         *_admin_table(admin),
-    ]
-    for action, handlers in of_model.items():
-        table.append((f"/v2/models/{{model:path}}/versions/{{version}}/{action}", handlers))
-        table.append((f"/v2/models/{{model:path}}/{action}", handlers))
-    table += [
         ("/v2/models/{model:path}/versions/{version}", {"GET": api.metadata}),
         ("/v2/models/{model:path}", {"GET": api.metadata}),
         ("/v2/{path:path}", {}),
@@ -114,6 +143,16 @@ class Resource:
         for method, handler in self._handlers.items():
             yield (method, *support_of(handler))
 
+    @property
+    def operations(self) -> dict[str, Operation]:
+        """For the OpenAPI document."""
+        told = {method: operation_of(handler) for method, handler in self._handlers.items()}
+        return {
+            method: msgspec.structs.replace(operation, error_answers=error_answers)
+            for method, operation in told.items()
+            if operation is not None
+        }
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         handler = self._handlers.get(method)
@@ -138,6 +177,11 @@ async def _answered(handler: Handler, request: Request) -> ASGIApp:
         return refusal(as_loraplex_error(raised))
 
 
+def error_answers(kinds: Iterable[type[LoraplexError]]) -> Iterable[Answer]:
+    """What _answered makes of errors of these kinds."""
+    return by_status((status_of_kind(kind).http, Media(JSON, wire.TritonFailure)) for kind in kinds)
+
+
 def refusal(error: LoraplexError) -> Response:
     """An error in the room's words."""
     response = json_response({"error": message_of(error)}, status_of(error).http)
@@ -158,42 +202,65 @@ class KServeApi:
 
     # ------------------------------------------------------------ server and models
 
+    @described(json_of(wire.ServerMetadata), tag="triton")
     async def server_metadata(self, request: Request) -> Response:
+        """The server and its extensions."""
         del request
         return json_response(server_metadata())
 
+    @described(Answer(200), Answer(400, note="It is not."), tag="triton")
     async def live(self, request: Request) -> Response:
+        """Whether the server is there."""
         del request
         return Response(status_code=200 if self._service.backend.health().live else 400)
 
+    @described(Answer(200), Answer(400, note="It is not."), tag="triton")
     async def ready(self, request: Request) -> Response:
+        """Whether every model would answer."""
         del request
         return Response(status_code=200 if self._service.backend.health().ready else 400)
 
+    @described(Answer(200), json_of(wire.TritonFailure, 400, "It is not."), tag="triton")
     async def model_ready(self, request: Request) -> Response:
+        """Whether the model would answer."""
         principal = self._authenticate(request.headers)
         if self._service.catalog.is_ready(*_model_of(request), principal):
             return Response(status_code=200)
         return json_response({"error": "Model version not ready"}, 400)
 
+    @described(json_of(wire.ModelMetadata), tag="triton", errors=OF_NAMES)
     async def metadata(self, request: Request) -> Response:
+        """The inputs and outputs of a model."""
         principal = self._authenticate(request.headers)
         model = self._service.catalog.find(*_model_of(request), principal)
         return json_response(model.metadata())
 
+    @described(json_of(wire.ModelConfig), tag="triton", errors=OF_NAMES)
     async def config(self, request: Request) -> Response:
+        """The configuration of a model."""
         principal = self._authenticate(request.headers)
         model = self._service.catalog.find(*_model_of(request), principal)
         return json_response(model.config())
 
+    @described(json_of(wire.StatisticsReport), tag="triton", errors=OF_NAMES)
     async def statistics(self, request: Request) -> Response:
+        """What requests did, by model."""
         principal = self._authenticate(request.headers)
         rows = self._service.statistics(*_model_of(request), principal)
         return json_response({"model_stats": rows})
 
     # ------------------------------------------------------------ inference
 
+    @described(
+        Answer(200, (Media(JSON, wire.InferAnswer), Media(BINARY))),
+        tag="triton",
+        body=json_body(wire.InferBody),
+        headers=(_JSON_LENGTH, _LOAD_FORM),
+        answer_headers=(_JSON_LENGTH, _LOAD),
+        errors=ANY_ERROR,
+    )
     async def infer(self, request: Request) -> Response:
+        """Tensors in, tensors out."""
         principal = self._authenticate(request.headers)
         model, version = _model_of(request)
         self._service.check_is_unary(principal, model, version, "HTTP end point")
@@ -217,7 +284,16 @@ class KServeApi:
         headers[HEADER_LENGTH] = str(json_length)
         return Response(content, headers=headers, media_type="application/octet-stream")
 
+    @described(
+        json_of(wire.TritonGenerateAnswer),
+        tag="triton",
+        body=json_body(wire.TritonGenerateBody),
+        headers=(_LOAD_FORM,),
+        answer_headers=(_LOAD,),
+        errors=ANY_ERROR,
+    )
     async def generate(self, request: Request) -> Response:
+        """One flat object in, one out."""
         principal = self._authenticate(request.headers)
         infer_request = await self._generate_request(request, principal)
         if self._wants_stream(infer_request):
@@ -232,7 +308,20 @@ class KServeApi:
         response.headers.update(load_headers(self._service, request.headers, infer_request.model))
         return response
 
+    @described(
+        Answer(
+            200,
+            (
+                events_of(wire.TritonGenerateAnswer),
+                events_of(wire.TritonFailure),
+            ),
+        ),
+        tag="triton",
+        body=json_body(wire.TritonGenerateBody),
+        errors=ANY_ERROR,
+    )
     async def generate_stream(self, request: Request) -> EventStream:
+        """As generate, and an event for each answer."""
         principal = self._authenticate(request.headers)
         infer_request = await self._generate_request(request, principal)
         responses = await until_disconnect(

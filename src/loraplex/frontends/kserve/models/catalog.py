@@ -6,12 +6,12 @@ is one version of each.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from loraplex.core.errors import ModelNotFoundError
 from loraplex.core.principal import LOCAL, Principal
 from loraplex.core.version import __version__
 from loraplex.frontends.kserve.errors import NotFoundError
+from loraplex.frontends.kserve.http.wire_types import ServerMetadata
 from loraplex.frontends.kserve.model_control import ModelControl
 from loraplex.frontends.kserve.models.bls import BLS
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
@@ -47,9 +47,9 @@ EXTENSIONS = (
 )
 
 
-def server_metadata() -> dict[str, Any]:
+def server_metadata() -> ServerMetadata:
     """The answer to a server metadata request: extensions are those that we do serve."""
-    return {"name": SERVER_NAME, "version": __version__, "extensions": list(EXTENSIONS)}
+    return ServerMetadata(name=SERVER_NAME, version=__version__, extensions=list(EXTENSIONS))
 
 
 class Catalog:

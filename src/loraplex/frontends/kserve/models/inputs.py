@@ -173,8 +173,8 @@ def _batch_size(model: str, tensors: Sequence[Tensor], max_batch_size: int) -> i
             )
     if not 1 <= batch_size <= max(max_batch_size, 1):
         raise InvalidTensorError(
-            f"inference request batch-size must be >= 1 and <= {max_batch_size} for '{model}', "
-            f"got {batch_size}"
+            f"inference request batch-size must be <= {max_batch_size} for '{model}', and at "
+            f"least 1; it is {batch_size}"
         )
     return batch_size
 
@@ -188,11 +188,19 @@ def _check_required(kind: ModelKind, model: str, names: Sequence[str]) -> None:
         got = ",".join(f"'{name}'" for name in names)
         lacking = ",".join(f"'{name}'" for name in missing)
         raise InvalidTensorError(
-            f"expected {len(names) + len(missing)} inputs but got {len(names)} inputs for model "
-            f"'{model}'. Got input(s) [{got}], but missing required input(s) [{lacking}]. Please "
-            f"provide all required input(s): {missing[0]} is not present in the request",
+            f"expected {_expected_count(kind)} but got {len(names)} inputs for model '{model}'. "
+            f"Got input(s) [{got}], but missing required input(s) [{lacking}]. Please provide all "
+            f"required input(s): {missing[0]} is not present in the request",
             param=missing[0],
         )
+
+
+def _expected_count(kind: ModelKind) -> str:
+    declared = kind.declared_inputs
+    num_required = sum(row.required for row in declared)
+    if num_required == len(declared):
+        return f"{num_required} inputs"
+    return f"number of inputs between {num_required} and {len(declared)}"
 
 
 def _check_served(row: InputSpec, tensor: Tensor) -> None:

@@ -55,9 +55,11 @@ async def serving_socket(
             silence_seconds=silence_seconds,
             telemetry=told,
         )
-        with contextlib.suppress(asyncio.CancelledError):  # asyncio would log it
-            await session.run()
-        sessions.discard(task)
+        try:
+            with contextlib.suppress(asyncio.CancelledError):  # asyncio would log it
+                await session.run()
+        finally:
+            sessions.discard(task)
 
     server = await asyncio.start_unix_server(serve, sock=listener, backlog=_BACKLOG)
     own_file = os.stat(path)

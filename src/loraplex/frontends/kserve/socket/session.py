@@ -1,9 +1,8 @@
 """One connection to the request socket: many requests at a time, until either side goes away."""
 
 import asyncio
+import contextlib
 from contextlib import aclosing
-
-import msgspec
 
 from loraplex.core.principal import LOCAL
 from loraplex.frontends.kserve.service import TritonService
@@ -17,6 +16,7 @@ from loraplex.frontends.kserve.stub.wire import (
     FromClient,
     FromServer,
     Infer,
+    NotAMessage,
     Ping,
     Status,
     Welcome,
@@ -85,7 +85,7 @@ class Session:
             return None
         try:
             return read_from_client(payload)
-        except msgspec.DecodeError as error:
+        except NotAMessage as error:
             raise BrokenConnectionError(f"not a message of the protocol: {error}") from None
 
     async def _take(self, message: FromClient) -> None:
@@ -121,13 +121,14 @@ class Session:
         """Answer it; a failure is an answer, too."""
         try:
             await self._answer(message)
+            return _OK
         except ConnectionError:
             return CANCELLED  # the client has gone: run() ends, too
         except Exception as raised:
             failure = encode_failure(message.id, raised)
+        with contextlib.suppress(ConnectionError):
             await self._send(failure)
-            return failure.kind
-        return _OK
+        return failure.kind
 
     async def _answer(self, message: Infer) -> None:
         request = decode_request(message)
@@ -164,6 +165,11 @@ class Session:
         )
 
     async def _send(self, message: FromServer) -> None:
-        """A frame is written as a whole; then wait while much of what was written is unread."""
+        """A frame is written as a whole; then wait while much of what was written is unread.
+
+        Raises ConnectionError if the client has gone.
+        """
+        if self._writer.is_closing():
+            raise ConnectionResetError
         self._writer.write(frame(message))
         await self._writer.drain()

@@ -20,6 +20,7 @@ from .wire import (
     Failure,
     FromServer,
     Infer,
+    NotAMessage,
     Ping,
     Response,
     Status,
@@ -127,7 +128,7 @@ class Connection:
     def _greeted(self) -> int:
         try:
             welcome = self._read()
-        except (OSError, EOFError, msgspec.DecodeError) as error:
+        except (OSError, EOFError, NotAMessage) as error:
             raise ConnectionLost(f"what listens on {self._path} is no loraplex: {error}") from error
         if not isinstance(welcome, Welcome) or welcome.protocol != PROTOCOL:
             raise ConnectionLost(
@@ -151,7 +152,7 @@ class Connection:
             self._lose(f"the server at {self._path} has ended")
         except BlockingIOError:
             self._lose(f"the server at {self._path} has fallen silent")
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, NotAMessage) as error:
             self._lose(f"the connection to the server at {self._path} broke: {error}")
         finally:
             with self._sending:  # nobody writes to a number that is another file's by now
@@ -176,7 +177,7 @@ class Connection:
             sink(answer)
 
     def _read(self) -> FromServer:
-        """Raises EOFError, OSError, msgspec.DecodeError."""
+        """Raises EOFError, OSError, NotAMessage."""
         (length,) = LENGTH.unpack(self._exactly(LENGTH.size))
         return read_from_server(self._exactly(length))
 

@@ -93,6 +93,11 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
 FromClient = Infer | Cancel | Ping
 FromServer = Welcome | Status | Response | Failure
 
+
+class NotAMessage(Exception):
+    """What came cannot be read; says why."""
+
+
 _encoder = msgspec.msgpack.Encoder()
 _from_client: "msgspec.msgpack.Decoder[FromClient]" = msgspec.msgpack.Decoder(FromClient)
 _from_server: "msgspec.msgpack.Decoder[FromServer]" = msgspec.msgpack.Decoder(FromServer)
@@ -107,10 +112,16 @@ def frame(message: FromClient | FromServer) -> bytes:
 
 
 def read_from_client(payload: bytes) -> FromClient:
-    """Raises msgspec.DecodeError, which tells what is wrong."""
-    return _from_client.decode(payload)
+    """Raises NotAMessage."""
+    try:
+        return _from_client.decode(payload)
+    except ValueError as error:  # msgspec's own, or text that is no UTF-8
+        raise NotAMessage(str(error)) from error
 
 
 def read_from_server(payload: bytes) -> FromServer:
-    """Raises msgspec.DecodeError."""
-    return _from_server.decode(payload)
+    """Raises NotAMessage."""
+    try:
+        return _from_server.decode(payload)
+    except ValueError as error:
+        raise NotAMessage(str(error)) from error

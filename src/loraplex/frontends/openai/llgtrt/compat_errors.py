@@ -1,9 +1,15 @@
 """llgtrt's errors: nearly all of them HTTP 500, with a text."""
 
+from collections.abc import Iterable
+from typing import Final
+
 import msgspec
 from starlette.responses import PlainTextResponse, Response
 
 from loraplex.core.errors import LoraplexError, RequestError, UnauthenticatedError
+from loraplex.frontends.openapi.operation import JSON, TEXT, Answer, Media, by_status
+
+SHAPE_STATUSES: Final = (400, 413, 415, 422)
 
 
 class ShapeError(RequestError):
@@ -36,5 +42,19 @@ class CompatErrors:
         body = msgspec.json.encode(CompatError(error.message))
         return Response(body, 500, media_type="application/json")
 
+    @property
+    def event_type(self) -> type[msgspec.Struct]:
+        return CompatErrorEvent
+
+    def answers(self, kinds: Iterable[type[LoraplexError]]) -> Iterable[Answer]:
+        return by_status(row for kind in kinds for row in _rows(kind))
+
     def events(self, error: LoraplexError) -> tuple[msgspec.Struct, ...]:
         return (CompatErrorEvent(CompatEventDetail(error.message)),)
+
+
+def _rows(kind: type[LoraplexError]) -> Iterable[tuple[int, Media | None]]:
+    if issubclass(kind, UnauthenticatedError):
+        return ((401, None),)
+    shapes = ((status, Media(TEXT)) for status in SHAPE_STATUSES)
+    return ((500, Media(JSON, CompatError)), *shapes)

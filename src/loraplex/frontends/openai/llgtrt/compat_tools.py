@@ -10,13 +10,14 @@ from loraplex.frontends.openai.schema import ChatBody
 _ANY_OBJECT: Final = {"type": "object"}
 _FREE_TEXT: Final = "TEXT: /([^{](.|\\n)*)?/"
 _TOOLS: Final = "loraplex_tools"
-"""Where the body keeps them for its template: no schema has such a field."""
+"""Where the body keeps them for its template: no schema has such a field. What a client sends under
+this name is taken out."""
 
 
 def tool_changes(body: ChatBody, start_token: str) -> dict[str, Any]:
     """What the fields become, so that the tools are a format of the answer."""
     if not body.tools:
-        return {"tools": None, "tool_choice": None}
+        return {"tools": None, "tool_choice": None, _TOOLS: None}
     grammar = tools_grammar(body.tools, body.tool_choice or "auto", start_token)
     kept = {"tools": None, "tool_choice": None, _TOOLS: body.tools}
     if grammar is None:

@@ -17,11 +17,15 @@ from loraplex.core.output import RequestOutput, SequenceOutput
 from loraplex.core.request import GenerateRequest
 from loraplex.frontends.openai import convert
 from loraplex.frontends.openai.adapter_fields import Target, adapter_choices
+from loraplex.frontends.openai.adapter_headers import DIGESTS
 from loraplex.frontends.openai.answers import adapter_headers
+from loraplex.frontends.openai.generation import ENDS
+from loraplex.frontends.openai.rendering import rendered_chat
 from loraplex.frontends.openai.room import OpenAIRoom, request_id
 from loraplex.frontends.openai.sampling import sampling_params
 from loraplex.frontends.openai.schema import GenerationBody, Message
 from loraplex.frontends.openai.sse import EventStream
+from loraplex.frontends.openapi.operation import ANY_ERROR, Answer, described, events_of, json_body
 from loraplex.frontends.streams import generate_all
 
 if TYPE_CHECKING:
@@ -85,12 +89,20 @@ class GuidanceEndpoints:
     def __init__(self, room: OpenAIRoom) -> None:
         self._room = room
 
+    @described(
+        Answer(200, (events_of(InitialRun, ENDS), events_of(Run, ENDS))),
+        tag="guidance",
+        body=json_body(GuidanceBody),
+        answer_headers=(DIGESTS,),
+        errors=ANY_ERROR,
+    )
     async def run(self, request: Request) -> Response:
+        """Text that a grammar of Guidance's clients constrains, as events."""
         principal = self._room.principal(request)
         body = await self._room.body(request, GuidanceBody)
         dialect = self._room.options.dialect
         target = dialect.target(self._room, body, principal)
-        asked = self._request(request, body, target)
+        asked = await self._request(request, body, target)
         outputs = _steps(
             generate_all(self._room.backend, (asked,), principal), asked.sampling.grammar
         )
@@ -98,10 +110,12 @@ class GuidanceEndpoints:
         writer = RunWriter(f"run-{request_id(request)}", model)
         return EventStream(outputs, writer, request_id(request), dialect.errors)
 
-    def _request(self, request: Request, body: GuidanceBody, target: Target) -> GenerateRequest:
+    async def _request(
+        self, request: Request, body: GuidanceBody, target: Target
+    ) -> GenerateRequest:
         backend = self._room.backend
         grammar = _grammar(body)
-        prompt, is_chat = self._prompt(body, target)
+        prompt, is_chat = await self._prompt(body, target)
         fields: dict[str, Any] = {"max_tokens": body.max_tokens or MAX_TOKENS, "logprobs": 0}
         sampling = sampling_params(body, fields, target.model.vocab_size)
         add_special = not is_chat if body.add_special_tokens is None else body.add_special_tokens
@@ -118,21 +132,19 @@ class GuidanceEndpoints:
             timeout_seconds=body.timeout_seconds,
         )
 
-    def _prompt(self, body: GuidanceBody, target: Target) -> tuple[str, bool]:
+    async def _prompt(self, body: GuidanceBody, target: Target) -> tuple[str, bool]:
         """The text, and whether a template made it."""
         if (body.prompt is None) == (body.messages is None):
             raise InvalidParameterError("give prompt or messages, one of them", param="prompt")
         if body.messages is None:
             return body.prompt or "", False
-        messages = convert.chat_messages(body.messages)
-        return self._room.backend.render_chat(target.model.name, messages), True
+        return await rendered_chat(self._room.backend, target.model, body.messages), True
 
 
 def _grammar(body: GuidanceBody) -> Grammar:
     if body.controller != CONTROLLER:
-        raise InvalidParameterError(
-            f"controller must be {CONTROLLER!r}, got {body.controller!r}", param="controller"
-        )
+        got = "it is missing" if body.controller is None else f"got {body.controller!r}"
+        raise InvalidParameterError(f"controller must be {CONTROLLER!r}, {got}", param="controller")
     grammar = (body.controller_arg or {}).get("grammar")
     if isinstance(grammar, str) and grammar:
         return Grammar(GrammarKind.LARK, grammar)

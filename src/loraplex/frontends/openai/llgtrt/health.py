@@ -5,11 +5,11 @@ from typing import Final
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from loraplex.core.errors import LoraplexError
-from loraplex.core.principal import LOCAL
+from loraplex.core.errors import LoraplexError, RateLimitedError
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.frontends.openai.room import OpenAIRoom
+from loraplex.frontends.openapi.operation import OF_NAMES, Answer, described, text
 from loraplex.frontends.streams import gather_all, until_disconnect
 
 GOOD: Final = "Check complete"
@@ -26,10 +26,13 @@ class LlgtrtHealth:
         self._room = room
         self._dialect = room.options.dialect
 
+    @described(text(), text(503, "The server does not serve."), tag="health")
     async def live(self, request: Request) -> Response:
+        """Whether the process answers."""
         del request
         return self._answer(is_good=self._room.backend.health().live)
 
+    @described(Answer(200), text(503, "Why it is not."), tag="health")
     async def ready(self, request: Request) -> Response:
         """With the reason if it is not: starting, draining, or an engine that is away."""
         del request
@@ -38,20 +41,23 @@ class LlgtrtHealth:
             return Response(status_code=200)
         return PlainTextResponse(health.reason, self._dialect.unready_status)
 
+    @described(text(), text(503, "It has not answered."), tag="health", errors=OF_NAMES)
     async def model(self, request: Request) -> Response:
-        """Lets the first model write two tokens, before what waits."""
+        """Lets the first model write two tokens, before what waits: a request of who asks."""
         principal = self._room.principal(request)
         backend = self._room.backend
         probe = GenerateRequest(
             request_id=backend.new_request_id(),
-            model=backend.models(principal)[0].name,
+            model=self._room.target(None, principal).model.name,
             prompt=PROBE_PROMPT,
             sampling=SamplingParams(max_tokens=PROBE_TOKENS),
             priority=PROBE_PRIORITY,
             timeout_seconds=PROBE_SECONDS,
         )
         try:
-            await until_disconnect(request.receive, gather_all(backend, (probe,), LOCAL))
+            await until_disconnect(request.receive, gather_all(backend, (probe,), principal))
+        except RateLimitedError:
+            raise  # of the tenant: the model may be well
         except LoraplexError:
             return self._answer(is_good=False)
         return self._answer(is_good=True)

@@ -11,14 +11,32 @@ from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest
 from loraplex.frontends.openai import convert
 from loraplex.frontends.openai.adapter_fields import ADAPTER_HEADER, Target
+from loraplex.frontends.openai.adapter_headers import BY_HEADER, DIGESTS
 from loraplex.frontends.openai.answers import adapter_headers
 from loraplex.frontends.openai.logprobs import TokenTexts
 from loraplex.frontends.openai.lorax.answers import LoraxWriter
 from loraplex.frontends.openai.lorax.convert import completion_body, named_as_sent
 from loraplex.frontends.openai.lorax.errors import LORAX_ERRORS
-from loraplex.frontends.openai.lorax.schema import GenerateBody, Parameters
+from loraplex.frontends.openai.lorax.schema import (
+    GenerateBody,
+    Generated,
+    Parameters,
+    StreamedToken,
+)
+from loraplex.frontends.openai.rendering import rendered_chat
 from loraplex.frontends.openai.room import OpenAIRoom, request_id
+from loraplex.frontends.openai.schema import Message
 from loraplex.frontends.openai.sse import EventStream
+from loraplex.frontends.openapi.operation import (
+    ANY_ERROR,
+    JSON,
+    Answer,
+    Media,
+    described,
+    events_of,
+    json_body,
+    json_of,
+)
 from loraplex.frontends.streams import gather_all, generate_all, until_disconnect
 
 
@@ -28,21 +46,48 @@ class LoraxEndpoints:
     def __init__(self, room: OpenAIRoom) -> None:
         self._room = room
 
+    @described(
+        json_of(Generated),
+        tag="lorax",
+        body=json_body(GenerateBody),
+        headers=(BY_HEADER,),
+        answer_headers=(DIGESTS,),
+        errors=ANY_ERROR,
+    )
     async def generate(self, request: Request) -> Response:
+        """Text after a prompt, as LoRAX tells it."""
         principal = self._room.principal(request)
         body = await self._room.body(request, GenerateBody)
         return await self._whole(request, principal, body, in_list=False)
 
+    @described(
+        Answer(200, (events_of(StreamedToken),)),
+        tag="lorax",
+        body=json_body(GenerateBody),
+        headers=(BY_HEADER,),
+        answer_headers=(DIGESTS,),
+        errors=ANY_ERROR,
+    )
     async def generate_stream(self, request: Request) -> Response:
+        """Text after a prompt, token by token."""
         principal = self._room.principal(request)
-        return self._stream(request, principal, await self._room.body(request, GenerateBody))
+        body = await self._room.body(request, GenerateBody)
+        return await self._stream(request, principal, body)
 
+    @described(
+        Answer(200, (Media(JSON, list[Generated]), events_of(StreamedToken))),
+        tag="lorax",
+        body=json_body(GenerateBody),
+        headers=(BY_HEADER,),
+        answer_headers=(DIGESTS,),
+        errors=ANY_ERROR,
+    )
     async def either(self, request: Request) -> Response:
-        """POST /: as `stream` says; a whole answer is a list of one."""
+        """Text after a prompt: as `stream` says. A whole answer is a list of one."""
         principal = self._room.principal(request)
         body = await self._room.body(request, GenerateBody)
         if body.stream:
-            return self._stream(request, principal, body)
+            return await self._stream(request, principal, body)
         return await self._whole(request, principal, body, in_list=True)
 
     async def _whole(
@@ -50,7 +95,7 @@ class LoraxEndpoints:
     ) -> Response:
         parameters = body.parameters or Parameters()
         with_details = bool(parameters.details)
-        asked, texts = self._asked(request, principal, body, shows_tokens=with_details)
+        asked, texts = await self._asked(request, principal, body, shows_tokens=with_details)
         writer = _writer(body, parameters, texts)
         [output] = await until_disconnect(
             request.receive, gather_all(self._room.backend, asked, principal)
@@ -62,18 +107,18 @@ class LoraxEndpoints:
             media_type="application/json",
         )
 
-    def _stream(self, request: Request, principal: Principal, body: GenerateBody) -> Response:
+    async def _stream(self, request: Request, principal: Principal, body: GenerateBody) -> Response:
         parameters = body.parameters or Parameters()
         if parameters.decoder_input_details:
             raise InvalidParameterError(
                 "decoder_input_details is not for a stream", param="decoder_input_details"
             )
-        asked, texts = self._asked(request, principal, body, shows_tokens=True)
+        asked, texts = await self._asked(request, principal, body, shows_tokens=True)
         writer = _writer(body, parameters, texts)
         outputs = generate_all(self._room.backend, asked, principal)
         return EventStream(outputs, writer, request_id(request), LORAX_ERRORS, end=b"")
 
-    def _asked(
+    async def _asked(
         self, request: Request, principal: Principal, body: GenerateBody, *, shows_tokens: bool
     ) -> tuple[Sequence[GenerateRequest], TokenTexts]:
         target = self._room.target(None, principal)
@@ -85,7 +130,7 @@ class LoraxEndpoints:
         )
         try:
             completion = completion_body(
-                self._prompt(body, parameters, target), parameters, shows_tokens=shows_tokens
+                await self._prompt(body, parameters, target), parameters, shows_tokens=shows_tokens
             )
             [asked] = convert.completion_requests(completion, target, origin, max_prompts=1)
         except InvalidParameterError as error:
@@ -94,11 +139,11 @@ class LoraxEndpoints:
         texts = TokenTexts(self._room.backend, target.model.name)
         return (msgspec.structs.replace(asked, sampling=sampling),), texts
 
-    def _prompt(self, body: GenerateBody, parameters: Parameters, target: Target) -> str:
+    async def _prompt(self, body: GenerateBody, parameters: Parameters, target: Target) -> str:
         if not parameters.apply_chat_template:
             return body.inputs
-        messages = [{"role": "user", "content": body.inputs}]
-        return self._room.backend.render_chat(target.model.name, messages)
+        messages = [Message(role="user", content=body.inputs)]
+        return await rendered_chat(self._room.backend, target.model, messages)
 
 
 def _writer(body: GenerateBody, parameters: Parameters, texts: TokenTexts) -> LoraxWriter:

@@ -1,10 +1,13 @@
 """How LoRAX tells an error: a text and its kind."""
 
+from collections.abc import Iterable
+
 import msgspec
 from starlette.responses import Response
 
-from loraplex.core.errors import LoraplexError
-from loraplex.frontends.openai.errors import error_response, wire_error
+from loraplex.core.errors import LoraplexError, UnauthenticatedError
+from loraplex.frontends.openai.errors import ErrorBody, error_response, wire_error, wire_row
+from loraplex.frontends.openapi.operation import JSON, Answer, Media, by_status
 
 
 class ErrorText(msgspec.Struct, frozen=True):
@@ -17,7 +20,7 @@ class LoraxErrors:
 
     def response(self, error: LoraplexError) -> Response:
         response = error_response(error)
-        status = 422 if response.status_code == 400 else response.status_code
+        status = _status(response.status_code)
         headers = {
             name: value
             for name, value in response.headers.items()
@@ -27,6 +30,22 @@ class LoraxErrors:
 
     def events(self, error: LoraplexError) -> tuple[ErrorText, ...]:
         return (_text(error),)
+
+    @property
+    def event_type(self) -> type[msgspec.Struct]:
+        return ErrorText
+
+    def answers(self, kinds: Iterable[type[LoraplexError]]) -> Iterable[Answer]:
+        return by_status((_status(wire_row(kind).status), _media(kind)) for kind in kinds)
+
+
+def _status(openais: int) -> int:
+    return 422 if openais == 400 else openais
+
+
+def _media(kind: type[LoraplexError]) -> Media:
+    """The server's door, which asks for the key, speaks as OpenAI."""
+    return Media(JSON, ErrorBody if issubclass(kind, UnauthenticatedError) else ErrorText)
 
 
 def _text(error: LoraplexError) -> ErrorText:

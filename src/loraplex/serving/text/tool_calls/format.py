@@ -22,6 +22,8 @@ class CallSyntax(NamedTuple):
     after: str
     call: Callable[[Lark, FunctionTool], str]
     """The expression of one call, whose arguments match the tool's schema."""
+    other_triggers: tuple[str, ...] = ()
+    """What is read as the beginning of calls, too, so content does not hold it."""
     first: str = ""
     """Without a trigger: the characters that no content begins with."""
     marked: "CallSyntax | None" = None
@@ -65,6 +67,24 @@ def read_marked(
     """Calls anywhere in the content, each after one of the markers."""
     while (yield from reader.content_until(starts)) is not None:
         yield from reader.attempt(read_one(reader))
+
+
+def read_section(
+    start: str, end: str, read_one: Callable[[CallReader], Steps[None]]
+) -> Callable[[CallReader], Steps[None]]:
+    """What reads one call or more, each behind `start`, up to `end`."""
+
+    def read(reader: CallReader) -> Steps[None]:
+        yield from reader.take_space()
+        yield from reader.expect(start)
+        while True:
+            yield from read_one(reader)
+            yield from reader.take_space()
+            if (yield from reader.expect(start, end)) == end:
+                reader.settle()
+                return
+
+    return read
 
 
 def rest_is_content(reader: CallReader) -> Steps[None]:

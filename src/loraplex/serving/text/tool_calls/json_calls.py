@@ -6,6 +6,7 @@ from typing import Final
 
 from loraplex.serving.text.text_source import Steps
 from loraplex.serving.text.tool_calls.json_text import CutError, MalformedError
+from loraplex.serving.text.tool_calls.parameters import json_text
 from loraplex.serving.text.tool_calls.reader import CallReader
 
 ARGUMENT_KEYS: Final = ("arguments", "parameters")
@@ -100,12 +101,18 @@ class _Call:
 def _object_text(text: str) -> str:
     """Some models write the arguments as a string that is JSON: OpenAI's wire form."""
     try:
-        is_object = isinstance(json.loads(text), dict)
+        value = json.loads(text)
+        exact = json_text(value)
     except (ValueError, RecursionError):
-        is_object = False
-    if not is_object:
+        raise MalformedError from None
+    if not isinstance(value, dict):
         raise MalformedError
-    return text
+    return exact if any(map(_is_half_a_character, text)) else text
+
+
+def _is_half_a_character(char: str) -> bool:
+    """A surrogate, which only an escape can have made."""
+    return "\ud800" <= char <= "\udfff"
 
 
 def _other_value(reader: CallReader) -> Steps[None]:

@@ -5,8 +5,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-_WHITE_SPACE: Final = r"\r?\n[ \t]{0,32}|[ \t]{1,2}"
+JSON_WHITE_SPACE: Final = r"\r?\n[ \t]{0,32}|[ \t]{1,2}"
 """Between the parts of a JSON text: enough to indent it, but never without an end."""
+
+ANY: Final = "(?s:.*)"
 
 
 class Lark:
@@ -29,27 +31,42 @@ class Lark:
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """A JSON text of the schema."""
-        guided = {"x-guidance": {"whitespace_pattern": _WHITE_SPACE}, **schema}
+        guided = {"x-guidance": {"whitespace_pattern": JSON_WHITE_SPACE}, **schema}
         return self._rule(f": %json {json.dumps(guided)}")
 
     def regex(self, pattern: str) -> str:
         """Without slashes; the pattern has none."""
         return self._terminal(f"/{pattern}/")
 
-    def any_until(self, text: str) -> str:
-        """Any text, and this one at its end, which is not in it before.
+    def any_until(
+        self,
+        text: str,
+        without: Sequence[str] = (),
+        patterns: Sequence[str] = (ANY,),
+        *,
+        may_be_empty: bool = True,
+    ) -> str:
+        """Any text of all the patterns that holds none of `without`, and this one at its end, which
+        is not in it before.
 
-        `text` is not empty; if it has a marker, it begins with it.
+        `text` is not empty; if it has a marker, it begins with it. The patterns have no slash;
+        may_be_empty: what is before `text`, as far as they let it.
         """
+        body = " & ".join(f"/{pattern}/" for pattern in patterns) + self._but(without)
         if any(text.startswith(marker) for marker in self._special_ids):
-            return f"({self.any_text()})? {self.text(text)}"
-        return self._rule(f"[suffix={json.dumps(text)}]: /(?s:.*)/")
+            before = self._terminal(f"/(?s:.+)/ & {body}")
+            return f"{f'({before})?' if may_be_empty else before} {self.text(text)}"
+        return self._rule(f"[suffix={json.dumps(text)}]: {body}")
 
-    def any_without(self, text: str) -> str:
-        """Any text that is not empty, and does not hold this one."""
-        if text in self._special_ids:
-            return self.any_text()
-        return self._terminal(f"/(?s:.+)/ & ~/(?s:.*{pattern_of(text)}.*)/")
+    def any_without(self, *texts: str, pattern: str = "(?s:.+)") -> str:
+        """Any text of the pattern (of one that is not empty), that holds none of these."""
+        return self._terminal(f"/{pattern}/" + self._but(texts))
+
+    def _but(self, texts: Sequence[str]) -> str:
+        """Special tokens are no text, so none holds them."""
+        return "".join(
+            f" & ~/(?s:.*{pattern_of(text)}.*)/" for text in texts if text not in self._special_ids
+        )
 
     def any_text(self) -> str:
         return self.regex("(?s:.+)")

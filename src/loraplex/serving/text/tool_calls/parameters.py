@@ -17,7 +17,8 @@ def properties(tool: FunctionTool | None) -> dict[str, Mapping[str, Any]]:
     own = tool.parameters.get("properties")
     if not isinstance(own, dict):
         return {}
-    return {name: {**shared, **part} for name, part in own.items() if isinstance(part, dict)}
+    schemas = {name: {} if part is True else part for name, part in own.items()}
+    return {name: {**shared, **part} for name, part in schemas.items() if isinstance(part, dict)}
 
 
 def required(tool: FunctionTool) -> frozenset[str]:
@@ -48,14 +49,27 @@ def json_of(text: str, schema: Mapping[str, Any] | None) -> str:
     """
     wanted = types(schema or {})
     if wanted == {"string"}:
-        return json.dumps(text, ensure_ascii=False)
+        return json_text(text)
     try:
         value = json.loads(text)
+        if isinstance(value, str) or ("string" in wanted and not _is_of(value, wanted)):
+            value = text if "string" in wanted else value
+        return json_text(value)
     except (ValueError, RecursionError):
-        return json.dumps(text, ensure_ascii=False)
-    if isinstance(value, str) or ("string" in wanted and not _is_of(value, wanted)):
-        value = text if "string" in wanted else value
-    return json.dumps(value, ensure_ascii=False)
+        return json_text(text)
+
+
+def json_text(value: Any) -> str:
+    """Raises ValueError for a number that JSON has not.
+
+    Escapes may have given half a character, which is no UTF-8: then all of them stay escaped.
+    """
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value)
+    return text
 
 
 def _is_of(value: Any, wanted: frozenset[str]) -> bool:

@@ -4,16 +4,24 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from loraplex.core.errors import InvalidParameterError
 from loraplex.core.tools import FunctionTool
-from loraplex.serving.text.tool_calls.lark import Lark
+from loraplex.serving.text.tool_calls.lark import ANY, Lark, pattern_of
 from loraplex.serving.text.tool_calls.parameters import properties, required, types
+from loraplex.serving.text.tool_calls.string_patterns import (
+    ANY_STRING,
+    StringForm,
+    UnkeptError,
+    string_form,
+)
 
 
 def members_rule(lark: Lark, tool: FunctionTool, before: str, after: str) -> str:
     """The arguments in their schema's order; those that are not required may be left out.
 
-    `before` has `{}` in the place of an argument's name. Of a string the schema's `enum` and
-    `const` hold; its other keywords say nothing of a text that is not quoted.
+    `before` has `{}` in the place of an argument's name; `after` is the marker that ends a value,
+    and white space around it. Raises InvalidParameterError for a strict tool whose schema says more
+    of a string than a grammar of text without quotes can keep to.
     """
     if "properties" not in tool.parameters:
         return _any_members(lark, before, after)
@@ -21,7 +29,12 @@ def members_rule(lark: Lark, tool: FunctionTool, before: str, after: str) -> str
     rules = []
     for name, schema in properties(tool).items():
         head = lark.text(before.replace("{}", name))
-        rule = f"{head} {_value_rule(lark, schema, after)}"
+        try:
+            rule = f"{head} {_value_rule(lark, schema, after)}"
+        except UnkeptError as error:
+            if tool.is_strict:
+                raise _refusal(tool, name, error) from None
+            rule = f"{head} {_any_value(lark, after)}"
         rules.append(rule if name in needed else f"({rule})?")
     return lark.rule(" ".join(rules) or '""')
 
@@ -29,7 +42,26 @@ def members_rule(lark: Lark, tool: FunctionTool, before: str, after: str) -> str
 def _any_members(lark: Lark, before: str, after: str) -> str:
     start, _, end = before.partition("{}")
     name = lark.regex("[a-zA-Z0-9_-]{1,64}")
-    return lark.rule(f"({lark.text(start)} {name} {lark.text(end)} {lark.any_until(after)})*")
+    return lark.rule(f"({lark.text(start)} {name} {lark.text(end)} {_any_value(lark, after)})*")
+
+
+def _any_value(lark: Lark, after: str, form: StringForm = ANY_STRING) -> str:
+    """A reader ends it at the marker, whatever white space is there; but where patterns say what it
+    is, just the space of the frame is beside it."""
+    marker = after.strip()
+    space, _, behind = after.partition(marker)
+    framed = [f"({pattern}){pattern_of(space)}" for pattern in form.patterns] or [ANY]
+    may_be_empty = form.may_be_empty or bool(space)
+    value = lark.any_until(marker, patterns=framed, may_be_empty=may_be_empty)
+    return f"{value} {lark.text(behind)}"
+
+
+def _refusal(tool: FunctionTool, name: str, error: UnkeptError) -> InvalidParameterError:
+    return InvalidParameterError(
+        f"the tool {tool.name!r} is strict, and this model writes strings without quotes, of which "
+        f"{error} of the parameter {name!r} cannot be kept to: leave that out, or strict",
+        param="tools",
+    )
 
 
 def _value_rule(lark: Lark, schema: Mapping[str, Any], after: str) -> str:
@@ -38,5 +70,5 @@ def _value_rule(lark: Lark, schema: Mapping[str, Any], after: str) -> str:
         texts = [value if isinstance(value, str) else json.dumps(value) for value in allowed]
         return f"({' | '.join(map(lark.text, texts))}) {lark.text(after)}"
     if types(schema) == {"string"}:
-        return lark.any_until(after)
+        return _any_value(lark, after, string_form(schema))
     return f"{lark.json(schema)} {lark.text(after)}"

@@ -149,6 +149,15 @@ def test_text_behind_calls_is_content(family: str) -> None:
     assert Answer(family, [TWO[family], "\n\nDone.\n"]).content == "Done."
 
 
+@pytest.mark.parametrize("between", ["", "\n", " ; ", ";"])
+def test_calls_of_llama_with_any_separator_or_none(between: str) -> None:
+    text = TWO["llama3_json"].replace("; ", between)
+    for pieces in ([text], list(text)):
+        answer = Answer("llama3_json", pieces)
+        assert answer.calls == TWO_CALLS
+        assert answer.content == ""
+
+
 @pytest.mark.parametrize("family", TWO)
 @pytest.mark.parametrize(
     "text",

@@ -45,6 +45,9 @@ def arguments(family: str, text: str, parameters: dict[str, Any] | None = None) 
         ('"quoted"', {}, "quoted"),
         ('"quoted"', {"type": "string"}, '"quoted"'),
         ("", None, ""),
+        ("NaN", {"type": "number"}, "NaN"),
+        ("-1e999", {"type": "number"}, "-1e999"),
+        ("[1, Infinity]", {}, "[1, Infinity]"),
         ('two\nlines "and" quotes', {"type": "string"}, 'two\nlines "and" quotes'),
     ],
 )
@@ -59,7 +62,6 @@ def test_definitions_are_seen_by_each_property() -> None:
     )
     assert properties(tool) == {"a": {"$defs": shared, "$ref": "#/$defs/p"}}
     assert properties(None) == {}
-    assert properties(FunctionTool(name="f", parameters={"properties": {"a": True}})) == {}
 
 
 def test_xml_keeps_lines_and_takes_the_first_of_two() -> None:
@@ -157,3 +159,30 @@ def test_ids_that_the_model_writes() -> None:
     assert call_id is not None
     assert len(call_id) == 9
     assert call_id.isalnum()
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("qwen3_coder", '<function=f>\n<parameter=a>\n"\\ud800"\n</parameter>\n</function>'),
+        ("pythonic", '[f(a="\\ud800")]'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"\\ud800\\"}"}</tool_call>'),
+    ],
+)
+def test_half_a_character_stays_escaped(family: str, text: str) -> None:
+    tool = FunctionTool(name="f")
+    reading = AnswerReading(
+        chat_format=ChatFormat(tool_calls=family), tool_use=ToolUse(tools=(tool,))
+    )
+    [call] = reading.reader().push(text, final=True).calls
+    assert call.arguments.encode() == b'{"a": "\\ud800"}'
+
+
+def test_a_name_of_any_characters() -> None:
+    text = '[f(città="Roma", a-b=1)]'
+    assert arguments("pythonic", text) == {"città": "Roma", "a-b": 1}
+
+
+def test_a_property_that_may_be_anything() -> None:
+    tool = FunctionTool(name="f", parameters={"properties": {"a": True, "b": False}})
+    assert properties(tool) == {"a": {}}

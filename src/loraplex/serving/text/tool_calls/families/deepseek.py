@@ -8,7 +8,12 @@ from typing import Final
 
 from loraplex.core.tools import FunctionTool
 from loraplex.serving.text.text_source import Steps
-from loraplex.serving.text.tool_calls.format import CallSyntax, arguments_schema, read_marked
+from loraplex.serving.text.tool_calls.format import (
+    CallSyntax,
+    arguments_schema,
+    read_marked,
+    read_section,
+)
 from loraplex.serving.text.tool_calls.lark import Lark
 from loraplex.serving.text.tool_calls.reader import CallReader, call_id
 
@@ -49,7 +54,7 @@ class DeepSeek:
         return call_id()
 
     def read(self, reader: CallReader) -> Steps[None]:
-        yield from read_marked(reader, (_SECTION,), _section)
+        yield from read_marked(reader, (_SECTION,), read_section(_CALL, _SECTION_END, _call))
 
 
 class DeepSeekBare(DeepSeek):
@@ -66,17 +71,6 @@ class DeepSeekBare(DeepSeek):
 
     def recognises(self, template: str) -> bool:
         return _CALL in template and _FENCE not in template
-
-
-def _section(reader: CallReader) -> Steps[None]:
-    yield from reader.take_space()
-    yield from reader.expect(_CALL)
-    while True:
-        yield from _call(reader)
-        yield from reader.take_space()
-        if (yield from reader.expect(_CALL, _SECTION_END)) == _SECTION_END:
-            reader.settle()
-            return
 
 
 def _call(reader: CallReader) -> Steps[None]:

@@ -19,6 +19,7 @@ class Generic:
         between=", ",
         after="]",
         call=json_call("arguments"),
+        other_triggers=(Hermes.syntax.trigger,),
         first="[{<",
         marked=Hermes.syntax,
     )

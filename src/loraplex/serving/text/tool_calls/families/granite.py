@@ -20,6 +20,7 @@ class Granite:
         between=", ",
         after="]",
         call=json_call("arguments"),
+        other_triggers=(_OTHER_START,),
     )
 
     def recognises(self, template: str) -> bool:

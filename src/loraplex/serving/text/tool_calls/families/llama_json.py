@@ -53,5 +53,6 @@ def _calls(reader: CallReader) -> Steps[None]:
         yield from reader.take_space()
         if not (yield from reader.peek()):
             return
-        yield from reader.expect(";")
-        yield from reader.take_space()
+        if (yield from reader.peek()) != "{":  # some models leave the separator out
+            yield from reader.expect(";")
+            yield from reader.take_space()

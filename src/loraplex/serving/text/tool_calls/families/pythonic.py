@@ -4,7 +4,6 @@ The values are Python's literals; JSON's true, false and null are taken, too.
 """
 
 import ast
-import json
 from typing import Any, Final
 
 from loraplex.core.tools import FunctionTool
@@ -12,11 +11,21 @@ from loraplex.serving.text.text_source import Steps
 from loraplex.serving.text.tool_calls.format import CallSyntax, rest_is_content
 from loraplex.serving.text.tool_calls.json_text import MAX_DEPTH, CutError, MalformedError
 from loraplex.serving.text.tool_calls.lark import Lark
-from loraplex.serving.text.tool_calls.parameters import ArgumentPieces, properties, required
-from loraplex.serving.text.tool_calls.reader import CallReader, call_id
+from loraplex.serving.text.tool_calls.parameters import (
+    ArgumentPieces,
+    json_text,
+    properties,
+    required,
+)
+from loraplex.serving.text.tool_calls.reader import (
+    MAX_NAME_CHARACTERS,
+    CallReader,
+    call_id,
+)
 
 _START, _END = "<|python_start|>", "<|python_end|>"
 _CLOSING: Final = {"(": ")", "[": "]", "{": "}"}
+_NO_NAME: Final = frozenset(" \t\r\n=,*()[]{}\"'")
 _NAMES: Final = {"true": True, "false": False, "null": None}
 
 
@@ -113,7 +122,7 @@ def _call(reader: CallReader) -> Steps[None]:
         return
     while True:
         yield from reader.take_space()
-        argument = yield from reader.name()
+        argument = yield from _argument_name(reader)
         yield from reader.take_space()
         yield from reader.expect("=")
         value = _json_of((yield from _literal(reader)))
@@ -121,6 +130,20 @@ def _call(reader: CallReader) -> Steps[None]:
         if (yield from reader.expect(",", ")")) == ")":
             reader.arguments(pieces.end())
             return
+
+
+def _argument_name(reader: CallReader) -> Steps[str]:
+    """Of any characters that a property may have, but those of Python's own syntax."""
+    name = ""
+    while (char := (yield from reader.peek())) and char not in _NO_NAME:
+        name += reader.take(1)
+        if len(name) > MAX_NAME_CHARACTERS:
+            raise MalformedError
+    if not char:
+        raise CutError
+    if not name:
+        raise MalformedError
+    return name
 
 
 def _literal(reader: CallReader) -> Steps[str]:
@@ -163,7 +186,7 @@ def _quoted(reader: CallReader) -> Steps[str]:
 def _json_of(text: str) -> str:
     try:
         value = _value(ast.parse(text.strip(), mode="eval").body)
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        return json_text(value)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise MalformedError from None
 

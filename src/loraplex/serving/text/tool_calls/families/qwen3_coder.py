@@ -35,6 +35,7 @@ class Qwen3Coder:
         between=f"\n{_END}\n{_START}\n",
         after=f"\n{_END}",
         call=_call_rule,
+        other_triggers=(_FUNCTION,),
     )
 
     def recognises(self, template: str) -> bool:

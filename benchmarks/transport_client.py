@@ -1,0 +1,209 @@
+"""Clients for transport.py: one protocol, one number of requests at a time, for some seconds.
+
+    python benchmarks/transport_client.py CELL ADDRESS CONCURRENCY SECONDS
+
+Prints JSON: responses a second, and the median and 99th percentile of a request's milliseconds.
+HTTP goes over raw sockets, one a request in work; gRPC is grpc.aio over one channel, as clients
+in Python have it. A streamed request brings STREAM_LENGTH responses.
+"""
+
+import asyncio
+import json
+import re
+import struct
+import sys
+import time
+from collections.abc import Awaitable, Callable
+
+import grpc
+import msgspec
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
+
+STREAM_LENGTH = 32
+WARM_UP_SECONDS = 0.5
+_TEXT = b"hello world"
+_CONTENT_LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
+_UNARY, _STREAMED = "echo", "echo_stream"
+
+Ask = Callable[[], Awaitable[int]]
+"""One request; how many responses came."""
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """Of one cell and one server."""
+
+    responses_per_second: float
+    p50_ms: float
+    p99_ms: float
+
+
+def _element(text: bytes) -> bytes:
+    return struct.pack("<I", len(text)) + text
+
+
+# ---------------------------------------------------------------- HTTP
+
+
+def _post(path: str, body: bytes, headers: str = "") -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n{headers}\r\n"
+    return head.encode() + body
+
+
+def _binary_infer() -> bytes:
+    """As tritonclient sends it: JSON, and the tensors' bytes behind it."""
+    data = [_element(_TEXT), struct.pack("<i", 1)]
+    rows = [("text_input", "BYTES", data[0]), ("max_tokens", "INT32", data[1])]
+    header = json.dumps(
+        {
+            "inputs": [
+                {
+                    "name": name,
+                    "datatype": datatype,
+                    "shape": [1, 1],
+                    "parameters": {"binary_data_size": len(raw)},
+                }
+                for name, datatype, raw in rows
+            ],
+            "outputs": [{"name": "text_output", "parameters": {"binary_data": True}}],
+        }
+    ).encode()
+    length = f"Inference-Header-Content-Length: {len(header)}\r\n"
+    return _post(f"/v2/models/{_UNARY}/infer", header + b"".join(data), length)
+
+
+def _generate_stream() -> bytes:
+    body = {"text_input": _TEXT.decode(), "max_tokens": STREAM_LENGTH, "stream": True}
+    return _post(f"/v2/models/{_STREAMED}/generate_stream", json.dumps(body).encode())
+
+
+async def _http_unary(address: str) -> Ask:
+    reader, writer = await _connected(address)
+    request = _binary_infer()
+
+    async def ask() -> int:
+        writer.write(request)
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200"), head
+        length = int(_CONTENT_LENGTH.search(head)[1])  # type: ignore[index]
+        body = await reader.readexactly(length)
+        assert _TEXT in body, body
+        return 1
+
+    return ask
+
+
+async def _http_stream(address: str) -> Ask:
+    reader, writer = await _connected(address)
+    request = _generate_stream()
+
+    async def ask() -> int:
+        writer.write(request)
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200"), head
+        count = 0
+        while (size := int(await reader.readline(), 16)) > 0:
+            count += (await reader.readexactly(size + 2)).count(b"data: ")
+        await reader.readline()
+        assert count == STREAM_LENGTH, count
+        return count
+
+    return ask
+
+
+async def _connected(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, _, port = address.partition(":")
+    return await asyncio.open_connection(host, int(port))
+
+
+# ---------------------------------------------------------------- gRPC
+
+
+def _message(model: str, count: int) -> pb.ModelInferRequest:
+    message = pb.ModelInferRequest(model_name=model)
+    rows = [("text_input", "BYTES", _element(_TEXT)), ("max_tokens", "INT32", _int32(count))]
+    if count > 1:
+        rows.append(("stream", "BOOL", b"\1"))
+    for name, datatype, raw in rows:
+        message.inputs.add(name=name, datatype=datatype, shape=[1, 1])
+        message.raw_input_contents.append(raw)
+    message.outputs.add(name="text_output")
+    return message
+
+
+def _int32(value: int) -> bytes:
+    return struct.pack("<i", value)
+
+
+def _grpc_unary(stub: service_pb2_grpc.GRPCInferenceServiceStub) -> Ask:
+    message = _message(_UNARY, 1)
+
+    async def ask() -> int:
+        response = await stub.ModelInfer(message)
+        assert _TEXT in response.raw_output_contents[0], response
+        return 1
+
+    return ask
+
+
+def _grpc_stream(stub: service_pb2_grpc.GRPCInferenceServiceStub) -> Ask:
+    """One stream for all requests of a client, as tritonclient keeps it."""
+    message = _message(_STREAMED, STREAM_LENGTH)
+    call = stub.ModelStreamInfer()
+
+    async def ask() -> int:
+        await call.write(message)
+        for _ in range(STREAM_LENGTH):
+            response = await call.read()
+            assert not response.error_message, response
+        return STREAM_LENGTH
+
+    return ask
+
+
+# ---------------------------------------------------------------- measuring
+
+
+async def _asks(cell: str, address: str, concurrency: int) -> list[Ask]:
+    """One for each client."""
+    if cell.startswith("http"):
+        make = _http_stream if cell == "http stream" else _http_unary
+        return [await make(address) for _ in range(concurrency)]
+    stub = service_pb2_grpc.GRPCInferenceServiceStub(grpc.aio.insecure_channel(address))
+    ask = _grpc_stream if cell == "grpc stream" else _grpc_unary
+    return [ask(stub) for _ in range(concurrency)]
+
+
+async def measure(cell: str, address: str, concurrency: int, seconds: float) -> Measured:
+    asks = await _asks(cell, address, concurrency)
+    start = time.perf_counter() + WARM_UP_SECONDS
+    end = start + seconds
+    taken: list[float] = []
+    num_responses = 0
+
+    async def client(ask: Ask) -> None:
+        nonlocal num_responses
+        while (begun := time.perf_counter()) < end:
+            count = await ask()
+            now = time.perf_counter()
+            if start <= begun and now < end:
+                taken.append(now - begun)
+                num_responses += count
+
+    await asyncio.gather(*(client(ask) for ask in asks))
+    taken.sort()
+    return Measured(
+        responses_per_second=num_responses / seconds,
+        p50_ms=1000 * taken[len(taken) // 2],
+        p99_ms=1000 * taken[len(taken) * 99 // 100],
+    )
+
+
+def main() -> None:
+    cell, address, concurrency, seconds = sys.argv[1:]
+    measured = asyncio.run(measure(cell, address, int(concurrency), float(seconds)))
+    print(msgspec.json.encode(measured).decode())
+
+
+if __name__ == "__main__":
+    main()

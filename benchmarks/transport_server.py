@@ -1,0 +1,124 @@
+"""Our Triton front ends over a model that only echoes, in a process of its own: see transport.py.
+
+    python benchmarks/transport_server.py [SETTING=VALUE ...]
+
+Settings are those of the server. It is wired as `loraplex triton` wires it: all rooms on the HTTP
+port, gRPC on its own. Prints both addresses once they answer; ends with standard input.
+"""
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from loraplex.app.end_of_input import end_of_input
+from loraplex.app.http_app import http_app
+from loraplex.app.ports import Ports
+from loraplex.app.reporting import reporting_requests
+from loraplex.core.clock import SystemClock
+from loraplex.core.output import FinishReason, RequestOutput, RequestTiming, SequenceOutput
+from loraplex.core.principal import Principal
+from loraplex.core.request import GenerateRequest
+from loraplex.core.server_config import ServerConfig
+from loraplex.frontends.access import everyone_is_local
+from loraplex.frontends.kserve.models.declaration import ModelDeclaration
+from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
+from loraplex.frontends.kserve.service import TritonService
+from loraplex.serving.draining import Draining
+from loraplex.testing.echo_backend import EchoBackend
+from loraplex.testing.running_server import free_ports
+
+UNARY, STREAMED = "echo", "echo_stream"
+MAX_BATCH_SIZE = 8
+
+
+class OneStepEcho(EchoBackend):
+    """Answers without a model: as many outputs as tokens were asked for, each with the prompt."""
+
+    async def generate(
+        self, request: GenerateRequest, principal: Principal
+    ) -> AsyncIterator[RequestOutput]:
+        del principal
+        return _Outputs(request)
+
+
+class _Outputs(AsyncIterator[RequestOutput]):
+    def __init__(self, request: GenerateRequest) -> None:
+        self._request = request
+        self._num_sent = 0
+        self._arrival = RequestTiming(0)
+
+    async def __anext__(self) -> RequestOutput:
+        last = self._request.sampling.max_tokens or 1
+        if self._num_sent == last:
+            raise StopAsyncIteration
+        self._num_sent += 1
+        is_last = self._num_sent == last
+        text = str(self._request.prompt)
+        reason = FinishReason.LENGTH if is_last else None
+        return RequestOutput(
+            request_id=self._request.request_id,
+            client_request_id="",
+            model=self._request.model,
+            adapters=(),
+            prompt_token_ids=(1,),
+            sequences=(SequenceOutput(0, text, (1,), (), reason),),
+            num_output_tokens=self._num_sent,
+            finished=is_last,
+            timing=self._arrival if is_last else None,
+        )
+
+    async def aclose(self) -> None:
+        """Nothing runs."""
+
+
+def _declaration(name: str, *, is_decoupled: bool) -> ModelDeclaration:
+    return ModelDeclaration(
+        name=name,
+        kind=ENSEMBLE,
+        base_model="echo",
+        max_batch_size=MAX_BATCH_SIZE,
+        is_decoupled=is_decoupled,
+    )
+
+
+async def serve(values: dict[str, Any]) -> None:
+    http_port, grpc_port = free_ports(2)
+    settings = ServerConfig(http_port=http_port, grpc_port=grpc_port, **values)
+    backend = OneStepEcho()
+    draining = Draining(SystemClock(), num_running=lambda: 0, end_all=lambda: None)
+    declarations = [_declaration(UNARY, is_decoupled=False)]
+    declarations.append(_declaration(STREAMED, is_decoupled=True))
+    triton = TritonService(backend, declarations=declarations)
+    async with contextlib.AsyncExitStack() as stack:
+        reporting = stack.enter_context(reporting_requests(settings))
+        app = http_app(
+            backend,
+            draining,
+            triton,
+            settings,
+            everyone_is_local,
+            reporting,
+            metrics=_no_metrics,
+        )
+        ports = Ports(stack, settings, None)
+        await ports.open_http(app, reporting.connections)
+        await ports.open_grpc(triton, everyone_is_local, reporting)
+        print(f"127.0.0.1:{http_port} 127.0.0.1:{grpc_port}", flush=True)
+        stop = asyncio.Event()
+        end_of_input(stop.set)
+        await stop.wait()
+
+
+async def _no_metrics(scope: Any, receive: Any, send: Any) -> None:
+    """Nobody scrapes them here."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    pairs = [pair.partition("=") for pair in arguments or sys.argv[1:]]
+    asyncio.run(serve({name: value for name, _, value in pairs}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""The app of the HTTP port: every room's routes, behind the door, and the document of them."""
+
+import functools
+from collections.abc import Sequence
+
+import msgspec
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from loraplex.app.access import OPEN_PATHS, guarded
+from loraplex.app.reporting import Reporting
+from loraplex.core.server_config import ServerConfig
+from loraplex.frontends.access import Authenticate
+from loraplex.frontends.kserve.http.routes import kserve_routes
+from loraplex.frontends.kserve.service import TritonService
+from loraplex.frontends.openai.app import openai_fallback_routes, openai_routes
+from loraplex.frontends.openai.dialect import OPENAI, Dialect
+from loraplex.frontends.openai.errors import INVALID, ErrorDetail, json_error
+from loraplex.frontends.openai.responses_api.store import StoreLimits
+from loraplex.frontends.openai.room import OpenAIOptions
+from loraplex.frontends.openapi.document import document
+from loraplex.frontends.openapi.operation import described, json_of
+from loraplex.frontends.ops.answers import answers_errors, json_answer
+from loraplex.frontends.ops.drain import drain_routes
+from loraplex.frontends.ops.health import health_routes
+from loraplex.frontends.ops.metrics import described_metrics
+from loraplex.frontends.ops.stats import ServerStats
+from loraplex.frontends.telemetry.http import RequestMiddleware
+from loraplex.frontends.telemetry.routes import ToldRoute
+from loraplex.serving.backend import Backend
+from loraplex.serving.draining import Draining
+
+DOCUMENT_PATH = "/openapi.json"
+KSERVE = "/v2"
+
+
+def http_app(
+    backend: Backend,
+    draining: Draining,
+    triton: TritonService,
+    settings: ServerConfig,
+    authenticate: Authenticate,
+    reporting: Reporting,
+    *,
+    metrics: ASGIApp,
+    dialect: Dialect = OPENAI,
+    has_keys: bool = False,
+) -> ASGIApp:
+    """OpenAI, KServe and operations on one port, behind its door and told of.
+
+    metrics: what the metrics port serves is here, too, where vLLM's scrapers look for it. has_keys:
+    what authenticate asks for; told in the document.
+    """
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    app.add_exception_handler(HTTPException, _no_such_route)
+    openai = openai_routes(backend, _options(settings, dialect), authenticate)
+    app.include_router(openai)
+    stats = ServerStats(
+        backend,
+        reporting.telemetry,
+        draining,
+        reporting.connections,
+        reporting.access_log,
+    )
+    kserve = kserve_routes(
+        triton, authenticate=authenticate, max_body_bytes=settings.max_body_bytes
+    )
+    routes = [
+        *health_routes(backend, stats.report, authenticate),
+        *drain_routes(draining, authenticate),
+        ToldRoute("/metrics", described_metrics(metrics)),
+    ]
+    open_paths = () if settings.health_needs_key else OPEN_PATHS
+    routes.append(_document_route(
+            [*openai.routes, *kserve, *routes], open_paths, has_keys=has_keys
+        ))
+    app.router.routes.extend(routes)
+    app.include_router(openai_fallback_routes())
+    return RequestMiddleware(
+        guarded(KServeFirst(kserve, app), authenticate, settings),
+        reporting.telemetry,
+        body_timeout_seconds=settings.body_timeout_seconds,
+        is_draining=lambda: draining.is_active,
+    )
+
+
+async def _no_such_route(request: Request, error: Exception) -> Response:
+    """404 and 405 of the framework, in the words of the room that the path would belong to."""
+    assert isinstance(error, HTTPException)
+    path = request.url.path
+    if path == "/v2" or path.startswith("/v2/"):
+        response = json_answer({"error": error.detail}, error.status_code)
+    else:
+        message = f"there is no route {request.method} {path[:200]}"
+        detail = ErrorDetail(message, INVALID, None, "route_not_found")
+        response = json_error(error.status_code, detail)
+    response.headers.update(error.headers or {})
+    return response
+
+
+class KServeFirst:
+    """Its paths, which are all below one, go past the other rooms' routes and middleware: finding
+    their way there took as long as answering them."""
+
+    def __init__(self, routes: Sequence[BaseRoute], others: ASGIApp) -> None:
+        self._router = Router(routes, redirect_slashes=False)
+        self._others = others
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        is_kserve = scope["type"] == "http" and (path == KSERVE or path.startswith(f"{KSERVE}/"))
+        await (self._router if is_kserve else self._others)(scope, receive, send)
+
+
+def _options(settings: ServerConfig, dialect: Dialect) -> OpenAIOptions:
+    return OpenAIOptions(
+        max_body_bytes=settings.max_body_bytes,
+        dialect=dialect,
+        stored_responses=StoreLimits(
+            max_responses=settings.max_stored_responses,
+            max_bytes=settings.stored_responses_bytes,
+            max_seconds=settings.stored_responses_seconds,
+        ),
+    )
+
+
+def _document_route(
+    routes: Sequence[BaseRoute], open_paths: Sequence[str], *, has_keys: bool
+) -> ToldRoute:
+    """It is made when somebody asks for it first: no start waits for it."""
+
+    @functools.cache
+    def content() -> bytes:
+        told = document([*routes, route], has_keys=has_keys, open_paths=open_paths)
+        return msgspec.json.format(msgspec.json.encode(told))
+
+    @described(json_of({"type": "object"}), tag="operations")
+    async def answer(request: Request) -> Response:
+        """This document."""
+        del request
+        return Response(content(), media_type="application/json")
+
+    route = ToldRoute(DOCUMENT_PATH, answers_errors(answer), methods=["GET"])
+    return route

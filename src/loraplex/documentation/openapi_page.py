@@ -1,0 +1,32 @@
+"""docs/openapi.json: the document that a server with keys gives at /openapi.json."""
+
+import asyncio
+
+from starlette.types import Message
+
+from loraplex.app.http_app import DOCUMENT_PATH
+from loraplex.core.principal import LOCAL
+from loraplex.testing.described_app import described_app
+from loraplex.testing.echo_backend import EchoBackend
+
+
+def openapi_page() -> str:
+    return asyncio.run(_document()).decode() + "\n"
+
+
+async def _document() -> bytes:
+    app = described_app(EchoBackend(), lambda headers: LOCAL)
+    parts: list[bytes] = []
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Message) -> None:
+        parts.append(message.get("body", b""))
+
+    scope = {
+        **{"type": "http", "method": "GET", "path": DOCUMENT_PATH},
+        **{"headers": [], "query_string": b""},
+    }
+    await app(scope, receive, send)
+    return b"".join(parts)

@@ -1,0 +1,246 @@
+"""POST /v1/responses, and what can be done with a response that is kept."""
+
+import functools
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any, Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from loraplex.core.errors import (
+    InvalidParameterError,
+    ResponseNotFoundError,
+    UnsupportedFeatureError,
+)
+from loraplex.core.principal import Principal
+from loraplex.frontends.openai.adapter_headers import BY_HEADER, DIGESTS
+from loraplex.frontends.openai.answers import Call
+from loraplex.frontends.openai.chat import AskedChat, asked_chat
+from loraplex.frontends.openai.generation import origin
+from loraplex.frontends.openai.logprobs import TokenTexts
+from loraplex.frontends.openai.responses_api import convert
+from loraplex.frontends.openai.responses_api import objects as wire
+from loraplex.frontends.openai.responses_api.begun import begun
+from loraplex.frontends.openai.responses_api.errors import StreamErrors, in_own_words
+from loraplex.frontends.openai.responses_api.input_items import Item, new_id, read_input
+from loraplex.frontends.openai.responses_api.paging import (
+    DEFAULT_LISTED,
+    LIMIT,
+    MAX_LISTED,
+    ORDERS,
+    page,
+)
+from loraplex.frontends.openai.responses_api.schema import ResponsesBody
+from loraplex.frontends.openai.responses_api.store import ResponseStore, StoredResponse
+from loraplex.frontends.openai.responses_api.truncation import count_tokens, fitting
+from loraplex.frontends.openai.responses_api.writer import ResponseWriter
+from loraplex.frontends.openai.room import (
+    OpenAIRoom,
+    adopt_request_id,
+    json_response,
+    request_id,
+)
+from loraplex.frontends.openai.sse import EventStream, just_output
+from loraplex.frontends.openai.synonyms import value_of
+from loraplex.frontends.openapi.operation import (
+    ANY_ERROR,
+    JSON,
+    OF_NAMES,
+    Answer,
+    Media,
+    Parameter,
+    described,
+    events_of,
+    json_body,
+    json_of,
+)
+from loraplex.frontends.streams import IndexedOutput, generate_all, until_disconnect, written
+
+_EVENTS: Final = "Each has its type as its name, too; response.completed or its like is the last."
+_PAGING: Final = (
+    Parameter("order", "`asc` or `desc`, the latest first, as it is if absent.", ORDERS),
+    Parameter("limit", f"1 to {MAX_LISTED}; {DEFAULT_LISTED} if absent.", LIMIT),
+    Parameter("after", "The id of the item before the first one."),
+)
+
+
+class ResponsesEndpoints:
+    """Body in, response or event stream out. A client that goes away aborts its request."""
+
+    def __init__(self, room: OpenAIRoom) -> None:
+        self._room = room
+        self._store = ResponseStore(room.options.stored_responses)
+
+    @described(
+        Answer(200, (Media(JSON, wire.ResponseObject), events_of(wire.AnyEvent, _EVENTS))),
+        tag="responses",
+        body=json_body(ResponsesBody),
+        headers=(BY_HEADER,),
+        answer_headers=(DIGESTS,),
+        errors=ANY_ERROR,
+    )
+    async def create(self, request: Request) -> Response:
+        """A response to an input. With stream it comes as events."""
+        principal = self._room.principal(request)
+        body = await self._body(request)
+        items = self._conversation(body, principal)
+        with in_own_words():
+            asked = await self._asked(request, body, items, principal)
+        writer = self._writer(body, asked, items, principal)
+        outputs = generate_all(self._room.backend, asked.requests, principal)
+        if body.stream:
+            errors = StreamErrors(writer.failure)
+            return EventStream(
+                outputs, writer, request_id(request), errors, b"", _event, just_output
+            )
+        with in_own_words():
+            headers = await until_disconnect(request.receive, _run(outputs, writer))
+        response = json_response(writer.response)
+        response.headers.update(headers)
+        return response
+
+    @described(
+        json_of(wire.InputTokens),
+        tag="responses",
+        body=json_body(ResponsesBody),
+        errors=(*OF_NAMES, ResponseNotFoundError),
+    )
+    async def count_input_tokens(self, request: Request) -> Response:
+        """How many tokens an input has."""
+        principal = self._room.principal(request)
+        body = await self._body(request)
+        items = self._conversation(body, principal)
+        with in_own_words():
+            chat = convert.chat_body(body, items)
+            target = self._room.options.dialect.target(self._room, chat, principal)
+            num_tokens = await count_tokens(self._room, chat, target)
+        return json_response(wire.InputTokens(input_tokens=num_tokens))
+
+    @described(
+        json_of(wire.ResponseObject),
+        tag="responses",
+        query=(Parameter("stream", "True is refused."),),
+        errors=(UnsupportedFeatureError, ResponseNotFoundError),
+    )
+    async def get(self, request: Request) -> Response:
+        """A response that is kept."""
+        stored = self._stored(request)
+        if request.query_params.get("stream") == "true":
+            raise UnsupportedFeatureError(
+                "stream is not supported here: a response is kept once it is whole", param="stream"
+            )
+        return Response(stored.response, media_type="application/json")
+
+    @described(json_of(wire.Deleted), tag="responses", errors=(ResponseNotFoundError,))
+    async def delete(self, request: Request) -> Response:
+        """A response is no longer kept."""
+        response_id = request.path_params["response_id"]
+        self._store.remove(self._room.principal(request).tenant, response_id)
+        return json_response(wire.Deleted(id=response_id))
+
+    @described(tag="responses", errors=(InvalidParameterError, ResponseNotFoundError))
+    async def cancel(self, request: Request) -> Response:
+        """Refused: there are no responses in the background."""
+        self._stored(request)
+        raise InvalidParameterError(
+            "only a response with background: true can be cancelled, and this one is whole; a "
+            "stream is cancelled by closing it",
+            param="response_id",
+        )
+
+    @described(
+        json_of(wire.ItemList),
+        tag="responses",
+        query=_PAGING,
+        errors=(InvalidParameterError, ResponseNotFoundError),
+    )
+    async def input_items(self, request: Request) -> Response:
+        """What a response that is kept has answered, with what came before."""
+        items: list[Item] = msgspec.json.decode(self._stored(request).given)
+        return json_response(page(items, request.query_params))
+
+    async def _asked(
+        self, request: Request, body: ResponsesBody, items: list[Item], principal: Principal
+    ) -> AskedChat:
+        chat = convert.chat_body(body, items)
+        if body.truncation == "auto":
+            chat = await fitting(self._room, chat, principal)
+        return await asked_chat(self._room, chat, principal, origin(self._room, request))
+
+    def _writer(
+        self, body: ResponsesBody, asked: AskedChat, items: list[Item], principal: Principal
+    ) -> ResponseWriter:
+        model = asked.requests[0].model
+        call = Call(
+            response_id=new_id("resp"),
+            created=int(time.time()),
+            model=model if body.model is None else body.model,
+            requests=asked.requests,
+        )
+        is_kept = body.store is not False and self._store.is_open
+
+        def keep(response: wire.ResponseObject) -> None:
+            if is_kept:
+                self._keep(principal, items, response)
+
+        first = begun(body, call, is_kept=is_kept)
+        texts = TokenTexts(self._room.backend, model)
+        return ResponseWriter(first, call, texts, asked.reading, keep)
+
+    async def _body(self, request: Request) -> ResponsesBody:
+        body = await self._room.body(request, ResponsesBody)
+        adopt_request_id(request, value_of(body, "request_id"))
+        convert.check(body)
+        return body
+
+    def _conversation(self, body: ResponsesBody, principal: Principal) -> list[Item]:
+        given = read_input(body.input)
+        if body.previous_response_id is None:
+            return given
+        stored = self._store.get(
+            principal.tenant, body.previous_response_id, param="previous_response_id"
+        )
+        output: list[Item] = msgspec.json.decode(stored.output)
+        # A call that was cut has no arguments that a template could write.
+        whole = [
+            item
+            for item in output
+            if item["type"] != "function_call" or item["status"] == "completed"
+        ]
+        return [*msgspec.json.decode(stored.given), *whole, *given]
+
+    def _keep(self, principal: Principal, items: list[Item], response: wire.ResponseObject) -> None:
+        encode = msgspec.json.encode
+        stored = StoredResponse(encode(response), encode(items), encode(response.output))
+        self._store.keep(principal.tenant, response.id, stored)
+
+    def _stored(self, request: Request) -> StoredResponse:
+        tenant = self._room.principal(request).tenant
+        return self._store.get(tenant, request.path_params["response_id"])
+
+
+async def _run(
+    outputs: AsyncGenerator[IndexedOutput, None], writer: ResponseWriter
+) -> Mapping[str, str]:
+    """To the end; the events are told to nobody. Gives the headers."""
+    headers: Mapping[str, str] = {}
+    async with aclosing(outputs):
+        async for item in outputs:
+            headers = writer.headers(item)
+            await written(functools.partial(_exhaust, writer.chunks(item)), item[1])
+    _exhaust(writer.last_chunks())
+    return headers
+
+
+def _exhaust(events: Any) -> None:
+    for _ in events:
+        pass
+
+
+def _event(event: wire.Event) -> bytes:
+    """With its name in a line of its own, as OpenAI's."""
+    name = str(event.__struct_config__.tag).encode()
+    return b"event: " + name + b"\ndata: " + msgspec.json.encode(event) + b"\n\n"

@@ -1,0 +1,80 @@
+"""Errors of the Responses API: OpenAI's, in the words of this API, and at the end of a stream."""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final
+
+import msgspec
+from starlette.responses import Response
+
+from loraplex.core.errors import CapacityError, LoraplexError, RequestError
+from loraplex.frontends.openai.errors import (
+    ErrorDetail,
+    OpenAIErrors,
+    error_body,
+)
+from loraplex.frontends.openai.responses_api import objects as wire
+
+_PARAMS: Final = {
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "messages": "input",
+    "prompt": "input",
+}
+"""A field of a chat: the field that said so here."""
+_WORDS: Final = {
+    **{name: ours for name, ours in _PARAMS.items() if "_" in name},
+    "tool_choice.function.name": "tool_choice.name",
+}
+_WORD: Final = re.compile(r"\b(" + "|".join(map(re.escape, _WORDS)) + r")\b")
+
+
+@contextlib.contextmanager
+def in_own_words() -> Iterator[None]:
+    """What is raised by parts of the chat names the fields as they are called here."""
+    try:
+        yield
+    except LoraplexError as error:
+        raise _in_own_words(error) from None
+
+
+class StreamErrors(OpenAIErrors):
+    """Of one response that is streamed. failure: the last events of its stream."""
+
+    def __init__(self, failure: Callable[[LoraplexError], Iterable[msgspec.Struct]]) -> None:
+        self._failure = failure
+
+    def response(self, error: LoraplexError) -> Response:
+        return super().response(_in_own_words(error))
+
+    def events(self, error: LoraplexError) -> Iterable[msgspec.Struct]:
+        return self._failure(error)
+
+    @property
+    def event_type(self) -> type[msgspec.Struct]:
+        return wire.ErrorEvent
+
+
+def error_detail(error: LoraplexError) -> ErrorDetail:
+    return error_body(_in_own_words(error)).error
+
+
+def response_error(error: LoraplexError) -> wire.ResponseError:
+    """By OpenAI's few codes of a response that failed."""
+    code = "server_error"
+    if isinstance(error, RequestError):
+        code = "invalid_prompt"
+    elif isinstance(error, CapacityError):
+        code = "rate_limit_exceeded"
+    return wire.ResponseError(code, error_detail(error).message)
+
+
+def _in_own_words(error: LoraplexError) -> LoraplexError:
+    """The same error, which names the fields of a chat as they are called here."""
+    message = _WORD.sub(lambda found: _WORDS[found.group()], error.message)
+    param = None if error.param is None else _PARAMS.get(error.param, error.param)
+    if (message, param) == (error.message, error.param):
+        return error
+    return type(error)(message, param=param, retry_after_seconds=error.retry_after_seconds)

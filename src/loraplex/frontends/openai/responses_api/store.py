@@ -1,0 +1,115 @@
+"""What is kept of responses: in memory, for a while, for each tenant by itself."""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from loraplex.core.errors import ResponseNotFoundError
+
+
+class StoreLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Of each tenant. What came first goes first."""
+
+    max_responses: int = 1000
+    """0: nothing is kept."""
+    max_bytes: int = 64 << 20
+    """Of responses and their conversations, as JSON."""
+    max_seconds: float = 86400.0
+    """From the end of a response."""
+
+
+class StoredResponse(NamedTuple):
+    """All as JSON, so that its size is known and nothing of it is shared."""
+
+    response: bytes
+    given: bytes
+    """A list: the conversation that it answered, what came before included."""
+    output: bytes
+    """A list: its own items."""
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.response) + len(self.given) + len(self.output)
+
+
+class _Entry(NamedTuple):
+    stored: StoredResponse
+    expires: float
+
+
+class ResponseStore:
+    """Of one server. Not thread-safe: one event loop calls it."""
+
+    def __init__(
+        self, limits: StoreLimits | None = None, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        """now: seconds."""
+        self._limits = limits or StoreLimits()
+        self._now = now
+        self._tenants: dict[str, _Shelf] = {}
+
+    @property
+    def is_open(self) -> bool:
+        return self._limits.max_responses > 0
+
+    def keep(self, tenant: str, response_id: str, stored: StoredResponse) -> None:
+        """Older ones make room; one that is larger than all of it is not kept."""
+        if not self.is_open or stored.num_bytes > self._limits.max_bytes:
+            return
+        shelf = self._tenants.setdefault(tenant, _Shelf())
+        shelf.add(response_id, _Entry(stored, self._now() + self._limits.max_seconds))
+        self._clear()
+        while (
+            len(shelf.entries) > self._limits.max_responses
+            or shelf.num_bytes > self._limits.max_bytes
+        ):
+            shelf.remove(next(iter(shelf.entries)))
+
+    def get(self, tenant: str, response_id: str, *, param: str | None = None) -> StoredResponse:
+        """Raises ResponseNotFoundError; another tenant's is as unknown as any."""
+        self._clear()
+        shelf = self._tenants.get(tenant)
+        entry = None if shelf is None else shelf.entries.get(response_id)
+        if entry is None:
+            raise ResponseNotFoundError(
+                f"there is no response {response_id[:80]!r}: it was sent with store: false, was "
+                "deleted, or is no longer kept; send the whole conversation as input",
+                param=param,
+            )
+        return entry.stored
+
+    def remove(self, tenant: str, response_id: str) -> None:
+        """Raises ResponseNotFoundError."""
+        self.get(tenant, response_id)
+        self._tenants[tenant].remove(response_id)
+
+    def _clear(self) -> None:
+        """Forget what is too old, and tenants that have nothing."""
+        now = self._now()
+        for tenant, shelf in list(self._tenants.items()):
+            while shelf.entries and shelf.oldest.expires <= now:
+                shelf.remove(next(iter(shelf.entries)))
+            if not shelf.entries:
+                del self._tenants[tenant]
+
+
+class _Shelf:
+    """One tenant's, oldest first."""
+
+    def __init__(self) -> None:
+        self.entries: OrderedDict[str, _Entry] = OrderedDict()
+        self.num_bytes = 0
+
+    @property
+    def oldest(self) -> _Entry:
+        return next(iter(self.entries.values()))
+
+    def add(self, response_id: str, entry: _Entry) -> None:
+        self.entries[response_id] = entry
+        self.num_bytes += entry.stored.num_bytes
+
+    def remove(self, response_id: str) -> None:
+        self.num_bytes -= self.entries.pop(response_id).stored.num_bytes

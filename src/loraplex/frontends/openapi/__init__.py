@@ -1,0 +1,1 @@
+"""What the server's routes say of themselves, and the OpenAPI document that is made of it."""

@@ -1,0 +1,234 @@
+"""The OpenAPI 3.1 document of an app, from what its routes say of themselves."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+from starlette.routing import BaseRoute, Route
+
+from loraplex.core.version import __version__
+from loraplex.frontends.openapi.operation import (
+    EVENTS,
+    JSON,
+    OF_BODIES,
+    OF_KEYS,
+    OF_READING,
+    Answer,
+    Media,
+    Operation,
+    Parameter,
+    operation_of,
+)
+from loraplex.frontends.openapi.schemas import Schema, Schemas
+
+OPENAPI_VERSION = "3.1.0"
+SCHEME = "apiKey"
+_PARAMETER = re.compile(r"{(\w+)(:\w+)?}")
+_ABOUT = """\
+One server for one base model and thousands of LoRA adapters.
+
+Every answer has the header x-request-id, which is the client's own if it sent one. A GET may be a
+HEAD. What is no HTTP, or is over the limits of a connection, is answered before any of these routes
+is looked for: 400, 408, 414, 431 and 503, with `Connection: close`.
+"""
+_REQUEST_ID = Parameter(
+    "x-request-id", "The request's id: the client's own, if it sent one that can be used."
+)
+_RETRY_AFTER = Parameter(
+    "retry-after", "Seconds after which the same request may do better.", {"type": "integer"}
+)
+_SHARED = (_REQUEST_ID, _RETRY_AFTER)
+_TRY_LATER = (429, 503)
+
+
+class Told(NamedTuple):
+    """One route by one method."""
+
+    path: str
+    method: str
+    operation: Operation
+
+
+def document(
+    routes: Iterable[BaseRoute], *, has_keys: bool, open_paths: Iterable[str] = ()
+) -> Schema:
+    """has_keys: requests must bring an API key, but for open_paths."""
+    told = [
+        _guarded(each, has_keys and each.path not in set(open_paths)) for each in told_by(routes)
+    ]
+    schemas = Schemas(
+        media.schema
+        for each in told
+        for media in (
+            *(media for answer in each.operation.answers for media in answer.content),
+            *filter(None, [each.operation.body]),
+            *filter(None, [_error_event(each.operation)]),
+        )
+    )
+    paths: dict[str, Schema] = {}
+    for each in told:
+        path = _PARAMETER.sub(r"{\1}", each.path)
+        paths.setdefault(path, {})[each.method.lower()] = _operation(each, schemas)
+    components: Schema = {
+        "schemas": dict(sorted(schemas.components.items())),
+        "headers": {each.name: _header(each) for each in _SHARED},
+    }
+    if has_keys:
+        components["securitySchemes"] = {SCHEME: {"type": "http", "scheme": "bearer"}}
+    return {
+        "openapi": OPENAPI_VERSION,
+        "info": {"title": "loraplex", "version": __version__, "description": _ABOUT},
+        "paths": paths,
+        "components": components,
+    }
+
+
+def told_by(routes: Iterable[BaseRoute]) -> Iterator[Told]:
+    """Each route and method that says what it is; of two for one path the first one answers."""
+    seen: set[tuple[str, str]] = set()
+    for route in routes:
+        for method, operation in _operations(route).items():
+            path = getattr(route, "path", "")
+            if (path, method) not in seen:
+                seen.add((path, method))
+                yield Told(path, method, operation)
+
+
+def _operations(route: BaseRoute) -> Mapping[str, Operation]:
+    if not isinstance(route, Route) or not getattr(route, "include_in_schema", True):
+        return {}
+    several: Mapping[str, Operation] = getattr(route.endpoint, "operations", {})
+    operation = operation_of(route.endpoint)
+    if operation is None:
+        return several
+    methods = sorted((route.methods or set()) - {"HEAD"})
+    return dict.fromkeys(methods, operation)
+
+
+def undescribed(routes: Iterable[BaseRoute]) -> list[str]:
+    """Routes that a client may call, and that the document would not show."""
+    return [
+        route.path
+        for route in routes
+        if isinstance(route, Route) and route.include_in_schema and not _operations(route)
+    ]
+
+
+def _guarded(told: Told, needs_key: bool) -> Told:
+    """With the answers to errors, as the room tells them."""
+    operation = told.operation
+    kinds = [*operation.errors, *OF_READING]
+    kinds += OF_BODIES if operation.body is not None else ()
+    kinds += OF_KEYS if needs_key else ()
+    errors = operation.error_answers(kinds) if operation.error_answers is not None else ()
+    whole = msgspec.structs.replace(
+        operation, answers=(*operation.answers, *errors), is_open=not needs_key
+    )
+    return told._replace(operation=whole)
+
+
+def _operation(told: Told, schemas: Schemas) -> Schema:
+    operation = told.operation
+    summary, _, rest = operation.about.partition(". ")
+    parameters = [_path_parameter(*each) for each in _PARAMETER.findall(told.path)]
+    parameters += [_parameter(each, "query") for each in operation.query]
+    parameters += [_parameter(each, "header") for each in operation.headers]
+    shown: Schema = {
+        "operationId": _operation_id(told),
+        "tags": [operation.tag],
+        "summary": summary.rstrip(".") or f"{told.method} {told.path}",
+        **({"description": rest} if rest else {}),
+        "parameters": parameters,
+        "responses": dict(_responses(operation, schemas)),
+    }
+    if operation.body is not None:
+        shown["requestBody"] = {
+            "required": operation.needs_body,
+            "content": _content((operation.body,), schemas),
+        }
+    if not operation.is_open:
+        shown["security"] = [{SCHEME: []}]
+    return shown
+
+
+def _operation_id(told: Told) -> str:
+    words = re.findall(r"[A-Za-z0-9]+", _PARAMETER.sub(r"\1", told.path))
+    return "_".join([told.method.lower(), *words])
+
+
+def _path_parameter(name: str, converter: str) -> Schema:
+    note = "May have slashes." if converter else ""
+    schema = {"type": "string", "minLength": 1}
+    return {"name": name, "in": "path", "required": True, "schema": schema, "description": note}
+
+
+def _parameter(parameter: Parameter, place: str) -> Schema:
+    return {
+        "name": parameter.name,
+        "in": place,
+        "description": parameter.note,
+        "schema": dict(parameter.schema),
+    }
+
+
+def _responses(operation: Operation, schemas: Schemas) -> Iterator[tuple[str, Schema]]:
+    by_status: dict[int, list[Answer]] = {}
+    for answer in operation.answers:
+        by_status.setdefault(answer.status, []).append(answer)
+    for status, answers in sorted(by_status.items()):
+        headers = [_REQUEST_ID]
+        headers += [_RETRY_AFTER] if status in _TRY_LATER else []
+        headers += operation.answer_headers if status < 300 else ()
+        shown: Schema = {
+            "description": answers[0].description,
+            "headers": {each.name: _header_or_reference(each) for each in headers},
+        }
+        forms = [media for answer in answers for media in answer.content]
+        failure = _error_event(operation)
+        if status == 200 and failure and any(media.media_type == EVENTS for media in forms):
+            forms.append(failure)
+        if forms:
+            shown["content"] = _content(forms, schemas)
+        yield str(status), shown
+
+
+def _error_event(operation: Operation) -> Media | None:
+    return None if operation.error_event is None else Media(EVENTS, operation.error_event)
+
+
+def _header(header: Parameter) -> Schema:
+    return {"description": header.note, "schema": dict(header.schema)}
+
+
+def _header_or_reference(header: Parameter) -> Schema:
+    if header in _SHARED:
+        return {"$ref": f"#/components/headers/{header.name}"}
+    return _header(header)
+
+
+def _content(forms: Sequence[Media], schemas: Schemas) -> Schema:
+    by_type: dict[str, list[Media]] = {}
+    for media in forms:
+        known = by_type.setdefault(media.media_type, [])
+        if media not in known:
+            known.append(media)
+    return {name: _media_object(several, schemas) for name, several in by_type.items()}
+
+
+def _media_object(forms: Sequence[Media], schemas: Schemas) -> Schema:
+    found = [schemas.of(media.schema) for media in forms if media.schema is not None]
+    if not found:
+        return {"schema": {"type": "string"}}
+    schema = found[0] if len(found) == 1 else {"anyOf": found}
+    if forms[0].media_type != EVENTS:
+        return {"schema": schema}
+    data = {"type": "string", "contentMediaType": JSON, "contentSchema": schema}
+    return {
+        "schema": {
+            "description": " ".join(["Of each server-sent event.", forms[0].note]).strip(),
+            "type": "object",
+            "properties": {"event": {"type": "string"}, "data": data},
+            "required": ["data"],
+        }
+    }

@@ -1,0 +1,37 @@
+"""The whole app of the HTTP port over a backend that computes nothing."""
+
+from starlette.types import ASGIApp
+
+from loraplex.app.http_app import http_app
+from loraplex.app.reporting import Reporting
+from loraplex.core.clock import SystemClock
+from loraplex.core.server_config import ServerConfig
+from loraplex.frontends.access import Authenticate, everyone_is_local
+from loraplex.frontends.kserve.model_control import ModelControl
+from loraplex.frontends.kserve.service import TritonService
+from loraplex.frontends.ops.metrics import metrics_app
+from loraplex.frontends.telemetry.connections import HttpConnections
+from loraplex.frontends.telemetry.telemetry import Telemetry
+from loraplex.serving.backend import Backend
+from loraplex.serving.draining import Draining
+from loraplex.serving.request_metrics import RequestMetrics
+
+
+def described_app(
+    backend: Backend,
+    authenticate: Authenticate = everyone_is_local,
+    settings: ServerConfig | None = None,
+    control: ModelControl | None = None,
+) -> ASGIApp:
+    """authenticate: everyone_is_local is a server without keys."""
+    triton = TritonService(backend, control=control)
+    return http_app(
+        backend,
+        Draining(SystemClock(), lambda: 0, lambda error: None),
+        triton,
+        settings or ServerConfig(),
+        authenticate,
+        Reporting(Telemetry(), HttpConnections(), None, None),
+        metrics=metrics_app(backend, RequestMetrics(), triton.collectors()),
+        has_keys=authenticate is not everyone_is_local,
+    )

@@ -1,0 +1,97 @@
+"""The same calls to our server and to the real Triton 2.51 with our exported models.
+
+Both get each call once; their answers are alike, but for triton_differences.toml.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from loraplex.testing.both_tritons import (
+    calls_errors,
+    calls_generate,
+    calls_lora,
+    calls_models,
+    calls_protocol,
+    calls_streams,
+    calls_vllm,
+)
+from loraplex.testing.both_tritons.answers import Answer
+from loraplex.testing.both_tritons.calls import Call, by_name
+from loraplex.testing.both_tritons.compared import (
+    Difference,
+    differing,
+    read_differences,
+    unlisted,
+)
+from loraplex.testing.both_tritons.servers import Pair, Repository, both_serving
+from loraplex.testing.real_triton import MISSING, tritonserver
+
+PROGRAM = tritonserver(Path(__file__).parents[2])
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(PROGRAM is None, reason=MISSING),
+    pytest.mark.xdist_group("both_tritons"),
+    pytest.mark.timeout(600),
+]
+
+FILES = (
+    *(calls_models, calls_lora, calls_streams, calls_generate),
+    *(calls_vllm, calls_errors, calls_protocol),
+)
+CALLS = by_name(*(file.CALLS for file in FILES))
+DIFFERENCES = read_differences(Path(__file__).with_name("triton_differences.toml"))
+
+Ask = Callable[[Call], tuple[Answer, Answer]]
+
+
+@pytest.fixture(scope="module")
+def ask(tmp_path_factory) -> Iterator[Ask]:
+    """(our answer, the real one's) to a call, which each server gets once."""
+    with ExitStack() as stack:
+
+        @functools.cache
+        def pair(repository: Repository) -> Pair:
+            folder = tmp_path_factory.mktemp(repository.value)
+            assert PROGRAM is not None
+            return stack.enter_context(both_serving(PROGRAM, repository, folder))
+
+        @functools.cache
+        def answers(name: str) -> tuple[Answer, Answer]:
+            call = CALLS[name]
+            servers = pair(call.repository)
+            return call.run(servers.ours), call.run(servers.real)
+
+        yield lambda call: answers(call.name)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_both_answer_alike(ask, name):
+    ours, real = ask(CALLS[name])
+    assert not unlisted(ours, real, name, DIFFERENCES), "(ours, the real one's) by field"
+
+
+@pytest.mark.parametrize("row", DIFFERENCES, ids=lambda row: f"{row.calls[0]}, {row.field}")
+def test_each_difference_is_there(ask, row: Difference):
+    for pattern in row.calls:
+        shown = [name for name in CALLS if row.is_of(name, pattern) and is_shown(ask, row, name)]
+        assert shown, f"no call like {pattern!r} shows it"
+
+
+def is_shown(ask: Ask, row: Difference, name: str) -> bool:
+    answers = ask(CALLS[name])
+    return any(row.has(field, *texts) for field, texts in differing(*answers).items())
+
+
+def test_a_difference_is_found():
+    """Of the comparison itself."""
+    ours, real = {"status": "OK", "error": "a: b"}, {"status": "OK", "error": "a"}
+    assert differing(ours, real) == {}
+    assert differing(ours, real | {"error": "b: a"}) == {"error": ("a: b", "b: a")}
+    assert differing(ours, {"status": 400, "error": "x"}) == {"outcome": ("OK: a: b", "400: x")}
+    row = Difference(("a *",), "sta*", "OK", "404", "so")
+    assert unlisted({"status": 404}, {"status": 400}, "a call", [row])
+    assert unlisted({"status": 200}, {"status": "OK"}, "another", [row])

@@ -1,0 +1,208 @@
+"""The OpenAPI document against the app that it is of: what schemathesis makes of it is answered as
+it says, whether the request is right, wrong or absurd.
+
+LORAPLEX_OPENAPI_CASES: how many requests the slow test makes by chance, beside its systematic ones.
+"""
+
+import json
+import os
+from collections import Counter
+
+import jsonschema_rs
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis.errors import Unsatisfiable
+from schemathesis import GenerationMode
+from schemathesis.specs.openapi.checks import (
+    allow_header_conformance,
+    content_type_conformance,
+    ignored_auth,
+    missing_required_header,
+    negative_data_rejection,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+    unsupported_method,
+)
+
+from loraplex.core.errors import (
+    UnauthenticatedError,
+)
+from loraplex.core.principal import LOCAL
+from loraplex.frontends.kserve.model_control import ControlMode, ModelControl
+from loraplex.serving.model_memory import DeviceTier, HostTier, KVMemory, ModelMemory
+from loraplex.testing.described_app import described_app
+from loraplex.testing.echo_backend import EchoBackend
+
+KEY = "a-key-of-this-test"
+NUM_CASES = int(os.environ.get("LORAPLEX_OPENAPI_CASES", "4000"))
+EVENTS = "text/event-stream"
+NOT_SERVED = 501
+"""Triton's own status for what a server does not have."""
+
+
+def backend() -> EchoBackend:
+    """With adapters, and a memory that can be told."""
+    made = EchoBackend()
+    for name in ("0", "org/name"):
+        made.register(name)
+    made.model_memory = ModelMemory(
+        weights_bytes=1,
+        kv=KVMemory(num_bytes=1, block_tokens=16, blocks=1, tokens=16),
+        device=DeviceTier(num_bytes=1, page_bytes=1, pages=1),
+        host=HostTier(num_bytes=1),
+    )
+    return made
+
+
+def by_one_key(headers):
+    if headers.get("authorization") != f"Bearer {KEY}":
+        raise UnauthenticatedError("another key")
+    return LOCAL
+
+
+def described(*, with_key: bool):
+    """The document of a server, as schemathesis reads it, bound to the server."""
+    control = ModelControl(ControlMode.EXPLICIT)
+    app = described_app(backend(), *([by_one_key] if with_key else []), control=control)
+    headers = {"authorization": f"Bearer {KEY}"} if with_key else {}
+    return schemathesis.openapi.from_asgi("/openapi.json", app, headers=headers)
+
+
+OPEN, LOCKED = described(with_key=False), described(with_key=True)
+LABELS = sorted(each.ok().label for each in OPEN.get_all_operations())
+
+
+def operation_of(schema, label):
+    return next(op for each in schema.get_all_operations() if (op := each.ok()).label == label)
+
+
+# ------------------------------------------------------------------ what must be so
+
+
+def no_crash(ctx, response, case):
+    """5xx is what the server could not do; here it can do all but what Triton's 501 is for."""
+    allowed = response.status_code == NOT_SERVED and case.operation.path.startswith("/v2/")
+    assert response.status_code < 500 or allowed, response.text
+
+
+def events_as_told(ctx, response, case):
+    """The data of every event are what the document says."""
+    kind = response.headers.get("content-type", [""])[0].partition(";")[0]
+    if kind != EVENTS:
+        return
+    told = case.operation.definition.raw["responses"][str(response.status_code)]
+    schema = told["content"][EVENTS]["schema"]["properties"]["data"]["contentSchema"]
+    for line in response.text.splitlines():
+        if line.startswith("data: ") and line != "data: [DONE]":
+            check(schema, json.loads(line.removeprefix("data: ")), case)
+
+
+def no_field_untold(ctx, response, case):
+    """What an answer has, the document has: its objects are taken as closed."""
+    told = case.operation.definition.raw["responses"].get(str(response.status_code), {})
+    media = told.get("content", {}).get("application/json")
+    kind = response.headers.get("content-type", [""])[0]
+    if media and kind == "application/json" and response.text:
+        check(media["schema"], response.json(), case)
+
+
+CHECKS = [
+    *(status_code_conformance, content_type_conformance, response_headers_conformance),
+    *(response_schema_conformance, negative_data_rejection, missing_required_header),
+    *(unsupported_method, allow_header_conformance, ignored_auth),
+    *(no_crash, events_as_told, no_field_untold),
+]
+
+
+def check(schema, value, case):
+    components = closed(case.operation.schema.raw_schema["components"])
+    document = {**closed(schema), "components": components}
+    validator = jsonschema_rs.Draft202012Validator(document)
+    assert validator.is_valid(value), next(iter(validator.iter_errors(value)))
+
+
+FREE = {"TritonGenerateAnswer", "ModelConfig"}
+"""Objects whose other members are the model's."""
+
+
+def closed(schema):
+    """As it is, and objects have no members but those that it names."""
+    if isinstance(schema, list):
+        return [closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: closed(value) for key, value in schema.items()}
+    has_names = isinstance(schema.get("properties"), dict) and schema.get("type") == "object"
+    if has_names and schema.get("title") not in FREE:
+        made.setdefault("additionalProperties", False)
+    return made
+
+
+# ------------------------------------------------------------------ requests
+
+
+def ask(case, asked):
+    response = case.call()
+    case.validate_response(response, checks=CHECKS)
+    asked[response.status_code] += 1
+
+
+def at_random(operation, num_cases, asked):
+    """Half of them right, half of them wrong."""
+    for mode in GenerationMode.POSITIVE, GenerationMode.NEGATIVE:
+
+        @seed(0)
+        @settings(
+            max_examples=max(1, num_cases // 2),
+            deadline=None,
+            database=None,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(operation.as_strategy(generation_mode=mode))
+        def test(case):
+            ask(case, asked)
+
+        try:
+            test()
+        except Unsatisfiable:
+            # There is nothing in such a request that could be wrong.
+            assert mode is GenerationMode.NEGATIVE
+
+
+def systematically(operation, asked):
+    """Values at and beyond their borders, absent and unknown fields, other methods."""
+    schema = operation.schema
+    cases = schema.iter_coverage_cases(
+        operation,
+        generation_modes=list(GenerationMode),
+        generation_config=schema.config.generation_for(operation=operation),
+    )
+    for case in cases:
+        ask(case, asked)
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_answers_are_as_the_document_says(label):
+    at_random(operation_of(OPEN, label), 4, Counter())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("label", LABELS)
+def test_whatever_is_asked(label):
+    asked = Counter()
+    at_random(operation_of(OPEN, label), NUM_CASES // len(LABELS), asked)
+    systematically(operation_of(OPEN, label), asked)
+    print(label, asked.total(), dict(asked))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("label", LABELS)
+def test_whatever_is_asked_of_a_server_with_keys(label):
+    asked = Counter()
+    at_random(operation_of(LOCKED, label), 20, asked)
+    print(label, asked.total(), dict(asked))

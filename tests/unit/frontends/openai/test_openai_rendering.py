@@ -1,0 +1,115 @@
+import asyncio
+import itertools
+import threading
+from typing import Any
+
+import pytest
+
+from loraplex.core.errors import InvalidRequestError
+from loraplex.frontends.openai.rendering import is_longer, rendered_chat
+from loraplex.frontends.openai.schema import Message
+from loraplex.testing.echo_backend import EchoBackend
+
+SHORT = [Message(role="user", content="hi")]
+PARTS = [{"type": "text", "text": "p"}] * 60
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"enum": ["e"] * 60}}}
+
+
+class Backend(EchoBackend):
+    """Notes where it renders; `held` renderings wait there until `may_end`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: list[threading.Thread] = []
+        self.is_held = False
+        self.may_end = threading.Event()
+
+    def render_chat(self, *args: Any, **kwargs: Any) -> str:
+        self.threads.append(threading.current_thread())
+        assert not self.is_held or self.may_end.wait(10)
+        return super().render_chat(*args, **kwargs)
+
+
+@pytest.fixture
+def backend() -> Backend:
+    return Backend()
+
+
+async def render(backend: Backend, messages: list[Message], **more: Any) -> str:
+    return await rendered_chat(backend, backend.model("echo"), messages, **more)
+
+
+async def test_a_short_conversation_is_rendered_where_it_is_asked_for(backend: Backend) -> None:
+    text = await render(backend, SHORT, arguments={"add_generation_prompt": False})
+    assert text == backend.render_chat(
+        "echo", [{"role": "user", "content": "hi"}], add_generation_prompt=False
+    )
+    assert set(backend.threads) == {threading.current_thread()}
+
+
+@pytest.mark.parametrize(
+    ("messages", "more"),
+    [
+        ([Message(role="user", content="x" * 40_000)], {}),
+        (SHORT * 30, {}),
+        ([Message.model_validate({"role": "user", "content": PARTS})], {}),
+        ([Message.model_validate({"role": "user", "content": "", "name": "n" * 40_000})], {}),
+        (SHORT, {"tools": [TOOL]}),
+        (SHORT, {"arguments": {"documents": [{"text": "x" * 40_000}]}}),
+        (SHORT, {"arguments": {"template_kwargs": {"k": ["v"] * 99}}}),
+    ],
+    ids=["text", "messages", "parts", "extra", "tools", "documents", "kwargs"],
+)
+async def test_the_loop_goes_on_beside_a_long_one(
+    backend: Backend, messages: list[Message], more: dict[str, Any]
+) -> None:
+    backend.is_held = True
+    rendering = asyncio.create_task(render(backend, messages, **more))
+    while not backend.threads:
+        await asyncio.sleep(0.001)
+    assert not rendering.done()
+    backend.may_end.set()
+    assert await rendering
+    assert backend.threads != [threading.current_thread()]
+
+
+async def test_a_long_one_says_what_a_short_one_would(backend: Backend) -> None:
+    wrong = Message.model_validate({"role": "tool", "content": "1"})
+    for messages in ([*SHORT, wrong], [*SHORT * 40, wrong]):
+        with pytest.raises(InvalidRequestError) as raised:
+            await render(backend, messages)
+        assert raised.value.param == f"messages[{len(messages) - 1}].tool_call_id"
+
+
+async def test_what_is_said_beside_the_conversation_wins(backend: Backend) -> None:
+    """A dialect writes its tools in its own way."""
+    await render(backend, SHORT, tools=None, arguments={"tools": [TOOL]})
+    assert backend.shown_tools == [[TOOL]]
+
+
+class Endless(dict[str, Any]):
+    def values(self) -> Any:
+        return itertools.repeat("x")
+
+
+def nested(depth: int) -> Any:
+    value: Any = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("x" * 487, False),
+        ("x" * 489, True),
+        (None, False),
+        ([1, 2.5], True),
+        (nested(5000), True),
+        (Endless(), True),
+        (Message(role="", content=""), True),
+    ],
+)
+def test_what_is_long(value: Any, expected: bool) -> None:
+    assert is_longer(value, 1000) is expected

@@ -1,0 +1,96 @@
+"""Where requests begin and end, for those who count them and write them down."""
+
+import pytest
+
+from loraplex.core.errors import QueueFullError
+from loraplex.core.request import GenerateRequest
+from loraplex.frontends.telemetry.telemetry import Telemetry, TenantUse
+from loraplex.serving.wire_request import (
+    as_current,
+    begin_generation,
+    current_request,
+    note_error,
+    note_tenant,
+)
+
+REQUEST = GenerateRequest(request_id=1, model="m", prompt="x")
+
+
+def begun(telemetry: Telemetry, **headers):
+    headers = {name.replace("_", "-"): value for name, value in headers.items()}
+    return telemetry.begin("http", "GET", "/", "192.0.2.1", headers)
+
+
+def samples(telemetry: Telemetry) -> dict[str, float]:
+    return {
+        f"{sample.name}{sorted(sample.labels.values())}": sample.value
+        for metric in telemetry.collect()
+        for sample in metric.samples
+    }
+
+
+def test_a_request_is_open_until_its_one_end():
+    ended = []
+    telemetry = Telemetry([ended.append])
+    request = begun(telemetry)
+    assert telemetry.num_open == {"http": 1}
+    request.end("200")
+    request.end("500")
+    assert telemetry.num_open == {"http": 0}
+    assert (ended, request.status) == ([request], "200")
+    assert samples(telemetry)["loraplex_wire_requests_total['', '200', 'http']"] == 1
+
+
+def test_what_works_for_it_finds_it():
+    request = begun(Telemetry())
+    with as_current(request):
+        note_tenant("blue")
+        note_error(QueueFullError("full"))
+        record = begin_generation(REQUEST, "blue", 5)
+    assert current_request() is None
+    assert (request.tenant, request.error_code) == ("blue", "queue_full")
+    assert request.generations == [record]
+    begin_generation(REQUEST, "blue", 5)
+    note_error(QueueFullError("nobody's"))
+    assert request.generations == [record]
+
+
+def test_use_by_tenant():
+    telemetry = Telemetry()
+    for tokens in (3, 4):
+        request = begun(telemetry)
+        with as_current(request):
+            record = begin_generation(REQUEST, "blue", 5)
+            record.admitted((), 10, 6)
+            record.num_output_tokens = tokens
+        request.end("200")
+    begun(telemetry).end("401")
+    use = TenantUse(requests=2, prompts=2, prompt_tokens=20, completion_tokens=7)
+    assert telemetry.tenants == {"blue": use}
+
+
+def test_a_part_of_a_stream_is_not_open_twice():
+    telemetry = Telemetry()
+    stream = telemetry.begin("grpc", "", "/s/M", "192.0.2.1", {}, route="/s/M")
+    part = stream.within()
+    assert (part.protocol, part.request_id) == ("grpc-stream", stream.request_id)
+    part.end("OK")
+    assert telemetry.num_open == {"grpc": 1}
+    stream.end("OK")
+    assert telemetry.num_open == {"grpc": 0}
+
+
+def test_who_cannot_write_it_down_harms_nobody(caplog):
+    ended = []
+
+    def broken(request):
+        raise RuntimeError("no disk")
+
+    begun(Telemetry([broken, ended.append]), x_request_id="r-1").end("200")
+    assert len(ended) == 1
+    assert "request r-1 could not be written down" in caplog.text
+
+
+@pytest.mark.parametrize("agent", ["", "a" * 1000])
+def test_user_agents_are_cut(agent):
+    assert begun(Telemetry(), user_agent=agent).user_agent == agent[:200]

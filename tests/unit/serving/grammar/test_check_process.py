@@ -1,0 +1,122 @@
+"""The process that checks grammars: what it may cost, what is said then, and what comes after."""
+
+import os
+import sys
+import threading
+import time
+
+import pytest
+
+from loraplex.core.errors import InternalError, InvalidParameterError
+from loraplex.core.grammar import Grammar, GrammarKind, GrammarLimits
+from loraplex.serving.grammar import check_process
+from loraplex.serving.grammar.check_messages import CheckSetup
+from loraplex.serving.grammar.check_process import CheckProcess
+from loraplex.testing.hostile_grammars import hostile_grammars
+
+SETUP = CheckSetup({0: b"</s>"}, 300, GrammarLimits())
+GOOD = Grammar(GrammarKind.REGEX, "a+")
+HOSTILE = hostile_grammars()
+SLOW = HOSTILE["multiple-of"]
+MAX_SECONDS = 5.0
+"""Of which half a second is the grammar's, beside a busy machine."""
+MAX_MIB = 400
+
+
+@pytest.fixture(scope="module")
+def process():
+    made = CheckProcess(SETUP)
+    yield made
+    made.close()
+
+
+def resident_mib(pid: int) -> float:
+    with open(f"/proc/{pid}/statm") as numbers:
+        return int(numbers.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_every_hostile_grammar_has_an_answer_in_time(process, name):
+    process.compiled(GOOD)  # it may have to start again
+    before = resident_mib(os.getpid())
+    start = time.monotonic()
+    error = None
+    try:
+        assert process.compiled(HOSTILE[name]).kind is GrammarKind.LLGUIDANCE
+    except InvalidParameterError as refused:
+        error = refused
+    assert error is None or (error.param == "grammar" and len(error.message) < 1000)
+    assert time.monotonic() - start < MAX_SECONDS
+    process.compiled(GOOD)
+    assert resident_mib(process._process.pid) < MAX_MIB
+    assert resident_mib(os.getpid()) - before < 50
+
+
+@pytest.mark.parametrize("name", ["multiple-of", "multiples-of", "regex-optional"])
+def test_what_takes_too_long_is_said(process, name):
+    with pytest.raises(InvalidParameterError, match=r"takes more than 0\.5 s to compile"):
+        process.compiled(HOSTILE[name])
+
+
+def test_others_go_on_meanwhile(process):
+    """Their threads have the interpreter."""
+    process.compiled(GOOD)
+    gaps, is_over = [0.0], threading.Event()
+
+    def tick() -> None:
+        last = time.monotonic()
+        while not is_over.wait(0.001):
+            gaps.append(time.monotonic() - last)
+            last = time.monotonic()
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    with pytest.raises(InvalidParameterError):
+        process.compiled(SLOW)
+    is_over.set()
+    ticking.join()
+    assert sorted(gaps)[len(gaps) // 2] < 0.02
+    assert max(gaps) < 0.4
+
+
+def test_memory_that_is_refused_ends_the_process_and_is_said():
+    program = "import os, sys; sys.stdin.buffer.read(50); os.abort()"
+    dying = CheckProcess(SETUP, (sys.executable, "-c", program))
+    with pytest.raises(InvalidParameterError, match="takes too much memory to compile"):
+        dying.compiled(GOOD)
+    dying.close()
+
+
+def test_one_that_never_answers_is_ended(monkeypatch):
+    monkeypatch.setattr(check_process, "_WALL_SECONDS", 0.2)
+    silent = CheckProcess(SETUP, (sys.executable, "-c", "import time; time.sleep(60)"))
+    with pytest.raises(InvalidParameterError, match="takes more than"):
+        silent.compiled(GOOD)
+    assert silent._process.returncode is not None
+    silent.close()
+
+
+def test_a_program_that_is_not_there_is_our_fault():
+    with pytest.raises(InternalError, match="no process for grammars can be started"):
+        CheckProcess(SETUP, ("/nonexistent/program",)).compiled(GOOD)
+
+
+def test_closing_ends_what_is_being_compiled():
+    process = CheckProcess(SETUP)
+    process.compiled(GOOD)
+    closing = threading.Timer(0.1, process.close)
+    closing.start()
+    with pytest.raises(InternalError, match="is closing"):
+        process.compiled(SLOW)
+    with pytest.raises(InternalError, match="is closing"):
+        process.compiled(GOOD)
+    closing.join()
+
+
+def test_it_is_let_go_when_a_grammar_took_much_memory(process):
+    process.compiled(GOOD)
+    before = process._process
+    for index in range(200):
+        process.compiled(Grammar(GrammarKind.REGEX, f"(a|b)*a(a|b){{{index % 14}}}{index}"))
+    assert process._process is before
+    assert resident_mib(before.pid) < MAX_MIB / 2

@@ -1,0 +1,30 @@
+"""The current request, in contexts that come and go."""
+
+import contextvars
+
+from loraplex.frontends.telemetry.telemetry import Telemetry
+from loraplex.serving.wire_request import as_current, current_request
+
+
+def test_inside_and_outside():
+    telemetry = Telemetry()
+    one, two = (telemetry.begin("http", "GET", path, "", {}) for path in ("/1", "/2"))
+    with as_current(one):
+        with as_current(two):
+            assert current_request() is two
+        assert current_request() is one
+    assert current_request() is None
+
+
+def test_a_generator_that_another_context_closes():
+    """As asyncio does with one that was left."""
+    request = Telemetry().begin("grpc", "", "/Watch", "", {})
+
+    def watch():
+        with as_current(request):
+            yield current_request()
+
+    watching = watch()
+    assert contextvars.copy_context().run(next, watching) is request
+    contextvars.copy_context().run(watching.close)
+    assert current_request() is None
