@@ -10,12 +10,11 @@ import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from loraplex.core.errors import ConfigError
+from loraplex.execution.tensor_files import SafetensorsFile
 from loraplex.models.config import DecoderConfig
 from loraplex.models.config_fields import ConfigFields, read_fields
 from loraplex.models.engine_folder import CONFIG_NAME
@@ -206,31 +205,22 @@ def _flipped(tensor: torch.Tensor, flips: bool) -> torch.Tensor:
 
 
 class _Rank:
-    """One open file."""
+    """One GPU's file."""
 
     def __init__(self, path: Path) -> None:
+        self._file = SafetensorsFile(path)
         self.path = path
-        try:
-            self._handle: Any = safe_open(path, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"cannot read {path}: {error}") from error
-        self.names = frozenset(self._handle.keys())  # type: ignore[no-untyped-call]
-        layers = {name.removeprefix(_LAYERS).split(".")[0] for name in self._of_layers()}
-        self.num_layers = len(layers)
+        self.names = frozenset(self._file.names)
+        of_layers = [name for name in self.names if name.startswith(_LAYERS)]
+        self.num_layers = len({name.removeprefix(_LAYERS).split(".")[0] for name in of_layers})
 
     def __enter__(self) -> "_Rank":
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._handle.__exit__(None, None, None)
-
-    def _of_layers(self) -> list[str]:
-        return [name for name in self.names if name.startswith(_LAYERS)]
+        self._file.__exit__(*exc_info)
 
     def tensor(self, name: str) -> torch.Tensor:
-        try:
-            tensor = self._handle.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"cannot read {self.path}: {error}") from error
+        tensor = self._file.tensor(name)
         assert isinstance(tensor, torch.Tensor)
         return tensor

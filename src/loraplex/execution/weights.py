@@ -6,14 +6,14 @@ error.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from loraplex.core.errors import ConfigError
+from loraplex.execution.tensor_files import PickledFile, SafetensorsFile, TensorFile
 from loraplex.execution.trtllm_weights import TrtllmWeights, rank_files
 from loraplex.models.config import DecoderConfig
 from loraplex.models.config_fields import read_fields
@@ -72,7 +72,7 @@ class Checkpoint:
             )
         return tensor
 
-    def _add(self, file: "_TensorFile", config: DecoderConfig) -> None:
+    def _add(self, file: "TensorFile", config: DecoderConfig) -> None:
         for name in file.names:
             full_name = config.names.canonical(name)
             if full_name is None or _is_redundant(full_name, config):
@@ -120,74 +120,16 @@ def _is_redundant(name: str, config: DecoderConfig) -> bool:
     return config.tie_word_embeddings and name == f"{config.names.lm_head}.weight"
 
 
-class _TensorFile(Protocol):
-    path: Path
-    names: Sequence[str]
-
-    def __enter__(self) -> "_TensorFile": ...
-
-    def __exit__(self, *exc_info: object) -> None: ...
-
-    def tensor(self, name: str) -> Any: ...
-
-
 class _Entry(NamedTuple):
     """Where a tensor is, and what it is called there."""
 
-    file: _TensorFile
+    file: TensorFile
     name: str
 
 
-class _SafetensorsFile:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self._handle: Any = safe_open(path, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"cannot read {path}: {error}") from error
-        self.names: Sequence[str] = list(self._handle.keys())  # type: ignore[no-untyped-call]
-
-    def __enter__(self) -> "_SafetensorsFile":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._handle.__exit__(None, None, None)
-
-    def tensor(self, name: str) -> Any:
-        try:
-            return self._handle.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"cannot read {self.path}: {error}") from error
-
-
-class _PickledFile:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:  # torch.load raises whatever the bytes lead it to
-            raise ConfigError(
-                f"cannot read {path}: it must be a plain state dict in torch's zip format "
-                f"({type(error).__name__})"
-            ) from error
-        if not isinstance(tensors, dict):
-            raise ConfigError(f"{path} holds no state dict")
-        self._tensors: Mapping[str, Any] = tensors
-        self.names: Sequence[str] = list(tensors)
-
-    def __enter__(self) -> "_PickledFile":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._tensors = {}
-
-    def tensor(self, name: str) -> Any:
-        return self._tensors[name]
-
-
-def _files(folder: Path, config: DecoderConfig) -> Iterator[_TensorFile]:
+def _files(folder: Path, config: DecoderConfig) -> Iterator[TensorFile]:
     if is_foreign_checkpoint(folder):
         yield TrtllmWeights(folder, config)
         return
     for path in weight_files(folder):
-        yield _SafetensorsFile(path) if path.suffix == ".safetensors" else _PickledFile(path)
+        yield SafetensorsFile(path) if path.suffix == ".safetensors" else PickledFile(path)
