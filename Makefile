@@ -99,9 +99,10 @@ types: $(VENV)/.dev
 	MYPYPATH=src:benchmarks $(BIN)/mypy benchmarks/*.py
 	MYPYPATH=src:benchmarks $(BIN)/mypy -p gpu
 
-bench: $(VENV)/.bench
+bench: $(VENV)/.bench .triton
 	$(BIN)/loraplex bench --output benchmarks/results
 	$(BIN)/python benchmarks/batching.py --output benchmarks/results/batching-$(COMMIT)
+	$(BIN)/python benchmarks/transport.py --output benchmarks/results/transport-$(COMMIT)
 	$(BIN)/loraplex bench compare benchmarks/results/compare-$(COMMIT) $(BENCH_PEERS) $(BENCH_ARGS)
 
 tables: $(VENV)/.runtime

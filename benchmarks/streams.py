@@ -2,12 +2,12 @@
 
     python benchmarks/streams.py [--streams 256] [--requests 10000] [-- SERVE FLAGS]
 
-Serves the shipped capitals model with its two adapters, by default settings. First so many streams
-at once, several rounds: each must say what the same request says alone. Then a closed loop of
-requests of all kinds (streams, clients that leave, tools, a new grammar each, Triton's gRPC
-streams), while the memory and the open files of the server's processes are sampled. Prints tables
-and writes them, with everything as JSON beside them; exit code 1 if an answer is missing or wrong,
-or if a process grows.
+Serves the shipped capitals model with its two adapters, by default settings but for the size of the
+KV cache. First so many streams at once, several rounds: each must say what the same request says
+alone. Then a closed loop of requests of all kinds (streams, clients that leave, tools, a new
+grammar each, Triton's gRPC streams), while the memory and the open files of the server's processes
+are sampled. Prints tables and writes them, with everything as JSON beside them; exit code 1 if an
+answer is missing or wrong, or if a process grows.
 """
 
 import argparse
@@ -50,7 +50,7 @@ from loraplex.bench.stream_load import (
     held_by,
     new_client,
 )
-from loraplex.testing.capitals.corpus import COUNTRIES, bare_questions, questions
+from loraplex.testing.capitals.corpus import COUNTRIES, LANGUAGES, bare_questions, questions
 from loraplex.testing.running_server import RunningServer, serving
 
 RESULTS = Path(__file__).parent / "results"
@@ -58,6 +58,8 @@ NUM_CLIENTS = 64
 NUM_SAMPLES = 20
 MOST_GROWTH = 2 * MEBIBYTE
 """Of a process, for each thousand requests."""
+KV_CACHE_BYTES = 128 * MEBIBYTE
+"""So that the prefix cache is full early: what it may hold is memory that a server takes once."""
 MODELS = ("capitals", "chinese", "japanese")
 TOOL = {
     "type": "function",
@@ -102,7 +104,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 def chat(model: str, number: int) -> Ask:
     country = COUNTRIES[number % len(COUNTRIES)]
-    language = ("english", "chinese", "japanese")[number // len(COUNTRIES) % 3]
+    language = LANGUAGES[number // len(COUNTRIES) % 3]
     body = {
         "model": model,
         "messages": [{"role": "user", "content": bare_questions(country, language)[0]}],
@@ -236,7 +238,7 @@ def tables(report: Report) -> str:
             "\n".join(
                 ["# Streams", "", *machine_lines(report.created, report.code, report.machine)]
             ),
-            f"`loraplex serve` {' '.join(report.serve_flags) or 'by default settings'}; "
+            f"`loraplex serve` {' '.join(report.serve_flags)}; "
             f"load average {report.load} at the start.",
             *_bursts(report.bursts),
             f"## {sum(report.kinds.values())} requests, {NUM_CLIENTS} at a time",
@@ -317,6 +319,7 @@ def main() -> int:
     options = parser.parse_args()
     if min(options.streams, options.rounds) < 1 or options.requests < 2 * NUM_SAMPLES:
         parser.error(f"--streams and --rounds must be at least 1, --requests {2 * NUM_SAMPLES}")
+    options.flags = ["--kv-cache-bytes", str(KV_CACHE_BYTES), *options.flags]
     options.created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     with (
         tempfile.TemporaryDirectory(prefix="streams-") as state,

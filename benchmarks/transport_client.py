@@ -34,6 +34,8 @@ class Measured(msgspec.Struct, frozen=True):
     """Of one cell and one server."""
 
     responses_per_second: float
+    num_responses: int
+    """Of the whole run, warming up included."""
     p50_ms: float
     p99_ms: float
 
@@ -179,13 +181,14 @@ async def measure(cell: str, address: str, concurrency: int, seconds: float) -> 
     start = time.perf_counter() + WARM_UP_SECONDS
     end = start + seconds
     taken: list[float] = []
-    num_responses = 0
+    num_responses = num_all = 0
 
     async def client(ask: Ask) -> None:
-        nonlocal num_responses
+        nonlocal num_responses, num_all
         while (begun := time.perf_counter()) < end:
             count = await ask()
             now = time.perf_counter()
+            num_all += count
             if start <= begun and now < end:
                 taken.append(now - begun)
                 num_responses += count
@@ -194,6 +197,7 @@ async def measure(cell: str, address: str, concurrency: int, seconds: float) -> 
     taken.sort()
     return Measured(
         responses_per_second=num_responses / seconds,
+        num_responses=num_all,
         p50_ms=1000 * taken[len(taken) // 2],
         p99_ms=1000 * taken[len(taken) * 99 // 100],
     )

@@ -17,6 +17,7 @@ from loraplex.app.http_app import http_app
 from loraplex.app.ports import Ports
 from loraplex.app.reporting import reporting_requests
 from loraplex.core.clock import SystemClock
+from loraplex.core.errors import NotReadyError
 from loraplex.core.output import FinishReason, RequestOutput, RequestTiming, SequenceOutput
 from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest
@@ -87,7 +88,7 @@ async def serve(values: dict[str, Any]) -> None:
     http_port, grpc_port = free_ports(2)
     settings = ServerConfig(http_port=http_port, grpc_port=grpc_port, **values)
     backend = OneStepEcho()
-    draining = Draining(SystemClock(), num_running=lambda: 0, end_all=lambda: None)
+    draining = Draining(SystemClock(), num_running=lambda: 0, end_all=_nothing_runs)
     declarations = [_declaration(UNARY, is_decoupled=False)]
     declarations.append(_declaration(STREAMED, is_decoupled=True))
     triton = TritonService(backend, declarations=declarations)
@@ -109,6 +110,10 @@ async def serve(values: dict[str, Any]) -> None:
         stop = asyncio.Event()
         end_of_input(stop.set)
         await stop.wait()
+
+
+def _nothing_runs(error: NotReadyError) -> None:
+    del error
 
 
 async def _no_metrics(scope: Any, receive: Any, send: Any) -> None:

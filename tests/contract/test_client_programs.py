@@ -20,6 +20,8 @@ from loraplex.core.errors import ConfigError, QueueFullError
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.models.vllm import VLLM
 from loraplex.testing.served_triton import served_triton
+from loraplex.testing.tiny_tokenizers import write_byte_level
+from loraplex.text.tokenizer import load_tokenizer
 
 
 def write_pair(folder):
@@ -302,3 +304,30 @@ def test_a_full_queue(triton, backend, said, protocol):
         backend.plant(QueueFullError("Maximum queue size of 1 has been reached"))
     assert queue_test.run(options, said.append) == 0
     assert said[-1] == "[INFO] 2 of 5 requests met a full queue."
+
+
+def test_what_the_requests_for_a_full_queue_hold(triton, backend, said, tmp_path):
+    (tmp_path / "ids.csv").write_text("7,8,9")
+    options = QueueOptions(
+        url=triton.http,
+        num_requests=2,
+        input_tokens_csv=str(tmp_path / "ids.csv"),
+        end_id=5,
+        request_output_len=3,
+        temperature=0.5,
+        top_k=4,
+        repetition_penalty=1.5,
+    )
+    assert queue_test.run(options, said.append) == 1
+    for request in backend.requests[-2:]:
+        assert tuple(request.prompt) == (7, 8, 9)
+        sampling = request.sampling
+        assert (sampling.max_tokens, sampling.temperature, sampling.top_k) == (3, 0.5, 4)
+        assert sampling.repetition_penalty == 1.5
+
+
+def test_a_prompt_for_a_full_queue_by_a_folder(triton, backend, said, tmp_path):
+    write_byte_level(tmp_path)
+    options = QueueOptions(url=triton.http, num_requests=1, tokenizer_dir=str(tmp_path), text="Hi")
+    assert queue_test.run(options, said.append) == 1
+    assert list(backend.requests[-1].prompt) == load_tokenizer(tmp_path).encode("Hi")

@@ -235,10 +235,16 @@ def test_an_answer_ends_where_the_models_length_does(stream, backend):
 
 
 @pytest.mark.parametrize("options", [{"checks_health": True}])
-def test_an_unhealthy_engine_is_told_at_once(stream, backend):
-    assert texts(stream.ask(GREEDY)) == ["hiecho: hi"]
-    backend.unready_reason = "it died"
-    assert "Model is unavailable due to unhealthy vLLM engine" in failed(stream, GREEDY)
+def test_an_unhealthy_engine_is_told_at_once(triton, stream, backend):
+    with tritonclient.grpc.InferenceServerClient(triton.grpc) as client:
+        assert texts(stream.ask(GREEDY)) == ["hiecho: hi"]
+        assert client.is_model_ready(MODEL)
+        backend.unready_reason = "it died"
+        assert "Model is unavailable due to unhealthy vLLM engine" in failed(stream, GREEDY)
+        assert not client.is_model_ready(MODEL)
+        backend.unready_reason = ""
+        assert client.is_model_ready(MODEL)
+        assert texts(stream.ask(GREEDY)) == ["hiecho: hi"]
 
 
 # ---------------------------------------------------------------- the generate extension

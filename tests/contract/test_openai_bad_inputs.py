@@ -726,6 +726,15 @@ ROWS = (
         'must be an integer, got "a"',
     ),
     Row(
+        "a token id that no model has",
+        "POST /detokenize",
+        {"tokens": [104, 99999]},
+        400,
+        "token_out_of_vocabulary",
+        "tokens[1]",
+        "token id 99999 is out of the vocabulary of model 'echo'",
+    ),
+    Row(
         "nothing to compare",
         COMPARE,
         {"prompt": "a", "adapters": []},

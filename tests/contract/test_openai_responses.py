@@ -360,6 +360,7 @@ def test_a_stream_that_is_cut(client: openai.OpenAI, backend: EchoBackend) -> No
     assert (call.type, call.status) == ("function_call", "incomplete")
     backend.scripts.append(("Yes.",))
     assert ask(client, previous_response_id=last.response.id).output_text == "Yes."
+    assert prompt_of(backend) == "<s>user: Hello\nuser: Hello\nassistant: "
 
 
 def test_a_stream_that_fails(client: openai.OpenAI, backend: EchoBackend) -> None:
@@ -474,9 +475,9 @@ def test_truncation_leaves_out_the_oldest_turns(
         ask(client, turns)
     assert caught.value.code == "context_length_exceeded"
     assert caught.value.param == "input"
-    ask(client, turns, truncation="auto", max_output_tokens=200)
+    ask(client, turns, truncation="auto", max_output_tokens=600)
     prompt = prompt_of(backend)
-    assert prompt.startswith("<s>developer: Rule.\nuser: 5x")
+    assert prompt.startswith("<s>developer: Rule.\nuser: 6x")
     assert prompt.endswith("user: last\nassistant: ")
 
 

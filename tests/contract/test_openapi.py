@@ -6,6 +6,7 @@ LORAPLEX_OPENAPI_CASES: how many requests the slow test makes by chance, beside 
 
 import json
 import os
+import random
 from collections import Counter
 
 import jsonschema_rs
@@ -27,7 +28,11 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from loraplex.core.errors import (
+    CapacityError,
+    InternalError,
+    RequestError,
     UnauthenticatedError,
+    leaves,
 )
 from loraplex.core.principal import LOCAL
 from loraplex.frontends.kserve.model_control import ControlMode, ModelControl
@@ -144,13 +149,40 @@ def closed(schema):
 
 
 def ask(case, asked):
+    is_right = case.meta is not None and case.meta.generation.mode is GenerationMode.POSITIVE
+    if is_right and asked.total() % 2:
+        made_sensible(case)
     response = case.call()
     case.validate_response(response, checks=CHECKS)
     asked[response.status_code] += 1
 
 
+SENSIBLE = {
+    "messages": [{"role": "user", "content": "hi"}],
+    "prompt": "hi",
+    "input": "hi",
+    "inputs": "hi",
+    "adapters": [None, "0"],
+    "max_tokens": 3,
+    "model": "echo",
+}
+
+
+def made_sensible(case):
+    """Two fields at most beside those that a request must have: with eighty of them at random
+    two always contradict each other."""
+    if not isinstance(case.body, dict):
+        return
+    chance = random.Random(repr(case.body))
+    fields = dict(chance.sample(sorted(case.body.items()), k=min(2, len(case.body))))
+    if "messages" in case.body and "prompt" in case.body:
+        case.body.pop(chance.choice(["messages", "prompt"]))
+    must = {name: SENSIBLE[name] for name in case.body if name in SENSIBLE and name != "model"}
+    case.body = {**fields, **must, **({"stream": True} if "stream" in fields else {})}
+
+
 def at_random(operation, num_cases, asked):
-    """Half of them right, half of them wrong."""
+    """Half of them right, of which every other one is simple; half of them wrong."""
     for mode in GenerationMode.POSITIVE, GenerationMode.NEGATIVE:
 
         @seed(0)
@@ -182,6 +214,35 @@ def systematically(operation, asked):
     )
     for case in cases:
         ask(case, asked)
+
+
+ERRORS = {*leaves(RequestError), *leaves(CapacityError), *leaves(InternalError)}
+PLANTED = sorted(ERRORS - {UnauthenticatedError}, key=lambda error: error.code)
+ASKING = {
+    "POST /v1/completions": {"prompt": "a"},
+    "POST /v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+    "POST /v1/responses": {"input": "a"},
+    "POST /generate": {"inputs": "a"},
+    "POST /v2/models/{model}/generate": {"text_input": "a", "max_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("label", ASKING)
+@pytest.mark.parametrize("error", PLANTED, ids=lambda error: error.__name__)
+def test_every_error_that_generation_can_raise_is_told(label, error):
+    """What engines raise is not to be had by asking: it is planted."""
+    made = EchoBackend()
+    app = described_app(made)
+    operation = operation_of(schemathesis.openapi.from_dict(OPEN.raw_schema), label)
+    made.plant(error("planted", retry_after_seconds=1))
+    case = operation.Case(
+        body=ASKING[label], media_type="application/json", path_parameters={"model": "ensemble"}
+    )
+    response = case.call(app=app)
+    case.validate_response(
+        response, checks=[status_code_conformance, content_type_conformance, no_field_untold]
+    )
+    assert b"planted" in response.content
 
 
 @pytest.mark.parametrize("label", LABELS)

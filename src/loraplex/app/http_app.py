@@ -1,7 +1,7 @@
 """The app of the HTTP port: every room's routes, behind the door, and the document of them."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 from fastapi import FastAPI
@@ -17,7 +17,7 @@ from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.access import Authenticate
 from loraplex.frontends.kserve.http.routes import kserve_routes
 from loraplex.frontends.kserve.service import TritonService
-from loraplex.frontends.openai.app import openai_fallback_routes, openai_routes
+from loraplex.frontends.openai.app import ALL_METHODS, openai_fallback_routes, openai_routes
 from loraplex.frontends.openai.dialect import OPENAI, Dialect
 from loraplex.frontends.openai.errors import INVALID, ErrorDetail, json_error
 from loraplex.frontends.openai.responses_api.store import StoreLimits
@@ -75,10 +75,10 @@ def http_app(
         ToldRoute("/metrics", described_metrics(metrics)),
     ]
     open_paths = () if settings.health_needs_key else OPEN_PATHS
-    routes.append(_document_route(
-            [*openai.routes, *kserve, *routes], open_paths, has_keys=has_keys
-        ))
-    app.router.routes.extend(routes)
+    routes.append(
+        _document_route([*openai.routes, *kserve, *routes], open_paths, has_keys=has_keys)
+    )
+    app.router.routes.extend([*routes, *_other_methods(routes)])
     app.include_router(openai_fallback_routes())
     return RequestMiddleware(
         guarded(KServeFirst(kserve, app), authenticate, settings),
@@ -86,6 +86,23 @@ def http_app(
         body_timeout_seconds=settings.body_timeout_seconds,
         is_draining=lambda: draining.is_active,
     )
+
+
+def _other_methods(routes: Sequence[ToldRoute]) -> Iterator[ToldRoute]:
+    """405 where the fallback of /v1 would say that there is nothing."""
+    taken: dict[str, set[str]] = {}
+    for route in routes:
+        if route.methods:
+            taken.setdefault(route.path, set()).update(route.methods)
+    for path, methods in taken.items():
+        refuse = functools.partial(_refuse_method, allowed=", ".join(sorted(methods)))
+        others = [method for method in ALL_METHODS if method not in methods]
+        yield ToldRoute(path, refuse, methods=others, include_in_schema=False)
+
+
+async def _refuse_method(request: Request, allowed: str) -> Response:
+    del request
+    raise HTTPException(405, f"it takes {allowed}", {"allow": allowed})
 
 
 async def _no_such_route(request: Request, error: Exception) -> Response:

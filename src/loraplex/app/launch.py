@@ -33,6 +33,8 @@ EngineLauncher = Callable[[ModelConfig], LinkFactory]
 """Where a model's engine runs: in a process of its own, or in a thread."""
 
 _FIRST_EPOCH = 1
+_CHATTY = ("asyncio", "grpc")
+"""What they say while debugging is about themselves."""
 
 
 def run_server(
@@ -58,6 +60,8 @@ def set_up_logging(level: str) -> None:
     logging.basicConfig(
         level=level.upper(), format="%(levelname).1s %(name)s: %(message)s%(request)s"
     )
+    for name in _CHATTY:
+        logging.getLogger(name).setLevel(max(logging.INFO, logging.getLogger().level))
     for handler in logging.getLogger().handlers:
         handler.addFilter(_with_request)
 

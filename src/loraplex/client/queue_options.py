@@ -3,10 +3,12 @@
 import dataclasses
 
 from loraplex.client.flags import flag
+from loraplex.client.request_options import RequestOptions
+from loraplex.core.support import Support
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class QueueOptions:
+class QueueOptions(RequestOptions):
     verbose: bool = flag("-v", "--verbose", help="Print every refusal.", default=False)
     url: str | None = flag(
         "-u", "--url", help="HOST:PORT; localhost:8000 or, of gRPC, :8001.", default=None
@@ -16,6 +18,34 @@ class QueueOptions:
         "-c", "--concurrency", help="HTTP requests at a time.", default=128, is_ours=True
     )
     num_requests: int = flag("--num-requests", help="Equal requests to send.", default=30)
-    input_len: int = flag("--input-len", help="Tokens of each prompt.", default=512, is_ours=True)
-    request_output_len: int = flag("--request-output-len", help="New tokens.", default=16)
-    model_name: str = flag("--model-name", help="The Triton model.", default="tensorrt_llm")
+    input_len: int = flag(
+        "--input-len",
+        help="Tokens of each prompt, without --tokenizer-dir and --input-tokens-csv.",
+        default=512,
+        is_ours=True,
+    )
+    ssl: bool = flag(
+        "-s",
+        "--ssl",
+        help="the original never speaks TLS.",
+        default=False,
+        support=Support.NO_EFFECT,
+    )
+    request_id: str = flag(
+        "--request-id",
+        help="each request has one of its own.",
+        default="",
+        support=Support.NO_EFFECT,
+    )
+    output_tokens_csv: str = flag(
+        "--output-tokens-csv",
+        help="answers are not compared.",
+        default="",
+        support=Support.NO_EFFECT,
+    )
+    requested_outputs: tuple[str, ...] = flag(
+        "--requested-outputs",
+        help="answers are not looked at.",
+        default=(),
+        support=Support.NO_EFFECT,
+    )

@@ -1,10 +1,10 @@
 """test_max_queue_size.py: more requests at once than a queue takes; some must be refused."""
 
-import numpy as np
-
+from loraplex.client.array_files import read_token_ids
+from loraplex.client.codec import Encoded, FolderCodec
 from loraplex.client.flags import Say, check_at_least
 from loraplex.client.queue_options import QueueOptions
-from loraplex.client.tensors import row
+from loraplex.client.token_request import check_request, request_tensors
 from loraplex.client.wire import open_wire
 from loraplex.client.workloads import FIRST_RANDOM_ID
 from loraplex.core.errors import ConfigError
@@ -19,11 +19,8 @@ def run(options: QueueOptions, say: Say) -> int:
     """
     check_at_least("--num-requests", options.num_requests, 1)
     check_at_least("--input-len", options.input_len, 1)
-    tensors = {
-        "input_ids": row([FIRST_RANDOM_ID] * options.input_len, np.int32),
-        "input_lengths": row([options.input_len], np.int32),
-        "request_output_len": row([options.request_output_len], np.int32),
-    }
+    check_request(options)
+    tensors = request_tensors(options, _prompt(options))
     concurrency = max(options.concurrency, options.num_requests)
     num_refused = 0
     with open_wire(options.protocol, options.url, concurrency) as wire:
@@ -42,3 +39,14 @@ def run(options: QueueOptions, say: Say) -> int:
                     say(error.message)
     say(f"[INFO] {num_refused} of {options.num_requests} requests met a full queue.")
     return 0 if num_refused else 1
+
+
+def _prompt(options: QueueOptions) -> Encoded:
+    """Raises ConfigError."""
+    if options.input_tokens_csv:
+        token_ids = read_token_ids(options.input_tokens_csv)
+    elif options.tokenizer_dir:
+        return FolderCodec(options.tokenizer_dir).encode(options.text)
+    else:
+        token_ids = [FIRST_RANDOM_ID] * options.input_len
+    return Encoded(token_ids, options.end_id, options.pad_id)

@@ -23,6 +23,7 @@ from loraplex.client.token_check import check_output
 from loraplex.client.token_options import TokenOptions
 from loraplex.client.token_request import (
     check_options,
+    lookahead_tensors,
     prompt_of,
     request_tensors,
     stop_tensors,
@@ -41,7 +42,8 @@ def run(options: TokenOptions, say: Say) -> int:
         prompt = prompt_of(options, codec)
         _say_prompt(prompt, say)
         exchange = _exchange(options, client)
-        exchange.send(request_tensors(options, prompt))
+        tensors = request_tensors(options, prompt, is_streamed=options.streaming)
+        exchange.send({**tensors, **lookahead_tensors(options)})
         if options.stop_after_ms:
             stop = None if options.stop_via_request_cancel else stop_tensors(prompt)
             stop_after(exchange, options.stop_after_ms, stop)

@@ -10,6 +10,7 @@ import numpy as np
 from loraplex.client.array_files import read_lora_pair, read_prompt_table, read_token_ids
 from loraplex.client.codec import Codec, Encoded
 from loraplex.client.flags import check_at_least, check_choice
+from loraplex.client.request_options import RequestOptions
 from loraplex.client.tensors import Array, row
 from loraplex.client.token_options import TokenOptions
 from loraplex.core.errors import ConfigError
@@ -25,7 +26,8 @@ _IF_SET = (
     ("prompt_table_extra_id", "prompt_table_extra_ids", np.uint64),
     ("lora_task_id", "lora_task_id", np.uint64),
 )
-"""(option, tensor, type) of those that are sent unless they are None."""
+"""(option, tensor, type) of those that are sent unless they are None, or the program has no such
+option."""
 
 _IF_TRUE = (
     "exclude_input_in_output",
@@ -36,25 +38,30 @@ _IF_TRUE = (
 )
 
 
-def check_options(options: TokenOptions) -> None:
-    """Raises ConfigError for flags that contradict each other."""
+def check_request(options: RequestOptions) -> None:
+    """Raises ConfigError for a flag that no request can have."""
     check_choice("--dtype", options.dtype, _DTYPES)
     check_at_least("--request-output-len", options.request_output_len, 0)
-    check_at_least("--stop-after-ms", options.stop_after_ms, 0)
     check_at_least("--beam-width", options.beam_width, 1)
+    if options.draft_tokens_csv and not options.input_tokens_csv:
+        raise ConfigError("--draft-tokens-csv needs --input-tokens-csv")
+
+
+def check_options(options: TokenOptions) -> None:
+    """Raises ConfigError for flags that contradict each other."""
+    check_request(options)
+    check_at_least("--stop-after-ms", options.stop_after_ms, 0)
     if options.num_return_sequences is not None and options.beam_width > 1:
         raise ConfigError("--num-return-sequences needs --beam-width 1")
     if options.lookahead_config and len(options.lookahead_config) != _NUM_LOOKAHEAD:
         raise ConfigError("--lookahead-config wants three numbers: window, n-gram, verification")
-    if options.draft_tokens_csv and not options.input_tokens_csv:
-        raise ConfigError("--draft-tokens-csv needs --input-tokens-csv")
     if options.stop_via_request_cancel and not options.stop_after_ms:
         raise ConfigError("--stop-via-request-cancel needs --stop-after-ms, which says when")
     if options.requested_outputs and "output_ids" not in options.requested_outputs:
         raise ConfigError("--requested-outputs must have output_ids among them")
 
 
-def prompt_of(options: TokenOptions, codec: Codec) -> Encoded:
+def prompt_of(options: RequestOptions, codec: Codec) -> Encoded:
     """Raises ConfigError."""
     if options.input_tokens_csv:
         token_ids = read_token_ids(options.input_tokens_csv)
@@ -62,7 +69,9 @@ def prompt_of(options: TokenOptions, codec: Codec) -> Encoded:
     return codec.encode(options.text)
 
 
-def request_tensors(options: TokenOptions, prompt: Encoded) -> Mapping[str, Array]:
+def request_tensors(
+    options: RequestOptions, prompt: Encoded, *, is_streamed: bool = False
+) -> Mapping[str, Array]:
     """By name. Raises ConfigError for a file that cannot be sent."""
     tensors = {
         "input_ids": row(prompt.token_ids, np.int32),
@@ -70,7 +79,7 @@ def request_tensors(options: TokenOptions, prompt: Encoded) -> Mapping[str, Arra
         "request_output_len": row([options.request_output_len], np.int32),
         "beam_width": row([options.beam_width], np.int32),
         "temperature": row([options.temperature], np.float32),
-        "streaming": row([options.streaming], np.bool_),
+        "streaming": row([is_streamed], np.bool_),
         "end_id": row([prompt.end_id], np.int32),
         "pad_id": row([prompt.pad_id], np.int32),
         "runtime_top_k": row([options.top_k], np.int32),
@@ -78,10 +87,20 @@ def request_tensors(options: TokenOptions, prompt: Encoded) -> Mapping[str, Arra
     }
     given: dict[str, Any] = dataclasses.asdict(options)
     for option, name, dtype in _IF_SET:
-        if given[option] is not None:
+        if given.get(option) is not None:
             tensors[name] = row([given[option]], dtype)
-    tensors |= {name: row([True], np.bool_) for name in _IF_TRUE if given[name]}
-    return tensors | _from_files(options) | _lookahead(options)
+    tensors |= {name: row([True], np.bool_) for name in _IF_TRUE if given.get(name)}
+    return tensors | _from_files(options)
+
+
+def lookahead_tensors(options: TokenOptions) -> Mapping[str, Array]:
+    """Of the window that guesses, if there is one."""
+    names = ("window_size", "ngram_size", "verification_set_size")
+    return {
+        f"lookahead_{name}": row([value], np.int32)
+        for name, value in itertools.zip_longest(names, options.lookahead_config)
+        if value is not None
+    }
 
 
 def stop_tensors(prompt: Encoded) -> Mapping[str, Array]:
@@ -94,7 +113,7 @@ def stop_tensors(prompt: Encoded) -> Mapping[str, Array]:
     }
 
 
-def _from_files(options: TokenOptions) -> dict[str, Array]:
+def _from_files(options: RequestOptions) -> dict[str, Array]:
     tensors = {}
     if options.lora_path:
         tensors["lora_weights"], tensors["lora_config"] = read_lora_pair(options.lora_path)
@@ -105,12 +124,3 @@ def _from_files(options: TokenOptions) -> dict[str, Array]:
         tensors["prompt_embedding_table"] = table
         tensors["prompt_vocab_size"] = row([table.shape[1]], np.int32)
     return tensors
-
-
-def _lookahead(options: TokenOptions) -> dict[str, Array]:
-    names = ("window_size", "ngram_size", "verification_set_size")
-    return {
-        f"lookahead_{name}": row([value], np.int32)
-        for name, value in itertools.zip_longest(names, options.lookahead_config)
-        if value is not None
-    }

@@ -178,7 +178,8 @@ class _MergedLayers:
             value = getattr(section, field_name)
             wrong = problem(field_name, value)
             if wrong:
-                raise self._error((*path, field_name), f"{wrong}, got {value!r}")
+                got = ", ".join(map(str, value)) if isinstance(value, tuple) else repr(value)
+                raise self._error((*path, field_name), f"{wrong}, got {got}")
         return section
 
     def _parse_bytes(self, path: KeyPath, value: Any) -> Any:

@@ -1,11 +1,12 @@
 """docs/openapi.json: the document that a server with keys gives at /openapi.json."""
 
 import asyncio
+from collections.abc import Mapping
 
 from starlette.types import Message
 
 from loraplex.app.http_app import DOCUMENT_PATH
-from loraplex.core.principal import LOCAL
+from loraplex.core.principal import LOCAL, Principal
 from loraplex.testing.described_app import described_app
 from loraplex.testing.echo_backend import EchoBackend
 
@@ -14,8 +15,13 @@ def openapi_page() -> str:
     return asyncio.run(_document()).decode() + "\n"
 
 
+def _with_a_key(headers: Mapping[str, str]) -> Principal:
+    del headers
+    return LOCAL
+
+
 async def _document() -> bytes:
-    app = described_app(EchoBackend(), lambda headers: LOCAL)
+    app = described_app(EchoBackend(), _with_a_key)
     parts: list[bytes] = []
 
     async def receive() -> Message:
@@ -25,8 +31,11 @@ async def _document() -> bytes:
         parts.append(message.get("body", b""))
 
     scope = {
-        **{"type": "http", "method": "GET", "path": DOCUMENT_PATH},
-        **{"headers": [], "query_string": b""},
+        "type": "http",
+        "method": "GET",
+        "path": DOCUMENT_PATH,
+        "headers": [],
+        "query_string": b"",
     }
     await app(scope, receive, send)
     return b"".join(parts)

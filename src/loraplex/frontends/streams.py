@@ -51,7 +51,10 @@ async def until_disconnect(
 
     def interrupt(watcher: "asyncio.Task[None]") -> None:
         nonlocal has_gone
-        if is_working and not watcher.cancelled() and watcher.exception() is None:
+        if watcher.cancelled():
+            return
+        watcher.exception()  # takes note of it: that, too, says that nobody is there
+        if is_working:
             has_gone = True
             worker.cancel()
 

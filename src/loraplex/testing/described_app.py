@@ -27,7 +27,7 @@ def described_app(
     triton = TritonService(backend, control=control)
     return http_app(
         backend,
-        Draining(SystemClock(), lambda: 0, lambda error: None),
+        Draining(SystemClock(), lambda: 0, print),
         triton,
         settings or ServerConfig(),
         authenticate,

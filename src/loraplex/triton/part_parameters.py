@@ -45,7 +45,12 @@ PART_PARAMETERS: Mapping[Role, tuple[SettingRow, ...]] = MappingProxyType(
         ),
         Role.ENSEMBLE: (),
         Role.VLLM: (
-            here("ENABLE_VLLM_HEALTH_CHECK", Kind.TEXT, "true: a dead engine unloads the model"),
+            here(
+                "ENABLE_VLLM_HEALTH_CHECK",
+                Kind.TEXT,
+                "true: while its engine is dead, requests are refused at once, and it is not ready; "
+                "once the engine is back, so is the model, and nobody needs to load it",
+            ),
             here("REPORT_CUSTOM_METRICS", Kind.TEXT, "true: vllm:* metrics"),
         ),
     }

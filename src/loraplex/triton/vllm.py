@@ -189,7 +189,7 @@ def _read_adapters(
             f"Triton backend cannot find {path}. It maps the names of adapters to their folders; "
             "without adapters set enable_lora to false"
         )
-    adapters: dict[str, dict[str, str]] = {}
+    adapters: dict[str, dict[str, Any]] = {}
     unusable: dict[str, str] = {}
     for name, written in read_object(path).items():
         if not isinstance(written, str) or not written:

@@ -140,6 +140,7 @@ WRONG = [
     ({"header_timeout_seconds": 0}, "at least 0.001"),
     ({"metrics_port": "http"}, "Expected `int`"),
     ({"log_level": "loud"}, "debug, info, warning, error"),
+    ({"cors_origins": ["foo", "bar"]}, "or *, got foo, bar"),
     ({"max_body_bytes": 0}, "at least 1"),
     ({"shutdown_seconds": -0.1}, "at least 0"),
     ({"shutdown_seconds": float("nan")}, "at least 0"),

@@ -93,6 +93,7 @@ BAD = [
     ("logit_bias", ((True, 1.0),)),
     ("logit_bias", (("5", 1.0),)),
     ("bad_token_ids", ([5],)),
+    ("bad_words", ("a" * 4096,) * 17),
     ("stop_token_sequences", ((5, "6"),)),
 ]
 

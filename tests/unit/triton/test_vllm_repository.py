@@ -7,6 +7,7 @@ import pytest
 from loraplex.core.config_layers import resolve
 from loraplex.core.errors import ConfigError
 from loraplex.core.support import Support
+from loraplex.frontends.kserve.model_metrics import first_response_buckets
 from loraplex.triton.engine_args import ENGINE_ARGS, row_of
 from loraplex.triton.repository import read_repositories
 
@@ -180,6 +181,17 @@ parameters { key: "ENABLE_VLLM_HEALTH_CHECK" value { string_value: "true" } }"""
     (declaration,) = vllm().declarations
     assert not declaration.options.checks_health
     assert not declaration.options.reports_metrics
+
+
+def test_buckets_of_a_histogram(vllm):
+    family = "nv_inference_first_response_histogram_ms"
+    pbtxt = """backend: "vllm"
+model_metrics { metric_control [ {
+  metric_identifier { family: "FAMILY" } histogram_options { buckets: [ 5, 20.5 ] } } ] }"""
+    (declaration,) = vllm({}, pbtxt=pbtxt.replace("FAMILY", family)).declarations
+    assert first_response_buckets("vllm_model", declaration.config) == (5.0, 20.5)
+    (declaration,) = vllm().declarations
+    assert first_response_buckets("vllm_model", declaration.config) is None
 
 
 def test_tensors_are_completed(vllm):

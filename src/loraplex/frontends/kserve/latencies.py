@@ -69,6 +69,10 @@ class Latencies:
         default_factory=lambda: Histogram(FIRST_RESPONSE_BUCKETS_MS)
     )
 
+    @classmethod
+    def of(cls, first_response_buckets: Sequence[float]) -> "Latencies":
+        return cls(first_response=Histogram(first_response_buckets))
+
     def add(self, total: int, queue: int, compute: tuple[int, int, int]) -> None:
         """Nanoseconds; compute: reading, inferring, answering."""
         values = zip(self._windows, (total, queue, *compute), strict=True)

@@ -18,8 +18,8 @@ async def merged(
     """
     if len(streams) == 1:
         async with aclosing(_one(streams[0], stopped)) as items:
-            async for item in items:
-                yield 0, item
+            async for only in items:
+                yield 0, only
         return
     stop = asyncio.ensure_future(stopped.wait())
     steps = {asyncio.ensure_future(_next(stream)): i for i, stream in enumerate(streams)}

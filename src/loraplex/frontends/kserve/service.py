@@ -20,6 +20,7 @@ from loraplex.frontends.kserve.inference import Inference, select
 from loraplex.frontends.kserve.management import Management
 from loraplex.frontends.kserve.messages import InferRequest, InferResponse
 from loraplex.frontends.kserve.model_control import ModelControl
+from loraplex.frontends.kserve.model_metrics import first_response_buckets
 from loraplex.frontends.kserve.models.catalog import DEFAULT_MAX_BATCH_SIZE, Catalog
 from loraplex.frontends.kserve.models.computations import compute, is_computation
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
@@ -53,7 +54,7 @@ class TritonService:
         """declarations: what a model repository says; none: our default names. control: which
         models are loaded, and whether clients may change that; None: all, and they may not.
         sends_traces: the server tells a collector of its requests. metrics: which families there
-        are; None: Triton's default ones.
+        are; None: Triton's default ones. Raises ConfigError for model_metrics of a declaration.
         """
         self.backend = backend
         self.catalog = Catalog(
@@ -64,7 +65,11 @@ class TritonService:
         self._submission = Submission(backend)
         self._active = ActiveRequests()
         self._metrics = metrics or MetricsConfig()
-        self.counts = Statistics(keeps_latencies=self._metrics.keeps_latencies)
+        buckets = {one.name: first_response_buckets(one.name, one.config) for one in declarations}
+        self.counts = Statistics(
+            keeps_latencies=self._metrics.keeps_latencies,
+            first_response_buckets={name: own for name, own in buckets.items() if own is not None},
+        )
 
     @property
     def num_active(self) -> int:

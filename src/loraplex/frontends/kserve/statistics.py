@@ -9,12 +9,13 @@ import asyncio
 import dataclasses
 import enum
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from loraplex.core.errors import CapacityError, QueueFullError, RequestError
 from loraplex.frontends.kserve.failures import FailedAnswer
-from loraplex.frontends.kserve.latencies import Latencies
+from loraplex.frontends.kserve.latencies import FIRST_RESPONSE_BUCKETS_MS, Latencies
 from loraplex.frontends.kserve.token_metrics import TokenLabels, TokenMetrics, TokenTimes
 
 MAX_RESPONSE_STATS = 256
@@ -111,15 +112,23 @@ class ModelCounts:
 
 
 class Statistics:
-    def __init__(self, *, keeps_latencies: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        keeps_latencies: bool = False,
+        first_response_buckets: Mapping[str, Sequence[float]] = MappingProxyType({}),
+    ) -> None:
+        """first_response_buckets: of models that have other ones than Triton's."""
         self._keeps_latencies = keeps_latencies
+        self._buckets = first_response_buckets
         self.token_metrics = TokenMetrics()
         self._counts: dict[str, ModelCounts] = {}
 
     def of(self, model: str) -> ModelCounts:
         """Of a model of the catalog; clients' other words never come here."""
         if model not in self._counts:
-            latencies = Latencies() if self._keeps_latencies else None
+            buckets = self._buckets.get(model, FIRST_RESPONSE_BUCKETS_MS)
+            latencies = Latencies.of(buckets) if self._keeps_latencies else None
             self._counts[model] = ModelCounts(latencies=latencies)
         return self._counts[model]
 

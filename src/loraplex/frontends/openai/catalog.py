@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -116,10 +117,23 @@ class TokenEndpoints:
         principal = self._room.principal(request)
         body = await self._room.body(request, DetokenizeBody)
         card = self._room.target(body.model, principal).model
+        _check_vocabulary(body.tokens, card)
         text = await asyncio.to_thread(
             self._room.backend.detokenize, card.name, body.tokens, skip_special_tokens=False
         )
         return json_response(Detokenized(text))
+
+
+def _check_vocabulary(token_ids: Sequence[int], card: ModelCard) -> None:
+    """A tokenizer would leave out what it does not know."""
+    for index, token_id in enumerate(token_ids):
+        if not 0 <= token_id < card.vocab_size:
+            param = f"tokens[{index}]"
+            raise TokenOutOfVocabularyError(
+                f"{param}: token id {token_id} is out of the vocabulary of model {card.name!r}, "
+                f"which is 0 to {card.vocab_size - 1}",
+                param=param,
+            )
 
 
 def _model_entry(card: ModelCard) -> ModelEntry:

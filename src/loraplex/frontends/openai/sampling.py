@@ -180,7 +180,7 @@ def _allowed(token_ids: Sequence[int] | None, vocab_size: int) -> tuple[int, ...
 def _logit_bias(biases: dict[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
     pairs: dict[int, float] = {}
     for text, bias in biases.items():
-        token_id = int(text) if text.isascii() and text.isdecimal() else -1
+        token_id = int(text) if len(text) < 20 and text.isascii() and text.isdecimal() else -1
         if not 0 <= token_id < vocab_size:
             raise TokenOutOfVocabularyError(
                 f"logit_bias has the key {text!r}; keys are the token ids 0 to {vocab_size - 1}",

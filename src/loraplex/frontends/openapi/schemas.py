@@ -153,7 +153,9 @@ def _own_docstrings(cls: type) -> Iterator[tuple[str, str]]:
     definition = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(definition, ast.ClassDef)
     for field, below in zip(definition.body, definition.body[1:], strict=False):
-        is_field = isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-        if is_field and is_text and isinstance(below.value.value, str):
-            yield field.target.id, " ".join(below.value.value.split())
+        match field, below:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(note))),
+            ):
+                yield name, " ".join(note.split())

@@ -53,6 +53,9 @@ class CheckProcess:
             status = _end(process, _EXIT_SECONDS)
             if self._is_closed:
                 raise InternalError("the server is closing") from None
+            if status >= 0:  # not by a signal: it was not the grammar's doing
+                message = f"the process that checks grammars ended with status {status}"
+                raise InternalError(message) from None
             raise _too_large(_TOO_SLOW if status == -signal.SIGPROF else _TOO_BIG) from None
         if reply.is_last:
             _end(process, _EXIT_SECONDS)

@@ -82,8 +82,8 @@ def pieces(server: Address, model: str, inputs: Sequence[Any], **kwargs: Any) ->
     with client_of(server, GRPC) as client:
         client.start_stream(lambda result, error: found.put(error or result))
         client.async_stream_infer(model, inputs, **kwargs)
-        while not answers or not _is_last(answers[-1]):
-            answers.append(_piece(found.get(timeout=SECONDS)))
+        while not answers or not is_last(answers[-1]):
+            answers.append(piece_of(found.get(timeout=SECONDS)))
         client.stop_stream()
     return answers
 
@@ -105,11 +105,12 @@ def _dtype(kind: str) -> Any:
     return object if kind == "BYTES" else np.float64
 
 
-def _piece(piece: Any) -> Answer:
+def piece_of(piece: Any) -> Answer:
+    """What a stream's callback got: a response, or the failure that ends its request."""
     return failure(piece) if isinstance(piece, InferenceServerException) else told(piece, GRPC)
 
 
-def _is_last(answer: Answer) -> bool:
+def is_last(answer: Answer) -> bool:
     return answer["status"] != "OK" or answer[_FINAL] is True
 
 
@@ -118,8 +119,8 @@ def failure(error: InferenceServerException) -> Answer:
     return {"status": status.removeprefix("StatusCode."), "error": error.message()}
 
 
-def told(result: Any, wire: ModuleType) -> Answer:
-    """The fields of an InferResult."""
+def told(result: Any, wire: ModuleType, *, is_in_message: bool = True) -> Answer:
+    """The fields of an InferResult. is_in_message: False for outputs in shared memory."""
     raw = result.get_response()
     said = raw if wire is HTTP else json_format.MessageToDict(raw, preserving_proto_field_name=True)
     rows = said.get("outputs", [])
@@ -129,7 +130,10 @@ def told(result: Any, wire: ModuleType) -> Answer:
         "id": said.get("id", ""),
         **{f"parameter {k}": v for k, v in _parameters(said.get("parameters", {})).items()},
         "outputs": [row["name"] for row in rows],
-        **{f"output {row['name']}": _tensor(row, result) for row in rows},
+        **{
+            f"output {row['name']}": _tensor(row, result, is_in_message=is_in_message)
+            for row in rows
+        },
     }
 
 
@@ -138,8 +142,8 @@ def _parameters(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {k: next(iter(v.values())) if isinstance(v, dict) else v for k, v in raw.items()}
 
 
-def _tensor(row: Mapping[str, Any], result: Any) -> tuple[Any, ...]:
-    array = result.as_numpy(row["name"])
+def _tensor(row: Mapping[str, Any], result: Any, *, is_in_message: bool) -> tuple[Any, ...]:
+    array = result.as_numpy(row["name"]) if is_in_message else None
     if array is not None and array.dtype.kind == "f":
         array = np.round(array.astype(np.float64), _DIGITS)
     shape = [int(size) for size in row["shape"]]

@@ -190,7 +190,7 @@ def _in_shared_memory(server: Address, wire: ModuleType) -> Answer:
             **({} if wire is HTTP else {"as_json": True})
         )
         result = client.infer(_MODEL, [prompt, *tensors(wire, max_tokens=i32(8))], outputs=[output])
-        answer = told(result, wire)
+        answer = told(result, wire, is_in_message=False)
         written = bytes(shared_memory.get_contents_as_numpy(handle, np.uint8, [40]))
     row = result.get_output("text_output")
     parameters = row["parameters"] if wire is HTTP else sorted(row.parameters)

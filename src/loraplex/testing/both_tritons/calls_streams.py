@@ -13,6 +13,8 @@ from loraplex.testing.both_tritons.answers import (
     Answer,
     client_of,
     infer,
+    is_last,
+    piece_of,
     pieces,
     stream,
 )
@@ -80,33 +82,30 @@ def _without_empty_final(server: Address, model: str) -> Answer:
     return {"status": "OK", "text": b"".join(texts)}
 
 
-def _stopped(server: Address, model: str) -> Answer:
-    """A request that another ends: its last answer is final, the stop's is empty."""
+def _stopped(server: Address) -> Answer:
+    """A request that another ends: its last answer is final, and so is the stop's."""
     answers: queue.Queue[Any] = queue.Queue()
     with client_of(server, GRPC) as client:
         client.start_stream(lambda result, error: answers.put(error or result))
-        endless = text_request(GRPC, QUESTION, _ENDLESS, stream=TRUE, end_id=i32(-1))
-        client.async_stream_infer(
-            model, endless, request_id="victim", enable_empty_final_response=True
-        )
-        answers.get(timeout=SECONDS)
-        stop = text_request(GRPC, "", 1, stop=TRUE)
-        client.async_stream_infer(
-            model, stop, request_id="victim", enable_empty_final_response=True
-        )
-        finals: list[bool] = []
-        while len(finals) < 2:
-            piece = answers.get(timeout=SECONDS)
-            response = piece.get_response()
-            if response.parameters["triton_final_response"].bool_param:
-                finals.append(len(response.outputs) > 0)
+        endless = _by_ids(_ENDLESS, streaming=TRUE, end_id=i32(-1))
+        options = {"request_id": "victim", "enable_empty_final_response": True}
+        client.async_stream_infer("tensorrt_llm", endless, **options)
+        told = [piece_of(answers.get(timeout=SECONDS))]
+        client.async_stream_infer("tensorrt_llm", _by_ids(0, stop=TRUE), **options)
+        while sum(is_last(each) for each in told) < 2:
+            told.append(piece_of(answers.get(timeout=SECONDS)))
         client.stop_stream()
-    return {"status": "OK", "finals": len(finals)}
+    finals = sorted((each["status"], bool(each.get("outputs"))) for each in told if is_last(each))
+    return {"status": "OK", "finals": finals, "came to its end": len(told) > _ENDLESS}
 
 
-def _stop_alone(server: Address, model: str, request_id: str) -> Answer:
-    stop = text_request(GRPC, "", 1, stop=TRUE)
-    return stream(server, model, stop, request_id=request_id)
+def _stop_alone(server: Address, request_id: str) -> Answer:
+    return stream(server, "tensorrt_llm", _by_ids(0, stop=TRUE), request_id=request_id)
+
+
+def _by_ids(length: int, **more: Array) -> list[Any]:
+    lengths = {"input_lengths": i32(1), "request_output_len": i32(length)}
+    return tensors(GRPC, input_ids=i32(5), **lengths, **more)
 
 
 def _cancelled(server: Address, model: str) -> Answer:
@@ -137,7 +136,6 @@ def _calls() -> list[Call]:
         for title, run in (
             ("a batch", _batch),
             ("without empty final responses", _without_empty_final),
-            ("stopped", _stopped),
             ("cancelled", _cancelled),
         ):
             calls.append(
@@ -146,15 +144,6 @@ def _calls() -> list[Call]:
                     Repository.DECOUPLED,
                     run,
                     (model,),
-                )
-            )
-        for title, request_id in (("nobody", "nobody"), ("no id", "")):
-            calls.append(
-                Call(
-                    f"stream of {model}: a stop of {title}",
-                    Repository.DECOUPLED,
-                    _stop_alone,
-                    (model, request_id),
                 )
             )
         calls += on_both_wires(
@@ -183,6 +172,11 @@ _TOKENS = [
 CALLS = [
     *_calls(),
     *_TOKENS,
+    Call("stream of tensorrt_llm: stopped", Repository.DECOUPLED, _stopped),
+    Call(
+        "stream of tensorrt_llm: a stop of nobody", Repository.DECOUPLED, _stop_alone, ("nobody",)
+    ),
+    Call("stream of tensorrt_llm: a stop without id", Repository.DECOUPLED, _stop_alone, ("",)),
     Call(
         "stream of a model with one answer",
         Repository.UNARY,

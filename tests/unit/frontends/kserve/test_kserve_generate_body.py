@@ -91,11 +91,6 @@ def test_what_cannot_be_a_tensor(ensemble, tensorrt_llm):
         decode(tensorrt_llm, lora_weights=[1.0])
 
 
-def test_lists_in_lists_count_by_their_elements(ensemble):
-    _, tensors = decode(ensemble, max_tokens=[[1]], stop_words=[["a", "b"], ["c"]])
-    assert tensors == {"max_tokens": ((1, 1), [1]), "stop_words": ((1, 3), [b"a", b"b", b"c"])}
-
-
 def test_what_cannot_be_a_parameter(ensemble):
     with pytest.raises(InvalidRequestError, match=r"^parameter 'x' has invalid type"):
         decode(ensemble, x=[1])

@@ -43,3 +43,29 @@ async def test_nothing_is_left_running():
     await anext(items)
     await items.aclose()
     assert asyncio.all_tasks() == before
+
+
+async def test_a_stop_leaves_its_reader_as_it_was():
+    stopped = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.01, stopped.set)
+    assert [item async for item in merged([count(1, pause=60)], stopped)] == []
+    reader = asyncio.current_task()
+    assert reader is not None
+    assert reader.cancelling() == 0
+
+
+@pytest.mark.parametrize("num_streams", [1, 2])
+async def test_who_is_cancelled_is_cancelled_whether_or_not_it_is_stopped_too(num_streams):
+    async def read(stopped):
+        streams = [count(1, pause=60) for _ in range(num_streams)]
+        return [item async for item in merged(streams, stopped)]
+
+    for is_stopped in (False, True):
+        stopped = asyncio.Event()
+        task = asyncio.create_task(read(stopped))
+        await asyncio.sleep(0.01)
+        if is_stopped:
+            stopped.set()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task

@@ -4,7 +4,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from loraplex.core.errors import InvalidParameterError, QueueFullError, RowFailedError
+from loraplex.core.errors import ConfigError, InvalidParameterError, QueueFullError, RowFailedError
 from loraplex.core.metrics_config import MetricsConfig
 from loraplex.core.principal import LOCAL
 from loraplex.core.stats import EngineStats, StepRecord
@@ -379,3 +379,29 @@ async def test_token_families_are_there_before_the_first_request(service):
     zero = 'response_metric_type="total_input_tokens",version="1"} 0.0'
     assert f'nv_llm_input_token_len_count{{model="tensorrt_llm",{zero}' in lines
     assert 'vllm:generation_tokens_total{model="echo",version="1"} 0.0' in lines
+
+
+def with_buckets(*buckets, family="nv_inference_first_response_histogram_ms"):
+    control = {"metric_identifier": {"family": family}, "histogram_options": {"buckets": buckets}}
+    config = {"model_metrics": {"metric_control": [control]}}
+    return [ModelDeclaration(name="echo", kind=ENSEMBLE, base_model="echo", config=config)]
+
+
+@pytest.mark.parametrize(
+    ("declarations", "bounds"),
+    [
+        (with_buckets(5, 20.5), ["5", "20.5", "+Inf"]),
+        (with_buckets(), ["100", "500", "2000", "5000", "+Inf"]),
+        (with_buckets(5, family="another"), ["100", "500", "2000", "5000", "+Inf"]),
+    ],
+)
+async def test_buckets_of_a_model_s_own(backend, declarations, bounds):
+    metrics = MetricsConfig(histogram_latencies=True)
+    service = TritonService(backend, metrics=metrics, declarations=declarations)
+    buckets = await values(service, "nv_inference_first_response_histogram_ms_bucket")
+    assert [labels.split('le="')[1].split('"')[0] for labels in buckets] == bounds
+
+
+def test_buckets_that_do_not_grow(backend):
+    with pytest.raises(ConfigError, match=r"'echo': model_metrics: .* must grow .*, got 5, 5"):
+        TritonService(backend, declarations=with_buckets(5, 5))

@@ -126,3 +126,13 @@ def test_the_default_socket_is_private_and_the_same_for_one_command(tmp_path, mo
 def test_without_a_connection_requests_are_refused(path):
     with pytest.raises(ConnectionLost, match="is not there yet"):
         link(Server(path)).submit(None, print)
+
+
+@pytest.mark.parametrize("ending", ["lock", "log"])
+def test_a_link_beside_the_socket_is_not_followed(tmp_path, ending):
+    other = tmp_path / "other"
+    other.write_text("keep me")
+    (tmp_path / f"s.{ending}").symlink_to(other)
+    with pytest.raises(ServerUnavailable):
+        Server(str(tmp_path / "s"), ["true"]).connect(print, lambda: False)
+    assert other.read_text() == "keep me"

@@ -87,6 +87,13 @@ def test_memory_that_is_refused_ends_the_process_and_is_said():
     dying.close()
 
 
+def test_one_that_ends_by_itself_is_our_fault():
+    ending = CheckProcess(SETUP, (sys.executable, "-c", "import nothing_of_this_name"))
+    with pytest.raises(InternalError, match="ended with status 1"):
+        ending.compiled(GOOD)
+    ending.close()
+
+
 def test_one_that_never_answers_is_ended(monkeypatch):
     monkeypatch.setattr(check_process, "_WALL_SECONDS", 0.2)
     silent = CheckProcess(SETUP, (sys.executable, "-c", "import time; time.sleep(60)"))

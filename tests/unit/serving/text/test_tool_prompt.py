@@ -58,7 +58,7 @@ def result(call_id: str, text: Any) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": call_id, "content": text}
 
 
-CALLED = {"role": "assistant", "content": None, "tool_calls": [call("clock", "1")]}
+CALLED: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [call("clock", "1")]}
 THANKS = {"role": "user", "content": "Thanks."}
 
 

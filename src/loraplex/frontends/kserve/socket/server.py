@@ -19,6 +19,7 @@ from loraplex.frontends.telemetry.telemetry import Telemetry
 
 _BACKLOG = 128
 _MODE = 0o600
+_PROBE_SECONDS = 1.0
 _LONGEST_PATH = 107
 """Bytes that a unix socket's address takes."""
 
@@ -105,6 +106,7 @@ def _make_room(path: str) -> None:
     if not stat.S_ISSOCK(mode):
         raise ConfigError(f"request_socket: {path} is there already, and is no socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_PROBE_SECONDS)  # a server that hangs takes no more connections
         try:
             probe.connect(path)
         except ConnectionRefusedError:

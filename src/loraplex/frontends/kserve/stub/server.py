@@ -26,6 +26,8 @@ _BIND_SECONDS = 120.0
 _END_SECONDS = 2.0
 _TAIL_LINES = 20
 _TAIL_BYTES = 4096
+_OWN_FILE = os.O_CLOEXEC | os.O_NOFOLLOW
+"""In a folder of all users, a link would be somebody's trap."""
 _DROPPED = ("LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH")
 """Variables that are about Triton's own libraries and Python."""
 
@@ -114,7 +116,7 @@ class Server:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         try:
-            lock = os.open(f"{self._path}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            lock = os.open(f"{self._path}.lock", os.O_CREAT | os.O_RDWR | _OWN_FILE, 0o600)
         except OSError as error:
             raise ServerUnavailable(
                 f"cannot write beside {self._path}: {error.strerror}"
@@ -157,7 +159,7 @@ class Server:
         command = [*self._command, f"--request-socket={self._path}"]
         self.release()
         try:
-            log = os.open(self._log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            log = os.open(self._log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | _OWN_FILE, 0o600)
             with contextlib.closing(os.fdopen(log, "wb")) as output:
                 reading = self._new_pipe()
                 try:

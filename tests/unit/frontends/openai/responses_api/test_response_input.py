@@ -72,6 +72,14 @@ def test_a_turn_ends(items: tuple[dict[str, Any], ...]):
     assert [m["role"] for m in messages(*items)].count("assistant") == 2
 
 
+def test_a_message_of_the_user_ends_the_turn():
+    assert messages(THOUGHT, USER, ANSWER) == [
+        {"role": "assistant", "content": None, "reasoning_content": "hm"},
+        USER,
+        {"role": "assistant", "content": "yes"},
+    ]
+
+
 def test_full_items_keep_their_ids():
     [given] = read_input([{"role": "user", "content": "hi", "id": "msg_1"}])
     assert given == {

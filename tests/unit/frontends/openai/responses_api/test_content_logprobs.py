@@ -1,0 +1,67 @@
+"""Which log probabilities go with which text; a token of EchoBackend is a byte."""
+
+import itertools
+from collections.abc import Sequence
+
+from loraplex.core.output import TokenLogprob
+from loraplex.core.tools import CallDelta
+from loraplex.frontends.openai.logprobs import TokenTexts
+from loraplex.frontends.openai.responses_api import objects as wire
+from loraplex.frontends.openai.responses_api.content_logprobs import ContentLogprobs
+from loraplex.frontends.openai.responses_api.output_items import OutputItems
+from loraplex.serving.text.answer_reader import AnswerDelta
+from loraplex.testing.echo_backend import EchoBackend
+
+
+def logprobs(text: str) -> list[TokenLogprob]:
+    return [TokenLogprob(byte, -1.0, 1) for byte in text.encode()]
+
+
+def told(steps: Sequence[tuple[AnswerDelta, str]], *, is_all_content: bool = False) -> list[str]:
+    """The tokens that go with each delta."""
+    chosen = ContentLogprobs(TokenTexts(EchoBackend(), "echo"), is_all_content=is_all_content)
+    return [
+        "".join(entry.token for entry in chosen.of(delta, logprobs(text))) for delta, text in steps
+    ]
+
+
+def content(text: str) -> AnswerDelta:
+    return AnswerDelta(content=text, parts=(text,))
+
+
+NOTHING = AnswerDelta()
+CALLED = AnswerDelta(calls=(CallDelta(index=0, name="f"),))
+
+
+def test_those_of_text_that_was_held_come_with_it():
+    steps = [(content("a"), "a"), (NOTHING, "b"), (content("bc"), "c")]
+    assert told(steps, is_all_content=True) == ["a", "", "bc"]
+    assert told(steps) == ["a", "", "bc"]
+
+
+def test_tags_and_reasoning_have_none():
+    thought = AnswerDelta(reasoning="a")
+    steps = [(NOTHING, "<t>"), (thought, "a"), (NOTHING, "</t>"), (content("a"), " a")]
+    assert told(steps) == ["", "", "", "a"]
+
+
+def test_a_call_has_none():
+    assert told([(content("ab"), "ab"), (CALLED, "<call>"), (content("b"), "b")]) == ["ab", "", "b"]
+
+
+def test_what_was_a_call_is_not_kept_for_the_next_text():
+    assert told([(CALLED, "x"), (content("xy"), "y")]) == ["", ""]
+
+
+def test_all_in_one():
+    all_in_one = AnswerDelta(reasoning="a", content="b", calls=CALLED.calls)
+    assert told([(all_in_one, "<t>a</t>b<call>")]) == ["b"]
+
+
+def test_log_probabilities_are_told_once():
+    texts = TokenTexts(EchoBackend(), "echo")
+    of_both = ContentLogprobs(texts, is_all_content=True).of(content("ab"), logprobs("ab"))
+    items = OutputItems(itertools.count().__next__)
+    delta = AnswerDelta(content="ab", parts=("a", CallDelta(index=0, name="f"), "b"))
+    deltas = [e for e in items.add(delta, of_both) if isinstance(e, wire.TextDelta)]
+    assert [[entry.token for entry in event.logprobs] for event in deltas] == [["a", "b"], []]

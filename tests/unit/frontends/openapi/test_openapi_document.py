@@ -1,0 +1,148 @@
+"""The document that is made of what routes say."""
+
+from typing import Literal
+
+import jsonschema
+import msgspec
+import pytest
+from pydantic import BaseModel
+from starlette.routing import Route
+
+from loraplex.core.errors import (
+    InternalError,
+    InvalidRequestError,
+    QueueFullError,
+    UnauthenticatedError,
+)
+from loraplex.documentation.openapi_page import openapi_page
+from loraplex.frontends.openapi.document import document
+from loraplex.frontends.openapi.operation import (
+    JSON,
+    Answer,
+    Media,
+    Parameter,
+    by_status,
+    described,
+    events_of,
+    json_body,
+    json_of,
+    telling_errors,
+)
+from loraplex.frontends.openapi.schemas import Schemas
+
+
+class Asked(BaseModel):
+    number: int
+
+
+class Failure(msgspec.Struct):
+    error: str
+
+
+class Told(msgspec.Struct):
+    kind: Literal["told"] = "told"
+    """What it is."""
+    pair: tuple[int, str] = (1, "")
+    absent: int | msgspec.UnsetType = msgspec.UNSET
+
+
+STATUSES = {InvalidRequestError: 400, UnauthenticatedError: 401, QueueFullError: 429}
+
+
+def answers(kinds):
+    rows = ((STATUSES.get(kind, 500), Media(JSON, Failure)) for kind in kinds)
+    return by_status(rows)
+
+
+@described(
+    json_of(Told),
+    tag="some",
+    body=json_body(Asked),
+    query=(Parameter("how", "How it is done."),),
+    errors=(QueueFullError, InternalError),
+)
+async def handler(request):
+    """Does it. And says more
+    about it."""
+
+
+def made(*, has_keys=True, path="/some/{name:path}", open_paths=()):
+    route = Route(path, telling_errors(handler, answers), methods=["POST"])
+    return document([route], has_keys=has_keys, open_paths=open_paths)
+
+
+def test_a_route_is_told():
+    operation = made()["paths"]["/some/{name}"]["post"]
+    assert operation["summary"] == "Does it"
+    assert operation["description"] == "And says more about it."
+    assert [(each["name"], each["in"]) for each in operation["parameters"]] == [
+        ("name", "path"),
+        ("how", "query"),
+    ]
+    assert list(operation["responses"]) == ["200", "400", "401", "429", "500"]
+    assert "retry-after" in operation["responses"]["429"]["headers"]
+    assert operation["security"] == [{"apiKey": []}]
+
+
+@pytest.mark.parametrize("fields", [{"has_keys": False}, {"open_paths": ["/some/{name:path}"]}])
+def test_without_a_key_nothing_asks_for_one(fields):
+    operation = made(**fields)["paths"]["/some/{name}"]["post"]
+    assert "401" not in operation["responses"]
+    assert "security" not in operation
+
+
+def test_an_answer_has_all_fields_but_those_that_may_be_absent():
+    schemas = Schemas([Told])
+    assert schemas.of(Told) == {"$ref": "#/components/schemas/Told"}
+    told = schemas.components["Told"]
+    assert told["required"] == ["kind", "pair"]
+    assert told["properties"]["kind"]["description"] == "What it is."
+    jsonschema.Draft202012Validator.check_schema(told)
+    validator = jsonschema.Draft202012Validator(told)
+    assert validator.is_valid({"kind": "told", "pair": [1, "a"]})
+    assert not validator.is_valid({"kind": "told", "pair": ["a", 1]})
+
+
+def test_two_types_of_one_name_are_told_apart():
+    class Asked(msgspec.Struct):
+        number: str
+
+    with pytest.raises(ValueError, match="Asked"):
+        Schemas([Asked, globals()["Asked"]])
+
+
+def test_events_say_what_their_data_are():
+    @described(Answer(200, (events_of(Told, "And an end."),)), tag="some")
+    async def stream(request):
+        """Streams."""
+
+    route = Route("/stream", telling_errors(stream, answers, Failure))
+    told = document([route], has_keys=False)["paths"]["/stream"]["get"]["responses"]["200"]
+    event = told["content"]["text/event-stream"]["schema"]
+    assert event["properties"]["data"]["contentSchema"] == {
+        "anyOf": [
+            {"$ref": "#/components/schemas/Told"},
+            {"$ref": "#/components/schemas/Failure"},
+        ]
+    }
+
+
+def test_the_servers_own_document_is_one_of_openapi_3_1():
+    told = msgspec.json.decode(openapi_page())
+    assert told["openapi"].startswith("3.1")
+    for schema in told["components"]["schemas"].values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+    ids = [each["operationId"] for path in told["paths"].values() for each in path.values()]
+    assert len(ids) == len(set(ids))
+    untold = [
+        each for path in told["paths"].values() for each in path.values() if not each["tags"][0]
+    ]
+    assert untold == []
+
+
+def test_ranges_are_those_that_sampling_knows():
+    told = msgspec.json.decode(openapi_page())["components"]["schemas"]["ChatBody"]["properties"]
+    number, null = told["temperature"]["anyOf"]
+    assert (number["minimum"], number["maximum"], null["type"]) == (0, 100, "null")
+    assert told["top_p"]["anyOf"][0]["exclusiveMinimum"] == 0
+    assert told["logprobs"]["anyOf"][0] == {"type": "boolean"}
