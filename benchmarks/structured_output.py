@@ -27,6 +27,7 @@ from loraplex.bench.machine import Code, Machine, machine_lines, this_code, this
 from loraplex.bench.markdown import markdown_table
 from loraplex.bench.report_files import write_pair
 from loraplex.core.clock import SystemClock
+from loraplex.core.config import ModelConfig
 from loraplex.core.environment import cache_directory
 from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.core.request import EngineRequest
@@ -126,7 +127,7 @@ class Subject:
         self._host = HostAdapters()
         settings = RunnerSettings(dtype="bfloat16", max_model_len=1024, max_num_seqs=NUM_ROWS)
         self._parts = load_parts(folder, settings, self._host)
-        self._vocabulary = vocabulary_source(folder)
+        self._vocabulary = vocabulary_source(ModelConfig(path=str(folder)))
         self._vocab_size = read_config(folder).vocab_size
         self._grammar = Grammar(
             GrammarKind.LLGUIDANCE,

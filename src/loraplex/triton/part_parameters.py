@@ -48,8 +48,8 @@ PART_PARAMETERS: Mapping[Role, tuple[SettingRow, ...]] = MappingProxyType(
             here(
                 "ENABLE_VLLM_HEALTH_CHECK",
                 Kind.TEXT,
-                "true: while its engine is dead, requests are refused at once, and it is not ready; "
-                "once the engine is back, so is the model, and nobody needs to load it",
+                "true: while the engine is dead, requests are refused at once, and the model "
+                "is not ready",
             ),
             here("REPORT_CUSTOM_METRICS", Kind.TEXT, "true: vllm:* metrics"),
         ),
