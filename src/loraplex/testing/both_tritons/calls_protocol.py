@@ -193,7 +193,7 @@ def _in_shared_memory(server: Address, wire: ModuleType) -> Answer:
         answer = told(result, wire, is_in_message=False)
         written = bytes(shared_memory.get_contents_as_numpy(handle, np.uint8, [40]))
     row = result.get_output("text_output")
-    parameters = row["parameters"] if wire is HTTP else sorted(row.parameters)
+    parameters = sorted(row.get("parameters", {}) if wire is HTTP else row.parameters)
     return answer | {"regions": status, "written": written, "of output": parameters}
 
 
