@@ -9,7 +9,7 @@ from loraplex.testing.both_tritons.requests import QUESTION
 from loraplex.testing.both_tritons.servers import Repository
 
 _ASKED = {"text_input": QUESTION, "max_tokens": 8}
-_LONG = {"max_tokens": 60, "end_id": -1}
+_LONG = {"max_tokens": 600, "end_id": -1}
 """More than one response, however slow its reader is."""
 _BODIES: Mapping[str, Any] = {
     "whole": _ASKED,

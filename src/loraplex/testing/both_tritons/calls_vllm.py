@@ -65,7 +65,7 @@ _STREAMS: Mapping[str, tuple[list[Any], dict[str, Any]]] = {
 }
 _PARAMETERS: Mapping[str, Any] = _GREEDY | {"exclude_input_in_output": True}
 _ASKED: Mapping[str, Any] = {"text_input": QUESTION, "parameters": _PARAMETERS}
-_LONG = {**_PARAMETERS, "max_tokens": "60", "ignore_eos": "true"}
+_LONG = {**_PARAMETERS, "max_tokens": "600", "ignore_eos": "true"}
 """More than one response, however slow its reader is."""
 _BODIES: Mapping[str, Any] = {
     "whole": _ASKED,
