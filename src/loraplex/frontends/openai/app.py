@@ -30,6 +30,9 @@ from loraplex.frontends.openai.room import (
 )
 from loraplex.serving.backend import Backend
 
+Routes = tuple[tuple[str, str, Endpoint], ...]
+"""(method, path, endpoint)."""
+
 ALL_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
@@ -40,67 +43,18 @@ def openai_routes(
 ) -> APIRouter:
     """Every route of the room: generation, models, adapters, tokenizers."""
     room = OpenAIRoom(backend, options or OpenAIOptions(), authenticate)
-    generation = GenerationEndpoints(room)
-    comparison = CompareEndpoints(room)
-    models = ModelEndpoints(room)
-    adapters = AdapterEndpoints(room)
-    tokens = TokenEndpoints(room)
-    probes = ProbeEndpoints(room)
-    lorax = LoraxEndpoints(room)
-    responses = ResponsesEndpoints(room)
-    guidance, health = GuidanceEndpoints(room), LlgtrtHealth(room)
     router = APIRouter(tags=["openai"])
-    of_dialect: tuple[tuple[str, str, Endpoint], ...] = (
-        ("POST", "/v1/completions", generation.completions),
-        ("POST", "/v1/chat/completions", generation.chat_completions),
-        ("POST", "/v1/run", guidance.run),
-        ("POST", "/guidance", guidance.run),
-        ("GET", "/v1/health/live", health.live),
-        ("GET", "/v1/health/ready", health.ready),
-        ("GET", "/v1/health/model", health.model),
-    )
-    routes: tuple[tuple[str, str, Endpoint], ...] = (
-        ("POST", "/v1/compare", comparison.compare),
-        ("GET", "/v1/models", models.list_models),
-        ("GET", "/v1/models/{model_id:path}", models.get_model),
-        ("GET", "/v1/adapters", adapters.list_adapters),
-        ("POST", "/v1/adapters", adapters.load_adapter),
-        ("POST", "/v1/adapters/{name:path}/rollback", adapters.rollback),
-        ("POST", "/v1/adapters/{name:path}/pin", adapters.pin),
-        ("POST", "/v1/adapters/{name:path}/alias", adapters.alias),
-        ("GET", "/v1/adapters/{name:path}", adapters.get_adapter),
-        ("DELETE", "/v1/adapters/{name:path}", adapters.delete_adapter),
-        ("POST", "/v1/load_lora_adapter", adapters.load_lora_adapter),
-        ("POST", "/v1/unload_lora_adapter", adapters.unload_lora_adapter),
-        ("POST", "/tokenize", tokens.tokenize),
-        ("POST", "/detokenize", tokens.detokenize),
-        ("GET", "/health", probes.health),
-        ("GET", "/ping", probes.health),
-        ("POST", "/ping", probes.health),
-        ("GET", "/version", probes.version),
-    )
-    of_responses: tuple[tuple[str, str, Endpoint], ...] = (
-        ("POST", "/v1/responses", responses.create),
-        ("POST", "/v1/responses/input_tokens", responses.count_input_tokens),
-        ("GET", "/v1/responses/{response_id}", responses.get),
-        ("DELETE", "/v1/responses/{response_id}", responses.delete),
-        ("POST", "/v1/responses/{response_id}/cancel", responses.cancel),
-        ("GET", "/v1/responses/{response_id}/input_items", responses.input_items),
-    )
-    of_lorax: tuple[tuple[str, str, Endpoint], ...] = (
-        ("POST", "/generate", lorax.generate),
-        ("POST", "/generate_stream", lorax.generate_stream),
-        ("POST", "/", lorax.either),
+    tables = (
+        (_generation, room.options.dialect.errors),
+        (_models, OPENAI_ERRORS),
+        (_adapters, OPENAI_ERRORS),
+        (_responses, OPENAI_ERRORS),
+        (_lorax, LORAX_ERRORS),
     )
     answers = [
         (method, path, answers_errors(endpoint, errors))
-        for of_some, errors in (
-            (of_dialect, room.options.dialect.errors),
-            (routes, OPENAI_ERRORS),
-            (of_responses, OPENAI_ERRORS),
-            (of_lorax, LORAX_ERRORS),
-        )
-        for method, path, endpoint in of_some
+        for table, errors in tables
+        for method, path, endpoint in table(room)
     ]
     allowed: dict[str, set[str]] = {}
     for method, path, answer in answers:
@@ -114,6 +68,77 @@ def openai_routes(
     for path, endpoint in absent_endpoints():
         _add_hidden(router, path, answers_errors(endpoint), list(ALL_METHODS))
     return router
+
+
+def _generation(room: OpenAIRoom) -> Routes:
+    """In the dialect of the server."""
+    generation = GenerationEndpoints(room)
+    guidance, health = GuidanceEndpoints(room), LlgtrtHealth(room)
+    return (
+        ("POST", "/v1/completions", generation.completions),
+        ("POST", "/v1/chat/completions", generation.chat_completions),
+        ("POST", "/v1/run", guidance.run),
+        ("POST", "/guidance", guidance.run),
+        ("GET", "/v1/health/live", health.live),
+        ("GET", "/v1/health/ready", health.ready),
+        ("GET", "/v1/health/model", health.model),
+    )
+
+
+def _models(room: OpenAIRoom) -> Routes:
+    """Models, tokens, and probes."""
+    comparison, models = CompareEndpoints(room), ModelEndpoints(room)
+    tokens, probes = TokenEndpoints(room), ProbeEndpoints(room)
+    return (
+        ("POST", "/v1/compare", comparison.compare),
+        ("GET", "/v1/models", models.list_models),
+        ("GET", "/v1/models/{model_id:path}", models.get_model),
+        ("POST", "/tokenize", tokens.tokenize),
+        ("POST", "/detokenize", tokens.detokenize),
+        ("GET", "/health", probes.health),
+        ("GET", "/ping", probes.health),
+        ("POST", "/ping", probes.health),
+        ("GET", "/version", probes.version),
+    )
+
+
+def _adapters(room: OpenAIRoom) -> Routes:
+    """Their management."""
+    adapters = AdapterEndpoints(room)
+    return (
+        ("GET", "/v1/adapters", adapters.list_adapters),
+        ("POST", "/v1/adapters", adapters.load_adapter),
+        ("POST", "/v1/adapters/{name:path}/rollback", adapters.rollback),
+        ("POST", "/v1/adapters/{name:path}/pin", adapters.pin),
+        ("POST", "/v1/adapters/{name:path}/alias", adapters.alias),
+        ("GET", "/v1/adapters/{name:path}", adapters.get_adapter),
+        ("DELETE", "/v1/adapters/{name:path}", adapters.delete_adapter),
+        ("POST", "/v1/load_lora_adapter", adapters.load_lora_adapter),
+        ("POST", "/v1/unload_lora_adapter", adapters.unload_lora_adapter),
+    )
+
+
+def _responses(room: OpenAIRoom) -> Routes:
+    """OpenAI's second way to ask."""
+    responses = ResponsesEndpoints(room)
+    return (
+        ("POST", "/v1/responses", responses.create),
+        ("POST", "/v1/responses/input_tokens", responses.count_input_tokens),
+        ("GET", "/v1/responses/{response_id}", responses.get),
+        ("DELETE", "/v1/responses/{response_id}", responses.delete),
+        ("POST", "/v1/responses/{response_id}/cancel", responses.cancel),
+        ("GET", "/v1/responses/{response_id}/input_items", responses.input_items),
+    )
+
+
+def _lorax(room: OpenAIRoom) -> Routes:
+    """LoRAX's own."""
+    lorax = LoraxEndpoints(room)
+    return (
+        ("POST", "/generate", lorax.generate),
+        ("POST", "/generate_stream", lorax.generate_stream),
+        ("POST", "/", lorax.either),
+    )
 
 
 def openai_fallback_routes() -> APIRouter:
