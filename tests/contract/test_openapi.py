@@ -98,7 +98,8 @@ def events_as_told(ctx, response, case):
     if kind != EVENTS:
         return
     told = case.operation.definition.raw["responses"][str(response.status_code)]
-    schema = told["content"][EVENTS]["schema"]["properties"]["data"]["contentSchema"]
+    schema = told["content"][EVENTS]["schema"]["properties"]["data"]
+    schema = schema.get("anyOf", [schema])[0]["contentSchema"]
     for line in response.text.splitlines():
         if line.startswith("data: ") and line != "data: [DONE]":
             check(schema, json.loads(line.removeprefix("data: ")), case)
@@ -148,12 +149,18 @@ def closed(schema):
 # ------------------------------------------------------------------ requests
 
 
+COUNTING = "POST /v1/responses/input_tokens"
+"""It generates nothing, and so looks at no value that says how."""
+
+
 def ask(case, asked):
     is_right = case.meta is not None and case.meta.generation.mode is GenerationMode.POSITIVE
     if is_right and asked.total() % 2:
         made_sensible(case)
     response = case.call()
-    case.validate_response(response, checks=CHECKS)
+    checks = [each for each in CHECKS if each is not negative_data_rejection]
+    is_counting = case.operation.label == COUNTING
+    case.validate_response(response, checks=checks if is_counting else CHECKS)
     asked[response.status_code] += 1
 
 

@@ -51,7 +51,8 @@ class EchoSequence:
         if sampling.ignore_eos:
             self._tokens = itertools.cycle(token_ids)
         else:
-            repeats = max(1, -(-sampling.min_tokens // len(token_ids)))
+            needed = min(sampling.min_tokens, self._max_tokens)
+            repeats = max(1, -(-needed // len(token_ids)))
             self._tokens = itertools.cycle([*token_ids * repeats, echo_tokenizer.EOS_TOKEN_ID])
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._text = ""

@@ -42,7 +42,8 @@ from loraplex.frontends.openapi.operation import (
 )
 from loraplex.frontends.streams import gather_all, generate_all, until_disconnect, written
 
-ENDS = "After the last one comes `data: [DONE]`."
+ENDS = "[DONE]"
+"""The data of the last event of a stream."""
 
 
 class GenerationEndpoints:

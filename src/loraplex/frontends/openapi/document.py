@@ -223,10 +223,12 @@ def _media_object(forms: Sequence[Media], schemas: Schemas) -> Schema:
     schema = found[0] if len(found) == 1 else {"anyOf": found}
     if forms[0].media_type != EVENTS:
         return {"schema": schema}
-    data = {"type": "string", "contentMediaType": JSON, "contentSchema": schema}
+    data: Schema = {"type": "string", "contentMediaType": JSON, "contentSchema": schema}
+    if end := forms[0].end:
+        data = {"anyOf": [data, {"const": end}]}
     return {
         "schema": {
-            "description": " ".join(["Of each server-sent event.", forms[0].note]).strip(),
+            "description": "Of each server-sent event.",
             "type": "object",
             "properties": {"event": {"type": "string"}, "data": data},
             "required": ["data"],

@@ -61,6 +61,8 @@ class Media(msgspec.Struct, frozen=True):
     """A pydantic model, a type that msgspec encodes, or a JSON schema as a mapping; None: no more
     is said. Of events: of the data of each."""
     note: str = ""
+    end: str = ""
+    """Of events: what the last one has instead; empty: there is none of its own."""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -107,8 +109,8 @@ def json_of(schema: Any, status: int = 200, note: str = "") -> Answer:
     return Answer(status, (Media(JSON, schema),), note)
 
 
-def events_of(schema: Any, note: str = "") -> Media:
-    return Media(EVENTS, schema, note)
+def events_of(schema: Any, end: str = "") -> Media:
+    return Media(EVENTS, schema, end=end)
 
 
 def text(status: int = 200, note: str = "") -> Answer:
