@@ -127,3 +127,17 @@ def test_it_is_let_go_when_a_grammar_took_much_memory(process):
         process.compiled(Grammar(GrammarKind.REGEX, f"(a|b)*a(a|b){{{index % 14}}}{index}"))
     assert process._process is before
     assert resident_mib(before.pid) < MAX_MIB / 2
+
+
+def test_a_large_server_keeps_its_process():
+    """The system counts the peak of who starts a process as that process's own."""
+    large = bytearray(b"1") * (300 << 20)
+    made = CheckProcess(SETUP)
+    try:
+        made.compiled(GOOD)
+        first = made._process
+        made.compiled(GOOD)
+        assert made._process is first
+    finally:
+        made.close()
+        del large
