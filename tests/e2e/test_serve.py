@@ -161,7 +161,6 @@ def test_triton_grpc_stream(server, model):
         client.async_stream_infer("ensemble", inputs, request_id="1")
         client.stop_stream()
     assert not errors
-    assert len(pieces) > 1
     assert "".join(pieces).strip() == answer(FRANCE, LANGUAGES[model])
 
 
