@@ -116,13 +116,16 @@ def test_models_lists_the_base_and_its_adapters(client):
     assert models["chinese"]["parent"] == "capitals"
 
 
-def triton_inputs(module, task_id: int | None, text: str, *, stream: bool = False):
+def triton_inputs(
+    module, task_id: int | None, text: str, *, stream: bool = False, max_tokens: int = 24, **more
+):
     arrays = {
         "text_input": np.array([[text.encode()]], dtype=object),
-        "max_tokens": np.array([[24]], dtype=np.int32),
+        "max_tokens": np.array([[max_tokens]], dtype=np.int32),
         "top_k": np.array([[1]], dtype=np.int32),
         "exclude_input_in_output": np.array([[True]]),
         "stream": np.array([[stream]]),
+        **more,
     }
     if task_id is not None:
         arrays["lora_task_id"] = np.array([[task_id]], dtype=np.uint64)
@@ -143,8 +146,7 @@ def test_triton_http_infer(server, model):
     assert text.strip() == answer(FRANCE, LANGUAGES[model])
 
 
-@pytest.mark.parametrize("model", LANGUAGES)
-def test_triton_grpc_stream(server, model):
+def grpc_pieces(server, inputs) -> list[str]:
     pieces: list[str] = []
     errors: list[Exception] = []
 
@@ -156,11 +158,21 @@ def test_triton_grpc_stream(server, model):
 
     with triton_grpc.InferenceServerClient(f"127.0.0.1:{server.grpc_port}") as client:
         client.start_stream(receive)
-        text = questions(FRANCE)["japanese"]
-        inputs = triton_inputs(triton_grpc, TASK_IDS[model], text, stream=True)
         client.async_stream_infer("ensemble", inputs, request_id="1")
         client.stop_stream()
     assert not errors
+    return pieces
+
+
+@pytest.mark.parametrize("model", LANGUAGES)
+def test_triton_grpc_stream(server, model):
+    text = questions(FRANCE)["japanese"]
+    # So long that no reader is slow enough to find it in one piece.
+    endless = {"max_tokens": 600, "end_id": np.array([[-1]], dtype=np.int32)}
+    inputs = triton_inputs(triton_grpc, TASK_IDS[model], text, stream=True, **endless)
+    assert len(grpc_pieces(server, inputs)) > 1
+    inputs = triton_inputs(triton_grpc, TASK_IDS[model], text, stream=True)
+    pieces = grpc_pieces(server, inputs)
     assert "".join(pieces).strip() == answer(FRANCE, LANGUAGES[model])
 
 

@@ -79,6 +79,10 @@ def test_the_shipped_template_with_two_values_filled_in(tmp_path):
             stream = np.array([[True]])
             pieces = answers(client, "ensemble", text_request(grpc, QUESTION, 8, stream=stream))
             assert text_of(pieces) == "Paris"
+            # So long that no reader is slow enough to find it in one piece.
+            endless = {"stream": stream, "end_id": i32(-1)}
+            pieces = answers(client, "ensemble", text_request(grpc, QUESTION, 600, **endless))
+            assert len(pieces) > 1
             (ids,) = answers(client, "preprocessing", query(QUESTION))
             prompt, end_id = ids.as_numpy("INPUT_ID"), ids.as_numpy("OUT_END_ID")
             request = tensors(

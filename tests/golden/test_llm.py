@@ -201,8 +201,11 @@ def test_prefix_hits(case: Case):
 def test_adapters_evicted_and_loaded_again(case: Case):
     with case.open(lora_device_bytes=case.pool_bytes, max_lora_rank=16) as llm:
         assert case.generate(llm) == case.expected
+        evictions = llm.stats().adapters.device_evictions
+        assert evictions > 0
+        # The pool never holds all adapters: whichever are missing come back in place of others.
         assert case.generate(llm) == case.expected
-        assert llm.stats().adapters.device_evictions > len(ADAPTERS)
+        assert llm.stats().adapters.device_evictions > evictions
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")

@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from loraplex.core.tools import FunctionTool
 from loraplex.serving.text.text_source import Steps
 from loraplex.serving.text.tool_calls.lark import Lark
-from loraplex.serving.text.tool_calls.reader import CallReader
+from loraplex.serving.text.tool_calls.reader import CallReader, call_id
 
 ANY_OBJECT: Final[dict[str, Any]] = {"type": "object"}
 
@@ -59,6 +59,13 @@ class ToolCallFormat(Protocol):
         ...
 
 
+class OurIds:
+    """Of a format whose calls have no ids, or whose templates take any."""
+
+    def new_id(self) -> str:
+        return call_id()
+
+
 def read_marked(
     reader: CallReader,
     starts: tuple[str, ...],
@@ -85,6 +92,22 @@ def read_section(
                 return
 
     return read
+
+
+def read_named_arguments(reader: CallReader, name: str, own_id: str | None = None) -> Steps[None]:
+    """The object behind a name that has been read; with it, it is a call."""
+    reader.check_name(name)
+    yield from reader.take_space()
+    if (yield from reader.peek()) == "{":
+        reader.begin_call(name, own_id)
+    yield from reader.json_object(reader.arguments)
+    yield from reader.take_space()
+
+
+def read_whole(reader: CallReader, calls: Steps[None]) -> Steps[None]:
+    """An answer that is all calls, or all content."""
+    yield from reader.attempt(calls)
+    yield from rest_is_content(reader)
 
 
 def rest_is_content(reader: CallReader) -> Steps[None]:

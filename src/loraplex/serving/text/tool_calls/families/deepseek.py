@@ -10,12 +10,14 @@ from loraplex.core.tools import FunctionTool
 from loraplex.serving.text.text_source import Steps
 from loraplex.serving.text.tool_calls.format import (
     CallSyntax,
+    OurIds,
     arguments_schema,
     read_marked,
+    read_named_arguments,
     read_section,
 )
 from loraplex.serving.text.tool_calls.lark import Lark
-from loraplex.serving.text.tool_calls.reader import CallReader, call_id
+from loraplex.serving.text.tool_calls.reader import CallReader
 
 _SECTION: Final = "<｜tool▁calls▁begin｜>"
 _SECTION_END: Final = "<｜tool▁calls▁end｜>"
@@ -34,7 +36,7 @@ def _bare_call(lark: Lark, tool: FunctionTool) -> str:
     return f"{lark.text(f'{tool.name}{_SEPARATOR}')} {lark.json(arguments_schema(tool))}"
 
 
-class DeepSeek:
+class DeepSeek(OurIds):
     """V3 and R1."""
 
     name = "deepseek_v3"
@@ -49,9 +51,6 @@ class DeepSeek:
 
     def recognises(self, template: str) -> bool:
         return _CALL in template
-
-    def new_id(self) -> str:
-        return call_id()
 
     def read(self, reader: CallReader) -> Steps[None]:
         yield from read_marked(reader, (_SECTION,), read_section(_CALL, _SECTION_END, _call))
@@ -78,13 +77,7 @@ def _call(reader: CallReader) -> Steps[None]:
     is_fenced = name.strip() == "function"
     if is_fenced:
         name, _ = yield from reader.until(_FENCE)
-    name = name.strip()
-    reader.check_name(name)
-    yield from reader.take_space()
-    if (yield from reader.peek()) == "{":
-        reader.begin_call(name)
-    yield from reader.json_object(reader.arguments)
-    yield from reader.take_space()
+    yield from read_named_arguments(reader, name.strip())
     if is_fenced:
         yield from reader.expect("```")
         yield from reader.take_space()

@@ -4,13 +4,13 @@ between Hermes' tags.
 
 from loraplex.serving.text.text_source import Steps
 from loraplex.serving.text.tool_calls.families.hermes import Hermes
-from loraplex.serving.text.tool_calls.format import CallSyntax, json_call
+from loraplex.serving.text.tool_calls.format import CallSyntax, OurIds, json_call
 from loraplex.serving.text.tool_calls.json_calls import read_call, read_calls
 from loraplex.serving.text.tool_calls.json_text import MalformedError
-from loraplex.serving.text.tool_calls.reader import CallReader, call_id
+from loraplex.serving.text.tool_calls.reader import CallReader
 
 
-class Generic:
+class Generic(OurIds):
     name = "generic"
     markers: tuple[str, ...] = Hermes.markers
     syntax = CallSyntax(
@@ -27,9 +27,6 @@ class Generic:
     def recognises(self, template: str) -> bool:
         del template
         return True
-
-    def new_id(self) -> str:
-        return call_id()
 
     def read(self, reader: CallReader) -> Steps[None]:
         yield from reader.attempt(_whole_answer(reader))

@@ -7,10 +7,10 @@ from typing import Final
 
 from loraplex.core.tools import FunctionTool
 from loraplex.serving.text.text_source import Steps
-from loraplex.serving.text.tool_calls.format import CallSyntax, read_marked
+from loraplex.serving.text.tool_calls.format import CallSyntax, OurIds, read_marked
 from loraplex.serving.text.tool_calls.lark import Lark
 from loraplex.serving.text.tool_calls.parameters import ArgumentPieces, json_of, properties
-from loraplex.serving.text.tool_calls.reader import CallReader, call_id
+from loraplex.serving.text.tool_calls.reader import CallReader
 from loraplex.serving.text.tool_calls.text_values import members_rule
 
 _START: Final = "<tool_call>"
@@ -26,7 +26,7 @@ def _call_rule(lark: Lark, tool: FunctionTool) -> str:
     return f"{lark.text(tool.name + chr(10))} {members}"
 
 
-class Glm:
+class Glm(OurIds):
     name = "glm45"
     markers = (_START, _END, _KEY, _KEY_END, _VALUE, _VALUE_END)
     syntax = CallSyntax(
@@ -39,9 +39,6 @@ class Glm:
 
     def recognises(self, template: str) -> bool:
         return _KEY in template
-
-    def new_id(self) -> str:
-        return call_id()
 
     def read(self, reader: CallReader) -> Steps[None]:
         yield from read_marked(reader, (_START,), _call)

@@ -4,14 +4,14 @@ Some of them write the marker `<tool_call>`. Granite 4 writes as Hermes does.
 """
 
 from loraplex.serving.text.text_source import Steps
-from loraplex.serving.text.tool_calls.format import CallSyntax, json_call, read_marked
+from loraplex.serving.text.tool_calls.format import CallSyntax, OurIds, json_call, read_marked
 from loraplex.serving.text.tool_calls.json_calls import read_calls
-from loraplex.serving.text.tool_calls.reader import CallReader, call_id
+from loraplex.serving.text.tool_calls.reader import CallReader
 
 _START, _OTHER_START = "<|tool_call|>", "<tool_call>"
 
 
-class Granite:
+class Granite(OurIds):
     name = "granite"
     markers = (_START, _OTHER_START)
     syntax = CallSyntax(
@@ -25,9 +25,6 @@ class Granite:
 
     def recognises(self, template: str) -> bool:
         return _START in template
-
-    def new_id(self) -> str:
-        return call_id()
 
     def read(self, reader: CallReader) -> Steps[None]:
         yield from read_marked(reader, (_START, _OTHER_START), _calls)

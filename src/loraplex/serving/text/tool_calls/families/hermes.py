@@ -4,14 +4,14 @@ As the chat templates of NousResearch/Hermes-3 and Qwen/Qwen3 write it.
 """
 
 from loraplex.serving.text.text_source import Steps
-from loraplex.serving.text.tool_calls.format import CallSyntax, json_call, read_marked
+from loraplex.serving.text.tool_calls.format import CallSyntax, OurIds, json_call, read_marked
 from loraplex.serving.text.tool_calls.json_calls import read_call
-from loraplex.serving.text.tool_calls.reader import CallReader, call_id
+from loraplex.serving.text.tool_calls.reader import CallReader
 
 _START, _END = "<tool_call>", "</tool_call>"
 
 
-class Hermes:
+class Hermes(OurIds):
     name = "hermes"
     markers = (_START, _END)
     syntax = CallSyntax(
@@ -24,9 +24,6 @@ class Hermes:
 
     def recognises(self, template: str) -> bool:
         return _START in template
-
-    def new_id(self) -> str:
-        return call_id()
 
     def read(self, reader: CallReader) -> Steps[None]:
         yield from read_marked(reader, (_START,), _call)

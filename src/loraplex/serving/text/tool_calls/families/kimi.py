@@ -10,13 +10,15 @@ from loraplex.core.tools import FunctionTool
 from loraplex.serving.text.text_source import Steps
 from loraplex.serving.text.tool_calls.format import (
     CallSyntax,
+    OurIds,
     arguments_schema,
     read_marked,
+    read_named_arguments,
     read_section,
 )
 from loraplex.serving.text.tool_calls.json_text import MalformedError
 from loraplex.serving.text.tool_calls.lark import Lark
-from loraplex.serving.text.tool_calls.reader import CallReader, call_id
+from loraplex.serving.text.tool_calls.reader import CallReader
 
 _SECTION: Final = "<|tool_calls_section_begin|>"
 _SECTION_END: Final = "<|tool_calls_section_end|>"
@@ -31,7 +33,7 @@ def _call_rule(lark: Lark, tool: FunctionTool) -> str:
     return f"{head} {lark.text(_ARGUMENTS)} {lark.json(arguments_schema(tool))}"
 
 
-class Kimi:
+class Kimi(OurIds):
     name = "kimi_k2"
     markers = (_SECTION, _SECTION_END, _CALL, _CALL_END, _ARGUMENTS)
     syntax = CallSyntax(
@@ -45,9 +47,6 @@ class Kimi:
     def recognises(self, template: str) -> bool:
         return _CALL in template
 
-    def new_id(self) -> str:
-        return call_id()
-
     def read(self, reader: CallReader) -> Steps[None]:
         yield from read_marked(reader, (_SECTION,), read_section(_CALL, _SECTION_END, _call))
 
@@ -57,11 +56,6 @@ def _call(reader: CallReader) -> Steps[None]:
     match = _ID.fullmatch(own_id)
     if match is None:
         raise MalformedError
-    reader.check_name(match["name"])
-    yield from reader.take_space()
-    if (yield from reader.peek()) == "{":
-        reader.begin_call(match["name"], own_id)
-    yield from reader.json_object(reader.arguments)
-    yield from reader.take_space()
+    yield from read_named_arguments(reader, match["name"], own_id)
     yield from reader.expect(_CALL_END)
     reader.settle()

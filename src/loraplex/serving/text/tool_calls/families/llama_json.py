@@ -4,14 +4,14 @@ As the chat templates of meta-llama/Llama-3.x-Instruct ask for it.
 """
 
 from loraplex.serving.text.text_source import Steps
-from loraplex.serving.text.tool_calls.format import CallSyntax, json_call, rest_is_content
+from loraplex.serving.text.tool_calls.format import CallSyntax, OurIds, json_call, read_whole
 from loraplex.serving.text.tool_calls.json_calls import read_call
-from loraplex.serving.text.tool_calls.reader import CallReader, call_id
+from loraplex.serving.text.tool_calls.reader import CallReader
 
 _TAG = "<|python_tag|>"
 
 
-class LlamaJson:
+class LlamaJson(OurIds):
     name = "llama3_json"
     markers = (_TAG,)
     syntax = CallSyntax(
@@ -33,12 +33,8 @@ class LlamaJson:
     def recognises(self, template: str) -> bool:
         return _TAG in template or '"parameters": dictionary of argument' in template
 
-    def new_id(self) -> str:
-        return call_id()
-
     def read(self, reader: CallReader) -> Steps[None]:
-        yield from reader.attempt(_calls(reader))
-        yield from rest_is_content(reader)
+        yield from read_whole(reader, _calls(reader))
 
 
 def _calls(reader: CallReader) -> Steps[None]:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from loraplex.core.tools import FunctionTool
 from loraplex.serving.text.text_source import Steps
-from loraplex.serving.text.tool_calls.format import CallSyntax, rest_is_content
+from loraplex.serving.text.tool_calls.format import CallSyntax, OurIds, read_whole
 from loraplex.serving.text.tool_calls.json_text import MAX_DEPTH, CutError, MalformedError
 from loraplex.serving.text.tool_calls.lark import Lark
 from loraplex.serving.text.tool_calls.parameters import (
@@ -20,7 +20,6 @@ from loraplex.serving.text.tool_calls.parameters import (
 from loraplex.serving.text.tool_calls.reader import (
     MAX_NAME_CHARACTERS,
     CallReader,
-    call_id,
 )
 
 _START, _END = "<|python_start|>", "<|python_end|>"
@@ -60,7 +59,7 @@ def _some_of(lark: Lark, names: list[str], parts: dict[str, str]) -> str:
     return lark.choice(choices)
 
 
-class Pythonic:
+class Pythonic(OurIds):
     name = "pythonic"
     markers = (_START, _END)
     syntax = CallSyntax(
@@ -82,12 +81,8 @@ class Pythonic:
     def recognises(self, template: str) -> bool:
         return "func_name1(" in template or _START in template
 
-    def new_id(self) -> str:
-        return call_id()
-
     def read(self, reader: CallReader) -> Steps[None]:
-        yield from reader.attempt(_calls(reader))
-        yield from rest_is_content(reader)
+        yield from read_whole(reader, _calls(reader))
 
 
 def _calls(reader: CallReader) -> Steps[None]:

@@ -7,10 +7,10 @@ from typing import Final
 
 from loraplex.core.tools import FunctionTool
 from loraplex.serving.text.text_source import Steps
-from loraplex.serving.text.tool_calls.format import CallSyntax
+from loraplex.serving.text.tool_calls.format import CallSyntax, OurIds
 from loraplex.serving.text.tool_calls.lark import Lark
 from loraplex.serving.text.tool_calls.parameters import ArgumentPieces, json_of, properties
-from loraplex.serving.text.tool_calls.reader import CallReader, call_id
+from loraplex.serving.text.tool_calls.reader import CallReader
 from loraplex.serving.text.tool_calls.text_values import members_rule
 
 _START: Final = "<tool_call>"
@@ -26,7 +26,7 @@ def _call_rule(lark: Lark, tool: FunctionTool) -> str:
     return f"{lark.text(f'{_FUNCTION}{tool.name}>' + chr(10))} {members} {lark.text(_FUNCTION_END)}"
 
 
-class Qwen3Coder:
+class Qwen3Coder(OurIds):
     name = "qwen3_coder"
     markers = (_START, _END)
     syntax = CallSyntax(
@@ -40,9 +40,6 @@ class Qwen3Coder:
 
     def recognises(self, template: str) -> bool:
         return _FUNCTION in template
-
-    def new_id(self) -> str:
-        return call_id()
 
     def read(self, reader: CallReader) -> Steps[None]:
         while (start := (yield from reader.content_until((_START, _FUNCTION)))) is not None:
