@@ -44,7 +44,8 @@ class Registry:
         if found is None:
             with self._lock:
                 names = self._names((ref.model, ref.tenant))
-                known = [*names.versions, *names.aliases]
+                known = {name: one.task_id for name, one in names.versions.items()}
+                known |= dict.fromkeys(names.aliases)
             raise not_found(ref.key, ref.model, known)
         return found
 
@@ -125,29 +126,38 @@ def _forget_keys(names: _Names, version: AdapterVersion) -> None:
         del names.names_by_task[version.task_id]
 
 
-def not_found(key: AdapterKey, model: str, names: list[str]) -> AdapterNotFoundError:
-    """For whom it concerns, who knows of these names."""
-    return AdapterNotFoundError(_not_found(key, model, names), param="adapter")
+def not_found(key: AdapterKey, model: str, known: Mapping[str, int | None]) -> AdapterNotFoundError:
+    """For whom it concerns, who knows of these names (each with its task id, if it has one)."""
+    return AdapterNotFoundError(_not_found(key, model, known), param="adapter")
 
 
-def _not_found(key: AdapterKey, model: str, names: list[str]) -> str:
+def _not_found(key: AdapterKey, model: str, known: Mapping[str, int | None]) -> str:
     """Clients of TensorRT-LLM look for the sentence about a task id: it must stay as it is."""
+    names = [repr(name) for name in known]
     match key:
         case ByName(name):
             missing = f"adapter {name!r} not found for model {model!r}"
-            names = _nearest_first(name, names)
+            names = [repr(near) for near in _nearest_first(name, list(known))]
         case ByTaskId(task_id):
             missing = (
                 f"LoRA task {task_id} not found in cache. "
                 "Please send LoRA weights with request, or register an adapter with this task id"
             )
+            names = _with_task_ids(known)
         case ByDigest(digest):
             missing = f"no adapter of model {model!r} has digest {digest}"
     if not names:
         return f"{missing}; no adapter is registered"
-    told = ", ".join(repr(name) for name in names[:_MOST_NAMES_TOLD])
+    told = ", ".join(names[:_MOST_NAMES_TOLD])
     more = f" and {len(names) - _MOST_NAMES_TOLD} more" if len(names) > _MOST_NAMES_TOLD else ""
     return f"{missing}; known adapters: {told}{more}"
+
+
+def _with_task_ids(known: Mapping[str, int | None]) -> list[str]:
+    """Those that have one first, in the order of their ids."""
+    ids = {name: task_id for name, task_id in known.items() if task_id is not None}
+    numbered = [f"{name!r} (task {ids[name]})" for name in sorted(ids, key=ids.__getitem__)]
+    return numbered + [repr(name) for name in known if name not in ids]
 
 
 def _nearest_first(wanted: str, names: list[str]) -> list[str]:

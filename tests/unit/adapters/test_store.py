@@ -59,6 +59,16 @@ def test_an_added_adapter_is_found_by_name_task_and_digest(store):
     assert (version.created, version.path, version.warnings) == (1234, "/adapters/cats", ("w",))
 
 
+def test_task_ids_are_told_where_one_is_unknown(store):
+    add(store, "bats")
+    add(store, "cats", task_id=8)
+    add(store, "dogs", task_id=7)
+    with pytest.raises(
+        AdapterNotFoundError, match=r"adapters: 'dogs' \(task 7\), 'cats' \(task 8\), 'bats'$"
+    ):
+        store.resolve(by_task(9))
+
+
 def test_tenants_and_models_do_not_see_each_other(store):
     add(store, "cats", task_id=1)
     for ref in (by_name("cats", tenant="u"), by_name("cats", model="n"), by_task(1, tenant="u")):

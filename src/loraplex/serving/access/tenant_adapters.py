@@ -89,16 +89,19 @@ class TenantAdapters:
     def _shown(self, key: AdapterKey) -> AdapterVersion:
         version = self._among(key, self._principal.rights.list)
         if version is None:
-            raise not_found(key, self._model, list(self._known_names()))
+            raise not_found(key, self._model, dict(self._known()))
         return version
 
-    def _known_names(self) -> Iterator[str]:
-        listed = {(version.tenant, version.name) for version in self.listed()}
-        yield from (name for _, name in sorted(listed))
+    def _known(self) -> Iterator[tuple[str, int | None]]:
+        """What is listed: names with their task ids, and aliases."""
+        listed = self.listed()
+        for version in listed:
+            yield version.name, version.task_id
+        shown = {(version.tenant, version.name) for version in listed}
         for tenant in self._tenants():
             for alias, name in self._store.aliases(tenant, self._model).items():
-                if (tenant, name) in listed:
-                    yield alias
+                if (tenant, name) in shown:
+                    yield alias, None
 
     def _among(self, key: AdapterKey, right: Names) -> AdapterVersion | None:
         for tenant in self._tenants():
