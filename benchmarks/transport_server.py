@@ -8,10 +8,12 @@ port, gRPC on its own. Prints both addresses once they answer; ends with standar
 
 import asyncio
 import contextlib
+import gc
 import sys
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from loraplex.app import event_loop
 from loraplex.app.end_of_input import end_of_input
 from loraplex.app.http_app import http_app
 from loraplex.app.ports import Ports
@@ -106,6 +108,7 @@ async def serve(values: dict[str, Any]) -> None:
         ports = Ports(stack, settings, None)
         await ports.open_http(app, reporting.connections)
         await ports.open_grpc(triton, everyone_is_local, reporting)
+        gc.freeze()  # as the server does once it is ready
         print(f"127.0.0.1:{http_port} 127.0.0.1:{grpc_port}", flush=True)
         stop = asyncio.Event()
         end_of_input(stop.set)
@@ -122,7 +125,7 @@ async def _no_metrics(scope: Any, receive: Any, send: Any) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     pairs = [pair.partition("=") for pair in arguments or sys.argv[1:]]
-    asyncio.run(serve({name: value for name, _, value in pairs}))
+    event_loop.run(serve({name: value for name, _, value in pairs}))
 
 
 if __name__ == "__main__":

@@ -112,7 +112,9 @@ def test_a_text(client: openai.OpenAI, backend: EchoBackend) -> None:
     assert (response.tools, response.tool_choice) == ([], "auto")
     assert response.parallel_tool_calls is True
     assert (response.truncation, response.service_tier) == ("disabled", "default")
-    assert response.text.format.type == "text"
+    told = response.to_dict()
+    assert told["text"] == {"format": {"type": "text"}, "verbosity": "medium"}
+    assert told["reasoning"] == {"effort": None, "summary": None}
     assert response.completed_at >= response.created_at
     usage = response.usage
     assert usage.input_tokens == len("?system: Be kind.\nuser: Hello\nassistant: ")
@@ -417,6 +419,15 @@ def test_a_conversation_goes_on(client: openai.OpenAI, backend: EchoBackend) -> 
     assert [item.id for item in page] == [item.id for item in reversed(items)]
 
 
+def test_a_conversation_goes_on_behind_a_text_that_was_cut(
+    client: openai.OpenAI, backend: EchoBackend
+) -> None:
+    backend.scripts.extend([("<think>Hm.</think>Good day.",), ("two",)])
+    first = ask(client, "1", max_output_tokens=len("<think>Hm.</think>Good"))
+    ask(client, "2", previous_response_id=first.id)
+    assert prompt_of(backend) == "<s>user: 1\nassistant: Good\nuser: 2\nassistant: "
+
+
 def test_get_and_delete(client: openai.OpenAI, backend: EchoBackend) -> None:
     response = ask(client)
     assert client.responses.retrieve(response.id) == response
@@ -434,12 +445,32 @@ def test_get_and_delete(client: openai.OpenAI, backend: EchoBackend) -> None:
         assert caught.value.code == "response_not_found"
 
 
+def test_what_is_kept_does_not_come_as_a_stream(
+    server: tuple[Switch, str], client: openai.OpenAI
+) -> None:
+    url = f"{server[1]}/v1/responses/{ask(client).id}"
+    assert httpx.get(f"{url}?stream=false").status_code == 200
+    answer = httpx.get(f"{url}?stream=true")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream")
+
+
 def test_nothing_is_kept_of_what_shall_not_be(client: openai.OpenAI) -> None:
     response = ask(client, store=False)
     assert response.model_extra["store"] is False
     with pytest.raises(openai.NotFoundError) as caught:
         ask(client, previous_response_id=response.id)
     assert caught.value.param == "previous_response_id"
+
+
+def test_a_server_that_keeps_nothing(
+    server: tuple[Switch, str], client: openai.OpenAI, backend: EchoBackend
+) -> None:
+    switch, _ = server
+    options = OpenAIOptions(stored_responses=StoreLimits(max_responses=0))
+    switch.app = FastAPI()
+    switch.app.include_router(openai_routes(backend, options, by_tenant))
+    assert ask(client).model_extra["store"] is False
+    assert ask(client, store=True).model_extra["store"] is False
 
 
 def test_the_oldest_make_room(client: openai.OpenAI) -> None:
@@ -560,8 +591,8 @@ def test_a_wrong_page_is_named(
     assert answer.json()["error"]["param"] == query.split("=", maxsplit=1)[0]
 
 
-def test_values_that_ask_for_nothing(client: openai.OpenAI) -> None:
-    ask(
+def test_values_that_ask_for_nothing_come_back(client: openai.OpenAI) -> None:
+    response = ask(
         client,
         background=False,
         service_tier="auto",
@@ -570,5 +601,14 @@ def test_values_that_ask_for_nothing(client: openai.OpenAI) -> None:
         max_tool_calls=3,
         reasoning={"effort": "low", "summary": "auto"},
         include=["reasoning.encrypted_content"],
+        text={"verbosity": "low"},
+        truncation="auto",
+        parallel_tool_calls=False,
         extra_body={"prompt_cache_options": {}, "conversation": None, "n": 1},
     )
+    told = response.to_dict()
+    assert (told["safety_identifier"], told["prompt_cache_key"]) == ("x", "y")
+    assert (told["max_tool_calls"], told["truncation"]) == (3, "auto")
+    assert told["reasoning"] == {"effort": "low", "summary": "auto"}
+    assert told["text"] == {"format": {"type": "text"}, "verbosity": "low"}
+    assert told["parallel_tool_calls"] is False

@@ -5,6 +5,7 @@ starts).
 """
 
 import dataclasses
+import gc
 import logging
 import sys
 from pathlib import Path
@@ -74,8 +75,11 @@ def build_engine(model: ModelConfig, logits_dir: Path | None = None) -> Engine:
         raise
 
 
-def run_engine(model: ModelConfig, channel: EngineChannel) -> None:
-    """Build the engine and serve the channel; what prevents it is the channel's last event."""
+def run_engine(model: ModelConfig, channel: EngineChannel, *, is_alone: bool = False) -> None:
+    """Build the engine and serve the channel; what prevents it is the channel's last event.
+
+    is_alone: in its process.
+    """
     try:
         engine = build_engine(model, channel.logits_dir)
     except LoraplexError as error:
@@ -86,6 +90,9 @@ def run_engine(model: ModelConfig, channel: EngineChannel) -> None:
         problem = ConfigError(f"the engine cannot start: {error}")
         channel.send(EngineFailed(problem.to_info()))
         return
+    if is_alone:
+        # A collection of garbage that looked at all of torch would stop a step for 150 ms.
+        gc.freeze()
     try:
         EngineLoop(engine, channel, SystemClock()).run()
     finally:
@@ -184,7 +191,7 @@ def main() -> None:
     logging.basicConfig(level=log_level.upper(), format="%(levelname).1s engine: %(message)s")
     be_engine_process(
         lambda settings, channel: run_engine(
-            msgspec.msgpack.decode(settings, type=ModelConfig), channel
+            msgspec.msgpack.decode(settings, type=ModelConfig), channel, is_alone=True
         )
     )
 

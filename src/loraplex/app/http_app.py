@@ -8,13 +8,14 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Router
+from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loraplex.app.access import OPEN_PATHS, guarded
 from loraplex.app.reporting import Reporting
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.access import Authenticate
+from loraplex.frontends.kserve.http.router import PathRouter
 from loraplex.frontends.kserve.http.routes import kserve_routes
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.openai.app import ALL_METHODS, openai_fallback_routes, openai_routes
@@ -81,7 +82,7 @@ def http_app(
     app.router.routes.extend([*routes, *_other_methods(routes)])
     app.include_router(openai_fallback_routes())
     return RequestMiddleware(
-        guarded(KServeFirst(kserve, app), authenticate, settings),
+        guarded(KServeFirst(PathRouter(kserve), app), authenticate, settings),
         reporting.telemetry,
         body_timeout_seconds=settings.body_timeout_seconds,
         is_draining=lambda: draining.is_active,
@@ -123,14 +124,14 @@ class KServeFirst:
     """Its paths, which are all below one, go past the other rooms' routes and middleware: finding
     their way there took as long as answering them."""
 
-    def __init__(self, routes: Sequence[BaseRoute], others: ASGIApp) -> None:
-        self._router = Router(routes, redirect_slashes=False)
+    def __init__(self, kserve: ASGIApp, others: ASGIApp) -> None:
+        self._kserve = kserve
         self._others = others
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")
         is_kserve = scope["type"] == "http" and (path == KSERVE or path.startswith(f"{KSERVE}/"))
-        await (self._router if is_kserve else self._others)(scope, receive, send)
+        await (self._kserve if is_kserve else self._others)(scope, receive, send)
 
 
 def _options(settings: ServerConfig, dialect: Dialect) -> OpenAIOptions:

@@ -1,38 +1,40 @@
 """One HTTP connection with limits: what uvicorn's own protocol takes without any.
 
 Header lines, their number and bytes, and the time until they are there; a connection beyond those
-that may be open. Who breaks one is answered with a status and a JSON error, and the connection is
-closed: no application has seen the request, so the answer is not in a front end's words.
+that may be open; one request at a time. Who breaks one is answered with a status and a JSON error,
+and the connection is closed: no application has seen the request, so the answer is not in a front
+end's words.
 """
 
 import asyncio
-import http
-from typing import Any, NamedTuple
+from typing import Any
+from urllib.parse import unquote
 
-import h11
-import msgspec
+import httptools
 from uvicorn.config import Config
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from loraplex.app.gathered_writes import GatheredWrites
+from loraplex.app.http_exchange import Exchange
+from loraplex.app.http_refusals import (
+    ConnectionLimits,
+    Head,
+    Refusal,
+    Refused,
+    body_of,
+    not_http,
+)
 from loraplex.frontends.telemetry.connections import HttpConnections
 
-
-class ConnectionLimits(NamedTuple):
-    max_connections: int
-    max_headers: int
-    max_header_bytes: int
-    max_request_line_bytes: int
-    header_timeout_seconds: float
+_END = b"\r\n\r\n"
+"""Every head ends so, and every body in chunks: the parser takes no other line ends."""
+_BLANKS = b" \t"
+"""No part of a header's value; the parser leaves those behind it."""
 
 
-class Refusal(NamedTuple):
-    status: int
-    code: str
-    message: str
-
-
-class LimitedConnection(H11Protocol):
+class LimitedConnection(HttpToolsProtocol):
     """Made for each connection by uvicorn's server, with our first arguments bound."""
 
     def __init__(
@@ -47,16 +49,29 @@ class LimitedConnection(H11Protocol):
         super().__init__(config, server_state, app_state, _loop)
         self._limits = limits
         self._counts = counts
-        self._parser = LimitedParser(limits)
-        self.conn = self._parser
+        self._flow: _Flow
+        self._writes: GatheredWrites
         self._header_timer: asyncio.TimerHandle | None = None
+        self._is_in_body = False
+        """Between a head and the end of its request; there is not always a body."""
+        self._num_body_bytes = 0
+        """Of a body with a known length, what is still to come."""
+        self._num_pending = 0
+        """Bytes since the parser had something whole."""
+        self._tail = b""
+        """The last bytes that were read, where an _END may have begun."""
+        self._early = b""
+        """What came behind a request that is not answered yet."""
+
+    # ---------------------------------------------------------------- the connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = self._flow = _Flow(transport)
+        self._writes = GatheredWrites(transport, self.loop)
         self._counts.num_open += 1
         if len(self.connections) > self._limits.max_connections:
-            most = self._limits.max_connections
-            self._refuse(Refusal(503, "too_many_connections", f"{most} connections are open"))
+            self._refuse(self._limits.too_many_connections())
         else:
             self._await_headers()
 
@@ -68,28 +83,148 @@ class LimitedConnection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        if self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY:
-            # The rest of a body whose request is answered: it does not keep the connection alive.
-            self.conn.receive_data(data)
-            self.handle_events()
+        if self._is_answering():
+            self._keep(self._early + data)
         else:
-            super().data_received(data)
+            self._read(data)
 
-    def handle_events(self) -> None:
-        super().handle_events()
-        if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
-            self._stop_waiting()
-        elif self._header_timer is None and self.conn.trailing_data[0]:
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._early and not self.transport.is_closing():
+            early = self._early
+            self._keep(b"")
+            self._read(early)
+
+    def _is_answering(self) -> bool:
+        """A request is here as a whole, and its answer is not yet there."""
+        return self.cycle is not None and not (self._is_in_body or self.cycle.response_complete)
+
+    def _keep(self, early: bytes) -> None:
+        self._early = early
+        self._flow.hold(is_held=bool(early))
+
+    # ---------------------------------------------------------------- reading
+
+    def _read(self, data: bytes) -> None:
+        """Feed the parser, never beyond the end of a request: one at a time is answered."""
+        while data:
+            size = self._next_size(data)
+            if not self._feed(data[:size]):
+                return
+            data = data[size:]
+            if data and self._is_answering():
+                self._keep(data)
+                return
+        if self._num_pending and not self._is_in_body:
             self._await_headers()
 
-    def send_400_response(self, msg: str) -> None:
-        """uvicorn's answer to what its parser refused."""
-        del msg
-        self._refuse(self._parser.refusal())
+    def _next_size(self, data: bytes) -> int:
+        """How many of these bytes may be fed, so that a request ends with them or later."""
+        if self._num_body_bytes:
+            return self._num_body_bytes
+        seen = self._tail + data
+        start = seen.find(_END)
+        if start < 0:
+            self._tail = seen[1 - len(_END) :]
+            return len(data)
+        size = start + len(_END) - len(self._tail)
+        self._tail = b""
+        return size
+
+    def _feed(self, data: bytes) -> bool:
+        """Whether the connection goes on."""
+        self._num_pending += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            return self._feed(self._head_without_upgrade())
+        except httptools.HttpParserError as error:
+            reason = error.__context__
+            self._refuse(reason.refusal if isinstance(reason, Refused) else not_http(error))
+            return False
+        if self._num_pending > self._limits.max_header_bytes:
+            has_long_line = len(self.url) > self._limits.max_request_line_bytes
+            limits = self._limits
+            self._refuse(limits.line_too_long() if has_long_line else limits.headers_too_large())
+            return False
+        return True
+
+    def _head_without_upgrade(self) -> bytes:
+        """To go on in HTTP/1, as a server may: the parser takes what follows the head for
+        another protocol, even a body with a length.
+        """
+        version = self.parser.get_http_version().encode("ascii")
+        lines = [b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"".join([*lines, b"\r\n"])
+
+    # ---------------------------------------------------------------- what the parser has read
+
+    def on_message_begin(self) -> None:
+        assert not self._is_answering()
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        # One behind the body is none: the application has the headers, and nobody checked it.
+        if not self._is_in_body:
+            self.headers.append((name.lower(), value.rstrip(_BLANKS)))
+
+    def on_headers_complete(self) -> None:
+        method, version = self.parser.get_method(), self.parser.get_http_version()
+        head = Head(method, self.url, version, self.headers)
+        body = body_of(head, self._limits)
+        if self.parser.should_upgrade():
+            return  # The head is read again.
+        self._stop_waiting()
+        self._unset_keepalive_if_required()
+        self._is_in_body = True
+        self._num_pending, self._num_body_bytes = 0, body.num_bytes
+        self._complete_scope(method, version)
+        self.cycle = Exchange(
+            scope=self.scope,
+            transport=self._writes,
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=False,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=body.is_held_back,
+            keep_alive=version != "1.0" and self.parser.should_keep_alive(),
+            on_response=self.on_response_complete,
+        )
+        self._start_asgi_task(self.cycle, self.app)
+
+    def _complete_scope(self, method: bytes, version: str) -> None:
+        target = httptools.parse_url(self.url)
+        raw_path = target.path or b"/"
+        path = raw_path.decode("ascii")
+        scope = self.scope
+        scope["method"] = method.decode("ascii")
+        scope["http_version"] = version
+        scope["path"] = unquote(path) if "%" in path else path
+        scope["raw_path"] = raw_path
+        scope["query_string"] = target.query or b""
+
+    def on_body(self, body: bytes) -> None:
+        self._num_pending = 0
+        if self._num_body_bytes:
+            self._num_body_bytes -= len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._is_in_body:
+            self._is_in_body = False
+            self._num_pending = 0
+            super().on_message_complete()
+
+    # ---------------------------------------------------------------- refusing
 
     def _await_headers(self) -> None:
-        seconds = self._limits.header_timeout_seconds
-        self._header_timer = self.loop.call_later(seconds, self._headers_are_late)
+        if self._header_timer is None:
+            self._unset_keepalive_if_required()
+            seconds = self._limits.header_timeout_seconds
+            self._header_timer = self.loop.call_later(seconds, self._headers_are_late)
 
     def _stop_waiting(self) -> None:
         if self._header_timer is not None:
@@ -100,17 +235,14 @@ class LimitedConnection(H11Protocol):
         self._header_timer = None
         if self.transport.is_closing():
             return
-        if not self.conn.trailing_data[0]:
+        if self._num_pending:
+            self._refuse(self._limits.headers_are_late())
+        else:
             self._counts.refused("idle")
             self.transport.close()
-            return
-        seconds = self._limits.header_timeout_seconds
-        self._refuse(
-            Refusal(408, "header_timeout", f"the headers did not come within {seconds:g} seconds")
-        )
 
     def _refuse(self, refusal: Refusal) -> None:
-        """Answer and close. The bytes are written here: the parser may be in no state to."""
+        """Answer and close. The bytes are written here: no application may be there to."""
         self._counts.refused(refusal.code)
         if self.cycle is not None and not self.cycle.response_complete:
             # A broken body: its application is told as if the client had gone.
@@ -119,80 +251,22 @@ class LimitedConnection(H11Protocol):
             if self.cycle.response_started:
                 self.transport.close()
                 return
-        error = {
-            "message": refusal.message,
-            "type": "invalid_request_error"
-            if refusal.status < 500
-            else "service_unavailable_error",
-            "param": None,
-            "code": refusal.code,
-        }
-        body = msgspec.json.encode({"error": error})
-        retry = "retry-after: 1\r\n" if refusal.status == 503 else ""
-        head = (
-            f"HTTP/1.1 {refusal.status} {http.HTTPStatus(refusal.status).phrase}\r\n"
-            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n{retry}"
-            "connection: close\r\n\r\n"
-        )
-        self.transport.write(head.encode("ascii") + body)
+        self.transport.write(refusal.answer())
         self.transport.close()
 
 
-class LimitedParser(h11.Connection):
-    """h11's parser, which keeps why it refused what came."""
+class _Flow(FlowControl):
+    """Nothing is read while bytes wait here: a client could have any number of them kept."""
 
-    def __init__(self, limits: ConnectionLimits) -> None:
-        super().__init__(h11.SERVER, limits.max_header_bytes)
-        self._limits = limits
-        self._error: h11.RemoteProtocolError | None = None
-        self._refusal: Refusal | None = None
+    _is_held = False
 
-    def next_event(self) -> Any:
-        """Raises h11.RemoteProtocolError, also for what is over our limits."""
-        try:
-            event = super().next_event()
-        except h11.RemoteProtocolError as error:
-            self._error = error
-            raise
-        if isinstance(event, h11.Request):
-            self._refusal = self._over_limits(event)
-            if self._refusal is not None:
-                raise h11.RemoteProtocolError(self._refusal.message)
-        return event
+    def hold(self, *, is_held: bool) -> None:
+        self._is_held = is_held
+        if is_held:
+            self.pause_reading()
+        else:
+            self.resume_reading()
 
-    def refusal(self) -> Refusal:
-        """Of what next_event raised last."""
-        if self._refusal is not None:
-            return self._refusal
-        if self._error is None or self._error.error_status_hint == 400:
-            return Refusal(400, "invalid_request", f"this is not HTTP: {self._error}")
-        if self._error.error_status_hint == 431:
-            return self._too_long()
-        status = self._error.error_status_hint
-        return Refusal(status, "invalid_request", str(self._error))
-
-    def _too_long(self) -> Refusal:
-        """Of headers that have no end yet."""
-        has_line = b"\n" in self.trailing_data[0]
-        return self._headers_too_large() if has_line else self._line_too_long()
-
-    def _headers_too_large(self) -> Refusal:
-        most = self._limits.max_header_bytes
-        return Refusal(431, "headers_too_large", f"request line and headers are over {most} bytes")
-
-    def _line_too_long(self) -> Refusal:
-        most = self._limits.max_request_line_bytes
-        return Refusal(414, "request_line_too_long", f"the request line is over {most} bytes")
-
-    def _over_limits(self, request: h11.Request) -> Refusal | None:
-        line = len(request.method) + len(request.target) + len(" HTTP/1.1") + 1
-        if line > self._limits.max_request_line_bytes:
-            return self._line_too_long()
-        headers = list(request.headers)
-        if len(headers) > self._limits.max_headers:
-            most = self._limits.max_headers
-            return Refusal(431, "too_many_headers", f"there are over {most} headers")
-        num_bytes = line + sum(len(name) + len(value) + 4 for name, value in headers)
-        if num_bytes > self._limits.max_header_bytes:
-            return self._headers_too_large()
-        return None
+    def resume_reading(self) -> None:
+        if not self._is_held:
+            super().resume_reading()

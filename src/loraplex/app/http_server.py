@@ -13,7 +13,8 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from loraplex.app.http_protocol import ConnectionLimits, LimitedConnection
+from loraplex.app.http_protocol import LimitedConnection
+from loraplex.app.http_refusals import ConnectionLimits
 from loraplex.app.tls import TlsFiles
 from loraplex.core.errors import ConfigError
 from loraplex.core.server_config import ServerConfig

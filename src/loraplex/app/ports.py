@@ -1,6 +1,5 @@
 """The server's ports, opened as its settings say."""
 
-import asyncio
 import contextlib
 from collections.abc import Iterator
 
@@ -47,7 +46,6 @@ class Ports:
             return
         server = GrpcServer(
             triton,
-            asyncio.get_running_loop(),
             self._settings.host,
             self._settings.grpc_port,
             authenticate=authenticate,

@@ -1,9 +1,12 @@
 """What a client may ask of the sampler. Pure data and its limits; the sampler is in execution."""
 
+import functools
+import itertools
 import math
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -125,37 +128,28 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
 
     def validate(self) -> None:
-        """Raise InvalidParameterError for the first value out of its range."""
-        if self.max_tokens is not None:
-            _check("max_tokens", self.max_tokens)
-        _check("min_tokens", self.min_tokens)
+        """Raise InvalidParameterError for the first value out of its range.
+
+        Only what differs from its default is looked at: most requests say little.
+        """
+        values = msgspec.structs.astuple(self)
+        differ = map(operator.is_not, values, _DEFAULTS)
+        for check, value in itertools.compress(zip(_CHECKS, values, strict=True), differ):
+            check(value)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameterError(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
                 param="min_tokens",
             )
-        self._validate_counts()
-        self._validate_draws()
-        self._validate_flags()
-        self._validate_stops()
-        self._validate_bans()
-
-    def _validate_counts(self) -> None:
-        _check("n", self.n)
         if self.best_of is not None:
-            _check_int("best_of", self.best_of, self.n, MAX_N)
+            _check_number("best_of", Range(self.n, MAX_N), self.best_of)
         if self.beam is not None:
             self._validate_beam(self.beam)
-        if self.num_draft_tokens is not None:
-            _check("num_draft_tokens", self.num_draft_tokens)
-        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
-            if count is not None:
-                _check(name, count)
 
     def _validate_beam(self, beam: BeamSearch) -> None:
         if not isinstance(beam, BeamSearch):
             raise InvalidParameterError(f"beam must be a BeamSearch, got {beam!r}", param="beam")
-        _check("beam_width", beam.width)
+        _check_number("beam_width", RANGES["beam_width"], beam.width)
         if self.n > beam.width:
             raise InvalidParameterError(
                 f"n ({self.n}) must not exceed the beam width ({beam.width})", param="n"
@@ -166,77 +160,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise InvalidParameterError(
                 "logits of new tokens are not returned with beam search", param="return_logits"
             )
-        _check("length_penalty", beam.length_penalty)
-        _check("beam_search_diversity_rate", beam.diversity_rate)
+        _check_number("length_penalty", RANGES["length_penalty"], beam.length_penalty)
+        _check_number(
+            "beam_search_diversity_rate", RANGES["beam_search_diversity_rate"], beam.diversity_rate
+        )
         if beam.early_stopping not in tuple(EarlyStopping):
             raise InvalidParameterError(
                 f"early_stopping must be one of {', '.join(EarlyStopping)}, got "
                 f"{beam.early_stopping!r}",
                 param="early_stopping",
-            )
-
-    def _validate_draws(self) -> None:
-        _check("temperature", self.temperature)
-        _check("top_k", self.top_k)
-        _check("top_p", self.top_p)
-        _check("top_p_decay", self.top_p_decay)
-        _check("top_p_min", self.top_p_min)
-        if self.top_p_reset_id is not None:
-            _check("top_p_reset_id", self.top_p_reset_id)
-        _check("min_p", self.min_p)
-        _check("repetition_penalty", self.repetition_penalty)
-        _check("presence_penalty", self.presence_penalty)
-        _check("frequency_penalty", self.frequency_penalty)
-        if self.seed is not None:
-            _check("seed", self.seed)
-
-    def _validate_flags(self) -> None:
-        for name, flag in (
-            ("include_stop_in_output", self.include_stop_in_output),
-            ("ignore_eos", self.ignore_eos),
-            ("return_logits", self.return_logits),
-            ("return_prompt_logits", self.return_prompt_logits),
-            ("skip_special_tokens", self.skip_special_tokens),
-        ):
-            if not isinstance(flag, bool):
-                raise InvalidParameterError(
-                    f"{name} must be true or false, got {flag!r}", param=name
-                )
-
-    def _validate_stops(self) -> None:
-        _check_texts("stop", "a stop string", self.stop, MAX_STOP_STRINGS)
-        _check_list("stop_token_ids", self.stop_token_ids, int, "integers")
-        if len(self.stop_token_ids) > MAX_WORDS:
-            raise InvalidParameterError(
-                f"stop_token_ids has {len(self.stop_token_ids)} ids; at most {MAX_WORDS} are "
-                "allowed",
-                param="stop_token_ids",
-            )
-        _check_runs("stop_token_sequences", self.stop_token_sequences)
-
-    def _validate_bans(self) -> None:
-        _check("no_repeat_ngram_size", self.no_repeat_ngram_size)
-        _check_texts("bad_words", "a bad word", self.bad_words, MAX_WORDS)
-        if (length := sum(map(len, self.bad_words))) > MAX_WORDS_LENGTH:
-            raise InvalidParameterError(
-                f"bad_words have {length} characters together; at most {MAX_WORDS_LENGTH} are "
-                "allowed",
-                param="bad_words",
-            )
-        _check_runs("bad_token_ids", self.bad_token_ids, _MAX_BAD_RUNS)
-        _check_list("allowed_token_ids", self.allowed_token_ids, int, "integers")
-        _check_logit_bias(self.logit_bias)
-        grammar = self.grammar
-        if grammar is None:
-            return
-        if not (
-            isinstance(grammar, Grammar)
-            and isinstance(grammar.kind, GrammarKind)
-            and isinstance(grammar.text, str)
-        ):
-            raise InvalidParameterError(
-                f"grammar must be a Grammar of a GrammarKind and a text, got {grammar!r}",
-                param="grammar",
             )
 
     @property
@@ -264,37 +196,73 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         )
 
 
-def _check(name: str, value: object) -> None:
-    low, high, is_whole, is_above_low = RANGES[name]
-    if is_whole:
-        _check_int(name, value, int(low), int(high))
-    else:
-        _check_float(name, value, low, high, open_low=is_above_low)
+def _check_number(name: str, limits: Range, value: object) -> None:
+    low, high, is_whole, is_above_low = limits
+    if not isinstance(value, int if is_whole else (int, float)) or isinstance(value, bool):
+        kind = "an integer" if is_whole else "a number"
+        raise InvalidParameterError(f"{name} must be {kind}, got {value!r}", param=name)
+    if not low <= value <= high or (is_above_low and value == low):  # false for NaN
+        bracket = "(" if is_above_low else "["
+        ends = f"{low}, {high}" if is_whole else f"{low:g}, {high:g}"
+        raise InvalidParameterError(f"{name} must be in {bracket}{ends}], got {value}", param=name)
 
 
-def _check_int(name: str, value: object, low: int, high: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise InvalidParameterError(f"{name} must be an integer, got {value!r}", param=name)
-    if not low <= value <= high:
-        raise InvalidParameterError(f"{name} must be in [{low}, {high}], got {value}", param=name)
+def _check_max_tokens(value: object) -> None:
+    if value is not None:
+        _check_number("max_tokens", RANGES["max_tokens"], value)
 
 
-def _check_float(
-    name: str, value: object, low: float, high: float, *, open_low: bool = False
-) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise InvalidParameterError(f"{name} must be a number, got {value!r}", param=name)
-    if not low <= value <= high or (open_low and value == low):  # false for NaN
-        bracket = "(" if open_low else "["
-        raise InvalidParameterError(
-            f"{name} must be in {bracket}{low:g}, {high:g}], got {value}", param=name
-        )
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise InvalidParameterError(f"{name} must be true or false, got {value!r}", param=name)
+
+
+def _check_with_others(value: object) -> None:
+    """What `validate` checks against other values."""
 
 
 def _check_list(name: str, value: object, kind: type, what: str) -> None:
     """A string is refused, too: as a sequence it would be its characters."""
     if not isinstance(value, tuple | list) or not all(isinstance(item, kind) for item in value):
         raise InvalidParameterError(f"{name} must be a list of {what}, got {value!r}", param=name)
+
+
+def _check_stop(stop: tuple[str, ...]) -> None:
+    _check_texts("stop", "a stop string", stop, MAX_STOP_STRINGS)
+
+
+def _check_stop_ids(token_ids: tuple[int, ...]) -> None:
+    _check_ids("stop_token_ids", token_ids)
+    if len(token_ids) > MAX_WORDS:
+        raise InvalidParameterError(
+            f"stop_token_ids has {len(token_ids)} ids; at most {MAX_WORDS} are allowed",
+            param="stop_token_ids",
+        )
+
+
+def _check_bad_words(words: tuple[str, ...]) -> None:
+    _check_texts("bad_words", "a bad word", words, MAX_WORDS)
+    if (length := sum(map(len, words))) > MAX_WORDS_LENGTH:
+        raise InvalidParameterError(
+            f"bad_words have {length} characters together; at most {MAX_WORDS_LENGTH} are allowed",
+            param="bad_words",
+        )
+
+
+def _check_ids(name: str, token_ids: tuple[int, ...]) -> None:
+    _check_list(name, token_ids, int, "integers")
+
+
+def _check_grammar(grammar: Grammar) -> None:
+    if not (
+        isinstance(grammar, Grammar)
+        and isinstance(grammar.kind, GrammarKind)
+        and isinstance(grammar.text, str)
+    ):
+        raise InvalidParameterError(
+            f"grammar must be a Grammar of a GrammarKind and a text, got {grammar!r}",
+            param="grammar",
+        )
 
 
 def _check_texts(name: str, one: str, texts: tuple[str, ...], most: int) -> None:
@@ -361,3 +329,27 @@ def _is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+_CHECKS_BY_NAME: Mapping[str, Callable[[Any], None]] = {
+    **{name: functools.partial(_check_number, name, limits) for name, limits in RANGES.items()},
+    "max_tokens": _check_max_tokens,
+    "best_of": _check_with_others,
+    "beam": _check_with_others,
+    "logit_bias": _check_logit_bias,
+    "allowed_token_ids": functools.partial(_check_ids, "allowed_token_ids"),
+    "bad_words": _check_bad_words,
+    "bad_token_ids": functools.partial(_check_runs, "bad_token_ids", most=_MAX_BAD_RUNS),
+    "grammar": _check_grammar,
+    "stop": _check_stop,
+    "stop_token_ids": _check_stop_ids,
+    "stop_token_sequences": functools.partial(_check_runs, "stop_token_sequences"),
+    "include_stop_in_output": functools.partial(_check_flag, "include_stop_in_output"),
+    "ignore_eos": functools.partial(_check_flag, "ignore_eos"),
+    "return_logits": functools.partial(_check_flag, "return_logits"),
+    "return_prompt_logits": functools.partial(_check_flag, "return_prompt_logits"),
+    "skip_special_tokens": functools.partial(_check_flag, "skip_special_tokens"),
+}
+_FIELDS = msgspec.structs.fields(SamplingParams)
+_DEFAULTS = tuple(field.default for field in _FIELDS)
+_CHECKS = tuple(_CHECKS_BY_NAME[field.name] for field in _FIELDS)

@@ -12,7 +12,8 @@ from loraplex.documentation.not_served import ABSENT_METRICS
 from loraplex.frontends.exact_counters import ExactCounter
 from loraplex.frontends.kserve.gpu_metrics import GpuCollector, GpuReading
 from loraplex.frontends.kserve.grpc.health import SERVICE as HEALTH_SERVICE
-from loraplex.frontends.kserve.grpc.servicer import ERRORS_END_STREAM, TritonServicer
+from loraplex.frontends.kserve.grpc.servicer import TritonServicer
+from loraplex.frontends.kserve.grpc.stream import ERRORS_END_STREAM
 from loraplex.frontends.kserve.http.infer import HEADER_LENGTH
 from loraplex.frontends.kserve.http.load_report import REQUEST_HEADER, RESPONSE_HEADER
 from loraplex.frontends.kserve.http.routes import Resource, kserve_routes
@@ -79,8 +80,8 @@ def rpc_features() -> tuple[Feature, ...]:
 
 
 def _rpc(name: str) -> Feature:
-    method = getattr(TritonServicer, name)
-    if method.__module__ == service_pb2.__name__ + "_grpc":
+    method = getattr(TritonServicer, name, None)
+    if method is None:
         return Feature(name, Support.REFUSED, "UNIMPLEMENTED")
     return Feature(name, *support_of(method))
 

@@ -3,14 +3,14 @@
 Endpoints ask again who it is that they serve. That a new one forgets to does not open it.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
-from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loraplex.core.errors import LoraplexError, PermissionDeniedError
 from loraplex.frontends.access import Authenticate
+from loraplex.frontends.headers import headers_of
 from loraplex.serving.wire_request import note_error
 
 Refuse = Callable[[str, LoraplexError], Response]
@@ -40,7 +40,7 @@ class KeyGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan" and scope["path"] not in self._open_paths:
             try:
-                principal = self._authenticate(Headers(scope=scope))
+                principal = self._authenticate(headers_of(scope))
                 if self._operators_only_to is not None:
                     principal.require_operator(self._operators_only_to)
             except LoraplexError as error:
@@ -76,7 +76,7 @@ class PageGuard:
         if scope["type"] != "http" or scope["method"] in _READING:
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
+        headers = headers_of(scope)
         if not self._is_strangers(headers):
             await self._app(scope, receive, send)
             return
@@ -87,7 +87,7 @@ class PageGuard:
         note_error(error)
         await self._refuse(scope["path"], error)(scope, receive, send)
 
-    def _is_strangers(self, headers: Headers) -> bool:
+    def _is_strangers(self, headers: Mapping[str, str]) -> bool:
         origin = headers.get("origin")
         if origin is None or not self._origins.isdisjoint((origin, "*")):
             return False

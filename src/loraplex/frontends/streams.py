@@ -47,29 +47,49 @@ async def until_disconnect(
     """
     worker = asyncio.current_task()
     assert worker is not None
-    is_working, has_gone = True, False
-
-    def interrupt(watcher: "asyncio.Task[None]") -> None:
-        nonlocal has_gone
-        if watcher.cancelled():
-            return
-        watcher.exception()  # takes note of it: that, too, says that nobody is there
-        if is_working:
-            has_gone = True
-            worker.cancel()
-
-    watcher = asyncio.create_task(_disconnected(receive))
-    watcher.add_done_callback(interrupt)
+    watch = _Watch(receive, worker)
     try:
         return await work
     except asyncio.CancelledError:
         # Others may have cancelled the worker, too: that is not ours to end.
-        if has_gone and worker.uncancel() == 0:
+        if watch.has_seen_it_go and worker.uncancel() == 0:
             raise ClientDisconnectedError from None
         raise
     finally:
-        is_working = False
-        watcher.cancel()
+        watch.end()
+
+
+class _Watch:
+    """Waits for a client to go while a task works for it, and then cancels the task."""
+
+    __slots__ = ("_receive", "_waiting", "_worker", "has_seen_it_go")
+
+    def __init__(
+        self, receive: Callable[[], Awaitable[Mapping[str, Any]]], worker: "asyncio.Task[Any]"
+    ) -> None:
+        self._receive = receive
+        self._worker: asyncio.Task[Any] | None = worker
+        self.has_seen_it_go = False
+        # Work that never waits ends before this runs, and needs no task beside it.
+        self._waiting: asyncio.Handle | asyncio.Task[None] = asyncio.get_running_loop().call_soon(
+            self._begin
+        )
+
+    def end(self) -> None:
+        self._worker = None
+        self._waiting.cancel()
+
+    def _begin(self) -> None:
+        self._waiting = task = asyncio.create_task(_disconnected(self._receive))
+        task.add_done_callback(self._interrupt)
+
+    def _interrupt(self, watcher: "asyncio.Task[None]") -> None:
+        if watcher.cancelled():
+            return
+        watcher.exception()  # takes note of it: that, too, says that nobody is there
+        if self._worker is not None:
+            self.has_seen_it_go = True
+            self._worker.cancel()
 
 
 async def _disconnected(receive: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:

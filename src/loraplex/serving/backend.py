@@ -4,8 +4,8 @@ A front end turns bytes into a `GenerateRequest`, awaits `Backend.generate`, and
 `RequestOutput`s into bytes. `serving.service.Service` implements it; `testing.EchoBackend` too.
 """
 
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
@@ -238,10 +238,6 @@ class Backend(Protocol):
 
 async def close_outputs(outputs: AsyncIterator[RequestOutput]) -> None:
     """Close the iterator of Backend.generate: aborts the request unless it is over."""
-    if isinstance(outputs, _Closable):
-        await outputs.aclose()
-
-
-@runtime_checkable
-class _Closable(Protocol):
-    async def aclose(self) -> None: ...
+    close: Callable[[], Awaitable[None]] | None = getattr(outputs, "aclose", None)
+    if close is not None:
+        await close()

@@ -6,10 +6,8 @@ write it down. Nothing here decides anything.
 """
 
 import contextvars
-import dataclasses
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import msgspec
 
@@ -30,8 +28,7 @@ class TraceParent(msgspec.Struct, frozen=True):
     """Other systems' words, passed on as they are."""
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class GenerationRecord:
+class GenerationRecord(msgspec.Struct, eq=False):
     """One prompt's way through the engine, as far as it came. Times are the clock's nanoseconds."""
 
     request: GenerateRequest
@@ -43,7 +40,7 @@ class GenerationRecord:
     adapters: tuple[ResolvedAdapter, ...] = ()
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
-    finish_reasons: dict[int, FinishReason] = dataclasses.field(default_factory=dict)
+    finish_reasons: dict[int, FinishReason] = msgspec.field(default_factory=dict)
     """By the sequence's index, of those that ended."""
     timing: RequestTiming | None = None
     """The engine's, if the request came to its end."""
@@ -78,8 +75,7 @@ class GenerationRecord:
         return [FinishReason.ABORT if self.error is None else FinishReason.ERROR]
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class WireRequest:
+class WireRequest(msgspec.Struct, eq=False):
     """One request, from its first bytes to its last answer."""
 
     protocol: str
@@ -102,9 +98,9 @@ class WireRequest:
     status: str = ""
     """HTTP's number, or the name of gRPC's code."""
     error: LoraplexError | None = None
-    generations: list[GenerationRecord] = dataclasses.field(default_factory=list)
-    started_ns: int = dataclasses.field(default_factory=time.monotonic_ns)
-    started_unix_ns: int = dataclasses.field(default_factory=time.time_ns)
+    generations: list[GenerationRecord] = msgspec.field(default_factory=list)
+    started_ns: int = msgspec.field(default_factory=time.monotonic_ns)
+    started_unix_ns: int = msgspec.field(default_factory=time.time_ns)
     ended_ns: int = 0
 
     def within(self) -> "WireRequest":
@@ -133,9 +129,12 @@ class WireRequest:
     @property
     def error_code(self) -> str:
         """The stable code of what went wrong; empty if nothing did."""
-        failed = (record.error for record in self.generations if record.error is not None)
-        error = self.error or next(failed, None)
-        return error.code if error is not None else ""
+        if self.error is not None:
+            return self.error.code
+        for record in self.generations:
+            if record.error is not None:
+                return record.error.code
+        return ""
 
 
 _current: contextvars.ContextVar[WireRequest | None] = contextvars.ContextVar(
@@ -148,16 +147,25 @@ def current_request() -> WireRequest | None:
     return _current.get()
 
 
-@contextmanager
-def as_current(request: WireRequest) -> Iterator[WireRequest]:
+def as_current(request: WireRequest) -> "_Current":
     """Whatever runs inside, and what it starts, works for this request."""
-    # No token: a generator that was left is closed in another context than it began in.
-    before = _current.get()
-    _current.set(request)
-    try:
-        yield request
-    finally:
-        _current.set(before)
+    return _Current(request)
+
+
+class _Current:
+    __slots__ = ("_before", "_request")
+
+    def __init__(self, request: WireRequest) -> None:
+        self._request = request
+
+    def __enter__(self) -> WireRequest:
+        # No token: a generator that was left is closed in another context than it began in.
+        self._before = _current.get()
+        _current.set(self._request)
+        return self._request
+
+    def __exit__(self, *raised: object) -> None:
+        _current.set(self._before)
 
 
 def note_error(error: LoraplexError) -> None:

@@ -10,7 +10,11 @@ PAD_TOKEN_ID = 258
 VOCAB_SIZE = 259
 
 SPECIAL_TOKENS = {"<s>": BOS_TOKEN_ID, "</s>": EOS_TOKEN_ID, "<pad>": PAD_TOKEN_ID}
-_SPECIAL_TEXTS = {token_id: text for text, token_id in SPECIAL_TOKENS.items()}
+_TOKEN_BYTES = (
+    *(bytes([byte]) for byte in range(NUM_BYTES)),
+    *(text.encode() for text in SPECIAL_TOKENS),
+)
+"""By token id."""
 _SPECIAL_PATTERN = re.compile("(" + "|".join(map(re.escape, SPECIAL_TOKENS)) + ")")
 
 
@@ -28,12 +32,10 @@ def encode(text: str, *, add_special_tokens: bool = True) -> list[int]:
 
 def token_bytes(token_id: int) -> bytes:
     """The byte, or the text of a special token."""
-    if token_id < NUM_BYTES:
-        return bytes([token_id])
-    return _SPECIAL_TEXTS[token_id].encode()
+    return _TOKEN_BYTES[token_id]
 
 
 def decode(token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
     """The text; bytes that are no UTF-8 become U+FFFD."""
-    kept = (t for t in token_ids if t < NUM_BYTES or not skip_special_tokens)
-    return b"".join(map(token_bytes, kept)).decode(errors="replace")
+    limit = NUM_BYTES if skip_special_tokens else VOCAB_SIZE
+    return b"".join([_TOKEN_BYTES[t] for t in token_ids if t < limit]).decode(errors="replace")

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from contextlib import aclosing
 from typing import Any
 
-from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message
 
 from loraplex.core.errors import InternalError, LoraplexError
 from loraplex.core.principal import LOCAL
 from loraplex.frontends.kserve.errors import status_of
 from loraplex.frontends.kserve.grpc.codec import decode_request, encode_piece, encode_response
+from loraplex.frontends.kserve.http.router import PathRouter
 from loraplex.frontends.kserve.http.routes import kserve_routes
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.kserve.shared_memory import TenantMemory
@@ -38,7 +38,7 @@ class Asked:
         self.backend.register("sheep", task_id=1)
         self.service = TritonService(self.backend)
         routes = kserve_routes(self.service, max_body_bytes=MAX_BODY_BYTES)
-        self._app: ASGIApp = Starlette(routes=routes)
+        self._app: ASGIApp = PathRouter(routes)
         self.statuses: dict[str, int] = {}
         """How often each answer came."""
 

@@ -9,10 +9,10 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 
 import uvicorn
-from starlette.applications import Starlette
 
 from loraplex.frontends.access import Authenticate, everyone_is_local
 from loraplex.frontends.kserve.grpc.server import GrpcServer
+from loraplex.frontends.kserve.http.router import PathRouter
 from loraplex.frontends.kserve.http.routes import kserve_routes
 from loraplex.frontends.kserve.model_control import ModelControl
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
@@ -46,15 +46,12 @@ def served_triton(
     stop = threading.Event()
 
     async def serve() -> None:
-        loop = asyncio.get_running_loop()
         routes = kserve_routes(service, authenticate=authenticate, max_body_bytes=max_body_bytes)
-        config = uvicorn.Config(
-            Starlette(routes=routes), log_level="warning", lifespan="off", ws="none"
-        )
+        config = uvicorn.Config(PathRouter(routes), log_level="warning", lifespan="off", ws="none")
         listener = socket.create_server(("127.0.0.1", 0))
         http = uvicorn.Server(config)
         serving = asyncio.create_task(http.serve(sockets=[listener]))
-        grpc = GrpcServer(service, loop, "127.0.0.1", 0, authenticate=authenticate)
+        grpc = GrpcServer(service, "127.0.0.1", 0, authenticate=authenticate)
         await grpc.start()
         http_address = f"127.0.0.1:{listener.getsockname()[1]}"
         started.set_result(ServedTriton(http_address, f"127.0.0.1:{grpc.port}", service))

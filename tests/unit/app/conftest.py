@@ -1,12 +1,18 @@
-"""A serving process for a test."""
+"""A serving process for a test, on the loop that it has."""
 
 import contextlib
 
 import pytest
 
+from loraplex.app.event_loop import new_event_loop
 from loraplex.core.errors import ConfigError
 from loraplex.testing.fake_engine_process import FakeEngineSettings
 from loraplex.testing.server_in_loop import ServerInLoop
+
+
+def pytest_asyncio_loop_factories(config, item):
+    del config, item
+    return {"serving": new_event_loop}
 
 
 @pytest.fixture

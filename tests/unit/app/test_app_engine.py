@@ -1,6 +1,7 @@
 """How the real engine begins, and what it says if it cannot."""
 
 import dataclasses
+import gc
 import threading
 
 import msgspec
@@ -57,6 +58,17 @@ def test_overlap_runs_steps_in_a_thread_that_ends_with_the_engine(channel, event
     assert [type(event) for event in events] == [EngineReady]
     left = set(threading.enumerate()) - threads
     assert not [thread for thread in left if not isinstance(thread, TMonitor)]
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_only_its_own_process_is_kept_out_of_garbage_collections(
+    monkeypatch, channel, events, is_alone
+):
+    frozen = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(len(events)))
+    channel.put(Shutdown())
+    run_engine(MODEL, channel, is_alone=is_alone)
+    assert len(frozen) == is_alone
 
 
 @pytest.mark.parametrize(

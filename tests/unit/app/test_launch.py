@@ -1,6 +1,7 @@
 """Engines that start before serving asks for them: each is handed out once, or stopped."""
 
 import contextlib
+import gc
 import logging
 from collections.abc import Awaitable
 
@@ -122,3 +123,12 @@ def test_log_lines_say_for_whom():
     with as_current(Telemetry().begin("http", "GET", "/", "", headers)):
         assert _with_request(line)
     assert line.request == f" [r-1 {'a' * 32}]"
+
+
+def test_what_a_ready_server_has_is_no_more_looked_at_for_garbage(monkeypatch):
+    from loraplex.app.launch import _say_settled
+
+    told = []
+    monkeypatch.setattr(gc, "freeze", lambda: told.append("frozen"))
+    _say_settled(told.append, "ready")
+    assert told == ["frozen", "ready"]

@@ -2,6 +2,7 @@
 
 import math
 
+import msgspec
 import pytest
 
 from loraplex.core.errors import InvalidParameterError
@@ -11,6 +12,7 @@ from loraplex.core.sampling_params import (
     MAX_N,
     MAX_STOP_STRING_LENGTH,
     MAX_STOP_STRINGS,
+    RANGES,
     SamplingParams,
 )
 
@@ -96,6 +98,16 @@ BAD = [
     ("bad_words", ("a" * 4096,) * 17),
     ("stop_token_sequences", ((5, "6"),)),
 ]
+
+
+def test_every_default_is_in_its_range():
+    """`validate` looks at other values only."""
+    defaults = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
+    for name in RANGES.keys() & defaults.keys():
+        low, high, _, is_above_low = RANGES[name]
+        default = defaults[name]
+        assert default is None or (low < default if is_above_low else low <= default), name
+        assert default is None or default <= high, name
 
 
 @pytest.mark.parametrize("fields", GOOD, ids=str)

@@ -116,6 +116,40 @@ async def test_other_messages_are_no_disconnect():
         await until_disconnect(receive, never())
 
 
+async def test_work_that_never_waits_has_no_task_beside_it():
+    num_asked = 0
+
+    async def receive():
+        nonlocal num_asked
+        num_asked += 1
+        return await never()
+
+    async def answer() -> int:
+        return 42
+
+    assert await until_disconnect(receive, answer()) == 42
+    await asyncio.sleep(0.01)
+    assert num_asked == 0
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_a_client_that_goes_when_all_is_done_cancels_nobody():
+    async def wait() -> int:
+        await asyncio.sleep(0.01)
+        return 42
+
+    left = asyncio.Event()
+
+    async def receive():
+        await left.wait()
+        return await gone()
+
+    assert await until_disconnect(receive, wait()) == 42
+    left.set()
+    await asyncio.sleep(0.01)
+    assert asyncio.current_task().cancelling() == 0
+
+
 async def test_cancelling_from_outside_cancels_work():
     backend = EchoBackend(delay_seconds=60)
     task = asyncio.create_task(until_disconnect(never, gather_all(backend, requests("a"), LOCAL)))

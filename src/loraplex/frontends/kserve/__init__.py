@@ -3,8 +3,8 @@
     models/   the Triton models that we serve (their tensor tables are data), and the conversion of
               their tensors to a GenerateRequest and back
     service   admits, answers and stops inference requests; the one object that both wires share
-    http/     Starlette routes        grpc/   a grpc.aio server on its own thread
+    http/     Starlette routes        grpc/   a grpc.aio server, on the same loop
 
 A server builds one `service.TritonService` over its Backend, mounts
-`http.routes.kserve_routes(service)` and starts `grpc.server.GrpcServer(service, loop, host, port)`.
+`http.routes.kserve_routes(service)` and starts `grpc.server.GrpcServer(service, host, port)`.
 """

@@ -1,48 +1,57 @@
-"""Requests in work, so that another request can stop them.
+"""The inference requests in work, so that another request can stop them.
 
 A stop request names its victim by the client's request id; without an id it means the requests of
 its own stream.
 """
 
-import asyncio
-import dataclasses
-from collections import defaultdict
-
 from loraplex.core.errors import InvalidRequestError
+from loraplex.frontends.kserve.merge import Stop
 
 
 class StreamScope:
     """One bidirectional stream of a client. Only its identity matters."""
 
 
-@dataclasses.dataclass(eq=False, slots=True)
 class ActiveRequest:
-    tenant: str
-    client_request_id: str
-    scope: StreamScope | None
-    stopped: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
-    """Set: the request ends now, with what it has."""
+    """Once it is stopped, it ends with what it has."""
+
+    def __init__(
+        self, others: "ActiveRequests", key: tuple[str, str], scope: StreamScope | None
+    ) -> None:
+        """key: its tenant, and the client's request id."""
+        self.key = key
+        self.scope = scope
+        self.stop = Stop()
+        self._others = others
+
+    def end(self) -> None:
+        """Nothing is left to stop. Idempotent."""
+        self._others.remove(self)
 
 
 class ActiveRequests:
     """Ids may repeat: a stop request then stops every request of its id."""
 
     def __init__(self) -> None:
-        self._by_id: defaultdict[tuple[str, str], set[ActiveRequest]] = defaultdict(set)
+        self._by_key: dict[tuple[str, str], set[ActiveRequest]] = {}
 
-    def add(self, request: ActiveRequest) -> None:
-        self._by_id[request.tenant, request.client_request_id].add(request)
+    def begin(
+        self, tenant: str, client_request_id: str, scope: StreamScope | None
+    ) -> ActiveRequest:
+        request = ActiveRequest(self, (tenant, client_request_id), scope)
+        self._by_key.setdefault(request.key, set()).add(request)
+        return request
 
     def remove(self, request: ActiveRequest) -> None:
         """Idempotent."""
-        key = (request.tenant, request.client_request_id)
-        if key in self._by_id:
-            self._by_id[key].discard(request)
-            if not self._by_id[key]:
-                del self._by_id[key]
+        requests = self._by_key.get(request.key)
+        if requests is not None:
+            requests.discard(request)
+            if not requests:
+                del self._by_key[request.key]
 
     def __len__(self) -> int:
-        return sum(map(len, self._by_id.values()))
+        return sum(map(len, self._by_key.values()))
 
     def stop(self, tenant: str, client_request_id: str, scope: StreamScope | None) -> None:
         """Stop the requests that a stop request means. None of them is fine: it has ended.
@@ -50,11 +59,11 @@ class ActiveRequests:
         Raises InvalidRequestError for a stop request without an id that came alone.
         """
         if client_request_id:
-            victims = self._by_id.get((tenant, client_request_id), set())
+            victims = self._by_key.get((tenant, client_request_id), set())
         elif scope is not None:
             victims = {
                 request
-                for requests in self._by_id.values()
+                for requests in self._by_key.values()
                 for request in requests
                 if request.scope is scope
             }
@@ -65,4 +74,4 @@ class ActiveRequests:
                 param="id",
             )
         for request in victims:
-            request.stopped.set()
+            request.stop.set()

@@ -182,12 +182,8 @@ def token_labels(catalog: Catalog, model: TritonModel) -> TokenLabels:
     here = (model.name, model.version)
     if model.kind.name == VLLM.name:
         return TokenLabels(vllm=here if model.options.reports_metrics else None)
-    core = next(
-        (
-            (each.name, each.version)
-            for each in catalog.models()
-            if each.kind.name == TENSORRT_LLM.name and each.card == model.card
-        ),
-        None,
+    core = catalog.token_model(model)
+    return TokenLabels(
+        trtllm=None if core is None else (core.name, core.version),
+        vllm=here if model.name == model.card.name else None,
     )
-    return TokenLabels(trtllm=core, vllm=here if model.name == model.card.name else None)

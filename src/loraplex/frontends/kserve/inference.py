@@ -1,13 +1,11 @@
-"""One admitted inference request: the answers of all elements of its batch, unary or as a stream.
-
-Owns the backend's iterators and closes them; whoever holds an Inference must close it.
-"""
+"""One admitted inference request: the answers of its batch, in one response or as a stream."""
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
 
-from loraplex.core.output import RequestOutput
+from loraplex.core.errors import LoraplexError
+from loraplex.core.output import RequestOutput, RequestTiming, ResolvedAdapter
 from loraplex.frontends.kserve.active import ActiveRequest
 from loraplex.frontends.kserve.merge import merged
 from loraplex.frontends.kserve.messages import InferRequest, InferResponse, Parameter
@@ -15,13 +13,17 @@ from loraplex.frontends.kserve.models.answer import Answer
 from loraplex.frontends.kserve.models.answers import output_tensors, without_batch
 from loraplex.frontends.kserve.models.convert import Generation
 from loraplex.frontends.kserve.models.triton_model import TritonModel
+from loraplex.frontends.kserve.responses import ResponseStream
 from loraplex.frontends.kserve.statistics import Recording
+from loraplex.frontends.kserve.submission import raise_in_dialect
 from loraplex.frontends.kserve.tensors import Tensor
 from loraplex.frontends.kserve.token_metrics import TokenTimes
 from loraplex.serving.backend import close_outputs
 
 
-class Inference:
+class Inference(ResponseStream):
+    """Answers once, or one by one as a stream. Owns the backend's iterators: it must be closed."""
+
     def __init__(
         self,
         model: TritonModel,
@@ -35,6 +37,7 @@ class Inference:
         self._model = model
         self._request = request
         self._streams = streams
+        self._outputs = merged(streams, active.stop)
         self._active = active
         self._recording = recording
         self._is_streamed = generations[0].is_streamed
@@ -42,44 +45,94 @@ class Inference:
             [Answer(generation, index) for index in range(generation.request.sampling.n)]
             for generation in generations
         ]
-        self._parameters: dict[str, Parameter] = dict(model.kind.response_parameters)
+        self._num_running = len(streams)
+        self._ready: deque[InferResponse] = deque()
+        """Responses of a stream that nobody has read yet."""
+        self._is_over = False
+        """The last response was made."""
+        self._adapters: tuple[ResolvedAdapter, ...] = ()
+        self._parameters = model.kind.response_parameters
 
     async def answer(self) -> InferResponse:
         """Everything in one response. A stopped request answers with what it has."""
-        async with aclosing(merged(self._streams, self._active.stopped)) as outputs:
-            async for index, output in outputs:
-                self._take(index, output)
-        self._begin_all()
-        return self._response(self._batch, is_final=True)
+        with self._recording:
+            while self._num_running:
+                output = await self._next_output()
+                if output is None:
+                    self._begin_all()
+                    break
+                self._take(self._outputs.index, output)
+            response = self._response(self._batch, is_final=True)
+        self._record_success()
+        return response
 
-    async def responses(self) -> AsyncGenerator[InferResponse, None]:
+    async def __anext__(self) -> InferResponse:
         """One response per step and sequence if streamed, otherwise one per sequence.
 
         The last one is final, whatever happens to the request but an error.
         """
-        num_running = len(self._batch)
-        async with aclosing(merged(self._streams, self._active.stopped)) as outputs:
-            async for index, output in outputs:
-                ready = self._grouped(self._take(index, output))
-                num_running -= output.finished
-                for group in ready:
-                    is_final = num_running == 0 and group is ready[-1]
-                    yield self._piece(index, group, is_final=is_final)
-                if num_running == 0 and ready:
-                    return
-        for response in self._rest():
-            yield response
+        with self._recording:
+            while not self._ready and not self._is_over:
+                output = await self._next_output()
+                if output is None:
+                    self._end()
+                else:
+                    self._add_pieces(self._outputs.index, output)
+        if not self._ready:
+            raise StopAsyncIteration
+        response = self._ready.popleft()
+        self._recording.responded(is_empty=not response.outputs)
+        if response.is_final:  # its reader may not ask again
+            self._record_success()
+        return response
 
-    @property
-    def queue_ns(self) -> int:
-        """How long the last element of the batch waited for its first step, once it has ended."""
-        timings = [answers[0].timing for answers in self._batch]
-        waits = [timing.queue_seconds or 0.0 for timing in timings if timing is not None]
-        return round(max(waits, default=0.0) * 1e9)
+    async def aclose(self) -> None:
+        """Abort what still runs. Idempotent."""
+        self._active.end()
+        self._is_over = True
+        self._ready.clear()
+        await self._outputs.aclose()
+        for stream in self._streams:
+            await close_outputs(stream)
+        self._recording.failed(None)
 
-    def token_times(self) -> list[TokenTimes]:
-        """Of every element of the batch, once all have ended."""
-        return [_token_times(answers) for answers in self._batch]
+    async def _next_output(self) -> RequestOutput | None:
+        """Of any element of the batch; None at the end, and once the request is stopped."""
+        try:
+            return await self._outputs.next()
+        except LoraplexError as error:
+            raise_in_dialect(self._model, error)
+
+    def _record_success(self) -> None:
+        """Queued until the last element of the batch had its first step."""
+        waited, times = 0.0, []
+        for answers in self._batch:
+            timing = answers[0].timing
+            if timing is not None:
+                waited = max(waited, timing.queue_seconds or 0.0)
+            times.append(_token_times(answers, timing))
+        self._recording.succeeded(len(self._batch), round(waited * 1e9), times)
+
+    def _add_pieces(self, index: int, output: RequestOutput) -> None:
+        """The responses that an output of one element of the batch brings."""
+        groups = self._grouped(self._take(index, output))
+        self._is_over = self._num_running == 0 and bool(groups)
+        for group in groups:
+            is_final = self._is_over and group is groups[-1]
+            self._ready.append(self._piece(index, group, is_final=is_final))
+
+    def _end(self) -> None:
+        """What is left to send when the outputs end without a last piece: after a stop."""
+        self._is_over = True
+        self._begin_all()
+        left = [
+            (index, group)
+            for index, answers in enumerate(self._batch)
+            for group in self._grouped([answer for answer in answers if not answer.is_sent])
+        ]
+        left = left or [(0, self._grouped(self._batch[0])[0])]
+        for index, group in left:
+            self._ready.append(self._piece(index, group, is_final=group is left[-1][1]))
 
     @staticmethod
     def _grouped(answers: list[Answer]) -> list[list[Answer]]:
@@ -88,33 +141,17 @@ class Inference:
             return [answers]
         return [[answer] for answer in answers]
 
-    def _rest(self) -> list[InferResponse]:
-        """What is left to send when the outputs end without a last piece: after a stop."""
-        self._begin_all()
-        left = [
-            (index, group)
-            for index, answers in enumerate(self._batch)
-            for group in self._grouped([answer for answer in answers if not answer.is_sent])
-        ]
-        left = left or [(0, self._grouped(self._batch[0])[0])]
-        return [self._piece(i, group, is_final=group is left[-1][1]) for i, group in left]
-
-    async def aclose(self) -> None:
-        """Abort what still runs."""
-        for stream in self._streams:
-            await close_outputs(stream)
-
     def _take(self, index: int, output: RequestOutput) -> list[Answer]:
         """Add an output to its answers; the answers that are to be sent now."""
         self._recording.begun()
+        self._num_running -= output.finished
         answers = self._batch[index]
-        if output.adapters:
-            names = ",".join(adapter.name for adapter in output.adapters)
-            digests = ",".join(adapter.digest for adapter in output.adapters)
-            self._parameters |= {"adapter": names, "adapter_digest": digests}
+        if output.adapters != self._adapters:
+            self._show_adapters(output.adapters)
         for answer in answers:
             answer.begin(output.prompt_token_ids)
-            answer.prompt_logits += output.prompt_logits
+            if output.prompt_logits:
+                answer.prompt_logits += output.prompt_logits
             answer.timing = output.timing
         for sequence in output.sequences:
             answers[sequence.index].add(sequence)
@@ -122,9 +159,21 @@ class Inference:
             if answers[0].generation.comes_together:
                 return answers if output.sequences else []
             # What a slow reader left is merged: several pieces of one sequence are one response.
-            indices = dict.fromkeys(sequence.index for sequence in output.sequences)
+            indices = dict.fromkeys([sequence.index for sequence in output.sequences])
             return [answers[index] for index in indices]
         return answers if output.finished else []
+
+    def _show_adapters(self, adapters: tuple[ResolvedAdapter, ...]) -> None:
+        """In the parameters of the responses from here on; those of the newest output."""
+        self._adapters = adapters
+        if adapters:
+            names = ",".join(adapter.name for adapter in adapters)
+            digests = ",".join(adapter.digest for adapter in adapters)
+            self._parameters = {
+                **self._parameters,
+                "adapter": names,
+                "adapter_digest": digests,
+            }
 
     def _begin_all(self) -> None:
         """A request that was stopped before its first output has at least its prompt."""
@@ -164,16 +213,31 @@ class Inference:
             version=self._model.version,
             request_id=self._request.request_id,
             outputs=select(self._model, tensors, self._request.requested),
-            parameters=dict(self._parameters) | _measured(batch),
+            parameters=self._parameters_of(batch),
             is_final=is_final,
         )
 
+    def _parameters_of(self, batch: Sequence[Sequence[Answer]]) -> Mapping[str, Parameter]:
+        """With what return_perf_metrics has no tensor for; of several elements the sum."""
+        if not batch[0][0].generation.returns_perf_metrics:
+            return self._parameters
+        timings = [answers[0].timing for answers in batch if answers[0].timing is not None]
+        if not timings:
+            return self._parameters
+        return {
+            **self._parameters,
+            "num_cached_tokens": sum(timing.num_cached_tokens for timing in timings),
+            "num_preemptions": sum(timing.num_preemptions for timing in timings),
+            "num_restarts": sum(timing.num_restarts for timing in timings),
+            "adapter_load_ns": sum(timing.adapter_load_ns for timing in timings),
+            "adapter_copy_ns": sum(timing.adapter_copy_ns for timing in timings),
+        }
 
-def _token_times(answers: Sequence[Answer]) -> TokenTimes:
-    timing = answers[0].timing
+
+def _token_times(answers: Sequence[Answer], timing: RequestTiming | None) -> TokenTimes:
     return TokenTimes(
         num_prompt_tokens=answers[0].num_input_tokens,
-        num_output_tokens=sum(answer.num_output_tokens for answer in answers),
+        num_output_tokens=sum([answer.num_output_tokens for answer in answers]),
         num_sequences=len(answers),
         first_token_seconds=timing.first_token_seconds if timing else None,
         seconds_per_token=timing.seconds_per_token if timing else None,
@@ -186,19 +250,5 @@ def select(
 ) -> tuple[Tensor, ...]:
     """The outputs that a client gets: those that it names, or all; without a batch dimension if
     the model has none."""
-    kept = [tensor for tensor in tensors if not requested or tensor.name in requested]
+    kept = [tensor for tensor in tensors if tensor.name in requested] if requested else tensors
     return tuple(kept if model.max_batch_size else without_batch(model.kind, kept))
-
-
-def _measured(batch: Sequence[Sequence[Answer]]) -> dict[str, Parameter]:
-    """What return_perf_metrics has no tensor for; of several elements the sum."""
-    timings = [answers[0].timing for answers in batch if answers[0].timing is not None]
-    if not batch[0][0].generation.returns_perf_metrics or not timings:
-        return {}
-    return {
-        "num_cached_tokens": sum(timing.num_cached_tokens for timing in timings),
-        "num_preemptions": sum(timing.num_preemptions for timing in timings),
-        "num_restarts": sum(timing.num_restarts for timing in timings),
-        "adapter_load_ns": sum(timing.adapter_load_ns for timing in timings),
-        "adapter_copy_ns": sum(timing.adapter_copy_ns for timing in timings),
-    }

@@ -2,6 +2,7 @@
 
 import bisect
 import dataclasses
+import itertools
 import math
 import time
 from collections import deque
@@ -43,17 +44,24 @@ class Histogram:
         self._counts = [0] * (len(self.bounds) + 1)
         self.sum = 0.0
 
-    def add(self, value: float) -> None:
-        self._counts[bisect.bisect_left(self.bounds, value)] += 1
-        self.sum += value
+    def add(self, value: float, count: int = 1) -> None:
+        """The same value `count` times."""
+        if count > 0:
+            self._counts[bisect.bisect_left(self.bounds, value)] += count
+            self.sum += value * count
 
-    def cumulative(self) -> list[tuple[str, float]]:
-        """(bound, values up to it), with +Inf in the end."""
-        total, rows = 0, []
-        for bound, count in zip((*self.bounds, math.inf), self._counts, strict=True):
-            total += count
-            rows.append(("+Inf" if bound == math.inf else f"{bound:g}", float(total)))
-        return rows
+    def cumulative(self, spelled: Callable[[float], str] | None = None) -> list[tuple[str, float]]:
+        """(bound, values up to it), with +Inf in the end. spelled: how a bound is written."""
+        spelled = spelled or _briefly
+        totals = itertools.accumulate(self._counts)
+        return [
+            (spelled(bound), float(total))
+            for bound, total in zip((*self.bounds, math.inf), totals, strict=True)
+        ]
+
+
+def _briefly(bound: float) -> str:
+    return "+Inf" if bound == math.inf else f"{bound:g}"
 
 
 @dataclasses.dataclass(slots=True)

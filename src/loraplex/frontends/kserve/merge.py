@@ -1,77 +1,120 @@
 """Several async iterators read as one, until all end or someone says stop."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
-from typing import Any, TypeVar
+import functools
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
 
-async def merged(
-    streams: Sequence[AsyncIterator[T]], stopped: asyncio.Event
-) -> AsyncGenerator[tuple[int, T], None]:
-    """(index of the stream, item), as they come. Ends early, and quietly, once `stopped` is set.
+class Stop:
+    """Said by anyone on the loop, once; it ends the wait of the one reader, if that waits."""
 
-    A stream's error ends everything. Nothing is read ahead of the consumer but one item a stream.
+    def __init__(self) -> None:
+        self.is_set = False
+        self._reader: asyncio.Task[object] | None = None
+        self._has_interrupted = False
+
+    def set(self) -> None:
+        """Idempotent."""
+        if not self.is_set:
+            self.is_set = True
+            if self._reader is not None:
+                self._has_interrupted = True
+                self._reader.cancel()
+
+    async def unless_set(self, read: Callable[[], Awaitable[T]]) -> T | None:
+        """What it reads, or None as soon as stop is said."""
+        if self.is_set:
+            return None
+        self._reader = reader = asyncio.current_task()
+        try:
+            return await read()
+        except asyncio.CancelledError:
+            # Others may have cancelled the reader, too: that is not ours to end.
+            if not self._has_interrupted or reader is None or reader.uncancel() > 0:
+                raise
+            return None
+        finally:
+            self._reader = None
+
+
+class Merged(ABC, Generic[T]):
+    """Items of all streams as they come; of each at most one is read ahead of who asks for them.
+
     The streams are not closed: whoever opened them does that.
     """
-    if len(streams) == 1:
-        async with aclosing(_one(streams[0], stopped)) as items:
-            async for only in items:
-                yield 0, only
-        return
-    stop = asyncio.ensure_future(stopped.wait())
-    steps = {asyncio.ensure_future(_next(stream)): i for i, stream in enumerate(streams)}
-    try:
-        while steps and not stopped.is_set():
-            done, _ = await asyncio.wait({stop, *steps}, return_when=asyncio.FIRST_COMPLETED)
-            for step in [step for step in steps if step in done]:
-                index = steps.pop(step)
-                item = step.result()
-                if item is None:
-                    continue
-                yield index, item
-                steps[asyncio.ensure_future(_next(streams[index]))] = index
-    finally:
-        for task in (stop, *steps):
-            task.cancel()
-        await asyncio.gather(stop, *steps, return_exceptions=True)
+
+    index = 0
+    """Of the stream that the last item is from."""
+
+    @abstractmethod
+    def next(self) -> Awaitable[T | None]:
+        """The next item; None at the end, and once stop is said.
+
+        Raises the error of a stream, which ends everything. No stream of ours has None as an item.
+        """
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Leave nothing behind that is under way."""
 
 
-async def _one(stream: AsyncIterator[T], stopped: asyncio.Event) -> AsyncGenerator[T, None]:
-    """The same for a single stream, without a task for each item."""
-    reader: asyncio.Task[Any] | None = None
-    is_interrupted = False
+def merged(streams: Sequence[AsyncIterator[T]], stop: Stop) -> Merged[T]:
+    """Of one stream without a task for each item."""
+    return _One(streams[0], stop) if len(streams) == 1 else _Several(streams, stop)
 
-    def interrupt(_: object) -> None:
-        nonlocal is_interrupted
-        if reader is not None:
-            is_interrupted = True
-            reader.cancel()
 
-    stop = asyncio.ensure_future(stopped.wait())
-    stop.add_done_callback(interrupt)
-    try:
-        while not stopped.is_set():
-            reader = asyncio.current_task()
-            try:
-                item = await _next(stream)
-            except asyncio.CancelledError:
-                # Others may have cancelled the reader, too: that is not ours to end.
-                if not is_interrupted or reader is None or reader.uncancel() > 0:
-                    raise
-                return
-            finally:
-                reader = None
-            if item is None:
-                return
-            yield item
-    finally:
-        stop.remove_done_callback(interrupt)
-        stop.cancel()
+class _One(Merged[T]):
+    def __init__(self, stream: AsyncIterator[T], stop: Stop) -> None:
+        self._read = functools.partial(anext, stream, None)
+        self._stop = stop
+
+    def next(self) -> Awaitable[T | None]:
+        return self._stop.unless_set(self._read)
+
+    async def aclose(self) -> None:
+        """Nothing is under way but a call of `next`."""
+
+
+class _Several(Merged[T]):
+    def __init__(self, streams: Sequence[AsyncIterator[T]], stop: Stop) -> None:
+        self._streams = streams
+        self._stop = stop
+        self._steps: dict[asyncio.Future[T | None], int] = {}
+        """Those under way, and the indices of their streams."""
+        self._done: deque[asyncio.Future[T | None]] = deque()
+        for index in range(len(streams)):
+            self._begin_step(index)
+
+    async def next(self) -> T | None:
+        while self._steps and not self._stop.is_set:
+            if not self._done:
+                await self._stop.unless_set(self._wait)
+                self._done.extend(step for step in self._steps if step.done())
+                continue
+            step = self._done.popleft()
+            self.index = self._steps.pop(step)
+            item = step.result()
+            if item is not None:
+                self._begin_step(self.index)
+                return item
+        return None
+
+    async def aclose(self) -> None:
+        for step in self._steps:
+            step.cancel()
+        await asyncio.gather(*self._steps, return_exceptions=True)
+
+    async def _wait(self) -> None:
+        await asyncio.wait(self._steps, return_when=asyncio.FIRST_COMPLETED)
+
+    def _begin_step(self, index: int) -> None:
+        self._steps[asyncio.ensure_future(_next(self._streams[index]))] = index
 
 
 async def _next(stream: AsyncIterator[T]) -> T | None:
-    """The next item; None at the end (no stream of ours has None as an item)."""
     return await anext(stream, None)

@@ -1,15 +1,17 @@
 """An inference request and its responses, as both wires see them: names, tensors, parameters."""
 
-import dataclasses
 from collections.abc import Mapping
+from types import MappingProxyType
+
+import msgspec
 
 from loraplex.frontends.kserve.tensors import Tensor
 
 Parameter = bool | int | float | str
+NO_PARAMETERS: Mapping[str, Parameter] = MappingProxyType({})
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class InferRequest:
+class InferRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """What a client sent. Nothing in it is checked against a model yet."""
 
     model: str
@@ -20,16 +22,15 @@ class InferRequest:
     inputs: tuple[Tensor, ...] = ()
     requested: tuple[str, ...] = ()
     """Names of outputs; empty is all that the request produces."""
-    parameters: Mapping[str, Parameter] = dataclasses.field(default_factory=dict)
+    parameters: Mapping[str, Parameter] = NO_PARAMETERS
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class InferResponse:
+class InferResponse(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One answer. A request over a stream may get several; exactly one of them is final."""
 
     model: str
     version: str
     request_id: str
     outputs: tuple[Tensor, ...] = ()
-    parameters: Mapping[str, Parameter] = dataclasses.field(default_factory=dict)
+    parameters: Mapping[str, Parameter] = NO_PARAMETERS
     is_final: bool = True

@@ -42,6 +42,8 @@ class ModelControl:
         """loaded: names that are there at the start; None: all. reload: reads a model's folder
         again; None: there is no folder."""
         self.mode = mode
+        self.revision = 0
+        """Changes whenever a model is loaded or unloaded."""
         self._loaded = None if loaded is None else set(loaded)
         self._unloaded: set[str] = set()
         self._changed: dict[str, ModelDeclaration] = {}
@@ -81,11 +83,13 @@ class ModelControl:
         self._unloaded.discard(name)
         if self._loaded is not None:
             self._loaded.add(name)
+        self.revision += 1
 
     def unload(self, names: Collection[str]) -> None:
         """Take models from clients; requests in work end. Raises NotReadyError as load does."""
         self.check_explicit()
         self._unloaded.update(names)
+        self.revision += 1
 
     def check_explicit(self) -> None:
         """Raise NotReadyError unless clients may load and unload."""

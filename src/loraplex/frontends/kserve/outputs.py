@@ -1,7 +1,9 @@
 """How a client wants its outputs: inline or as bytes, as classes, or in shared memory."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import msgspec
 
 from loraplex.core.errors import InvalidRequestError
 from loraplex.frontends.kserve.classification import classified
@@ -14,8 +16,7 @@ OFFSET = "shared_memory_offset"
 CLASSIFICATION = "classification"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class OutputWish:
+class OutputWish(msgspec.Struct, frozen=True):
     """For one output."""
 
     is_binary: bool = False
@@ -24,20 +25,18 @@ class OutputWish:
     place: Place | None = None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Wishes:
+class Wishes(msgspec.Struct, frozen=True, eq=False):
     """For all outputs of a request."""
 
     memory: TenantMemory
     default: OutputWish = OutputWish()
-    by_name: Mapping[str, OutputWish] = dataclasses.field(default_factory=dict)
+    by_name: Mapping[str, OutputWish] = MappingProxyType({})
 
     def of(self, name: str) -> OutputWish:
         return self.by_name.get(name, self.default)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Delivered:
+class Delivered(msgspec.Struct, frozen=True, eq=False):
     """An output as it goes into the message."""
 
     tensor: Tensor

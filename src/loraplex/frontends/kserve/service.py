@@ -3,17 +3,16 @@
 Everything here runs on the event loop of the Backend. It knows no JSON, no HTTP and no protobuf.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from prometheus_client.registry import Collector
 
-from loraplex.core.errors import InvalidRequestError, UnsupportedFeatureError
+from loraplex.core.errors import InvalidRequestError, LoraplexError, UnsupportedFeatureError
 from loraplex.core.metrics_config import MetricsConfig
 from loraplex.core.output import RequestOutput
 from loraplex.core.principal import LOCAL, Principal
-from loraplex.frontends.kserve.active import ActiveRequest, ActiveRequests, StreamScope
+from loraplex.frontends.kserve.active import ActiveRequests, StreamScope
 from loraplex.frontends.kserve.backend_metrics import TensorRtLlmCollector, token_labels
 from loraplex.frontends.kserve.gpu_metrics import gpu_collectors
 from loraplex.frontends.kserve.inference import Inference, select
@@ -28,9 +27,10 @@ from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
 from loraplex.frontends.kserve.models.inputs import Inputs, check_requested, read_inputs
 from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
 from loraplex.frontends.kserve.models.triton_model import TritonModel
+from loraplex.frontends.kserve.responses import OneResponse, ResponseStream
 from loraplex.frontends.kserve.shared_memory import SharedMemory
 from loraplex.frontends.kserve.statistics import Recording, Statistics
-from loraplex.frontends.kserve.submission import Submission, errors_in_dialect
+from loraplex.frontends.kserve.submission import Submission, raise_in_dialect
 from loraplex.frontends.kserve.triton_metrics import CpuCollector, InferenceCollector
 from loraplex.serving.backend import Backend, close_outputs
 
@@ -105,40 +105,26 @@ class TritonService:
                     f"send '{model.kind.input_of('is_streamed')}' false to get one answer",
                     param=model.kind.input_of("is_streamed"),
                 )
-            inference, active = await self._admit(
-                model, request, elements, principal, scope, recording
-            )
+            inference = await self._admit(model, request, elements, principal, scope, recording)
             try:
-                with errors_in_dialect(model):
-                    response = await inference.answer()
+                return await inference.answer()
             finally:
-                self._active.remove(active)
                 await inference.aclose()
-            recording.succeeded(len(elements), inference.queue_ns, inference.token_times())
-            return response
 
     async def stream(
         self, request: InferRequest, principal: Principal, scope: StreamScope | None = None
-    ) -> "ResponseStream":
+    ) -> ResponseStream:
         """Admit a request; its answers follow. What is wrong beforehand is raised here."""
         model = self.catalog.find(request.model, request.version, principal)
         if is_computation(model.kind):
-            return ResponseStream(_one(await self.infer(request, principal, scope)))
+            return OneResponse(await self.infer(request, principal, scope))
         with self._recorded(model) as recording:
             elements = self._read(model, request)
             if _is_stop(elements):
                 recording.uncounted()
-                return ResponseStream(_one(self._stop(model, request, principal, scope)))
+                return OneResponse(self._stop(model, request, principal, scope))
             recording.read()
-            inference, active = await self._admit(
-                model, request, elements, principal, scope, recording
-            )
-        return ResponseStream(
-            self._recorded_responses(model, inference, len(elements), recording),
-            inference,
-            (self._active, active),
-            recording,
-        )
+            return await self._admit(model, request, elements, principal, scope, recording)
 
     def _recorded(self, model: TritonModel) -> Recording:
         return Recording(self.counts, model.name, token_labels(self.catalog, model))
@@ -209,78 +195,38 @@ class TritonService:
         principal: Principal,
         scope: StreamScope | None,
         recording: Recording,
-    ) -> tuple[Inference, ActiveRequest]:
+    ) -> Inference:
         """All elements of the batch or, if one is refused, none."""
-        with errors_in_dialect(model):
-            generations = [self._submission.converted(model, request, i) for i in elements]
         streams: list[AsyncIterator[RequestOutput]] = []
-        active = ActiveRequest(principal.tenant, request.request_id, scope)
-        self._active.add(active)  # before any await: a stop request may be close behind
+        # Before any await: a stop request may be close behind.
+        active = self._active.begin(principal.tenant, request.request_id, scope)
         try:
-            with errors_in_dialect(model):
-                for generation in generations:
-                    streams.append(await self._submission.generate(model, generation, principal))
-        except BaseException:
-            self._active.remove(active)
+            generations = [self._submission.converted(model, request, i) for i in elements]
+            for generation in generations:
+                streams.append(await self._submission.generate(model, generation, principal))
+        except BaseException as error:
+            active.end()
             for stream in streams:
                 await close_outputs(stream)
+            if isinstance(error, LoraplexError):
+                raise_in_dialect(model, error)
             raise
-        return Inference(model, request, generations, streams, active, recording), active
-
-    async def _recorded_responses(
-        self, model: TritonModel, inference: Inference, batch_size: int, recording: Recording
-    ) -> AsyncGenerator[InferResponse, None]:
-        with recording, errors_in_dialect(model):
-            async with aclosing(inference.responses()) as responses:
-                async for response in responses:
-                    recording.responded(is_empty=not response.outputs)
-                    if response.is_final:  # its reader may not ask again
-                        recording.succeeded(batch_size, inference.queue_ns, inference.token_times())
-                    yield response
-
-
-class ResponseStream(AsyncIterator[InferResponse]):
-    """The answers to one request. Close it: that aborts the request if it still runs."""
-
-    def __init__(
-        self,
-        responses: AsyncGenerator[InferResponse, None],
-        inference: Inference | None = None,
-        active: tuple[ActiveRequests, ActiveRequest] | None = None,
-        recording: Recording | None = None,
-    ) -> None:
-        self._responses = responses
-        self._inference = inference
-        self._active = active
-        self._recording = recording
-
-    async def __anext__(self) -> InferResponse:
-        return await anext(self._responses)
-
-    async def aclose(self) -> None:
-        """Idempotent. A generator that never ran has no `finally`: so all is undone here."""
-        if self._active is not None:
-            registry, active = self._active
-            registry.remove(active)
-        await self._responses.aclose()
-        if self._inference is not None:
-            await self._inference.aclose()
-        if self._recording is not None:
-            self._recording.failed(None)
+        return Inference(model, request, generations, streams, active, recording)
 
 
 def _check_answers(model: TritonModel, elements: Sequence[Inputs]) -> None:
     """Raise InvalidRequestError for what would need several answers from a model that gives one,
     or more beams than its configuration allows. The first words are the original's.
     """
-    field = model.kind.input_of("is_streamed")
-    if model.is_decoupled is False and any(inputs.flag("is_streamed") for inputs in elements):
+    is_unary = model.is_decoupled is False
+    if is_unary and any(inputs.flag("is_streamed") for inputs in elements):
+        field = model.kind.input_of("is_streamed")
         raise InvalidRequestError(
             "Streaming is only supported if model is deployed using decoupled mode. Send "
             f"'{field}' false, or set decoupled in the config.pbtxt of '{model.name}'",
             param=field,
         )
-    if model.is_decoupled is False and len(elements) > 1 and model.kind.name in _ONE_PER_ELEMENT:
+    if is_unary and len(elements) > 1 and model.kind.name in _ONE_PER_ELEMENT:
         raise InvalidRequestError(
             "Batch size > 1 requires the tensorrt_llm backend to be using decoupled transaction "
             f"policy: send one element, or set decoupled in the config.pbtxt of '{model.name}'"
@@ -295,7 +241,3 @@ def _check_answers(model: TritonModel, elements: Sequence[Inputs]) -> None:
 
 def _is_stop(elements: Sequence[Inputs]) -> bool:
     return bool(elements) and elements[0].flag("stop")
-
-
-async def _one(response: InferResponse) -> AsyncGenerator[InferResponse, None]:
-    yield response

@@ -9,6 +9,7 @@ import asyncio
 import dataclasses
 import enum
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -40,7 +41,8 @@ class Durations:
 
     def add(self, ns: int) -> None:
         self.count += 1
-        self.ns += max(ns, 0)
+        if ns > 0:
+            self.ns += ns
 
     def report(self) -> dict[str, int]:
         return {"count": self.count, "ns": self.ns}
@@ -48,16 +50,30 @@ class Durations:
 
 @dataclasses.dataclass(slots=True)
 class Phases:
-    """Of requests that succeeded."""
+    """Of requests that succeeded: how many, and how long each phase of them was all together."""
 
-    compute_input: Durations = dataclasses.field(default_factory=Durations)
-    compute_infer: Durations = dataclasses.field(default_factory=Durations)
-    compute_output: Durations = dataclasses.field(default_factory=Durations)
+    count: int = 0
+    input_ns: int = 0
+    infer_ns: int = 0
+    output_ns: int = 0
 
-    def add(self, input_ns: int, infer_ns: int, output_ns: int) -> None:
-        self.compute_input.add(input_ns)
-        self.compute_infer.add(infer_ns)
-        self.compute_output.add(output_ns)
+    def add(self, input_ns: int, infer_ns: int, output_ns: int, count: int = 1) -> None:
+        self.count += count
+        self.input_ns += input_ns
+        self.infer_ns += infer_ns
+        self.output_ns += output_ns
+
+    @property
+    def compute_input(self) -> Durations:
+        return Durations(self.count, self.input_ns)
+
+    @property
+    def compute_infer(self) -> Durations:
+        return Durations(self.count, self.infer_ns)
+
+    @property
+    def compute_output(self) -> Durations:
+        return Durations(self.count, self.output_ns)
 
     def report(self) -> dict[str, Any]:
         return {
@@ -71,7 +87,6 @@ class Phases:
 class ResponseCounts:
     """Of the answers that were the same one of their streams."""
 
-    compute_infer: Durations = dataclasses.field(default_factory=Durations)
     success: Durations = dataclasses.field(default_factory=Durations)
     fail: Durations = dataclasses.field(default_factory=Durations)
     empty_response: Durations = dataclasses.field(default_factory=Durations)
@@ -79,7 +94,7 @@ class ResponseCounts:
 
     def report(self) -> dict[str, Any]:
         return {
-            "compute_infer": self.compute_infer.report(),
+            "compute_infer": self.success.report(),
             "compute_output": Durations().report(),
             "success": self.success.report(),
             "fail": self.fail.report(),
@@ -95,9 +110,12 @@ class ModelCounts:
     success: Durations = dataclasses.field(default_factory=Durations)
     fail: Durations = dataclasses.field(default_factory=Durations)
     queue: Durations = dataclasses.field(default_factory=Durations)
-    phases: Phases = dataclasses.field(default_factory=Phases)
-    by_batch_size: dict[int, Phases] = dataclasses.field(default_factory=dict)
-    by_response: dict[int, ResponseCounts] = dataclasses.field(default_factory=dict)
+    by_batch_size: defaultdict[int, Phases] = dataclasses.field(
+        default_factory=lambda: defaultdict(Phases)
+    )
+    by_response: defaultdict[int, ResponseCounts] = dataclasses.field(
+        default_factory=lambda: defaultdict(ResponseCounts)
+    )
     failures: dict[FailureReason, int] = dataclasses.field(
         default_factory=lambda: dict.fromkeys(FailureReason, 0)
     )
@@ -109,6 +127,14 @@ class ModelCounts:
     """Wall time, Unix milliseconds."""
     latencies: Latencies | None = None
     """None: nobody wants summaries or histograms."""
+
+    @property
+    def phases(self) -> Phases:
+        """Of batches of all sizes."""
+        total = Phases()
+        for each in self.by_batch_size.values():
+            total.add(each.input_ns, each.infer_ns, each.output_ns, each.count)
+        return total
 
 
 class Statistics:
@@ -126,11 +152,12 @@ class Statistics:
 
     def of(self, model: str) -> ModelCounts:
         """Of a model of the catalog; clients' other words never come here."""
-        if model not in self._counts:
+        counts = self._counts.get(model)
+        if counts is None:
             buckets = self._buckets.get(model, FIRST_RESPONSE_BUCKETS_MS)
             latencies = Latencies.of(buckets) if self._keeps_latencies else None
-            self._counts[model] = ModelCounts(latencies=latencies)
-        return self._counts[model]
+            counts = self._counts[model] = ModelCounts(latencies=latencies)
+        return counts
 
     def report(self, model: str, version: str) -> dict[str, Any]:
         """One entry of `model_stats`, in the words of Triton's ModelStatistics."""
@@ -215,7 +242,6 @@ class Recording:
         if is_empty:
             each.empty_response.add(ns)
         else:
-            each.compute_infer.add(ns)
             each.success.add(ns)
 
     def uncounted(self) -> None:
@@ -238,8 +264,7 @@ class Recording:
             counts.latencies.add(total_ns, queue_ns, compute)
         if not self._num_responses:
             self._first_response(self._start_ns + total_ns)
-        for phases in (counts.phases, counts.by_batch_size.setdefault(batch_size, Phases())):
-            phases.add(self._input_ns, infer_ns, self._output_ns)
+        counts.by_batch_size[batch_size].add(self._input_ns, infer_ns, self._output_ns)
         counts.num_inferences += batch_size
         counts.last_inference_ms = time.time_ns() // 1_000_000
         for each in times:
@@ -267,7 +292,7 @@ class Recording:
         """Of the answer that comes next."""
         if self._num_responses >= MAX_RESPONSE_STATS:
             return None
-        return self._counts.by_response.setdefault(self._num_responses, ResponseCounts())
+        return self._counts.by_response[self._num_responses]
 
     def _end(self) -> bool:
         """Whether this is the first end."""

@@ -1,7 +1,7 @@
 """From one element of an inference request to the backend's outputs, in its model's dialect."""
 
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from typing import NoReturn
 
 import msgspec
 
@@ -48,20 +48,24 @@ class Submission:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
+        self._texts: dict[str, ModelTexts] = {}
+        """By base model."""
 
     def texts(self, model: TritonModel) -> ModelTexts:
-        return ModelTexts(self._backend, model.card.name)
+        name = model.card.name
+        texts = self._texts.get(name)
+        if texts is None:
+            texts = self._texts[name] = ModelTexts(self._backend, name)
+        return texts
 
     def converted(self, model: TritonModel, request: InferRequest, inputs: Inputs) -> Generation:
         """What the backend is asked for. Raises RequestErrors, and FailedAnswer."""
         parameters = request.parameters
-        timeout = parameters.get("timeout")
-        has_timeout = isinstance(timeout, int) and timeout > 0
         sender = Sender(
             request_id=self._backend.new_request_id(),
             client_request_id=request.request_id,
-            timeout_seconds=int(timeout or 0) / MICROSECONDS if has_timeout else None,
-            priority=_priority(request),
+            timeout_seconds=_timeout_seconds(request) if parameters else None,
+            priority=_priority(request) if parameters else 0,
         )
         texts, options = self.texts(model), model.options
         if model.kind.dialect is Dialect.VLLM:
@@ -146,15 +150,17 @@ class Submission:
         )
 
 
-@contextmanager
-def errors_in_dialect(model: TritonModel) -> Iterator[None]:
+def raise_in_dialect(model: TritonModel, error: LoraplexError) -> NoReturn:
     """What goes wrong with a request of the vLLM backend's becomes an answer with a text."""
-    try:
-        yield
-    except LoraplexError as error:
-        if model.kind.dialect is not Dialect.VLLM:
-            raise
-        raise vllm_failure(error) from error
+    if model.kind.dialect is not Dialect.VLLM:
+        raise error
+    raise vllm_failure(error) from error
+
+
+def _timeout_seconds(request: InferRequest) -> float | None:
+    """Triton takes microseconds, and what is no positive integer for none."""
+    timeout = request.parameters.get("timeout")
+    return timeout / MICROSECONDS if isinstance(timeout, int) and timeout > 0 else None
 
 
 def _priority(request: InferRequest) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -39,10 +40,23 @@ class Datatype:
     """Little-endian form of one element; None where elements have no fixed size (BYTES)."""
     has_json: bool = True
     """FP16 and BF16 travel in binary only."""
+    limits: tuple[float, float] = (0, 0)
+    """The least and the greatest finite number."""
 
 
 def _row(name: str, wire_dtype: str, *, has_json: bool = True) -> Datatype:
-    return Datatype(name, f"TYPE_{name}", np.dtype(wire_dtype), has_json)
+    dtype = np.dtype(wire_dtype)
+    return Datatype(name, f"TYPE_{name}", dtype, has_json, _limits(dtype))
+
+
+def _limits(dtype: np.dtype[Any]) -> tuple[float, float]:
+    if dtype.kind == "f":
+        highest = float(np.finfo(dtype).max)
+        return -highest, highest
+    if dtype.kind == "b":
+        return 0, 1
+    limits = np.iinfo(dtype)
+    return limits.min, limits.max
 
 
 DATATYPES: Mapping[str, Datatype] = MappingProxyType(
@@ -68,8 +82,7 @@ DATATYPES: Mapping[str, Datatype] = MappingProxyType(
 )
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Tensor:
+class Tensor(msgspec.Struct, frozen=True, eq=False):
     name: str
     datatype: str
     array: Array
@@ -92,20 +105,22 @@ def datatype_of(name: str, datatype: object) -> Datatype:
 
 def shape_of(name: str, shape: Sequence[object]) -> tuple[int, ...]:
     """The shape of tensor `name`, checked: not too deep, no negative and no absurd dimension."""
-    dims = tuple(dim for dim in shape if isinstance(dim, int) and not isinstance(dim, bool))
-    if len(dims) != len(shape) or any(dim < 0 for dim in dims):
+    dims: list[int] = []
+    for dim in shape:
+        if type(dim) is not int or dim < 0:
+            raise InvalidTensorError(
+                f"tensor '{name}' has shape {list(shape)}; a shape is a list of integers that are "
+                "not negative",
+                param=name,
+            )
+        dims.append(dim)
+    if len(dims) > MAX_RANK or math.prod([dim or 1 for dim in dims]) > MAX_ELEMENTS:
         raise InvalidTensorError(
-            f"tensor '{name}' has shape {list(shape)}; a shape is a list of integers that are "
-            "not negative",
-            param=name,
-        )
-    if len(dims) > MAX_RANK or math.prod(max(dim, 1) for dim in dims) > MAX_ELEMENTS:
-        raise InvalidTensorError(
-            f"tensor '{name}' has shape {list(dims)}; at most {MAX_RANK} dimensions and "
+            f"tensor '{name}' has shape {dims}; at most {MAX_RANK} dimensions and "
             f"{MAX_ELEMENTS} elements are allowed",
             param=name,
         )
-    return dims
+    return tuple(dims)
 
 
 # ---------------------------------------------------------------- the binary form
@@ -113,21 +128,26 @@ def shape_of(name: str, shape: Sequence[object]) -> tuple[int, ...]:
 
 def from_raw(name: str, datatype: str, shape: Sequence[int], data: bytes) -> Tensor:
     """A tensor from its raw bytes: little-endian, row-major, BYTES with length prefixes."""
-    check_raw_size(name, datatype, shape, len(data))
     row = datatype_of(name, datatype)
     dims = shape_of(name, shape)
     if row.wire_dtype is None:
         return Tensor(name, datatype, _objects(_split_strings(name, dims, data), dims))
-    return Tensor(name, datatype, np.frombuffer(data, dtype=row.wire_dtype).reshape(dims))
+    _check_num_bytes(name, datatype, dims, row.wire_dtype, len(data))
+    return Tensor(name, datatype, np.ndarray(dims, row.wire_dtype, data))
 
 
 def check_raw_size(name: str, datatype: str, shape: Sequence[int], num_bytes: int) -> None:
     """Raise InvalidTensorError if no raw tensor of that type and shape has so many bytes."""
     row = datatype_of(name, datatype)
     dims = shape_of(name, shape)
-    if row.wire_dtype is None:
-        return
-    expected = math.prod(dims) * row.wire_dtype.itemsize
+    if row.wire_dtype is not None:
+        _check_num_bytes(name, datatype, dims, row.wire_dtype, num_bytes)
+
+
+def _check_num_bytes(
+    name: str, datatype: str, dims: tuple[int, ...], dtype: np.dtype[Any], num_bytes: int
+) -> None:
+    expected = math.prod(dims) * dtype.itemsize
     if num_bytes != expected:
         raise InvalidTensorError(
             f"input byte size mismatch for input '{name}'. Expected {expected} ({datatype} of "
@@ -168,9 +188,8 @@ def to_raw(tensor: Tensor) -> bytes:
     """The binary form; the inverse of from_raw."""
     row = DATATYPES[tensor.datatype]
     if row.wire_dtype is None:
-        return b"".join(
-            _LENGTH_PREFIX.pack(len(element)) + element for element in tensor.array.flat
-        )
+        elements = tensor.array.ravel().tolist()
+        return b"".join([_LENGTH_PREFIX.pack(len(element)) + element for element in elements])
     return tensor.array.astype(row.wire_dtype, copy=False).tobytes()
 
 
@@ -211,7 +230,7 @@ def from_values(name: str, datatype: str, shape: Sequence[int], values: Sequence
     _check_count(name, dims, len(values))
     if row.wire_dtype is None:
         return Tensor(name, datatype, _objects([_encoded(name, v) for v in values], dims))
-    _check_types(name, datatype, row.wire_dtype, values)
+    _check_types(name, row, row.wire_dtype.kind, values)
     return Tensor(name, datatype, np.array(values, dtype=row.wire_dtype).reshape(dims))
 
 
@@ -235,26 +254,29 @@ def _encoded(name: str, value: object) -> bytes:
         raise _wrong_value(name, "BYTES", value, "text that UTF-8 can encode") from None
 
 
-def _check_types(name: str, datatype: str, dtype: np.dtype[Any], values: Sequence[object]) -> None:
+def _check_types(name: str, row: Datatype, kind: str, values: Sequence[object]) -> None:
     """Python's bool is an int, and numpy casts nearly everything: so look at every value."""
-    if dtype.kind == "b":
-        if not all(type(value) is bool for value in values):
-            wrong = next(value for value in values if type(value) is not bool)
-            raise _wrong_value(name, datatype, wrong, "true or false")
-        return
-    if dtype.kind == "f":
-        limit = float(np.finfo(dtype).max)
-        low, high, right = -limit, limit, f"a number in [{-limit:g}, {limit:g}]"
-    else:
-        limits = np.iinfo(dtype)
-        low, high, right = limits.min, limits.max, f"an integer in [{limits.min}, {limits.max}]"
+    low, high = row.limits
     for value in values:
-        if type(value) is float and dtype.kind == "f":
+        if type(value) is bool or kind == "b":
+            fits = type(value) is bool and kind == "b"
+        elif type(value) is float and kind == "f":
             fits = low <= value <= high or not math.isfinite(value)
         else:
             fits = type(value) is int and low <= value <= high
         if not fits:
-            raise _wrong_value(name, datatype, value, right)
+            raise _wrong_value(name, row.name, value, _right_value(row, kind))
+
+
+def _right_value(row: Datatype, kind: str) -> str:
+    low, high = row.limits
+    match kind:
+        case "b":
+            return "true or false"
+        case "f":
+            return f"a number in [{low:g}, {high:g}]"
+        case _:
+            return f"an integer in [{low}, {high}]"
 
 
 def _wrong_value(name: str, datatype: str, value: object, right: str) -> InvalidTensorError:
@@ -279,7 +301,7 @@ def to_values(tensor: Tensor) -> list[Any]:
     if tensor.datatype != "BYTES":
         values: list[Any] = tensor.array.ravel().tolist()
         return values
-    return [to_text(tensor.name, element) for element in tensor.array.flat]
+    return [to_text(tensor.name, element) for element in tensor.array.ravel().tolist()]
 
 
 def to_text(name: str, element: bytes) -> str:
@@ -320,6 +342,4 @@ def to_bf16(array: Array) -> Array:
 
 
 def _objects(elements: Sequence[bytes], dims: tuple[int, ...]) -> Array:
-    array = np.empty(len(elements), dtype=object)
-    array[:] = elements
-    return array.reshape(dims)
+    return np.array(elements, dtype=object).reshape(dims)

@@ -1,17 +1,21 @@
 """Tokens and times of answered requests, by the names of the TensorRT-LLM and vLLM backends.
 
-Families nv_llm_* and vllm:*, labelled as there with the Triton model and its version.
+Families nv_llm_* and vllm:*, labelled as there with the Triton model and its version. A request
+adds to plain numbers; a scrape makes families of them.
 """
 
-import dataclasses
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import Metric
+import msgspec
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
-_INPUT, _OUTPUT = "total_input_tokens", "total_output_tokens"
-_LENGTH_BUCKETS = (10, 50, 100, 500, 1000)
+from loraplex.frontends.kserve.latencies import Histogram
+
+LABELS = ("model", "version")
 _TTFT_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0),
@@ -25,8 +29,40 @@ _TOKEN_BUCKETS = (
 _N_BUCKETS = (1, 2, 5, 10, 20)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TokenTimes:
+class _Family(msgspec.Struct, frozen=True):
+    text: str
+    """Its help."""
+    bounds: Sequence[float] = ()
+    """Of its buckets; none: a counter."""
+
+
+_TRTLLM_TEXT = "TRT LLM response metrics"
+_TRTLLM: Mapping[str, _Family] = MappingProxyType(
+    dict.fromkeys(("input", "output"), _Family(_TRTLLM_TEXT, (10, 50, 100, 500, 1000)))
+)
+_VLLM: Mapping[str, _Family] = MappingProxyType(
+    {
+        "prompt_tokens": _Family("Number of prefill tokens processed."),
+        "generation_tokens": _Family("Number of generation tokens processed."),
+        "time_to_first_token_seconds": _Family(
+            "Histogram of time to first token in seconds.", _TTFT_BUCKETS
+        ),
+        "time_per_output_token_seconds": _Family(
+            "Histogram of time per output token in seconds.", _PER_TOKEN_BUCKETS
+        ),
+        "e2e_request_latency_seconds": _Family(
+            "Histogram of end to end request latency in seconds.", _E2E_BUCKETS
+        ),
+        "request_prompt_tokens": _Family("Number of prefill tokens processed.", _TOKEN_BUCKETS),
+        "request_generation_tokens": _Family(
+            "Number of generation tokens processed.", _TOKEN_BUCKETS
+        ),
+        "request_params_n": _Family("Histogram of the n request parameter.", _N_BUCKETS),
+    }
+)
+
+
+class TokenTimes(msgspec.Struct, frozen=True):
     """One element of a batch that was answered."""
 
     num_prompt_tokens: int
@@ -40,106 +76,106 @@ class TokenTimes:
     total_seconds: float | None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TokenLabels:
+class TokenLabels(msgspec.Struct, frozen=True):
     """(model, version) that a request counts for; None: it has no such families."""
 
     trtllm: tuple[str, str] | None = None
     vllm: tuple[str, str] | None = None
 
 
+class _Series:
+    """The values of one model in some families, by their names."""
+
+    def __init__(self, families: Mapping[str, _Family]) -> None:
+        self.created = time.time()
+        """Unix seconds."""
+        self.histograms = {
+            name: Histogram(family.bounds) for name, family in families.items() if family.bounds
+        }
+        self.counters = {name: 0 for name, family in families.items() if not family.bounds}
+
+
 class TokenMetrics(Collector):
-    """In a registry of their own."""
+    """All series, by (model, version)."""
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        self._input_length = self._length("input")
-        self._output_length = self._length("output")
-        self._prompt_tokens = self._counter("prompt_tokens", "Number of prefill tokens processed.")
-        self._generation_tokens = self._counter(
-            "generation_tokens", "Number of generation tokens processed."
-        )
-        self._first_token = self._histogram(
-            "time_to_first_token_seconds",
-            "Histogram of time to first token in seconds.",
-            _TTFT_BUCKETS,
-        )
-        self._per_token = self._histogram(
-            "time_per_output_token_seconds",
-            "Histogram of time per output token in seconds.",
-            _PER_TOKEN_BUCKETS,
-        )
-        self._e2e = self._histogram(
-            "e2e_request_latency_seconds",
-            "Histogram of end to end request latency in seconds.",
-            _E2E_BUCKETS,
-        )
-        self._request_prompt = self._histogram(
-            "request_prompt_tokens", "Number of prefill tokens processed.", _TOKEN_BUCKETS
-        )
-        self._request_generation = self._histogram(
-            "request_generation_tokens", "Number of generation tokens processed.", _TOKEN_BUCKETS
-        )
-        self._n = self._histogram(
-            "request_params_n", "Histogram of the n request parameter.", _N_BUCKETS
-        )
+        self._trtllm: dict[tuple[str, str], _Series] = {}
+        self._vllm: dict[tuple[str, str], _Series] = {}
 
-    def collect(self) -> Iterable[Metric]:
-        return self._registry.collect()
+    def collect(self) -> Iterator[Metric]:
+        for name, family in _TRTLLM.items():
+            response_type = f"total_{name}_tokens"
+            rows = [((*model, response_type), series) for model, series in self._trtllm.items()]
+            labels = (*LABELS, "response_metric_type")
+            yield _histogram(f"nv_llm_{name}_token_len", family, labels, rows, name)
+        for name, family in _VLLM.items():
+            collected = _histogram if family.bounds else _counter
+            yield collected(f"vllm:{name}", family, LABELS, self._vllm.items(), name)
 
     def expect(self, labels: TokenLabels) -> None:
         """A model of the catalog: its families are there from the start, with zeros."""
         if labels.trtllm is not None:
-            self._input_length.labels(*labels.trtllm, _INPUT)
-            self._output_length.labels(*labels.trtllm, _OUTPUT)
+            self._trtllm.setdefault(labels.trtllm, _Series(_TRTLLM))
         if labels.vllm is not None:
-            for family in (self._prompt_tokens, self._generation_tokens, self._first_token):
-                family.labels(*labels.vllm)
-            for family in (self._per_token, self._e2e, self._request_prompt):
-                family.labels(*labels.vllm)
-            for family in (self._request_generation, self._n):
-                family.labels(*labels.vllm)
+            self._vllm.setdefault(labels.vllm, _Series(_VLLM))
 
     def observe(self, labels: TokenLabels, times: TokenTimes) -> None:
         """One answered element of a request to a model of the catalog."""
-        num_prompt, num_output = times.num_prompt_tokens, times.num_output_tokens
         if labels.trtllm is not None:
-            self._input_length.labels(*labels.trtllm, _INPUT).observe(num_prompt)
-            self._output_length.labels(*labels.trtllm, _OUTPUT).observe(num_output)
+            lengths = _of(self._trtllm, labels.trtllm, _TRTLLM).histograms
+            lengths["input"].add(times.num_prompt_tokens)
+            lengths["output"].add(times.num_output_tokens)
         if labels.vllm is not None:
-            self._observe_vllm(labels.vllm, times)
+            _observe_vllm(_of(self._vllm, labels.vllm, _VLLM), times)
 
-    def _observe_vllm(self, labels: tuple[str, str], times: TokenTimes) -> None:
-        num_prompt, num_output = times.num_prompt_tokens, times.num_output_tokens
-        self._prompt_tokens.labels(*labels).inc(num_prompt)
-        self._generation_tokens.labels(*labels).inc(num_output)
-        self._request_prompt.labels(*labels).observe(num_prompt)
-        self._request_generation.labels(*labels).observe(num_output)
-        self._n.labels(*labels).observe(times.num_sequences)
-        for histogram, seconds in (
-            (self._first_token, times.first_token_seconds),
-            (self._e2e, times.total_seconds),
-        ):
-            if seconds is not None:
-                histogram.labels(*labels).observe(max(seconds, 0.0))
-        if times.seconds_per_token is not None:
-            per_token = self._per_token.labels(*labels)
-            for _ in range(num_output - times.num_sequences):
-                per_token.observe(max(times.seconds_per_token, 0.0))
 
-    def _length(self, side: str) -> Histogram:
-        return Histogram(
-            f"nv_llm_{side}_token_len",
-            "TRT LLM response metrics",
-            ("model", "version", "response_metric_type"),
-            buckets=_LENGTH_BUCKETS,
-            registry=self._registry,
+def _of(
+    series: dict[tuple[str, str], _Series], labels: tuple[str, str], families: Mapping[str, _Family]
+) -> _Series:
+    found = series.get(labels)
+    if found is None:
+        found = series[labels] = _Series(families)
+    return found
+
+
+def _observe_vllm(series: _Series, times: TokenTimes) -> None:
+    num_prompt, num_output = times.num_prompt_tokens, times.num_output_tokens
+    series.counters["prompt_tokens"] += num_prompt
+    series.counters["generation_tokens"] += num_output
+    histograms = series.histograms
+    histograms["request_prompt_tokens"].add(num_prompt)
+    histograms["request_generation_tokens"].add(num_output)
+    histograms["request_params_n"].add(times.num_sequences)
+    if times.first_token_seconds is not None:
+        histograms["time_to_first_token_seconds"].add(max(times.first_token_seconds, 0.0))
+    if times.total_seconds is not None:
+        histograms["e2e_request_latency_seconds"].add(max(times.total_seconds, 0.0))
+    if times.seconds_per_token is not None:
+        seconds, num_later = max(times.seconds_per_token, 0.0), num_output - times.num_sequences
+        histograms["time_per_output_token_seconds"].add(seconds, num_later)
+
+
+_Rows = Iterable[tuple[Sequence[str], _Series]]
+"""Values of labels, and the series that they have."""
+
+
+def _counter(
+    metric: str, family: _Family, labels: Sequence[str], rows: _Rows, name: str
+) -> CounterMetricFamily:
+    collected = CounterMetricFamily(metric, family.text, labels=labels)
+    for values, series in rows:
+        collected.add_metric(values, series.counters[name], created=series.created)
+    return collected
+
+
+def _histogram(
+    metric: str, family: _Family, labels: Sequence[str], rows: _Rows, name: str
+) -> HistogramMetricFamily:
+    collected = HistogramMetricFamily(metric, family.text, labels=labels)
+    for values, series in rows:
+        histogram = series.histograms[name]
+        collected.add_metric(values, histogram.cumulative(floatToGoString), histogram.sum)
+        collected.add_sample(
+            f"{metric}_created", dict(zip(labels, values, strict=True)), series.created
         )
-
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(f"vllm:{name}", text, ("model", "version"), registry=self._registry)
-
-    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        return Histogram(
-            f"vllm:{name}", text, ("model", "version"), buckets=buckets, registry=self._registry
-        )
+    return collected

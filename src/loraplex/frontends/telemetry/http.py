@@ -4,10 +4,12 @@ a body may take, and the word to clients of a server that drains.
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loraplex.core.errors import BodyTimeoutError, InternalError
+from loraplex.frontends.headers import headers_of
 from loraplex.frontends.telemetry.request_ids import HEADER
 from loraplex.frontends.telemetry.telemetry import Telemetry
 from loraplex.serving.wire_request import WireRequest, as_current
@@ -15,6 +17,7 @@ from loraplex.serving.wire_request import WireRequest, as_current
 CLIENT_CLOSED_REQUEST = "499"
 """Nobody got an answer. The status is nginx's."""
 _FAILED = "500"
+_ID = HEADER.encode()
 
 
 class RequestMiddleware:
@@ -55,12 +58,9 @@ class RequestMiddleware:
             request.end(status)
 
     def _begun(self, scope: Scope) -> WireRequest:
-        headers = {
-            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
-        }
         client = scope.get("client")
         return self._telemetry.begin(
-            "http", scope["method"], scope["path"], client[0] if client else "", headers
+            "http", scope["method"], scope["path"], client[0] if client else "", headers_of(scope)
         )
 
 
@@ -78,18 +78,27 @@ class TimedBody:
         """Raises BodyTimeoutError."""
         if self.is_whole:
             return await self._receive()
+        reader = asyncio.current_task()
+        assert reader is not None
+        # As asyncio.timeout_at, at a third of its price.
+        timer = asyncio.get_running_loop().call_at(self._deadline, self._expire, reader)
         try:
-            async with asyncio.timeout_at(self._deadline) as limit:
-                message = await self._receive()
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            self.is_late = True
-            raise BodyTimeoutError(
-                f"the request body did not come within {self._seconds:g} seconds"
-            ) from None
+            message = await self._receive()
+        except asyncio.CancelledError:
+            # Others may have cancelled the reader, too: that is not ours to end.
+            if self.is_late and reader.uncancel() == 0:
+                raise BodyTimeoutError(
+                    f"the request body did not come within {self._seconds:g} seconds"
+                ) from None
+            raise
+        finally:
+            timer.cancel()
         self.is_whole = not message.get("more_body", False)
         return message
+
+    def _expire(self, reader: "asyncio.Task[Any]") -> None:
+        self.is_late = True
+        reader.cancel()
 
 
 class _Answer:
@@ -113,8 +122,8 @@ class _Answer:
     def _headers(self, given: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
         headers = list(given)
         names = {name.lower() for name, _ in headers}
-        if HEADER.encode() not in names:
-            headers.append((HEADER.encode(), self._request.request_id.encode()))
+        if _ID not in names:
+            headers.append((_ID, self._request.request_id.encode()))
         # A late body makes the rest of the connection unreadable; a drain wants the next request
         # to find another server.
         if b"connection" not in names and (self._body.is_late or self._is_draining()):

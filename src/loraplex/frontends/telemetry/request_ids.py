@@ -1,7 +1,7 @@
 """Ids that clients give their requests (x-request-id), and ours for those that have none."""
 
+import os
 import re
-import uuid
 
 HEADER = "x-request-id"
 MAX_LENGTH = 256
@@ -21,4 +21,4 @@ def problem(text: str, name: str = HEADER) -> str:
 
 def request_id(given: str) -> str:
     """The client's id if there is one that can be used, else one of ours."""
-    return uuid.uuid4().hex if not given or problem(given) else given
+    return os.urandom(16).hex() if not given or problem(given) else given

@@ -2,11 +2,11 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Gauge
-from prometheus_client.core import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from loraplex.frontends.telemetry.request_ids import HEADER, request_id
@@ -31,27 +31,26 @@ class TenantUse(msgspec.Struct):
     errors: int = 0
 
 
+class _Ended(msgspec.Struct):
+    """Requests of one protocol that ended alike."""
+
+    number: int
+    first_unix: float
+    """Seconds; when the first of them ended."""
+
+
 class Telemetry(Collector):
-    """Requests in work and those that ended: counted, and given to the sinks."""
+    """Requests in work and those that ended: counted, and given to the sinks. Any thread may
+    begin and end one."""
 
     def __init__(self, sinks: Sequence[Sink] = ()) -> None:
         self._sinks = sinks
-        self._lock = threading.Lock()
+        # A request that is collected as garbage ends wherever its thread happens to be.
+        self._lock = threading.RLock()
         self._tenants: dict[str, TenantUse] = {}
-        self._registry = CollectorRegistry()
-        self._open = Gauge(
-            "loraplex_open_requests",
-            "Requests on the wire that have not ended, whatever they ask for.",
-            ["protocol"],
-            registry=self._registry,
-        )
-        self._answered = Counter(
-            "loraplex_wire_requests",
-            "Requests on the wire that ended, by status and by the code of the error, which is "
-            "empty without one.",
-            ["protocol", "status", "code"],
-            registry=self._registry,
-        )
+        self._open: dict[str, int] = {}
+        self._ended: dict[tuple[str, str, str], _Ended] = {}
+        """By protocol, status and the error's code."""
 
     def begin(
         self,
@@ -63,7 +62,8 @@ class Telemetry(Collector):
         route: str = "",
     ) -> WireRequest:
         """A request has come. headers: by lower-case name. Whoever begins it ends it."""
-        self._open.labels(protocol).inc()
+        with self._lock:
+            self._open[protocol] = self._open.get(protocol, 0) + 1
         return WireRequest(
             protocol=protocol,
             method=method,
@@ -79,8 +79,8 @@ class Telemetry(Collector):
     @property
     def num_open(self) -> dict[str, int]:
         """By protocol."""
-        samples = (sample for metric in self._open.collect() for sample in metric.samples)
-        return {sample.labels["protocol"]: int(sample.value) for sample in samples}
+        with self._lock:
+            return dict(self._open)
 
     @property
     def tenants(self) -> dict[str, TenantUse]:
@@ -91,13 +91,26 @@ class Telemetry(Collector):
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        return self._registry.collect()
+        is_open = GaugeMetricFamily(
+            "loraplex_open_requests",
+            "Requests on the wire that have not ended, whatever they ask for.",
+            labels=["protocol"],
+        )
+        answered = CounterMetricFamily(
+            "loraplex_wire_requests",
+            "Requests on the wire that ended, by status and by the code of the error, which is "
+            "empty without one.",
+            labels=["protocol", "status", "code"],
+        )
+        with self._lock:
+            for protocol, number in self._open.items():
+                is_open.add_metric([protocol], number)
+            for labels, ended in self._ended.items():
+                answered.add_metric(labels, ended.number, created=ended.first_unix)
+        return (is_open, answered)
 
     def _end(self, request: WireRequest) -> None:
-        if not request.is_within:
-            self._open.labels(request.protocol).dec()
-        self._answered.labels(request.protocol, request.status, request.error_code).inc()
-        if request.tenant:
+        with self._lock:
             self._count(request)
         for sink in self._sinks:
             try:
@@ -106,10 +119,17 @@ class Telemetry(Collector):
                 logger.exception("request %s could not be written down", request.request_id)
 
     def _count(self, request: WireRequest) -> None:
-        with self._lock:
+        code = request.error_code
+        if not request.is_within:
+            self._open[request.protocol] -= 1
+        ended = self._ended.get(labels := (request.protocol, request.status, code))
+        if ended is None:
+            ended = self._ended[labels] = _Ended(0, time.time())
+        ended.number += 1
+        if request.tenant:
             use = self._tenants.setdefault(request.tenant, TenantUse())
             use.requests += 1
-            use.errors += bool(request.error_code)
+            use.errors += bool(code)
             use.prompts += len(request.generations)
             for record in request.generations:
                 use.prompt_tokens += record.num_prompt_tokens

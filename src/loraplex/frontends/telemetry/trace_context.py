@@ -1,7 +1,7 @@
 """The headers `traceparent` and `tracestate` (W3C Trace Context, level 1)."""
 
+import os
 import re
-import secrets
 from collections.abc import Mapping
 
 from loraplex.serving.wire_request import TraceParent
@@ -18,7 +18,7 @@ def trace_parent(headers: Mapping[str, str]) -> TraceParent:
     of zeros are not usable.
     """
     text = headers.get("traceparent", "").strip()
-    match = _PARENT.fullmatch(text) if len(text) <= _MAX_LENGTH else None
+    match = _PARENT.fullmatch(text) if 0 < len(text) <= _MAX_LENGTH else None
     if match is None:
         return _new()
     version, trace_id, span_id, flags, rest = match.groups()
@@ -35,4 +35,4 @@ def trace_parent(headers: Mapping[str, str]) -> TraceParent:
 
 
 def _new() -> TraceParent:
-    return TraceParent(secrets.token_hex(16), "")
+    return TraceParent(os.urandom(16).hex(), "")

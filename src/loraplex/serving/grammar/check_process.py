@@ -35,6 +35,8 @@ class CheckProcess:
         self._command = command
         self._process: Process | None = None
         self._lock = threading.Lock()
+        self._in_use = threading.Lock()
+        """Held from a grammar to its reply: nobody closes pipes that are read."""
         self._is_closed = False
 
     def compiled(self, grammar: Grammar) -> Grammar:
@@ -43,6 +45,20 @@ class CheckProcess:
         Raises InvalidParameterError: it says what is wrong, or that the grammar takes more time
         or memory than one may.
         """
+        with self._in_use:
+            return self._compiled(grammar)
+
+    def close(self) -> None:
+        """End the process; what it is doing fails."""
+        with self._lock:
+            self._is_closed = True
+            process = self._process
+        if process is not None:
+            process.kill()
+            with self._in_use:
+                _end(process, _EXIT_SECONDS)
+
+    def _compiled(self, grammar: Grammar) -> Grammar:
         process = self._running()
         try:
             reply = _exchange(process, grammar)
@@ -62,14 +78,6 @@ class CheckProcess:
         if reply.error is not None:
             raise error_from_info(reply.error)
         return Grammar(GrammarKind.LLGUIDANCE, reply.compiled)
-
-    def close(self) -> None:
-        """End the process; what it is doing fails."""
-        with self._lock:
-            self._is_closed = True
-            process = self._process
-        if process is not None:
-            _end(process, 0.0)
 
     def _running(self) -> Process:
         with self._lock:

@@ -2,6 +2,7 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 
 from loraplex.core.errors import ModelNotFoundError
+from loraplex.frontends.kserve.model_control import ControlMode, ModelControl
 from loraplex.frontends.kserve.models.catalog import KINDS, Catalog
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
@@ -111,3 +112,27 @@ def test_a_declared_configuration_is_what_clients_see(backend):
     assert metadata["platform"] == "ensemble"
     assert metadata["inputs"] == [{"name": "text_input", "datatype": "BYTES", "shape": [-1, 1]}]
     assert metadata["outputs"] == []
+
+
+def test_models_are_made_once(catalog):
+    assert catalog.find("first") is catalog.find("first")
+
+
+def test_what_the_backend_has_is_seen_at_once(backend, catalog):
+    assert [model.name for model in catalog.models()][-1] == "second"
+    cards = backend.models()
+    backend.models = lambda principal=None: cards[:1]
+    assert [model.name for model in catalog.models()][-1] == "first"
+    with pytest.raises(ModelNotFoundError, match="'second' is not found"):
+        catalog.find("second")
+
+
+def test_the_model_of_token_ids_is_the_loaded_one_of_the_same_base_model(backend):
+    catalog = Catalog(backend, control=ModelControl(ControlMode.EXPLICIT))
+    first, second = catalog.find("first"), catalog.find("second")
+    assert catalog.token_model(first) is catalog.find("tensorrt_llm")
+    assert catalog.token_model(second) is None
+    catalog.unload("tensorrt_llm")
+    assert catalog.token_model(first) is None
+    catalog.load("tensorrt_llm", {})
+    assert catalog.token_model(first) is catalog.find("tensorrt_llm")

@@ -1,10 +1,14 @@
 """Many watchers of a server's health."""
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from loraplex.core.principal import LOCAL
 from loraplex.frontends.kserve.grpc import health
+from loraplex.frontends.kserve.grpc.calls import Call
 
 
 @pytest.fixture
@@ -12,46 +16,61 @@ def asked():
     return []
 
 
+class Watcher:
+    """An RPC in work, whose statuses come one by one."""
+
+    def __init__(self, behavior) -> None:
+        self._written: asyncio.Queue[Any] = asyncio.Queue(1)
+        context = SimpleNamespace(write=self._written.put)
+        call = Call(context, {}, LOCAL)
+        self.task = asyncio.create_task(behavior(health.HealthCheckRequest(), call))
+
+    async def next(self) -> int:
+        return (await self._written.get()).status
+
+
 @pytest.fixture
-def watch(monkeypatch, asked):
-    """A function that gives a watcher's statuses; `asked` is what the server answered."""
+async def watch(monkeypatch, asked):
+    """A function that gives a watcher; `asked` is what the server answered."""
     monkeypatch.setattr(health, "WATCH_SECONDS", 0.01)
 
-    async def is_ready():
+    def is_ready() -> bool:
         asked.append(asked[-1] if asked else True)
         return asked[-1]
 
-    handlers = health.health_handler(is_ready)
+    _, rpc = health.health_rpcs(is_ready)
+    assert rpc.name == "/grpc.health.v1.Health/Watch"
+    watchers: list[Watcher] = []
 
-    class Details:
-        method = f"/{health.SERVICE}/Watch"
-        invocation_metadata = ()
+    def begin() -> Watcher:
+        watchers.append(Watcher(rpc.behavior))
+        return watchers[-1]
 
-    behavior = handlers.service(Details()).unary_stream
-    return lambda: behavior(health.HealthCheckRequest(), None)
+    yield begin
+    for watcher in watchers:
+        watcher.task.cancel()
 
 
 async def test_all_are_told_each_change(watch, asked):
     watchers = [watch() for _ in range(5)]
-    assert [(await anext(each)).status for each in watchers] == [health.SERVING] * 5
+    assert [await each.next() for each in watchers] == [health.SERVING] * 5
     asked.append(False)
-    changes = await asyncio.gather(*map(anext, watchers))
-    assert [change.status for change in changes] == [health.NOT_SERVING] * 5
+    changes = await asyncio.gather(*(each.next() for each in watchers))
+    assert changes == [health.NOT_SERVING] * 5
     asked.append(True)
-    assert (await anext(watchers[0])).status == health.SERVING
+    assert await watchers[0].next() == health.SERVING
 
 
 async def test_they_share_one_look(watch, asked):
     watchers = [watch() for _ in range(100)]
     for each in watchers:
-        await anext(each)
+        await each.next()
     del asked[:-1]
-    waiting = [asyncio.ensure_future(anext(each)) for each in watchers]
     await asyncio.sleep(0.2)
     assert 1 < len(asked) <= 21
-    for task in waiting:
-        task.cancel()
-    await asyncio.gather(*waiting, return_exceptions=True)
+    for each in watchers:
+        each.task.cancel()
+    await asyncio.gather(*(each.task for each in watchers), return_exceptions=True)
     await asyncio.sleep(0.05)
     num_asked = len(asked)
     await asyncio.sleep(0.05)

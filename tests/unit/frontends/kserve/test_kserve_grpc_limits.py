@@ -1,7 +1,5 @@
 """What a gRPC client may send, and how many may be there."""
 
-import asyncio
-
 import grpc
 import msgspec
 import pytest
@@ -25,8 +23,7 @@ async def started():
     async def start(**fields) -> str:
         limits = msgspec.structs.replace(LIMITS, **fields)
         service = TritonService(EchoBackend(("m",)))
-        loop = asyncio.get_running_loop()
-        servers.append(GrpcServer(service, loop, "127.0.0.1", 0, limits=limits))
+        servers.append(GrpcServer(service, "127.0.0.1", 0, limits=limits))
         await servers[-1].start()
         return f"127.0.0.1:{servers[-1].port}"
 

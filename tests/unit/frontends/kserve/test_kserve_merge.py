@@ -1,8 +1,9 @@
 import asyncio
+import contextlib
 
 import pytest
 
-from loraplex.frontends.kserve.merge import merged
+from loraplex.frontends.kserve.merge import Stop, merged
 
 
 async def count(limit, *, pause=0.0, fail_at=None):
@@ -13,42 +14,80 @@ async def count(limit, *, pause=0.0, fail_at=None):
         yield number
 
 
+async def read(*streams, stop=None):
+    """All items, and in the end nothing is left."""
+    items = []
+    async with contextlib.aclosing(merged(streams, stop or Stop())) as merging:
+        while (item := await merging.next()) is not None:
+            items.append((merging.index, item))
+    return items
+
+
 async def test_everything_comes_in_order_of_its_stream():
-    items = [item async for item in merged([count(3), count(2)], asyncio.Event())]
+    items = await read(count(3), count(2))
     assert sorted(items) == [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2)]
     assert [n for i, n in items if i == 0] == [1, 2, 3]
 
 
+async def test_one_stream():
+    assert await read(count(3)) == [(0, 1), (0, 2), (0, 3)]
+
+
 async def test_a_slow_stream_does_not_hold_a_fast_one_up():
-    items = [item async for item in merged([count(1, pause=0.05), count(3)], asyncio.Event())]
+    items = await read(count(1, pause=0.05), count(3))
     assert items[-1] == (0, 1)
 
 
 async def test_an_error_ends_everything():
     with pytest.raises(ValueError, match="2"):
-        async for _ in merged([count(100, pause=0.001), count(5, fail_at=2)], asyncio.Event()):
-            pass
+        await read(count(100, pause=0.001), count(5, fail_at=2))
 
 
-async def test_stop_ends_a_wait():
-    stopped = asyncio.Event()
-    asyncio.get_running_loop().call_later(0.01, stopped.set)
+@pytest.mark.parametrize("num_streams", [1, 2])
+async def test_stop_ends_a_wait(num_streams):
+    stop = Stop()
+    asyncio.get_running_loop().call_later(0.01, stop.set)
     async with asyncio.timeout(5):
-        assert [item async for item in merged([count(1, pause=60)], stopped)] == []
+        assert await read(*(count(1, pause=60) for _ in range(num_streams)), stop=stop) == []
+
+
+@pytest.mark.parametrize("num_streams", [1, 2])
+async def test_nothing_is_read_after_a_stop(num_streams):
+    stop = Stop()
+    stop.set()
+    assert await read(*(count(3) for _ in range(num_streams)), stop=stop) == []
+
+
+async def test_at_most_one_item_of_a_stream_is_read_ahead():
+    numbers = []
+
+    async def noted(limit):
+        async for number in count(limit):
+            numbers.append(number)
+            yield number
+
+    async with contextlib.aclosing(merged([noted(5), count(1)], Stop())) as merging:
+        while (await merging.next(), merging.index) != (1, 0):
+            pass
+        await asyncio.sleep(0.01)
+        assert numbers == [1, 2]
 
 
 async def test_nothing_is_left_running():
     before = asyncio.all_tasks()
-    items = merged([count(100, pause=0.001), count(100, pause=60)], asyncio.Event())
-    await anext(items)
-    await items.aclose()
+    merging = merged([count(100, pause=0.001), count(100, pause=60)], Stop())
+    await merging.next()
+    await merging.aclose()
     assert asyncio.all_tasks() == before
 
 
-async def test_a_stop_leaves_its_reader_as_it_was():
-    stopped = asyncio.Event()
-    asyncio.get_running_loop().call_later(0.01, stopped.set)
-    assert [item async for item in merged([count(1, pause=60)], stopped)] == []
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("num_streams", [1, 2])
+async def test_a_stop_leaves_its_reader_as_it_was(num_streams, times):
+    stop = Stop()
+    for _ in range(times):
+        asyncio.get_running_loop().call_later(0.01, stop.set)
+    assert await read(*(count(1, pause=60) for _ in range(num_streams)), stop=stop) == []
     reader = asyncio.current_task()
     assert reader is not None
     assert reader.cancelling() == 0
@@ -56,16 +95,13 @@ async def test_a_stop_leaves_its_reader_as_it_was():
 
 @pytest.mark.parametrize("num_streams", [1, 2])
 async def test_who_is_cancelled_is_cancelled_whether_or_not_it_is_stopped_too(num_streams):
-    async def read(stopped):
-        streams = [count(1, pause=60) for _ in range(num_streams)]
-        return [item async for item in merged(streams, stopped)]
-
     for is_stopped in (False, True):
-        stopped = asyncio.Event()
-        task = asyncio.create_task(read(stopped))
+        stop = Stop()
+        streams = [count(1, pause=60) for _ in range(num_streams)]
+        task = asyncio.create_task(read(*streams, stop=stop))
         await asyncio.sleep(0.01)
         if is_stopped:
-            stopped.set()
+            stop.set()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -1,7 +1,6 @@
 """TritonService over an EchoBackend, without a wire."""
 
 import asyncio
-import dataclasses
 
 import msgspec
 import numpy as np
@@ -92,7 +91,7 @@ def with_adapters(texts=("hi",), values=(1.0,), task_id=None):
         from_values("lora_weights", "FP32", [size, 1, 1], list(values)),
         from_values("lora_config", "INT32", [size, 1, 3], [1, 0, 8] * size),
     )
-    return dataclasses.replace(asked, inputs=inputs)
+    return msgspec.structs.replace(asked, inputs=inputs)
 
 
 async def test_an_adapter_that_comes_with_the_request(backend, service):
@@ -330,3 +329,11 @@ async def test_what_a_slow_reader_left_is_one_response():
     responses = await service.stream(request(stream=True), LOCAL)
     texts = [[t.array.item() for t in response.outputs] async for response in responses]
     assert texts == [[b"echo: hi"]]
+
+
+@pytest.mark.parametrize("asked", [request(stream=True), stop("7")], ids=["inference", "stop"])
+async def test_a_closed_stream_has_no_more_answers(service, asked):
+    stream = await service.stream(asked, LOCAL)
+    await stream.aclose()
+    assert [response async for response in stream] == []
+    assert service.num_active == 0

@@ -1,6 +1,10 @@
 """Where requests begin and end, for those who count them and write them down."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from loraplex.core.errors import QueueFullError
 from loraplex.core.request import GenerateRequest
@@ -39,6 +43,48 @@ def test_a_request_is_open_until_its_one_end():
     assert telemetry.num_open == {"http": 0}
     assert (ended, request.status) == ([request], "200")
     assert samples(telemetry)["loraplex_wire_requests_total['', '200', 'http']"] == 1
+
+
+def test_what_a_scrape_reads():
+    telemetry = Telemetry()
+    for status, number in (("200", 2), ("404", 1)):
+        for _ in range(number):
+            begun(telemetry).end(status)
+    begun(telemetry)
+    text = telemetry_text(telemetry)
+    assert 'loraplex_open_requests{protocol="http"} 1.0' in text
+    assert 'loraplex_wire_requests_total{code="",protocol="http",status="200"} 2.0' in text
+    assert 'loraplex_wire_requests_created{code="",protocol="http",status="404"} 1.' in text
+
+
+def telemetry_text(telemetry: Telemetry) -> str:
+    registry = CollectorRegistry()
+    registry.register(telemetry)
+    return generate_latest(registry).decode()
+
+
+class Yielding(str):
+    """Other threads run whenever it is looked up."""
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        time.sleep(0)
+        return super().__hash__()
+
+
+def test_any_thread_may_begin_and_end_one():
+    telemetry = Telemetry()
+
+    def work() -> None:
+        for _ in range(200):
+            telemetry.begin(Yielding("http"), "GET", "/", "", {}).end("200")
+
+    with ThreadPoolExecutor(4) as threads:
+        for future in [threads.submit(work) for _ in range(4)]:
+            future.result()
+    assert telemetry.num_open == {"http": 0}
+    assert samples(telemetry)["loraplex_wire_requests_total['', '200', 'http']"] == 800
 
 
 def test_what_works_for_it_finds_it():

@@ -57,6 +57,31 @@ def test_keys_from_elsewhere(key):
         check_strength(key, "here")
 
 
+LEAST_TEXT = "ghijklmnopqr" + "g" * 20
+LEAST_HEX = "01234567" * 4
+
+
+@pytest.mark.parametrize("key", [LEAST_TEXT, LEAST_HEX, LEAST_TEXT + "g" * (512 - 32)])
+def test_just_strong_enough(key):
+    check_strength(key, "here")
+
+
+@pytest.mark.parametrize(
+    ("key", "problem"),
+    [
+        (LEAST_TEXT[:-1], "could be guessed"),
+        (LEAST_TEXT.replace("r", "g"), "could be guessed"),
+        (LEAST_HEX[:-1], "could be guessed"),
+        (LEAST_HEX.replace("7", "0"), "could be guessed"),
+        (LEAST_HEX + "x", "could be guessed"),
+        (LEAST_TEXT + "g" * (513 - 32), "at most 512 characters"),
+    ],
+)
+def test_just_not_strong_enough(key, problem):
+    with pytest.raises(ConfigError, match=problem):
+        check_strength(key, "here")
+
+
 def test_each_place_is_found():
     hashes = [hash_of(str(i)) for i in range(5)]
     assert [find_hash(each, hashes) for each in hashes] == [0, 1, 2, 3, 4]

@@ -122,9 +122,20 @@ def test_what_is_wrong_is_told_with_its_place(text, said):
     assert raised.value.message.startswith("keys.toml")
 
 
-def test_sizes_are_limited(monkeypatch):
+def test_the_servers_own_tenant_may_be_no_operator():
+    tenants = parse_key_file(b"[tenants.default]\noperator = false", "x").tenants
+    assert tenants["default"].rights == Rights(operator=False)
+
+
+def test_sizes_are_limited(monkeypatch, tmp_path):
+    path = tmp_path / "keys.toml"
+    path.write_bytes(b"#" * MAX_FILE_BYTES)
+    assert read_key_file(path).keys == ()
+    path.write_bytes(b"#" * (MAX_FILE_BYTES + 1))
     with pytest.raises(ConfigError, match="at most"):
-        parse_key_file(b"#" * (MAX_FILE_BYTES + 1), "x")
+        read_key_file(path)
+    monkeypatch.setattr("loraplex.serving.access.key_file.MAX_KEYS", 2)
+    assert len(parse_key_file(WHOLE.encode(), "x").keys) == 2
     monkeypatch.setattr("loraplex.serving.access.key_file.MAX_KEYS", 1)
     with pytest.raises(ConfigError, match="has 2 keys; at most 1"):
         parse_key_file(WHOLE.encode(), "x")

@@ -27,6 +27,7 @@ def test_the_first_key_makes_the_file(path):
     assert (entry.id, entry.tenant, entry.created) == (key_id, "acme", NOW)
     assert bytes.fromhex(entry.sha256) == hash_of(key)
     assert key not in path.read_text()
+    assert path.read_text().startswith("# Tenants of loraplex")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     rights = read_key_file(path).tenants["acme"].rights
     assert all((rights.use, rights.list, rights.models))
@@ -72,6 +73,34 @@ def test_revoking(path):
     assert path.read_text().count("[[revoked]]") == 1
     with pytest.raises(ConfigError, match="has no key with id 'nope'"):
         revoke_key(path, "nope")
+
+
+def test_the_time_is_written_in_utc(path):
+    create_key(path, "acme", NOW.astimezone(datetime.timezone(datetime.timedelta(hours=5))))
+    assert "created = 2026-01-31T12:00:00Z" in path.read_text()
+
+
+def test_one_key_too_many_changes_nothing(path, monkeypatch):
+    create_key(path, "acme", NOW)
+    before = path.read_text()
+    monkeypatch.setattr("loraplex.serving.access.key_file.MAX_KEYS", 1)
+    with pytest.raises(ConfigError, match="has 2 keys; at most 1"):
+        create_key(path, "acme", NOW)
+    assert path.read_text() == before
+
+
+def test_what_cannot_take_the_files_place_is_not_left(path, monkeypatch):
+    create_key(path, "acme", NOW)
+    before = path.read_text()
+
+    def fail(*_):
+        raise OSError("no room")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(ConfigError, match=r"cannot change api_keys_file .*no room"):
+        create_key(path, "acme", NOW)
+    assert path.read_text() == before
+    assert {file.name for file in path.parent.iterdir()} == {path.name, path.name + ".lock"}
 
 
 def test_many_at_once_lose_nothing(path):

@@ -47,6 +47,7 @@ def test_how_long_until_there_is_room():
     assert window.seconds_until(10 * SECOND, 2, 10) == 51
     assert window.seconds_until(10 * SECOND, 8, 10) == 61
     assert window.seconds_until(20 * SECOND, 8, 10) == 51
+    assert window.seconds_until(100 * SECOND, 10, 10) == 0
 
 
 def test_memory_does_not_grow():

@@ -5,7 +5,7 @@ import pytest
 from loraplex.adapters.staged import StagedAdapter
 from loraplex.adapters.store import AdapterStore
 from loraplex.core.adapter import AdapterRef, ByDigest, ByName, ByTaskId
-from loraplex.core.errors import AdapterNotFoundError, PermissionDeniedError
+from loraplex.core.errors import AdapterLoadError, AdapterNotFoundError, PermissionDeniedError
 from loraplex.core.principal import ALL, DEFAULT_TENANT, NONE, Names, Principal, Rights
 from loraplex.serving.access.tenant_adapters import TenantAdapters
 from loraplex.testing.fake_loader import fake_source
@@ -92,6 +92,20 @@ class TestUse:
     def test_what_is_only_listed_is_forbidden(self, store):
         with pytest.raises(PermissionDeniedError, match="'acme' may not use adapter 'de'"):
             seen(store, use=Names(("c*",))).resolve(ByName("de"))
+
+    def test_the_servers_file_is_gone(self, store, monkeypatch):
+        gone = seen(store).resolve(ByName("de"))
+        monkeypatch.setattr(store, "is_missing", lambda version: version == gone)
+        with pytest.raises(AdapterLoadError, match="'de' is gone from the disk: its operator"):
+            seen(store).resolve(ByName("de"))
+        assert seen(store, "umbrella").resolve(ByName("fr"))
+
+    def test_an_own_one_that_is_only_listed_hides_none(self, store):
+        asking = seen(store, use=Names(("de",)))
+        assert asking.resolve(ByTaskId(2)).name == "de"
+        found = asking.find(ByTaskId(2))
+        assert found is not None
+        assert found.name == "de"
 
     def test_an_alias_has_its_adapters_right(self, store):
         store.alias(store_ref(DEFAULT_TENANT, "de"), "cats-too")

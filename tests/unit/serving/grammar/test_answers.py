@@ -243,6 +243,58 @@ def test_no_call_begins_in_another_way(family: str, is_special: bool, text: str)
 
 
 @pytest.mark.parametrize(
+    ("family", "first"), [("generic", "[{<"), ("llama3_json", "{<"), ("pythonic", "[<")]
+)
+def test_no_content_begins_as_a_call_may(family: str, is_special: bool, first: str) -> None:
+    model = Model(family, is_special=is_special)
+    alone = ToolUse(tools=(WEATHER, CLOCK), is_parallel=False)
+    for char in first:
+        assert not model.takes(f"{char}x", alone)
+    assert model.takes(f"(x{first}", alone)
+
+
+@pytest.mark.parametrize("arguments", ["5", "[]", '"x"', "null"])
+def test_arguments_are_an_object_whatever_the_schema_says(arguments: str) -> None:
+    model = Model("hermes", is_special=False)
+    tool_use = ToolUse(tools=(FunctionTool(name="f"),), mode=ToolMode.REQUIRED)
+    call = '<tool_call>\n{"name": "f", "arguments": ARGUMENTS}\n</tool_call>'
+    assert model.takes(call.replace("ARGUMENTS", "{}"), tool_use)
+    assert not model.takes(call.replace("ARGUMENTS", arguments), tool_use)
+
+
+@pytest.mark.parametrize("space", ["", " ", "\n    ", "\r\n  "], ids=["no", "one", "line", "crlf"])
+def test_space_in_arguments(space: str) -> None:
+    text = CALL.replace('{"city": "Paris"}', f'{{{space}"city":{space}"Paris"{space}}}')
+    assert Model("hermes", is_special=False).takes(text, REQUIRED)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_right"),
+    [
+        ("", True),
+        ("a=1", True),
+        ("b=1", True),
+        ("a=1, b=2", True),
+        ("a=1, a=2", False),
+        ("b=1, a=2", False),
+        (", a=1", False),
+    ],
+)
+def test_arguments_that_may_be_left_out_in_python(text: str, is_right: bool) -> None:
+    number = {"type": "integer"}
+    tool = FunctionTool(name="f", parameters={"properties": {"a": number, "b": number}})
+    tool_use = ToolUse(tools=(tool,), mode=ToolMode.REQUIRED)
+    assert Model("pythonic", is_special=False).takes(f"[f({text})]", tool_use) is is_right
+
+
+def test_kimi_counts_beyond_nine(is_special: bool) -> None:
+    one, _, _ = CASES["kimi_k2"]
+    model = Model("kimi_k2", is_special=is_special)
+    assert model.takes(one.replace("get_weather:0", "get_weather:12"), REQUIRED)
+    assert not model.takes(one.replace("get_weather:0", "get_weather:"), REQUIRED)
+
+
+@pytest.mark.parametrize(
     ("family", "start", "end", "behind"),
     [
         (
@@ -301,6 +353,8 @@ def one_text(schema: dict[str, Any], **more: Any) -> ToolUse:
         ({"pattern": "x|y/[/]z"}, ["x", "1y//z2"], ["y", "y/z"]),
         ({"pattern": "^(x|y)$"}, ["x", "y"], ["xy", "z"]),
         ({"minLength": 2}, ["ab", "a\nb", "<<<"], ["a", ""]),
+        ({"const": "x"}, ["x"], ["y", '"x"', ""]),
+        ({"enum": ["a b", "c"]}, ["a b", "c"], ["d", '"c"', ""]),
         ({"maxLength": 3}, ["", "abc", "世界人"], ["abcd", "世界人民"]),
         ({"minLength": 1, "maxLength": 2, "pattern": "^é*$"}, ["é", "éé"], ["", "ééé", "e"]),
     ],

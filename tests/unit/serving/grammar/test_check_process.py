@@ -1,16 +1,18 @@
 """The process that checks grammars: what it may cost, what is said then, and what comes after."""
 
 import os
+import signal
 import sys
 import threading
 import time
 
+import msgspec
 import pytest
 
 from loraplex.core.errors import InternalError, InvalidParameterError
 from loraplex.core.grammar import Grammar, GrammarKind, GrammarLimits
 from loraplex.serving.grammar import check_process
-from loraplex.serving.grammar.check_messages import CheckSetup
+from loraplex.serving.grammar.check_messages import LENGTH, CheckReply, CheckSetup
 from loraplex.serving.grammar.check_process import CheckProcess
 from loraplex.testing.hostile_grammars import hostile_grammars
 
@@ -87,11 +89,43 @@ def test_memory_that_is_refused_ends_the_process_and_is_said():
     dying.close()
 
 
-def test_one_that_ends_by_itself_is_our_fault():
-    ending = CheckProcess(SETUP, (sys.executable, "-c", "import nothing_of_this_name"))
-    with pytest.raises(InternalError, match="ended with status 1"):
+@pytest.mark.parametrize("status", [0, 1])
+def test_one_that_ends_by_itself_is_our_fault(status):
+    ending = CheckProcess(SETUP, (sys.executable, "-c", f"raise SystemExit({status})"))
+    with pytest.raises(InternalError, match=f"ended with status {status}"):
         ending.compiled(GOOD)
     ending.close()
+
+
+def test_one_that_does_not_even_read_is_our_fault():
+    """The setup is more than a pipe holds."""
+    setup = CheckSetup({0: b"x" * (1 << 20)}, 300, GrammarLimits())
+    ending = CheckProcess(setup, (sys.executable, "-c", "raise SystemExit(3)"))
+    with pytest.raises(InternalError, match="ended with status 3"):
+        ending.compiled(GOOD)
+    ending.close()
+
+
+def test_the_last_reply_of_a_process_is_waited_out(monkeypatch):
+    monkeypatch.setattr(check_process, "_EXIT_SECONDS", 0.1)
+    body = msgspec.msgpack.encode(CheckReply("{}", is_last=True))
+    program = (
+        "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        f"os.write(1, {LENGTH.pack(len(body)) + body!r}); time.sleep(60)"
+    )
+    ending = CheckProcess(SETUP, (sys.executable, "-c", program))
+    assert ending.compiled(GOOD).text == "{}"
+    first = ending._process
+    assert first.returncode == -signal.SIGKILL
+    assert first.stdin.closed
+    assert first.stdout.closed
+    assert ending.compiled(GOOD).text == "{}"
+    assert ending._process is not first
+
+
+def test_a_terminals_signals_are_for_serving_alone(process):
+    process.compiled(GOOD)
+    assert os.getsid(process._process.pid) == process._process.pid
 
 
 def test_one_that_never_answers_is_ended(monkeypatch):
@@ -115,9 +149,28 @@ def test_closing_ends_what_is_being_compiled():
     closing.start()
     with pytest.raises(InternalError, match="is closing"):
         process.compiled(SLOW)
+    assert process._process.returncode == -signal.SIGKILL
     with pytest.raises(InternalError, match="is closing"):
         process.compiled(GOOD)
     closing.join()
+
+
+def test_closing_leaves_the_pipes_to_who_reads_them(monkeypatch):
+    """Else another file could have their numbers by then."""
+    silent = CheckProcess(SETUP, (sys.executable, "-c", "import time; time.sleep(60)"))
+    closing = threading.Thread(target=silent.close)
+    read = check_process._read
+
+    def late(*args):
+        closing.start()
+        closing.join(0.1)
+        return read(*args)
+
+    monkeypatch.setattr(check_process, "_read", late)
+    with pytest.raises(InternalError, match="is closing"):
+        silent.compiled(GOOD)
+    closing.join()
+    assert silent._process.returncode == -signal.SIGKILL
 
 
 def test_it_is_let_go_when_a_grammar_took_much_memory(process):

@@ -1,14 +1,9 @@
 """The door of the gRPC port: without a valid key no RPC is begun, but for those about health."""
 
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
-import grpc
-
-from loraplex.core.errors import LoraplexError
+from loraplex.core.principal import NONE, Principal, Rights
 from loraplex.frontends.access import Authenticate
-from loraplex.frontends.kserve.errors import message_of, status_of
-from loraplex.serving.wire_request import note_error
 
 _SERVICE = "/inference.GRPCInferenceService"
 OPEN_RPCS = frozenset(
@@ -21,38 +16,24 @@ OPEN_RPCS = frozenset(
 )
 """What load balancers ask."""
 
+_NOBODY = Principal(
+    tenant="", rights=Rights(use=NONE, list=NONE, manage=NONE, models=NONE, operator=False)
+)
+"""Who asks where no key is asked for: an RPC that is open by mistake gives nothing away."""
 
-class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """RPCs ask again who it is that they serve. That a new one forgets to does not open it."""
+
+class Door:
+    """Whom each RPC serves. An RPC that is new is not open."""
 
     def __init__(self, authenticate: Authenticate, *, health_is_open: bool = True) -> None:
         self._authenticate = authenticate
         self._open = OPEN_RPCS if health_is_open else frozenset()
 
-    async def intercept_service(
-        self, continuation: Callable[[Any], Awaitable[Any]], details: Any
-    ) -> Any:
-        handler = await continuation(details)
-        if handler is None or details.method in self._open:
-            return handler
-        pairs = details.invocation_metadata or ()
-        try:
-            self._authenticate({key: value for key, value in pairs if isinstance(value, str)})
-        except LoraplexError as error:
-            return _refusing(handler, error)
-        return handler
+    def of(self, rpc: str) -> Callable[[Mapping[str, str]], Principal]:
+        """From the metadata of a call of this RPC to who asks. That raises UnauthenticatedError."""
+        return _anyone if rpc in self._open else self._authenticate
 
 
-def _refusing(handler: Any, error: LoraplexError) -> Any:
-    """Of the same kind, as its client expects: unary or streamed."""
-
-    async def refuse(request: Any, context: Any) -> None:
-        del request
-        note_error(error)
-        await context.abort(grpc.StatusCode[status_of(error).grpc], message_of(error))
-
-    ways = ("stream" if handler.request_streaming else "unary") + (
-        "_stream" if handler.response_streaming else "_unary"
-    )
-    make = getattr(grpc, f"{ways}_rpc_method_handler")
-    return make(refuse, handler.request_deserializer, handler.response_serializer)
+def _anyone(metadata: Mapping[str, str]) -> Principal:
+    del metadata
+    return _NOBODY

@@ -41,16 +41,13 @@ _CONTENTS = {
     "BYTES": "bytes_contents",
 }
 """Where the typed values of a data type stand; FP16 and BF16 have raw contents only."""
+_RAW = OutputWish(is_binary=True)
+"""What is wanted where nothing is said."""
 
 
 def decode_request(message: Any, memory: TenantMemory) -> tuple[InferRequest, Wishes]:
     """A ModelInferRequest, and how its outputs are wanted. Raises as the codecs of its parts do."""
-    wishes = {
-        output.name: output_wish(
-            output.name, decode_parameters(output.parameters), is_binary=True, memory=memory
-        )
-        for output in message.outputs
-    }
+    wishes = {output.name: _wish(output, memory) for output in message.outputs}
     request = InferRequest(
         model=message.model_name,
         version=message.model_version,
@@ -59,11 +56,13 @@ def decode_request(message: Any, memory: TenantMemory) -> tuple[InferRequest, Wi
         requested=tuple(wishes),
         parameters=decode_parameters(message.parameters),
     )
-    return request, Wishes(memory, OutputWish(is_binary=True), wishes)
+    return request, Wishes(memory, _RAW, wishes)
 
 
 def decode_parameters(parameters: Mapping[str, Any]) -> dict[str, Parameter]:
     """Each the value of its oneof; one without a value is left out."""
+    if not parameters:
+        return {}
     choices = {key: value.WhichOneof("parameter_choice") for key, value in parameters.items()}
     return {
         key: getattr(parameters[key], choice)
@@ -72,9 +71,17 @@ def decode_parameters(parameters: Mapping[str, Any]) -> dict[str, Parameter]:
     }
 
 
+def _wish(output: Any, memory: TenantMemory) -> OutputWish:
+    if not output.parameters:
+        return _RAW
+    parameters = decode_parameters(output.parameters)
+    return output_wish(output.name, parameters, is_binary=True, memory=memory)
+
+
 def _inputs(message: Any, memory: TenantMemory) -> tuple[Tensor, ...]:
     """Tensors in shared memory have no raw contents, all others have them or none has."""
-    places = [place_of(e.name, decode_parameters(e.parameters)) for e in message.inputs]
+    entries = list(message.inputs)
+    places = [_place(entry) for entry in entries]
     raw = message.raw_input_contents
     num_here = places.count(None)
     if raw and len(raw) != num_here:
@@ -85,7 +92,7 @@ def _inputs(message: Any, memory: TenantMemory) -> tuple[Tensor, ...]:
         )
     contents = iter(raw)
     tensors = []
-    for entry, place in zip(message.inputs, places, strict=True):
+    for entry, place in zip(entries, places, strict=True):
         if place is not None:
             tensors.append(_shared_input(entry, place, memory))
         elif raw:
@@ -95,10 +102,15 @@ def _inputs(message: Any, memory: TenantMemory) -> tuple[Tensor, ...]:
     return tuple(tensors)
 
 
+def _place(entry: Any) -> Place | None:
+    parameters = entry.parameters
+    return place_of(entry.name, decode_parameters(parameters)) if parameters else None
+
+
 def _shared_input(entry: Any, place: Place, memory: TenantMemory) -> Tensor:
     datatype = datatype_of(entry.name, entry.datatype).name
-    check_raw_size(entry.name, datatype, list(entry.shape), place.byte_size)
-    return from_raw(entry.name, datatype, list(entry.shape), memory.read(place))
+    check_raw_size(entry.name, datatype, entry.shape, place.byte_size)
+    return from_raw(entry.name, datatype, entry.shape, memory.read(place))
 
 
 def _raw_input(message: Any, entry: Any, data: bytes) -> Tensor:
@@ -108,7 +120,7 @@ def _raw_input(message: Any, entry: Any, data: bytes) -> Tensor:
             f"'{entry.name}' for model '{message.model_name}'",
             param=entry.name,
         )
-    return from_raw(entry.name, entry.datatype, list(entry.shape), data)
+    return from_raw(entry.name, entry.datatype, entry.shape, data)
 
 
 def _typed_input(entry: Any) -> Tensor:
@@ -128,31 +140,23 @@ def _typed_input(entry: Any) -> Tensor:
             param=entry.name,
         )
     values = list(getattr(entry.contents, field))
-    return from_values(entry.name, datatype, list(entry.shape), values)
+    return from_values(entry.name, datatype, entry.shape, values)
 
 
 def encode_response(response: InferResponse, wishes: Wishes) -> Any:
     """A ModelInferResponse with raw outputs; of those in shared memory the contents are empty."""
-    message = pb.ModelInferResponse(
-        model_name=response.model, model_version=response.version, id=response.request_id
-    )
-    _set_parameters(message, response.parameters)
-    for output in delivered(response.outputs, wishes):
-        tensor = output.tensor
-        _add_output(message, tensor, to_raw(tensor) if output.is_in_message else b"")
+    message = pb.ModelInferResponse()
+    _fill(message, response, wishes)
     return message
-
-
-def _add_output(message: Any, tensor: Tensor, data: bytes) -> None:
-    message.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
-    message.raw_output_contents.append(data)
 
 
 def encode_piece(response: InferResponse, wishes: Wishes) -> Any:
     """A ModelStreamInferResponse that says whether it is the last one of its request."""
-    message = encode_response(response, wishes)
+    piece = pb.ModelStreamInferResponse()
+    message = piece.infer_response  # filled in its place: given later it would be copied
+    _fill(message, response, wishes)
     message.parameters[FINAL].bool_param = response.is_final
-    return pb.ModelStreamInferResponse(infer_response=message)
+    return piece
 
 
 def encode_failure(request: Any, text: str, outputs: Sequence[Tensor] = ()) -> Any:
@@ -164,6 +168,22 @@ def encode_failure(request: Any, text: str, outputs: Sequence[Tensor] = ()) -> A
     for tensor in outputs:
         _add_output(message, tensor, to_raw(tensor))
     return pb.ModelStreamInferResponse(error_message=text, infer_response=message)
+
+
+def _fill(message: Any, response: InferResponse, wishes: Wishes) -> None:
+    """An empty ModelInferResponse."""
+    message.model_name = response.model
+    message.model_version = response.version
+    message.id = response.request_id
+    _set_parameters(message, response.parameters)
+    for output in delivered(response.outputs, wishes):
+        tensor = output.tensor
+        _add_output(message, tensor, to_raw(tensor) if output.is_in_message else b"")
+
+
+def _add_output(message: Any, tensor: Tensor, data: bytes) -> None:
+    message.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.array.shape)
+    message.raw_output_contents.append(data)
 
 
 def _set_parameters(message: Any, parameters: Mapping[str, Parameter]) -> None:

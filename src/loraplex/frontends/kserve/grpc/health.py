@@ -5,11 +5,12 @@ Source: the gRPC health checking protocol. Its two messages are made here, in a 
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
-import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+from loraplex.frontends.kserve.grpc.calls import Call, Rpc
 
 SERVICE = "grpc.health.v1.Health"
 SERVING = 1
@@ -17,7 +18,7 @@ NOT_SERVING = 2
 WATCH_SECONDS = 0.5
 """Between two looks for the watchers."""
 
-IsReady = Callable[[], Awaitable[bool]]
+IsReady = Callable[[], bool]
 
 
 def _messages() -> tuple[Any, Any]:
@@ -75,37 +76,44 @@ class _Watchers:
     async def _look(self) -> None:
         while self._waiting:
             await asyncio.sleep(WATCH_SECONDS)
-            now = await self._is_ready()
+            now = self._is_ready()
             for future, known in self._waiting.items():
                 if now is not known and not future.done():
                     future.set_result(now)
 
 
-def health_handler(is_ready: IsReady) -> Any:
-    """Handler of the service's RPCs, for a server to add."""
-
+def health_rpcs(is_ready: IsReady) -> tuple[Rpc, Rpc]:
+    """Check and Watch."""
     watchers = _Watchers(is_ready)
 
-    async def check(request: Any, context: Any) -> Any:
-        del request, context
-        return HealthCheckResponse(status=SERVING if await is_ready() else NOT_SERVING)
+    async def check(request: Any, call: Call) -> Any:
+        del request, call
+        return _status(is_ready())
 
-    async def watch(request: Any, context: Any) -> AsyncGenerator[Any, None]:
+    async def watch(request: Any, call: Call) -> None:
         """The status, and then each other one, until the client goes."""
-        del request, context
-        now = await is_ready()
+        del request
+        now = is_ready()
         while True:
-            yield HealthCheckResponse(status=SERVING if now else NOT_SERVING)
+            await call.write(_status(now))
             now = await watchers.other_than(now)
 
-    codecs = {
-        "request_deserializer": HealthCheckRequest.FromString,
-        "response_serializer": HealthCheckResponse.SerializeToString,
-    }
-    return grpc.method_handlers_generic_handler(
-        SERVICE,
-        {
-            "Check": grpc.unary_unary_rpc_method_handler(check, **codecs),
-            "Watch": grpc.unary_stream_rpc_method_handler(watch, **codecs),
-        },
+    return (
+        Rpc(
+            name=f"/{SERVICE}/Check",
+            behavior=check,
+            request=HealthCheckRequest,
+            response=HealthCheckResponse,
+        ),
+        Rpc(
+            name=f"/{SERVICE}/Watch",
+            behavior=watch,
+            request=HealthCheckRequest,
+            response=HealthCheckResponse,
+            streams_responses=True,
+        ),
     )
+
+
+def _status(ready: bool) -> Any:
+    return HealthCheckResponse(status=SERVING if ready else NOT_SERVING)

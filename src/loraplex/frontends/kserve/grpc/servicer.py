@@ -1,119 +1,80 @@
-"""The RPCs of inference.GRPCInferenceService. All of it runs on gRPC's loop.
+"""The RPCs of inference.GRPCInferenceService. Method names are the protocol's."""
 
-The service is called through the bridge only. Method names are the protocol's.
-"""
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
-from typing import Any, TypeVar
-
+from google.protobuf.message_factory import GetMessageClass
 from tritonclient.grpc import service_pb2 as pb
-from tritonclient.grpc import service_pb2_grpc
 
-from loraplex.frontends.kserve.grpc.admin import AdminRpcs, metadata_of, or_abort
+from loraplex.frontends.kserve.grpc.admin import AdminRpcs
+from loraplex.frontends.kserve.grpc.calls import Call, Rpc
 from loraplex.frontends.kserve.grpc.codec import decode_request, encode_response
 from loraplex.frontends.kserve.grpc.stream import StreamSession
-from loraplex.frontends.kserve.messages import InferResponse
 from loraplex.frontends.kserve.models.catalog import server_metadata
 from loraplex.frontends.kserve.shared_memory import TenantMemory
 
-T = TypeVar("T")
-Context = Any
-
-ERRORS_END_STREAM = "triton_grpc_error"
-"""Call metadata: "true" asks for a gRPC status instead of an error message in the stream."""
+SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 
 
-class TritonServicer(AdminRpcs, service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
+class TritonServicer(AdminRpcs):
+    def rpcs(self) -> Iterator[Rpc]:
+        """Those of the protocol that are here; gRPC refuses the others itself."""
+        for method in SERVICE.methods:
+            behavior = getattr(self, method.name, None)
+            if behavior is not None:
+                yield Rpc(
+                    name=f"/{SERVICE.full_name}/{method.name}",
+                    behavior=behavior,
+                    request=GetMessageClass(method.input_type),
+                    response=GetMessageClass(method.output_type),
+                    streams_requests=method.client_streaming,
+                    streams_responses=method.server_streaming,
+                )
+
     # ------------------------------------------------------------ server and models
 
-    async def ServerLive(self, request: Any, context: Context) -> Any:
-        del request
-        health = await self._ask(context, self._service.backend.health)
-        return pb.ServerLiveResponse(live=health.live)
+    async def ServerLive(self, request: Any, call: Call) -> Any:
+        del request, call
+        return pb.ServerLiveResponse(live=self._service.backend.health().live)
 
-    async def ServerReady(self, request: Any, context: Context) -> Any:
-        del request
-        health = await self._ask(context, self._service.backend.health)
-        return pb.ServerReadyResponse(ready=health.ready)
+    async def ServerReady(self, request: Any, call: Call) -> Any:
+        del request, call
+        return pb.ServerReadyResponse(ready=self.is_ready())
 
-    async def ModelReady(self, request: Any, context: Context) -> Any:
-        catalog = self._service.catalog
-        is_ready = await self._by(
-            context, lambda who: catalog.is_ready(request.name, request.version, who)
-        )
-        return pb.ModelReadyResponse(ready=is_ready)
+    async def ModelReady(self, request: Any, call: Call) -> Any:
+        ready = self._service.catalog.is_ready(request.name, request.version, call.principal)
+        return pb.ModelReadyResponse(ready=ready)
 
-    async def ServerMetadata(self, request: Any, context: Context) -> Any:
-        del request, context
+    async def ServerMetadata(self, request: Any, call: Call) -> Any:
+        del request, call
         return pb.ServerMetadataResponse(**server_metadata())
 
-    async def ModelMetadata(self, request: Any, context: Context) -> Any:
-        catalog = self._service.catalog
-        model = await self._by(
-            context, lambda who: catalog.find(request.name, request.version, who)
-        )
+    async def ModelMetadata(self, request: Any, call: Call) -> Any:
+        model = self._service.catalog.find(request.name, request.version, call.principal)
         return pb.ModelMetadataResponse(**model.metadata())
 
-    async def ModelConfig(self, request: Any, context: Context) -> Any:
-        catalog = self._service.catalog
-        model = await self._by(
-            context, lambda who: catalog.find(request.name, request.version, who)
-        )
+    async def ModelConfig(self, request: Any, call: Call) -> Any:
+        model = self._service.catalog.find(request.name, request.version, call.principal)
         return pb.ModelConfigResponse(config=model.config())
 
-    async def ModelStatistics(self, request: Any, context: Context) -> Any:
-        rows = await self._by(
-            context, lambda who: self._service.statistics(request.name, request.version, who)
-        )
+    async def ModelStatistics(self, request: Any, call: Call) -> Any:
+        rows = self._service.statistics(request.name, request.version, call.principal)
         return pb.ModelStatisticsResponse(model_stats=rows)
 
     # ------------------------------------------------------------ inference
 
-    async def ModelInfer(self, request: Any, context: Context) -> Any:
-        return await or_abort(context, self._infer(request, context))
-
-    async def _infer(self, request: Any, context: Context) -> Any:
-        principal = self._authenticate(metadata_of(context))
-        memory = TenantMemory(self._service.memory, principal.tenant)
+    async def ModelInfer(self, request: Any, call: Call) -> Any:
+        memory = TenantMemory(self._service.memory, call.principal.tenant)
         infer_request, wishes = decode_request(request, memory)
-
-        async def infer() -> InferResponse:
-            self._service.check_is_unary(
-                principal, request.model_name, request.model_version, "ModelInfer RPC"
-            )
-            return await self._service.infer(infer_request, principal)
-
-        return encode_response(await self._bridge.call(infer()), wishes)
-
-    async def ModelStreamInfer(self, requests: AsyncIterator[Any], context: Context) -> None:
-        """Requests of one stream run at the same time; their answers come as they are ready."""
-        await or_abort(context, self._stream(requests, context))
-
-    async def _stream(self, requests: AsyncIterator[Any], context: Context) -> None:
-        metadata = metadata_of(context)
-        session = StreamSession(
-            self._service,
-            self._bridge,
-            self._authenticate(metadata),
-            errors_end_stream=metadata.get(ERRORS_END_STREAM) == "true",
+        self._service.check_is_unary(
+            call.principal, infer_request.model, infer_request.version, "ModelInfer RPC"
         )
-        async with aclosing(session.responses(requests)) as responses:
-            async for response in responses:
-                await context.write(response)
+        return encode_response(await self._service.infer(infer_request, call.principal), wishes)
 
-    async def is_ready(self) -> bool:
+    async def ModelStreamInfer(self, requests: AsyncIterator[Any], call: Call) -> None:
+        """Requests of one stream run at the same time; their answers come as they are ready."""
+        await StreamSession(self._service, call).serve(requests)
+
+    def is_ready(self) -> bool:
         """Whether the whole server would answer."""
-
-        async def ask() -> bool:
-            return self._service.backend.health().ready
-
-        return await self._bridge.call(ask())
-
-    async def _ask(self, context: Context, question: Callable[[], T]) -> T:
-        """The answer to a plain question, asked on the backend's loop."""
-
-        async def ask() -> T:
-            return question()
-
-        return await or_abort(context, self._bridge.call(ask()))
+        return self._service.backend.health().ready

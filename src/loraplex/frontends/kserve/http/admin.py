@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from loraplex.core.errors import InvalidRequestError, PermissionDeniedError, UnsupportedFeatureError
@@ -14,7 +13,8 @@ from loraplex.core.support import Support, tells
 from loraplex.frontends.access import Authenticate
 from loraplex.frontends.kserve.errors import AlreadyExistsError, NotFoundError
 from loraplex.frontends.kserve.http import wire_types as wire
-from loraplex.frontends.kserve.http.body import json_response, parse_object, read_body
+from loraplex.frontends.kserve.http.body import json_response, parse_object
+from loraplex.frontends.kserve.http.request import HttpRequest
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.kserve.shared_memory import (
     USE_SHARED_MEMORY,
@@ -47,14 +47,14 @@ class AdminApi:
     # ------------------------------------------------------------ shared memory
 
     @described(json_of(list[wire.Region]), tag="triton", errors=OF_REGIONS)
-    async def memory_status(self, request: Request) -> Response:
+    async def memory_status(self, request: HttpRequest) -> Response:
         """Registered regions of shared memory."""
         tenant = self._with_memory(request)
         regions = self._service.memory.status(tenant, request.path_params.get("region", ""))
         return json_response([dataclasses.asdict(region) for region in regions])
 
     @described(Answer(200), tag="triton", body=json_body(wire.RegionBody), errors=OF_REGIONS)
-    async def memory_register(self, request: Request) -> Response:
+    async def memory_register(self, request: HttpRequest) -> Response:
         """Register a region of shared memory."""
         tenant = self._with_memory(request)
         body = await self._object(request)
@@ -76,7 +76,7 @@ class AdminApi:
         return Response()
 
     @described(Answer(200), tag="triton", errors=OF_REGIONS)
-    async def memory_unregister(self, request: Request) -> Response:
+    async def memory_unregister(self, request: HttpRequest) -> Response:
         """Forget a region of shared memory, or all."""
         tenant = self._with_memory(request)
         self._service.memory.unregister(tenant, request.path_params.get("region", ""))
@@ -84,7 +84,7 @@ class AdminApi:
 
     @tells("there is no region", Support.NO_EFFECT)
     @described(json_of(list[wire.Region]), tag="triton", errors=OF_REGIONS)
-    async def cuda_status(self, request: Request) -> Response:
+    async def cuda_status(self, request: HttpRequest) -> Response:
         """There is none, and so no region of a name."""
         self._authenticate(request.headers)
         if "region" in request.path_params:
@@ -93,19 +93,19 @@ class AdminApi:
 
     @tells("use system shared memory", Support.REFUSED)
     @described(tag="triton", errors=(UnsupportedFeatureError, *OF_REGIONS))
-    async def cuda_register(self, request: Request) -> Response:
+    async def cuda_register(self, request: HttpRequest) -> Response:
         """Refused: use system shared memory."""
         self._authenticate(request.headers)
         refuse_cuda()
 
     @tells("there is no region", Support.NO_EFFECT)
     @described(Answer(200), tag="triton")
-    async def cuda_unregister(self, request: Request) -> Response:
+    async def cuda_unregister(self, request: HttpRequest) -> Response:
         """There is none."""
         self._authenticate(request.headers)
         return Response()
 
-    def _with_memory(self, request: Request) -> str:
+    def _with_memory(self, request: HttpRequest) -> str:
         """The tenant. Raises PermissionDeniedError."""
         principal = self._authenticate(request.headers)
         principal.require_operator(USE_SHARED_MEMORY)
@@ -114,7 +114,7 @@ class AdminApi:
     # ------------------------------------------------------------ settings
 
     @described(json_of(wire.TraceSettings), tag="triton", errors=OF_NAMES)
-    async def trace(self, request: Request) -> Response:
+    async def trace(self, request: HttpRequest) -> Response:
         """Trace settings."""
         principal = self._authenticate(request.headers)
         model = request.path_params.get("model", "")
@@ -128,7 +128,7 @@ class AdminApi:
         tag="triton",
         errors=OF_NAMES,
     )
-    async def change_trace(self, request: Request) -> Response:
+    async def change_trace(self, request: HttpRequest) -> Response:
         """Change trace settings."""
         principal = self._authenticate(request.headers)
         body = await self._object(request)
@@ -137,7 +137,7 @@ class AdminApi:
         return json_response(self._service.management.change_trace(principal, model, changes))
 
     @described(json_of(wire.LogSettings), tag="triton", errors=OF_NAMES)
-    async def log(self, request: Request) -> Response:
+    async def log(self, request: HttpRequest) -> Response:
         """Log settings."""
         principal = self._authenticate(request.headers)
         return json_response(self._service.management.log_settings(principal))
@@ -149,7 +149,7 @@ class AdminApi:
         tag="triton",
         errors=OF_NAMES,
     )
-    async def change_log(self, request: Request) -> Response:
+    async def change_log(self, request: HttpRequest) -> Response:
         """Change log settings."""
         principal = self._authenticate(request.headers)
         body = await self._object(request)
@@ -161,7 +161,7 @@ class AdminApi:
     @described(
         json_of(list[wire.IndexRow]), body=json_body(wire.IndexBody), needs_body=False, tag="triton"
     )
-    async def index(self, request: Request) -> Response:
+    async def index(self, request: HttpRequest) -> Response:
         """The models of the repository."""
         principal = self._authenticate(request.headers)
         body = await self._object(request)
@@ -180,7 +180,7 @@ class AdminApi:
         tag="triton",
         errors=OF_LOADS,
     )
-    async def load(self, request: Request) -> Response:
+    async def load(self, request: HttpRequest) -> Response:
         """Load a model."""
         principal = self._authenticate(request.headers)
         parameters = {
@@ -200,7 +200,7 @@ class AdminApi:
         tag="triton",
         errors=OF_LOADS,
     )
-    async def unload(self, request: Request) -> Response:
+    async def unload(self, request: HttpRequest) -> Response:
         """Unload a model."""
         principal = self._authenticate(request.headers)
         parameters = await self._parameters(request)
@@ -209,14 +209,14 @@ class AdminApi:
         self._service.management.unload(principal, repository, path["model"], parameters)
         return Response()
 
-    async def _parameters(self, request: Request) -> Mapping[str, Any]:
+    async def _parameters(self, request: HttpRequest) -> Mapping[str, Any]:
         parameters = (await self._object(request)).get("parameters", {})
         if not isinstance(parameters, dict):
             raise InvalidRequestError("'parameters' must be a JSON object", param="parameters")
         return parameters
 
-    async def _object(self, request: Request) -> dict[str, Any]:
-        return parse_object(await read_body(request, self._max_body_bytes))
+    async def _object(self, request: HttpRequest) -> dict[str, Any]:
+        return parse_object(await request.body(self._max_body_bytes))
 
 
 def _natural(body: Mapping[str, Any], field: str) -> int:

@@ -1,11 +1,10 @@
-"""Request bodies within their limit, content encodings, and JSON in and out."""
+"""Bodies: their length, content encodings, and JSON in and out."""
 
 import gzip
 import zlib
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
 from starlette.responses import Response
 
 from loraplex.core.errors import InvalidRequestError, PayloadTooLargeError
@@ -22,22 +21,7 @@ def length_of(header: str) -> int | None:
     return int(header) if is_number else None
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body as it came. Raises PayloadTooLargeError as soon as it is known to be."""
-    declared = length_of(request.headers.get("content-length", "0"))
-    if declared is not None and declared > max_bytes:
-        raise _too_large(max_bytes)
-    chunks: list[bytes] = []
-    size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > max_bytes:
-            raise _too_large(max_bytes)
-        chunks.append(chunk)
-    return b"".join(chunks)
-
-
-def _too_large(max_bytes: int) -> PayloadTooLargeError:
+def too_large(max_bytes: int) -> PayloadTooLargeError:
     return PayloadTooLargeError(f"the request body is larger than the limit of {max_bytes} bytes")
 
 
@@ -56,7 +40,7 @@ def decompress(body: bytes, encoding: str, max_bytes: int) -> bytes:
     except zlib.error as error:
         raise InvalidRequestError(f"the body is not valid {encoding} data: {error}") from None
     if unpacker.unconsumed_tail:
-        raise _too_large(max_bytes)
+        raise too_large(max_bytes)
     if not unpacker.eof:
         raise InvalidRequestError(f"the body is not valid {encoding} data: it ends early")
     return data
@@ -77,11 +61,11 @@ def compress(body: bytes, accept_encoding: str) -> tuple[bytes, dict[str, str]]:
 
 def parse_object(body: bytes, *, what: str = "the request body") -> dict[str, Any]:
     """A JSON object; nothing at all is the empty object."""
-    if not body.strip():
-        return {}
     try:
         value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        if not body.strip():
+            return {}
         raise InvalidRequestError(f"failed to parse the request JSON buffer: {error}") from None
     if not isinstance(value, dict):
         raise InvalidRequestError(f"{what} must be a JSON object, got {type(value).__name__}")

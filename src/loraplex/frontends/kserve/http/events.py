@@ -1,14 +1,13 @@
 """A stream of server-sent events that ends when its client goes."""
 
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable
 
 import msgspec
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from loraplex.frontends.kserve.errors import as_loraplex_error, message_of, status_of
 from loraplex.frontends.kserve.http.generate import encode_generate
-from loraplex.frontends.kserve.service import ResponseStream
+from loraplex.frontends.kserve.responses import ResponseStream
 from loraplex.frontends.streams import ClientDisconnectedError, until_disconnect
 
 
@@ -21,6 +20,7 @@ class EventStream:
 
     def __init__(self, responses: ResponseStream) -> None:
         self._responses = responses
+        self._status = 200
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         del scope
@@ -32,29 +32,33 @@ class EventStream:
 
     async def _send_all(self, send: Send) -> None:
         has_started = False
-        async for status, event in self._events():
+        while (event := await self._next()) is not None:
             if not has_started:
-                await _start(send, status)
+                await send(_start(self._status))
                 has_started = True
             await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _events(self) -> AsyncGenerator[tuple[int, bytes], None]:
+    async def _next(self) -> bytes | None:
+        """The next event; None at the end, which an error is, too."""
+        if self._status != 200:
+            return None
         try:
-            async for response in self._responses:
-                yield 200, _event(encode_generate(response))
+            response = await anext(self._responses, None)
+            return None if response is None else _event(encode_generate(response))
         except Exception as raised:
             error = as_loraplex_error(raised)
-            yield status_of(error).http, _event({"error": message_of(error)})
+            self._status = status_of(error).http
+            return _event({"error": message_of(error)})
 
 
 def _event(content: object) -> bytes:
     return b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
-def _start(send: Send, status: int) -> Awaitable[None]:
+def _start(status: int) -> Message:
     headers = [
         (b"content-type", b"text/event-stream; charset=utf-8"),
         (b"cache-control", b"no-cache"),
     ]
-    return send({"type": "http.response.start", "status": status, "headers": headers})
+    return {"type": "http.response.start", "status": status, "headers": headers}

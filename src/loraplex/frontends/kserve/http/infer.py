@@ -42,17 +42,17 @@ def decode_request(
     """
     split = len(body) if header_length is None else _header_length(header_length, len(body))
     document = parse_object(body[:split])
-    parameters = _object(document, "parameters", "the request")
-    requested = _outputs(document, memory)
+    parameters = _parameters(document, "the request")
+    default = OutputWish(is_binary=parameters.get("binary_data_output") is True)
+    requested = _outputs(document, default, memory)
     request = InferRequest(
         model=model,
         version=version,
         request_id=request_id_of(document),
         inputs=_inputs(document, body[split:], memory),
         requested=tuple(requested),
-        parameters=_parameters(parameters),
+        parameters=_of_request(parameters),
     )
-    default = OutputWish(is_binary=parameters.get("binary_data_output") is True)
     return request, Wishes(memory, default, requested)
 
 
@@ -75,22 +75,26 @@ def request_id_of(document: Mapping[str, Any]) -> str:
     return request_id
 
 
-def _object(holder: Mapping[str, Any], key: str, owner: str) -> dict[str, Any]:
-    value = holder.get(key, {})
-    if not isinstance(value, dict):
-        raise InvalidRequestError(f"'{key}' of {owner} must be a JSON object", param=key)
-    return value
+def _parameters(holder: Mapping[str, Any], owner: str, name: str | None = None) -> dict[str, Any]:
+    """owner, name: what the holder is, and what it is called if it has a name."""
+    parameters = holder.get("parameters", {})
+    if not isinstance(parameters, dict):
+        whose = owner if name is None else f"{owner} '{name}'"
+        raise InvalidRequestError(
+            f"'parameters' of {whose} must be a JSON object", param="parameters"
+        )
+    return parameters
 
 
-def _parameters(raw: Mapping[str, Any]) -> dict[str, Parameter]:
-    for key, value in raw.items():
+def _of_request(parameters: Mapping[str, Any]) -> Mapping[str, Parameter]:
+    for key, value in parameters.items():
         if not isinstance(value, bool | int | float | str):
             raise InvalidRequestError(
                 f"parameter '{key}' has invalid type. It should be either 'int', 'bool', "
                 "'double' or 'string'.",
                 param=key,
             )
-    return dict(raw)
+    return parameters
 
 
 def _named(document: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
@@ -118,9 +122,10 @@ def _inputs(document: Mapping[str, Any], blob: bytes, memory: TenantMemory) -> t
     tensors = []
     offset = 0
     for entry in _named(document, "inputs"):
-        parameters = _object(entry, "parameters", f"input '{entry['name']}'")
+        name = entry["name"]
+        parameters = _parameters(entry, "input", name)
         size = parameters.get("binary_data_size")
-        place = place_of(entry["name"], parameters)
+        place = place_of(name, parameters)
         if place is not None:
             tensors.append(_shared_input(entry, place, memory))
         elif size is None:
@@ -178,14 +183,15 @@ def _binary_input(entry: Mapping[str, Any], size: object, blob: bytes, offset: i
 # ---------------------------------------------------------------- outputs
 
 
-def _outputs(document: Mapping[str, Any], memory: TenantMemory) -> dict[str, OutputWish]:
+def _outputs(
+    document: Mapping[str, Any], default: OutputWish, memory: TenantMemory
+) -> dict[str, OutputWish]:
     """Requested outputs, in the client's order."""
-    default = _object(document, "parameters", "the request").get("binary_data_output") is True
     requested = {}
     for entry in _named(document, "outputs"):
         name = entry["name"]
-        parameters = _object(entry, "parameters", f"output '{name}'")
-        is_binary = bool(parameters.get("binary_data", default))
+        parameters = _parameters(entry, "output", name)
+        is_binary = bool(parameters.get("binary_data", default.is_binary))
         requested[name] = output_wish(name, parameters, is_binary=is_binary, memory=memory)
     return requested
 
@@ -199,11 +205,11 @@ def encode_response(response: InferResponse, wishes: Wishes) -> tuple[bytes, int
         entry: dict[str, Any] = {
             "name": tensor.name,
             "datatype": tensor.datatype,
-            "shape": list(tensor.shape),
+            "shape": tensor.shape,
         }
         if output.is_in_message and output.wish.is_binary:
-            blobs.append(to_raw(tensor))
-            entry["parameters"] = {"binary_data_size": len(blobs[-1])}
+            blobs.append(raw := to_raw(tensor))
+            entry["parameters"] = {"binary_data_size": len(raw)}
         elif output.is_in_message:
             entry["data"] = to_values(tensor)
         outputs.append(entry)
@@ -212,10 +218,10 @@ def encode_response(response: InferResponse, wishes: Wishes) -> tuple[bytes, int
 
 
 def _document(response: InferResponse, outputs: Sequence[object]) -> dict[str, Any]:
-    return {
-        **({"id": response.request_id} if response.request_id else {}),
-        "model_name": response.model,
-        "model_version": response.version,
-        **({"parameters": response.parameters} if response.parameters else {}),
-        "outputs": outputs,
-    }
+    document: dict[str, Any] = {"id": response.request_id} if response.request_id else {}
+    document["model_name"] = response.model
+    document["model_version"] = response.version
+    if response.parameters:
+        document["parameters"] = dict(response.parameters)
+    document["outputs"] = outputs
+    return document

@@ -4,7 +4,6 @@ import math
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -26,12 +25,13 @@ from loraplex.frontends.kserve.http.body import (
     decompress,
     json_response,
     parse_object,
-    read_body,
 )
 from loraplex.frontends.kserve.http.events import EventStream
 from loraplex.frontends.kserve.http.generate import decode_generate, encode_generate
 from loraplex.frontends.kserve.http.infer import HEADER_LENGTH, decode_request, encode_response
 from loraplex.frontends.kserve.http.load_report import REQUEST_HEADER, RESPONSE_HEADER, load_headers
+from loraplex.frontends.kserve.http.request import HttpRequest
+from loraplex.frontends.kserve.http.response import WholeResponse
 from loraplex.frontends.kserve.messages import InferRequest
 from loraplex.frontends.kserve.models.catalog import server_metadata
 from loraplex.frontends.kserve.service import TritonService
@@ -54,9 +54,10 @@ from loraplex.frontends.openapi.operation import (
 from loraplex.frontends.streams import ClientDisconnectedError, until_disconnect
 from loraplex.frontends.telemetry.routes import ToldRoute
 
-Handler = Callable[[Request], Awaitable[ASGIApp]]
+Handler = Callable[[HttpRequest], Awaitable[ASGIApp]]
 
 BINARY = "application/octet-stream"
+_LENGTH = HEADER_LENGTH.lower()
 _JSON_LENGTH = Parameter(
     HEADER_LENGTH, "Bytes of JSON, where binary data follow it; absent where none do."
 )
@@ -163,15 +164,15 @@ class Resource:
             refusal.headers["Allow"] = ", ".join(self._handlers)
             response = refusal
         else:
-            response = await _answered(handler, Request(scope, receive))
+            response = await _answered(handler, HttpRequest(scope, receive))
         await response(scope, receive, send)
 
 
-async def _answered(handler: Handler, request: Request) -> ASGIApp:
+async def _answered(handler: Handler, request: HttpRequest) -> ASGIApp:
     """The handler's answer, or its error in the room's words."""
     try:
         return await handler(request)
-    except (ClientDisconnectedError, ClientDisconnect):
+    except ClientDisconnectedError:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     except Exception as raised:
         return refusal(as_loraplex_error(raised))
@@ -203,50 +204,50 @@ class KServeApi:
     # ------------------------------------------------------------ server and models
 
     @described(json_of(wire.ServerMetadata), tag="triton")
-    async def server_metadata(self, request: Request) -> Response:
+    async def server_metadata(self, request: HttpRequest) -> Response:
         """The server and its extensions."""
         del request
         return json_response(server_metadata())
 
     @described(Answer(200), Answer(400, note="It is not."), tag="triton")
-    async def live(self, request: Request) -> Response:
+    async def live(self, request: HttpRequest) -> Response:
         """Whether the server is there."""
         del request
         return Response(status_code=200 if self._service.backend.health().live else 400)
 
     @described(Answer(200), Answer(400, note="It is not."), tag="triton")
-    async def ready(self, request: Request) -> Response:
+    async def ready(self, request: HttpRequest) -> Response:
         """Whether every model would answer."""
         del request
         return Response(status_code=200 if self._service.backend.health().ready else 400)
 
     @described(Answer(200), json_of(wire.TritonFailure, 400, "It is not."), tag="triton")
-    async def model_ready(self, request: Request) -> Response:
+    async def model_ready(self, request: HttpRequest) -> Response:
         """Whether the model would answer."""
         principal = self._authenticate(request.headers)
-        if self._service.catalog.is_ready(*_model_of(request), principal):
+        if self._service.catalog.is_ready(*request.model_and_version, principal):
             return Response(status_code=200)
         return json_response({"error": "Model version not ready"}, 400)
 
     @described(json_of(wire.ModelMetadata), tag="triton", errors=OF_NAMES)
-    async def metadata(self, request: Request) -> Response:
+    async def metadata(self, request: HttpRequest) -> Response:
         """The inputs and outputs of a model."""
         principal = self._authenticate(request.headers)
-        model = self._service.catalog.find(*_model_of(request), principal)
+        model = self._service.catalog.find(*request.model_and_version, principal)
         return json_response(model.metadata())
 
     @described(json_of(wire.ModelConfig), tag="triton", errors=OF_NAMES)
-    async def config(self, request: Request) -> Response:
+    async def config(self, request: HttpRequest) -> Response:
         """The configuration of a model."""
         principal = self._authenticate(request.headers)
-        model = self._service.catalog.find(*_model_of(request), principal)
+        model = self._service.catalog.find(*request.model_and_version, principal)
         return json_response(model.config())
 
     @described(json_of(wire.StatisticsReport), tag="triton", errors=OF_NAMES)
-    async def statistics(self, request: Request) -> Response:
+    async def statistics(self, request: HttpRequest) -> Response:
         """What requests did, by model."""
         principal = self._authenticate(request.headers)
-        rows = self._service.statistics(*_model_of(request), principal)
+        rows = self._service.statistics(*request.model_and_version, principal)
         return json_response({"model_stats": rows})
 
     # ------------------------------------------------------------ inference
@@ -259,16 +260,16 @@ class KServeApi:
         answer_headers=(_JSON_LENGTH, _LOAD),
         errors=ANY_ERROR,
     )
-    async def infer(self, request: Request) -> Response:
+    async def infer(self, request: HttpRequest) -> WholeResponse:
         """Tensors in, tensors out."""
         principal = self._authenticate(request.headers)
-        model, version = _model_of(request)
+        model, version = request.model_and_version
         self._service.check_is_unary(principal, model, version, "HTTP end point")
-        body = await read_body(request, self._max_body_bytes)
+        body = await request.body(self._max_body_bytes)
         body = decompress(body, _content_encoding(request), self._max_body_bytes)
         infer_request, wishes = decode_request(
             body,
-            request.headers.get(HEADER_LENGTH),
+            request.headers.get(_LENGTH),
             model=model,
             version=version,
             memory=TenantMemory(self._service.memory, principal.tenant),
@@ -280,9 +281,9 @@ class KServeApi:
         content, headers = compress(content, request.headers.get("accept-encoding", ""))
         headers |= load_headers(self._service, request.headers, model)
         if json_length is None:
-            return Response(content, headers=headers, media_type="application/json")
+            return WholeResponse(content, b"application/json", headers)
         headers[HEADER_LENGTH] = str(json_length)
-        return Response(content, headers=headers, media_type="application/octet-stream")
+        return WholeResponse(content, b"application/octet-stream", headers)
 
     @described(
         json_of(wire.TritonGenerateAnswer),
@@ -292,7 +293,7 @@ class KServeApi:
         answer_headers=(_LOAD,),
         errors=ANY_ERROR,
     )
-    async def generate(self, request: Request) -> Response:
+    async def generate(self, request: HttpRequest) -> WholeResponse:
         """One flat object in, one out."""
         principal = self._authenticate(request.headers)
         infer_request = await self._generate_request(request, principal)
@@ -304,9 +305,9 @@ class KServeApi:
         answer = await until_disconnect(
             request.receive, self._service.infer(infer_request, principal)
         )
-        response = json_response(encode_generate(answer))
-        response.headers.update(load_headers(self._service, request.headers, infer_request.model))
-        return response
+        content = msgspec.json.encode(encode_generate(answer))
+        headers = load_headers(self._service, request.headers, infer_request.model)
+        return WholeResponse(content, b"application/json", headers)
 
     @described(
         Answer(
@@ -320,7 +321,7 @@ class KServeApi:
         body=json_body(wire.TritonGenerateBody),
         errors=ANY_ERROR,
     )
-    async def generate_stream(self, request: Request) -> EventStream:
+    async def generate_stream(self, request: HttpRequest) -> EventStream:
         """As generate, and an event for each answer."""
         principal = self._authenticate(request.headers)
         infer_request = await self._generate_request(request, principal)
@@ -329,15 +330,15 @@ class KServeApi:
         )
         return EventStream(responses)
 
-    async def _generate_request(self, request: Request, principal: Principal) -> InferRequest:
-        name, version = _model_of(request)
+    async def _generate_request(self, request: HttpRequest, principal: Principal) -> InferRequest:
+        name, version = request.model_and_version
         model = self._service.catalog.find(name, version, principal)
         encoding = _content_encoding(request)
         if encoding.strip().lower() not in ("", "identity"):
             raise InvalidRequestError(
                 f"Unsupported content-encoding '{encoding}', only 'identity' is supported."
             )
-        body = await read_body(request, self._max_body_bytes)
+        body = await request.body(self._max_body_bytes)
         return decode_generate(model, version, parse_object(body))
 
     def _wants_stream(self, request: InferRequest) -> bool:
@@ -346,10 +347,5 @@ class KServeApi:
         return any(tensor.array.any() for tensor in tensors)
 
 
-def _model_of(request: Request) -> tuple[str, str]:
-    params = request.path_params
-    return params.get("model", ""), params.get("version", "")
-
-
-def _content_encoding(request: Request) -> str:
+def _content_encoding(request: HttpRequest) -> str:
     return request.headers.get("content-encoding", "")

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import msgspec
+
 from loraplex.core.output import (
     FinishReason,
     Logits,
@@ -13,37 +15,36 @@ from loraplex.frontends.kserve.models.convert import Generation
 from loraplex.serving.logits_files import first_rows
 
 
-class Answer:
+class Answer(msgspec.Struct, eq=False):
     """One sequence so far. `drain` starts the next piece of a streamed answer."""
 
-    def __init__(self, generation: Generation, index: int) -> None:
-        self.generation = generation
-        self.index = index
-        """Of the sequence, in its request."""
-        self.finish_reason: FinishReason | None = None
-        self.is_sent = False
-        """Nothing of it is left to send."""
-        self._has_begun = False
-        self.num_input_tokens = 0
-        self.num_output_tokens = 0
-        self.num_new_tokens = 0
-        """Since the last piece."""
-        self.cum_log_prob = 0.0
-        self.token_ids: list[int] = []
-        self.entries: list[TokenLogprob] = []
-        """Of new tokens, if their log probabilities are known."""
-        self.text = ""
-        self.logits: list[Logits] = []
-        """Of new tokens."""
-        self.prompt_logits: tuple[Logits, ...] = ()
-        self.timing: RequestTiming | None = None
-        """Once the whole request has ended."""
+    generation: Generation
+    index: int
+    """Of the sequence, in its request."""
+    finish_reason: FinishReason | None = None
+    is_sent: bool = False
+    """Nothing of it is left to send."""
+    has_begun: bool = False
+    num_input_tokens: int = 0
+    num_output_tokens: int = 0
+    num_new_tokens: int = 0
+    """Since the last piece."""
+    cum_log_prob: float = 0.0
+    token_ids: list[int] = []
+    entries: list[TokenLogprob] = []
+    """Of new tokens, if their log probabilities are known."""
+    text: str = ""
+    logits: list[Logits] = []
+    """Of new tokens."""
+    prompt_logits: tuple[Logits, ...] = ()
+    timing: RequestTiming | None = None
+    """Once the whole request has ended."""
 
     def begin(self, prompt_token_ids: Sequence[int]) -> None:
         """Take the prompt into the answer, if the client wants to see it there."""
-        if self._has_begun:
+        if self.has_begun:
             return
-        self._has_begun = True
+        self.has_begun = True
         self.num_input_tokens = len(prompt_token_ids)
         generation = self.generation
         if generation.is_streamed or generation.excludes_input:
@@ -64,16 +65,20 @@ class Answer:
 
     def add(self, output: SequenceOutput) -> None:
         """Append what one output brings; the token that ended it is left out."""
-        num_tokens = len(output.token_ids) - self._ends_with_end_token(output)
+        num_tokens = len(output.token_ids)
+        if output.finish_reason is not None:
+            num_tokens -= self._ends_with_end_token(output)
         self.num_output_tokens += num_tokens
         self.num_new_tokens += num_tokens
         self.token_ids.extend(output.token_ids[:num_tokens])
-        entries = output.logprobs[:num_tokens]
-        self.entries.extend(entries)
-        self.cum_log_prob += sum(entry.logprob for entry in entries)
+        if output.logprobs:
+            entries = output.logprobs[:num_tokens]
+            self.entries.extend(entries)
+            self.cum_log_prob += sum([entry.logprob for entry in entries])
         if output.cumulative_logprob is not None:
             self.cum_log_prob = output.cumulative_logprob
-        self.logits.extend(first_rows(output.logits, num_tokens))
+        if output.logits:
+            self.logits.extend(first_rows(output.logits, num_tokens))
         self.text += output.text
         self.finish_reason = output.finish_reason
 

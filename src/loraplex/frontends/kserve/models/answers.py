@@ -4,7 +4,6 @@ Token ids of `output_ids` and log probabilities of shorter sequences are padded 
 original pads. Text is one string per sequence, flat over batch and sequences.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -34,20 +33,37 @@ def output_tensors(
     """
     if kind.dialect is Dialect.VLLM:
         return vllm_tensors(batch[0])
+    generation = batch[0][0].generation
+    tensors = _contents(kind, batch)
+    if generation.returns_log_probs:
+        tensors += _log_probs(batch)
+    if generation.returns_context_logits or generation.returns_generation_logits:
+        tensors += logits_tensors(batch)
+    if batch_index is not None:
+        tensors.append(numbers("batch_index", "INT32", [[batch_index]]))
+    if sequence_index is not None:
+        tensors.append(numbers("sequence_index", "INT32", [[sequence_index]]))
+    if generation.returns_num_input_tokens:
+        num_input = [[answers[0].num_input_tokens] for answers in batch]
+        tensors.append(numbers("num_input_tokens", "INT32", num_input))
+    if generation.returns_num_output_tokens:
+        num_output = [[sum(a.num_output_tokens for a in answers)] for answers in batch]
+        tensors.append(numbers("num_output_tokens", "INT32", num_output))
+    if generation.returns_perf_metrics:
+        tensors += perf_tensors(batch)
+    return tensors
+
+
+def _contents(kind: ModelKind, batch: Sequence[Sequence[Answer]]) -> list[Tensor]:
+    """Text, or token ids and how many."""
     if kind.takes_text:
-        tensors = [strings("text_output", [a.text for answers in batch for a in answers])]
-    else:
-        ids = [[a.token_ids for a in answers] for answers in batch]
-        lengths = [[len(a.token_ids) for a in answers] for answers in batch]
-        tensors = [
-            numbers("output_ids", "INT32", _padded(ids, PADDING)),
-            numbers("sequence_length", "INT32", lengths),
-        ]
-    tensors += [*_log_probs(batch), *logits_tensors(batch)]
-    for name, index in (("batch_index", batch_index), ("sequence_index", sequence_index)):
-        if index is not None:
-            tensors.append(numbers(name, "INT32", [[index]]))
-    return [*tensors, *_counts(batch), *perf_tensors(batch)]
+        return [strings("text_output", [a.text for answers in batch for a in answers])]
+    ids = [[a.token_ids for a in answers] for answers in batch]
+    lengths = [[len(a.token_ids) for a in answers] for answers in batch]
+    return [
+        numbers("output_ids", "INT32", _padded(ids, PADDING)),
+        numbers("sequence_length", "INT32", lengths),
+    ]
 
 
 def without_batch(kind: ModelKind, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -57,31 +73,17 @@ def without_batch(kind: ModelKind, tensors: Sequence[Tensor]) -> list[Tensor]:
         row = kind.output(tensor.name)
         has_batch = row is not None and len(tensor.shape) > len(row.dims)
         array = tensor.array[0] if has_batch else tensor.array
-        unbatched.append(dataclasses.replace(tensor, array=array))
+        unbatched.append(Tensor(tensor.name, tensor.datatype, array))
     return unbatched
 
 
 def _log_probs(batch: Sequence[Sequence[Answer]]) -> list[Tensor]:
-    if not batch[0][0].generation.returns_log_probs:
-        return []
     cumulative = [[a.cum_log_prob for a in answers] for answers in batch]
     per_token = [[a.log_probs for a in answers] for answers in batch]
     return [
         numbers("cum_log_probs", "FP32", cumulative),
         numbers("output_log_probs", "FP32", _padded(per_token, float(PADDING))),
     ]
-
-
-def _counts(batch: Sequence[Sequence[Answer]]) -> list[Tensor]:
-    """Per element; the output tokens of all its sequences together."""
-    tensors = []
-    if batch[0][0].generation.returns_num_input_tokens:
-        num_input = [[answers[0].num_input_tokens] for answers in batch]
-        tensors.append(numbers("num_input_tokens", "INT32", num_input))
-    if batch[0][0].generation.returns_num_output_tokens:
-        num_output = [[sum(a.num_output_tokens for a in answers)] for answers in batch]
-        tensors.append(numbers("num_output_tokens", "INT32", num_output))
-    return tensors
 
 
 def _padded(rows: Sequence[Sequence[Sequence[_T]]], padding: _T) -> list[list[list[_T]]]:

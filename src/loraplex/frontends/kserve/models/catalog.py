@@ -20,7 +20,7 @@ from loraplex.frontends.kserve.models.postprocessing import POSTPROCESSING
 from loraplex.frontends.kserve.models.preprocessing import PREPROCESSING
 from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
 from loraplex.frontends.kserve.models.triton_model import TritonModel
-from loraplex.serving.backend import Backend
+from loraplex.serving.backend import Backend, ModelCard
 
 KINDS = (ENSEMBLE, TENSORRT_LLM, PREPROCESSING, POSTPROCESSING, BLS)
 DEFAULT_MAX_BATCH_SIZE = 128
@@ -68,19 +68,52 @@ class Catalog:
         self._backend = backend
         self._max_batch_size = max_batch_size
         self._declarations = tuple(declarations)
+        self._made_from: tuple[Sequence[ModelCard], int] | None = None
+        self._models: Mapping[str, TritonModel] = {}
+        self._token_models: Mapping[str, TritonModel] = {}
 
     def models(self, principal: Principal = LOCAL) -> Sequence[TritonModel]:
         """Those that are loaded, and there for who asks."""
         return [model for model in self._all(principal) if self._control.is_loaded(model.name)]
 
+    def token_model(self, model: TritonModel) -> TritonModel | None:
+        """The loaded model that takes token ids of the same base model, if there is one."""
+        self._refresh()
+        return self._token_models.get(model.card.name)
+
     def _all(self, principal: Principal) -> list[TritonModel]:
-        cards = {card.name: card for card in self._backend.models(principal)}
-        changed = [self._control.changed(d.name) or d for d in self._declared()]
-        return [
+        self._refresh()
+        names = {card.name for card in self._backend.models(principal)}
+        return [model for model in self._models.values() if model.card.name in names]
+
+    def _find(self, name: str, principal: Principal) -> TritonModel | None:
+        self._refresh()
+        model = self._models.get(name)
+        if model is not None:
+            for card in self._backend.models(principal):
+                if card.name == model.card.name:
+                    return model
+        return None
+
+    def _refresh(self) -> None:
+        """Make the models, unless nothing has changed that they are made from."""
+        made_from = (tuple(self._backend.models()), self._control.revision)
+        if made_from == self._made_from:
+            return
+        cards = {card.name: card for card in made_from[0]}
+        changed = [self._control.changed(each.name) or each for each in self._declared()]
+        models = [
             TritonModel.declared(each, cards[each.base_model])
             for each in changed
             if each.base_model in cards
         ]
+        self._models = {model.name: model for model in models}
+        self._token_models = {
+            model.card.name: model
+            for model in reversed(models)  # of several the first
+            if model.kind.name == TENSORRT_LLM.name and self._control.is_loaded(model.name)
+        }
+        self._made_from = made_from
 
     def _declared(self) -> Sequence[ModelDeclaration]:
         """As at the start."""
@@ -127,7 +160,7 @@ class Catalog:
 
     def find(self, name: str, version: str = "", principal: Principal = LOCAL) -> TritonModel:
         """Raises ModelNotFoundError in Triton's words, with the names that there are."""
-        model = next((model for model in self._all(principal) if model.name == name), None)
+        model = self._find(name, principal)
         if model is None:
             served = ", ".join(model.name for model in self.models(principal))
             raise ModelNotFoundError(

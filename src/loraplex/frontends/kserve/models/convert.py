@@ -1,9 +1,9 @@
 """One element of a batch -> a GenerateRequest, and how its answer is to look. Pure."""
 
-import dataclasses
 import functools
 import json
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,6 +13,7 @@ from loraplex.core.adapter import AdapterChoice, ByTaskId
 from loraplex.core.errors import InvalidParameterError, InvalidTensorError
 from loraplex.core.request import GenerateRequest, RequestId
 from loraplex.core.retention import DEFAULT_PRIORITY, KVRetention, TokenRangeRetention
+from loraplex.core.sampling_params import SamplingParams
 from loraplex.frontends.adapter_choices import read_choices
 from loraplex.frontends.kserve.messages import Parameter
 from loraplex.frontends.kserve.models.declaration import ModelOptions
@@ -29,8 +30,7 @@ NO_LIMIT = -1
 """Of a retention: an open end, and no expiry."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Sender:
+class Sender(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """What a request is beside its tensors."""
 
     request_id: RequestId
@@ -40,8 +40,7 @@ class Sender:
     """Lower is sooner."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class InlineAdapter:
+class InlineAdapter(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """An adapter that came with the request; task_id is what the client calls it, if anything."""
 
     task_id: int | None
@@ -49,25 +48,24 @@ class InlineAdapter:
     config: RequestTensor
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
+class Generation(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """A request for the backend, and what its client wants to see of the answer."""
 
     request: GenerateRequest
     """With an inline adapter its `adapters` are empty until the backend has a key for it."""
     inline_adapter: InlineAdapter | None = None
-    end_token_ids: frozenset[int]
+    end_token_ids: frozenset[int] = frozenset()
     """They end the answer and are never shown."""
-    is_streamed: bool
-    excludes_input: bool
-    returns_log_probs: bool
+    is_streamed: bool = False
+    excludes_input: bool = False
+    returns_log_probs: bool = False
     returns_context_logits: bool = False
     returns_generation_logits: bool = False
     returns_perf_metrics: bool = False
+    returns_num_input_tokens: bool = False
+    returns_num_output_tokens: bool = False
     block_size: int = 16
     """Tokens in one KV block."""
-    returns_num_input_tokens: bool
-    returns_num_output_tokens: bool
     returned: frozenset[str] = frozenset()
     """Names of the outputs that a request to a model of the vLLM backend wishes for."""
     token_text: Callable[[int], str] | None = None
@@ -95,8 +93,8 @@ def convert(
     adapters: the request's parameter of this name, a JSON text (see frontends.adapter_choices).
     """
     end_id = _end_id(inputs, card)
-    sampling = msgspec.structs.replace(
-        sampling_params(inputs, card, end_id, texts.encode),
+    sampling = sampling_params(
+        *(inputs, card, end_id, texts.encode),
         skip_special_tokens=options.skips_special_tokens,
     )
     inline_adapter = _inline_adapter(inputs)
@@ -114,31 +112,43 @@ def convert(
     )
     if (inline_adapter is not None or request.adapters) and not options.lora_enabled:
         raise _lora_is_off()
-    # A grammar ends with the end token, asked for or not.
-    ignores_eos = sampling.ignore_eos and sampling.grammar is None
-    eos = () if card.eos_token_id is None or ignores_eos else (card.eos_token_id,)
+    wishes: dict[str, Any] = {field: inputs.flag(field) for field in inputs if field in _WISHES}
+    wishes.setdefault("excludes_input", options.excludes_input)
     return Generation(
         request=request,
         inline_adapter=inline_adapter,
-        end_token_ids=frozenset((*eos, *(() if end_id is None else (end_id,)))),
-        is_streamed=inputs.flag("is_streamed"),
-        excludes_input=(
-            inputs.flag("excludes_input") if "excludes_input" in inputs else options.excludes_input
-        ),
-        returns_log_probs=inputs.flag("returns_log_probs"),
+        end_token_ids=_end_token_ids(card, sampling, end_id),
         returns_context_logits=sampling.return_prompt_logits,
         returns_generation_logits=sampling.return_logits,
-        returns_perf_metrics=inputs.flag("returns_perf_metrics"),
         block_size=card.kv_block_size,
-        returns_num_input_tokens=inputs.flag("returns_num_input_tokens"),
-        returns_num_output_tokens=inputs.flag("returns_num_output_tokens"),
         show_prompt=functools.partial(
             texts.decode, skip_special_tokens=options.skips_special_tokens
         ),
         accumulates_text=options.accumulates_tokens and sampling.beam is None,
         logits_datatype=options.logits_datatype,
         comes_together=sampling.beam is not None,
+        **wishes,
     )
+
+
+_WISHES = frozenset(
+    {
+        "is_streamed",
+        "excludes_input",
+        "returns_log_probs",
+        "returns_perf_metrics",
+        "returns_num_input_tokens",
+        "returns_num_output_tokens",
+    }
+)
+"""Fields that are flags of a Generation, under the same names."""
+
+
+def _end_token_ids(card: ModelCard, sampling: SamplingParams, end_id: int | None) -> frozenset[int]:
+    """A grammar ends with the end token, asked for or not."""
+    ignores_eos = sampling.ignore_eos and sampling.grammar is None
+    ids = (None if ignores_eos else card.eos_token_id, end_id)
+    return frozenset([token_id for token_id in ids if token_id is not None])
 
 
 def _lora_is_off() -> InvalidParameterError:
@@ -149,10 +159,15 @@ def _lora_is_off() -> InvalidParameterError:
     )
 
 
+_ADAPTER = ("lora_task_id", "lora_weights")
+
+
 def _adapters(inputs: Inputs, parameter: Parameter) -> tuple[AdapterChoice, ...]:
     """Of the parameter, or the one of lora_task_id; none yet for an adapter that came along."""
     choices = read_adapters(parameter)
-    sent = [f for f in ("lora_task_id", "lora_weights") if inputs.tensor(f) is not None]
+    if not inputs.has_any(_ADAPTER):
+        return choices
+    sent = [field for field in _ADAPTER if inputs.tensor(field) is not None]
     if choices and sent:
         raise InvalidParameterError(
             f"the parameter 'adapters' and the input '{sent[0]}' both name an adapter; put all "
@@ -245,6 +260,8 @@ def _prompt_ids(inputs: Inputs) -> tuple[int, ...]:
 
 def _retention(inputs: Inputs) -> KVRetention | None:
     """TensorRT-LLM's retention inputs: -1 is an open end, and no expiry."""
+    if not inputs.has_any(_RETENTION):
+        return None
     columns = {name: _integers(inputs, f"retention_token_range_{name}") for name in _RANGE_COLUMNS}
     lengths = {name: len(values) for name, values in columns.items() if values}
     if any(length != len(columns["starts"]) for length in lengths.values()):
@@ -253,8 +270,6 @@ def _retention(inputs: Inputs) -> KVRetention | None:
             f"must be equally long; they have {', '.join(f'{n} {k}' for k, n in lengths.items())}",
             param="retention_token_range_starts",
         )
-    if not any(name in inputs for name in _RETENTION):
-        return None
     count = len(columns["starts"])
     rows = zip(
         columns["starts"],

@@ -10,6 +10,7 @@ from loraplex.frontends.kserve.models.inputs import Inputs
 
 _TYPE: Final = "guided_decoding_guide_type"
 _GUIDE: Final = "guided_decoding_guide"
+GUIDE_FIELDS: Final = (_TYPE, _GUIDE)
 _ANY_JSON: Final = Grammar(GrammarKind.JSON_SCHEMA, "{}")
 
 _KINDS: Final[Mapping[str, GrammarKind]] = MappingProxyType(

@@ -4,9 +4,8 @@ Gives one `Inputs` per element of the batch. The texts begin as Triton's own do,
 that looks for them finds them.
 """
 
-import dataclasses
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -30,6 +29,14 @@ class Inputs:
     def __contains__(self, field: str) -> bool:
         return field in self._tensors
 
+    def __iter__(self) -> Iterator[str]:
+        """The fields that were sent."""
+        return iter(self._tensors)
+
+    def has_any(self, fields: Collection[str]) -> bool:
+        """Whether at least one of them was sent."""
+        return not self._tensors.keys().isdisjoint(fields)
+
     def tensor(self, field: str) -> Tensor | None:
         """The tensor without its batch dimension; None if it was not sent or is empty."""
         tensor = self._tensors.get(field)
@@ -45,22 +52,23 @@ class Inputs:
         return None if tensor is None else tensor.array
 
     def integer(self, field: str, default: int) -> int:
-        array = self.array(field)
-        return default if array is None else int(array.flat[0])
+        tensor = self._tensors.get(field)
+        return default if tensor is None or tensor.array.size == 0 else int(tensor.array.item(0))
 
     def number(self, field: str, default: float) -> float:
-        array = self.array(field)
-        return default if array is None else float(array.flat[0])
+        tensor = self._tensors.get(field)
+        return default if tensor is None or tensor.array.size == 0 else float(tensor.array.item(0))
 
     def flag(self, field: str) -> bool:
-        array = self.array(field)
-        return array is not None and bool(array.flat[0])
+        tensor = self._tensors.get(field)
+        return tensor is not None and tensor.array.size > 0 and bool(tensor.array.item(0))
 
     def texts(self, field: str) -> tuple[str, ...]:
-        array = self.array(field)
-        if array is None:
+        tensor = self._tensors.get(field)
+        if tensor is None:
             return ()
-        return tuple(to_text(self.kind.input_of(field), element) for element in array.flat)
+        name = self.kind.input_of(field)
+        return tuple([to_text(name, element) for element in tensor.array.ravel().tolist()])
 
 
 def read_inputs(
@@ -71,52 +79,51 @@ def read_inputs(
     max_batch_size 0: the tensors have no batch dimension, and there is one element. A stop request
     may lack the required tensors: it asks for nothing that needs them.
     """
-    rows = _rows_by_name(kind, model, tensors)
     has_batch = max_batch_size > 0
-    kept = [_batched(rows[t.name], t, has_batch) for t in tensors if t.name in rows]
-    for tensor in kept:
-        _check_served(rows[tensor.name], tensor)
-        _check_tensor(rows[tensor.name], model, tensor, has_batch)
-    batch_size = _batch_size(model, kept, max_batch_size)
+    sent = _sent(kind, model, tensors, has_batch)
+    for row, tensor in sent.values():
+        if not row.field:
+            _check_served(row, tensor)
+        _check_tensor(row, model, tensor, has_batch)
+    batch_size = _batch_size(model, sent, max_batch_size)
+    used = [(row.field, each) for row, each in sent.values() if row.field]
     elements = [
         Inputs(
             kind,
-            {
-                rows[tensor.name].field: dataclasses.replace(tensor, array=tensor.array[index])
-                for tensor in kept
-                if rows[tensor.name].support is Support.WORKS
-            },
+            {field: Tensor(each.name, each.datatype, each.array[index]) for field, each in used},
         )
         for index in range(batch_size)
     ]
     if not (elements and elements[0].flag("stop")):
-        _check_required(kind, model, [tensor.name for tensor in kept])
+        _check_required(kind, model, sent)
     return elements
 
 
-def _batched(row: InputSpec, tensor: Tensor, has_batch: bool) -> Tensor:
-    """The tensor with a batch dimension: an adapter's may lack it, without batches all do."""
-    may_lack = row.is_adapter and len(tensor.shape) == len(row.dims)
-    if has_batch and not may_lack:
-        return tensor
-    return dataclasses.replace(tensor, array=tensor.array[np.newaxis])
-
-
-def _rows_by_name(kind: ModelKind, model: str, tensors: Sequence[Tensor]) -> dict[str, InputSpec]:
-    rows: dict[str, InputSpec] = {}
+def _sent(
+    kind: ModelKind, model: str, tensors: Sequence[Tensor], has_batch: bool
+) -> dict[str, tuple[InputSpec, Tensor]]:
+    """By name what was sent, with a batch dimension, and its row."""
+    sent: dict[str, tuple[InputSpec, Tensor]] = {}
     for tensor in tensors:
         if tensor.name in IGNORED_INPUTS:
             continue
         row = kind.input(tensor.name)
         if row is None:
             raise _unexpected("input", tensor.name, [r.name for r in kind.declared_inputs], model)
-        if tensor.name in rows:
+        if tensor.name in sent:
             raise InvalidTensorError(
                 f"input '{tensor.name}' already exists in request for model '{model}'",
                 param=tensor.name,
             )
-        rows[tensor.name] = row
-    return rows
+        sent[tensor.name] = row, _batched(row, tensor, has_batch)
+    return sent
+
+
+def _batched(row: InputSpec, tensor: Tensor, has_batch: bool) -> Tensor:
+    """The tensor with a batch dimension: an adapter's may lack it, without batches all do."""
+    if has_batch and not (row.is_adapter and tensor.array.ndim == len(row.dims)):
+        return tensor
+    return Tensor(tensor.name, tensor.datatype, tensor.array[np.newaxis])
 
 
 def check_requested(kind: ModelKind, model: str, requested: Sequence[str]) -> None:
@@ -135,20 +142,16 @@ def _unexpected(what: str, name: str, known: list[str], model: str) -> InvalidTe
 
 
 def _check_tensor(row: InputSpec, model: str, tensor: Tensor, has_batch: bool) -> None:
-    datatypes = (row.datatype, *row.other_datatypes)
-    if tensor.datatype not in datatypes:
+    if tensor.datatype != row.datatype and tensor.datatype not in row.other_datatypes:
+        datatypes = (row.datatype, *row.other_datatypes)
         expected_type = " or ".join(f"'{datatype}'" for datatype in datatypes)
         raise InvalidTensorError(
             f"inference input '{row.name}' data-type is '{tensor.datatype}', but model '{model}' "
             f"expects {expected_type}",
             param=row.name,
         )
-    dims = tensor.shape[1:]
-    fits = len(dims) == len(row.dims) and (
-        row.is_adapter
-        or all(expected in (-1, dim) for expected, dim in zip(row.dims, dims, strict=True))
-    )
-    if not fits or not tensor.shape:
+    dims = tensor.array.shape[1:]
+    if not tensor.array.ndim or not (dims == row.dims or _fits(row, dims)):
         batch = [-1] if has_batch else []
         expected_shape = ",".join(str(dim) for dim in (*batch, *row.dims))
         shape = ",".join(str(dim) for dim in (tensor.shape if has_batch else dims))
@@ -160,17 +163,22 @@ def _check_tensor(row: InputSpec, model: str, tensor: Tensor, has_batch: bool) -
         )
 
 
-def _batch_size(model: str, tensors: Sequence[Tensor], max_batch_size: int) -> int:
-    if not tensors:
+def _fits(row: InputSpec, dims: tuple[int, ...]) -> bool:
+    return len(dims) == len(row.dims) and (
+        row.is_adapter
+        or all(expected in (-1, dim) for expected, dim in zip(row.dims, dims, strict=True))
+    )
+
+
+def _batch_size(
+    model: str, sent: Mapping[str, tuple[InputSpec, Tensor]], max_batch_size: int
+) -> int:
+    sizes = {tensor.array.shape[0] for _, tensor in sent.values()}
+    if not sizes:
         return 0
-    batch_size = tensors[0].shape[0]
-    for tensor in tensors:
-        if tensor.shape[0] != batch_size:
-            raise InvalidTensorError(
-                f"input '{tensor.name}' batch size does not match other inputs for '{model}': it "
-                f"is {tensor.shape[0]}, that of '{tensors[0].name}' is {batch_size}",
-                param=tensor.name,
-            )
+    if len(sizes) > 1:
+        raise _unequal_batches(model, [tensor for _, tensor in sent.values()])
+    batch_size: int = sizes.pop()
     if not 1 <= batch_size <= max(max_batch_size, 1):
         raise InvalidTensorError(
             f"inference request batch-size must be <= {max_batch_size} for '{model}', and at "
@@ -179,20 +187,32 @@ def _batch_size(model: str, tensors: Sequence[Tensor], max_batch_size: int) -> i
     return batch_size
 
 
-def _check_required(kind: ModelKind, model: str, names: Sequence[str]) -> None:
-    required = [row.name for row in kind.inputs if row.required]
-    if kind.input("input_ids") is not None:
-        required.insert(0, "input_ids")
-    missing = [name for name in required if name not in names]
-    if missing:
-        got = ",".join(f"'{name}'" for name in names)
-        lacking = ",".join(f"'{name}'" for name in missing)
-        raise InvalidTensorError(
-            f"expected {_expected_count(kind)} but got {len(names)} inputs for model '{model}'. "
-            f"Got input(s) [{got}], but missing required input(s) [{lacking}]. Please provide all "
-            f"required input(s): {missing[0]} is not present in the request",
-            param=missing[0],
-        )
+def _unequal_batches(model: str, tensors: Sequence[Tensor]) -> InvalidTensorError:
+    first = tensors[0]
+    other = next(tensor for tensor in tensors if tensor.shape[0] != first.shape[0])
+    return InvalidTensorError(
+        f"input '{other.name}' batch size does not match other inputs for '{model}': it "
+        f"is {other.shape[0]}, that of '{first.name}' is {first.shape[0]}",
+        param=other.name,
+    )
+
+
+def _check_required(kind: ModelKind, model: str, names: Collection[str]) -> None:
+    for name in kind.required_inputs:
+        if name not in names:
+            raise _missing(kind, model, names)
+
+
+def _missing(kind: ModelKind, model: str, names: Collection[str]) -> InvalidTensorError:
+    missing = [name for name in kind.required_inputs if name not in names]
+    got = ",".join(f"'{name}'" for name in names)
+    lacking = ",".join(f"'{name}'" for name in missing)
+    return InvalidTensorError(
+        f"expected {_expected_count(kind)} but got {len(names)} inputs for model '{model}'. "
+        f"Got input(s) [{got}], but missing required input(s) [{lacking}]. Please provide all "
+        f"required input(s): {missing[0]} is not present in the request",
+        param=missing[0],
+    )
 
 
 def _expected_count(kind: ModelKind) -> str:

@@ -7,6 +7,7 @@ sends is ever ignored without a reason that stands in a table.
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Mapping
 
 from loraplex.core.support import Feature, Support
@@ -25,7 +26,7 @@ class InputSpec:
     dims: tuple[int, ...] = (1,)
     support: Support = Support.WORKS
     field: str = ""
-    """What conversion calls it; both kinds use the same words."""
+    """What conversion calls it; both kinds use the same words. Empty: it is not converted."""
     required: bool = False
     has_scalar_reshape: bool = False
     """The model configuration says `reshape { shape: [] }`."""
@@ -104,22 +105,41 @@ class ModelKind:
 
     def input(self, name: str) -> InputSpec | None:
         """The row of an input, older names included."""
-        return next((row for row in self.inputs if row.name == name), None)
+        return self._inputs_by_name.get(name)
 
     def input_of(self, field: str) -> str:
         """The name that this kind has for a field."""
-        return next((row.name for row in self.inputs if row.field == field), field)
+        return self._names_by_field.get(field, field)
 
     def output(self, name: str) -> OutputSpec | None:
-        return next((row for row in self.outputs if row.name == name), None)
+        return self._outputs_by_name.get(name)
 
-    @property
+    @functools.cached_property
     def declared_inputs(self) -> tuple[InputSpec, ...]:
         return tuple(row for row in self.inputs if row.is_declared)
 
-    @property
+    @functools.cached_property
     def declared_outputs(self) -> tuple[OutputSpec, ...]:
         return tuple(row for row in self.outputs if row.is_declared)
+
+    @functools.cached_property
+    def required_inputs(self) -> tuple[str, ...]:
+        """Names of what every request must send, input_ids among them though none declares it."""
+        required = tuple(row.name for row in self.inputs if row.required)
+        return required if self.input("input_ids") is None else ("input_ids", *required)
+
+    @functools.cached_property
+    def _inputs_by_name(self) -> Mapping[str, InputSpec]:
+        return {row.name: row for row in self.inputs}
+
+    @functools.cached_property
+    def _names_by_field(self) -> Mapping[str, str]:
+        """Of several rows with one field the first."""
+        return {row.field: row.name for row in reversed(self.inputs) if row.field}
+
+    @functools.cached_property
+    def _outputs_by_name(self) -> Mapping[str, OutputSpec]:
+        return {row.name: row for row in self.outputs}
 
 
 def used(

@@ -63,7 +63,7 @@ def perf_tensors(batch: Batch) -> list[Tensor]:
     """What return_perf_metrics asks for: per element, in the response that ends it."""
     elements = [(answers, answers[0].timing) for answers in batch]
     timings = [timing for _, timing in elements if timing is not None]
-    if not batch[0][0].generation.returns_perf_metrics or len(timings) < len(elements):
+    if len(timings) < len(elements):
         return []
     reused = [timing.num_cached_tokens // _block_size(batch) for timing in timings]
     total = [_num_blocks(answers) for answers in batch]

@@ -6,18 +6,39 @@ beams have a length penalty of 0 and end as soon as there are enough of them. A 
 SamplingParams refuses is reported under the name of its tensor.
 """
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
 
 from loraplex.core.beam_search import BeamSearch, EarlyStopping
 from loraplex.core.errors import InvalidParameterError, InvalidTensorError
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.frontends.kserve.models.guided import grammar_of
+from loraplex.frontends.kserve.models.guided import GUIDE_FIELDS, grammar_of
 from loraplex.frontends.kserve.models.inputs import Inputs
 from loraplex.frontends.kserve.models.words import Tokenize, bad_words, logit_bias, stop_words
 from loraplex.serving.backend import ModelCard
 
 _NO_RESET_ID = -1
 _LOOKAHEAD = ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size")
+
+_DEFAULTS: Final = {"max_tokens": 0, "min_tokens": 1, "top_k": 1, "seed": 0}
+"""Of TensorRT-LLM's runtime, where SamplingParams has others."""
+
+_SCALARS: Final[Mapping[str, tuple[str, Callable[[Any], Any]]]] = {
+    "max_tokens": ("max_tokens", int),
+    "min_tokens": ("min_tokens", int),
+    "temperature": ("temperature", float),
+    "top_p_decay": ("top_p_decay", float),
+    "top_p_min": ("top_p_min", float),
+    "repetition_penalty": ("repetition_penalty", float),
+    "presence_penalty": ("presence_penalty", float),
+    "frequency_penalty": ("frequency_penalty", float),
+    "no_repeat_ngram_size": ("no_repeat_ngram_size", int),
+    "seed": ("seed", int),
+    "n": ("n", int),
+    "return_generation_logits": ("return_logits", bool),
+    "return_context_logits": ("return_prompt_logits", bool),
+}
+"""Fields whose one value is a sampling parameter as it is: its name and type there."""
 
 _FIELDS = {
     "stop": "stop_words",
@@ -30,65 +51,78 @@ _FIELDS = {
 
 
 def sampling_params(
-    inputs: Inputs, card: ModelCard, end_id: int | None, tokenize: Tokenize
+    inputs: Inputs,
+    card: ModelCard,
+    end_id: int | None,
+    tokenize: Tokenize,
+    *,
+    skip_special_tokens: bool = True,
 ) -> SamplingParams:
-    """Raises InvalidTensorError and InvalidParameterError."""
-    top_k = inputs.integer("top_k", 0)
-    top_p = inputs.number("top_p", 0.0)
-    is_greedy = top_k == 0 and top_p <= 0.0
-    stop = stop_words(inputs, card)
+    """Only what was sent is read. Raises InvalidTensorError and InvalidParameterError."""
+    values: dict[str, Any] = _DEFAULTS.copy()
+    groups: dict[_Group, None] = {}
+    for field in inputs:
+        if (scalar := _SCALARS.get(field)) is not None:
+            name, kind = scalar
+            if (array := inputs.array(field)) is not None:
+                values[name] = kind(array.item(0))
+        elif (group := _GROUPS.get(field)) is not None:
+            groups[group] = None
+    for group in groups:
+        values |= group(_Asked(inputs, card, tokenize))
     ends_at_eos = end_id is not None and end_id == card.eos_token_id
-    end_ids = () if end_id is None or ends_at_eos else (end_id,)
+    if end_id is not None and not ends_at_eos:
+        values["stop_token_ids"] = (end_id,)
     sampling = SamplingParams(
-        max_tokens=inputs.integer("max_tokens", 0),
-        min_tokens=inputs.integer("min_tokens", 1),
-        temperature=inputs.number("temperature", 1.0),
-        top_k=1 if is_greedy else top_k,
-        top_p=1.0 if top_p <= 0.0 else top_p,
-        stop=stop.texts,
-        stop_token_ids=end_ids,
-        stop_token_sequences=stop.sequences,
-        include_stop_in_output=stop.has_any,
-        ignore_eos=not ends_at_eos,
-        logprobs=0 if inputs.flag("returns_log_probs") else None,
-        return_logits=inputs.flag("return_generation_logits"),
-        return_prompt_logits=inputs.flag("return_context_logits"),
-        logit_bias=logit_bias(inputs, card, tokenize),
-        grammar=grammar_of(inputs),
-        num_draft_tokens=_num_draft_tokens(inputs),
-        **bad_words(inputs, card),
-        **_top_p_decay(inputs),
-        **_penalties(inputs),
-        **_sequences(inputs),
+        ignore_eos=not ends_at_eos, skip_special_tokens=skip_special_tokens, **values
     )
     _validate(inputs, sampling)
     return sampling
 
 
-def _top_p_decay(inputs: Inputs) -> dict[str, Any]:
+class _Asked(NamedTuple):
+    inputs: Inputs
+    card: ModelCard
+    tokenize: Tokenize
+
+
+def _choice(asked: _Asked) -> dict[str, Any]:
+    """Without top_k and top_p it is greedy."""
+    inputs = asked.inputs
+    top_k, top_p = inputs.integer("top_k", 0), inputs.number("top_p", 0.0)
     reset_id = inputs.integer("top_p_reset_id", _NO_RESET_ID)
     return {
-        "top_p_decay": inputs.number("top_p_decay", 1.0),
-        "top_p_min": inputs.number("top_p_min", 1e-6),
+        "top_k": 1 if top_k == 0 and top_p <= 0.0 else top_k,
+        "top_p": 1.0 if top_p <= 0.0 else top_p,
         "top_p_reset_id": None if reset_id == _NO_RESET_ID else reset_id,
     }
 
 
-def _penalties(inputs: Inputs) -> dict[str, Any]:
+def _log_probs(asked: _Asked) -> dict[str, Any]:
+    return {"logprobs": 0 if asked.inputs.flag("returns_log_probs") else None}
+
+
+def _words(asked: _Asked) -> dict[str, Any]:
+    stop = stop_words(asked.inputs, asked.card)
     return {
-        "repetition_penalty": inputs.number("repetition_penalty", 1.0),
-        "presence_penalty": inputs.number("presence_penalty", 0.0),
-        "frequency_penalty": inputs.number("frequency_penalty", 0.0),
-        "no_repeat_ngram_size": inputs.integer("no_repeat_ngram_size", 0),
-        "seed": inputs.integer("seed", 0),
+        "stop": stop.texts,
+        "stop_token_sequences": stop.sequences,
+        "include_stop_in_output": stop.has_any,
+        "logit_bias": logit_bias(asked.inputs, asked.card, asked.tokenize),
+        **bad_words(asked.inputs, asked.card),
     }
 
 
-def _sequences(inputs: Inputs) -> dict[str, Any]:
+def _grammar(asked: _Asked) -> dict[str, Any]:
+    return {"grammar": grammar_of(asked.inputs)}
+
+
+def _beam(asked: _Asked) -> dict[str, Any]:
     """Of beams, all come back unless num_return_sequences says how many."""
+    inputs = asked.inputs
     width = inputs.integer("beam_width", 1)
     if width == 1:
-        return {"n": inputs.integer("n", 1)}
+        return {}
     stops_early = inputs.flag("early_stopping") if "early_stopping" in inputs else True
     beam = BeamSearch(
         width=width,
@@ -99,15 +133,16 @@ def _sequences(inputs: Inputs) -> dict[str, Any]:
     return {"n": inputs.integer("n", max(width, 1)), "beam": beam}
 
 
-def _num_draft_tokens(inputs: Inputs) -> int | None:
+def _guesses(asked: _Asked) -> dict[str, Any]:
     """Of the client, or as many as lookahead's n-grams would give: all tokens but the first.
 
     TensorRT-LLM guesses by Jacobi iteration, we by prompt lookup: neither changes a token.
     """
+    inputs = asked.inputs
     sent = [name for name in _LOOKAHEAD if inputs.array(name) is not None]
     if not sent:
         array = inputs.array("num_draft_tokens")
-        return None if array is None else int(array.flat[0])
+        return {"num_draft_tokens": None if array is None else int(array.item(0))}
     if len(sent) < len(_LOOKAHEAD):
         missing = next(name for name in _LOOKAHEAD if name not in sent)
         raise InvalidTensorError(
@@ -120,7 +155,26 @@ def _num_draft_tokens(inputs: Inputs) -> int | None:
             raise InvalidTensorError(
                 f"input '{name}' is {inputs.integer(name, 0)}; it must be at least 1", param=name
             )
-    return inputs.integer("lookahead_ngram_size", 1) - 1
+    return {"num_draft_tokens": inputs.integer("lookahead_ngram_size", 1) - 1}
+
+
+_Group = Callable[[_Asked], dict[str, Any]]
+
+_GROUPS: Final[Mapping[str, _Group]] = {
+    **dict.fromkeys(("top_k", "top_p", "top_p_reset_id"), _choice),
+    "returns_log_probs": _log_probs,
+    **dict.fromkeys(
+        (
+            *("stop_words", "bad_words"),
+            *("embedding_bias", "embedding_bias_words", "embedding_bias_weights"),
+        ),
+        _words,
+    ),
+    **dict.fromkeys(GUIDE_FIELDS, _grammar),
+    "beam_width": _beam,
+    **dict.fromkeys((*_LOOKAHEAD, "num_draft_tokens"), _guesses),
+}
+"""Fields that make sampling parameters together, or otherwise than by their value alone."""
 
 
 def _validate(inputs: Inputs, sampling: SamplingParams) -> None:

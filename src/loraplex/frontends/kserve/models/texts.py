@@ -1,12 +1,13 @@
 """One model's texts and tokens, as its Triton models read and write them."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 from loraplex.serving.backend import Backend
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class ModelTexts:
     """The tokenizer of one base model. Any thread may call it."""
 
@@ -22,13 +23,18 @@ class ModelTexts:
         A whole text begins with the tokens that the tokenizer puts before every text; if it puts
         none there, everything counts as whole.
         """
-        first = self.encode("", add_special_tokens=True)[:1]
+        first = self._first_ids
         return self.backend.detokenize(
             self.model,
             token_ids,
             skip_special_tokens=skip_special_tokens,
             is_continuation=bool(first) and list(token_ids[:1]) != first,
         )
+
+    @functools.cached_property
+    def _first_ids(self) -> list[int]:
+        """The token that the tokenizer puts before every text, if it does."""
+        return self.encode("", add_special_tokens=True)[:1]
 
     def token_text(self, token_id: int) -> str:
         """Of one token, for people: half a character becomes U+FFFD."""

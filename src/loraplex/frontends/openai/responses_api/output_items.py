@@ -187,11 +187,7 @@ class OutputItems:
     @property
     def is_answering(self) -> bool:
         """Content or a call has begun: what the model thinks before it answers is over."""
-        return bool(self._done) or isinstance(self._open, _Message | _Call)
-
-    @property
-    def is_in_content(self) -> bool:
-        return isinstance(self._open, _Message)
+        return isinstance(self._open, _Message | _Call)
 
     def so_far(self) -> list[wire.OutputItem]:
         """With what is open, as it is."""

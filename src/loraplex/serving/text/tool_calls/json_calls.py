@@ -1,11 +1,10 @@
 """Calls as JSON objects with a name and arguments, which most families write in some frame."""
 
 import json
-from collections.abc import Sequence
 from typing import Final
 
 from loraplex.serving.text.text_source import Steps
-from loraplex.serving.text.tool_calls.json_text import CutError, MalformedError
+from loraplex.serving.text.tool_calls.json_text import MalformedError
 from loraplex.serving.text.tool_calls.parameters import json_text
 from loraplex.serving.text.tool_calls.reader import CallReader
 
@@ -122,16 +121,8 @@ def _other_value(reader: CallReader) -> Steps[None]:
         yield from reader.json_string()
     elif char == "{":
         yield from reader.json_object(lambda _: None)
+    elif char.isdigit():
+        while (yield from reader.peek()).isdigit():
+            reader.take(1)
     else:
-        yield from _word(reader, ("null", "true", "false"))
-
-
-def _word(reader: CallReader, words: Sequence[str]) -> Steps[None]:
-    if (yield from reader.starts_with(words)) is not None:
-        yield from reader.expect(*words)
-        return
-    char = yield from reader.peek()
-    if not char.isdigit():
-        raise MalformedError if char else CutError
-    while (yield from reader.peek()).isdigit():
-        reader.take(1)
+        yield from reader.expect("null", "true", "false")

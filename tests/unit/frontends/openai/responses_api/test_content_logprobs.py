@@ -45,6 +45,13 @@ def test_tags_and_reasoning_have_none():
     assert told(steps) == ["", "", "", "a"]
 
 
+def test_content_that_the_reasoning_has_too_stands_behind_it():
+    chosen = ContentLogprobs(TokenTexts(EchoBackend(), "echo"), is_all_content=False)
+    delta = AnswerDelta(reasoning="a", content="a", parts=("a",))
+    tokens = [TokenLogprob(byte, -float(at), 1) for at, byte in enumerate(b"<t>a</t>a")]
+    assert [entry.logprob for entry in chosen.of(delta, tokens)] == [-8.0]
+
+
 def test_a_call_has_none():
     assert told([(content("ab"), "ab"), (CALLED, "<call>"), (content("b"), "b")]) == ["ab", "", "b"]
 

@@ -96,6 +96,45 @@ def test_full_items_keep_their_ids():
     assert read_input(full) == full
 
 
+def test_an_id_has_128_characters_at_most():
+    longest = "i" * 128
+    assert read_input([USER | {"id": longest}])[0]["id"] == longest
+    for wrong in ("", "i" * 129, 5):
+        with pytest.raises(InvalidParameterError, match="1 to 128 characters") as caught:
+            read_input([USER, USER | {"id": wrong}])
+        assert caught.value.param == "input[1].id"
+
+
+def test_a_call_may_have_no_text_of_arguments_but_a_name():
+    assert read_input([call("c1") | {"arguments": ""}])[0]["arguments"] == ""
+    for field in ("name", "call_id"):
+        with pytest.raises(InvalidParameterError) as caught:
+            read_input([call("c1") | {field: ""}])
+        assert caught.value.param == f"input[0].{field}"
+
+
+def test_a_refusal_is_a_text_of_the_assistant():
+    refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}
+    assert messages(refusal) == [{"role": "assistant", "content": "no"}]
+    [given] = read_input([refusal])
+    assert given["content"] == [
+        {"type": "output_text", "text": "no", "annotations": [], "logprobs": []}
+    ]
+
+
+def test_reasoning_itself_comes_before_its_summary():
+    assert messages(THOUGHT | SUMMED_UP | {"content": THOUGHT["content"]})[0] == {
+        "role": "assistant",
+        "content": None,
+        "reasoning_content": "hm",
+    }
+
+
+def test_a_call_behind_an_output_is_another_turn():
+    turns = messages(call("c1"), OUTPUT, call("c2"))
+    assert [turn["role"] for turn in turns] == ["assistant", "tool", "assistant"]
+
+
 def test_a_list_of_texts_is_an_output():
     parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
     assert messages(call("c1"), OUTPUT | {"output": parts})[-1]["content"] == "a\nb"

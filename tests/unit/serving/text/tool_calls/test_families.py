@@ -8,7 +8,7 @@ import pytest
 from loraplex.core.tools import FunctionTool, ToolUse
 from loraplex.serving.text.answer_reader import AnswerReading
 from loraplex.serving.text.chat_format import ChatFormat
-from loraplex.serving.text.tool_calls.formats import FORMATS
+from loraplex.serving.text.tool_calls.formats import FORMATS, format_of_template
 
 WEATHER = FunctionTool(
     name="get_weather",
@@ -121,6 +121,26 @@ def test_every_family_has_an_example() -> None:
     assert set(TWO) == set(FORMATS)
 
 
+@pytest.mark.parametrize(
+    ("template", "family"),
+    [
+        ("<tool_call><arg_key>", "glm45"),
+        ("<tool_call><function=", "qwen3_coder"),
+        ("<tool_call><|tool_call|>", "granite"),
+        ("<tool_call>", "hermes"),
+        ("[TOOL_CALLS][ARGS]", "mistral_named"),
+        ("[TOOL_CALLS]", "mistral"),
+        ("<|/tool|>", "phi4_mini_json"),
+        ("func_name1(", "pythonic"),
+        ('"parameters": dictionary of argument name and its value', "llama3_json"),
+        ("<|python_tag|>", "llama3_json"),
+        ("{{ messages }}", "generic"),
+    ],
+)
+def test_the_family_of_a_template(template: str, family: str) -> None:
+    assert format_of_template(template).name == family
+
+
 @pytest.mark.parametrize("family", TWO)
 def test_two_calls_at_once(family: str) -> None:
     answer = Answer(family, [TWO[family]])
@@ -219,6 +239,132 @@ def test_every_cut_is_the_beginning_of_the_whole(family: str) -> None:
         else:
             assert TWO[family].startswith(answer.content)
             assert answer.content == TWO[family][:length]
+
+
+ALSO_CLOCK = [
+    ("hermes", '<tool_call> {"name": "clock"} \n</tool_call>'),
+    ("granite", '<|tool_call|> [ {"name": "clock"} ]'),
+    ("granite", '<tool_call>[{"name": "clock"}]'),
+    ("phi4_mini_json", 'functools[ {"name": "clock"} ]'),
+    ("mistral", '[TOOL_CALLS] {"name": "clock"}'),
+    ("mistral", "[TOOL_CALLS] clock[ARGS] {}"),
+    ("llama3_json", ' <|python_tag|> {"name": "clock"} '),
+    ("generic", ' [ {"name": "clock"} ]'),
+    ("generic", 'So: <tool_call>{"name": "clock"}</tool_call>'),
+    ("pythonic", " <|python_start|> [ clock( ) ] <|python_end|>"),
+    ("qwen3_coder", "<tool_call> <function=clock> </function> </tool_call>"),
+    ("glm45", "<tool_call>\n clock \n</tool_call>"),
+    (
+        "deepseek_v3",
+        "<｜tool▁calls▁begin｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜> clock \n```json\n{}\n"
+        "``` \n<｜tool▁call▁end｜>\n<｜tool▁calls▁end｜>",
+    ),
+    (
+        "deepseek_v31",
+        "<｜tool▁calls▁begin｜> <｜tool▁call▁begin｜> clock <｜tool▁sep｜> {} <｜tool▁call▁end｜> "
+        "<｜tool▁calls▁end｜>",
+    ),
+    (
+        "kimi_k2",
+        "<|tool_calls_section_begin|> <|tool_call_begin|> functions.clock:0 "
+        "<|tool_call_argument_begin|> {} <|tool_call_end|> <|tool_calls_section_end|>",
+    ),
+    (
+        "kimi_k2",
+        "<|tool_calls_section_begin|><|tool_call_begin|>clock:12<|tool_call_argument_begin|>{}"
+        "<|tool_call_end|><|tool_calls_section_end|>",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    ALSO_CLOCK,
+    ids=[f"{family}-{number}" for number, (family, _) in enumerate(ALSO_CLOCK)],
+)
+def test_how_models_write_it_too(family: str, text: str) -> None:
+    for pieces in ([text], list(text)):
+        answer = Answer(family, pieces)
+        assert answer.calls == [("clock", {})]
+        assert answer.content == ("So:" if text.startswith("So:") else "")
+
+
+def test_the_id_of_kimi_is_without_space() -> None:
+    _, text = next(case for case in ALSO_CLOCK if case[0] == "kimi_k2")
+    assert Answer("kimi_k2", [text]).ids == ["functions.clock:0"]
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("llama3_json", '{"name": "somebody", "parameters": {}}'),
+        ("generic", '{"name": "somebody", "arguments": {}}'),
+        ("generic", '[{"name": "somebody", "arguments": {}}]'),
+        ("pythonic", "[somebody()]"),
+    ],
+    ids=["llama3_json", "generic", "generic list", "pythonic"],
+)
+def test_without_a_marker_just_known_names_are_calls(family: str, text: str) -> None:
+    answer = Answer(family, [text])
+    assert (answer.names, answer.content) == ([], text)
+
+
+def test_behind_the_tag_of_llama_any_name_is_a_call() -> None:
+    text = '<|python_tag|>{"name": "somebody", "parameters": {"a": 1}}'
+    assert Answer("llama3_json", [text]).calls == [("somebody", {"a": 1})]
+
+
+def test_a_key_of_glm_with_space_has_its_schema() -> None:
+    text = (
+        "<tool_call>get_weather\n<arg_key> city </arg_key>\n<arg_value>12</arg_value>\n</tool_call>"
+    )
+    assert Answer("glm45", [text]).calls == [("get_weather", {"city": "12"})]
+
+
+def test_every_cut_of_a_call_with_more_keys() -> None:
+    text = (
+        '<tool_call>{"name": "clock", "arguments": {}, "id": "a", "n": 12, "ok": null}</tool_call>'
+    )
+    for length in range(text.index("}") + 1, len(text)):
+        answer = Answer("hermes", [text[:length]])
+        assert (answer.calls, answer.content) == ([("clock", {})], "")
+
+
+CLOCK_CALL = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
+
+
+@pytest.mark.parametrize("cut", ["<tool_", "<tool_call>", '<tool_call>{"name": "cl'])
+def test_a_cut_is_dropped_behind_a_call_and_content_behind_content(cut: str) -> None:
+    assert Answer("hermes", [CLOCK_CALL, "\n" + cut]).content == ""
+    assert Answer("hermes", [CLOCK_CALL, " Done. " + cut]).content == "Done. " + cut
+
+
+def test_a_call_that_breaks_ends_there() -> None:
+    broken = '<tool_call>{"name": "clock", "arguments": {"a": 1} oops}</tool_call>'
+    for pieces in ([broken], list(broken)):
+        answer = Answer("hermes", pieces)
+        assert answer.calls == [("clock", {"a": 1})]
+        assert answer.content == "oops}</tool_call>"
+
+
+@pytest.mark.parametrize("name", ["", "a b", "é", "a" * 257], ids=["empty", "space", "é", "long"])
+def test_what_is_no_name(name: str) -> None:
+    text = f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>'
+    answer = Answer("hermes", [text])
+    assert (answer.names, answer.content) == ([], text)
+
+
+@pytest.mark.parametrize("name", ["a.b-c_1", "a" * 256], ids=["signs", "long"])
+def test_names_that_no_tool_has(name: str) -> None:
+    """The client finds that there is no such tool."""
+    assert Answer("hermes", [CLOCK_CALL.replace("clock", name)]).names == [name]
+
+
+@pytest.mark.parametrize("before", ["[", "[clock("], ids=["function", "argument"])
+def test_a_long_word_is_not_held_back_for_a_name(before: str) -> None:
+    reader = AnswerReading(chat_format=ChatFormat(tool_calls="pythonic"), tool_use=TOOLS).reader()
+    assert reader.push(before + "a" * 256).content == ""
+    assert reader.push("a").content.endswith("a" * 257)
 
 
 PIECES = (

@@ -35,7 +35,7 @@ WRONG = [
     "", "[]", "1", '"a"', "{", "{a:1}", '{"a"}', '{"a":}', '{"a":1,}', '{"a":01}', '{"a":1.}',
     '{"a":.5}', '{"a":-}', '{"a":+1}', '{"a":tru}', '{"a":nulll}', '{"a":"\\x"}', '{"a":"\\u12g4"}',
     "{'a':1}", '{"a":1]', '{"a":[1}', '{,"a":1}', '{"a":[,]}', '{"a":[1,]}', '{"a":1 2}',
-    '{"a" 1}', '{"a":1:2}', '{"a":NaN}', '{"a":"b"', '{"a":1e}', "}", '{"a":e5}',
+    '{"a" 1}', '{"a":1:2}', '{"a":NaN}', '{"a":"b"', '{"a":1e}', "}", '{"a":e5}', '{"a":"\\\'"}',
 ]  # fmt: skip
 
 
@@ -47,6 +47,28 @@ def test_right(text: str) -> None:
 @pytest.mark.parametrize("text", WRONG)
 def test_wrong(text: str) -> None:
     assert scan(text) is None
+
+
+@pytest.mark.parametrize(
+    ("begun", "rest"),
+    [
+        ("{", '"a":1}'),
+        ('{"a"', ":1}"),
+        ('{"a":1', "2}"),
+        ('{"a":tr', "ue}"),
+        ('{"a":[1,', "2]}"),
+        ('{"a":"\\u00', 'e9"}'),
+    ],
+)
+def test_a_refused_character_changes_nothing(begun: str, rest: str) -> None:
+    scanner = JsonScanner()
+    for char in begun:
+        scanner.feed(char)
+    with pytest.raises(MalformedError):
+        scanner.feed("x")
+    for char in rest:
+        scanner.feed(char)
+    assert scanner.is_complete
 
 
 def test_line_breaks_in_strings_are_escaped() -> None:

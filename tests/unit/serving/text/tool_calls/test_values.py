@@ -19,6 +19,7 @@ def arguments(family: str, text: str, parameters: dict[str, Any] | None = None) 
     found = reading.reader().push(text, final=True)
     assert found.content == ""
     [call] = found.calls
+    assert call.name == "f"
     return json.loads(call.arguments)
 
 
@@ -34,6 +35,9 @@ def arguments(family: str, text: str, parameters: dict[str, Any] | None = None) 
         ("null", {"anyOf": [{"type": "string"}, {"type": "null"}]}, None),
         ("1.5", {"type": "number"}, 1.5),
         ("2", {"type": "number"}, 2),
+        ("2", {"type": ["string", "number"]}, 2),
+        ("2.5", {"type": ["string", "integer"]}, "2.5"),
+        ("2", {"anyOf": [{"type": "string"}, {}]}, 2),
         ("true", {"type": "boolean"}, True),
         ("yes", {"type": "boolean"}, "yes"),
         ('{"a": [1]}', {"type": "object"}, {"a": [1]}),
@@ -55,12 +59,13 @@ def test_text_as_the_schema_wants_it(text: str, schema: dict[str, Any] | None, v
     assert json.loads(json_of(text, schema)) == value
 
 
-def test_definitions_are_seen_by_each_property() -> None:
+@pytest.mark.parametrize("key", ["$defs", "definitions"])
+def test_definitions_are_seen_by_each_property(key: str) -> None:
     shared = {"p": {"type": "integer"}}
     tool = FunctionTool(
-        name="f", parameters={"$defs": shared, "properties": {"a": {"$ref": "#/$defs/p"}}}
+        name="f", parameters={key: shared, "properties": {"a": {"$ref": f"#/{key}/p"}}}
     )
-    assert properties(tool) == {"a": {"$defs": shared, "$ref": "#/$defs/p"}}
+    assert properties(tool) == {"a": {key: shared, "$ref": f"#/{key}/p"}}
     assert properties(None) == {}
 
 
@@ -118,11 +123,29 @@ def test_other_python_is_no_argument(source: str) -> None:
     assert source in found.content
 
 
-@pytest.mark.parametrize("nesting", ["[" * 5000, "(" * 5000, "{'a':" * 5000, "-" * 5000])
+@pytest.mark.parametrize(
+    "nesting",
+    ["[" * 5000, "(" * 5000, "{'a':" * 5000, "-" * 5000 + "1", "-" * 100_000 + "1"],
+    ids=["lists", "tuples", "dicts", "minus", "more than Python's parser takes"],
+)
 def test_deep_python_ends(nesting: str) -> None:
     tool_use = ToolUse(tools=(FunctionTool(name="f"),))
     reading = AnswerReading(chat_format=ChatFormat(tool_calls="pythonic"), tool_use=tool_use)
-    reading.reader().push(f"[f(a={nesting})]", final=True)
+    found = reading.reader().push(f"[f(a={nesting})]", final=True)
+    assert [call.arguments for call in found.calls] == [""]
+
+
+def test_how_deep_python_may_be() -> None:
+    tool_use = ToolUse(tools=(FunctionTool(name="f"),))
+    reading = AnswerReading(chat_format=ChatFormat(tool_calls="pythonic"), tool_use=tool_use)
+    found = reading.reader().push(f"[f(a={'[' * 129}{']' * 129})]", final=True)
+    assert found.calls[0].arguments == ""
+    depth = 0
+    value = arguments("pythonic", f"[f(a={'[' * 128}{']' * 128})]")["a"]
+    while value:
+        [value] = value
+        depth += 1
+    assert depth == 127
 
 
 @pytest.mark.parametrize(
@@ -132,6 +155,8 @@ def test_deep_python_ends(nesting: str) -> None:
         '{"name": "f", "parameters": {"a": 1}}',
         '{"id": "x", "type": "function", "name": "f", "arguments": "{\\"a\\": 1}"}',
         '{"name": "f", "index": 0, "extra": {"b": 2}, "arguments": {"a": 1}, "ok": null}',
+        '{"name": "f", "name": "g", "arguments": {"a": 1}, "parameters": {"a": 2}}',
+        '{"parameters": {"a": 1}, "arguments": {"a": 2}, "name": "f", "name": "g"}',
     ],
 )
 def test_json_calls_in_any_order(text: str) -> None:
@@ -141,6 +166,31 @@ def test_json_calls_in_any_order(text: str) -> None:
 @pytest.mark.parametrize("text", ['{"name": "f"}', '{"name": "f", "arguments": null}'])
 def test_json_calls_without_arguments(text: str) -> None:
     assert arguments("hermes", f"<tool_call>{text}</tool_call>") == {}
+
+
+@pytest.mark.parametrize(
+    "text", ["[1]", "1", "none", "[" * 5000, ""], ids=["list", "number", "word", "deep", "empty"]
+)
+def test_arguments_in_a_string_that_is_no_object(text: str) -> None:
+    call = f'<tool_call>{{"name": "f", "arguments": {json.dumps(text)}}}</tool_call>'
+    reading = AnswerReading(
+        chat_format=ChatFormat(tool_calls="hermes"),
+        tool_use=ToolUse(tools=(FunctionTool(name="f"),)),
+    )
+    found = reading.reader().push(call, final=True)
+    assert (found.calls, found.content) == ((), call)
+
+
+def test_a_call_has_sixteen_keys_at_most() -> None:
+    more = "".join(f', "k{index}": {index}' for index in range(15))
+    assert arguments("hermes", f'<tool_call>{{"name": "f"{more}}}</tool_call>') == {}
+    call = f'<tool_call>{{"name": "f"{more}, "l": 0}}</tool_call>'
+    reading = AnswerReading(
+        chat_format=ChatFormat(tool_calls="hermes"),
+        tool_use=ToolUse(tools=(FunctionTool(name="f"),)),
+    )
+    found = reading.reader().push(call, final=True)
+    assert (found.calls, found.content) == ((), call)
 
 
 def test_ids_that_the_model_writes() -> None:

@@ -1,0 +1,18 @@
+"""The event loop of a process that serves."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+try:
+    import uvloop
+except ImportError:  # a platform that it does not know
+    new_event_loop = asyncio.new_event_loop
+else:
+    new_event_loop = uvloop.new_event_loop
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    """asyncio.run, on the loop that costs a request less."""
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(main)

@@ -1,0 +1,132 @@
+"""Around every RPC: its id and its trace, who asks, how it ends and what is told of that."""
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+from urllib.parse import unquote
+
+import grpc
+import msgspec
+
+from loraplex.core.errors import LoraplexError
+from loraplex.core.principal import Principal
+from loraplex.frontends.kserve.errors import as_loraplex_error, message_of, status_of
+from loraplex.frontends.kserve.grpc.access import Door
+from loraplex.frontends.telemetry.request_ids import HEADER
+from loraplex.frontends.telemetry.telemetry import Telemetry
+from loraplex.serving.wire_request import as_current
+
+RETRY_AFTER = "retry-after"
+"""Trailing metadata: seconds, as HTTP's header of the name has them."""
+_OK, _CANCELLED = "OK", "CANCELLED"
+
+Context = Any
+"""grpc.aio.ServicerContext, whose methods are not typed."""
+
+
+class Call(msgspec.Struct, frozen=True):
+    """One RPC in work, as its behaviour sees it."""
+
+    context: Context
+    metadata: Mapping[str, str]
+    """Texts by lower-case name; values of binary keys are left out."""
+    principal: Principal
+
+    async def write(self, message: Any) -> None:
+        """One of the answers of a stream; returns when its client has room for more.
+
+        gRPC takes one at a time. Raises CancelledError if the client has gone: who writes may see
+        that before the call is cancelled.
+        """
+        try:
+            await self.context.write(message)
+        except grpc.aio.BaseError:
+            raise asyncio.CancelledError from None
+
+
+Behavior = Callable[[Any, Call], Awaitable[Any]]
+"""From a message, or an async iterator of them, to the answer; None for answers that it wrote.
+
+It may raise anything: the call ends with the error's status.
+"""
+
+
+class Rpc(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server does for one method of a service."""
+
+    name: str
+    """In full: /SERVICE/METHOD."""
+    behavior: Behavior
+    request: Any
+    """The class of its messages."""
+    response: Any
+    streams_requests: bool = False
+    streams_responses: bool = False
+
+
+class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """All RPCs of a server. Handlers are made once, not for each call, as an interceptor's are."""
+
+    def __init__(self, telemetry: Telemetry, door: Door) -> None:
+        self._telemetry = telemetry
+        self._door = door
+        self._handlers: dict[str, Any] = {}
+
+    def add(self, rpc: Rpc) -> None:
+        ways = ("stream" if rpc.streams_requests else "unary") + (
+            "_stream" if rpc.streams_responses else "_unary"
+        )
+        self._handlers[rpc.name] = getattr(grpc, f"{ways}_rpc_method_handler")(
+            self._around(rpc.name, rpc.behavior),
+            rpc.request.FromString,
+            rpc.response.SerializeToString,
+        )
+
+    def service(self, handler_call_details: Any) -> Any:
+        """None for an RPC that is not there."""
+        return self._handlers.get(handler_call_details.method)
+
+    def _around(self, name: str, behavior: Behavior) -> Callable[[Any, Context], Awaitable[Any]]:
+        begin, principal_of = self._telemetry.begin, self._door.of(name)
+
+        async def serve(message: Any, context: Context) -> Any:
+            metadata = _metadata(context)
+            request = begin("grpc", "", name, _address(context.peer()), metadata, route=name)
+            # It is sent at the end of the call.
+            context.set_trailing_metadata(((HEADER, request.request_id),))
+            status = _CANCELLED
+            with as_current(request):
+                try:
+                    call = Call(context, metadata, principal_of(metadata))
+                    answer = await behavior(message, call)
+                    status = _OK
+                    return answer
+                except Exception as raised:
+                    error = as_loraplex_error(raised)
+                    status = status_of(error).grpc
+                    _tell_when_to_come_again(context, error)
+                    await context.abort(grpc.StatusCode[status], message_of(error))
+                finally:
+                    request.end(status)
+
+        return serve
+
+
+def _metadata(context: Context) -> dict[str, str]:
+    pairs = context.invocation_metadata() or ()
+    return {key: value for key, value in pairs if isinstance(value, str)}
+
+
+def _tell_when_to_come_again(context: Context, error: LoraplexError) -> None:
+    if error.retry_after_seconds is not None:
+        seconds = str(max(1, math.ceil(error.retry_after_seconds)))
+        context.set_trailing_metadata((*context.trailing_metadata(), (RETRY_AFTER, seconds)))
+
+
+def _address(peer: str) -> str:
+    """Of `ipv4:192.0.2.1:5000` or `ipv6:%5B::1%5D:5000`: the address."""
+    kind, _, rest = peer.partition(":")
+    if kind not in ("ipv4", "ipv6"):
+        return peer
+    return unquote(rest).rpartition(":")[0].strip("[]")

@@ -1,0 +1,45 @@
+"""A request under /v2 as its handler sees it, and its body within a limit."""
+
+from starlette.types import Receive, Scope
+
+from loraplex.frontends.headers import headers_of
+from loraplex.frontends.kserve.http.body import length_of, too_large
+from loraplex.frontends.streams import ClientDisconnectedError
+
+
+class HttpRequest:
+    """headers: by lower-case name. path_params: by the names in the route's pattern."""
+
+    __slots__ = ("headers", "path_params", "receive")
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        self.headers = headers_of(scope)
+        self.path_params: dict[str, str] = scope["path_params"]
+        self.receive = receive
+
+    @property
+    def model_and_version(self) -> tuple[str, str]:
+        """Either is empty where the path does not name it."""
+        return self.path_params.get("model", ""), self.path_params.get("version", "")
+
+    async def body(self, max_bytes: int) -> bytes:
+        """All of it, as it came.
+
+        Raises PayloadTooLargeError as soon as that is known, and ClientDisconnectedError.
+        """
+        declared = length_of(self.headers.get("content-length", "0"))
+        if declared is not None and declared > max_bytes:
+            raise too_large(max_bytes)
+        chunks: list[bytes] = []
+        size = 0
+        is_whole = False
+        while not is_whole:
+            message = await self.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnectedError
+            chunks.append(message.get("body", b""))
+            size += len(chunks[-1])
+            if size > max_bytes:
+                raise too_large(max_bytes)
+            is_whole = not message.get("more_body", False)
+        return b"".join(chunks)

@@ -1,0 +1,71 @@
+import asyncio
+
+import pytest
+
+from loraplex.app.gathered_writes import GatheredWrites
+
+
+class Socket(asyncio.Transport):
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[bytes] = []
+        self.is_closed = False
+
+    def write(self, data) -> None:
+        assert not self.is_closed
+        self.written.append(bytes(data))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+
+@pytest.fixture
+def socket() -> Socket:
+    return Socket()
+
+
+@pytest.fixture
+async def writes(socket) -> GatheredWrites:
+    return GatheredWrites(socket, asyncio.get_running_loop())
+
+
+async def test_one_write_a_turn(socket, writes):
+    for piece in (b"a", b"b", b"c"):
+        writes.write(piece)
+    assert socket.written == []
+    await asyncio.sleep(0)
+    assert socket.written == [b"abc"]
+    writes.write(b"d")
+    await asyncio.sleep(0)
+    assert socket.written == [b"abc", b"d"]
+
+
+async def test_sooner_if_asked_for(socket, writes):
+    writes.write(b"a")
+    writes.flush()
+    writes.flush()
+    assert socket.written == [b"a"]
+    await asyncio.sleep(0)
+    assert socket.written == [b"a"]
+
+
+async def test_much_does_not_wait(socket, writes):
+    writes.write(b"a")
+    writes.write(bytes(64 * 1024))
+    assert socket.written == [b"a" + bytes(64 * 1024)]
+
+
+async def test_a_close_sends_what_waits(socket, writes):
+    writes.write(b"a")
+    writes.close()
+    assert (socket.written, socket.is_closed) == ([b"a"], True)
+
+
+async def test_a_connection_that_others_closed(socket, writes):
+    writes.write(b"a")
+    socket.close()
+    await asyncio.sleep(0)
+    assert (socket.written, writes.is_closing()) == ([], True)

@@ -1,0 +1,171 @@
+"""What is around every RPC: its record, its key, its errors."""
+
+import asyncio
+import types
+
+import grpc
+import pytest
+from tritonclient.grpc import service_pb2 as pb
+
+from loraplex.core.errors import ModelNotFoundError, UnauthenticatedError
+from loraplex.core.principal import LOCAL, Principal
+from loraplex.frontends.kserve.grpc.access import OPEN_RPCS, Door
+from loraplex.frontends.kserve.grpc.calls import Call, Calls, Rpc
+from loraplex.frontends.kserve.grpc.servicer import SERVICE, TritonServicer
+from loraplex.frontends.kserve.service import TritonService
+from loraplex.frontends.telemetry.telemetry import Telemetry
+from loraplex.serving.wire_request import WireRequest, current_request
+from loraplex.testing.echo_backend import EchoBackend
+
+
+class Context:
+    """As gRPC gives it to a handler."""
+
+    def __init__(self, *metadata: tuple[str, object], peer: str = "ipv4:192.0.2.1:5000") -> None:
+        self._metadata = metadata
+        self._peer = peer
+        self.trailing: dict[str, str] = {}
+        self.status = ""
+        self.written: list[object] = []
+        self.is_gone = False
+
+    def invocation_metadata(self):
+        return self._metadata
+
+    def peer(self) -> str:
+        return self._peer
+
+    def set_trailing_metadata(self, pairs) -> None:
+        self.trailing = dict(pairs)
+
+    async def write(self, message) -> None:
+        if self.is_gone:
+            raise grpc.aio.BaseError("the client has gone")
+        self.written.append(message)
+
+    async def abort(self, code, details) -> None:
+        self.status = f"{code.name}: {details}"
+        raise grpc.aio.AbortError
+
+
+@pytest.fixture
+def told() -> list[WireRequest]:
+    return []
+
+
+@pytest.fixture
+def handler(told):
+    """A function (behavior, **fields of the RPC) -> what gRPC would call."""
+
+    def make(behavior, door=None, **fields):
+        calls = Calls(Telemetry([told.append]), door or Door(lambda _: LOCAL))
+        values = {"name": "/s/M", "request": pb.ServerLiveRequest, "behavior": behavior}
+        rpc = Rpc(**values | fields, response=pb.ServerLiveResponse)
+        calls.add(rpc)
+        found = calls.service(types.SimpleNamespace(method=rpc.name))
+        return found.unary_stream if rpc.streams_responses else found.unary_unary
+
+    return make
+
+
+async def test_a_call_is_told_of_and_knows_its_metadata(handler, told):
+    seen: list[Call] = []
+
+    async def behavior(message, call):
+        seen.append(call)
+        assert current_request().route == "/s/M"
+        return message + 1
+
+    context = Context(("x-request-id", "mine"), ("a-bin", b"\0"), peer="ipv6:%5B::1%5D:5000")
+    assert await handler(behavior)(1, context) == 2
+    assert seen[0].metadata == {"x-request-id": "mine"}
+    assert seen[0].principal is LOCAL
+    assert context.trailing == {"x-request-id": "mine"}
+    [request] = told
+    assert (request.protocol, request.status, request.client) == ("grpc", "OK", "::1")
+    assert current_request() is None
+
+
+async def test_an_error_is_the_status_and_is_told(handler, told):
+    async def behavior(message, call):
+        raise ModelNotFoundError("no such model")
+
+    context = Context()
+    with pytest.raises(grpc.aio.AbortError):
+        await handler(behavior)(1, context)
+    assert context.status == "NOT_FOUND: no such model"
+    assert (told[0].status, told[0].error_code) == ("NOT_FOUND", "model_not_found")
+
+
+async def test_a_defect_tells_no_more_than_that(handler, told, caplog):
+    async def behavior(message, call):
+        raise ZeroDivisionError("secret")
+
+    context = Context()
+    with pytest.raises(grpc.aio.AbortError):
+        await handler(behavior)(1, context)
+    assert context.status == "INTERNAL: internal error; the server's log has the details"
+    assert told[0].status == "INTERNAL"
+    assert "secret" in caplog.text
+
+
+async def test_a_cancelled_call(handler, told):
+    async def behavior(message, call):
+        await asyncio.sleep(60)
+
+    task = asyncio.ensure_future(handler(behavior)(1, Context()))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert told[0].status == "CANCELLED"
+
+
+async def test_a_client_that_has_gone_is_no_defect(handler, told, caplog):
+    async def behavior(message, call):
+        await call.write("first")
+        context.is_gone = True
+        await call.write("second")
+
+    context = Context()
+    with pytest.raises(asyncio.CancelledError):
+        await handler(behavior, streams_responses=True)(1, context)
+    assert context.written == ["first"]
+    assert (told[0].status, context.status) == ("CANCELLED", "")
+    assert not caplog.records
+
+
+class TestDoor:
+    @staticmethod
+    def _refuse(metadata) -> Principal:
+        raise UnauthenticatedError("no key")
+
+    async def test_without_a_key_nothing_is_begun(self, handler, told):
+        begun = []
+
+        async def behavior(message, call):
+            begun.append(message)
+
+        context = Context()
+        with pytest.raises(grpc.aio.AbortError):
+            await handler(behavior, Door(self._refuse))(1, context)
+        assert (context.status, begun) == ("UNAUTHENTICATED: no key", [])
+        assert told[0].status == "UNAUTHENTICATED"
+
+    @pytest.mark.parametrize("name", sorted(OPEN_RPCS))
+    async def test_what_is_open_serves_somebody_without_rights(self, handler, name):
+        async def behavior(message, call):
+            return call.principal
+
+        principal = await handler(behavior, Door(self._refuse), name=name)(1, Context())
+        assert principal != LOCAL
+        rights = principal.rights
+        assert not any((rights.operator, rights.models, rights.use, rights.list, rights.manage))
+        closed = handler(behavior, Door(self._refuse, health_is_open=False), name=name)
+        with pytest.raises(grpc.aio.AbortError):
+            await closed(1, Context())
+
+
+def test_every_rpc_of_the_protocol_is_there():
+    rpcs = {rpc.name for rpc in TritonServicer(TritonService(EchoBackend())).rpcs()}
+    assert rpcs == {f"/inference.GRPCInferenceService/{method.name}" for method in SERVICE.methods}

@@ -1,0 +1,289 @@
+"""The gRPC server on the loop of its backend: slow clients, ends of calls, starts and stops."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import grpc
+import pytest
+import uvloop
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
+
+from loraplex.core.errors import ConfigError, NotReadyError, RateLimitedError
+from loraplex.core.output import FinishReason, RequestOutput, RequestTiming, SequenceOutput
+from loraplex.core.principal import LOCAL, Principal
+from loraplex.core.request import GenerateRequest
+from loraplex.frontends.kserve import shared_memory
+from loraplex.frontends.kserve.grpc.server import GrpcServer
+from loraplex.frontends.kserve.service import TritonService
+from loraplex.testing.echo_backend import EchoBackend
+
+PIECE = "x" * 100_000
+WITHIN = 10.0
+"""Seconds that anything here may take."""
+
+
+class Outputs(AsyncIterator[RequestOutput]):
+    """One large piece after another; knows how many were taken, and whether it was closed."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self._request = request
+        self.num_taken = 0
+        self.is_closed = False
+
+    async def __anext__(self) -> RequestOutput:
+        if self.num_taken == self._request.sampling.max_tokens:
+            raise StopAsyncIteration
+        self.num_taken += 1
+        is_last = self.num_taken == self._request.sampling.max_tokens
+        reason = FinishReason.LENGTH if is_last else None
+        return RequestOutput(
+            request_id=self._request.request_id,
+            client_request_id="",
+            model=self._request.model,
+            adapters=(),
+            prompt_token_ids=(1,),
+            sequences=(SequenceOutput(0, PIECE, (1,), (), reason),),
+            num_output_tokens=self.num_taken,
+            finished=is_last,
+            timing=RequestTiming(0) if is_last else None,
+        )
+
+    async def aclose(self) -> None:
+        self.is_closed = True
+
+
+class LargePieces(EchoBackend):
+    """Never waits, so that nothing but the client can hold it up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[Outputs] = []
+
+    async def generate(
+        self, request: GenerateRequest, principal: Principal
+    ) -> AsyncIterator[RequestOutput]:
+        del principal
+        self.outputs.append(Outputs(request))
+        return self.outputs[-1]
+
+    @property
+    def num_taken(self) -> int:
+        return sum(outputs.num_taken for outputs in self.outputs)
+
+
+@pytest.fixture
+async def serve():
+    """A function (backend or its service) -> the server, and a channel to it."""
+    servers, channels = [], []
+
+    async def start(behind: EchoBackend | TritonService) -> tuple[GrpcServer, grpc.aio.Channel]:
+        service = behind if isinstance(behind, TritonService) else TritonService(behind)
+        servers.append(GrpcServer(service, "127.0.0.1", 0))
+        await servers[-1].start()
+        channels.append(channel_to(servers[-1]))
+        return servers[-1], channels[-1]
+
+    yield start
+    for channel in channels:
+        await channel.close()
+    for server in servers:
+        await server.stop(0)
+
+
+def channel_to(server: GrpcServer) -> grpc.aio.Channel:
+    # Its own connection: channels with equal arguments share one.
+    options = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1))
+    return grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", options=options)
+
+
+def stub_of(channel: grpc.aio.Channel) -> service_pb2_grpc.GRPCInferenceServiceStub:
+    return service_pb2_grpc.GRPCInferenceServiceStub(channel)
+
+
+def request_of(max_tokens: int, request_id: str = "", *, streamed: bool = True):
+    message = pb.ModelInferRequest(model_name="ensemble", id=request_id)
+    rows = [
+        ("text_input", "BYTES", {"bytes_contents": [b"x"]}),
+        ("max_tokens", "INT32", {"int_contents": [max_tokens]}),
+        ("stream", "BOOL", {"bool_contents": [streamed]}),
+        ("end_id", "INT32", {"int_contents": [-1]}),
+    ]
+    for name, datatype, contents in rows:
+        message.inputs.add(name=name, datatype=datatype, shape=[1, 1], contents=contents)
+    return message
+
+
+def is_final(response) -> bool:
+    return response.infer_response.parameters["triton_final_response"].bool_param
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WITHIN):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def held_up(count: Callable[[], int]) -> int:
+    """What is counted once it has stood still for a while."""
+    async with asyncio.timeout(WITHIN):
+        last = -1
+        while (now := count()) != last or now == 0:
+            last = now
+            await asyncio.sleep(0.3)
+    return last
+
+
+async def test_a_client_that_does_not_read_holds_up_nothing_but_its_own_requests(serve):
+    backend = LargePieces()
+    server, channel = await serve(backend)
+    unread = stub_of(channel).ModelStreamInfer()
+    for number in range(3):
+        await unread.write(request_of(100_000, str(number)))
+    taken = await held_up(lambda: backend.num_taken)
+    assert taken * len(PIECE) < 50_000_000, "what nobody reads is not made"
+    assert len(backend.outputs) == 3
+    # Over the same connection, and over another one:
+    async with channel_to(server) as other:
+        for stub in (stub_of(channel), stub_of(other)):
+            answer = await stub.ModelInfer(request_of(2, streamed=False), timeout=WITHIN)
+            assert answer.raw_output_contents
+    assert (await stub_of(channel).ServerLive(pb.ServerLiveRequest(), timeout=WITHIN)).live
+    assert sum(outputs.num_taken for outputs in backend.outputs[:3]) == taken
+    unread.cancel()
+    await until(lambda: all(outputs.is_closed for outputs in backend.outputs))
+
+
+async def test_a_slow_client_gets_every_piece(serve):
+    _, channel = await serve(LargePieces())
+    stream = stub_of(channel).ModelStreamInfer()
+    for request_id in ("a", "b"):
+        await stream.write(request_of(40, request_id))
+    await stream.done_writing()
+    await asyncio.sleep(0.3)
+    responses = [response async for response in stream]
+    assert await stream.code() is grpc.StatusCode.OK
+    for request_id in ("a", "b"):
+        finals = [is_final(r) for r in responses if r.infer_response.id == request_id]
+        assert finals == [False] * 39 + [True]
+
+
+async def test_an_error_ends_a_stream_whose_client_does_not_read(serve):
+    """Another request of it is in the middle of a write."""
+    backend = LargePieces()
+    _, channel = await serve(backend)
+    stream = stub_of(channel).ModelStreamInfer(metadata=(("triton_grpc_error", "true"),))
+    await stream.write(request_of(100_000))
+    await held_up(lambda: backend.num_taken)
+    await stream.write(pb.ModelInferRequest(model_name="nope"))
+    await until(lambda: backend.outputs[0].is_closed)
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        async for _ in stream:
+            pass
+    assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_an_error_in_the_middle_comes_after_the_pieces(serve):
+    backend = EchoBackend()
+    _, channel = await serve(backend)
+    backend.plant(NotReadyError("gone"), after_outputs=3)
+    stream = stub_of(channel).ModelStreamInfer(iter([request_of(10)]))
+    responses = [response async for response in stream]
+    assert [bool(response.error_message) for response in responses] == [False] * 3 + [True]
+
+
+async def test_a_client_that_goes_is_no_defect(serve, caplog):
+    """Whatever its requests were doing: nothing is logged, and all of them are aborted."""
+    backend = LargePieces()
+    server, _ = await serve(backend)
+    for _ in range(10):
+        channel = channel_to(server)
+        stream = stub_of(channel).ModelStreamInfer()
+        for _ in range(3):
+            await stream.write(request_of(100_000))
+        await stream.read()
+        await channel.close()
+    await until(lambda: all(outputs.is_closed for outputs in backend.outputs))
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+async def test_what_may_be_read_from_regions_is_a_limit_of_each_request(
+    serve, tmp_path, monkeypatch
+):
+    (tmp_path / "r").write_bytes(b"\5\0\0\0hello")
+    monkeypatch.setattr(shared_memory, "MAX_REQUEST_BYTES", 15)
+    service = TritonService(EchoBackend())
+    service.memory = shared_memory.SharedMemory(tmp_path)
+    service.memory.register(LOCAL.tenant, "r", "/r", 0, 9)
+    _, channel = await serve(service)
+    request = request_of(1)
+    request.inputs[0].ClearField("contents")
+    request.inputs[0].parameters["shared_memory_region"].string_param = "r"
+    request.inputs[0].parameters["shared_memory_byte_size"].int64_param = 9
+    stream = stub_of(channel).ModelStreamInfer(iter([request] * 3))
+    assert [response.error_message async for response in stream] == [""] * 3
+
+
+async def test_what_is_refused_tells_its_id_and_when_to_come_again(serve):
+    backend = EchoBackend()
+    _, channel = await serve(backend)
+    backend.plant(RateLimitedError("too many", retry_after_seconds=2.2))
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await stub_of(channel).ModelInfer(
+            request_of(1, streamed=False), metadata=(("x-request-id", "mine"),)
+        )
+    assert dict(raised.value.trailing_metadata()) == {"x-request-id": "mine", "retry-after": "3"}
+
+
+async def test_a_stop_lets_calls_end_for_a_while_and_then_cancels_them(serve):
+    backend = EchoBackend(delay_seconds=0.02)
+    server, channel = await serve(backend)
+    short, endless = (
+        asyncio.ensure_future(stub_of(channel).ModelInfer(request_of(count, streamed=False)))
+        for count in (10, 4000)
+    )
+    await until(lambda: len(backend.requests) == 2)
+    await server.stop(1.0)
+    assert (await short).raw_output_contents
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await endless
+    assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+    await until(lambda: len(backend.aborted) == 1)
+
+
+async def test_a_taken_port_is_an_error_of_the_operator(serve):
+    first, _ = await serve(EchoBackend())
+    second = GrpcServer(TritonService(EchoBackend()), "127.0.0.1", first.port)
+    with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{first.port}"):
+        await second.start()
+    await first.stop(0)
+    await first.stop(0)
+
+
+async def _one_of_each_kind() -> None:
+    """A unary call, a stream and a cancelled stream, from a start to a stop."""
+    backend = EchoBackend()
+    server = GrpcServer(TritonService(backend), "127.0.0.1", 0)
+    await server.start()
+    async with channel_to(server) as channel:
+        assert (await stub_of(channel).ModelInfer(request_of(3, streamed=False))).outputs
+        stream = stub_of(channel).ModelStreamInfer(iter([request_of(3)]))
+        assert [is_final(response) async for response in stream] == [False, False, True]
+        backend.delay_seconds = 0.01
+        cut = stub_of(channel).ModelStreamInfer()
+        await cut.write(request_of(4000))
+        await cut.read()
+        cut.cancel()
+        await until(lambda: len(backend.aborted) == 1)
+    await server.stop(0)
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_every_loop_will_do_and_one_after_another(new_loop, caplog):
+    def run(work: Callable[[], Awaitable[None]]) -> None:
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            runner.run(work())
+
+    for _ in range(3):
+        run(_one_of_each_kind)
+    assert not caplog.records

@@ -1,0 +1,45 @@
+"""The route of a path is the one that trying all of them in turn would find."""
+
+import re
+
+import pytest
+
+from loraplex.frontends.kserve.http.router import PathRouter
+from loraplex.frontends.kserve.http.routes import kserve_routes
+from loraplex.frontends.kserve.service import TritonService
+from loraplex.frontends.telemetry.routes import ToldRoute
+from loraplex.testing.echo_backend import EchoBackend
+
+NAMES = ["m", "a/b", "infer", "versions/1", "m/versions/2", "stats", "a\nb", "x.y", ""]
+OTHERS = ["/v2/", "/v2/models", "/v2/models/", "/v2/nothing", "/v2/models/m/infer/", "/v2/infer"]
+
+
+@pytest.fixture(scope="module")
+def routes() -> list[ToldRoute]:
+    return kserve_routes(TritonService(EchoBackend()))
+
+
+async def found(routes: list[ToldRoute], path: str) -> tuple[ToldRoute | None, dict[str, str]]:
+    """The route that answers and the names in the path."""
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "NONE", "path": path, "headers": []}
+    await PathRouter(routes)(scope, None, send)
+    assert sent[0]["status"] in (404, 405)
+    return scope.get("route"), scope.get("path_params", {})
+
+
+async def test_every_pattern(routes):
+    patterns = {re.sub(r":path}", "}", route.path) for route in routes}
+    names = {"model", "version", "region", "repository", "path"}
+    paths = {pattern.format(**dict.fromkeys(names, name)) for name in NAMES for pattern in patterns}
+    for path in sorted(paths.union(OTHERS)):
+        first = next(route for route in routes if route.path_regex.match(path))
+        assert await found(routes, path) == (first, first.path_regex.match(path).groupdict()), path
+
+
+async def test_a_path_of_no_route(routes):
+    assert await found(routes, "/v1/models") == (None, {})
