@@ -30,7 +30,10 @@ from loraplex.bench.report_files import write_pair
 from loraplex.testing.real_triton import MISSING, running_triton, tritonserver
 
 HERE = Path(__file__).parent
-CELLS = ("http unary", "grpc unary", "http stream", "grpc stream")
+CELLS = (
+    *("http unary", "grpc unary", "http tritonclient", "grpc tritonclient"),
+    *("http stream", "grpc stream"),
+)
 CONCURRENCIES = (1, 16)
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -208,7 +211,8 @@ def markdown(report: TransportReport) -> str:
         f"Medians of {len(report.cells[0].ours)} runs each, in turns; an echo model behind both. A "
         f"streamed request brings {STREAM_LENGTH} responses. The ratio is of responses a second, "
         "ours over the real one's: the median of the pairs, and their range. CPU is the servers' "
-        "processor time for a response."
+        "processor time for a response. Unary over HTTP is asked through bare sockets, over gRPC "
+        "through bare stubs; tritonclient's rows are the same requests through its own clients."
     )
     lines += ["", *machine_lines(report.created, report.code, report.machine)]
     low, high = min(report.loads), max(report.loads)

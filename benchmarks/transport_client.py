@@ -4,7 +4,8 @@
 
 Prints JSON: responses a second, and the median and 99th percentile of a request's milliseconds.
 HTTP goes over raw sockets, one a request in work; gRPC is grpc.aio over one channel, as clients
-in Python have it. A streamed request brings STREAM_LENGTH responses.
+in Python have it; the cells of tritonclient are what its users get, on either. A streamed request
+brings STREAM_LENGTH responses.
 """
 
 import asyncio
@@ -14,9 +15,13 @@ import struct
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import grpc
 import msgspec
+import numpy as np
+import tritonclient.grpc.aio as triton_grpc
+import tritonclient.http.aio as triton_http
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
@@ -163,11 +168,37 @@ def _grpc_stream(stub: service_pb2_grpc.GRPCInferenceServiceStub) -> Ask:
     return ask
 
 
+# ---------------------------------------------------------------- tritonclient
+
+
+def _tritonclient(module: Any, address: str, concurrency: int) -> Ask:
+    """HTTP keeps a connection for each request in work, gRPC one for all."""
+    pool = {"conn_limit": concurrency} if module is triton_http else {}
+    client = module.InferenceServerClient(address, **pool)
+    inputs = [
+        module.InferInput("text_input", [1, 1], "BYTES"),
+        module.InferInput("max_tokens", [1, 1], "INT32"),
+    ]
+    inputs[0].set_data_from_numpy(np.array([[_TEXT]], dtype=object))
+    inputs[1].set_data_from_numpy(np.array([[1]], dtype=np.int32))
+    outputs = [module.InferRequestedOutput("text_output")]
+
+    async def ask() -> int:
+        answer = await client.infer(_UNARY, inputs, outputs=outputs)
+        assert _TEXT in answer.as_numpy("text_output").item()
+        return 1
+
+    return ask
+
+
 # ---------------------------------------------------------------- measuring
 
 
 async def _asks(cell: str, address: str, concurrency: int) -> list[Ask]:
     """One for each client."""
+    if cell.endswith("tritonclient"):
+        module = triton_http if cell.startswith("http") else triton_grpc
+        return [_tritonclient(module, address, concurrency)] * concurrency
     if cell.startswith("http"):
         make = _http_stream if cell == "http stream" else _http_unary
         return [await make(address) for _ in range(concurrency)]

@@ -21,6 +21,7 @@ from loraplex.adapters.sources.reference import SourceKind, parse, shown_source
 from loraplex.adapters.stage import stage
 from loraplex.adapters.staged import StagedAdapter, StageReply, StageRequest
 from loraplex.core.errors import InternalError, InvalidAdapterError, LoraplexError
+from loraplex.core.log_lines import log_to_standard_error
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ def _read_tensors(stream: BinaryIO, request: StageRequest) -> list[bytes] | None
 
 def main() -> None:
     """Keep the reply stream apart: whatever prints to stdout goes to stderr instead."""
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(message)s")
+    log_to_standard_error("info", "staging")
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     with replies:

@@ -17,6 +17,7 @@ from loraplex.app.grammar_vocabulary import vocabulary_source
 from loraplex.core.clock import SystemClock
 from loraplex.core.config import NO_CACHE, ModelConfig
 from loraplex.core.errors import ConfigError, LoraplexError
+from loraplex.core.log_lines import log_to_standard_error
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.engine.channel import EngineChannel
 from loraplex.engine.engine import Engine
@@ -188,7 +189,7 @@ def _nanoseconds(seconds: float | None) -> int | None:
 def main() -> None:
     """Be an engine process."""
     (log_level,) = sys.argv[1:]
-    logging.basicConfig(level=log_level.upper(), format="%(levelname).1s engine: %(message)s")
+    log_to_standard_error(log_level, "engine")
     be_engine_process(
         lambda settings, channel: run_engine(
             msgspec.msgpack.decode(settings, type=ModelConfig), channel, is_alone=True

@@ -23,6 +23,7 @@ from loraplex.app.build_limits import within_build
 from loraplex.core.config import NO_CACHE, Config, ModelConfig
 from loraplex.core.environment import weights_cache_directory
 from loraplex.core.errors import LoraplexError
+from loraplex.core.log_lines import log_to_standard_error
 from loraplex.execution.checkpoint import resolve_model, resolve_tokenizer
 from loraplex.serving.engines.link import EngineLink, LinkFactory, ProcessLink
 from loraplex.serving.wire_request import current_request
@@ -59,9 +60,7 @@ def run_server(
 
 def set_up_logging(level: str) -> None:
     """To standard error, from a level of core.config on."""
-    logging.basicConfig(
-        level=level.upper(), format="%(levelname).1s %(name)s: %(message)s%(request)s"
-    )
+    log_to_standard_error(level, more="%(request)s")
     for name in _CHATTY:
         logging.getLogger(name).setLevel(max(logging.INFO, logging.getLogger().level))
     for handler in logging.getLogger().handlers:
