@@ -17,12 +17,17 @@ class GatheredWrites(asyncio.Transport):
         self._waiting: list[bytes] = []
         self._num_bytes = 0
 
-    def write(self, data: bytes | bytearray | memoryview) -> None:
+    def write(self, data: bytes | bytearray | memoryview, *, at_once: bool = False) -> None:
+        """at_once: with all that waits."""
+        if at_once and not self._waiting:
+            if not self.is_closing():
+                self._transport.write(data)
+            return
         if not self._waiting:
             self._loop.call_soon(self.flush)
         self._waiting.append(bytes(data))
         self._num_bytes += len(data)
-        if self._num_bytes > _MOST_WAITING:
+        if at_once or self._num_bytes > _MOST_WAITING:
             self.flush()
 
     def flush(self) -> None:

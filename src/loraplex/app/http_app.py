@@ -1,7 +1,7 @@
 """The app of the HTTP port: every room's routes, behind the door, and the document of them."""
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 
 import msgspec
 from fastapi import FastAPI
@@ -36,7 +36,7 @@ from loraplex.serving.backend import Backend
 from loraplex.serving.draining import Draining
 
 DOCUMENT_PATH = "/openapi.json"
-KSERVE = "/v2"
+_KSERVE, _BELOW_KSERVE = "/v2", "/v2/"
 
 
 def http_app(
@@ -84,7 +84,6 @@ def http_app(
     return RequestMiddleware(
         guarded(KServeFirst(PathRouter(kserve), app), authenticate, settings),
         reporting.telemetry,
-        body_timeout_seconds=settings.body_timeout_seconds,
         is_draining=lambda: draining.is_active,
     )
 
@@ -128,10 +127,10 @@ class KServeFirst:
         self._kserve = kserve
         self._others = others
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         path = scope.get("path", "")
-        is_kserve = scope["type"] == "http" and (path == KSERVE or path.startswith(f"{KSERVE}/"))
-        await (self._kserve if is_kserve else self._others)(scope, receive, send)
+        is_kserve = scope["type"] == "http" and (path.startswith(_BELOW_KSERVE) or path == _KSERVE)
+        return (self._kserve if is_kserve else self._others)(scope, receive, send)
 
 
 def _options(settings: ServerConfig, dialect: Dialect) -> OpenAIOptions:

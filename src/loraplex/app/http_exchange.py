@@ -1,12 +1,16 @@
-"""One HTTP request and its answer: what the application sends, in bytes."""
+"""One HTTP request and its answer: the body for the application, what it sends in bytes."""
 
+import asyncio
+import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from loraplex.app.gathered_writes import GatheredWrites
+from loraplex.core.errors import BodyTimeoutError
 
 _HEADERS = re.compile(rb"[^\r\n]*(?:\r\n[!#$%&'*+\-.^_`|~0-9A-Za-z]+: [^\x00-\x08\x0a-\x1f\x7f]*)*")
 """A status line, and lines that are headers."""
@@ -15,13 +19,109 @@ _WITHOUT_BODY = (204, 304)
 
 
 class Exchange(RequestResponseCycle):
-    """uvicorn's, but for the answer's bytes."""
+    """uvicorn's, but for how the body is waited for, and for the answer's bytes."""
 
     transport: GatheredWrites
+    logger = logging.getLogger("uvicorn.error")
     _num_owed: int | None = None
     """Bytes of the answer's body still to come; None: nobody said."""
     _is_chunked = False
     _is_bodiless = False
+    _head = b""
+    """It leaves with the first piece of the body, as ASGI has it."""
+
+    def __init__(
+        self,
+        scope: Any,
+        transport: GatheredWrites,
+        flow: FlowControl,
+        default_headers: list[tuple[bytes, bytes]],
+        *,
+        expect_100_continue: bool,
+        keep_alive: bool,
+        on_response: Callable[[], None],
+    ) -> None:
+        self.scope = scope
+        self.transport = transport
+        self.flow = flow
+        self.default_headers = default_headers
+        self.waiting_for_100_continue = expect_100_continue
+        self.keep_alive = keep_alive
+        self.on_response = on_response
+        self.disconnected = False
+        self.response_started = False
+        self.response_complete = False
+        self._pieces: list[bytes] = []
+        self._num_bytes = 0
+        """Of the pieces."""
+        self._has_end = False
+        """Of the body."""
+        self._has_told_end = False
+        self._late_seconds: float | None = None
+        """The body had so many, and is not there."""
+        self._news: asyncio.Event | None = None
+        """For who waits; mostly nobody has to."""
+
+    # ---------------------------------------------------------------- what the connection says
+
+    def take(self, piece: bytes) -> None:
+        """A part of the body; no more is read while there is much of it."""
+        if self.response_complete:
+            return
+        self._pieces.append(piece)
+        self._num_bytes += len(piece)
+        if self._num_bytes > HIGH_WATER_LIMIT:
+            self.flow.pause_reading()
+        if self._news is not None:
+            self._wake(self._news)
+
+    def take_end(self) -> None:
+        """The body is there as a whole."""
+        self._has_end = True
+        if self._news is not None:
+            self._wake(self._news)
+
+    def is_late(self, seconds: float) -> None:
+        """The body has not come within its time."""
+        self._late_seconds = seconds
+        if self._news is not None:
+            self._wake(self._news)
+
+    def disconnect(self) -> None:
+        """The client has gone."""
+        self.disconnected = True
+        if self._news is not None:
+            self._wake(self._news)
+
+    def _wake(self, news: asyncio.Event) -> None:
+        news.set()
+        self._news = None
+
+    # ---------------------------------------------------------------- what the application asks
+
+    async def receive(self) -> Any:
+        """Raises BodyTimeoutError, once all that came is told."""
+        if self.waiting_for_100_continue and not self.transport.is_closing():
+            self.waiting_for_100_continue = False
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        while not (self.disconnected or self.response_complete):
+            self.flow.resume_reading()
+            if self._pieces or self._has_end > self._has_told_end:
+                body = b"".join(self._pieces)
+                self._pieces.clear()
+                self._num_bytes = 0
+                self._has_told_end = self._has_end
+                return {"type": "http.request", "body": body, "more_body": not self._has_end}
+            if self._late_seconds is not None and not self._has_end:
+                # The rest of the connection cannot be read.
+                self.keep_alive = False
+                raise BodyTimeoutError(
+                    f"the request body did not come within {self._late_seconds:g} seconds"
+                )
+            if self._news is None:
+                self._news = asyncio.Event()
+            await self._news.wait()
+        return {"type": "http.disconnect"}
 
     async def send(self, message: Any) -> None:
         """An ASGI message. Raises RuntimeError for one that does not fit what was sent before."""
@@ -62,22 +162,26 @@ class Exchange(RequestResponseCycle):
         self.keep_alive = keeps_alive
         self.response_started = True
         self.waiting_for_100_continue = False
-        self.transport.write(head + b"\r\n\r\n")
+        self._head = head + b"\r\n\r\n"
 
     def _send_body(self, piece: bytes, *, is_last: bool) -> None:
-        if not self._is_bodiless:
-            if self._is_chunked:
-                piece = (b"%x\r\n%b\r\n" % (len(piece), piece)) if piece else b""
-                piece += b"0\r\n\r\n" if is_last else b""
-            elif self._num_owed is not None:
-                self._num_owed -= len(piece)
-                if self._num_owed < 0 or (is_last and self._num_owed > 0):
-                    raise RuntimeError("the answer is not as long as its content-length")
-            self.transport.write(piece)
+        if self._is_bodiless:
+            piece = b""
+        elif self._is_chunked:
+            piece = (b"%x\r\n%b\r\n" % (len(piece), piece)) if piece else b""
+            piece += b"0\r\n\r\n" if is_last else b""
+        elif self._num_owed is not None:
+            self._num_owed -= len(piece)
+            if self._num_owed < 0 or (is_last and self._num_owed > 0):
+                raise RuntimeError("the answer is not as long as its content-length")
+        if self._head:
+            piece = self._head + piece
+            self._head = b""
+        self.transport.write(piece, at_once=is_last)
         if is_last:
-            self.transport.flush()
             self.response_complete = True
-            self.message_event.set()
+            if self._news is not None:
+                self._wake(self._news)
             if not self.keep_alive:
                 self.transport.close()
             self.on_response()

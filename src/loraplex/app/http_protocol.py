@@ -1,13 +1,14 @@
 """One HTTP connection with limits: what uvicorn's own protocol takes without any.
 
-Header lines, their number and bytes, and the time until they are there; a connection beyond those
-that may be open; one request at a time. Who breaks one is answered with a status and a JSON error,
-and the connection is closed: no application has seen the request, so the answer is not in a front
-end's words.
+Header lines, their number and bytes, and the time until they are there; the time that a body may
+take; a connection beyond those that may be open; one request at a time. Who breaks one is answered
+with a status and a JSON error, and the connection is closed: no application has seen the request,
+so the answer is not in a front end's words. A late body alone is left to its application.
 """
 
 import asyncio
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 import httptools
@@ -20,7 +21,6 @@ from loraplex.app.gathered_writes import GatheredWrites
 from loraplex.app.http_exchange import Exchange
 from loraplex.app.http_refusals import (
     ConnectionLimits,
-    Head,
     Refusal,
     Refused,
     body_of,
@@ -52,6 +52,11 @@ class LimitedConnection(HttpToolsProtocol):
         self._flow: _Flow
         self._writes: GatheredWrites
         self._header_timer: asyncio.TimerHandle | None = None
+        self._body_timer: asyncio.TimerHandle | None = None
+        """Of a body that did not come with its head."""
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._idle_until: float | None = None
+        """By the loop's clock, where the next request must have begun; None: one has."""
         self._is_in_body = False
         """Between a head and the end of its request; there is not always a body."""
         self._num_body_bytes = 0
@@ -62,6 +67,7 @@ class LimitedConnection(HttpToolsProtocol):
         """The last bytes that were read, where an _END may have begun."""
         self._early = b""
         """What came behind a request that is not answered yet."""
+        self.cycle: Exchange | None = None  # type: ignore[assignment]
 
     # ---------------------------------------------------------------- the connection
 
@@ -77,8 +83,16 @@ class LimitedConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._counts.num_open -= 1
-        self._stop_waiting()
-        super().connection_lost(exc)
+        self.connections.discard(self)
+        for timer in (self._header_timer, self._body_timer, self._idle_timer):
+            if timer is not None:
+                timer.cancel()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnect()
+        self.flow.resume_writing()
+        if exc is None:
+            self.transport.close()
+        self.parser = None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
@@ -89,11 +103,27 @@ class LimitedConnection(HttpToolsProtocol):
             self._read(data)
 
     def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if self._early and not self.transport.is_closing():
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        self._idle_until = self.loop.time() + self.timeout_keep_alive
+        if self._idle_timer is None:
+            self._idle_timer = self.loop.call_at(self._idle_until, self._look_if_idle)
+        if self._early:
             early = self._early
             self._keep(b"")
             self._read(early)
+
+    def _look_if_idle(self) -> None:
+        """One timer for many requests: a timer for each would be stopped long before its time."""
+        self._idle_timer = None
+        if self._idle_until is None or self.transport.is_closing():
+            return
+        if self.loop.time() < self._idle_until:
+            self._idle_timer = self.loop.call_at(self._idle_until, self._look_if_idle)
+        else:
+            self.transport.close()
 
     def _is_answering(self) -> bool:
         """A request is here as a whole, and its answer is not yet there."""
@@ -115,7 +145,9 @@ class LimitedConnection(HttpToolsProtocol):
             if data and self._is_answering():
                 self._keep(data)
                 return
-        if self._num_pending and not self._is_in_body:
+        if self._is_in_body:
+            self._await_body()
+        elif self._num_pending:
             self._await_headers()
 
     def _next_size(self, data: bytes) -> int:
@@ -162,7 +194,8 @@ class LimitedConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         assert not self._is_answering()
-        super().on_message_begin()
+        self.url = b""
+        self.headers = []
 
     def on_header(self, name: bytes, value: bytes) -> None:
         # One behind the body is none: the application has the headers, and nobody checked it.
@@ -171,62 +204,73 @@ class LimitedConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         method, version = self.parser.get_method(), self.parser.get_http_version()
-        head = Head(method, self.url, version, self.headers)
-        body = body_of(head, self._limits)
+        num_bytes, is_held_back = body_of(method, self.url, version, self.headers, self._limits)
         if self.parser.should_upgrade():
             return  # The head is read again.
         self._stop_waiting()
-        self._unset_keepalive_if_required()
         self._is_in_body = True
-        self._num_pending, self._num_body_bytes = 0, body.num_bytes
-        self._complete_scope(method, version)
+        self._num_pending, self._num_body_bytes = 0, num_bytes
         self.cycle = Exchange(
-            scope=self.scope,
-            transport=self._writes,
-            flow=self.flow,
-            logger=self.logger,
-            access_logger=self.access_logger,
-            access_log=False,
-            default_headers=self.server_state.default_headers,
-            message_event=asyncio.Event(),
-            expect_100_continue=body.is_held_back,
+            self._scope(method, version),
+            self._writes,
+            self.flow,
+            self.server_state.default_headers,
+            expect_100_continue=is_held_back,
             keep_alive=version != "1.0" and self.parser.should_keep_alive(),
             on_response=self.on_response_complete,
         )
         self._start_asgi_task(self.cycle, self.app)
 
-    def _complete_scope(self, method: bytes, version: str) -> None:
-        target = httptools.parse_url(self.url)
-        raw_path = target.path or b"/"
-        path = raw_path.decode("ascii")
-        scope = self.scope
-        scope["method"] = method.decode("ascii")
-        scope["http_version"] = version
-        scope["path"] = unquote(path) if "%" in path else path
-        scope["raw_path"] = raw_path
-        scope["query_string"] = target.query or b""
+    def _scope(self, method: bytes, version: str) -> dict[str, Any]:
+        target = _target_of(self.url)
+        return {
+            "type": "http",
+            "asgi": {"version": self.asgi_version, "spec_version": "2.3"},
+            "http_version": version,
+            "server": self.server,
+            "client": self.client,
+            "scheme": self.scheme,
+            "method": method.decode("ascii"),
+            "root_path": "",
+            "path": target.path,
+            "raw_path": target.raw_path,
+            "query_string": target.query,
+            "headers": self.headers,
+            "state": self.app_state.copy(),
+        }
 
     def on_body(self, body: bytes) -> None:
         self._num_pending = 0
         if self._num_body_bytes:
             self._num_body_bytes -= len(body)
-        super().on_body(body)
+        assert self.cycle is not None
+        self.cycle.take(body)
 
     def on_message_complete(self) -> None:
         if self._is_in_body:
             self._is_in_body = False
             self._num_pending = 0
-            super().on_message_complete()
+            if self._body_timer is not None:
+                self._body_timer.cancel()
+                self._body_timer = None
+            assert self.cycle is not None
+            self.cycle.take_end()
 
-    # ---------------------------------------------------------------- refusing
+    # ---------------------------------------------------------------- waiting
 
     def _await_headers(self) -> None:
         if self._header_timer is None:
-            self._unset_keepalive_if_required()
+            self._idle_until = None
             seconds = self._limits.header_timeout_seconds
             self._header_timer = self.loop.call_later(seconds, self._headers_are_late)
 
+    def _await_body(self) -> None:
+        if self._body_timer is None:
+            seconds = self._limits.body_timeout_seconds
+            self._body_timer = self.loop.call_later(seconds, self._body_is_late)
+
     def _stop_waiting(self) -> None:
+        self._idle_until = None
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
@@ -241,13 +285,18 @@ class LimitedConnection(HttpToolsProtocol):
             self._counts.refused("idle")
             self.transport.close()
 
+    def _body_is_late(self) -> None:
+        assert self.cycle is not None
+        self.cycle.is_late(self._limits.body_timeout_seconds)
+
+    # ---------------------------------------------------------------- refusing
+
     def _refuse(self, refusal: Refusal) -> None:
         """Answer and close. The bytes are written here: no application may be there to."""
         self._counts.refused(refusal.code)
         if self.cycle is not None and not self.cycle.response_complete:
             # A broken body: its application is told as if the client had gone.
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
+            self.cycle.disconnect()
             if self.cycle.response_started:
                 self.transport.close()
                 return
@@ -268,5 +317,19 @@ class _Flow(FlowControl):
             self.resume_reading()
 
     def resume_reading(self) -> None:
-        if not self._is_held:
+        if self.read_paused and not self._is_held:
             super().resume_reading()
+
+
+class _Target(NamedTuple):
+    path: str
+    raw_path: bytes
+    query: bytes
+
+
+@functools.lru_cache(maxsize=256)  # clients ask for the same again and again
+def _target_of(url: bytes) -> _Target:
+    target = httptools.parse_url(url)
+    raw_path = target.path or b"/"
+    path = raw_path.decode("ascii")
+    return _Target(unquote(path) if "%" in path else path, raw_path, target.query or b"")

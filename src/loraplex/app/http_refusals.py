@@ -17,6 +17,7 @@ class ConnectionLimits(NamedTuple):
     max_header_bytes: int
     max_request_line_bytes: int
     header_timeout_seconds: float
+    body_timeout_seconds: float
 
     def line_too_long(self) -> "Refusal":
         most = self.max_request_line_bytes
@@ -71,62 +72,56 @@ class Refused(Exception):
         self.refusal = refusal
 
 
-class Head(NamedTuple):
-    """A request's line and headers."""
-
-    method: bytes
-    target: bytes
-    version: str
-    headers: Sequence[tuple[bytes, bytes]]
-    """Names in lower case."""
-
-    def values(self, name: bytes) -> list[bytes]:
-        return [value for each, value in self.headers if each == name]
+Headers = Sequence[tuple[bytes, bytes]]
+"""Of a request; names in lower case."""
 
 
 def not_http(error: Exception) -> Refusal:
     return Refusal(400, _INVALID, f"this is not HTTP: {error}")
 
 
-class Body(NamedTuple):
-    """What a head says of the body."""
-
-    num_bytes: int
-    """0: none, or in chunks."""
-    is_held_back: bool
-    """Until its client is told to go on."""
-
-
-def body_of(head: Head, limits: ConnectionLimits) -> Body:
-    """Of a head that the parser took.
+def body_of(
+    method: bytes, target: bytes, version: str, headers: Headers, limits: ConnectionLimits
+) -> tuple[int, bool]:
+    """What a head that the parser took says of the body: its bytes, 0 where there is none and where
+    it comes in chunks; and whether it is held back until its client is told to go on.
 
     Raises Refused for what is over the limits, and for what the parser lets pass though it could
     mean another request to who stands between the client and us.
     """
-    _check_sizes(head, limits)
-    if head.version not in _VERSIONS:
-        raise Refused(Refusal(505, _INVALID, f"HTTP/{head.version} is not spoken here"))
-    num_hosts = len(head.values(b"host"))
-    if num_hosts > 1 or (num_hosts == 0 and head.version == "1.1"):
+    _check_sizes(len(method) + len(target) + len(" HTTP/1.1") + 1, headers, limits)
+    if version not in _VERSIONS:
+        raise Refused(Refusal(505, _INVALID, f"HTTP/{version} is not spoken here"))
+    names = [name for name, _ in headers]
+    num_hosts = names.count(b"host")
+    if num_hosts > 1 or (num_hosts == 0 and version == "1.1"):
         raise Refused(Refusal(400, _INVALID, f"there are {num_hosts} host headers instead of one"))
-    if head.method == b"CONNECT":
+    if method == b"CONNECT":
         raise Refused(Refusal(400, _INVALID, "CONNECT is for proxies"))
-    if any(coding.lower() != b"chunked" for coding in head.values(b"transfer-encoding")):
+    if b"transfer-encoding" in names and any(
+        coding.lower() != b"chunked" for coding in _values(headers, b"transfer-encoding")
+    ):
         raise Refused(Refusal(501, _INVALID, "the one transfer-encoding known here is chunked"))
-    lengths = head.values(b"content-length")
-    expected = [] if head.version == "1.0" else head.values(b"expect")
-    return Body(
-        num_bytes=int(lengths[0]) if lengths else 0,
-        is_held_back=any(each.lower() == b"100-continue" for each in expected),
+    has_length = b"content-length" in names
+    is_held_back = (
+        b"expect" in names
+        and version != "1.0"
+        and any(each.lower() == b"100-continue" for each in _values(headers, b"expect"))
     )
+    num_bytes = int(headers[names.index(b"content-length")][1]) if has_length else 0
+    return num_bytes, is_held_back
 
 
-def _check_sizes(head: Head, limits: ConnectionLimits) -> None:
-    line = len(head.method) + len(head.target) + len(" HTTP/1.1") + 1
+def _values(headers: Headers, name: bytes) -> list[bytes]:
+    return [value for each, value in headers if each == name]
+
+
+def _check_sizes(line: int, headers: Headers, limits: ConnectionLimits) -> None:
+    """line: the first one's length."""
     if line > limits.max_request_line_bytes:
         raise Refused(limits.line_too_long())
-    if len(head.headers) > limits.max_headers:
+    if len(headers) > limits.max_headers:
         raise Refused(limits.too_many_headers())
-    num_bytes = sum(map(len, itertools.chain.from_iterable(head.headers)))
-    if line + num_bytes + 4 * len(head.headers) > limits.max_header_bytes:
+    num_bytes = sum(map(len, itertools.chain.from_iterable(headers)))
+    if line + num_bytes + 4 * len(headers) > limits.max_header_bytes:
         raise Refused(limits.headers_too_large())

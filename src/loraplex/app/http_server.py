@@ -64,11 +64,13 @@ def _uvicorn_config(
         max_header_bytes=settings.max_header_bytes,
         max_request_line_bytes=settings.max_request_line_bytes,
         header_timeout_seconds=settings.header_timeout_seconds,
+        body_timeout_seconds=settings.body_timeout_seconds,
     )
     protocol: Any = functools.partial(LimitedConnection, limits, connections)
     return uvicorn.Config(
         app,
         http=protocol,
+        interface="asgi3",
         log_level="error",
         lifespan="off",
         ws="none",

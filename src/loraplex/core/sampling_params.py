@@ -136,6 +136,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         differ = map(operator.is_not, values, _DEFAULTS)
         for check, value in itertools.compress(zip(_CHECKS, values, strict=True), differ):
             check(value)
+        self._check_together()
+
+    def changed(self, values: Mapping[str, Any]) -> "SamplingParams":
+        """With other values, by name, of which alone the ranges are checked. Raises as validate."""
+        for name, value in values.items():
+            default, check = _CHECKED[name]
+            if value is not default:
+                check(value)
+        changed = msgspec.structs.replace(self, **values)
+        changed._check_together()
+        return changed
+
+    def _check_together(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameterError(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
@@ -353,3 +366,4 @@ _CHECKS_BY_NAME: Mapping[str, Callable[[Any], None]] = {
 _FIELDS = msgspec.structs.fields(SamplingParams)
 _DEFAULTS = tuple(field.default for field in _FIELDS)
 _CHECKS = tuple(_CHECKS_BY_NAME[field.name] for field in _FIELDS)
+_CHECKED = {field.name: (field.default, _CHECKS_BY_NAME[field.name]) for field in _FIELDS}

@@ -3,7 +3,7 @@
 Endpoints ask again who it is that they serve. That a new one forgets to does not open it.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -37,7 +37,7 @@ class KeyGuard:
         self._open_paths = frozenset(open_paths)
         self._operators_only_to = operators_only_to
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] != "lifespan" and scope["path"] not in self._open_paths:
             try:
                 principal = self._authenticate(headers_of(scope))
@@ -48,9 +48,8 @@ class KeyGuard:
                 response = self._refuse(scope["path"], error)
                 if response.status_code == 401:
                     response.headers["www-authenticate"] = "Bearer"
-                await response(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+                return response(scope, receive, send)
+        return self._app(scope, receive, send)
 
 
 _READING = ("GET", "HEAD", "OPTIONS")
@@ -72,20 +71,18 @@ class PageGuard:
         self._refuse = refuse
         self._origins = frozenset(origins)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] != "http" or scope["method"] in _READING:
-            await self._app(scope, receive, send)
-            return
+            return self._app(scope, receive, send)
         headers = headers_of(scope)
         if not self._is_strangers(headers):
-            await self._app(scope, receive, send)
-            return
+            return self._app(scope, receive, send)
         error = PermissionDeniedError(
             f"a web page of {headers['origin'][:_MAX_ORIGIN]!r} may not send this: the setting "
             "cors_origins names those that may"
         )
         note_error(error)
-        await self._refuse(scope["path"], error)(scope, receive, send)
+        return self._refuse(scope["path"], error)(scope, receive, send)
 
     def _is_strangers(self, headers: Mapping[str, str]) -> bool:
         origin = headers.get("origin")

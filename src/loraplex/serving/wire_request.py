@@ -6,8 +6,9 @@ write it down. Nothing here decides anything.
 """
 
 import contextvars
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -26,6 +27,9 @@ class TraceParent(msgspec.Struct, frozen=True):
     is_sampled: bool = True
     state: str = ""
     """Other systems' words, passed on as they are."""
+
+
+MAX_USER_AGENT = 200
 
 
 class GenerationRecord(msgspec.Struct, eq=False):
@@ -87,8 +91,10 @@ class WireRequest(msgspec.Struct, eq=False):
     client: str
     """The address, without its port."""
     request_id: str
-    trace: TraceParent
-    user_agent: str
+    headers: Mapping[str, str]
+    """By lower-case name."""
+    trace_of: Callable[[Mapping[str, str]], TraceParent]
+    """From the headers; for one without a trace a new one, another each time."""
     on_end: Callable[["WireRequest"], None]
     route: str = ""
     """The path's pattern, if one was found; few, unlike paths."""
@@ -102,6 +108,20 @@ class WireRequest(msgspec.Struct, eq=False):
     started_ns: int = msgspec.field(default_factory=time.monotonic_ns)
     started_unix_ns: int = msgspec.field(default_factory=time.time_ns)
     ended_ns: int = 0
+    _trace: TraceParent | None = None
+
+    @property
+    def trace(self) -> TraceParent:
+        """Made when somebody asks first: of most requests nobody does. Any thread may."""
+        if self._trace is None:
+            with _making_traces:
+                if self._trace is None:
+                    self._trace = self.trace_of(self.headers)
+        return self._trace
+
+    @property
+    def user_agent(self) -> str:
+        return self.headers.get("user-agent", "")[:MAX_USER_AGENT]
 
     def within(self) -> "WireRequest":
         """A request of its own within this one, which is a stream of them."""
@@ -111,12 +131,13 @@ class WireRequest(msgspec.Struct, eq=False):
             path=self.path,
             client=self.client,
             request_id=self.request_id,
-            trace=self.trace,
-            user_agent=self.user_agent,
+            headers=self.headers,
+            trace_of=self.trace_of,
             on_end=self.on_end,
             route=self.route,
             is_within=True,
             tenant=self.tenant,
+            _trace=self.trace,
         )
 
     def end(self, status: str) -> None:
@@ -137,6 +158,7 @@ class WireRequest(msgspec.Struct, eq=False):
         return ""
 
 
+_making_traces = threading.Lock()
 _current: contextvars.ContextVar[WireRequest | None] = contextvars.ContextVar(
     "wire_request", default=None
 )
@@ -147,12 +169,9 @@ def current_request() -> WireRequest | None:
     return _current.get()
 
 
-def as_current(request: WireRequest) -> "_Current":
+class as_current:  # a context manager
     """Whatever runs inside, and what it starts, works for this request."""
-    return _Current(request)
 
-
-class _Current:
     __slots__ = ("_before", "_request")
 
     def __init__(self, request: WireRequest) -> None:

@@ -15,7 +15,9 @@ START_TIMEOUT_SECONDS = 10.0
 @contextmanager
 def served(app: ASGIApp) -> Iterator[str]:
     """Serve app in a thread with an event loop of its own; gives `http://127.0.0.1:port`."""
-    config = uvicorn.Config(app, log_level="warning", lifespan="off", ws="none", access_log=False)
+    config = uvicorn.Config(
+        app, interface="asgi3", log_level="warning", lifespan="off", ws="none", access_log=False
+    )
     server = uvicorn.Server(config)
     listener = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)

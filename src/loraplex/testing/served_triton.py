@@ -47,7 +47,10 @@ def served_triton(
 
     async def serve() -> None:
         routes = kserve_routes(service, authenticate=authenticate, max_body_bytes=max_body_bytes)
-        config = uvicorn.Config(PathRouter(routes), log_level="warning", lifespan="off", ws="none")
+        app = PathRouter(routes)
+        config = uvicorn.Config(
+            app, interface="asgi3", log_level="warning", lifespan="off", ws="none"
+        )
         listener = socket.create_server(("127.0.0.1", 0))
         http = uvicorn.Server(config)
         serving = asyncio.create_task(http.serve(sockets=[listener]))

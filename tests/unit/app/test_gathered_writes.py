@@ -69,3 +69,20 @@ async def test_a_connection_that_others_closed(socket, writes):
     socket.close()
     await asyncio.sleep(0)
     assert (socket.written, writes.is_closing()) == ([], True)
+
+
+async def test_the_last_piece_takes_along_what_waits(socket, writes):
+    writes.write(b"a")
+    writes.write(b"b", at_once=True)
+    writes.write(b"c", at_once=True)
+    assert socket.written == [b"ab", b"c"]
+    await asyncio.sleep(0)
+    assert socket.written == [b"ab", b"c"]
+
+
+async def test_nothing_is_written_to_who_has_gone(socket, writes):
+    writes.write(b"a")
+    socket.is_closed = True
+    writes.write(b"b", at_once=True)
+    writes.write(b"c", at_once=True)
+    assert socket.written == []

@@ -1,11 +1,15 @@
-"""How an answer's bytes leave; what they are is in test_http_protocol.py."""
+"""How a body is waited for, and how an answer's bytes leave; what those are is in
+test_http_protocol.py.
+"""
 
 import asyncio
-import logging
-from types import SimpleNamespace
+
+import pytest
+from uvicorn.protocols.http.flow_control import FlowControl
 
 from loraplex.app.gathered_writes import GatheredWrites
 from loraplex.app.http_exchange import Exchange
+from loraplex.core.errors import BodyTimeoutError
 
 START = {"type": "http.response.start", "status": 200, "headers": []}
 
@@ -26,16 +30,11 @@ class Socket(asyncio.Transport):
 
 
 def exchange(socket: Socket) -> Exchange:
-    logger = logging.getLogger("test")
     return Exchange(
         scope={"type": "http", "method": "GET", "http_version": "1.1", "path": "/"},
         transport=GatheredWrites(socket, asyncio.get_running_loop()),
-        flow=SimpleNamespace(write_paused=False),
-        logger=logger,
-        access_logger=logger,
-        access_log=False,
+        flow=FlowControl(socket),
         default_headers=[],
-        message_event=asyncio.Event(),
         expect_100_continue=False,
         keep_alive=True,
         on_response=lambda: None,
@@ -82,3 +81,84 @@ async def test_what_was_sent_before_the_application_failed_arrives():
     await answer.run_asgi(app)
     assert socket.written[0].endswith(b"1\r\na\r\n")
     assert socket.written[1:] == [b"closed"]
+
+
+PART = {"type": "http.request", "body": b"x", "more_body": True}
+END = {"type": "http.request", "body": b"", "more_body": False}
+
+
+async def test_a_body_in_parts():
+    body = exchange(Socket())
+    body.take(b"a")
+    body.take(b"b")
+    assert await body.receive() == {**PART, "body": b"ab"}
+    reader = asyncio.create_task(body.receive())
+    await asyncio.sleep(0)
+    assert not reader.done()
+    body.take(b"x")
+    assert await reader == PART
+    body.take_end()
+    assert await body.receive() == END
+
+
+async def test_all_who_wait_learn_that_the_client_has_gone():
+    body = exchange(Socket())
+    body.take_end()
+    await body.receive()
+    readers = [asyncio.create_task(body.receive()) for _ in range(2)]
+    await asyncio.sleep(0.01)
+    assert not any(reader.done() for reader in readers)
+    body.disconnect()
+    assert await asyncio.gather(*readers) == [{"type": "http.disconnect"}] * 2
+
+
+async def test_what_came_of_a_late_body_is_told_first():
+    late = exchange(Socket())
+    late.take(b"x")
+    late.is_late(0.05)
+    assert await late.receive() == PART
+    for _ in range(2):
+        with pytest.raises(BodyTimeoutError, match=r"did not come within 0\.05 seconds"):
+            await late.receive()
+    assert not late.keep_alive
+
+
+async def test_who_waits_for_a_late_body():
+    late = exchange(Socket())
+    reader = asyncio.create_task(late.receive())
+    await asyncio.sleep(0.01)
+    late.is_late(60)
+    with pytest.raises(BodyTimeoutError):
+        await reader
+    assert reader.cancelling() == 0
+
+
+async def test_behind_the_body_nothing_is_late():
+    whole = exchange(Socket())
+    whole.take_end()
+    whole.is_late(60)
+    assert await whole.receive() == END
+    waiting = asyncio.create_task(whole.receive())
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    assert whole.keep_alive
+    waiting.cancel()
+
+
+async def test_late_and_cancelled_is_cancelled():
+    late = exchange(Socket())
+    reader = asyncio.create_task(late.receive())
+    await asyncio.sleep(0.01)
+    late.is_late(60)
+    reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+
+
+async def test_an_answer_ends_its_request():
+    answer = exchange(Socket())
+    reader = asyncio.create_task(answer.receive())
+    await asyncio.sleep(0)
+    await answer.send(START)
+    await answer.send(piece(b"", more=False))
+    assert await reader == {"type": "http.disconnect"}

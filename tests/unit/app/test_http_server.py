@@ -119,7 +119,6 @@ async def port():
             app = RequestMiddleware(
                 Starlette(routes=routes),
                 Telemetry(),
-                body_timeout_seconds=config.body_timeout_seconds,
                 is_draining=lambda: is_draining,
             )
             connections = HttpConnections()
@@ -215,6 +214,35 @@ async def test_an_idle_connection(port):
     raw = await (await port(keep_alive_seconds=0.1)).connect()
     raw.send(GET + b"\r\n")
     assert (await raw.answer())[0] == 200
+    assert await raw.is_closed()
+
+
+async def test_a_connection_in_use_is_not_idle(port):
+    raw = await (await port(keep_alive_seconds=0.3)).connect()
+    for _ in range(4):
+        raw.send(GET + b"\r\n")
+        assert (await raw.answer())[0] == 200
+        await asyncio.sleep(0.2)
+    started = time.monotonic()
+    assert await raw.is_closed()
+    assert time.monotonic() - started < 0.3
+
+
+async def test_a_body_that_trickles_and_one_in_time(port):
+    raw = await (await port(body_timeout_seconds=0.3)).connect()
+    for _ in range(2):
+        raw.send(b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\n")
+        await asyncio.sleep(0.2)
+        raw.send(b"abc")
+        assert (await raw.answer())[0] == 200
+    raw.send(b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n")
+    started = time.monotonic()
+    for _ in range(4):
+        raw.send(b"x")
+        await asyncio.sleep(0.06)
+    status, headers, _ = await raw.answer()
+    assert (status, headers["connection"]) == (500, "close"), "nobody here has words for it"
+    assert time.monotonic() - started >= 0.3
     assert await raw.is_closed()
 
 

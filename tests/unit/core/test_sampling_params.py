@@ -143,3 +143,18 @@ def test_greedy():
 def test_penalties(fields):
     assert SamplingParams(**fields).has_penalties
     assert not SamplingParams().has_penalties
+
+
+def test_only_what_changes_is_checked():
+    """max_tokens 0 stands there, but is not what is changed."""
+    odd = SamplingParams(max_tokens=0)
+    assert odd.changed({"top_k": 3, "seed": None}) == SamplingParams(max_tokens=0, top_k=3)
+    with pytest.raises(InvalidParameterError, match="top_k must be in"):
+        odd.changed({"top_k": -2})
+    with pytest.raises(InvalidParameterError, match="max_tokens must be in"):
+        odd.changed({"max_tokens": -1})
+
+
+def test_what_changes_is_checked_with_the_rest():
+    with pytest.raises(InvalidParameterError, match=r"min_tokens .* must not exceed"):
+        SamplingParams(min_tokens=8).changed({"max_tokens": 5})

@@ -28,3 +28,11 @@ def test_a_generator_that_another_context_closes():
     assert contextvars.copy_context().run(next, watching) is request
     contextvars.copy_context().run(watching.close)
     assert current_request() is None
+
+
+def test_a_trace_is_made_once_and_shared_with_those_within():
+    telemetry = Telemetry()
+    request, other = (telemetry.begin("grpc", "", "/s/M", "", {}) for _ in range(2))
+    within = request.within()
+    assert within.trace is request.trace is request.within().trace
+    assert other.trace.trace_id != request.trace.trace_id

@@ -12,16 +12,16 @@ class StreamScope:
     """One bidirectional stream of a client. Only its identity matters."""
 
 
-class ActiveRequest:
+class ActiveRequest(Stop):
     """Once it is stopped, it ends with what it has."""
 
     def __init__(
         self, others: "ActiveRequests", key: tuple[str, str], scope: StreamScope | None
     ) -> None:
         """key: its tenant, and the client's request id."""
+        super().__init__()
         self.key = key
         self.scope = scope
-        self.stop = Stop()
         self._others = others
 
     def end(self) -> None:
@@ -74,4 +74,4 @@ class ActiveRequests:
                 param="id",
             )
         for request in victims:
-            request.stop.set()
+            request.set()

@@ -18,7 +18,7 @@ def classified(tensor: Tensor, num_classes: int) -> Tensor:
     The first of several dimensions is the batch; of a tensor with one it is [num_classes].
     Raises InvalidTensorError for a type whose values have no order, and for BF16.
     """
-    has_batch = tensor.array.ndim > 1
+    has_batch = len(tensor.shape) > 1
     kind = "" if tensor.datatype == "BF16" else tensor.array.dtype.kind
     if not kind or kind not in "iuf":
         raise InvalidTensorError(

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 from loraplex.core.errors import LoraplexError
-from loraplex.core.output import RequestOutput, RequestTiming, ResolvedAdapter
+from loraplex.core.output import RequestOutput, ResolvedAdapter
 from loraplex.frontends.kserve.active import ActiveRequest
 from loraplex.frontends.kserve.merge import merged
 from loraplex.frontends.kserve.messages import InferRequest, InferResponse, Parameter
@@ -37,7 +37,7 @@ class Inference(ResponseStream):
         self._model = model
         self._request = request
         self._streams = streams
-        self._outputs = merged(streams, active.stop)
+        self._outputs = merged(streams, active)
         self._active = active
         self._recording = recording
         self._is_streamed = generations[0].is_streamed
@@ -56,12 +56,15 @@ class Inference(ResponseStream):
     async def answer(self) -> InferResponse:
         """Everything in one response. A stopped request answers with what it has."""
         with self._recording:
-            while self._num_running:
-                output = await self._next_output()
-                if output is None:
-                    self._begin_all()
-                    break
-                self._take(self._outputs.index, output)
+            try:
+                while self._num_running:
+                    output = await self._outputs.next()
+                    if output is None:
+                        self._begin_all()
+                        break
+                    self._take(self._outputs.index, output)
+            except LoraplexError as error:
+                raise_in_dialect(self._model, error)
             response = self._response(self._batch, is_final=True)
         self._record_success()
         return response
@@ -105,13 +108,9 @@ class Inference(ResponseStream):
 
     def _record_success(self) -> None:
         """Queued until the last element of the batch had its first step."""
-        waited, times = 0.0, []
-        for answers in self._batch:
-            timing = answers[0].timing
-            if timing is not None:
-                waited = max(waited, timing.queue_seconds or 0.0)
-            times.append(_token_times(answers, timing))
-        self._recording.succeeded(len(self._batch), round(waited * 1e9), times)
+        times = [_token_times(answers) for answers in self._batch]
+        waited = max([each.queue_seconds for each in times])
+        self._recording.succeeded(len(times), round(waited * 1e9), times)
 
     def _add_pieces(self, index: int, output: RequestOutput) -> None:
         """The responses that an output of one element of the batch brings."""
@@ -234,14 +233,21 @@ class Inference(ResponseStream):
         }
 
 
-def _token_times(answers: Sequence[Answer], timing: RequestTiming | None) -> TokenTimes:
+def _token_times(answers: Sequence[Answer]) -> TokenTimes:
+    counts = (
+        answers[0].num_input_tokens,
+        sum([answer.num_output_tokens for answer in answers]),
+        len(answers),
+    )
+    timing = answers[0].timing
+    if timing is None:
+        return TokenTimes(*counts)
     return TokenTimes(
-        num_prompt_tokens=answers[0].num_input_tokens,
-        num_output_tokens=sum([answer.num_output_tokens for answer in answers]),
-        num_sequences=len(answers),
-        first_token_seconds=timing.first_token_seconds if timing else None,
-        seconds_per_token=timing.seconds_per_token if timing else None,
-        total_seconds=timing.total_seconds if timing else None,
+        *counts,
+        timing.first_token_seconds,
+        timing.seconds_per_token,
+        timing.total_seconds,
+        timing.queue_seconds or 0.0,
     )
 
 

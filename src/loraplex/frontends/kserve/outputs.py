@@ -25,11 +25,15 @@ class OutputWish(msgspec.Struct, frozen=True):
     place: Place | None = None
 
 
+INLINE = OutputWish()
+BINARY = OutputWish(is_binary=True)
+
+
 class Wishes(msgspec.Struct, frozen=True, eq=False):
     """For all outputs of a request."""
 
     memory: TenantMemory
-    default: OutputWish = OutputWish()
+    default: OutputWish = INLINE
     by_name: Mapping[str, OutputWish] = MappingProxyType({})
 
     def of(self, name: str) -> OutputWish:
@@ -81,6 +85,8 @@ def output_wish(
     """From the parameters of a requested output. Raises InvalidRequestError, NotFoundError."""
     num_classes = _natural(name, parameters, CLASSIFICATION)
     place = place_of(name, parameters)
+    if place is None and not num_classes:
+        return BINARY if is_binary else INLINE
     if place is not None:
         memory.check(place)
         if num_classes:

@@ -31,6 +31,7 @@ from loraplex.frontends.kserve.responses import OneResponse, ResponseStream
 from loraplex.frontends.kserve.shared_memory import SharedMemory
 from loraplex.frontends.kserve.statistics import Recording, Statistics
 from loraplex.frontends.kserve.submission import Submission, raise_in_dialect
+from loraplex.frontends.kserve.token_metrics import TokenLabels
 from loraplex.frontends.kserve.triton_metrics import CpuCollector, InferenceCollector
 from loraplex.serving.backend import Backend, close_outputs
 
@@ -64,6 +65,8 @@ class TritonService:
         self.management = Management(self.catalog, sends_traces=sends_traces)
         self._submission = Submission(backend)
         self._active = ActiveRequests()
+        self._labels: dict[str, tuple[TritonModel, TokenLabels]] = {}
+        """What requests to a model of the catalog count for."""
         self._metrics = metrics or MetricsConfig()
         buckets = {one.name: first_response_buckets(one.name, one.config) for one in declarations}
         self.counts = Statistics(
@@ -127,7 +130,10 @@ class TritonService:
             return await self._admit(model, request, elements, principal, scope, recording)
 
     def _recorded(self, model: TritonModel) -> Recording:
-        return Recording(self.counts, model.name, token_labels(self.catalog, model))
+        known = self._labels.get(model.name)
+        if known is None or known[0] is not model:  # the catalog has changed
+            known = self._labels[model.name] = model, token_labels(self.catalog, model)
+        return Recording(self.counts, model.name, known[1])
 
     def collectors(self) -> list[Collector]:
         """For GET /metrics: what Triton and its backends tell there."""
@@ -175,10 +181,7 @@ class TritonService:
     async def _computed(
         self, model: TritonModel, request: InferRequest, elements: Sequence[Inputs]
     ) -> InferResponse:
-        num_bytes = sum(
-            sum(map(len, tensor.array.flat)) if tensor.datatype == "BYTES" else tensor.array.nbytes
-            for tensor in request.inputs
-        )
+        num_bytes = sum(tensor.num_bytes for tensor in request.inputs)
         tensors = await compute(model, elements, self._submission.texts(model), num_bytes)
         return InferResponse(
             model=model.name,

@@ -75,7 +75,8 @@ class Submission:
             )
         if model.kind.name == BLS.name:
             check_bls(inputs, options)
-        _check_request_type(request)
+        if parameters:
+            _check_request_type(request)
         return convert(
             inputs,
             model.card,
@@ -98,22 +99,14 @@ class Submission:
             key = await self._add(generation.inline_adapter, request.model, principal)
             request = msgspec.structs.replace(request, adapters=(AdapterChoice(key),))
         try:
-            return await self._generate(model, request, principal)
-        except (AdapterNotFoundError, PromptTooLongError) as error:
-            raise self._in_words(model, error, request, principal) from None
-
-    async def _generate(
-        self, model: TritonModel, request: GenerateRequest, principal: Principal
-    ) -> AsyncIterator[RequestOutput]:
-        """vLLM ends an answer where the model's length does, however much was asked for."""
-        try:
             return await self._backend.generate(request, principal)
-        except PromptTooLongError as error:
-            if model.kind.dialect is not Dialect.VLLM or error.param != "max_tokens":
-                raise
+        except (AdapterNotFoundError, PromptTooLongError) as error:
+            if not _may_be_shorter(model, request, error):
+                raise self._in_words(model, error, request, principal) from None
         sampling = msgspec.structs.replace(request.sampling, max_tokens=None)
         request = msgspec.structs.replace(request, sampling=sampling)
-        return await self._backend.generate(request, principal)
+        generation = msgspec.structs.replace(generation, request=request, inline_adapter=None)
+        return await self.generate(model, generation, principal)
 
     def _in_words(
         self,
@@ -155,6 +148,16 @@ def raise_in_dialect(model: TritonModel, error: LoraplexError) -> NoReturn:
     if model.kind.dialect is not Dialect.VLLM:
         raise error
     raise vllm_failure(error) from error
+
+
+def _may_be_shorter(model: TritonModel, request: GenerateRequest, error: LoraplexError) -> bool:
+    """vLLM ends an answer where the model's length does, however much was asked for."""
+    return (
+        model.kind.dialect is Dialect.VLLM
+        and isinstance(error, PromptTooLongError)
+        and error.param == "max_tokens"
+        and request.sampling.max_tokens is not None
+    )
 
 
 def _timeout_seconds(request: InferRequest) -> float | None:

@@ -3,8 +3,9 @@
 Knows no model and no protocol message. A bad tensor is an InvalidTensorError that names the
 tensor, what came and what would be right.
 
-In memory a tensor is a numpy array. BYTES is an array of `bytes` objects. BF16 is an array of its
-bit patterns, as uint16: numpy has no bfloat16, and nobody here reads its numbers.
+In memory a tensor is what it is in the binary form; whoever wants it gets a numpy array. BYTES is
+then an array of `bytes` objects. BF16 is an array of its bit patterns, as uint16: numpy has no
+bfloat16, and nobody here reads its numbers.
 
 Source of the forms: the KServe v2 protocol and Triton's binary tensor data extension.
 """
@@ -38,15 +39,20 @@ class Datatype:
     """Its name in a model configuration."""
     wire_dtype: np.dtype[Any] | None
     """Little-endian form of one element; None where elements have no fixed size (BYTES)."""
+    code: str = ""
+    """Of one element, in the words of `struct` and of numpy."""
+    element: struct.Struct = _LENGTH_PREFIX
+    """One element, or the length before it where elements have no fixed size."""
     has_json: bool = True
     """FP16 and BF16 travel in binary only."""
     limits: tuple[float, float] = (0, 0)
     """The least and the greatest finite number."""
 
 
-def _row(name: str, wire_dtype: str, *, has_json: bool = True) -> Datatype:
-    dtype = np.dtype(wire_dtype)
-    return Datatype(name, f"TYPE_{name}", dtype, has_json, _limits(dtype))
+def _row(name: str, code: str, *, has_json: bool = True) -> Datatype:
+    dtype = np.dtype(f"<{code}")
+    element = struct.Struct(f"<{code}")
+    return Datatype(name, f"TYPE_{name}", dtype, code, element, has_json, _limits(dtype))
 
 
 def _limits(dtype: np.dtype[Any]) -> tuple[float, float]:
@@ -64,18 +70,18 @@ DATATYPES: Mapping[str, Datatype] = MappingProxyType(
         row.name: row
         for row in (
             _row("BOOL", "?"),
-            _row("UINT8", "u1"),
-            _row("UINT16", "<u2"),
-            _row("UINT32", "<u4"),
-            _row("UINT64", "<u8"),
-            _row("INT8", "i1"),
-            _row("INT16", "<i2"),
-            _row("INT32", "<i4"),
-            _row("INT64", "<i8"),
-            _row("FP16", "<f2", has_json=False),
-            _row("BF16", "<u2", has_json=False),
-            _row("FP32", "<f4"),
-            _row("FP64", "<f8"),
+            _row("UINT8", "B"),
+            _row("UINT16", "H"),
+            _row("UINT32", "I"),
+            _row("UINT64", "Q"),
+            _row("INT8", "b"),
+            _row("INT16", "h"),
+            _row("INT32", "i"),
+            _row("INT64", "q"),
+            _row("FP16", "e", has_json=False),
+            _row("BF16", "H", has_json=False),
+            _row("FP32", "f"),
+            _row("FP64", "d"),
             Datatype("BYTES", "TYPE_STRING", None),
         )
     }
@@ -85,11 +91,48 @@ DATATYPES: Mapping[str, Datatype] = MappingProxyType(
 class Tensor(msgspec.Struct, frozen=True, eq=False):
     name: str
     datatype: str
-    array: Array
+    shape: tuple[int, ...]
+    data: bytes | memoryview = b""
+    """Of numbers: little-endian, row-major."""
+    strings: Sequence[bytes] = ()
+    """Of BYTES: the elements, row-major."""
+
+    @classmethod
+    def of(cls, name: str, datatype: str, array: Array) -> "Tensor":
+        """Of an array as `array` gives it."""
+        wire_dtype = DATATYPES[datatype].wire_dtype
+        if wire_dtype is None:
+            return cls(name, datatype, array.shape, strings=array.ravel().tolist())
+        return cls(name, datatype, array.shape, array.astype(wire_dtype, copy=False).tobytes())
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return self.array.shape
+    def array(self) -> Array:
+        """Made anew each time; of numbers it is a view that cannot be written."""
+        wire_dtype = DATATYPES[self.datatype].wire_dtype
+        if wire_dtype is None:
+            return np.array(self.strings, dtype=object).reshape(self.shape)
+        return np.ndarray(self.shape, wire_dtype, self.data)
+
+    @property
+    def num_bytes(self) -> int:
+        """Without the lengths before strings."""
+        return len(self.data) + sum(map(len, self.strings))
+
+    def rows(self, first: int, end: int) -> "Tensor":
+        """Without the first dimension: its elements [first, end) in row-major order."""
+        shape = self.shape[1:]
+        if self.strings:
+            return Tensor(self.name, self.datatype, shape, strings=self.strings[first:end])
+        size = DATATYPES[self.datatype].element.size
+        data = memoryview(self.data)[first * size : end * size]
+        return Tensor(self.name, self.datatype, shape, data)
+
+    def element(self, index: int) -> Any:
+        """One in row-major order, as Python has it."""
+        if self.strings:
+            return self.strings[index]
+        element = DATATYPES[self.datatype].element
+        return element.unpack_from(self.data, index * element.size)[0]
 
 
 def datatype_of(name: str, datatype: object) -> Datatype:
@@ -105,7 +148,7 @@ def datatype_of(name: str, datatype: object) -> Datatype:
 
 def shape_of(name: str, shape: Sequence[object]) -> tuple[int, ...]:
     """The shape of tensor `name`, checked: not too deep, no negative and no absurd dimension."""
-    dims: list[int] = []
+    size = 1
     for dim in shape:
         if type(dim) is not int or dim < 0:
             raise InvalidTensorError(
@@ -113,44 +156,42 @@ def shape_of(name: str, shape: Sequence[object]) -> tuple[int, ...]:
                 "not negative",
                 param=name,
             )
-        dims.append(dim)
-    if len(dims) > MAX_RANK or math.prod([dim or 1 for dim in dims]) > MAX_ELEMENTS:
+        size *= dim or 1
+    if len(shape) > MAX_RANK or size > MAX_ELEMENTS:
         raise InvalidTensorError(
-            f"tensor '{name}' has shape {dims}; at most {MAX_RANK} dimensions and "
+            f"tensor '{name}' has shape {list(shape)}; at most {MAX_RANK} dimensions and "
             f"{MAX_ELEMENTS} elements are allowed",
             param=name,
         )
-    return tuple(dims)
+    return tuple(shape)  # type: ignore[arg-type]  # all are int by now
 
 
 # ---------------------------------------------------------------- the binary form
 
 
-def from_raw(name: str, datatype: str, shape: Sequence[int], data: bytes) -> Tensor:
+def from_raw(name: str, datatype: object, shape: Sequence[object], data: bytes) -> Tensor:
     """A tensor from its raw bytes: little-endian, row-major, BYTES with length prefixes."""
     row = datatype_of(name, datatype)
     dims = shape_of(name, shape)
     if row.wire_dtype is None:
-        return Tensor(name, datatype, _objects(_split_strings(name, dims, data), dims))
-    _check_num_bytes(name, datatype, dims, row.wire_dtype, len(data))
-    return Tensor(name, datatype, np.ndarray(dims, row.wire_dtype, data))
+        return Tensor(name, row.name, dims, strings=_split_strings(name, dims, data))
+    _check_num_bytes(name, row, dims, len(data))
+    return Tensor(name, row.name, dims, data)
 
 
-def check_raw_size(name: str, datatype: str, shape: Sequence[int], num_bytes: int) -> None:
+def check_raw_size(name: str, datatype: object, shape: Sequence[object], num_bytes: int) -> None:
     """Raise InvalidTensorError if no raw tensor of that type and shape has so many bytes."""
     row = datatype_of(name, datatype)
     dims = shape_of(name, shape)
     if row.wire_dtype is not None:
-        _check_num_bytes(name, datatype, dims, row.wire_dtype, num_bytes)
+        _check_num_bytes(name, row, dims, num_bytes)
 
 
-def _check_num_bytes(
-    name: str, datatype: str, dims: tuple[int, ...], dtype: np.dtype[Any], num_bytes: int
-) -> None:
-    expected = math.prod(dims) * dtype.itemsize
+def _check_num_bytes(name: str, row: Datatype, dims: tuple[int, ...], num_bytes: int) -> None:
+    expected = math.prod(dims) * row.element.size
     if num_bytes != expected:
         raise InvalidTensorError(
-            f"input byte size mismatch for input '{name}'. Expected {expected} ({datatype} of "
+            f"input byte size mismatch for input '{name}'. Expected {expected} ({row.name} of "
             f"shape {list(dims)}), got {num_bytes}",
             param=name,
         )
@@ -161,15 +202,16 @@ def _split_strings(name: str, dims: tuple[int, ...], data: bytes) -> list[bytes]
     elements: list[bytes] = []
     expected = math.prod(dims)
     offset = 0
-    while offset < len(data) and len(elements) <= expected:
+    num_bytes = len(data)
+    while offset < num_bytes and len(elements) <= expected:
         start = offset + _LENGTH_PREFIX.size
-        if start > len(data):
-            raise _broken_strings(name, f"{len(data) - offset} bytes are left for a length prefix")
+        if start > num_bytes:
+            raise _broken_strings(name, f"{num_bytes - offset} bytes are left for a length prefix")
         (length,) = _LENGTH_PREFIX.unpack_from(data, offset)
         offset = start + length
-        if offset > len(data):
+        if offset > num_bytes:
             raise _broken_strings(
-                name, f"element {len(elements)} says {length} bytes, {len(data) - start} are left"
+                name, f"element {len(elements)} says {length} bytes, {num_bytes - start} are left"
             )
         elements.append(data[start:offset])
     _check_count(name, dims, len(elements))
@@ -186,20 +228,20 @@ def _broken_strings(name: str, problem: str) -> InvalidTensorError:
 
 def to_raw(tensor: Tensor) -> bytes:
     """The binary form; the inverse of from_raw."""
-    row = DATATYPES[tensor.datatype]
-    if row.wire_dtype is None:
-        elements = tensor.array.ravel().tolist()
-        return b"".join([_LENGTH_PREFIX.pack(len(element)) + element for element in elements])
-    return tensor.array.astype(row.wire_dtype, copy=False).tobytes()
+    if tensor.datatype == "BYTES":
+        prefix = _LENGTH_PREFIX.pack
+        return b"".join([prefix(len(element)) + element for element in tensor.strings])
+    return bytes(tensor.data)
 
 
 # ---------------------------------------------------------------- lists of values
 
 
-def from_json(name: str, datatype: str, shape: Sequence[int], data: object) -> Tensor:
+def from_json(name: str, datatype: object, shape: Sequence[object], data: object) -> Tensor:
     """A tensor from JSON `data`: a flat list in row-major order, or lists nested as the shape."""
     dims = shape_of(name, shape)
-    if not datatype_of(name, datatype).has_json:
+    row = datatype_of(name, datatype)
+    if not row.has_json:
         raise InvalidTensorError(
             f"receiving {datatype} data via JSON is not supported. Please use the binary data "
             f"format for input {name}",
@@ -207,7 +249,7 @@ def from_json(name: str, datatype: str, shape: Sequence[int], data: object) -> T
         )
     values: list[object] = []
     _flatten(name, data, max(len(dims), 1), values)
-    return from_values(name, datatype, dims, values)
+    return from_values(name, row.name, dims, values)
 
 
 def _flatten(name: str, data: object, depth: int, into: list[object]) -> None:
@@ -229,9 +271,9 @@ def from_values(name: str, datatype: str, shape: Sequence[int], values: Sequence
     dims = shape_of(name, shape)
     _check_count(name, dims, len(values))
     if row.wire_dtype is None:
-        return Tensor(name, datatype, _objects([_encoded(name, v) for v in values], dims))
+        return Tensor(name, datatype, dims, strings=[_encoded(name, v) for v in values])
     _check_types(name, row, row.wire_dtype.kind, values)
-    return Tensor(name, datatype, np.array(values, dtype=row.wire_dtype).reshape(dims))
+    return Tensor(name, datatype, dims, struct.pack(f"<{len(values)}{row.code}", *values))
 
 
 def _check_count(name: str, dims: tuple[int, ...], count: int) -> None:
@@ -292,16 +334,24 @@ def to_values(tensor: Tensor) -> list[Any]:
 
     Raises InvalidTensorError if BYTES are not UTF-8, and for a type that travels in binary only.
     """
-    if not DATATYPES[tensor.datatype].has_json:
+    row = DATATYPES[tensor.datatype]
+    if not row.has_json:
         raise InvalidTensorError(
             f"sending {tensor.datatype} data via JSON is not supported. Please use the binary data "
             f"format for output {tensor.name}",
             param=tensor.name,
         )
-    if tensor.datatype != "BYTES":
-        values: list[Any] = tensor.array.ravel().tolist()
-        return values
-    return [to_text(tensor.name, element) for element in tensor.array.ravel().tolist()]
+    if row.wire_dtype is None:
+        return to_texts(tensor.name, tensor.strings)
+    return list(struct.unpack(f"<{math.prod(tensor.shape)}{row.code}", tensor.data))
+
+
+def to_texts(name: str, elements: Sequence[bytes]) -> list[str]:
+    """Elements of BYTES tensor `name`, each as to_text."""
+    try:
+        return [element.decode() for element in elements]
+    except UnicodeDecodeError:
+        return [to_text(name, element) for element in elements]
 
 
 def to_text(name: str, element: bytes) -> str:
@@ -321,17 +371,17 @@ def to_text(name: str, element: bytes) -> str:
 
 def strings(name: str, texts: Sequence[str]) -> Tensor:
     """A BYTES tensor of shape [len(texts)]."""
-    return Tensor(name, "BYTES", _objects([text.encode() for text in texts], (len(texts),)))
+    return string_tensor(name, texts, (len(texts),))
 
 
 def string_tensor(name: str, texts: Sequence[str], shape: tuple[int, ...]) -> Tensor:
     """A BYTES tensor of a shape that takes as many elements as there are texts."""
-    return Tensor(name, "BYTES", _objects([text.encode() for text in texts], shape))
+    return Tensor(name, "BYTES", shape, strings=[text.encode() for text in texts])
 
 
 def numbers(name: str, datatype: str, values: object) -> Tensor:
     """A tensor of the shape that the nested sequences have."""
-    return Tensor(name, datatype, np.array(values, dtype=DATATYPES[datatype].wire_dtype))
+    return Tensor.of(name, datatype, np.array(values, dtype=DATATYPES[datatype].wire_dtype))
 
 
 def to_bf16(array: Array) -> Array:
@@ -339,7 +389,3 @@ def to_bf16(array: Array) -> Array:
     bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(array), np.uint32(0x7FC0), rounded).astype(np.uint16)
-
-
-def _objects(elements: Sequence[bytes], dims: tuple[int, ...]) -> Array:
-    return np.array(elements, dtype=object).reshape(dims)

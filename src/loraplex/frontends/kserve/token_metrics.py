@@ -69,11 +69,13 @@ class TokenTimes(msgspec.Struct, frozen=True):
     num_output_tokens: int
     """Of all its sequences."""
     num_sequences: int
-    first_token_seconds: float | None
+    first_token_seconds: float | None = None
     """From its arrival; None where the engine did not tell."""
-    seconds_per_token: float | None
+    seconds_per_token: float | None = None
     """After the first token."""
-    total_seconds: float | None
+    total_seconds: float | None = None
+    queue_seconds: float = 0.0
+    """Until its first step."""
 
 
 class TokenLabels(msgspec.Struct, frozen=True):

@@ -15,8 +15,6 @@ from loraplex.serving.wire_request import WireRequest
 
 logger = logging.getLogger(__name__)
 
-MAX_USER_AGENT = 200
-
 Sink = Callable[[WireRequest], None]
 """Writes a request down when it has ended. It is called on any thread, and must not block."""
 
@@ -70,8 +68,8 @@ class Telemetry(Collector):
             path=path,
             client=client,
             request_id=request_id(headers.get(HEADER, "")),
-            trace=trace_parent(headers),
-            user_agent=headers.get("user-agent", "")[:MAX_USER_AGENT],
+            headers=headers,
+            trace_of=trace_parent,
             on_end=self._end,
             route=route,
         )
@@ -127,7 +125,9 @@ class Telemetry(Collector):
             ended = self._ended[labels] = _Ended(0, time.time())
         ended.number += 1
         if request.tenant:
-            use = self._tenants.setdefault(request.tenant, TenantUse())
+            use = self._tenants.get(request.tenant)
+            if use is None:
+                use = self._tenants[request.tenant] = TenantUse()
             use.requests += 1
             use.errors += bool(code)
             use.prompts += len(request.generations)

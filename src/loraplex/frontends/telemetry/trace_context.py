@@ -1,9 +1,9 @@
 """The headers `traceparent` and `tracestate` (W3C Trace Context, level 1)."""
 
-import os
 import re
 from collections.abc import Mapping
 
+from loraplex.frontends.telemetry.request_ids import random_id
 from loraplex.serving.wire_request import TraceParent
 
 _PARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
@@ -17,8 +17,11 @@ def trace_parent(headers: Mapping[str, str]) -> TraceParent:
     A later version's first four fields are read as ours, as the rule has it; version ff and ids
     of zeros are not usable.
     """
-    text = headers.get("traceparent", "").strip()
-    match = _PARENT.fullmatch(text) if 0 < len(text) <= _MAX_LENGTH else None
+    given = headers.get("traceparent")
+    if given is None:
+        return _new()
+    text = given.strip()
+    match = _PARENT.fullmatch(text) if len(text) <= _MAX_LENGTH else None
     if match is None:
         return _new()
     version, trace_id, span_id, flags, rest = match.groups()
@@ -35,4 +38,4 @@ def trace_parent(headers: Mapping[str, str]) -> TraceParent:
 
 
 def _new() -> TraceParent:
-    return TraceParent(os.urandom(16).hex(), "")
+    return TraceParent(random_id(), "")

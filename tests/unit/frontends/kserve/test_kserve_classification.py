@@ -41,7 +41,7 @@ def test_large_integers_keep_their_order():
     [
         strings("y", ["a"]),
         numbers("y", "BOOL", [[True]]),
-        Tensor("y", "BF16", np.zeros((1, 2), dtype=np.uint16)),
+        Tensor.of("y", "BF16", np.zeros((1, 2), dtype=np.uint16)),
     ],
     ids=lambda tensor: tensor.datatype,
 )

@@ -132,7 +132,7 @@ def test_the_adapter():
 def inline(datatype="FP32", **values):
     """`ensemble` with lora_weights [[1, 2]] and lora_config [[1, 0, 8]], or what replaces them."""
     made = {
-        "lora_weights": Tensor(
+        "lora_weights": Tensor.of(
             "lora_weights", datatype, np.array([[[1, 2]]], DATATYPES[datatype].wire_dtype)
         ),
         "lora_config": from_values("lora_config", "INT32", [1, 1, 3], [1, 0, 8]),
@@ -161,9 +161,10 @@ def test_an_adapter_in_the_request(datatype):
 
 
 def test_its_bytes_are_not_copied():
-    array = np.zeros((1, 2, 3), np.float16)
-    adapter = inline(lora_weights=Tensor("lora_weights", "FP16", array)).inline_adapter
-    array[0, 0, 0] = 1
+    data = bytearray(12)
+    weights = Tensor("lora_weights", "FP16", (1, 2, 3), memoryview(data))
+    adapter = inline(lora_weights=weights).inline_adapter
+    data[1] = 0x3C
     assert bytes(adapter.weights.view)[:2] == b"\x00\x3c"
 
 
@@ -179,7 +180,7 @@ def test_an_adapter_in_the_request_and_its_task_id(task_id):
 @pytest.mark.parametrize("task_id", [None, task(1)])
 def test_half_an_adapter(missing, empty, task_id):
     datatype = ENSEMBLE.input(missing).datatype
-    half = Tensor(missing, datatype, np.zeros((1, 0, 3), DATATYPES[datatype].wire_dtype))
+    half = Tensor.of(missing, datatype, np.zeros((1, 0, 3), DATATYPES[datatype].wire_dtype))
     with pytest.raises(InvalidTensorError) as raised:
         inline(**{missing: half if empty else None, "lora_task_id": task_id})
     assert raised.value.param == missing
@@ -188,8 +189,8 @@ def test_half_an_adapter(missing, empty, task_id):
 
 
 def test_empty_tensors_are_no_adapter():
-    weights = Tensor("lora_weights", "FP16", np.zeros((1, 0, 0), np.float16))
-    config = Tensor("lora_config", "INT32", np.zeros((1, 0, 3), np.int32))
+    weights = Tensor.of("lora_weights", "FP16", np.zeros((1, 0, 0), np.float16))
+    config = Tensor.of("lora_config", "INT32", np.zeros((1, 0, 3), np.int32))
     generation = inline(lora_weights=weights, lora_config=config, lora_task_id=task(3))
     assert generation.inline_adapter is None
     assert generation.request.adapters == (AdapterChoice(ByTaskId(3)),)
@@ -293,7 +294,7 @@ def test_ids_of_the_client():
 
 
 def test_bytes_that_are_no_text():
-    bad = Tensor("text_input", "BYTES", np.array([[b"\xff"]], dtype=object))
+    bad = Tensor.of("text_input", "BYTES", np.array([[b"\xff"]], dtype=object))
     limit = from_values("max_tokens", "INT32", [1, 1], [5])
     inputs = read_inputs(ENSEMBLE, "ensemble", [bad, limit], max_batch_size=1)[0]
     with pytest.raises(InvalidTensorError, match="tensor 'text_input' is not UTF-8"):

@@ -43,3 +43,16 @@ async def test_every_pattern(routes):
 
 async def test_a_path_of_no_route(routes):
     assert await found(routes, "/v1/models") == (None, {})
+
+
+async def test_more_paths_than_are_kept(routes):
+    router = PathRouter(routes)
+
+    async def send(message):
+        assert message["type"] != "http.response.start" or message["status"] == 405
+
+    for number in [*range(300), 0]:
+        path = f"/v2/models/m{number}/infer"
+        scope = {"type": "http", "method": "NONE", "path": path, "headers": []}
+        await router(scope, None, send)
+        assert scope["path_params"] == {"model": f"m{number}"}

@@ -28,7 +28,7 @@ def ones(row) -> Tensor:
     dtype = DATATYPES[row.datatype].wire_dtype
     shape = [1, *(1 if dim == -1 else dim for dim in row.dims)]
     array = np.full(shape, b"1", dtype=object) if dtype is None else np.ones(shape, dtype=dtype)
-    return Tensor(row.name, row.datatype, array + array if dtype is not None else array)
+    return Tensor.of(row.name, row.datatype, array + array if dtype is not None else array)
 
 
 @KINDS
@@ -160,7 +160,10 @@ def test_an_adapter_with_and_without_its_batch_dimension(datatype, columns):
     weights = np.arange(6, dtype=DATATYPES[datatype].wire_dtype).reshape(1, 2, 3)
     config = np.ones((1, 2, columns), dtype=np.int32)
     for both in ((weights, config), (weights[0], config), (weights, config[0])):
-        given = Tensor("lora_weights", datatype, both[0]), Tensor("lora_config", "INT32", both[1])
+        given = (
+            Tensor.of("lora_weights", datatype, both[0]),
+            Tensor.of("lora_config", "INT32", both[1]),
+        )
         inputs = read(TEXT, LIMIT, *given)[0]
         assert inputs.tensor("lora_weights").datatype == datatype
         assert inputs.array("lora_weights").tolist() == weights[0].tolist()

@@ -29,7 +29,7 @@ NUMERIC = [name for name, row in DATATYPES.items() if row.wire_dtype is not None
 def test_raw_round_trip(data, datatype):
     dtype = DATATYPES[datatype].wire_dtype
     array = data.draw(npst.arrays(dtype, npst.array_shapes(min_dims=0, max_dims=3, min_side=0)))
-    raw = to_raw(Tensor("t", datatype, array))
+    raw = to_raw(Tensor.of("t", datatype, array))
     back = from_raw("t", datatype, array.shape, raw)
     assert back.shape == array.shape
     assert to_raw(back) == raw
@@ -50,6 +50,16 @@ def test_json_round_trip_of_strings(texts):
 def test_any_bytes_are_strings_or_an_error(data):
     with contextlib.suppress(InvalidTensorError):
         assert to_raw(from_raw("t", "BYTES", [2], data)) == data
+
+
+def test_one_element_and_one_row_of_a_batch():
+    numbers_ = from_raw("t", "INT16", [2, 2], b"\x01\x00\x02\x00\x03\x00\xff\xff")
+    assert [numbers_.element(index) for index in range(4)] == [1, 2, 3, -1]
+    row = numbers_.rows(2, 4)
+    assert (row.shape, row.array.tolist(), row.num_bytes) == ((2,), [3, -1], 4)
+    words = from_values("t", "BYTES", [2, 1], ["a", "bc"])
+    assert (words.element(1), words.num_bytes) == (b"bc", 3)
+    assert words.rows(1, 2).array.tolist() == [b"bc"]
 
 
 def test_raw_is_little_endian_and_row_major():

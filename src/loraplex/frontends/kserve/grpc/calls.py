@@ -1,6 +1,7 @@
 """Around every RPC: its id and its trace, who asks, how it ends and what is told of that."""
 
 import asyncio
+import functools
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -124,6 +125,7 @@ def _tell_when_to_come_again(context: Context, error: LoraplexError) -> None:
         context.set_trailing_metadata((*context.trailing_metadata(), (RETRY_AFTER, seconds)))
 
 
+@functools.lru_cache(maxsize=1024)  # all calls of a connection have one peer
 def _address(peer: str) -> str:
     """Of `ipv4:192.0.2.1:5000` or `ipv6:%5B::1%5D:5000`: the address."""
     kind, _, rest = peer.partition(":")

@@ -6,7 +6,12 @@ from typing import Any
 from tritonclient.grpc import service_pb2 as pb
 
 from loraplex.core.errors import InvalidRequestError, InvalidTensorError
-from loraplex.frontends.kserve.messages import InferRequest, InferResponse, Parameter
+from loraplex.frontends.kserve.messages import (
+    NO_PARAMETERS,
+    InferRequest,
+    InferResponse,
+    Parameter,
+)
 from loraplex.frontends.kserve.outputs import (
     OutputWish,
     Wishes,
@@ -41,28 +46,36 @@ _CONTENTS = {
     "BYTES": "bytes_contents",
 }
 """Where the typed values of a data type stand; FP16 and BF16 have raw contents only."""
+_CHOICES = {
+    bool: "bool_param",
+    int: "int64_param",
+    float: "double_param",
+    str: "string_param",
+}
+"""Where the value of a parameter stands, by its type."""
 _RAW = OutputWish(is_binary=True)
 """What is wanted where nothing is said."""
 
 
 def decode_request(message: Any, memory: TenantMemory) -> tuple[InferRequest, Wishes]:
     """A ModelInferRequest, and how its outputs are wanted. Raises as the codecs of its parts do."""
-    wishes = {output.name: _wish(output, memory) for output in message.outputs}
+    wishes = {
+        output.name: _wish(output, memory) if output.parameters else _RAW
+        for output in message.outputs[:]
+    }
     request = InferRequest(
         model=message.model_name,
         version=message.model_version,
         request_id=message.id,
         inputs=_inputs(message, memory),
         requested=tuple(wishes),
-        parameters=decode_parameters(message.parameters),
+        parameters=decode_parameters(message.parameters) if message.parameters else NO_PARAMETERS,
     )
     return request, Wishes(memory, _RAW, wishes)
 
 
 def decode_parameters(parameters: Mapping[str, Any]) -> dict[str, Parameter]:
     """Each the value of its oneof; one without a value is left out."""
-    if not parameters:
-        return {}
     choices = {key: value.WhichOneof("parameter_choice") for key, value in parameters.items()}
     return {
         key: getattr(parameters[key], choice)
@@ -72,17 +85,14 @@ def decode_parameters(parameters: Mapping[str, Any]) -> dict[str, Parameter]:
 
 
 def _wish(output: Any, memory: TenantMemory) -> OutputWish:
-    if not output.parameters:
-        return _RAW
     parameters = decode_parameters(output.parameters)
     return output_wish(output.name, parameters, is_binary=True, memory=memory)
 
 
 def _inputs(message: Any, memory: TenantMemory) -> tuple[Tensor, ...]:
     """Tensors in shared memory have no raw contents, all others have them or none has."""
-    entries = list(message.inputs)
-    places = [_place(entry) for entry in entries]
-    raw = message.raw_input_contents
+    entries, raw = message.inputs[:], message.raw_input_contents[:]  # lists, in one step
+    places = [_place(entry) if entry.parameters else None for entry in entries]
     num_here = places.count(None)
     if raw and len(raw) != num_here:
         raise InvalidRequestError(
@@ -103,14 +113,14 @@ def _inputs(message: Any, memory: TenantMemory) -> tuple[Tensor, ...]:
 
 
 def _place(entry: Any) -> Place | None:
-    parameters = entry.parameters
-    return place_of(entry.name, decode_parameters(parameters)) if parameters else None
+    return place_of(entry.name, decode_parameters(entry.parameters))
 
 
 def _shared_input(entry: Any, place: Place, memory: TenantMemory) -> Tensor:
     datatype = datatype_of(entry.name, entry.datatype).name
-    check_raw_size(entry.name, datatype, entry.shape, place.byte_size)
-    return from_raw(entry.name, datatype, entry.shape, memory.read(place))
+    shape = entry.shape[:]
+    check_raw_size(entry.name, datatype, shape, place.byte_size)
+    return from_raw(entry.name, datatype, shape, memory.read(place))
 
 
 def _raw_input(message: Any, entry: Any, data: bytes) -> Tensor:
@@ -120,7 +130,7 @@ def _raw_input(message: Any, entry: Any, data: bytes) -> Tensor:
             f"'{entry.name}' for model '{message.model_name}'",
             param=entry.name,
         )
-    return from_raw(entry.name, entry.datatype, entry.shape, data)
+    return from_raw(entry.name, entry.datatype, entry.shape[:], data)
 
 
 def _typed_input(entry: Any) -> Tensor:
@@ -139,8 +149,8 @@ def _typed_input(entry: Any) -> Tensor:
             f"{', '.join(filled)}",
             param=entry.name,
         )
-    values = list(getattr(entry.contents, field))
-    return from_values(entry.name, datatype, entry.shape, values)
+    values = getattr(entry.contents, field)[:]
+    return from_values(entry.name, datatype, entry.shape[:], values)
 
 
 def encode_response(response: InferResponse, wishes: Wishes) -> Any:
@@ -182,18 +192,11 @@ def _fill(message: Any, response: InferResponse, wishes: Wishes) -> None:
 
 
 def _add_output(message: Any, tensor: Tensor, data: bytes) -> None:
-    message.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.array.shape)
+    message.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
     message.raw_output_contents.append(data)
 
 
 def _set_parameters(message: Any, parameters: Mapping[str, Parameter]) -> None:
+    into = message.parameters
     for key, value in parameters.items():
-        match value:
-            case bool():
-                message.parameters[key].bool_param = value
-            case int():
-                message.parameters[key].int64_param = value
-            case float():
-                message.parameters[key].double_param = value
-            case str():
-                message.parameters[key].string_param = value
+        setattr(into[key], _CHOICES[type(value)], value)

@@ -27,6 +27,8 @@ def too_large(max_bytes: int) -> PayloadTooLargeError:
 
 def decompress(body: bytes, encoding: str, max_bytes: int) -> bytes:
     """The body without its Content-Encoding; the limit holds for what comes out, too."""
+    if not encoding:
+        return body
     encoding = encoding.strip().lower()
     if encoding in ("", "identity"):
         return body
@@ -48,7 +50,7 @@ def decompress(body: bytes, encoding: str, max_bytes: int) -> bytes:
 
 def compress(body: bytes, accept_encoding: str) -> tuple[bytes, dict[str, str]]:
     """(body, headers) in the first encoding that the client accepts and we have."""
-    for part in accept_encoding.split(","):
+    for part in accept_encoding.split(",") if accept_encoding else ():
         name, _, quality = part.strip().lower().partition(";")
         if quality.replace(" ", "") in ("q=0", "q=0.0"):
             continue

@@ -13,6 +13,9 @@ from loraplex.core.errors import InvalidRequestError, InvalidTensorError
 from loraplex.frontends.kserve.http.body import length_of, parse_object
 from loraplex.frontends.kserve.messages import InferRequest, InferResponse, Parameter
 from loraplex.frontends.kserve.outputs import (
+    BINARY,
+    INLINE,
+    REGION,
     OutputWish,
     Wishes,
     delivered,
@@ -23,7 +26,6 @@ from loraplex.frontends.kserve.shared_memory import Place, TenantMemory
 from loraplex.frontends.kserve.tensors import (
     Tensor,
     check_raw_size,
-    datatype_of,
     from_json,
     from_raw,
     to_raw,
@@ -31,6 +33,26 @@ from loraplex.frontends.kserve.tensors import (
 )
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
+
+
+class _Entry(msgspec.Struct):
+    """An element of `inputs` or `outputs`."""
+
+    name: str
+    parameters: dict[str, Any] = {}
+    datatype: Any = None
+    shape: Any = None
+    data: Any = msgspec.UNSET
+
+
+class _Document(msgspec.Struct):
+    inputs: list[_Entry]
+    outputs: list[_Entry] = []
+    parameters: dict[str, Any] = {}
+    id: str = ""
+
+
+_DECODER = msgspec.json.Decoder(_Document)
 
 
 def decode_request(
@@ -41,19 +63,40 @@ def decode_request(
     Raises InvalidRequestError, InvalidTensorError, and NotFoundError for a shared memory region.
     """
     split = len(body) if header_length is None else _header_length(header_length, len(body))
-    document = parse_object(body[:split])
-    parameters = _parameters(document, "the request")
-    default = OutputWish(is_binary=parameters.get("binary_data_output") is True)
-    requested = _outputs(document, default, memory)
+    document = _read(body[:split])
+    parameters = document.parameters
+    default = BINARY if parameters.get("binary_data_output") is True else INLINE
+    requested = _outputs(document.outputs, default, memory)
     request = InferRequest(
         model=model,
         version=version,
-        request_id=request_id_of(document),
-        inputs=_inputs(document, body[split:], memory),
+        request_id=document.id,
+        inputs=_inputs(document.inputs, body[split:], memory),
         requested=tuple(requested),
         parameters=_of_request(parameters),
     )
     return request, Wishes(memory, default, requested)
+
+
+def _read(text: bytes) -> _Document:
+    try:
+        return _DECODER.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        _explain(parse_object(text))
+        raise InvalidRequestError(f"failed to parse the request JSON buffer: {error}") from None
+
+
+def _explain(document: Mapping[str, Any]) -> None:
+    """Raise InvalidRequestError, in Triton's words or ours, for what is no _Document."""
+    _check_parameters(document, "the request")
+    _check_entries(document, "outputs")
+    request_id_of(document)
+    if "inputs" not in document:
+        raise InvalidRequestError(
+            "Unable to parse 'inputs': attempt to access non-existing object member 'inputs'",
+            param="inputs",
+        )
+    _check_entries(document, "inputs")
 
 
 def _header_length(header: str, body_length: int) -> int:
@@ -75,15 +118,13 @@ def request_id_of(document: Mapping[str, Any]) -> str:
     return request_id
 
 
-def _parameters(holder: Mapping[str, Any], owner: str, name: str | None = None) -> dict[str, Any]:
+def _check_parameters(holder: Mapping[str, Any], owner: str, name: str | None = None) -> None:
     """owner, name: what the holder is, and what it is called if it has a name."""
-    parameters = holder.get("parameters", {})
-    if not isinstance(parameters, dict):
+    if not isinstance(holder.get("parameters", {}), dict):
         whose = owner if name is None else f"{owner} '{name}'"
         raise InvalidRequestError(
             f"'parameters' of {whose} must be a JSON object", param="parameters"
         )
-    return parameters
 
 
 def _of_request(parameters: Mapping[str, Any]) -> Mapping[str, Parameter]:
@@ -97,8 +138,8 @@ def _of_request(parameters: Mapping[str, Any]) -> Mapping[str, Parameter]:
     return parameters
 
 
-def _named(document: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
-    """The objects of `inputs` or `outputs`, each with a name."""
+def _check_entries(document: Mapping[str, Any], key: str) -> None:
+    """Of `inputs` or `outputs`: objects, each with a name."""
     entries = document.get(key, [])
     if not isinstance(entries, list):
         raise InvalidRequestError(f"'{key}' must be a list of objects", param=key)
@@ -107,25 +148,20 @@ def _named(document: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
             raise InvalidRequestError(
                 f"every element of '{key}' must be an object with a string 'name'", param=key
             )
-    return entries
+    for entry in entries:
+        _check_parameters(entry, key.removesuffix("s"), entry["name"])
 
 
 # ---------------------------------------------------------------- inputs
 
 
-def _inputs(document: Mapping[str, Any], blob: bytes, memory: TenantMemory) -> tuple[Tensor, ...]:
-    if "inputs" not in document:
-        raise InvalidRequestError(
-            "Unable to parse 'inputs': attempt to access non-existing object member 'inputs'",
-            param="inputs",
-        )
+def _inputs(entries: Sequence[_Entry], blob: bytes, memory: TenantMemory) -> tuple[Tensor, ...]:
     tensors = []
     offset = 0
-    for entry in _named(document, "inputs"):
-        name = entry["name"]
-        parameters = _parameters(entry, "input", name)
+    for entry in entries:
+        parameters = entry.parameters
         size = parameters.get("binary_data_size")
-        place = place_of(name, parameters)
+        place = place_of(entry.name, parameters) if REGION in parameters else None
         if place is not None:
             tensors.append(_shared_input(entry, place, memory))
         elif size is None:
@@ -141,58 +177,53 @@ def _inputs(document: Mapping[str, Any], blob: bytes, memory: TenantMemory) -> t
     return tuple(tensors)
 
 
-def _shape(entry: Mapping[str, Any]) -> list[Any]:
-    shape = entry.get("shape")
-    if not isinstance(shape, list):
+def _shape(entry: _Entry) -> list[Any]:
+    if not isinstance(entry.shape, list):
         raise InvalidTensorError(
-            f"input '{entry['name']}' must have a 'shape': a list of integers", param=entry["name"]
+            f"input '{entry.name}' must have a 'shape': a list of integers", param=entry.name
         )
-    return shape
+    return entry.shape
 
 
-def _json_input(entry: Mapping[str, Any]) -> Tensor:
-    name = entry["name"]
-    if "data" not in entry:
+def _json_input(entry: _Entry) -> Tensor:
+    if entry.data is msgspec.UNSET:
         raise InvalidTensorError(
-            f"input '{name}' has neither 'data' nor a parameter 'binary_data_size'", param=name
+            f"input '{entry.name}' has neither 'data' nor a parameter 'binary_data_size'",
+            param=entry.name,
         )
-    datatype = datatype_of(name, entry.get("datatype")).name
-    return from_json(name, datatype, _shape(entry), entry["data"])
+    return from_json(entry.name, entry.datatype, _shape(entry), entry.data)
 
 
-def _shared_input(entry: Mapping[str, Any], place: Place, memory: TenantMemory) -> Tensor:
-    name = entry["name"]
-    datatype = datatype_of(name, entry.get("datatype")).name
-    check_raw_size(name, datatype, _shape(entry), place.byte_size)
-    return from_raw(name, datatype, _shape(entry), memory.read(place))
+def _shared_input(entry: _Entry, place: Place, memory: TenantMemory) -> Tensor:
+    shape = _shape(entry)
+    check_raw_size(entry.name, entry.datatype, shape, place.byte_size)
+    return from_raw(entry.name, entry.datatype, shape, memory.read(place))
 
 
-def _binary_input(entry: Mapping[str, Any], size: object, blob: bytes, offset: int) -> Tensor:
-    name = entry["name"]
+def _binary_input(entry: _Entry, size: object, blob: bytes, offset: int) -> Tensor:
     left = len(blob) - offset
     if type(size) is not int or not 0 <= size <= left:
         raise InvalidTensorError(
-            f"'binary_data_size' of input '{name}' is {size!r}; {left} bytes of binary data are "
-            "left for it",
-            param=name,
+            f"'binary_data_size' of input '{entry.name}' is {size!r}; {left} bytes of binary data "
+            "are left for it",
+            param=entry.name,
         )
-    datatype = datatype_of(name, entry.get("datatype")).name
-    return from_raw(name, datatype, _shape(entry), blob[offset : offset + size])
+    return from_raw(entry.name, entry.datatype, _shape(entry), blob[offset : offset + size])
 
 
 # ---------------------------------------------------------------- outputs
 
 
 def _outputs(
-    document: Mapping[str, Any], default: OutputWish, memory: TenantMemory
+    entries: Sequence[_Entry], default: OutputWish, memory: TenantMemory
 ) -> dict[str, OutputWish]:
     """Requested outputs, in the client's order."""
     requested = {}
-    for entry in _named(document, "outputs"):
-        name = entry["name"]
-        parameters = _parameters(entry, "output", name)
-        is_binary = bool(parameters.get("binary_data", default.is_binary))
-        requested[name] = output_wish(name, parameters, is_binary=is_binary, memory=memory)
+    for entry in entries:
+        is_binary = bool(entry.parameters.get("binary_data", default.is_binary))
+        requested[entry.name] = output_wish(
+            entry.name, entry.parameters, is_binary=is_binary, memory=memory
+        )
     return requested
 
 
@@ -213,11 +244,11 @@ def encode_response(response: InferResponse, wishes: Wishes) -> tuple[bytes, int
         elif output.is_in_message:
             entry["data"] = to_values(tensor)
         outputs.append(entry)
-    header = msgspec.json.encode(_document(response, outputs))
+    header = msgspec.json.encode(_described(response, outputs))
     return b"".join([header, *blobs]), len(header) if blobs else None
 
 
-def _document(response: InferResponse, outputs: Sequence[object]) -> dict[str, Any]:
+def _described(response: InferResponse, outputs: Sequence[object]) -> dict[str, Any]:
     document: dict[str, Any] = {"id": response.request_id} if response.request_id else {}
     document["model_name"] = response.model
     document["model_version"] = response.version

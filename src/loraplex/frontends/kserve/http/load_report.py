@@ -16,8 +16,11 @@ RESPONSE_HEADER = "endpoint-load-metrics"
 
 
 def load_headers(service: TritonService, headers: Mapping[str, str], model: str) -> dict[str, str]:
-    """None if the client does not ask, or asks for another form."""
-    form = headers.get(REQUEST_HEADER, "").strip().lower()
+    """Empty if the client does not ask, or asks for another form."""
+    asked = headers.get(REQUEST_HEADER)
+    if asked is None:
+        return {}
+    form = asked.strip().lower()
     if form not in ("text", "json"):
         return {}
     try:

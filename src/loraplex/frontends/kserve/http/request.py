@@ -1,5 +1,7 @@
 """A request under /v2 as its handler sees it, and its body within a limit."""
 
+from collections.abc import Mapping
+
 from starlette.types import Receive, Scope
 
 from loraplex.frontends.headers import headers_of
@@ -14,7 +16,7 @@ class HttpRequest:
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         self.headers = headers_of(scope)
-        self.path_params: dict[str, str] = scope["path_params"]
+        self.path_params: Mapping[str, str] = scope["path_params"]
         self.receive = receive
 
     @property
@@ -32,14 +34,14 @@ class HttpRequest:
             raise too_large(max_bytes)
         chunks: list[bytes] = []
         size = 0
-        is_whole = False
-        while not is_whole:
+        while True:
             message = await self.receive()
             if message["type"] == "http.disconnect":
                 raise ClientDisconnectedError
-            chunks.append(message.get("body", b""))
-            size += len(chunks[-1])
+            chunk = message.get("body", b"")
+            chunks.append(chunk)
+            size += len(chunk)
             if size > max_bytes:
                 raise too_large(max_bytes)
-            is_whole = not message.get("more_body", False)
-        return b"".join(chunks)
+            if not message.get("more_body", False):
+                return b"".join(chunks)

@@ -1,6 +1,7 @@
 """From a path to its route, without trying them all: some thirty patterns are below /v2."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Awaitable, Mapping, Sequence
 
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -8,13 +9,15 @@ from starlette.types import Receive, Scope, Send
 from loraplex.frontends.kserve.http.body import json_response
 
 _ANY = ""
+_MAX_KEPT = 256
+"""Paths, each as long as a request line may be."""
 
 
 class PathRouter:
     """An ASGI application: of the routes, in their order, the first whose pattern a path has.
 
     Most patterns end with a word. A path is held against those that end as it does, and against
-    those whose end may be anything.
+    those whose end may be anything. What was found lately is kept: clients ask for few paths.
     """
 
     def __init__(self, routes: Sequence[Route]) -> None:
@@ -23,16 +26,22 @@ class PathRouter:
             word: tuple(route for end, route in ends if end in (word, _ANY)) for word, _ in ends
         }
         self._with_any_end = self._by_end.get(_ANY, ())
+        self._found = functools.lru_cache(_MAX_KEPT)(self._find)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path: str = scope["path"]
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        found = self._found(scope["path"])
+        if found is None:
+            return json_response({"error": "Not Found"}, 404)(scope, receive, send)
+        scope["route"], scope["path_params"] = found
+        return found[0].app(scope, receive, send)
+
+    def _find(self, path: str) -> tuple[Route, Mapping[str, str]] | None:
+        """The route, and the path's parameters, which nobody changes."""
         for route in self._by_end.get(path.rpartition("/")[2], self._with_any_end):
-            found = route.path_regex.match(path)
-            if found is not None:
-                scope["route"], scope["path_params"] = route, found.groupdict()
-                await route.app(scope, receive, send)
-                return
-        await json_response({"error": "Not Found"}, 404)(scope, receive, send)
+            match = route.path_regex.match(path)
+            if match is not None:
+                return route, match.groupdict()
+        return None
 
 
 def _end(pattern: str) -> str:

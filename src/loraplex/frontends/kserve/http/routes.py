@@ -160,26 +160,21 @@ class Resource:
         if not self._handlers:
             response: ASGIApp = json_response({"error": "Not Found"}, 404)
         elif handler is None:
-            refusal = json_response({"error": "Method Not Allowed"}, 405)
-            refusal.headers["Allow"] = ", ".join(self._handlers)
-            response = refusal
+            not_allowed = json_response({"error": "Method Not Allowed"}, 405)
+            not_allowed.headers["Allow"] = ", ".join(self._handlers)
+            response = not_allowed
         else:
-            response = await _answered(handler, HttpRequest(scope, receive))
+            try:
+                response = await handler(HttpRequest(scope, receive))
+            except ClientDisconnectedError:
+                response = Response(status_code=CLIENT_CLOSED_REQUEST)
+            except Exception as raised:
+                response = refusal(as_loraplex_error(raised))
         await response(scope, receive, send)
 
 
-async def _answered(handler: Handler, request: HttpRequest) -> ASGIApp:
-    """The handler's answer, or its error in the room's words."""
-    try:
-        return await handler(request)
-    except ClientDisconnectedError:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
-    except Exception as raised:
-        return refusal(as_loraplex_error(raised))
-
-
 def error_answers(kinds: Iterable[type[LoraplexError]]) -> Iterable[Answer]:
-    """What _answered makes of errors of these kinds."""
+    """What a resource makes of its handlers' errors of these kinds."""
     return by_status((status_of_kind(kind).http, Media(JSON, wire.TritonFailure)) for kind in kinds)
 
 

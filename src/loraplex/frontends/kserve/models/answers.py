@@ -4,6 +4,7 @@ Token ids of `output_ids` and log probabilities of shorter sequences are padded 
 original pads. Text is one string per sequence, flat over batch and sequences.
 """
 
+import math
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -72,8 +73,7 @@ def without_batch(kind: ModelKind, tensors: Sequence[Tensor]) -> list[Tensor]:
     for tensor in tensors:
         row = kind.output(tensor.name)
         has_batch = row is not None and len(tensor.shape) > len(row.dims)
-        array = tensor.array[0] if has_batch else tensor.array
-        unbatched.append(Tensor(tensor.name, tensor.datatype, array))
+        unbatched.append(tensor.rows(0, math.prod(tensor.shape[1:])) if has_batch else tensor)
     return unbatched
 
 

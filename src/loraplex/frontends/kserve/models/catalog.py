@@ -89,11 +89,10 @@ class Catalog:
     def _find(self, name: str, principal: Principal) -> TritonModel | None:
         self._refresh()
         model = self._models.get(name)
-        if model is not None:
-            for card in self._backend.models(principal):
-                if card.name == model.card.name:
-                    return model
-        return None
+        if model is None or principal is LOCAL:  # whom _refresh has asked for
+            return model
+        names = [card.name for card in self._backend.models(principal)]
+        return model if model.card.name in names else None
 
     def _refresh(self) -> None:
         """Make the models, unless nothing has changed that they are made from."""

@@ -1,12 +1,10 @@
 """One element of a batch -> a GenerateRequest, and how its answer is to look. Pure."""
 
-import functools
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from loraplex.adapters.staging import RequestTensor
 from loraplex.core.adapter import AdapterChoice, ByTaskId
@@ -97,20 +95,23 @@ def convert(
         *(inputs, card, end_id, texts.encode),
         skip_special_tokens=options.skips_special_tokens,
     )
-    inline_adapter = _inline_adapter(inputs)
+    inline_adapter, choices = None, read_adapters(adapters)
+    if inputs.has_any(_ADAPTER):
+        inline_adapter = _inline_adapter(inputs)
+        choices = _adapters(inputs, choices)
     request = GenerateRequest(
         request_id=sender.request_id,
         model=card.name,
         prompt=_prompt(inputs),
         sampling=sampling,
-        adapters=_adapters(inputs, adapters),
+        adapters=choices,
         client_request_id=sender.client_request_id,
         add_special_tokens=options.adds_special_tokens,
         timeout_seconds=sender.timeout_seconds,
         priority=sender.priority,
-        retention=_retention(inputs),
+        retention=_retention(inputs) if inputs.has_any(_RETENTION) else None,
     )
-    if (inline_adapter is not None or request.adapters) and not options.lora_enabled:
+    if (inline_adapter is not None or choices) and not options.lora_enabled:
         raise _lora_is_off()
     wishes: dict[str, Any] = {field: inputs.flag(field) for field in inputs if field in _WISHES}
     wishes.setdefault("excludes_input", options.excludes_input)
@@ -121,9 +122,7 @@ def convert(
         returns_context_logits=sampling.return_prompt_logits,
         returns_generation_logits=sampling.return_logits,
         block_size=card.kv_block_size,
-        show_prompt=functools.partial(
-            texts.decode, skip_special_tokens=options.skips_special_tokens
-        ),
+        show_prompt=texts.decode if options.skips_special_tokens else texts.decode_all,
         accumulates_text=options.accumulates_tokens and sampling.beam is None,
         logits_datatype=options.logits_datatype,
         comes_together=sampling.beam is not None,
@@ -159,15 +158,13 @@ def _lora_is_off() -> InvalidParameterError:
     )
 
 
-_ADAPTER = ("lora_task_id", "lora_weights")
+_TASK_OR_WEIGHTS = ("lora_task_id", "lora_weights")
+_ADAPTER = frozenset({*_TASK_OR_WEIGHTS, "lora_config"})
 
 
-def _adapters(inputs: Inputs, parameter: Parameter) -> tuple[AdapterChoice, ...]:
+def _adapters(inputs: Inputs, choices: tuple[AdapterChoice, ...]) -> tuple[AdapterChoice, ...]:
     """Of the parameter, or the one of lora_task_id; none yet for an adapter that came along."""
-    choices = read_adapters(parameter)
-    if not inputs.has_any(_ADAPTER):
-        return choices
-    sent = [field for field in _ADAPTER if inputs.tensor(field) is not None]
+    sent = [field for field in _TASK_OR_WEIGHTS if inputs.tensor(field) is not None]
     if choices and sent:
         raise InvalidParameterError(
             f"the parameter 'adapters' and the input '{sent[0]}' both name an adapter; put all "
@@ -194,8 +191,8 @@ def read_adapters(parameter: Parameter) -> tuple[AdapterChoice, ...]:
 
 
 def _task_id(inputs: Inputs) -> int | None:
-    array = inputs.array("lora_task_id")
-    return None if array is None else int(array.flat[0])
+    value = inputs.first("lora_task_id")
+    return None if value is None else int(value)
 
 
 def _inline_adapter(inputs: Inputs) -> InlineAdapter | None:
@@ -219,8 +216,7 @@ def _inline_adapter(inputs: Inputs) -> InlineAdapter | None:
 
 def _request_tensor(tensor: Tensor) -> RequestTensor:
     """A view of the tensor's bytes, not a copy."""
-    data = np.ascontiguousarray(tensor.array).reshape(-1).view(np.uint8).data
-    return RequestTensor(tensor.datatype, tensor.shape, data)
+    return RequestTensor(tensor.datatype, tensor.shape, memoryview(tensor.data))
 
 
 # ---------------------------------------------------------------- the prompt
@@ -258,10 +254,8 @@ def _prompt_ids(inputs: Inputs) -> tuple[int, ...]:
 # ---------------------------------------------------------------- what the KV is worth
 
 
-def _retention(inputs: Inputs) -> KVRetention | None:
+def _retention(inputs: Inputs) -> KVRetention:
     """TensorRT-LLM's retention inputs: -1 is an open end, and no expiry."""
-    if not inputs.has_any(_RETENTION):
-        return None
     columns = {name: _integers(inputs, f"retention_token_range_{name}") for name in _RANGE_COLUMNS}
     lengths = {name: len(values) for name, values in columns.items() if values}
     if any(length != len(columns["starts"]) for length in lengths.values()):
@@ -290,10 +284,12 @@ def _retention(inputs: Inputs) -> KVRetention | None:
 
 
 _RANGE_COLUMNS = ("starts", "ends", "priorities", "durations_ms")
-_RETENTION = (
-    *(f"retention_token_range_{name}" for name in _RANGE_COLUMNS),
-    "retention_decode_priority",
-    "retention_decode_duration_ms",
+_RETENTION = frozenset(
+    {
+        *(f"retention_token_range_{name}" for name in _RANGE_COLUMNS),
+        "retention_decode_priority",
+        "retention_decode_duration_ms",
+    }
 )
 
 

@@ -5,9 +5,11 @@ that looks for them finds them.
 """
 
 import difflib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from typing import Any
 
-import numpy as np
+import msgspec
 
 from loraplex.core.errors import InvalidTensorError, UnsupportedFeatureError
 from loraplex.core.support import Support
@@ -16,15 +18,20 @@ from loraplex.frontends.kserve.models.kinds import (
     InputSpec,
     ModelKind,
 )
-from loraplex.frontends.kserve.tensors import Array, Tensor, to_text
+from loraplex.frontends.kserve.tensors import Array, Tensor, to_texts
 
 
 class Inputs:
     """The used inputs of one element of a batch, by field."""
 
-    def __init__(self, kind: ModelKind, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, kind: ModelKind, tensors: Mapping[str, Tensor], index: int, batch_size: int
+    ) -> None:
+        """tensors: of the whole batch, which stands in front; index: of the element."""
         self.kind = kind
         self._tensors = tensors
+        self._index = index
+        self._batch_size = batch_size
 
     def __contains__(self, field: str) -> bool:
         return field in self._tensors
@@ -33,42 +40,53 @@ class Inputs:
         """The fields that were sent."""
         return iter(self._tensors)
 
-    def has_any(self, fields: Collection[str]) -> bool:
+    def has_any(self, fields: Set[str]) -> bool:
         """Whether at least one of them was sent."""
-        return not self._tensors.keys().isdisjoint(fields)
+        return not fields.isdisjoint(self._tensors)
 
     def tensor(self, field: str) -> Tensor | None:
         """The tensor without its batch dimension; None if it was not sent or is empty."""
         tensor = self._tensors.get(field)
-        return None if tensor is None or tensor.array.size == 0 else tensor
+        return self._own(tensor) if tensor is not None and 0 not in tensor.shape else None
 
     def sent(self, field: str) -> Tensor:
         """As tensor(), of a field that was sent; it may be empty."""
-        return self._tensors[field]
+        return self._own(self._tensors[field])
 
     def array(self, field: str) -> Array | None:
         """As tensor(), without its name and type."""
         tensor = self.tensor(field)
         return None if tensor is None else tensor.array
 
-    def integer(self, field: str, default: int) -> int:
+    def first(self, field: str) -> Any:
+        """The first value of a tensor; None if it was not sent or is empty."""
         tensor = self._tensors.get(field)
-        return default if tensor is None or tensor.array.size == 0 else int(tensor.array.item(0))
+        if tensor is None or 0 in tensor.shape:
+            return None
+        return tensor.element(self._index and self._index * math.prod(tensor.shape[1:]))
+
+    def integer(self, field: str, default: int) -> int:
+        value = self.first(field) if field in self._tensors else None
+        return default if value is None else int(value)
 
     def number(self, field: str, default: float) -> float:
-        tensor = self._tensors.get(field)
-        return default if tensor is None or tensor.array.size == 0 else float(tensor.array.item(0))
+        value = self.first(field)
+        return default if value is None else float(value)
 
     def flag(self, field: str) -> bool:
-        tensor = self._tensors.get(field)
-        return tensor is not None and tensor.array.size > 0 and bool(tensor.array.item(0))
+        return field in self._tensors and bool(self.first(field))
 
     def texts(self, field: str) -> tuple[str, ...]:
         tensor = self._tensors.get(field)
         if tensor is None:
             return ()
-        name = self.kind.input_of(field)
-        return tuple([to_text(name, element) for element in tensor.array.ravel().tolist()])
+        strings = tensor.strings if self._batch_size == 1 else self._own(tensor).strings
+        return tuple(to_texts(self.kind.input_of(field), strings))
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        """Of a tensor of the batch what is this element's."""
+        size = math.prod(tensor.shape[1:])
+        return tensor.rows(self._index * size, (self._index + 1) * size)
 
 
 def read_inputs(
@@ -81,19 +99,13 @@ def read_inputs(
     """
     has_batch = max_batch_size > 0
     sent = _sent(kind, model, tensors, has_batch)
+    used: dict[str, Tensor] = {}
     for row, tensor in sent.values():
-        if not row.field:
-            _check_served(row, tensor)
         _check_tensor(row, model, tensor, has_batch)
+        if row.field:
+            used[row.field] = tensor
     batch_size = _batch_size(model, sent, max_batch_size)
-    used = [(row.field, each) for row, each in sent.values() if row.field]
-    elements = [
-        Inputs(
-            kind,
-            {field: Tensor(each.name, each.datatype, each.array[index]) for field, each in used},
-        )
-        for index in range(batch_size)
-    ]
+    elements = [Inputs(kind, used, index, batch_size) for index in range(batch_size)]
     if not (elements and elements[0].flag("stop")):
         _check_required(kind, model, sent)
     return elements
@@ -102,7 +114,10 @@ def read_inputs(
 def _sent(
     kind: ModelKind, model: str, tensors: Sequence[Tensor], has_batch: bool
 ) -> dict[str, tuple[InputSpec, Tensor]]:
-    """By name what was sent, with a batch dimension, and its row."""
+    """By name what was sent, with a batch dimension, and its row.
+
+    An adapter's may lack that dimension; without batches all do.
+    """
     sent: dict[str, tuple[InputSpec, Tensor]] = {}
     for tensor in tensors:
         if tensor.name in IGNORED_INPUTS:
@@ -115,15 +130,10 @@ def _sent(
                 f"input '{tensor.name}' already exists in request for model '{model}'",
                 param=tensor.name,
             )
-        sent[tensor.name] = row, _batched(row, tensor, has_batch)
+        if not has_batch or (row.is_adapter and len(tensor.shape) == len(row.dims)):
+            tensor = msgspec.structs.replace(tensor, shape=(1, *tensor.shape))
+        sent[tensor.name] = row, tensor
     return sent
-
-
-def _batched(row: InputSpec, tensor: Tensor, has_batch: bool) -> Tensor:
-    """The tensor with a batch dimension: an adapter's may lack it, without batches all do."""
-    if has_batch and not (row.is_adapter and tensor.array.ndim == len(row.dims)):
-        return tensor
-    return Tensor(tensor.name, tensor.datatype, tensor.array[np.newaxis])
 
 
 def check_requested(kind: ModelKind, model: str, requested: Sequence[str]) -> None:
@@ -142,6 +152,8 @@ def _unexpected(what: str, name: str, known: list[str], model: str) -> InvalidTe
 
 
 def _check_tensor(row: InputSpec, model: str, tensor: Tensor, has_batch: bool) -> None:
+    if not row.field:
+        _check_served(row, tensor)
     if tensor.datatype != row.datatype and tensor.datatype not in row.other_datatypes:
         datatypes = (row.datatype, *row.other_datatypes)
         expected_type = " or ".join(f"'{datatype}'" for datatype in datatypes)
@@ -150,8 +162,8 @@ def _check_tensor(row: InputSpec, model: str, tensor: Tensor, has_batch: bool) -
             f"expects {expected_type}",
             param=row.name,
         )
-    dims = tensor.array.shape[1:]
-    if not tensor.array.ndim or not (dims == row.dims or _fits(row, dims)):
+    dims = tensor.shape[1:]
+    if not tensor.shape or not (dims == row.dims or _fits(row, dims)):
         batch = [-1] if has_batch else []
         expected_shape = ",".join(str(dim) for dim in (*batch, *row.dims))
         shape = ",".join(str(dim) for dim in (tensor.shape if has_batch else dims))
@@ -173,12 +185,12 @@ def _fits(row: InputSpec, dims: tuple[int, ...]) -> bool:
 def _batch_size(
     model: str, sent: Mapping[str, tuple[InputSpec, Tensor]], max_batch_size: int
 ) -> int:
-    sizes = {tensor.array.shape[0] for _, tensor in sent.values()}
+    sizes = {tensor.shape[0] for _, tensor in sent.values()}
     if not sizes:
         return 0
     if len(sizes) > 1:
         raise _unequal_batches(model, [tensor for _, tensor in sent.values()])
-    batch_size: int = sizes.pop()
+    batch_size = sizes.pop()
     if not 1 <= batch_size <= max(max_batch_size, 1):
         raise InvalidTensorError(
             f"inference request batch-size must be <= {max_batch_size} for '{model}', and at "

@@ -36,7 +36,7 @@ def _logits(name: str, generation: Generation, array: Array) -> Tensor:
                 array = array.astype(np.float16)
         case "BF16":
             array = to_bf16(array)
-    return Tensor(name, generation.logits_datatype, array)
+    return Tensor.of(name, generation.logits_datatype, array)
 
 
 def _rows(pieces: Sequence[Logits]) -> Array:

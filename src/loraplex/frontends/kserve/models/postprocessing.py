@@ -93,5 +93,5 @@ def _passed_through(elements: Sequence[Inputs]) -> list[Tensor]:
     for name, _ in _PASSED_THROUGH:
         if name in elements[0]:
             arrays = [inputs.sent(name).array for inputs in elements]
-            tensors.append(Tensor(f"OUT_{name}", "FP32", np.stack(arrays)))
+            tensors.append(Tensor.of(f"OUT_{name}", "FP32", np.stack(arrays)))
     return tensors

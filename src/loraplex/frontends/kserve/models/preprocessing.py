@@ -144,7 +144,7 @@ def _word_list(name: str, elements: Sequence[Inputs], texts: ModelTexts) -> Tens
     """
     field = f"{name}_DICT"
     if not any(inputs.texts(field) for inputs in elements):
-        return Tensor(f"{name}_IDS", "INT32", np.zeros((len(elements), 2, 0), np.int32))
+        return Tensor.of(f"{name}_IDS", "INT32", np.zeros((len(elements), 2, 0), np.int32))
     words = [
         [texts.encode(word, add_special_tokens=False) for word in inputs.texts(field) if word]
         for inputs in elements
@@ -169,4 +169,4 @@ def _embedding_bias(model: TritonModel, elements: Sequence[Inputs], texts: Model
     for row, inputs in zip(biases, elements, strict=True):
         for token_id, bias in word_biases(inputs, texts.encode):
             row[token_id] = bias
-    return Tensor("EMBEDDING_BIAS", "FP32", biases)
+    return Tensor.of("EMBEDDING_BIAS", "FP32", biases)

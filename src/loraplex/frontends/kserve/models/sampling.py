@@ -6,6 +6,7 @@ beams have a length penalty of 0 and end as soon as there are enough of them. A 
 SamplingParams refuses is reported under the name of its tensor.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
@@ -19,9 +20,6 @@ from loraplex.serving.backend import ModelCard
 
 _NO_RESET_ID = -1
 _LOOKAHEAD = ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size")
-
-_DEFAULTS: Final = {"max_tokens": 0, "min_tokens": 1, "top_k": 1, "seed": 0}
-"""Of TensorRT-LLM's runtime, where SamplingParams has others."""
 
 _SCALARS: Final[Mapping[str, tuple[str, Callable[[Any], Any]]]] = {
     "max_tokens": ("max_tokens", int),
@@ -59,13 +57,13 @@ def sampling_params(
     skip_special_tokens: bool = True,
 ) -> SamplingParams:
     """Only what was sent is read. Raises InvalidTensorError and InvalidParameterError."""
-    values: dict[str, Any] = _DEFAULTS.copy()
+    values: dict[str, Any] = {"max_tokens": 0}
     groups: dict[_Group, None] = {}
     for field in inputs:
         if (scalar := _SCALARS.get(field)) is not None:
             name, kind = scalar
-            if (array := inputs.array(field)) is not None:
-                values[name] = kind(array.item(0))
+            if (value := inputs.first(field)) is not None:
+                values[name] = kind(value)
         elif (group := _GROUPS.get(field)) is not None:
             groups[group] = None
     for group in groups:
@@ -73,11 +71,23 @@ def sampling_params(
     ends_at_eos = end_id is not None and end_id == card.eos_token_id
     if end_id is not None and not ends_at_eos:
         values["stop_token_ids"] = (end_id,)
-    sampling = SamplingParams(
-        ignore_eos=not ends_at_eos, skip_special_tokens=skip_special_tokens, **values
+    try:
+        return _defaults(not ends_at_eos, skip_special_tokens).changed(values)
+    except InvalidParameterError as error:
+        name = inputs.kind.input_of(_FIELDS.get(error.param or "", error.param or ""))
+        raise InvalidParameterError(f"input '{name}': {error.message}", param=name) from None
+
+
+@functools.cache
+def _defaults(ignore_eos: bool, skip_special_tokens: bool) -> SamplingParams:
+    """Of TensorRT-LLM's runtime, which knows none for max_tokens."""
+    return SamplingParams(
+        min_tokens=1,
+        top_k=1,
+        seed=0,
+        ignore_eos=ignore_eos,
+        skip_special_tokens=skip_special_tokens,
     )
-    _validate(inputs, sampling)
-    return sampling
 
 
 class _Asked(NamedTuple):
@@ -141,8 +151,7 @@ def _guesses(asked: _Asked) -> dict[str, Any]:
     inputs = asked.inputs
     sent = [name for name in _LOOKAHEAD if inputs.array(name) is not None]
     if not sent:
-        array = inputs.array("num_draft_tokens")
-        return {"num_draft_tokens": None if array is None else int(array.item(0))}
+        return {"num_draft_tokens": inputs.first("num_draft_tokens")}
     if len(sent) < len(_LOOKAHEAD):
         missing = next(name for name in _LOOKAHEAD if name not in sent)
         raise InvalidTensorError(
@@ -175,11 +184,3 @@ _GROUPS: Final[Mapping[str, _Group]] = {
     **dict.fromkeys((*_LOOKAHEAD, "num_draft_tokens"), _guesses),
 }
 """Fields that make sampling parameters together, or otherwise than by their value alone."""
-
-
-def _validate(inputs: Inputs, sampling: SamplingParams) -> None:
-    try:
-        sampling.validate()
-    except InvalidParameterError as error:
-        name = inputs.kind.input_of(_FIELDS.get(error.param or "", error.param or ""))
-        raise InvalidParameterError(f"input '{name}': {error.message}", param=name) from None

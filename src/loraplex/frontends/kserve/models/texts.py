@@ -31,6 +31,10 @@ class ModelTexts:
             is_continuation=bool(first) and list(token_ids[:1]) != first,
         )
 
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """As decode, with special tokens."""
+        return self.decode(token_ids, skip_special_tokens=False)
+
     @functools.cached_property
     def _first_ids(self) -> list[int]:
         """The token that the tokenizer puts before every text, if it does."""
