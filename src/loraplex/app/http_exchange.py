@@ -27,8 +27,6 @@ class Exchange(RequestResponseCycle):
     """Bytes of the answer's body still to come; None: nobody said."""
     _is_chunked = False
     _is_bodiless = False
-    _head = b""
-    """It leaves with the first piece of the body, as ASGI has it."""
 
     def __init__(
         self,
@@ -162,7 +160,8 @@ class Exchange(RequestResponseCycle):
         self.keep_alive = keeps_alive
         self.response_started = True
         self.waiting_for_100_continue = False
-        self._head = head + b"\r\n\r\n"
+        # With the first piece if that comes in this turn; who streams may have none for minutes.
+        self.transport.write(head + b"\r\n\r\n")
 
     def _send_body(self, piece: bytes, *, is_last: bool) -> None:
         if self._is_bodiless:
@@ -174,9 +173,6 @@ class Exchange(RequestResponseCycle):
             self._num_owed -= len(piece)
             if self._num_owed < 0 or (is_last and self._num_owed > 0):
                 raise RuntimeError("the answer is not as long as its content-length")
-        if self._head:
-            piece = self._head + piece
-            self._head = b""
         self.transport.write(piece, at_once=is_last)
         if is_last:
             self.response_complete = True

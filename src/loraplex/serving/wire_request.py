@@ -110,6 +110,10 @@ class WireRequest(msgspec.Struct, eq=False):
     ended_ns: int = 0
     _trace: TraceParent | None = None
 
+    def __repr__(self) -> str:
+        """Without the headers: one may be a key."""
+        return f"<{self.protocol} request {self.request_id} {self.method} {self.path}>"
+
     @property
     def trace(self) -> TraceParent:
         """Made when somebody asks first: of most requests nobody does. Any thread may."""

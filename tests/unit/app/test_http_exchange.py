@@ -55,6 +55,16 @@ async def test_a_whole_answer_is_one_write_at_once():
     assert data.endswith(b"3\r\nabc\r\n0\r\n\r\n")
 
 
+async def test_the_head_of_a_stream_does_not_wait_for_its_first_piece():
+    socket = Socket()
+    answer = exchange(socket)
+    await answer.send(START)
+    await asyncio.sleep(0)
+    [head] = socket.written
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert head.endswith(b"\r\n\r\n")
+
+
 async def test_pieces_do_not_wait_for_those_that_are_not_there():
     socket = Socket()
     answer = exchange(socket)

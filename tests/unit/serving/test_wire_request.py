@@ -36,3 +36,10 @@ def test_a_trace_is_made_once_and_shared_with_those_within():
     within = request.within()
     assert within.trace is request.trace is request.within().trace
     assert other.trace.trace_id != request.trace.trace_id
+
+
+def test_its_headers_are_not_shown_where_it_is():
+    headers = {"authorization": "Bearer sk-secret"}
+    request = Telemetry().begin("http", "GET", "/v1/models", "", headers)
+    assert "/v1/models" in repr(request)
+    assert "secret" not in repr(request)
