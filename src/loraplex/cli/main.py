@@ -17,6 +17,7 @@ from loraplex.cli.replay import replay
 from loraplex.cli.serve import serve
 from loraplex.cli.triton import triton_app
 from loraplex.cli.triton_tools import fill_template, launch_triton_server
+from loraplex.core.environment import leave_grpc_out_of_forks
 from loraplex.core.version import __version__
 
 app = typer.Typer(
@@ -63,3 +64,4 @@ def main(
 ) -> None:
     """Serve one base model with thousands of LoRA adapters."""
     del version
+    leave_grpc_out_of_forks()

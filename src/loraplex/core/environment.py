@@ -25,6 +25,7 @@ _OTLP_TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 _TRACES_PATH = "/v1/traces"
 _SERVICE_NAME = "loraplex"
 _SLEEPING_THREADS = ("OMP_WAIT_POLICY", "PASSIVE")
+_NO_GRPC_FORKS = ("GRPC_ENABLE_FORK_SUPPORT", "false")
 
 
 def environment_fields(environment: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -146,3 +147,12 @@ def let_threads_sleep() -> None:
     keeps its partner off the processor: steps of a small model then take a hundred times longer.
     """
     os.environ.setdefault(*_SLEEPING_THREADS)
+
+
+def leave_grpc_out_of_forks() -> None:
+    """For this process, unless the operator decided otherwise: call it before grpc is imported.
+
+    gRPC prepares for children that go on with its own code, and writes a line where it cannot.
+    Whatever serving starts is another program at once.
+    """
+    os.environ.setdefault(*_NO_GRPC_FORKS)

@@ -11,6 +11,7 @@ from loraplex.core.config_layers import Layer, field_layers, file_layer, parse_b
 from loraplex.core.environment import (
     child_environment,
     environment_fields,
+    leave_grpc_out_of_forks,
     let_threads_sleep,
     state_directory,
 )
@@ -309,13 +310,22 @@ def test_settings_do_not_reach_child_processes_by_variables(monkeypatch):
     assert child_environment()["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
-def test_threads_sleep_unless_the_operator_decided(monkeypatch):
-    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    let_threads_sleep()
-    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
-    monkeypatch.delenv("OMP_WAIT_POLICY")
-    let_threads_sleep()
-    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+@pytest.mark.parametrize(
+    ("prepare", "name", "ours", "operators"),
+    [
+        (let_threads_sleep, "OMP_WAIT_POLICY", "PASSIVE", "ACTIVE"),
+        (leave_grpc_out_of_forks, "GRPC_ENABLE_FORK_SUPPORT", "false", "true"),
+    ],
+)
+def test_our_variables_for_libraries_give_way_to_the_operators(
+    monkeypatch, prepare, name, ours, operators
+):
+    monkeypatch.setenv(name, operators)
+    prepare()
+    assert os.environ[name] == operators
+    monkeypatch.delenv(name)
+    prepare()
+    assert os.environ[name] == ours
 
 
 @pytest.mark.parametrize(
