@@ -3,10 +3,10 @@
     make .triton
     python benchmarks/transport.py [--pairs 5] [--seconds 2] [--output benchmarks/results/transport]
 
-Ours is transport_server.py; the real one is tritonserver 2.51 with two models of its Python
-backend, one that answers once and one that is decoupled. Both are up all the time, and are asked in
-turns: ours, real, ours, real. The clients run on this machine, too. Processor time is that of the
-server's processes, and hardly depends on what else the machine does.
+Ours is transport_server.py; the real one is tritonserver 2.51 with the models of
+transport_models.py. Both are up all the time, and are asked in turns: ours, real, ours, real. The
+clients run on this machine, too. Processor time is that of the server's processes, and hardly
+depends on what else the machine does.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 from transport_client import STREAM_LENGTH, Measured
-from transport_server import MAX_BATCH_SIZE, STREAMED, UNARY
+from transport_models import write_repository
 
 from loraplex.bench.machine import Code, Machine, machine_lines, this_code, this_machine
 from loraplex.bench.markdown import markdown_table
@@ -32,52 +32,10 @@ from loraplex.testing.real_triton import MISSING, running_triton, tritonserver
 HERE = Path(__file__).parent
 CELLS = (
     *("http unary", "grpc unary", "http tritonclient", "grpc tritonclient"),
-    *("http stream", "grpc stream"),
+    *("http stream", "grpc stream", "http ensemble", "grpc ensemble"),
 )
 CONCURRENCIES = (1, 16)
 _TICKS = os.sysconf("SC_CLK_TCK")
-
-CONFIG = """
-name: "{name}"
-backend: "python"
-max_batch_size: {batch}
-input [
-  {{ name: "text_input" data_type: TYPE_STRING dims: [ 1 ] }},
-  {{ name: "max_tokens" data_type: TYPE_INT32 dims: [ 1 ] }},
-  {{ name: "stream" data_type: TYPE_BOOL dims: [ 1 ] optional: true }}
-]
-output [ {{ name: "text_output" data_type: TYPE_STRING dims: [ -1 ] }} ]
-instance_group [ {{ count: 1 kind: KIND_CPU }} ]
-model_transaction_policy {{ decoupled: {decoupled} }}
-"""
-UNARY_MODEL = """
-import triton_python_backend_utils as backend
-
-
-class TritonPythonModel:
-    def execute(self, requests):
-        responses = []
-        for request in requests:
-            text = backend.get_input_tensor_by_name(request, "text_input").as_numpy()
-            responses.append(backend.InferenceResponse([backend.Tensor("text_output", text)]))
-        return responses
-"""
-STREAMED_MODEL = """
-import triton_python_backend_utils as backend
-
-
-class TritonPythonModel:
-    def execute(self, requests):
-        for request in requests:
-            sender = request.get_response_sender()
-            text = backend.get_input_tensor_by_name(request, "text_input").as_numpy()
-            count = backend.get_input_tensor_by_name(request, "max_tokens").as_numpy().item()
-            for index in range(count):
-                response = backend.InferenceResponse([backend.Tensor("text_output", text)])
-                is_last = index == count - 1
-                final = backend.TRITONSERVER_RESPONSE_COMPLETE_FINAL if is_last else 0
-                sender.send(response, flags=final)
-"""
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -144,13 +102,7 @@ def our_server(settings: Sequence[str]) -> Iterator[Address]:
 def real_server(program: Path) -> Iterator[Address]:
     with tempfile.TemporaryDirectory() as folder:
         repository = Path(folder) / "repository"
-        for name, code in ((UNARY, UNARY_MODEL), (STREAMED, STREAMED_MODEL)):
-            version = repository / name / "1"
-            version.mkdir(parents=True)
-            (version / "model.py").write_text(code)
-            decoupled = str(name == STREAMED).lower()
-            text = CONFIG.format(name=name, batch=MAX_BATCH_SIZE, decoupled=decoupled)
-            (version.parent / "config.pbtxt").write_text(text)
+        write_repository(repository)
         with running_triton(program, repository, Path(folder) / "triton.log") as triton:
             yield Address(triton.http, triton.grpc, triton.process.pid)
 
@@ -212,7 +164,10 @@ def markdown(report: TransportReport) -> str:
         f"streamed request brings {STREAM_LENGTH} responses. The ratio is of responses a second, "
         "ours over the real one's: the median of the pairs, and their range. CPU is the servers' "
         "processor time for a response. Unary over HTTP is asked through bare sockets, over gRPC "
-        "through bare stubs; tritonclient's rows are the same requests through its own clients."
+        "through bare stubs; tritonclient's rows are the same requests through its own clients. "
+        "Behind the real one's ensemble are three models that echo, called and wired as the "
+        "TensorRT-LLM backend's; in all other rows it is one. Ours does the same in all rows: "
+        "what it does for a model of texts."
     )
     lines += ["", *machine_lines(report.created, report.code, report.machine)]
     low, high = min(report.loads), max(report.loads)

@@ -29,7 +29,7 @@ STREAM_LENGTH = 32
 WARM_UP_SECONDS = 0.5
 _TEXT = b"hello world"
 _CONTENT_LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
-_UNARY, _STREAMED = "echo", "echo_stream"
+_UNARY, _STREAMED, _ENSEMBLE = "echo", "echo_stream", "ensemble"
 
 Ask = Callable[[], Awaitable[int]]
 """One request; how many responses came."""
@@ -57,7 +57,7 @@ def _post(path: str, body: bytes, headers: str = "") -> bytes:
     return head.encode() + body
 
 
-def _binary_infer() -> bytes:
+def _binary_infer(model: str) -> bytes:
     """As tritonclient sends it: JSON, and the tensors' bytes behind it."""
     data = [_element(_TEXT), struct.pack("<i", 1)]
     rows = [("text_input", "BYTES", data[0]), ("max_tokens", "INT32", data[1])]
@@ -76,7 +76,7 @@ def _binary_infer() -> bytes:
         }
     ).encode()
     length = f"Inference-Header-Content-Length: {len(header)}\r\n"
-    return _post(f"/v2/models/{_UNARY}/infer", header + b"".join(data), length)
+    return _post(f"/v2/models/{model}/infer", header + b"".join(data), length)
 
 
 def _generate_stream() -> bytes:
@@ -84,9 +84,9 @@ def _generate_stream() -> bytes:
     return _post(f"/v2/models/{_STREAMED}/generate_stream", json.dumps(body).encode())
 
 
-async def _http_unary(address: str) -> Ask:
+async def _http_unary(address: str, model: str) -> Ask:
     reader, writer = await _connected(address)
-    request = _binary_infer()
+    request = _binary_infer(model)
 
     async def ask() -> int:
         writer.write(request)
@@ -142,8 +142,8 @@ def _int32(value: int) -> bytes:
     return struct.pack("<i", value)
 
 
-def _grpc_unary(stub: service_pb2_grpc.GRPCInferenceServiceStub) -> Ask:
-    message = _message(_UNARY, 1)
+def _grpc_unary(stub: service_pb2_grpc.GRPCInferenceServiceStub, model: str) -> Ask:
+    message = _message(model, 1)
 
     async def ask() -> int:
         response = await stub.ModelInfer(message)
@@ -199,12 +199,15 @@ async def _asks(cell: str, address: str, concurrency: int) -> list[Ask]:
     if cell.endswith("tritonclient"):
         module = triton_http if cell.startswith("http") else triton_grpc
         return [_tritonclient(module, address, concurrency)] * concurrency
+    model = _ENSEMBLE if cell.endswith("ensemble") else _UNARY
+    if cell == "http stream":
+        return [await _http_stream(address) for _ in range(concurrency)]
     if cell.startswith("http"):
-        make = _http_stream if cell == "http stream" else _http_unary
-        return [await make(address) for _ in range(concurrency)]
+        return [await _http_unary(address, model) for _ in range(concurrency)]
     stub = service_pb2_grpc.GRPCInferenceServiceStub(grpc.aio.insecure_channel(address))
-    ask = _grpc_stream if cell == "grpc stream" else _grpc_unary
-    return [ask(stub) for _ in range(concurrency)]
+    if cell == "grpc stream":
+        return [_grpc_stream(stub) for _ in range(concurrency)]
+    return [_grpc_unary(stub, model) for _ in range(concurrency)]
 
 
 async def measure(cell: str, address: str, concurrency: int, seconds: float) -> Measured:

@@ -32,7 +32,7 @@ from loraplex.serving.draining import Draining
 from loraplex.testing.echo_backend import EchoBackend
 from loraplex.testing.running_server import free_ports
 
-UNARY, STREAMED = "echo", "echo_stream"
+UNARY, STREAMED, ENSEMBLE_OF_THREE = "echo", "echo_stream", "ensemble"
 MAX_BATCH_SIZE = 8
 
 
@@ -91,8 +91,10 @@ async def serve(values: dict[str, Any]) -> None:
     settings = ServerConfig(http_port=http_port, grpc_port=grpc_port, **values)
     backend = OneStepEcho()
     draining = Draining(SystemClock(), num_running=lambda: 0, end_all=_nothing_runs)
-    declarations = [_declaration(UNARY, is_decoupled=False)]
-    declarations.append(_declaration(STREAMED, is_decoupled=True))
+    declarations = [
+        _declaration(name, is_decoupled=name == STREAMED)
+        for name in (UNARY, STREAMED, ENSEMBLE_OF_THREE)
+    ]
     triton = TritonService(backend, declarations=declarations)
     async with contextlib.AsyncExitStack() as stack:
         reporting = stack.enter_context(reporting_requests(settings))

@@ -1,7 +1,9 @@
 """Masks and guesses of constrained rows: what may come, where it ends, and who fails."""
 
+import itertools
 import random
 import threading
+import time
 
 import pytest
 
@@ -241,6 +243,26 @@ def test_a_grammar_that_is_too_large_fails_its_row_alone(rows):
     assert "\n" not in rows.problem(0).message, "no dump of the parser"
     assert small.any()
     assert rows.problem(1) is None
+
+
+def test_a_grammar_that_takes_the_processor_for_long_fails_its_row(rows, monkeypatch):
+    monkeypatch.setattr(time, "thread_time", itertools.count(step=0.3).__next__)
+    rows.add_row(row(regex("a*")))
+
+    while EOS in allowed(rows)[0]:
+        rows.accept(0, encode("a"))
+
+    assert "after 1 tokens that has taken more than 1.0 s" in rows.problem(0).message
+
+
+def test_a_machine_that_stands_still_once_fails_no_row(rows, monkeypatch):
+    times = itertools.chain((0.0, 60.0), itertools.count(60.0, 0.001))
+    monkeypatch.setattr(time, "thread_time", times.__next__)
+    rows.add_row(row(regex("a*")))
+
+    for _ in range(20):
+        assert EOS in allowed(rows)[0]
+        rows.accept(0, encode("a"))
 
 
 def test_a_token_outside_the_grammar_is_the_rows_problem(rows):

@@ -1,0 +1,190 @@
+"""The models of the real Triton that transport.py asks: echoes, in its Python backend.
+
+One that answers once, one that is decoupled, and one as the TensorRT-LLM backend's repositories
+have it: an ensemble of three. Ours answers all of them with what stands behind its `ensemble`.
+"""
+
+from pathlib import Path
+
+from transport_server import ENSEMBLE_OF_THREE, MAX_BATCH_SIZE, STREAMED, UNARY
+
+_INPUTS = """
+input [
+  { name: "text_input" data_type: TYPE_STRING dims: [ 1 ] },
+  { name: "max_tokens" data_type: TYPE_INT32 dims: [ 1 ] }
+]
+"""
+_STREAM_INPUT = """
+input [ { name: "stream" data_type: TYPE_BOOL dims: [ 1 ] optional: true } ]
+"""
+_OUTPUTS = """
+output [ { name: "text_output" data_type: TYPE_STRING dims: [ -1 ] } ]
+"""
+_BACKEND = """
+backend: "python"
+instance_group [ { count: 1 kind: KIND_CPU } ]
+"""
+_UNARY_CODE = """
+import triton_python_backend_utils as backend
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            text = backend.get_input_tensor_by_name(request, "text_input").as_numpy()
+            responses.append(backend.InferenceResponse([backend.Tensor("text_output", text)]))
+        return responses
+"""
+_STREAMED_CODE = """
+import triton_python_backend_utils as backend
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            sender = request.get_response_sender()
+            text = backend.get_input_tensor_by_name(request, "text_input").as_numpy()
+            count = backend.get_input_tensor_by_name(request, "max_tokens").as_numpy().item()
+            for index in range(count):
+                response = backend.InferenceResponse([backend.Tensor("text_output", text)])
+                is_last = index == count - 1
+                final = backend.TRITONSERVER_RESPONSE_COMPLETE_FINAL if is_last else 0
+                sender.send(response, flags=final)
+"""
+
+# Of the three: a character is a token, so that nothing is timed that is no transport.
+_PREPROCESSING_TENSORS = """
+input [
+  { name: "QUERY" data_type: TYPE_STRING dims: [ 1 ] },
+  { name: "REQUEST_OUTPUT_LEN" data_type: TYPE_INT32 dims: [ 1 ] }
+]
+output [
+  { name: "INPUT_ID" data_type: TYPE_INT32 dims: [ -1 ] },
+  { name: "REQUEST_INPUT_LEN" data_type: TYPE_INT32 dims: [ 1 ] },
+  { name: "REQUEST_OUTPUT_LEN" data_type: TYPE_INT32 dims: [ 1 ] }
+]
+"""
+_PREPROCESSING_CODE = """
+import numpy as np
+import triton_python_backend_utils as backend
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            text = backend.get_input_tensor_by_name(request, "QUERY").as_numpy().item()
+            length = backend.get_input_tensor_by_name(request, "REQUEST_OUTPUT_LEN").as_numpy()
+            ids = np.array([list(text)], dtype=np.int32)
+            tensors = [
+                backend.Tensor("INPUT_ID", ids),
+                backend.Tensor("REQUEST_INPUT_LEN", np.array([[ids.size]], dtype=np.int32)),
+                backend.Tensor("REQUEST_OUTPUT_LEN", length),
+            ]
+            responses.append(backend.InferenceResponse(tensors))
+        return responses
+"""
+_TENSORRT_LLM_TENSORS = """
+input [
+  { name: "input_ids" data_type: TYPE_INT32 dims: [ -1 ] },
+  { name: "input_lengths" data_type: TYPE_INT32 dims: [ 1 ] },
+  { name: "request_output_len" data_type: TYPE_INT32 dims: [ 1 ] }
+]
+output [
+  { name: "output_ids" data_type: TYPE_INT32 dims: [ -1, -1 ] },
+  { name: "sequence_length" data_type: TYPE_INT32 dims: [ -1 ] }
+]
+"""
+_TENSORRT_LLM_CODE = """
+import triton_python_backend_utils as backend
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            ids = backend.get_input_tensor_by_name(request, "input_ids").as_numpy()
+            lengths = backend.get_input_tensor_by_name(request, "input_lengths").as_numpy()
+            tensors = [
+                backend.Tensor("output_ids", ids[:, None, :].copy()),
+                backend.Tensor("sequence_length", lengths),
+            ]
+            responses.append(backend.InferenceResponse(tensors))
+        return responses
+"""
+_POSTPROCESSING_TENSORS = """
+input [
+  { name: "TOKENS_BATCH" data_type: TYPE_INT32 dims: [ -1, -1 ] },
+  { name: "SEQUENCE_LENGTH" data_type: TYPE_INT32 dims: [ -1 ] }
+]
+output [ { name: "OUTPUT" data_type: TYPE_STRING dims: [ -1 ] } ]
+"""
+_POSTPROCESSING_CODE = """
+import numpy as np
+import triton_python_backend_utils as backend
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            ids = backend.get_input_tensor_by_name(request, "TOKENS_BATCH").as_numpy()
+            lengths = backend.get_input_tensor_by_name(request, "SEQUENCE_LENGTH").as_numpy()
+            texts = [[bytes(ids[0, 0, : lengths.item()].tolist())]]
+            text = backend.Tensor("OUTPUT", np.array(texts, dtype=object))
+            responses.append(backend.InferenceResponse([text]))
+        return responses
+"""
+_STEPS = """
+ensemble_scheduling {
+  step [
+    {
+      model_name: "preprocessing"
+      model_version: -1
+      input_map { key: "QUERY" value: "text_input" }
+      input_map { key: "REQUEST_OUTPUT_LEN" value: "max_tokens" }
+      output_map { key: "INPUT_ID" value: "_INPUT_ID" }
+      output_map { key: "REQUEST_INPUT_LEN" value: "_REQUEST_INPUT_LEN" }
+      output_map { key: "REQUEST_OUTPUT_LEN" value: "_REQUEST_OUTPUT_LEN" }
+    },
+    {
+      model_name: "tensorrt_llm"
+      model_version: -1
+      input_map { key: "input_ids" value: "_INPUT_ID" }
+      input_map { key: "input_lengths" value: "_REQUEST_INPUT_LEN" }
+      input_map { key: "request_output_len" value: "_REQUEST_OUTPUT_LEN" }
+      output_map { key: "output_ids" value: "_TOKENS_BATCH" }
+      output_map { key: "sequence_length" value: "_SEQUENCE_LENGTH" }
+    },
+    {
+      model_name: "postprocessing"
+      model_version: -1
+      input_map { key: "TOKENS_BATCH" value: "_TOKENS_BATCH" }
+      input_map { key: "SEQUENCE_LENGTH" value: "_SEQUENCE_LENGTH" }
+      output_map { key: "OUTPUT" value: "text_output" }
+    }
+  ]
+}
+"""
+_ECHO = _BACKEND + _INPUTS + _STREAM_INPUT + _OUTPUTS
+_MODELS = {
+    UNARY: (_ECHO, _UNARY_CODE),
+    STREAMED: (_ECHO + "model_transaction_policy { decoupled: true }\n", _STREAMED_CODE),
+    "preprocessing": (_BACKEND + _PREPROCESSING_TENSORS, _PREPROCESSING_CODE),
+    "tensorrt_llm": (_BACKEND + _TENSORRT_LLM_TENSORS, _TENSORRT_LLM_CODE),
+    "postprocessing": (_BACKEND + _POSTPROCESSING_TENSORS, _POSTPROCESSING_CODE),
+    ENSEMBLE_OF_THREE: ('platform: "ensemble"\n' + _INPUTS + _OUTPUTS + _STEPS, ""),
+}
+"""By name: the configuration, and the Python backend's code."""
+
+
+def write_repository(folder: Path) -> None:
+    """A model repository, from nothing."""
+    for name, (config, code) in _MODELS.items():
+        version = folder / name / "1"
+        version.mkdir(parents=True)
+        if code:
+            (version / "model.py").write_text(code)
+        head = f'name: "{name}"\nmax_batch_size: {MAX_BATCH_SIZE}\n'
+        (version.parent / "config.pbtxt").write_text(head + config)
