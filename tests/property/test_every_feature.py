@@ -1,6 +1,7 @@
 """Everything that can be asked of an engine, under all conditions: the answers are those alone."""
 
 import dataclasses
+import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +29,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 NUM_QUICK = 20
 """Schedules of each model; each has seeds of its own."""
-NUM_SLOW = 600
+NUM_SLOW = int(os.environ.get("LORAPLEX_FEATURE_SCHEDULES", "200"))
+"""More by hand, after a change of scheduling."""
 HAPPENINGS = (
     "aborts",
     "accepted",
