@@ -16,6 +16,7 @@ from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.access import Authenticate, by_api_key, everyone_is_local
 from loraplex.frontends.guard import KeyGuard, PageGuard
 from loraplex.frontends.kserve.http.routes import refusal as kserve_refusal
+from loraplex.frontends.openai.answers import DIGESTS_HEADER
 from loraplex.frontends.openai.errors import error_response as openai_refusal
 from loraplex.serving.access.api_key_ring import ApiKeys
 
@@ -25,7 +26,7 @@ OPEN_PATHS = (
     *("/v2/health/live", "/v2/health/ready"),
 )
 """What load balancers ask."""
-_SHOWN_HEADERS = ("x-request-id", "retry-after")
+_SHOWN_HEADERS = ("x-request-id", "retry-after", DIGESTS_HEADER)
 
 
 def api_keys(settings: ServerConfig, given: Sequence[str] = ()) -> ApiKeys | None:

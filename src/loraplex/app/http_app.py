@@ -18,14 +18,18 @@ from loraplex.frontends.access import Authenticate
 from loraplex.frontends.kserve.http.router import PathRouter
 from loraplex.frontends.kserve.http.routes import kserve_routes
 from loraplex.frontends.kserve.service import TritonService
-from loraplex.frontends.openai.app import ALL_METHODS, openai_fallback_routes, openai_routes
+from loraplex.frontends.openai.app import (
+    openai_fallback_routes,
+    openai_routes,
+    refused_method,
+    refused_route,
+)
 from loraplex.frontends.openai.dialect import OPENAI, Dialect
-from loraplex.frontends.openai.errors import INVALID, ErrorDetail, json_error
 from loraplex.frontends.openai.responses_api.store import StoreLimits
 from loraplex.frontends.openai.room import OpenAIOptions
 from loraplex.frontends.openapi.document import document
 from loraplex.frontends.openapi.operation import described, json_of
-from loraplex.frontends.ops.answers import answers_errors, json_answer
+from loraplex.frontends.ops.answers import answers_errors
 from loraplex.frontends.ops.drain import drain_routes
 from loraplex.frontends.ops.health import health_routes
 from loraplex.frontends.ops.metrics import described_metrics
@@ -73,7 +77,7 @@ def http_app(
     routes = [
         *health_routes(backend, stats.report, authenticate),
         *drain_routes(draining, authenticate),
-        ToldRoute("/metrics", described_metrics(metrics)),
+        ToldRoute("/metrics", described_metrics(metrics), methods=["GET"]),
     ]
     open_paths = () if settings.health_needs_key else OPEN_PATHS
     routes.append(
@@ -95,28 +99,25 @@ def _other_methods(routes: Sequence[ToldRoute]) -> Iterator[ToldRoute]:
         if route.methods:
             taken.setdefault(route.path, set()).update(route.methods)
     for path, methods in taken.items():
-        refuse = functools.partial(_refuse_method, allowed=", ".join(sorted(methods)))
-        others = [method for method in ALL_METHODS if method not in methods]
-        yield ToldRoute(path, refuse, methods=others, include_in_schema=False)
+        # An app, no function: its route takes every method.
+        yield ToldRoute(path, _MethodRefusal(", ".join(sorted(methods))), include_in_schema=False)
 
 
-async def _refuse_method(request: Request, allowed: str) -> Response:
-    del request
-    raise HTTPException(405, f"it takes {allowed}", {"allow": allowed})
+class _MethodRefusal:
+    def __init__(self, allowed: str) -> None:
+        self._allowed = allowed
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        return refused_method(Request(scope), self._allowed)(scope, receive, send)
 
 
 async def _no_such_route(request: Request, error: Exception) -> Response:
-    """404 and 405 of the framework, in the words of the room that the path would belong to."""
+    """404 and 405 of the framework, which never sees KServe's paths, in OpenAI's words."""
     assert isinstance(error, HTTPException)
-    path = request.url.path
-    if path == "/v2" or path.startswith("/v2/"):
-        response = json_answer({"error": error.detail}, error.status_code)
-    else:
-        message = f"there is no route {request.method} {path[:200]}"
-        detail = ErrorDetail(message, INVALID, None, "route_not_found")
-        response = json_error(error.status_code, detail)
-    response.headers.update(error.headers or {})
-    return response
+    if error.status_code == 405:
+        assert error.headers is not None
+        return refused_method(request, error.headers["Allow"])
+    return refused_route(request)
 
 
 class KServeFirst:

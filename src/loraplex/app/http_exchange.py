@@ -10,7 +10,7 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from loraplex.app.gathered_writes import GatheredWrites
-from loraplex.core.errors import BodyTimeoutError
+from loraplex.core.errors import LoraplexError
 
 _HEADERS = re.compile(rb"[^\r\n]*(?:\r\n[!#$%&'*+\-.^_`|~0-9A-Za-z]+: [^\x00-\x08\x0a-\x1f\x7f]*)*")
 """A status line, and lines that are headers."""
@@ -55,8 +55,8 @@ class Exchange(RequestResponseCycle):
         self._has_end = False
         """Of the body."""
         self._has_told_end = False
-        self._late_seconds: float | None = None
-        """The body had so many, and is not there."""
+        self._failure: LoraplexError | None = None
+        """Why the rest of the body is not read."""
         self._news: asyncio.Event | None = None
         """For who waits; mostly nobody has to."""
 
@@ -79,9 +79,9 @@ class Exchange(RequestResponseCycle):
         if self._news is not None:
             self._wake(self._news)
 
-    def is_late(self, seconds: float) -> None:
-        """The body has not come within its time."""
-        self._late_seconds = seconds
+    def give_up(self, error: LoraplexError) -> None:
+        """The rest of the body is not waited for."""
+        self._failure = error
         if self._news is not None:
             self._wake(self._news)
 
@@ -98,7 +98,7 @@ class Exchange(RequestResponseCycle):
     # ---------------------------------------------------------------- what the application asks
 
     async def receive(self) -> Any:
-        """Raises BodyTimeoutError, once all that came is told."""
+        """Raises why the rest of the body is not read, once all that came is told."""
         if self.waiting_for_100_continue and not self.transport.is_closing():
             self.waiting_for_100_continue = False
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -110,12 +110,10 @@ class Exchange(RequestResponseCycle):
                 self._num_bytes = 0
                 self._has_told_end = self._has_end
                 return {"type": "http.request", "body": body, "more_body": not self._has_end}
-            if self._late_seconds is not None and not self._has_end:
-                # The rest of the connection cannot be read.
+            if self._failure is not None and not self._has_end:
+                # Nor is what comes behind it.
                 self.keep_alive = False
-                raise BodyTimeoutError(
-                    f"the request body did not come within {self._late_seconds:g} seconds"
-                )
+                raise self._failure
             if self._news is None:
                 self._news = asyncio.Event()
             await self._news.wait()
@@ -136,7 +134,9 @@ class Exchange(RequestResponseCycle):
             self._send_head(message["status"], message.get("headers", ()))
 
     def _send_head(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        lines, num_bytes, keeps_alive = [_STATUS_LINES[status]], None, self.keep_alive
+        lines, num_bytes = [_STATUS_LINES[status]], None
+        # Who was not told to go on may send the body next, or another request: nobody can tell.
+        keeps_alive = self.keep_alive and (self._has_end or not self.waiting_for_100_continue)
         for name, value in [*self.default_headers, *headers]:
             lower = name.lower()
             if lower == b"content-length":

@@ -24,14 +24,19 @@ from loraplex.app.http_refusals import (
     Refusal,
     Refused,
     body_of,
+    not_a_target,
     not_http,
 )
+from loraplex.core.errors import BodyTimeoutError, NotReadyError
 from loraplex.frontends.telemetry.connections import HttpConnections
 
 _END = b"\r\n\r\n"
 """Every head ends so, and every body in chunks: the parser takes no other line ends."""
 _BLANKS = b" \t"
 """No part of a header's value; the parser leaves those behind it."""
+_LINE_ENDS = b"\r\n"
+_MOST_EARLY = 64 * 1024
+"""Bytes behind a request in work that are read: who stopped reading would not see its client go."""
 
 
 class LimitedConnection(HttpToolsProtocol):
@@ -115,6 +120,12 @@ class LimitedConnection(HttpToolsProtocol):
             self._keep(b"")
             self._read(early)
 
+    def shutdown(self) -> None:
+        """Called when the server stops. A request that is here as a whole is still answered."""
+        super().shutdown()
+        if self._is_in_body and self.cycle is not None:
+            self.cycle.give_up(NotReadyError("the server is stopping", retry_after_seconds=1))
+
     def _look_if_idle(self) -> None:
         """One timer for many requests: a timer for each would be stopped long before its time."""
         self._idle_timer = None
@@ -131,13 +142,17 @@ class LimitedConnection(HttpToolsProtocol):
 
     def _keep(self, early: bytes) -> None:
         self._early = early
-        self._flow.hold(is_held=bool(early))
+        self._flow.hold(is_held=len(early) > _MOST_EARLY)
 
     # ---------------------------------------------------------------- reading
 
     def _read(self, data: bytes) -> None:
         """Feed the parser, never beyond the end of a request: one at a time is answered."""
         while data:
+            if not (self._is_in_body or self._num_pending):
+                data = data.lstrip(_LINE_ENDS)  # between two requests: RFC 9112, 2.2
+                if not data:
+                    break
             size = self._next_size(data)
             if not self._feed(data[:size]):
                 return
@@ -287,7 +302,9 @@ class LimitedConnection(HttpToolsProtocol):
 
     def _body_is_late(self) -> None:
         assert self.cycle is not None
-        self.cycle.is_late(self._limits.body_timeout_seconds)
+        seconds = self._limits.body_timeout_seconds
+        error = BodyTimeoutError(f"the request body did not come within {seconds:g} seconds")
+        self.cycle.give_up(error)
 
     # ---------------------------------------------------------------- refusing
 
@@ -305,7 +322,7 @@ class LimitedConnection(HttpToolsProtocol):
 
 
 class _Flow(FlowControl):
-    """Nothing is read while bytes wait here: a client could have any number of them kept."""
+    """Nothing is read while it is held: a client could have any number of bytes kept."""
 
     _is_held = False
 
@@ -329,7 +346,10 @@ class _Target(NamedTuple):
 
 @functools.lru_cache(maxsize=256)  # clients ask for the same again and again
 def _target_of(url: bytes) -> _Target:
-    target = httptools.parse_url(url)
+    try:
+        target = httptools.parse_url(url)
+    except httptools.HttpParserInvalidURLError:
+        raise Refused(not_a_target()) from None
     raw_path = target.path or b"/"
     path = raw_path.decode("ascii")
     return _Target(unquote(path) if "%" in path else path, raw_path, target.query or b"")

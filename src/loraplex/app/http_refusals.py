@@ -47,7 +47,7 @@ class Refusal(NamedTuple):
 
     def answer(self) -> bytes:
         """The whole response; the connection ends with it."""
-        is_theirs = self.status < 500
+        is_theirs = self.status != 503
         error = {
             "message": self.message,
             "type": "invalid_request_error" if is_theirs else "service_unavailable_error",
@@ -78,6 +78,10 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 def not_http(error: Exception) -> Refusal:
     return Refusal(400, _INVALID, f"this is not HTTP: {error}")
+
+
+def not_a_target() -> Refusal:
+    return Refusal(400, _INVALID, "the request's target is no URL")
 
 
 def body_of(

@@ -7,7 +7,8 @@ import functools
 import os
 import resource
 import socket
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import uvicorn
@@ -23,6 +24,7 @@ from loraplex.frontends.telemetry.connections import HttpConnections
 _BACKLOG = 2048
 _LINGER_SECONDS = 5
 """How long connections may still take their last bytes after everything else has stopped."""
+_POLL_SECONDS = 0.1
 _OTHER_FILES = 1024
 """Of this process, beside its HTTP connections."""
 
@@ -42,17 +44,36 @@ async def serving_http(
     port: int,
     connections: HttpConnections,
     tls: TlsFiles | None = None,
+    seconds_left: Callable[[], float] = lambda: 0.0,
 ) -> AsyncIterator[int]:
-    """Serve an app while the context lasts; gives the bound port. Raises ConfigError."""
+    """Serve an app while the context lasts; gives the bound port. Raises ConfigError.
+
+    seconds_left: asked at the end, how long slow readers may still take what they were answered;
+    they have _LINGER_SECONDS in any case.
+    """
     listener = bind(settings.host, port)
     server = HttpServer(_uvicorn_config(app, settings, connections, tls))
     task = asyncio.create_task(server.serve([listener]))
     try:
         yield listener.getsockname()[1]
     finally:
-        server.should_exit = True
-        await task
+        await _end(server, task, seconds_left)
         listener.close()
+
+
+async def _end(
+    server: HttpServer, task: asyncio.Task[None], seconds_left: Callable[[], float]
+) -> None:
+    """Whoever reads slowly still takes the answer; in the end it is cut off."""
+    server.should_exit = True
+    deadline = time.monotonic() + _LINGER_SECONDS
+    while not task.done() and (time.monotonic() < deadline or seconds_left() > 0):
+        await asyncio.wait([task], timeout=_POLL_SECONDS)
+    for connection in list(server.server_state.connections):
+        connection.transport.abort()
+    await asyncio.wait([task], timeout=_LINGER_SECONDS)
+    server.force_exit = True
+    await task
 
 
 def _uvicorn_config(
@@ -77,7 +98,6 @@ def _uvicorn_config(
         access_log=False,
         server_header=False,
         timeout_keep_alive=settings.keep_alive_seconds,  # type: ignore[arg-type]  # any number
-        timeout_graceful_shutdown=_LINGER_SECONDS,
         proxy_headers=bool(settings.trusted_proxies),
         forwarded_allow_ips=list(settings.trusted_proxies),
         ssl_certfile=tls.certificate if tls is not None else None,

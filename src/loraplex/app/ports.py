@@ -1,7 +1,7 @@
 """The server's ports, opened as its settings say."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from starlette.types import ASGIApp
 
@@ -21,11 +21,17 @@ class Ports:
     """The server's ports; each is closed with the stack that it was opened on."""
 
     def __init__(
-        self, stack: contextlib.AsyncExitStack, settings: ServerConfig, tls: TlsFiles | None
+        self,
+        stack: contextlib.AsyncExitStack,
+        settings: ServerConfig,
+        tls: TlsFiles | None,
+        seconds_left: Callable[[], float] = lambda: 0.0,
     ) -> None:
+        """seconds_left: of the time that a stop has, as serving_http takes it."""
         self._stack = stack
         self._settings = settings
         self._tls = tls
+        self._seconds_left = seconds_left
         self._lines: list[str] = []
 
     async def open_http(self, app: ASGIApp, connections: HttpConnections) -> None:
@@ -73,5 +79,5 @@ class Ports:
 
     async def _opened(self, app: ASGIApp, port: int, connections: HttpConnections) -> int:
         return await self._stack.enter_async_context(
-            serving_http(app, self._settings, port, connections, self._tls)
+            serving_http(app, self._settings, port, connections, self._tls, self._seconds_left)
         )

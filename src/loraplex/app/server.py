@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -59,6 +60,8 @@ class Server:
         self._given_keys = given_keys
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
+        self._stop_deadline = 0.0
+        """By time.monotonic(), once there is a stop."""
 
     async def run(self) -> None:
         settings = self._config.server
@@ -97,7 +100,7 @@ class Server:
                 has_keys=keys is not None,
             )
             # The ports answer first: /health/ready says false until the models are there.
-            ports = Ports(stack, settings, tls)
+            ports = Ports(stack, settings, tls, self._seconds_left)
             await ports.open_http(app, reporting.connections)
             await ports.open_metrics(scraped)
             await ports.open_grpc(triton, authenticate, reporting)
@@ -112,6 +115,7 @@ class Server:
                     "stopping: requests in work have %g s; a second signal ends them at once",
                     settings.shutdown_seconds,
                 )
+                self._stop_deadline = time.monotonic() + settings.shutdown_seconds
                 await unless(self._hurry, service.drain(settings.shutdown_seconds))
                 # Before the ports close: what is left is told, so that its connection ends.
                 await service.close()
@@ -135,6 +139,10 @@ class Server:
             loop.add_signal_handler(signal.SIGHUP, on_hangup)
         if self._config.server.stop_with_stdin:
             end_of_input(self._stop.set)
+
+    def _seconds_left(self) -> float:
+        """Of the stop's time, for who still reads an answer."""
+        return 0.0 if self._hurry.is_set() else self._stop_deadline - time.monotonic()
 
     def _on_signal(self) -> None:
         """The first asks for a stop, the second not to wait for requests in work."""

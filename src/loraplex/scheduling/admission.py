@@ -102,12 +102,13 @@ class QueueBound:
         """Why one more request cannot wait. Those that free slots will take do not count."""
         if not self._max_queue_size:
             return None
-        if self._num_queued - num_free_slots < self._max_queue_size:
+        num_waiting = self._num_queued - num_free_slots
+        if num_waiting < self._max_queue_size:
             return None
         waves = self._num_queued / self._max_num_seqs
         seconds = min(LAST_RETRY_SECONDS, max(1.0, waves * self._service_ns / 1e9))
         return QueueFullError(
-            f"{self._num_queued} requests wait already; the queue holds {self._max_queue_size}",
+            f"{num_waiting} requests wait already; the queue holds {self._max_queue_size}",
             retry_after_seconds=round(seconds, 1),
         )
 

@@ -52,7 +52,7 @@ ENGINE_ARGS = (
     ),
     here("enforce_eager", Kind.BOOL, "no steps are recorded on a GPU: `cuda_graphs` false"),
     here("enable_lora", Kind.BOOL, "reads multi_lora.json; without it `lora_name` is refused"),
-    here("disable_log_stats", Kind.BOOL, "no vllm:* metrics"),
+    here("disable_log_stats", Kind.BOOL, "no vllm:* families that count requests; the gauges stay"),
     here("swap_space", Kind.NUMBER, "GiB of `kv_cache_host_memory_bytes`"),
     *(here(key, Kind.WHOLE, "more than 1 is served as 1, with a warning") for key in PARALLEL),
     here("device", Kind.TEXT, "auto, cuda, cuda:N or cpu"),

@@ -51,7 +51,9 @@ PART_PARAMETERS: Mapping[Role, tuple[SettingRow, ...]] = MappingProxyType(
                 "true: while the engine is dead, requests are refused at once, and the model "
                 "is not ready",
             ),
-            here("REPORT_CUSTOM_METRICS", Kind.TEXT, "true: vllm:* metrics"),
+            here(
+                "REPORT_CUSTOM_METRICS", Kind.TEXT, "true: the vllm:* families that count requests"
+            ),
         ),
     }
 )

@@ -202,12 +202,14 @@ class TensorrtLlmModels:
         return bool(config.model_transaction_policy.decoupled)
 
     def _options(self, folder: ModelFolder, role: Role, base: str) -> ModelOptions:
-        answers = self._folders[base].parameters
+        core = self._folders[base]
+        answers = core.parameters
         return ModelOptions(
             excludes_input=bool(answers.read(_ROWS["exclude_input_in_output"])),
             is_static=(answers.text("gpt_model_type") or "").upper() == "V1",
             max_beam_width=answers.read(_ROWS["max_beam_width"]),
-            logits_datatype=declared_datatype(self._folders[base], "context_logits") or "FP32",
+            logits_datatype=declared_datatype(core, "context_logits") or "FP32",
+            generation_logits_datatype=declared_datatype(core, "generation_logits") or "FP32",
             has_draft_model=role is Role.BLS
             and folder.parameters.text("tensorrt_llm_draft_model_name") is not None,
             adds_special_tokens=self._word(folder, "add_special_tokens"),

@@ -12,8 +12,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from loraplex.app import http_server
 from loraplex.app.http_server import bind, make_room_for_connections, serving_http
-from loraplex.core.errors import ConfigError
+from loraplex.core.errors import ConfigError, NotReadyError
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.telemetry.connections import HttpConnections
 from loraplex.frontends.telemetry.http import RequestMiddleware
@@ -61,6 +62,13 @@ async def _stream(request: Request) -> Response:
     return StreamingResponse(chunks())
 
 
+async def _waiting(request: Request) -> Response:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    request.app.state.left.set()
+    return PlainTextResponse("nobody reads this")
+
+
 class Raw:
     """One connection, byte by byte."""
 
@@ -91,8 +99,10 @@ class Raw:
 class Port:
     """A small app on a port with limits."""
 
-    def __init__(self, number: int, connections: HttpConnections) -> None:
+    def __init__(self, number: int, connections: HttpConnections, left: asyncio.Event) -> None:
         self.number, self.connections = number, connections
+        self.left = left
+        """Somebody who waited has gone."""
         self._stack = contextlib.AsyncExitStack()
 
     async def connect(self) -> Raw:
@@ -114,16 +124,15 @@ async def port():
             routes = [
                 Route("/early", _early, methods=["POST"]),
                 Route("/stream", _stream),
+                Route("/waiting", _waiting, methods=["POST"]),
                 Route("/{path:path}", _echo, methods=["GET", "POST"]),
             ]
-            app = RequestMiddleware(
-                Starlette(routes=routes),
-                Telemetry(),
-                is_draining=lambda: is_draining,
-            )
+            inner = Starlette(routes=routes)
+            inner.state.left = asyncio.Event()
+            app = RequestMiddleware(inner, Telemetry(), is_draining=lambda: is_draining)
             connections = HttpConnections()
             number = await stack.enter_async_context(serving_http(app, config, 0, connections))
-            port = Port(number, connections)
+            port = Port(number, connections, inner.state.left)
             stack.push_async_callback(port.close)
             return port
 
@@ -264,6 +273,39 @@ async def test_the_rest_of_an_answered_body_keeps_no_connection(port):
             raw.send(b"x")
 
 
+@pytest.mark.parametrize("behind", [b"\r\n", GET + b"\r\n", b"x" * 10])
+async def test_who_leaves_is_seen_behind_what_came_early(port, behind):
+    server = await port()
+    raw = await server.connect()
+    raw.send(b"POST /waiting HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\n\r\nx" + behind)
+    await raw.writer.drain()
+    await asyncio.sleep(0.05)
+    assert not server.left.is_set()
+    raw.writer.close()
+    async with asyncio.timeout(5):
+        await server.left.wait()
+
+
+async def test_blank_lines_begin_no_request(port):
+    raw = await (await port(header_timeout_seconds=0.1, keep_alive_seconds=0.4)).connect()
+    raw.send(b"\r\n" + GET + b"\r\n\r\n")
+    assert (await raw.answer())[0] == 200
+    raw.send(b"\r\n")
+    await asyncio.sleep(0.2)
+    raw.send(GET + b"\r\n")
+    assert (await raw.answer())[0] == 200
+    assert await raw.is_closed(), "without a word"
+
+
+async def test_who_was_not_told_to_go_on_sends_no_other_request(port):
+    raw = await (await port()).connect()
+    head = b"POST /early HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\nexpect: 100-continue\r\n\r\n"
+    raw.send(head)
+    status, headers, _ = await raw.answer()
+    assert (status, headers["connection"]) == (200, "close")
+    assert await raw.is_closed()
+
+
 async def test_a_broken_body(port):
     raw = await (await port()).connect()
     raw.send(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n")
@@ -302,3 +344,46 @@ async def test_who_the_client_is(port, trusted, client):
     raw = await (await port(trusted_proxies=trusted)).connect()
     raw.send(GET + b"x-forwarded-for: 203.0.113.7\r\n\r\n")
     assert (await raw.answer())[2].decode() == f"0 of {client}"
+
+
+async def told_when_stopped(data: bytes, seconds_left: float = 0.0) -> bytes:
+    """What is said to these bytes by a server that stops at once."""
+    started = time.monotonic()
+
+    async def app(scope, receive, send) -> None:
+        status, message = 200, {"more_body": True}
+        try:
+            while message["more_body"]:
+                message = await receive()
+        except NotReadyError:
+            status = 503
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": b"first", "more_body": True})
+        await asyncio.sleep(0.5)
+        await send({"type": "http.response.body", "body": b"last"})
+
+    def left() -> float:
+        return started + seconds_left - time.monotonic()
+
+    serving = serving_http(app, ServerConfig(), 0, HttpConnections(), seconds_left=left)
+    async with asyncio.timeout(20):
+        async with serving as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(data)
+            await asyncio.sleep(0.1)
+        told = await reader.read()
+        writer.close()
+    return told
+
+
+async def test_a_stop_waits_for_no_body():
+    data = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nabc"
+    told = await told_when_stopped(data)
+    assert told.startswith(b"HTTP/1.1 503 ")
+    assert b"connection: close" in told
+
+
+async def test_a_stop_lets_answers_end_in_its_time(monkeypatch):
+    monkeypatch.setattr(http_server, "_LINGER_SECONDS", 0.1)
+    assert b"last" not in await told_when_stopped(GET + b"\r\n")
+    assert b"last" in await told_when_stopped(GET + b"\r\n", seconds_left=10.0)

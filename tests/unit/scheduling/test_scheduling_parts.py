@@ -172,6 +172,7 @@ def test_the_queue_bound_says_when_to_come_again():
         bound.enter()
     refusal = bound.refusal(num_free_slots=1)
     assert refusal.code == "queue_full"
+    assert refusal.message == "2 requests wait already; the queue holds 2"
     assert refusal.retry_after_seconds == 3.0
     for _ in range(100):
         bound.served(10**12)

@@ -325,9 +325,20 @@ def test_logits_may_have_the_type_that_the_operator_filled_in(written):
     written.fill("tensorrt_llm", logits_datatype="TYPE_FP16")
     declaration = declarations(written.read())["tensorrt_llm"]
     assert declaration.options.logits_datatype == "FP16"
+    assert declaration.options.generation_logits_datatype == "FP16"
     config = declaration.config
     types = {row["name"]: row["data_type"] for row in config["output"]}
     assert types["context_logits"] == "TYPE_FP16"
+
+
+def test_logits_may_have_two_types(written):
+    generation = 'name: "generation_logits"\n    data_type: '
+    written.replace("tensorrt_llm", **{generation + "${logits_datatype}": generation + "TYPE_BF16"})
+    written.fill("tensorrt_llm", logits_datatype="TYPE_FP16")
+    for name in ("ensemble", "tensorrt_llm"):
+        options = declarations(written.read())[name].options
+        assert options.logits_datatype == "FP16"
+        assert options.generation_logits_datatype == "BF16"
 
 
 def test_the_batch_size_of_the_build(written):

@@ -6,7 +6,7 @@ errors, are Triton's: only a server under explicit model control lets its client
 """
 
 import enum
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from loraplex.core.errors import InvalidRequestError, NotReadyError, UnsupportedFeatureError
 from loraplex.frontends.kserve.models.config_override import overridden
@@ -30,6 +30,9 @@ Reload = Callable[[ModelDeclaration, str | None, Mapping[str, bytes]], ModelDecl
 the configuration of its folder. Raises errors of core.errors, and then the model stays as it was.
 """
 
+Parts = Callable[[ModelDeclaration], Iterable[ModelDeclaration]]
+"""A model as it is from now on -> the models that it is made of, as they were at the start."""
+
 
 class ModelControl:
     def __init__(
@@ -46,7 +49,7 @@ class ModelControl:
         """Changes whenever a model is loaded or unloaded."""
         self._loaded = None if loaded is None else set(loaded)
         self._unloaded: set[str] = set()
-        self._changed: dict[str, ModelDeclaration] = {}
+        self._changed: dict[str, ModelDeclaration | None] = {}
         self._reload = reload
 
     def is_loaded(self, name: str) -> bool:
@@ -60,30 +63,42 @@ class ModelControl:
         """What a load has made of a model; None: it is as it was at the start."""
         return self._changed.get(name)
 
-    def load(self, declaration: ModelDeclaration, parameters: Mapping[str, object]) -> None:
-        """Give a model that exists its name back, with the configuration that is sent along.
+    def load(
+        self, declaration: ModelDeclaration, parameters: Mapping[str, object], parts: Parts
+    ) -> None:
+        """Give a model that exists its name back, with the configuration that is sent along, and
+        its parts theirs: Triton cannot run an ensemble without them. Loaded parts stay as they are.
 
         declaration: the model as it was at the start. Raises NotReadyError without explicit
-        control, InvalidRequestError, UnsupportedFeatureError.
+        control, InvalidRequestError, UnsupportedFeatureError, and then nothing is changed.
         """
         self.check_explicit()
         config, files = _load_parameters(parameters)
-        name = declaration.name
-        if self._reload is not None:
-            self._changed[name] = self._reload(declaration, config, files)
-        elif config is None:
-            self._changed.pop(name, None)
-        elif files:
-            raise UnsupportedFeatureError(
-                f"failed to load '{name}': files of a model cannot be replaced while the server "
-                "runs; send 'config' alone"
-            )
-        else:
-            self._changed[name] = overridden(declaration, config)
-        self._unloaded.discard(name)
+        changed = self._read(declaration, config, files)
+        read = {declaration.name: changed}
+        for part in parts(changed or declaration):
+            if not self.is_loaded(part.name):
+                read[part.name] = self._read(part, None, {})
+        self._changed |= read
+        self._unloaded.difference_update(read)
         if self._loaded is not None:
-            self._loaded.add(name)
+            self._loaded.update(read)
         self.revision += 1
+
+    def _read(
+        self, declaration: ModelDeclaration, config: str | None, files: Mapping[str, bytes]
+    ) -> ModelDeclaration | None:
+        """What a load makes of a model; None: it is as it was at the start."""
+        if self._reload is not None:
+            return self._reload(declaration, config, files)
+        if config is None:
+            return None
+        if files:
+            raise UnsupportedFeatureError(
+                f"failed to load '{declaration.name}': files of a model cannot be replaced while "
+                "the server runs; send 'config' alone"
+            )
+        return overridden(declaration, config)
 
     def unload(self, names: Collection[str]) -> None:
         """Take models from clients; requests in work end. Raises NotReadyError as load does."""

@@ -29,7 +29,7 @@ from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
 from loraplex.frontends.kserve.models.triton_model import TritonModel
 from loraplex.frontends.kserve.responses import OneResponse, ResponseStream
 from loraplex.frontends.kserve.shared_memory import SharedMemory
-from loraplex.frontends.kserve.statistics import Recording, Statistics
+from loraplex.frontends.kserve.statistics import Recording, Statistics, StepCounts
 from loraplex.frontends.kserve.submission import Submission, raise_in_dialect
 from loraplex.frontends.kserve.token_metrics import TokenLabels
 from loraplex.frontends.kserve.triton_metrics import CpuCollector, InferenceCollector
@@ -65,7 +65,7 @@ class TritonService:
         self.management = Management(self.catalog, sends_traces=sends_traces)
         self._submission = Submission(backend)
         self._active = ActiveRequests()
-        self._labels: dict[str, tuple[TritonModel, TokenLabels]] = {}
+        self._labels: dict[str, tuple[TritonModel, TokenLabels, StepCounts | None]] = {}
         """What requests to a model of the catalog count for."""
         self._metrics = metrics or MetricsConfig()
         buckets = {one.name: first_response_buckets(one.name, one.config) for one in declarations}
@@ -132,8 +132,12 @@ class TritonService:
     def _recorded(self, model: TritonModel) -> Recording:
         known = self._labels.get(model.name)
         if known is None or known[0] is not model:  # the catalog has changed
-            known = self._labels[model.name] = model, token_labels(self.catalog, model)
-        return Recording(self.counts, model.name, known[1])
+            known = self._labels[model.name] = (
+                model,
+                token_labels(self.catalog, model),
+                self.counts.steps(self.catalog.steps(model)),
+            )
+        return Recording(self.counts, model.name, known[1], known[2])
 
     def collectors(self) -> list[Collector]:
         """For GET /metrics: what Triton and its backends tell there."""

@@ -128,6 +128,27 @@ class ModelCounts:
     latencies: Latencies | None = None
     """None: nobody wants summaries or histograms."""
 
+    def succeeded(
+        self, batch_size: int, total_ns: int, queue_ns: int, compute_ns: tuple[int, int, int]
+    ) -> None:
+        """One request; compute_ns: reading, inferring, answering."""
+        self.success.add(total_ns)
+        self.queue.add(queue_ns)
+        if self.latencies is not None:
+            self.latencies.add(total_ns, queue_ns, compute_ns)
+        self.by_batch_size[batch_size].add(*compute_ns)
+        self.num_inferences += batch_size
+        self.last_inference_ms = time.time_ns() // 1_000_000
+
+    def failed(self, ns: int, reason: FailureReason) -> None:
+        self.fail.add(ns)
+        self.failures[reason] += 1
+
+    def first_response(self, ns: int) -> None:
+        """So long after its request."""
+        if self.latencies is not None:
+            self.latencies.first_response.add(ns / 1_000_000)
+
     @property
     def phases(self) -> Phases:
         """Of batches of all sizes."""
@@ -135,6 +156,27 @@ class ModelCounts:
         for each in self.by_batch_size.values():
             total.add(each.input_ns, each.infer_ns, each.output_ns, each.count)
         return total
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepCounts:
+    """Of the models that an ensemble passes its requests through.
+
+    No tensors pass between them here: one path does the work of all. So that dashboards of
+    tensorrt_llm see all that it computes, what a request took is shared out: queueing and inferring
+    are tensorrt_llm's, reading the request is preprocessing's, making answers postprocessing's.
+    """
+
+    preprocessing: ModelCounts
+    tensorrt_llm: ModelCounts
+    postprocessing: ModelCounts
+
+    def succeeded(self, batch_size: int, queue_ns: int, compute_ns: tuple[int, int, int]) -> None:
+        """As ModelCounts.succeeded of the ensemble."""
+        input_ns, infer_ns, output_ns = compute_ns
+        self.preprocessing.succeeded(batch_size, input_ns, 0, (0, input_ns, 0))
+        self.tensorrt_llm.succeeded(batch_size, queue_ns + infer_ns, queue_ns, (0, infer_ns, 0))
+        self.postprocessing.succeeded(batch_size, output_ns, 0, (0, output_ns, 0))
 
 
 class Statistics:
@@ -158,6 +200,15 @@ class Statistics:
             latencies = Latencies.of(buckets) if self._keeps_latencies else None
             counts = self._counts[model] = ModelCounts(latencies=latencies)
         return counts
+
+    def steps(self, names: Mapping[str, str]) -> StepCounts | None:
+        """names: of models, by their fields of StepCounts; what a step that has no name counts is
+        shown nowhere. None without any names.
+        """
+        if not names:
+            return None
+        steps = [field.name for field in dataclasses.fields(StepCounts)]
+        return StepCounts(*(self.of(names[s]) if s in names else ModelCounts() for s in steps))
 
     def report(self, model: str, version: str) -> dict[str, Any]:
         """One entry of `model_stats`, in the words of Triton's ModelStatistics."""
@@ -195,9 +246,15 @@ class Recording:
     """
 
     def __init__(
-        self, statistics: Statistics, model: str, labels: TokenLabels | None = None
+        self,
+        statistics: Statistics,
+        model: str,
+        labels: TokenLabels | None = None,
+        steps: StepCounts | None = None,
     ) -> None:
+        """steps: of an ensemble, the models that count the request, too."""
         self._counts = statistics.of(model)
+        self._steps = steps
         self._tokens = statistics.token_metrics
         self._labels = labels or TokenLabels()
         self._start_ns = self._last_ns = time.monotonic_ns()
@@ -205,6 +262,7 @@ class Recording:
         self._output_ns = 0
         self._num_responses = 0
         self._is_pending = True
+        self._is_read = False
         self._is_over = False
         self._counts.num_pending += 1
 
@@ -218,12 +276,17 @@ class Recording:
     def read(self) -> None:
         """The request has been read and checked; from here on the engine has it."""
         self._input_ns = time.monotonic_ns() - self._start_ns
+        self._is_read = True
+        if self._steps is not None:
+            self._steps.tensorrt_llm.num_pending += 1
 
     def begun(self) -> None:
         """Something has been computed."""
         if self._is_pending:
             self._is_pending = False
             self._counts.num_pending -= 1
+            if self._steps is not None and self._is_read:
+                self._steps.tensorrt_llm.num_pending -= 1
 
     def made_output(self, ns: int) -> None:
         """So long it took to make an answer."""
@@ -235,7 +298,7 @@ class Recording:
         ns, self._last_ns = now_ns - self._last_ns, now_ns
         each = self._response()
         if not self._num_responses:
-            self._first_response(now_ns)
+            self._first_response(now_ns - self._start_ns)
         self._num_responses += 1
         if each is None:
             return
@@ -254,19 +317,14 @@ class Recording:
         if not self._end():
             return
         total_ns = time.monotonic_ns() - self._start_ns
-        counts = self._counts
         queue_ns = min(queue_ns, total_ns)
         infer_ns = max(total_ns - queue_ns - self._input_ns - self._output_ns, 0)
-        counts.success.add(total_ns)
-        counts.queue.add(queue_ns)
-        if counts.latencies is not None:
-            compute = (self._input_ns, infer_ns, self._output_ns)
-            counts.latencies.add(total_ns, queue_ns, compute)
+        compute_ns = (self._input_ns, infer_ns, self._output_ns)
         if not self._num_responses:
-            self._first_response(self._start_ns + total_ns)
-        counts.by_batch_size[batch_size].add(self._input_ns, infer_ns, self._output_ns)
-        counts.num_inferences += batch_size
-        counts.last_inference_ms = time.time_ns() // 1_000_000
+            self._first_response(total_ns)
+        self._counts.succeeded(batch_size, total_ns, queue_ns, compute_ns)
+        if self._steps is not None:
+            self._steps.succeeded(batch_size, queue_ns, compute_ns)
         for each in times:
             self._tokens.observe(self._labels, each)
 
@@ -276,17 +334,18 @@ class Recording:
             return
         ns = time.monotonic_ns() - self._start_ns
         reason = failure_reason(error)
-        self._counts.fail.add(ns)
-        self._counts.failures[reason] += 1
+        self._counts.failed(ns, reason)
+        if self._steps is not None and self._is_read:
+            self._steps.tensorrt_llm.failed(ns - self._input_ns, reason)
         each = self._response() if self._num_responses else None
         if each is not None:
             cancelled = reason is FailureReason.CANCELED
             (each.cancel if cancelled else each.fail).add(time.monotonic_ns() - self._last_ns)
 
-    def _first_response(self, now_ns: int) -> None:
-        if self._counts.latencies is not None:
-            ms = (now_ns - self._start_ns) / 1_000_000
-            self._counts.latencies.first_response.add(ms)
+    def _first_response(self, ns: int) -> None:
+        self._counts.first_response(ns)
+        if self._steps is not None:
+            self._steps.tensorrt_llm.first_response(ns - self._input_ns)
 
     def _response(self) -> ResponseCounts | None:
         """Of the answer that comes next."""

@@ -35,6 +35,8 @@ from loraplex.frontends.kserve.request_parameters import REQUEST_TYPE
 from loraplex.serving.backend import Backend
 
 MICROSECONDS = 1_000_000
+MAX_TIMEOUT = 2**63 - 1
+"""Microseconds: what fits into the parameter of the protocol."""
 MAX_PRIORITY_LEVEL = 2**31 - 1
 DEFAULT_PRIORITY_LEVEL = 100
 """Level 99 comes before what says nothing, level 101 after it."""
@@ -161,9 +163,22 @@ def _may_be_shorter(model: TritonModel, request: GenerateRequest, error: Loraple
 
 
 def _timeout_seconds(request: InferRequest) -> float | None:
-    """Triton takes microseconds, and what is no positive integer for none."""
-    timeout = request.parameters.get("timeout")
-    return timeout / MICROSECONDS if isinstance(timeout, int) and timeout > 0 else None
+    """Of a number of microseconds, which may be written as a text; None for 0, as for nothing."""
+    said = request.parameters.get("timeout", 0)
+    timeout = _number_in(said) if isinstance(said, str) else said
+    if type(timeout) is not int or not 0 <= timeout <= MAX_TIMEOUT:
+        raise InvalidParameterError(
+            f"the parameter 'timeout' must be an integer of microseconds in [0, {MAX_TIMEOUT}], "
+            f"got {repr(said)[:40]}",
+            param="timeout",
+        )
+    return timeout / MICROSECONDS if timeout else None
+
+
+def _number_in(text: str) -> int | None:
+    """Of decimal digits, no more of them than the longest timeout has."""
+    is_number = text.isascii() and text.isdigit() and len(text) <= len(str(MAX_TIMEOUT))
+    return int(text) if is_number else None
 
 
 def _priority(request: InferRequest) -> int:

@@ -4,6 +4,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from loraplex.core.errors import RequestError
 from loraplex.frontends.access import Authenticate, everyone_is_local
 from loraplex.frontends.openai.absent_routes import absent_endpoints
 from loraplex.frontends.openai.adapters import AdapterEndpoints
@@ -29,11 +30,22 @@ from loraplex.frontends.openai.room import (
     answers_errors,
 )
 from loraplex.serving.backend import Backend
+from loraplex.serving.wire_request import note_error
 
 Routes = tuple[tuple[str, str, Endpoint], ...]
 """(method, path, endpoint)."""
 
-ALL_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+_ALL_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
+_MAX_PATH = 200
+"""Characters of a path that a message repeats."""
+
+
+class RouteNotFoundError(RequestError):
+    code = "route_not_found"
+
+
+class MethodNotAllowedError(RequestError):
+    code = "method_not_allowed"
 
 
 def openai_routes(
@@ -66,7 +78,7 @@ def openai_routes(
     for path, methods in allowed.items():
         _answer_other_methods(router, path, methods)
     for path, endpoint in absent_endpoints():
-        _add_hidden(router, path, answers_errors(endpoint), list(ALL_METHODS))
+        _add_hidden(router, path, answers_errors(endpoint), list(_ALL_METHODS))
     return router
 
 
@@ -144,13 +156,32 @@ def _lorax(room: OpenAIRoom) -> Routes:
 def openai_fallback_routes() -> APIRouter:
     """404 in OpenAI's shape for the rest of /v1: include it after every other router."""
     router = APIRouter()
-    _add_hidden(router, "/v1/{path:path}", answers_errors(_no_such_route), list(ALL_METHODS))
+    _add_hidden(router, "/v1/{path:path}", answers_errors(_no_such_route), list(_ALL_METHODS))
     return router
 
 
 async def _no_such_route(request: Request) -> Response:
-    message = f"there is no route {request.url.path}"
-    return json_error(404, ErrorDetail(message, INVALID, None, "route_not_found"))
+    return refused_route(request)
+
+
+def refused_route(request: Request) -> Response:
+    """404, noted as what the request was answered with."""
+    path = request.url.path[:_MAX_PATH]
+    return _refused(404, RouteNotFoundError(f"there is no route {request.method} {path}"))
+
+
+def refused_method(request: Request, allowed: str) -> Response:
+    """405, noted as what the request was answered with. allowed: as the header `allow` has it."""
+    path = request.url.path[:_MAX_PATH]
+    message = f"{path} does not take {request.method}; it takes {allowed}"
+    response = _refused(405, MethodNotAllowedError(message))
+    response.headers["allow"] = allowed
+    return response
+
+
+def _refused(status: int, error: RequestError) -> Response:
+    note_error(error)
+    return json_error(status, ErrorDetail(error.message, INVALID, None, error.code))
 
 
 def _answer_other_methods(router: APIRouter, path: str, allowed: set[str]) -> None:
@@ -162,13 +193,10 @@ def _answer_other_methods(router: APIRouter, path: str, allowed: set[str]) -> No
         return Response(status_code=204, headers={"allow": methods})
 
     async def refuse(request: Request) -> Response:
-        message = f"{request.url.path} does not take {request.method}; it takes {methods}"
-        response = json_error(405, ErrorDetail(message, INVALID, None, "method_not_allowed"))
-        response.headers["allow"] = methods
-        return response
+        return refused_method(request, methods)
 
     _add_hidden(router, path, answers_errors(tell), ["OPTIONS"])
-    others = [method for method in ALL_METHODS if method not in allowed]
+    others = [method for method in _ALL_METHODS if method not in allowed]
     _add_hidden(router, path, answers_errors(refuse), others)
 
 

@@ -1,12 +1,15 @@
+import numpy as np
 import pytest
 
-from loraplex.core.output import FinishReason, SequenceOutput, TokenLogprob
+from loraplex.core.output import FinishReason, Logits, SequenceOutput, TokenLogprob
 from loraplex.core.request import GenerateRequest
 from loraplex.frontends.kserve.models.answer import Answer
 from loraplex.frontends.kserve.models.answers import output_tensors
 from loraplex.frontends.kserve.models.convert import Generation
 from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
+from loraplex.frontends.kserve.models.measured import logits_tensors
 from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
+from loraplex.frontends.kserve.tensors import to_raw
 
 END = 99
 
@@ -116,3 +119,17 @@ def test_pieces_of_a_stream():
     empty = by_name(TENSORRT_LLM, [[made]])
     assert empty["output_ids"] == [[[]]]
     assert empty["sequence_length"] == [[0]]
+
+
+def test_each_kind_of_logits_has_its_own_type():
+    wishes = {"returns_context_logits": True, "returns_generation_logits": True}
+    types = {"context_logits_datatype": "FP16", "generation_logits_datatype": "BF16"}
+    made = answer(**wishes, **types)
+    one = Logits(num_rows=1, data=np.ones(2, np.float32).tobytes())
+    made.prompt_logits, made.logits = (one,), [one]
+    tensors = logits_tensors([[made]])
+    assert [(t.name, t.datatype, t.shape) for t in tensors] == [
+        ("context_logits", "FP16", (1, 1, 2)),
+        ("generation_logits", "BF16", (1, 1, 1, 2)),
+    ]
+    assert [to_raw(t) for t in tensors] == [b"\x00\x3c" * 2, b"\x80\x3f" * 2]

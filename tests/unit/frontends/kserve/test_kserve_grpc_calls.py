@@ -1,7 +1,9 @@
 """What is around every RPC: its record, its key, its errors."""
 
 import asyncio
+import string
 import types
+from urllib.parse import quote
 
 import grpc
 import pytest
@@ -10,12 +12,15 @@ from tritonclient.grpc import service_pb2 as pb
 from loraplex.core.errors import ModelNotFoundError, UnauthenticatedError
 from loraplex.core.principal import LOCAL, Principal
 from loraplex.frontends.kserve.grpc.access import OPEN_RPCS, Door
-from loraplex.frontends.kserve.grpc.calls import Call, Calls, Rpc
+from loraplex.frontends.kserve.grpc.calls import MAX_DETAILS, Call, Calls, Malformed, Rpc
 from loraplex.frontends.kserve.grpc.servicer import SERVICE, TritonServicer
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.telemetry.telemetry import Telemetry
 from loraplex.serving.wire_request import WireRequest, current_request
 from loraplex.testing.echo_backend import EchoBackend
+
+PLAIN = (string.punctuation + " ").replace("%", "")
+"""What gRPC sends as it is, beside letters and digits."""
 
 
 class Context:
@@ -133,6 +138,52 @@ async def test_a_client_that_has_gone_is_no_defect(handler, told, caplog):
     assert context.written == ["first"]
     assert (told[0].status, context.status) == ("CANCELLED", "")
     assert not caplog.records
+
+
+async def test_a_message_that_is_none_is_told_of_as_any_request(handler, told):
+    async def behavior(message, call):
+        raise AssertionError("it is not called")
+
+    context = Context()
+    with pytest.raises(grpc.aio.AbortError):
+        await handler(behavior)(Malformed("why"), context)
+    assert context.status == "INVALID_ARGUMENT: the request is not a valid message: why"
+    assert (told[0].status, told[0].error_code) == ("INVALID_ARGUMENT", "invalid_request")
+    assert context.trailing
+
+
+@pytest.mark.parametrize("character", ["x", "%", "\n", "é", "漢"])
+async def test_details_fit_into_the_metadata(handler, character):
+    async def behavior(message, call):
+        raise ModelNotFoundError(f"begin {character * 20_000} end")
+
+    context = Context()
+    with pytest.raises(grpc.aio.AbortError):
+        await handler(behavior)(1, context)
+    details = context.status.removeprefix("NOT_FOUND: ")
+    size = len(quote(details, safe=PLAIN))
+    assert MAX_DETAILS - 20 < size <= MAX_DETAILS
+    assert details.startswith(f"begin {character}")
+    assert details.endswith(f"{character} end")
+    assert details.count(" ... ") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "sent"),
+    [
+        ("x" * MAX_DETAILS, "x" * MAX_DETAILS),
+        ("%" * (MAX_DETAILS // 3), "%" * (MAX_DETAILS // 3)),
+        ("half a pair: \ud800", "half a pair: ?"),
+    ],
+)
+async def test_details_that_just_fit_are_whole(handler, text, sent):
+    async def behavior(message, call):
+        raise ModelNotFoundError(text)
+
+    context = Context()
+    with pytest.raises(grpc.aio.AbortError):
+        await handler(behavior)(1, context)
+    assert context.status == f"NOT_FOUND: {sent}"
 
 
 class TestDoor:

@@ -16,6 +16,8 @@ from loraplex.core.request import GenerateRequest
 from loraplex.frontends.kserve import shared_memory
 from loraplex.frontends.kserve.grpc.server import GrpcServer
 from loraplex.frontends.kserve.service import TritonService
+from loraplex.frontends.telemetry.telemetry import Telemetry
+from loraplex.serving.wire_request import WireRequest
 from loraplex.testing.echo_backend import EchoBackend
 
 PIECE = "x" * 100_000
@@ -74,12 +76,14 @@ class LargePieces(EchoBackend):
 
 @pytest.fixture
 async def serve():
-    """A function (backend or its service) -> the server, and a channel to it."""
+    """A function (backend or its service, **of the server) -> the server, a channel to it."""
     servers, channels = [], []
 
-    async def start(behind: EchoBackend | TritonService) -> tuple[GrpcServer, grpc.aio.Channel]:
+    async def start(
+        behind: EchoBackend | TritonService, **more: Telemetry
+    ) -> tuple[GrpcServer, grpc.aio.Channel]:
         service = behind if isinstance(behind, TritonService) else TritonService(behind)
-        servers.append(GrpcServer(service, "127.0.0.1", 0))
+        servers.append(GrpcServer(service, "127.0.0.1", 0, **more))
         await servers[-1].start()
         channels.append(channel_to(servers[-1]))
         return servers[-1], channels[-1]
@@ -233,6 +237,65 @@ async def test_what_is_refused_tells_its_id_and_when_to_come_again(serve):
             request_of(1, streamed=False), metadata=(("x-request-id", "mine"),)
         )
     assert dict(raised.value.trailing_metadata()) == {"x-request-id": "mine", "retry-after": "3"}
+
+
+@pytest.mark.parametrize("character", ["x", "é", "漢"])
+async def test_a_long_text_of_the_client_does_not_hide_the_status(serve, character):
+    _, channel = await serve(EchoBackend())
+    request = pb.ModelInferRequest(model_name=character * 20_000)
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await stub_of(channel).ModelInfer(request)
+    assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+    assert f"unknown model: '{character}" in raised.value.details()
+    assert raised.value.details().endswith("tensorrt_llm_bls, echo")
+
+
+def raw_method(channel: grpc.aio.Channel, name: str, ways: str):
+    """Sends bytes as they are."""
+    return getattr(channel, ways)(
+        f"/inference.GRPCInferenceService/{name}",
+        response_deserializer=pb.ModelStreamInferResponse.FromString,
+    )
+
+
+async def test_bytes_that_are_no_message_are_an_invalid_argument(serve, caplog):
+    told: list[WireRequest] = []
+    _, channel = await serve(EchoBackend(), telemetry=Telemetry([told.append]))
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await raw_method(channel, "ModelInfer", "unary_unary")(
+            b"\xff\xff\xff", metadata=(("x-request-id", "mine"),)
+        )
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert raised.value.details().startswith("the request is not a valid message: ")
+    assert dict(raised.value.trailing_metadata()) == {"x-request-id": "mine"}
+    assert [(r.status, r.error_code) for r in told] == [("INVALID_ARGUMENT", "invalid_request")]
+    assert not caplog.records
+
+
+async def test_bytes_that_are_no_message_leave_the_rest_of_a_stream_alone(serve):
+    told: list[WireRequest] = []
+    backend = EchoBackend(delay_seconds=0.02)
+    _, channel = await serve(backend, telemetry=Telemetry([told.append]))
+    stream = raw_method(channel, "ModelStreamInfer", "stream_stream")(
+        iter([request_of(5, "a").SerializeToString(), b"\xff\xff\xff"])
+    )
+    responses = [response async for response in stream]
+    assert await stream.code() is grpc.StatusCode.OK
+    [failure] = [r for r in responses if r.error_message]
+    assert failure.error_message.startswith("the request is not a valid message: ")
+    assert is_final(failure)
+    assert [is_final(r) for r in responses if r is not failure] == [False] * 4 + [True]
+    assert sorted(r.status for r in told) == ["INVALID_ARGUMENT", "OK", "OK"]
+
+
+async def test_bytes_that_are_no_message_end_a_stream_that_wants_it_so(serve):
+    _, channel = await serve(EchoBackend())
+    stream = raw_method(channel, "ModelStreamInfer", "stream_stream")(
+        iter([b"\xff\xff\xff"]), metadata=(("triton_grpc_error", "true"),)
+    )
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await stream.read()
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_a_stop_lets_calls_end_for_a_while_and_then_cancels_them(serve):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from loraplex.core.errors import (
+    InvalidParameterError,
     InvalidRequestError,
     InvalidTensorError,
     PayloadTooLargeError,
@@ -188,6 +189,17 @@ def test_a_wish_for_one_output_is_stronger():
     assert len(blob) == 8
 
 
+@pytest.mark.parametrize("value", ["false", "true", 0, 1, 1.0, None, []])
+def test_a_wish_for_binary_data_is_a_boolean(value):
+    wish = [{"name": "s", "parameters": {"binary_data": value}}]
+    with pytest.raises(InvalidParameterError, match="'binary_data' of output 's' must be") as one:
+        answer({"outputs": wish})
+    assert one.value.param == "binary_data"
+    with pytest.raises(InvalidParameterError, match="'binary_data_output' of the req") as every:
+        answer({"parameters": {"binary_data_output": value}})
+    assert every.value.param == "binary_data_output"
+
+
 def test_outputs_go_to_shared_memory_and_into_classes(memory, folder):
     wanted = [
         {"name": "s", "parameters": region(shared_memory_byte_size=8)},
@@ -227,6 +239,63 @@ def test_compression(encoding, pack):
     packed, headers = compress(data, f"br, {encoding};q=0.5")
     assert headers == {"Content-Encoding": encoding}
     assert decompress(packed, encoding, 1000) == data
+
+
+def test_gzip_data_of_several_members():
+    members = gzip.compress(b"x" * 600) + gzip.compress(b"") + gzip.compress(b"y" * 400)
+    assert decompress(members, "gzip", 1000) == b"x" * 600 + b"y" * 400
+    with pytest.raises(PayloadTooLargeError):
+        decompress(members, "gzip", 999)
+    with pytest.raises(InvalidRequestError, match="not valid gzip data: it ends early"):
+        decompress(members[:-3], "gzip", 1000)
+
+
+def test_gzip_data_of_more_than_one_chunk():
+    data = np.random.default_rng(0).bytes(300_000)
+    packed = gzip.compress(data)
+    assert decompress(packed * 2, "gzip", 600_000) == data * 2
+    with pytest.raises(PayloadTooLargeError):
+        decompress(packed, "gzip", 299_999)
+
+
+def test_members_without_end_are_refused_before_they_cost_anything():
+    with pytest.raises(InvalidRequestError, match="bytes follow its end"):
+        decompress(gzip.compress(b"") * 20_000, "gzip", 1_000_000)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "pack"), [("gzip", gzip.compress), ("deflate", zlib.compress)]
+)
+def test_junk_behind_compressed_data(encoding, pack):
+    with pytest.raises(InvalidRequestError, match=f"not valid {encoding} data"):
+        decompress(pack(b"x") + b"junk", encoding, 1000)
+
+
+@pytest.mark.parametrize(
+    ("accepted", "chosen"),
+    [
+        ("gzip;q=0.000", None),
+        ("gzip;q=0.", None),
+        ("gzip; q=0.000, deflate ; q=0.001", "deflate"),
+        ("gzip;q=0.2, deflate;q=0.8", "deflate"),
+        ("deflate, gzip", "deflate"),
+        ("gzip;q=0.5, identity", None),
+        ("identity;q=0.5, GZIP;Q=0.7", "gzip"),
+        ("gzip, identity", "gzip"),
+        ("identity;q=0, *", "gzip"),
+        ("*", None),
+        ("*;q=0", None),
+        ("gzip;q=0, *;q=0.5", None),
+        ("gzip;q=high, gzip;q=nan", None),
+        ("gzip;q=2", None),
+        ("gzip;level=9", None),
+        ("br", None),
+        (",", None),
+    ],
+)
+def test_the_encoding_that_the_client_likes_best(accepted, chosen):
+    _, headers = compress(b"x", accepted)
+    assert headers.get("Content-Encoding") == chosen
 
 
 def test_no_compression():

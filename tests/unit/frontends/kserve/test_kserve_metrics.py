@@ -275,6 +275,25 @@ async def test_pending_requests(service, backend):
     assert counts.failures[FailureReason.CANCELED] == 1
 
 
+async def test_tensorrt_llm_has_what_waits_and_answers_for_an_ensemble(backend):
+    config = MetricsConfig(histogram_latencies=True, summary_latencies=True)
+    service = TritonService(backend, metrics=config)
+    counts = service.counts.of("tensorrt_llm")
+    stream = await service.stream(request(stream=True), LOCAL)
+    assert counts.num_pending == 1
+    await anext(stream)
+    assert counts.num_pending == 0
+    await stream.aclose()
+    assert counts.failures[FailureReason.CANCELED] == 1
+    await service.infer(request(), LOCAL)
+    lines = (await scrape(service)).splitlines()
+    labels = 'model="tensorrt_llm",version="1"'
+    assert f"nv_inference_request_success{{{labels}}} 1.0" in lines
+    assert f"nv_inference_request_summary_us_count{{{labels}}} 1.0" in lines
+    name = "nv_inference_first_response_histogram_ms_count"
+    assert f"{name}{{{labels}}} 2.0" in lines
+
+
 async def test_a_stream_that_nobody_reads_was_cancelled(service):
     stream = await service.stream(request(stream=True), LOCAL)
     await stream.aclose()

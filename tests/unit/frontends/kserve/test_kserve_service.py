@@ -12,6 +12,7 @@ from loraplex.core.errors import (
     InvalidAdapterError,
     InvalidParameterError,
     InvalidRequestError,
+    InvalidTensorError,
     PermissionDeniedError,
     QueueFullError,
     RowFailedError,
@@ -19,6 +20,7 @@ from loraplex.core.errors import (
 from loraplex.core.principal import LOCAL, NONE, Principal, Rights
 from loraplex.frontends.kserve.active import StreamScope
 from loraplex.frontends.kserve.messages import InferRequest
+from loraplex.frontends.kserve.model_control import ControlMode, ModelControl
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.kserve.tensors import from_values
 from loraplex.testing.echo_backend import EchoBackend
@@ -69,8 +71,24 @@ async def test_one_answer(backend, service):
 
 async def test_a_timeout_is_in_microseconds(backend, service):
     await service.infer(request(parameters={"timeout": 1_500_000}), LOCAL)
+    await service.infer(request(parameters={"timeout": "1500000"}), LOCAL)
     await service.infer(request(parameters={"timeout": 0, "Streaming": "x"}), LOCAL)
-    assert [r.timeout_seconds for r in backend.requests] == [1.5, None]
+    await service.infer(request(parameters={"timeout": "0"}), LOCAL)
+    await service.infer(request(parameters={"timeout": 2**63 - 1}), LOCAL)
+    seconds = [r.timeout_seconds for r in backend.requests]
+    assert seconds == [1.5, 1.5, None, None, (2**63 - 1) / 1e6]
+
+
+@pytest.mark.parametrize(
+    "timeout",
+    [True, False, 1.5, 1000.0, -1, 2**63, "", "x", "-1", "1.5", "٣", "9" * 19, "9" * 5000],
+)
+async def test_a_timeout_that_is_no_number_of_microseconds_is_refused(backend, service, timeout):
+    with pytest.raises(InvalidParameterError, match="the parameter 'timeout' must") as caught:
+        await service.infer(request(parameters={"timeout": timeout}), LOCAL)
+    assert caught.value.param == "timeout"
+    assert len(caught.value.message) < 200
+    assert not backend.requests
 
 
 async def test_the_adapter_that_answered_is_told(backend, service):
@@ -308,7 +326,59 @@ async def test_statistics(service):
         2,
         2,
     )
-    assert [r["inference_count"] for r in service.statistics()] == [3, 0, 0, 0, 0, 0]
+    assert [r["inference_count"] for r in service.statistics()] == [3, 3, 3, 3, 0, 0]
+
+
+def requests_of(row):
+    stats = row["inference_stats"]
+    return stats["success"]["count"], stats["fail"]["count"], row["execution_count"]
+
+
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls", "echo"])
+async def test_what_a_model_is_made_of_counts_its_requests(backend, service, model):
+    asked = msgspec.structs.replace(request(("a", "b")), model=model)
+    await service.infer(asked, LOCAL)
+    backend.plant(QueueFullError("full"))
+    with pytest.raises(QueueFullError):
+        await service.infer(asked, LOCAL)
+    with pytest.raises(InvalidTensorError):  # nothing for a step to read
+        await service.infer(msgspec.structs.replace(asked, inputs=()), LOCAL)
+    rows = {row["name"]: row for row in service.statistics()}
+    assert requests_of(rows[model]) == (1, 2, 1)
+    assert requests_of(rows["tensorrt_llm"]) == (1, 1, 1)
+    assert requests_of(rows["preprocessing"]) == requests_of(rows["postprocessing"]) == (1, 0, 1)
+    steps = [rows[name] for name in ("preprocessing", "tensorrt_llm", "postprocessing")]
+    assert {row["inference_count"] for row in steps} == {2}
+    assert {row["batch_stats"][0]["batch_size"] for row in steps} == {2}
+    own, core = rows[model]["inference_stats"], rows["tensorrt_llm"]["inference_stats"]
+    assert core["queue"] == own["queue"]
+    assert core["compute_infer"] == own["compute_infer"]
+    assert core["success"]["ns"] == own["queue"]["ns"] + own["compute_infer"]["ns"]
+    texts = [
+        rows[name]["inference_stats"]["success"]["ns"]
+        for name in ("preprocessing", "postprocessing")
+    ]
+    assert texts == [own["compute_input"]["ns"], own["compute_output"]["ns"]]
+
+
+async def test_a_request_to_a_step_is_no_other_s(service):
+    one = {"input_lengths": 1, "request_output_len": 5, "input_ids": 7}
+    inputs = tuple(from_values(name, "INT32", [1, 1], [value]) for name, value in one.items())
+    await service.infer(InferRequest(model="tensorrt_llm", inputs=inputs), LOCAL)
+    counts = {row["name"]: row["inference_count"] for row in service.statistics()}
+    assert counts.pop("tensorrt_llm") == 1
+    assert set(counts.values()) == {0}
+
+
+async def test_an_ensemble_of_which_a_step_is_unloaded():
+    control = ModelControl(ControlMode.EXPLICIT)
+    service = TritonService(EchoBackend(), control=control)
+    await service.infer(request(), LOCAL)
+    service.catalog.unload("preprocessing")
+    await service.infer(request(), LOCAL)
+    service.catalog.load("preprocessing", {})
+    counts = {row["name"]: row["inference_count"] for row in service.statistics()}
+    assert (counts["ensemble"], counts["tensorrt_llm"], counts["preprocessing"]) == (2, 2, 1)
 
 
 class SlowlyRead(EchoBackend):

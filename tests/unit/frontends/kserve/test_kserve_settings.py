@@ -16,6 +16,11 @@ from loraplex.frontends.kserve.errors import NotFoundError
 from loraplex.frontends.kserve.log_settings import LogSettings
 from loraplex.frontends.kserve.model_control import ControlMode, ModelControl
 from loraplex.frontends.kserve.models.catalog import Catalog
+from loraplex.frontends.kserve.models.declaration import ModelDeclaration
+from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
+from loraplex.frontends.kserve.models.postprocessing import POSTPROCESSING
+from loraplex.frontends.kserve.models.preprocessing import PREPROCESSING
+from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
 from loraplex.frontends.kserve.trace_settings import DEFAULTS, TraceSettings
 from loraplex.testing.echo_backend import EchoBackend
 
@@ -162,8 +167,70 @@ def test_only_some_models_are_loaded_at_the_start():
     models = catalog(loaded=["ensemble"])
     assert [model.name for model in models.models()] == ["ensemble"]
     assert {row["reason"] for row in models.index()} == {"", "not loaded"}
-    models.load("echo", {})
-    assert [model.name for model in models.models()] == ["ensemble", "echo"]
+    models.load("tensorrt_llm_bls", {})
+    assert [model.name for model in models.models()] == ["ensemble", "tensorrt_llm_bls"]
+
+
+def test_an_ensemble_is_loaded_with_its_steps():
+    models = catalog(loaded=[])
+    assert models.models() == []
+    models.load("ensemble", {})
+    steps = ["tensorrt_llm", "preprocessing", "postprocessing"]
+    assert [model.name for model in models.models()] == ["ensemble", *steps]
+    models.unload("ensemble")
+    assert [model.name for model in models.models()] == steps
+
+
+def test_a_step_that_is_loaded_stays_as_it_is():
+    models = catalog()
+    models.load("tensorrt_llm", {"config": '{"max_batch_size": 3}'})
+    models.unload("preprocessing")
+    models.load("ensemble", {})
+    assert models.find("tensorrt_llm").max_batch_size == 3
+    assert models.is_ready("preprocessing")
+
+
+def declared(name, kind, *steps):
+    config = {"ensemble_scheduling": {"step": [{"model_name": step} for step in steps]}}
+    return ModelDeclaration(
+        name=name, kind=kind, base_model="echo", max_batch_size=8, config=config if steps else None
+    )
+
+
+TWO_ENSEMBLES = [
+    declared("chat", ENSEMBLE, "chat_pre", "core", "post"),
+    declared("raw", ENSEMBLE, "raw_pre", "core", "post"),
+    declared("chat_pre", PREPROCESSING),
+    declared("raw_pre", PREPROCESSING),
+    declared("core", TENSORRT_LLM),
+    declared("post", POSTPROCESSING),
+]
+
+
+def test_the_steps_are_those_that_its_configuration_names():
+    control = ModelControl(ControlMode.EXPLICIT, loaded=[])
+    models = Catalog(EchoBackend(), control=control, declarations=TWO_ENSEMBLES)
+    models.load("raw", {})
+    assert {model.name for model in models.models()} == {"raw", "raw_pre", "core", "post"}
+    models.load("chat", {})
+    steps = {"preprocessing": "raw_pre", "tensorrt_llm": "core", "postprocessing": "post"}
+    assert models.steps(models.find("raw")) == steps
+    assert models.steps(models.find("chat")) == {**steps, "preprocessing": "chat_pre"}
+    assert models.steps(models.find("core")) == {}
+    models.unload("raw", with_dependents=True)
+    assert [model.name for model in models.models()] == ["chat", "chat_pre"]
+
+
+def test_a_step_that_cannot_be_loaded_keeps_its_ensemble_away():
+    def reload(declaration, config, files):
+        if declaration.name == "postprocessing":
+            raise InvalidRequestError("its folder is broken")
+        return declaration
+
+    models = catalog(loaded=[], reload=reload)
+    with pytest.raises(InvalidRequestError, match="its folder is broken"):
+        models.load("ensemble", {})
+    assert models.models() == []
 
 
 def test_a_load_overrides_the_configuration():

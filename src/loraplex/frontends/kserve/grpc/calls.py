@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import itertools
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -9,8 +10,9 @@ from urllib.parse import unquote
 
 import grpc
 import msgspec
+from google.protobuf.message import DecodeError
 
-from loraplex.core.errors import LoraplexError
+from loraplex.core.errors import InvalidRequestError, LoraplexError
 from loraplex.core.principal import Principal
 from loraplex.frontends.kserve.errors import as_loraplex_error, message_of, status_of
 from loraplex.frontends.kserve.grpc.access import Door
@@ -20,6 +22,10 @@ from loraplex.serving.wire_request import as_current
 
 RETRY_AFTER = "retry-after"
 """Trailing metadata: seconds, as HTTP's header of the name has them."""
+MAX_DETAILS = 4000
+"""Bytes of a status's text on the wire. Clients drop a status with more than 8 KiB of metadata,
+some at random up to 16 KiB, and see RESOURCE_EXHAUSTED in its place."""
+_GAP = " ... "
 _OK, _CANCELLED = "OK", "CANCELLED"
 
 Context = Any
@@ -46,10 +52,23 @@ class Call(msgspec.Struct, frozen=True):
             raise asyncio.CancelledError from None
 
 
+class Malformed(msgspec.Struct, frozen=True):
+    """Stands for a message that is no protobuf of its class.
+
+    gRPC ends a call itself whose deserialiser raises: nobody would be told of it.
+    """
+
+    reason: str
+
+    def error(self) -> InvalidRequestError:
+        return InvalidRequestError(f"the request is not a valid message: {self.reason}")
+
+
 Behavior = Callable[[Any, Call], Awaitable[Any]]
 """From a message, or an async iterator of them, to the answer; None for answers that it wrote.
 
-It may raise anything: the call ends with the error's status.
+It may raise anything: the call ends with the error's status. A Malformed it meets in an iterator
+only.
 """
 
 
@@ -80,7 +99,7 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
         )
         self._handlers[rpc.name] = getattr(grpc, f"{ways}_rpc_method_handler")(
             self._around(rpc.name, rpc.behavior),
-            rpc.request.FromString,
+            _reader(rpc.request),
             rpc.response.SerializeToString,
         )
 
@@ -100,6 +119,8 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
             with as_current(request):
                 try:
                     call = Call(context, metadata, principal_of(metadata))
+                    if type(message) is Malformed:
+                        raise message.error()
                     answer = await behavior(message, call)
                     status = _OK
                     return answer
@@ -107,11 +128,46 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
                     error = as_loraplex_error(raised)
                     status = status_of(error).grpc
                     _tell_when_to_come_again(context, error)
-                    await context.abort(grpc.StatusCode[status], message_of(error))
+                    await context.abort(grpc.StatusCode[status], _details(message_of(error)))
                 finally:
                     request.end(status)
 
         return serve
+
+
+def _reader(message_class: Any) -> Callable[[bytes], Any]:
+    parse = message_class.FromString
+
+    def read(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except DecodeError as error:
+            return Malformed(str(error))
+
+    return read
+
+
+def _details(text: str) -> str:
+    """The text, or its head and its tail if it is longer than MAX_DETAILS: what a client sent may
+    be quoted in it, and half of a surrogate pair cannot be sent at all."""
+    text = text.encode(errors="replace").decode()
+    if len(text) <= MAX_DETAILS and sum(map(_wire_size, text)) <= MAX_DETAILS:
+        return text
+    half = (MAX_DETAILS - len(_GAP)) // 2
+    head, tail = _fitting(text[:half], half), _fitting(text[: -half - 1 : -1], half)
+    return f"{head}{_GAP}{tail[::-1]}"
+
+
+def _fitting(text: str, room: int) -> str:
+    """As much of its begin as has room."""
+    sizes = itertools.accumulate(map(_wire_size, text))
+    return text[: sum(size <= room for size in sizes)]
+
+
+def _wire_size(character: str) -> int:
+    """gRPC percent-encodes each byte of what is not printable ASCII."""
+    is_plain = " " <= character <= "~" and character != "%"
+    return 1 if is_plain else 3 * len(character.encode())
 
 
 def _metadata(context: Context) -> dict[str, str]:

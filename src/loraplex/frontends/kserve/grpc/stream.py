@@ -5,10 +5,12 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
+from tritonclient.grpc import service_pb2 as pb
+
 from loraplex.frontends.kserve.active import StreamScope
 from loraplex.frontends.kserve.errors import as_loraplex_error, message_of, status_of
 from loraplex.frontends.kserve.failures import FailedAnswer
-from loraplex.frontends.kserve.grpc.calls import Call
+from loraplex.frontends.kserve.grpc.calls import Call, Malformed
 from loraplex.frontends.kserve.grpc.codec import decode_request, encode_failure, encode_piece
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.kserve.shared_memory import TenantMemory
@@ -60,6 +62,8 @@ class StreamSession:
     async def _answer(self, request: Any) -> None:
         """Its error is an answer, unless errors end the stream."""
         try:
+            if type(request) is Malformed:
+                raise request.error()
             memory = TenantMemory(self._service.memory, self._call.principal.tenant)
             infer_request, wishes = decode_request(request, memory)
             responses = await self._service.stream(infer_request, self._call.principal, self._scope)
@@ -71,7 +75,8 @@ class StreamSession:
                 raise
             error = as_loraplex_error(raised)
             outputs = raised.outputs if isinstance(raised, FailedAnswer) else ()
-            await self._write(encode_failure(request, message_of(error), outputs))
+            asked = pb.ModelInferRequest() if type(request) is Malformed else request
+            await self._write(encode_failure(asked, message_of(error), outputs))
 
     async def _write(self, response: Any) -> None:
         async with self._writing:

@@ -11,7 +11,11 @@ from loraplex.core.errors import InvalidRequestError, PayloadTooLargeError
 
 DEFAULT_MAX_BODY_BYTES = 64 * 1024 * 1024
 ENCODINGS = ("gzip", "deflate")
+_IDENTITY = "identity"
 _MAX_LENGTH_DIGITS = 19
+_CHUNK_BYTES = 64 * 1024
+_MAX_GZIP_MEMBERS = 10_000
+"""Of one body: the shortest has 20 bytes and says nothing, so the limit of bytes is not enough."""
 _GZIP_WINDOW = 16 + zlib.MAX_WBITS
 
 
@@ -26,39 +30,86 @@ def too_large(max_bytes: int) -> PayloadTooLargeError:
 
 
 def decompress(body: bytes, encoding: str, max_bytes: int) -> bytes:
-    """The body without its Content-Encoding; the limit holds for what comes out, too."""
+    """The body without its Content-Encoding; the limit holds for what comes out, too.
+
+    gzip data may have several members, one behind the other (RFC 1952).
+    """
     if not encoding:
         return body
     encoding = encoding.strip().lower()
-    if encoding in ("", "identity"):
+    if encoding in ("", _IDENTITY):
         return body
     if encoding not in ENCODINGS:
         raise InvalidRequestError(
             f"Unsupported content-encoding '{encoding}'; use gzip, deflate or identity"
         )
-    unpacker = zlib.decompressobj(_GZIP_WINDOW if encoding == "gzip" else zlib.MAX_WBITS)
+    is_gzip = encoding == "gzip"
+    data, rest = bytearray(), memoryview(body)
     try:
-        data = unpacker.decompress(body, max_bytes)
+        for _ in range(_MAX_GZIP_MEMBERS if is_gzip else 1):
+            unpacker = zlib.decompressobj(_GZIP_WINDOW if is_gzip else zlib.MAX_WBITS)
+            rest = rest[_unpack(unpacker, rest, data, max_bytes) :]
+            if not rest:
+                return bytes(data)
     except zlib.error as error:
         raise InvalidRequestError(f"the body is not valid {encoding} data: {error}") from None
-    if unpacker.unconsumed_tail:
-        raise too_large(max_bytes)
-    if not unpacker.eof:
-        raise InvalidRequestError(f"the body is not valid {encoding} data: it ends early")
-    return data
+    raise InvalidRequestError(
+        f"the body is not valid {encoding} data: {len(rest)} bytes follow its end"
+    )
+
+
+def _unpack(unpacker: Any, packed: memoryview, data: bytearray, max_bytes: int) -> int:
+    """Append to data what is packed first; returns how long that was.
+
+    It goes by chunks because zlib copies what follows the end. Raises zlib.error.
+    """
+    position = 0
+    while not unpacker.eof:
+        chunk = packed[position : position + _CHUNK_BYTES]
+        if not chunk:
+            raise zlib.error("it ends early")
+        data += unpacker.decompress(chunk, max_bytes - len(data) + 1)
+        if len(data) > max_bytes:
+            raise too_large(max_bytes)
+        position += len(chunk) - len(unpacker.unused_data)
+    return position
 
 
 def compress(body: bytes, accept_encoding: str) -> tuple[bytes, dict[str, str]]:
-    """(body, headers) in the first encoding that the client accepts and we have."""
-    for part in accept_encoding.split(",") if accept_encoding else ():
-        name, _, quality = part.strip().lower().partition(";")
-        if quality.replace(" ", "") in ("q=0", "q=0.0"):
-            continue
-        if name == "gzip":
+    """(body, headers) in the encoding that the client likes best of those we have."""
+    match _preferred(accept_encoding) if accept_encoding else _IDENTITY:
+        case "gzip":
             return gzip.compress(body, compresslevel=1), {"Content-Encoding": "gzip"}
-        if name == "deflate":
+        case "deflate":
             return zlib.compress(body, level=1), {"Content-Encoding": "deflate"}
-    return body, {}
+        case _:
+            return body, {}
+
+
+def _preferred(accept_encoding: str) -> str:
+    """Of the highest quality, and of these the first; the body as it is if none is accepted."""
+    qualities: dict[str, float] = {}
+    for part in accept_encoding.lower().split(","):
+        name, _, parameters = part.partition(";")
+        qualities.setdefault(name.strip(), _quality(parameters))
+    of_others = qualities.pop("*", 0.0)
+    for name in (_IDENTITY, *ENCODINGS):
+        qualities.setdefault(name, of_others)
+    ours = [name for name in qualities if name == _IDENTITY or name in ENCODINGS]
+    best = max(ours, key=qualities.__getitem__)
+    return best if qualities[best] else _IDENTITY
+
+
+def _quality(parameters: str) -> float:
+    """1 if nothing is said; 0 for what is no quality: such an encoding is not used."""
+    name, _, number = parameters.partition("=")
+    if not parameters.strip():
+        return 1.0
+    try:
+        quality = float(number) if name.strip() == "q" else 0.0
+    except ValueError:
+        return 0.0
+    return quality if 0 <= quality <= 1 else 0.0
 
 
 def parse_object(body: bytes, *, what: str = "the request body") -> dict[str, Any]:

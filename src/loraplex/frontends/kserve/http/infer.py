@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from loraplex.core.errors import InvalidRequestError, InvalidTensorError
+from loraplex.core.errors import InvalidParameterError, InvalidRequestError, InvalidTensorError
 from loraplex.frontends.kserve.http.body import length_of, parse_object
 from loraplex.frontends.kserve.messages import InferRequest, InferResponse, Parameter
 from loraplex.frontends.kserve.outputs import (
@@ -65,7 +65,8 @@ def decode_request(
     split = len(body) if header_length is None else _header_length(header_length, len(body))
     document = _read(body[:split])
     parameters = document.parameters
-    default = BINARY if parameters.get("binary_data_output") is True else INLINE
+    is_binary = _flag(parameters, "binary_data_output", "the request", otherwise=False)
+    default = BINARY if is_binary else INLINE
     requested = _outputs(document.outputs, default, memory)
     request = InferRequest(
         model=model,
@@ -220,11 +221,27 @@ def _outputs(
     """Requested outputs, in the client's order."""
     requested = {}
     for entry in entries:
-        is_binary = bool(entry.parameters.get("binary_data", default.is_binary))
+        is_binary = _flag(
+            entry.parameters,
+            "binary_data",
+            f"output '{entry.name}'",
+            otherwise=default.is_binary,
+        )
         requested[entry.name] = output_wish(
             entry.name, entry.parameters, is_binary=is_binary, memory=memory
         )
     return requested
+
+
+def _flag(parameters: Mapping[str, Any], key: str, owner: str, *, otherwise: bool) -> bool:
+    """owner: whose parameters they are."""
+    value = parameters.get(key, otherwise)
+    if not isinstance(value, bool):
+        raise InvalidParameterError(
+            f"the parameter '{key}' of {owner} must be true or false, got {repr(value)[:40]}",
+            param=key,
+        )
+    return value
 
 
 def encode_response(response: InferResponse, wishes: Wishes) -> tuple[bytes, int | None]:

@@ -5,7 +5,8 @@ base model also answers under its own name, text to text. With one there is what
 is one version of each.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from loraplex.core.errors import ModelNotFoundError
 from loraplex.core.principal import LOCAL, Principal
@@ -26,7 +27,7 @@ KINDS = (ENSEMBLE, TENSORRT_LLM, PREPROCESSING, POSTPROCESSING, BLS)
 DEFAULT_MAX_BATCH_SIZE = 128
 
 STEPS_OF_ENSEMBLE = ("preprocessing", "tensorrt_llm", "postprocessing")
-"""Kinds of models that an ensemble is made of, all of its base model."""
+"""Kinds of models that an ensemble is made of, all of its base model. A BLS calls them, too."""
 
 SERVER_NAME = "triton"
 """What clients of Triton may compare; the version is ours."""
@@ -81,6 +82,21 @@ class Catalog:
         self._refresh()
         return self._token_models.get(model.card.name)
 
+    def steps(self, model: TritonModel) -> Mapping[str, str]:
+        """By kind, the names of the loaded models that do the work of an ensemble or a BLS: those
+        that its configuration names, else the first ones of its base model. Other kinds have none.
+        """
+        steps: dict[str, str] = {}
+        if model.kind.name not in (ENSEMBLE.name, BLS.name):
+            return steps
+        self._refresh()
+        named = _step_names(model.declared_config)
+        for each in sorted(self._models.values(), key=lambda each: each.name not in named):
+            is_step = each.kind.name in STEPS_OF_ENSEMBLE and each.card.name == model.card.name
+            if is_step and self._control.is_loaded(each.name):
+                steps.setdefault(each.kind.name, each.name)
+        return steps
+
     def _all(self, principal: Principal) -> list[TritonModel]:
         self._refresh()
         names = {card.name for card in self._backend.models(principal)}
@@ -130,16 +146,19 @@ class Catalog:
         ]
 
     def load(self, name: str, parameters: Mapping[str, object]) -> None:
-        """Raises as ModelControl.load, and NotFoundError for a model that is nowhere."""
+        """Of an ensemble with its steps, as at the start. Raises as ModelControl.load, and
+        NotFoundError for a model that is nowhere.
+        """
         self._control.check_explicit()
-        declared = next((each for each in self._declared() if each.name == name), None)
-        if declared is None:
-            known = ", ".join(each.name for each in self._declared())
+        declared = {each.name: each for each in self._declared()}
+        if name not in declared:
             raise NotFoundError(
                 f"failed to load '{name}', failed to poll from model repository; its models are: "
-                f"{known}"
+                f"{', '.join(declared)}"
             )
-        self._control.load(declared, parameters)
+        self._control.load(
+            declared[name], parameters, lambda model: _parts(model, declared.values())
+        )
 
     def unload(self, name: str, *, with_dependents: bool = False) -> None:
         """Take a name from clients, of an ensemble with its steps. An unknown one is fine."""
@@ -148,13 +167,9 @@ class Catalog:
         if name not in declared:
             return
         names = {name}
-        if with_dependents and declared[name].kind is ENSEMBLE:
-            base_model = declared[name].base_model
-            names |= {
-                each.name
-                for each in declared.values()
-                if each.base_model == base_model and each.kind.name in STEPS_OF_ENSEMBLE
-            }
+        if with_dependents:
+            model = self._control.changed(name) or declared[name]
+            names |= {each.name for each in _parts(model, declared.values())}
         self._control.unload(names)
 
     def find(self, name: str, version: str = "", principal: Principal = LOCAL) -> TritonModel:
@@ -207,3 +222,27 @@ class Catalog:
         if self._backend.model_ready(model.card.name):
             return ""
         return self._backend.health().reason or "not ready"
+
+
+def _parts(
+    model: ModelDeclaration, declared: Iterable[ModelDeclaration]
+) -> Sequence[ModelDeclaration]:
+    """The declared models that are loaded with an ensemble; none with another kind, as a BLS finds
+    its models only when it calls them.
+    """
+    if model.kind.name != ENSEMBLE.name:
+        return ()
+    named = _step_names(model.config)
+    if named:
+        return [each for each in declared if each.name in named]
+    return [
+        each
+        for each in declared
+        if each.base_model == model.base_model and each.kind.name in STEPS_OF_ENSEMBLE
+    ]
+
+
+def _step_names(config: Mapping[str, Any] | None) -> set[str]:
+    """The models that the configuration of an ensemble passes its tensors through."""
+    scheduling = (config or {}).get("ensemble_scheduling", {})
+    return {step.get("model_name", "") for step in scheduling.get("step", ())}

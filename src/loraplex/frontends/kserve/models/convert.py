@@ -72,7 +72,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The text of the prompt's tokens, as the answer begins with it; None: as it was sent."""
     accumulates_text: bool = False
     """A streamed piece has the whole text so far."""
-    logits_datatype: str = "FP32"
+    context_logits_datatype: str = "FP32"
+    generation_logits_datatype: str = "FP32"
     comes_together: bool = False
     """All its sequences stand in every response."""
 
@@ -124,7 +125,8 @@ def convert(
         block_size=card.kv_block_size,
         show_prompt=texts.decode if options.skips_special_tokens else texts.decode_all,
         accumulates_text=options.accumulates_tokens and sampling.beam is None,
-        logits_datatype=options.logits_datatype,
+        context_logits_datatype=options.logits_datatype,
+        generation_logits_datatype=options.generation_logits_datatype or options.logits_datatype,
         comes_together=sampling.beam is not None,
         **wishes,
     )

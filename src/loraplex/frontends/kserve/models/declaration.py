@@ -29,6 +29,8 @@ class ModelOptions:
     """Of the vLLM backend: REPORT_CUSTOM_METRICS."""
     logits_datatype: str = "FP32"
     """Of context_logits and generation_logits: FP32, FP16 or BF16."""
+    generation_logits_datatype: str | None = None
+    """If theirs is another one."""
     has_draft_model: bool = False
     """Of tensorrt_llm_bls: it names one, so a request may ask for guesses; ours need no model."""
     lora_enabled: bool = True

@@ -6,7 +6,6 @@ import numpy as np
 
 from loraplex.core.output import Logits, RequestTiming
 from loraplex.frontends.kserve.models.answer import Answer
-from loraplex.frontends.kserve.models.convert import Generation
 from loraplex.frontends.kserve.tensors import Array, Tensor, numbers, to_bf16
 
 Batch = Sequence[Sequence[Answer]]
@@ -20,23 +19,25 @@ def logits_tensors(batch: Batch) -> list[Tensor]:
     tensors = []
     if generation.returns_context_logits and any(answers[0].prompt_logits for answers in batch):
         prompts = [_rows(answers[0].prompt_logits) for answers in batch]
-        tensors.append(_logits("context_logits", generation, _padded(prompts)))
+        datatype = generation.context_logits_datatype
+        tensors.append(_logits("context_logits", datatype, _padded(prompts)))
     if generation.returns_generation_logits and any(a.logits for row in batch for a in row):
         flat = _padded([_rows(answer.logits) for answers in batch for answer in answers])
         shape = (len(batch), len(batch[0]), *flat.shape[1:])
-        tensors.append(_logits("generation_logits", generation, flat.reshape(shape)))
+        datatype = generation.generation_logits_datatype
+        tensors.append(_logits("generation_logits", datatype, flat.reshape(shape)))
     return tensors
 
 
-def _logits(name: str, generation: Generation, array: Array) -> Tensor:
-    """As the type that the model's configuration declares."""
-    match generation.logits_datatype:
+def _logits(name: str, datatype: str, array: Array) -> Tensor:
+    """datatype: what the model's configuration declares."""
+    match datatype:
         case "FP16":
             with np.errstate(over="ignore"):
                 array = array.astype(np.float16)
         case "BF16":
             array = to_bf16(array)
-    return Tensor.of(name, generation.logits_datatype, array)
+    return Tensor.of(name, datatype, array)
 
 
 def _rows(pieces: Sequence[Logits]) -> Array:

@@ -1,0 +1,102 @@
+"""What the HTTP port answers to where nothing is, and what it lets pages read."""
+
+import asyncio
+import http.client
+import json
+from pathlib import Path
+
+import pytest
+
+
+def ask(server, method: str, path: str, **headers: str) -> tuple[int, dict[str, str], str]:
+    """(status, headers by lower-case name, body)."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.config.server.http_port)
+    try:
+        connection.request(method, path, headers=headers)
+        response = connection.getresponse()
+        answered = {name.lower(): value for name, value in response.getheaders()}
+        return response.status, answered, response.read().decode()
+    finally:
+        connection.close()
+
+
+@pytest.fixture
+def log(tmp_path) -> Path:
+    return tmp_path / "access.log"
+
+
+async def noted(log: Path, path: str) -> tuple[int, str | None]:
+    """(status, error) of the path's line, once it is written."""
+    async with asyncio.timeout(10):
+        while True:
+            lines = map(json.loads, log.read_text().splitlines() if log.exists() else ())
+            for line in lines:
+                if line["path"] == path:
+                    return line["status"], line["error"]
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("TRACE", "/health/live", "GET, HEAD"),
+        ("OPTIONS", "/health/live", "GET, HEAD"),
+        ("PATCH", "/drain", "DELETE, GET, HEAD, POST"),
+        ("PROPFIND", "/drain", "DELETE, GET, HEAD, POST"),
+        ("PUT", "/openapi.json", "GET, HEAD"),
+        ("POST", "/metrics", "GET, HEAD"),
+        ("PUT", "/v1/completions", "OPTIONS, POST"),
+        ("TRACE", "/v1/completions", "OPTIONS, POST"),
+        ("TRACE", "/v1/adapters", "GET, HEAD, OPTIONS, POST"),
+        ("PROPFIND", "/v1/completions", "POST"),
+    ],
+)
+async def test_a_method_that_a_path_does_not_take(run, log, method, path, allowed):
+    server = run(access_log=str(log))
+    await server.until_ready()
+    status, headers, body = await asyncio.to_thread(ask, server, method, path)
+    assert (status, headers["allow"]) == (405, allowed)
+    assert json.loads(body)["error"] == {
+        "message": f"{path} does not take {method}; it takes {allowed}",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": "method_not_allowed",
+    }
+    assert await noted(log, path) == (405, "method_not_allowed")
+    _, _, metrics = await asyncio.to_thread(ask, server, "GET", "/metrics")
+    assert 'code="method_not_allowed",protocol="http",status="405"' in metrics
+
+
+@pytest.mark.parametrize("path", ["/nope", "/v1/nope"])
+async def test_a_path_where_nothing_is(run, log, path):
+    server = run(access_log=str(log))
+    await server.until_ready()
+    status, _, body = await asyncio.to_thread(ask, server, "POST", path)
+    assert status == 404
+    assert json.loads(body)["error"] == {
+        "message": f"there is no route POST {path}",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": "route_not_found",
+    }
+    assert await noted(log, path) == (404, "route_not_found")
+    _, _, metrics = await asyncio.to_thread(ask, server, "GET", "/metrics")
+    assert 'code="route_not_found",protocol="http",status="404"' in metrics
+
+
+async def test_a_long_path_is_told_in_part(run):
+    server = run()
+    await server.until_ready()
+    for method, path in (("POST", "/" + "a" * 3000), ("PUT", "/v1/models/" + "a" * 3000)):
+        _, _, body = await asyncio.to_thread(ask, server, method, path)
+        assert path[:200] in body
+        assert path[:201] not in body
+
+
+async def test_pages_may_read_which_adapters_answer(run):
+    page = "https://app.example.org"
+    server = run(cors_origins=(page,))
+    await server.until_ready()
+    _, headers, _ = await asyncio.to_thread(ask, server, "GET", "/v1/models", origin=page)
+    shown = headers["access-control-expose-headers"].split(", ")
+    assert shown == ["x-request-id", "retry-after", "x-loraplex-adapter"]
