@@ -17,6 +17,8 @@ LONG = 200
 """Tokens; a prompt of so many is computed in as many steps."""
 ENDLESS = 1500
 WAIT_SECONDS = 60
+NUM_TRIES = 3
+"""On a slow machine a request may have ended before it is left."""
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +122,17 @@ def rows_of_others(server: RunningServer, known: set[int]) -> list[dict]:
 @pytest.mark.parametrize("stage", ["queued", "prefill", "decode"])
 @pytest.mark.parametrize("ask", PROTOCOLS)
 def test_the_slot_is_free_again(server, ask, stage):
+    for _ in range(NUM_TRIES):
+        left = steps_of_who_left(server, ask, stage)
+        if len(left) < ENDLESS:
+            break
+    assert len(left) < ENDLESS, "a request that was left ran to its end"
+    if stage == "queued":
+        assert len({request_id for step in left for request_id in step["request_ids"]}) == 1
+
+
+def steps_of_who_left(server: RunningServer, ask: Callable, stage: str) -> list[dict]:
+    """Of the one that left at this stage and of whom it waited for, who leaves then."""
     known = {request_id for step in steps(server) for request_id in step["request_ids"]}
     blocker = openai_stream(server, "b") if stage == "queued" else None
     if blocker is not None:
@@ -141,7 +154,4 @@ def test_the_slot_is_free_again(server, ask, stage):
     rows = rows_of_others(server, known)
     assert (rows[-1]["num_running"], rows[-1]["num_waiting"]) == (1, 0)
     (last,) = rows[-1]["request_ids"]
-    left = [step for step in rows if last not in step["request_ids"]]
-    assert len(left) < ENDLESS, "the request that was left ran to its end"
-    if stage == "queued":
-        assert len({request_id for step in left for request_id in step["request_ids"]}) == 1
+    return [step for step in rows if last not in step["request_ids"]]
