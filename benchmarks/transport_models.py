@@ -24,17 +24,23 @@ _BACKEND = """
 backend: "python"
 instance_group [ { count: 1 kind: KIND_CPU } ]
 """
-_UNARY_CODE = """
+_ONE_ANSWER_EACH = """
+import numpy as np
 import triton_python_backend_utils as backend
 
 
 class TritonPythonModel:
     def execute(self, requests):
-        responses = []
-        for request in requests:
-            text = backend.get_input_tensor_by_name(request, "text_input").as_numpy()
-            responses.append(backend.InferenceResponse([backend.Tensor("text_output", text)]))
-        return responses
+        return [backend.InferenceResponse(answer(request)) for request in requests]
+
+
+def sent(request, name):
+    return backend.get_input_tensor_by_name(request, name).as_numpy()
+"""
+_UNARY_CODE = """
+
+def answer(request):
+    return [backend.Tensor("text_output", sent(request, "text_input"))]
 """
 _STREAMED_CODE = """
 import triton_python_backend_utils as backend
@@ -66,24 +72,14 @@ output [
 ]
 """
 _PREPROCESSING_CODE = """
-import numpy as np
-import triton_python_backend_utils as backend
 
-
-class TritonPythonModel:
-    def execute(self, requests):
-        responses = []
-        for request in requests:
-            text = backend.get_input_tensor_by_name(request, "QUERY").as_numpy().item()
-            length = backend.get_input_tensor_by_name(request, "REQUEST_OUTPUT_LEN").as_numpy()
-            ids = np.array([list(text)], dtype=np.int32)
-            tensors = [
-                backend.Tensor("INPUT_ID", ids),
-                backend.Tensor("REQUEST_INPUT_LEN", np.array([[ids.size]], dtype=np.int32)),
-                backend.Tensor("REQUEST_OUTPUT_LEN", length),
-            ]
-            responses.append(backend.InferenceResponse(tensors))
-        return responses
+def answer(request):
+    ids = np.array([list(sent(request, "QUERY").item())], dtype=np.int32)
+    return [
+        backend.Tensor("INPUT_ID", ids),
+        backend.Tensor("REQUEST_INPUT_LEN", np.array([[ids.size]], dtype=np.int32)),
+        backend.Tensor("REQUEST_OUTPUT_LEN", sent(request, "REQUEST_OUTPUT_LEN")),
+    ]
 """
 _TENSORRT_LLM_TENSORS = """
 input [
@@ -97,21 +93,12 @@ output [
 ]
 """
 _TENSORRT_LLM_CODE = """
-import triton_python_backend_utils as backend
 
-
-class TritonPythonModel:
-    def execute(self, requests):
-        responses = []
-        for request in requests:
-            ids = backend.get_input_tensor_by_name(request, "input_ids").as_numpy()
-            lengths = backend.get_input_tensor_by_name(request, "input_lengths").as_numpy()
-            tensors = [
-                backend.Tensor("output_ids", ids[:, None, :].copy()),
-                backend.Tensor("sequence_length", lengths),
-            ]
-            responses.append(backend.InferenceResponse(tensors))
-        return responses
+def answer(request):
+    return [
+        backend.Tensor("output_ids", sent(request, "input_ids")[:, None, :].copy()),
+        backend.Tensor("sequence_length", sent(request, "input_lengths")),
+    ]
 """
 _POSTPROCESSING_TENSORS = """
 input [
@@ -121,20 +108,11 @@ input [
 output [ { name: "OUTPUT" data_type: TYPE_STRING dims: [ -1 ] } ]
 """
 _POSTPROCESSING_CODE = """
-import numpy as np
-import triton_python_backend_utils as backend
 
-
-class TritonPythonModel:
-    def execute(self, requests):
-        responses = []
-        for request in requests:
-            ids = backend.get_input_tensor_by_name(request, "TOKENS_BATCH").as_numpy()
-            lengths = backend.get_input_tensor_by_name(request, "SEQUENCE_LENGTH").as_numpy()
-            texts = [[bytes(ids[0, 0, : lengths.item()].tolist())]]
-            text = backend.Tensor("OUTPUT", np.array(texts, dtype=object))
-            responses.append(backend.InferenceResponse([text]))
-        return responses
+def answer(request):
+    ids, lengths = sent(request, "TOKENS_BATCH"), sent(request, "SEQUENCE_LENGTH")
+    texts = [[bytes(ids[0, 0, : lengths.item()].tolist())]]
+    return [backend.Tensor("OUTPUT", np.array(texts, dtype=object))]
 """
 _STEPS = """
 ensemble_scheduling {
@@ -169,11 +147,11 @@ ensemble_scheduling {
 """
 _ECHO = _BACKEND + _INPUTS + _STREAM_INPUT + _OUTPUTS
 _MODELS = {
-    UNARY: (_ECHO, _UNARY_CODE),
+    UNARY: (_ECHO, _ONE_ANSWER_EACH + _UNARY_CODE),
     STREAMED: (_ECHO + "model_transaction_policy { decoupled: true }\n", _STREAMED_CODE),
-    "preprocessing": (_BACKEND + _PREPROCESSING_TENSORS, _PREPROCESSING_CODE),
-    "tensorrt_llm": (_BACKEND + _TENSORRT_LLM_TENSORS, _TENSORRT_LLM_CODE),
-    "postprocessing": (_BACKEND + _POSTPROCESSING_TENSORS, _POSTPROCESSING_CODE),
+    "preprocessing": (_BACKEND + _PREPROCESSING_TENSORS, _ONE_ANSWER_EACH + _PREPROCESSING_CODE),
+    "tensorrt_llm": (_BACKEND + _TENSORRT_LLM_TENSORS, _ONE_ANSWER_EACH + _TENSORRT_LLM_CODE),
+    "postprocessing": (_BACKEND + _POSTPROCESSING_TENSORS, _ONE_ANSWER_EACH + _POSTPROCESSING_CODE),
     ENSEMBLE_OF_THREE: ('platform: "ensemble"\n' + _INPUTS + _OUTPUTS + _STEPS, ""),
 }
 """By name: the configuration, and the Python backend's code."""

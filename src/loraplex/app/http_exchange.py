@@ -70,30 +70,27 @@ class Exchange(RequestResponseCycle):
         self._num_bytes += len(piece)
         if self._num_bytes > HIGH_WATER_LIMIT:
             self.flow.pause_reading()
-        if self._news is not None:
-            self._wake(self._news)
+        self._wake()
 
     def take_end(self) -> None:
         """The body is there as a whole."""
         self._has_end = True
-        if self._news is not None:
-            self._wake(self._news)
+        self._wake()
 
     def give_up(self, error: LoraplexError) -> None:
         """The rest of the body is not waited for."""
         self._failure = error
-        if self._news is not None:
-            self._wake(self._news)
+        self._wake()
 
     def disconnect(self) -> None:
         """The client has gone."""
         self.disconnected = True
-        if self._news is not None:
-            self._wake(self._news)
+        self._wake()
 
-    def _wake(self, news: asyncio.Event) -> None:
-        news.set()
-        self._news = None
+    def _wake(self) -> None:
+        if self._news is not None:
+            self._news.set()
+            self._news = None
 
     # ---------------------------------------------------------------- what the application asks
 
@@ -176,8 +173,7 @@ class Exchange(RequestResponseCycle):
         self.transport.write(piece, at_once=is_last)
         if is_last:
             self.response_complete = True
-            if self._news is not None:
-                self._wake(self._news)
+            self._wake()
             if not self.keep_alive:
                 self.transport.close()
             self.on_response()

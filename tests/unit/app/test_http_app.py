@@ -36,6 +36,24 @@ async def noted(log: Path, path: str) -> tuple[int, str | None]:
             await asyncio.sleep(0.02)
 
 
+async def refused(
+    server, log: Path, method: str, path: str, status: int, code: str, message: str
+) -> dict[str, str]:
+    """The headers of an answer that says so: to its client, the access log and the metrics."""
+    got, headers, body = await asyncio.to_thread(ask, server, method, path)
+    assert got == status
+    assert json.loads(body)["error"] == {
+        "message": message,
+        "type": "invalid_request_error",
+        "param": None,
+        "code": code,
+    }
+    assert await noted(log, path) == (status, code)
+    _, _, metrics = await asyncio.to_thread(ask, server, "GET", "/metrics")
+    assert f'code="{code}",protocol="http",status="{status}"' in metrics
+    return headers
+
+
 @pytest.mark.parametrize(
     ("method", "path", "allowed"),
     [
@@ -54,34 +72,17 @@ async def noted(log: Path, path: str) -> tuple[int, str | None]:
 async def test_a_method_that_a_path_does_not_take(run, log, method, path, allowed):
     server = run(access_log=str(log))
     await server.until_ready()
-    status, headers, body = await asyncio.to_thread(ask, server, method, path)
-    assert (status, headers["allow"]) == (405, allowed)
-    assert json.loads(body)["error"] == {
-        "message": f"{path} does not take {method}; it takes {allowed}",
-        "type": "invalid_request_error",
-        "param": None,
-        "code": "method_not_allowed",
-    }
-    assert await noted(log, path) == (405, "method_not_allowed")
-    _, _, metrics = await asyncio.to_thread(ask, server, "GET", "/metrics")
-    assert 'code="method_not_allowed",protocol="http",status="405"' in metrics
+    message = f"{path} does not take {method}; it takes {allowed}"
+    headers = await refused(server, log, method, path, 405, "method_not_allowed", message)
+    assert headers["allow"] == allowed
 
 
 @pytest.mark.parametrize("path", ["/nope", "/v1/nope"])
 async def test_a_path_where_nothing_is(run, log, path):
     server = run(access_log=str(log))
     await server.until_ready()
-    status, _, body = await asyncio.to_thread(ask, server, "POST", path)
-    assert status == 404
-    assert json.loads(body)["error"] == {
-        "message": f"there is no route POST {path}",
-        "type": "invalid_request_error",
-        "param": None,
-        "code": "route_not_found",
-    }
-    assert await noted(log, path) == (404, "route_not_found")
-    _, _, metrics = await asyncio.to_thread(ask, server, "GET", "/metrics")
-    assert 'code="route_not_found",protocol="http",status="404"' in metrics
+    message = f"there is no route POST {path}"
+    await refused(server, log, "POST", path, 404, "route_not_found", message)
 
 
 async def test_a_long_path_is_told_in_part(run):

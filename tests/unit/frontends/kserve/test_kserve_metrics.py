@@ -265,26 +265,25 @@ async def test_names_stay_as_they_are_in_openmetrics(service):
     assert "nv_inference_count_total" not in text
 
 
-async def test_pending_requests(service, backend):
-    counts = service.counts.of("echo")
+async def check_one_is_left_behind_its_first_answer(service, model):
+    """A stream that is pending until then counts as cancelled for the model."""
+    counts = service.counts.of(model)
     stream = await service.stream(request(stream=True), LOCAL)
     assert counts.num_pending == 1
     await anext(stream)
     assert counts.num_pending == 0
     await stream.aclose()
     assert counts.failures[FailureReason.CANCELED] == 1
+
+
+async def test_pending_requests(service):
+    await check_one_is_left_behind_its_first_answer(service, "echo")
 
 
 async def test_tensorrt_llm_has_what_waits_and_answers_for_an_ensemble(backend):
     config = MetricsConfig(histogram_latencies=True, summary_latencies=True)
     service = TritonService(backend, metrics=config)
-    counts = service.counts.of("tensorrt_llm")
-    stream = await service.stream(request(stream=True), LOCAL)
-    assert counts.num_pending == 1
-    await anext(stream)
-    assert counts.num_pending == 0
-    await stream.aclose()
-    assert counts.failures[FailureReason.CANCELED] == 1
+    await check_one_is_left_behind_its_first_answer(service, "tensorrt_llm")
     await service.infer(request(), LOCAL)
     lines = (await scrape(service)).splitlines()
     labels = 'model="tensorrt_llm",version="1"'

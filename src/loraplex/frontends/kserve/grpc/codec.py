@@ -13,6 +13,7 @@ from loraplex.frontends.kserve.messages import (
     Parameter,
 )
 from loraplex.frontends.kserve.outputs import (
+    BINARY,
     OutputWish,
     Wishes,
     delivered,
@@ -53,14 +54,12 @@ _CHOICES = {
     str: "string_param",
 }
 """Where the value of a parameter stands, by its type."""
-_RAW = OutputWish(is_binary=True)
-"""What is wanted where nothing is said."""
 
 
 def decode_request(message: Any, memory: TenantMemory) -> tuple[InferRequest, Wishes]:
     """A ModelInferRequest, and how its outputs are wanted. Raises as the codecs of its parts do."""
     wishes = {
-        output.name: _wish(output, memory) if output.parameters else _RAW
+        output.name: _wish(output, memory) if output.parameters else BINARY
         for output in message.outputs[:]
     }
     request = InferRequest(
@@ -71,7 +70,7 @@ def decode_request(message: Any, memory: TenantMemory) -> tuple[InferRequest, Wi
         requested=tuple(wishes),
         parameters=decode_parameters(message.parameters) if message.parameters else NO_PARAMETERS,
     )
-    return request, Wishes(memory, _RAW, wishes)
+    return request, Wishes(memory, BINARY, wishes)
 
 
 def decode_parameters(parameters: Mapping[str, Any]) -> dict[str, Parameter]:
