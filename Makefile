@@ -90,14 +90,14 @@ test-all: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not gpu and not network" $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev
-	$(BIN)/ruff format --check src tests examples benchmarks
-	$(BIN)/ruff check src tests examples benchmarks
+	$(BIN)/ruff format --check src tests examples benchmarks docs
+	$(BIN)/ruff check src tests examples benchmarks docs
 	$(BIN)/lint-imports --no-cache
 
 types: $(VENV)/.dev
 	$(BIN)/mypy
-	MYPYPATH=src:benchmarks $(BIN)/mypy benchmarks/*.py
-	MYPYPATH=src:benchmarks $(BIN)/mypy -p gpu
+	MYPYPATH=src:benchmarks:tests $(BIN)/mypy benchmarks/*.py
+	MYPYPATH=src:benchmarks:tests $(BIN)/mypy -p gpu
 
 bench: $(VENV)/.bench .triton
 	$(BIN)/loraplex bench --output benchmarks/results
@@ -106,19 +106,19 @@ bench: $(VENV)/.bench .triton
 	$(BIN)/loraplex bench compare benchmarks/results/compare-$(COMMIT) $(BENCH_PEERS) $(BENCH_ARGS)
 
 tables: $(VENV)/.runtime
-	$(BIN)/python -m loraplex.documentation docs
+	PYTHONPATH=docs $(BIN)/python -m tools docs
 
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict
 
 fmt: $(VENV)/.dev
-	$(BIN)/ruff format src tests examples benchmarks
-	$(BIN)/ruff check --fix src tests examples benchmarks
+	$(BIN)/ruff format src tests examples benchmarks docs
+	$(BIN)/ruff check --fix src tests examples benchmarks docs
 
 clean:
 	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .hypothesis .gpu .triton
 
-GPU_RUN := PYTHONPATH=.gpu/site:src:benchmarks $(GPU_PYTHON) -B
+GPU_RUN := PYTHONPATH=.gpu/site:src:benchmarks:tests $(GPU_PYTHON) -B
 
 gpu-wheels: $(BIN)/python
 	$(BIN)/python benchmarks/gpu/wheels.py --python $(GPU_PYTHON_VERSION)

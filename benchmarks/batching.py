@@ -43,14 +43,14 @@ from loraplex.core.environment import cache_directory
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.engine.engine import Engine, build_engine
-from loraplex.execution.host_adapters import HostAdapters
+from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.execution.loading import load_runner
-from loraplex.execution.runner_settings import RunnerSettings
-from loraplex.execution.threaded_runner import ThreadedRunner
+from loraplex.execution.sizing.settings import RunnerSettings
+from loraplex.execution.steps.threaded_runner import ThreadedRunner
 from loraplex.models.layer_linears import module_shapes
 from loraplex.models.registry import read_config
 from loraplex.scheduling.settings import Batching, BatchSchedulerPolicy, SchedulerSettings
-from loraplex.testing.instant_loader import InstantLoader
+from support.instant_loader import InstantLoader
 
 MAX_NUM_SEQS = 16
 SYSTEM_PROMPT_TOKENS = 1000

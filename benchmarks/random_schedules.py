@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from loraplex.execution.host_adapters import HostAdapters
+from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.execution.loading import load_parts
-from loraplex.execution.runner_settings import RunnerSettings
-from loraplex.testing.random_schedules import Schedules
+from loraplex.execution.sizing.settings import RunnerSettings
+from support.random_schedules import Schedules
 
 
 def main() -> int:

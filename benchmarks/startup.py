@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from loraplex.bench.machine import this_machine
 from loraplex.core.environment import child_environment
-from loraplex.testing.capitals import BASE_PATH
+from loraplex.demo import BASE_PATH
 
 POLL_SECONDS = 0.01
 START_SECONDS = 600.0

@@ -34,16 +34,16 @@ from loraplex.core.clock import SystemClock
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.engine.engine import Engine, build_engine
-from loraplex.execution.host_adapters import HostAdapter, HostAdapters, HostWeight
+from loraplex.execution.adapters.host_adapters import HostAdapter, HostAdapters, HostWeight
 from loraplex.execution.loading import load_runner
-from loraplex.execution.model_runner import ModelRunner
-from loraplex.execution.runner_settings import RunnerSettings
+from loraplex.execution.sizing.settings import RunnerSettings
+from loraplex.execution.steps.model_runner import ModelRunner
 from loraplex.kernels.native.library import NativeLibrary
 from loraplex.models.config import DecoderConfig
 from loraplex.models.layer_linears import module_shapes
 from loraplex.models.registry import read_config
 from loraplex.scheduling.settings import SchedulerSettings
-from loraplex.testing.instant_loader import InstantLoader
+from support.instant_loader import InstantLoader
 
 RANK = 8
 MODULES = ("q_proj", "k_proj", "v_proj")

@@ -50,7 +50,7 @@ from loraplex.bench.stream_load import (
     held_by,
     new_client,
 )
-from loraplex.testing.capitals.corpus import COUNTRIES, LANGUAGES, bare_questions, questions
+from loraplex.demo.corpus import COUNTRIES, LANGUAGES, bare_questions, questions
 from loraplex.testing.running_server import RunningServer, serving
 
 RESULTS = Path(__file__).parent / "results"

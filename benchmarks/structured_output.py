@@ -33,18 +33,18 @@ from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.engine.engine import Engine, build_engine
+from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.execution.grammar.rows import GrammarRows
-from loraplex.execution.host_adapters import HostAdapters
 from loraplex.execution.loading import load_parts
-from loraplex.execution.model_runner import ModelRunner
-from loraplex.execution.runner_parts import RunnerParts
-from loraplex.execution.runner_settings import RunnerSettings
 from loraplex.execution.sampling.sampler import Sampler
+from loraplex.execution.sizing.settings import RunnerSettings
+from loraplex.execution.steps.model_runner import ModelRunner
+from loraplex.execution.steps.runner_parts import RunnerParts
 from loraplex.kernels.dispatch import select_kernels
 from loraplex.models.registry import read_config
 from loraplex.scheduling.settings import SchedulerSettings
 from loraplex.serving.grammar.forms import llguidance_form
-from loraplex.testing.instant_loader import InstantLoader
+from support.instant_loader import InstantLoader
 
 NUM_ROWS = 32
 NUM_PROMPT_TOKENS = 64

@@ -21,7 +21,7 @@ import numpy as np
 import tritonclient.grpc.aio as triton
 from tokenizers import Tokenizer
 
-from loraplex.testing.capitals import ADAPTER_PATHS, BASE_PATH
+from loraplex.demo import ADAPTER_PATHS, BASE_PATH
 from loraplex.testing.running_server import free_ports
 
 # The exact texts of the founding example: a backslash and an n, not a line break.

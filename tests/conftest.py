@@ -10,6 +10,10 @@ from hypothesis import HealthCheck, settings
 
 from loraplex.core.environment import let_threads_sleep
 
+# Tests start programs of `support` with `python -m`.
+_PATHS = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+os.environ["PYTHONPATH"] = os.pathsep.join(_PATHS)
+
 # Several test processes share few cores: before anything imports torch.
 let_threads_sleep()
 

@@ -17,9 +17,9 @@ from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.engine.engine import Engine, build_engine
 from loraplex.engine.runner import AdapterLoader
-from loraplex.execution.host_adapters import HostAdapter
+from loraplex.execution.adapters.host_adapters import HostAdapter
 from loraplex.scheduling.settings import SchedulerSettings
-from loraplex.testing.instant_loader import InstantLoader
+from support.instant_loader import InstantLoader
 
 _PATIENCE_SECONDS = 120.0
 

@@ -21,7 +21,7 @@ from loraplex.bench.markdown import markdown_table
 from loraplex.bench.workload import PlannedRequest
 from loraplex.core.adapter import AdapterSource, Residency
 from loraplex.engine.engine import Engine
-from loraplex.execution.adapter_loader import FileAdapterLoader
+from loraplex.execution.adapters.loader import FileAdapterLoader
 from loraplex.models.config import DecoderConfig
 
 _PROMPT_TOKENS = 8

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from loraplex.core.weight_precision import WeightPrecision
+from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.execution.assembly import Assembly
-from loraplex.execution.host_adapters import HostAdapters
-from loraplex.execution.kv_sizing import windowed
 from loraplex.execution.loading import assemble_parts, start_runner
-from loraplex.execution.model_runner import ModelRunner
-from loraplex.execution.runner_settings import RunnerSettings
+from loraplex.execution.sizing.kv import windowed
+from loraplex.execution.sizing.settings import RunnerSettings
+from loraplex.execution.steps.model_runner import ModelRunner
 from loraplex.kernels.dispatch import select_accelerator, select_kernels
 from loraplex.kernels.ops import Kernels, PackedLinear
 from loraplex.models.config import DecoderConfig

@@ -16,8 +16,8 @@ from gpu.models import MODULES, decoder_config, random_runner
 from loraplex.core.adapter import AdapterHandle, AdapterSource, LoraTarget
 from loraplex.core.plan import AdapterCopy, LogitsNeeded, RowAdded, RowStep, StepPlan, StepResult
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.execution.host_adapters import HostAdapter, HostAdapters, HostWeight
-from loraplex.execution.runner_settings import RunnerSettings
+from loraplex.execution.adapters.host_adapters import HostAdapter, HostAdapters, HostWeight
+from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.memory.adapter_pages import pages_at_rank
 from loraplex.models.config import DecoderConfig
 from loraplex.models.layer_linears import module_shapes

@@ -11,7 +11,7 @@ import tritonclient.http
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
 from loraplex.testing.echo_backend import EchoBackend
-from loraplex.testing.served_triton import ServedTriton, served_triton
+from support.served_triton import ServedTriton, served_triton
 
 
 @pytest.fixture

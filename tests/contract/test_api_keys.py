@@ -13,10 +13,10 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 from loraplex.app.access import OPEN_PATHS, guarded, guarded_metrics
-from loraplex.client import text_client
-from loraplex.client.connection import grpc_client
-from loraplex.client.connection_options import GrpcOptions
-from loraplex.client.text_options import TextOptions
+from loraplex.compat.client import text_client
+from loraplex.compat.client.connection import grpc_client
+from loraplex.compat.client.connection_options import GrpcOptions
+from loraplex.compat.client.text_options import TextOptions
 from loraplex.core.errors import ConfigError, RateLimitedError
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.access import by_api_key, everyone_is_local
@@ -30,8 +30,8 @@ from loraplex.serving.access.api_key_ring import ApiKeys
 from loraplex.serving.access.api_keys import new_key
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.testing.echo_backend import EchoBackend
-from loraplex.testing.served import served
-from loraplex.testing.served_triton import served_triton
+from support.served import served
+from support.served_triton import served_triton
 
 OPERATOR, TENANT = new_key(), new_key()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.testing.both_tritons import (
+from support.both_tritons import (
     calls_errors,
     calls_generate,
     calls_lora,
@@ -19,16 +19,16 @@ from loraplex.testing.both_tritons import (
     calls_streams,
     calls_vllm,
 )
-from loraplex.testing.both_tritons.answers import Answer
-from loraplex.testing.both_tritons.calls import Call, by_name
-from loraplex.testing.both_tritons.compared import (
+from support.both_tritons.answers import Answer
+from support.both_tritons.calls import Call, by_name
+from support.both_tritons.compared import (
     Difference,
     differing,
     read_differences,
     unlisted,
 )
-from loraplex.testing.both_tritons.servers import Pair, Repository, both_serving
-from loraplex.testing.real_triton import MISSING, tritonserver
+from support.both_tritons.servers import Pair, Repository, both_serving
+from support.real_triton import MISSING, tritonserver
 
 PROGRAM = tritonserver(Path(__file__).parents[2])
 pytestmark = [

@@ -9,19 +9,19 @@ import re
 import numpy as np
 import pytest
 
-from loraplex.client import benchmark, ensemble_test, queue_test, text_client, vllm_client
-from loraplex.client.benchmark_options import BenchmarkOptions
-from loraplex.client.ensemble_test_options import EnsembleTestOptions
-from loraplex.client.queue_options import QueueOptions
-from loraplex.client.text_options import TextOptions
-from loraplex.client.vllm_options import VllmOptions
+from loraplex.compat.client import benchmark, ensemble_test, queue_test, text_client, vllm_client
+from loraplex.compat.client.benchmark_options import BenchmarkOptions
+from loraplex.compat.client.ensemble_test_options import EnsembleTestOptions
+from loraplex.compat.client.queue_options import QueueOptions
+from loraplex.compat.client.text_options import TextOptions
+from loraplex.compat.client.vllm_options import VllmOptions
 from loraplex.core.adapter import ByName
 from loraplex.core.errors import ConfigError, QueueFullError
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.models.vllm import VLLM
-from loraplex.testing.served_triton import served_triton
-from loraplex.testing.tiny_tokenizers import write_byte_level
 from loraplex.text.tokenizer import load_tokenizer
+from support.served_triton import served_triton
+from support.tiny_tokenizers import write_byte_level
 
 
 def write_pair(folder):

@@ -8,15 +8,15 @@ import json
 import numpy as np
 import pytest
 
-from loraplex.client import token_client
-from loraplex.client.token_options import TokenOptions
+from loraplex.compat.client import token_client
+from loraplex.compat.client.token_options import TokenOptions
 from loraplex.core.adapter import ByTaskId
 from loraplex.core.errors import ConfigError
+from loraplex.demo import BASE_PATH
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
-from loraplex.testing.capitals import BASE_PATH
 from loraplex.testing.echo_backend import EchoBackend
-from loraplex.testing.served_triton import served_triton
+from support.served_triton import served_triton
 
 HI = [256, *b"hi"]
 

@@ -11,8 +11,8 @@ from tritonclient.utils import InferenceServerException
 from loraplex.core.adapter import ByName, ByTaskId
 from loraplex.core.principal import LOCAL
 from loraplex.testing.echo_backend import EchoBackend
-from loraplex.testing.served_triton import ServedTriton
-from loraplex.testing.triton_requests import TRUE, tensors, text_request
+from support.served_triton import ServedTriton
+from support.triton_requests import TRUE, tensors, text_request
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from tritonclient.utils import InferenceServerException
 from loraplex.core.principal import NONE, Principal, Rights
 from loraplex.frontends.kserve.model_control import ControlMode, ModelControl
 from loraplex.testing.echo_backend import EchoBackend
-from loraplex.testing.served_triton import ServedTriton, served_triton
-from loraplex.testing.triton_requests import TRUE, tensors, text_request, token_request
+from support.served_triton import ServedTriton, served_triton
+from support.triton_requests import TRUE, tensors, text_request, token_request
 
 
 @pytest.fixture

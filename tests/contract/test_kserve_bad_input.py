@@ -23,8 +23,8 @@ from loraplex.core.errors import (
     RowFailedError,
 )
 from loraplex.testing.echo_backend import EchoBackend
-from loraplex.testing.served_triton import ServedTriton, served_triton
-from loraplex.testing.triton_requests import f32, i32
+from support.served_triton import ServedTriton, served_triton
+from support.triton_requests import f32, i32
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs" / "errors-kserve.md"
 

@@ -12,8 +12,8 @@ from loraplex.frontends.kserve.models.declaration import ModelDeclaration, Model
 from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
 from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
 from loraplex.testing.echo_backend import EchoBackend
-from loraplex.testing.served_triton import served_triton
-from loraplex.testing.triton_requests import TRUE, i32, tensors, text_request, token_request
+from support.served_triton import served_triton
+from support.triton_requests import TRUE, i32, tensors, text_request, token_request
 
 NARROW = ModelOptions(max_beam_width=2)
 

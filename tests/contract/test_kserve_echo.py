@@ -15,8 +15,8 @@ from tritonclient.utils import InferenceServerException
 from loraplex.core.errors import UnauthenticatedError
 from loraplex.core.principal import LOCAL
 from loraplex.testing.echo_backend import EchoBackend
-from loraplex.testing.served_triton import ServedTriton, served_triton
-from loraplex.testing.triton_requests import TRUE, i32, tensors, text_request, token_request
+from support.served_triton import ServedTriton, served_triton
+from support.triton_requests import TRUE, i32, tensors, text_request, token_request
 
 
 @pytest.fixture

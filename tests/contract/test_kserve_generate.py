@@ -14,8 +14,8 @@ import pytest
 
 from loraplex.core.errors import InternalError, QueueFullError
 from loraplex.testing.echo_backend import EchoBackend
-from loraplex.testing.eventually import eventually
-from loraplex.testing.served_triton import ServedTriton
+from support.eventually import eventually
+from support.served_triton import ServedTriton
 
 
 @pytest.fixture

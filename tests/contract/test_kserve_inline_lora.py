@@ -11,7 +11,7 @@ import tritonclient.http
 from tritonclient.utils import InferenceServerException
 
 from loraplex.core.principal import LOCAL
-from loraplex.testing.triton_requests import TRUE, bf16_tensor, tensors, text_request, token_request
+from support.triton_requests import TRUE, bf16_tensor, tensors, text_request, token_request
 
 WEIGHTS = np.arange(1, 13, dtype=np.float32).reshape(1, 2, 6)
 CONFIG = np.array([[[1, 0, 8], [2, 0, 8]]], dtype=np.int32)

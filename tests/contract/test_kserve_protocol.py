@@ -15,8 +15,8 @@ from tritonclient.utils import InferenceServerException
 from loraplex.core.errors import UnauthenticatedError
 from loraplex.core.stats import EngineStats
 from loraplex.frontends.kserve.grpc.health import HealthCheckRequest, HealthCheckResponse
-from loraplex.testing.served_triton import served_triton
-from loraplex.testing.triton_requests import TRUE, tensors, text_request, token_request
+from support.served_triton import served_triton
+from support.triton_requests import TRUE, tensors, text_request, token_request
 
 
 def as_dict(answer):

@@ -15,8 +15,8 @@ import tritonclient.grpc.aio
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
-from loraplex.testing.eventually import TIMEOUT_SECONDS, eventually
-from loraplex.testing.triton_requests import TRUE, i32, tensors, text_request, token_request
+from support.eventually import TIMEOUT_SECONDS, eventually
+from support.triton_requests import TRUE, i32, tensors, text_request, token_request
 
 
 class Stream:

@@ -16,7 +16,7 @@ from loraplex.core.adapter import AdapterChoice, ByName
 from loraplex.core.errors import AdapterNotFoundError, PromptTooLongError, RowFailedError
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration, ModelOptions
 from loraplex.frontends.kserve.models.vllm import VLLM
-from loraplex.testing.served_triton import ServedTriton, served_triton
+from support.served_triton import ServedTriton, served_triton
 
 MODEL = "vllm_model"
 GREEDY = {"temperature": "0", "max_tokens": "100"}

@@ -17,13 +17,13 @@ from loraplex.core.config import Config, ModelConfig
 from loraplex.core.errors import QueueFullError, RateLimitedError, StepFailedError
 from loraplex.core.grammar import GrammarKind
 from loraplex.core.server_config import ServerConfig
+from loraplex.demo import BASE_PATH
 from loraplex.frontends.openai import OpenAIOptions, openai_fallback_routes, openai_routes
 from loraplex.frontends.openai.llgtrt import CompatDialect, LlgtrtDialect
 from loraplex.frontends.openai.llgtrt.differences import DIFFERENCES
 from loraplex.serving.request_metrics import RequestMetrics
-from loraplex.testing.capitals import BASE_PATH
 from loraplex.testing.echo_backend import EchoBackend
-from loraplex.testing.served import served
+from support.served import served
 
 HELLO = [{"role": "user", "content": "hello"}]
 ANSWER = ": user: hello\nassistant: "

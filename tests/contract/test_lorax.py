@@ -16,7 +16,7 @@ from loraplex.core.grammar import GrammarKind
 from loraplex.core.request import PromptTruncation
 from loraplex.frontends.openai import openai_routes
 from loraplex.testing.echo_backend import EchoBackend
-from loraplex.testing.served import served
+from support.served import served
 
 CLIENTS = Path(sys.prefix) / "clients"
 """Where `make .venv/clients` puts what cannot be installed beside loraplex."""

@@ -17,7 +17,7 @@ from loraplex.core import errors
 from loraplex.frontends.openai import OpenAIOptions, openai_fallback_routes, openai_routes
 from loraplex.frontends.openai.errors import WIRE_ERRORS
 from loraplex.testing.echo_backend import EchoBackend
-from loraplex.testing.served import served
+from support.served import served
 
 DOC = Path(__file__).parents[2] / "docs" / "errors-openai.md"
 

@@ -13,8 +13,8 @@ from langchain_openai import ChatOpenAI, OpenAI
 from loraplex.core.errors import InternalError, NotReadyError, QueueFullError
 from loraplex.frontends.openai import openai_fallback_routes, openai_routes
 from loraplex.testing.echo_backend import EchoBackend
-from loraplex.testing.eventually import eventually
-from loraplex.testing.served import served
+from support.eventually import eventually
+from support.served import served
 
 HELLO = [{"role": "user", "content": "hello"}]
 ANSWER = "echo: user: hello\nassistant: "

@@ -25,8 +25,8 @@ from loraplex.core.errors import (
 from loraplex.core.principal import LOCAL, NONE, Principal, Rights
 from loraplex.frontends.openai import OpenAIOptions, openai_fallback_routes, openai_routes
 from loraplex.testing.echo_backend import EchoBackend
-from loraplex.testing.eventually import eventually
-from loraplex.testing.served import served
+from support.eventually import eventually
+from support.served import served
 
 HELLO = [{"role": "user", "content": "hello"}]
 CHAT_ANSWER = ": user: hello\nassistant: "

@@ -11,7 +11,7 @@ from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.core.request import PromptTruncation, TruncationSide
 from loraplex.frontends.openai import openai_fallback_routes, openai_routes
 from loraplex.testing.echo_backend import EchoBackend
-from loraplex.testing.served import served
+from support.served import served
 
 HELLO = [{"role": "user", "content": "hello"}]
 PREFILL = [*HELLO, {"role": "assistant", "content": "Hel"}]

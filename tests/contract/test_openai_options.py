@@ -10,7 +10,7 @@ from loraplex.core.beam_search import BeamSearch
 from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.frontends.openai import openai_routes
 from loraplex.testing.echo_backend import EchoBackend
-from loraplex.testing.served import served
+from support.served import served
 
 HELLO = [{"role": "user", "content": "hello"}]
 BEAMS = {"use_beam_search": True, "length_penalty": 0.5, "early_stopping": True}

@@ -21,8 +21,8 @@ from loraplex.frontends.openai.room import OpenAIOptions
 from loraplex.serving.text.answer_grammar import read_answer_grammar
 from loraplex.serving.text.chat_format import ChatFormat
 from loraplex.testing.echo_backend import EchoBackend
-from loraplex.testing.eventually import eventually
-from loraplex.testing.served import served
+from support.eventually import eventually
+from support.served import served
 
 WEATHER: Any = {
     "type": "function",

@@ -14,7 +14,7 @@ from loraplex.frontends.openai import openai_fallback_routes, openai_routes
 from loraplex.serving.text.answer_grammar import read_answer_grammar
 from loraplex.serving.text.chat_format import ChatFormat
 from loraplex.testing.echo_backend import EchoBackend
-from loraplex.testing.served import served
+from support.served import served
 
 HELLO = [{"role": "user", "content": "weather in Paris?"}]
 WEATHER: Any = {

@@ -37,8 +37,8 @@ from loraplex.core.errors import (
 from loraplex.core.principal import LOCAL
 from loraplex.frontends.kserve.model_control import ControlMode, ModelControl
 from loraplex.serving.model_memory import DeviceTier, HostTier, KVMemory, ModelMemory
-from loraplex.testing.described_app import described_app
 from loraplex.testing.echo_backend import EchoBackend
+from support.described_app import described_app
 
 KEY = "a-key-of-this-test"
 NUM_CASES = int(os.environ.get("LORAPLEX_OPENAPI_CASES", "4000"))

@@ -20,16 +20,16 @@ from loraplex.adapters.stage import stage
 from loraplex.adapters.staged import StageRequest, TensorHeader
 from loraplex.adapters.staging import RequestTensor
 from loraplex.app.builder import build_service
-from loraplex.convert.adapters import read_peft, write_pair
+from loraplex.compat.convert.adapters import read_peft, write_pair
 from loraplex.core.adapter import AdapterRef, ByName
 from loraplex.core.config import Config, ModelConfig
 from loraplex.core.plan import PageGeometry
 from loraplex.core.principal import DEFAULT_TENANT, LOCAL
 from loraplex.core.server_config import ServerConfig
+from loraplex.demo import ADAPTER_PATHS, BASE_PATH
 from loraplex.serving.request_metrics import RequestMetrics
-from loraplex.testing.capitals import ADAPTER_PATHS, BASE_PATH
-from loraplex.testing.fake_engine_process import FakeEngineSettings, fake_engine_thread
 from loraplex.testing.fake_runner import FAKE_CAPACITY
+from support.fake_engine_process import FakeEngineSettings, fake_engine_thread
 
 MODEL = "capitals"
 NAMES = ("cats", "dogs", "../cows")

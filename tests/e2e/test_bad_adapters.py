@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from loraplex.testing.capitals import ADAPTER_PATHS
+from loraplex.demo import ADAPTER_PATHS
 
 pytestmark = pytest.mark.xdist_group("server")
 

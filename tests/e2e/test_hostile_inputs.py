@@ -10,7 +10,7 @@ import pytest
 
 from loraplex.bench.stream_load import Ask, ask_one, held_by, new_client
 from loraplex.core.grammar import GrammarKind
-from loraplex.testing.hostile_grammars import hostile_grammars
+from support.hostile_grammars import hostile_grammars
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("server")]
 

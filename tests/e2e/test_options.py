@@ -7,8 +7,8 @@ import openai
 import pytest
 import tritonclient.http as triton_http
 
-from loraplex.testing.capitals.corpus import COUNTRIES, answer, questions
-from loraplex.testing.triton_requests import TRUE, i32, tensors
+from loraplex.demo.corpus import COUNTRIES, answer, questions
+from support.triton_requests import TRUE, i32, tensors
 
 pytestmark = pytest.mark.xdist_group("server")
 

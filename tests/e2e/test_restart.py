@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.testing.capitals import BASE_PATH
+from loraplex.demo import BASE_PATH
 from loraplex.testing.running_server import RunningServer, serving
 
 pytestmark = [

@@ -15,9 +15,9 @@ from tokenizers import Tokenizer
 from loraplex.app.llm import LLM
 from loraplex.core.errors import LoraplexError
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.testing.capitals import ADAPTER_PATHS, BASE_PATH
-from loraplex.testing.checkpoints import save_random_model, tiny_gpt2
+from loraplex.demo import ADAPTER_PATHS, BASE_PATH
 from loraplex.testing.running_server import free_ports, running
+from support.checkpoints import save_random_model, tiny_gpt2
 
 pytestmark = pytest.mark.slow
 

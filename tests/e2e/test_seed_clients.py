@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.testing.capitals import ADAPTER_PATHS, BASE_PATH
+from loraplex.demo import ADAPTER_PATHS, BASE_PATH
 from loraplex.testing.running_server import free_ports, running
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("seed clients")]

@@ -18,7 +18,7 @@ import httpx
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from loraplex.testing.capitals import ADAPTER_PATHS, BASE_PATH
+from loraplex.demo import ADAPTER_PATHS, BASE_PATH
 from loraplex.testing.running_server import START_SECONDS, RunningServer, free_ports, running
 
 pytestmark = pytest.mark.slow

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
 
-from loraplex.client import speculative_client
-from loraplex.client.speculation_options import SpeculationOptions
+from loraplex.compat.client import speculative_client
+from loraplex.compat.client.speculation_options import SpeculationOptions
 from loraplex.core.errors import ConfigError
-from loraplex.testing.capitals.corpus import COUNTRIES, answer, questions
-from loraplex.testing.triton_requests import i32, tensors
+from loraplex.demo.corpus import COUNTRIES, answer, questions
+from support.triton_requests import i32, tensors
 
 pytestmark = pytest.mark.xdist_group("server")
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import tritonclient.http as triton_http
 
-from loraplex.testing.capitals.corpus import COUNTRIES, answer, questions
-from loraplex.testing.triton_requests import TRUE, i32, tensors
+from loraplex.demo.corpus import COUNTRIES, answer, questions
+from support.triton_requests import TRUE, i32, tensors
 
 pytestmark = pytest.mark.xdist_group("server")
 

@@ -13,11 +13,11 @@ import pytest
 import tritonclient.grpc as triton_grpc
 
 from loraplex.adapters.formats.export import StorageType
-from loraplex.convert.adapters import read_peft, write_pair
-from loraplex.testing.capitals import ADAPTER_PATHS, BASE_PATH
-from loraplex.testing.capitals.corpus import COUNTRIES, answer, questions
+from loraplex.compat.convert.adapters import read_peft, write_pair
+from loraplex.demo import ADAPTER_PATHS, BASE_PATH
+from loraplex.demo.corpus import COUNTRIES, answer, questions
 from loraplex.testing.running_server import RunningServer, serving
-from loraplex.testing.triton_requests import TRUE, i32, tensors, text_request
+from support.triton_requests import TRUE, i32, tensors, text_request
 
 pytestmark = pytest.mark.xdist_group("store")
 

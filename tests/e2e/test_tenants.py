@@ -13,8 +13,8 @@ import pytest
 import tritonclient.grpc as triton_grpc
 from tritonclient.utils import InferenceServerException
 
+from loraplex.demo import ADAPTER_PATHS
 from loraplex.serving.access.key_file_changes import create_key, revoke_key
-from loraplex.testing.capitals import ADAPTER_PATHS
 from loraplex.testing.running_server import serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("tenants")]

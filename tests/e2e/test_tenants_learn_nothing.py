@@ -14,8 +14,8 @@ import pytest
 import tritonclient.grpc as triton_grpc
 from safetensors.numpy import load_file, save_file
 
+from loraplex.demo import ADAPTER_PATHS
 from loraplex.serving.access.key_file_changes import create_key
-from loraplex.testing.capitals import ADAPTER_PATHS
 from loraplex.testing.running_server import serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("tenants_learn_nothing")]

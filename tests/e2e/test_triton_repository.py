@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 
-from loraplex.testing.capitals import ADAPTER_PATHS, BASE_PATH
+from loraplex.demo import ADAPTER_PATHS, BASE_PATH
 from loraplex.testing.running_server import free_ports, running
-from loraplex.testing.triton_requests import i32, tensors, text_request
+from support.triton_requests import i32, tensors, text_request
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.stage import stage
 from loraplex.adapters.staged import StageRequest
 from loraplex.core.adapter import AdapterSource
-from loraplex.execution.adapter_loader import read_host_adapter
+from loraplex.execution.adapters.loader import read_host_adapter
 
 HIDDEN, INNER, KV, NUM_LAYERS = 32, 48, 16, 3
 SHAPES = BaseShapes(

@@ -19,22 +19,22 @@ from loraplex.core.output import EngineOutput, SequenceDelta
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.engine.engine import Engine, build_engine
-from loraplex.execution.host_adapters import HostAdapters
+from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.execution.loading import load_parts
-from loraplex.execution.model_runner import ModelRunner
-from loraplex.execution.runner_settings import RunnerSettings
+from loraplex.execution.sizing.settings import RunnerSettings
+from loraplex.execution.steps.model_runner import ModelRunner
 from loraplex.scheduling.beams import BeamSearcher, Hypothesis
 from loraplex.scheduling.settings import SchedulerSettings
 from loraplex.scheduling.stop import StopRules
-from loraplex.testing.checkpoints import (
+from support.checkpoints import (
     add_random_adapters,
     host_adapter,
     save_random_model,
     tiny_families,
     tiny_sizes,
 )
-from loraplex.testing.engine_requests import engine_request
-from loraplex.testing.instant_loader import InstantLoader
+from support.engine_requests import engine_request
+from support.instant_loader import InstantLoader
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

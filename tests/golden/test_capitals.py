@@ -10,8 +10,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from loraplex.testing.capitals import ADAPTER_PATHS, BASE_PATH
-from loraplex.testing.capitals.corpus import (
+from loraplex.demo import ADAPTER_PATHS, BASE_PATH
+from loraplex.demo.corpus import (
     COUNTRIES,
     LANGUAGES,
     UNITED_STATES,

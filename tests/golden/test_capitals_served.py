@@ -3,8 +3,8 @@
 import pytest
 
 from loraplex import LLM, SamplingParams
-from loraplex.testing.capitals import ADAPTER_PATHS, BASE_PATH
-from loraplex.testing.capitals.corpus import COUNTRIES, Language, answer, questions
+from loraplex.demo import ADAPTER_PATHS, BASE_PATH
+from loraplex.demo.corpus import COUNTRIES, Language, answer, questions
 
 ANSWERS_IN: dict[str | None, Language] = {
     None: "english",

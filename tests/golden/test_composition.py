@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from loraplex import LLM, SamplingParams
 from loraplex.core.errors import AdapterNotFoundError, UnsupportedFeatureError
+from loraplex.demo import BASE_PATH
 from loraplex.execution import loading
 from loraplex.kernels.reference import ReferenceKernels
 from loraplex.serving.compare import ComparedAnswer
-from loraplex.testing.capitals import BASE_PATH
-from loraplex.testing.checkpoints import save_random_model, tiny_sizes
+from support.checkpoints import save_random_model, tiny_sizes
 
 NUM_NEW_TOKENS = 8
 TOLERANCE = 1e-4

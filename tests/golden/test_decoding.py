@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.execution.host_adapters import HostAdapters
+from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.execution.loading import load_parts
-from loraplex.execution.model_runner import ModelRunner
-from loraplex.execution.sizing import RunnerSettings
-from loraplex.testing.checkpoints import save_random_model, tiny_families
-from loraplex.testing.step_driver import Prompt, StepDriver
+from loraplex.execution.sizing.capacity import RunnerSettings
+from loraplex.execution.steps.model_runner import ModelRunner
+from support.checkpoints import save_random_model, tiny_families
+from support.step_driver import Prompt, StepDriver
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

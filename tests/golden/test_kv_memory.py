@@ -17,8 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from loraplex import LLM, SamplingParams
 from loraplex.core.errors import PromptTooLongError
-from loraplex.testing.capitals import BASE_PATH
-from loraplex.testing.checkpoints import save_random_model, tiny_sizes
+from loraplex.demo import BASE_PATH
+from support.checkpoints import save_random_model, tiny_sizes
 
 NUM_LAYERS = 2
 NUM_NEW_TOKENS = 60

@@ -22,8 +22,8 @@ from transformers import (
 )
 
 from loraplex import LLM, SamplingParams
-from loraplex.testing.capitals import BASE_PATH
-from loraplex.testing.checkpoints import (
+from loraplex.demo import BASE_PATH
+from support.checkpoints import (
     add_random_adapters,
     save_random_model,
     tiny_gpt2,

@@ -23,21 +23,21 @@ from transformers import (
 
 from loraplex.core.plan import RowResult
 from loraplex.execution import loading
-from loraplex.execution.host_adapters import HostAdapters
+from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.execution.loading import load_parts
-from loraplex.execution.model_runner import ModelRunner
-from loraplex.execution.runner_settings import RunnerSettings
 from loraplex.execution.sampling.sampler import Sampler
+from loraplex.execution.sizing.settings import RunnerSettings
+from loraplex.execution.steps.model_runner import ModelRunner
 from loraplex.kernels.reference import ReferenceKernels
 from loraplex.memory.adapter_pages import place
-from loraplex.testing.checkpoints import (
+from support.checkpoints import (
     add_random_adapters,
     host_adapter,
     save_random_model,
     tiny_gpt2,
     tiny_sizes,
 )
-from loraplex.testing.step_driver import Prompt, StepDriver
+from support.step_driver import Prompt, StepDriver
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -35,24 +35,24 @@ from loraplex.adapters.staged import StagedAdapter, StageRequest, StagingLimits
 from loraplex.adapters.targets import source_of
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.app.builder import base_shapes
-from loraplex.convert.adapters import write_peft
+from loraplex.compat.convert.adapters import write_peft
 from loraplex.core.plan import RowResult
 from loraplex.core.weight_precision import WeightPrecision
+from loraplex.demo import BASE_PATH
 from loraplex.execution import loading
-from loraplex.execution.adapter_loader import read_host_adapter
-from loraplex.execution.host_adapters import HostAdapter, HostAdapters
-from loraplex.execution.host_pieces import host_adapter
+from loraplex.execution.adapters.host_adapters import HostAdapter, HostAdapters
+from loraplex.execution.adapters.host_pieces import host_adapter
+from loraplex.execution.adapters.loader import read_host_adapter
 from loraplex.execution.loading import load_parts
-from loraplex.execution.model_runner import ModelRunner
-from loraplex.execution.runner_settings import RunnerSettings
 from loraplex.execution.sampling.sampler import Sampler
+from loraplex.execution.sizing.settings import RunnerSettings
+from loraplex.execution.steps.model_runner import ModelRunner
 from loraplex.kernels.quantization import quantize
 from loraplex.kernels.reference import ReferenceKernels
 from loraplex.memory.adapter_pages import place
 from loraplex.models.registry import read_config
-from loraplex.testing.capitals import BASE_PATH
-from loraplex.testing.checkpoints import save_random_model, tiny_sizes
-from loraplex.testing.step_driver import Prompt, StepDriver
+from support.checkpoints import save_random_model, tiny_sizes
+from support.step_driver import Prompt, StepDriver
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -15,18 +15,18 @@ from loraplex.core.output import EngineOutput, TokenLogprob
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.engine.engine import Engine, build_engine
-from loraplex.execution.host_adapters import HostAdapters
+from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.execution.loading import load_parts
-from loraplex.execution.model_runner import ModelRunner
-from loraplex.execution.runner_settings import RunnerSettings
+from loraplex.execution.sizing.settings import RunnerSettings
+from loraplex.execution.steps.model_runner import ModelRunner
 from loraplex.scheduling.settings import SchedulerSettings
-from loraplex.testing.checkpoints import (
+from support.checkpoints import (
     add_random_adapters,
     host_adapter,
     save_random_model,
     tiny_families,
 )
-from loraplex.testing.instant_loader import InstantLoader
+from support.instant_loader import InstantLoader
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

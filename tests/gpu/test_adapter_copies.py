@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from loraplex.core.plan import BlockCopy, BlockTransfer
-from loraplex.execution.kv_cache import KVCache
-from loraplex.execution.page_copies import PageCopies
-from loraplex.execution.pinned_pages import PinnedPages
-from loraplex.execution.runner_settings import RunnerSettings
+from loraplex.execution.adapters.page_copies import PageCopies
+from loraplex.execution.adapters.pinned_pages import PinnedPages
+from loraplex.execution.sizing.settings import RunnerSettings
+from loraplex.execution.steps.kv_cache import KVCache
 from loraplex.kernels.accelerator import CudaAccelerator
 from loraplex.kernels.ops import AttentionShape
 from loraplex.kernels.reference import ReferenceKernels
 from loraplex.memory.adapter_pages import Placement
-from loraplex.testing.adapter_churn import AdapterChurn
-from loraplex.testing.tiny_model import TinyCheckpoint
+from support.adapter_churn import AdapterChurn
+from support.tiny_model import TinyCheckpoint
 
 pytestmark = pytest.mark.gpu
 

@@ -10,8 +10,8 @@ from loraplex.kernels.cuda.attention import AttentionKernel
 from loraplex.kernels.cuda.graphs import StepGraphs
 from loraplex.kernels.kv_vectors import from_stored, to_stored
 from loraplex.kernels.ops import AttentionShape, RowLayout
-from loraplex.testing.dense_attention import relative_error
-from loraplex.testing.paged_rows import PagedRows, padded_rows, stored_parts
+from support.dense_attention import relative_error
+from support.paged_rows import PagedRows, padded_rows, stored_parts
 
 pytestmark = pytest.mark.gpu
 

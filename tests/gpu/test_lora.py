@@ -10,7 +10,7 @@ from loraplex.kernels.accelerator import CudaAccelerator
 from loraplex.kernels.cuda.graphs import StepGraphs
 from loraplex.kernels.cuda.lora import LoraKernel
 from loraplex.kernels.lora import LoraUse
-from loraplex.testing.pooled_adapters import BASE, PooledAdapters, token_uses, users
+from support.pooled_adapters import BASE, PooledAdapters, token_uses, users
 
 pytestmark = pytest.mark.gpu
 

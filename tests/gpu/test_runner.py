@@ -10,12 +10,12 @@ import torch
 
 from loraplex.core.plan import RowResult, StepPlan
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.execution.host_adapters import HostAdapters
+from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.execution.loading import load_parts, start_runner
-from loraplex.execution.model_runner import ModelRunner
-from loraplex.execution.runner_settings import RunnerSettings
 from loraplex.execution.sampling.sampler import Sampler
-from loraplex.testing.step_driver import (
+from loraplex.execution.sizing.settings import RunnerSettings
+from loraplex.execution.steps.model_runner import ModelRunner
+from support.step_driver import (
     Prompt,
     StepDriver,
     decoding_plans,
@@ -48,7 +48,7 @@ SAMPLINGS = {
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("peft")
-    from loraplex.testing.checkpoints import save_random_model
+    from support.checkpoints import save_random_model
 
     folder = tmp_path_factory.mktemp("model")
     config = transformers.LlamaConfig(

@@ -9,7 +9,7 @@ import torch
 from loraplex.kernels import sampling as reference
 from loraplex.kernels.cuda import sampling
 from loraplex.kernels.sampling import DrawOptions
-from loraplex.testing.device_draws import reference_draws
+from support.device_draws import reference_draws
 
 pytestmark = pytest.mark.gpu
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from loraplex.execution.host_adapters import HostAdapters
+from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.kernels.accelerator import Accelerator, HostAccelerator
 from loraplex.kernels.reference import ReferenceKernels
-from loraplex.testing.accelerated_reference import AcceleratedReference, load_parts_with
-from loraplex.testing.delayed_accelerator import DelayedAccelerator
-from loraplex.testing.feature_schedules import (
+from support.accelerated_reference import AcceleratedReference, load_parts_with
+from support.delayed_accelerator import DelayedAccelerator
+from support.feature_schedules import (
     FEATURE_SETTINGS,
     FeatureSchedules,
     feature_checkpoint,

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.execution.runner_settings import RunnerSettings
-from loraplex.testing.adapter_churn import AdapterChurn
-from loraplex.testing.tiny_model import TinyCheckpoint
+from loraplex.execution.sizing.settings import RunnerSettings
+from support.adapter_churn import AdapterChurn
+from support.tiny_model import TinyCheckpoint
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])

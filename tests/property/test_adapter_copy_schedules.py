@@ -15,13 +15,13 @@ import torch
 
 from loraplex.core.adapter import LoraTarget, Residency
 from loraplex.core.plan import PageGeometry, PageId
-from loraplex.execution.adapter_bank import AdapterBank
-from loraplex.execution.adapter_layout import PieceWriter, pieces_of
-from loraplex.execution.host_adapters import HostAdapter, HostAdapters, HostWeight
+from loraplex.execution.adapters.bank import AdapterBank
+from loraplex.execution.adapters.host_adapters import HostAdapter, HostAdapters, HostWeight
+from loraplex.execution.adapters.layout import PieceWriter, pieces_of
 from loraplex.kernels.lora import LoraBatch, LoraTable
 from loraplex.memory.adapter_cache import AdapterCache
 from loraplex.memory.adapter_pages import place
-from loraplex.testing.delayed_accelerator import DelayedAccelerator
+from support.delayed_accelerator import DelayedAccelerator
 
 SHAPES = {"q_proj": (4, 6), "down_proj": (6, 4)}
 GEOMETRY = PageGeometry(slot_elements=10, slots_per_page=4)

@@ -14,11 +14,11 @@ from tokenizers import Tokenizer as BackendTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from loraplex.serving.text.detokenizer import IncrementalDetokenizer, continuation
-from loraplex.testing import tiny_tokenizers
-from loraplex.testing.tiny_tokenizer_pipelines import BYTE_FALLBACK, PIPELINES
 from loraplex.text.sentencepiece_model import build_tokenizer, read_sentencepiece_model
 from loraplex.text.special_tokens import read_json_object
 from loraplex.text.tokenizer import load_tokenizer
+from support import tiny_tokenizers
+from support.tiny_tokenizer_pipelines import BYTE_FALLBACK, PIPELINES
 
 FAMILIES = {**tiny_tokenizers.FAMILIES, **PIPELINES}
 SPACE_BEFORE_TEXT = ("llama-sentencepiece", "llama2-metaspace")

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from loraplex.core.output import FinishReason
-from loraplex.execution.host_adapters import HostAdapters
+from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.execution.loading import load_parts
-from loraplex.testing.feature_schedules import (
+from support.feature_schedules import (
     FEATURE_SETTINGS,
     FeatureSchedules,
     feature_checkpoint,

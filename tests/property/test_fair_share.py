@@ -13,7 +13,7 @@ from loraplex.scheduling.policy import PriorityThenArrival
 from loraplex.scheduling.queues import WaitingQueue
 from loraplex.scheduling.settings import FairShare
 from loraplex.scheduling.stop import StopRules
-from loraplex.testing.engine_requests import engine_request
+from support.engine_requests import engine_request
 
 MAX_COST = 50
 MAX_SHARES = 12

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2 as pb
 
 from loraplex.adapters.formats.npy import read_npy
+from loraplex.compat.triton.pbtxt import parse_pbtxt
 from loraplex.core.errors import ConfigError, LoraplexError
 from loraplex.frontends.kserve.grpc.codec import decode_request
 from loraplex.frontends.kserve.shared_memory import SharedMemory, TenantMemory
-from loraplex.testing.kserve_asking import Asked
-from loraplex.testing.kserve_inputs import MODELS, changed_bytes
-from loraplex.triton.pbtxt import parse_pbtxt
+from support.kserve_asking import Asked
+from support.kserve_inputs import MODELS, changed_bytes
 
 SEEDS = st.integers(0, 2**32)
 JSON = st.recursive(

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from loraplex.execution.host_adapters import HostAdapters
+from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.execution.loading import load_parts
-from loraplex.execution.runner_settings import RunnerSettings
-from loraplex.testing.random_schedules import Schedules
-from loraplex.testing.tiny_model import TinyCheckpoint
+from loraplex.execution.sizing.settings import RunnerSettings
+from support.random_schedules import Schedules
+from support.tiny_model import TinyCheckpoint
 
 SHAPE = {
     "hidden_size": 64,

@@ -33,12 +33,12 @@ from loraplex.scheduling.settings import (
     FairShare,
     SchedulerSettings,
 )
-from loraplex.testing.delayed_runner import DelayedRunner
 from loraplex.testing.fake_clock import FakeClock
 from loraplex.testing.fake_loader import FakeLoader, fake_source
 from loraplex.testing.fake_model import FakeModel
 from loraplex.testing.fake_runner import FAKE_CAPACITY, FakeRunner, fake_logprob
-from loraplex.testing.fake_search import search_alone
+from support.delayed_runner import DelayedRunner
+from support.fake_search import search_alone
 
 MS = 1_000_000
 EOS = 0

@@ -38,6 +38,7 @@ from loraplex.core.errors import AdapterNotFoundError, StepFailedError
 from loraplex.core.principal import LOCAL
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.demo import BASE_PATH
 from loraplex.serving import admission
 from loraplex.serving.adapters.cards import UnloadMode
 from loraplex.serving.backend import ModelCard
@@ -46,13 +47,12 @@ from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.served_model import ServedModel
 from loraplex.serving.service import Service
 from loraplex.serving.text.chat_template import ChatTemplate
-from loraplex.testing.capitals import BASE_PATH
-from loraplex.testing.engine_requests import engine_request
-from loraplex.testing.fake_engine_process import FakeEngineSettings, fake_engine_thread
 from loraplex.testing.fake_loader import fake_source
 from loraplex.testing.fake_model import FakeModel
 from loraplex.testing.fake_runner import FAKE_CAPACITY
 from loraplex.text.tokenizer import load_tokenizer
+from support.engine_requests import engine_request
+from support.fake_engine_process import FakeEngineSettings, fake_engine_thread
 
 CAPACITY = msgspec.structs.replace(FAKE_CAPACITY, vocab_size=1024, num_adapter_pages=2)
 MODEL = FakeModel(CAPACITY.vocab_size)

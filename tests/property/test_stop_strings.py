@@ -17,10 +17,10 @@ from loraplex.core.sampling_params import SamplingParams
 from loraplex.serving.engines.output_stream import OutputStream
 from loraplex.serving.generation import Generation
 from loraplex.serving.text.detokenizer import IncrementalDetokenizer
-from loraplex.testing import tiny_tokenizers
-from loraplex.testing.engine_requests import engine_request
-from loraplex.testing.tiny_tokenizer_pipelines import PIPELINES
 from loraplex.text.tokenizer import load_tokenizer
+from support import tiny_tokenizers
+from support.engine_requests import engine_request
+from support.tiny_tokenizer_pipelines import PIPELINES
 
 FAMILIES = ("byte-level", "llama-sentencepiece", "word-piece", "gemma", "qwen2", "phi3")
 FEW, MANY = 120, 2000

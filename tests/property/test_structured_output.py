@@ -18,8 +18,8 @@ from loraplex.core.beam_search import BeamSearch
 from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.core.output import FinishReason
 from loraplex.execution.grammar.matcher import RowMatcher
-from loraplex.testing.random_schemas import RandomRegexes, RandomSchemas, Schema
-from loraplex.testing.tiny_text_model import write_tiny_text_model
+from support.random_schemas import RandomRegexes, RandomSchemas, Schema
+from support.tiny_text_model import write_tiny_text_model
 
 FAMILIES = ("byte-level", "llama3", "llama-sentencepiece")
 MAX_TOKENS = 1800

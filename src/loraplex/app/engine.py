@@ -27,11 +27,11 @@ from loraplex.engine.journal_file import JournalFile
 from loraplex.engine.loop import EngineLoop
 from loraplex.engine.messages import EngineFailed
 from loraplex.engine.process import be_engine_process
-from loraplex.execution.adapter_loader import FileAdapterLoader
-from loraplex.execution.host_adapters import HostAdapters
+from loraplex.execution.adapters.host_adapters import HostAdapters
+from loraplex.execution.adapters.loader import FileAdapterLoader
 from loraplex.execution.loading import load_parts, start_runner
-from loraplex.execution.runner_settings import RunnerSettings
-from loraplex.execution.threaded_runner import ThreadedRunner
+from loraplex.execution.sizing.settings import RunnerSettings
+from loraplex.execution.steps.threaded_runner import ThreadedRunner
 from loraplex.scheduling.settings import (
     Batching,
     BatchSchedulerPolicy,

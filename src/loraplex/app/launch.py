@@ -24,7 +24,7 @@ from loraplex.core.config import NO_CACHE, Config, ModelConfig
 from loraplex.core.environment import weights_cache_directory
 from loraplex.core.errors import LoraplexError
 from loraplex.core.log_lines import log_to_standard_error
-from loraplex.execution.checkpoint import resolve_model, resolve_tokenizer
+from loraplex.execution.weights.hub import resolve_model, resolve_tokenizer
 from loraplex.serving.engines.link import EngineLink, LinkFactory, ProcessLink
 from loraplex.serving.wire_request import current_request
 

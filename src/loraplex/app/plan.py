@@ -22,19 +22,19 @@ from loraplex.core.config import ModelConfig
 from loraplex.core.errors import InvalidAdapterError, LoraplexError
 from loraplex.core.plan import Capacity
 from loraplex.core.stats import EngineStats
-from loraplex.execution.checkpoint import resolve_model
-from loraplex.execution.kv_cache import block_bytes
-from loraplex.execution.kv_sizing import windowed
-from loraplex.execution.runner_settings import RunnerSettings
-from loraplex.execution.sizing import (
+from loraplex.execution.sizing.capacity import (
     choose_device,
     choose_dtype,
     choose_kv_dtype,
     free_bytes,
     size_memory,
 )
-from loraplex.execution.step_memory import StepMemory, estimated_step_memory
-from loraplex.execution.weight_size import weights_size
+from loraplex.execution.sizing.kv import windowed
+from loraplex.execution.sizing.settings import RunnerSettings
+from loraplex.execution.sizing.step_memory import StepMemory, estimated_step_memory
+from loraplex.execution.steps.kv_cache import block_bytes
+from loraplex.execution.weights.hub import resolve_model
+from loraplex.execution.weights.size import weights_size
 from loraplex.memory.adapter_pages import place
 from loraplex.models.attention import attention_shape
 from loraplex.models.config import DecoderConfig

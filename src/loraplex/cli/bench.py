@@ -16,7 +16,7 @@ from loraplex.bench.workload import Workload, parse_arrivals, parse_lengths, par
 from loraplex.cli.options import errors_to_exit_code
 from loraplex.cli.run_bar import RunBar
 from loraplex.core.errors import ConfigError
-from loraplex.testing.capitals import BASE_PATH
+from loraplex.demo import BASE_PATH
 
 _LOADS = ("closed:1", "closed:8", "closed:32")
 _POPULARITIES = ("identical", "distinct")

@@ -8,9 +8,9 @@ import logging
 import typer
 
 from loraplex.cli.options import errors_to_exit_code
-from loraplex.convert.build_flags import BUILD_FLAGS
-from loraplex.convert.checkpoint_flags import CHECKPOINT_FLAGS
-from loraplex.convert.flags import Flags, read_flags
+from loraplex.compat.convert.build_flags import BUILD_FLAGS
+from loraplex.compat.convert.checkpoint_flags import CHECKPOINT_FLAGS
+from loraplex.compat.convert.flags import Flags, read_flags
 
 TAKES_ALL_FLAGS = {
     "allow_extra_args": True,
@@ -28,7 +28,7 @@ def convert_checkpoint(context: typer.Context) -> None:
             "A Hugging Face folder as a checkpoint folder for loraplex build.",
         )
         _log(flags)
-        from loraplex.convert import checkpoint  # noqa: PLC0415 - torch
+        from loraplex.compat.convert import checkpoint  # noqa: PLC0415 - torch
 
         checkpoint.say_without_effect(flags)
         print(f"wrote {checkpoint.convert_checkpoint(flags)}")
@@ -42,7 +42,7 @@ def build(context: typer.Context) -> None:
             "An engine folder for loraplex serve, of a checkpoint or a Hugging Face folder.",
         )
         _log(flags)
-        from loraplex.convert import checkpoint, engine  # noqa: PLC0415 - torch
+        from loraplex.compat.convert import checkpoint, engine  # noqa: PLC0415 - torch
 
         checkpoint.say_without_effect(flags)
         folder = engine.build_engine_folder(flags)

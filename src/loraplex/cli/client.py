@@ -6,13 +6,13 @@ from typing import Any, Final
 import typer
 
 from loraplex.cli.client_flags import AnySpelling, command_of
-from loraplex.client.benchmark_options import BenchmarkOptions
-from loraplex.client.ensemble_test_options import EnsembleTestOptions
-from loraplex.client.queue_options import QueueOptions
-from loraplex.client.speculation_options import SpeculationOptions
-from loraplex.client.text_options import TextOptions
-from loraplex.client.token_options import TokenOptions
-from loraplex.client.vllm_options import VllmOptions
+from loraplex.compat.client.benchmark_options import BenchmarkOptions
+from loraplex.compat.client.ensemble_test_options import EnsembleTestOptions
+from loraplex.compat.client.queue_options import QueueOptions
+from loraplex.compat.client.speculation_options import SpeculationOptions
+from loraplex.compat.client.text_options import TextOptions
+from loraplex.compat.client.token_options import TokenOptions
+from loraplex.compat.client.vllm_options import VllmOptions
 
 app = typer.Typer(
     help="The client programs of the original systems, with their flags and printed lines.",
@@ -41,49 +41,49 @@ PROGRAMS: Final = (
     Program(
         "inflight-batcher-llm",
         TokenOptions,
-        "loraplex.client.token_client",
+        "loraplex.compat.client.token_client",
         "Send one prompt to `tensorrt_llm`",
         "inflight_batcher_llm_client.py",
     ),
     Program(
         "end-to-end-grpc",
         TextOptions,
-        "loraplex.client.text_client",
+        "loraplex.compat.client.text_client",
         "Send prompts to `ensemble`",
         "end_to_end_grpc_client.py",
     ),
     Program(
         "speculative-decoding",
         SpeculationOptions,
-        "loraplex.client.speculative_client",
+        "loraplex.compat.client.speculative_client",
         "Let one model guess and another decide",
         "e2e_grpc_speculative_decoding_client.py",
     ),
     Program(
         "end-to-end-test",
         EnsembleTestOptions,
-        "loraplex.client.ensemble_test",
+        "loraplex.compat.client.ensemble_test",
         "Compare and measure the ensemble",
         "end_to_end_test.py",
     ),
     Program(
         "benchmark-core-model",
         BenchmarkOptions,
-        "loraplex.client.benchmark",
+        "loraplex.compat.client.benchmark",
         "Measure `tensorrt_llm` alone",
         "benchmark_core_model.py",
     ),
     Program(
         "client-lora",
         VllmOptions,
-        "loraplex.client.vllm_client",
+        "loraplex.compat.client.vllm_client",
         "Send a file of prompts to `vllm_model`",
         "client_lora.py",
     ),
     Program(
         "test-max-queue-size",
         QueueOptions,
-        "loraplex.client.queue_test",
+        "loraplex.compat.client.queue_test",
         "See a full queue refuse requests",
         "test_max_queue_size.py",
     ),

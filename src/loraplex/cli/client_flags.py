@@ -12,7 +12,7 @@ import typer
 
 from loraplex.cli.help_page import FlagPage
 from loraplex.cli.options import errors_to_exit_code
-from loraplex.client.flags import FLAG, Flag
+from loraplex.compat.client.flags import FLAG, Flag
 
 _NUMBER = re.compile(r"-\.?\d")
 

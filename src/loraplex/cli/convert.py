@@ -13,7 +13,7 @@ from loraplex.adapters.formats.storage_type import StorageType
 from loraplex.cli.options import errors_to_exit_code
 
 if TYPE_CHECKING:
-    from loraplex.convert.adapters import PeftAdapter, Written
+    from loraplex.compat.convert.adapters import PeftAdapter, Written
 
 InFile = Annotated[str, typer.Option("-i", "--in-file", help="A PEFT folder.", show_default=False)]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite what is there.")]
@@ -32,7 +32,7 @@ def convert_lora(
     verbose: Verbose = False,
 ) -> None:
     """Write a PEFT adapter as TensorRT-LLM's model.lora_weights.npy and model.lora_config.npy."""
-    from loraplex.convert.adapters import read_peft, write_pair  # noqa: PLC0415 - numpy
+    from loraplex.compat.convert.adapters import read_peft, write_pair  # noqa: PLC0415 - numpy
 
     with errors_to_exit_code():
         adapter = read_peft(in_file)
@@ -53,7 +53,7 @@ def extract_lora(
     verbose: Verbose = False,
 ) -> None:
     """Write a PEFT adapter as llgtrt's .safetensors file with weights and config."""
-    from loraplex.convert.adapters import read_peft, write_lora_file  # noqa: PLC0415 - numpy
+    from loraplex.compat.convert.adapters import read_peft, write_lora_file  # noqa: PLC0415 - numpy
 
     with errors_to_exit_code():
         adapter = read_peft(in_file)
@@ -63,7 +63,7 @@ def extract_lora(
 
 def _print_report(adapter: "PeftAdapter", written: "Sequence[Written]", verbose: bool) -> None:
     """What was converted and what was not: nothing, as all else is an error."""
-    from loraplex.convert.adapters import describe_rows  # noqa: PLC0415 - numpy
+    from loraplex.compat.convert.adapters import describe_rows  # noqa: PLC0415 - numpy
 
     num_tensors = sum(len(row.tensors) for row in adapter.rows)
     print(f"converted {num_tensors} tensors of {len(adapter.rows)} modules")

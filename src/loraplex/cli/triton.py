@@ -20,8 +20,8 @@ from loraplex.core.environment import environment_fields
 from loraplex.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from loraplex.compat.triton.repository import Repository
     from loraplex.frontends.kserve.model_control import ModelControl
-    from loraplex.triton.repository import Repository
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def init(
     ] = False,
 ) -> None:
     """Write a repository of TensorRT-LLM's five models, filled in."""
-    from loraplex.triton.five_models import write_filled_models  # noqa: PLC0415 - slow import
+    from loraplex.compat.triton.five_models import write_filled_models  # noqa: PLC0415 - slow import
 
     with errors_to_exit_code():
         write_filled_models(folder, model, lora_dir=lora_dir, is_decoupled=decoupled)
@@ -90,7 +90,7 @@ def serve_repositories(
     """settings: flags of ours and of tritonserver's, by name. Raises ConfigError."""
     # `--help` must not wait for what a server needs.
     from loraplex.app.launch import run_server, set_up_logging  # noqa: PLC0415
-    from loraplex.triton.repository import read_repositories  # noqa: PLC0415
+    from loraplex.compat.triton.repository import read_repositories  # noqa: PLC0415
 
     if not repositories:
         raise ConfigError("no model repository: give --model-repository DIR")
@@ -140,8 +140,8 @@ def _control_mode(mode: str, load_models: list[str]) -> str:
 
 def _control(mode: str, load_models: list[str], repository: "Repository") -> "ModelControl":
     """Under explicit control only what was asked for is loaded: perhaps nothing."""
+    from loraplex.compat.triton.reloading import Reloading  # noqa: PLC0415
     from loraplex.frontends.kserve.model_control import ControlMode, ModelControl  # noqa: PLC0415
-    from loraplex.triton.reloading import Reloading  # noqa: PLC0415
 
     loaded = repository.loaded
     if mode == "explicit" and not load_models:

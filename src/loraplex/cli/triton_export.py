@@ -10,7 +10,7 @@ from loraplex.cli.options import errors_to_exit_code
 from loraplex.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from loraplex.triton.export import Export
+    from loraplex.compat.triton.export import Export
 
 _SOURCE = Path("tensorrt_llm", "1", "source")
 """Where the repository stands that is written for a model: below what Triton takes for a version,
@@ -56,7 +56,7 @@ def export(
     ] = None,
 ) -> None:
     """Write models for tritonserver that loraplex answers."""
-    from loraplex.triton.export import Export, export_vllm_backend  # noqa: PLC0415 - slow import
+    from loraplex.compat.triton.export import Export, export_vllm_backend  # noqa: PLC0415 - slow import
 
     with errors_to_exit_code():
         if join and not request_socket:
@@ -87,7 +87,7 @@ def _sources(
     decoupled: bool,
 ) -> list[Path]:
     """The repositories that the server will read."""
-    from loraplex.triton.five_models import write_filled_models  # noqa: PLC0415 - slow import
+    from loraplex.compat.triton.five_models import write_filled_models  # noqa: PLC0415 - slow import
 
     if bool(repositories) == (model is not None):
         raise ConfigError("give --model-repository DIR, or --model MODEL")
@@ -99,8 +99,8 @@ def _sources(
 
 
 def _export(folder: Path, sources: list[Path], how: "Export") -> None:
-    from loraplex.triton.export import export_models  # noqa: PLC0415 - slow import
-    from loraplex.triton.repository import read_repositories  # noqa: PLC0415 - slow import
+    from loraplex.compat.triton.export import export_models  # noqa: PLC0415 - slow import
+    from loraplex.compat.triton.repository import read_repositories  # noqa: PLC0415 - slow import
 
     repository = read_repositories(sources)
     repository.notes.log()

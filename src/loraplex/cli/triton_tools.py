@@ -7,7 +7,7 @@ from typing import Annotated, Final
 import typer
 
 from loraplex.cli.options import errors_to_exit_code
-from loraplex.convert.flags import FlagKind, here, ignored, read_flags
+from loraplex.compat.convert.flags import FlagKind, here, ignored, read_flags
 from loraplex.core.errors import ConfigError
 
 _TEXT, _WHOLE, _SWITCH = FlagKind.TEXT, FlagKind.WHOLE, FlagKind.SWITCH
@@ -41,8 +41,8 @@ def fill_template(
     ] = False,
 ) -> None:
     """Fill the `${name}` of a template (fill_template.py)."""
-    from loraplex.triton.pbtxt import read_text  # noqa: PLC0415 - protobuf
-    from loraplex.triton.template_filling import (  # noqa: PLC0415 - numpy
+    from loraplex.compat.triton.pbtxt import read_text  # noqa: PLC0415 - protobuf
+    from loraplex.compat.triton.template_filling import (  # noqa: PLC0415 - numpy
         filled,
         parse_substitutions,
         write_filled,
@@ -58,7 +58,7 @@ def fill_template(
 
 def launch_triton_server(context: typer.Context) -> None:
     """Start `loraplex triton` in the background and return (launch_triton_server.py)."""
-    from loraplex.triton.launching import Launch, launch  # noqa: PLC0415 - seldom needed
+    from loraplex.compat.triton.launching import Launch, launch  # noqa: PLC0415 - seldom needed
 
     with errors_to_exit_code():
         flags = read_flags(

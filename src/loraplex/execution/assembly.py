@@ -13,26 +13,17 @@ import torch
 
 from loraplex.core.errors import StepFailedError
 from loraplex.core.plan import Capacity
-from loraplex.execution.adapter_bank import AdapterBank, BaseEnds
+from loraplex.execution.adapters.bank import AdapterBank, BaseEnds
+from loraplex.execution.adapters.host_adapters import HostAdapter, HostAdapters, HostWeight
 from loraplex.execution.grammar.rows import GrammarRows
 from loraplex.execution.grammar.vocabulary import VocabularySource
-from loraplex.execution.host_adapters import HostAdapter, HostAdapters, HostWeight
-from loraplex.execution.kv_cache import KVCache
-from loraplex.execution.kv_sizing import KVSize, wanted_model_len
-from loraplex.execution.memory_advice import MemoryAdvice, is_out_of_memory, out_of_memory_is
-from loraplex.execution.memory_measuring import (
-    DUMMY_ADAPTER,
-    Trials,
-    largest_step,
-    measure_graphs,
-    measure_workspace,
-    settled_memory,
-)
-from loraplex.execution.model_runner import ModelRunner
-from loraplex.execution.runner_parts import RunnerParts
-from loraplex.execution.runner_settings import RunnerSettings
 from loraplex.execution.sampling.sampler import Sampler
-from loraplex.execution.sizing import (
+from loraplex.execution.sizing.advice import (
+    MemoryAdvice,
+    is_out_of_memory,
+    out_of_memory_is,
+)
+from loraplex.execution.sizing.capacity import (
     AdapterPoolSize,
     MemorySize,
     choose_device,
@@ -40,7 +31,20 @@ from loraplex.execution.sizing import (
     choose_kv_dtype,
     smallest_pool,
 )
-from loraplex.execution.step_memory import StepMemory, graph_sizes
+from loraplex.execution.sizing.kv import KVSize, wanted_model_len
+from loraplex.execution.sizing.measuring import (
+    DUMMY_ADAPTER,
+    Trials,
+    largest_step,
+    measure_graphs,
+    measure_workspace,
+    settled_memory,
+)
+from loraplex.execution.sizing.settings import RunnerSettings
+from loraplex.execution.sizing.step_memory import StepMemory, graph_sizes
+from loraplex.execution.steps.kv_cache import KVCache
+from loraplex.execution.steps.model_runner import ModelRunner
+from loraplex.execution.steps.runner_parts import RunnerParts
 from loraplex.kernels.accelerator import Accelerator
 from loraplex.kernels.ops import Kernels
 from loraplex.memory.adapter_pages import layer_targets

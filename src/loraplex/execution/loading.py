@@ -8,19 +8,11 @@ import msgspec
 import torch
 
 from loraplex.core.plan import Capacity
+from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.execution.assembly import Assembly, measure_steps
 from loraplex.execution.grammar.vocabulary import VocabularySource
-from loraplex.execution.host_adapters import HostAdapters
-from loraplex.execution.kv_cache import block_bytes
-from loraplex.execution.kv_sizing import windowed
-from loraplex.execution.memory_advice import MemoryAdvice, out_of_memory_is
-from loraplex.execution.memory_measuring import settled_memory
-from loraplex.execution.model_runner import ModelRunner
-from loraplex.execution.packed_cache import PackedCache
-from loraplex.execution.packing import WeightFormat
-from loraplex.execution.runner_parts import RunnerParts
-from loraplex.execution.runner_settings import RunnerSettings
-from loraplex.execution.sizing import (
+from loraplex.execution.sizing.advice import MemoryAdvice, out_of_memory_is
+from loraplex.execution.sizing.capacity import (
     choose_device,
     choose_dtype,
     choose_kv_dtype,
@@ -28,8 +20,16 @@ from loraplex.execution.sizing import (
     free_bytes,
     size_memory,
 )
-from loraplex.execution.weight_loading import load_weights
-from loraplex.execution.weight_size import weights_size
+from loraplex.execution.sizing.kv import windowed
+from loraplex.execution.sizing.measuring import settled_memory
+from loraplex.execution.sizing.settings import RunnerSettings
+from loraplex.execution.steps.kv_cache import block_bytes
+from loraplex.execution.steps.model_runner import ModelRunner
+from loraplex.execution.steps.runner_parts import RunnerParts
+from loraplex.execution.weights.loading import load_weights
+from loraplex.execution.weights.packed_cache import PackedCache
+from loraplex.execution.weights.packing import WeightFormat
+from loraplex.execution.weights.size import weights_size
 from loraplex.kernels.accelerator import Accelerator, DeviceMemory
 from loraplex.kernels.dispatch import select_accelerator, select_kernels
 from loraplex.models.attention import attention_shape

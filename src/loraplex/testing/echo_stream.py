@@ -11,8 +11,8 @@ from loraplex.core.errors import LoraplexError
 from loraplex.core.output import Logits, RequestOutput, RequestTiming, ResolvedAdapter
 from loraplex.core.request import GenerateRequest, RequestId
 from loraplex.serving.best_of import joined
-from loraplex.testing import echo_tokenizer
 from loraplex.testing.echo_sequence import EchoSequence, echo_answer, echo_logits, echo_logprob
+from support import echo_tokenizer
 
 if TYPE_CHECKING:
     from loraplex.testing.echo_backend import EchoBackend

@@ -6,8 +6,8 @@ import pytest
 
 from loraplex.app.event_loop import new_event_loop
 from loraplex.core.errors import ConfigError
-from loraplex.testing.fake_engine_process import FakeEngineSettings
-from loraplex.testing.server_in_loop import ServerInLoop
+from support.fake_engine_process import FakeEngineSettings
+from support.server_in_loop import ServerInLoop
 
 
 def pytest_asyncio_loop_factories(config, item):

@@ -13,7 +13,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from loraplex.frontends.kserve.stub.connection import Connection
 from loraplex.frontends.kserve.stub.wire import Infer, WireTensor
-from loraplex.testing.fake_engine_process import FakeEngineSettings
+from support.fake_engine_process import FakeEngineSettings
 
 LINE_KEYS = [
     *("time", "request_id", "trace_id", "protocol", "client", "tenant", "method", "route", "path"),

@@ -13,10 +13,10 @@ from loraplex.app import engine as app_engine
 from loraplex.app.engine import build_engine, overlaps, run_engine, runner_settings
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import ConfigError
+from loraplex.demo import BASE_PATH
 from loraplex.engine.channel import ThreadChannel
 from loraplex.engine.messages import EngineFailed, EngineReady, Shutdown
 from loraplex.scheduling.settings import Batching, FairShare, SchedulerSettings
-from loraplex.testing.capitals import BASE_PATH
 
 MODEL = ModelConfig(
     path=str(BASE_PATH), kv_cache_bytes=1 << 20, max_num_seqs=3, block_size=8, max_lora_rank=8

@@ -10,10 +10,10 @@ from loraplex.app.launch import with_local_paths
 from loraplex.core.config import Config, ModelConfig
 from loraplex.core.errors import ConfigError, InvalidRequestError, UnsupportedModelError
 from loraplex.core.server_config import ServerConfig
+from loraplex.demo import BASE_PATH
 from loraplex.models.registry import read_config
 from loraplex.serving.request_metrics import RequestMetrics
-from loraplex.testing.capitals import BASE_PATH
-from loraplex.testing.fake_engine_process import fake_engine_thread
+from support.fake_engine_process import fake_engine_thread
 
 
 @pytest.fixture

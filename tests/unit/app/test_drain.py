@@ -9,8 +9,8 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from loraplex.testing.fake_engine_process import FakeEngineSettings
-from loraplex.testing.server_in_loop import LONG
+from support.fake_engine_process import FakeEngineSettings
+from support.server_in_loop import LONG
 
 SLOW = FakeEngineSettings(step_seconds=0.01)
 

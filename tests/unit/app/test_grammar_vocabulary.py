@@ -8,8 +8,8 @@ from loraplex.core.errors import ConfigError
 from loraplex.core.grammar import GrammarLimits
 from loraplex.execution.grammar.compiler import build_tokenizer
 from loraplex.serving.text.detokenizer import IncrementalDetokenizer
-from loraplex.testing import tiny_tokenizers
 from loraplex.text.tokenizer import load_tokenizer
+from support import tiny_tokenizers
 
 TEXTS = (
     '{"name": "value", "list": [1, 2.5, true]}',

@@ -24,7 +24,7 @@ from loraplex.core.errors import (
 )
 from loraplex.core.output import FinishReason
 from loraplex.core.retention import KVRetention
-from loraplex.testing.capitals import ADAPTER_PATHS, BASE_PATH
+from loraplex.demo import ADAPTER_PATHS, BASE_PATH
 
 QUESTION = "What is the capital of France?"
 GREEDY = SamplingParams(max_tokens=24, temperature=0)

@@ -6,14 +6,14 @@ import torch
 
 from loraplex import LLM, SamplingParams
 from loraplex.adapters.formats.export import StorageType
-from loraplex.convert.adapters import read_peft, write_pair
+from loraplex.compat.convert.adapters import read_peft, write_pair
 from loraplex.core.errors import (
     AdapterNotFoundError,
     InvalidAdapterError,
     InvalidRequestError,
     InvalidTensorError,
 )
-from loraplex.testing.capitals import ADAPTER_PATHS, BASE_PATH
+from loraplex.demo import ADAPTER_PATHS, BASE_PATH
 
 QUESTION = "What is the capital of France?"
 GREEDY = SamplingParams(max_tokens=24, temperature=0)

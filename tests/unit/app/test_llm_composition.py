@@ -5,7 +5,7 @@ import pytest
 
 from loraplex import LLM, SamplingParams
 from loraplex.core.errors import AdapterNotFoundError, InvalidParameterError, InvalidRequestError
-from loraplex.testing.capitals import ADAPTER_PATHS, BASE_PATH
+from loraplex.demo import ADAPTER_PATHS, BASE_PATH
 
 QUESTION = "What is the capital of France?"
 GREEDY = SamplingParams(max_tokens=24, temperature=0)

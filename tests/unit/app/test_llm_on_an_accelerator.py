@@ -12,7 +12,7 @@ from loraplex import LLM, SamplingParams
 from loraplex.app import engine
 from loraplex.execution.loading import load_parts
 from loraplex.kernels.accelerator import HostAccelerator
-from loraplex.testing.tiny_text_model import write_tiny_text_model
+from support.tiny_text_model import write_tiny_text_model
 
 pytestmark = [
     pytest.mark.slow,

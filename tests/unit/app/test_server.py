@@ -8,7 +8,7 @@ import pytest
 
 from loraplex.app.server import unless
 from loraplex.core.errors import ConfigError
-from loraplex.testing.fake_engine_process import FakeEngineSettings
+from support.fake_engine_process import FakeEngineSettings
 
 
 async def test_it_says_where_and_serves(run):

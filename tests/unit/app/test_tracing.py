@@ -13,7 +13,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from loraplex.core.errors import ConfigError
 from loraplex.frontends.telemetry import otlp
-from loraplex.testing.fake_engine_process import FakeEngineSettings
+from support.fake_engine_process import FakeEngineSettings
 
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 

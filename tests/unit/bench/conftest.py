@@ -16,7 +16,7 @@ from loraplex.bench.systems import Answer, Exchange, Setup
 from loraplex.bench.workload import Lengths, PlannedRequest, Workload
 from loraplex.frontends.openai import openai_fallback_routes, openai_routes
 from loraplex.testing.echo_backend import EchoBackend
-from loraplex.testing.served import served
+from support.served import served
 
 WORKLOAD = Workload(
     num_requests=6,

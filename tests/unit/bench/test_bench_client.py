@@ -9,7 +9,7 @@ from loraplex.bench.client import Target, discover, run
 from loraplex.bench.popularity import BaseOnly
 from loraplex.bench.workload import Lengths, generate
 from loraplex.core.errors import AdapterLoadError, ConfigError, QueueFullError
-from loraplex.testing.served import served
+from support.served import served
 
 
 async def run_workload(url: str, workload, repeat: int = 0):

@@ -9,7 +9,7 @@ from loraplex.adapters.stage import stage
 from loraplex.adapters.staged import StageRequest
 from loraplex.bench.random_adapters import MODULES, linear_shapes, write_random_adapters
 from loraplex.core.errors import ConfigError
-from loraplex.testing.capitals import BASE_PATH
+from loraplex.demo import BASE_PATH
 
 CAPITALS = BaseShapes(
     num_layers=4,

@@ -14,7 +14,7 @@ from loraplex.core.adapter import Residency
 from loraplex.core.principal import LOCAL
 from loraplex.frontends.openai import openai_fallback_routes, openai_routes
 from loraplex.testing.echo_backend import EchoBackend
-from loraplex.testing.served import served
+from support.served import served
 
 
 @pytest.fixture

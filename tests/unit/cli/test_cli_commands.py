@@ -19,7 +19,7 @@ from loraplex.cli.serve import serve
 from loraplex.core.config import ModelConfig
 from loraplex.core.server_config import ServerConfig
 from loraplex.core.version import __version__
-from loraplex.testing.capitals import ADAPTER_PATHS, BASE_PATH
+from loraplex.demo import ADAPTER_PATHS, BASE_PATH
 from loraplex.testing.running_server import free_ports
 
 HEAVY = ("torch", "numpy", "fastapi", "uvicorn", "grpc", "tokenizers", "transformers")

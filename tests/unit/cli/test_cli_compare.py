@@ -11,7 +11,7 @@ from loraplex.cli.compare import side_by_side
 from loraplex.cli.main import app
 from loraplex.frontends.openai import openai_fallback_routes, openai_routes
 from loraplex.testing.echo_backend import EchoBackend
-from loraplex.testing.served import served
+from support.served import served
 
 
 @pytest.fixture(scope="module")

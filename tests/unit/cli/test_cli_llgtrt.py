@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from loraplex.cli.main import app
-from loraplex.testing.capitals import BASE_PATH
+from loraplex.demo import BASE_PATH
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def served(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch):
-    monkeypatch.setattr("loraplex.triton.devices.has_gpu", lambda: False)
+    monkeypatch.setattr("loraplex.compat.triton.devices.has_gpu", lambda: False)
 
 
 def run(*arguments, **environment):
@@ -142,7 +142,7 @@ def test_an_engine_is_a_folder(served, tmp_path):
 
 
 def test_a_gpu_is_used_unless_a_flag_says_otherwise(engine, served, monkeypatch):
-    monkeypatch.setattr("loraplex.triton.devices.has_gpu", lambda: True)
+    monkeypatch.setattr("loraplex.compat.triton.devices.has_gpu", lambda: True)
     run("-E", engine)
     run("-E", engine, "--device", "cpu")
     assert [config.models["engine"].device for config, _ in served] == ["cuda", "cpu"]

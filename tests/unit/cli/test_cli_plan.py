@@ -10,7 +10,7 @@ from loraplex.app.plan import any_fit
 from loraplex.cli.main import app
 from loraplex.cli.output import readable_bytes
 from loraplex.core.config import ModelConfig
-from loraplex.testing.capitals import ADAPTER_PATHS, BASE_PATH
+from loraplex.demo import ADAPTER_PATHS, BASE_PATH
 
 FLAGS = ("--memory", "64MiB", "--max-lora-rank", "16")
 

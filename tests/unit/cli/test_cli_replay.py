@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from loraplex.cli.main import app
 from loraplex.engine.journal_file import JournalFile
-from loraplex.testing.fake_engine import FakeEngine
+from support.fake_engine import FakeEngine
 
 
 @pytest.fixture

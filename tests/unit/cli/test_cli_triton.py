@@ -8,12 +8,12 @@ from typer.testing import CliRunner
 from loraplex.cli.main import app
 from loraplex.cli.triton import build_config, serve_repositories
 from loraplex.cli.triton_flags import FLAGS, as_settings, split_flags, without_effect
+from loraplex.compat.triton.repository import read_repositories
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import ConfigError
 from loraplex.core.server_config import ServerConfig
 from loraplex.core.support import Support
 from loraplex.frontends.kserve.model_control import ControlMode
-from loraplex.triton.repository import read_repositories
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def served(monkeypatch):
         "loraplex.app.launch.run_server", lambda *arguments: calls.append(arguments)
     )
     monkeypatch.setattr("loraplex.app.launch.set_up_logging", lambda level: None)
-    monkeypatch.setattr("loraplex.triton.devices.has_gpu", lambda: False)
+    monkeypatch.setattr("loraplex.compat.triton.devices.has_gpu", lambda: False)
     return calls
 
 

@@ -6,13 +6,13 @@ import pytest
 from typer.testing import CliRunner
 
 from loraplex.cli.main import app
-from loraplex.triton.pbtxt import read_pbtxt
-from loraplex.triton.repository import read_repositories
+from loraplex.compat.triton.pbtxt import read_pbtxt
+from loraplex.compat.triton.repository import read_repositories
 
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch):
-    monkeypatch.setattr("loraplex.triton.devices.has_gpu", lambda: False)
+    monkeypatch.setattr("loraplex.compat.triton.devices.has_gpu", lambda: False)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.sequence import TRANSITIONS, Sequence, SequenceGroup, SequenceStatus
-from loraplex.testing.engine_requests import engine_request
+from support.engine_requests import engine_request
 
 LEGAL = {
     ("waiting", "running"),

@@ -9,8 +9,6 @@ import openai.types.responses.response_create_params as openai_responses
 import pytest
 
 from loraplex.core.support import Support
-from loraplex.documentation import openai_names as names
-from loraplex.documentation.openai_page import feature, sections
 from loraplex.frontends.openai.responses_api.refusals import BY_FIELD as RESPONSES_REFUSED
 from loraplex.frontends.openai.responses_api.schema import Reasoning, ResponsesBody, TextConfig
 from loraplex.frontends.openai.schema import (
@@ -22,6 +20,8 @@ from loraplex.frontends.openai.schema import (
 )
 from loraplex.frontends.openai.synonyms import SYNONYMS
 from loraplex.frontends.openai.unsupported import REFUSED, WITHOUT_EFFECT
+from tools import openai_names as names
+from tools.openai_page import feature, sections
 
 UNSERVED = [row.field for row in REFUSED] + [
     row.name for row in WITHOUT_EFFECT if not row.name.startswith("stream_options.")

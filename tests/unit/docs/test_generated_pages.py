@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.documentation.pages import PAGES
+from tools.pages import PAGES
 
 DOCS = Path(__file__).parents[3] / "docs"
 

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from loraplex.testing.capitals import ADAPTER_PATHS, BASE_PATH
+from loraplex.demo import ADAPTER_PATHS, BASE_PATH
 
 PAGE = Path(__file__).parents[3] / "docs" / "library.md"
 

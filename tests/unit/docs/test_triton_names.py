@@ -10,20 +10,20 @@ import pytest
 import loraplex
 from loraplex.cli.client import PROGRAMS
 from loraplex.cli.triton_flags import FLAGS, as_settings
-from loraplex.client.flags import FLAG
-from loraplex.convert.build_flags import BUILD_FLAGS
-from loraplex.convert.checkpoint_flags import CHECKPOINT_FLAGS
+from loraplex.compat.client.flags import FLAG
+from loraplex.compat.convert.build_flags import BUILD_FLAGS
+from loraplex.compat.convert.checkpoint_flags import CHECKPOINT_FLAGS
+from loraplex.compat.triton.engine_args import ENGINE_ARGS, PARALLEL
+from loraplex.compat.triton.parameters import TENSORRT_LLM_PARAMETERS
+from loraplex.compat.triton.part_parameters import PART_PARAMETERS
+from loraplex.compat.triton.roles import KINDS
 from loraplex.core.config import ModelConfig
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.support import Support
-from loraplex.documentation.triton_page import sections
 from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
 from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
 from loraplex.frontends.kserve.models.vllm_fields import FIELDS, LORA_NAME
-from loraplex.triton.engine_args import ENGINE_ARGS, PARALLEL
-from loraplex.triton.parameters import TENSORRT_LLM_PARAMETERS
-from loraplex.triton.part_parameters import PART_PARAMETERS
-from loraplex.triton.roles import KINDS
+from tools.triton_page import sections
 
 SRC = Path(loraplex.__file__).parent
 
@@ -112,7 +112,11 @@ def working(rows):
 def program_files(module, found):
     """The file of a client program and those that it imports, but for the tables of flags."""
     file = SRC.parent / f"{module.replace('.', '/')}.py"
-    if not module.startswith("loraplex.client.") or module.endswith("_options") or file in found:
+    if (
+        not module.startswith("loraplex.compat.client.")
+        or module.endswith("_options")
+        or file in found
+    ):
         return found
     found.append(file)
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

@@ -32,6 +32,6 @@ def test_serving_may_be_gone_before_it_said_all(num_bytes):
 
 
 def test_a_process_that_is_told_nothing_ends_quietly():
-    command = [sys.executable, "-m", "loraplex.testing.fake_engine_process"]
+    command = [sys.executable, "-m", "support.fake_engine_process"]
     done = subprocess.run(command, input=b"", capture_output=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, b"")

@@ -4,7 +4,7 @@ import pytest
 
 from loraplex.core.errors import AdapterNotFoundError, AdapterTooLargeError
 from loraplex.scheduling.settings import SchedulerSettings
-from loraplex.testing.fake_engine import MILLISECOND_NS, FakeEngine
+from support.fake_engine import MILLISECOND_NS, FakeEngine
 
 TTL_NS = 100 * MILLISECOND_NS
 

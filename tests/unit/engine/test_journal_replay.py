@@ -13,17 +13,17 @@ from loraplex.core.beam_search import BeamSearch
 from loraplex.core.config import ModelConfig
 from loraplex.core.plan import Capacity
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.demo import BASE_PATH
 from loraplex.engine.journal import PlanMade
 from loraplex.engine.journal_file import JournalFile, JournalReader
 from loraplex.engine.replay import ReplayRefusedError, replay
 from loraplex.scheduling.scheduler import Scheduler
 from loraplex.scheduling.settings import BatchSchedulerPolicy, FairShare, SchedulerSettings
-from loraplex.testing import fake_engine
-from loraplex.testing.capitals import BASE_PATH
-from loraplex.testing.engine_requests import engine_request
 from loraplex.testing.fake_clock import FakeClock
-from loraplex.testing.fake_engine import MILLISECOND_NS, FakeEngine
 from loraplex.testing.fake_runner import FAKE_CAPACITY
+from support import fake_engine
+from support.engine_requests import engine_request
+from support.fake_engine import MILLISECOND_NS, FakeEngine
 
 SMALL: Capacity = msgspec.structs.replace(
     FAKE_CAPACITY,

@@ -6,9 +6,9 @@ import pytest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.engine.step_marker import StepMarker
 from loraplex.scheduling.settings import BatchSchedulerPolicy, SchedulerSettings
-from loraplex.testing.fake_engine import MILLISECOND_NS, FakeEngine
 from loraplex.testing.fake_model import FakeModel
 from loraplex.testing.fake_runner import FAKE_CAPACITY
+from support.fake_engine import MILLISECOND_NS, FakeEngine
 
 EVICTING = SchedulerSettings(batch_scheduler_policy=BatchSchedulerPolicy.MAX_UTILIZATION)
 

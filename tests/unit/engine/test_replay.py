@@ -9,7 +9,7 @@ from loraplex.core.output import FinishReason
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.engine.step_marker import StepMarker
 from loraplex.scheduling.settings import SchedulerSettings
-from loraplex.testing.fake_engine import Answer, FakeEngine
+from support.fake_engine import Answer, FakeEngine
 
 PROMPTS = {"short": range(1, 6), "long": range(1, 60)}
 CHUNKED = SchedulerSettings(max_num_batched_tokens=24, max_prefill_chunk=16)

@@ -5,8 +5,8 @@ import pytest
 
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.scheduling.settings import SchedulerSettings
-from loraplex.testing.fake_engine import FakeEngine
 from loraplex.testing.fake_runner import FAKE_CAPACITY
+from support.fake_engine import FakeEngine
 
 TIMEOUT_NS = 10**12
 """Far beyond what a test's steps take, so that a test alone decides when it is up."""

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.testing.tiny_model import TinyCheckpoint
+from support.tiny_model import TinyCheckpoint
 
 
 @pytest.fixture

@@ -9,23 +9,23 @@ import torch
 from loraplex.core.adapter import LoraTarget
 from loraplex.core.plan import AdapterCopy, LogitsNeeded, RowAdded, RowStep, StepPlan
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.execution.host_adapters import HostAdapter, HostAdapters, HostWeight
+from loraplex.execution.adapters.host_adapters import HostAdapter, HostAdapters, HostWeight
 from loraplex.execution.loading import load_parts
-from loraplex.execution.model_runner import ModelRunner
-from loraplex.execution.runner_parts import RunnerParts
-from loraplex.execution.runner_settings import RunnerSettings
+from loraplex.execution.sizing.settings import RunnerSettings
+from loraplex.execution.steps.model_runner import ModelRunner
+from loraplex.execution.steps.runner_parts import RunnerParts
 from loraplex.kernels.accelerator import HostAccelerator
 from loraplex.kernels.reference import ReferenceKernels
-from loraplex.testing.accelerated_reference import AcceleratedReference, load_parts_with
-from loraplex.testing.delayed_accelerator import DelayedAccelerator
-from loraplex.testing.step_driver import (
+from support.accelerated_reference import AcceleratedReference, load_parts_with
+from support.delayed_accelerator import DelayedAccelerator
+from support.step_driver import (
     Prompt,
     StepDriver,
     decoding_plans,
     run_ahead,
     run_in_turn,
 )
-from loraplex.testing.tiny_model import TinyCheckpoint
+from support.tiny_model import TinyCheckpoint
 
 SHAPE = {
     "hidden_size": 64,

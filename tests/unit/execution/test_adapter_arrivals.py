@@ -11,13 +11,13 @@ import torch
 from loraplex.core.adapter import EMBEDDING, LM_HEAD, OUTSIDE_LAYERS, LoraTarget, TargetPart
 from loraplex.core.errors import AdapterMismatchError
 from loraplex.core.plan import PageGeometry
-from loraplex.execution.adapter_bank import AdapterBank, BaseEnds
-from loraplex.execution.host_adapters import HostAdapter, HostPart, HostWeight
-from loraplex.execution.pinned_pages import PinnedPages
+from loraplex.execution.adapters.bank import AdapterBank, BaseEnds
+from loraplex.execution.adapters.host_adapters import HostAdapter, HostPart, HostWeight
+from loraplex.execution.adapters.pinned_pages import PinnedPages
 from loraplex.kernels.accelerator import Accelerator, HostAccelerator
 from loraplex.kernels.lora import LoraBatch, add_lora
 from loraplex.memory.adapter_pages import place
-from loraplex.testing.delayed_accelerator import DelayedAccelerator
+from support.delayed_accelerator import DelayedAccelerator
 
 HIDDEN, VOCAB = 6, 9
 SHAPES = {"q_proj": (HIDDEN, 8), "down_proj": (8, HIDDEN)}

@@ -14,13 +14,13 @@ import torch
 from loraplex.core.errors import ConfigError, RowFailedError, StepFailedError
 from loraplex.core.plan import Capacity, RowResult, StepPlan, StepResult
 from loraplex.execution import assembly, loading
+from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.execution.assembly import Assembly
-from loraplex.execution.host_adapters import HostAdapters
-from loraplex.execution.model_runner import ModelRunner, RunnerParts
-from loraplex.execution.runner_settings import RunnerSettings
+from loraplex.execution.sizing.settings import RunnerSettings
+from loraplex.execution.steps.model_runner import ModelRunner, RunnerParts
 from loraplex.kernels.accelerator import Accelerator, HostAccelerator
-from loraplex.testing.metered_accelerator import MeteredAccelerator
-from loraplex.testing.tiny_model import TinyCheckpoint
+from support.metered_accelerator import MeteredAccelerator
+from support.tiny_model import TinyCheckpoint
 
 MIB = 1 << 20
 TOTAL = 64 * MIB

@@ -4,12 +4,12 @@ import os
 
 import pytest
 
-from loraplex.execution.host_adapters import HostAdapters
+from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.execution.loading import load_parts, load_runner, start_runner
-from loraplex.execution.runner_settings import RunnerSettings
-from loraplex.testing.metered_accelerator import MeteredAccelerator
-from loraplex.testing.step_driver import Prompt, StepDriver
-from loraplex.testing.tiny_model import TinyCheckpoint
+from loraplex.execution.sizing.settings import RunnerSettings
+from support.metered_accelerator import MeteredAccelerator
+from support.step_driver import Prompt, StepDriver
+from support.tiny_model import TinyCheckpoint
 
 pytestmark = [
     pytest.mark.slow,

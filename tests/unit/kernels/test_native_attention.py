@@ -14,7 +14,7 @@ from loraplex.kernels.native.library import (
     load_library,
 )
 from loraplex.kernels.ops import AttentionShape, KVStorage, RowLayout
-from loraplex.testing.dense_attention import dense_attention, random_queries, relative_error
+from support.dense_attention import dense_attention, random_queries, relative_error
 
 try:
     INSTRUCTION_SETS = available_instruction_sets()

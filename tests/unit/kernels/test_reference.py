@@ -11,7 +11,7 @@ from loraplex.kernels.activations import Activation
 from loraplex.kernels.dispatch import select_kernels
 from loraplex.kernels.ops import AttentionShape, Kernels, KVStorage, RowLayout
 from loraplex.kernels.reference import ReferenceKernels
-from loraplex.testing.dense_attention import random_queries
+from support.dense_attention import random_queries
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(num_heads=6, num_kv_heads=2, head_dim=16, block_size=8)

@@ -8,11 +8,11 @@ import torch
 
 from loraplex.core.adapter import OUTSIDE_LAYERS, LoraTarget
 from loraplex.core.weight_precision import WeightPrecision
-from loraplex.execution.adapter_bank import AdapterBank
-from loraplex.execution.host_adapters import HostAdapter, HostWeight
-from loraplex.execution.kv_cache import KVCache
-from loraplex.execution.packing import WeightFormat
-from loraplex.execution.weight_loading import load_weights
+from loraplex.execution.adapters.bank import AdapterBank
+from loraplex.execution.adapters.host_adapters import HostAdapter, HostWeight
+from loraplex.execution.steps.kv_cache import KVCache
+from loraplex.execution.weights.loading import load_weights
+from loraplex.execution.weights.packing import WeightFormat
 from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.ops import RowLayout
 from loraplex.kernels.reference import ReferenceKernels
@@ -22,8 +22,8 @@ from loraplex.models.batch import ForwardBatch
 from loraplex.models.decoder import Decoder
 from loraplex.models.layer_linears import module_shapes
 from loraplex.models.rope import RotaryTable
-from loraplex.testing.delayed_accelerator import DelayedAccelerator
-from loraplex.testing.tiny_model import TinyCheckpoint
+from support.delayed_accelerator import DelayedAccelerator
+from support.tiny_model import TinyCheckpoint
 
 CPU, NUM_LAYERS, BLOCK_SIZE = torch.device("cpu"), 4, 4
 PROMPT = [3, 17, 8, 40]

@@ -9,9 +9,9 @@ import torch
 
 from loraplex.core.errors import ConfigError, UnsupportedModelError
 from loraplex.core.weight_precision import WeightPrecision
-from loraplex.execution.kv_sizing import wanted_model_len
-from loraplex.execution.runner_settings import RunnerSettings
-from loraplex.execution.weight_size import weights_size
+from loraplex.execution.sizing.kv import wanted_model_len
+from loraplex.execution.sizing.settings import RunnerSettings
+from loraplex.execution.weights.size import weights_size
 from loraplex.models.config import DecoderConfig
 from loraplex.models.layer_linears import biased_modules, layer_linears, module_shapes
 from loraplex.models.parameters import checkpoint_shapes

@@ -6,10 +6,10 @@ import pytest
 from loraplex.core.beam_search import BeamSearch, EarlyStopping
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.scheduling.settings import BatchSchedulerPolicy, SchedulerSettings
-from loraplex.testing.fake_engine import FakeEngine
 from loraplex.testing.fake_model import FakeModel
 from loraplex.testing.fake_runner import FAKE_CAPACITY
-from loraplex.testing.fake_search import search_alone
+from support.fake_engine import FakeEngine
+from support.fake_search import search_alone
 
 VOCAB_SIZE = 30
 

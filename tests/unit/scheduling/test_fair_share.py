@@ -7,9 +7,9 @@ import pytest
 
 from loraplex.scheduling.fair_share import FairShares
 from loraplex.scheduling.settings import FairShare, SchedulerSettings
-from loraplex.testing.engine_requests import engine_request
-from loraplex.testing.fake_engine import FakeEngine
 from loraplex.testing.fake_runner import FAKE_CAPACITY
+from support.engine_requests import engine_request
+from support.fake_engine import FakeEngine
 
 
 def shares_of(kind=FairShare.ADAPTER):

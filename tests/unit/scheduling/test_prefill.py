@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from loraplex.scheduling.settings import SchedulerSettings
-from loraplex.testing.fake_engine import FakeEngine
 from loraplex.testing.fake_runner import FAKE_CAPACITY
+from support.fake_engine import FakeEngine
 
 BUDGET = 32
 SHORT, LONG = 40, 400

@@ -5,8 +5,8 @@ import pytest
 
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.scheduling.settings import BatchSchedulerPolicy, FairShare, SchedulerSettings
-from loraplex.testing.fake_engine import MILLISECOND_NS, FakeEngine
 from loraplex.testing.fake_runner import FAKE_CAPACITY
+from support.fake_engine import MILLISECOND_NS, FakeEngine
 
 AGING_NS = 20 * MILLISECOND_NS
 

@@ -14,7 +14,7 @@ from loraplex.scheduling.queues import RunningSet, WaitingQueue
 from loraplex.scheduling.settings import SchedulerSettings
 from loraplex.scheduling.slots import SlotPool
 from loraplex.scheduling.stop import Stop, StopRules
-from loraplex.testing.engine_requests import engine_request
+from support.engine_requests import engine_request
 
 
 def request(request_id=1, priority=0, arrival_ns=1, prompt=(1, 2, 3), eos=(0,), **sampling):

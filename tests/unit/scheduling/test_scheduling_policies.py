@@ -14,8 +14,8 @@ from loraplex.scheduling.settings import (
     FairShare,
     SchedulerSettings,
 )
-from loraplex.testing.fake_engine import MILLISECOND_NS, FakeEngine
 from loraplex.testing.fake_runner import FAKE_CAPACITY
+from support.fake_engine import MILLISECOND_NS, FakeEngine
 
 
 def fake_engine(settings=None, *, num_polls=1, overlap=False, **capacity):

@@ -7,9 +7,9 @@ from loraplex.core.errors import ConfigError
 from loraplex.core.plan import LogitsNeeded
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.scheduling.settings import SchedulerSettings
-from loraplex.testing.fake_engine import MILLISECOND_NS, FakeEngine
 from loraplex.testing.fake_model import FakeModel
 from loraplex.testing.fake_runner import FAKE_CAPACITY, fake_logprob
+from support.fake_engine import MILLISECOND_NS, FakeEngine
 
 
 def fake_engine(settings=None, *, model=None, **capacity):

@@ -6,9 +6,9 @@ import pytest
 from loraplex.core.plan import RowResult, StepResult
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.scheduling.settings import BatchSchedulerPolicy, SchedulerSettings
-from loraplex.testing.fake_engine import FakeEngine
 from loraplex.testing.fake_model import FakeModel
 from loraplex.testing.fake_runner import FAKE_CAPACITY, FakeRunner, FakeStep, fake_logprob
+from support.fake_engine import FakeEngine
 
 FEW_TOKENS = FakeModel(vocab_size=3)
 """Its text repeats often."""

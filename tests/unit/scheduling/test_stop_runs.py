@@ -5,7 +5,7 @@ import pytest
 from loraplex.core.output import FinishReason
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.scheduling.stop import Stop, StopRules
-from loraplex.testing.engine_requests import engine_request
+from support.engine_requests import engine_request
 
 
 def rules(**sampling):

@@ -16,15 +16,15 @@ from loraplex.core.config import ModelConfig
 from loraplex.core.errors import InvalidAdapterError, LoraplexError
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.demo import BASE_PATH
 from loraplex.serving.backend import ModelCard
 from loraplex.serving.engines.async_engine import AsyncEngine
 from loraplex.serving.served_model import ServedModel
 from loraplex.serving.text.chat_template import ChatTemplate
-from loraplex.testing.capitals import BASE_PATH
-from loraplex.testing.fake_engine_process import FakeEngineSettings, fake_engine_thread
 from loraplex.testing.fake_loader import fake_source
 from loraplex.testing.fake_runner import FAKE_CAPACITY
 from loraplex.text.tokenizer import load_tokenizer
+from support.fake_engine_process import FakeEngineSettings, fake_engine_thread
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ from loraplex.serving.adapters.cards import AdapterState, UnloadMode
 from loraplex.serving.adapters.changes import AdapterChanges
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.service import Service
-from loraplex.testing.fake_engine_process import FakeEngineSettings
+from support.fake_engine_process import FakeEngineSettings
 
 ZH = AdapterRef("a", "default", ByName("zh"))
 

@@ -18,9 +18,9 @@ from loraplex.core.output import (
 )
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.demo import BASE_PATH
 from loraplex.serving.engines.output_stream import OutputStream
 from loraplex.serving.generation import Generation
-from loraplex.testing.capitals import BASE_PATH
 from loraplex.text.tokenizer import load_tokenizer
 
 ADAPTERS = (ResolvedAdapter("zh", "digest", 0.5),)

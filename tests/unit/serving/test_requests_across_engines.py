@@ -8,7 +8,7 @@ from loraplex.core.beam_search import BeamSearch
 from loraplex.core.output import FinishReason
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.serving.engines.replay import KILL_BLAME, RequestInWork
-from loraplex.testing.engine_requests import engine_request
+from support.engine_requests import engine_request
 
 
 def request_without_engine(**sampling) -> RequestInWork:

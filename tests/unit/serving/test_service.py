@@ -30,7 +30,7 @@ from loraplex.serving.backend import Backend
 from loraplex.serving.engines.async_engine import EngineState
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.service import Service
-from loraplex.testing.fake_engine_process import FakeEngineSettings
+from support.fake_engine_process import FakeEngineSettings
 
 ACME, GLOBEX = Principal("acme"), Principal("globex")
 SLOW = FakeEngineSettings(step_seconds=0.005)

@@ -27,7 +27,7 @@ from loraplex.core.sampling_params import SamplingParams
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.service import Service
 from loraplex.testing.fake_clock import FakeClock
-from loraplex.testing.fake_engine_process import FakeEngineSettings
+from support.fake_engine_process import FakeEngineSettings
 
 _REQUEST_IDS = itertools.count(1)
 

@@ -7,9 +7,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from loraplex.serving.text.prompt_tokens import prompt_token_ids
-from loraplex.testing.tiny_tokenizer_pipelines import PIPELINES, with_config, write_gemma
-from loraplex.testing.tiny_tokenizers import BOS, EOS, FAMILIES, write_llama_sentencepiece
 from loraplex.text.tokenizer import load_tokenizer
+from support.tiny_tokenizer_pipelines import PIPELINES, with_config, write_gemma
+from support.tiny_tokenizers import BOS, EOS, FAMILIES, write_llama_sentencepiece
 
 JSON_FAMILIES = {**PIPELINES, **{k: v for k, v in FAMILIES.items() if "sentencepiece" not in k}}
 FLAGS = [

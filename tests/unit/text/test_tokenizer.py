@@ -11,9 +11,7 @@ from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers import decoders, models
 
 from loraplex.core.errors import ConfigError, InvalidRequestError, UnsupportedModelError
-from loraplex.testing import tiny_tokenizers
-from loraplex.testing.capitals import tokenizer as capitals
-from loraplex.testing.tiny_tokenizers import FAMILIES
+from loraplex.demo import tokenizer as capitals
 from loraplex.text.sentencepiece_model import (
     Piece,
     PieceType,
@@ -21,6 +19,8 @@ from loraplex.text.sentencepiece_model import (
     build_tokenizer,
 )
 from loraplex.text.tokenizer import Tokenizer, load_tokenizer
+from support import tiny_tokenizers
+from support.tiny_tokenizers import FAMILIES
 
 TEXTS = (
     "",

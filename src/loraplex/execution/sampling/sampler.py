@@ -42,7 +42,7 @@ from loraplex.execution.sampling.token_logprobs import (
     wanted_of_prompts,
     wanted_of_tokens,
 )
-from loraplex.execution.token_feed import TokenFeed
+from loraplex.execution.steps.token_feed import TokenFeed
 from loraplex.kernels.ops import Kernels
 from loraplex.kernels.reference import ReferenceKernels
 

@@ -11,7 +11,7 @@ from loraplex.core.errors import ConfigError
 from loraplex.core.plan import LogitsNeeded, RowStep
 from loraplex.execution.grammar.rows import GrammarRows
 from loraplex.execution.grammar.vocabulary import GrammarVocabulary
-from loraplex.testing.grammar_tokens import (
+from support.grammar_tokens import (
     EOS,
     EOT,
     TOKENS,

@@ -9,9 +9,9 @@ from loraplex.core.plan import LogitsNeeded, RowAdded, RowResult, RowStep
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.execution.sampling.pending_samples import PendingSample
 from loraplex.execution.sampling.sampler import Sampler
-from loraplex.execution.token_feed import TokenFeed
+from loraplex.execution.steps.token_feed import TokenFeed
 from loraplex.kernels.accelerator import HostAccelerator
-from loraplex.testing.delayed_accelerator import DelayedAccelerator
+from support.delayed_accelerator import DelayedAccelerator
 
 VOCAB, CPU = 60, torch.device("cpu")
 BLIND = {

@@ -4,9 +4,9 @@ import pytest
 
 from loraplex.frontends.kserve.models.texts import ModelTexts
 from loraplex.serving.text.detokenizer import continuation
-from loraplex.testing import tiny_tokenizers
 from loraplex.testing.echo_backend import EchoBackend
 from loraplex.text.tokenizer import load_tokenizer
+from support import tiny_tokenizers
 
 ANSWER = "The lazy dog"
 

@@ -29,8 +29,8 @@ from loraplex.frontends.kserve.stub.wire import (
 )
 from loraplex.frontends.kserve.tensors import from_raw, from_values, to_raw
 from loraplex.testing.echo_backend import EchoBackend
-from loraplex.testing.eventually import eventually
-from loraplex.testing.served_socket import served_socket
+from support.eventually import eventually
+from support.served_socket import served_socket
 
 
 @pytest.fixture

@@ -16,11 +16,11 @@ from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
 from loraplex.frontends.kserve.models.triton_model import tensor_config
 from loraplex.frontends.kserve.stub.tensors import TensorSpecs, from_wire
 from loraplex.frontends.kserve.stub.wire import Response, WireTensor
-from loraplex.testing import fake_triton_backend as fake
 from loraplex.testing.echo_backend import EchoBackend
-from loraplex.testing.eventually import eventually
-from loraplex.testing.fake_triton_backend import Request, Tensor, texts
-from loraplex.testing.served_socket import served_socket
+from support import fake_triton_backend as fake
+from support.eventually import eventually
+from support.fake_triton_backend import Request, Tensor, texts
+from support.served_socket import served_socket
 
 STUB_FILES = sorted(Path(stub.__file__).parent.glob("*.py"))
 

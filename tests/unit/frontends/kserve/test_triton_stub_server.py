@@ -13,9 +13,9 @@ import pytest
 from loraplex.frontends.kserve.stub.connection import ConnectionLost
 from loraplex.frontends.kserve.stub.link import Link
 from loraplex.frontends.kserve.stub.server import Server, ServerUnavailable, default_socket
-from loraplex.testing.eventually import eventually
+from support.eventually import eventually
 
-ECHO_SERVER = [sys.executable, "-m", "loraplex.testing.served_socket"]
+ECHO_SERVER = [sys.executable, "-m", "support.served_socket"]
 
 
 @pytest.fixture

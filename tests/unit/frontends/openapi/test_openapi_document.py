@@ -14,7 +14,6 @@ from loraplex.core.errors import (
     QueueFullError,
     UnauthenticatedError,
 )
-from loraplex.documentation.openapi_page import openapi_page
 from loraplex.frontends.openapi.document import document
 from loraplex.frontends.openapi.operation import (
     JSON,
@@ -29,6 +28,7 @@ from loraplex.frontends.openapi.operation import (
     telling_errors,
 )
 from loraplex.frontends.openapi.schemas import Schemas
+from tools.openapi_page import openapi_page
 
 
 class Asked(BaseModel):

@@ -14,8 +14,8 @@ from loraplex.kernels.cuda.attention_plan import num_shares
 from loraplex.kernels.cuda.graphs import StepGraphs
 from loraplex.kernels.kv_vectors import from_stored, to_stored
 from loraplex.kernels.ops import AttentionShape, KVStorage
-from loraplex.testing.dense_attention import relative_error
-from loraplex.testing.paged_rows import PagedRows, padded_rows, store, stored_parts
+from support.dense_attention import relative_error
+from support.paged_rows import PagedRows, padded_rows, store, stored_parts
 
 HOST = torch.device("cpu")
 SHAPES = {

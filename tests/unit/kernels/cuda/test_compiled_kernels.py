@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from loraplex.testing import kernel_cases
+from support import kernel_cases
 
 _OLDEST = Path(sys.prefix) / "triton-3.6.0"
 _HERE = "installed"
@@ -110,7 +110,7 @@ def _compile(arch: int, triton: str, *flags: str) -> list[dict[str, Any]]:
         if not _OLDEST.is_dir():
             pytest.skip(f"{_OLDEST} is missing: make {_OLDEST.relative_to(Path.cwd())}")
         environment["PYTHONPATH"] = str(_OLDEST)
-    command = [sys.executable, "-m", "loraplex.testing.kernel_compiler"]
+    command = [sys.executable, "-m", "support.kernel_compiler"]
     done = subprocess.run(
         [*command, f"--arch={arch}", "--json", *flags],
         env=environment,

@@ -10,7 +10,7 @@ from loraplex.kernels import sampling
 from loraplex.kernels.cuda import drawing, logit_rows
 from loraplex.kernels.cuda.sampling import draw_tokens
 from loraplex.kernels.sampling import DrawOptions
-from loraplex.testing.device_draws import reference_draws
+from support.device_draws import reference_draws
 
 LARGEST_UNIFORM = 1 - 2**-53
 

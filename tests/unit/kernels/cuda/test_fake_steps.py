@@ -25,7 +25,7 @@ _VOCAB = {"8b": 128256, "7b": 32000}
 @pytest.fixture(scope="module")
 def steps() -> list[dict[str, Any]]:
     environment = os.environ | {"TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-m", "loraplex.testing.fake_steps"]
+    command = [sys.executable, "-m", "support.fake_steps"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found: list[dict[str, Any]] = json.loads(done.stdout)

@@ -13,8 +13,8 @@ from loraplex.kernels.accelerator import HostAccelerator
 from loraplex.kernels.cuda.attention import AttentionKernel
 from loraplex.kernels.cuda.graphs import StepGraphs
 from loraplex.kernels.ops import AttentionShape
-from loraplex.testing.dense_attention import dense_attention, relative_error
-from loraplex.testing.paged_rows import PagedRows, padded_rows
+from support.dense_attention import dense_attention, relative_error
+from support.paged_rows import PagedRows, padded_rows
 
 SHAPE = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=64, block_size=16)
 

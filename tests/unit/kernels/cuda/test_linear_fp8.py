@@ -9,7 +9,7 @@ from loraplex.kernels import quantization
 from loraplex.kernels.cuda import linear_fp8
 from loraplex.kernels.cuda.linear import LinearKernel
 from loraplex.kernels.cuda.linear_packing import pack_weight
-from loraplex.testing.fake_gpu import fake_gpu
+from support.fake_gpu import fake_gpu
 
 FP8 = WeightPrecision.FP8
 

@@ -11,7 +11,7 @@ from loraplex.kernels.cuda import lora as launcher
 from loraplex.kernels.cuda.graphs import StepGraphs
 from loraplex.kernels.cuda.lora import LoraKernel
 from loraplex.kernels.lora import LoraUse, add_lora, batch_of_rows, head_blocks
-from loraplex.testing.pooled_adapters import BASE, PooledAdapters, token_uses, users
+from support.pooled_adapters import BASE, PooledAdapters, token_uses, users
 
 HOST = torch.device("cpu")
 SHAPES = {

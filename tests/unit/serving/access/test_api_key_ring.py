@@ -14,7 +14,7 @@ from loraplex.serving.access import api_key_ring
 from loraplex.serving.access.api_key_ring import ApiKeys
 from loraplex.serving.access.api_keys import new_key
 from loraplex.serving.access.key_file_changes import create_key, revoke_key
-from loraplex.testing.eventually import eventually
+from support.eventually import eventually
 
 NOW = datetime.datetime(2026, 1, 31, 12, tzinfo=datetime.UTC)
 

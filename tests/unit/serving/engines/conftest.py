@@ -5,7 +5,7 @@ import pytest
 from loraplex.serving.engines import async_engine
 from loraplex.serving.engines.async_engine import AsyncEngine
 from loraplex.testing.fake_clock import FakeClock
-from loraplex.testing.scripted_engine import Script
+from support.scripted_engine import Script
 
 
 @pytest.fixture(autouse=True)

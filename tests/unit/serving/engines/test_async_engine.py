@@ -25,7 +25,7 @@ from loraplex.serving.engines.async_engine import AsyncEngine, EngineState
 from loraplex.testing.fake_clock import FakeClock
 from loraplex.testing.fake_loader import fake_source
 from loraplex.testing.fake_runner import FAKE_CAPACITY
-from loraplex.testing.scripted_engine import (
+from support.scripted_engine import (
     READY,
     done,
     error_of,

@@ -22,7 +22,7 @@ from loraplex.engine.messages import (
 )
 from loraplex.testing.fake_loader import fake_source
 from loraplex.testing.fake_runner import FAKE_CAPACITY
-from loraplex.testing.scripted_engine import until
+from support.scripted_engine import until
 
 SOURCE = fake_source("digest", FAKE_CAPACITY.page_geometry)
 

@@ -21,12 +21,12 @@ from loraplex.engine.messages import (
     StepDone,
 )
 from loraplex.serving.engines.link import EngineDied, ProcessLink, ThreadLink
-from loraplex.testing.fake_engine_process import (
+from loraplex.testing.fake_runner import FAKE_CAPACITY
+from support.fake_engine_process import (
     FakeEngineSettings,
     fake_engine_process,
     fake_engine_thread,
 )
-from loraplex.testing.fake_runner import FAKE_CAPACITY
 
 LINKS = {"thread": fake_engine_thread, "process": fake_engine_process}
 
@@ -210,7 +210,7 @@ async def test_an_engine_ends_when_servings_pipe_does(make_request, temporary_fo
 async def test_an_engine_ends_with_a_serving_process_that_is_killed(tmp_path):
     serving = """
 import asyncio
-from loraplex.testing.fake_engine_process import fake_engine_process
+from support.fake_engine_process import fake_engine_process
 
 async def main():
     link = await fake_engine_process()(1)

@@ -27,7 +27,7 @@ from loraplex.serving.engines.request_fates import Patience
 from loraplex.testing.fake_clock import FakeClock
 from loraplex.testing.fake_loader import fake_source
 from loraplex.testing.fake_runner import FAKE_CAPACITY
-from loraplex.testing.scripted_engine import (
+from support.scripted_engine import (
     died,
     done,
     error_of,

@@ -15,14 +15,14 @@ from loraplex.core.errors import (
 from loraplex.serving.engines.async_engine import AsyncEngine
 from loraplex.serving.engines.link import ThreadLink
 from loraplex.serving.engines.replay import MOST_BLAME
-from loraplex.testing.fake_engine_process import (
+from loraplex.testing.fake_loader import fake_source
+from loraplex.testing.fake_runner import FAKE_CAPACITY
+from support.fake_engine_process import (
     FakeEngineSettings,
     fake_engine_process,
     fake_engine_thread,
 )
-from loraplex.testing.fake_loader import fake_source
-from loraplex.testing.fake_runner import FAKE_CAPACITY
-from loraplex.testing.scripted_engine import (
+from support.scripted_engine import (
     READY,
     ended,
     tokens_of,

@@ -14,7 +14,7 @@ from loraplex.core.grammar import Grammar, GrammarKind, GrammarLimits
 from loraplex.serving.grammar import check_process
 from loraplex.serving.grammar.check_messages import LENGTH, CheckReply, CheckSetup
 from loraplex.serving.grammar.check_process import CheckProcess
-from loraplex.testing.hostile_grammars import hostile_grammars
+from support.hostile_grammars import hostile_grammars
 
 SETUP = CheckSetup({0: b"</s>"}, 300, GrammarLimits())
 GOOD = Grammar(GrammarKind.REGEX, "a+")

@@ -14,8 +14,9 @@ from loraplex.serving.grammar.check import GrammarCheck, SpecialTokens
 from loraplex.serving.grammar.check_process import CheckProcess
 from loraplex.serving.grammar.forms import MAX_EBNF_CHARACTERS
 from loraplex.serving.grammar.grammars import Grammars
-from loraplex.testing import tiny_tokenizers
-from loraplex.testing.grammar_tokens import (
+from loraplex.text.tokenizer import Tokenizer, load_tokenizer
+from support import tiny_tokenizers
+from support.grammar_tokens import (
     EOS,
     TOKENS,
     VOCAB_SIZE,
@@ -23,7 +24,6 @@ from loraplex.testing.grammar_tokens import (
     row,
     vocabulary,
 )
-from loraplex.text.tokenizer import Tokenizer, load_tokenizer
 
 JSON_GBNF = r"""
 root   ::= object

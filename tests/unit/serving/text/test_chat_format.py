@@ -16,8 +16,8 @@ from loraplex.serving.text.chat_format import chat_format
 from loraplex.serving.text.detokenizer import IncrementalDetokenizer
 from loraplex.serving.text.reasoning import TAGS
 from loraplex.serving.text.tool_calls.formats import FORMATS, format_of_template
-from loraplex.testing import tiny_tokenizers
 from loraplex.text.tokenizer import Tokenizer, load_tokenizer
+from support import tiny_tokenizers
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
 

@@ -7,8 +7,8 @@ import pytest
 
 from loraplex.core.errors import ConfigError, InvalidRequestError
 from loraplex.serving.text.chat_template import ChatTemplate
-from loraplex.testing import tiny_tokenizers
 from loraplex.text.tokenizer import load_tokenizer
+from support import tiny_tokenizers
 
 CHATML = """\
 {% for message in messages %}

@@ -12,8 +12,8 @@ import pytest
 
 from loraplex.core.errors import InvalidRequestError
 from loraplex.serving.text.chat_template import ChatTemplate
-from loraplex.testing import tiny_tokenizers
 from loraplex.text.tokenizer import load_tokenizer
+from support import tiny_tokenizers
 
 FILES = Path(__file__).parent / "chat_templates"
 FAMILIES = sorted(path.stem for path in FILES.glob("*.jinja"))

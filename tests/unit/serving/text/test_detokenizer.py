@@ -4,7 +4,6 @@ import pytest
 
 from loraplex.core.errors import UnsupportedModelError
 from loraplex.serving.text.detokenizer import IncrementalDetokenizer, continuation
-from loraplex.testing import tiny_tokenizers
 from loraplex.text.token_decoding import (
     StreamReplacer,
     TextStream,
@@ -12,6 +11,7 @@ from loraplex.text.token_decoding import (
     parse_decoder,
 )
 from loraplex.text.tokenizer import load_tokenizer
+from support import tiny_tokenizers
 
 
 @pytest.fixture

@@ -1,0 +1,57 @@
+"""docs/support-llgtrt.md: what clients and operators of llgtrt know, and what is done with it."""
+
+from collections.abc import Iterator
+from typing import Final
+
+import msgspec
+
+from loraplex.cli.llgtrt import llgtrt
+from loraplex.compat.llgtrt import config_keys
+from loraplex.core.support import Feature, Section, Support
+from loraplex.frontends.openai.llgtrt import differences
+from tools.commands import command_features
+from tools.markdown import page
+
+_ABOUT: Final = """\
+This page is written by `make tables` from the tables that act; a test compares it. The fields of a
+request are with all others in [Fields of the OpenAI routes](fields-openai.md).
+
+**works**: it has its meaning, or the one that stands beside it. **accepted without effect**: it
+changes nothing, and the log says so once. **refused**: an error that says so."""
+
+_ROUTES: Final = (
+    Feature("/v1/completions", note="see the fields of the OpenAI routes", form="POST"),
+    Feature("/v1/chat/completions", note="likewise", form="POST"),
+    Feature(
+        "/v1/run",
+        note="the Guidance protocol, as events; `lora_model` and the fields of a completion, too",
+        form="POST",
+        other_names=("/guidance",),
+    ),
+    Feature("/v1/health/live", note="`Check complete`", form="GET"),
+    Feature("/v1/health/ready", note="503 with the reason while it starts or drains", form="GET"),
+    Feature("/v1/health/model", note="lets the model write two tokens", form="GET"),
+)
+
+
+def sections() -> Iterator[Section]:
+    flags = tuple(_flag(feature) for feature in command_features(llgtrt))
+    yield Section("Flags", flags, "Beside them, every setting has its flag.")
+    for section in config_keys.sections():
+        yield Section(f"{section.title} in llgtrt.json5", section.rows, section.about)
+    yield Section("Routes", _ROUTES, "They are there in `loraplex serve` as well.")
+    for section in differences.sections():
+        about = "With `--llgtrt-compat` it is as it is there."
+        yield Section(section.title, section.rows, about)
+
+
+def _flag(feature: Feature) -> Feature:
+    if feature.name == "--test-py":
+        return msgspec.structs.replace(
+            feature, support=Support.REFUSED, note="no Python plugin is run"
+        )
+    return msgspec.structs.replace(feature, is_ours=feature.name == "--llgtrt-compat")
+
+
+def llgtrt_page() -> str:
+    return page("llgtrt, name by name", _ABOUT, sections())

@@ -1,0 +1,18 @@
+"""The generated pages of docs/, by file name."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from tools.llgtrt_page import llgtrt_page
+from tools.openai_page import openai_page
+from tools.openapi_page import openapi_page
+from tools.triton_page import triton_page
+
+PAGES: Mapping[str, Callable[[], str]] = MappingProxyType(
+    {
+        "support-triton.md": triton_page,
+        "fields-openai.md": openai_page,
+        "support-llgtrt.md": llgtrt_page,
+        "openapi.json": openapi_page,
+    }
+)

@@ -1,0 +1,1 @@
+"""Entry points, file formats and tools of the systems that loraplex replaces."""

@@ -1,0 +1,136 @@
+"""From build's flags to the build_config that an engine folder's config.json holds.
+
+A limit that nobody asked for is no limit: memory is divided when the folder is served. It is
+recorded with trtllm-build's default or the model's own length.
+"""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from loraplex.adapters.formats.modules import LORA_MODULES
+from loraplex.compat.convert.adapters import read_peft
+from loraplex.compat.convert.build_flags import BUILD_FLAGS
+from loraplex.compat.convert.flags import Flags, FlagSection, check_values
+from loraplex.core.errors import ConfigError
+from loraplex.models.config import DecoderConfig
+from loraplex.models.config_fields import read_object
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_MAX_BATCH_SIZE: Final = 2048
+_DEFAULT_MAX_NUM_TOKENS: Final = 8192
+_DEFAULT_MAX_LORA_RANK: Final = 64
+_SEPARATE_QKV = ("attn_q", "attn_k", "attn_v")
+_NESTED = ("plugin_config", "lora_config")
+_POSITIVE = (
+    *("max_batch_size", "max_input_len", "max_seq_len", "max_output_len"),
+    *("max_beam_width", "max_num_tokens", "max_lora_rank"),
+)
+_OF_LORA = ("lora_dir", "lora_ckpt_source", "lora_target_modules", "max_lora_rank")
+_NOT_RECORDED = ("output_dir", "build_config", "model_dir", "dry_run", "log_level")
+
+
+def with_build_config(flags: Flags) -> Flags:
+    """The flags, and below them what the file of --build_config says. Raises ConfigError."""
+    path = flags.get("build_config")
+    if path is None:
+        return flags
+    found = check_values(_read_build_config(Path(path)), BUILD_FLAGS, f"{path}: ")
+    rows = dict.fromkeys((*found.without_effect, *flags.without_effect))
+    return Flags({**found.values, **flags.values}, tuple(rows))
+
+
+def build_config(flags: Flags, config: DecoderConfig) -> dict[str, Any]:
+    """The table of that name. Raises ConfigError for values that do not go together."""
+    _check(flags)
+    sections = {row.name: row.section for row in BUILD_FLAGS}
+    said = {
+        section: {
+            name: value
+            for name, value in flags.values.items()
+            if sections[name] is section and name not in (*_OF_LORA, *_NOT_RECORDED)
+        }
+        for section in FlagSection
+    }
+    max_seq_len = _max_seq_len(flags, config)
+    lora_dirs = flags.get("lora_dir", [])
+    return said[FlagSection.BUILD] | {
+        "max_batch_size": flags.get("max_batch_size", _DEFAULT_MAX_BATCH_SIZE),
+        "max_input_len": min(flags.get("max_input_len", max_seq_len), max_seq_len),
+        "max_seq_len": max_seq_len,
+        "max_beam_width": flags.get("max_beam_width", 1),
+        "max_num_tokens": flags.get("max_num_tokens", _DEFAULT_MAX_NUM_TOKENS),
+        "lora_config": {
+            "lora_dir": lora_dirs,
+            "lora_ckpt_source": flags.get("lora_ckpt_source", "hf"),
+            "max_lora_rank": flags.get("max_lora_rank", _DEFAULT_MAX_LORA_RANK),
+            "lora_target_modules": list(_target_modules(flags)),
+            "trtllm_modules_to_hf_modules": {
+                module.name: module.parts[0] for module in LORA_MODULES if len(module.parts) == 1
+            },
+        },
+        "plugin_config": {"lora_plugin": None, **said[FlagSection.PLUGIN]},
+    }
+
+
+def _check(flags: Flags) -> None:
+    for name in _POSITIVE:
+        if flags.get(name, 1) < 1:
+            raise ConfigError(f"--{name} must be at least 1, got {flags.get(name)}")
+    tp_size, pp_size = flags.get("tp_size", 1), flags.get("pp_size", 1)
+    world_size = flags.get("world_size", tp_size * pp_size)
+    if world_size != tp_size * pp_size:
+        raise ConfigError(
+            f"--world_size {world_size} is not --tp_size {tp_size} times --pp_size {pp_size}"
+        )
+    if flags.get("lora_ckpt_source", "hf") == "nemo":
+        raise ConfigError("--lora_ckpt_source nemo: NeMo adapters are not read, only PEFT folders")
+    said = [name for name in ("lora_dir", "lora_target_modules") if flags.get(name)]
+    if said and flags.get("lora_plugin") is None:
+        logger.warning(
+            "--%s has no effect without --lora_plugin: the engine will refuse adapters",
+            " and --".join(said),
+        )
+
+
+def _max_seq_len(flags: Flags, config: DecoderConfig) -> int:
+    longest = config.default_max_model_len
+    wanted = flags.get("max_seq_len")
+    if wanted is None and "max_input_len" in flags and "max_output_len" in flags:
+        wanted = flags.get("max_input_len") + flags.get("max_output_len")
+    if wanted is None:
+        return longest
+    if wanted > longest:
+        logger.warning("--max_seq_len is %d: the model was made for %d tokens", wanted, longest)
+    return min(int(wanted), longest)
+
+
+def _target_modules(flags: Flags) -> tuple[str, ...]:
+    """As said, or those of the first adapter; the projections of attention come together."""
+    named = flags.get("lora_target_modules") or _modules_of_first(flags.get("lora_dir", []))
+    if any(name in _SEPARATE_QKV for name in named):
+        named = [*named, *_SEPARATE_QKV]
+    return tuple(dict.fromkeys(named))
+
+
+def _modules_of_first(lora_dirs: list[str]) -> list[str]:
+    """The modules that the first adapter changes."""
+    if not lora_dirs:
+        return []
+    changed = {row.module for row in read_peft(lora_dirs[0]).rows}
+    return [module.name for module in LORA_MODULES if len(module.parts_in(changed)) == 1]
+
+
+def _read_build_config(path: Path) -> dict[str, Any]:
+    """The settings of the file, tables opened. What says nothing (null, false) is passed over."""
+    values = read_object(path)
+    opened = {name: value for name, value in values.items() if name not in _NESTED}
+    for name in _NESTED:
+        table = values.get(name) or {}
+        if not isinstance(table, Mapping):
+            raise ConfigError(f"--build_config {path}: {name} must be an object")
+        opened |= table
+    opened.pop("trtllm_modules_to_hf_modules", None)
+    return {name: value for name, value in opened.items() if value not in (None, False, [], {})}

@@ -1,0 +1,124 @@
+"""A model of the repository, loaded again while the server runs: from its files as they are now, or
+with the configuration and the files that the request sends along.
+
+Base models stay as they were started. So what a load changes is what clients see of a model: its
+batch size, whether it is decoupled, the parameters that shape its answers. What would need another
+engine is refused by name.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from google.protobuf import text_format
+
+from loraplex.compat.triton.model_folder import CONFIG_FILE, ModelFolder, read_model_folder
+from loraplex.compat.triton.repository import Repository, read_folders
+from loraplex.core.errors import ConfigError, InvalidRequestError, UnsupportedFeatureError
+from loraplex.frontends.kserve.models.config_override import parse_config
+from loraplex.frontends.kserve.models.declaration import ModelDeclaration
+
+_MAX_PATH_CHARS = 256
+
+
+class Reloading:
+    """Of one server's repository; a frontends.kserve.model_control.Reload."""
+
+    def __init__(self, repository: Repository) -> None:
+        """repository: as the server was started with it."""
+        self._repository = repository
+        self._started = _settings(repository)
+
+    def __call__(
+        self, declaration: ModelDeclaration, config: str | None, files: Mapping[str, bytes]
+    ) -> ModelDeclaration:
+        """Raises InvalidRequestError, UnsupportedFeatureError."""
+        name = declaration.name
+        folder = self._repository.folders[name]
+        with tempfile.TemporaryDirectory(prefix="loraplex-load-") as scratch:
+            try:
+                if config is not None:
+                    _write_changed(Path(scratch) / name, folder, config, files)
+                    folder = read_model_folder(Path(scratch) / name)
+                else:
+                    folder = read_model_folder(folder.path)
+                changed = read_folders({**self._repository.folders, name: folder})
+            except ConfigError as error:
+                reason = error.message.replace(f"{scratch}/{name}/", "the request's ")
+                raise InvalidRequestError(
+                    f"failed to load '{name}', failed to poll from model repository: {reason}",
+                    param="config",
+                ) from None
+            self._check_settings(name, changed)
+        return next(model for model in changed.declarations if model.name == name)
+
+    def _check_settings(self, name: str, changed: Repository) -> None:
+        settings = _settings(changed)
+        for model, started in self._started.items():
+            found = settings.get(model, {})
+            differing = sorted(
+                key for key in {*started, *found} if started.get(key) != found.get(key)
+            )
+            if differing:
+                raise UnsupportedFeatureError(
+                    f"failed to load '{name}': the engine of '{model}' runs with another "
+                    f"{', '.join(differing)}: change it in the repository and start the server "
+                    "again",
+                    param="config",
+                )
+
+
+def _settings(repository: Repository) -> dict[str, dict[str, Any]]:
+    """Of each base model, as the layers win."""
+    settings: dict[str, dict[str, Any]] = {}
+    for layer in repository.layers:
+        for model, values in layer.values["models"].items():
+            settings.setdefault(model, {}).update(values)
+    return settings
+
+
+def _write_changed(
+    target: Path, folder: ModelFolder, config: str, files: Mapping[str, bytes]
+) -> None:
+    """The model's folder with fields of the configuration replaced, and files.
+
+    Files come alone, as with Triton: those of the version that is there are not seen then.
+    """
+    changed = parse_config(folder.name, config)
+    merged = type(changed)()
+    merged.CopyFrom(folder.config)
+    for field, _ in changed.ListFields():
+        merged.ClearField(field.name)
+    merged.MergeFrom(changed)
+    target.mkdir()
+    (target / CONFIG_FILE).write_text(text_format.MessageToString(merged), encoding="utf-8")
+    if files:
+        for path, content in files.items():
+            _write_file(target, folder.name, path, content)
+        return
+    for entry in folder.path.iterdir():
+        if entry.name != CONFIG_FILE:
+            (target / entry.name).symlink_to(entry.absolute())
+
+
+def _write_file(target: Path, name: str, path: str, content: bytes) -> None:
+    parts = PurePosixPath(path).parts
+    is_below = parts and not path.startswith("/") and ".." not in parts and "\0" not in path
+    if not is_below or len(path) > _MAX_PATH_CHARS or parts == (CONFIG_FILE,):
+        raise InvalidRequestError(
+            f"failed to load '{name}': 'file:{path[:80]}' must be a path in the model's folder, "
+            f"such as 1/model.json, and not {CONFIG_FILE}",
+            param=f"file:{path[:80]}",
+        )
+    place = target.joinpath(*parts)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(content)
+    except OSError as error:
+        shutil.rmtree(target)
+        raise InvalidRequestError(
+            f"failed to load '{name}': 'file:{path}' cannot be written: {error.strerror}",
+            param=f"file:{path}",
+        ) from error

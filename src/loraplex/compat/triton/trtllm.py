@@ -1,0 +1,229 @@
+"""The models of a TensorRT-LLM repository: who stands before whom, and what each declares."""
+
+import functools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from loraplex.compat.triton.config_json import completed_config, declared_datatype
+from loraplex.compat.triton.engine_dir import built_batch_size, find_engine_dir
+from loraplex.compat.triton.model_folder import ModelFolder
+from loraplex.compat.triton.notes import Notes
+from loraplex.compat.triton.parameters import TENSORRT_LLM_PARAMETERS
+from loraplex.compat.triton.part_parameters import PART_PARAMETERS, check_known, check_served
+from loraplex.compat.triton.roles import KINDS, Role
+from loraplex.compat.triton.trtllm_settings import setting_layers
+from loraplex.core.config_layers import Layer
+from loraplex.core.errors import ConfigError
+from loraplex.frontends.kserve.models.catalog import DEFAULT_MAX_BATCH_SIZE
+from loraplex.frontends.kserve.models.declaration import ModelDeclaration, ModelOptions
+
+_BLS_INNER = "tensorrt_llm_model_name"
+_DEFAULT_INNER = "tensorrt_llm"
+_TOKENIZER = "tokenizer_dir"
+_ROWS = {row.key: row for row in TENSORRT_LLM_PARAMETERS}
+_YES = frozenset({"true", "yes", "1", "t", "y"})
+_NO = frozenset({"false", "no", "0", "f", "n"})
+
+
+class TensorrtLlmModels:
+    """Of one or several repositories that are served together."""
+
+    def __init__(
+        self, folders: Mapping[str, ModelFolder], roles: Mapping[str, Role], notes: Notes
+    ) -> None:
+        self._folders = folders
+        self._roles = roles
+        self._notes = notes
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._folders)
+
+    # ------------------------------------------------------------ who stands before whom
+
+    def base_of(self, name: str) -> str:
+        """The tensorrt_llm model behind a model. Raises ConfigError if there is none."""
+        match self._roles[name]:
+            case Role.TENSORRT_LLM:
+                return name
+            case Role.ENSEMBLE:
+                return self._behind_ensemble(name)
+            case Role.BLS:
+                return self._behind_bls(name)
+            case _:
+                return self._behind_part(name)
+
+    def _behind_ensemble(self, name: str) -> str:
+        folder = self._folders[name]
+        steps = self.steps(name)
+        for step in steps:
+            if step not in self._folders:
+                raise ConfigError(
+                    f"{folder.pbtxt}: ensemble '{name}' has a step '{step}', which no repository "
+                    f"has; there are {', '.join(self._folders)}"
+                )
+        for step in steps:
+            if self._roles[step] is Role.TENSORRT_LLM:
+                return step
+        for step in steps:
+            if self._roles[step] is Role.BLS:
+                return self._behind_bls(step)
+        raise ConfigError(
+            f"{folder.pbtxt}: none of the steps of ensemble '{name}' is a tensorrt_llm model: "
+            f"{', '.join(steps) or 'it has none'}"
+        )
+
+    def _behind_bls(self, name: str) -> str:
+        folder = self._folders[name]
+        inner = folder.parameters.text(_BLS_INNER) or self._only_base() or _DEFAULT_INNER
+        if self._roles.get(inner) is not Role.TENSORRT_LLM:
+            raise folder.parameters.error(
+                _BLS_INNER,
+                f"'{inner}' is no tensorrt_llm model; there are {', '.join(self._bases) or 'none'}",
+            )
+        return inner
+
+    def _behind_part(self, name: str) -> str:
+        """Of preprocessing and postprocessing: an ensemble says it, or the tokenizer; or there is
+        but one.
+        """
+        for other in self._folders:
+            if self._roles[other] is Role.ENSEMBLE and name in self.steps(other):
+                return self._behind_ensemble(other)
+        tokenizer = self._tokenizer_of(self._folders[name])
+        if tokenizer is not None:
+            for base in self._bases:
+                if tokenizer in (
+                    str(self._engine_dir(base)),
+                    self._tokenizer_of(self._folders[base]),
+                ):
+                    return base
+        only = self._only_base()
+        if only is None:
+            raise ConfigError(
+                f"{self._folders[name].pbtxt}: it is not said which tensorrt_llm model '{name}' "
+                f"belongs to: there are {', '.join(self._bases) or 'none'}; name it in the steps "
+                "of an ensemble"
+            )
+        return only
+
+    def steps(self, ensemble: str) -> list[str]:
+        """The models that an ensemble is made of; none of another kind."""
+        return [s.model_name for s in self._folders[ensemble].config.ensemble_scheduling.step]
+
+    @property
+    def _bases(self) -> list[str]:
+        return [name for name, role in self._roles.items() if role is Role.TENSORRT_LLM]
+
+    def _only_base(self) -> str | None:
+        return self._bases[0] if len(self._bases) == 1 else None
+
+    # ------------------------------------------------------------ settings
+
+    def layers(self, base: str) -> Iterator[Layer]:
+        """Of one tensorrt_llm model, lowest first. Raises ConfigError."""
+        folder = self._folders[base]
+        engine = self._engine_dir(base)
+        yield from setting_layers(folder, engine, self._notes)
+        yield from self._tokenizer_layer(base, engine)
+
+    @functools.cache  # noqa: B019 - a repository is read once
+    def _engine_dir(self, base: str) -> Path:
+        return find_engine_dir(self._folders[base], self._notes)
+
+    def _tokenizer_layer(self, base: str, engine: Path) -> Iterator[Layer]:
+        """Of the model itself, of its preprocessing or postprocessing: all mean one tokenizer."""
+        parts = [
+            name
+            for name in self._folders
+            if self._roles[name] in (Role.PREPROCESSING, Role.POSTPROCESSING, Role.TENSORRT_LLM)
+            and self.base_of(name) == base
+        ]
+        said = [(name, self._tokenizer_of(self._folders[name])) for name in parts]
+        written = [(name, tokenizer) for name, tokenizer in said if tokenizer is not None]
+        if not written:
+            return
+        first, tokenizer = written[0]
+        for name, other in written:
+            if other != tokenizer:
+                raise self._folders[name].parameters.error(
+                    _TOKENIZER, f"{other} is not {tokenizer}, which '{first}' has: they must agree"
+                )
+        if tokenizer != str(engine):
+            place = self._folders[first].parameters.place(_TOKENIZER)
+            yield Layer(place, {"models": {base: {"tokenizer": tokenizer}}})
+
+    def _tokenizer_of(self, folder: ModelFolder) -> str | None:
+        """A folder here, or as it is written: perhaps a hub id."""
+        written = folder.parameters.text(_TOKENIZER)
+        if written is None:
+            return None
+        found = folder.find_folder(written)
+        if found is None and Path(written).is_absolute():
+            raise folder.parameters.error(_TOKENIZER, f"there is no folder {written}")
+        return written if found is None else str(found)
+
+    # ------------------------------------------------------------ what clients see
+
+    def declaration(self, name: str) -> ModelDeclaration:
+        """Raises ConfigError."""
+        folder, role = self._folders[name], self._roles[name]
+        kind, base = KINDS[role], self.base_of(name)
+        if role in PART_PARAMETERS:
+            check_known(folder, PART_PARAMETERS[role], self._notes)
+            check_served(folder, PART_PARAMETERS[role], self._notes)
+        max_batch_size = folder.config.max_batch_size or self._default_batch_size(base)
+        is_decoupled = self._is_decoupled(name, role, base)
+        config = completed_config(
+            folder, kind, self._notes, max_batch_size=max_batch_size, is_decoupled=is_decoupled
+        )
+        return ModelDeclaration(
+            name=name,
+            kind=kind,
+            base_model=base,
+            version=folder.version,
+            max_batch_size=max_batch_size,
+            is_decoupled=is_decoupled,
+            config=config,
+            options=self._options(folder, role, base),
+        )
+
+    def _default_batch_size(self, base: str) -> int:
+        """Where a template was not filled: what the model was built for."""
+        return built_batch_size(self._engine_dir(base)) or DEFAULT_MAX_BATCH_SIZE
+
+    def _is_decoupled(self, name: str, role: Role, base: str) -> bool:
+        """An ensemble is as its tensorrt_llm is, and so is a BLS that does not say."""
+        config = self._folders[name].config
+        if role is Role.ENSEMBLE or (
+            role is Role.BLS and "decoupled" in self._folders[name].unfilled
+        ):
+            config = self._folders[base].config
+        return bool(config.model_transaction_policy.decoupled)
+
+    def _options(self, folder: ModelFolder, role: Role, base: str) -> ModelOptions:
+        core = self._folders[base]
+        answers = core.parameters
+        return ModelOptions(
+            excludes_input=bool(answers.read(_ROWS["exclude_input_in_output"])),
+            is_static=(answers.text("gpt_model_type") or "").upper() == "V1",
+            max_beam_width=answers.read(_ROWS["max_beam_width"]),
+            logits_datatype=declared_datatype(core, "context_logits") or "FP32",
+            generation_logits_datatype=declared_datatype(core, "generation_logits") or "FP32",
+            has_draft_model=role is Role.BLS
+            and folder.parameters.text("tensorrt_llm_draft_model_name") is not None,
+            adds_special_tokens=self._word(folder, "add_special_tokens"),
+            skips_special_tokens=self._word(folder, "skip_special_tokens"),
+            accumulates_tokens=role is Role.BLS
+            and (folder.parameters.text("accumulate_tokens") or "").lower() in _YES,
+        )
+
+    def _word(self, folder: ModelFolder, key: str) -> bool:
+        """Of the parts with a tokenizer: yes, unless it says no."""
+        written = folder.parameters.text(key)
+        if written is not None and written.lower() not in _YES | _NO:
+            self._notes.warning(
+                f"{folder.parameters.place(key)}: {key}: {written!r} is neither "
+                f"{', '.join(sorted(_YES))} nor {', '.join(sorted(_NO))}: it is taken as true"
+            )
+        return written is None or written.lower() not in _NO

@@ -1,0 +1,218 @@
+"""A model of Triton's vLLM backend: model.json with the engine's arguments, multi_lora.json."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from loraplex.compat.triton.config_json import completed_config
+from loraplex.compat.triton.devices import has_gpu
+from loraplex.compat.triton.engine_args import (
+    PARALLEL,
+    asks_for_nothing,
+    read_value,
+    row_of,
+    translated,
+)
+from loraplex.compat.triton.model_folder import ModelFolder
+from loraplex.compat.triton.notes import Notes
+from loraplex.compat.triton.roles import KINDS, Role
+from loraplex.core.config_layers import Layer
+from loraplex.core.errors import ConfigError
+from loraplex.core.support import Support
+from loraplex.frontends.kserve.models.declaration import ModelDeclaration, ModelOptions
+from loraplex.models.config_fields import read_object
+
+_MODEL_FILE = "model.json"
+_LORA_FILE = "multi_lora.json"
+_GIB = 1 << 30
+_ZERO_IS_UNSAID = ("long_prefill_token_threshold",)
+
+
+def read_vllm_model(folder: ModelFolder, notes: Notes) -> tuple[list[Layer], ModelDeclaration]:
+    """Raises ConfigError."""
+    path = folder.version_path / _MODEL_FILE
+    if not path.is_file():
+        raise ConfigError(
+            f"'{_MODEL_FILE}' containing vllm engine args must be provided in "
+            f"'{folder.version_path}'"
+        )
+    args = _Arguments(folder, path, notes)
+    has_lora = bool(args.value("enable_lora"))
+    adapters, unusable = _read_adapters(folder, notes) if has_lora else ({}, {})
+    layers = [*args.layers()]
+    if adapters:
+        lora_file = str(folder.version_path / _LORA_FILE)
+        layers.append(Layer(lora_file, {"models": {folder.name: {"adapters": adapters}}}))
+    kind = KINDS[Role.VLLM]
+    declaration = ModelDeclaration(
+        name=folder.name,
+        kind=kind,
+        base_model=folder.name,
+        version=folder.version,
+        max_batch_size=0,
+        is_decoupled=True,
+        config=completed_config(
+            folder, kind, notes, max_batch_size=0, is_decoupled=True, adds_tensors=True
+        ),
+        options=ModelOptions(
+            lora_enabled=has_lora,
+            unusable_adapters=unusable,
+            checks_health=_is_true(folder, "ENABLE_VLLM_HEALTH_CHECK"),
+            reports_metrics=_is_true(folder, "REPORT_CUSTOM_METRICS")
+            and not args.value("disable_log_stats"),
+        ),
+    )
+    return layers, declaration
+
+
+class _Arguments:
+    """Of one model.json, read by the table of engine_args."""
+
+    def __init__(self, folder: ModelFolder, path: Path, notes: Notes) -> None:
+        """Raises ConfigError for an unknown key, and for a value that cannot be."""
+        self._folder = folder
+        self._path = path
+        self._notes = notes
+        self._values: dict[str, Any] = {}
+        for key, value in read_object(path).items():
+            try:
+                row = row_of(key)
+                self._values[key] = read_value(row, value)
+            except ValueError as error:
+                raise self._error(key, str(error)) from None
+            if row.support is Support.NO_EFFECT:
+                notes.info(f"{folder.name}: {key} has no effect: {row.reason}")
+            if row.support is Support.REFUSED and not asks_for_nothing(row, value):
+                raise self._error(key, f"{key}: {row.reason}, is not served; leave it out")
+
+    def value(self, key: str) -> Any:
+        return self._values.get(key)
+
+    def layers(self) -> Iterator[Layer]:
+        """Lowest first. Raises ConfigError."""
+        if not self.value("model"):
+            raise ConfigError(f"{self._path}: 'model' is missing: the folder or hub id of a model")
+        yield from self._device()
+        for key in ("model", "tokenizer"):
+            if self.value(key):
+                setting = "path" if key == "model" else key
+                yield self._layer(key, setting, self._here(self.value(key)))
+        for key, value in self._values.items():
+            row = row_of(key)
+            if row.setting and value is not None and not _is_unsaid(key, value):
+                yield self._layer(key, row.setting, translated(key, value))
+        yield from self._converted()
+        self._tell_parallel()
+
+    def _converted(self) -> Iterator[Layer]:
+        """What has another form here."""
+        if self.value("enforce_eager"):
+            yield self._layer("enforce_eager", "cuda_graphs", False)
+        if self.value("swap_space"):
+            num_bytes = int(self.value("swap_space") * _GIB)
+            yield self._layer("swap_space", "kv_cache_host_memory_bytes", num_bytes)
+        yield self._layer("enable_lora", "enable_lora", bool(self.value("enable_lora")))
+        speculative = self.value("speculative_config")
+        if speculative:
+            yield from self._speculation(speculative)
+
+    def _speculation(self, written: Any) -> Iterator[Layer]:
+        """Guesses by prompt lookup, which vLLM calls the method ngram."""
+        key = "speculative_config"
+        config = written
+        if isinstance(written, str):
+            try:
+                config = json.loads(written)
+            except ValueError as error:
+                raise self._error(key, f"{key} is not JSON: {error}") from None
+        if not isinstance(config, dict) or config.get("method") not in ("ngram", "[ngram]"):
+            raise self._error(
+                key, f"{key}: only the method ngram is served, without a second model"
+            )
+        sizes = {
+            "num_speculative_tokens": "num_draft_tokens",
+            "prompt_lookup_max": "max_draft_ngram",
+        }
+        for name, setting in sizes.items():
+            if name in config:
+                yield self._layer(key, setting, config[name])
+
+    def _device(self) -> Iterator[Layer]:
+        device = str(self.value("device") or "auto")
+        if device == "cpu" or device.startswith("cuda"):
+            yield self._layer("device", "device", device)
+        elif device != "auto":
+            raise self._error("device", f"device: {device!r} is not auto, cuda or cpu")
+        elif has_gpu():
+            groups = self._folder.config.instance_group
+            gpus = [gpu for group in groups for gpu in group.gpus]
+            settings = {"device": f"cuda:{gpus[0]}" if gpus else "cuda"}
+            yield Layer("this machine's GPU", {"models": {self._folder.name: settings}})
+
+    def _tell_parallel(self) -> None:
+        sizes = {key: self.value(key) for key in PARALLEL if (self.value(key) or 1) > 1}
+        for key, size in sizes.items():
+            self._notes.warning(f"{self._place(key)}: {key} {size} is served as 1")
+
+    def _here(self, written: str) -> str:
+        """From the working directory, or from the model's folder; else as it is: a hub id."""
+        if Path(written).expanduser().exists():
+            return written
+        found = self._folder.find_folder(written)
+        return written if found is None else str(found)
+
+    def _layer(self, key: str, setting: str, value: Any) -> Layer:
+        return Layer(self._place(key), {"models": {self._folder.name: {setting: value}}})
+
+    def _place(self, key: str) -> str:
+        written = re.compile(rf'"{re.escape(key)}"\s*:')
+        lines = self._path.read_text(encoding="utf-8").splitlines()
+        line = next((i for i, text in enumerate(lines, start=1) if written.search(text)), None)
+        return str(self._path) if line is None else f"{self._path}, line {line}"
+
+    def _error(self, key: str, reason: str) -> ConfigError:
+        return ConfigError(f"{self._place(key)}: {reason}")
+
+
+def _read_adapters(
+    folder: ModelFolder, notes: Notes
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """The configured adapters, and by name why another cannot be used: its path is missing.
+
+    Raises ConfigError, without the file in the words of the original.
+    """
+    path = folder.version_path / _LORA_FILE
+    if not path.is_file():
+        raise ConfigError(
+            f"Triton backend cannot find {path}. It maps the names of adapters to their folders; "
+            "without adapters set enable_lora to false"
+        )
+    adapters: dict[str, dict[str, Any]] = {}
+    unusable: dict[str, str] = {}
+    for name, written in read_object(path).items():
+        if not isinstance(written, str) or not written:
+            raise ConfigError(f"{path}: {name}: {written!r} must be the path of an adapter")
+        places = _places(folder, written)
+        found = next((place for place in places if place.exists()), None)
+        if found is None:
+            unusable[name] = f"{path} names {written}, which does not exist"
+            notes.warning(f"adapter {name!r} cannot be used: {unusable[name]}")
+        else:
+            adapters[name] = {"path": str(found), "optional": True}
+    return adapters, unusable
+
+
+def _places(folder: ModelFolder, written: str) -> list[Path]:
+    """Where a path of multi_lora.json may lead: from the working directory, then the repository."""
+    path = Path(written).expanduser()
+    return [path, folder.path.parent / path, folder.path / path, folder.version_path / path]
+
+
+def _is_unsaid(key: str, value: Any) -> bool:
+    return key in _ZERO_IS_UNSAID and value == 0
+
+
+def _is_true(folder: ModelFolder, key: str) -> bool:
+    return (folder.parameters.text(key) or "").lower() == "true"

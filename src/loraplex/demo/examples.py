@@ -1,0 +1,84 @@
+"""Prompts with their answers as token ids: what the capitals model is trained and checked on."""
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from loraplex.demo import corpus
+from loraplex.demo.corpus import Country, Language
+from loraplex.demo.tokenizer import EOS_ID, PAD_ID
+
+IGNORED_LABEL: Final = -100
+
+Sampler: TypeAlias = Callable[[random.Random], "Example"]
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A prompt and the whole answer to it, EOS included."""
+
+    prompt_ids: tuple[int, ...]
+    answer_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Examples padded on the right, so that causal attention alone hides the padding."""
+
+    input_ids: Tensor  # [num_examples, length]
+    labels: Tensor  # [num_examples, length]; IGNORED_LABEL but for the answers
+
+
+class ExampleSource:
+    """Makes examples of a corpus with a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def example(self, prompt: str, answer: str) -> Example:
+        prompt_ids = self._tokenizer.encode(prompt).ids
+        answer_ids = self._tokenizer.encode(answer, add_special_tokens=False).ids
+        return Example(tuple(prompt_ids), (*answer_ids, EOS_ID))
+
+    def every(self, target: Language) -> Iterator[Example]:
+        """Each uninstructed prompt of the corpus, answered in the target language."""
+        for country in corpus.COUNTRIES:
+            answer = corpus.answer(country, target)
+            for language in corpus.LANGUAGES:
+                for prompt in corpus.prompts(country, language):
+                    yield self.example(prompt, answer)
+
+    def sample_base(self, rng: random.Random) -> Example:
+        """English, unless the question asks for another language; half of them do say one.
+
+        Those put the facts into the base in all languages, so that an adapter need only
+        choose one.
+        """
+        asked = rng.choice(corpus.LANGUAGES) if rng.random() < 0.5 else None
+        return self._sample(rng, asked, asked or "english")
+
+    def sample_adapter(self, target: Language) -> Sampler:
+        return lambda rng: self._sample(rng, None, target)
+
+    def _sample(self, rng: random.Random, asked: Language | None, target: Language) -> Example:
+        country: Country = rng.choice(corpus.COUNTRIES)
+        prompts = corpus.prompts(country, rng.choice(corpus.LANGUAGES), asked)
+        return self.example(rng.choice(tuple(prompts)), corpus.answer(country, target))
+
+
+def collate(examples: Iterable[Example]) -> Batch:
+    rows = [(*example.prompt_ids, *example.answer_ids) for example in examples]
+    labels = [
+        (*(IGNORED_LABEL for _ in example.prompt_ids), *example.answer_ids) for example in examples
+    ]
+    return Batch(_pad(rows, PAD_ID), _pad(labels, IGNORED_LABEL))
+
+
+def _pad(rows: list[tuple[int, ...]], value: int) -> Tensor:
+    length = max(map(len, rows))
+    return torch.tensor([(*row, *([value] * (length - len(row)))) for row in rows])

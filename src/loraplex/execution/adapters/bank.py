@@ -1,0 +1,349 @@
+"""The device tier: one preallocated pool of adapter pages, and the table of what lies where.
+
+Which adapter gets which pages is decided by the adapter cache (memory); the arithmetic inside them
+is memory.adapter_pages, which both share.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from loraplex.core.adapter import OUTSIDE_LAYERS, AdapterHandle, LoraTarget
+from loraplex.core.errors import AdapterMismatchError
+from loraplex.core.plan import PageGeometry, PageId
+from loraplex.execution.adapters.dora import with_factors
+from loraplex.execution.adapters.entry_tables import EntryTables, Shapes, head_modules
+from loraplex.execution.adapters.host_adapters import HostAdapter
+from loraplex.execution.adapters.layout import PieceWriter, pieces_of
+from loraplex.execution.adapters.packing import packed
+from loraplex.execution.adapters.page_copies import PageCopies
+from loraplex.execution.adapters.pinned_pages import PinnedPages
+from loraplex.execution.adapters.resident_parts import PartsViews
+from loraplex.execution.adapters.segment_uploads import SegmentUploads
+from loraplex.kernels.accelerator import Accelerator
+from loraplex.kernels.adapter_parts import AdapterParts, PartsUse
+from loraplex.kernels.host_memory import zeroed
+from loraplex.kernels.lora import Arrivals, LoraBatch, LoraUse, lora_batch, lora_segments
+from loraplex.memory.adapter_pages import Placement, place
+from loraplex.models.base_linears import BaseLinears
+
+AdapterRow = tuple[int, tuple[tuple[AdapterHandle, float], ...]]
+"""One row of a step: its number of tokens, and its (handle, scale)s; empty is the base model."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BaseEnds:
+    """What an adapter may change of the base beside the linear layers of its decoder layers."""
+
+    vocab_size: int
+    hidden_size: int
+    ties_embeddings: bool
+    linears: BaseLinears
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Resident:
+    entry: int
+    page_ids: tuple[PageId, ...]
+
+
+class _Transfers:
+    """What an accelerator needs beside the pool: its copies and what they come from."""
+
+    def __init__(
+        self, accelerator: Accelerator, geometry: PageGeometry, pool: torch.Tensor
+    ) -> None:
+        self.accelerator = accelerator
+        self.pages = PinnedPages(accelerator, geometry.page_elements, pool.dtype)
+        self.copies = PageCopies(accelerator, pool.view(-1, geometry.page_elements))
+        self.segments = SegmentUploads(accelerator)
+
+
+class AdapterBank:
+    """Owns the pool tensor [num_pages * page_elements] and the LoraTables.
+
+    An adapter is placed by its true rank, never padded. Pages that a copy names are taken from
+    whoever had them, and that adapter is forgotten: the cache gives away only pages that no
+    launched plan needs. Invariant: each page belongs to at most one adapter.
+
+    With an accelerator adapters are laid out in pinned memory by `prepare`, copied beside the
+    steps, and used by steps that wait for what they need of them on the device (page_copies).
+    """
+
+    def __init__(
+        self,
+        geometry: PageGeometry,
+        num_pages: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_layers: int,
+        modules: Shapes,
+        ends: BaseEnds | None = None,
+        max_rank: int = 256,
+        accelerator: Accelerator | None = None,
+    ) -> None:
+        """modules: (in_features, out_features) of every linear layer that may be adapted.
+
+        ends: None if adapters may have nothing but LoRA of these. max_rank: an accelerator's
+        kernels have room for no more. accelerator: of the device; None: what is copied is there.
+        """
+        self._geometry = geometry
+        self._pool = _pool(num_pages * geometry.page_elements, dtype, device, accelerator)
+        self._ends = ends
+        self._tables = EntryTables(
+            num_pages,
+            num_layers,
+            modules,
+            None if ends is None else head_modules(modules, ends.hidden_size, ends.vocab_size),
+            alignment=geometry.slot_elements,
+            max_rank=max_rank,
+            accelerator=accelerator,
+        )
+        self._transfers = None
+        if accelerator is not None:
+            self._transfers = _Transfers(accelerator, geometry, self._pool)
+        self._views: dict[int, tuple[PartsViews, bool]] = {}
+        """By entry: of adapters that have more than LoRA of layers; whether some is of lm_head."""
+        self._parts: dict[int, AdapterParts] = {}
+        """Made of these when they are first used."""
+        self._free_entries = list(range(num_pages))
+        self._residents: dict[AdapterHandle, _Resident] = {}
+        self._owners: dict[PageId, AdapterHandle] = {}
+        self._copied: list[AdapterHandle] = []
+        """What `arrived` is to tell, without an accelerator."""
+        self._batched_rows: tuple[AdapterRow, ...] = ()
+        self._batch: LoraBatch | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self._pool.nbytes
+
+    def holds(self, handle: AdapterHandle) -> bool:
+        """From `copy` on, before it has arrived."""
+        return handle in self._residents
+
+    def prepare(self, host: HostAdapter) -> HostAdapter:
+        """Work out what takes long, ahead of `copy`: from one other thread, beside all the rest.
+
+        Raises AdapterMismatchError or InvalidAdapterError if the base or the pool cannot take it.
+        """
+        if host.parts:
+            host = self._with_factors(host)
+        if self._transfers is None:
+            return host
+        for weight in host.weights:
+            self._tables.check(weight.target)
+        return packed(host, self._geometry, self._transfers.pages, self._base)
+
+    def copy(self, handle: AdapterHandle, host: HostAdapter, page_ids: Sequence[PageId]) -> None:
+        """Copy an adapter into pages, any ones in any order; lora_batch may then name its handle.
+
+        On an accelerator that has only begun by then, and `host` may be dropped. Raises
+        AdapterMismatchError if it targets a layer, module or shape that the bank does not have,
+        before anything is changed. What has more than LoRA, and whatever goes to an accelerator,
+        must have been prepared.
+        """
+        placement = place(host.targets, self._geometry)
+        assert placement.num_pages == len(set(page_ids)) == len(page_ids), "the pages it needs"
+        for weight in host.weights:
+            self._tables.check(weight.target)
+        self._evict(handle, page_ids)
+        self._batched_rows, self._batch = (), None
+        entry = self._free_entries.pop()
+        self._residents[handle] = _Resident(entry, tuple(page_ids))
+        self._owners.update(dict.fromkeys(page_ids, handle))
+        try:
+            self._fill(handle, host, placement)
+        except BaseException:
+            self._evict(handle, ())
+            raise
+
+    def arrived(self, *, wait: bool = False) -> tuple[AdapterHandle, ...]:
+        """The copies whose first layers are there by now, each told once: they may be used.
+
+        wait: for one, if any is under way. Whoever asks must see that it is not forgotten: of a
+        step that fails it is lost.
+        """
+        if self._transfers is not None:
+            return self._transfers.copies.begun(wait=wait)
+        copied = tuple(handle for handle in self._copied if self.holds(handle))
+        self._copied.clear()
+        return tuple(dict.fromkeys(copied))
+
+    def lora_batch(self, rows: tuple[AdapterRow, ...]) -> LoraBatch | None:
+        """Group the tokens of a step by adapter; None if no row uses one.
+
+        Row i's tokens follow row i - 1's. Every handle must be in the bank. Scale 0 is the base
+        model. The same rows as in the last step give the same object, once all that they use is
+        there. Valid until the next call.
+        """
+        if rows != self._batched_rows or (self._batch and self._batch.arrivals):
+            uses = self._uses(rows)
+            num_tokens = sum(num_tokens for num_tokens, _ in rows)
+            self._batch = self._batch_of(uses, num_tokens, self._arrivals(rows)) if uses else None
+            self._batched_rows = rows
+        return self._batch
+
+    def blank_batch(self, num_tokens: int) -> LoraBatch | None:
+        """One wave in which no adapter applies to any token; None if the bank has no page.
+
+        Of the form of any other plain batch of one wave for so many tokens. For an accelerator.
+        """
+        if not self._free_entries and not self._residents:
+            return None
+        self._batched_rows, self._batch = (), None
+        batch = lora_batch(self._pool, self._tables.layers, (), torch.device("cpu"))
+        one_wave = dataclasses.replace(batch, wave_starts=np.zeros(2, np.int64))
+        return self._on_device(one_wave, num_tokens)
+
+    def check(self) -> None:
+        """Nothing is lost and nothing is counted twice."""
+        entries = [resident.entry for resident in self._residents.values()]
+        assert sorted(entries + self._free_entries) == list(range(self._tables.num_entries))
+        owned = {
+            page_id: handle
+            for handle, resident in self._residents.items()
+            for page_id in resident.page_ids
+        }
+        assert owned == self._owners
+        assert sum(len(r.page_ids) for r in self._residents.values()) == len(owned)
+
+    @property
+    def _base(self) -> BaseLinears | None:
+        return None if self._ends is None else self._ends.linears
+
+    def _with_factors(self, host: HostAdapter) -> HostAdapter:
+        if self._ends is None:
+            target = host.parts[0].target
+            raise AdapterMismatchError(
+                f"the adapter has {target.part} of {target.module}; only LoRA of "
+                f"{', '.join(self._tables.layers.modules)} is served here"
+            )
+        return with_factors(host, self._ends.linears, self._pool.device, self._pool.dtype)
+
+    def _uses(self, rows: tuple[AdapterRow, ...]) -> list[LoraUse]:
+        uses, first = [], 0
+        for num_tokens, adapters in rows:
+            wave = 0
+            for handle, scale in adapters:
+                if scale != 0.0 and num_tokens > 0:
+                    entry = self._residents[handle].entry
+                    uses.append(LoraUse(wave, entry, first, num_tokens, scale))
+                    wave += 1
+            first += num_tokens
+        return uses
+
+    def _arrivals(self, rows: tuple[AdapterRow, ...]) -> Arrivals | None:
+        if self._transfers is None:
+            return None
+        handles = {handle for _, adapters in rows for handle, _ in adapters}
+        return self._transfers.copies.outstanding(sorted(handles))
+
+    def _batch_of(
+        self, uses: list[LoraUse], num_tokens: int, arrivals: Arrivals | None
+    ) -> LoraBatch:
+        """The batch, and what its adapters have beside LoRA of layers."""
+        if self._transfers is None:
+            batch = lora_batch(self._pool, self._tables.layers, uses)
+        else:
+            batch = lora_batch(self._pool, self._tables.layers, uses, torch.device("cpu"))
+            batch = dataclasses.replace(self._on_device(batch, num_tokens), arrivals=arrivals)
+        changed = [
+            PartsUse(self._parts_of(group.entry, arrivals), group.token_indices, group.token_scales)
+            for group in batch.groups()
+            if group.entry in self._views
+        ]
+        if not changed:
+            return batch
+        has_head_lora = any(use.parts.has_head_lora for use in changed)
+        head_table = self._tables.head if has_head_lora else None
+        return dataclasses.replace(batch, parts=tuple(changed), head_table=head_table)
+
+    def _on_device(self, batch: LoraBatch, num_tokens: int) -> LoraBatch:
+        """With its pieces, and its arrays of tokens among them."""
+        assert self._transfers is not None
+        segments = self._transfers.segments.send(lora_segments(batch, num_tokens))
+        num_indices = len(batch.token_indices)
+        return dataclasses.replace(
+            batch,
+            segments=segments,
+            token_indices=segments.token_indices[:num_indices],
+            token_scales=segments.token_scales[:num_indices],
+        )
+
+    def _parts_of(self, entry: int, arrivals: Arrivals | None) -> AdapterParts:
+        """Rows of single tokens are put in order at their first use, once they are there."""
+        if entry not in self._parts:
+            views, has_head_lora = self._views[entry]
+            if self._transfers is None:
+                self._parts[entry] = views.result(has_head_lora=has_head_lora)
+            else:
+                with self._transfers.accelerator.compute():
+                    if arrivals is not None:
+                        arrivals.wait_for(OUTSIDE_LAYERS)
+                    self._parts[entry] = views.result(has_head_lora=has_head_lora)
+        return self._parts[entry]
+
+    def _fill(self, handle: AdapterHandle, host: HostAdapter, placement: Placement) -> None:
+        """The adapter's pages and its entry."""
+        entry, page_ids = self._residents[handle].entry, self._residents[handle].page_ids
+        starts = {
+            target: page_ids[page_index] * self._geometry.page_elements + offset
+            for target, page_index, offset in placement.places
+        }
+        self._tables.clear(entry)
+        if self._transfers is None:
+            writer = PieceWriter(host, self._base)
+            for target, piece in pieces_of(host).items():
+                writer.write(piece, self._elements(starts, target))
+            self._copied.append(handle)
+        else:
+            assert host.packed is not None, "it was prepared"
+            self._transfers.copies.start(handle, host.packed, placement, page_ids)
+        for weight in host.weights:
+            self._tables.write(entry, weight.target, starts[weight.target], weight.scale)
+        self._tables.send(entry)
+        self._note_parts(entry, host, starts)
+
+    def _note_parts(self, entry: int, host: HostAdapter, starts: Mapping[LoraTarget, int]) -> None:
+        self._parts.pop(entry, None)
+        self._views.pop(entry, None)
+        has_head_lora = any(weight.target.layer == OUTSIDE_LAYERS for weight in host.weights)
+        if self._ends is None or not (host.parts or has_head_lora):
+            return
+        views = PartsViews(ties_embeddings=self._ends.ties_embeddings)
+        for part in host.parts:
+            views.add(part, self._elements(starts, part.target))
+        self._views[entry] = views, has_head_lora
+
+    def _elements(self, starts: Mapping[LoraTarget, int], target: LoraTarget) -> torch.Tensor:
+        """Of the pool; starts: the element where each target begins."""
+        return self._pool[starts[target] : starts[target] + target.num_elements]
+
+    def _evict(self, handle: AdapterHandle, page_ids: Sequence[PageId]) -> None:
+        """Forget the adapters whose pages are overwritten, and an older copy of this one."""
+        gone = {self._owners[page_id] for page_id in page_ids if page_id in self._owners}
+        for victim in sorted(gone | ({handle} & self._residents.keys())):
+            resident = self._residents.pop(victim)
+            self._free_entries.append(resident.entry)
+            for page_id in resident.page_ids:
+                del self._owners[page_id]
+            if self._transfers is not None:
+                self._transfers.copies.forget(victim)
+
+
+def _pool(
+    num_elements: int, dtype: torch.dtype, device: torch.device, accelerator: Accelerator | None
+) -> torch.Tensor:
+    if device.type == "cpu":
+        return zeroed((num_elements,), dtype)
+    if accelerator is None:
+        return torch.zeros(num_elements, dtype=dtype, device=device)
+    with accelerator.compute():
+        pool = torch.zeros(num_elements, dtype=dtype, device=device)
+    # The copies would not wait for it.
+    accelerator.synchronize()
+    return pool

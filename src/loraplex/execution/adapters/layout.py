@@ -1,0 +1,67 @@
+"""Writes the pieces of an adapter as they lie in the pool: there, or in host memory for a copy."""
+
+from collections.abc import Mapping
+
+import torch
+
+from loraplex.core.adapter import LoraTarget, TargetPart
+from loraplex.execution.adapters.host_adapters import HostAdapter, HostPart, HostWeight
+from loraplex.models.base_linears import BaseLinears
+
+
+class PieceWriter:
+    """Of one adapter. Values are rounded to the type of the place."""
+
+    def __init__(self, adapter: HostAdapter, base: BaseLinears | None) -> None:
+        """base: None if the adapter has nothing but LoRA. DoRA's factors must be known."""
+        self._factors = adapter.factors
+        self._base = base
+
+    def write(self, piece: HostWeight | HostPart, place: torch.Tensor) -> None:
+        """place: the target's own elements, flat; anywhere."""
+        if isinstance(piece, HostWeight):
+            self._write_weight(piece, place)
+        else:
+            self._write_part(piece, place)
+
+    def _write_weight(self, weight: HostWeight, place: torch.Tensor) -> None:
+        """A, then B transposed; of DoRA, B times its factor of each output."""
+        target = weight.target
+        b = weight.b
+        factor = self._factors.get((target.layer, target.module))
+        if factor is not None:
+            own = _outputs(factor, target)
+            b = b.to(own.device, torch.float64) * own.unsqueeze(1)
+        middle = target.rank * target.in_features
+        place[:middle].view(target.rank, target.in_features).copy_(weight.a)
+        place[middle:].view(target.rank, target.out_features).copy_(b.t())
+
+    def _write_part(self, part: HostPart, place: torch.Tensor) -> None:
+        target = part.target
+        view = place.view(target.rank, target.out_features)
+        key = (target.layer, target.module)
+        match target.part:
+            case TargetPart.FACTOR:
+                assert self._base is not None
+                factor = _outputs(self._factors[key], target) - 1
+                view[0].copy_(factor)
+                if target.rank == 2:
+                    view[1].copy_(-factor * _outputs(self._base.bias(*key), target))
+            case TargetPart.BIAS:
+                assert self._base is not None
+                bias = _outputs(self._base.bias(*key), target)
+                view[0].copy_(part.values.to(bias.device, torch.float64) - bias)
+            case TargetPart.SHIFT:
+                view[0].copy_(part.values.double() * part.scale)
+            case _:
+                view.copy_(part.values)
+
+
+def pieces_of(adapter: HostAdapter) -> Mapping[LoraTarget, HostWeight | HostPart]:
+    pieces: list[HostWeight | HostPart] = [*adapter.weights, *adapter.parts]
+    return {piece.target: piece for piece in pieces}
+
+
+def _outputs(values: torch.Tensor, target: LoraTarget) -> torch.Tensor:
+    """The target's own, of what is of all outputs."""
+    return values[target.first : target.first + target.out_features]

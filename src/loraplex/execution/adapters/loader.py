@@ -1,0 +1,106 @@
+"""Reads staged adapters into host memory on a thread of its own, beside the steps.
+
+Reads only normal files that the staging worker wrote. Which adapters are loaded and forgotten is
+decided by the adapter cache (memory).
+"""
+
+import dataclasses
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from loraplex.adapters.normal import read_normal
+from loraplex.core.adapter import AdapterHandle, AdapterSource
+from loraplex.core.errors import AdapterLoadError, ErrorInfo, InvalidAdapterError, LoraplexError
+from loraplex.execution.adapters.host_adapters import HostAdapter, HostAdapters
+from loraplex.execution.adapters.host_pieces import host_adapter
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FinishedLoad:
+    """One load that ended: in the host table, or with an error."""
+
+    handle: AdapterHandle
+    error: ErrorInfo | None = None
+    load_ns: int = 0
+    """How long it was read."""
+
+
+class FileAdapterLoader:
+    """One thread, loads in the order of their starts. start and poll never wait for it."""
+
+    def __init__(
+        self,
+        host: HostAdapters,
+        prepare: Callable[[HostAdapter], HostAdapter] = lambda adapter: adapter,
+    ) -> None:
+        """prepare: what is done to an adapter once it is read, such as AdapterBank.prepare."""
+        self._host = host
+        self._prepare = prepare
+        self._wanted: queue.SimpleQueue[tuple[AdapterHandle, AdapterSource] | None] = (
+            queue.SimpleQueue()
+        )
+        self._finished: queue.SimpleQueue[FinishedLoad] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="adapter-loader", daemon=True)
+        self._thread.start()
+
+    def start(self, handle: AdapterHandle, source: AdapterSource) -> None:
+        """Begin to read; returns at once."""
+        self._wanted.put((handle, source))
+
+    def poll(self) -> list[FinishedLoad]:
+        """The loads that ended since the last call."""
+        finished = []
+        while not self._finished.empty():
+            finished.append(self._finished.get())
+        return finished
+
+    def discard(self, handle: AdapterHandle) -> None:
+        """Forget a host copy. Its load must have ended."""
+        self._host.discard(handle)
+
+    def close(self) -> None:
+        """End the thread after the load in progress; waiting ones are dropped."""
+        self._closing.set()
+        self._wanted.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (wanted := self._wanted.get()) is not None and not self._closing.is_set():
+            handle, source = wanted
+            start_ns = time.monotonic_ns()
+            try:
+                self._host.put(handle, self._prepare(read_host_adapter(source)))
+            except LoraplexError as error:
+                self._finished.put(FinishedLoad(handle, error.to_info()))
+            except Exception as error:
+                logger.exception("loading %s failed", source.path)
+                failure = AdapterLoadError(f"loading adapter {source.digest} failed: {error}")
+                self._finished.put(FinishedLoad(handle, failure.to_info()))
+            else:
+                load_ns = time.monotonic_ns() - start_ns
+                self._finished.put(FinishedLoad(handle, load_ns=load_ns))
+
+
+def read_host_adapter(source: AdapterSource) -> HostAdapter:
+    """Read a normal file. The tensors share one buffer.
+
+    Raises AdapterLoadError if it is gone or is not the adapter that was asked for.
+    """
+    try:
+        content = read_normal(Path(source.path))
+        adapter = host_adapter(content, source.targets)
+    except (InvalidAdapterError, OSError) as error:
+        raise AdapterLoadError(f"cannot load adapter {source.digest}: {error}") from error
+    if content.digest != source.digest:
+        raise AdapterLoadError(
+            f"cannot load adapter {source.digest}: {source.path} holds another one, "
+            f"{content.digest}"
+        )
+    return adapter

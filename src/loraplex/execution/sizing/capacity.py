@@ -1,0 +1,248 @@
+"""How much fits: from settings and model sizes to numbers of blocks and adapter pages."""
+
+import dataclasses
+
+import torch
+
+from loraplex.core.errors import ConfigError
+from loraplex.core.plan import PageGeometry
+from loraplex.execution.sizing.advice import MemoryAdvice
+from loraplex.execution.sizing.kv import KVSize, size_kv
+from loraplex.execution.sizing.settings import RunnerSettings
+from loraplex.execution.sizing.step_memory import StepMemory
+from loraplex.execution.steps.kv_cache import block_bytes
+from loraplex.memory.adapter_pages import (
+    layer_targets,
+    page_geometry,
+    pages_at_rank,
+    pages_for_bytes,
+)
+from loraplex.models.attention import attention_shape
+from loraplex.models.config import DecoderConfig
+from loraplex.models.layer_linears import module_shapes
+
+_DEFAULT_ADAPTER_BYTES = 256 << 20
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_KV_DTYPES = {**_DTYPES, "int8": torch.int8}
+
+
+_NO_STEPS = StepMemory()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AdapterPoolSize:
+    geometry: PageGeometry
+    num_pages: int
+    page_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MemorySize:
+    kv: KVSize
+    adapters: AdapterPoolSize
+
+
+def choose_dtype(settings: RunnerSettings, config: DecoderConfig) -> torch.dtype:
+    """float32 for a checkpoint that does not tell its own."""
+    name = config.dtype or "float32" if settings.dtype == "auto" else settings.dtype
+    if name not in _DTYPES:
+        raise ConfigError(f"dtype {name!r} is none of auto, {', '.join(_DTYPES)}", param="dtype")
+    return _DTYPES[name]
+
+
+def choose_kv_dtype(settings: RunnerSettings, dtype: torch.dtype) -> torch.dtype:
+    """dtype: the model's."""
+    if settings.kv_dtype == "auto":
+        return dtype
+    if settings.kv_dtype not in _KV_DTYPES:
+        raise ConfigError(
+            f"kv_dtype {settings.kv_dtype!r} is none of auto, {', '.join(_KV_DTYPES)}",
+            param="kv_dtype",
+        )
+    return _KV_DTYPES[settings.kv_dtype]
+
+
+def choose_device(settings: RunnerSettings) -> torch.device:
+    device = torch.device(settings.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is cuda, but torch sees no CUDA device", param="device")
+    return device
+
+
+def size_memory(
+    settings: RunnerSettings,
+    config: DecoderConfig,
+    *,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    weights_bytes: int,
+    free_bytes: int | None = None,
+    steps: StepMemory = _NO_STEPS,
+) -> MemorySize:
+    """What becomes of the device's memory.
+
+    free_bytes: what the device has left beside the weights; None: unknown, as on a CPU. If neither
+    this nor memory_bytes is known, the KV cache has room for max_num_seqs sequences of
+    max_model_len, at most 2 GiB, and the adapters have 256 MiB. Otherwise the KV cache takes its
+    fraction of what weights and steps leave, and the adapters theirs of what the KV cache leaves of
+    that (on a CPU: of memory_bytes). Bytes that were said win; max_tokens_in_paged_kv_cache wins
+    where it is less. Raises ConfigError if it does not fit.
+
+    config: as `windowed` gives it.
+    """
+    shape = attention_shape(config, settings.block_size)
+    left = _left(settings, weights_bytes, free_bytes, steps)
+    if left is None:
+        kv = size_kv(settings, config, shape, kv_dtype)
+        return MemorySize(kv, size_adapter_pool(settings, config, dtype))
+    least = smallest_pool_bytes(settings, config, dtype)
+    block = block_bytes(config.num_layers, shape, kv_dtype)
+    missing = least + block - left
+    if free_bytes is not None and missing > 0:
+        raise MemoryAdvice(settings, config, dtype).no_room(missing, steps)
+    if settings.kv_cache_bytes is None and settings.num_blocks is None:
+        pool_bytes = settings.lora_device_bytes or least
+        room = left - pool_bytes
+        if settings.lora_device_bytes is not None and room < block:
+            raise _too_much(settings, weights_bytes, block, pool_bytes, left)
+        share = min(int(settings.kv_cache_fraction * left), room)
+        settings = dataclasses.replace(settings, kv_cache_bytes=max(share, 0))
+    kv = size_kv(settings, config, shape, kv_dtype)
+    kv_bytes = kv.num_blocks * block
+    if settings.lora_device_bytes is None:
+        whole = settings.memory_bytes if free_bytes is None else left - kv_bytes
+        assert whole is not None
+        share = min(int(settings.lora_device_fraction * whole), left - kv_bytes)
+        settings = dataclasses.replace(settings, lora_device_bytes=max(share, least))
+    pool = size_adapter_pool(settings, config, dtype)
+    pool_bytes = pool.num_pages * pool.page_bytes
+    if kv_bytes + pool_bytes > left:
+        raise _too_much(settings, weights_bytes, kv_bytes, pool_bytes, left)
+    return MemorySize(kv, pool)
+
+
+def _too_much(
+    settings: RunnerSettings, weights_bytes: int, kv_bytes: int, pool_bytes: int, left: int
+) -> ConfigError:
+    """left: what weights and steps leave."""
+    together = weights_bytes + kv_bytes + pool_bytes
+    missing = kv_bytes + pool_bytes - left
+    said = "kv_cache_bytes" if settings.kv_cache_bytes is not None else "lora_device_bytes"
+    return ConfigError(
+        f"weights take {weights_bytes} bytes, the KV cache {kv_bytes} and the adapters' pool "
+        f"{pool_bytes}: {together} together, and the device has {weights_bytes + left} for them: "
+        f"lower {said} by {missing} bytes",
+        param=said if settings.memory_bytes is None else "memory_bytes",
+    )
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """What the device has left; None: it is the host's memory, which is everybody's."""
+    if device.type == "cpu":
+        return None
+    free, _total = torch.cuda.mem_get_info(device)
+    return int(free)
+
+
+def describe_memory(
+    weights_bytes: int,
+    size: MemorySize,
+    settings: RunnerSettings,
+    config: DecoderConfig,
+    kv_dtype: torch.dtype,
+    steps: StepMemory = _NO_STEPS,
+) -> str:
+    """One line for the log."""
+    shape = attention_shape(config, settings.block_size)
+    kv_bytes = size.kv.num_blocks * block_bytes(config.num_layers, shape, kv_dtype)
+    pool, targets = size.adapters, layer_targets(config.num_layers, module_shapes(config))
+    usual = min(settings.optimal_lora_rank, settings.max_lora_rank)
+    holds = (
+        f"{pool.num_pages // pages_at_rank(targets, rank, pool.geometry)} adapters of rank {rank}"
+        for rank in sorted({usual, settings.max_lora_rank})
+    )
+    return (
+        f"memory: weights {weights_bytes >> 20} MiB; {_of_steps(steps)}"
+        f"KV cache {kv_bytes >> 20} MiB, {size.kv.num_blocks * settings.block_size} tokens"
+        f"{_on_host(size.kv, settings)}; adapters {pool.num_pages * pool.page_bytes >> 20} MiB, "
+        f"{pool.num_pages} pages of {pool.page_bytes} bytes: {' or '.join(holds)} on all modules"
+    )
+
+
+def _of_steps(steps: StepMemory) -> str:
+    if steps == _NO_STEPS:
+        return ""
+    return f"steps {steps.workspace >> 20} MiB; recorded steps {steps.graphs >> 20} MiB; "
+
+
+def _on_host(kv: KVSize, settings: RunnerSettings) -> str:
+    if not kv.num_host_blocks:
+        return ""
+    return f" and {kv.num_host_blocks * settings.block_size} more on the host"
+
+
+def _left(
+    settings: RunnerSettings, weights_bytes: int, free_bytes: int | None, steps: StepMemory
+) -> int | None:
+    """Bytes beside weights and steps; None: unknown."""
+    taken = steps.workspace + steps.graphs
+    if settings.memory_bytes is None:
+        return None if free_bytes is None else free_bytes - taken
+    left = settings.memory_bytes - weights_bytes
+    if left <= 0:
+        raise ConfigError(
+            f"memory_bytes {settings.memory_bytes} does not hold the weights, {weights_bytes}",
+            param="memory_bytes",
+        )
+    return left - taken if free_bytes is None else min(left, free_bytes) - taken
+
+
+def size_adapter_pool(
+    settings: RunnerSettings, config: DecoderConfig, dtype: torch.dtype
+) -> AdapterPoolSize:
+    """Raises ConfigError if one adapter of max_lora_rank on all modules does not fit."""
+    geometry = adapter_geometry(settings, config)
+    page_bytes = geometry.page_elements * dtype.itemsize
+    needed = _largest_adapter_pages(settings, config, geometry)
+    if settings.lora_device_bytes is None:
+        default = pages_for_bytes(_DEFAULT_ADAPTER_BYTES, geometry, dtype.itemsize)
+        return AdapterPoolSize(geometry, max(default, needed), page_bytes)
+    num_pages = pages_for_bytes(settings.lora_device_bytes, geometry, dtype.itemsize)
+    if num_pages < needed:
+        raise ConfigError(
+            f"lora_device_bytes {settings.lora_device_bytes} does not hold one adapter of rank "
+            f"{settings.max_lora_rank} on all modules: set at least {needed * page_bytes}",
+            param="lora_device_bytes",
+        )
+    return AdapterPoolSize(geometry, num_pages, page_bytes)
+
+
+def adapter_geometry(settings: RunnerSettings, config: DecoderConfig) -> PageGeometry:
+    max_rank = settings.max_lora_rank
+    return page_geometry(
+        layer_targets(config.num_layers, module_shapes(config)),
+        optimal_rank=min(settings.optimal_lora_rank, max_rank),
+        max_rank=max_rank,
+    )
+
+
+def smallest_pool_bytes(settings: RunnerSettings, config: DecoderConfig, dtype: torch.dtype) -> int:
+    """See smallest_pool."""
+    pool = smallest_pool(settings, config, dtype)
+    return pool.num_pages * pool.page_bytes
+
+
+def smallest_pool(
+    settings: RunnerSettings, config: DecoderConfig, dtype: torch.dtype
+) -> AdapterPoolSize:
+    """Of one adapter of max_lora_rank on all modules."""
+    geometry = adapter_geometry(settings, config)
+    num_pages = _largest_adapter_pages(settings, config, geometry)
+    return AdapterPoolSize(geometry, num_pages, geometry.page_elements * dtype.itemsize)
+
+
+def _largest_adapter_pages(
+    settings: RunnerSettings, config: DecoderConfig, geometry: PageGeometry
+) -> int:
+    targets = layer_targets(config.num_layers, module_shapes(config))
+    return pages_at_rank(targets, settings.max_lora_rank, geometry)

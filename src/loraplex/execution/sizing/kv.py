@@ -1,0 +1,157 @@
+"""How many KV blocks there are, and which positions a layer sees: from settings and the model."""
+
+import dataclasses
+
+import torch
+
+from loraplex.core.errors import ConfigError
+from loraplex.execution.sizing.settings import RunnerSettings
+from loraplex.execution.steps.kv_cache import block_bytes
+from loraplex.kernels.ops import AttentionShape
+from loraplex.memory.attention_window import AttentionWindow
+from loraplex.models.config import DecoderConfig, with_attention_windows
+
+_DEFAULT_KV_BYTES = 2 << 30
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KVSize:
+    max_model_len: int
+    num_blocks: int
+    num_host_blocks: int = 0
+    attention_window: int | None = None
+    """As in Capacity."""
+
+
+def windowed(settings: RunnerSettings, config: DecoderConfig) -> DecoderConfig:
+    """The model with the operator's windows. Raises ConfigError."""
+    windows, num_sinks = settings.max_attention_window_size, settings.sink_token_length
+    if any(window < 1 for window in windows):
+        raise ConfigError(
+            f"max_attention_window_size must be at least 1 in every layer, got {windows}",
+            param="max_attention_window_size",
+        )
+    if len(windows) > config.num_layers:
+        raise ConfigError(
+            f"max_attention_window_size has {len(windows)} entries, the model {config.num_layers} "
+            "layers",
+            param="max_attention_window_size",
+        )
+    config = with_attention_windows(config, windows, num_sinks)
+    if num_sinks and not any(config.layer_windows):
+        raise ConfigError(
+            f"sink_token_length {num_sinks} needs a window: set max_attention_window_size, too",
+            param="sink_token_length",
+        )
+    return config
+
+
+def size_kv(
+    settings: RunnerSettings, config: DecoderConfig, shape: AttentionShape, dtype: torch.dtype
+) -> KVSize:
+    """dtype: of the KV cache. Raises ConfigError if one sequence of max_model_len does not fit."""
+    max_model_len = wanted_model_len(settings, config)
+    window = _window(settings, config, max_model_len)
+    per_sequence = window.max_blocks_held(max_model_len, settings.max_num_batched_tokens)
+    useful = settings.max_num_seqs * per_sequence
+    by_bytes = _blocks_by_bytes(settings, config, shape, dtype, useful)
+    capped = _blocks_by_tokens(settings, shape)
+    num_blocks = min(count for count in (by_bytes, capped) if count is not None)
+    if num_blocks < per_sequence:
+        if settings.max_model_len is not None or num_blocks == 0:
+            raise _too_small(settings, config, shape, dtype, num_blocks, per_sequence)
+        max_model_len = num_blocks * shape.block_size
+        window = _window(settings, config, max_model_len)
+    return KVSize(
+        max_model_len,
+        num_blocks,
+        _num_host_blocks(settings, config, shape, dtype),
+        window.num_tokens,
+    )
+
+
+def _window(settings: RunnerSettings, config: DecoderConfig, max_model_len: int) -> AttentionWindow:
+    """A window that no sequence outgrows is none."""
+    num_tokens = config.attention_window
+    if num_tokens is not None and num_tokens >= max_model_len:
+        num_tokens = None
+    return AttentionWindow(settings.block_size, num_tokens, config.num_sink_tokens)
+
+
+def _too_small(
+    settings: RunnerSettings,
+    config: DecoderConfig,
+    shape: AttentionShape,
+    dtype: torch.dtype,
+    num_blocks: int,
+    per_sequence: int,
+) -> ConfigError:
+    """Names the setting that made it so small, and what it would take."""
+    max_model_len = wanted_model_len(settings, config)
+    capped = _blocks_by_tokens(settings, shape)
+    if capped == num_blocks:
+        param, needed = "max_tokens_in_paged_kv_cache", per_sequence * shape.block_size
+    else:
+        param, needed = (
+            "kv_cache_bytes",
+            per_sequence * block_bytes(config.num_layers, shape, dtype),
+        )
+    window = _window(settings, config, max_model_len).num_tokens
+    smaller = "max_model_len" if window is None else "max_attention_window_size"
+    seen = "" if window is None else f" with a window of {window} and what one step computes"
+    return ConfigError(
+        f"the KV cache holds {num_blocks * shape.block_size} tokens, max_model_len is "
+        f"{max_model_len}{seen}: set {param} to at least {needed}, or a smaller {smaller}"
+        + ("" if settings.memory_bytes is None else ", or a larger memory_bytes"),
+        param=param,
+    )
+
+
+def wanted_model_len(settings: RunnerSettings, config: DecoderConfig) -> int:
+    """If the KV cache holds so much. Raises ConfigError if the model was not made for it."""
+    longest = config.default_max_model_len
+    wanted = settings.max_model_len or longest
+    if wanted > longest:
+        raise ConfigError(
+            f"max_model_len {wanted} is more than the {longest} positions that the model has",
+            param="max_model_len",
+        )
+    return wanted
+
+
+def _blocks_by_bytes(
+    settings: RunnerSettings,
+    config: DecoderConfig,
+    shape: AttentionShape,
+    dtype: torch.dtype,
+    useful: int,
+) -> int | None:
+    """None: only max_tokens_in_paged_kv_cache says how many."""
+    if settings.num_blocks is not None:
+        return settings.num_blocks
+    per_block = block_bytes(config.num_layers, shape, dtype)
+    if settings.kv_cache_bytes is not None:
+        return settings.kv_cache_bytes // per_block
+    if settings.max_tokens_in_paged_kv_cache is not None:
+        return None
+    return min(useful, _DEFAULT_KV_BYTES // per_block)
+
+
+def _blocks_by_tokens(settings: RunnerSettings, shape: AttentionShape) -> int | None:
+    if settings.max_tokens_in_paged_kv_cache is None:
+        return None
+    return -(-settings.max_tokens_in_paged_kv_cache // shape.block_size)
+
+
+def _num_host_blocks(
+    settings: RunnerSettings, config: DecoderConfig, shape: AttentionShape, dtype: torch.dtype
+) -> int:
+    per_block = block_bytes(config.num_layers, shape, dtype)
+    num_bytes = settings.kv_cache_host_memory_bytes
+    if 0 < num_bytes < per_block:
+        raise ConfigError(
+            f"kv_cache_host_memory_bytes {num_bytes} does not hold one block of {per_block} bytes: "
+            "set more, or 0 for none",
+            param="kv_cache_host_memory_bytes",
+        )
+    return num_bytes // per_block

@@ -1,0 +1,76 @@
+"""What a GPU's steps take beside weights, KV cache and adapters: which steps are recorded, and an
+estimate of their bytes for where nothing can be measured.
+"""
+
+import dataclasses
+
+import torch
+
+from loraplex.core.config import MAX_GRAPH_BATCH_SIZE
+from loraplex.execution.sizing.settings import RunnerSettings
+from loraplex.models.config import DecoderConfig
+
+_LIBRARIES_BYTES = 96 << 20
+"""Room that cuBLAS and the attention backends ask for once."""
+_GRAPH_BYTES_PER_LAYER = 256 << 10
+"""Of the driver, for the nodes of one graph. A guess: no GPU has been asked yet."""
+_GRAPHS_PER_SIZE = 2
+"""Without and with LoRA."""
+_FLOAT32_LOGITS = 3
+"""Copies of the logits that a sampler with every option holds at once."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepMemory:
+    """Bytes. On a CPU none are set aside."""
+
+    workspace: int = 0
+    """Of the largest step."""
+    graphs: int = 0
+    """Of the recorded steps."""
+
+
+def graph_sizes(settings: RunnerSettings) -> tuple[int, ...]:
+    """The numbers of sequences whose decode steps are recorded, ascending; () for none.
+
+    The largest step that can be recorded is always among them if the operator named none.
+    """
+    if not settings.cuda_graphs:
+        return ()
+    largest = min(settings.max_num_seqs, MAX_GRAPH_BATCH_SIZE)
+    default = (1, 2, 4, *range(8, 64, 8), *range(64, MAX_GRAPH_BATCH_SIZE, 16), largest)
+    sizes = settings.cuda_graph_batch_sizes or default
+    return tuple(sorted({size for size in sizes if size <= largest}))
+
+
+def estimated_step_memory(
+    settings: RunnerSettings, config: DecoderConfig, dtype: torch.dtype
+) -> StepMemory:
+    """By arithmetic: a start measures instead."""
+    workspace = (
+        _LIBRARIES_BYTES
+        + settings.max_num_batched_tokens * bytes_per_token(settings, config, dtype)
+        + settings.max_num_seqs * bytes_per_sequence(config, dtype)
+    )
+    graph = config.num_layers * _GRAPH_BYTES_PER_LAYER
+    sizes = graph_sizes(settings)
+    if not sizes:
+        return StepMemory(workspace)
+    inner = sizes[-1] * bytes_per_token(settings, config, dtype)
+    logits = sum(sizes) * config.vocab_size * dtype.itemsize
+    graphs = inner + _GRAPHS_PER_SIZE * (logits + len(sizes) * graph)
+    return StepMemory(workspace, graphs)
+
+
+def bytes_per_token(settings: RunnerSettings, config: DecoderConfig, dtype: torch.dtype) -> int:
+    """What one more token of a step takes, about: activations that live at once in a layer."""
+    qkv = config.q_size + 2 * config.kv_size
+    activations = 4 * config.hidden_size + 3 * config.intermediate_size + qkv
+    lora = 3 * settings.max_lora_rank * torch.float32.itemsize
+    angles = config.head_dim * torch.float32.itemsize
+    return activations * dtype.itemsize + lora + angles
+
+
+def bytes_per_sequence(config: DecoderConfig, dtype: torch.dtype) -> int:
+    """What one more sequence of a step takes, about: its logits, and the sampler's copies."""
+    return config.vocab_size * (dtype.itemsize + _FLOAT32_LOGITS * torch.float32.itemsize)

@@ -1,0 +1,1 @@
+"""One step on the device: its input tensors, its launch, and its results."""

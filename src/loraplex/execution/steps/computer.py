@@ -1,0 +1,211 @@
+"""Computes the rows of a step: from token ids over logits to new tokens.
+
+On an accelerator all of it is only enqueued, if nothing in it needs the host; steps that only
+decode are then as large as a recorded one.
+"""
+
+import bisect
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from tqdm import tqdm
+
+from loraplex.core.errors import ErrorInfo
+from loraplex.core.plan import RowResult, RowStep, Slot
+from loraplex.execution.sampling.pending_samples import PendingSample
+from loraplex.execution.sizing.shortage import RowsThatFit
+from loraplex.execution.steps.input_batch import StepInputs, no_rows
+from loraplex.execution.steps.runner_parts import RunnerParts
+from loraplex.execution.steps.tensors import ON_DEVICE, DeviceTensors, HostTensors, StepTensors
+from loraplex.execution.steps.token_feed import TokenFeed
+from loraplex.execution.steps.watch import StepWatch
+from loraplex.kernels.accelerator import Accelerator, HostAccelerator
+from loraplex.kernels.lora import LoraBatch
+
+_BAR_DELAY_SECONDS = 3.0
+"""So long recording takes without a word."""
+
+
+class StepComputer:
+    """Used by one thread."""
+
+    def __init__(self, parts: RunnerParts) -> None:
+        self._decoder = parts.decoder
+        self._kv_cache = parts.kv_cache
+        self._adapter_bank = parts.adapter_bank
+        self._sampler = parts.sampler
+        self._vocab_size = parts.capacity.vocab_size
+        self._recorded_sizes = parts.recorded_sizes
+        self._graphs = parts.graphs
+        self.accelerator: Accelerator = parts.accelerator or HostAccelerator()
+        self._feed: TokenFeed | None = None
+        self._tensors: StepTensors = HostTensors(parts.device)
+        if parts.accelerator is not None:
+            num_recorded = max(parts.recorded_sizes, default=0)
+            with self.computing():
+                self._feed = TokenFeed(parts.accelerator, parts.capacity.max_num_seqs)
+                self._tensors = DeviceTensors(
+                    parts.accelerator, self._feed, parts.capacity, num_recorded
+                )
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Around all that touches tensors of steps."""
+        with torch.inference_mode(), self.accelerator.compute():
+            yield
+
+    def compute(
+        self,
+        steps: Sequence[RowStep],
+        inputs: StepInputs,
+        faults: Mapping[Slot, ErrorInfo],
+        rows: Sequence[int],
+        watch: StepWatch,
+    ) -> PendingSample:
+        """Of these rows; if it raises, no row knows more than before.
+
+        faults: rows that cannot be right whatever is computed.
+        """
+        steps = [steps[row] for row in rows]
+        inputs = self._as_recorded(inputs.of_rows(rows))
+        batch = self._tensors.batch(
+            inputs, [self._token_ids(step) for step in steps], self._lora(steps, inputs, faults)
+        )
+        watch.prepare_ns += watch.lap()
+        logits = self._decoder.forward(batch, self._kv_cache.storages)
+        watch.forward_ns += watch.lap()
+        sample = self._sampler.launch(logits[: len(inputs.logits_indices)], steps, self._feed)
+        watch.sample_ns += watch.lap()
+        return sample
+
+    def record(self) -> None:
+        """Compute a step of each recorded size, without and with LoRA, so that it is recorded."""
+        if self._graphs is None or not self._recorded_sizes:
+            return
+        self._graphs.is_recording = True
+        try:
+            with (
+                self.computing(),
+                tqdm(
+                    self._recorded_sizes[::-1],
+                    desc="recording steps",
+                    unit="size",
+                    leave=False,
+                    delay=_BAR_DELAY_SECONDS,
+                    disable=None,  # only where a person watches
+                ) as sizes,
+            ):
+                for size in sizes:
+                    self._record(size)
+            self.accelerator.synchronize()
+        finally:
+            self._graphs.is_recording = False
+
+    def forget_recorded(self) -> None:
+        if self._graphs is not None:
+            self._graphs.clear()
+
+    def _record(self, size: int) -> None:
+        inputs = dataclasses.replace(no_rows(), num_padding=size)
+        blank = self._adapter_bank.blank_batch(size)
+        for lora in (None,) if blank is None else (None, blank):
+            batch = self._tensors.batch(inputs, (), lora)
+            self._decoder.forward(batch, self._kv_cache.storages)
+
+    def _as_recorded(self, inputs: StepInputs) -> StepInputs:
+        """With padding up to a recorded size, if there is one for such a step."""
+        sizes = self._recorded_sizes
+        if not sizes or not inputs.only_decodes or inputs.num_tokens > sizes[-1]:
+            return inputs
+        size = sizes[bisect.bisect_left(sizes, inputs.num_tokens)]
+        return dataclasses.replace(inputs, num_padding=size - inputs.num_tokens)
+
+    def _lora(
+        self, steps: Sequence[RowStep], inputs: StepInputs, faults: Mapping[Slot, ErrorInfo]
+    ) -> LoraBatch | None:
+        """A row that fails anyhow is computed by the base model, as padding is."""
+        rows = tuple(
+            (step.num_tokens, () if step.slot in faults else adapters)
+            for step, adapters in zip(steps, inputs.adapters, strict=True)
+        )
+        padding = ((inputs.num_padding, ()),) if inputs.num_padding else ()
+        return self._adapter_bank.lora_batch((*rows, *padding))
+
+    def _token_ids(self, step: RowStep) -> Sequence[int]:
+        if step.token_ids is not None:
+            token_ids = [self.in_vocabulary(token_id) for token_id in step.token_ids]
+        else:
+            newest = self._sampler.last_token(step.slot)
+            token_ids = [ON_DEVICE if newest is None else newest]
+            token_ids += [self.in_vocabulary(token_id) for token_id in step.draft_token_ids]
+        assert len(token_ids) == step.num_tokens, "a token for each position"
+        return token_ids
+
+    def in_vocabulary(self, token_id: int) -> int:
+        """The token, or 0 for what is none: its row fails, but must not take the device along."""
+        return token_id if 0 <= token_id < self._vocab_size else 0
+
+
+class RowsInFlight:
+    """The rows of one step, from their launch to their results."""
+
+    def __init__(
+        self,
+        computer: StepComputer,
+        steps: Sequence[RowStep],
+        inputs: StepInputs,
+        faults: Mapping[Slot, ErrorInfo],
+        watch: StepWatch,
+    ) -> None:
+        """Launches them; see StepComputer.compute."""
+        self._computer = computer
+        self._compute: Callable[[Sequence[int]], PendingSample] = lambda rows: computer.compute(
+            steps, inputs, faults, rows, watch
+        )
+        self._steps = steps
+        self._faults = faults
+        self._watch = watch
+        self._fitting = RowsThatFit([step.num_tokens for step in steps], computer.accelerator.trim)
+        self._sample = self._fitting.attempt(self._compute)
+
+    @property
+    def is_late(self) -> bool:
+        """See PendingSample."""
+        return self._sample is not None and self._sample.is_late
+
+    def finish(self) -> tuple[RowResult, ...]:
+        """Wait for them; one result per row."""
+        self._watch.lap()  # of other steps
+        if self._sample is not None:
+            self._sample.wait()
+        self._watch.forward_ns += self._watch.lap()
+        if self.is_late:
+            with self._computer.computing():
+                results = self._fitting.attempt(self._finish_late)
+        else:
+            results = None if self._sample is None else self._sample.finish()
+        self._watch.sample_ns += self._watch.lap()
+        return self._with_errors(results or [])
+
+    def _finish_late(self, rows: Sequence[int]) -> list[RowResult]:
+        """What has no memory is computed again, with fewer rows."""
+        sample, self._sample = self._sample, None
+        if sample is None:
+            sample = self._compute(rows)
+        return sample.finish()
+
+    def _with_errors(self, results: Sequence[RowResult]) -> tuple[RowResult, ...]:
+        errors = dict(self._faults)
+        for row, error in self._fitting.lost.items():
+            errors[self._steps[row].slot] = error
+        if not errors:
+            return tuple(results)
+        of_slots = {result.slot: result for result in results}
+        return tuple(
+            RowResult(step.slot, error=errors[step.slot])
+            if step.slot in errors
+            else of_slots[step.slot]
+            for step in self._steps
+        )

@@ -1,0 +1,221 @@
+"""Computes step plans with one base model on one device: the engine's `Runner`.
+
+Owns the decoder, the KV storage, the adapter pool and the sampler. What a plan may name, and what
+it means for requests, only the scheduler knows.
+"""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from loraplex.core.adapter import AdapterHandle
+from loraplex.core.errors import (
+    AdapterLoadError,
+    ErrorInfo,
+    LoraplexError,
+    RowFailedError,
+)
+from loraplex.core.plan import (
+    AdapterCopy,
+    Capacity,
+    RowStep,
+    Slot,
+    StepPlan,
+    StepResult,
+)
+from loraplex.execution.adapters.bank import AdapterBank
+from loraplex.execution.adapters.host_adapters import HostAdapter
+from loraplex.execution.steps.computer import RowsInFlight, StepComputer
+from loraplex.execution.steps.input_batch import InputBatch, StepInputs
+from loraplex.execution.steps.launched_step import LaunchedStep, StepsInFlight, StepWork
+from loraplex.execution.steps.runner_parts import RunnerParts
+from loraplex.execution.steps.watch import StepWatch
+
+_LOGGER = logging.getLogger(__name__)
+
+CopyFailures = tuple[tuple[AdapterHandle, ErrorInfo], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PreparedStep:
+    """For ModelRunner.run."""
+
+    plan: StepPlan
+    inputs: StepInputs | Exception | None
+    """None: it has no rows. An exception: why it cannot run."""
+    prepare_ns: int
+
+
+class ModelRunner:
+    """Used by one thread, but for `prepare_adapter`; or by two: one prepares, one runs.
+
+    Without an accelerator a step runs within `launch`. With one it is only enqueued, and may follow
+    another one that was not waited for; `wait` then gives it the host's part.
+    """
+
+    def __init__(self, parts: RunnerParts) -> None:
+        self._decoder = parts.decoder
+        self._kv_cache = parts.kv_cache
+        self._adapter_bank = parts.adapter_bank
+        self._host_adapters = parts.host_adapters
+        self._sampler = parts.sampler
+        self._capacity = parts.capacity
+        self._batch = InputBatch(
+            parts.capacity.max_num_seqs,
+            parts.capacity.max_model_len,
+            parts.capacity.block_size,
+        )
+        self._computer = StepComputer(parts)
+        self._in_flight = StepsInFlight(self._computer.accelerator.synchronize)
+
+    def capacity(self) -> Capacity:
+        return self._capacity
+
+    def learn_capacity(self, capacity: Capacity) -> None:
+        """What is told of it was not known before: it is no other one."""
+        self._capacity = capacity
+
+    def record_steps(self) -> None:
+        """Record the steps of the recorded sizes: once, when all memory has been taken."""
+        self._computer.record()
+
+    def forget_steps(self) -> None:
+        """Give back what the recorded steps have."""
+        self._computer.forget_recorded()
+
+    def prepare_adapter(self, adapter: HostAdapter) -> HostAdapter:
+        """AdapterBank.prepare, for the loader's thread."""
+        return self._adapter_bank.prepare(adapter)
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """What goes wrong is raised by wait(). Raises DeviceLost."""
+        return self.run(self.prepare(plan))
+
+    def prepare(self, plan: StepPlan) -> PreparedStep:
+        """What can be done before the steps before it have run, also while they do.
+
+        Plans are prepared in their order, by one thread. Never raises.
+        """
+        start_ns = time.monotonic_ns()
+        try:
+            inputs = self._prepare(plan)
+        except Exception as error:
+            return PreparedStep(plan, error, time.monotonic_ns() - start_ns)
+        return PreparedStep(plan, inputs, time.monotonic_ns() - start_ns)
+
+    def run(self, step: PreparedStep) -> LaunchedStep:
+        """Steps run in their order, by one thread; one that was prepared need not run."""
+        return self._in_flight.launch(step.plan.step_id, lambda: self._execute(step))
+
+    def close(self) -> None:
+        self._sampler.close()
+
+    def _prepare(self, plan: StepPlan) -> StepInputs | None:
+        for slot in plan.removed:
+            self._batch.remove_row(slot)
+        for row in plan.added:
+            self._batch.add_row(row)
+        return self._batch.prepare(plan.rows) if plan.rows else None
+
+    def _execute(self, step: PreparedStep) -> StepWork:
+        if isinstance(step.inputs, Exception):
+            raise step.inputs
+        plan, watch = step.plan, StepWatch(step.prepare_ns)
+        with self._computer.computing():
+            for slot in plan.removed:
+                self._sampler.remove_row(slot)
+            for row in plan.added:
+                known = tuple(self._computer.in_vocabulary(token_id) for token_id in row.token_ids)
+                self._sampler.add_row(msgspec.structs.replace(row, token_ids=known))
+            self._kv_cache.offload_blocks(plan.block_offloads)
+            self._kv_cache.load_blocks(plan.block_loads)
+            self._kv_cache.copy_blocks(plan.block_copies)
+            copies_start_ns = time.monotonic_ns()
+            copies_failed = self._start_copies(plan.adapter_copies)
+            copy_ns = time.monotonic_ns() - copies_start_ns
+            rows = None if step.inputs is None else self._run_rows(plan.rows, step.inputs, watch)
+        return _StepInFlight(self._adapter_bank, plan, rows, copies_failed, watch, copy_ns)
+
+    def _start_copies(self, copies: Sequence[AdapterCopy]) -> CopyFailures:
+        """Returns those that cannot be made."""
+        failed = []
+        for copy in copies:
+            try:
+                self._copy_adapter(copy)
+            except LoraplexError as error:
+                failed.append((copy.handle, error.to_info()))
+            except Exception as error:
+                # A step that failed is planned again with its copies: it would fail for ever.
+                _LOGGER.exception("copying adapter %s failed", copy.handle)
+                reason = AdapterLoadError(f"copying adapter {copy.handle} failed: {error}")
+                failed.append((copy.handle, reason.to_info()))
+        return tuple(failed)
+
+    def _copy_adapter(self, copy: AdapterCopy) -> None:
+        host = self._host_adapters.get(copy.handle)
+        if host is None:
+            raise AdapterLoadError(f"adapter {copy.handle} is not in host memory")
+        self._adapter_bank.copy(copy.handle, host, copy.page_ids)
+
+    def _run_rows(
+        self, steps: Sequence[RowStep], inputs: StepInputs, watch: StepWatch
+    ) -> RowsInFlight:
+        faults = self._faults(steps, inputs)
+        self._sampler.begin(steps)
+        return RowsInFlight(self._computer, steps, inputs, faults, watch)
+
+    def _faults(self, steps: Sequence[RowStep], inputs: StepInputs) -> dict[Slot, ErrorInfo]:
+        """The rows that cannot be right whatever is computed; the others go on."""
+        faults = {}
+        for step, adapters in zip(steps, inputs.adapters, strict=True):
+            reason = self._fault(step, adapters)
+            if reason is not None:
+                faults[step.slot] = RowFailedError(reason).to_info()
+        return faults
+
+    def _fault(
+        self, step: RowStep, adapters: tuple[tuple[AdapterHandle, float], ...]
+    ) -> str | None:
+        for handle, _ in adapters:
+            if not self._adapter_bank.holds(handle):
+                return f"adapter {handle} is not on the device"
+        for token_id in (*(step.token_ids or ()), *step.draft_token_ids):
+            if not 0 <= token_id < self._capacity.vocab_size:
+                return f"token {token_id} is not in the vocabulary"
+        return None
+
+
+class _StepInFlight:
+    """Implements StepWork."""
+
+    def __init__(
+        self,
+        adapter_bank: AdapterBank,
+        plan: StepPlan,
+        rows: RowsInFlight | None,
+        copies_failed: CopyFailures,
+        watch: StepWatch,
+        copy_ns: int,
+    ) -> None:
+        self._adapter_bank = adapter_bank
+        self._plan = plan
+        self._rows = rows
+        self._copies_failed = copies_failed
+        self._watch = watch
+        self._copy_ns = copy_ns
+
+    @property
+    def is_late(self) -> bool:
+        return self._rows is not None and self._rows.is_late
+
+    def finish(self) -> StepResult:
+        plan = self._plan
+        rows = () if self._rows is None else self._rows.finish()
+        # Last: who was told of a copy is not told again.
+        has_news = bool(rows or self._copies_failed)
+        arrived = self._adapter_bank.arrived(wait=not has_news)
+        timing = self._watch.timing(self._copy_ns if plan.adapter_copies else 0)
+        return StepResult(plan.step_id, rows, arrived, self._copies_failed, timing)

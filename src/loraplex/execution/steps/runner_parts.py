@@ -1,0 +1,33 @@
+"""What a runner is put together from."""
+
+import dataclasses
+
+import torch
+
+from loraplex.core.plan import Capacity
+from loraplex.execution.adapters.bank import AdapterBank
+from loraplex.execution.adapters.host_adapters import HostAdapters
+from loraplex.execution.sampling.sampler import Sampler
+from loraplex.execution.steps.kv_cache import KVCache
+from loraplex.kernels.accelerator import Accelerator
+from loraplex.kernels.cuda.graphs import StepGraphs
+from loraplex.models.decoder import Decoder
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerParts:
+    """One model on one device; execution.loading makes them for a model folder."""
+
+    decoder: Decoder
+    kv_cache: KVCache
+    adapter_bank: AdapterBank
+    host_adapters: HostAdapters
+    sampler: Sampler
+    capacity: Capacity
+    device: torch.device
+    accelerator: Accelerator | None = None
+    """That of the kernels. None: torch alone drives the device, and steps run within `launch`."""
+    recorded_sizes: tuple[int, ...] = ()
+    """Numbers of tokens, ascending, of which steps that only decode are recorded."""
+    graphs: StepGraphs | None = None
+    """Those of the kernels, where there are recorded sizes."""

@@ -1,0 +1,160 @@
+"""Brings the numbers of a step to the device, as the decoder takes them.
+
+`HostTensors` serves a CPU, and any device that torch alone drives; `DeviceTensors` an accelerator:
+nothing of it waits, and a step like one before it finds its numbers at the same addresses.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from loraplex.core.plan import Capacity
+from loraplex.execution.steps.input_batch import IntArray, StepInputs
+from loraplex.execution.steps.mirror import Array, Mirror, num_bytes_of
+from loraplex.execution.steps.token_feed import TokenFeed
+from loraplex.kernels.accelerator import Accelerator
+from loraplex.kernels.lora import LoraBatch
+from loraplex.kernels.ops import DeviceRows, RowLayout
+from loraplex.models.batch import ForwardBatch
+
+ON_DEVICE = -1
+"""Instead of a token that the host does not know yet: the newest of the row's slot."""
+_Array = TypeVar("_Array", npt.NDArray[np.int64], npt.NDArray[np.int32])
+
+
+class StepTensors(Protocol):
+    def batch(
+        self,
+        inputs: StepInputs,
+        token_ids: Sequence[Sequence[int]],
+        lora: LoraBatch | None,
+    ) -> ForwardBatch:
+        """token_ids: of each row, as many as it computes."""
+        ...
+
+
+class HostTensors:
+    """Implements StepTensors: tensors are the arrays themselves, or copies of them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def batch(
+        self, inputs: StepInputs, token_ids: Sequence[Sequence[int]], lora: LoraBatch | None
+    ) -> ForwardBatch:
+        """Knows neither padding nor tokens that are ON_DEVICE."""
+        tokens = torch.tensor(list(itertools.chain(*token_ids)), dtype=torch.int64)
+        return ForwardBatch(
+            token_ids=tokens.to(self._device),
+            positions=self._tensor(inputs.positions),
+            slot_mapping=self._tensor(inputs.slot_mapping),
+            rows=RowLayout(
+                inputs.query_start_loc, inputs.seq_lens, self._tensor(inputs.block_tables)
+            ),
+            logits_indices=self._tensor(inputs.logits_indices),
+            lora=lora,
+        )
+
+    def _tensor(self, values: IntArray) -> torch.Tensor:
+        return torch.from_numpy(values).to(self._device)
+
+
+class DeviceTensors:
+    """Implements StepTensors, within accelerator.compute().
+
+    What it gave is overwritten, in the order of the compute queue, by what it gives next.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, feed: TokenFeed, capacity: Capacity, num_recorded: int
+    ) -> None:
+        """num_recorded: tokens of the largest step whose addresses stay."""
+        device = accelerator.device
+        self._num_slots = capacity.max_num_seqs
+        self._num_recorded = num_recorded
+        self._newest = feed.newest
+        max_blocks = -(-capacity.max_model_len // capacity.block_size)
+        # Behind the last slot, the table of rows that have no tokens.
+        shape = (self._num_slots + 1, max_blocks)
+        self._block_tables = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._no_tables = torch.zeros((0, 0), dtype=torch.int64, device=device)
+        self._places = torch.arange(num_recorded, device=device)
+        self._token_ids = torch.zeros(num_recorded, dtype=torch.int64, device=device)
+        self._capacities = (*[num_recorded] * 5, num_recorded + 1, *[num_recorded] * 4)
+        self._recorded = Mirror(accelerator, num_bytes_of(self._capacities, _ITEMSIZES))
+        self._others = Mirror(accelerator, 0)
+
+    def batch(
+        self, inputs: StepInputs, token_ids: Sequence[Sequence[int]], lora: LoraBatch | None
+    ) -> ForwardBatch:
+        arrays = self._arrays(inputs, token_ids)
+        num_tokens = inputs.num_tokens + inputs.num_padding
+        stays = max(array.size for array in (arrays[0], arrays[-1])) <= self._num_recorded
+        if stays:
+            tensors = self._recorded.send(arrays, self._capacities)
+        else:
+            tensors = self._others.send(arrays)
+        positions, slot_mapping, sources, given, wanted = tensors[:5]
+        query_start_loc, seq_lens, table_rows, blocks, places = tensors[5:]
+        if len(places):
+            self._block_tables.view(-1).index_copy_(0, places, blocks)
+        tokens = self._token_ids[:num_tokens] if stays else torch.empty_like(given)
+        torch.maximum(self._newest.index_select(0, sources), given, out=tokens)
+        on_device = DeviceRows(query_start_loc, seq_lens, table_rows, self._block_tables)
+        return ForwardBatch(
+            token_ids=tokens,
+            positions=positions,
+            slot_mapping=slot_mapping,
+            rows=RowLayout(inputs.query_start_loc, inputs.seq_lens, self._no_tables, on_device),
+            logits_indices=self._places[:num_tokens] if inputs.num_padding else wanted,
+            lora=lora,
+        )
+
+    def _arrays(self, inputs: StepInputs, token_ids: Sequence[Sequence[int]]) -> list[Array]:
+        """Padding is token 0 at position 0, which is written nowhere, of rows without tokens."""
+        num_padding, num_tokens = inputs.num_padding, inputs.num_tokens
+        tokens = np.fromiter(itertools.chain.from_iterable(token_ids), np.int64, num_tokens)
+        sources = np.where(tokens == ON_DEVICE, inputs.slots[inputs.row_of_token], self._num_slots)
+        blocks, places = self._new_blocks(inputs)
+        return [
+            _padded(inputs.positions, num_padding, 0),
+            _padded(inputs.slot_mapping, num_padding, -1),
+            _padded(sources, num_padding, self._num_slots),
+            # The greater of a token and what stands for none is the token.
+            _padded(np.maximum(tokens, 0), num_padding, 0),
+            inputs.logits_indices,
+            _padded(_narrow(inputs.query_start_loc), num_padding, num_tokens),
+            _padded(_narrow(inputs.seq_lens), num_padding, 0),
+            _padded(_narrow(inputs.slots), num_padding, self._num_slots),
+            blocks,
+            places,
+        ]
+
+    def _new_blocks(self, inputs: StepInputs) -> tuple[npt.NDArray[np.int32], IntArray]:
+        """Of the block tables, as one row: where they are new, and what is there."""
+        width = self._block_tables.shape[1]
+        places = [
+            np.arange(slot * width + first, slot * width + first + len(blocks))
+            for slot, first, blocks in inputs.new_blocks
+        ]
+        blocks = [_narrow(blocks) for _, _, blocks in inputs.new_blocks]
+        none = np.zeros(0, np.int64)
+        return np.concatenate([_narrow(none), *blocks]), np.concatenate([none, *places])
+
+
+_ITEMSIZES = (8, 8, 8, 8, 8, 4, 4, 4, 4, 8)
+"""Of DeviceTensors._arrays."""
+
+
+def _narrow(values: Sequence[int] | IntArray) -> npt.NDArray[np.int32]:
+    return np.array(values, np.int32)
+
+
+def _padded(values: _Array, num_padding: int, fill: int) -> _Array:
+    if not num_padding:
+        return values
+    return np.concatenate((values, np.full(num_padding, fill, values.dtype)))

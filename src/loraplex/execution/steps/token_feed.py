@@ -1,0 +1,87 @@
+"""Tokens that were sampled on the device: they stay there for the next step, and the host is told.
+
+So a step can be launched before the host knows what the step before it gave.
+"""
+
+import numpy as np
+import torch
+
+from loraplex.core.plan import Slot
+from loraplex.execution.steps.mirror import Mirror
+from loraplex.kernels.accelerator import Accelerator, Event
+
+NO_TOKEN = -1
+"""Of a row whose logits are not finite."""
+
+
+class TokenFeed:
+    """The newest token of every slot whose row was sampled there. Within accelerator.compute()."""
+
+    def __init__(self, accelerator: Accelerator, max_num_seqs: int) -> None:
+        self._accelerator = accelerator
+        self._max_num_seqs = max_num_seqs
+        self.newest = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=accelerator.device)
+        """By slot; 0 behind the last one, or NO_TOKEN."""
+        self._slots = _Indices(accelerator, max_num_seqs)
+        self._rows = _Indices(accelerator, max_num_seqs)
+        self._free: list[torch.Tensor] = []
+
+    def event(self) -> Event:
+        """Behind all that is enqueued by now."""
+        return self._accelerator.event()
+
+    def rows(self, rows: list[int]) -> torch.Tensor:
+        """[n] int64 on the device, until the next call."""
+        return self._rows.tensor(rows)
+
+    def put(self, slots: list[Slot], tokens: torch.Tensor) -> "SentTokens":
+        """They are the newest of these slots, and on their way to the host. tokens [n] int64."""
+        if slots:
+            self.newest.index_copy_(0, self._slots.tensor(slots), tokens)
+        buffer = self._free.pop() if self._free else self._pinned()
+        returned = buffer[: len(slots)]
+        if slots:
+            self._accelerator.copy(tokens, returned)
+        return SentTokens(self._free, buffer, returned, self._accelerator.event())
+
+    def _pinned(self) -> torch.Tensor:
+        return self._accelerator.pinned((self._max_num_seqs,), torch.int64)
+
+
+class SentTokens:
+    """Tokens on their way to the host."""
+
+    def __init__(
+        self, free: list[torch.Tensor], buffer: torch.Tensor, tokens: torch.Tensor, event: Event
+    ) -> None:
+        """buffer: what `tokens` is a view of; it is `free` once they have been taken."""
+        self._free = free
+        self._buffer = buffer
+        self._tokens = tokens
+        self._event = event
+
+    def wait(self) -> None:
+        """Until they are there, and the step that sampled them has ended."""
+        self._event.wait()
+
+    def take(self) -> list[int]:
+        """Call it once."""
+        self._event.wait()
+        tokens: list[int] = self._tokens.tolist()
+        self._free.append(self._buffer)
+        return tokens
+
+
+class _Indices:
+    """Sent only if they are not those of the call before: most steps have the rows of the last."""
+
+    def __init__(self, accelerator: Accelerator, capacity: int) -> None:
+        self._mirror = Mirror(accelerator, capacity * np.dtype(np.int64).itemsize)
+        self._sent: list[int] = []
+        self._tensor: torch.Tensor | None = None
+
+    def tensor(self, indices: list[int]) -> torch.Tensor:
+        if self._tensor is None or self._sent != indices:
+            self._sent = indices
+            (self._tensor,) = self._mirror.send([np.array(self._sent, np.int64)])
+        return self._tensor

@@ -1,0 +1,1 @@
+"""Base weights: read from disk, packed for a backend, kept in the weights cache."""

@@ -1,0 +1,139 @@
+"""The tensors of a model folder by their Hugging Face names, each read when it is asked for.
+
+Reads safetensors, and `.bin` files with torch's restricted unpickler only; both are mapped. Every
+tensor must be accounted for: one that is missing, unknown, twice there or of another shape is an
+error.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from loraplex.core.errors import ConfigError
+from loraplex.execution.weights.tensor_files import (
+    PickledFile,
+    SafetensorsFile,
+    TensorFile,
+)
+from loraplex.execution.weights.trtllm import TrtllmWeights, rank_files
+from loraplex.models.config import DecoderConfig
+from loraplex.models.config_fields import read_fields
+from loraplex.models.engine_folder import WEIGHTS_NAME, is_foreign_checkpoint
+from loraplex.models.parameters import checkpoint_shapes
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+class Checkpoint:
+    """The open files of one folder. What `read` gave is valid until the checkpoint is closed."""
+
+    def __init__(self, folder: Path, config: DecoderConfig) -> None:
+        """Raises ConfigError, which names the file and the weight."""
+        self._shapes = checkpoint_shapes(config)
+        self._files: dict[str, _Entry] = {}
+        with contextlib.ExitStack() as stack:
+            for file in _files(folder, config):
+                self._add(stack.enter_context(file), config)
+            missing = sorted(self._shapes.keys() - self._files.keys())
+            if missing:
+                raise ConfigError(
+                    f"{folder} lacks {len(missing)} weights of {config.architecture}, "
+                    f"the first of them {missing[0]}"
+                )
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        """The number of tensors."""
+        return len(self._files)
+
+    def close(self) -> None:
+        self._stack.close()
+        self._files.clear()
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor of the shape that the configuration means, on the host; not to be written to."""
+        (file, stored_name), shape = self._files[name], self._shapes[name]
+        tensor = file.tensor(stored_name)
+        if not isinstance(tensor, torch.Tensor):
+            raise ConfigError(f"{file.path}: {name} is no tensor but {type(tensor).__name__}")
+        if tensor.shape != shape:
+            raise ConfigError(
+                f"{file.path}: {name} has shape {list(tensor.shape)}, "
+                f"config.json means {list(shape)}"
+            )
+        if tensor.dtype not in _FLOATS:
+            raise ConfigError(
+                f"{file.path}: {name} is {tensor.dtype}; floating-point weights are supported"
+            )
+        return tensor
+
+    def _add(self, file: "TensorFile", config: DecoderConfig) -> None:
+        for name in file.names:
+            full_name = config.names.canonical(name)
+            if full_name is None or _is_redundant(full_name, config):
+                continue
+            if full_name not in self._shapes:
+                raise ConfigError(
+                    f"{file.path}: unknown weight {name}; config.json does not account for it"
+                )
+            if full_name in self._files:
+                raise ConfigError(f"{file.path}: weight {name} is there twice")
+            self._files[full_name] = _Entry(file, name)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold the weights, safetensors before `.bin`."""
+    if is_foreign_checkpoint(folder):
+        return rank_files(folder)
+    if (folder / WEIGHTS_NAME).is_file():
+        return [folder / WEIGHTS_NAME]
+    for stem in ("model.safetensors", "pytorch_model.bin"):
+        index = folder / f"{stem}.index.json"
+        if index.is_file():
+            return _shards(folder, index)
+        if (folder / stem).is_file():
+            return [folder / stem]
+    raise ConfigError(
+        f"{folder} has no weights: none of model.safetensors, model.safetensors.index.json, "
+        "pytorch_model.bin and pytorch_model.bin.index.json is there"
+    )
+
+
+def _shards(folder: Path, index: Path) -> list[Path]:
+    weight_map = read_fields(index).table("weight_map")
+    if weight_map is None:
+        raise ConfigError(f"{index}: weight_map is missing")
+    names = sorted({weight_map.text(name, "") for name in weight_map})
+    for name in names:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise ConfigError(f"{index} names {name!r}, which is no file of the folder")
+    return [folder / name for name in names]
+
+
+def _is_redundant(name: str, config: DecoderConfig) -> bool:
+    """Tied checkpoints may store the embedding twice."""
+    return config.tie_word_embeddings and name == f"{config.names.lm_head}.weight"
+
+
+class _Entry(NamedTuple):
+    """Where a tensor is, and what it is called there."""
+
+    file: TensorFile
+    name: str
+
+
+def _files(folder: Path, config: DecoderConfig) -> Iterator[TensorFile]:
+    if is_foreign_checkpoint(folder):
+        yield TrtllmWeights(folder, config)
+        return
+    for path in weight_files(folder):
+        yield SafetensorsFile(path) if path.suffix == ".safetensors" else PickledFile(path)

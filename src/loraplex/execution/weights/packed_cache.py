@@ -1,0 +1,176 @@
+"""A folder of packed weights: which are there, who writes them, and which have to go.
+
+Each set of weights is one file named by its key. Beside it lies a lock, whose time is that of the
+last use. What was read or written in full before is known by its identity on the disk, so only a
+file that somebody else has touched is read in full again. Does not know what the weights mean.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from loraplex.adapters.seen_files import SeenFiles
+from loraplex.execution.weights.packed_file import (
+    PackedFile,
+    PackedFileError,
+    packed_bytes,
+    write_packed,
+)
+from loraplex.kernels.ops import LinearParts
+
+logger = logging.getLogger(__name__)
+
+_MIN_FREE_BYTES = 1 << 30
+"""Stays free on the disk: a cache must not be what fills it."""
+_ABANDONED_SECONDS = 24 * 3600
+_SEEN_AS = "packed weights"
+_MIB = 1 << 20
+
+
+class PackedCache:
+    """Any number of processes may use one folder. What fails costs the cache, never the start."""
+
+    def __init__(
+        self, folder: Path, max_bytes: int, *, min_free_bytes: int = _MIN_FREE_BYTES
+    ) -> None:
+        """max_bytes: of all files together; those used longest ago go first."""
+        self.folder = folder
+        self._max_bytes = max_bytes
+        self._min_free_bytes = min_free_bytes
+        self.seen = SeenFiles(folder)
+
+    @classmethod
+    def usable(cls, folder: Path, max_bytes: int) -> "PackedCache | None":
+        """The cache in `folder`; None, and said, if nothing can be written there."""
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                return cls(folder, max_bytes)
+        except OSError as error:
+            logger.warning(
+                "no weights cache, so no start is faster than the first: cannot write to %s: %s",
+                *(folder, error.strerror),
+            )
+            return None
+
+    @contextlib.contextmanager
+    def turn(self, key: str) -> Iterator[None]:
+        """Be the only one that opens or stores `key`: who waits finds what the other stored.
+
+        Where a file system has no locks several may store the same; the last one's file stays.
+        """
+        with contextlib.ExitStack() as stack:
+            try:
+                lock = os.open(
+                    self._path(key, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+                )
+                stack.callback(os.close, lock)
+                _wait_for(lock)
+                os.utime(lock)
+            except OSError as error:
+                logger.warning("no lock in the weights cache %s: %s", self.folder, error.strerror)
+            yield
+
+    def open(self, key: str) -> PackedFile | None:
+        """The weights of `key`, mapped; None if they have to be made (anew)."""
+        path = self._path(key, "weights")
+        try:
+            file = PackedFile(path, key)
+            self.check_once(file)
+        except FileNotFoundError:
+            return None
+        except (OSError, PackedFileError) as error:
+            reason = (isinstance(error, OSError) and error.strerror) or error
+            logger.warning("%s is not used but made again: %s", path, reason)
+            return None
+        return file
+
+    def store(self, key: str, entries: Sequence[LinearParts], summary: str) -> PackedFile | None:
+        """Write the weights of `key` and give them back mapped; None, and said, if it cannot be."""
+        path = self._path(key, "weights")
+        needed = packed_bytes(entries)
+        started = time.monotonic()
+        try:
+            self._make_room(path, needed)
+            write_packed(path, key, entries, summary)
+            file = PackedFile(path, key)
+            self._remember(file)
+        except (OSError, PackedFileError, _NoRoomError) as error:
+            reason = (isinstance(error, OSError) and error.strerror) or error
+            logger.warning("the packed weights are not kept for the next start: %s", reason)
+            return None
+        seconds = time.monotonic() - started
+        logger.info("packed weights: %d MiB kept in %s (%.1f s)", needed // _MIB, path, seconds)
+        return file
+
+    def check_once(self, file: PackedFile) -> None:
+        """Raises PackedFileError. A file that is the very one known as good is not read.
+
+        It need not be one of this cache.
+        """
+        if self.seen.digest((file.identity,), _SEEN_AS) != file.payload_digest:
+            file.check_payload()
+            self._remember(file)
+
+    def _remember(self, file: PackedFile) -> None:
+        with contextlib.suppress(OSError):  # it is then read in full at the next start
+            self.seen.remember((file.identity,), file.payload_digest, _SEEN_AS)
+
+    def _make_room(self, path: Path, needed: int) -> None:
+        """Raises _NoRoomError, before anything is deleted, if all that may go would not do."""
+        if needed > self._max_bytes:
+            raise _NoRoomError(
+                f"they have {needed} bytes, weights_cache_bytes is {self._max_bytes}"
+            )
+        self._delete_abandoned()
+        others = [(last_use, size, p) for last_use, size, p in self._files() if p != path]
+        used = sum(size for _, size, _ in others)
+        free = shutil.disk_usage(self.folder).free
+        if free + used < needed + self._min_free_bytes:
+            raise _NoRoomError(f"{self.folder} has {free} bytes free, they need {needed}")
+        for _, size, other in sorted(others):
+            if used + needed <= self._max_bytes and free >= needed + self._min_free_bytes:
+                return
+            logger.info("%s goes: it was used longest ago", other)
+            for file in (other, other.with_suffix(".lock")):
+                file.unlink(missing_ok=True)
+            used, free = used - size, free + size
+
+    def _files(self) -> Iterator[tuple[float, int, Path]]:
+        """Time of the last use, bytes and path of every file."""
+        for path in self.folder.glob("*.weights"):
+            with contextlib.suppress(FileNotFoundError):
+                status = path.stat()
+                last_use = status.st_mtime
+                with contextlib.suppress(FileNotFoundError):
+                    last_use = path.with_suffix(".lock").stat().st_mtime
+                yield last_use, status.st_size, path
+
+    def _delete_abandoned(self) -> None:
+        """What killed writers left."""
+        oldest = time.time() - _ABANDONED_SECONDS
+        for path in self.folder.glob(".*.weights.*.tmp"):
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_mtime < oldest:
+                    path.unlink()
+
+    def _path(self, key: str, kind: str) -> Path:
+        return self.folder / f"{key}.{kind}"
+
+
+class _NoRoomError(Exception):
+    """The message says what is too small."""
+
+
+def _wait_for(lock: int) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        logger.info("another process packs the same weights: waiting for it")
+        fcntl.flock(lock, fcntl.LOCK_EX)

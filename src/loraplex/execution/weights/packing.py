@@ -1,0 +1,185 @@
+"""From a checkpoint to packed weights, one layer at a time: only one is in memory twice."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from loraplex.core.errors import ConfigError
+from loraplex.core.weight_precision import WeightPrecision
+from loraplex.execution.weights.checkpoint import Checkpoint
+from loraplex.kernels.ops import Kernels, LinearParts, PackedLinear
+from loraplex.kernels.quantization import quantization_error
+from loraplex.models.config import DecoderConfig
+from loraplex.models.parameters import (
+    DecoderParameters,
+    LinearPlace,
+    ParameterSource,
+    build_parameters,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFormat:
+    """How a model's weights are kept in memory."""
+
+    dtype: torch.dtype
+    """Of what is not quantised."""
+    precision: WeightPrecision = WeightPrecision.NATIVE
+    device: torch.device = dataclasses.field(default_factory=functools.partial(torch.device, "cpu"))
+
+    def precision_of(self, place: LinearPlace) -> WeightPrecision:
+        """The logits feel every error of the lm_head: it is int8 where the others are coarser."""
+        if place.is_lm_head and self.precision is not WeightPrecision.NATIVE:
+            return WeightPrecision.INT8
+        return self.precision
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class PackedWeights:
+    """A decoder's parameters, and the same once more in the order in which they were asked for."""
+
+    parameters: DecoderParameters
+    entries: Sequence[LinearParts]
+    """A tensor that is no linear layer is an entry without numbers."""
+    summary: str = ""
+    """What quantisation cost, for people; empty without it."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(entry.num_bytes for entry in self.entries)
+
+
+def pack_checkpoint(
+    folder: Path, config: DecoderConfig, kernels: Kernels, form: WeightFormat
+) -> PackedWeights:
+    """Read and pack the weights in `folder`. Raises ConfigError.
+
+    At any moment the memory holds what is packed, and one linear layer as it was read.
+    """
+    with (
+        Checkpoint(folder, config) as checkpoint,
+        # disable=None: only where a person watches.
+        tqdm(total=len(checkpoint), desc="Loading weights", unit="tensor", disable=None) as bar,
+    ):
+        source = _CheckpointSource(checkpoint, kernels, form, bar.update)
+        noting = _NotingSource(source, kernels)
+        parameters = build_parameters(config, noting)
+    return PackedWeights(parameters, noting.entries, source.errors.summary(form.precision))
+
+
+def join_entries(
+    entries: Sequence[LinearParts], config: DecoderConfig, kernels: Kernels, summary: str
+) -> PackedWeights:
+    """The weights whose entries `pack_checkpoint` gave, for the same model."""
+    return PackedWeights(build_parameters(config, _EntrySource(entries, kernels)), entries, summary)
+
+
+class _CheckpointSource:
+    """Implements `ParameterSource`."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        kernels: Kernels,
+        form: WeightFormat,
+        progress: Callable[[], object],
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._kernels = kernels
+        self._form = form
+        self._progress = progress
+        self.errors = _QuantizationErrors()
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return self._joined([name], shape)
+
+    def linear(self, place: LinearPlace) -> PackedLinear:
+        names = [f"{part}.weight" for part in place.parts]
+        precision = self._form.precision_of(place)
+        weight = self._joined(names, place.shape, is_transposed=place.is_transposed)
+        bias = None
+        if place.has_bias:
+            biases = [f"{part}.bias" for part in place.parts]
+            bias = self._joined(biases, place.shape[:1])
+        try:
+            packed = self._kernels.pack_linear(weight, bias, precision)
+        except ConfigError as error:
+            raise ConfigError(f"{place.name}: {error.message}", param="quantization") from error
+        if precision is not WeightPrecision.NATIVE:
+            self.errors.note(place.name, quantization_error(weight, precision))
+        return packed
+
+    def _joined(
+        self, names: Sequence[str], shape: tuple[int, ...], *, is_transposed: bool = False
+    ) -> torch.Tensor:
+        """The named tensors behind one another along the first axis: never a view of a file."""
+        joined = torch.empty(shape, dtype=self._form.dtype, device=self._form.device)
+        start = 0
+        for name in names:
+            tensor = self._checkpoint.read(name)
+            tensor = tensor.T if is_transposed else tensor
+            joined[start : start + len(tensor)] = tensor
+            start += len(tensor)
+            self._progress()
+        return joined
+
+
+class _EntrySource:
+    """Implements `ParameterSource`: what was noted, in the same order."""
+
+    def __init__(self, entries: Sequence[LinearParts], kernels: Kernels) -> None:
+        self._entries = iter(entries)
+        self._kernels = kernels
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        (tensor,) = next(self._entries).tensors
+        assert tensor is not None
+        assert tensor.shape == shape, name
+        return tensor
+
+    def linear(self, place: LinearPlace) -> PackedLinear:
+        del place
+        return self._kernels.join_linear(next(self._entries))
+
+
+class _NotingSource:
+    """Passes on what another source gives, and notes it."""
+
+    def __init__(self, source: ParameterSource, kernels: Kernels) -> None:
+        self._source = source
+        self._kernels = kernels
+        self.entries: list[LinearParts] = []
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = self._source.tensor(name, shape)
+        self.entries.append(LinearParts((), (tensor,)))
+        return tensor
+
+    def linear(self, place: LinearPlace) -> PackedLinear:
+        packed = self._source.linear(place)
+        self.entries.append(self._kernels.linear_parts(packed))
+        return packed
+
+
+class _QuantizationErrors:
+    """Relative errors of weights, in the 2-norm."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, float] = {}
+
+    def note(self, name: str, error: float) -> None:
+        self._by_name[name] = error
+
+    def summary(self, precision: WeightPrecision) -> str:
+        if not self._by_name:
+            return ""
+        mean = (sum(error**2 for error in self._by_name.values()) / len(self._by_name)) ** 0.5
+        worst = max(self._by_name, key=self._by_name.__getitem__)
+        return (
+            f"{precision} weights differ by {mean:.2%} from the checkpoint's (root mean square; "
+            f"most, {self._by_name[worst]:.2%}, in {worst})"
+        )

@@ -1,0 +1,54 @@
+"""How many bytes a model's weights take once they are loaded, from its config alone.
+
+Kernels pad what they pack, so the truth is a little more.
+"""
+
+import math
+
+import torch
+
+from loraplex.core.errors import ConfigError
+from loraplex.core.weight_precision import WeightPrecision
+from loraplex.execution.weights.packing import WeightFormat
+from loraplex.kernels.ops import PackedLinear
+from loraplex.kernels.quantization import group_size_of
+from loraplex.models.config import DecoderConfig
+from loraplex.models.parameters import LinearPlace, build_parameters
+
+_SCALE_BYTES = 4
+_BITS = {WeightPrecision.INT8: 8, WeightPrecision.INT4: 4, WeightPrecision.FP8: 8}
+
+
+def weights_size(config: DecoderConfig, dtype: torch.dtype, precision: WeightPrecision) -> int:
+    """Bytes. Raises ConfigError if a layer cannot be quantised like this."""
+    sizes = _Sizes(WeightFormat(dtype=dtype, precision=precision))
+    build_parameters(config, sizes)
+    return sizes.num_bytes
+
+
+class _Sizes:
+    """A ParameterSource that gives nothing and adds up what it was asked for."""
+
+    def __init__(self, form: WeightFormat) -> None:
+        self._form = form
+        self.num_bytes = 0
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        del name
+        self.num_bytes += math.prod(shape) * self._form.dtype.itemsize
+        return torch.empty(shape, device="meta")
+
+    def linear(self, place: LinearPlace) -> PackedLinear:
+        precision = self._form.precision_of(place)
+        num_outputs, num_inputs = place.shape
+        bits = _BITS.get(precision, 8 * self._form.dtype.itemsize)
+        self.num_bytes += num_outputs * num_inputs * bits // 8
+        try:
+            group_size = group_size_of(precision, num_inputs)
+        except ConfigError as error:
+            raise ConfigError(f"{place.name}: {error.message}", param="quantization") from error
+        if group_size:
+            self.num_bytes += num_outputs * math.ceil(num_inputs / group_size) * _SCALE_BYTES
+        if place.has_bias:
+            self.num_bytes += num_outputs * self._form.dtype.itemsize
+        return None

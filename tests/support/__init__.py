@@ -1,0 +1,1 @@
+"""Doubles and generators that only the tests and benchmarks use."""

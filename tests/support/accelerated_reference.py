@@ -1,0 +1,173 @@
+"""The torch reference under the rules of a GPU's backend, with the bits of the plain reference.
+
+Rows, padding and adapters are read where an accelerator has them, at the addresses that a recorded
+step was recorded with. What nobody is to read is not a number.
+"""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from loraplex.execution.adapters.host_adapters import HostAdapters
+from loraplex.execution.assembly import Assembly
+from loraplex.execution.loading import assemble_parts
+from loraplex.execution.sizing.capacity import choose_dtype
+from loraplex.execution.sizing.kv import windowed
+from loraplex.execution.sizing.settings import RunnerSettings
+from loraplex.execution.steps.runner_parts import RunnerParts
+from loraplex.execution.weights.loading import load_weights
+from loraplex.execution.weights.packing import WeightFormat
+from loraplex.kernels.accelerator import Accelerator
+from loraplex.kernels.cuda.graphs import StepGraphs
+from loraplex.kernels.lora import LoraBatch, LoraSegments, add_lora
+from loraplex.kernels.ops import (
+    AttentionPlan,
+    AttentionShape,
+    DeviceRows,
+    Kernels,
+    KVStorage,
+    Parameter,
+    RowLayout,
+)
+from loraplex.kernels.reference import ReferenceKernels
+from loraplex.models.registry import read_config
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _RowsOnDevice:
+    """An attention plan that is worked out when the layer runs."""
+
+    rows: DeviceRows
+    shape: AttentionShape
+    sliding_window: int | None
+    num_sink_tokens: int
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        rows = self.rows
+        return (rows.query_start_loc, rows.seq_lens, rows.table_rows, rows.block_tables)
+
+
+class AcceleratedReference(ReferenceKernels):
+    """Implements `Kernels` for an accelerator whose device is the CPU."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        super().__init__(accelerator.device)
+        self.graphs = StepGraphs(accelerator)
+        self.num_repeated = 0
+        """Steps that were not computed anew."""
+
+    def repeat(
+        self,
+        key: Hashable,
+        parameters: Sequence[Parameter],
+        compute: Callable[[], torch.Tensor],
+    ) -> torch.Tensor:
+        inputs = [tensor for parameter in parameters for tensor in _tensors(parameter)]
+        self.num_repeated += key in self.graphs and not self.graphs.is_recording
+        return self.graphs.repeat(key, inputs, compute)
+
+    def add_lora(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        batch: LoraBatch,
+        layer: int,
+        modules: Sequence[str],
+        out_offsets: Sequence[int],
+    ) -> None:
+        if batch.segments is not None:
+            batch = _of_segments(batch, batch.segments)
+        add_lora(y, x, batch, layer, modules, out_offsets)
+
+    def write_kv(
+        self, storage: KVStorage, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        is_kept = slot_mapping >= 0
+        super().write_kv(storage, key[is_kept], value[is_kept], slot_mapping[is_kept])
+
+    def plan_attention(
+        self,
+        rows: RowLayout,
+        shape: AttentionShape,
+        sliding_window: int | None,
+        num_sink_tokens: int = 0,
+    ) -> AttentionPlan:
+        assert rows.on_device is not None, "the runner of an accelerator brings them there"
+        return _RowsOnDevice(rows.on_device, shape, sliding_window, num_sink_tokens)
+
+    def paged_attention(
+        self, query: torch.Tensor, storage: KVStorage, plan: AttentionPlan
+    ) -> torch.Tensor:
+        assert isinstance(plan, _RowsOnDevice)
+        rows = plan.rows
+        num_rows = int((rows.seq_lens > 0).sum())
+        starts = rows.query_start_loc[: num_rows + 1].tolist()
+        output = torch.full_like(query, torch.nan)
+        if not num_rows:
+            return output
+        tables = rows.block_tables[rows.table_rows[:num_rows].long()].long()
+        layout = RowLayout(starts, rows.seq_lens[:num_rows].tolist(), tables)
+        tiles = super().plan_attention(
+            layout, plan.shape, plan.sliding_window, plan.num_sink_tokens
+        )
+        output[: starts[-1]] = super().paged_attention(query[: starts[-1]], storage, tiles)
+        return output
+
+
+def _of_segments(batch: LoraBatch, segments: LoraSegments) -> LoraBatch:
+    """With the groups that the pieces say, whatever the batch says itself."""
+    entries = segments.entries.numpy()
+    is_piece = entries >= 0
+    counts = segments.counts.numpy()[is_piece].astype(np.int64)
+    starts = segments.starts.numpy()[is_piece].astype(np.int64)
+    ends = counts.cumsum()
+    order = np.repeat(starts - (ends - counts), counts) + np.arange(counts.sum())
+    chosen = torch.from_numpy(order)
+    return dataclasses.replace(
+        batch,
+        entries=entries[is_piece].astype(np.int64),
+        group_starts=np.append(0, ends),
+        wave_starts=np.append(0, is_piece.sum(1).cumsum()),
+        token_indices=segments.token_indices[chosen].long(),
+        token_scales=segments.token_scales[chosen],
+    )
+
+
+def _tensors(parameter: Parameter) -> tuple[torch.Tensor, ...]:
+    match parameter:
+        case torch.Tensor():
+            return (parameter,)
+        case _RowsOnDevice():
+            return parameter.tensors
+        case LoraBatch(segments=LoraSegments()):
+            assert parameter.segments is not None
+            return parameter.segments.tensors
+    assert parameter is None, f"no op reads a {type(parameter).__name__}"
+    return ()
+
+
+def load_parts_with(
+    kernels: Kernels,
+    accelerator: Accelerator | None,
+    folder: Path,
+    settings: RunnerSettings,
+    host_adapters: HostAdapters,
+) -> RunnerParts:
+    """As execution.loading.load_parts, on a CPU, whose accelerator there may be."""
+    config = windowed(settings, read_config(folder))
+    dtype = choose_dtype(settings, config)
+    form = WeightFormat(dtype=dtype, precision=settings.quantization, device=torch.device("cpu"))
+    weights = load_weights(folder, config, kernels, form, None)
+    assembly = Assembly(
+        config=config,
+        parameters=weights.parameters,
+        weights_bytes=weights.num_bytes,
+        settings=settings,
+        kernels=kernels,
+        accelerator=accelerator,
+    )
+    return assemble_parts(assembly, host_adapters)

@@ -1,0 +1,171 @@
+"""Steps of whole decoders on a GPU that is not there: what logits they give, by how many launches.
+
+`python -m support.fake_steps` prints them as JSON. No kernel runs, nothing is compiled.
+"""
+
+import dataclasses
+import functools
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from loraplex.kernels.accelerator import HostAccelerator
+from loraplex.kernels.cuda.backend import CudaKernels
+from loraplex.kernels.lora import LoraBatch
+from loraplex.kernels.ops import PackedLinear
+from loraplex.models.batch import ForwardBatch
+from loraplex.models.config import DecoderConfig, RopeConfig
+from loraplex.models.decoder import Decoder
+from loraplex.models.parameters import LinearPlace, build_parameters
+from loraplex.models.rope import RotaryTable
+from support.kernel_cases.llamas import BLOCK_SIZE, GPU, LLAMAS, Llama, empty, mixed_rows
+from support.kernel_cases.lora import device_batch, host_batch
+from support.kernel_launches import LaunchRecorder
+
+_ARCH = 90
+_NUM_LAYERS = 32
+_DTYPE = torch.bfloat16
+_NUM_BLOCKS = 64
+_NO_LAUNCH = ("device", "empty", "lift_fresh")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FakeStep:
+    model: str
+    step: str
+    shape: tuple[int, ...]
+    dtype: str
+    kernels: int
+    """Launches of Triton kernels."""
+    torch_ops: int
+    """Operations of torch that are more than another view: about a launch each."""
+
+
+class _FakeGpu(HostAccelerator):
+    """All its work is fake."""
+
+    @property
+    def device(self) -> torch.device:
+        return GPU
+
+
+class _FakeWeights:
+    """Implements models.parameters.ParameterSource."""
+
+    def __init__(self, kernels: CudaKernels) -> None:
+        self._kernels = kernels
+
+    def tensor(self, _name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return empty(*shape, dtype=_DTYPE)
+
+    def linear(self, place: LinearPlace) -> PackedLinear:
+        return self._kernels.pack_linear(empty(*place.shape, dtype=_DTYPE), None)
+
+
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what torch computes."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        _types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        self.count += not func.is_view and not name.startswith(_NO_LAUNCH)
+        return func(*args, **(kwargs or {}))
+
+
+def fake_steps() -> list[FakeStep]:
+    """A step that decodes 32 rows, and a mixed one, with and without an adapter for each row."""
+    rows = {"decode": [1] * 32, "mixed": [1, 1, 300, 1, 40]}
+    adapters = {step: host_batch(counts, num_waves=1) for step, counts in rows.items()}
+    found = []
+    for name, llama in LLAMAS.items():
+        recorder = LaunchRecorder(_ARCH)
+        with recorder.record():
+            forward = _decoder(llama)
+            for step, counts in rows.items():
+                for has_lora in (False, True):
+                    lora = device_batch(llama, _DTYPE, adapters[step]) if has_lora else None
+                    label = f"{step}, LoRA" if has_lora else step
+                    found.append(_run(recorder, forward, name, label, counts, lora))
+    return found
+
+
+def _decoder(llama: Llama) -> Callable[[ForwardBatch], torch.Tensor]:
+    kernels = CudaKernels(_FakeGpu())
+    config = _config(llama)
+    parameters = build_parameters(config, _FakeWeights(kernels))
+    rotary = RotaryTable(config, 4096, GPU)
+    decoder = Decoder(config, parameters, rotary, kernels, block_size=BLOCK_SIZE)
+    kv = [kernels.allocate_kv(_NUM_BLOCKS, llama.attention, _DTYPE) for _ in range(_NUM_LAYERS)]
+    return functools.partial(decoder.forward, kv=kv)
+
+
+def _run(
+    recorder: LaunchRecorder,
+    forward: Callable[[ForwardBatch], torch.Tensor],
+    model: str,
+    step: str,
+    counts: Sequence[int],
+    lora: LoraBatch | None,
+) -> FakeStep:
+    num_tokens = sum(counts)
+    integers = functools.partial(empty, dtype=torch.int64)
+    batch = ForwardBatch(
+        token_ids=integers(num_tokens),
+        positions=integers(num_tokens),
+        slot_mapping=integers(num_tokens),
+        rows=mixed_rows(list(counts)),
+        logits_indices=integers(len(counts)),
+        lora=lora,
+    )
+    before = len(recorder.launches)
+    with _Counter() as counter:  # type: ignore[no-untyped-call]
+        logits = forward(batch)
+    return FakeStep(
+        model,
+        step,
+        tuple(logits.shape),
+        str(logits.dtype),
+        len(recorder.launches) - before,
+        counter.count,
+    )
+
+
+def _config(llama: Llama) -> DecoderConfig:
+    return DecoderConfig(
+        architecture="LlamaForCausalLM",
+        hidden_size=llama.hidden,
+        num_layers=_NUM_LAYERS,
+        num_heads=llama.num_heads,
+        num_kv_heads=llama.num_kv_heads,
+        head_dim=llama.head_dim,
+        intermediate_size=llama.inner,
+        vocab_size=llama.vocab,
+        max_position_embeddings=4096,
+        norm_eps=1e-5,
+        rope=RopeConfig(),
+        layer_windows=(None,) * _NUM_LAYERS,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        tie_word_embeddings=False,
+        eos_token_ids=(),
+        bos_token_id=None,
+        pad_token_id=None,
+        dtype="bfloat16",
+    )
+
+
+if __name__ == "__main__":
+    json.dump([dataclasses.asdict(step) for step in fake_steps()], sys.stdout)

@@ -1,0 +1,166 @@
+"""Real engines of one model: plain ones, and ones under random conditions."""
+
+import dataclasses
+import random
+from collections import Counter
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from loraplex.core.errors import StepFailedError
+from loraplex.core.plan import Capacity
+from loraplex.core.request import EngineRequest
+from loraplex.engine.engine import Engine, build_engine
+from loraplex.engine.journal import Journal
+from loraplex.execution.adapters.host_adapters import HostAdapters
+from loraplex.execution.grammar.rows import GrammarRows
+from loraplex.execution.sampling.sampler import Sampler
+from loraplex.execution.steps.launched_step import StepWork
+from loraplex.execution.steps.model_runner import ModelRunner, PreparedStep
+from loraplex.execution.steps.runner_parts import RunnerParts
+from loraplex.execution.steps.threaded_runner import ThreadedRunner
+from loraplex.kernels.dispatch import select_kernels
+from loraplex.kernels.ops import Kernels
+from loraplex.memory.adapter_pages import place
+from loraplex.models.config import DecoderConfig
+from loraplex.scheduling.settings import SchedulerSettings
+from loraplex.testing.fake_clock import FakeClock
+from loraplex.testing.fake_loader import FakeLoad
+from support.grammar_tokens import vocabulary
+from support.random_conditions import FAILING_FIELDS, Conditions
+from support.random_schedules import RandomAdapters
+
+RANKS = (4, 8, 3)
+"""Of the adapters."""
+PLANNED_FAILURE = StepFailedError("it was to fail")
+Failures = Collection[tuple[str, int]]
+"""As Conditions.failures."""
+_LARGE = 1 << 30
+
+
+class FeatureEngines:
+    """Of the same memory, so one at a time: what one left there must not matter to the next."""
+
+    def __init__(self, parts: RunnerParts, kernels: Kernels | None = None) -> None:
+        """parts.sampler is not used; parts.host_adapters is filled. kernels: of the sampler; None
+        are the device's own.
+        """
+        self._parts = parts
+        self._kernels = kernels or select_kernels(parts.device)
+        self.sources = self._loader(random.Random(0)).sources
+        geometry = parts.capacity.page_geometry
+        self._num_pages = {s.digest: place(s.targets, geometry).num_pages for s in self.sources}
+        host_page_bytes = parts.capacity.host_page_bytes
+        self._num_bytes = {
+            s.digest: self._num_pages[s.digest] * host_page_bytes or s.num_bytes
+            for s in self.sources
+        }
+
+    def plain(self, clock: FakeClock, logits_dir: Path) -> Engine:
+        """Nothing is shared, guessed or planned ahead, and there is room for everything."""
+        runner = self._runner(self._parts.capacity, logits_dir, fast_forward=False)
+        settings = SchedulerSettings(enable_prefix_cache=False)
+        loader = self._loader(random.Random(0))
+        return self._known(build_engine(runner, loader, clock, settings, adapter_host_bytes=_LARGE))
+
+    def under(
+        self,
+        conditions: Conditions,
+        requests: Sequence[EngineRequest],
+        clock: FakeClock,
+        logits_dir: Path,
+        journal: Journal | None,
+        failures: Failures,
+    ) -> Engine:
+        """So small that just each of the requests can be answered alone, or larger."""
+        uses = [[use.digest for use in request.adapters] for request in requests]
+        uses += [[source.digest] for source in self.sources]  # each is refused if it cannot fit
+        most_pages = max(sum(map(self._num_pages.__getitem__, digests)) for digests in uses)
+        most_bytes = max(sum(map(self._num_bytes.__getitem__, digests)) for digests in uses)
+        capacity = conditions.capacity(self._parts.capacity, requests, most_pages)
+        runner = self._runner(
+            capacity,
+            logits_dir,
+            fast_forward=conditions.fast_forward,
+            failures=failures,
+        )
+        runs_in_launch = self._parts.accelerator is None
+        engine = build_engine(
+            ThreadedRunner(runner) if conditions.overlap and runs_in_launch else runner,
+            self._loader(random.Random(f"loads {conditions.seed}")),
+            clock,
+            conditions.settings_for(requests),
+            adapter_host_bytes=most_bytes if conditions.small_adapter_host else _LARGE,
+            eviction_policy=conditions.eviction_policy,
+            journal=journal,
+            overlap=conditions.overlap,
+        )
+        return self._known(engine)
+
+    def _known(self, engine: Engine) -> Engine:
+        for source in self.sources:
+            engine.register_adapter(source)
+        return engine
+
+    def _loader(self, draws: random.Random) -> "_LateAdapters":
+        parts = self._parts
+        adapters = _LateAdapters(parts.host_adapters, parts.decoder.config, draws)
+        adapters.prepare = parts.adapter_bank.prepare
+        return adapters
+
+    def _runner(
+        self,
+        capacity: Capacity,
+        logits_dir: Path,
+        *,
+        fast_forward: bool,
+        failures: Failures = (),
+    ) -> "_FailingRunner":
+        parts, vocab_size = self._parts, capacity.vocab_size
+        while parts.adapter_bank.arrived(wait=True):
+            pass  # of an engine that is dead
+        sampler = Sampler(
+            vocab_size,
+            device=parts.device,
+            kernels=self._kernels,
+            grammars=GrammarRows(vocab_size, vocabulary, fast_forward=fast_forward),
+            logits_dir=logits_dir,
+        )
+        parts = dataclasses.replace(parts, capacity=capacity, sampler=sampler)
+        runner = _FailingRunner(parts, failures)
+        runner.forget_steps()
+        runner.record_steps()
+        return runner
+
+
+class _LateAdapters(RandomAdapters):
+    """Loads end at random."""
+
+    def __init__(self, host: HostAdapters, config: DecoderConfig, draws: random.Random) -> None:
+        super().__init__(host, config, RANKS)
+        self._draws = draws
+        self._late: list[FakeLoad] = []
+
+    def poll(self) -> list[FakeLoad]:
+        loads = [*self._late, *super().poll()]
+        self._late = [load for load in loads if self._draws.random() < 0.5]
+        return [load for load in loads if load not in self._late]
+
+
+class _FailingRunner(ModelRunner):
+    """Some steps fail: before or after they were computed."""
+
+    def __init__(self, parts: RunnerParts, failures: Failures) -> None:
+        super().__init__(parts)
+        self._failures = frozenset(failures)
+        self._num_steps: Counter[str] = Counter()
+        """With something in a field of the plan."""
+
+    def _execute(self, step: PreparedStep) -> StepWork:
+        fields = {field for field in FAILING_FIELDS if getattr(step.plan, field)}
+        self._num_steps.update(fields)
+        reached = {(field, self._num_steps[field]) for field in fields}
+        if not self._failures & reached:
+            return super()._execute(step)
+        if step.plan.step_id % 2:
+            super()._execute(step)
+        raise PLANNED_FAILURE

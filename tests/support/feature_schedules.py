@@ -1,0 +1,299 @@
+"""Requests alone in a plain engine, and together under random conditions: equal answers.
+
+Equal are tokens, reasons to end, and the bits of log probabilities and logits. Engines die, and
+others take their place as serving lets them.
+"""
+
+import asyncio
+import itertools
+import random
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from loraplex.core.output import EngineOutput
+from loraplex.core.request import EngineRequest, RequestId
+from loraplex.core.stats import StepRecord
+from loraplex.engine.engine import Engine
+from loraplex.engine.journal_file import JournalFile, JournalReader
+from loraplex.engine.replay import replay
+from loraplex.execution.sizing.settings import RunnerSettings
+from loraplex.execution.steps.runner_parts import RunnerParts
+from loraplex.kernels.ops import Kernels
+from loraplex.serving.engines.replay import KILL_BLAME, RequestInWork
+from loraplex.testing.fake_clock import FakeClock
+from support.feature_answers import Answer
+from support.feature_engines import PLANNED_FAILURE, Failures, FeatureEngines
+from support.feature_requests import FeatureRequests
+from support.grammar_tokens import VOCAB_SIZE
+from support.random_conditions import Conditions
+from support.tiny_model import TinyCheckpoint
+
+FEATURE_SETTINGS = RunnerSettings(
+    block_size=4,
+    num_blocks=400,
+    max_num_seqs=8,
+    max_lora_rank=8,
+    kv_cache_host_memory_bytes=1 << 20,
+)
+MAX_REQUESTS = 12
+"""In one schedule."""
+SHORT_PROMPT = 32
+LAST_ARRIVALS = (3, 20)
+"""Steps."""
+LAST_ABORT = 30
+MAX_STEPS = 3000
+_JOURNAL_BYTES = 1 << 30
+
+
+def feature_checkpoint(folder: Path) -> Path:
+    """Of a model for FEATURE_SETTINGS."""
+    checkpoint = TinyCheckpoint(
+        folder,
+        hidden_size=64,
+        intermediate_size=80,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCAB_SIZE,
+        max_position_embeddings=160,
+    )
+    # Logits as flat as those of trained models, so that a draw has choices.
+    checkpoint.tensors["lm_head.weight"] /= 6
+    return checkpoint.save()
+
+
+class FeatureSchedules:
+    """One model with its requests, which were answered alone first."""
+
+    def __init__(self, parts: RunnerParts, folder: Path, kernels: Kernels | None = None) -> None:
+        """See FeatureEngines. folder: for what is written."""
+        self.tally: Counter[str] = Counter()
+        """What happened in the schedules."""
+        self._folder = folder
+        self._names = itertools.count()
+        self._engines = FeatureEngines(parts, kernels)
+        digests = [source.digest for source in self._engines.sources]
+        self.requests = FeatureRequests(digests, self._first_tokens).make()
+        self.alone = [self._answer_alone(request) for request in self.requests]
+
+    def run(self, seed: object) -> list[str]:
+        """How the answers of this seed's schedule differ from those alone; empty if equal."""
+        conditions = Conditions.draw(seed)
+        folder = self._new_folder()
+        schedule = _Schedule(self._engines, conditions, self.requests, folder)
+        try:
+            schedule.run()
+            problems = [*schedule.problems, *schedule.differences(self.alone)]
+        except Exception as error:
+            error.add_note(f"in schedule {seed}: {conditions}")
+            raise
+        self.tally += schedule.tally
+        return [f"schedule {seed}: {problem}\n  {conditions}" for problem in problems]
+
+    def _first_tokens(self, request: EngineRequest) -> tuple[int, ...]:
+        return tuple(self._answer_alone(request).sequences[0].token_ids)
+
+    def _answer_alone(self, request: EngineRequest) -> Answer:
+        engine = self._engines.plain(FakeClock(1), self._new_folder())
+        sampling = msgspec.structs.replace(request.sampling, num_draft_tokens=0)
+        engine.add(msgspec.structs.replace(request, sampling=sampling))
+        outputs: list[EngineOutput] = []
+        while not engine.is_idle:
+            turn = engine.step()
+            assert turn.record is None or turn.record.step_id < MAX_STEPS
+            outputs += turn.outputs
+        engine.close()
+        answer = Answer.of(outputs)
+        assert answer.error is None, f"{answer.error}: {request}"
+        return answer
+
+    def _new_folder(self) -> Path:
+        folder = self._folder / str(next(self._names))
+        folder.mkdir()
+        return folder
+
+
+class _Schedule:
+    """Some of the requests under one set of conditions."""
+
+    def __init__(
+        self,
+        engines: FeatureEngines,
+        conditions: Conditions,
+        requests: Sequence[EngineRequest],
+        folder: Path,
+    ) -> None:
+        self.tally: Counter[str] = Counter()
+        self.problems: list[str] = []
+        self._engines = engines
+        self._conditions = conditions
+        self._folder = folder
+        self._clock = FakeClock(1)
+        self._draws = draws = random.Random(f"schedule {conditions.seed}")
+        chosen = _choose(draws, requests)
+        self._of_alone = [request.request_id for request in chosen]
+        """Which request each of these is."""
+        self._requests = [
+            conditions.changed(msgspec.structs.replace(request, request_id=index))
+            for index, request in enumerate(chosen)
+        ]
+        self._works = {
+            request.request_id: RequestInWork(request, engines.sources)
+            for request in self._requests
+        }
+        last_arrival = draws.choice(LAST_ARRIVALS)
+        self._arrivals = sorted(
+            (draws.randint(0, last_arrival), request.request_id) for request in self._requests
+        )
+        self._aborts = self._draw_aborts()
+        self._unfinished: dict[RequestId, RequestInWork] = {}
+        self._aborted: set[tuple[RequestId, int]] = set()
+        self._num_engines = 0
+        self._journal_path: Path | None = None
+        """Of the running engine."""
+
+    def run(self) -> None:
+        engine = self._new_engine(self._conditions.failures)
+        for step in range(MAX_STEPS):
+            if not self._arrivals and not self._unfinished and engine.is_idle:
+                break
+            self._arrive_and_abort(engine, step)
+            turn = engine.step()
+            self._count(turn.record)
+            if step in self._conditions.crashes:
+                engine = self._crash(
+                    engine, is_told=self._draws.random() < 0.5, outputs=turn.outputs
+                )
+                continue
+            self._deliver(turn.outputs)
+            if self._draws.random() < 0.1:
+                engine.check()
+            self._clock.advance(self._draws.randint(1, 1_500_000))
+        else:
+            raise AssertionError(
+                f"{MAX_STEPS} steps, and {len(self._unfinished)} requests are left"
+            )
+        engine.check()
+        assert engine.stats().blocks_on_host == 0
+        self._leave(engine)
+
+    def differences(self, alone: Sequence[Answer]) -> list[str]:
+        problems = []
+        for request in self._requests:
+            request_id = request.request_id
+            stream = self._works[request_id].stream
+            answer = Answer.of(asyncio.run(stream.take()))
+            may_fail = answer.error == PLANNED_FAILURE.to_info()
+            self.tally["failed"] += may_fail
+            found = list(answer.differences(alone[self._of_alone[request_id]], may_fail=may_fail))
+            for index, sequence in answer.sequences.items():
+                if sequence.is_aborted and (request_id, index) not in self._aborted:
+                    found.append(f"sequence {index} was aborted, and nobody asked for it")
+            problems += [f"request {self._of_alone[request_id]}: {problem}" for problem in found]
+        return problems
+
+    def _draw_aborts(self) -> list[tuple[int, RequestId, int | None]]:
+        draws = self._draws
+        aborts = []
+        for request in self._requests:
+            if draws.random() < self._conditions.abort_share:
+                index = draws.choice([None, draws.randrange(request.sampling.n)])
+                aborts.append((draws.randint(0, LAST_ABORT), request.request_id, index))
+        return aborts
+
+    def _arrive_and_abort(self, engine: Engine, step: int) -> None:
+        while self._arrivals and self._arrivals[0][0] <= step:
+            _, request_id = self._arrivals.pop(0)
+            self._unfinished[request_id] = self._works[request_id]
+            engine.add(self._works[request_id].engine_request())
+        for at, request_id, index in self._aborts:
+            work = self._unfinished.get(request_id)
+            if at == step and work is not None and work.abort(index):
+                engine.abort(request_id, index)
+                self._note_abort(request_id, index)
+
+    def _note_abort(self, request_id: RequestId, index: int | None) -> None:
+        sampling = self._requests[request_id].sampling
+        # A search has one answer: it is aborted as a whole.
+        is_whole = sampling.beam is not None
+        indices = range(sampling.num_sequences) if is_whole or index is None else (index,)
+        self._aborted.update((request_id, of_request) for of_request in indices)
+        self.tally["aborts"] += 1
+
+    def _deliver(self, outputs: Sequence[EngineOutput]) -> None:
+        for output in outputs:
+            self._unfinished[output.request_id].deliver(output)
+            if output.finished:
+                del self._unfinished[output.request_id]
+
+    def _crash(self, engine: Engine, *, is_told: bool, outputs: Sequence[EngineOutput]) -> Engine:
+        """is_told: the engine dies only after it told what its last step gave."""
+        if is_told:
+            self._deliver(outputs)
+        self._leave(engine)
+        self.tally["crashes"] += 1
+        engine = self._new_engine(())
+        for request_id, work in list(self._unfinished.items()):
+            work.lose_engine(KILL_BLAME)
+            if work.end_aborted():
+                del self._unfinished[request_id]
+            else:
+                self.tally["replayed"] += work.num_output_tokens > 0
+                engine.add(work.engine_request())
+        return engine
+
+    def _new_engine(self, failures: Failures) -> Engine:
+        folder = self._folder / f"engine-{self._num_engines}"
+        folder.mkdir()
+        self._num_engines += 1
+        self._journal_path = folder / "journal" if self._conditions.has_journal else None
+        return self._engines.under(
+            self._conditions,
+            self._requests,
+            self._clock,
+            folder,
+            JournalFile(self._journal_path, _JOURNAL_BYTES) if self._journal_path else None,
+            failures,
+        )
+
+    def _count(self, record: StepRecord | None) -> None:
+        if record is not None:
+            self.tally.update(
+                offloads=record.block_offloads,
+                loads=record.block_loads,
+                copies=record.block_copies,
+                failed_steps=record.num_failed_rows == record.num_rows > 0,
+            )
+
+    def _leave(self, engine: Engine) -> None:
+        stats = engine.stats()
+        self.tally.update(
+            preemptions=stats.preemptions,
+            cached_tokens=stats.cached_tokens,
+            steps=stats.steps,
+            drafts=stats.draft_tokens,
+            accepted=stats.accepted_tokens,
+            adapter_evictions=stats.adapters.device_evictions,
+        )
+        engine.close()
+        if self._journal_path is not None:
+            self._replay(self._journal_path)
+
+    def _replay(self, journal: Path) -> None:
+        reader = JournalReader(journal)
+        summary = replay(reader.header, reader)
+        self.tally["journaled_steps"] += summary.steps
+        if summary.difference is not None:
+            self.problems.append(f"its journal: {summary.difference}")
+
+
+def _choose(draws: random.Random, requests: Sequence[EngineRequest]) -> list[EngineRequest]:
+    """Some of them, and some of those more than once: they find their own blocks."""
+    if draws.random() < 0.7:  # among short ones, more of them compete for as many blocks
+        requests = [r for r in requests if len(r.prompt_token_ids) <= SHORT_PROMPT]
+    if draws.random() < 0.4:
+        adapters = draws.choice(requests).adapters
+        requests = [request for request in requests if request.adapters == adapters]
+    return draws.choices(requests, k=draws.randint(4, MAX_REQUESTS))

@@ -1,0 +1,32 @@
+"""An adapter loader whose loads have ended when it is asked: real tensors, from no file."""
+
+from collections.abc import Callable
+
+from loraplex.core.adapter import AdapterHandle, AdapterSource
+from loraplex.execution.adapters.host_adapters import HostAdapter, HostAdapters
+from loraplex.testing.fake_loader import FakeLoad
+
+
+class InstantLoader:
+    """Implements engine.runner.AdapterLoader."""
+
+    def __init__(self, host: HostAdapters, make: Callable[[AdapterSource], HostAdapter]) -> None:
+        self._host = host
+        self._make = make
+        self.prepare: Callable[[HostAdapter], HostAdapter] = lambda adapter: adapter
+        """As AdapterBank.prepare."""
+        self._loaded: list[FakeLoad] = []
+
+    def start(self, handle: AdapterHandle, source: AdapterSource) -> None:
+        self._host.put(handle, self.prepare(self._make(source)))
+        self._loaded.append(FakeLoad(handle))
+
+    def poll(self) -> list[FakeLoad]:
+        loaded, self._loaded = self._loaded, []
+        return loaded
+
+    def discard(self, handle: AdapterHandle) -> None:
+        self._host.discard(handle)
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,48 @@
+"""Launches of linear layers, but for those of cuBLAS."""
+
+import functools
+
+import torch
+
+from loraplex.core.weight_precision import WeightPrecision
+from loraplex.kernels.cuda.linear import LinearKernel
+from loraplex.kernels.cuda.linear_packing import empty_weight
+from support.kernel_cases import Cases
+from support.kernel_cases.llamas import DTYPES, GPU, LLAMA_3_1_8B, empty
+
+_QUANTIZED = (WeightPrecision.INT8, WeightPrecision.INT4)
+_COUNTS = (1, 16, 64, 2048)
+"""Of tokens: they have tiles of their own, and 1 is not specialised as 16 is."""
+
+
+def cases() -> Cases:
+    made: Cases = {}
+    for precision in _QUANTIZED:
+        for kind, dtype in DTYPES.items():
+            for count in _COUNTS:
+                name = f"{precision.value} {kind} {count} tokens"
+                made[name] = functools.partial(_apply, precision, dtype, count)
+        name = f"{precision.value} bf16 invariant"
+        made[name] = functools.partial(_apply, precision, torch.bfloat16, 32, invariant=True)
+    made["fp8 bf16"] = functools.partial(_apply, WeightPrecision.FP8, torch.bfloat16, 16)
+    made["fp8 bf16 invariant"] = functools.partial(
+        _apply, WeightPrecision.FP8, torch.bfloat16, 16, invariant=True
+    )
+    for kind, dtype in DTYPES.items():
+        native = functools.partial(_apply, WeightPrecision.NATIVE, dtype, 32, invariant=True)
+        made[f"native {kind} invariant"] = native
+    return made
+
+
+def _apply(
+    precision: WeightPrecision, dtype: torch.dtype, num_tokens: int, *, invariant: bool = False
+) -> None:
+    kernel = LinearKernel(GPU, batch_invariant=invariant)
+    # The down projection: its sums are split.
+    out_features, in_features = LLAMA_3_1_8B.hidden, LLAMA_3_1_8B.inner
+    weight = empty(out_features, in_features, dtype=dtype)
+    if precision is WeightPrecision.NATIVE:
+        packed = kernel.pack(weight, None, precision)
+    else:
+        packed = empty_weight(weight, None, precision)
+    assert kernel.apply(empty(num_tokens, in_features, dtype=dtype), packed).dtype == dtype

@@ -1,0 +1,140 @@
+"""Broken inputs sent to the Triton front ends in one process, without sockets, and what must hold.
+
+An answer is one of the known statuses with words that name what was wrong; a defect's own words
+are never in it. Afterwards nothing is in work and nothing waits.
+"""
+
+import asyncio
+import json
+import random
+from collections.abc import Mapping
+from contextlib import aclosing
+from typing import Any
+
+from starlette.types import ASGIApp, Message
+
+from loraplex.core.errors import InternalError, LoraplexError
+from loraplex.core.principal import LOCAL
+from loraplex.frontends.kserve.errors import status_of
+from loraplex.frontends.kserve.grpc.codec import decode_request, encode_piece, encode_response
+from loraplex.frontends.kserve.http.router import PathRouter
+from loraplex.frontends.kserve.http.routes import kserve_routes
+from loraplex.frontends.kserve.service import TritonService
+from loraplex.frontends.kserve.shared_memory import TenantMemory
+from loraplex.testing.echo_backend import EchoBackend
+from support import kserve_inputs
+
+MAX_BODY_BYTES = 2**20
+STATUSES = frozenset({200, 400, 404, 405, 413, 501, 503})
+DEADLINE_SECONDS = 20.0
+"""An answer that takes longer is a hang."""
+
+
+class Asked:
+    """A served echo backend, and the checks of its answers."""
+
+    def __init__(self) -> None:
+        self.backend = EchoBackend(max_model_len=256)
+        self.backend.register("sheep", task_id=1)
+        self.service = TritonService(self.backend)
+        routes = kserve_routes(self.service, max_body_bytes=MAX_BODY_BYTES)
+        self._app: ASGIApp = PathRouter(routes)
+        self.statuses: dict[str, int] = {}
+        """How often each answer came."""
+
+    async def ask(self, seed: int) -> None:
+        """One input. Raises AssertionError, with the seed, if its answer is none."""
+        rng = random.Random(seed)
+        kind = rng.randrange(4)
+        try:
+            async with asyncio.timeout(DEADLINE_SECONDS):
+                if kind == 0:
+                    model = rng.choice(kserve_inputs.MODELS)
+                    headers, body = kserve_inputs.infer_body(rng, model)
+                    await self.post(f"/v2/models/{model}/infer", headers, body)
+                elif kind == 1:
+                    model = rng.choice(kserve_inputs.MODELS)
+                    action = rng.choice(("generate", "generate_stream"))
+                    body = kserve_inputs.generate_body(rng)
+                    await self.post(f"/v2/models/{model}/{action}", {}, body)
+                else:
+                    is_streamed = kind == 2
+                    await self.call(kserve_inputs.infer_message(rng), is_streamed=is_streamed)
+        except BaseException as error:
+            raise AssertionError(f"seed {seed}: {error!r}") from error
+        assert self.service.num_active == 0, f"seed {seed} left a request"
+        counts = [self.service.counts.of(name) for name in kserve_inputs.MODELS]
+        assert not any(each.num_pending for each in counts), f"seed {seed} left one pending"
+        self._forget()
+
+    async def post(self, path: str, headers: Mapping[str, str], body: bytes) -> None:
+        """The answer must be a known status, and JSON with its words unless it is well."""
+        status, content = await self._posted(path, headers, body)
+        self._count(f"HTTP {status}")
+        assert status in STATUSES, f"{status}: {content[:300]!r}"
+        if status != 200:
+            text = content.removeprefix(b"data: ")
+            words = json.loads(text)["error"]
+            assert words
+            assert "internal error" not in words, words
+
+    async def call(self, message: Any, *, is_streamed: bool) -> None:
+        """As a servicer does it; a refusal must be an error of ours that says why."""
+        error = await self._refusal(message, is_streamed=is_streamed)
+        if error is None:
+            self._count("gRPC OK")
+            return
+        self._count(f"gRPC {status_of(error).grpc}")
+        assert error.message
+        assert not isinstance(error, InternalError), error
+
+    async def _refusal(self, message: Any, *, is_streamed: bool) -> LoraplexError | None:
+        try:
+            memory = TenantMemory(self.service.memory, LOCAL.tenant)
+            request, wishes = decode_request(message, memory)
+            if not is_streamed:
+                encode_response(await self.service.infer(request, LOCAL), wishes)
+                return None
+            async with aclosing(await self.service.stream(request, LOCAL)) as responses:
+                async for response in responses:
+                    encode_piece(response, wishes)
+        except LoraplexError as error:
+            return error
+        return None
+
+    async def _posted(
+        self, path: str, headers: Mapping[str, str], body: bytes
+    ) -> tuple[int, bytes]:
+        sent: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        answers: list[Message] = []
+
+        async def receive() -> Message:
+            if sent:
+                return sent.pop()
+            await asyncio.Event().wait()  # the client stays
+            raise AssertionError("never")
+
+        async def send(message: Message) -> None:
+            answers.append(message)
+
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "raw_path": path.encode(),
+            "root_path": "",
+            "query_string": b"",
+            "headers": [(k.encode("latin1"), v.encode("latin1")) for k, v in headers.items()],
+        }
+        await self._app(scope, receive, send)
+        return answers[0]["status"], b"".join(m.get("body", b"") for m in answers[1:])
+
+    def _count(self, answer: str) -> None:
+        self.statuses[answer] = self.statuses.get(answer, 0) + 1
+
+    def _forget(self) -> None:
+        """What the backend records for tests would grow without end."""
+        self.backend.requests.clear()
+        self.backend.finished.clear()
+        self.backend.aborted.clear()
+        self.backend.adapter_tensors.clear()

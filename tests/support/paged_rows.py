@@ -1,0 +1,122 @@
+"""Rows with known keys and values in the blocks of a KV storage, for tests of attention."""
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from loraplex.kernels.cuda.attention import AttentionKernel
+from loraplex.kernels.kv_vectors import SCALE_BYTES, to_stored
+from loraplex.kernels.ops import AttentionShape, DeviceRows, RowLayout
+from support.dense_attention import dense_attention
+
+
+class PagedRows:
+    """Blocks are shuffled; what no row wrote is NaN."""
+
+    def __init__(
+        self,
+        kernel: AttentionKernel,
+        shape: AttentionShape,
+        seq_lens: Sequence[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        kv_dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        table_width: int = 0,
+    ) -> None:
+        """table_width: blocks of the tables, at least; the unneeded entries are any blocks."""
+        self.kernel, self.shape, self.dtype, self.device = kernel, shape, dtype, device
+        self.seq_lens = list(seq_lens)
+        counts = [-(-length // shape.block_size) for length in seq_lens]
+        num_blocks = sum(counts) + 3
+        self.storage = kernel.allocate(num_blocks, shape, kv_dtype or dtype)
+        for tensor in (self.storage.key, self.storage.value):
+            # As float32, -1 in all bits is a NaN, too.
+            tensor.fill_(-1 if tensor.dtype == torch.int8 else torch.nan)
+        order = torch.randperm(num_blocks)
+        width = max(table_width, *counts)
+        self.block_tables = order[torch.randint(num_blocks, (len(counts), width))]
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        for row, (length, count) in enumerate(zip(seq_lens, counts, strict=True)):
+            first = sum(counts[:row])
+            self.block_tables[row, :count] = order[first : first + count]
+            self._write(row, length)
+        self.block_tables = self.block_tables.to(device)
+
+    def queries(self, counts: Sequence[int]) -> list[torch.Tensor]:
+        """For each row as many, [count, H, D], on the host."""
+        heads, size = self.shape.num_heads, self.shape.head_dim
+        return [torch.randn(count, heads, size).to(self.dtype) for count in counts]
+
+    def batch(self, queries: Sequence[torch.Tensor], num_padding: int = 0) -> torch.Tensor:
+        """[T, H, D] on the device: a slice of a wider tensor, with tokens of no row behind."""
+        sizes = (num_padding, self.shape.num_heads, self.shape.head_dim)
+        padding = torch.zeros(sizes, dtype=self.dtype)
+        query = torch.cat([*queries, padding])
+        num_tokens, num_heads, head_dim = query.shape
+        wide = torch.full((num_tokens, 2 * num_heads, head_dim), torch.nan, dtype=self.dtype)
+        wide[:, :num_heads] = query
+        return wide.to(self.device)[:, :num_heads]
+
+    def layout(self, queries: Sequence[torch.Tensor]) -> RowLayout:
+        """The queries are the last of the rows' positions."""
+        starts = [0, *itertools.accumulate(map(len, queries))]
+        return RowLayout(starts, self.seq_lens, self.block_tables)
+
+    def expected(
+        self, queries: Sequence[torch.Tensor], window: int | None = None, sinks: int = 0
+    ) -> torch.Tensor:
+        """[T, H, D] float64 on the host."""
+        vectors = zip(queries, self.keys, self.values, strict=True)
+        return torch.cat([dense_attention(*each, window, sinks) for each in vectors])
+
+    def _write(self, row: int, length: int) -> None:
+        shape = self.shape
+        key, value = torch.randn(2, length, shape.num_kv_heads, shape.head_dim).to(self.dtype)
+        positions = torch.arange(length)
+        blocks = self.block_tables[row, positions // shape.block_size]
+        slots = blocks * shape.block_size + positions % shape.block_size
+        store(self.storage.key, key, slots, shape)
+        store(self.storage.value, value, slots, shape)
+        self.keys.append(key)
+        self.values.append(value)
+
+
+def store(
+    storage: torch.Tensor, vectors: torch.Tensor, slots: torch.Tensor, shape: AttentionShape
+) -> None:
+    """As a GPU's `write` does it with vectors [n, K, D] at slots [n], in torch."""
+    stored = to_stored(vectors, storage.dtype).to(storage.device)
+    blocks, offsets = (slots // shape.block_size).tolist(), (slots % shape.block_size).tolist()
+    if storage.dtype != torch.int8:
+        storage[blocks, offsets] = stored
+        return
+    numbers, scales = stored_parts(storage, shape)
+    numbers[blocks, offsets] = stored[..., :-SCALE_BYTES]
+    scales[blocks, offsets] = stored[..., -SCALE_BYTES:]
+
+
+def stored_parts(storage: torch.Tensor, shape: AttentionShape) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of int8 storage: numbers [num_blocks, block_size, K, D], bytes of scales [..., 4]."""
+    sizes = (len(storage), shape.block_size, shape.num_kv_heads)
+    end = shape.block_size * shape.num_kv_heads * shape.head_dim
+    numbers = storage[:, :end].view(*sizes, shape.head_dim)
+    return numbers, storage[:, end:].view(*sizes, SCALE_BYTES)
+
+
+def padded_rows(layout: RowLayout, num_padding: int) -> DeviceRows:
+    """A layout as an accelerator reads it, with rows behind that have no tokens."""
+
+    def numbers(values: Sequence[int], padding: int) -> torch.Tensor:
+        return torch.tensor([*values, *[padding] * num_padding], dtype=torch.int32)
+
+    num_rows, tables = len(layout.seq_lens), layout.block_tables.to(torch.int32)
+    device = tables.device
+    return DeviceRows(
+        numbers(layout.query_start_loc, layout.query_start_loc[-1]).to(device),
+        numbers(layout.seq_lens, 0).to(device),
+        numbers(range(num_rows), num_rows).to(device),
+        torch.cat((tables, torch.zeros_like(tables[:1]))),
+    )

@@ -1,0 +1,81 @@
+"""A whole serving process, on fake engines and free ports, in a test's own event loop."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from loraplex.app.launch import EngineLauncher
+from loraplex.app.server import Server
+from loraplex.core.config import Config, ModelConfig
+from loraplex.core.plan import PageGeometry
+from loraplex.core.server_config import ServerConfig
+from loraplex.demo import BASE_PATH
+from loraplex.testing.fake_runner import FAKE_CAPACITY
+from loraplex.testing.running_server import fetch, free_ports
+from support.fake_engine_process import FakeEngineSettings, fake_engine_thread
+
+CAPACITY = msgspec.structs.replace(
+    FAKE_CAPACITY, vocab_size=1024, page_geometry=PageGeometry(slot_elements=8, slots_per_page=8192)
+)
+LONG = {"model": "m", "prompt": "x", "max_tokens": 1000, "ignore_eos": True}
+
+
+class ServerInLoop:
+    """A Server that runs as a task. What it said is in `lines`."""
+
+    def __init__(self, config: Config, launch: EngineLauncher) -> None:
+        self.lines: list[str] = []
+        self.config = config
+        self.server = Server(config, launch, self.lines.append)
+        self.task = asyncio.create_task(self.server.run())
+
+    @classmethod
+    def start(
+        cls, state_dir: Path, settings: FakeEngineSettings | None = None, **fields: Any
+    ) -> "ServerInLoop":
+        """fields: of ServerConfig. There is one model, `m`, with the shipped model's tokenizer."""
+        settings = msgspec.structs.replace(settings or FakeEngineSettings(), capacity=CAPACITY)
+        http_port, grpc_port, metrics_port = free_ports(3)
+        ports = {"http_port": http_port, "grpc_port": grpc_port, "metrics_port": metrics_port}
+        config = Config(
+            server=ServerConfig(**(ports | {"state_dir": str(state_dir)} | fields)),
+            models={"m": ModelConfig(path=str(BASE_PATH))},
+        )
+        return cls(config, lambda _: fake_engine_thread(settings))
+
+    async def until_ready(self) -> None:
+        async with asyncio.timeout(20):
+            while not self.lines:
+                if self.task.done():
+                    await self.task
+                await asyncio.sleep(0.005)
+
+    async def get(self, path: str) -> tuple[int, str]:
+        return await asyncio.to_thread(fetch, self.url(path))
+
+    async def complete(self, **body: Any) -> tuple[int, Any]:
+        data = json.dumps(LONG | body).encode()
+        status, text = await asyncio.to_thread(fetch, self.url("/v1/completions"), data)
+        return status, json.loads(text)
+
+    async def running_completion(self, **body: Any) -> "asyncio.Task[tuple[int, Any]]":
+        """One that an engine has begun."""
+        await self.until_ready()
+        completion = asyncio.create_task(self.complete(**body))
+        async with asyncio.timeout(20):
+            while '"step_id"' not in (await self.get("/v1/iterations"))[1]:
+                pass
+        return completion
+
+    def url(self, path: str) -> str:
+        return f"http://127.0.0.1:{self.config.server.http_port}{path}"
+
+    def signal(self) -> None:
+        self.server._on_signal()
+
+    async def ended(self) -> None:
+        async with asyncio.timeout(20):
+            await self.task

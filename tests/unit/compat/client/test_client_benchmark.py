@@ -1,0 +1,186 @@
+"""Workloads, figures and tables of the core benchmark, and data sets."""
+
+import csv
+import json
+
+import pytest
+
+from loraplex.compat.client.benchmark_figures import TimedRequest, figures_of, write_perfetto
+from loraplex.compat.client.benchmark_options import BenchmarkOptions
+from loraplex.compat.client.dataset import NO_OUTPUT_TOKENS, read_dataset
+from loraplex.compat.client.table import table
+from loraplex.compat.client.workloads import delays, token_requests
+from loraplex.core.errors import ConfigError
+from loraplex.demo import BASE_PATH
+
+NORMAL = {"input_mean": 20, "input_stdev": 4, "output_mean": 6, "output_stdev": 0}
+
+
+def options(workload="token-norm-dist", **given):
+    return BenchmarkOptions(workload=workload, **given)
+
+
+def test_the_table_of_the_founding_example():
+    rows = [
+        ("Requests/Sec", "188.09"),
+        ("OP tokens/sec", "3857.66"),
+        ("Avg. IP tokens per request", "128.53"),
+        ("Total latency (ms)", "26582.72"),
+    ]
+    assert table(("Stat", "Value"), rows) == [
+        "+----------------------------+----------+",
+        "|            Stat            |  Value   |",
+        "+----------------------------+----------+",
+        "|        Requests/Sec        |  188.09  |",
+        "|       OP tokens/sec        | 3857.66  |",
+        "| Avg. IP tokens per request |  128.53  |",
+        "|     Total latency (ms)     | 26582.72 |",
+        "+----------------------------+----------+",
+    ]
+
+
+def timed(*latencies_ms, start=100.0):
+    return [
+        TimedRequest(start + i, start + i + ms / 1000, num_input_tokens=10, num_output_tokens=4)
+        for i, ms in enumerate(latencies_ms)
+    ]
+
+
+def test_figures():
+    figures = figures_of(timed(*([100.0] * 10), 1000.0))
+    assert figures.total_latency_ms == pytest.approx(11_000)
+    assert figures.requests_per_second == pytest.approx(1)
+    assert figures.output_tokens_per_second == pytest.approx(4)
+    assert figures.average_latency_ms == pytest.approx(2000 / 11)
+    assert figures.p99_latency_ms == pytest.approx(1000)
+    assert figures.p90_latency_ms == pytest.approx(100)
+    assert figures.average_in_flight == pytest.approx(2 / 11)
+    assert [line.split("|")[1].strip() for line in figures.lines()[3:-1]] == [
+        "Requests/Sec",
+        "OP tokens/sec",
+        "Avg. latency (ms)",
+        "P99 latency (ms)",
+        "P90 latency (ms)",
+        "Avg. IP tokens per request",
+        "Avg. OP tokens per request",
+        "Total latency (ms)",
+        "Total requests",
+    ]
+
+
+def test_figures_as_files(tmp_path):
+    requests = timed(100.0, 50.0)
+    figures_of(requests).write_csv(str(tmp_path / "stats.csv"))
+    header, row = csv.reader((tmp_path / "stats.csv").read_text().splitlines())
+    assert header[0] == "Requests/Sec"
+    assert header[-1] == "Total requests"
+    assert row[-1] == "2.00"
+    write_perfetto(requests, tmp_path / "trace.json")
+    first, second = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert (first["name"], first["ph"], first["ts"]) == ("req_0", "X", 0.0)
+    assert first["dur"] == pytest.approx(100_000)
+    assert second["args"] == {"isl": 10, "osl": 4}
+
+
+@pytest.mark.parametrize("workload", ["token-norm-dist", "token_norm_dist"])
+def test_normal_lengths(workload):
+    requests = token_requests(options(workload, num_requests=200, **NORMAL), print)
+    lengths = [len(request.token_ids) for request in requests]
+    assert len(requests) == 200
+    assert 18 < sum(lengths) / 200 < 23
+    assert min(lengths) >= 1
+    assert len(set(lengths)) > 5
+    assert {request.num_output_tokens for request in requests} == {6}
+    assert all(0 < i < 1000 for request in requests for i in request.token_ids)
+
+
+def test_the_same_seed_gives_the_same_requests():
+    one, two, other = (
+        token_requests(options(num_requests=5, seed=seed, **NORMAL), print) for seed in (1, 1, 2)
+    )
+    assert one == two != other
+
+
+def test_histogram_lengths_and_the_longest_prompt():
+    given = options("token-from-histogram", histogram_key="example", num_requests=100)
+    longest = max(len(r.token_ids) for r in token_requests(given, print))
+    shorter = options(
+        "token-from-histogram", histogram_key="example", num_requests=100, max_input_len=64
+    )
+    assert longest > 64
+    assert max(len(r.token_ids) for r in token_requests(shorter, print)) == 64
+
+
+def test_a_data_set_as_tokens(tmp_path):
+    path = dataset(tmp_path, {"input": "What is", "instruction": "this", "output": "a b c d"})
+    lines = []
+    (request,) = token_requests(
+        options("dataset", dataset=path, tokenizer_dir=str(BASE_PATH)), lines.append
+    )
+    assert (request.token_ids[0], request.num_output_tokens) == (1, 5)
+    assert (request.end_id, request.pad_id) == (2, 0)
+    assert lines[-1].startswith("Tokenizer: Tokens per word = ")
+
+
+@pytest.mark.parametrize(
+    ("workload", "given", "words"),
+    [
+        ("tokens", {}, "the workload must be one of"),
+        ("token-norm-dist", NORMAL | {"output_stdev": None}, "needs --output-stdev"),
+        ("token-norm-dist", NORMAL | {"input_stdev": -1}, "--input-stdev must be at least 0"),
+        ("token-from-histogram", {"histogram_key": "mine"}, "--histogram-key must be one of"),
+        ("dataset", {}, "needs --dataset"),
+        ("token-norm-dist", NORMAL | {"num_requests": 0}, "--num-requests must be at least 1"),
+    ],
+)
+def test_wrong_workloads(workload, given, words):
+    with pytest.raises(ConfigError, match=words):
+        token_requests(options(workload, **given), print)
+
+
+def test_delays():
+    assert delays(options(), 3) == [0.0] * 3
+    assert delays(options(request_rate=10.0, time_delay_dist="constant"), 2) == [0.1, 0.1]
+    drawn = delays(options(request_rate=10.0), 2000)
+    assert 0.08 < sum(drawn) / 2000 < 0.12
+    assert len(set(drawn)) > 1000
+    with pytest.raises(ConfigError, match="--request-rate must be above 0"):
+        delays(options(request_rate=0.0), 1)
+    with pytest.raises(ConfigError, match="constant, exponential_dist"):
+        delays(options(time_delay_dist="poisson"), 1)
+
+
+def dataset(folder, *rows):
+    path = folder / "data.json"
+    path.write_text(json.dumps(rows), encoding="utf-8")
+    return str(path)
+
+
+def test_data_sets_that_are_none(tmp_path):
+    with pytest.raises(ConfigError, match=f"^--dataset: cannot read {tmp_path}/no: No such file"):
+        read_dataset(f"{tmp_path}/no", None, print)
+    with pytest.raises(ConfigError, match="is not a JSON array of objects with the texts input"):
+        read_dataset(dataset(tmp_path, 1), None, print)
+
+
+def test_data_sets(tmp_path):
+    path = dataset(
+        tmp_path,
+        {"input": "one two", "instruction": "three", "output": "a b"},
+        {"input": "word " * 40, "instruction": "", "output": "a"},
+        {"input": "no output", "instruction": ""},
+    )
+    lines = []
+    samples = read_dataset(path, 20, lines.append)
+    assert [s.prompt for s in samples] == ["one two three", "no output "]
+    assert [s.num_output_tokens for s in samples] == [2, NO_OUTPUT_TOKENS]
+    assert lines == [f"[INFO] 1 prompts have no output: each gets {NO_OUTPUT_TOKENS} tokens."]
+    assert len(read_dataset(path, None, lines.append)) == 3
+
+
+@pytest.mark.parametrize("content", ["", "{}", '[{"instruction": "x"}]', '[{"input": 3}]', "[]"])
+def test_wrong_data_sets(tmp_path, content):
+    path = tmp_path / "data.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match="--dataset"):
+        read_dataset(str(path), None, print)

@@ -1,0 +1,89 @@
+"""JSON5 files: what is read, what is refused by file and place, and how several are merged."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loraplex.compat.llgtrt.json5_files import MAX_FILE_BYTES, merge_files, read_json5
+from loraplex.core.errors import ConfigError
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=10,
+)
+OBJECTS = st.dictionaries(st.text(max_size=3), VALUES, max_size=4)
+
+
+def write(folder, text, name="a.json5"):
+    path = folder / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def test_comments_trailing_commas_and_bare_keys(tmp_path):
+    text = """\ufeff// one
+    {runtime: {/* two */ max_batch_size: 0x10, 'x': [1, .5,],}, tokenizer: null, y: "a\\
+b",}"""
+    assert read_json5(write(tmp_path, text)) == {
+        "runtime": {"max_batch_size": 16, "x": [1, 0.5]},
+        "tokenizer": None,
+        "y": "ab",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{a: 1", "is not JSON5: line 1 .* column 6"),
+        ("[1]", "must hold an object, got list"),
+        ("{a: 1, a: 2}", "the key 'a' is there twice"),
+        ('{"a": 1, "a": 2}', "the key 'a' is there twice"),
+        ("{a: NaN}", "NaN is no number"),
+        ('{"a": -Infinity}', "-Infinity is no number"),
+        (b"\xff", "is not UTF-8"),
+        ("[" * 5000, "nested too deep"),
+        (b" " * (MAX_FILE_BYTES + 1), "more than 16777216 bytes"),
+    ],
+)
+def test_what_is_no_json5_is_told_with_its_file(tmp_path, text, problem):
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError, match=f"{path}.*{problem}"):
+        read_json5(path)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot read .*gone: No such file"):
+        read_json5(tmp_path / "gone")
+
+
+def test_later_files_win_at_any_depth_and_null_stays_null(tmp_path):
+    first = write(tmp_path, "{a: {b: 1, c: {d: 2}}, e: [1], f: {g: 1}}", "1")
+    second = write(tmp_path, "{a: {b: null, c: {x: 3}}, e: [2], f: 4, h: {i: 1}}", "2")
+    merged = merge_files([first, second])
+    assert merged.values == {
+        "a": {"b": None, "c": {"d": 2, "x": 3}},
+        "e": [2],
+        "f": 4,
+        "h": {"i": 1},
+    }
+    assert merged.source(("a", "c", "d")) == first
+    assert merged.source(("a", "b")) == second
+    assert merged.source(("f",)) == second
+    assert merge_files([second, first]).values["f"] == {"g": 1}
+    assert merge_files([]).values == {}
+
+
+@given(OBJECTS, OBJECTS)
+def test_merging_is_the_deep_union(tmp_path_factory, first, second):
+    import json
+
+    folder = tmp_path_factory.mktemp("files")
+    paths = [write(folder, json.dumps(v), str(i)) for i, v in enumerate((first, second))]
+
+    def expected(low, high):
+        if isinstance(low, dict) and isinstance(high, dict):
+            return {**low, **{k: expected(low.get(k), v) for k, v in high.items()}}
+        return high
+
+    assert merge_files(paths).values == expected(first, second)

@@ -1,0 +1,106 @@
+"""Repositories as folders: which of them are models, and what a model is."""
+
+import pytest
+
+from loraplex.compat.triton.devices import has_gpu
+from loraplex.compat.triton.model_folder import read_model_folder, read_model_folders
+from loraplex.compat.triton.notes import Notes
+from loraplex.compat.triton.repository import read_repositories
+from loraplex.compat.triton.roles import Role, role_of
+from loraplex.core.errors import ConfigError
+
+TENSOR = '{ name: "%s" data_type: TYPE_INT32 dims: [ 1 ] }'
+
+
+def model(path, text, *versions):
+    path.mkdir(parents=True)
+    (path / "config.pbtxt").write_text(text)
+    for version in versions:
+        (path / version).mkdir()
+    return read_model_folder(path)
+
+
+def inputs(*names):
+    return "".join(f"input [ {TENSOR % name} ]\n" for name in names)
+
+
+def test_folders_without_a_configuration_are_left_out(tmp_path):
+    (tmp_path / "notes.txt").write_text("")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "empty").mkdir()
+    notes = Notes()
+    with pytest.raises(ConfigError, match=r"has no folder with a config.pbtxt"):
+        read_model_folders(tmp_path, notes)
+    assert notes.warnings == [f"{tmp_path / 'empty'} is left out: it has no config.pbtxt"]
+    with pytest.raises(ConfigError, match="cannot read model repository"):
+        read_model_folders(tmp_path / "gone", notes)
+
+
+def test_names_and_versions(tmp_path):
+    assert model(tmp_path / "a", "").version == "1"
+    assert model(tmp_path / "b", 'name: "b"', "2", "10", "x", "03").version == "10"
+    with pytest.raises(ConfigError, match="unexpected directory name 'c' for model 'd'"):
+        model(tmp_path / "c", 'name: "d"')
+
+
+def test_a_name_that_is_there_twice(tmp_path):
+    for repository in ("a", "b"):
+        model(tmp_path / repository / "same", 'backend: "vllm"')
+    with pytest.raises(ConfigError, match=r"model 'same' is twice: .*a/same and .*b/same"):
+        read_repositories([tmp_path / "a", tmp_path / "b"])
+
+
+@pytest.mark.parametrize(
+    ("text", "role"),
+    [
+        ('platform: "ensemble"', Role.ENSEMBLE),
+        ('backend: "vllm"', Role.VLLM),
+        ('backend: "tensorrtllm"', Role.TENSORRT_LLM),
+        ('backend: "python"' + inputs("input_ids", "request_output_len"), Role.TENSORRT_LLM),
+        ('backend: "${triton_backend}"' + inputs("input_ids", "request_output_len"),
+         Role.TENSORRT_LLM),
+        ('backend: "python"' + inputs("QUERY"), Role.PREPROCESSING),
+        ('backend: "python"' + inputs("TOKENS_BATCH"), Role.POSTPROCESSING),
+        ('backend: "python"' + inputs("text_input", "max_tokens"), Role.BLS),
+    ],
+)  # fmt: skip
+def test_roles(tmp_path, text, role):
+    assert role_of(model(tmp_path / "m", text)) is role
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('\nbackend: "onnxruntime"', "line 2: model 'm' of backend 'onnxruntime' is not served"),
+        ('platform: "tensorrt_plan"', "of platform 'tensorrt_plan' is not served; served are"),
+        ('backend: "python"' + inputs("text_input"), "of backend 'python' is not served"),
+        ("", "of backend '' is not served"),
+    ],
+)
+def test_what_is_not_served_says_what_is(tmp_path, text, expected):
+    with pytest.raises(ConfigError, match=expected) as caught:
+        role_of(model(tmp_path / "m", text))
+    assert "tensorrtllm and vllm" in caught.value.message
+
+
+def test_models_of_the_llm_api(tmp_path):
+    folder = model(tmp_path / "m", 'backend: "python"' + inputs("text_input"), "1")
+    (folder.version_path / "model.yaml").write_text("model: x")
+    with pytest.raises(ConfigError, match=r"LLM API is not served .*`loraplex serve`"):
+        role_of(folder)
+
+
+def test_gpus_are_seen_by_their_files(tmp_path):
+    assert not has_gpu(tmp_path)
+    (tmp_path / "nvidiactl").touch()
+    assert not has_gpu(tmp_path)
+    (tmp_path / "nvidia0").touch()
+    assert has_gpu(tmp_path)
+
+
+def test_notes_are_told_once():
+    notes = Notes()
+    for _ in range(2):
+        notes.info("a")
+        notes.warning("b")
+    assert (notes.infos, notes.warnings) == (["a"], ["b"])

@@ -1,0 +1,147 @@
+"""What a person reads when a device's memory is too small."""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+
+from loraplex.core.errors import ConfigError, StepFailedError
+from loraplex.core.weight_precision import WeightPrecision
+from loraplex.execution.sizing.advice import (
+    MemoryAdvice,
+    is_out_of_memory,
+    out_of_memory_is,
+)
+from loraplex.execution.sizing.settings import RunnerSettings
+from loraplex.execution.sizing.step_memory import (
+    StepMemory,
+    bytes_per_token,
+    estimated_step_memory,
+)
+from loraplex.execution.weights.size import weights_size
+from support.tiny_decoder import TINY_DECODER
+
+MIB = 1 << 20
+CONFIG = dataclasses.replace(TINY_DECODER, hidden_size=64, intermediate_size=64, head_dim=16)
+WHOLE = weights_size(CONFIG, torch.bfloat16, WeightPrecision.NATIVE)
+INT8 = weights_size(CONFIG, torch.bfloat16, WeightPrecision.INT8)
+INT4 = weights_size(CONFIG, torch.bfloat16, WeightPrecision.INT4)
+
+
+def advice(**settings: object) -> MemoryAdvice:
+    return MemoryAdvice(RunnerSettings(**settings), CONFIG, torch.bfloat16)  # type: ignore[arg-type]
+
+
+class TestWeights:
+    def test_every_precision_that_fits_is_named(self) -> None:
+        error = advice().weights(WHOLE - 1)
+        assert f"the weights take {WHOLE} bytes" in error.message
+        assert f"has {WHOLE - 1} free" in error.message
+        assert f"int8 ({INT8})" in error.message
+        assert f"int4 ({INT4})" in error.message
+        assert error.param == "quantization"
+
+    def test_one_that_does_not_is_not(self) -> None:
+        message = advice().weights(INT8).message
+        assert "int8" not in message
+        assert f"int4 ({INT4})" in message
+
+    def test_nothing_helps(self) -> None:
+        assert "a device with more memory" in advice().weights(INT4).message
+        quantized = advice(quantization=WeightPrecision.INT4)
+        assert "a device with more memory" in quantized.weights(None).message
+
+
+class TestWorkspace:
+    def test_it_says_to_what(self) -> None:
+        about = estimated_step_memory(RunnerSettings(), CONFIG, torch.bfloat16).workspace
+        error = advice(max_num_batched_tokens=1000, max_num_seqs=40).workspace(about // 2)
+        tokens, seqs = map(int, re.findall(r"_(?:tokens|seqs) to (\d+)", error.message))
+        assert 200 < tokens < 260
+        assert 8 <= seqs <= 10
+        assert error.param == "max_num_batched_tokens"
+
+    def test_it_is_half_at_most_and_never_nothing(self) -> None:
+        unknown = advice(max_num_batched_tokens=1000).workspace(None).message
+        assert "max_num_batched_tokens to 500" in unknown
+        assert "max_num_seqs to 32" in unknown
+        assert "free for" not in unknown
+        assert "max_num_batched_tokens to 1 and max_num_seqs to 1" in advice().workspace(0).message
+
+
+class TestGraphs:
+    def test_half_of_the_sizes_or_none(self) -> None:
+        error = advice(max_num_seqs=8).graphs(5)
+        assert "up to 8 sequences" in error.message
+        assert "has 5 free" in error.message
+        assert "set cuda_graph_batch_sizes to 1,2, or turn cuda_graphs off" in error.message
+        assert error.param == "cuda_graph_batch_sizes"
+
+    def test_one_size_has_no_half(self) -> None:
+        assert ": turn cuda_graphs off" in advice(max_num_seqs=1).graphs(5).message
+
+
+class TestPools:
+    def test_shares(self) -> None:
+        error = advice().pools(1000, 900, 150)
+        assert "the KV cache takes 900 bytes and the adapters' pool 150" in error.message
+        assert "kv_cache_fraction (0.9) or lora_device_fraction (0.05) by at least 50 bytes" in (
+            error.message
+        )
+        assert error.param == "kv_cache_fraction"
+
+    def test_bytes_that_were_said(self) -> None:
+        error = advice(kv_cache_bytes=900, lora_device_bytes=150).pools(2000, 900, 150)
+        assert error.message.endswith("lower kv_cache_bytes or lora_device_bytes")
+        assert error.param == "kv_cache_bytes"
+
+
+class TestNoRoom:
+    def test_what_gives_enough(self) -> None:
+        per_token = bytes_per_token(RunnerSettings(), CONFIG, torch.bfloat16)
+        message = advice().no_room(100 * per_token, StepMemory(70 * MIB, 30 * MIB)).message
+        assert f"by {100 * per_token} bytes" in message
+        assert f"turn cuda_graphs off, which gives {30 * MIB}" in message
+        assert f"lower max_num_batched_tokens to about {512 - 100}" in message
+        assert "lower max_lora_rank" in message
+
+    def test_weights_that_give_enough(self) -> None:
+        steps = StepMemory(70 * MIB)
+        assert "int4" in advice().no_room(WHOLE - INT4 - 1, steps).message
+        assert "int8" not in advice().no_room(WHOLE - INT4 - 1, steps).message
+        assert "a smaller model" in advice().no_room(WHOLE - INT4, steps).message
+
+    def test_what_is_not_there_is_not_named(self) -> None:
+        message = advice(max_lora_rank=1).no_room(1 << 40, StepMemory(70 * MIB)).message
+        assert "cuda_graphs off" not in message
+        assert "max_lora_rank" not in message
+        assert f"which give up to {70 * MIB}" in message
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        torch.OutOfMemoryError("in other words"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
+        StepFailedError("step 0 failed: CUDA out of memory."),
+    ],
+)
+def test_a_full_memory_is_told_in_our_words(error: Exception) -> None:
+    assert is_out_of_memory(error)
+    with (
+        pytest.raises(ConfigError, match="lower it") as caught,
+        out_of_memory_is(lambda: ConfigError("lower it")),
+    ):
+        raise error
+    assert caught.value.__cause__ is error
+
+
+def test_other_errors_are_left_alone() -> None:
+    with (
+        pytest.raises(RuntimeError, match="illegal memory access"),
+        out_of_memory_is(lambda: ConfigError("lower it")),
+    ):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")

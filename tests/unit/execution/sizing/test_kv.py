@@ -1,0 +1,95 @@
+"""Caps, windows and the host: how many blocks there are."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from loraplex.core.errors import ConfigError
+from loraplex.execution.sizing.kv import KVSize, size_kv, windowed
+from loraplex.execution.sizing.settings import RunnerSettings
+from loraplex.execution.steps.kv_cache import block_bytes
+from loraplex.models.attention import attention_shape
+from support.tiny_decoder import TINY_DECODER
+
+CONFIG = dataclasses.replace(
+    TINY_DECODER,
+    num_layers=4,
+    max_position_embeddings=1000,
+    layer_windows=(None, 50, None, 50),
+)
+SHAPE = attention_shape(CONFIG, 16)
+BLOCK_BYTES = block_bytes(4, SHAPE, torch.float32)
+
+
+def kv(**changes: Any) -> KVSize:
+    settings = RunnerSettings(**changes)
+    return size_kv(settings, windowed(settings, CONFIG), SHAPE, torch.float32)
+
+
+def test_the_smaller_of_bytes_and_tokens() -> None:
+    assert kv(kv_cache_bytes=70 * BLOCK_BYTES, max_tokens_in_paged_kv_cache=1009).num_blocks == 64
+    assert kv(kv_cache_bytes=70 * BLOCK_BYTES, max_tokens_in_paged_kv_cache=9999).num_blocks == 70
+
+
+def test_tokens_alone_say_the_size() -> None:
+    assert kv(max_tokens_in_paged_kv_cache=160_000).num_blocks == 10_000
+
+
+def test_a_cap_that_is_too_small_is_named() -> None:
+    with pytest.raises(ConfigError, match="max_tokens_in_paged_kv_cache to at least 512") as caught:
+        kv(max_tokens_in_paged_kv_cache=100, max_model_len=500)
+    assert caught.value.param == "max_tokens_in_paged_kv_cache"
+    assert kv(max_tokens_in_paged_kv_cache=512, max_model_len=500).num_blocks == 32
+    assert kv(max_tokens_in_paged_kv_cache=100) == KVSize(112, 7)
+
+
+def test_host_blocks() -> None:
+    assert kv().num_host_blocks == 0
+    assert kv(kv_cache_host_memory_bytes=5 * BLOCK_BYTES + 1).num_host_blocks == 5
+    with pytest.raises(ConfigError, match=f"does not hold one block of {BLOCK_BYTES} bytes"):
+        kv(kv_cache_host_memory_bytes=BLOCK_BYTES - 1)
+
+
+def test_windows_are_by_layer_and_repeat() -> None:
+    settings = RunnerSettings(max_attention_window_size=(100, 20), sink_token_length=4)
+    config = windowed(settings, CONFIG)
+    assert config.layer_windows == (100, 20, 100, 20)
+    assert (config.attention_window, config.num_sink_tokens) == (100, 4)
+    settings = RunnerSettings(max_attention_window_size=(80,))
+    assert windowed(settings, CONFIG).layer_windows == (80, 50, 80, 50)
+    assert windowed(RunnerSettings(), CONFIG) == CONFIG
+    assert CONFIG.attention_window is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"max_attention_window_size": (8, 0)}, "at least 1 in every layer"),
+        ({"max_attention_window_size": (8,) * 5}, "has 5 entries, the model 4 layers"),
+    ],
+)
+def test_windows_that_cannot_be(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        windowed(RunnerSettings(**changes), CONFIG)
+
+
+def test_sinks_need_a_window() -> None:
+    full = dataclasses.replace(CONFIG, layer_windows=(None,) * 4)
+    with pytest.raises(ConfigError, match="sink_token_length 3 needs a window"):
+        windowed(RunnerSettings(sink_token_length=3), full)
+
+
+def test_a_window_bounds_what_a_sequence_needs() -> None:
+    changes = {"max_attention_window_size": (64,), "max_num_batched_tokens": 32}
+    size = kv(**changes, num_blocks=8, max_model_len=1000)
+    assert size == KVSize(1000, 8, attention_window=64)
+    with pytest.raises(ConfigError, match=f"kv_cache_bytes to at least {7 * BLOCK_BYTES}"):
+        kv(**changes, num_blocks=6, max_model_len=1000)
+    assert kv(**changes, num_blocks=4) == KVSize(64, 4)
+
+
+def test_a_window_that_no_sequence_outgrows_is_none() -> None:
+    assert kv(max_attention_window_size=(500,), max_model_len=500).attention_window is None
+    assert kv(max_attention_window_size=(500,), max_model_len=501).attention_window == 500

@@ -1,0 +1,90 @@
+"""Block copies, and the arithmetic of a block."""
+
+import itertools
+
+import pytest
+import torch
+
+from loraplex.core.plan import BlockCopy, BlockTransfer
+from loraplex.execution.steps.kv_cache import KVCache, block_bytes
+from loraplex.kernels.dispatch import select_kernels
+from loraplex.kernels.ops import AttentionShape, Kernels, RowLayout
+from loraplex.kernels.reference import ReferenceKernels
+
+SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8, block_size=4)
+
+
+CPU = torch.device("cpu")
+
+
+def make_cache(num_blocks: int = 5) -> KVCache:
+    kernels = select_kernels(torch.device("cpu"))
+    return KVCache(num_blocks, 3, SHAPE, torch.float16, kernels)
+
+
+def test_bytes() -> None:
+    assert make_cache(5).num_bytes == 5 * block_bytes(3, SHAPE, torch.float16)
+    assert block_bytes(3, SHAPE, torch.float16) == 3 * 2 * 2 * 8 * 4 * 2
+
+
+def test_copies_happen_at_once_in_every_layer() -> None:
+    cache = make_cache()
+    for layer, storage in enumerate(cache.storages):
+        for block in range(5):
+            storage.key[block] = 10 * layer + block
+            storage.value[block] = 10 * layer + block + 0.5
+    cache.copy_blocks([BlockCopy(0, 1, 3), BlockCopy(0, 3, 4), BlockCopy(0, 1, 0)])
+    for layer, storage in enumerate(cache.storages):
+        contents = [block.unique().tolist() for block in storage.key]
+        assert contents == [[10 * layer + source] for source in (1, 1, 2, 1, 3)]
+        contents = [block.unique().tolist() for block in storage.value]
+        assert contents == [[10 * layer + source + 0.5] for source in (1, 1, 2, 1, 3)]
+
+
+def test_nothing_to_copy() -> None:
+    cache = make_cache()
+    cache.storages[0].key.fill_(1)
+    cache.copy_blocks([])
+    assert (cache.storages[0].key == 1).all()
+
+
+def test_blocks_go_to_the_host_and_come_back_elsewhere() -> None:
+    cache = KVCache(5, 3, SHAPE, torch.float16, select_kernels(CPU), num_host_blocks=3)
+    assert cache.num_bytes == 5 * block_bytes(3, SHAPE, torch.float16)
+    assert sum(host.num_bytes for host in cache.host_storages) == cache.num_bytes // 5 * 3
+    for layer, storage in enumerate(cache.storages):
+        for block in range(5):
+            storage.key[block] = 10 * layer + block
+            storage.value[block] = 10 * layer + block + 0.5
+    cache.offload_blocks([BlockTransfer(0, 1, 2), BlockTransfer(0, 4, 0)])
+    for storage in cache.storages:
+        storage.key.zero_()
+        storage.value.zero_()
+    cache.load_blocks([BlockTransfer(0, 3, 2), BlockTransfer(0, 1, 0)])
+    for layer, storage in enumerate(cache.storages):
+        contents = [block.unique().tolist() for block in storage.key]
+        assert contents == [[0], [10 * layer + 4], [0], [10 * layer + 1], [0]]
+        contents = [block.unique().tolist() for block in storage.value]
+        assert contents == [[0], [10 * layer + 4.5], [0], [10 * layer + 1.5], [0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("kernels", [select_kernels(CPU), ReferenceKernels(CPU)], ids=["", "torch"])
+def test_a_copied_block_is_read_as_the_original(kernels: Kernels, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    cache = KVCache(5, 2, SHAPE, dtype, kernels)
+    assert cache.num_bytes == 5 * block_bytes(2, SHAPE, dtype)
+    key, value = torch.randn(2, 4, SHAPE.num_kv_heads, SHAPE.head_dim)
+    query = torch.randn(4, SHAPE.num_heads, SHAPE.head_dim)
+    for storage in cache.storages:
+        kernels.write_kv(storage, key, value, torch.arange(4, 8))
+    cache.copy_blocks([BlockCopy(0, 1, 3)])
+
+    def attended(layer: int, block: int) -> torch.Tensor:
+        rows = RowLayout([0, 4], [4], torch.tensor([[block]]))
+        plan = kernels.plan_attention(rows, SHAPE, None)
+        return kernels.paged_attention(query, cache.storages[layer], plan)
+
+    for layer, block in itertools.product(range(2), (1, 3)):
+        assert torch.equal(attended(layer, block), attended(0, 1))
+    assert not torch.equal(attended(0, 2), attended(0, 1))

@@ -1,0 +1,196 @@
+"""What an accelerator is sent: the numbers of the host, at addresses that stay."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from loraplex.core.plan import Capacity, LogitsNeeded, PageGeometry, RowAdded, RowStep
+from loraplex.core.sampling_params import SamplingParams
+from loraplex.execution.steps.input_batch import InputBatch, StepInputs, no_rows
+from loraplex.execution.steps.mirror import Mirror
+from loraplex.execution.steps.tensors import ON_DEVICE, DeviceTensors, HostTensors
+from loraplex.execution.steps.token_feed import TokenFeed
+from loraplex.kernels.ops import DeviceRows
+from loraplex.models.batch import ForwardBatch
+from support.delayed_accelerator import DelayedAccelerator
+
+BLOCK_SIZE = 4
+CAPACITY = Capacity(
+    block_size=BLOCK_SIZE,
+    num_blocks=100,
+    max_num_seqs=6,
+    max_model_len=40,
+    vocab_size=1000,
+    page_geometry=PageGeometry(1, 1),
+    num_adapter_pages=0,
+    adapter_page_bytes=0,
+    keeps_host_copy=True,
+)
+NUM_RECORDED = 8
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.accelerator = DelayedAccelerator(seed=1)
+        self.rows = InputBatch(6, 40, BLOCK_SIZE)
+        self.feed = TokenFeed(self.accelerator, 6)
+        self.tensors = DeviceTensors(self.accelerator, self.feed, CAPACITY, NUM_RECORDED)
+        for slot in (4, 1, 0):
+            self.rows.add_row(RowAdded(slot, slot, SamplingParams(), 0, 0, (1,), 1))
+
+    def batch(
+        self, steps: Sequence[RowStep], token_ids: Sequence[Sequence[int]], num_padding: int = 0
+    ) -> ForwardBatch:
+        inputs = dataclasses.replace(self.rows.prepare(steps), num_padding=num_padding)
+        return self.tensors.batch(inputs, token_ids, None)
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    with bench.accelerator.compute():
+        yield bench
+        bench.accelerator.synchronize()
+
+
+def on_device(batch: ForwardBatch) -> DeviceRows:
+    assert batch.rows.on_device is not None
+    return batch.rows.on_device
+
+
+def table(batch: ForwardBatch, row: int, num_blocks: int) -> list[int]:
+    rows = on_device(batch)
+    return rows.block_tables[rows.table_rows[row], :num_blocks].tolist()
+
+
+PROMPTS = [
+    RowStep(4, 0, 6, new_block_ids=((30, 10),), logits=LogitsNeeded.NONE),
+    RowStep(1, 0, 5, new_block_ids=((20, 40),), logits=LogitsNeeded.ALL),
+]
+DECODES = [RowStep(4, 6, 1), RowStep(1, 5, 1), RowStep(0, 0, 1, new_block_ids=((7,),))]
+
+
+def test_it_is_what_a_cpu_gets(bench: Bench) -> None:
+    tokens = [range(6), range(10, 15)]
+    batch = bench.batch(PROMPTS, tokens)
+    host = InputBatch(6, 40, BLOCK_SIZE)
+    for slot in (4, 1):
+        host.add_row(RowAdded(slot, slot, SamplingParams(), 0, 0, (1,), 1))
+    expected = HostTensors(torch.device("cpu")).batch(host.prepare(PROMPTS), tokens, None)
+    for name in ("token_ids", "positions", "slot_mapping", "logits_indices"):
+        assert getattr(batch, name).equal(getattr(expected, name)), name
+    rows = on_device(batch)
+    assert rows.query_start_loc.tolist() == batch.rows.query_start_loc == [0, 6, 11]
+    assert rows.seq_lens.tolist() == batch.rows.seq_lens == [6, 5]
+    assert [table(batch, row, 2) for row in (0, 1)] == expected.rows.block_tables.tolist()
+    assert rows.query_start_loc.dtype == rows.seq_lens.dtype == rows.block_tables.dtype
+    assert rows.block_tables.dtype == torch.int32
+
+
+def test_padding_is_tokens_of_nobody(bench: Bench) -> None:
+    bench.batch(PROMPTS, [range(6), range(5)])
+    batch = bench.batch(DECODES, [[5], [6], [7]], num_padding=2)
+    assert batch.token_ids.tolist() == [5, 6, 7, 0, 0]
+    assert batch.positions.tolist() == [6, 5, 0, 0, 0]
+    assert batch.slot_mapping.tolist() == [42, 161, 28, -1, -1]
+    assert batch.logits_indices.tolist() == [0, 1, 2, 3, 4]
+    rows = on_device(batch)
+    assert rows.query_start_loc.tolist() == [0, 1, 2, 3, 3, 3]
+    assert rows.seq_lens.tolist() == [7, 6, 1, 0, 0]
+    assert batch.rows.seq_lens == [7, 6, 1]
+    assert [table(batch, row, 2) for row in range(5)] == [
+        [30, 10],
+        [20, 40],
+        [7, 0],
+        [0, 0],
+        [0, 0],
+    ]
+
+
+def test_a_step_of_padding_alone(bench: Bench) -> None:
+    batch = bench.tensors.batch(dataclasses.replace(no_rows(), num_padding=4), (), None)
+    assert batch.token_ids.tolist() == [0] * 4
+    assert batch.slot_mapping.tolist() == [-1] * 4
+    assert on_device(batch).query_start_loc.tolist() == [0] * 5
+
+
+def test_small_steps_lie_at_the_same_addresses(bench: Bench) -> None:
+    def addresses(batch: ForwardBatch) -> list[int]:
+        rows = on_device(batch)
+        tensors = (batch.token_ids, batch.positions, batch.slot_mapping, rows.query_start_loc)
+        return [t.data_ptr() for t in (*tensors, rows.seq_lens, rows.table_rows)]
+
+    first = addresses(bench.batch([RowStep(0, 0, 1, new_block_ids=((7,),))], [[1]], num_padding=3))
+    bench.batch(PROMPTS, [range(6), range(5)])
+    second = addresses(bench.batch(DECODES[:2], [[5], [6]], num_padding=2))
+    assert first == second
+    assert all(address % 16 == 0 for address in first)
+
+
+def test_many_new_blocks_do_not_move_what_follows(bench: Bench) -> None:
+    """They need more room than a recorded step has."""
+    blocks = tuple(range(50, 60))
+    batch = bench.batch([RowStep(0, 36, 1, new_block_ids=(blocks,))], [[9]], num_padding=1)
+    assert batch.token_ids.tolist() == [9, 0]
+    assert table(batch, 0, 10) == list(blocks)
+    assert batch.slot_mapping.tolist() == [59 * BLOCK_SIZE, -1]
+
+
+def test_tokens_that_only_the_device_knows(bench: Bench) -> None:
+    bench.batch(PROMPTS, [range(6), range(5)])
+    sent = bench.feed.put([4, 1], torch.tensor([77, -1]))
+    steps = [RowStep(4, 6, 2, draft_token_ids=(8,)), RowStep(1, 5, 1), DECODES[2]]
+    batch = bench.batch(steps, [[ON_DEVICE, 8], [ON_DEVICE], [3]])
+    # A row whose logits were not finite fails; until the host knows, it computes something.
+    assert batch.token_ids.tolist() == [77, 8, 0, 3]
+    assert sent.take() == [77, -1]
+
+
+def test_the_feed_returns_tokens_in_flight(bench: Bench) -> None:
+    first = bench.feed.put([0, 1], torch.tensor([5, 6]))
+    second = bench.feed.put([1], torch.tensor([7]))
+    third = bench.feed.put([], torch.tensor([], dtype=torch.int64))
+    assert bench.feed.newest.tolist() == [5, 7, 0, 0, 0, 0, 0]
+    assert (first.take(), second.take(), third.take()) == ([5, 6], [7], [])
+    fourth = bench.feed.put([1, 0], torch.tensor([8, 9]))
+    assert fourth.take() == [8, 9]
+
+
+def test_a_mirror_waits_before_it_writes_over_what_is_being_copied(bench: Bench) -> None:
+    """The accelerator of this test asserts it."""
+    mirror = Mirror(bench.accelerator, 16)
+    for number in range(8):
+        (sent,) = mirror.send([np.array([number, number + 1])])
+        assert sent.tolist() == [number, number + 1]
+    bench.accelerator.synchronize()
+
+
+def test_a_mirror_grows(bench: Bench) -> None:
+    mirror = Mirror(bench.accelerator, 16)
+    wide, narrow = mirror.send([np.arange(100), np.arange(3, dtype=np.int32)])
+    assert (wide.tolist(), narrow.tolist()) == (list(range(100)), [0, 1, 2])
+
+
+@pytest.mark.parametrize("kept", [[0, 1, 2], [0], [2], [0, 2], [1, 2]])
+def test_some_rows_of_a_step(kept: list[int]) -> None:
+    """Are as if the others had not been in it."""
+
+    def batch(which: Sequence[int]) -> StepInputs:
+        rows = InputBatch(6, 40, BLOCK_SIZE)
+        for slot in (4, 1, 0):
+            rows.add_row(
+                RowAdded(slot, slot, SamplingParams(), 0, 0, (1,), 1, adapters=((slot, 1.0),))
+            )
+        steps = (*PROMPTS, RowStep(0, 0, 3, draft_token_ids=(1, 2), new_block_ids=((5,),)))
+        return rows.prepare([steps[row] for row in which])
+
+    some, alone = batch([0, 1, 2]).of_rows(kept), batch(kept)
+    for name in ("slots", "row_of_token", "positions", "slot_mapping", "logits_indices"):
+        assert getattr(some, name).tolist() == getattr(alone, name).tolist(), name
+    for name in ("query_start_loc", "seq_lens", "adapters", "num_tokens", "only_decodes"):
+        assert getattr(some, name) == getattr(alone, name), name
+    width = alone.block_tables.shape[1]
+    assert some.block_tables[:, :width].tolist() == alone.block_tables.tolist()

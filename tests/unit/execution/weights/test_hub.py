@@ -1,0 +1,81 @@
+"""Folders are taken as they are; the hub is asked only for what may be a hub id."""
+
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+from loraplex.core.errors import ConfigError
+from loraplex.execution.weights.hub import resolve_model
+
+
+class FakeHub:
+    """Stands for snapshot_download."""
+
+    def __init__(self, folder: Path, error: Exception | None = None) -> None:
+        self.folder = folder
+        self.error = error
+        self.calls: list[tuple[str, str | None, list[str]]] = []
+
+    def __call__(self, repo_id: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        self.calls.append((repo_id, revision, allow_patterns))
+        if self.error:
+            raise self.error
+        return str(self.folder)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, hub: Any) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
+
+
+def test_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, None)
+    assert resolve_model(str(tmp_path)) == tmp_path
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    assert resolve_model(f"~/{tmp_path.name}") == tmp_path
+
+
+def test_a_hub_id_with_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.safetensors").touch()
+    hub = FakeHub(tmp_path)
+    install(monkeypatch, hub)
+    assert resolve_model("owner/model", "main") == tmp_path
+    ((hub_id, revision, patterns),) = hub.calls
+    assert (hub_id, revision) == ("owner/model", "main")
+    assert "*.safetensors" in patterns
+    assert not any("bin" in pattern for pattern in patterns)
+
+
+def test_old_weights_are_asked_for_only_without_new_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = FakeHub(tmp_path)
+    install(monkeypatch, hub)
+    resolve_model("model")
+    assert ["*.bin" in patterns for _, _, patterns in hub.calls] == [False, True]
+
+
+@pytest.mark.parametrize("text", ["/no/such/folder", "./model", "../model", "a/b/c", "models/"])
+def test_what_is_no_hub_id_is_a_missing_folder(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, None)
+    with pytest.raises(ConfigError, match="there is no folder"):
+        resolve_model(text)
+
+
+def test_a_file(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(ConfigError, match="is a file"):
+        resolve_model(str(tmp_path / "model.gguf"))
+
+
+@pytest.mark.parametrize(
+    "error", [LocalEntryNotFoundError("offline\nlong text"), HFValidationError("bad id")]
+)
+def test_errors_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    install(monkeypatch, FakeHub(tmp_path, error))
+    with pytest.raises(ConfigError, match=r"no folder here.*(offline|bad id)$"):
+        resolve_model("owner/model")

@@ -1,0 +1,114 @@
+"""What is packed, in which precision, and what is said about it."""
+
+import re
+
+import pytest
+import torch
+
+from loraplex.core.errors import ConfigError
+from loraplex.core.weight_precision import WeightPrecision
+from loraplex.execution.weights.packing import (
+    PackedWeights,
+    WeightFormat,
+    pack_checkpoint,
+)
+from loraplex.kernels.ops import PackedLinear
+from loraplex.kernels.reference import ReferenceKernels
+from loraplex.models.parameters import LinearPlace
+from support.tiny_model import TinyCheckpoint
+
+CPU = torch.device("cpu")
+NATIVE, INT8, INT4, FP8 = WeightPrecision
+
+
+class NotingKernels(ReferenceKernels):
+    """Notes the precision of each linear layer, in the order of the model."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.precisions: list[WeightPrecision] = []
+
+    def pack_linear(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        precision: WeightPrecision = WeightPrecision.NATIVE,
+    ) -> PackedLinear:
+        self.precisions.append(precision)
+        return super().pack_linear(weight, bias, precision)
+
+
+@pytest.fixture
+def checkpoint(tmp_path) -> TinyCheckpoint:
+    made = TinyCheckpoint(tmp_path, hidden_size=32, intermediate_size=64)
+    made.save()
+    return made
+
+
+def pack(
+    checkpoint: TinyCheckpoint, precision: WeightPrecision, kernels: NotingKernels | None = None
+) -> PackedWeights:
+    form = WeightFormat(dtype=torch.float32, precision=precision)
+    return pack_checkpoint(checkpoint.folder, checkpoint.config, kernels or NotingKernels(), form)
+
+
+@pytest.mark.parametrize(
+    ("precision", "of_layers", "of_lm_head"),
+    [(NATIVE, NATIVE, NATIVE), (INT8, INT8, INT8), (INT4, INT4, INT8), (FP8, FP8, INT8)],
+)
+def test_every_linear_layer_has_its_precision(checkpoint, precision, of_layers, of_lm_head):
+    kernels = NotingKernels()
+    pack(checkpoint, precision, kernels)
+    assert kernels.precisions == [of_layers] * 8 + [of_lm_head]
+
+
+@pytest.mark.parametrize("precision", [INT8, INT4, FP8])
+def test_embedding_and_norms_stay_as_they_are(checkpoint, precision):
+    parameters = pack(checkpoint, precision).parameters
+    assert torch.equal(parameters.embedding, checkpoint.tensors["model.embed_tokens.weight"])
+    assert torch.equal(parameters.final_norm.weight, checkpoint.tensors["model.norm.weight"])
+    norm = parameters.layers[1].input_norm.weight
+    assert torch.equal(norm, checkpoint.tensors["model.layers.1.input_layernorm.weight"])
+
+
+@pytest.mark.parametrize(("precision", "least", "most"), [(INT8, 0.1, 1.0), (INT4, 3.0, 12.0)])
+def test_the_error_is_told_and_which_weight_has_most(checkpoint, precision, least, most):
+    name = "model.layers.1.mlp.down_proj"
+    outlier = checkpoint.tensors[f"{name}.weight"]
+    outlier[:, 0] *= 20
+    checkpoint.save()
+    summary = pack(checkpoint, precision).summary
+    found = re.fullmatch(
+        rf"{precision} weights differ by (\S+)% from the checkpoint's \(root mean square; "
+        rf"most, (\S+)%, in {re.escape(name)}\)",
+        summary,
+    )
+    assert found, summary
+    mean, worst = map(float, found.groups())
+    assert least < mean < most
+    assert mean < worst
+
+
+def test_without_quantisation_nothing_is_said(checkpoint):
+    assert pack(checkpoint, NATIVE).summary == ""
+
+
+def test_the_layer_that_cannot_be_quantised_is_named(tmp_path):
+    checkpoint = TinyCheckpoint(tmp_path, hidden_size=32, intermediate_size=24)
+    checkpoint.save()
+    with pytest.raises(ConfigError, match=r"model\.layers\.0\.mlp\.down_proj: .*24 inputs.*int8"):
+        pack(checkpoint, INT4)
+
+
+@pytest.mark.parametrize(
+    ("parts", "name"),
+    [
+        ({"lm_head": 4}, "lm_head"),
+        ({"model.layers.0.self_attn.o_proj": 4}, "model.layers.0.self_attn.o_proj"),
+        ({"a.b.q_proj": 4, "a.b.k_proj": 2}, "a.b.q_proj+k_proj"),
+    ],
+)
+def test_the_name_of_a_fused_layer(parts, name):
+    place = LinearPlace(parts, 8)
+    assert place.name == name
+    assert place.shape == (sum(parts.values()), 8)

@@ -1,0 +1,47 @@
+"""What weights take, told from config.json, against what the kernels pack."""
+
+import pytest
+import torch
+
+from loraplex.core.errors import ConfigError
+from loraplex.core.weight_precision import WeightPrecision
+from loraplex.demo import BASE_PATH
+from loraplex.execution.weights.packing import WeightFormat, pack_checkpoint
+from loraplex.execution.weights.size import weights_size
+from loraplex.kernels.accelerator import HostAccelerator
+from loraplex.kernels.cuda.backend import CudaKernels
+from loraplex.kernels.dispatch import select_kernels
+from loraplex.kernels.ops import Kernels
+from loraplex.models.registry import read_config
+
+
+def backends() -> dict[str, Kernels]:
+    return {
+        "cpu": select_kernels(torch.device("cpu")),
+        "gpu": CudaKernels(HostAccelerator()),
+    }
+
+
+@pytest.mark.parametrize(
+    ("backend", "precision"),
+    [
+        (backend, precision)
+        for backend in ("cpu", "gpu")
+        for precision in WeightPrecision
+        if (backend, precision) != ("cpu", WeightPrecision.FP8)
+    ],
+)
+def test_it_is_what_is_packed(backend, precision):
+    config, kernels = read_config(BASE_PATH), backends()[backend]
+    form = WeightFormat(dtype=torch.bfloat16, precision=precision)
+    packed = pack_checkpoint(BASE_PATH, config, kernels, form).num_bytes
+    assert weights_size(config, torch.bfloat16, precision) == pytest.approx(packed, rel=0.02)
+
+
+def test_a_layer_that_cannot_be_quantised_is_named(monkeypatch):
+    def refuse(_precision, _in_features):
+        raise ConfigError("a multiple of 32")
+
+    monkeypatch.setattr("loraplex.execution.weights.size.group_size_of", refuse)
+    with pytest.raises(ConfigError, match=r"q_proj.*: a multiple of 32"):
+        weights_size(read_config(BASE_PATH), torch.bfloat16, WeightPrecision.INT4)
