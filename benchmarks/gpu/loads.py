@@ -15,7 +15,13 @@ from gpu.engines import bytes_on_host, make_engine, request_of
 from gpu.journal import Cell, CellJournal, Figures
 from gpu.models import adapter_bytes, decoder_config
 from gpu.rig import Rig, RigSettings, lora_targets
-from loraplex.adapters.normal import NormalRow, RowKind, digest, normal_path, write_normal
+from loraplex.adapters.canonical import (
+    CanonicalRow,
+    RowKind,
+    canonical_path,
+    digest,
+    write_canonical,
+)
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.bench.markdown import markdown_table
 from loraplex.bench.workload import PlannedRequest
@@ -168,7 +174,7 @@ class _Loads:
 def write_adapter(
     folder: Path, config: DecoderConfig, kind: tuple[int, str], number: int
 ) -> AdapterSource:
-    """A normal file of 16-bit numbers, as the staging worker writes it."""
+    """A canonical adapter file of 16-bit numbers, as the staging worker writes it."""
     draws = torch.Generator().manual_seed(number)
     targets = lora_targets(config, *kind)
 
@@ -177,7 +183,7 @@ def write_adapter(
         return RawTensor("F16", shape, memoryview(values.numpy().tobytes()))
 
     rows = [
-        NormalRow(
+        CanonicalRow(
             target.layer,
             target.module,
             None,
@@ -191,9 +197,9 @@ def write_adapter(
         for target in targets
     ]
     name = digest(rows)
-    path = normal_path(folder, name)
+    path = canonical_path(folder, name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_normal(rows, name, path)
+    write_canonical(rows, name, path)
     num_bytes = sum(target.num_elements for target in targets) * 2
     return AdapterSource(name, str(path), num_bytes, targets)
 

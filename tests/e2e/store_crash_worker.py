@@ -12,7 +12,7 @@ import random
 import sys
 from pathlib import Path
 
-from loraplex.adapters.normal import normal_path
+from loraplex.adapters.canonical import canonical_path
 from loraplex.adapters.staged import StagedAdapter
 from loraplex.adapters.store import AdapterStore
 from loraplex.adapters.tensor_file import write_atomically
@@ -55,7 +55,7 @@ class Worker:
     def register(self, name):
         content = b"%d" % self.random.randrange(1000)
         digest = hashlib.sha256(content).hexdigest()
-        path = normal_path(self.state_dir, digest)
+        path = canonical_path(self.state_dir, digest)
         if not path.exists():
             write_atomically(path, [content])
 

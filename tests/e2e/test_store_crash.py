@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.adapters.normal import normal_path
+from loraplex.adapters.canonical import canonical_path
 from loraplex.adapters.store import AdapterStore
 from loraplex.core.adapter import AdapterRef, ByName
 
@@ -58,7 +58,7 @@ def check_files(store, state_dir):
     for present in store.list("t"):
         history = store.history(AdapterRef("m", "t", ByName(present.name)))
         assert history[0] == present
-        assert all(normal_path(state_dir, version.digest).is_file() for version in history)
+        assert all(canonical_path(state_dir, version.digest).is_file() for version in history)
 
 
 def test_every_name_is_at_its_old_or_its_new_version(workers, tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.adapters.normal import digest, normal_path, read_normal
+from loraplex.adapters.canonical import canonical_path, digest, read_canonical
 from loraplex.adapters.store import AdapterStore
 from loraplex.core.adapter import AdapterRef, ByName
 
@@ -67,7 +67,7 @@ def check_files(store, state_dir):
         assert history[0] == present
         kept |= {version.digest for version in history}
     for known in kept:
-        content = read_normal(normal_path(state_dir, known))
+        content = read_canonical(canonical_path(state_dir, known))
         assert content.digest == known == digest(content.rows)
     return kept
 

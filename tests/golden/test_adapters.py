@@ -1,4 +1,4 @@
-"""Adapters that PEFT itself made: the normal form changes a layer exactly as PEFT would."""
+"""Adapters that PEFT itself made: the canonical form changes a layer exactly as PEFT would."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from loraplex.adapters.normal import read_normal
+from loraplex.adapters.canonical import read_canonical
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.stage import stage
 from loraplex.adapters.staged import StageRequest
@@ -116,7 +116,7 @@ def staged(folder, tmp_path) -> AdapterSource:
 def test_the_normal_rows_are_peft_s_delta(config, base_config, tmp_path):
     trained(base_config, **config).save_pretrained(tmp_path / "adapter")
     expected = deltas_of(loaded(base_config, tmp_path / "adapter"))
-    rows = read_normal(Path(staged(tmp_path / "adapter", tmp_path).path)).rows
+    rows = read_canonical(Path(staged(tmp_path / "adapter", tmp_path).path)).rows
     assert {(row.layer, row.module) for row in rows} == set(expected)
     for row in rows:
         delta = row.scale * row.tensors["b"].array() @ row.tensors["a"].array()

@@ -26,10 +26,10 @@ from transformers import (
 )
 
 from loraplex import LLM, SamplingParams
+from loraplex.adapters.canonical import CanonicalFile, CanonicalRow, RowKind, digest, read_canonical
 from loraplex.adapters.formats.export import lora_tensors
 from loraplex.adapters.formats.storage_type import StorageType
-from loraplex.adapters.formats.trtllm import normal_rows
-from loraplex.adapters.normal import NormalFile, NormalRow, RowKind, digest, read_normal
+from loraplex.adapters.formats.trtllm import canonical_rows
 from loraplex.adapters.stage import stage
 from loraplex.adapters.staged import StagedAdapter, StageRequest, StagingLimits
 from loraplex.adapters.targets import source_of
@@ -157,8 +157,8 @@ class Case:
             )
         )
 
-    def rows(self, name: str) -> tuple[NormalRow, ...]:
-        return read_normal(Path(self.stage(self.adapter(name)).source.path)).rows
+    def rows(self, name: str) -> tuple[CanonicalRow, ...]:
+        return read_canonical(Path(self.stage(self.adapter(name)).source.path)).rows
 
 
 def train(model: PeftModel) -> None:
@@ -342,9 +342,9 @@ def test_dora_as_a_pair(case: Case) -> None:
         for row in rows
     ]
     shapes = base_shapes(read_config(case.folder))
-    read = normal_rows(*lora_tensors(quotients, StorageType.FLOAT32), shapes, MAX_RANK)
+    read = canonical_rows(*lora_tensors(quotients, StorageType.FLOAT32), shapes, MAX_RANK)
     source = source_of(digest(read), Path("pair"), read, shapes, MAX_RANK)
-    computed.put("dora", host_adapter(NormalFile(source.digest, read), source.targets))
+    computed.put("dora", host_adapter(CanonicalFile(source.digest, read), source.targets))
     assert not too_large(computed.errors(["dora"]), TOLERANCE)
 
 

@@ -6,11 +6,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loraplex.adapters.canonical import CanonicalRow, RowKind, digest
 from loraplex.adapters.formats import peft, trtllm
 from loraplex.adapters.formats.export import StorageType, lora_tensors
 from loraplex.adapters.formats.export_peft import peft_config, peft_tensors
 from loraplex.adapters.formats.peft_config import parse_config
-from loraplex.adapters.normal import NormalRow, RowKind, digest
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.tensor_file import RawTensor
 
@@ -27,13 +27,13 @@ def values(rng: np.random.Generator, *shape: int) -> RawTensor:
     return RawTensor("F32", shape, rng.normal(size=shape).astype("<f4").tobytes())
 
 
-def lora(rng, layer, module, rank, scale, has_bias=False) -> NormalRow:
+def lora(rng, layer, module, rank, scale, has_bias=False) -> CanonicalRow:
     ends = {"lm_head": (HIDDEN, VOCAB), "embed_tokens": (VOCAB, HIDDEN)}
     num_in, num_out = MODULES.get(module) or ends[module]
     tensors = {"a": values(rng, rank, num_in), "b": values(rng, num_out, rank)}
     if has_bias:
         tensors["bias"] = values(rng, num_out)
-    return NormalRow(layer, module, None, RowKind.LORA, scale, tensors, path(layer, module))
+    return CanonicalRow(layer, module, None, RowKind.LORA, scale, tensors, path(layer, module))
 
 
 def path(layer: int | None, module: str) -> str:
@@ -44,7 +44,7 @@ def path(layer: int | None, module: str) -> str:
 
 
 @st.composite
-def plain_adapters(draw, *, has_bias: bool = False) -> list[NormalRow]:
+def plain_adapters(draw, *, has_bias: bool = False) -> list[CanonicalRow]:
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     places = st.tuples(st.integers(0, 2), st.sampled_from(sorted(MODULES)))
     chosen = draw(st.sets(places, min_size=1, max_size=12))
@@ -57,7 +57,7 @@ def plain_adapters(draw, *, has_bias: bool = False) -> list[NormalRow]:
 
 
 @st.composite
-def adapters(draw) -> list[NormalRow]:
+def adapters(draw) -> list[CanonicalRow]:
     """Of what PEFT can say in one config."""
     has_bias = draw(st.booleans())
     rows = draw(plain_adapters(has_bias=has_bias))
@@ -65,7 +65,7 @@ def adapters(draw) -> list[NormalRow]:
     if not has_bias and draw(st.booleans()):
         vectors = [values(rng, row.tensors["b"].shape[0]) for row in rows]
         rows += [
-            NormalRow(
+            CanonicalRow(
                 row.layer,
                 row.module,
                 None,
@@ -84,7 +84,7 @@ def adapters(draw) -> list[NormalRow]:
         if kind in ("weight", "base") and not (taken and kind == "weight"):
             tensors = {kind: values(rng, VOCAB, HIDDEN)}
             rows.append(
-                NormalRow(None, module, None, RowKind.FULL, 1.0, tensors, path(None, module))
+                CanonicalRow(None, module, None, RowKind.FULL, 1.0, tensors, path(None, module))
             )
         elif kind == "tokens" and not taken:
             ids = rng.permutation(VOCAB)[:3].astype("<i8")
@@ -93,18 +93,18 @@ def adapters(draw) -> list[NormalRow]:
                 "weight": values(rng, 3, HIDDEN),
             }
             rows.append(
-                NormalRow(None, module, None, RowKind.TOKENS, 1.0, tensors, path(None, module))
+                CanonicalRow(None, module, None, RowKind.TOKENS, 1.0, tensors, path(None, module))
             )
     if draw(st.booleans()):
         module = draw(st.sampled_from(sorted(MODULES)))
         bias = {"bias": values(rng, MODULES[module][1])}
-        rows.append(NormalRow(0, module, None, RowKind.BIAS, 1.0, bias, path(0, module)))
+        rows.append(CanonicalRow(0, module, None, RowKind.BIAS, 1.0, bias, path(0, module)))
     return rows
 
 
-def read_again(rows: list[NormalRow]) -> tuple[NormalRow, ...]:
+def read_again(rows: list[CanonicalRow]) -> tuple[CanonicalRow, ...]:
     config = parse_config(json.dumps(peft_config(rows)).encode())
-    return peft.normal_rows(config, peft_tensors(rows))
+    return peft.canonical_rows(config, peft_tensors(rows))
 
 
 @settings(deadline=None)
@@ -117,7 +117,7 @@ def test_peft_s_form_holds_everything_bit_for_bit(rows):
 @given(plain_adapters())
 def test_the_pair_holds_plain_lora_and_its_scale_in_b(rows):
     pair = lora_tensors(rows, StorageType.FLOAT32)
-    from_pair = trtllm.normal_rows(*pair, SHAPES, MAX_RANK)
+    from_pair = trtllm.canonical_rows(*pair, SHAPES, MAX_RANK)
     places = {(row.layer, row.module): row for row in rows}
     assert {(row.layer, row.module) for row in from_pair} == set(places)
     for row in from_pair:

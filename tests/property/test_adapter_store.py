@@ -15,9 +15,9 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from loraplex.adapters.normal import normal_path
+from loraplex.adapters.canonical import canonical_path
 from loraplex.adapters.staged import StagedAdapter
-from loraplex.adapters.store import MAX_HISTORY, AdapterStore, Origin
+from loraplex.adapters.store import MAX_HISTORY, AdapterStore, VersionOrigin
 from loraplex.core.adapter import AdapterRef, AdapterSource, ByDigest, ByName, ByTaskId
 from loraplex.core.errors import AdapterExistsError, AdapterLoadError, AdapterNotFoundError
 
@@ -43,7 +43,7 @@ class ShadowVersion:
 @dataclasses.dataclass
 class ShadowAdapter:
     task_id: int | None
-    origin: Origin
+    origin: VersionOrigin
     history: list[ShadowVersion]
     """The newest first."""
 
@@ -99,9 +99,9 @@ class AdapterStoreMachine(RuleBasedStateMachine):
         digest=CONTENTS,
         task_id=TASK_IDS,
         replace=st.booleans(),
-        origin=st.sampled_from(Origin),
+        origin=st.sampled_from(VersionOrigin),
     )
-    def register(self, name, digest, task_id, replace, origin=Origin.API):
+    def register(self, name, digest, task_id, replace, origin=VersionOrigin.API):
         self.write_file(digest)
         self.num_paths += 1
         path = f"/adapters/{self.num_paths}"
@@ -179,7 +179,7 @@ class AdapterStoreMachine(RuleBasedStateMachine):
             return
         restored = target.restored or target.number
         adapter.put(ShadowVersion(present.number + 1, target.digest, target.path, restored))
-        adapter.origin = Origin.API
+        adapter.origin = VersionOrigin.API
         self.lost.discard(target.digest)
 
     @precondition(lambda self: self.adapters)
@@ -202,7 +202,7 @@ class AdapterStoreMachine(RuleBasedStateMachine):
         for name in task_ids:
             self.aliases.pop(name, None)
         for name, adapter in list(self.adapters.items()):
-            if adapter.origin is Origin.CONFIGURED and name not in task_ids:
+            if adapter.origin is VersionOrigin.CONFIGURED and name not in task_ids:
                 del self.adapters[name]
                 self.aliases = {a: of for a, of in self.aliases.items() if of != name}
             elif name in task_ids:
@@ -223,7 +223,7 @@ class AdapterStoreMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def lose_a_file(self, data):
         digest = data.draw(st.sampled_from(sorted(self.digests_in_histories())))
-        normal_path(self.state_dir, digest).unlink(missing_ok=True)
+        canonical_path(self.state_dir, digest).unlink(missing_ok=True)
         missing = {version.digest for version in self.store.missing()}
         self.lost = {d for d in self.present_digests() if not self.has_file(d)}
         assert missing == self.lost
@@ -243,7 +243,7 @@ class AdapterStoreMachine(RuleBasedStateMachine):
             shadow = adapter.present
             assert same(version, shadow)
             assert (version.task_id, version.origin) == (adapter.task_id, adapter.origin)
-            assert version.source.path == str(normal_path(self.state_dir, shadow.digest))
+            assert version.source.path == str(canonical_path(self.state_dir, shadow.digest))
             self.check_resolves(ByName(version.name), version)
             if version.task_id is not None:
                 self.check_resolves(ByTaskId(version.task_id), version)
@@ -288,7 +288,7 @@ class AdapterStoreMachine(RuleBasedStateMachine):
         )
 
     def try_register(self, name, digest, path, task_id, replace, origin):
-        source = AdapterSource(digest, str(normal_path(self.state_dir, digest)), 1, ())
+        source = AdapterSource(digest, str(canonical_path(self.state_dir, digest)), 1, ())
         adapter = StagedAdapter(source=source, dtypes=("F32",), num_tensors=1)
         try:
             return self.store.register(
@@ -305,12 +305,12 @@ class AdapterStoreMachine(RuleBasedStateMachine):
         return True
 
     def write_file(self, digest):
-        path = normal_path(self.state_dir, digest)
+        path = canonical_path(self.state_dir, digest)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
 
     def has_file(self, digest):
-        return normal_path(self.state_dir, digest).is_file()
+        return canonical_path(self.state_dir, digest).is_file()
 
     def digests_on_disk(self):
         return {path.stem for path in self.state_dir.glob("adapters/*/*")}

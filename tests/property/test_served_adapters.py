@@ -19,7 +19,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from loraplex.adapters.normal import normal_path
+from loraplex.adapters.canonical import canonical_path
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.staged import StagedAdapter
 from loraplex.adapters.staging import RequestTensor
@@ -73,14 +73,14 @@ def tokenizer():
 
 
 class FakeStaging:
-    """What a path or a tensor is called is what it holds. Normal files are there, empty."""
+    """A path's or a tensor's name is its content. Canonical adapter files exist and are empty."""
 
     def __init__(self, state_dir: Path) -> None:
         self._state_dir = state_dir
 
     async def stage(self, path: str, **_) -> StagedAdapter:
         digest = digest_of(path)
-        file = normal_path(self._state_dir, digest)
+        file = canonical_path(self._state_dir, digest)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
         source = fake_source(digest, CAPACITY.page_geometry)

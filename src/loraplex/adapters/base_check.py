@@ -8,7 +8,7 @@ import enum
 import re
 from collections.abc import Iterable
 
-from loraplex.adapters.normal import NormalRow, RowKind
+from loraplex.adapters.canonical import CanonicalRow, RowKind
 from loraplex.adapters.shapes import NO_MODULE, BaseShapes
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.adapter import EMBEDDING, LM_HEAD
@@ -48,7 +48,7 @@ def check_base_name(trained_on: str | None, base_model: str, check: BaseCheck) -
     return [said]
 
 
-def check_shapes(rows: Iterable[NormalRow], shapes: BaseShapes, max_rank: int) -> None:
+def check_shapes(rows: Iterable[CanonicalRow], shapes: BaseShapes, max_rank: int) -> None:
     """Raises AdapterMismatchError, AdapterTooLargeError or UnsupportedFeatureError, naming tensor,
     expected and found.
     """
@@ -69,7 +69,7 @@ def check_shapes(rows: Iterable[NormalRow], shapes: BaseShapes, max_rank: int) -
         _check_tied(rows)
 
 
-def _check_place(row: NormalRow, shapes: BaseShapes) -> None:
+def _check_place(row: CanonicalRow, shapes: BaseShapes) -> None:
     what = f"tensor {row.origin}.{_slot(row)}"
     if row.layer is not None and not 0 <= row.layer < shapes.num_layers:
         raise AdapterMismatchError(
@@ -105,7 +105,7 @@ def not_enabled(module: str, shapes: BaseShapes) -> str:
     return f"lora module {module} not enabled for this model, which can be adapted in {enabled}"
 
 
-def _expected(row: NormalRow, shapes: BaseShapes) -> dict[str, tuple[int, ...]]:
+def _expected(row: CanonicalRow, shapes: BaseShapes) -> dict[str, tuple[int, ...]]:
     """The shapes that the base model needs."""
     ends = {
         EMBEDDING: (shapes.vocab_size, shapes.hidden_size),
@@ -126,7 +126,9 @@ def _expected(row: NormalRow, shapes: BaseShapes) -> dict[str, tuple[int, ...]]:
             return dict.fromkeys(row.tensors, (out_features,))
 
 
-def _check_shape(row: NormalRow, name: str, tensor: RawTensor, expected: tuple[int, ...]) -> None:
+def _check_shape(
+    row: CanonicalRow, name: str, tensor: RawTensor, expected: tuple[int, ...]
+) -> None:
     if tensor.shape == expected:
         return
     said = (
@@ -142,7 +144,7 @@ def _check_shape(row: NormalRow, name: str, tensor: RawTensor, expected: tuple[i
     raise AdapterMismatchError(said)
 
 
-def _check_rank(row: NormalRow, max_rank: int) -> None:
+def _check_rank(row: CanonicalRow, max_rank: int) -> None:
     if row.kind is RowKind.LORA and row.tensors["a"].shape[0] > max_rank:
         raise AdapterTooLargeError(
             f"{row.origin} has rank {row.tensors['a'].shape[0]}; the server holds ranks up to "
@@ -150,7 +152,7 @@ def _check_rank(row: NormalRow, max_rank: int) -> None:
         )
 
 
-def _check_tokens(row: NormalRow, shapes: BaseShapes) -> None:
+def _check_tokens(row: CanonicalRow, shapes: BaseShapes) -> None:
     largest = int(row.tensors["indices"].integers().max())
     if largest >= shapes.vocab_size:
         raise AdapterMismatchError(
@@ -159,9 +161,9 @@ def _check_tokens(row: NormalRow, shapes: BaseShapes) -> None:
         )
 
 
-def _check_together(rows: tuple[NormalRow, ...]) -> None:
+def _check_together(rows: tuple[CanonicalRow, ...]) -> None:
     """Kinds of rows whose common meaning is not served."""
-    kinds: dict[tuple[int | None, str], dict[RowKind, NormalRow]] = {}
+    kinds: dict[tuple[int | None, str], dict[RowKind, CanonicalRow]] = {}
     for row in rows:
         kinds.setdefault((row.layer, row.module), {})[row.kind] = row
     for of_module in kinds.values():
@@ -173,7 +175,7 @@ def _check_together(rows: tuple[NormalRow, ...]) -> None:
             )
 
 
-def _check_tied(rows: tuple[NormalRow, ...]) -> None:
+def _check_tied(rows: tuple[CanonicalRow, ...]) -> None:
     """Two copies of the one parameter that this base has."""
     copies = [row for row in rows if row.kind is RowKind.FULL and "base" in row.tensors]
     if len(copies) == 2 and copies[0].tensors["base"].data != copies[1].tensors["base"].data:
@@ -184,7 +186,7 @@ def _check_tied(rows: tuple[NormalRow, ...]) -> None:
         )
 
 
-def _slot(row: NormalRow) -> str:
+def _slot(row: CanonicalRow) -> str:
     name = "a" if "a" in row.tensors else next(iter(row.tensors), "")
     return _SLOTS.get(name, name)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from loraplex.adapters.canonical import CanonicalRow, RowKind
 from loraplex.adapters.formats.peft_names import parameter_path
-from loraplex.adapters.normal import NormalRow, RowKind
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.tensor_file import RawTensor, read_pieces
 from loraplex.core.adapter import EMBEDDING, LM_HEAD
@@ -25,26 +25,26 @@ _PIECE_BYTES = 8 << 20
 
 
 def without_base_copies(
-    rows: Iterable[NormalRow], base: Path, shapes: BaseShapes
-) -> tuple[tuple[NormalRow, ...], tuple[NormalRow, ...]]:
+    rows: Iterable[CanonicalRow], base: Path, shapes: BaseShapes
+) -> tuple[tuple[CanonicalRow, ...], tuple[CanonicalRow, ...]]:
     """(the rows that stay, the copies that are the base's very values).
 
     A copy stays if the base in the folder has no safetensors to compare it with.
     """
-    kept: list[NormalRow] = []
-    dropped: list[NormalRow] = []
+    kept: list[CanonicalRow] = []
+    dropped: list[CanonicalRow] = []
     for row in rows:
         is_same = is_base_copy(row) and _is_own(row, base, shapes)
         (dropped if is_same else kept).append(row)
     return tuple(kept), tuple(dropped)
 
 
-def is_base_copy(row: NormalRow) -> bool:
+def is_base_copy(row: CanonicalRow) -> bool:
     """Whether the row stands for the base's own parameter, trained or not."""
     return row.kind is RowKind.FULL and "base" in row.tensors
 
 
-def _is_own(row: NormalRow, base: Path, shapes: BaseShapes) -> bool:
+def _is_own(row: CanonicalRow, base: Path, shapes: BaseShapes) -> bool:
     is_tied = row.module == LM_HEAD and shapes.ties_embeddings
     name = f"{parameter_path(EMBEDDING if is_tied else row.module)}.weight"
     try:

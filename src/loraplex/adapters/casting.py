@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from loraplex.adapters.normal import NormalRow
+from loraplex.adapters.canonical import CanonicalRow
 from loraplex.core.errors import InvalidAdapterError
 
 POOL_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -13,7 +13,7 @@ _TOO_LARGE = {"F16": 65520.0, "F32": 2.0**128 - 2.0**103, "BF16": 2.0**128 - 2.0
 _WIDER = {"F16": ("F16",), "BF16": ("BF16",), "F32": ("F32", "F16", "BF16")}
 
 
-def check_cast(rows: Iterable[NormalRow], pool_dtype: str) -> list[str]:
+def check_cast(rows: Iterable[CanonicalRow], pool_dtype: str) -> list[str]:
     """A warning if tensors are rounded to the pool's type.
 
     Raises InvalidAdapterError, with the tensor's name, if a value is too large for it.

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from loraplex.adapters.staged import StagedAdapter
-from loraplex.adapters.version import AdapterVersion, Origin, Owner
+from loraplex.adapters.version import AdapterVersion, Owner, VersionOrigin
 from loraplex.core.errors import ConfigError, InternalError
 
 IN_MEMORY = ":memory:"
@@ -245,7 +245,7 @@ def _version(row: tuple[Any, ...]) -> AdapterVersion:
         staged=msgspec.json.decode(staged, type=StagedAdapter),
         path=path,
         created=created,
-        origin=Origin(origin),
+        origin=VersionOrigin(origin),
         restored=restored,
         is_pinned=bool(pinned),
     )

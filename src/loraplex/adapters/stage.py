@@ -1,7 +1,7 @@
 """Staging, one adapter: read, understand, check, hash, write. Runs in the staging worker.
 
-The only code that opens a user's files. It leaves one content-addressed normal file in the state
-directory and says where it is.
+This is the only code that opens a user's files. It leaves one content-addressed canonical adapter
+file in the state directory and returns its path.
 """
 
 import time
@@ -12,17 +12,17 @@ import msgspec
 
 from loraplex.adapters.base_check import check_shapes
 from loraplex.adapters.base_copies import is_base_copy, without_base_copies
+from loraplex.adapters.canonical import (
+    CanonicalRow,
+    RowKind,
+    canonical_path,
+    digest,
+    read_canonical,
+    write_canonical,
+)
 from loraplex.adapters.casting import check_cast
 from loraplex.adapters.formats import trtllm
 from loraplex.adapters.formats.inputs import AdapterInput, RequestTensors, open_input
-from loraplex.adapters.normal import (
-    NormalRow,
-    RowKind,
-    digest,
-    normal_path,
-    read_normal,
-    write_normal,
-)
 from loraplex.adapters.seen_files import FileIdentity, SeenFiles, identities_of
 from loraplex.adapters.staged import StagedAdapter, StageRequest
 from loraplex.adapters.targets import source_of
@@ -45,7 +45,7 @@ class Stopwatch:
 
 
 def stage(request: StageRequest, tensors: Sequence[Buffer] = ()) -> StagedAdapter:
-    """Put an adapter into normal form and check it against the base.
+    """Put an adapter into canonical form and check it against the base.
 
     `tensors` are the bytes of request.tensors, if the adapter came in a request. Raises
     InvalidAdapterError, AdapterMismatchError, AdapterTooLargeError or UnsupportedFeatureError; then
@@ -75,7 +75,7 @@ def stage(request: StageRequest, tensors: Sequence[Buffer] = ()) -> StagedAdapte
     new_digest = digest(rows)
     watch.lap("hash")
     if _known_rows(state_dir, new_digest) is None:
-        write_normal(rows, new_digest, normal_path(state_dir, new_digest))
+        write_canonical(rows, new_digest, canonical_path(state_dir, new_digest))
     if identities_of(source.files) != identities:
         raise InvalidAdapterError(f"{request.path} was changed while it was read; load it again")
     if source.files:
@@ -97,7 +97,7 @@ def _seen_digest(
     return next((known for known in found if known is not None), None)
 
 
-def _left_out(copy: NormalRow) -> str:
+def _left_out(copy: CanonicalRow) -> str:
     return (
         f"{copy.origin}: its copy of the base model's own weight ({copy.num_bytes} bytes, the same "
         "values) is left out"
@@ -119,17 +119,17 @@ def _context(request: StageRequest) -> str:
     return msgspec.json.encode((request.shapes, request.limits.max_rank)).decode()
 
 
-def _known_rows(state_dir: Path, known_digest: str) -> tuple[NormalRow, ...] | None:
+def _known_rows(state_dir: Path, known_digest: str) -> tuple[CanonicalRow, ...] | None:
     """The rows of an adapter that is in the state directory, whole; None if it is not."""
     try:
-        content = read_normal(normal_path(state_dir, known_digest))
+        content = read_canonical(canonical_path(state_dir, known_digest))
     except (InvalidAdapterError, OSError):
         return None
     return content.rows if content.digest == known_digest else None
 
 
 def _check(
-    request: StageRequest, source: AdapterInput, rows: tuple[NormalRow, ...]
+    request: StageRequest, source: AdapterInput, rows: tuple[CanonicalRow, ...]
 ) -> tuple[str, ...]:
     """Warnings; what does not fit the base or the engine is raised."""
     check_shapes(rows, request.shapes, request.limits.max_rank)
@@ -141,14 +141,14 @@ def _check(
 
 def _staged(
     request: StageRequest,
-    rows: tuple[NormalRow, ...],
+    rows: tuple[CanonicalRow, ...],
     adapter_digest: str,
     warnings: tuple[str, ...],
     watch: Stopwatch,
     *,
     was_known: bool,
 ) -> StagedAdapter:
-    path = normal_path(Path(request.state_dir), adapter_digest)
+    path = canonical_path(Path(request.state_dir), adapter_digest)
     tensors = [tensor for row in rows for tensor in row.tensors.values()]
     return StagedAdapter(
         source=source_of(adapter_digest, path, rows, request.shapes, request.limits.max_rank),
@@ -161,7 +161,7 @@ def _staged(
     )
 
 
-def _changes_nothing(row: NormalRow) -> bool:
+def _changes_nothing(row: CanonicalRow) -> bool:
     """LoRA that was never trained. Of other kinds only the base model could tell."""
     bias = row.tensors.get("bias")
     is_silent = bias is None or bias.is_zero()

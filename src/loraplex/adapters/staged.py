@@ -9,7 +9,7 @@ from loraplex.core.adapter import AdapterSource
 from loraplex.core.errors import ErrorInfo
 
 REQUEST_TENSORS = "a request's lora_weights"
-"""The path of what came in a request: there is no source but its normal file."""
+"""The path of what came in a request: there is no source but its canonical adapter file."""
 
 
 class StagingLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +55,7 @@ class StageRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StagedAdapter(msgspec.Struct, frozen=True, kw_only=True):
-    """An adapter in normal form, checked against its base."""
+    """An adapter in canonical form, checked against its base."""
 
     source: AdapterSource
     dtypes: tuple[str, ...]

@@ -24,7 +24,7 @@ from loraplex.adapters.staged import (
     StagingLimits,
     TensorHeader,
 )
-from loraplex.adapters.worker_process import WorkerProcess
+from loraplex.adapters.staging_process import StagingProcess
 from loraplex.core.errors import (
     AdapterTooLargeError,
     InvalidAdapterError,
@@ -66,8 +66,8 @@ class StagingWorker:
         self._state_dir = state_dir
         self._policy = policy
         self._request_ids = itertools.count(1)
-        self._local = WorkerProcess(command, timeout_seconds)
-        self._remote = WorkerProcess(command, timeout_seconds)
+        self._local = StagingProcess(command, timeout_seconds)
+        self._remote = StagingProcess(command, timeout_seconds)
 
     async def stage(
         self,
@@ -82,7 +82,7 @@ class StagingWorker:
         reads_again: bool = False,
         is_trusted: bool = True,
     ) -> StagedAdapter:
-        """Put the adapter at `path` into normal form and check it against the base.
+        """Put the adapter at `path` into canonical form and check it against the base.
 
         StageRequest says what each argument is; `path` is any source (sources/reference.py).
         is_trusted: the operator named it; otherwise the policy for clients holds.
@@ -142,7 +142,7 @@ class StagingWorker:
         return await self._stage(self._local, request, [tensor.view for tensor in tensors])
 
     async def _stage(
-        self, worker: WorkerProcess, request: StageRequest, tensors: Sequence[memoryview] = ()
+        self, worker: StagingProcess, request: StageRequest, tensors: Sequence[memoryview] = ()
     ) -> StagedAdapter:
         try:
             body = msgspec.msgpack.encode(request)

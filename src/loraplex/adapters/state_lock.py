@@ -1,7 +1,7 @@
 """Who uses a state directory: advisory locks on files in it, which the kernel frees at any death.
 
-One process may own the database; any number may use the normal files. Does not know what either
-holds.
+One process may own the database; any number may use the canonical adapter files. The lock does not
+know what either holds.
 """
 
 import fcntl
@@ -46,7 +46,7 @@ class StateLock:
 
     @classmethod
     def use_files(cls, state_dir: Path) -> "StateLock":
-        """Keep every normal file of a state directory from being collected, whoever owns it.
+        """Keep all canonical adapter files of a state directory from being collected by any owner.
 
         Waits for a collection that is under way. Raises ConfigError if the folder is unusable.
         """

@@ -1,7 +1,7 @@
 """What names and task ids stand for: the registered adapters of every tenant, on the disk.
 
 A name or a task id points to a version, a version is a digest; the versions before it are kept.
-This file holds the rules; journal keeps what they decide. Opens no user's file, holds no tensor.
+This file holds the rules; records.py keeps what they decide. Opens no user's file, holds no tensor.
 
 Lookups (resolve, find, list, aliases, is_missing, check_free) never touch the disk. Every change is
 on the disk before it shows: one transaction, one fsync. Changes, open, history, missing and
@@ -16,14 +16,13 @@ from pathlib import Path
 
 import msgspec
 
-from loraplex.adapters.configured import Reconfigured, reconfigure
-from loraplex.adapters.journal import MAX_HISTORY, Journal
-from loraplex.adapters.normal_files import Collected
+from loraplex.adapters.canonical_files import Collected
+from loraplex.adapters.records import MAX_HISTORY, Reconfigured, StoreRecords, reconfigure
 from loraplex.adapters.staged import StagedAdapter
 from loraplex.adapters.version import (
     MAX_NAME_LENGTH,
     AdapterVersion,
-    Origin,
+    VersionOrigin,
     check_name,
     check_task_id,
 )
@@ -36,9 +35,9 @@ __all__ = [
     "AdapterStore",
     "AdapterVersion",
     "Collected",
-    "Origin",
     "Reconfigured",
     "Registration",
+    "VersionOrigin",
 ]
 
 GARBAGE_AGE_SECONDS = 600.0
@@ -67,8 +66,8 @@ class AdapterStore:
         """In memory, and without files if there is no state directory. See also open()."""
         self._unix_seconds = unix_seconds
         self._changing = threading.Lock()
-        self._journal = Journal(state_dir, unix_seconds, is_persistent=is_persistent)
-        self._names = self._journal.names
+        self._records = StoreRecords(state_dir, unix_seconds, is_persistent=is_persistent)
+        self._names = self._records.names
         self._missing: frozenset[str] = frozenset()
         self._look_for_files()
 
@@ -92,7 +91,7 @@ class AdapterStore:
     def close(self) -> None:
         """Give the state directory back. Lookups still answer; changes fail."""
         with self._changing:
-            self._journal.close()
+            self._records.close()
 
     def check_free(
         self, model: str, tenant: str, name: str, task_id: int | None = None, *, replace: bool
@@ -152,13 +151,13 @@ class AdapterStore:
         path: str,
         task_id: int | None = None,
         replace: bool = False,
-        origin: Origin = Origin.API,
+        origin: VersionOrigin = VersionOrigin.API,
     ) -> Registration:
         """Register a staged adapter. Raises as check_free; then nothing has changed.
 
         Other bytes under a known name are a new version; the same bytes are the same version, with
         path, report and origin of this time. Without a task id of its own it keeps the old one's.
-        Raises AdapterLoadError if the normal file is gone again.
+        Raises AdapterLoadError if the canonical adapter file is gone again.
         """
         with self._changing:
             self.check_free(model, tenant, name, task_id, replace=replace)
@@ -191,14 +190,14 @@ class AdapterStore:
         with self._changing:
             version = self._names.resolve(ref)
             if isinstance(ref.key, ByName) and ref.key.name != version.name:
-                self._journal.drop_alias(version.owner, ref.key.name)
+                self._records.drop_alias(version.owner, ref.key.name)
             else:
-                self._journal.drop([version])
+                self._records.drop([version])
             return version
 
     def resolve(self, ref: AdapterRef) -> AdapterVersion:
         """The present version. Raises AdapterNotFoundError, which names what there is, or
-        AdapterLoadError if its normal file was found to be gone.
+        AdapterLoadError if its canonical adapter file was found to be gone.
         """
         version = self._names.resolve(ref)
         if version.digest in self._missing:
@@ -206,7 +205,7 @@ class AdapterStore:
         return version
 
     def find(self, ref: AdapterRef) -> AdapterVersion | None:
-        """The present version, if there is one; also if its normal file is gone."""
+        """The present version, if there is one; also if its canonical adapter file is gone."""
         return self._names.find(ref)
 
     def list(self, tenant: str, model: str | None = None) -> list[AdapterVersion]:
@@ -232,9 +231,9 @@ class AdapterStore:
     ) -> AdapterVersion:
         """Make an older version the present one again, as a new version of the same bytes.
 
-        Without a number: the one before the present; again: the one before that. Raises
-        AdapterNotFoundError if there is none, AdapterLoadError if its normal file is gone, and
-        what `check` raises for the older version.
+        Without a number: the version before the present one; a second rollback restores the one
+        before that. Raises AdapterNotFoundError if there is none, AdapterLoadError if its canonical
+        adapter file is gone, and what `check` raises for the older version.
         """
         with self._changing:
             present = self._names.resolve(ref)
@@ -250,7 +249,7 @@ class AdapterStore:
                 target,
                 number=present.number + 1,
                 created=int(self._unix_seconds()),
-                origin=Origin.API,
+                origin=VersionOrigin.API,
                 restored=target.restored or target.number,
                 is_pinned=False,
             )
@@ -260,7 +259,7 @@ class AdapterStore:
     def history(self, ref: AdapterRef) -> Sequence[AdapterVersion]:
         """The versions of a name that are kept, the present one first."""
         with self._changing:
-            return self._journal.history(self._names.resolve(ref))
+            return self._records.history(self._names.resolve(ref))
 
     def pin(self, ref: AdapterRef, number: int | None = None) -> AdapterVersion:
         """Keep a version (the present one without a number) in the history, and its file.
@@ -295,7 +294,7 @@ class AdapterStore:
                     "replace it",
                     param="alias",
                 )
-            self._journal.put_alias(owner, alias, version.name)
+            self._records.put_alias(owner, alias, version.name)
             return version
 
     def aliases(self, tenant: str, model: str) -> Mapping[str, str]:
@@ -303,11 +302,11 @@ class AdapterStore:
         return self._names.aliases((model, tenant))
 
     def is_missing(self, version: AdapterVersion) -> bool:
-        """Whether its normal file was gone when it was last looked for."""
+        """Whether its canonical adapter file was gone when it was last looked for."""
         return version.digest in self._missing
 
     def missing(self) -> Sequence[AdapterVersion]:
-        """Look for every present version's normal file; those without, of all tenants.
+        """Look for every present version's canonical adapter file; those without, of all tenants.
 
         resolve() refuses them until they are staged and registered again.
         """
@@ -317,13 +316,13 @@ class AdapterStore:
     def collect_garbage(
         self, in_use: Collection[str], min_age_seconds: float = GARBAGE_AGE_SECONDS
     ) -> Collected:
-        """Delete the normal files that no version in a history refers to.
+        """Delete the canonical adapter files that no version in a history refers to.
 
         in_use: digests that engines know still. A file stays that was written, or whose version
         was forgotten, within min_age_seconds: it may be on its way into a name or an engine.
         """
         with self._changing:
-            return self._journal.collect_garbage(in_use, min_age_seconds)
+            return self._records.collect_garbage(in_use, min_age_seconds)
 
     def apply_configuration(
         self, model: str, tenant: str, task_ids: Mapping[str, int | None]
@@ -337,24 +336,24 @@ class AdapterStore:
         with self._changing:
             versions, aliases = self._names.versions(owner), self._names.aliases(owner)
             change = reconfigure(versions, aliases, task_ids)
-            self._journal.reconfigure(owner, change)
+            self._records.reconfigure(owner, change)
             return change
 
     def _look_for_files(self) -> Sequence[AdapterVersion]:
-        missing = [v for v in self._names.versions() if not self._journal.has_file(v)]
+        missing = [v for v in self._names.versions() if not self._records.has_file(v)]
         self._missing = frozenset(version.digest for version in missing)
         return missing
 
     def _write(self, version: AdapterVersion) -> None:
-        if not self._journal.has_file(version):
+        if not self._records.has_file(version):
             raise _file_is_gone(version)
-        self._journal.write(version)
+        self._records.write(version)
         self._missing -= {version.digest}
 
     def _version_before(self, present: AdapterVersion) -> AdapterVersion:
         """Of a version that a rollback brought back: the one before its original."""
         below = present.restored or present.number
-        for version in self._journal.history(present):
+        for version in self._records.history(present):
             if version.number < below and version.digest != present.digest:
                 return version
         raise AdapterNotFoundError(
@@ -362,7 +361,7 @@ class AdapterStore:
         )
 
     def _numbered(self, present: AdapterVersion, number: int) -> AdapterVersion:
-        history = self._journal.history(present)
+        history = self._records.history(present)
         for version in history:
             if version.number == number:
                 return version
@@ -376,7 +375,7 @@ class AdapterStore:
             present = self._names.resolve(ref)
             version = present if number is None else self._numbered(present, number)
             pinned = dataclasses.replace(version, is_pinned=is_pinned)
-            self._journal.set_pinned(pinned)
+            self._records.set_pinned(pinned)
             return pinned
 
 
@@ -393,7 +392,7 @@ def _same_version(present: AdapterVersion, again: AdapterVersion) -> AdapterVers
 
 def _file_is_gone(version: AdapterVersion) -> AdapterLoadError:
     return AdapterLoadError(
-        f"the normal file of adapter {version.name!r} (version {version.number}, digest "
+        f"the canonical adapter file of adapter {version.name!r} (version {version.number}, digest "
         f"{version.digest[:12]}) is gone from the state directory; load it again from "
         f"{version.shown_path or 'its source'}"
     )

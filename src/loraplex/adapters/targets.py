@@ -7,7 +7,7 @@ larger than one linear layer of the base at the largest rank, so each fits in a 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from loraplex.adapters.normal import NormalRow, RowKind, sort_rows
+from loraplex.adapters.canonical import CanonicalRow, RowKind, sort_rows
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.core.adapter import (
     EMBEDDING,
@@ -22,7 +22,7 @@ from loraplex.core.errors import InvalidAdapterError
 
 
 def source_of(
-    adapter_digest: str, path: Path, rows: Iterable[NormalRow], shapes: BaseShapes, max_rank: int
+    adapter_digest: str, path: Path, rows: Iterable[CanonicalRow], shapes: BaseShapes, max_rank: int
 ) -> AdapterSource:
     """What the engine is told of a staged adapter. The rows must have been checked."""
     ordered = sort_rows(rows)
@@ -34,7 +34,7 @@ def source_of(
     )
 
 
-def targets_of(row: NormalRow, shapes: BaseShapes, max_rank: int) -> Iterator[LoraTarget]:
+def targets_of(row: CanonicalRow, shapes: BaseShapes, max_rank: int) -> Iterator[LoraTarget]:
     """The pieces of one row."""
     if row.expert is not None:
         raise InvalidAdapterError(f"{row.origin} is of expert {row.expert}: experts are not served")
@@ -62,18 +62,18 @@ def targets_of(row: NormalRow, shapes: BaseShapes, max_rank: int) -> Iterator[Lo
             yield from _row_blocks(row, TargetPart.TOKENS, (rows, columns), piece)
 
 
-def full_weight(row: NormalRow) -> str:
+def full_weight(row: CanonicalRow) -> str:
     """The name of a FULL row's one tensor."""
     return "weight" if "weight" in row.tensors else "base"
 
 
-def _full_shape(row: NormalRow) -> tuple[int, int]:
+def _full_shape(row: CanonicalRow) -> tuple[int, int]:
     """A norm's vector is one row."""
     shape = row.tensors[full_weight(row)].shape
     return (1, shape[0]) if len(shape) == 1 else (shape[0], shape[1])
 
 
-def _lora(row: NormalRow, shapes: BaseShapes) -> Iterator[LoraTarget]:
+def _lora(row: CanonicalRow, shapes: BaseShapes) -> Iterator[LoraTarget]:
     rank, in_features = row.tensors["a"].shape
     out_features = row.tensors["b"].shape[0]
     block = out_features
@@ -85,7 +85,7 @@ def _lora(row: NormalRow, shapes: BaseShapes) -> Iterator[LoraTarget]:
 
 
 def _vector(
-    row: NormalRow, part: TargetPart, name: str, piece: int, num_vectors: int = 1
+    row: CanonicalRow, part: TargetPart, name: str, piece: int, num_vectors: int = 1
 ) -> Iterator[LoraTarget]:
     (length,) = row.tensors[name].shape
     for first in range(0, length, piece):
@@ -94,7 +94,7 @@ def _vector(
 
 
 def _row_blocks(
-    row: NormalRow, part: TargetPart, shape: tuple[int, int], piece: int
+    row: CanonicalRow, part: TargetPart, shape: tuple[int, int], piece: int
 ) -> Iterator[LoraTarget]:
     num_rows, columns = shape
     block = max(1, piece // columns)
@@ -103,5 +103,5 @@ def _row_blocks(
         yield LoraTarget(_layer(row), row.module, size, 0, columns, part, first)
 
 
-def _layer(row: NormalRow) -> int:
+def _layer(row: CanonicalRow) -> int:
     return OUTSIDE_LAYERS if row.layer is None else row.layer

@@ -19,7 +19,7 @@ Owner = tuple[str, str]
 """(model, tenant)"""
 
 
-class Origin(enum.StrEnum):
+class VersionOrigin(enum.StrEnum):
     """Who registered a version last."""
 
     API = "api"
@@ -43,7 +43,7 @@ class AdapterVersion:
     """Where it was staged from. It may hold a signature: only `shown_path` is for people."""
     created: int
     """Unix seconds."""
-    origin: Origin = Origin.API
+    origin: VersionOrigin = VersionOrigin.API
     restored: int | None = None
     """The older version that a rollback brought back as this one."""
     is_pinned: bool = False

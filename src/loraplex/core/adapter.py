@@ -127,7 +127,7 @@ def head_block_size(modules: Mapping[str, tuple[int, int]], hidden_size: int) ->
 
 
 class AdapterSource(msgspec.Struct, frozen=True):
-    """A staged adapter: where the engine finds its normal file, and its size."""
+    """A staged adapter: where the engine finds its canonical adapter file, and its size."""
 
     digest: str
     path: str

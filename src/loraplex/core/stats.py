@@ -98,7 +98,7 @@ class AdapterTierStats(msgspec.Struct, frozen=True):
     host_evictions: int = 0
     device_evictions: int = 0
     read_times: Durations = Durations()
-    """Of loads: from the normal file into host memory."""
+    """Of loads: from the canonical adapter file into host memory."""
     copy_times: Durations = Durations()
     """Of copies to the device; those of one step share their time."""
 

@@ -19,7 +19,7 @@ from loraplex.core.plan import Capacity, StepPlan, StepResult
 from loraplex.core.request import EngineRequest, RequestId
 from loraplex.core.stats import AdapterActivity, EngineStats, StepRecord
 from loraplex.core.version import __version__
-from loraplex.engine.adapter_registry import AdapterRegistry
+from loraplex.engine.adapter_handles import AdapterHandles
 from loraplex.engine.groups import SequenceGroups
 from loraplex.engine.journal import (
     CommandTaken,
@@ -98,7 +98,7 @@ class Engine:
         scheduler: Scheduler,
         runner: Runner,
         loader: AdapterLoader,
-        adapters: AdapterRegistry,
+        adapters: AdapterHandles,
         clock: EventClock,
         journal: Journal,
         *,
@@ -369,7 +369,7 @@ def build_engine(
         keeps_host_copy=capacity.keeps_host_copy,
         new_policy=EVICTION_POLICIES[eviction_policy],
     )
-    adapters = AdapterRegistry(
+    adapters = AdapterHandles(
         cache, loader, capacity.page_geometry, host_page_bytes=capacity.host_page_bytes
     )
     scheduler = Scheduler(capacity, settings, kv, cache, adapters, event_clock, policy)

@@ -7,7 +7,7 @@ from loraplex.core.adapter import AdapterHandle
 from loraplex.core.errors import InvalidRequestError, TokenOutOfVocabularyError
 from loraplex.core.request import EngineRequest
 from loraplex.core.sequence import Sequence, SequenceGroup
-from loraplex.engine.adapter_registry import AdapterRegistry
+from loraplex.engine.adapter_handles import AdapterHandles
 
 
 class SequenceGroups:
@@ -15,7 +15,7 @@ class SequenceGroups:
 
     def __init__(
         self,
-        adapters: AdapterRegistry,
+        adapters: AdapterHandles,
         vocab_size: int,
         is_preloading: Callable[[AdapterHandle], bool],
     ) -> None:

@@ -41,7 +41,7 @@ class Runner(Protocol):
 
 
 class HostLoad(Protocol):
-    """One finished read of a normal file into the host tier."""
+    """One finished read of a canonical adapter file into the host tier."""
 
     @property
     def handle(self) -> AdapterHandle: ...

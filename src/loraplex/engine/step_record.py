@@ -8,7 +8,7 @@ import msgspec
 from loraplex.core.adapter import AdapterHandle
 from loraplex.core.plan import StepPlan, StepResult
 from loraplex.core.stats import StepRecord
-from loraplex.engine.adapter_registry import AdapterRegistry
+from loraplex.engine.adapter_handles import AdapterHandles
 
 MAX_ADAPTERS = 32
 """Named in one record."""
@@ -18,7 +18,7 @@ def launched_record(
     record: StepRecord,
     plan: StepPlan,
     adapter_rows: Counter[AdapterHandle],
-    adapters: AdapterRegistry,
+    adapters: AdapterHandles,
 ) -> StepRecord:
     """The scheduler's record of a step, and what its plan tells."""
     prefill = [row.num_tokens for row in plan.rows if row.token_ids is not None]

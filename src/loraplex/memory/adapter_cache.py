@@ -48,7 +48,7 @@ class AdapterCache:
     With `keeps_host_copy` an adapter on the device keeps its host bytes while the host has room;
     such copies are the first to leave the host, since their loss costs nothing now. Without it
     (the device's memory is the host's) they are given back as the copy ends, and what leaves the
-    device is ABSENT: it comes back from its normal file.
+    device is ABSENT: it comes back from its canonical adapter file.
 
     Where a method returns host copies that were dropped, the caller has the loader discard them
     before it does anything else with the cache.

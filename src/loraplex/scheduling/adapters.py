@@ -17,7 +17,7 @@ from loraplex.scheduling.active import ActiveRequest
 LONGEST_EXPIRY_PAUSE_NS = 1_000_000_000
 
 
-class HostTier(Protocol):
+class HostLoads(Protocol):
     """Where host copies come from and go to. Both calls return at once."""
 
     def start_load(self, handle: AdapterHandle) -> None:
@@ -27,7 +27,7 @@ class HostTier(Protocol):
     def discard(self, handle: AdapterHandle) -> None: ...
 
 
-class Readiness(enum.Enum):
+class AdapterReadiness(enum.Enum):
     READY = enum.auto()
     """All adapters are on the device."""
     COMING = enum.auto()
@@ -53,7 +53,7 @@ class AdapterDemand:
     """
 
     def __init__(
-        self, cache: AdapterCache, host: HostTier, aging_ns: int, ttl_ns: int | None = None
+        self, cache: AdapterCache, host: HostLoads, aging_ns: int, ttl_ns: int | None = None
     ) -> None:
         """ttl_ns: what was idle for so long leaves both tiers; None: nothing does."""
         self._cache = cache
@@ -213,11 +213,11 @@ class AdapterDemand:
 
     def advance(
         self, handles: tuple[AdapterHandle, ...], now_ns: int, *, is_next: bool
-    ) -> Readiness:
+    ) -> AdapterReadiness:
         """Begin what can begin for these adapters."""
         on_device = [h for h in handles if self._cache.residency(h) is Residency.DEVICE]
         if len(on_device) == len(handles):
-            return Readiness.READY
+            return AdapterReadiness.READY
         # Their own room must not be made of each other.
         for handle in on_device:
             self._cache.pin(handle)
@@ -229,7 +229,7 @@ class AdapterDemand:
             has_room = has_room and moved
         for handle in on_device:
             self._cache.unpin(handle)
-        return Readiness.COMING if has_room else Readiness.LACKS_ROOM
+        return AdapterReadiness.COMING if has_room else AdapterReadiness.LACKS_ROOM
 
     def _begin(self, handle: AdapterHandle, now_ns: int, *, may_evict_wanted: bool) -> bool:
         """Begin the next move of an adapter; False if there is no room for it."""
@@ -289,14 +289,14 @@ class AdapterScan:
         self._is_next = True
         self._aged: ActiveRequest | None = None
 
-    def visit(self, request: ActiveRequest) -> Readiness:
+    def visit(self, request: ActiveRequest) -> AdapterReadiness:
         demand, now_ns = self._demand, self._now_ns
         if self._aged is not None and not demand.may_pass(self._aged, request.handles, now_ns):
-            return Readiness.PASSED
+            return AdapterReadiness.PASSED
         readiness = demand.advance(request.handles, now_ns, is_next=self._is_next)
-        if readiness is Readiness.READY:
+        if readiness is AdapterReadiness.READY:
             request.lacks_room_since_ns = None
-        elif readiness is Readiness.LACKS_ROOM and request.lacks_room_since_ns is None:
+        elif readiness is AdapterReadiness.LACKS_ROOM and request.lacks_room_since_ns is None:
             request.lacks_room_since_ns = now_ns
         if self._aged is None and demand.is_aged(request, now_ns):
             self._aged = request

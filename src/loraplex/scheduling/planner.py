@@ -6,7 +6,7 @@ from loraplex.core.adapter import AdapterHandle
 from loraplex.core.plan import BlockId
 from loraplex.core.sequence import SequenceStatus
 from loraplex.scheduling.active import ActiveSequence, OffloadedKV
-from loraplex.scheduling.adapters import AdapterScan, Readiness
+from loraplex.scheduling.adapters import AdapterReadiness, AdapterScan
 from loraplex.scheduling.beam_rows import plan_group, seat_group
 from loraplex.scheduling.budget import StepBudget
 from loraplex.scheduling.draft import PlanDraft
@@ -175,7 +175,7 @@ class Planner:
                 break
             readiness = scan.visit(lane.head.request)
             came_in_time = lane.head.request.arrival_ns <= since_ns
-            is_coming = is_coming or (readiness is Readiness.COMING and came_in_time)
+            is_coming = is_coming or (readiness is AdapterReadiness.COMING and came_in_time)
             scan.pass_over()
         return is_coming
 
@@ -188,7 +188,7 @@ class Planner:
         for active in batch.waiting():
             if self._at_limit(active):
                 continue
-            is_ready = scan.visit(active.request) is Readiness.READY
+            is_ready = scan.visit(active.request) is AdapterReadiness.READY
             if is_ready and may_seat:
                 seating = self._seat(active, draft, split, 0, now_ns)
                 may_seat = seating is not _Seating.LACKS_ROOM
@@ -221,7 +221,7 @@ class Planner:
                 continue
             if awaited and not awaited.isdisjoint(lane.handles):
                 continue
-            is_ready = scan.visit(lane.head.request) is Readiness.READY
+            is_ready = scan.visit(lane.head.request) is AdapterReadiness.READY
             self._roster.waiting.note_ready(lane, now_ns if is_ready else None)
             if is_ready and may_seat:
                 seating = self._seat_one_of(lane, draft, split, now_ns)

@@ -18,7 +18,7 @@ from loraplex.memory.adapter_cache import AdapterCache
 from loraplex.memory.kv_blocks import KVBlocks
 from loraplex.scheduling.absorb import absorb_row
 from loraplex.scheduling.active import ActiveRequest, ActiveSequence
-from loraplex.scheduling.adapters import AdapterDemand, HostTier
+from loraplex.scheduling.adapters import AdapterDemand, HostLoads
 from loraplex.scheduling.admission import QueueBound, beam_refusal, length_refusal
 from loraplex.scheduling.beam_group import new_beam_group
 from loraplex.scheduling.beam_rows import abort_group
@@ -53,7 +53,7 @@ class Scheduler:
         settings: SchedulerSettings,
         kv: KVBlocks,
         adapters: AdapterCache,
-        host: HostTier,
+        host: HostLoads,
         clock: Clock,
         policy: Policy | None = None,
     ) -> None:

@@ -57,7 +57,7 @@ class HostTier(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredAdapters(msgspec.Struct, frozen=True, kw_only=True):
-    """Normal files on the disk; versions of an adapter, and names, may share one."""
+    """Canonical adapter files on the disk; versions of an adapter, and names, may share one."""
 
     adapters: int
     files: int

@@ -141,7 +141,7 @@ class ServedModel:
         )
 
     async def stored_adapters(self) -> StoredAdapters:
-        """The normal files of what may be asked for."""
+        """The canonical adapter files of what may be asked for."""
         versions = self.store.present(self.card.name)
         paths = [version.source.path for version in versions]
         return await asyncio.to_thread(stored, len(versions), paths)

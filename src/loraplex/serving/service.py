@@ -39,10 +39,10 @@ from loraplex.serving.adapters.cards import (
 )
 from loraplex.serving.adapters.changes import AdapterChanges, describe
 from loraplex.serving.adapters.composition import compose
-from loraplex.serving.adapters.directory import AdapterDirectory
+from loraplex.serving.adapters.folder_follower import FolderFollower
 from loraplex.serving.adapters.holds import hold_pinned
-from loraplex.serving.adapters.loading import AdapterLoading, check_is_no_base, inline_name
-from loraplex.serving.adapters.upkeep import AdapterUpkeep
+from loraplex.serving.adapters.loading import CatalogLoader, check_is_no_base, inline_name
+from loraplex.serving.adapters.upkeep import CatalogUpkeep
 from loraplex.serving.admission import admit, cut_prompt
 from loraplex.serving.backend import Health, ModelCard
 from loraplex.serving.catalog import Catalog
@@ -74,9 +74,9 @@ class Service:
         self._catalog = Catalog(models)
         self._models = self._catalog.models
         self._changes = AdapterChanges()
-        self._loading = AdapterLoading(worker, self._changes, clock)
-        self._upkeep = AdapterUpkeep(models, self._loading)
-        self._directory = AdapterDirectory(
+        self._loading = CatalogLoader(worker, self._changes, clock)
+        self._upkeep = CatalogUpkeep(models, self._loading)
+        self._directory = FolderFollower(
             self._loading, self._changes, self._models, adapter_watch_seconds
         )
         self._metrics = metrics

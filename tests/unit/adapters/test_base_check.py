@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from loraplex.adapters.base_check import BaseCheck, check_base_name, check_shapes
+from loraplex.adapters.canonical import CanonicalRow, RowKind
 from loraplex.adapters.casting import check_cast
-from loraplex.adapters.normal import NormalRow, RowKind
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.target_check import check_targets
 from loraplex.adapters.targets import targets_of
@@ -30,16 +30,16 @@ def raw(*shape: int, value: float = 1.0, kind: str = "f4") -> RawTensor:
     return RawTensor(dtype, shape, np.full(shape, value, kind).tobytes())
 
 
-def row(kind: RowKind, module: str = "q_proj", layer: int | None = 0, **tensors) -> NormalRow:
+def row(kind: RowKind, module: str = "q_proj", layer: int | None = 0, **tensors) -> CanonicalRow:
     path = module if layer is None else f"model.layers.{layer}.self_attn.{module}"
-    return NormalRow(layer, module, None, kind, 1.0, tensors, path)
+    return CanonicalRow(layer, module, None, kind, 1.0, tensors, path)
 
 
-def lora(rank=2, num_in=8, num_out=12, **place) -> NormalRow:
+def lora(rank=2, num_in=8, num_out=12, **place) -> CanonicalRow:
     return row(RowKind.LORA, a=raw(rank, num_in), b=raw(num_out, rank), **place)
 
 
-def end(kind: RowKind, module: str = "lm_head", **tensors) -> NormalRow:
+def end(kind: RowKind, module: str = "lm_head", **tensors) -> CanonicalRow:
     return row(kind, module, None, **tensors)
 
 

@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from loraplex.adapters import base_copies
-from loraplex.adapters.normal import RowKind, read_normal
+from loraplex.adapters.canonical import RowKind, read_canonical
 from loraplex.adapters.shapes import BaseShapes
 
 VOCAB, HIDDEN = 50, 8
@@ -64,7 +64,7 @@ def kinds_of(staged):
 
     def run(folder, base_folder, shapes=SHAPES):
         got = staged(folder, shapes=shapes, base_path=str(base_folder))
-        rows = read_normal(Path(got.source.path)).rows
+        rows = read_canonical(Path(got.source.path)).rows
         return [row.kind for row in rows], got.warnings
 
     return run

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from loraplex.adapters.base_check import check_shapes
+from loraplex.adapters.canonical import CanonicalRow, RowKind
 from loraplex.adapters.formats import trtllm
 from loraplex.adapters.formats.modules import hf_modules
-from loraplex.adapters.normal import NormalRow, RowKind
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.target_check import check_targets
 from loraplex.adapters.tensor_file import RawTensor
@@ -20,11 +20,11 @@ NO_LORA = msgspec.structs.replace(SHAPES, enabled_modules=())
 REFUSED = "lora module .*o_proj.* not enabled for this model"
 
 
-def row(module: str) -> NormalRow:
+def row(module: str) -> CanonicalRow:
     half = np.ones((1, 8), "<f2")
     a = RawTensor("F16", (1, 8), half.tobytes())
     b = RawTensor("F16", (8, 1), half.tobytes())
-    return NormalRow(0, module, None, RowKind.LORA, 1.0, {"a": a, "b": b}, f"layers.0.{module}")
+    return CanonicalRow(0, module, None, RowKind.LORA, 1.0, {"a": a, "b": b}, f"layers.0.{module}")
 
 
 def target(module: str) -> LoraTarget:
@@ -53,14 +53,14 @@ def test_tensors_of_a_request(module_id: int, name: str) -> None:
     with pytest.raises(
         AdapterMismatchError, match=f"lora module {name} not enabled for this model"
     ):
-        trtllm.normal_rows(weights, config, ONLY_Q, 8)
+        trtllm.canonical_rows(weights, config, ONLY_Q, 8)
 
 
 def test_tensors_of_a_request_where_adapters_are_off() -> None:
     weights = RawTensor("F16", (1, 16), np.ones((1, 16), "<f2").tobytes())
     config = RawTensor("I32", (1, 3), np.array([[1, 0, 1]], "<i4").tobytes())
     with pytest.raises(AdapterMismatchError, match="a build without lora_plugin"):
-        trtllm.normal_rows(weights, config, NO_LORA, 8)
+        trtllm.canonical_rows(weights, config, NO_LORA, 8)
 
 
 def test_ends_of_the_model_go_with_any_module() -> None:

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
+from loraplex.adapters.canonical import CanonicalRow, RowKind, digest
+from loraplex.adapters.formats.canonical_file import check_rows
 from loraplex.adapters.formats.export import lora_tensors
 from loraplex.adapters.formats.export_peft import peft_tensors
-from loraplex.adapters.formats.normal_file import check_rows
 from loraplex.adapters.formats.storage_type import StorageType
-from loraplex.adapters.formats.trtllm import normal_rows
-from loraplex.adapters.normal import NormalRow, RowKind, digest
+from loraplex.adapters.formats.trtllm import canonical_rows
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.errors import UnsupportedFeatureError
@@ -27,8 +27,8 @@ def raw(array: np.ndarray) -> RawTensor:
     return RawTensor({"f": "F32", "i": "I32"}[array.dtype.kind], array.shape, array.tobytes())
 
 
-def read(weights: np.ndarray, config: list[list[int]]) -> dict[tuple, NormalRow]:
-    rows = check_rows(normal_rows(raw(weights), raw(np.array(config, "<i4")), BASE, 8))
+def read(weights: np.ndarray, config: list[list[int]]) -> dict[tuple, CanonicalRow]:
+    rows = check_rows(canonical_rows(raw(weights), raw(np.array(config, "<i4")), BASE, 8))
     return {(row.layer, row.module, row.kind): row for row in rows}
 
 
@@ -72,7 +72,7 @@ def test_rows_with_and_without_it_go_together_and_come_back():
     table = np.ndarray(config.shape, "<i4", config.data)[0].tolist()
     assert table == [[1, 0, 2, 1], [2, 0, 1, 0]]
     np.testing.assert_array_equal(written.array()[0], weights[:, :52])
-    again = normal_rows(written, config, BASE, 8)
+    again = canonical_rows(written, config, BASE, 8)
     assert digest(again) == digest(rows)
 
 
@@ -83,7 +83,7 @@ def test_without_any_the_config_keeps_three_columns():
 
 def test_magnitudes_as_they_were_trained_need_the_base_first():
     lora, factor = read(row_of(16, 24, 12)[None], [[1, 0, 2, 1]]).values()
-    trained = NormalRow(
+    trained = CanonicalRow(
         0, "q_proj", None, RowKind.MAGNITUDE, 1.0, {"magnitude": factor.tensors["factor"]}, "here"
     )
     with pytest.raises(UnsupportedFeatureError, match=r"here.*divided by norms of the base"):

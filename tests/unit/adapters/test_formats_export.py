@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loraplex.adapters.canonical import CanonicalRow, RowKind, digest
 from loraplex.adapters.formats.export import StorageType, common_storage_type, lora_tensors
 from loraplex.adapters.formats.export_peft import peft_config, peft_tensors
-from loraplex.adapters.formats.peft import normal_rows as read_peft
+from loraplex.adapters.formats.peft import canonical_rows as read_peft
 from loraplex.adapters.formats.peft_config import parse_config
-from loraplex.adapters.formats.trtllm import normal_rows as read_pair
-from loraplex.adapters.normal import NormalRow, RowKind, digest
+from loraplex.adapters.formats.trtllm import canonical_rows as read_pair
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.errors import (
@@ -48,7 +48,7 @@ def tensor(values, dtype="F32") -> RawTensor:
     return RawTensor(dtype, array.shape, array.astype(NUMPY_TYPES[dtype]).tobytes())
 
 
-def lora(module, layer=0, rank=2, scale=1.0, dtype="F32", seed=0, **kwargs) -> NormalRow:
+def lora(module, layer=0, rank=2, scale=1.0, dtype="F32", seed=0, **kwargs) -> CanonicalRow:
     rng = np.random.default_rng([seed, layer, len(module)])
     num_in, num_out = kwargs.pop("shape", None) or SHAPES.modules[module]
     parent = "self_attn" if module in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
@@ -61,7 +61,9 @@ def lora(module, layer=0, rank=2, scale=1.0, dtype="F32", seed=0, **kwargs) -> N
             "b": tensor(rng.normal(size=(num_out, rank)), dtype),
         },
     }
-    return NormalRow(layer=layer, module=module, scale=float(np.float32(scale)), **fields | kwargs)
+    return CanonicalRow(
+        layer=layer, module=module, scale=float(np.float32(scale)), **fields | kwargs
+    )
 
 
 def config_of(rows) -> list[list[int]]:
@@ -269,7 +271,7 @@ class TestPeft:
 
 @settings(max_examples=40, deadline=None)
 @given(adapters(st.sampled_from([0.25, 1.0, 2.0])))
-def test_peft_pair_normal_peft(rows):
+def test_peft_pair_canonical_peft(rows):
     """The whole circle: A bit for bit, B with its scale, and the same change of every layer."""
     config = parse_config(json.dumps(peft_config(rows)).encode())
     first = read_peft(config, peft_tensors(rows))

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from loraplex.adapters.canonical import canonical_path, read_canonical
 from loraplex.adapters.formats.inputs import PairFolder
-from loraplex.adapters.normal import normal_path, read_normal
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.staged import StagingLimits
 from loraplex.core.errors import (
@@ -32,9 +32,9 @@ def test_all_doors_lead_to_one_adapter(staged, tmp_path, pair):
     ]
     reports = [staged(door) for door in doors]
     assert len({report.source.digest for report in reports}) == 1
-    normal = tmp_path / "copy.safetensors"
-    normal.write_bytes(Path(reports[0].source.path).read_bytes())
-    assert staged(normal).source == reports[0].source
+    canonical = tmp_path / "copy.safetensors"
+    canonical.write_bytes(Path(reports[0].source.path).read_bytes())
+    assert staged(canonical).source == reports[0].source
     assert reports[0].source.ranks == {"q_proj": (2, 2), "down_proj": (3, 3), "k_proj": (1, 1)}
     assert reports[0].warnings == ()
     assert not reports[0].changes_nothing
@@ -43,7 +43,7 @@ def test_all_doors_lead_to_one_adapter(staged, tmp_path, pair):
 def test_the_rows_are_those_of_the_file(staged, tmp_path, pair):
     weights = pair.weights()
     got = staged(pair.write(tmp_path / "pair"))
-    content = read_normal(normal_path(tmp_path / "state", got.source.digest))
+    content = read_canonical(canonical_path(tmp_path / "state", got.source.digest))
     (row,) = (row for row in content.rows if row.module == "down_proj")
     np.testing.assert_array_equal(row.tensors["a"].array(), weights[1, :48].reshape(3, 16))
     np.testing.assert_array_equal(row.tensors["b"].array(), weights[1, 48:72].reshape(8, 3))
@@ -54,7 +54,7 @@ def test_bfloat16_as_raw_elements(staged, tmp_path, pair):
     bits = (pair.weights().view("<u4") >> 16).astype("<u2")
     got = staged(pair.write(tmp_path / "pair", bits.view("V2")))
     assert got.dtypes == ("BF16",)
-    content = read_normal(normal_path(tmp_path / "state", got.source.digest))
+    content = read_canonical(canonical_path(tmp_path / "state", got.source.digest))
     (row,) = (row for row in content.rows if row.module == "q_proj")
     wide = (bits[0, :16].astype("<u4") << 16).view("<f4")
     np.testing.assert_array_equal(row.tensors["a"].array().ravel(), wide)
@@ -86,7 +86,7 @@ class TestWhatIsThere:
             "model.lora_weights.npy",
             "model.lora_config.npy or model.lora_keys.npy",
             "the tensors weights and config",
-            "normal file",
+            "canonical adapter file",
         ):
             assert understood in raised.value.message
 

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from loraplex.adapters.normal import normal_path, read_normal
+from loraplex.adapters.canonical import canonical_path, read_canonical
 from loraplex.adapters.sources.policy import SourcePolicy
 from loraplex.adapters.stage import stage
 from loraplex.adapters.staged import StageRequest, TensorHeader
@@ -43,7 +43,7 @@ class TestTensorsOfARequest:
         self, worker, staged, tmp_path, shapes, pair
     ):
         got = await worker.stage_tensors(*request_tensors(pair), shapes=shapes, max_rank=8)
-        assert read_normal(normal_path(tmp_path / "state", got.source.digest)).rows
+        assert read_canonical(canonical_path(tmp_path / "state", got.source.digest)).rows
         folder = await worker.stage(str(pair.write(tmp_path / "pair")), shapes=shapes, max_rank=8)
         assert got.source == folder.source
         assert not got.was_known

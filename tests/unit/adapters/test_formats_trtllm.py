@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loraplex.adapters.canonical import CanonicalRow, digest
 from loraplex.adapters.formats.modules import LORA_MODULES
-from loraplex.adapters.formats.trtllm import normal_rows
-from loraplex.adapters.normal import NormalRow, digest
+from loraplex.adapters.formats.trtllm import canonical_rows
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.errors import (
@@ -67,16 +67,18 @@ def raw(array: np.ndarray) -> RawTensor:
     return RawTensor(TYPES[array.dtype.str], array.shape, array.tobytes())
 
 
-def read(weights, config, shapes=BASE, max_rank=8) -> tuple[NormalRow, ...]:
-    return normal_rows(raw(np.asarray(weights)), raw(np.asarray(config, "<i4")), shapes, max_rank)
+def read(weights, config, shapes=BASE, max_rank=8) -> tuple[CanonicalRow, ...]:
+    return canonical_rows(
+        raw(np.asarray(weights)), raw(np.asarray(config, "<i4")), shapes, max_rank
+    )
 
 
-def row_of(rows, layer, module) -> NormalRow:
+def row_of(rows, layer, module) -> CanonicalRow:
     (found,) = (row for row in rows if (row.layer, row.module) == (layer, module))
     return found
 
 
-def delta(row: NormalRow) -> np.ndarray:
+def delta(row: CanonicalRow) -> np.ndarray:
     return row.tensors["b"].array().astype("f8") @ row.tensors["a"].array().astype("f8") * row.scale
 
 
@@ -315,7 +317,7 @@ class TestErrors:
     def test_config_of_another_type(self):
         sentence = "Expected  lora keys to have TYPE_INT32 but was I64"
         with pytest.raises(InvalidAdapterError, match=sentence):
-            normal_rows(raw(q_row()[None]), raw(np.array([[1, 0, 1]], "<i8")), BASE, 8)
+            canonical_rows(raw(q_row()[None]), raw(np.array([[1, 0, 1]], "<i8")), BASE, 8)
 
     def test_the_largest_rank_is_allowed(self):
         assert read([q_row(8)], [[1, 0, 8]])[0].tensors["a"].shape == (8, 8)
@@ -339,4 +341,4 @@ class TestErrors:
     def test_bytes_that_do_not_fit_the_shape(self, num_bytes):
         weights = RawTensor("F32", (1, 20), bytes(num_bytes))
         with pytest.raises(InvalidAdapterError, match=f"needs 80 bytes, it has {num_bytes}"):
-            normal_rows(weights, raw(np.array([[1, 0, 1]], "<i4")), BASE, 8)
+            canonical_rows(weights, raw(np.array([[1, 0, 1]], "<i4")), BASE, 8)

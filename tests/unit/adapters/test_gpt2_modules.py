@@ -5,15 +5,15 @@ import json
 import numpy as np
 import pytest
 
+from loraplex.adapters.canonical import CanonicalRow, RowKind, digest
 from loraplex.adapters.formats.export import lora_tensors
 from loraplex.adapters.formats.export_peft import peft_config, peft_tensors
 from loraplex.adapters.formats.modules import hf_modules
-from loraplex.adapters.formats.peft import normal_rows as read_peft
+from loraplex.adapters.formats.peft import canonical_rows as read_peft
 from loraplex.adapters.formats.peft_config import parse_config
 from loraplex.adapters.formats.peft_names import parse_name
 from loraplex.adapters.formats.storage_type import StorageType
-from loraplex.adapters.formats.trtllm import normal_rows as read_pair
-from loraplex.adapters.normal import NormalRow, RowKind, digest
+from loraplex.adapters.formats.trtllm import canonical_rows as read_pair
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.errors import AdapterMismatchError, ConfigError
@@ -31,7 +31,7 @@ IDS = {"attn.c_attn": 0, "attn.c_proj": 4, "mlp.c_fc": 5, "mlp.c_proj": 6}
 RANK = 2
 
 
-def lora(module: str, layer: int = 0) -> NormalRow:
+def lora(module: str, layer: int = 0) -> CanonicalRow:
     rng = np.random.default_rng([IDS[module], layer])
     num_in, num_out = SHAPES.modules[module]
     tensors = {
@@ -39,7 +39,7 @@ def lora(module: str, layer: int = 0) -> NormalRow:
         for name, shape in (("a", (RANK, num_in)), ("b", (num_out, RANK)))
     }
     path = f"transformer.h.{layer}.{module}"
-    return NormalRow(layer, module, None, RowKind.LORA, 1.0, tensors, path)
+    return CanonicalRow(layer, module, None, RowKind.LORA, 1.0, tensors, path)
 
 
 ROWS = [lora(module, layer) for layer in range(2) for module in IDS]

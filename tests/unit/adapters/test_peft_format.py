@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from loraplex.adapters.formats.peft import missing_modules, normal_rows
+from loraplex.adapters.formats.peft import canonical_rows, missing_modules
 from loraplex.adapters.formats.peft_config import PeftConfig
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.errors import (
@@ -38,7 +38,7 @@ def pair(module: str = Q0, rank=2, num_in=8, num_out=12) -> dict[str, RawTensor]
     ],
 )
 def test_the_forms_of_keys_that_real_files_have(form):
-    (row,) = normal_rows(CONFIG, {form.format("A"): raw(2, 8), form.format("B"): raw(12, 2)})
+    (row,) = canonical_rows(CONFIG, {form.format("A"): raw(2, 8), form.format("B"): raw(12, 2)})
     assert (row.layer, row.module, row.scale) == (3, "q_proj", 2.0)
     assert row.tensors["a"].shape == (2, 8)
     assert row.tensors["b"].shape == (12, 2)
@@ -56,7 +56,7 @@ def test_any_subset_of_modules_with_their_own_ranks_and_scales():
     tensors = (
         pair() | pair(f"{layer_1}.self_attn.k_proj", rank=5) | pair(f"{layer_1}.mlp.down_proj")
     )
-    rows = normal_rows(config, tensors)
+    rows = canonical_rows(config, tensors)
     expected = [
         (0, "q_proj", 3 / math.sqrt(2)),
         (1, "down_proj", 7 / math.sqrt(2)),
@@ -90,7 +90,7 @@ def test_any_subset_of_modules_with_their_own_ranks_and_scales():
 def test_a_tensor_that_is_not_applied_is_named(name, error):
     dimensions = 1 if name.endswith(("vector", "bias", "layernorm.weight")) else 2
     with pytest.raises(error) as caught:
-        normal_rows(CONFIG, pair() | {name: raw(*(12,) * dimensions)})
+        canonical_rows(CONFIG, pair() | {name: raw(*(12,) * dimensions)})
     assert repr(name) in caught.value.message
 
 
@@ -115,28 +115,28 @@ def without(name: str) -> dict[str, RawTensor]:
 )
 def test_broken_pairs_are_named(tensors, named):
     with pytest.raises(InvalidAdapterError, match=named):
-        normal_rows(CONFIG, tensors)
+        canonical_rows(CONFIG, tensors)
 
 
 def test_a_tensor_of_an_unknown_type_is_refused():
     tensors = pair() | {f"{Q0}.lora_A.weight": RawTensor("F8_E4M3", (2, 8), bytes(16))}
     with pytest.raises(UnsupportedFeatureError, match="F8_E4M3"):
-        normal_rows(CONFIG, tensors)
+        canonical_rows(CONFIG, tensors)
 
 
 def test_a_tensor_that_the_config_does_not_target_is_refused():
     config = PeftConfig(r=2, target_modules=["k_proj"])
     with pytest.raises(InvalidAdapterError, match="does not target"):
-        normal_rows(config, pair())
+        canonical_rows(config, pair())
 
 
 def test_tensors_come_as_they_are():
     half = pair() | {f"{Q0}.lora_A.weight": RawTensor("BF16", (2, 8), bytes(32))}
-    (row,) = normal_rows(CONFIG, half)
+    (row,) = canonical_rows(CONFIG, half)
     assert [row.tensors[name].dtype for name in "ab"] == ["BF16", "F32"]
 
 
 def test_target_modules_without_tensors_are_told():
     config = PeftConfig(r=2, target_modules=["q_proj", "v_proj", "gate_proj"])
-    assert missing_modules(config, normal_rows(config, pair())) == ["v_proj", "gate_proj"]
+    assert missing_modules(config, canonical_rows(config, pair())) == ["v_proj", "gate_proj"]
     assert missing_modules(PeftConfig(target_modules=".*"), ()) == []

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from loraplex.adapters.base_check import BaseCheck
+from loraplex.adapters.canonical import canonical_path, digest, read_canonical
 from loraplex.adapters.formats.inputs import PeftFolder
-from loraplex.adapters.normal import digest, normal_path, read_normal
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.staged import StageRequest, StagingLimits
 from loraplex.core.errors import (
@@ -27,9 +27,9 @@ def files_in(folder) -> list[str]:
 def test_an_adapter_becomes_one_file_named_by_its_content(staged, peft_folder, tmp_path):
     folder = peft_folder()
     got = staged(folder.write())
-    path = normal_path(tmp_path / "state", got.source.digest)
+    path = canonical_path(tmp_path / "state", got.source.digest)
     assert got.source.path == str(path)
-    content = read_normal(path)
+    content = read_canonical(path)
     assert content.digest == got.source.digest == digest(content.rows)
     assert [row.scale for row in content.rows] == [2.0] * 6
     a = next(r for r in content.rows if (r.layer, r.module) == (1, "k_proj")).tensors["a"]
@@ -110,7 +110,7 @@ class TestStagingAgain:
             damage()
             again = staged(folder)
             assert not again.was_known
-            assert read_normal(normal_path(tmp_path / "state", source.digest)).rows
+            assert read_canonical(canonical_path(tmp_path / "state", source.digest)).rows
 
     def test_a_damaged_note_is_only_a_slower_staging(self, staged, peft_folder, tmp_path):
         folder = peft_folder().write()

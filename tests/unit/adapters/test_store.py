@@ -2,7 +2,7 @@ import msgspec
 import pytest
 
 from loraplex.adapters.staged import StagedAdapter
-from loraplex.adapters.store import MAX_HISTORY, AdapterStore, Origin
+from loraplex.adapters.store import MAX_HISTORY, AdapterStore, VersionOrigin
 from loraplex.core.adapter import (
     AdapterRef,
     AdapterSource,
@@ -209,8 +209,8 @@ class TestRollingBack:
 
     def test_is_the_api_s_doing(self, store):
         for digest in ("d1", "d2"):
-            register(store, "cats", staged(digest), origin=Origin.CONFIGURED, replace=True)
-        assert store.rollback(by_name("cats")).origin is Origin.API
+            register(store, "cats", staged(digest), origin=VersionOrigin.CONFIGURED, replace=True)
+        assert store.rollback(by_name("cats")).origin is VersionOrigin.API
         assert store.apply_configuration("m", "t", {}).removed == ()
 
 
@@ -297,24 +297,26 @@ class TestAliases:
 
 class TestConfiguration:
     def test_forgets_what_only_an_earlier_one_had_named(self, store):
-        old = register(store, "old", staged("d1"), origin=Origin.CONFIGURED, task_id=7).version
-        register(store, "stays", staged("d2"), origin=Origin.CONFIGURED)
+        old = register(
+            store, "old", staged("d1"), origin=VersionOrigin.CONFIGURED, task_id=7
+        ).version
+        register(store, "stays", staged("d2"), origin=VersionOrigin.CONFIGURED)
         register(store, "loaded", staged("d3"))
-        register(store, "old", staged("d1"), origin=Origin.CONFIGURED, tenant="u")
+        register(store, "old", staged("d1"), origin=VersionOrigin.CONFIGURED, tenant="u")
         change = store.apply_configuration("m", "t", {"stays": None, "new": 7})
         assert (change.removed, change.aliases, change.task_ids) == ((old,), (), ())
         assert [v.name for v in store.list("t")] == ["loaded", "stays"]
         assert [v.name for v in store.list("u")] == ["old"]
 
     def test_an_adapter_that_was_replaced_over_the_api_is_not_its_own(self, store):
-        register(store, "cats", staged("d1"), origin=Origin.CONFIGURED)
+        register(store, "cats", staged("d1"), origin=VersionOrigin.CONFIGURED)
         register(store, "cats", staged("d2"), replace=True)
         store.apply_configuration("m", "t", {})
         assert store.resolve(by_name("cats")).digest == "d2"
 
     def test_who_registered_last_decides_even_with_the_same_bytes(self, store):
         register(store, "cats", staged("d1"))
-        register(store, "cats", staged("d1"), origin=Origin.CONFIGURED, replace=True)
+        register(store, "cats", staged("d1"), origin=VersionOrigin.CONFIGURED, replace=True)
         assert store.apply_configuration("m", "t", {}).removed
         assert store.list("t") == []
 
@@ -324,14 +326,14 @@ class TestConfiguration:
         store.alias(by_name("dogs"), "pets")
         change = store.apply_configuration("m", "t", {"pets": 8, "cats": 7})
         assert (change.removed, change.aliases, change.task_ids) == ((), ("pets",), (dogs,))
-        register(store, "pets", staged("d3"), task_id=8, origin=Origin.CONFIGURED)
+        register(store, "pets", staged("d3"), task_id=8, origin=VersionOrigin.CONFIGURED)
         assert store.resolve(by_task(8)).name == "pets"
         assert store.resolve(by_task(7)).name == "cats"
         assert store.resolve(by_name("dogs")).task_id is None
 
     def test_two_adapters_may_swap_their_task_ids(self, store):
         for name, task_id in (("cats", 7), ("dogs", 8)):
-            register(store, name, staged(name), task_id=task_id, origin=Origin.CONFIGURED)
+            register(store, name, staged(name), task_id=task_id, origin=VersionOrigin.CONFIGURED)
         swapped = {"cats": 8, "dogs": 7}
         assert len(store.apply_configuration("m", "t", swapped).task_ids) == 2
         for name, task_id in swapped.items():
@@ -342,7 +344,7 @@ class TestConfiguration:
         ]
 
     def test_an_id_that_it_no_longer_gives_is_free(self, store):
-        register(store, "cats", staged("d1"), task_id=7, origin=Origin.CONFIGURED)
+        register(store, "cats", staged("d1"), task_id=7, origin=VersionOrigin.CONFIGURED)
         store.apply_configuration("m", "t", {"cats": None})
         register(store, "dogs", staged("d2"), task_id=7)
 

@@ -8,11 +8,11 @@ import threading
 
 import pytest
 
+from loraplex.adapters.canonical import canonical_path
 from loraplex.adapters.database import AdapterDatabase
-from loraplex.adapters.normal import normal_path
 from loraplex.adapters.staged import StagedAdapter
 from loraplex.adapters.state_lock import StateLock
-from loraplex.adapters.store import AdapterStore, Origin
+from loraplex.adapters.store import AdapterStore, VersionOrigin
 from loraplex.core.adapter import AdapterRef, AdapterSource, ByDigest, ByName, ByTaskId, LoraTarget
 from loraplex.core.errors import AdapterLoadError, ConfigError, InternalError
 
@@ -61,7 +61,7 @@ def digest_of(content):
 
 
 def put_file(state_dir, content):
-    path = normal_path(state_dir, digest_of(content))
+    path = canonical_path(state_dir, digest_of(content))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(content)
     return path
@@ -99,7 +99,7 @@ class TestOpeningAgain:
         store.rollback(by_name("cats"))
         store.alias(by_name("dogs"), "pets")
         store.register(
-            "m", "u", "cats", staged(state_dir, "two"), path="/u", origin=Origin.CONFIGURED
+            "m", "u", "cats", staged(state_dir, "two"), path="/u", origin=VersionOrigin.CONFIGURED
         )
         before = store.list("t"), store.list("u"), store.history(by_name("cats"))
         again = open_store()
@@ -109,7 +109,7 @@ class TestOpeningAgain:
         assert again.resolve(AdapterRef("m", "t", ByTaskId(0))).name == "dogs"
         assert again.resolve(AdapterRef("m", "u", ByDigest(digest_of("two")))).tenant == "u"
         assert again.aliases("t", "m") == {"pets": "dogs"}
-        assert again.list("u")[0].origin is Origin.CONFIGURED
+        assert again.list("u")[0].origin is VersionOrigin.CONFIGURED
 
     def test_what_was_removed_stays_away(self, store, open_store, state_dir):
         add(store, state_dir, "cats", "one", task_id=7)
@@ -142,7 +142,7 @@ class TestOpeningAgain:
                 staged(state_dir, name),
                 path="/",
                 task_id=task_id,
-                origin=Origin.CONFIGURED,
+                origin=VersionOrigin.CONFIGURED,
             )
         store.alias(by_name("dogs"), "pets")
         store.apply_configuration("m", "t", {"dogs": 7, "pets": None})
@@ -157,7 +157,7 @@ class TestOpeningAgain:
         shutil.move(state_dir, moved)
         again = AdapterStore.open(moved)
         source = again.resolve(by_name("cats")).source
-        assert source.path == str(normal_path(moved, digest_of("one")))
+        assert source.path == str(canonical_path(moved, digest_of("one")))
         assert again.history(by_name("cats"))[0].source == source
         again.close()
 
@@ -189,7 +189,7 @@ class TestMissingFiles:
     def test_are_told_and_not_served(self, store, open_store, state_dir):
         version = add(store, state_dir, "cats", "one", task_id=7)
         add(store, state_dir, "dogs", "two")
-        normal_path(state_dir, version.digest).unlink()
+        canonical_path(state_dir, version.digest).unlink()
         again = open_store()
         assert again.missing() == [version]
         assert again.is_missing(version)
@@ -201,7 +201,7 @@ class TestMissingFiles:
 
     def test_come_back_by_staging(self, store, open_store, state_dir):
         version = add(store, state_dir, "cats", "one")
-        normal_path(state_dir, version.digest).unlink()
+        canonical_path(state_dir, version.digest).unlink()
         assert store.missing() == [version]
         again = staged(state_dir, "one")
         registration = store.register("m", "t", "cats", again, path="/cats", replace=True)
@@ -211,7 +211,7 @@ class TestMissingFiles:
 
     def test_come_back_when_the_file_does(self, store, state_dir):
         version = add(store, state_dir, "cats", "one")
-        path = normal_path(state_dir, version.digest)
+        path = canonical_path(state_dir, version.digest)
         path.rename(state_dir / "aside")
         assert store.missing() == [version]
         (state_dir / "aside").rename(path)
@@ -220,7 +220,7 @@ class TestMissingFiles:
 
     def test_such_a_version_can_be_removed_and_replaced(self, store, state_dir):
         for name in ("cats", "dogs"):
-            normal_path(state_dir, add(store, state_dir, name, name).digest).unlink()
+            canonical_path(state_dir, add(store, state_dir, name, name).digest).unlink()
         assert len(store.missing()) == 2
         store.remove(by_name("cats"))
         add(store, state_dir, "dogs", "other", replace=True)
@@ -229,14 +229,14 @@ class TestMissingFiles:
     def test_nothing_rolls_back_to_one(self, store, state_dir):
         first = add(store, state_dir, "cats", "one")
         second = add(store, state_dir, "cats", "two", replace=True)
-        normal_path(state_dir, first.digest).unlink()
+        canonical_path(state_dir, first.digest).unlink()
         with pytest.raises(AdapterLoadError, match="version 3"):
             store.rollback(by_name("cats"))
         assert store.resolve(by_name("cats")) == second
 
     def test_a_file_that_went_before_it_was_registered(self, store, state_dir):
         adapter = staged(state_dir, "one")
-        normal_path(state_dir, adapter.source.digest).unlink()
+        canonical_path(state_dir, adapter.source.digest).unlink()
         with pytest.raises(AdapterLoadError, match="load it again"):
             store.add("m", "t", "cats", adapter, path="/cats")
         assert store.list("t") == []
@@ -270,7 +270,7 @@ class TestGarbage:
         for content in ("old", "dropped"):
             os.utime(put_file(state_dir, content), (0, 0))
         store.add("m", "t", "cats", staged(state_dir, "dropped"), path="/")
-        os.utime(normal_path(state_dir, digest_of("dropped")), (0, 0))
+        os.utime(canonical_path(state_dir, digest_of("dropped")), (0, 0))
         store.remove(by_name("cats"))
         clock.now += 59
         assert store.collect_garbage((), 60).num_files == 1

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.adapters.normal import NormalRow, RowKind
+from loraplex.adapters.canonical import CanonicalRow, RowKind
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.targets import source_of, targets_of
 from loraplex.adapters.tensor_file import RawTensor
@@ -22,12 +22,12 @@ def raw(*shape: int, dtype: str = "F32") -> RawTensor:
     return RawTensor(dtype, shape, bytes(int(np.prod(shape)) * (8 if dtype == "I64" else 4)))
 
 
-def row(kind=RowKind.LORA, layer=0, module="q_proj", expert=None, **tensors) -> NormalRow:
+def row(kind=RowKind.LORA, layer=0, module="q_proj", expert=None, **tensors) -> CanonicalRow:
     tensors = tensors or {"a": raw(2, 8), "b": raw(12, 2)}
-    return NormalRow(layer, module, expert, kind, 1.0, tensors)
+    return CanonicalRow(layer, module, expert, kind, 1.0, tensors)
 
 
-def targets(of: NormalRow) -> list[LoraTarget]:
+def targets(of: CanonicalRow) -> list[LoraTarget]:
     return list(targets_of(of, SHAPES, MAX_RANK))
 
 

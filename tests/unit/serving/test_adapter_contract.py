@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from loraplex.adapters.normal import normal_path
+from loraplex.adapters.canonical import canonical_path
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.store import AdapterStore
 from loraplex.core.adapter import (
@@ -326,7 +326,7 @@ class TestLoadPolicy:
 
 
 class TestStored:
-    """What an earlier server left: names, versions, and normal files."""
+    """What an earlier server left: names, versions, and canonical adapter files."""
 
     @pytest.fixture
     def state_dir(self, tmp_path):
@@ -334,12 +334,12 @@ class TestStored:
 
     @pytest.fixture
     def put(self, staging, state_dir):
-        """A function (path) -> a digest; the normal file is there once it was staged."""
+        """A function (path) -> a digest; the canonical adapter file is there once it was staged."""
 
         def put_file(path, content=None, **fields):
             digest = (content or path).encode().hex().rjust(64, "0")
             staging.put(path, digest, **fields)
-            file = normal_path(state_dir, digest)
+            file = canonical_path(state_dir, digest)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(digest)
             return digest
@@ -356,15 +356,17 @@ class TestStored:
         await service.close()
         shutil.rmtree(state_dir / "adapters")
         put("/1")  # staging will write it again; here it has done so already
-        normal_path(state_dir, digests[0]).unlink()
+        canonical_path(state_dir, digests[0]).unlink()
         put("/2", "other bytes")
         staging.staged["/3"] = InvalidAdapterError("gone, too")
         stage = staging.stage
 
         async def stage_and_write(path, **asked):
             staged = await stage(path, **asked)
-            normal_path(state_dir, staged.source.digest).parent.mkdir(parents=True, exist_ok=True)
-            normal_path(state_dir, staged.source.digest).write_text("")
+            canonical_path(state_dir, staged.source.digest).parent.mkdir(
+                parents=True, exist_ok=True
+            )
+            canonical_path(state_dir, staged.source.digest).write_text("")
             return staged
 
         staging.stage = stage_and_write
@@ -430,7 +432,7 @@ class TestStored:
         assert store.collect_garbage(in_use).num_files == 0
         [output async for output in running]
         await service._upkeep.run_once()
-        assert not normal_path(state_dir, first).exists()
+        assert not canonical_path(state_dir, first).exists()
 
     async def test_in_memory_nothing_is_kept_or_collected(self, make_service, put, state_dir):
         owner = await make_service(store=AdapterStore.open(state_dir))
@@ -484,7 +486,7 @@ async def test_the_next_change_waits_for_one_whose_caller_left():
 
 def test_a_store_in_memory_collects_nothing(tmp_path):
     """Alone, too: the files may be named in a database that nobody has open now."""
-    file = normal_path(tmp_path, "ab" * 32)
+    file = canonical_path(tmp_path, "ab" * 32)
     file.parent.mkdir(parents=True)
     file.touch()
     store = AdapterStore.in_memory(tmp_path)

@@ -19,7 +19,7 @@ from loraplex.core.errors import (
 )
 from loraplex.core.principal import LOCAL, NONE, Principal, Rights
 from loraplex.serving.adapters.changes import AdapterChanges
-from loraplex.serving.adapters.loading import AdapterLoading
+from loraplex.serving.adapters.loading import CatalogLoader
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.service import Service
 
@@ -36,7 +36,7 @@ async def model(make_model):
 
 @pytest.fixture
 def loading(staging):
-    return AdapterLoading(staging, AdapterChanges(), SystemClock())
+    return CatalogLoader(staging, AdapterChanges(), SystemClock())
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ async def test_a_file_that_is_gone_comes_back(
     add, known, loading, staging, model, monkeypatch, task_id
 ):
     def gone(_):
-        raise AdapterLoadError("the normal file is gone")
+        raise AdapterLoadError("the canonical adapter file is gone")
 
     staging.put("/zh", "d1")
     await loading.load(model, Principal("t"), name="zh", path="/zh", task_id=5)

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's LoRA tensors from the normal form: the other direction of `trtllm`.
+"""TensorRT-LLM's LoRA tensors from the canonical form: the other direction of `trtllm`.
 
 Only an export folds the scale into B, in float32, before the one rounding to the storage type.
 What the tensors cannot hold is refused by name. Writes no file.
@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from loraplex.adapters.canonical import CanonicalRow, RowKind
 from loraplex.adapters.formats.modules import LoraModule, linear_path, module_of
 from loraplex.adapters.formats.storage_type import StorageType
-from loraplex.adapters.normal import NormalRow, RowKind
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.errors import InvalidAdapterError, InvalidParameterError, UnsupportedFeatureError
 
@@ -31,7 +31,7 @@ _TENSOR_TYPES = {
 class _Entry:
     layer: int
     module: LoraModule
-    row: NormalRow
+    row: CanonicalRow
     factor: RawTensor | None
     """DoRA's, if it has one."""
 
@@ -41,25 +41,25 @@ class _Entry:
         return num_factors + sum(math.prod(tensor.shape) for tensor in self.row.tensors.values())
 
 
-def _is_plain(row: NormalRow) -> bool:
+def _is_plain(row: CanonicalRow) -> bool:
     """LoRA of a decoder layer's module, and nothing beside A and B."""
     is_lora = row.kind is RowKind.LORA and set(row.tensors) == {"a", "b"}
     return is_lora and row.layer is not None and row.expert is None
 
 
-def _is_factor(row: NormalRow) -> bool:
+def _is_factor(row: CanonicalRow) -> bool:
     """DoRA's, as TensorRT-LLM takes it."""
     return row.kind is RowKind.MAGNITUDE and "factor" in row.tensors
 
 
-def _what(row: NormalRow) -> str:
+def _what(row: CanonicalRow) -> str:
     """What a row that is not plain holds, for messages."""
     if row.kind is RowKind.MAGNITUDE:
         return "DoRA: its magnitudes must first be divided by norms of the base's weight"
     return f"{row.kind}: {', '.join(sorted(row.tensors))}"
 
 
-def module_path(row: NormalRow) -> str:
+def module_path(row: CanonicalRow) -> str:
     """The Hugging Face path of what a row adapts, as a causal LM has it.
 
     Raises UnsupportedFeatureError for a row that is not LoRA of a decoder layer's linear layer.
@@ -75,7 +75,7 @@ def module_path(row: NormalRow) -> str:
     return linear_path(row.layer, row.module, parent)
 
 
-def common_storage_type(rows: Iterable[NormalRow]) -> StorageType:
+def common_storage_type(rows: Iterable[CanonicalRow]) -> StorageType:
     """The type that all tensors have. Raises InvalidParameterError if they have not one."""
     found = {tensor.dtype for row in rows for tensor in row.tensors.values()}
     kept = [storage for storage, dtype in _TENSOR_TYPES.items() if found == {dtype}]
@@ -88,13 +88,13 @@ def common_storage_type(rows: Iterable[NormalRow]) -> StorageType:
     return kept[0]
 
 
-def holding_module(row: NormalRow) -> LoraModule | None:
+def holding_module(row: CanonicalRow) -> LoraModule | None:
     """TensorRT-LLM's module for a row; None if it has none."""
     parent, module = module_path(row).split(".")[-2:]
     return module_of(parent, module)
 
 
-def lora_tensors(rows: Sequence[NormalRow], storage: StorageType) -> tuple[RawTensor, RawTensor]:
+def lora_tensors(rows: Sequence[CanonicalRow], storage: StorageType) -> tuple[RawTensor, RawTensor]:
     """(lora_weights [1, N, W], lora_config int32 [1, N, 3, with DoRA 4]), by layer and module id.
 
     Raises UnsupportedFeatureError naming every row that has no place in them, InvalidAdapterError
@@ -118,7 +118,7 @@ def lora_tensors(rows: Sequence[NormalRow], storage: StorageType) -> tuple[RawTe
     )
 
 
-def _entries(rows: Sequence[NormalRow]) -> list[_Entry]:
+def _entries(rows: Sequence[CanonicalRow]) -> list[_Entry]:
     """The rows with their modules, in the order of the export."""
     entries: dict[tuple[int, int], _Entry] = {}
     factors = {(row.layer, row.module): row.tensors["factor"] for row in rows if _is_factor(row)}

@@ -1,4 +1,4 @@
-"""A PEFT folder from the normal form: the other direction of `peft`. Bit-exact.
+"""A PEFT folder from the canonical form: the other direction of `peft`. Bit-exact.
 
 PEFT has one rank and one alpha, and patterns for what differs. As alpha is scale times rank, the
 scale comes back exactly when PEFT divides: a float32 times a small integer is exact in float64, in
@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from loraplex.adapters.canonical import CanonicalRow, RowKind
 from loraplex.adapters.formats.modules import linear_path
 from loraplex.adapters.formats.peft_names import NORMS, parameter_path
-from loraplex.adapters.normal import NormalRow, RowKind
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.adapter import EMBEDDING
 from loraplex.core.errors import InvalidAdapterError, UnsupportedFeatureError
@@ -19,7 +19,7 @@ from loraplex.core.errors import InvalidAdapterError, UnsupportedFeatureError
 _T = TypeVar("_T", int, float)
 
 
-def peft_tensors(rows: Sequence[NormalRow]) -> dict[str, RawTensor]:
+def peft_tensors(rows: Sequence[CanonicalRow]) -> dict[str, RawTensor]:
     """The tensors by PEFT's names. Raises UnsupportedFeatureError for a row of an expert."""
     wrapped = {_path(row) for row in rows if row.kind is RowKind.LORA}
     return {
@@ -29,7 +29,7 @@ def peft_tensors(rows: Sequence[NormalRow]) -> dict[str, RawTensor]:
     }
 
 
-def peft_config(rows: Sequence[NormalRow], base_model: str | None = None) -> dict[str, Any]:
+def peft_config(rows: Sequence[CanonicalRow], base_model: str | None = None) -> dict[str, Any]:
     """adapter_config.json for these rows; base_model is the base's name, if it is known.
 
     Raises InvalidAdapterError if there is no LoRA, UnsupportedFeatureError for a mixture of modules
@@ -73,7 +73,7 @@ def peft_config(rows: Sequence[NormalRow], base_model: str | None = None) -> dic
     }
 
 
-def _path(row: NormalRow) -> str:
+def _path(row: CanonicalRow) -> str:
     """The Hugging Face path of what a row changes, as a causal LM has it."""
     if row.expert is not None:
         raise UnsupportedFeatureError(f"{row.origin} is of expert {row.expert}: not written")
@@ -85,7 +85,7 @@ def _path(row: NormalRow) -> str:
     return linear_path(row.layer, row.module, parent)
 
 
-def _slots(row: NormalRow, *, is_wrapped: bool) -> dict[str, RawTensor]:
+def _slots(row: CanonicalRow, *, is_wrapped: bool) -> dict[str, RawTensor]:
     """The tensors of a row by what PEFT calls them within the module.
 
     is_wrapped: the module has LoRA, so the base's own parameters lie one level deeper.
@@ -124,7 +124,7 @@ def _switch(what: str, paths: set[str], with_it: set[str]) -> bool:
     return bool(with_it)
 
 
-def _bias(rows: Sequence[NormalRow], with_lora: set[str]) -> str:
+def _bias(rows: Sequence[CanonicalRow], with_lora: set[str]) -> str:
     copied = {_path(row) for row in rows if row.kind is RowKind.FULL}
     paths = {_path(row) for row in rows if row.kind is RowKind.BIAS} - copied
     if not paths:
@@ -138,7 +138,7 @@ def _with_exceptions(values: Mapping[str, _T]) -> tuple[_T, dict[str, _T]]:
     return common, {path: value for path, value in values.items() if value != common}
 
 
-def _target_modules(rows: Sequence[NormalRow]) -> list[str]:
+def _target_modules(rows: Sequence[CanonicalRow]) -> list[str]:
     """Names if every layer up to the last has each of them, else the paths themselves."""
     ends = sorted({row.module for row in rows if row.layer is None})
     modules = sorted({row.module for row in rows if row.layer is not None})

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Protocol
 
 from loraplex.adapters.base_check import BaseCheck, check_base_name
-from loraplex.adapters.formats import llgtrt, normal_file, peft, torch_bin, trtllm
+from loraplex.adapters.canonical import FORMAT, CanonicalRow, parse_canonical
+from loraplex.adapters.formats import canonical_file, llgtrt, peft, torch_bin, trtllm
 from loraplex.adapters.formats.peft_config import CONFIG_NAME, PeftConfig, read_config
-from loraplex.adapters.normal import FORMAT, NormalRow, parse_normal
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.staged import StagingLimits
 from loraplex.adapters.tensor_file import RawTensor, TensorFile, read_tensors
@@ -20,7 +20,8 @@ FILE_SUFFIX = ".safetensors"
 UNDERSTOOD = (
     f"a PEFT folder ({CONFIG_NAME} beside {peft.WEIGHTS_NAME} or {peft.TORCH_WEIGHTS_NAME}), "
     f"a TensorRT-LLM folder ({trtllm.WEIGHTS_NAME} beside {' or '.join(trtllm.CONFIG_NAMES)}), "
-    f"a {FILE_SUFFIX} file with the tensors weights and config, or a normal file of loraplex"
+    f"a {FILE_SUFFIX} file with the tensors weights and config, or a canonical adapter file of "
+    "loraplex"
 )
 
 
@@ -37,10 +38,10 @@ class AdapterInput(Protocol):
         """Whether the rows depend on the base's shapes and the largest rank too."""
         ...
 
-    def read_rows(self, shapes: BaseShapes, limits: StagingLimits) -> tuple[NormalRow, ...]: ...
+    def read_rows(self, shapes: BaseShapes, limits: StagingLimits) -> tuple[CanonicalRow, ...]: ...
 
     def warnings(
-        self, rows: tuple[NormalRow, ...], base_model: str, base_check: BaseCheck
+        self, rows: tuple[CanonicalRow, ...], base_model: str, base_check: BaseCheck
     ) -> list[str]:
         """What is odd about it, but no error; base_model is what clients call the base.
 
@@ -69,11 +70,11 @@ class PeftFolder:
             )
         return _read_file(self._weights, limits).tensors
 
-    def read_rows(self, _shapes: BaseShapes, limits: StagingLimits) -> tuple[NormalRow, ...]:
-        return peft.normal_rows(self.config, self.read_tensors(limits))
+    def read_rows(self, _shapes: BaseShapes, limits: StagingLimits) -> tuple[CanonicalRow, ...]:
+        return peft.canonical_rows(self.config, self.read_tensors(limits))
 
     def warnings(
-        self, rows: tuple[NormalRow, ...], base_model: str, base_check: BaseCheck
+        self, rows: tuple[CanonicalRow, ...], base_model: str, base_check: BaseCheck
     ) -> list[str]:
         trained_on = self.config.base_model_name_or_path
         warnings = check_base_name(trained_on, base_model, base_check)
@@ -99,18 +100,18 @@ class PairFolder:
         self._folder, self._config = folder, config
         self.files: tuple[Path, ...] = (folder / trtllm.WEIGHTS_NAME, config)
 
-    def read_rows(self, shapes: BaseShapes, limits: StagingLimits) -> tuple[NormalRow, ...]:
+    def read_rows(self, shapes: BaseShapes, limits: StagingLimits) -> tuple[CanonicalRow, ...]:
         weights, config = trtllm.read_pair(self._folder, self._config, limits.max_file_bytes)
         return _rows_of_pair(str(self._folder), weights, config, shapes, limits)
 
     def warnings(
-        self, _rows: tuple[NormalRow, ...], _base_model: str, _base_check: BaseCheck
+        self, _rows: tuple[CanonicalRow, ...], _base_model: str, _base_check: BaseCheck
     ) -> list[str]:
         return []
 
 
 class LoraFile:
-    """One .safetensors file: llgtrt's, or a normal file."""
+    """One .safetensors file: llgtrt's, or a canonical adapter file."""
 
     needs_base = True
 
@@ -118,10 +119,10 @@ class LoraFile:
         self._path = path
         self.files: tuple[Path, ...] = (path,)
 
-    def read_rows(self, shapes: BaseShapes, limits: StagingLimits) -> tuple[NormalRow, ...]:
+    def read_rows(self, shapes: BaseShapes, limits: StagingLimits) -> tuple[CanonicalRow, ...]:
         content = _read_file(self._path, limits)
         if content.metadata.get("format") == FORMAT:
-            return normal_file.check_rows(parse_normal(self._path, content).rows)
+            return canonical_file.check_rows(parse_canonical(self._path, content).rows)
         if llgtrt.is_lora_file(content):
             weights, config = llgtrt.lora_tensors(content)
             return _rows_of_pair(str(self._path), weights, config, shapes, limits)
@@ -130,7 +131,7 @@ class LoraFile:
         )
 
     def warnings(
-        self, _rows: tuple[NormalRow, ...], _base_model: str, _base_check: BaseCheck
+        self, _rows: tuple[CanonicalRow, ...], _base_model: str, _base_check: BaseCheck
     ) -> list[str]:
         return []
 
@@ -144,11 +145,11 @@ class RequestTensors:
     def __init__(self, weights: RawTensor, config: RawTensor) -> None:
         self._weights, self._config = weights, config
 
-    def read_rows(self, shapes: BaseShapes, limits: StagingLimits) -> tuple[NormalRow, ...]:
-        return trtllm.normal_rows(self._weights, self._config, shapes, limits.max_rank)
+    def read_rows(self, shapes: BaseShapes, limits: StagingLimits) -> tuple[CanonicalRow, ...]:
+        return trtllm.canonical_rows(self._weights, self._config, shapes, limits.max_rank)
 
     def warnings(
-        self, _rows: tuple[NormalRow, ...], _base_model: str, _base_check: BaseCheck
+        self, _rows: tuple[CanonicalRow, ...], _base_model: str, _base_check: BaseCheck
     ) -> list[str]:
         return []
 
@@ -188,9 +189,9 @@ def _resolve(path: str) -> Path:
 
 def _rows_of_pair(
     where: str, weights: RawTensor, config: RawTensor, shapes: BaseShapes, limits: StagingLimits
-) -> tuple[NormalRow, ...]:
+) -> tuple[CanonicalRow, ...]:
     try:
-        return trtllm.normal_rows(weights, config, shapes, limits.max_rank)
+        return trtllm.canonical_rows(weights, config, shapes, limits.max_rank)
     except LoraplexError as error:
         raise type(error)(f"{where}: {error.message}") from error
 

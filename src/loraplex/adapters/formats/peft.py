@@ -1,15 +1,15 @@
 """PEFT's LoRA folders: adapter_config.json beside adapter_model.safetensors (or .bin).
 
-Turns their tensors into normal rows. Every tensor must be applied, or the load is refused with its
-name. Does not know files: it is given a config and tensors.
+Turns their tensors into canonical rows. Every tensor must be applied, or the load is refused with
+the tensor's name. Does not know files: it is given a config and tensors.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from loraplex.adapters.canonical import CanonicalRow, RowKind, sort_rows
 from loraplex.adapters.formats.peft_config import CONFIG_NAME, PeftConfig
 from loraplex.adapters.formats.peft_module import PeftModule
 from loraplex.adapters.formats.peft_names import parse_name
-from loraplex.adapters.normal import NormalRow, RowKind, sort_rows
 from loraplex.adapters.tensor_file import FLOAT_TYPES, RawTensor
 from loraplex.core.errors import InvalidAdapterError, UnsupportedFeatureError
 
@@ -35,7 +35,9 @@ _FOREIGN = {
 _MOST_TOLD = 20
 
 
-def normal_rows(config: PeftConfig, tensors: Mapping[str, RawTensor]) -> tuple[NormalRow, ...]:
+def canonical_rows(
+    config: PeftConfig, tensors: Mapping[str, RawTensor]
+) -> tuple[CanonicalRow, ...]:
     """The rows of a PEFT adapter.
 
     Raises InvalidAdapterError for a tensor that is broken, alone, doubled, or not what the config
@@ -59,7 +61,7 @@ def normal_rows(config: PeftConfig, tensors: Mapping[str, RawTensor]) -> tuple[N
     return rows
 
 
-def missing_modules(config: PeftConfig, rows: Iterable[NormalRow]) -> list[str]:
+def missing_modules(config: PeftConfig, rows: Iterable[CanonicalRow]) -> list[str]:
     """Entries of a target_modules list that no tensor answers, and that are not excluded again:
     told as a warning.
     """
@@ -70,7 +72,7 @@ def missing_modules(config: PeftConfig, rows: Iterable[NormalRow]) -> list[str]:
     return [name for name in missing if not any(map(config.excludes, _paths(name)))]
 
 
-def _check_complete(config: PeftConfig, rows: Sequence[NormalRow]) -> None:
+def _check_complete(config: PeftConfig, rows: Sequence[CanonicalRow]) -> None:
     """PEFT cannot load an adapter that lacks what its config says was trained and saved."""
     saved = [row.origin for row in rows if row.kind is RowKind.FULL]
     for name in config.modules_to_save:

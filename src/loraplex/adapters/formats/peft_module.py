@@ -1,4 +1,4 @@
-"""The tensors of one module of a PEFT adapter, and the normal rows that they are.
+"""The tensors of one module of a PEFT adapter, and the canonical rows that they are.
 
 What each slot means is PEFT's (peft.tuners.lora.layer, lora.dora, trainable_tokens, 0.19 to 0.21):
 every slot must be one that adapter_config.json speaks of.
@@ -6,9 +6,9 @@ every slot must be one that adapter_config.json speaks of.
 
 import numpy as np
 
+from loraplex.adapters.canonical import CanonicalRow, RowKind
 from loraplex.adapters.formats.peft_config import CONFIG_NAME, PeftConfig
 from loraplex.adapters.formats.peft_names import NORMS, Slot
-from loraplex.adapters.normal import NormalRow, RowKind
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.adapter import EMBEDDING, LM_HEAD
 from loraplex.core.errors import InvalidAdapterError, UnsupportedFeatureError
@@ -51,7 +51,7 @@ class PeftModule:
             )
         self._tensors[slot], self._names[slot] = tensor, name
 
-    def rows(self, config: PeftConfig) -> list[NormalRow]:
+    def rows(self, config: PeftConfig) -> list[CanonicalRow]:
         """Raises InvalidAdapterError, UnsupportedFeatureError."""
         rows = []
         if not self._tensors.keys().isdisjoint((Slot.A, Slot.B, Slot.B_BIAS, Slot.MAGNITUDE)):
@@ -70,7 +70,7 @@ class PeftModule:
     def _is_norm(self) -> bool:
         return self._module == "norm" or self._module in NORMS
 
-    def _lora(self, config: PeftConfig) -> NormalRow:
+    def _lora(self, config: PeftConfig) -> CanonicalRow:
         a, b = self._pair()
         name = self._names[Slot.A]
         if not config.targets(self._path):
@@ -115,7 +115,7 @@ class PeftModule:
                 f"tensor {self._names[slot]!r} needs {key}, which {CONFIG_NAME} does not set"
             )
 
-    def _magnitude(self) -> NormalRow:
+    def _magnitude(self) -> CanonicalRow:
         name = self._names[Slot.MAGNITUDE]
         if self._module == EMBEDDING:
             raise UnsupportedFeatureError(
@@ -133,7 +133,7 @@ class PeftModule:
             )
         return vector
 
-    def _bias(self, config: PeftConfig) -> NormalRow:
+    def _bias(self, config: PeftConfig) -> CanonicalRow:
         name = self._names[Slot.BIAS]
         is_trained = {
             "none": False,
@@ -149,7 +149,7 @@ class PeftModule:
             raise InvalidAdapterError(f"tensor {name!r}: no {self._module} has a bias")
         return self._row(RowKind.BIAS, {"bias": self._tensors[Slot.BIAS]})
 
-    def _full(self, config: PeftConfig) -> NormalRow:
+    def _full(self, config: PeftConfig) -> CanonicalRow:
         """A trained copy is "weight". What PEFT loads over the base's own parameter is "base": a
         tied parameter changes in both its places.
         """
@@ -168,7 +168,7 @@ class PeftModule:
             "not name in modules_to_save"
         )
 
-    def _tokens(self, config: PeftConfig) -> NormalRow:
+    def _tokens(self, config: PeftConfig) -> CanonicalRow:
         name, weight = self._names[Slot.TOKENS], self._tensors[Slot.TOKENS]
         indices = config.token_indices(self._module)
         if len(indices) != weight.shape[0]:
@@ -180,5 +180,7 @@ class PeftModule:
         tensors = {"indices": RawTensor("I64", (len(indices),), data), "weight": weight}
         return self._row(RowKind.TOKENS, tensors)
 
-    def _row(self, kind: RowKind, tensors: dict[str, RawTensor], scale: float = 1.0) -> NormalRow:
-        return NormalRow(self._layer, self._module, None, kind, scale, tensors, self._path)
+    def _row(
+        self, kind: RowKind, tensors: dict[str, RawTensor], scale: float = 1.0
+    ) -> CanonicalRow:
+        return CanonicalRow(self._layer, self._module, None, kind, scale, tensors, self._path)

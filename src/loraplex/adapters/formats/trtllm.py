@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from loraplex.adapters.canonical import CanonicalRow, RowKind, sort_rows
 from loraplex.adapters.formats.modules import LORA_MODULES, LoraModule, linear_path
 from loraplex.adapters.formats.npy import read_npy
-from loraplex.adapters.normal import NormalRow, RowKind, sort_rows
 from loraplex.adapters.shapes import NO_MODULE, BaseShapes
 from loraplex.adapters.staged import TensorHeader
 from loraplex.adapters.tensor_file import RawTensor
@@ -90,9 +90,9 @@ def request_tensor(header: TensorHeader, data: bytes | bytearray | memoryview) -
     return RawTensor(dtype, header.shape, data)
 
 
-def normal_rows(
+def canonical_rows(
     weights: RawTensor, config: RawTensor, shapes: BaseShapes, max_rank: int
-) -> tuple[NormalRow, ...]:
+) -> tuple[CanonicalRow, ...]:
     """The rows of an adapter; fused modules become a row for each of their parts.
 
     Raises InvalidAdapterError for tensors that are broken, AdapterMismatchError for ones of another
@@ -103,7 +103,7 @@ def normal_rows(
     _check_tensors(weights, config, shape, config_shape)
     bits = np.ndarray(shape, _WEIGHT_TYPES[weights.dtype], weights.data)
     table = np.ndarray(config_shape, "<i4", config.data)
-    rows: dict[tuple[int, str, RowKind], tuple[NormalRow, _Entry]] = {}
+    rows: dict[tuple[int, str, RowKind], tuple[CanonicalRow, _Entry]] = {}
     for index in range(len(table)):
         entry = _entry(index, table[index].tolist(), bits.shape[1], shapes, max_rank)
         for row in _rows_of(entry, bits[index], weights.dtype):
@@ -171,7 +171,7 @@ def _check_tensors(
 def _entry(
     row: int, columns: list[int], row_width: int, shapes: BaseShapes, max_rank: int
 ) -> _Entry:
-    """What one row of lora_config says. Raises as normal_rows."""
+    """What one row of lora_config says. Raises as canonical_rows."""
     module_id, layer, rank = columns[:_NUM_FIXED_COLUMNS]
     is_dora = columns[_NUM_FIXED_COLUMNS:]
     where = f"row {row} of lora_config (module id {module_id}, layer {layer}, rank {rank})"
@@ -228,8 +228,8 @@ def _enabled_parts(shapes: BaseShapes) -> tuple[str, ...]:
 
 def _rows_of(
     entry: _Entry, bits: npt.NDArray[np.unsignedinteger], dtype: str
-) -> Iterator[NormalRow]:
-    """The normal rows in one row of lora_weights: for each part of the module one, or two."""
+) -> Iterator[CanonicalRow]:
+    """The canonical rows in one row of lora_weights: for each part of the module one, or two."""
     a = _tensor(bits[: entry.num_a], (entry.rank, entry.in_features), dtype)
     b = _tensor(bits[entry.num_a : entry.num_ab], (sum(entry.out_features), entry.rank), dtype)
     num_factors = entry.num_values - entry.num_ab
@@ -257,9 +257,9 @@ def _rows_of(
         first = end
 
 
-def _row(entry: _Entry, part: str, kind: RowKind, tensors: dict[str, RawTensor]) -> NormalRow:
+def _row(entry: _Entry, part: str, kind: RowKind, tensors: dict[str, RawTensor]) -> CanonicalRow:
     path = linear_path(entry.layer, part)
-    return NormalRow(entry.layer, part, None, kind, 1.0, tensors, path)
+    return CanonicalRow(entry.layer, part, None, kind, 1.0, tensors, path)
 
 
 def _tensor(bits: npt.NDArray[np.unsignedinteger], shape: tuple[int, ...], dtype: str) -> RawTensor:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from loraplex.adapters.base_check import BaseCheck
+from loraplex.adapters.canonical import CanonicalRow
 from loraplex.adapters.formats import llgtrt, trtllm
 from loraplex.adapters.formats.export import (
     common_storage_type,
@@ -23,7 +24,6 @@ from loraplex.adapters.formats.npy import encode_npy_header
 from loraplex.adapters.formats.peft import WEIGHTS_NAME
 from loraplex.adapters.formats.peft_config import CONFIG_NAME
 from loraplex.adapters.formats.storage_type import StorageType
-from loraplex.adapters.normal import NormalRow
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.staged import StagingLimits
 from loraplex.adapters.tensor_file import encode_header, write_atomically
@@ -36,7 +36,7 @@ _NO_BASE = BaseShapes(0, {})
 class PeftAdapter:
     """A PEFT folder's rows, and what is odd about it."""
 
-    rows: tuple[NormalRow, ...]
+    rows: tuple[CanonicalRow, ...]
     warnings: tuple[str, ...]
 
 
@@ -65,7 +65,7 @@ def read_peft(folder: str) -> PeftAdapter:
 
 
 def write_pair(
-    rows: Sequence[NormalRow], folder: Path, storage: StorageType, *, force: bool = False
+    rows: Sequence[CanonicalRow], folder: Path, storage: StorageType, *, force: bool = False
 ) -> list[Written]:
     """Write TensorRT-LLM's folder: what hf_lora_convert.py writes.
 
@@ -87,7 +87,7 @@ def write_pair(
 
 
 def write_lora_file(
-    rows: Sequence[NormalRow],
+    rows: Sequence[CanonicalRow],
     path: Path,
     storage: StorageType | None = None,
     *,
@@ -108,7 +108,7 @@ def write_lora_file(
 
 
 def write_peft(
-    rows: Sequence[NormalRow],
+    rows: Sequence[CanonicalRow],
     folder: Path,
     base_model: str | None = None,
     *,
@@ -128,7 +128,7 @@ def write_peft(
     ]
 
 
-def describe_rows(rows: Iterable[NormalRow]) -> list[str]:
+def describe_rows(rows: Iterable[CanonicalRow]) -> list[str]:
     """Lines that say what became which of TensorRT-LLM's modules, equal layers together."""
     layers: dict[tuple[str, str, int, float], list[int]] = defaultdict(list)
     for row in rows:

@@ -1,10 +1,10 @@
-"""The tensors of a normal file as the pieces that an adapter's targets name: views, no copies."""
+"""Views of a canonical adapter file's tensors: the pieces that an adapter's targets name."""
 
 from collections.abc import Iterable, Mapping
 
 import torch
 
-from loraplex.adapters.normal import NormalFile, NormalRow, RowKind
+from loraplex.adapters.canonical import CanonicalFile, CanonicalRow, RowKind
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.adapter import OUTSIDE_LAYERS, LoraTarget, TargetPart
 from loraplex.core.errors import InvalidAdapterError
@@ -28,10 +28,10 @@ _KINDS = {
     TargetPart.EMBEDDING_B: RowKind.LORA,
 }
 
-_RowsByPlace = Mapping[tuple[int, str, RowKind], NormalRow]
+_RowsByPlace = Mapping[tuple[int, str, RowKind], CanonicalRow]
 
 
-def host_adapter(content: NormalFile, targets: Iterable[LoraTarget]) -> HostAdapter:
+def host_adapter(content: CanonicalFile, targets: Iterable[LoraTarget]) -> HostAdapter:
     """The adapter in the pieces that it was staged in.
 
     Raises InvalidAdapterError if they are not those of this file: every row must be used whole.
@@ -89,11 +89,11 @@ def _piece(target: LoraTarget, rows: _RowsByPlace) -> HostWeight | HostPart:
     return piece
 
 
-def _part_of(row: NormalRow, name: str, target: LoraTarget) -> torch.Tensor:
+def _part_of(row: CanonicalRow, name: str, target: LoraTarget) -> torch.Tensor:
     return _tensor(row, name)[target.first : target.first + target.out_features]
 
 
-def _tensor(row: NormalRow, name: str) -> torch.Tensor:
+def _tensor(row: CanonicalRow, name: str) -> torch.Tensor:
     raw = row.tensors.get(name, RawTensor("F32", (0,), b""))
     if raw.num_bytes == 0:
         raise InvalidAdapterError(f"{row.origin} has no {name}")
@@ -123,5 +123,5 @@ def _num_values(piece: HostWeight | HostPart) -> int:
     return piece.b.numel() + (piece.a.numel() if piece.target.first == 0 else 0)
 
 
-def _layer(row: NormalRow) -> int:
+def _layer(row: CanonicalRow) -> int:
     return OUTSIDE_LAYERS if row.layer is None else row.layer

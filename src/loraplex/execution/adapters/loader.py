@@ -1,7 +1,7 @@
-"""Reads staged adapters into host memory on a thread of its own, beside the steps.
+"""Reads staged adapters into host memory on a thread of its own, parallel to the steps.
 
-Reads only normal files that the staging worker wrote. Which adapters are loaded and forgotten is
-decided by the adapter cache (memory).
+It reads only canonical adapter files that the staging worker wrote. The adapter cache (memory)
+decides which adapters are loaded and forgotten.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from loraplex.adapters.normal import read_normal
+from loraplex.adapters.canonical import read_canonical
 from loraplex.core.adapter import AdapterHandle, AdapterSource
 from loraplex.core.errors import AdapterLoadError, ErrorInfo, InvalidAdapterError, LoraplexError
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostAdapters
@@ -89,12 +89,12 @@ class FileAdapterLoader:
 
 
 def read_host_adapter(source: AdapterSource) -> HostAdapter:
-    """Read a normal file. The tensors share one buffer.
+    """Read a canonical adapter file. The tensors share one buffer.
 
     Raises AdapterLoadError if it is gone or is not the adapter that was asked for.
     """
     try:
-        content = read_normal(Path(source.path))
+        content = read_canonical(Path(source.path))
         adapter = host_adapter(content, source.targets)
     except (InvalidAdapterError, OSError) as error:
         raise AdapterLoadError(f"cannot load adapter {source.digest}: {error}") from error

@@ -6,7 +6,7 @@ use nor list is for it as if it were not there: errors are those of an unknown a
 
 from collections.abc import Iterator
 
-from loraplex.adapters.registry import not_found
+from loraplex.adapters.index import not_found
 from loraplex.adapters.store import AdapterStore, AdapterVersion
 from loraplex.core.adapter import AdapterKey, AdapterRef
 from loraplex.core.errors import AdapterLoadError, PermissionDeniedError
@@ -39,7 +39,7 @@ class TenantAdapters:
         """What a request will run with.
 
         Raises AdapterNotFoundError, PermissionDeniedError for one that is only listed, or
-        AdapterLoadError if its normal file is gone.
+        AdapterLoadError if its canonical adapter file is gone.
         """
         version = self._among(key, self._principal.rights.use)
         if version is None:

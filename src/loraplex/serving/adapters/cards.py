@@ -19,7 +19,7 @@ class AdapterState(enum.StrEnum):
 
     READY = "ready"
     MISSING = "missing"
-    """Its normal file is gone, and its source does not give the same bytes (yet)."""
+    """Its canonical adapter file is gone, and its source does not give the same bytes (yet)."""
     UNFIT = "unfit"
     """Stored for another base model of this name, or for larger limits."""
 

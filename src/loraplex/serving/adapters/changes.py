@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from loraplex.adapters.staged import StagedAdapter
-from loraplex.adapters.store import AdapterStore, AdapterVersion, Origin, Registration
+from loraplex.adapters.store import AdapterStore, AdapterVersion, Registration, VersionOrigin
 from loraplex.core.adapter import AdapterRef, ByName, Residency
 from loraplex.core.errors import AdapterNotFoundError, LoraplexError
 from loraplex.serving.adapters.cards import (
@@ -59,7 +59,7 @@ class AdapterChanges:
         path: str,
         task_id: int | None = None,
         replace: bool = False,
-        origin: Origin = Origin.API,
+        origin: VersionOrigin = VersionOrigin.API,
     ) -> Registration:
         """Raises as AdapterStore.register; then nothing has changed."""
 

@@ -11,7 +11,7 @@ from loraplex.core.errors import ConfigError, LoraplexError
 from loraplex.core.principal import DEFAULT_TENANT
 from loraplex.serving.adapters.changes import AdapterChanges
 from loraplex.serving.adapters.folders import Say, find_adapters, find_below, read_list
-from loraplex.serving.adapters.loading import AdapterLoading, check_is_no_base
+from loraplex.serving.adapters.loading import CatalogLoader, check_is_no_base
 from loraplex.serving.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class ConfiguredAdapter:
 
 async def load_configured(
     model: ServedModel,
-    loading: AdapterLoading,
+    loading: CatalogLoader,
     changes: AdapterChanges,
     base_names: Container[str] = (),
 ) -> dict[str, LoraplexError]:

@@ -9,7 +9,7 @@ from loraplex.adapters.base_check import BaseCheck
 from loraplex.adapters.sources.reference import shown_source
 from loraplex.adapters.staged import REQUEST_TENSORS
 from loraplex.adapters.staging import RequestTensor, StagedAdapter, StagingWorker
-from loraplex.adapters.store import AdapterVersion, Origin
+from loraplex.adapters.store import AdapterVersion, VersionOrigin
 from loraplex.core.adapter import AdapterKey, AdapterRef, ByDigest, ByName, ByTaskId
 from loraplex.core.clock import Clock
 from loraplex.core.errors import AdapterLoadError, InvalidAdapterError, InvalidRequestError
@@ -36,7 +36,7 @@ _FETCH = "fetch"
 _INLINE = "inline-"
 
 
-class AdapterLoading:
+class CatalogLoader:
     """Owns the staging worker. One load runs at a time; steps and requests go on beside it."""
 
     def __init__(self, worker: StagingWorker, changes: AdapterChanges, clock: Clock) -> None:
@@ -169,7 +169,7 @@ class AdapterLoading:
         """
         if version.path == REQUEST_TENSORS:
             return False
-        is_trusted = version.origin is Origin.CONFIGURED
+        is_trusted = version.origin is VersionOrigin.CONFIGURED
         staged = await self.stage(model, version.path, reads_again=True, is_trusted=is_trusted)
         is_same = staged.source.digest == version.digest
         if not is_same or model.store.is_missing(version):
@@ -178,14 +178,14 @@ class AdapterLoading:
         return not is_same
 
     async def heal(self, model: ServedModel, version: AdapterVersion) -> bool:
-        """Make a lost normal file again from its source; False if that gives other bytes by now.
+        """Stage a lost canonical adapter file again; return whether its source has the same bytes.
 
-        Then nothing is registered: what other bytes shall mean is for the operator to say. Raises
-        why there is nothing to make it from.
+        With other bytes nothing is registered: the operator decides what they mean. Raises the
+        reason why the source cannot be read.
         """
         if version.path == REQUEST_TENSORS:
             raise AdapterLoadError("its weights came in a request: send them again")
-        is_trusted = version.origin is Origin.CONFIGURED
+        is_trusted = version.origin is VersionOrigin.CONFIGURED
         staged = await self.stage(model, version.path, is_trusted=is_trusted)
         is_same = staged.source.digest == version.digest
         if is_same:
@@ -222,7 +222,7 @@ class AdapterLoading:
             path=path,
             task_id=task_id,
             replace=True,
-            origin=Origin.CONFIGURED,
+            origin=VersionOrigin.CONFIGURED,
         )
         for warning in staged.warnings:
             logger.warning("adapter %r: %s", name, warning)

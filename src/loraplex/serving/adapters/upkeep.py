@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from loraplex.adapters.store import AdapterStore, AdapterVersion
 from loraplex.core.errors import LoraplexError
-from loraplex.serving.adapters.loading import AdapterLoading
+from loraplex.serving.adapters.loading import CatalogLoader
 from loraplex.serving.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -16,13 +16,13 @@ logger = logging.getLogger(__name__)
 INTERVAL_SECONDS = 600.0
 
 
-class AdapterUpkeep:
+class CatalogUpkeep:
     """Over all models of a server. Nothing that fails here stops it."""
 
     def __init__(
         self,
         models: Sequence[ServedModel],
-        loading: AdapterLoading,
+        loading: CatalogLoader,
         interval_seconds: float = INTERVAL_SECONDS,
     ) -> None:
         self._models = models

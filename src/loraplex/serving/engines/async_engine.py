@@ -36,10 +36,10 @@ from loraplex.engine.messages import (
     StepDone,
 )
 from loraplex.serving.engines.activity import EngineActivity
-from loraplex.serving.engines.adapters import EngineAdapters
 from loraplex.serving.engines.link import EngineDied, EngineLink, LinkFactory
 from loraplex.serving.engines.output_stream import OutputStream
 from loraplex.serving.engines.questions import EngineQuestions
+from loraplex.serving.engines.registrations import EngineRegistrations
 from loraplex.serving.engines.replay import RequestInWork
 from loraplex.serving.engines.request_dispatch import RequestDispatch
 from loraplex.serving.engines.request_fates import Patience, engine_gone
@@ -84,7 +84,7 @@ class AsyncEngine:
         self._clock = clock
         self._link: EngineLink | None = None
         self._capacity: Capacity | None = None
-        self._adapters = EngineAdapters()
+        self._adapters = EngineRegistrations()
         self._requests = RequestDispatch(model, self._adapters, clock, patience)
         self._has_worked = False
         """The engine of now, or the last one, did a step."""

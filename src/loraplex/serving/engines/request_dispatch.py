@@ -13,8 +13,8 @@ from loraplex.core.errors import LoraplexError
 from loraplex.core.output import EngineOutput
 from loraplex.core.request import RequestId
 from loraplex.engine.messages import AbortRequest, AddRequest, StepDone
-from loraplex.serving.engines.adapters import EngineAdapters
 from loraplex.serving.engines.link import EngineDied, EngineLink
+from loraplex.serving.engines.registrations import EngineRegistrations
 from loraplex.serving.engines.replay import RequestInWork
 from loraplex.serving.engines.request_fates import Patience, verdict
 from loraplex.serving.engines.requests_in_work import RequestsInWork
@@ -30,7 +30,7 @@ class RequestDispatch:
     """Of one model. All methods run on serving's event loop."""
 
     def __init__(
-        self, model: str, adapters: EngineAdapters, clock: Clock, patience: Patience
+        self, model: str, adapters: EngineRegistrations, clock: Clock, patience: Patience
     ) -> None:
         self._model = model
         self._adapters = adapters

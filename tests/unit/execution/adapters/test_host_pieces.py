@@ -1,4 +1,4 @@
-"""The tensors of a normal file as the pieces that staging cut them into."""
+"""The tensors of a canonical adapter file as the pieces that staging cut them into."""
 
 import dataclasses
 from pathlib import Path
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from loraplex.adapters.normal import NormalFile, NormalRow, RowKind
+from loraplex.adapters.canonical import CanonicalFile, CanonicalRow, RowKind
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.targets import source_of
 from loraplex.adapters.tensor_file import RawTensor
@@ -28,8 +28,10 @@ def raw(*shape: int, dtype: str = "<f4") -> RawTensor:
     return RawTensor(names[dtype], shape, bytearray(array.tobytes()))
 
 
-def row(kind: RowKind, module="q_proj", layer: int | None = 0, scale=1.0, **tensors) -> NormalRow:
-    return NormalRow(layer, module, None, kind, scale, tensors, f"{layer}.{module}")
+def row(
+    kind: RowKind, module="q_proj", layer: int | None = 0, scale=1.0, **tensors
+) -> CanonicalRow:
+    return CanonicalRow(layer, module, None, kind, scale, tensors, f"{layer}.{module}")
 
 
 LORA = row(RowKind.LORA, a=raw(2, 8), b=raw(12, 2), bias=raw(12), scale=0.5)
@@ -48,12 +50,12 @@ ROWS = {
 }
 
 
-def pieces_of(*rows: NormalRow) -> HostAdapter:
+def pieces_of(*rows: CanonicalRow) -> HostAdapter:
     source = source_of("d", Path("x"), rows, SHAPES, MAX_RANK)
-    return host_adapter(NormalFile("d", rows), source.targets)
+    return host_adapter(CanonicalFile("d", rows), source.targets)
 
 
-def values(row: NormalRow, name: str) -> torch.Tensor:
+def values(row: CanonicalRow, name: str) -> torch.Tensor:
     return torch.from_numpy(row.tensors[name].array().copy())
 
 
@@ -118,21 +120,21 @@ def test_the_ids_of_trained_tokens_stay_with_their_rows():
 def test_a_piece_that_is_missing_or_another_is_refused(name):
     of = ROWS[name]
     targets = source_of("d", Path("x"), [of], SHAPES, MAX_RANK).targets
-    content = NormalFile("d", (of,))
+    content = CanonicalFile("d", (of,))
     with pytest.raises(InvalidAdapterError, match="another adapter"):
         host_adapter(content, targets[1:])
     other = dataclasses.replace(of, module="o_proj")
     with pytest.raises(InvalidAdapterError, match="it has no"):
-        host_adapter(NormalFile("d", (other,)), targets)
+        host_adapter(CanonicalFile("d", (other,)), targets)
 
 
 def test_a_tensor_of_another_shape_is_refused():
     target = LoraTarget(0, "q_proj", 3, 8, 12)
     bare = dataclasses.replace(LORA, tensors={"a": raw(2, 8), "b": raw(12, 2)})
     with pytest.raises(InvalidAdapterError, match="staged as"):
-        host_adapter(NormalFile("d", (bare,)), [target])
+        host_adapter(CanonicalFile("d", (bare,)), [target])
     with pytest.raises(InvalidAdapterError, match="has no b"):
         host_adapter(
-            NormalFile("d", (dataclasses.replace(LORA, tensors={"a": raw(2, 8)}),)),
+            CanonicalFile("d", (dataclasses.replace(LORA, tensors={"a": raw(2, 8)}),)),
             [LoraTarget(0, "q_proj", 2, 8, 12)],
         )

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from loraplex.adapters.normal import NormalRow, RowKind, digest, write_normal
+from loraplex.adapters.canonical import CanonicalRow, RowKind, digest, write_canonical
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.targets import source_of
 from loraplex.adapters.tensor_file import RawTensor
@@ -17,7 +17,7 @@ from loraplex.execution.adapters.loader import FileAdapterLoader, read_host_adap
 
 
 def staged(folder, seed=0) -> AdapterSource:
-    """A normal file with a float32 and a bfloat16 row; its values are its seed."""
+    """A canonical adapter file with a float32 and a bfloat16 row; its values are its seed."""
     rows = []
     for layer, (dtype, bits) in enumerate([("F32", "f4"), ("BF16", "u2")]):
         value = np.float32(seed + 1) if bits == "f4" else np.uint16(0x3F80)
@@ -25,9 +25,9 @@ def staged(folder, seed=0) -> AdapterSource:
             "a": RawTensor(dtype, (2, 3), np.full((2, 3), value, bits).tobytes()),
             "b": RawTensor(dtype, (5, 2), np.arange(10, dtype=bits).tobytes()),
         }
-        rows.append(NormalRow(layer, "q_proj", None, RowKind.LORA, 0.5 + layer, tensors))
+        rows.append(CanonicalRow(layer, "q_proj", None, RowKind.LORA, 0.5 + layer, tensors))
     path = folder / f"{seed}.safetensors"
-    write_normal(rows, digest(rows), path)
+    write_canonical(rows, digest(rows), path)
     return source_of(digest(rows), path, rows, BaseShapes(2, {}), 64)
 
 

@@ -20,8 +20,8 @@ from loraplex.core.errors import (
 from loraplex.core.principal import LOCAL
 from loraplex.serving.adapters.cards import UnloadMode
 from loraplex.serving.adapters.changes import AdapterChanges
-from loraplex.serving.adapters.directory import AdapterDirectory
-from loraplex.serving.adapters.loading import AdapterLoading
+from loraplex.serving.adapters.folder_follower import FolderFollower
+from loraplex.serving.adapters.loading import CatalogLoader
 
 
 class Watched:
@@ -31,8 +31,8 @@ class Watched:
         self.folder = folder
         self.staging = staging
         self.changes = AdapterChanges()
-        self.loading = AdapterLoading(staging, self.changes, SystemClock())
-        self.directory = AdapterDirectory(self.loading, self.changes, {"base"}, 0.01)
+        self.loading = CatalogLoader(staging, self.changes, SystemClock())
+        self.directory = FolderFollower(self.loading, self.changes, {"base"}, 0.01)
         self._make_model = make_model
 
     async def start(self, **config) -> None:

@@ -21,7 +21,7 @@ from loraplex.core.errors import (
 from loraplex.core.principal import LOCAL, Principal
 from loraplex.serving.adapters.changes import AdapterChanges
 from loraplex.serving.adapters.configured import find_adapters, load_configured
-from loraplex.serving.adapters.loading import AdapterLoading, check_is_no_base
+from loraplex.serving.adapters.loading import CatalogLoader, check_is_no_base
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def changes():
 
 @pytest.fixture
 def loading(staging, changes):
-    return AdapterLoading(staging, changes, SystemClock())
+    return CatalogLoader(staging, changes, SystemClock())
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The normal form of an adapter: what every import becomes, and its digest.
+"""The canonical form of an adapter: what every import becomes, and its digest.
 
 Rows of (layer or none, module, expert or none, kind), their tensors as they came, and a float32
 scale beside them. The digest is the adapter's identity: it covers the sorted rows, tensor types and
@@ -49,7 +49,7 @@ class RowKind(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class NormalRow:
+class CanonicalRow:
     """One target. Outside the decoder layers (embed_tokens, norm, lm_head) it has no layer."""
 
     layer: int | None
@@ -68,13 +68,13 @@ class NormalRow:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class NormalFile:
+class CanonicalFile:
     digest: str
-    rows: tuple[NormalRow, ...]
+    rows: tuple[CanonicalRow, ...]
 
 
 class _RowHeader(msgspec.Struct, frozen=True):
-    """A row in the metadata of a normal file. Its tensors are named "{index}.{tensor}"."""
+    """Metadata of one row of a canonical adapter file. Its tensors are named "{index}.{tensor}"."""
 
     layer: int | None
     module: str
@@ -84,12 +84,12 @@ class _RowHeader(msgspec.Struct, frozen=True):
     origin: str
 
 
-def sort_rows(rows: Iterable[NormalRow]) -> tuple[NormalRow, ...]:
+def sort_rows(rows: Iterable[CanonicalRow]) -> tuple[CanonicalRow, ...]:
     """The one order of rows: by layer (none first), module, expert (none first), kind."""
     return tuple(sorted(rows, key=_row_key))
 
 
-def digest(rows: Iterable[NormalRow]) -> str:
+def digest(rows: Iterable[CanonicalRow]) -> str:
     """The identity of an adapter: 64 hexadecimal digits."""
     sha = hashlib.sha256(_DIGEST_PREFIX)
     ordered = sort_rows(rows)
@@ -104,12 +104,12 @@ def digest(rows: Iterable[NormalRow]) -> str:
     return sha.hexdigest()
 
 
-def normal_path(state_dir: Path, adapter_digest: str) -> Path:
+def canonical_path(state_dir: Path, adapter_digest: str) -> Path:
     """Where the state directory keeps an adapter: named by its content."""
     return state_dir / "adapters" / adapter_digest[:2] / f"{adapter_digest}.safetensors"
 
 
-def write_normal(rows: Sequence[NormalRow], adapter_digest: str, path: Path) -> None:
+def write_canonical(rows: Sequence[CanonicalRow], adapter_digest: str, path: Path) -> None:
     """Write rows with their digest as a safetensors file; whole or not at all."""
     ordered = sort_rows(rows)
     named = [
@@ -133,8 +133,8 @@ def write_normal(rows: Sequence[NormalRow], adapter_digest: str, path: Path) -> 
     write_atomically(path, [encode_header(tensors, metadata), *data])
 
 
-def read_normal(path: Path) -> NormalFile:
-    """Read a file that write_normal wrote. Raises InvalidAdapterError if it is another one.
+def read_canonical(path: Path) -> CanonicalFile:
+    """Read a file that write_canonical wrote. Raises InvalidAdapterError if it is another one.
 
     The digest is the one that the file states; it is not computed again.
     """
@@ -142,11 +142,11 @@ def read_normal(path: Path) -> NormalFile:
     content = read_tensors(
         path, max_file_bytes=size, max_header_bytes=_MAX_HEADER_BYTES, max_tensors=size
     )
-    return parse_normal(path, content)
+    return parse_canonical(path, content)
 
 
-def parse_normal(path: Path, content: TensorFile) -> NormalFile:
-    """As read_normal, from what a file holds; path is for messages."""
+def parse_canonical(path: Path, content: TensorFile) -> CanonicalFile:
+    """As read_canonical, from what a file holds; path is for messages."""
     metadata = content.metadata
     if (metadata.get("format"), metadata.get("format_version")) != (FORMAT, FORMAT_VERSION):
         raise InvalidAdapterError(
@@ -154,12 +154,12 @@ def parse_normal(path: Path, content: TensorFile) -> NormalFile:
         )
     try:
         headers = msgspec.json.decode(metadata["rows"], type=list[_RowHeader])
-        return NormalFile(metadata["digest"], _rows(headers, content))
+        return CanonicalFile(metadata["digest"], _rows(headers, content))
     except (KeyError, ValueError, OverflowError, msgspec.MsgspecError) as error:
         raise InvalidAdapterError(f"{path} is a broken normal adapter file: {error}") from error
 
 
-def _rows(headers: Sequence[_RowHeader], content: TensorFile) -> tuple[NormalRow, ...]:
+def _rows(headers: Sequence[_RowHeader], content: TensorFile) -> tuple[CanonicalRow, ...]:
     tensors: list[dict[str, RawTensor]] = [{} for _ in headers]
     for name, tensor in content.tensors.items():
         index, _, short = name.partition(".")
@@ -167,7 +167,7 @@ def _rows(headers: Sequence[_RowHeader], content: TensorFile) -> tuple[NormalRow
             raise KeyError(name)
         tensors[int(index)][short] = tensor
     return tuple(
-        NormalRow(
+        CanonicalRow(
             header.layer,
             header.module,
             header.expert,
@@ -180,12 +180,12 @@ def _rows(headers: Sequence[_RowHeader], content: TensorFile) -> tuple[NormalRow
     )
 
 
-def _row_key(row: NormalRow) -> tuple[int, str, int, str]:
+def _row_key(row: CanonicalRow) -> tuple[int, str, int, str]:
     layer = -1 if row.layer is None else row.layer
     return layer, row.module, -1 if row.expert is None else row.expert, row.kind.value
 
 
-def _encode_row(row: NormalRow) -> bytes:
+def _encode_row(row: CanonicalRow) -> bytes:
     layer, module, expert, kind = _row_key(row)
     place = struct.pack("<qq", layer, expert)
     count = struct.pack("<IQ", _scale_bits(row.scale), len(row.tensors))

@@ -27,7 +27,7 @@ _CHUNK_BYTES = 1 << 20
 _LEVELS = {"DEBUG": logging.DEBUG, "INFO": logging.INFO, "ERROR": logging.ERROR}
 
 
-class WorkerProcess:
+class StagingProcess:
     """Callers wait their turn."""
 
     def __init__(self, command: tuple[str, ...], timeout_seconds: float) -> None:

@@ -1,30 +1,42 @@
-"""What the store knows, kept: the index in memory and the database, always the same.
+"""The records of the adapter store: the index in memory and the database, which always agree.
 
-Every method that changes is one transaction, and shows in the index once it is on the disk. Keeps
-each name's history at its length, and knows which normal files are still needed. Knows no rules:
-what may be registered or rolled back is the store's business. Used by one thread at a time.
+Each change is one transaction, and is visible in the index once it is on the disk. The records
+limit each name's history to its maximum length and know which canonical adapter files are still
+needed. They have no rules: the store decides what may be registered or rolled back. One thread
+uses them at a time.
 """
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from loraplex.adapters.configured import Reconfigured
+from loraplex.adapters.canonical_files import CanonicalFiles, Collected
 from loraplex.adapters.database import IN_MEMORY, AdapterDatabase, Alias
-from loraplex.adapters.normal_files import Collected, NormalFiles
-from loraplex.adapters.registry import Registry
+from loraplex.adapters.index import AdapterIndex
 from loraplex.adapters.state_lock import StateLock
-from loraplex.adapters.version import AdapterVersion, Owner
+from loraplex.adapters.version import AdapterVersion, Owner, VersionOrigin
 
 DATABASE_NAME = "adapters.sqlite3"
 MAX_HISTORY = 10
 """Versions kept of a name, the present one among them; pinned ones beyond these."""
 
 
-class Journal:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reconfigured:
+    """What went, so that the configured names and task ids are free."""
+
+    removed: tuple[AdapterVersion, ...]
+    """Adapters that only an earlier configuration had named."""
+    aliases: tuple[str, ...]
+    """Those whose name the configuration wants."""
+    task_ids: tuple[AdapterVersion, ...]
+    """As they were: adapters that lost their task id."""
+
+
+class StoreRecords:
     """`names` is for reading."""
 
     def __init__(
@@ -34,12 +46,12 @@ class Journal:
 
         Raises ConfigError if another process has the database open, or if it cannot be read.
         """
-        self.names = Registry()
+        self.names = AdapterIndex()
         self._unix_seconds = unix_seconds
         self._dropped: dict[str, float] = {}
         """When a digest last left a history. A request that resolved it before may not have
         reached its engine yet."""
-        self._files: NormalFiles | None = None
+        self._files: CanonicalFiles | None = None
         self._is_persistent = is_persistent
         path: Path | str = IN_MEMORY
         with contextlib.ExitStack() as opened:
@@ -47,7 +59,7 @@ class Journal:
                 opened.callback(StateLock.own(state_dir).close)
                 path = state_dir / DATABASE_NAME
             if state_dir is not None:
-                self._files = NormalFiles(state_dir)
+                self._files = CanonicalFiles(state_dir)
                 opened.callback(self._files.close)
             self._database = AdapterDatabase(path)
             opened.callback(self._database.close)
@@ -119,7 +131,7 @@ class Journal:
         self._note_dropped(dropped)
 
     def collect_garbage(self, in_use: Collection[str], min_age_seconds: float) -> Collected:
-        """Delete the normal files that nothing refers to, or did min_age_seconds ago.
+        """Delete the canonical adapter files that nothing refers to, or did min_age_seconds ago.
 
         Refused without the database: the files may be named in it.
         """
@@ -165,3 +177,28 @@ class Journal:
     def _note_dropped(self, versions: Iterable[AdapterVersion]) -> None:
         now = self._unix_seconds()
         self._dropped.update((version.digest, now) for version in versions)
+
+
+def reconfigure(
+    versions: Iterable[AdapterVersion],
+    aliases: Iterable[str],
+    task_ids: Mapping[str, int | None],
+) -> Reconfigured:
+    """Of one owner: its present versions, its aliases, and the configured name -> task id."""
+    names_by_task = {task_id: name for name, task_id in task_ids.items()}
+    staying: list[AdapterVersion] = []
+    removed: list[AdapterVersion] = []
+    for version in versions:
+        is_stale = version.origin is VersionOrigin.CONFIGURED and version.name not in task_ids
+        (removed if is_stale else staying).append(version)
+    losing = [
+        version
+        for version in staying
+        if version.task_id is not None
+        and (
+            names_by_task.get(version.task_id, version.name) != version.name
+            or task_ids.get(version.name, version.task_id) != version.task_id
+        )
+    ]
+    wanted = (alias for alias in aliases if alias in task_ids)
+    return Reconfigured(tuple(removed), tuple(wanted), tuple(losing))

@@ -1,9 +1,9 @@
-"""Our own normal file as an adapter that a user brings: checked as any other.
+"""Our own canonical adapter file as an adapter that a user brings: checked as any other.
 
 What the staging worker wrote itself is not read here; what a user gives may say anything.
 """
 
-from loraplex.adapters.normal import NormalRow, RowKind
+from loraplex.adapters.canonical import CanonicalRow, RowKind
 from loraplex.core.errors import InvalidAdapterError, UnsupportedFeatureError
 
 # The tensors of each kind of row, with their numbers of dimensions; one of the sets must be there.
@@ -16,7 +16,7 @@ _TENSORS: dict[RowKind, tuple[dict[str, tuple[int, ...]], ...]] = {
 }
 
 
-def check_rows(rows: tuple[NormalRow, ...]) -> tuple[NormalRow, ...]:
+def check_rows(rows: tuple[CanonicalRow, ...]) -> tuple[CanonicalRow, ...]:
     """The rows, if each is another one and its tensors belong together.
 
     Raises InvalidAdapterError, or UnsupportedFeatureError for rows of experts.
@@ -43,7 +43,7 @@ def check_rows(rows: tuple[NormalRow, ...]) -> tuple[NormalRow, ...]:
     return rows
 
 
-def _check_tensors(row: NormalRow, where: str) -> None:
+def _check_tensors(row: CanonicalRow, where: str) -> None:
     understood = _TENSORS[row.kind]
     wanted = next((names for names in understood if set(names) == set(row.tensors)), None)
     if wanted is None:
@@ -67,7 +67,7 @@ def _check_tensors(row: NormalRow, where: str) -> None:
         raise InvalidAdapterError(f"the scale of {where} is {row.scale}")
 
 
-def _check_sizes(row: NormalRow, where: str) -> None:
+def _check_sizes(row: CanonicalRow, where: str) -> None:
     """Of the tensors of one row among each other."""
     shapes = {name: list(tensor.shape) for name, tensor in row.tensors.items()}
     if row.kind is RowKind.LORA and shapes["a"][0] != shapes["b"][1]:

@@ -11,10 +11,10 @@ from loraplex.memory.adapter_cache import AdapterCache
 from loraplex.memory.adapter_pages import place
 
 
-class AdapterRegistry:
+class AdapterHandles:
     """Gives each digest its handle, and starts the loads that the scheduler asks for.
 
-    Implements scheduling's HostTier. It remembers sources; where an adapter is, the adapter cache
+    Implements scheduling's HostLoads. It remembers sources; where an adapter is, the adapter cache
     knows.
     """
 

@@ -28,7 +28,7 @@ class _Names:
     names_by_digest: dict[str, set[str]] = dataclasses.field(default_factory=dict)
 
 
-class Registry:
+class AdapterIndex:
     """Invariant: a task id belongs to one name of its owner, and no alias is also a name.
 
     Every method may be called from any thread.

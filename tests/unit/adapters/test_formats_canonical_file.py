@@ -1,4 +1,4 @@
-"""A normal file that a user brings: checked as any other adapter."""
+"""A canonical adapter file that a user brings: checked as any other adapter."""
 
 import json
 from pathlib import Path

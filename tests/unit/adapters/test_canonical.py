@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.adapters.normal import (
-    NormalRow,
+from loraplex.adapters.canonical import (
+    CanonicalRow,
     RowKind,
+    canonical_path,
     digest,
-    normal_path,
-    read_normal,
-    write_normal,
+    read_canonical,
+    write_canonical,
 )
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.errors import InvalidAdapterError
@@ -22,9 +22,9 @@ def raw(shape, dtype="F32", fill=1) -> RawTensor:
     return RawTensor(dtype, shape, bytes((fill + i) % 251 for i in range(size)))
 
 
-def row(layer=0, module="q_proj", scale=0.1, rank=2, dtype="F32", fill=1, **kwargs) -> NormalRow:
+def row(layer=0, module="q_proj", scale=0.1, rank=2, dtype="F32", fill=1, **kwargs) -> CanonicalRow:
     tensors = {"a": raw((rank, 4), dtype, fill), "b": raw((6, rank), dtype, fill + 1)}
-    return NormalRow(layer, module, None, RowKind.LORA, scale, tensors, **kwargs)
+    return CanonicalRow(layer, module, None, RowKind.LORA, scale, tensors, **kwargs)
 
 
 ROWS = [row(1, "q_proj"), row(0, "v_proj", 2.0, dtype="BF16", rank=3), row(0, "q_proj", rank=1)]
@@ -77,16 +77,16 @@ def test_rows_are_not_confused_with_their_neighbours():
 @given(scale=st.floats(width=32, allow_nan=False, allow_infinity=False))
 def test_a_scale_keeps_its_bits(scale, tmp_path_factory):
     path = tmp_path_factory.mktemp("scale") / "x"
-    write_normal([row(scale=scale)], "d" * 64, path)
-    got = read_normal(path).rows[0].scale
+    write_canonical([row(scale=scale)], "d" * 64, path)
+    got = read_canonical(path).rows[0].scale
     assert np.float32(got).tobytes() == np.float32(scale).tobytes()
 
 
 def test_a_file_gives_back_its_rows(tmp_path):
-    path = normal_path(tmp_path, digest(ROWS))
+    path = canonical_path(tmp_path, digest(ROWS))
     assert path == tmp_path / "adapters" / digest(ROWS)[:2] / f"{digest(ROWS)}.safetensors"
-    write_normal(ROWS, digest(ROWS), path)
-    got = read_normal(path)
+    write_canonical(ROWS, digest(ROWS), path)
+    got = read_canonical(path)
     assert got.digest == digest(ROWS) == digest(got.rows)
     assert [(r.layer, r.module) for r in got.rows] == [
         (0, "q_proj"),
@@ -98,8 +98,8 @@ def test_a_file_gives_back_its_rows(tmp_path):
 def test_every_tensor_in_a_file_lies_aligned(tmp_path):
     rows = [row(0, "q_proj", dtype="BF16", rank=1), row(1, "q_proj", dtype="F64"), row(2, "q_proj")]
     odd = dataclasses.replace(rows[0], tensors={"a": raw((1, 1), "F16"), "b": raw((1, 1), "F16")})
-    write_normal([odd, *rows[1:]], "d" * 64, tmp_path / "x")
-    for got in read_normal(tmp_path / "x").rows:
+    write_canonical([odd, *rows[1:]], "d" * 64, tmp_path / "x")
+    for got in read_canonical(tmp_path / "x").rows:
         for tensor in got.tensors.values():
             address = np.frombuffer(tensor.data, np.uint8).ctypes.data
             assert address % tensor.item_bytes == 0
@@ -107,15 +107,15 @@ def test_every_tensor_in_a_file_lies_aligned(tmp_path):
 
 def test_another_file_is_not_a_normal_file(tmp_path):
     with pytest.raises(InvalidAdapterError):
-        read_normal(tmp_path / "none")
-    write_normal(ROWS, "d" * 64, tmp_path / "x")
+        read_canonical(tmp_path / "none")
+    write_canonical(ROWS, "d" * 64, tmp_path / "x")
     content = (tmp_path / "x").read_bytes()
     (tmp_path / "x").write_bytes(content.replace(b"loraplex-adapter", b"another--adapter"))
     with pytest.raises(InvalidAdapterError, match="not a normal adapter file"):
-        read_normal(tmp_path / "x")
+        read_canonical(tmp_path / "x")
     (tmp_path / "x").write_bytes(content[:-1])
     with pytest.raises(InvalidAdapterError, match="truncated"):
-        read_normal(tmp_path / "x")
+        read_canonical(tmp_path / "x")
     (tmp_path / "x").write_bytes(content.replace(b'"0.a"', b'"9.a"'))
     with pytest.raises(InvalidAdapterError, match=r"9\.a"):
-        read_normal(tmp_path / "x")
+        read_canonical(tmp_path / "x")

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Container, Mapping
 from pathlib import Path
 
-from loraplex.adapters.version import Origin
+from loraplex.adapters.version import VersionOrigin
 from loraplex.core.adapter import AdapterRef, ByName
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import (
@@ -32,7 +32,7 @@ from loraplex.serving.adapters.configured import (
     wanted_adapters,
 )
 from loraplex.serving.adapters.folders import Signature, find_named, signature_of
-from loraplex.serving.adapters.loading import AdapterLoading, check_is_no_base
+from loraplex.serving.adapters.loading import CatalogLoader, check_is_no_base
 from loraplex.serving.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -95,12 +95,12 @@ class _Followed:
         return self.taken.get(name) != seen and not is_pausing
 
 
-class AdapterDirectory:
+class FolderFollower:
     """Over all models of a server. Nothing that fails here stops it."""
 
     def __init__(
         self,
-        loading: AdapterLoading,
+        loading: CatalogLoader,
         changes: AdapterChanges,
         base_names: Container[str],
         interval_seconds: float,
@@ -230,7 +230,7 @@ class AdapterDirectory:
         version = model.store.find(ref)
         if version is None or version.name != name:
             return
-        if version.origin is not Origin.CONFIGURED or version.path != path:
+        if version.origin is not VersionOrigin.CONFIGURED or version.path != path:
             logger.info("adapter %r left its folder; what the API loaded stays", name)
             return
         try:

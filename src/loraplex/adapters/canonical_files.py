@@ -1,4 +1,4 @@
-"""The normal files in a state directory: which are there, and deleting those nobody needs.
+"""Canonical adapter files in a state directory: find them, and delete those that are not needed.
 
 A path is only ever made from a digest. Does not know versions or names.
 """
@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from loraplex.adapters.normal import normal_path
+from loraplex.adapters.canonical import canonical_path
 from loraplex.adapters.state_lock import StateLock
 
-_NORMAL_NAME = re.compile(r"([0-9a-f]{64})\.safetensors")
+_CANONICAL_NAME = re.compile(r"([0-9a-f]{64})\.safetensors")
 _TEMPORARY_NAME = re.compile(r"\.[0-9a-f]{64}\.safetensors\.[0-9]+\.tmp")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -29,7 +29,7 @@ class Collected:
     """Another process uses the files of this state directory: nothing was deleted."""
 
 
-class NormalFiles:
+class CanonicalFiles:
     """Holds a share in the state directory's files, so that no other process deletes them."""
 
     def __init__(self, state_dir: Path) -> None:
@@ -38,7 +38,7 @@ class NormalFiles:
 
     def path(self, digest: str) -> str:
         assert _DIGEST.fullmatch(digest), digest
-        return str(normal_path(self._state_dir, digest))
+        return str(canonical_path(self._state_dir, digest))
 
     def has(self, digest: str) -> bool:
         return os.path.isfile(self.path(digest))
@@ -63,7 +63,7 @@ class NormalFiles:
     def _delete(self, may_go: Callable[[str], bool], newest: float) -> Collected:
         num_files = num_bytes = 0
         for entry in self._entries():
-            normal = _NORMAL_NAME.fullmatch(entry.name)
+            normal = _CANONICAL_NAME.fullmatch(entry.name)
             is_ours = may_go(normal[1]) if normal else _TEMPORARY_NAME.fullmatch(entry.name)
             # The staging worker renames its files while we look.
             with contextlib.suppress(FileNotFoundError):
@@ -75,7 +75,7 @@ class NormalFiles:
         return Collected(num_files, num_bytes)
 
     def _entries(self) -> Iterator[os.DirEntry[str]]:
-        """Every regular file in a folder of normal files; links are not followed."""
+        """Every regular file in a folder of canonical adapter files; links are not followed."""
         root = self._state_dir / "adapters"
         if not root.is_dir():
             return

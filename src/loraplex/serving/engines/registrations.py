@@ -9,7 +9,7 @@ from loraplex.engine.messages import EngineCommand, RegisterAdapter, UnregisterA
 Send = Callable[[EngineCommand], None]
 
 
-class EngineAdapters:
+class EngineRegistrations:
     """By digest. What the running engine knows is forgotten when it dies."""
 
     def __init__(self) -> None:
