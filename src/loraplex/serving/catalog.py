@@ -1,20 +1,49 @@
-"""What is served, under which names, for whom."""
+"""What is served under which name, to which tenant, and every change of that."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
-from loraplex.core.adapter import AdapterKey, ByName
-from loraplex.core.errors import LoraplexError, ModelNotFoundError
+from loraplex.adapters.staged import StagedAdapter
+from loraplex.adapters.store import AdapterStore, AdapterVersion, Registration, VersionOrigin
+from loraplex.core.adapter import AdapterKey, AdapterRef, ByName, Residency
+from loraplex.core.errors import (
+    AdapterNotFoundError,
+    InvalidRequestError,
+    LoraplexError,
+    ModelNotFoundError,
+)
 from loraplex.core.principal import LOCAL, Principal
-from loraplex.serving.adapters.cards import AdapterCard, card_of, without_sources
-from loraplex.serving.served_model import ServedModel
+from loraplex.serving.adapters.cards import (
+    AdapterCard,
+    AdapterDetails,
+    Unloaded,
+    UnloadMode,
+    card_fields,
+    card_of,
+    content_of,
+    version_card,
+    without_sources,
+)
+from loraplex.serving.served_model import ServedModel, label
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
-class Catalog:
-    """Base models and adapters. What a tenant has no right to see is not there for it: errors and
-    listings are as if there were none."""
+class ModelCatalog:
+    """Base models and their adapters by name, as each tenant may see and use them.
+
+    Errors and listings never show what a tenant has no right to see. Changes of adapters run one
+    after another in a thread, since they wait for a disk and the event loop must not; the engines
+    then follow.
+    """
 
     def __init__(self, models: Sequence[ServedModel]) -> None:
         self.models = {model.card.name: model for model in models}
+        self._turn = asyncio.Lock()
 
     def of(self, principal: Principal) -> Mapping[str, ServedModel]:
         """The base models that are there for who asks, by name."""
@@ -54,12 +83,222 @@ class Catalog:
         model, adapter = matches[0]
         return model, ByName(adapter)
 
+    async def change(self, change: Callable[[], T], then: Callable[[T], None] | None = None) -> T:
+        """Run a change of a store in its turn, then `then` with its result on the event loop.
+
+        Once begun both complete, even if the caller is cancelled, and the caller waits for them.
+        """
+        async with self._turn:
+            work = asyncio.ensure_future(asyncio.to_thread(change))
+            cancelled: asyncio.CancelledError | None = None
+            while not work.done():
+                # A second cancellation must not skip `then`: the store has changed by then, and
+                # the engine would not follow.
+                try:
+                    await asyncio.wait({work})
+                except asyncio.CancelledError as error:
+                    cancelled = error
+            failure = work.exception()
+            if then is not None and failure is None:
+                then(work.result())
+            if cancelled is not None:
+                raise cancelled
+            return work.result()
+
+    async def register(
+        self,
+        model: ServedModel,
+        tenant: str,
+        name: str,
+        staged: StagedAdapter,
+        *,
+        path: str,
+        task_id: int | None = None,
+        replace: bool = False,
+        origin: VersionOrigin = VersionOrigin.API,
+    ) -> Registration:
+        """Raises as AdapterStore.register; then nothing has changed."""
+
+        def change() -> tuple[AdapterVersion | None, Registration]:
+            ref = AdapterRef(model.card.name, tenant, ByName(name))
+            before = model.store.find(ref)
+            return before, model.store.register(
+                model.card.name,
+                tenant,
+                name,
+                staged,
+                path=path,
+                task_id=task_id,
+                replace=replace,
+                origin=origin,
+            )
+
+        def then(result: tuple[AdapterVersion | None, Registration]) -> None:
+            before, registration = result
+            became(model, before, registration.version)
+
+        _, registration = await self.change(change, then)
+        if registration.version.is_pinned:
+            await hold_pinned(model)
+        return registration
+
+    async def remove(self, model: ServedModel, ref: AdapterRef, mode: UnloadMode) -> Unloaded:
+        """Forget a name, or an alias. Raises AdapterNotFoundError."""
+        num_ended = 0
+
+        def asked_for(version: AdapterVersion) -> str:
+            return ref.key.name if isinstance(ref.key, ByName) else version.name
+
+        def then(version: AdapterVersion) -> None:
+            nonlocal num_ended
+            if asked_for(version) != version.name:
+                logger.info("alias %r of adapter %r is forgotten", asked_for(version), version.name)
+                return
+            if mode is UnloadMode.IMMEDIATE:
+                unloaded = AdapterNotFoundError(f"adapter {version.name!r} was unloaded meanwhile")
+                num_ended = model.engine.fail_labelled(label(version), unloaded)
+            release(model, version)
+            release_unpinned(model)
+            logger.info("adapter %r (%s) is unloaded", version.name, version.digest[:12])
+
+        version = await self.change(lambda: model.store.remove(ref), then)
+        return Unloaded(
+            name=asked_for(version),
+            is_alias=asked_for(version) != version.name,
+            digest=version.digest,
+            num_ended=num_ended,
+        )
+
+    async def rollback(
+        self, model: ServedModel, ref: AdapterRef, number: int | None
+    ) -> AdapterVersion:
+        """Raises AdapterNotFoundError, AdapterLoadError, or why the model cannot serve it."""
+
+        def change() -> tuple[AdapterVersion | None, AdapterVersion]:
+            before = model.store.find(ref)
+            return before, model.store.rollback(ref, number, model.check_fits)
+
+        _, version = await self.change(change, lambda result: became(model, *result))
+        await hold_pinned(model)
+        return version
+
+    async def pin(
+        self, model: ServedModel, ref: AdapterRef, number: int | None, *, is_pinned: bool
+    ) -> AdapterVersion:
+        """Keep a version in the history, or no longer; and on the device if it is the present one.
+
+        Raises AdapterNotFoundError, and AdapterTooLargeError if other adapters would lack room on
+        the device; then it is not pinned.
+        """
+        if not is_pinned:
+            version = await self.change(lambda: model.store.unpin(ref, number))
+            release_unpinned(model)
+            return version
+        present = model.store.resolve(ref)
+        if number in (None, present.number):
+            await model.engine.hold(present.source)
+        try:
+            version = await self.change(lambda: model.store.pin(ref, number))
+        except BaseException:
+            release_unpinned(model)
+            raise
+        # Before the store said so, any other change let go of it.
+        await hold_pinned(model)
+        return version
+
+    def check_is_no_base(self, name: str) -> None:
+        """Raise InvalidRequestError for a name that means a base model."""
+        if name in self.models:
+            raise InvalidRequestError(
+                f"{name!r} is the name of a base model: call the adapter something else",
+                param="name",
+            )
+
     def _unknown(self, name: str, principal: Principal) -> LoraplexError:
         known = [*self.of(principal), *(card.name for card in self.adapters(principal))]
         return ModelNotFoundError(
             f"there is no model or adapter {name!r} here; there are: {_listing(known)}",
             param="model",
         )
+
+
+def became(model: ServedModel, before: AdapterVersion | None, version: AdapterVersion) -> None:
+    """Tell the engine what a name means now. The version has been checked."""
+    model.unfit.pop(version.digest, None)
+    if before is not None and before.digest != version.digest:
+        release(model, before)
+    release_unpinned(model)
+    logger.info(
+        "adapter %r is %s, version %d, rank %d",
+        version.name,
+        version.digest[:12],
+        version.number,
+        version.rank,
+    )
+    if model.engine.is_ready:
+        try:
+            model.engine.preload(version.source)
+        except LoraplexError as error:  # so are its requests
+            logger.warning("adapter %r is refused: %s", version.name, error.message)
+
+
+async def hold_pinned(model: ServedModel) -> None:
+    """Let the engine hold what the store says, and nothing else.
+
+    What cannot be held is said in the log and served as any other.
+    """
+    release_unpinned(model)
+    for version in _pinned(model).values():
+        try:
+            await model.engine.hold(version.source)
+        except LoraplexError as error:
+            logger.warning(
+                "adapter %r is pinned, but not held on the device: %s", version.name, error.message
+            )
+
+
+def release_unpinned(model: ServedModel) -> None:
+    """Let the engine release what no present version pins any longer."""
+    held = model.engine.held
+    for digest in held and held - _pinned(model).keys():
+        model.engine.release(digest)
+
+
+def _pinned(model: ServedModel) -> dict[str, AdapterVersion]:
+    """By digest; without those that no request could use."""
+    present = model.store.present(model.card.name)
+    return {
+        version.digest: version
+        for version in present
+        if version.is_pinned and version.digest not in model.unfit
+    }
+
+
+def release(model: ServedModel, version: AdapterVersion) -> None:
+    """Let the engine forget what no name means any longer; its requests end first."""
+    if not is_present(model.store, version.model, version.digest):
+        model.engine.forget_adapter(version.digest)
+
+
+def is_present(store: AdapterStore, model: str, digest: str) -> bool:
+    """Whether some name of a model means these bytes."""
+    return any(version.digest == digest for version in store.present(model))
+
+
+async def describe(model: ServedModel, ref: AdapterRef) -> AdapterDetails:
+    """All that is known of an adapter. Raises AdapterNotFoundError."""
+    history = await asyncio.to_thread(model.store.history, ref)
+    version = history[0]
+    residency = await model.engine.residency()
+    aliases = model.store.aliases(version.tenant, version.model)
+    return AdapterDetails(
+        **card_fields(version, model.state_of(version)),
+        aliases=tuple(sorted(a for a, name in aliases.items() if name == version.name)),
+        residency=residency.get(version.digest, Residency.ABSENT),
+        num_running=model.engine.num_labelled(label(version)),
+        content=content_of(version.staged, model.engine.capacity, model.card.dtype),
+        versions=tuple(map(version_card, history)),
+    )
 
 
 def _cards(model: ServedModel, principal: Principal) -> Iterator[AdapterCard]:

@@ -9,6 +9,7 @@ import msgspec
 
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.store import AdapterStore, AdapterVersion
+from loraplex.adapters.target_check import check_targets
 from loraplex.core.adapter import AdapterChoice, AdapterUse
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import (
@@ -23,7 +24,7 @@ from loraplex.core.principal import Principal
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.serving.access.tenant_adapters import TenantAdapters
 from loraplex.serving.adapters.cards import AdapterState
-from loraplex.serving.adapters.fit import check_base, check_room
+from loraplex.serving.adapters.fit import check_room
 from loraplex.serving.backend import ModelCard
 from loraplex.serving.engines.async_engine import AsyncEngine
 from loraplex.serving.grammar.grammars import Grammars
@@ -117,7 +118,7 @@ class ServedModel:
 
     def check_fits(self, version: AdapterVersion) -> None:
         """Raises AdapterMismatchError or AdapterTooLargeError."""
-        check_base(version.source, self.shapes, self.config.max_lora_rank)
+        check_targets(version.source.targets, self.shapes, self.config.max_lora_rank)
         check_room(version.source, self.config, self.engine.capacity)
 
     def state_of(self, version: AdapterVersion) -> AdapterState:

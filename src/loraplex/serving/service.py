@@ -37,15 +37,13 @@ from loraplex.serving.adapters.cards import (
     version_card,
     without_sources,
 )
-from loraplex.serving.adapters.changes import AdapterChanges, describe
 from loraplex.serving.adapters.composition import compose
 from loraplex.serving.adapters.folder_follower import FolderFollower
-from loraplex.serving.adapters.holds import hold_pinned
-from loraplex.serving.adapters.loading import CatalogLoader, check_is_no_base, inline_name
+from loraplex.serving.adapters.loading import CatalogLoader, inline_name
 from loraplex.serving.adapters.upkeep import CatalogUpkeep
 from loraplex.serving.admission import admit, cut_prompt
 from loraplex.serving.backend import Health, ModelCard
-from loraplex.serving.catalog import Catalog
+from loraplex.serving.catalog import ModelCatalog, describe, hold_pinned
 from loraplex.serving.draining import Draining
 from loraplex.serving.generation import Generation
 from loraplex.serving.model_memory import ModelMemory, StoredAdapters
@@ -71,14 +69,11 @@ class Service:
         adapter_watch_seconds: float = 0.0,
     ) -> None:
         """adapter_watch_seconds: how often adapter folders are looked at; 0: at the start only."""
-        self._catalog = Catalog(models)
+        self._catalog = ModelCatalog(models)
         self._models = self._catalog.models
-        self._changes = AdapterChanges()
-        self._loading = CatalogLoader(worker, self._changes, clock)
-        self._upkeep = CatalogUpkeep(models, self._loading)
-        self._directory = FolderFollower(
-            self._loading, self._changes, self._models, adapter_watch_seconds
-        )
+        self._loader = CatalogLoader(worker, self._catalog, clock)
+        self._upkeep = CatalogUpkeep(models, self._loader)
+        self._follower = FolderFollower(self._loader, self._catalog, adapter_watch_seconds)
         self._metrics = metrics
         self._clock = clock
         self._gate = TenantGate(clock)
@@ -89,13 +84,13 @@ class Service:
     async def start(self) -> None:
         """Start the engines, load the configured adapters, be ready. Raises why it cannot."""
         models = list(self._models.values())
-        await asyncio.gather(self._loading.start(), *(model.start() for model in models))
+        await asyncio.gather(self._loader.start(), *(model.start() for model in models))
         for model in models:
-            await self._directory.load(model)
+            await self._follower.load(model)
             await asyncio.to_thread(model.check_stored)
             await hold_pinned(model)
         self._upkeep.start()
-        self._directory.start()
+        self._follower.start()
         self._is_started = True
 
     async def drain(self, timeout_seconds: float) -> None:
@@ -105,13 +100,13 @@ class Service:
     async def close(self) -> None:
         """Stop the engines, end the staging worker, give the state directory back."""
         self.draining.close()
-        await self._directory.close()
+        await self._follower.close()
         await self._upkeep.close()
         await asyncio.gather(*(model.engine.close() for model in self._models.values()))
-        await self._loading.close()
+        await self._loader.close()
         for model in self._models.values():
             model.grammars.close()
-            await self._changes.run(model.store.close)
+            await self._catalog.change(model.store.close)
 
     def new_request_id(self) -> RequestId:
         return next(self._request_ids)
@@ -218,7 +213,7 @@ class Service:
         if request.load_policy is LoadPolicy.ALWAYS:
             seen = model.adapters_of(principal)
             for version in (version for version, _ in chosen if seen.owns(version)):
-                await self._loading.reload(model, version)
+                await self._loader.reload(model, version)
             chosen = model.resolve(request.adapters, principal)
         composition = compose(chosen, model.shapes)
         tokenized = await model.tokenize(request.prompt, request.add_special_tokens)
@@ -259,7 +254,7 @@ class Service:
         names = [choice.key.name for choice in request.adapters if isinstance(choice.key, ByName)]
         for name in names:
             if name in principal.rights.use and seen.find(ByName(name)) is None:
-                await self._directory.take_named(model, name)
+                await self._follower.take_named(model, name)
 
     async def load_adapter(
         self,
@@ -275,8 +270,8 @@ class Service:
     ) -> LoadReport:
         served = self._managed(principal, model)
         served.adapters_of(principal).check_manages(name)
-        check_is_no_base(name, self._models)
-        return await self._loading.load(
+        self._catalog.check_is_no_base(name)
+        return await self._loader.load(
             served,
             principal,
             name=name,
@@ -299,8 +294,8 @@ class Service:
         try:
             served = self._managed(principal, model)
             served.adapters_of(principal).check_manages(inline_name(served, principal, task_id))
-            return await self._loading.load_tensors(
-                served, principal.tenant, task_id, weights, config, self._models
+            return await self._loader.load_tensors(
+                served, principal.tenant, task_id, weights, config
             )
         except LoraplexError as error:  # part of a request: it fails with it
             self._metrics.observe_error(model, error)
@@ -311,14 +306,14 @@ class Service:
     ) -> Unloaded:
         model = self._managed(principal, ref.model)
         ref = model.adapters_of(principal).managed(ref.key)
-        return await self._changes.remove(model, ref, mode)
+        return await self._catalog.remove(model, ref, mode)
 
     async def rollback_adapter(
         self, principal: Principal, ref: AdapterRef, number: int | None = None
     ) -> AdapterCard:
         model = self._managed(principal, ref.model)
         ref = model.adapters_of(principal).managed(ref.key)
-        version = await self._changes.rollback(model, ref, number)
+        version = await self._catalog.rollback(model, ref, number)
         return card_of(version, model.state_of(version))
 
     async def pin_adapter(
@@ -326,7 +321,7 @@ class Service:
     ) -> VersionCard:
         model = self._managed(principal, ref.model)
         ref = model.adapters_of(principal).managed(ref.key)
-        return version_card(await self._changes.pin(model, ref, number, is_pinned=is_pinned))
+        return version_card(await self._catalog.pin(model, ref, number, is_pinned=is_pinned))
 
     async def alias_adapter(
         self, principal: Principal, ref: AdapterRef, alias: str, *, replace: bool = False
@@ -335,8 +330,8 @@ class Service:
         seen = model.adapters_of(principal)
         ref = seen.managed(ref.key)
         seen.check_manages(alias)
-        check_is_no_base(alias, self._models)
-        version = await self._changes.run(lambda: model.store.alias(ref, alias, replace=replace))
+        self._catalog.check_is_no_base(alias)
+        version = await self._catalog.change(lambda: model.store.alias(ref, alias, replace=replace))
         return card_of(version, model.state_of(version))
 
     async def describe_adapter(self, principal: Principal, ref: AdapterRef) -> AdapterDetails:
@@ -361,7 +356,7 @@ class Service:
     def load_times(self, model: str) -> Mapping[str, Durations]:
         tiers = self._catalog.model(model).engine.stats.adapters
         engine = {"read": tiers.read_times, "copy": tiers.copy_times}
-        return {**self._loading.times.of_model(model), **engine}
+        return {**self._loader.times.of_model(model), **engine}
 
     def steps(self, model: str, limit: int) -> Sequence[StepRecord]:
         records = self._catalog.model(model).engine.steps

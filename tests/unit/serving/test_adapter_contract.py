@@ -33,7 +33,7 @@ from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.serving.adapters import canary
 from loraplex.serving.adapters.cards import AdapterState, UnloadMode
-from loraplex.serving.adapters.changes import AdapterChanges
+from loraplex.serving.catalog import ModelCatalog
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.service import Service
 from support.fake_engine_process import FakeEngineSettings
@@ -466,16 +466,28 @@ async def test_a_change_is_done_even_if_its_caller_leaves(service, monkeypatch):
     assert service._models["a"].engine.registered == {"digest of /1"}, "the engine was told"
 
 
+async def test_a_change_is_completed_though_its_caller_is_cancelled_twice():
+    catalog, results, release = ModelCatalog(()), [], threading.Event()
+    leaving = asyncio.create_task(catalog.change(lambda: release.wait(20), results.append))
+    for _ in range(2):
+        await asyncio.sleep(0.01)
+        leaving.cancel()
+    release.set()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    assert results == [True], "the engine learns of it"
+
+
 async def test_the_next_change_waits_for_one_whose_caller_left():
-    changes, order, release = AdapterChanges(), [], threading.Event()
+    catalog, order, release = ModelCatalog(()), [], threading.Event()
 
     def first():
         release.wait(20)
         order.append("first")
 
-    leaving = asyncio.create_task(changes.run(first))
+    leaving = asyncio.create_task(catalog.change(first))
     await asyncio.sleep(0.01)
-    next_one = asyncio.create_task(changes.run(lambda: order.append("next")))
+    next_one = asyncio.create_task(catalog.change(lambda: order.append("next")))
     leaving.cancel()
     await asyncio.sleep(0.05)
     assert order == []

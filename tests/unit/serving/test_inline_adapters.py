@@ -18,8 +18,8 @@ from loraplex.core.errors import (
     PermissionDeniedError,
 )
 from loraplex.core.principal import LOCAL, NONE, Principal, Rights
-from loraplex.serving.adapters.changes import AdapterChanges
 from loraplex.serving.adapters.loading import CatalogLoader
+from loraplex.serving.catalog import ModelCatalog
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.service import Service
 
@@ -35,18 +35,23 @@ async def model(make_model):
 
 
 @pytest.fixture
-def loading(staging):
-    return CatalogLoader(staging, AdapterChanges(), SystemClock())
+def catalog(model):
+    return ModelCatalog([model])
+
+
+@pytest.fixture
+def loading(staging, catalog):
+    return CatalogLoader(staging, catalog, SystemClock())
 
 
 @pytest.fixture
 def add(loading, staging, model):
     """A function (weights, task id, tenant) -> the key; staging knows these weights."""
 
-    async def add_tensors(weights, task_id=None, tenant="t", base_names=(), **staged):
+    async def add_tensors(weights, task_id=None, tenant="t", **staged):
         staging.put(weights, **staged)
         tensor = RequestTensor("FP16", (1, 1), weights.encode())
-        return await loading.load_tensors(model, tenant, task_id, tensor, CONFIG, base_names)
+        return await loading.load_tensors(model, tenant, task_id, tensor, CONFIG)
 
     return add_tensors
 
@@ -126,15 +131,18 @@ async def test_bytes_that_have_a_name_already(add, known, loading, staging, mode
     assert known() == {"zh": (None, "d1", 1), "5": (5, "d1", 1)}
 
 
-async def test_a_name_that_someone_else_has_is_not_taken_over(add, known, loading, staging, model):
+async def test_a_name_that_someone_else_has_is_not_taken_over(
+    add, known, loading, staging, model, make_model, catalog
+):
     for name, task_id in (("5", None), ("6", 60)):
         path = staging.put("/x", "x")
         await loading.load(model, Principal("t"), name=name, path=path, task_id=task_id)
         with pytest.raises(AdapterExistsError, match=f"adapter '{name}' already exists"):
             await add("zh", int(name), digest="d1")
     assert known() == {"5": (None, "x", 1), "6": (60, "x", 1)}
+    catalog.models["7"] = make_model("7")
     with pytest.raises(InvalidRequestError, match="'7' is the name of a base model"):
-        await add("zh", 7, base_names=("7",))
+        await add("zh", 7)
 
 
 async def test_each_tenant_has_its_own_task_ids(add, known):

@@ -3,15 +3,15 @@
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from loraplex.core.config import AdapterConfig, ModelConfig
 from loraplex.core.errors import ConfigError, LoraplexError
 from loraplex.core.principal import DEFAULT_TENANT
-from loraplex.serving.adapters.changes import AdapterChanges
 from loraplex.serving.adapters.folders import Say, find_adapters, find_below, read_list
-from loraplex.serving.adapters.loading import CatalogLoader, check_is_no_base
+from loraplex.serving.adapters.loading import CatalogLoader
+from loraplex.serving.catalog import ModelCatalog
 from loraplex.serving.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -29,10 +29,7 @@ class ConfiguredAdapter:
 
 
 async def load_configured(
-    model: ServedModel,
-    loading: CatalogLoader,
-    changes: AdapterChanges,
-    base_names: Container[str] = (),
+    model: ServedModel, loader: CatalogLoader, catalog: ModelCatalog
 ) -> dict[str, LoraplexError]:
     """Register what the configuration names; no adapter may be called as a base is.
 
@@ -42,9 +39,9 @@ async def load_configured(
     of those, and why.
     """
     left_out: dict[str, LoraplexError] = {}
-    wanted = await asyncio.to_thread(wanted_adapters, model.config, base_names)
+    wanted = await asyncio.to_thread(wanted_adapters, model.config, catalog)
     task_ids = {adapter.name: adapter.task_id for adapter in wanted}
-    change = await changes.run(
+    change = await catalog.change(
         lambda: model.store.apply_configuration(model.card.name, DEFAULT_TENANT, task_ids)
     )
     for version in change.removed:
@@ -60,7 +57,7 @@ async def load_configured(
             )
     for adapter in wanted:
         try:
-            await loading.register_configured(
+            await loader.register_configured(
                 model, DEFAULT_TENANT, adapter.name, adapter.path, adapter.task_id
             )
         except LoraplexError as error:
@@ -70,7 +67,7 @@ async def load_configured(
 
 
 def wanted_adapters(
-    config: ModelConfig, base_names: Container[str], *, is_following: bool = False
+    config: ModelConfig, catalog: ModelCatalog, *, is_following: bool = False
 ) -> list[ConfiguredAdapter]:
     """Each name and each task id once: the first one has it; others are an error if they are named
     one by one, else a warning.
@@ -84,7 +81,7 @@ def wanted_adapters(
     for adapter in _configured(config, say):
         name, task_id = adapter.name, adapter.task_id
         try:
-            check_is_no_base(name, base_names)
+            catalog.check_is_no_base(name)
             if name in wanted:
                 raise ConfigError(f"{wanted[name].path} has this name already")
             if task_id is not None and task_ids.setdefault(task_id, name) != name:

@@ -1,7 +1,5 @@
-"""Whether an adapter can be served by a model at all: shapes, ranks, the size of each tier."""
+"""Check that an adapter fits each tier of a model."""
 
-from loraplex.adapters.shapes import BaseShapes
-from loraplex.adapters.target_check import check_targets
 from loraplex.core.adapter import AdapterSource
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import AdapterTooLargeError
@@ -22,11 +20,3 @@ def check_room(source: AdapterSource, config: ModelConfig, capacity: Capacity) -
             f"the adapter needs {num_pages} pages of {capacity.adapter_page_bytes} bytes on the "
             f"device, whose pool has {capacity.num_adapter_pages}; raise lora_device_bytes"
         )
-
-
-def check_base(source: AdapterSource, shapes: BaseShapes, max_rank: int) -> None:
-    """What staging checks, for an adapter that was staged for an earlier server of this name.
-
-    Raises AdapterMismatchError or AdapterTooLargeError.
-    """
-    check_targets(source.targets, shapes, max_rank)

@@ -9,7 +9,7 @@ loaded over the API under the same name stays.
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from loraplex.adapters.version import VersionOrigin
@@ -23,7 +23,6 @@ from loraplex.core.errors import (
 )
 from loraplex.core.principal import DEFAULT_TENANT
 from loraplex.serving.adapters.cards import UnloadMode
-from loraplex.serving.adapters.changes import AdapterChanges
 from loraplex.serving.adapters.configured import (
     ConfiguredAdapter,
     load_configured,
@@ -32,7 +31,8 @@ from loraplex.serving.adapters.configured import (
     wanted_adapters,
 )
 from loraplex.serving.adapters.folders import Signature, find_named, signature_of
-from loraplex.serving.adapters.loading import CatalogLoader, check_is_no_base
+from loraplex.serving.adapters.loading import CatalogLoader
+from loraplex.serving.catalog import ModelCatalog
 from loraplex.serving.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -99,16 +99,11 @@ class FolderFollower:
     """Over all models of a server. Nothing that fails here stops it."""
 
     def __init__(
-        self,
-        loading: CatalogLoader,
-        changes: AdapterChanges,
-        base_names: Container[str],
-        interval_seconds: float,
+        self, loader: CatalogLoader, catalog: ModelCatalog, interval_seconds: float
     ) -> None:
         """interval_seconds: from one look to the next; 0: only the first."""
-        self._loading = loading
-        self._changes = changes
-        self._base_names = base_names
+        self._loader = loader
+        self._catalog = catalog
         self._interval_seconds = interval_seconds
         self._followed: list[_Followed] = []
         self._task: asyncio.Task[None] | None = None
@@ -121,15 +116,15 @@ class FolderFollower:
         Raises ConfigError.
         """
         # Looked at before it is read: what changes meanwhile is seen as a change.
-        seen = await asyncio.to_thread(_look, model.config, self._base_names)
-        left_out = await load_configured(model, self._loading, self._changes, self._base_names)
+        seen = await asyncio.to_thread(_look, model.config, self._catalog)
+        left_out = await load_configured(model, self._loader, self._catalog)
         if _is_followed(model.config):
             self._followed.append(_Followed.after_start(model, seen, left_out))
 
     def start(self) -> None:
         """Follow, until close()."""
         if self._followed and self._interval_seconds:
-            self._task = asyncio.create_task(self._run(), name="adapter-directory")
+            self._task = asyncio.create_task(self._run(), name="folder-follower")
 
     async def close(self) -> None:
         if self._task is not None:
@@ -154,9 +149,9 @@ class FolderFollower:
                 raise _as_asked_for(name, error) if is_optional else error
             if followed.taken.get(name) == seen:
                 return
-            check_is_no_base(name, self._base_names)
+            self._catalog.check_is_no_base(name)
             try:
-                await self._loading.register_configured(
+                await self._loader.register_configured(
                     model, DEFAULT_TENANT, name, seen.adapter.path, seen.adapter.task_id
                 )
             except CapacityError:
@@ -170,7 +165,7 @@ class FolderFollower:
     async def run_once(self) -> None:
         for followed in self._followed:
             try:
-                seen = await asyncio.to_thread(_look, followed.model.config, self._base_names)
+                seen = await asyncio.to_thread(_look, followed.model.config, self._catalog)
             except ConfigError as error:
                 # Perhaps not mounted for a moment: nothing is taken away for that.
                 self._tell(error.message)
@@ -204,7 +199,7 @@ class FolderFollower:
     async def _take(self, followed: _Followed, name: str, seen: _Seen) -> None:
         adapter = seen.adapter
         try:
-            await self._loading.register_configured(
+            await self._loader.register_configured(
                 followed.model, DEFAULT_TENANT, name, adapter.path, adapter.task_id
             )
         except CapacityError as error:
@@ -234,7 +229,7 @@ class FolderFollower:
             logger.info("adapter %r left its folder; what the API loaded stays", name)
             return
         try:
-            await self._changes.remove(model, ref, UnloadMode.DRAIN)
+            await self._catalog.remove(model, ref, UnloadMode.DRAIN)
         except LoraplexError as error:  # somebody was faster
             logger.info("adapter %r: %s", name, error.message)
 
@@ -281,9 +276,9 @@ def _remember(
         refused.pop(next(iter(refused)))
 
 
-def _look(config: ModelConfig, base_names: Container[str]) -> dict[str, _Seen]:
+def _look(config: ModelConfig, catalog: ModelCatalog) -> dict[str, _Seen]:
     """What folders and lists have now. Raises ConfigError."""
-    wanted = wanted_adapters(config, base_names, is_following=True)
+    wanted = wanted_adapters(config, catalog, is_following=True)
     return {
         adapter.name: _Seen(adapter, signature_of(Path(adapter.path).expanduser()))
         for adapter in wanted

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from loraplex.adapters.base_check import BaseCheck
@@ -12,9 +12,10 @@ from loraplex.adapters.staging import RequestTensor, StagedAdapter, StagingWorke
 from loraplex.adapters.store import AdapterVersion, VersionOrigin
 from loraplex.core.adapter import AdapterKey, AdapterRef, ByDigest, ByName, ByTaskId
 from loraplex.core.clock import Clock
-from loraplex.core.errors import AdapterLoadError, InvalidAdapterError, InvalidRequestError
+from loraplex.core.errors import AdapterLoadError, InvalidAdapterError
 from loraplex.core.principal import Principal
 from loraplex.core.request import RequestId
+from loraplex.core.stats import Durations
 from loraplex.models.engine_folder import source_model
 from loraplex.serving.adapters.canary import run_canary
 from loraplex.serving.adapters.cards import (
@@ -24,9 +25,8 @@ from loraplex.serving.adapters.cards import (
     card_fields,
     content_of,
 )
-from loraplex.serving.adapters.changes import AdapterChanges, became, is_present
 from loraplex.serving.adapters.fit import check_room
-from loraplex.serving.adapters.load_times import LoadTimes
+from loraplex.serving.catalog import ModelCatalog, became, is_present
 from loraplex.serving.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -34,14 +34,30 @@ logger = logging.getLogger(__name__)
 _NUM_NAME_DIGITS = 12
 _FETCH = "fetch"
 _INLINE = "inline-"
+_NONE_YET = Durations()
+
+
+class LoadTimes:
+    """Since the start."""
+
+    def __init__(self) -> None:
+        self._times: dict[str, dict[str, Durations]] = {}
+
+    def observe(self, model: str, stage: str, seconds: float) -> None:
+        stages = self._times.setdefault(model, {})
+        stages[stage] = stages.get(stage, _NONE_YET).with_one(int(seconds * 1e9))
+
+    def of_model(self, model: str) -> Mapping[str, Durations]:
+        """By stage."""
+        return self._times.get(model, {})
 
 
 class CatalogLoader:
     """Owns the staging worker. One load runs at a time; steps and requests go on beside it."""
 
-    def __init__(self, worker: StagingWorker, changes: AdapterChanges, clock: Clock) -> None:
+    def __init__(self, worker: StagingWorker, catalog: ModelCatalog, clock: Clock) -> None:
         self._worker = worker
-        self._changes = changes
+        self._catalog = catalog
         self._clock = clock
         self.times = LoadTimes()
 
@@ -88,7 +104,7 @@ class CatalogLoader:
         if dry_run:
             version, is_unchanged = self._prospect(model, ref, staged, path, task_id)
         else:
-            registration = await self._changes.register(
+            registration = await self._catalog.register(
                 model, tenant, name, staged, path=path, task_id=task_id, replace=replace
             )
             version, is_unchanged = registration.version, registration.is_unchanged
@@ -109,7 +125,6 @@ class CatalogLoader:
         task_id: int | None,
         weights: RequestTensor,
         config: RequestTensor,
-        base_names: Container[str] = (),
     ) -> AdapterKey:
         """What a request brings along, as `Backend.add_adapter_tensors` says.
 
@@ -139,7 +154,7 @@ class CatalogLoader:
             if before is None:
                 of_digest = f"{_INLINE}{digest[:_NUM_NAME_DIGITS]}"
                 name = of_digest if task_id is None else str(task_id)
-                check_is_no_base(name, base_names)
+                self._catalog.check_is_no_base(name)
             elif before.digest == digest and model.state_of(before) is AdapterState.READY:
                 return before, before
             else:
@@ -159,7 +174,7 @@ class CatalogLoader:
             if before is not version:
                 became(model, before, version)
 
-        await self._changes.run(change, then)
+        await self._catalog.change(change, then)
         return key
 
     async def reload(self, model: ServedModel, version: AdapterVersion) -> bool:
@@ -195,7 +210,7 @@ class CatalogLoader:
     async def _register_again(
         self, model: ServedModel, version: AdapterVersion, staged: StagedAdapter
     ) -> None:
-        await self._changes.register(
+        await self._catalog.register(
             model,
             version.tenant,
             version.name,
@@ -214,7 +229,7 @@ class CatalogLoader:
             source = shown_source(path)
             logger.warning("adapter %r changes nothing: every lora_B of %s is zero", name, source)
         check_room(staged.source, model.config, model.engine.capacity)
-        await self._changes.register(
+        await self._catalog.register(
             model,
             tenant,
             name,
@@ -307,14 +322,6 @@ def inline_name(model: ServedModel, principal: Principal, task_id: int | None) -
         return _INLINE
     own = model.store.find(AdapterRef(model.card.name, principal.tenant, ByTaskId(task_id)))
     return str(task_id) if own is None else own.name
-
-
-def check_is_no_base(name: str, base_names: Container[str]) -> None:
-    """Raise InvalidRequestError for a name that means a base model."""
-    if name in base_names:
-        raise InvalidRequestError(
-            f"{name!r} is the name of a base model: call the adapter something else", param="name"
-        )
 
 
 def _trained_name(model_path: str) -> str:

@@ -22,11 +22,11 @@ class CatalogUpkeep:
     def __init__(
         self,
         models: Sequence[ServedModel],
-        loading: CatalogLoader,
+        loader: CatalogLoader,
         interval_seconds: float = INTERVAL_SECONDS,
     ) -> None:
         self._models = models
-        self._loading = loading
+        self._loader = loader
         self._interval_seconds = interval_seconds
         self._told: set[str] = set()
         """Digests whose loss was logged."""
@@ -66,7 +66,7 @@ class CatalogUpkeep:
 
     async def _heal_one(self, model: ServedModel, version: AdapterVersion) -> None:
         try:
-            is_healed = await self._loading.heal(model, version)
+            is_healed = await self._loader.heal(model, version)
             reason = "it is another adapter by now"
         except LoraplexError as error:
             is_healed, reason = False, error.message

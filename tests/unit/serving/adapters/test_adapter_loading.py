@@ -19,25 +19,25 @@ from loraplex.core.errors import (
     InvalidRequestError,
 )
 from loraplex.core.principal import LOCAL, Principal
-from loraplex.serving.adapters.changes import AdapterChanges
 from loraplex.serving.adapters.configured import find_adapters, load_configured
-from loraplex.serving.adapters.loading import CatalogLoader, check_is_no_base
+from loraplex.serving.adapters.loading import CatalogLoader
+from loraplex.serving.catalog import ModelCatalog
 
 
 @pytest.fixture
-def changes():
-    return AdapterChanges()
+def catalog():
+    return ModelCatalog(())
 
 
 @pytest.fixture
-def loading(staging, changes):
-    return CatalogLoader(staging, changes, SystemClock())
+def loading(staging, catalog):
+    return CatalogLoader(staging, catalog, SystemClock())
 
 
 @pytest.fixture
-def configure(loading, changes):
-    """A function (model, base names) that loads what the model's configuration names."""
-    return lambda model, base_names=(): load_configured(model, loading, changes, base_names)
+def configure(loading, catalog):
+    """A function (model) that loads what the model's configuration names."""
+    return lambda model: load_configured(model, loading, catalog)
 
 
 @pytest.fixture
@@ -241,13 +241,14 @@ class TestConfigured:
         assert "'zero' changes nothing" in caplog.text
 
     async def test_a_bases_name_is_not_for_adapters(
-        self, configure, staging, start, adapter_dir, caplog
+        self, configure, staging, start, adapter_dir, caplog, make_model, catalog
     ):
+        catalog.models["other"] = make_model("other")
         model = await start(adapters={"other": AdapterConfig(staging.put("/zh"))})
         with pytest.raises(ConfigError, match="'other' is the name of a base model"):
-            await configure(model, {"base", "other"})
+            await configure(model)
         model = await start(adapter_dirs=(str(adapter_dir("other", "zh")),))
-        await configure(model, {"base", "other"})
+        await configure(model)
         assert names_of(model) == ["zh"]
         assert "left out adapter 'other'" in caplog.text
 
@@ -290,10 +291,11 @@ class TestConfigured:
         assert [name for name, _ in find_adapters(folder)] == ["zh"]
 
 
-def test_bases():
-    check_is_no_base("zh", {"base"})
+def test_bases(make_model):
+    catalog = ModelCatalog([make_model("base")])
+    catalog.check_is_no_base("zh")
     with pytest.raises(InvalidRequestError, match="'base' is the name of a base model") as caught:
-        check_is_no_base("base", {"base"})
+        catalog.check_is_no_base("base")
     assert caught.value.param == "name"
 
 

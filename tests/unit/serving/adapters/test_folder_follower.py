@@ -19,9 +19,9 @@ from loraplex.core.errors import (
 )
 from loraplex.core.principal import LOCAL
 from loraplex.serving.adapters.cards import UnloadMode
-from loraplex.serving.adapters.changes import AdapterChanges
 from loraplex.serving.adapters.folder_follower import FolderFollower
 from loraplex.serving.adapters.loading import CatalogLoader
+from loraplex.serving.catalog import ModelCatalog
 
 
 class Watched:
@@ -30,15 +30,15 @@ class Watched:
     def __init__(self, folder, staging, make_model) -> None:
         self.folder = folder
         self.staging = staging
-        self.changes = AdapterChanges()
-        self.loading = CatalogLoader(staging, self.changes, SystemClock())
-        self.directory = FolderFollower(self.loading, self.changes, {"base"}, 0.01)
+        self.catalog = ModelCatalog(())
+        self.loading = CatalogLoader(staging, self.catalog, SystemClock())
+        self.follower = FolderFollower(self.loading, self.catalog, 0.01)
         self._make_model = make_model
 
     async def start(self, **config) -> None:
-        self.model = self._make_model("base", **config)
+        self.model = self.catalog.models["base"] = self._make_model("base", **config)
         await self.model.start()
-        await self.directory.load(self.model)
+        await self.follower.load(self.model)
 
     def put(self, name, digest="", where=None):
         """An adapter of that name in the folder; another digest is other bytes."""
@@ -53,7 +53,7 @@ class Watched:
 
     async def look(self, times=2):
         for _ in range(times):
-            await self.directory.run_once()
+            await self.follower.run_once()
 
     @property
     def served(self):
@@ -68,7 +68,7 @@ async def watched(tmp_path, staging, make_model):
     (tmp_path / "adapters").mkdir()
     made = Watched(tmp_path / "adapters", staging, make_model)
     yield made
-    await made.directory.close()
+    await made.follower.close()
     if hasattr(made, "model"):
         await made.model.engine.close()
 
@@ -296,12 +296,12 @@ async def test_a_list_that_cannot_be_kept_stops_the_start(watched, tmp_path):
 
 async def test_it_runs_by_itself(watched):
     await watched.start(adapter_dirs=(str(watched.folder),))
-    watched.directory.start()
+    watched.follower.start()
     watched.put("zh", "one")
     async with asyncio.timeout(5):
         while watched.served != {"zh": "one"}:
             await asyncio.sleep(0.01)
-    await watched.directory.close()
+    await watched.follower.close()
     watched.put("ja", "two")
     await asyncio.sleep(0.1)
     assert watched.served == {"zh": "one"}
@@ -309,7 +309,7 @@ async def test_it_runs_by_itself(watched):
 
 async def test_an_error_of_ours_does_not_stop_it(watched, caplog, monkeypatch):
     await watched.start(adapter_dirs=(str(watched.folder),))
-    run_once, num_failures = watched.directory.run_once, 0
+    run_once, num_failures = watched.follower.run_once, 0
 
     async def fail_once():
         nonlocal num_failures
@@ -318,8 +318,8 @@ async def test_an_error_of_ours_does_not_stop_it(watched, caplog, monkeypatch):
             raise RuntimeError("ours")
         await run_once()
 
-    monkeypatch.setattr(watched.directory, "run_once", fail_once)
-    watched.directory.start()
+    monkeypatch.setattr(watched.follower, "run_once", fail_once)
+    watched.follower.start()
     watched.put("zh", "one")
     async with asyncio.timeout(5):
         while watched.served != {"zh": "one"}:
@@ -329,14 +329,14 @@ async def test_an_error_of_ours_does_not_stop_it(watched, caplog, monkeypatch):
 
 async def test_nothing_to_follow(watched):
     await watched.start()
-    watched.directory.start()
-    assert watched.directory._task is None
+    watched.follower.start()
+    assert watched.follower._task is None
 
 
 async def test_a_new_adapter_of_the_root_is_taken_when_it_is_named(watched):
     await watched.start(lora_root=str(watched.folder))
     watched.put("team/v1.2", "one")
-    await asyncio.gather(*(watched.directory.take_named(watched.model, "team/v1.2") for _ in "ab"))
+    await asyncio.gather(*(watched.follower.take_named(watched.model, "team/v1.2") for _ in "ab"))
     assert watched.served == {"team/v1.2": "one"}
     assert len(watched.staging.asked) == 1
     await watched.look(3)
@@ -353,7 +353,7 @@ async def test_what_is_not_below_the_root_is_not_taken(watched):
     await watched.start(lora_root=str(watched.folder))
     watched.put("out", where=watched.folder.parent)
     for name in ("gone", "../out", str(watched.folder.parent / "out")):
-        await watched.directory.take_named(watched.model, name)
+        await watched.follower.take_named(watched.model, name)
     assert watched.served == {}
     assert watched.staging.asked == []
 
@@ -361,7 +361,7 @@ async def test_what_is_not_below_the_root_is_not_taken(watched):
 async def test_without_a_root_nothing_is_looked_for(watched):
     await watched.start(adapter_dirs=(str(watched.folder),))
     watched.put("zh")
-    await watched.directory.take_named(watched.model, "zh")
+    await watched.follower.take_named(watched.model, "zh")
     assert watched.served == {}
 
 
@@ -371,10 +371,10 @@ async def test_a_broken_one_is_read_once_until_it_changes(watched):
     watched.staging.staged[str(place)] = InvalidAdapterError("broken")
     for _ in range(3):
         with pytest.raises(InvalidAdapterError, match="broken"):
-            await watched.directory.take_named(watched.model, "zh")
+            await watched.follower.take_named(watched.model, "zh")
     assert len(watched.staging.asked) == 1
     watched.put("zh", "another")
-    await watched.directory.take_named(watched.model, "zh")
+    await watched.follower.take_named(watched.model, "zh")
     assert watched.served == {"zh": "another"}
 
 
@@ -383,9 +383,9 @@ async def test_what_may_work_later_is_tried_with_every_request(watched):
     place = watched.put("zh", "one")
     watched.staging.staged[str(place)] = AdapterLoadError("busy")
     with pytest.raises(AdapterLoadError):
-        await watched.directory.take_named(watched.model, "zh")
+        await watched.follower.take_named(watched.model, "zh")
     watched.staging.put(str(place), "one")
-    await watched.directory.take_named(watched.model, "zh")
+    await watched.follower.take_named(watched.model, "zh")
     assert watched.served == {"zh": "one"}
 
 
@@ -393,7 +393,7 @@ async def test_no_adapter_is_called_as_a_base(watched):
     await watched.start(lora_root=str(watched.folder))
     watched.put("base")
     with pytest.raises(LoraplexError, match="base"):
-        await watched.directory.take_named(watched.model, "base")
+        await watched.follower.take_named(watched.model, "base")
 
 
 def optional(place):
@@ -401,7 +401,7 @@ def optional(place):
 
 
 async def ask_for(watched, name="zh"):
-    await watched.directory.take_named(watched.model, name)
+    await watched.follower.take_named(watched.model, name)
 
 
 async def test_an_optional_one_that_loads_is_there(watched):
@@ -472,6 +472,6 @@ async def test_what_was_unloaded_stays_so(watched):
     await watched.start(adapters=adapters)
     for name in ("zh", "ja"):
         ref = AdapterRef("base", "default", ByName(name))
-        await watched.changes.remove(watched.model, ref, UnloadMode.DRAIN)
+        await watched.catalog.remove(watched.model, ref, UnloadMode.DRAIN)
         await ask_for(watched, name)
     assert watched.served == {}
