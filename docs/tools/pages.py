@@ -6,6 +6,7 @@ from types import MappingProxyType
 from tools.llgtrt_page import llgtrt_page
 from tools.openai_page import openai_page
 from tools.openapi_page import openapi_page
+from tools.settings_page import settings_page
 from tools.triton_page import triton_page
 
 PAGES: Mapping[str, Callable[[], str]] = MappingProxyType(
@@ -14,5 +15,6 @@ PAGES: Mapping[str, Callable[[], str]] = MappingProxyType(
         "fields-openai.md": openai_page,
         "support-llgtrt.md": llgtrt_page,
         "openapi.json": openapi_page,
+        "settings.md": settings_page,
     }
 )

@@ -15,7 +15,8 @@ import torch
 
 from loraplex.app.grammar_vocabulary import vocabulary_source
 from loraplex.core.clock import SystemClock
-from loraplex.core.config import NO_CACHE, ModelConfig
+from loraplex.core.config import ModelConfig
+from loraplex.core.engine_settings import NO_CACHE
 from loraplex.core.errors import ConfigError, LoraplexError
 from loraplex.core.log_lines import log_to_standard_error
 from loraplex.core.weight_precision import WeightPrecision

@@ -20,7 +20,8 @@ import msgspec
 
 from loraplex.app import event_loop
 from loraplex.app.build_limits import within_build
-from loraplex.core.config import NO_CACHE, Config, ModelConfig
+from loraplex.core.config import Config, ModelConfig
+from loraplex.core.engine_settings import NO_CACHE
 from loraplex.core.environment import weights_cache_directory
 from loraplex.core.errors import LoraplexError
 from loraplex.core.log_lines import log_to_standard_error

@@ -10,7 +10,7 @@ import typer
 
 from loraplex.cli.binding import warn_if_open
 from loraplex.cli.options import errors_to_exit_code
-from loraplex.cli.serve_flags import with_settings
+from loraplex.cli.settings_flags import with_settings
 from loraplex.core.config import Config, ModelConfig
 from loraplex.core.config_layers import Layer, field_layers, resolve
 from loraplex.core.environment import environment_fields

@@ -10,7 +10,7 @@ import typer
 
 from loraplex.cli.binding import refuse_if_open
 from loraplex.cli.options import errors_to_exit_code, parse_adapters
-from loraplex.cli.serve_flags import with_settings
+from loraplex.cli.settings_flags import with_settings
 from loraplex.core.config import Config
 from loraplex.core.config_layers import Layer, field_layers, file_layer, resolve
 from loraplex.core.environment import environment_fields

@@ -11,7 +11,7 @@ import typer
 from loraplex.cli.binding import warn_if_open
 from loraplex.cli.help_page import FlagPage, GroupFlagPage
 from loraplex.cli.options import errors_to_exit_code
-from loraplex.cli.serve_flags import with_settings
+from loraplex.cli.settings_flags import with_settings
 from loraplex.cli.triton_export import export
 from loraplex.cli.triton_flags import as_settings, split_flags, with_triton_flags, without_effect
 from loraplex.core.config import Config

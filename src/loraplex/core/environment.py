@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from loraplex.core.config import NO_CACHE
+from loraplex.core.engine_settings import NO_CACHE
 from loraplex.core.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "LORAPLEX_"

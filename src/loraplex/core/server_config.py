@@ -1,97 +1,317 @@
-"""Settings of the serving process; `config` says which values they take."""
+"""Settings of the serving process: addresses, access and limits."""
 
-import msgspec
+import functools
+from typing import Annotated, Final
+
+from loraplex.core.errors import ConfigError
+from loraplex.core.metrics_config import read_metrics_config
+from loraplex.core.setting import Setting, Settings, matching, within
+
+_ORIGIN: Final = r"\*|https?://[A-Za-z0-9.-]+(:[0-9]+)?|https?://\[[0-9a-fA-F:]+\](:[0-9]+)?"
+_server = functools.partial(Setting, "Server")
+_access = functools.partial(Setting, "Access")
+_limits = functools.partial(Setting, "Limits")
+_logs = functools.partial(Setting, "Logs and metrics")
+_adapters = functools.partial(Setting, "Adapters")
+_port = functools.partial(
+    _server, check=within(0, 65535, "must be a port from 0 (any free one) to 65535")
+)
 
 
-class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The serving process: addresses and limits."""
+def _metrics_words(words: tuple[str, ...]) -> str | None:
+    try:
+        read_metrics_config(words)
+    except ConfigError as error:
+        return str(error)
+    return None
 
-    host: str = "127.0.0.1"
-    http_port: int = 8000
-    grpc_port: int = 8001
-    metrics_port: int = 8002
-    http: bool = True
-    """Whether http_port is opened."""
-    grpc: bool = True
-    """Whether grpc_port is opened."""
-    metrics: bool = True
-    """Whether metrics_port is opened."""
-    request_socket: str = ""
-    """A unix socket that takes Triton requests of processes of the same user; empty: none."""
-    stop_with_stdin: bool = False
-    """The server stops when its standard input ends: when whoever started it has gone."""
-    dialect: str = "openai"
-    """What the OpenAI room does another server's way: openai, llgtrt or llgtrt_compat."""
-    api_keys_file: str = ""
-    """Tenants, their rights and limits, and the hashes of their API keys; empty: as far as the
-    environment's LORAPLEX_API_KEYS names none either, nobody is asked for a key."""
-    allow_no_keys: bool = False
-    """Without API keys `loraplex serve` listens on loopback only, unless this is set."""
-    health_needs_key: bool = False
-    """Also whether the server is live, and ready, is told only with a key."""
-    tls_cert: str = ""
-    """The server's certificate, and those of who signed it (PEM), for all ports; empty: no TLS."""
-    tls_key: str = ""
-    """The certificate's key (PEM, without a password)."""
-    cors_origins: tuple[str, ...] = ()
-    """Web pages from these origins may ask (https://app.example.org; * is any); empty: none."""
-    max_body_bytes: int = 64 << 20
-    max_header_bytes: int = 64 << 10
-    """Request line and headers of HTTP, metadata of gRPC."""
-    max_headers: int = 100
-    max_request_line_bytes: int = 8 << 10
-    max_connections: int = 4096
-    """Open at once, of HTTP and of gRPC each."""
-    header_timeout_seconds: float = 20.0
-    """From a connection's start, or a request's first byte, to the end of its headers."""
-    body_timeout_seconds: float = 120.0
-    """From the end of the headers to the end of the body."""
-    keep_alive_seconds: float = 75.0
-    """How long an HTTP connection may be idle between two requests."""
-    trusted_proxies: tuple[str, ...] = ()
-    """Addresses and networks whose X-Forwarded-For tells who the client is."""
-    max_grpc_message_bytes: int = 256 << 20
-    """Of a gRPC request; answers have no limit."""
-    max_grpc_streams: int = 1024
-    """Calls that one gRPC connection has at once; more wait in the client."""
-    grpc_keepalive_seconds: float = 60.0
-    """How often a quiet gRPC connection is asked whether somebody is there."""
-    access_log: str = ""
-    """A file for one JSON object per request, `-` for standard output; empty: none."""
-    access_log_prompts: bool = False
-    """The access log holds prompts, too."""
-    otlp_endpoint: str = ""
-    """An OpenTelemetry collector for traces, as http://host:4318; empty: none, unless
-    OpenTelemetry's own variables name one."""
-    state_dir: str = ""
-    """Staged adapters, and which names they have; empty: the user's state directory."""
-    persist_adapters: bool = True
-    """Adapters that were loaded over the API are there after a restart."""
-    allowed_adapter_roots: tuple[str, ...] = ()
-    """Folders that clients may load adapters from, beside the configured ones; empty: on loopback
-    without API keys all, else no more."""
-    allowed_adapter_hosts: tuple[str, ...] = ()
-    """Hosts that clients may load adapters from: huggingface.co, *.example.org, s3://bucket, *."""
-    allow_private_addresses: bool = False
-    """Adapters may come from hosts at loopback and private addresses."""
-    max_adapter_bytes: int = 4 << 30
-    fetched_adapters_bytes: int = 16 << 30
-    """Kept of what was fetched; what was used longest ago goes first."""
-    adapter_watch_seconds: float = 5.0
-    """How often configured folders are looked at for changes; 0: only at the start."""
-    max_stored_responses: int = 1000
-    """Of the Responses API, that each tenant can get again or go on from; 0: none is kept."""
-    stored_responses_bytes: int = 64 << 20
-    """Of each tenant, in memory."""
-    stored_responses_seconds: float = 86400.0
-    """How long they are kept at most."""
-    metrics_config: tuple[str, ...] = ()
-    """NAME=VALUE of Triton's --metrics-config: counter_latencies, histogram_latencies,
-    summary_latencies (true or false), summary_quantiles."""
-    cpu_metrics: bool = True
-    """Whether the metrics port tells of the machine's CPUs (nv_cpu_*)."""
-    gpu_metrics: bool = True
-    """Whether the metrics port tells of the machine's GPUs (nv_gpu_*)."""
-    log_level: str = "info"
-    shutdown_seconds: float = 30.0
-    """How long running requests may finish after a stop was asked for."""
+
+class ServerConfig(Settings, frozen=True, kw_only=True):
+    """The serving process."""
+
+    host: Annotated[
+        str,
+        _server(
+            "Address to bind",
+            "An address that other machines reach needs API keys, or `allow_no_keys`.",
+        ),
+    ] = "127.0.0.1"
+    http_port: Annotated[
+        int, _port("Port of the OpenAI and KServe protocols over HTTP; 0: any free one")
+    ] = 8000
+    grpc_port: Annotated[int, _port("Port of the KServe protocol over gRPC")] = 8001
+    metrics_port: Annotated[int, _port("Port of the Prometheus metrics")] = 8002
+    http: Annotated[bool, _server("Opening of the HTTP port")] = True
+    grpc: Annotated[bool, _server("Opening of the gRPC port")] = True
+    metrics: Annotated[bool, _server("Opening of the metrics port")] = True
+    request_socket: Annotated[
+        str,
+        _server(
+            "Unix socket for Triton requests of processes of the same user",
+            "See [Under the real Triton](triton-export.md).",
+        ),
+    ] = ""
+    dialect: Annotated[
+        str,
+        _server(
+            "Dialect of the OpenAI routes: openai, llgtrt or llgtrt_compat",
+            "See [llgtrt](llgtrt.md).",
+            choices=("openai", "llgtrt", "llgtrt_compat"),
+        ),
+    ] = "openai"
+    state_dir: Annotated[
+        str,
+        _server(
+            "Folder of staged adapters and of their names",
+            "One server at a time can use it, unless `persist_adapters` is off.",
+            default="loraplex in the user's state directory",
+        ),
+    ] = ""
+    shutdown_seconds: Annotated[
+        float,
+        _server("Shutdown grace period in seconds, in which running requests may end", minimum=0),
+    ] = 30.0
+    stop_with_stdin: Annotated[
+        bool,
+        _server(
+            "Stop at the end of standard input",
+            "The server then ends with the process that started it.",
+        ),
+    ] = False
+    api_keys_file: Annotated[
+        str,
+        _access(
+            "File of tenants, their rights and limits, and the hashes of their API keys",
+            "See [Security](security.md). Without it, and without `LORAPLEX_API_KEYS`, no key is "
+            "needed.",
+        ),
+    ] = ""
+    allow_no_keys: Annotated[
+        bool,
+        _access(
+            "Serving other machines without API keys",
+            "Without API keys `loraplex serve` refuses a `host` that other machines reach, unless "
+            "this is on.",
+        ),
+    ] = False
+    health_needs_key: Annotated[bool, _access("API key for health routes and RPCs, too")] = False
+    tls_cert: Annotated[
+        str,
+        _access(
+            "Certificate chain of the server (PEM), for all ports",
+            "A new certificate needs a restart.",
+            default="no TLS",
+        ),
+    ] = ""
+    tls_key: Annotated[str, _access("Key of the certificate (PEM, without a password)")] = ""
+    cors_origins: Annotated[
+        tuple[str, ...],
+        _access(
+            "Origins of web pages that may send requests: https://app.example.org; repeatable",
+            "`*` is any.",
+            check=matching(_ORIGIN, "must be origins such as https://app.example.org, or *"),
+        ),
+    ] = ()
+    trusted_proxies: Annotated[
+        tuple[str, ...],
+        _access(
+            "Addresses and networks of proxies whose X-Forwarded-For is trusted; repeatable",
+            "The header then determines the client's address and scheme.",
+        ),
+    ] = ()
+    max_body_bytes: Annotated[
+        int,
+        _limits("Maximum size of a request body", "Beyond it: status 413.", minimum=1),
+    ] = 64 << 20
+    max_header_bytes: Annotated[
+        int,
+        _limits(
+            "Maximum size of a request line with its headers, or of gRPC metadata",
+            "Beyond it: status 431, or `RESOURCE_EXHAUSTED`.",
+            minimum=1 << 10,
+        ),
+    ] = 64 << 10
+    max_headers: Annotated[
+        int,
+        _limits(
+            "Maximum number of headers of a request",
+            "Beyond it: status 431.",
+            minimum=10,
+        ),
+    ] = 100
+    max_request_line_bytes: Annotated[
+        int,
+        _limits(
+            "Maximum size of an HTTP request line",
+            "Beyond it: status 414.",
+            minimum=256,
+        ),
+    ] = 8 << 10
+    max_connections: Annotated[
+        int,
+        _limits(
+            "Maximum number of open connections, of HTTP and of gRPC each",
+            "One more is closed, over HTTP with status 503.",
+            minimum=1,
+        ),
+    ] = 4096
+    header_timeout_seconds: Annotated[
+        float,
+        _limits(
+            "Time limit in seconds for a request's headers",
+            "It runs from the connection's start, or the request's first byte. Beyond it: status "
+            "408.",
+            minimum=0.001,
+        ),
+    ] = 20.0
+    body_timeout_seconds: Annotated[
+        float,
+        _limits(
+            "Time limit in seconds for a request's body, from the end of its headers",
+            "Beyond it: status 408.",
+            minimum=0.001,
+        ),
+    ] = 120.0
+    keep_alive_seconds: Annotated[
+        float,
+        _limits("Maximum idle time of an HTTP connection in seconds", minimum=0),
+    ] = 75.0
+    max_grpc_message_bytes: Annotated[
+        int,
+        _limits(
+            "Maximum size of a gRPC request",
+            "Beyond it: `RESOURCE_EXHAUSTED`. Responses have no limit.",
+            minimum=1 << 10,
+        ),
+    ] = 256 << 20
+    max_grpc_streams: Annotated[
+        int,
+        _limits(
+            "Maximum number of concurrent calls of one gRPC connection",
+            "Further calls wait in the client's library.",
+            minimum=1,
+        ),
+    ] = 1024
+    grpc_keepalive_seconds: Annotated[
+        float,
+        _limits(
+            "Interval in seconds of pings on quiet gRPC connections",
+            "They find clients that are gone.",
+            minimum=1,
+        ),
+    ] = 60.0
+    max_stored_responses: Annotated[
+        int,
+        _limits(
+            "Maximum number of stored responses of /v1/responses per tenant; 0: none",
+            "See [Responses](responses.md#what-is-kept).",
+            minimum=0,
+        ),
+    ] = 1000
+    stored_responses_bytes: Annotated[
+        int,
+        _limits(
+            "Maximum memory of stored responses per tenant",
+            "The oldest are removed first.",
+            minimum=0,
+        ),
+    ] = 64 << 20
+    stored_responses_seconds: Annotated[
+        float, _limits("Maximum age of stored responses in seconds", minimum=1)
+    ] = 86400.0
+    access_log: Annotated[
+        str,
+        _logs(
+            "File for one JSON object per request; - is standard output",
+            "See [Operations](operations.md#access-log).",
+        ),
+    ] = ""
+    access_log_prompts: Annotated[bool, _logs("Prompts in the access log")] = False
+    otlp_endpoint: Annotated[
+        str,
+        _logs(
+            "OpenTelemetry collector for traces, such as http://host:4318",
+            "Needs `loraplex[tracing]`. `OTEL_EXPORTER_OTLP_ENDPOINT` does the same. See "
+            "[Operations](operations.md#traces).",
+            check=matching(r"|https?://[^\s/?#]+[^\s]*", "must be an address as http://host:4318"),
+        ),
+    ] = ""
+    log_level: Annotated[
+        str,
+        _logs(
+            "Log level: debug, info, warning or error",
+            choices=("debug", "info", "warning", "error"),
+        ),
+    ] = "info"
+    metrics_config: Annotated[
+        tuple[str, ...],
+        _logs(
+            "Triton's latency metrics as NAME=VALUE: summary_latencies=true; repeatable",
+            "Names and values are those of tritonserver's flag: `counter_latencies=false`, "
+            "`histogram_latencies=true` (`nv_inference_first_response_histogram_ms`), "
+            "`summary_latencies=true` (`nv_inference_*_summary_us`, quantiles of the last minute) "
+            "and `summary_quantiles=0.5:0.05,0.9:0.01`.",
+            check=_metrics_words,
+            has_commas=False,
+        ),
+    ] = ()
+    cpu_metrics: Annotated[bool, _logs("Metrics of the machine's CPUs (nv_cpu_*)")] = True
+    gpu_metrics: Annotated[
+        bool,
+        _logs(
+            "Metrics of the machine's GPUs (nv_gpu_*, nv_energy_consumption)",
+            "They need NVIDIA's driver.",
+        ),
+    ] = True
+    persist_adapters: Annotated[
+        bool,
+        _adapters(
+            "Adapters that were loaded over the API are loaded again after a restart",
+            "Adapters that came in a request, too.",
+        ),
+    ] = True
+    allowed_adapter_roots: Annotated[
+        tuple[str, ...],
+        _adapters(
+            "Folders that clients may load adapters from; repeatable",
+            "`adapter_dirs` and `lora_root` are always allowed.",
+            default="all without API keys on a loopback host, else none",
+        ),
+    ] = ()
+    allowed_adapter_hosts: Annotated[
+        tuple[str, ...],
+        _adapters(
+            "Hosts that clients may load adapters from: huggingface.co, s3://bucket; repeatable",
+            "Also `*.example.org`, and `*` for any.",
+        ),
+    ] = ()
+    allow_private_addresses: Annotated[
+        bool,
+        _adapters(
+            "Loading of adapters from hosts at loopback and private addresses",
+            "Link-local addresses are never allowed.",
+        ),
+    ] = False
+    max_adapter_bytes: Annotated[
+        int,
+        _adapters(
+            "Maximum size of an adapter, from any source",
+            minimum=1,
+        ),
+    ] = 4 << 30
+    fetched_adapters_bytes: Annotated[
+        int,
+        _adapters(
+            "Maximum size of the cache of downloaded adapters in state_dir",
+            "The files that were used longest ago are removed first.",
+            minimum=0,
+        ),
+    ] = 16 << 30
+    adapter_watch_seconds: Annotated[
+        float,
+        _adapters(
+            "Interval in seconds in which adapter folders are checked for changes; 0: never",
+            "The folders are `adapter_dirs`, `lora_root` and the file `multi_lora`.",
+            minimum=0,
+        ),
+    ] = 5.0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from loraplex.core.config import _CHOICES
+from loraplex.core.config import SETTINGS
 from loraplex.core.stats import LOAD_SECONDS_BOUNDS, Durations, EngineStats
 from loraplex.memory.eviction import EVICTION_POLICIES
 
@@ -18,7 +18,7 @@ def test_a_bucket_takes_what_is_not_longer_than_its_bound(seconds, bucket):
 
 
 def test_every_eviction_policy_has_a_setting():
-    assert _CHOICES["lora_eviction_policy"] == tuple(EVICTION_POLICIES)
+    assert SETTINGS["lora_eviction_policy"].choices == tuple(EVICTION_POLICIES)
 
 
 def test_the_share_of_kv_blocks_that_sequences_hold():

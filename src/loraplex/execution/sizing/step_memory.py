@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from loraplex.core.config import MAX_GRAPH_BATCH_SIZE
+from loraplex.core.engine_settings import MAX_GRAPH_BATCH_SIZE
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.models.config import DecoderConfig
 

@@ -1,0 +1,61 @@
+"""Flags of settings, made from the settings' own metadata (core.setting)."""
+
+import inspect
+import typing
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from loraplex.core.config import SETTINGS
+from loraplex.core.setting import SettingField
+
+Command = TypeVar("Command", bound=Callable[..., None])
+
+
+def with_settings(command: Command) -> Command:
+    """Give a command that takes **settings one flag for each setting that it does not take itself.
+
+    The value of a flag that is not given is None.
+    """
+    taken = inspect.signature(command).parameters
+    fields = (field for field in SETTINGS.values() if not field.setting.is_file_only)
+    return with_flags(command, (_flag(field) for field in fields if field.name not in taken))
+
+
+def with_flags(command: Command, flags: Iterable[inspect.Parameter]) -> Command:
+    """Put flags in the place of a command's **settings: Typer reads them from the signature."""
+    signature = inspect.signature(command)
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    command.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*own, *flags]
+    )
+    return command
+
+
+def _flag(field: SettingField) -> inspect.Parameter:
+    names = [field.flag, *(alias.replace("_", "-") for alias in field.setting.aliases)]
+    form = "--{0}/--no-{0}" if field.kind is bool else "--{0}"
+    option = typer.Option(
+        *(form.format(name) for name in names),
+        help=field.help,
+        metavar="<size>" if field.is_bytes else None,
+        rich_help_panel=field.setting.group,
+    )
+    return optional_flag(field.name, _kind(field), option)
+
+
+def optional_flag(name: str, kind: Any, option: Any) -> inspect.Parameter:
+    """Return the parameter of a flag whose value is None where it is not given."""
+    annotation = Annotated[typing.Optional[kind], option]  # noqa: UP045 - kind is a value
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
+    )
+
+
+def _kind(field: SettingField) -> Any:
+    """Return the type of a flag. Sizes, lists of numbers and enumerations are texts, which are
+    read later, as those of the environment."""
+    if field.is_list:
+        return list[str] if typing.get_args(field.kind)[0] is str else str
+    return field.kind if field.kind in (bool, int, float) and not field.is_bytes else str

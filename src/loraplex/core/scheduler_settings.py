@@ -1,0 +1,220 @@
+"""Settings of the scheduler: how it trades latency, throughput and fairness."""
+
+import enum
+import functools
+import math
+from collections.abc import Mapping
+from typing import Annotated, Final
+
+import msgspec
+
+from loraplex.core.sampling_params import MAX_DRAFT_TOKENS
+from loraplex.core.setting import Setting, Settings
+
+_scheduling = functools.partial(Setting, "Scheduling")
+
+
+class Batching(enum.StrEnum):
+    """When sequences join the running ones (TensorRT-LLM's gpt_model_type)."""
+
+    INFLIGHT = "inflight"
+    """Sequences join at any step; each leaves when it ends."""
+    STATIC = "static"
+    """V1: a batch is formed and runs until all its requests have ended; then the next is formed."""
+
+
+class BatchSchedulerPolicy(enum.StrEnum):
+    """Which sequences are admitted while KV blocks are left."""
+
+    MAX_UTILIZATION = "max_utilization"
+    """All that fit now. If blocks run out later, the youngest is preempted."""
+    GUARANTEED_NO_EVICT = "guaranteed_no_evict"
+    """All whose longest possible output fits: nothing is ever preempted."""
+
+
+class FairShare(enum.StrEnum):
+    """What shares the server's capacity equally."""
+
+    NONE = "none"
+    """Nothing: first come, first served."""
+    ADAPTER = "adapter"
+    """Sets of adapters; the base model is one."""
+    TENANT = "tenant"
+    TENANT_ADAPTER = "tenant_adapter"
+
+
+_BATCHING_ALIASES: Final = {
+    "inflight_fused_batching": "inflight",
+    "inflight_batching": "inflight",
+    "V1": "static",
+    "v1": "static",
+}
+
+
+def _share(value: float) -> str | None:
+    return None if 0 <= value < 1 else "must be at least 0 and less than 1"
+
+
+def _weights(value: Mapping[str, float]) -> str | None:
+    if all(0 < weight < math.inf for weight in value.values()):
+        return None
+    return "must have weights that are more than 0, and finite"
+
+
+def _always_on(value: bool) -> str | None:
+    if value:
+        return None
+    return "cannot be false: a prompt longer than a step is always computed in chunks"
+
+
+class SchedulerSettings(Settings, frozen=True, kw_only=True):
+    """Limits of one step and of the queue, and the policies that fill them."""
+
+    max_num_seqs: Annotated[
+        int, _scheduling("Maximum number of sequences in one step", minimum=1)
+    ] = 64
+    max_num_batched_tokens: Annotated[
+        int,
+        _scheduling(
+            "Maximum number of tokens in one step, of prompts and outputs together",
+            "Longer prompts are computed in chunks.",
+            minimum=1,
+        ),
+    ] = 512
+    max_queue_size: Annotated[
+        int,
+        _scheduling(
+            "Maximum number of waiting requests; 0: no limit",
+            "Further requests are refused with status 429 (KServe: 503). Requests that free slots "
+            "will take are not counted.",
+            minimum=0,
+        ),
+    ] = 0
+    max_queue_delay_microseconds: Annotated[
+        int,
+        _scheduling(
+            "Time in microseconds that an idle engine waits for more requests to join the first",
+            minimum=0,
+        ),
+    ] = 0
+    batching: Annotated[
+        Batching,
+        _scheduling(
+            "When sequences join: inflight (at any step) or static (V1)",
+            "With `static` a batch is formed and runs until all its requests have ended. "
+            "TensorRT-LLM's values `inflight_fused_batching` and `V1` are accepted.",
+            aliases=("gpt_model_type",),
+            value_aliases=_BATCHING_ALIASES,
+        ),
+    ] = Batching.INFLIGHT
+    batch_scheduler_policy: Annotated[
+        BatchSchedulerPolicy,
+        _scheduling(
+            "Admission policy: max_utilization or guaranteed_no_evict",
+            "`max_utilization` admits what fits now, and preempts the youngest sequence if KV "
+            "blocks run out; `guaranteed_no_evict` admits a sequence only if its longest possible "
+            "output fits.",
+        ),
+    ] = BatchSchedulerPolicy.MAX_UTILIZATION
+    fair_share: Annotated[
+        FairShare,
+        _scheduling(
+            "What shares capacity equally: none, adapter, tenant or tenant_adapter",
+            "`none` is first come, first served. Requests of one adapter are always first come, "
+            "first served among themselves.",
+        ),
+    ] = FairShare.ADAPTER
+    fair_weights: Annotated[
+        dict[str, float],
+        _scheduling(
+            "Sizes of the shares, by the name of an adapter or tenant",
+            "A name that is not listed has 1. A request with several adapters has the smallest of "
+            "their weights. In a file: the table `[models.NAME.fair_weights]`.",
+            default="none",
+            check=_weights,
+            is_file_only=True,
+        ),
+    ] = msgspec.field(default_factory=dict)
+    fair_input_weight: Annotated[
+        float, _scheduling("Weight of a computed prompt token in a fair share", minimum=0)
+    ] = 1.0
+    fair_output_weight: Annotated[
+        float, _scheduling("Weight of an output token in a fair share", minimum=0)
+    ] = 2.0
+    fair_resident_lead: Annotated[
+        float,
+        _scheduling(
+            "Lead, in weighted tokens, of a share whose adapters are on the device",
+            "Without it, adapters would be loaded and evicted more often in a small pool.",
+            minimum=0,
+        ),
+    ] = 2048.0
+    max_seqs_per_adapter: Annotated[
+        int,
+        _scheduling(
+            "Maximum number of running sequences with one adapter; 0: no limit",
+            "Others wait, and requests for other adapters pass them. A wider beam search is "
+            "refused.",
+            minimum=0,
+        ),
+    ] = 0
+    max_prefill_chunk: Annotated[
+        int | None,
+        _scheduling(
+            "Maximum number of tokens of one prompt in one step", default="no limit", minimum=1
+        ),
+    ] = None
+    shortest_prefill_share: Annotated[
+        float,
+        _scheduling(
+            "Share of a step's prompt tokens that goes to the shortest prompts first; below 1",
+            "The rest goes to the prompts in their order.",
+            check=_share,
+        ),
+    ] = 0.5
+    enable_chunked_context: Annotated[
+        bool,
+        _scheduling(
+            "Accepted for TensorRT-LLM's sake; must be on",
+            "A prompt longer than a step is always computed in chunks.",
+            check=_always_on,
+        ),
+    ] = True
+    adapter_aging_seconds: Annotated[
+        float,
+        _scheduling(
+            "Time in seconds that a request may be passed over because its adapters do not fit",
+            minimum=0,
+        ),
+    ] = 2.0
+    num_draft_tokens: Annotated[
+        int,
+        _scheduling(
+            "Maximum number of draft tokens per sequence and step (prompt lookup); 0: none",
+            "Speculative decoding proposes tokens where a text repeats itself; it changes no "
+            f"output. At most {MAX_DRAFT_TOKENS}. A request's own `num_draft_tokens` wins.",
+            minimum=0,
+            maximum=MAX_DRAFT_TOKENS,
+        ),
+    ] = 0
+    max_draft_ngram: Annotated[
+        int,
+        _scheduling("Maximum number of last tokens that draft tokens are looked up by", minimum=1),
+    ] = 3
+    enable_prefix_cache: Annotated[
+        bool,
+        _scheduling(
+            "Reuse of the KV cache for equal prompt prefixes",
+            aliases=("enable_kv_cache_reuse",),
+            flag="prefix-cache",
+        ),
+    ] = True
+    lora_ttl_seconds: Annotated[
+        float | None,
+        _scheduling(
+            "Time in seconds after which an idle adapter leaves host and device memory",
+            "It is loaded again when a request needs it.",
+            default="never",
+            minimum=1,
+        ),
+    ] = None
