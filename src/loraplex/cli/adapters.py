@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from loraplex.cli.options import SERVER_URL, AsJson, Url, errors_to_exit_code
-from loraplex.cli.output import print_json, readable_bytes
+from loraplex.cli.options import SERVER_URL, AsJson, Url, errors_to_exit_code, print_json
 from loraplex.cli.server_client import ServerClient, quoted
+from loraplex.core.byte_sizes import readable_bytes
 
 app = typer.Typer(
     help="List, load, unload and roll back the adapters of a running server.",

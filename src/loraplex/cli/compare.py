@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from loraplex.cli.options import SERVER_URL, AsJson, Url, errors_to_exit_code
-from loraplex.cli.output import print_json
+from loraplex.cli.options import SERVER_URL, AsJson, Url, errors_to_exit_code, print_json
 from loraplex.cli.server_client import ServerClient
 from loraplex.core.errors import ConfigError
 

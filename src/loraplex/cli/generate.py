@@ -1,12 +1,13 @@
-"""`loraplex generate`: one prompt over some adapters, without a server."""
+"""`loraplex generate`: one prompt with some adapters, without a server."""
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from loraplex.cli.options import errors_to_exit_code, parse_adapters
+from loraplex.cli.settings_flags import with_settings
 from loraplex.core.beam_search import BeamSearch
 from loraplex.core.errors import ConfigError
 from loraplex.core.grammar import Grammar, GrammarKind
@@ -14,47 +15,56 @@ from loraplex.core.output import RequestTiming
 from loraplex.core.sampling_params import SamplingParams
 
 
+@with_settings("dtype", "device", "quantization")
 def generate(
-    model: Annotated[str, typer.Argument(help="A Hugging Face folder or hub id.")],
+    model: Annotated[str, typer.Argument(help="Hugging Face folder or hub id.")],
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads standard input.")],
     adapter: Annotated[
         list[str] | None,
-        typer.Option(help="NAME=PATH, repeatable: each answers beside the base model."),
+        typer.Option(help="Adapter as NAME=PATH, in addition to the base model; repeatable."),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Nucleus sampling.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="0 is all tokens.")] = 0,
-    seed: Annotated[int | None, typer.Option(help="Fixes the draws.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop string, repeatable.")] = None,
-    n: Annotated[int, typer.Option(help="Answers shown.")] = 1,
-    best_of: Annotated[int | None, typer.Option(help="Answers made; the best are shown.")] = None,
-    beam_width: Annotated[int, typer.Option(help="Beam search; 1: none.")] = 1,
-    length_penalty: Annotated[float, typer.Option(help="Of beams.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Least share of the likeliest token.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1: less repetition.")] = 1.0,
+    max_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 64,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0: greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus sampling; 1: off.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Number of likeliest tokens; 0: all.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; repeatable.")] = None,
+    n: Annotated[int, typer.Option(help="Number of completions shown.")] = 1,
+    best_of: Annotated[
+        int | None, typer.Option(help="Number of completions made; the best are shown.")
+    ] = None,
+    beam_width: Annotated[int, typer.Option(help="Width of the beam search; 1: none.")] = 1,
+    length_penalty: Annotated[float, typer.Option(help="Length penalty of beams.")] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help="Minimum probability, relative to the likeliest token.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Repetition penalty; above 1: less repetition.")
+    ] = 1.0,
     no_repeat_ngram_size: Annotated[
-        int, typer.Option(help="No run of so many tokens comes twice; 0: it may.")
+        int, typer.Option(help="Length of token sequences that may not repeat; 0: none.")
     ] = 0,
     bad_word: Annotated[
-        list[str] | None, typer.Option(help="A text that is not to come, repeatable.")
+        list[str] | None, typer.Option(help="Text that may not occur; repeatable.")
     ] = None,
     json_schema: Annotated[
-        Path | None, typer.Option(help="A file: the answer is JSON of this schema.")
+        Path | None, typer.Option(help="File with the JSON schema of the output.")
     ] = None,
-    regex: Annotated[str | None, typer.Option(help="The answer matches it.")] = None,
+    regex: Annotated[
+        str | None, typer.Option(help="Regular expression that the output matches.")
+    ] = None,
     choice: Annotated[
-        list[str] | None, typer.Option(help="The answer is one of these, repeatable.")
+        list[str] | None, typer.Option(help="One of the possible outputs; repeatable.")
     ] = None,
-    num_draft_tokens: Annotated[int, typer.Option(help="Guessed ahead; 0: none.")] = 0,
-    timing: Annotated[bool, typer.Option("--timing", help="Tell what each answer took.")] = False,
-    dtype: Annotated[str, typer.Option(help="auto, float32, float16, bfloat16.")] = "auto",
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
-    quantization: Annotated[
-        str, typer.Option(help="Weights in none, int8, int4 or, on a GPU, fp8.")
-    ] = "none",
+    num_draft_tokens: Annotated[
+        int, typer.Option(help="Maximum number of draft tokens (prompt lookup); 0: none.")
+    ] = 0,
+    timing: Annotated[
+        bool, typer.Option("--timing", help="Print the time that each completion took.")
+    ] = False,
+    **settings: Any,
 ) -> None:
-    """Answer one prompt without a server: the base model and every adapter, in one batch."""
+    """Complete one prompt without a server: with the base model and every adapter, in one batch."""
     text = typer.get_text_stream("stdin").read() if prompt == "-" else prompt
     with errors_to_exit_code():
         sampling = SamplingParams(
@@ -81,16 +91,17 @@ def generate(
         # torch takes seconds to import: a wrong flag must not wait for it.
         from loraplex.app.llm import LLM  # noqa: PLC0415
 
-        with LLM(model, adapters, dtype=dtype, device=device, quantization=quantization) as llm:
+        given = {name: value for name, value in settings.items() if value is not None}
+        with LLM(model, adapters, **given) as llm:
             names = [None, *adapters]
-            answers = llm.generate([text] * len(names), sampling, adapter=names)
-        for name, answer in zip(names, answers, strict=True):
+            outputs = llm.generate([text] * len(names), sampling, adapter=names)
+        for name, output in zip(names, outputs, strict=True):
             if adapters:
                 print(f"--- {name or 'base'}")
-            for completion in answer.completions:
+            for completion in output.completions:
                 print(completion.text)
             if timing:
-                print(_told(answer.timing))
+                print(_timing(output.timing))
 
 
 def _beam(width: int, length_penalty: float) -> BeamSearch | None:
@@ -98,7 +109,8 @@ def _beam(width: int, length_penalty: float) -> BeamSearch | None:
 
 
 def _grammar(schema: Path | None, regex: str | None, choice: list[str] | None) -> Grammar | None:
-    """Raises ConfigError for more than one of them, or a schema that cannot be read."""
+    """Return the grammar of one of these options. Raises ConfigError for more than one of them,
+    or a schema that cannot be read."""
     if sum(given is not None for given in (schema, regex, choice)) > 1:
         raise ConfigError("give one of --json-schema, --regex and --choice")
     if regex is not None:
@@ -115,14 +127,16 @@ def _grammar(schema: Path | None, regex: str | None, choice: list[str] | None) -
         raise ConfigError(f"--json-schema: {schema} is not JSON: {error}") from None
 
 
-def _told(timing: RequestTiming) -> str:
+def _timing(timing: RequestTiming) -> str:
     spans = {
         "queued": timing.queue_seconds,
         "first token": timing.first_token_seconds,
         "per token": timing.seconds_per_token,
         "total": timing.total_seconds,
     }
-    told = [f"{name} {1000 * span:.1f} ms" for name, span in spans.items() if span is not None]
-    drafts = f"drafts {timing.num_accepted_tokens} of {timing.num_draft_tokens} right"
-    cached = f"cached {timing.num_cached_tokens} tokens"
-    return f"({', '.join([*told, cached, *([drafts] if timing.num_draft_tokens else [])])})"
+    parts = [f"{name} {1000 * span:.1f} ms" for name, span in spans.items() if span is not None]
+    parts.append(f"cached {timing.num_cached_tokens} tokens")
+    if timing.num_draft_tokens:
+        accepted = f"{timing.num_accepted_tokens} of {timing.num_draft_tokens}"
+        parts.append(f"accepted {accepted} draft tokens")
+    return f"({', '.join(parts)})"

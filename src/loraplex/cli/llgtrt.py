@@ -10,10 +10,9 @@ import typer
 
 from loraplex.cli.binding import warn_if_open
 from loraplex.cli.options import errors_to_exit_code
-from loraplex.cli.settings_flags import with_settings
+from loraplex.cli.settings_flags import environment_layers, flag_layers, with_settings
 from loraplex.core.config import Config, ModelConfig
-from loraplex.core.config_layers import Layer, field_layers, resolve
-from loraplex.core.environment import environment_fields
+from loraplex.core.config_layers import Layer, resolve
 from loraplex.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ def _option(*names: str, text: str, **more: Any) -> Any:
     return typer.Option(*names, help=text, rich_help_panel=_PANEL, **more)
 
 
-@with_settings
+@with_settings()
 def llgtrt(
     engine: Annotated[
         Path,
@@ -129,15 +128,14 @@ def build_config(engine: Path, files: list[Layer], flags: dict[str, Any]) -> Con
         model["chat_template"] = str(template)
     gpu = [Layer("this machine's GPU", {"models": {name: {"device": "cuda"}}})] if has_gpu() else []
     opened = {_PORTS[port]: True for port in _PORTS if port in flags}
-    variables = environment_fields()
     return resolve(
         [
             Layer("default of loraplex llgtrt", {"server": {**_SERVER, **opened}}),
             Layer("flag --engine", {"models": {name: model}}),
             *gpu,
             *files,
-            *field_layers("environment variable LORAPLEX_{variable}", variables, [name]),
-            *field_layers("flag --{flag}", flags, [name]),
+            *environment_layers([name]),
+            *flag_layers(flags, [name]),
         ]
     )
 

@@ -1,84 +1,46 @@
-"""`loraplex plan`: what a model and its adapters would take, and what would not fit."""
+"""`loraplex plan`: the memory of a model and its adapters, and the adapters that do not fit."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
 from loraplex.cli.options import errors_to_exit_code
-from loraplex.cli.output import readable_bytes
 from loraplex.cli.serve import build_config
+from loraplex.cli.settings_flags import with_settings
+from loraplex.core.byte_sizes import readable_bytes
 
 if TYPE_CHECKING:
     from loraplex.app.plan import MemoryPlan, PlannedAdapter
     from loraplex.serving.model_memory import ModelMemory
 
 
+@with_settings(
+    *("dtype", "kv_dtype", "quantization", "device", "memory_bytes", "max_model_len"),
+    *("max_num_seqs", "max_num_batched_tokens", "block_size", "cuda_graphs"),
+    *("cuda_graph_batch_sizes", "kv_cache_bytes", "kv_cache_fraction"),
+    *("max_tokens_in_paged_kv_cache", "kv_cache_host_memory_bytes"),
+    *("max_attention_window_size", "sink_token_length", "max_lora_rank", "optimal_lora_rank"),
+    *("lora_device_bytes", "lora_device_fraction", "lora_host_bytes"),
+)
 def plan(
-    model: Annotated[str, typer.Argument(help="A Hugging Face folder or hub id.")],
+    model: Annotated[str, typer.Argument(help="Hugging Face folder or hub id.")],
     adapters: Annotated[
         list[str] | None,
-        typer.Option(help="An adapter, or a folder below which they are; repeatable."),
+        typer.Option(help="Adapter, or folder with adapters at any depth; repeatable."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Numbers for programs.")] = False,
-    dtype: Annotated[str | None, typer.Option(help="As for serve.")] = None,
-    kv_dtype: Annotated[str | None, typer.Option(help="As for serve.")] = None,
-    quantization: Annotated[str | None, typer.Option(help="As for serve.")] = None,
-    device: Annotated[
-        str | None, typer.Option(help="As for serve; with --memory it need not be here.")
-    ] = None,
-    memory_bytes: Annotated[
-        str | None, typer.Option("--memory-bytes", "--memory", help="Of the device.")
-    ] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="As for serve.")] = None,
-    max_num_seqs: Annotated[int | None, typer.Option(help="As for serve.")] = None,
-    block_size: Annotated[int | None, typer.Option(help="As for serve.")] = None,
-    cuda_graphs: Annotated[bool | None, typer.Option(help="As for serve.")] = None,
-    cuda_graph_batch_sizes: Annotated[str | None, typer.Option(help="As for serve.")] = None,
-    kv_cache_bytes: Annotated[str | None, typer.Option(help="As for serve.")] = None,
-    kv_cache_fraction: Annotated[
-        float | None,
-        typer.Option("--kv-cache-fraction", "--kv-cache-free-gpu-mem-fraction", help="As there."),
-    ] = None,
-    max_tokens_in_paged_kv_cache: Annotated[int | None, typer.Option(help="As for serve.")] = None,
-    kv_cache_host_memory_bytes: Annotated[str | None, typer.Option(help="As for serve.")] = None,
-    max_attention_window_size: Annotated[str | None, typer.Option(help="As for serve.")] = None,
-    sink_token_length: Annotated[int | None, typer.Option(help="As for serve.")] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(help="As for serve.")] = None,
-    max_lora_rank: Annotated[
-        int | None,
-        typer.Option("--max-lora-rank", "--lora-cache-max-adapter-size", help="As there."),
-    ] = None,
-    optimal_lora_rank: Annotated[
-        int | None,
-        typer.Option("--optimal-lora-rank", "--lora-cache-optimal-adapter-size", help="As there."),
-    ] = None,
-    lora_device_bytes: Annotated[str | None, typer.Option(help="As for serve.")] = None,
-    lora_device_fraction: Annotated[
-        float | None,
-        typer.Option(
-            "--lora-device-fraction", "--lora-cache-gpu-memory-fraction", help="As there."
-        ),
-    ] = None,
-    lora_host_bytes: Annotated[
-        str | None,
-        typer.Option("--lora-host-bytes", "--lora-cache-host-memory-bytes", help="As there."),
-    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    **settings: Any,
 ) -> None:
-    """Say what a model and its adapters would take: no server is started, no weights are read.
+    """Estimate the memory of a model and its adapters: no server is started, no weights are read.
 
-    Exit code 2: some adapter could not be served.
+    Exit code 2: an adapter cannot be served.
     """
-    flags = {
-        key: value
-        for key, value in locals().items()
-        if value is not None and key not in {"model", "adapters", "as_json"}
-    }
     with errors_to_exit_code():
-        (settings,) = build_config(model, None, None, [], [], flags).models.values()
+        (config,) = build_config(model, None, None, [], [], settings).models.values()
         from loraplex.app.plan import plan_memory  # noqa: PLC0415 - torch
 
-        found = plan_memory(settings, adapters or [])
+        found = plan_memory(config, adapters or [])
     if as_json:
         print(msgspec.json.encode(found).decode())
     else:
@@ -119,7 +81,7 @@ def _on_host(memory: "ModelMemory") -> str:
 def _print_adapters(plan: "MemoryPlan") -> None:
     served = [adapter for adapter in plan.adapters.adapters if not adapter.problem]
     for adapter in plan.adapters.adapters:
-        print(f"  {adapter.name}: {adapter.problem or _room_of(adapter)}")
+        print(f"  {adapter.name}: {adapter.problem or _size_of(adapter)}")
     print(
         f"{len(served)} of {len(plan.adapters.adapters)} adapters can be served; any "
         f"{plan.adapters.fit_device} of them fit on the device at once, any "
@@ -127,7 +89,7 @@ def _print_adapters(plan: "MemoryPlan") -> None:
     )
 
 
-def _room_of(adapter: "PlannedAdapter") -> str:
+def _size_of(adapter: "PlannedAdapter") -> str:
     pages = "page" if adapter.device_pages == 1 else "pages"
     return (
         f"rank {adapter.rank}, {adapter.device_pages} {pages} on the device "

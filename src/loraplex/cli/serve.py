@@ -1,4 +1,4 @@
-"""`loraplex serve`: flags, file and environment become a Config; app.server runs it."""
+"""`loraplex serve`: joins flags, file and environment into a Config, which app.server runs."""
 
 import functools
 import os
@@ -10,47 +10,45 @@ import typer
 
 from loraplex.cli.binding import refuse_if_open
 from loraplex.cli.options import errors_to_exit_code, parse_adapters
-from loraplex.cli.settings_flags import with_settings
+from loraplex.cli.settings_flags import environment_layers, flag_layers, with_settings
 from loraplex.core.config import Config
-from loraplex.core.config_layers import Layer, field_layers, file_layer, resolve
-from loraplex.core.environment import environment_fields
+from loraplex.core.config_layers import Layer, file_layer, resolve
 from loraplex.core.errors import ConfigError
 
 _LORA = "Adapters"
 
 
-@with_settings
+@with_settings()
 def serve(
     model: Annotated[
         str | None,
-        typer.Argument(help="A Hugging Face folder or hub id; none if --config has [models.NAME]."),
+        typer.Argument(help="Hugging Face folder or hub id; optional with a --config."),
     ] = None,
     name: Annotated[
-        str | None, typer.Option(help="The name clients use; by default the folder's name.")
+        str | None, typer.Option(help="Name of the model in requests (default: the folder's name).")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="A TOML file with [server] and [models.NAME].")
+        Path | None, typer.Option(help="TOML file with [server] and [models.NAME] (default: none).")
     ] = None,
     adapter: Annotated[
         list[str] | None,
         typer.Option(
-            help="NAME=PATH[,task_id=N], repeatable. PATH is a folder or file of an adapter.",
+            help="Adapter as NAME=PATH[,task_id=N], where PATH is a folder or file; repeatable.",
             rich_help_panel=_LORA,
         ),
     ] = None,
     adapter_dir: Annotated[
         list[str] | None,
         typer.Option(
-            help="Every adapter folder in it is an adapter of that name; repeatable.",
+            help="Folder whose sub-folders are adapters, named after them; repeatable.",
             rich_help_panel=_LORA,
         ),
     ] = None,
     **settings: Any,
 ) -> None:
     """Serve a model and its adapters over the OpenAI and the Triton (KServe) protocols."""
-    flags = {key: value for key, value in settings.items() if value is not None}
     with errors_to_exit_code():
-        resolved = build_config(model, name, config, adapter or [], adapter_dir or [], flags)
+        resolved = build_config(model, name, config, adapter or [], adapter_dir or [], settings)
         # `--help` must not wait for what a server needs.
         from loraplex.app.launch import run_server, set_up_logging  # noqa: PLC0415
 
@@ -74,28 +72,25 @@ def build_config(
     if not served:
         resolve([file])  # a misspelt key of the file is the likelier reason
         raise ConfigError("no model: give a folder or a hub id, or a --config with [models.NAME]")
-    environment = field_layers(
-        "environment variable LORAPLEX_{variable}", environment_fields(), served
-    )
     return resolve(
         [
             file,
-            *environment,
+            *environment_layers(served),
             arguments,
             *_adapter_layers(adapters, adapter_dirs, served),
-            *field_layers("flag --{flag}", flags, served),
+            *flag_layers(flags, served),
         ]
     )
 
 
 def _arguments(model: str | None, name: str | None) -> Layer:
-    """MODEL under its name."""
+    """Return the layer of the argument MODEL."""
     if model is None:
         if name is not None:
-            raise ConfigError("--name is the name of the argument MODEL, which is not given")
+            raise ConfigError("--name is the name of the argument MODEL: give MODEL, too")
         return Layer("no argument", {})
-    label = name or Path(os.path.abspath(model)).name or model
-    return Layer("argument MODEL", {"models": {label: {"path": model}}})
+    served_name = name or Path(os.path.abspath(model)).name or model
+    return Layer("argument MODEL", {"models": {served_name: {"path": model}}})
 
 
 def _adapter_layers(

@@ -8,19 +8,27 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from loraplex.core.config import SETTINGS
+from loraplex.core.config_layers import Layer, field_layers
+from loraplex.core.environment import environment_fields
 from loraplex.core.setting import SettingField
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
 
-def with_settings(command: Command) -> Command:
-    """Give a command that takes **settings one flag for each setting that it does not take itself.
+def with_settings(*names: str) -> Callable[[Command], Command]:
+    """Give a command that takes **settings one flag for each of these settings; no names: for all
+    that it does not take itself.
 
     The value of a flag that is not given is None.
     """
-    taken = inspect.signature(command).parameters
-    fields = (field for field in SETTINGS.values() if not field.setting.is_file_only)
-    return with_flags(command, (_flag(field) for field in fields if field.name not in taken))
+
+    def decorate(command: Command) -> Command:
+        taken = inspect.signature(command).parameters
+        fields = map(SETTINGS.__getitem__, names) if names else SETTINGS.values()
+        flags = (f for f in fields if f.name not in taken and not f.setting.is_file_only)
+        return with_flags(command, map(_flag, flags))
+
+    return decorate
 
 
 def with_flags(command: Command, flags: Iterable[inspect.Parameter]) -> Command:
@@ -33,6 +41,25 @@ def with_flags(command: Command, flags: Iterable[inspect.Parameter]) -> Command:
     return command
 
 
+def optional_flag(name: str, kind: Any, option: Any) -> inspect.Parameter:
+    """Return the parameter of a flag whose value is None if it is not given."""
+    annotation = Annotated[typing.Optional[kind], option]  # noqa: UP045 - kind is a value
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
+    )
+
+
+def environment_layers(models: Iterable[str]) -> list[Layer]:
+    """Return the layers of the LORAPLEX_* variables. Raises ConfigError."""
+    return field_layers("environment variable LORAPLEX_{variable}", environment_fields(), models)
+
+
+def flag_layers(flags: dict[str, Any], models: Iterable[str]) -> list[Layer]:
+    """Return the layers of the flags that were given. Raises ConfigError."""
+    given = {name: value for name, value in flags.items() if value is not None}
+    return field_layers("flag --{flag}", given, models)
+
+
 def _flag(field: SettingField) -> inspect.Parameter:
     names = [field.flag, *(alias.replace("_", "-") for alias in field.setting.aliases)]
     form = "--{0}/--no-{0}" if field.kind is bool else "--{0}"
@@ -43,14 +70,6 @@ def _flag(field: SettingField) -> inspect.Parameter:
         rich_help_panel=field.setting.group,
     )
     return optional_flag(field.name, _kind(field), option)
-
-
-def optional_flag(name: str, kind: Any, option: Any) -> inspect.Parameter:
-    """Return the parameter of a flag whose value is None where it is not given."""
-    annotation = Annotated[typing.Optional[kind], option]  # noqa: UP045 - kind is a value
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
-    )
 
 
 def _kind(field: SettingField) -> Any:

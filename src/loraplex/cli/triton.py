@@ -11,12 +11,11 @@ import typer
 from loraplex.cli.binding import warn_if_open
 from loraplex.cli.help_page import FlagPage, GroupFlagPage
 from loraplex.cli.options import errors_to_exit_code
-from loraplex.cli.settings_flags import with_settings
+from loraplex.cli.settings_flags import environment_layers, flag_layers, with_settings
 from loraplex.cli.triton_export import export
 from loraplex.cli.triton_flags import as_settings, split_flags, with_triton_flags, without_effect
 from loraplex.core.config import Config
 from loraplex.core.config_layers import Layer, field_layers, resolve
-from loraplex.core.environment import environment_fields
 from loraplex.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ triton_app = typer.Typer(
 
 @triton_app.callback(cls=GroupFlagPage, invoke_without_command=True)
 @with_triton_flags
-@with_settings
+@with_settings()
 def triton(
     context: typer.Context,
     model_repository: Annotated[
@@ -114,16 +113,13 @@ def build_config(
 ) -> Config:
     """Join the layers: the repositories, the environment, the flags. Raises ConfigError."""
     names = dict.fromkeys(name for layer in repository.layers for name in layer.model_names)
-    environment = field_layers(
-        "environment variable LORAPLEX_{variable}", environment_fields(), names
-    )
     return resolve(
         [
             _DEFAULTS,
             *repository.layers,
-            *environment,
+            *environment_layers(names),
             *field_layers("flag --{flag} or tritonserver's", as_settings(theirs), names),
-            *field_layers("flag --{flag}", ours, names),
+            *flag_layers(ours, names),
         ]
     )
 

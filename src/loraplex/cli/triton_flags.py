@@ -7,10 +7,11 @@ that is not there and is refused.
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import typer
 
+from loraplex.cli.settings_flags import optional_flag, with_flags
 from loraplex.core.errors import ConfigError
 from loraplex.core.support import Feature, Support
 
@@ -152,11 +153,7 @@ def with_triton_flags(command: Command) -> Command:
 
     To be applied after with_settings, whose flags stay.
     """
-    signature = inspect.signature(command)
-    command.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[*signature.parameters.values(), *map(_parameter, FLAGS)]
-    )
-    return command
+    return with_flags(command, map(_parameter, FLAGS))
 
 
 def split_flags(settings: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
@@ -242,10 +239,4 @@ def _variable(flag: str) -> str:
 def _parameter(flag: Feature) -> inspect.Parameter:
     said = f"{_HELP[flag.support]}{flag.note}."
     option = typer.Option(flag.name, help=said[0].upper() + said[1:], rich_help_panel=_PANEL)
-    kind = bool if flag.name in _SWITCHES else str
-    return inspect.Parameter(
-        _variable(flag.name),
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[kind | None, option],
-    )
+    return optional_flag(_variable(flag.name), bool if flag.name in _SWITCHES else str, option)

@@ -9,19 +9,16 @@ remembers its source, so that an error names the place to correct. Unknown keys 
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
+from loraplex.core.byte_sizes import parse_bytes
 from loraplex.core.config import ALIASES, SETTINGS, AdapterConfig, Config, ModelConfig
 from loraplex.core.errors import ConfigError
 from loraplex.core.server_config import ServerConfig
 from loraplex.core.setting import SettingField, setting_fields
-
-_BYTES = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt])(i?))?b?", re.IGNORECASE)
-_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 KeyPath = tuple[str, ...]
 Section = TypeVar("Section", bound=msgspec.Struct)
@@ -83,15 +80,6 @@ def resolve(layers: Iterable[Layer]) -> Config:
         for path, value in layer.leaves():
             merged.put(path, value, layer.source)
     return merged.config()
-
-
-def parse_bytes(text: str) -> int:
-    """Parse `1048576`, `1MiB` or `1.5 GB`: KB is 1000 bytes and KiB 1024. Raises ValueError."""
-    match = _BYTES.fullmatch(text.strip())
-    if match is None:
-        raise ValueError(f"{text!r} is not a number of bytes, such as 512MiB")
-    number, power, binary = match.groups(default="")
-    return int(Decimal(number) * (1024 if binary else 1000) ** _POWERS[power.lower()])
 
 
 def _leaves(values: Mapping[str, Any], path: KeyPath) -> Iterable[tuple[KeyPath, Any]]:

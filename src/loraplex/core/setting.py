@@ -15,10 +15,10 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.errors import ConfigError
 
 _INT64_MAX: Final = 2**63 - 1
-_BYTE_UNITS: Final = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 Check = Callable[[Any], str | None]
 """Returns what is wrong with a value, as the end of a sentence; None: nothing is."""
@@ -144,14 +144,6 @@ def setting_fields(settings: type[msgspec.Struct]) -> Mapping[str, SettingField]
 
 def _alternatives(kind: Any) -> tuple[Any, ...]:
     return typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-
-
-def readable_bytes(num_bytes: int) -> str:
-    """Return a number of bytes as a settings file may have it: `64MiB`."""
-    for size, unit in _BYTE_UNITS:
-        if num_bytes >= size and num_bytes % size == 0:
-            return f"{num_bytes // size}{unit}"
-    return str(num_bytes)
 
 
 def within(low: float, high: float, text: str) -> Check:

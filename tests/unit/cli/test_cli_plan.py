@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from loraplex.app.engine import build_engine
 from loraplex.app.plan import any_fit
 from loraplex.cli.main import app
-from loraplex.cli.output import readable_bytes
+from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.config import ModelConfig
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
 

@@ -6,8 +6,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from loraplex.core.byte_sizes import parse_bytes
 from loraplex.core.config import AdapterConfig, Config, ModelConfig
-from loraplex.core.config_layers import Layer, field_layers, file_layer, parse_bytes, resolve
+from loraplex.core.config_layers import Layer, field_layers, file_layer, resolve
 from loraplex.core.environment import (
     child_environment,
     environment_fields,
