@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import torch
 
-from loraplex.app.grammar_vocabulary import vocabulary_source
+from loraplex.app.engine import vocabulary_source
 from loraplex.bench.fixtures import Fixture, find_shape
 from loraplex.bench.machine import Code, Machine, machine_lines, this_code, this_machine
 from loraplex.bench.markdown import markdown_table

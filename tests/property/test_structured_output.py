@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 
 from loraplex import LLM, SamplingParams
-from loraplex.app.answers import Completion
+from loraplex.app.llm_outputs import Completion
 from loraplex.bench.random_adapters import AdapterKind, linear_shapes, write_random_adapter
 from loraplex.core.beam_search import BeamSearch
 from loraplex.core.grammar import Grammar, GrammarKind

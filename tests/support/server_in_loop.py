@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 
-from loraplex.app.launch import EngineLauncher
 from loraplex.app.server import Server
 from loraplex.core.config import Config, ModelConfig
 from loraplex.core.plan import PageGeometry
 from loraplex.core.server_config import ServerConfig
 from loraplex.demo import BASE_PATH
+from loraplex.serving.engines.link import EngineLauncher
 from loraplex.testing.fake_runner import FAKE_CAPACITY
 from loraplex.testing.running_server import fetch, free_ports
 from support.fake_engine_process import FakeEngineSettings, fake_engine_thread

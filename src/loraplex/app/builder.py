@@ -14,7 +14,6 @@ from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.sources.policy import client_policy
 from loraplex.adapters.staging import StagingWorker
 from loraplex.adapters.store import AdapterStore
-from loraplex.app.launch import EngineLauncher
 from loraplex.core.clock import Clock, SystemClock
 from loraplex.core.config import Config, ModelConfig
 from loraplex.core.environment import state_directory
@@ -24,6 +23,7 @@ from loraplex.models.layer_linears import biased_modules, module_shapes
 from loraplex.models.registry import read_config
 from loraplex.serving.backend import ModelCard
 from loraplex.serving.engines.async_engine import AsyncEngine
+from loraplex.serving.engines.link import EngineLauncher
 from loraplex.serving.engines.request_fates import Patience
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.served_model import ServedModel

@@ -5,6 +5,7 @@ starts).
 """
 
 import dataclasses
+import functools
 import gc
 import logging
 import sys
@@ -13,7 +14,6 @@ from pathlib import Path
 import msgspec
 import torch
 
-from loraplex.app.grammar_vocabulary import vocabulary_source
 from loraplex.core.clock import SystemClock
 from loraplex.core.config import ModelConfig
 from loraplex.core.engine_settings import NO_CACHE
@@ -30,6 +30,7 @@ from loraplex.engine.messages import EngineFailed
 from loraplex.engine.process import be_engine_process
 from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.execution.adapters.loader import FileAdapterLoader
+from loraplex.execution.grammar.vocabulary import GrammarVocabulary, VocabularySource
 from loraplex.execution.loading import load_parts, start_runner
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.steps.threaded_runner import ThreadedRunner
@@ -40,6 +41,7 @@ from loraplex.scheduling.settings import (
     SchedulerSettings,
 )
 from loraplex.serving.engines.link import EngineLink, LinkFactory, ThreadLink
+from loraplex.text.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -174,6 +176,26 @@ def scheduler_settings(model: ModelConfig) -> SchedulerSettings:
         max_queue_delay_ns=model.max_queue_delay_microseconds * 1000,
         enable_prefix_cache=model.enable_prefix_cache,
         adapter_ttl_ns=_nanoseconds(model.lora_ttl_seconds),
+    )
+
+
+def vocabulary_source(model: ModelConfig) -> VocabularySource:
+    """Return a function that reads the model's tokenizer for grammars. It raises ConfigError."""
+
+    def read() -> GrammarVocabulary:
+        tokenizer = load_tokenizer(Path(model.tokenizer or model.path), model.tokenizer_config)
+        return dataclasses.replace(vocabulary_of(tokenizer), limits=model.grammar_limits)
+
+    return read
+
+
+def vocabulary_of(tokenizer: Tokenizer) -> GrammarVocabulary:
+    """Return the bytes of each token, the same ones that serving makes text of."""
+    ids = range(tokenizer.vocab_size)
+    return GrammarVocabulary(
+        tokens=tuple(tokenizer.token_bytes(token_id) for token_id in ids),
+        special_ids=frozenset(token_id for token_id in ids if tokenizer.is_special(token_id)),
+        encode=functools.partial(tokenizer.encode, add_special_tokens=False),
     )
 
 

@@ -26,15 +26,12 @@ from loraplex.core.environment import weights_cache_directory
 from loraplex.core.errors import LoraplexError
 from loraplex.core.log_lines import log_to_standard_error
 from loraplex.execution.weights.hub import resolve_model, resolve_tokenizer
-from loraplex.serving.engines.link import EngineLink, LinkFactory, ProcessLink
+from loraplex.serving.engines.link import EngineLauncher, EngineLink, LinkFactory, ProcessLink
 from loraplex.serving.wire_request import current_request
 
 if TYPE_CHECKING:
     from loraplex.frontends.kserve.model_control import ModelControl
     from loraplex.frontends.kserve.models.declaration import ModelDeclaration
-
-EngineLauncher = Callable[[ModelConfig], LinkFactory]
-"""Where a model's engine runs: in a process of its own, or in a thread."""
 
 _FIRST_EPOCH = 1
 _CHATTY = ("asyncio", "grpc")

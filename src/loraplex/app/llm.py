@@ -8,13 +8,20 @@ from collections.abc import Coroutine, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, Literal, TypeVar, Unpack
 
-from loraplex.app.adapter_names import Adapter, adapter_choices
-from loraplex.app.answers import Completion, Generated, Prompt, collect
 from loraplex.app.builder import build_service
 from loraplex.app.engine import engine_thread
-from loraplex.app.launch import EngineLauncher, engine_process, with_local_paths
-from loraplex.app.lora_arrays import LoraArrays, lora_arrays
-from loraplex.app.prompts import RequestOptions, as_prompts, params_per_prompt, per_prompt
+from loraplex.app.launch import engine_process, with_local_paths
+from loraplex.app.llm_arguments import (
+    Adapter,
+    LoraArrays,
+    RequestOptions,
+    adapter_choices,
+    as_prompts,
+    lora_arrays,
+    params_per_prompt,
+    per_prompt,
+)
+from loraplex.app.llm_outputs import Completion, Generated, Prompt, collect
 from loraplex.core.adapter import (
     AdapterChoice,
     AdapterKey,
@@ -40,6 +47,7 @@ from loraplex.serving.adapters.cards import (
 )
 from loraplex.serving.backend import close_outputs
 from loraplex.serving.compare import Compared, compare, comparison_requests
+from loraplex.serving.engines.link import EngineLauncher
 from loraplex.serving.request_metrics import RequestMetrics
 
 __all__ = ["LLM", "Completion", "Generated", "Prompt"]

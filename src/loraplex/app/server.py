@@ -17,7 +17,6 @@ from loraplex.app.dialects import dialect_of, prepare
 from loraplex.app.end_of_input import end_of_input
 from loraplex.app.http_app import http_app
 from loraplex.app.http_server import make_room_for_connections
-from loraplex.app.launch import EngineLauncher
 from loraplex.app.ports import Ports
 from loraplex.app.reporting import Reporting, reporting_requests
 from loraplex.app.tls import tls_files
@@ -29,6 +28,7 @@ from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.ops.metrics import metrics_app
 from loraplex.frontends.telemetry.tenants import noting_tenant
 from loraplex.serving.access.api_key_ring import ApiKeys
+from loraplex.serving.engines.link import EngineLauncher
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.service import Service
 

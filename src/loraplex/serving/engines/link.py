@@ -18,6 +18,7 @@ from typing import Final, Protocol
 import zmq
 import zmq.asyncio
 
+from loraplex.core.config import ModelConfig
 from loraplex.core.environment import child_environment
 from loraplex.core.errors import ConfigError
 from loraplex.core.request import RequestId
@@ -67,6 +68,9 @@ class EngineLink(Protocol):
 
 LinkFactory = Callable[[int], Awaitable[EngineLink]]
 """Starts an engine with the given epoch."""
+
+EngineLauncher = Callable[[ModelConfig], LinkFactory]
+"""Where a model's engine runs: in a process of its own, or in a thread."""
 
 
 class ThreadLink:

@@ -1,4 +1,4 @@
-"""What the library answers, put together from a request's increments."""
+"""Results of the library's `generate`, built from a request's incremental outputs."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -31,31 +31,31 @@ class Completion:
     finish_reason: FinishReason
     stop_reason: str | int | None
     logprobs: tuple[TokenLogprob, ...]
-    """One per token if asked for, else empty."""
+    """One per token if requested, else empty."""
     cumulative_logprob: float | None = None
-    """Of a beam, or of the best of several."""
+    """Sum over a beam, or over one of several ranked completions; else None."""
     logits: Array | None = None
-    """float32 [tokens, vocabulary], if asked for."""
+    """float32 [tokens, vocabulary], if requested."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Generated:
-    """The answer to one prompt. Its own text, tokens and so on are those of the first sequence."""
+    """The result of one prompt; `text`, `token_ids` and so on are those of the first completion."""
 
     prompt: Prompt
     prompt_token_ids: tuple[int, ...]
     completions: tuple[Completion, ...]
     adapters: tuple[ResolvedAdapter, ...]
-    """The very adapters that answered, with digests and scales; empty for the base."""
+    """The adapters used, with digests and scales; empty for the base model."""
     timing: RequestTiming
-    """When things happened to it, and how often."""
+    """Times and counts of the request's stages."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     prompt_logits: Array | None = None
-    """float32 [prompt tokens, vocabulary], if asked for."""
+    """float32 [prompt tokens, vocabulary], if requested."""
 
     @property
     def adapter(self) -> ResolvedAdapter | None:
-        """The one of `adapters`, or the first of several; None for the base."""
+        """The first of `adapters`; None for the base model."""
         return self.adapters[0] if self.adapters else None
 
     @property
@@ -76,10 +76,10 @@ class Generated:
 
 
 def collect(prompt: Prompt, outputs: Sequence[RequestOutput], n: int) -> Generated:
-    """The whole answer from its increments."""
+    """Join the incremental outputs of a request."""
     pieces = [piece for output in outputs for piece in output.sequences]
     last = outputs[-1]
-    assert last.timing is not None, "the last output tells the timing"
+    assert last.timing is not None, "the last output has the timing"
     prompt_logprobs = (output.prompt_logprobs for output in outputs)
     return Generated(
         prompt=prompt,
@@ -96,7 +96,7 @@ def collect(prompt: Prompt, outputs: Sequence[RequestOutput], n: int) -> Generat
 
 def _completion(pieces: Sequence[SequenceOutput]) -> Completion:
     last = pieces[-1]
-    assert last.finish_reason is not None, "a sequence's last piece tells why it ended"
+    assert last.finish_reason is not None, "a sequence's last piece has its finish reason"
     return Completion(
         text="".join(piece.text for piece in pieces),
         token_ids=tuple(token_id for piece in pieces for token_id in piece.token_ids),
