@@ -47,7 +47,6 @@ from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.execution.loading import load_runner
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.steps.threaded_runner import ThreadedRunner
-from loraplex.models.layer_linears import module_shapes
 from loraplex.models.registry import read_config
 from loraplex.scheduling.settings import Batching, BatchSchedulerPolicy, SchedulerSettings
 from support.instant_loader import InstantLoader
@@ -142,7 +141,7 @@ class Subject:
         self.folder = folder
         self.config = read_config(folder)
         torch.set_num_threads(threads)
-        shapes = module_shapes(self.config)
+        shapes = self.config.module_shapes[0]
         self._targets = tuple(
             LoraTarget(layer, module, RANK, *shapes[module])
             for layer in range(self.config.num_layers)

@@ -39,9 +39,8 @@ from loraplex.execution.loading import load_runner
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.steps.model_runner import ModelRunner
 from loraplex.kernels.native.library import NativeLibrary
-from loraplex.models.config import DecoderConfig
-from loraplex.models.layer_linears import module_shapes
 from loraplex.models.registry import read_config
+from loraplex.models.spec import ModelSpec
 from loraplex.scheduling.settings import SchedulerSettings
 from support.instant_loader import InstantLoader
 
@@ -147,7 +146,7 @@ def random_adapter(source: AdapterSource, dtype: torch.dtype) -> HostAdapter:
 @dataclasses.dataclass(frozen=True)
 class Subject:
     engine: Engine
-    config: DecoderConfig
+    config: ModelSpec
     ledger: Ledger
     itemsize: int
 
@@ -215,7 +214,7 @@ def measure_steps(
 
 def add_requests(subject: Subject, batch: int, num_prompt_tokens: int, num_tokens: int) -> None:
     """Random prompts; request i uses adapter i."""
-    shapes = module_shapes(subject.config)
+    shapes = subject.config.module_shapes[0]
     targets = tuple(
         LoraTarget(layer, module, RANK, *shapes[module])
         for layer in range(subject.config.num_layers)
@@ -242,13 +241,13 @@ def add_requests(subject: Subject, batch: int, num_prompt_tokens: int, num_token
         subject.engine.add(request)
 
 
-def floor_seconds(config: DecoderConfig, limits: MachineLimits, batch: int, itemsize: int) -> float:
+def floor_seconds(config: ModelSpec, limits: MachineLimits, batch: int, itemsize: int) -> float:
     """itemsize: of weights, keys, values and adapters."""
-    shapes = module_shapes(config)
+    shapes = config.module_shapes[0]
     per_layer = sum(in_features * out_features for in_features, out_features in shapes.values())
     num_weights = config.num_layers * per_layer + config.vocab_size * config.hidden_size
     of_weights = limits.floor_seconds(num_weights * itemsize, 2 * batch * num_weights)
-    kv = 2 * CONTEXT * config.kv_size
+    kv = 2 * CONTEXT * config.layers[0].attention.kv_size
     lora = RANK * sum(sum(shapes[module]) for module in MODULES)
     per_row = config.num_layers * (kv + lora) * itemsize
     return of_weights + batch * per_row / limits.read_bytes

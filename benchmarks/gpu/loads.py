@@ -28,7 +28,7 @@ from loraplex.bench.workload import PlannedRequest
 from loraplex.core.adapter import AdapterSource, Residency
 from loraplex.engine.engine import Engine
 from loraplex.execution.adapters.loader import FileAdapterLoader
-from loraplex.models.config import DecoderConfig
+from loraplex.models.spec import ModelSpec
 
 _PROMPT_TOKENS = 8
 _PLACES = ("device", "host", "file in the page cache", "disk")
@@ -172,7 +172,7 @@ class _Loads:
 
 
 def write_adapter(
-    folder: Path, config: DecoderConfig, kind: tuple[int, str], number: int
+    folder: Path, config: ModelSpec, kind: tuple[int, str], number: int
 ) -> AdapterSource:
     """A canonical adapter file of 16-bit numbers, as the staging worker writes it."""
     draws = torch.Generator().manual_seed(number)

@@ -17,10 +17,9 @@ from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.steps.model_runner import ModelRunner
 from loraplex.kernels.dispatch import select_accelerator, select_kernels
 from loraplex.kernels.ops import Kernels, PackedLinear
-from loraplex.models.config import DecoderConfig
-from loraplex.models.layer_linears import module_shapes
 from loraplex.models.parameters import LinearPlace, build_parameters
 from loraplex.models.registry import read_config
+from loraplex.models.spec import ModelSpec
 
 _SPREAD = 0.02
 
@@ -74,7 +73,7 @@ def hf_config(name: str, dtype: str) -> dict[str, Any]:
     }
 
 
-def decoder_config(name: str, dtype: str) -> DecoderConfig:
+def decoder_config(name: str, dtype: str) -> ModelSpec:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(hf_config(name, dtype)))
         return read_config(Path(folder))
@@ -102,7 +101,7 @@ class RandomWeights:
 
 
 def random_runner(
-    config: DecoderConfig, dtype: str, settings: RunnerSettings, host: HostAdapters
+    config: ModelSpec, dtype: str, settings: RunnerSettings, host: HostAdapters
 ) -> ModelRunner:
     """A runner of random weights, sized and recorded as at the start of a server."""
     torch.manual_seed(0)
@@ -111,7 +110,7 @@ def random_runner(
     kernels = select_kernels(device, accelerator, batch_invariant=settings.batch_invariant)
     parameters = build_parameters(config, RandomWeights(kernels, device, kind))
     assembly = Assembly(
-        config=windowed(settings, config),
+        spec=windowed(settings, config),
         parameters=parameters,
         weights_bytes=all_weights(config) * kind.itemsize,
         settings=settings,
@@ -121,7 +120,7 @@ def random_runner(
     return start_runner(assemble_parts(assembly, host), settings)
 
 
-def all_weights(config: DecoderConfig) -> int:
+def all_weights(config: ModelSpec) -> int:
     """Elements."""
     return step_bytes(config, 1) + config.vocab_size * config.hidden_size
 
@@ -134,19 +133,19 @@ MODULES = {
 }
 
 
-def step_bytes(config: DecoderConfig, itemsize: int) -> int:
+def step_bytes(config: ModelSpec, itemsize: int) -> int:
     """Of the weights that a decode step reads: all but the table of embeddings."""
-    per_layer = sum(rows * columns for rows, columns in module_shapes(config).values())
+    per_layer = sum(rows * columns for rows, columns in config.module_shapes[0].values())
     weights = config.num_layers * per_layer + config.vocab_size * config.hidden_size
     return weights * itemsize
 
 
-def adapter_bytes(config: DecoderConfig, rank: int, modules: str, itemsize: int) -> int:
-    shapes = module_shapes(config)
+def adapter_bytes(config: ModelSpec, rank: int, modules: str, itemsize: int) -> int:
+    shapes = config.module_shapes[0]
     per_layer = sum(sum(shapes[module]) for module in MODULES[modules])
     return config.num_layers * rank * per_layer * itemsize
 
 
-def kv_bytes(config: DecoderConfig, itemsize: int) -> int:
+def kv_bytes(config: ModelSpec, itemsize: int) -> int:
     """Of one position."""
-    return 2 * config.num_layers * config.kv_size * itemsize
+    return 2 * config.num_layers * config.layers[0].attention.kv_size * itemsize

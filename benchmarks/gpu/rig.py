@@ -19,8 +19,7 @@ from loraplex.core.sampling_params import SamplingParams
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostAdapters, HostWeight
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.memory.adapter_pages import pages_at_rank
-from loraplex.models.config import DecoderConfig
-from loraplex.models.layer_linears import module_shapes
+from loraplex.models.spec import ModelSpec
 
 _GREEDY = SamplingParams(temperature=0.0)
 _COPY_SECONDS = 60.0
@@ -212,8 +211,8 @@ class Handle:
         return result
 
 
-def lora_targets(config: DecoderConfig, rank: int, modules: str) -> tuple[LoraTarget, ...]:
-    shapes = module_shapes(config)
+def lora_targets(config: ModelSpec, rank: int, modules: str) -> tuple[LoraTarget, ...]:
+    shapes = config.module_shapes[0]
     return tuple(
         sorted(
             LoraTarget(layer, module, rank, *shapes[module])
@@ -237,7 +236,7 @@ def random_adapter(digest: str, targets: Sequence[LoraTarget], dtype: torch.dtyp
     return HostAdapter(digest, weights)
 
 
-def adapter_source(config: DecoderConfig, digest: str, rank: int, modules: str) -> AdapterSource:
+def adapter_source(config: ModelSpec, digest: str, rank: int, modules: str) -> AdapterSource:
     targets = lora_targets(config, rank, modules)
     num_bytes = sum(target.num_elements for target in targets) * 2
     return AdapterSource(digest, "", num_bytes, targets)

@@ -81,7 +81,7 @@ def test_blocks_move_between_device_and_host(dtype: torch.dtype) -> None:
     accelerator = CudaAccelerator(torch.device("cuda"))
     shape = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, block_size=16)
     kernels = ReferenceKernels(torch.device("cuda"))
-    cache = KVCache(200, 8, shape, dtype, kernels, num_host_blocks=100, accelerator=accelerator)
+    cache = KVCache(200, [shape] * 8, dtype, kernels, num_host_blocks=100, accelerator=accelerator)
     with accelerator.compute():
         for number, storage in enumerate(cache.storages):
             storage.key.copy_(torch.randn_like(storage.key.float()) + number)

@@ -158,12 +158,12 @@ def load_parts_with(
     host_adapters: HostAdapters,
 ) -> RunnerParts:
     """As execution.loading.load_parts, on a CPU, whose accelerator there may be."""
-    config = windowed(settings, read_config(folder))
-    dtype = choose_dtype(settings, config)
+    spec = windowed(settings, read_config(folder))
+    dtype = choose_dtype(settings, spec)
     form = WeightFormat(dtype=dtype, precision=settings.quantization, device=torch.device("cpu"))
-    weights = load_weights(folder, config, kernels, form, None)
+    weights = load_weights(folder, spec, kernels, form, None)
     assembly = Assembly(
-        config=config,
+        spec=spec,
         parameters=weights.parameters,
         weights_bytes=weights.num_bytes,
         settings=settings,

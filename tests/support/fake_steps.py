@@ -18,13 +18,14 @@ from loraplex.kernels.cuda.backend import CudaKernels
 from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.ops import PackedLinear
 from loraplex.models.batch import ForwardBatch
-from loraplex.models.config import DecoderConfig, RopeConfig
 from loraplex.models.decoder import Decoder
 from loraplex.models.parameters import LinearPlace, build_parameters
-from loraplex.models.rope import RotaryTable
+from loraplex.models.rope import rotary_tables
+from loraplex.models.spec import ModelSpec
 from support.kernel_cases.llamas import BLOCK_SIZE, GPU, LLAMAS, Llama, empty, mixed_rows
 from support.kernel_cases.lora import device_batch, host_batch
 from support.kernel_launches import LaunchRecorder
+from support.tiny_decoder import tiny_spec
 
 _ARCH = 90
 _NUM_LAYERS = 32
@@ -102,10 +103,10 @@ def fake_steps() -> list[FakeStep]:
 
 def _decoder(llama: Llama) -> Callable[[ForwardBatch], torch.Tensor]:
     kernels = CudaKernels(_FakeGpu())
-    config = _config(llama)
-    parameters = build_parameters(config, _FakeWeights(kernels))
-    rotary = RotaryTable(config, 4096, GPU)
-    decoder = Decoder(config, parameters, rotary, kernels, block_size=BLOCK_SIZE)
+    spec = _spec(llama)
+    parameters = build_parameters(spec, _FakeWeights(kernels))
+    rotary = rotary_tables(spec, 4096, GPU)
+    decoder = Decoder(spec, parameters, rotary, kernels, block_size=BLOCK_SIZE)
     kv = [kernels.allocate_kv(_NUM_BLOCKS, llama.attention, _DTYPE) for _ in range(_NUM_LAYERS)]
     return functools.partial(decoder.forward, kv=kv)
 
@@ -141,29 +142,16 @@ def _run(
     )
 
 
-def _config(llama: Llama) -> DecoderConfig:
-    return DecoderConfig(
-        architecture="LlamaForCausalLM",
+def _spec(llama: Llama) -> ModelSpec:
+    return tiny_spec(
         hidden_size=llama.hidden,
-        num_layers=_NUM_LAYERS,
-        num_heads=llama.num_heads,
-        num_kv_heads=llama.num_kv_heads,
+        num_hidden_layers=_NUM_LAYERS,
+        num_attention_heads=llama.num_heads,
+        num_key_value_heads=llama.num_kv_heads,
         head_dim=llama.head_dim,
         intermediate_size=llama.inner,
         vocab_size=llama.vocab,
         max_position_embeddings=4096,
-        norm_eps=1e-5,
-        rope=RopeConfig(),
-        layer_windows=(None,) * _NUM_LAYERS,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        tie_word_embeddings=False,
-        eos_token_ids=(),
-        bos_token_id=None,
-        pad_token_id=None,
-        dtype="bfloat16",
     )
 
 

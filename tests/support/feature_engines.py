@@ -21,7 +21,7 @@ from loraplex.execution.steps.threaded_runner import ThreadedRunner
 from loraplex.kernels.dispatch import select_kernels
 from loraplex.kernels.ops import Kernels
 from loraplex.memory.adapter_pages import place
-from loraplex.models.config import DecoderConfig
+from loraplex.models.spec import ModelSpec
 from loraplex.scheduling.settings import SchedulerSettings
 from loraplex.testing.fake_clock import FakeClock
 from loraplex.testing.fake_loader import FakeLoad
@@ -103,7 +103,7 @@ class FeatureEngines:
 
     def _loader(self, draws: random.Random) -> "_LateAdapters":
         parts = self._parts
-        adapters = _LateAdapters(parts.host_adapters, parts.decoder.config, draws)
+        adapters = _LateAdapters(parts.host_adapters, parts.decoder.spec, draws)
         adapters.prepare = parts.adapter_bank.prepare
         return adapters
 
@@ -135,7 +135,7 @@ class FeatureEngines:
 class _LateAdapters(RandomAdapters):
     """Loads end at random."""
 
-    def __init__(self, host: HostAdapters, config: DecoderConfig, draws: random.Random) -> None:
+    def __init__(self, host: HostAdapters, config: ModelSpec, draws: random.Random) -> None:
         super().__init__(host, config, RANKS)
         self._draws = draws
         self._late: list[FakeLoad] = []

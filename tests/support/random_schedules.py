@@ -25,8 +25,7 @@ from loraplex.execution.steps.model_runner import ModelRunner
 from loraplex.execution.steps.runner_parts import RunnerParts
 from loraplex.execution.steps.threaded_runner import ThreadedRunner
 from loraplex.memory.adapter_pages import place
-from loraplex.models.config import DecoderConfig
-from loraplex.models.layer_linears import module_shapes
+from loraplex.models.spec import ModelSpec
 from loraplex.scheduling.settings import SchedulerSettings
 from support.instant_loader import InstantLoader
 
@@ -60,7 +59,7 @@ class RecordingSampler(Sampler):
 class RandomAdapters(InstantLoader):
     """Adapters of random numbers."""
 
-    def __init__(self, host: HostAdapters, config: DecoderConfig, ranks: Sequence[int]) -> None:
+    def __init__(self, host: HostAdapters, config: ModelSpec, ranks: Sequence[int]) -> None:
         """Adapter i has ranks[i] on modules of its own choice; it is applied strongly."""
         self._adapters = {
             f"adapter {index}": _random_adapter(f"adapter {index}", config, rank, index)
@@ -104,7 +103,7 @@ class Schedules:
         """parts.sampler is not used; parts.host_adapters is filled."""
         self.tally = Tally()
         self._parts = parts
-        config = parts.decoder.config
+        config = parts.decoder.spec
         self._adapters = RandomAdapters(parts.host_adapters, config, ranks)
         self._max_num_tokens = max_prompt_tokens + max_tokens
         draws = random.Random("requests")
@@ -246,15 +245,15 @@ def _answer(request: EngineRequest, outputs: Sequence[EngineOutput]) -> tuple[li
     return tokens, len(tokens) == request.sampling.max_tokens
 
 
-def _tokens(draws: random.Random, config: DecoderConfig, count: int) -> tuple[int, ...]:
+def _tokens(draws: random.Random, config: ModelSpec, count: int) -> tuple[int, ...]:
     return tuple(draws.randrange(config.vocab_size) for _ in range(count))
 
 
-def _random_adapter(digest: str, config: DecoderConfig, rank: int, seed: int) -> HostAdapter:
+def _random_adapter(digest: str, config: ModelSpec, rank: int, seed: int) -> HostAdapter:
     generator = torch.Generator().manual_seed(seed)
     weights = []
-    for layer in range(config.num_layers):
-        for module, (num_in, num_out) in module_shapes(config).items():
+    for layer, shapes in enumerate(config.module_shapes):
+        for module, (num_in, num_out) in shapes.items():
             if (seed + len(module)) % 3 == 0:
                 continue
             a = torch.randn(rank, num_in, generator=generator) / num_in**0.5

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from loraplex.models.config import DecoderConfig
+from loraplex.models.spec import QKV, ModelSpec
 
 Tensors = Mapping[str, torch.Tensor]
 
 
 def write_trtllm_checkpoint(
     folder: Path,
-    config: DecoderConfig,
+    config: ModelSpec,
     tensors: Tensors,
     *,
     tp_size: int = 1,
@@ -27,6 +27,8 @@ def write_trtllm_checkpoint(
 ) -> None:
     """A Llama-like model of Hugging Face `tensors`; fields: more of config.json."""
     folder.mkdir(parents=True, exist_ok=True)
+    layer = config.layers[0]
+    attention = layer.attention
     described = {
         "architecture": config.architecture,
         "dtype": "float32",
@@ -35,16 +37,16 @@ def write_trtllm_checkpoint(
         "max_position_embeddings": config.max_position_embeddings,
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_size": config.head_dim,
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads,
+        "head_size": attention.head_dim,
         "hidden_act": "silu",
-        "intermediate_size": config.intermediate_size,
-        "norm_epsilon": config.norm_eps,
+        "intermediate_size": layer.feed_forward.inner_size,
+        "norm_epsilon": config.final_norm.eps,
         "position_embedding_type": "rope_gpt_neox",
-        "rotary_base": 10_000.0 if config.rope is None else config.rope.theta,
+        "rotary_base": 10_000.0 if attention.rope is None else attention.rope.theta,
         "rotary_scaling": None,
-        "attn_bias": config.qkv_bias,
+        "attn_bias": layer.linears[QKV].has_bias,
         "mapping": {"world_size": tp_size * pp_size, "tp_size": tp_size, "pp_size": pp_size},
         "quantization": {"quant_algo": None, "kv_cache_quant_algo": None},
     }
@@ -70,7 +72,7 @@ def write_trtllm_checkpoint(
 class _RankWriter:
     """What one GPU of a stage holds."""
 
-    def __init__(self, config: DecoderConfig, tensors: Tensors, tp_size: int, part: int) -> None:
+    def __init__(self, config: ModelSpec, tensors: Tensors, tp_size: int, part: int) -> None:
         self._config, self._tensors = config, tensors
         self._tp_size, self._part = tp_size, part
 
@@ -101,7 +103,7 @@ class _RankWriter:
             layer["attention.qkv.bias"] = self._qkv(ours, "bias")
         if f"{ours}self_attn.o_proj.bias" in tensors:
             layer["attention.dense.bias"] = tensors[f"{ours}self_attn.o_proj.bias"]
-        if self._config.qk_norm:
+        if self._config.layers[0].attention.q_norm is not None:
             layer["attention.q_layernorm.weight"] = tensors[f"{ours}self_attn.q_norm.weight"]
             layer["attention.k_layernorm.weight"] = tensors[f"{ours}self_attn.k_norm.weight"]
         return layer
@@ -112,7 +114,7 @@ class _RankWriter:
 
     def _heads(self, tensor: torch.Tensor) -> torch.Tensor:
         """Of k or v: neighbours share a head where there are fewer than GPUs."""
-        num_parts = min(self._tp_size, self._config.num_kv_heads)
+        num_parts = min(self._tp_size, self._config.layers[0].attention.num_kv_heads)
         return tensor.chunk(num_parts)[self._part * num_parts // self._tp_size]
 
 

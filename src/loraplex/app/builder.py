@@ -18,9 +18,8 @@ from loraplex.core.clock import Clock, SystemClock
 from loraplex.core.config import Config, ModelConfig
 from loraplex.core.environment import state_directory
 from loraplex.core.errors import ConfigError
-from loraplex.models.config import DecoderConfig
-from loraplex.models.layer_linears import biased_modules, module_shapes
 from loraplex.models.registry import read_config
+from loraplex.models.spec import ModelSpec
 from loraplex.serving.backend import ModelCard
 from loraplex.serving.engines.async_engine import AsyncEngine
 from loraplex.serving.engines.link import EngineLauncher
@@ -118,7 +117,7 @@ def _engine(name: str, model: ModelConfig, launch: EngineLauncher, clock: Clock)
     )
 
 
-def served_shapes(config: DecoderConfig, model: ModelConfig) -> BaseShapes:
+def served_shapes(config: ModelSpec, model: ModelConfig) -> BaseShapes:
     """With what the operator lets adapters change. Raises ConfigError for an unknown module."""
     shapes = base_shapes(config)
     if not model.enable_lora:
@@ -129,13 +128,14 @@ def served_shapes(config: DecoderConfig, model: ModelConfig) -> BaseShapes:
     return msgspec.structs.replace(shapes, enabled_modules=enabled)
 
 
-def base_shapes(config: DecoderConfig) -> BaseShapes:
+def base_shapes(config: ModelSpec) -> BaseShapes:
+    layer = config.layers[0]  # adapters' formats describe layers that are alike
     return BaseShapes(
         config.num_layers,
-        dict(module_shapes(config)),
+        dict(layer.module_shapes),
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        biased_modules=biased_modules(config),
+        biased_modules=layer.biased_modules,
         ties_embeddings=config.tie_word_embeddings,
     )
 
@@ -151,7 +151,7 @@ def _made(folder: Path) -> Path:
 
 
 def _eos_token_ids(
-    decoder: DecoderConfig, tokenizer: Tokenizer, overrides: Mapping[str, object]
+    decoder: ModelSpec, tokenizer: Tokenizer, overrides: Mapping[str, object]
 ) -> tuple[int, ...]:
     """The model's, else the tokenizer's; a tokenizer's that the operator names goes before."""
     named = overrides.get("eos_token")
@@ -192,7 +192,7 @@ def _text_of(path: str) -> str:
         raise ConfigError(f"chat_template {path} is not UTF-8: {error.reason}") from error
 
 
-def _max_model_len(name: str, model: ModelConfig, decoder: DecoderConfig) -> int:
+def _max_model_len(name: str, model: ModelConfig, decoder: ModelSpec) -> int:
     longest = decoder.default_max_model_len
     if model.max_model_len is None:
         return longest

@@ -36,10 +36,9 @@ from loraplex.execution.steps.kv_cache import block_bytes
 from loraplex.execution.weights.hub import resolve_model
 from loraplex.execution.weights.size import weights_size
 from loraplex.memory.adapter_pages import place
-from loraplex.models.attention import attention_shape
-from loraplex.models.config import DecoderConfig
-from loraplex.models.layer_linears import module_shapes
+from loraplex.models.attention import attention_shapes
 from loraplex.models.registry import read_config
+from loraplex.models.spec import ModelSpec
 from loraplex.serving.adapters.fit import check_room
 from loraplex.serving.adapters.folders import find_below
 from loraplex.serving.model_memory import ModelMemory, memory_of
@@ -85,7 +84,7 @@ def plan_memory(model: ModelConfig, adapters: Sequence[str]) -> MemoryPlan:
         capacity,
         EngineStats(),
         num_layers=config.num_layers,
-        modules=module_shapes(config),
+        modules=config.module_shapes[0],
         ranks=ranks,
         host_bytes=model.lora_host_bytes,
     )
@@ -100,7 +99,7 @@ def plan_memory(model: ModelConfig, adapters: Sequence[str]) -> MemoryPlan:
     return MemoryPlan(model=str(folder), memory=memory, adapters=plan)
 
 
-def _capacity(settings: RunnerSettings, config: DecoderConfig) -> Capacity:
+def _capacity(settings: RunnerSettings, config: ModelSpec) -> Capacity:
     dtype = choose_dtype(settings, config)
     kv_dtype = choose_kv_dtype(settings, dtype)
     weights_bytes = weights_size(config, dtype, settings.quantization)
@@ -115,13 +114,13 @@ def _capacity(settings: RunnerSettings, config: DecoderConfig) -> Capacity:
         free_bytes=_free_bytes(settings, weights_bytes),
         steps=steps,
     )
-    shape = attention_shape(config, settings.block_size)
+    shapes = attention_shapes(config, settings.block_size)
     return Capacity(
         block_size=settings.block_size,
         num_blocks=size.kv.num_blocks,
         num_host_blocks=size.kv.num_host_blocks,
         attention_window=size.kv.attention_window,
-        num_sink_tokens=config.num_sink_tokens,
+        num_sink_tokens=settings.sink_token_length,
         max_num_seqs=settings.max_num_seqs,
         max_model_len=size.kv.max_model_len,
         vocab_size=config.vocab_size,
@@ -130,7 +129,7 @@ def _capacity(settings: RunnerSettings, config: DecoderConfig) -> Capacity:
         adapter_page_bytes=size.adapters.page_bytes,
         host_page_bytes=0 if is_cpu else size.adapters.page_bytes,
         keeps_host_copy=not is_cpu,
-        kv_cache_bytes=size.kv.num_blocks * block_bytes(config.num_layers, shape, kv_dtype),
+        kv_cache_bytes=size.kv.num_blocks * block_bytes(shapes, kv_dtype),
         weights_bytes=weights_bytes,
         workspace_bytes=steps.workspace,
         graph_bytes=steps.graphs,
@@ -160,7 +159,7 @@ def _found(path: str) -> list[tuple[str, str]]:
 
 
 def _planned(
-    name: str, path: str, model: ModelConfig, config: DecoderConfig, capacity: Capacity
+    name: str, path: str, model: ModelConfig, config: ModelSpec, capacity: Capacity
 ) -> PlannedAdapter:
     shapes = served_shapes(config, model)
     limits = StagingLimits(max_rank=model.max_lora_rank)

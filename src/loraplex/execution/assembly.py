@@ -48,12 +48,11 @@ from loraplex.execution.steps.runner_parts import RunnerParts
 from loraplex.kernels.accelerator import Accelerator
 from loraplex.kernels.ops import Kernels
 from loraplex.memory.adapter_pages import layer_targets
-from loraplex.models.attention import attention_shape
-from loraplex.models.config import DecoderConfig
+from loraplex.models.attention import attention_shapes
 from loraplex.models.decoder import Decoder
-from loraplex.models.layer_linears import module_shapes
 from loraplex.models.parameters import DecoderParameters
-from loraplex.models.rope import rotary_table
+from loraplex.models.rope import rotary_tables
+from loraplex.models.spec import ModelSpec
 
 _TRIAL_BLOCKS = 64
 """Of KV: what a trial computes has no meaning, so its rows may share them."""
@@ -63,7 +62,7 @@ _TRIAL_BLOCKS = 64
 class Assembly:
     """All that the parts are made from, but for their sizes."""
 
-    config: DecoderConfig
+    spec: ModelSpec
     """As kv_sizing.windowed gives it."""
     parameters: DecoderParameters
     """Packed by these kernels."""
@@ -81,7 +80,7 @@ class Assembly:
 
     @property
     def dtype(self) -> torch.dtype:
-        return choose_dtype(self.settings, self.config)
+        return choose_dtype(self.settings, self.spec)
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -89,7 +88,7 @@ class Assembly:
 
     @property
     def advice(self) -> MemoryAdvice:
-        return MemoryAdvice(self.settings, self.config, self.dtype)
+        return MemoryAdvice(self.settings, self.spec, self.dtype)
 
     @property
     def recorded_sizes(self) -> tuple[int, ...]:
@@ -103,19 +102,18 @@ class Assembly:
         steps: StepMemory | None = None,
     ) -> RunnerParts:
         """Allocates all that `size` says. vocabulary: None, and no output is kept to a grammar."""
-        config, device, settings = self.config, self.device, self.settings
-        rotary = rotary_table(config, size.kv.max_model_len, device)
+        spec, device, settings = self.spec, self.device, self.settings
+        rotary = rotary_tables(spec, size.kv.max_model_len, device)
         kv_cache = KVCache(
             size.kv.num_blocks,
-            config.num_layers,
-            attention_shape(config, settings.block_size),
+            attention_shapes(spec, settings.block_size),
             self.kv_dtype,
             self.kernels,
             num_host_blocks=size.kv.num_host_blocks,
             accelerator=self.accelerator,
         )
         decoder = Decoder(
-            config, self.parameters, rotary, self.kernels, block_size=settings.block_size
+            spec, self.parameters, rotary, self.kernels, block_size=settings.block_size
         )
         return RunnerParts(
             decoder=decoder,
@@ -124,10 +122,10 @@ class Assembly:
             host_adapters=host_adapters,
             graphs=getattr(self.kernels, "graphs", None),  # those that record
             sampler=Sampler(
-                config.vocab_size,
+                spec.vocab_size,
                 device=device,
                 kernels=self.kernels,
-                grammars=GrammarRows(config.vocab_size, vocabulary),
+                grammars=GrammarRows(spec.vocab_size, vocabulary),
                 logits_dir=settings.logits_dir,
             ),
             capacity=self._capacity(size, kv_cache.num_bytes, steps or StepMemory()),
@@ -137,18 +135,18 @@ class Assembly:
         )
 
     def _adapter_bank(self, decoder: Decoder, size: AdapterPoolSize) -> AdapterBank:
-        config = self.config
+        spec = self.spec
         return AdapterBank(
             size.geometry,
             size.num_pages,
             dtype=self.dtype,
             device=self.device,
-            num_layers=config.num_layers,
-            modules=module_shapes(config),
+            num_layers=spec.num_layers,
+            modules=spec.module_shapes[0],
             ends=BaseEnds(
-                config.vocab_size,
-                config.hidden_size,
-                config.tie_word_embeddings,
+                spec.vocab_size,
+                spec.hidden_size,
+                spec.tie_word_embeddings,
                 decoder.base_linears,
             ),
             max_rank=self.settings.max_lora_rank,
@@ -162,10 +160,10 @@ class Assembly:
             num_blocks=kv.num_blocks,
             num_host_blocks=kv.num_host_blocks,
             attention_window=kv.attention_window,
-            num_sink_tokens=self.config.num_sink_tokens,
+            num_sink_tokens=settings.sink_token_length,
             max_num_seqs=settings.max_num_seqs,
             max_model_len=kv.max_model_len,
-            vocab_size=self.config.vocab_size,
+            vocab_size=self.spec.vocab_size,
             page_geometry=pool.geometry,
             num_adapter_pages=pool.num_pages,
             adapter_page_bytes=pool.page_bytes,
@@ -241,11 +239,11 @@ def _trials(assembly: Assembly, accelerator: Accelerator) -> Iterator[Trials]:
 
 def _trial_parts(assembly: Assembly) -> RunnerParts:
     """With room for one adapter, and few blocks."""
-    settings, config = assembly.settings, assembly.config
-    max_model_len = wanted_model_len(settings, config)
+    settings, spec = assembly.settings, assembly.spec
+    max_model_len = wanted_model_len(settings, spec)
     num_blocks = min(_TRIAL_BLOCKS, -(-max_model_len // settings.block_size))
     size = MemorySize(
-        KVSize(max_model_len, num_blocks), smallest_pool(settings, config, assembly.dtype)
+        KVSize(max_model_len, num_blocks), smallest_pool(settings, spec, assembly.dtype)
     )
     host_adapters = HostAdapters()
     parts = assembly.parts(size, host_adapters)
@@ -256,18 +254,20 @@ def _trial_parts(assembly: Assembly) -> RunnerParts:
 
 def _dummy_adapter(assembly: Assembly) -> HostAdapter:
     """Of the largest rank on all modules; its layers share their zeros."""
-    modules, rank = module_shapes(assembly.config), assembly.settings.max_lora_rank
-    zeros = {
-        module: (
-            torch.zeros((rank, in_features), dtype=assembly.dtype),
-            torch.zeros((out_features, rank), dtype=assembly.dtype),
+    targets = layer_targets(assembly.spec.module_shapes, assembly.settings.max_lora_rank)
+    weights = {
+        (target.rank, target.in_features, target.out_features): (
+            torch.zeros((target.rank, target.in_features), dtype=assembly.dtype),
+            torch.zeros((target.out_features, target.rank), dtype=assembly.dtype),
         )
-        for module, (in_features, out_features) in modules.items()
+        for target in targets
     }
     return HostAdapter(
         "dummy",
         tuple(
-            HostWeight(target, *zeros[target.module], scale=1.0)
-            for target in layer_targets(assembly.config.num_layers, modules, rank)
+            HostWeight(
+                target, *weights[target.rank, target.in_features, target.out_features], scale=1.0
+            )
+            for target in targets
         ),
     )

@@ -32,9 +32,9 @@ from loraplex.execution.weights.packing import WeightFormat
 from loraplex.execution.weights.size import weights_size
 from loraplex.kernels.accelerator import Accelerator, DeviceMemory
 from loraplex.kernels.dispatch import select_accelerator, select_kernels
-from loraplex.models.attention import attention_shape
-from loraplex.models.config import DecoderConfig
+from loraplex.models.attention import attention_shapes
 from loraplex.models.registry import read_config
+from loraplex.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 
@@ -68,24 +68,24 @@ def load_parts(
 
     accelerator: instead of that of settings.device, whatever it is.
     """
-    config = windowed(settings, read_config(folder))
+    spec = windowed(settings, read_config(folder))
     device = choose_device(settings) if accelerator is None else accelerator.device
     accelerator = accelerator or select_accelerator(device)
     free = _free_bytes(device, accelerator)
-    _check_room(settings, config, free)
+    _check_room(settings, spec, free)
     kernels = select_kernels(
         device,
         accelerator,
         batch_invariant=settings.batch_invariant,
         attention_backend=settings.attention_backend,
     )
-    dtype = choose_dtype(settings, config)
+    dtype = choose_dtype(settings, spec)
     form = WeightFormat(dtype=dtype, precision=settings.quantization, device=device)
-    advice = MemoryAdvice(settings, config, dtype)
+    advice = MemoryAdvice(settings, spec, dtype)
     with out_of_memory_is(lambda: advice.weights(free)):
-        weights = load_weights(folder, config, kernels, form, _weights_cache(settings))
+        weights = load_weights(folder, spec, kernels, form, _weights_cache(settings))
     assembly = Assembly(
-        config=config,
+        spec=spec,
         parameters=weights.parameters,
         weights_bytes=weights.num_bytes,
         settings=settings,
@@ -102,12 +102,12 @@ def assemble_parts(
 
     The weights must be on the device. Raises ConfigError that says what to lower.
     """
-    settings, config = assembly.settings, assembly.config
+    settings, spec = assembly.settings, assembly.spec
     steps = measure_steps(assembly)
     free = _spendable(assembly)
     size = size_memory(
         settings,
-        config,
+        spec,
         dtype=assembly.dtype,
         kv_dtype=assembly.kv_dtype,
         weights_bytes=assembly.weights_bytes,
@@ -115,10 +115,10 @@ def assemble_parts(
         steps=steps,
     )
     weights_bytes, kv_dtype = assembly.weights_bytes, assembly.kv_dtype
-    logger.info("%s", describe_memory(weights_bytes, size, settings, config, kv_dtype, steps))
+    logger.info("%s", describe_memory(weights_bytes, size, settings, spec, kv_dtype, steps))
     pool_bytes = size.adapters.num_pages * size.adapters.page_bytes
     kv_bytes = size.kv.num_blocks * block_bytes(
-        config.num_layers, attention_shape(config, settings.block_size), kv_dtype
+        attention_shapes(spec, settings.block_size), kv_dtype
     )
     with out_of_memory_is(lambda: assembly.advice.pools(free, kv_bytes, pool_bytes)):
         return assembly.parts(size, host_adapters, vocabulary, steps)
@@ -129,8 +129,8 @@ def start_runner(parts: RunnerParts, settings: RunnerSettings) -> ModelRunner:
     runner, accelerator = ModelRunner(parts), parts.accelerator
     if accelerator is None:
         return runner
-    config = parts.decoder.config
-    advice = MemoryAdvice(settings, config, choose_dtype(settings, config))
+    spec = parts.decoder.spec
+    advice = MemoryAdvice(settings, spec, choose_dtype(settings, spec))
     before = settled_memory(accelerator)
     room = None if before is None else before.free
     with out_of_memory_is(lambda: advice.graphs(room)):
@@ -154,21 +154,21 @@ def _as_measured(capacity: Capacity, before: DeviceMemory, after: DeviceMemory) 
     )
 
 
-def _check_room(settings: RunnerSettings, config: DecoderConfig, free: int | None) -> None:
+def _check_room(settings: RunnerSettings, spec: ModelSpec, free: int | None) -> None:
     """What cannot fit fails before the work. What steps take is not known yet.
 
     free: bytes of a device with a memory of its own.
     """
-    dtype = choose_dtype(settings, config)
+    dtype = choose_dtype(settings, spec)
     sizes = functools.partial(
-        size_memory, settings, config, dtype=dtype, kv_dtype=choose_kv_dtype(settings, dtype)
+        size_memory, settings, spec, dtype=dtype, kv_dtype=choose_kv_dtype(settings, dtype)
     )
-    expected = weights_size(config, dtype, settings.quantization)
+    expected = weights_size(spec, dtype, settings.quantization)
     if free is None:
         sizes(weights_bytes=expected)
         return
     if free <= expected:
-        raise MemoryAdvice(settings, config, dtype).weights(free)
+        raise MemoryAdvice(settings, spec, dtype).weights(free)
     sizes(weights_bytes=expected, free_bytes=free - expected)
 
 

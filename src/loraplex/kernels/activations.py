@@ -1,6 +1,7 @@
-"""The functions between the two products of an MLP without a gate. Free of torch."""
+"""Activation functions of feed-forward layers. Free of torch."""
 
 import enum
+from typing import Final
 
 
 class Activation(enum.StrEnum):
@@ -9,3 +10,12 @@ class Activation(enum.StrEnum):
     GELU_TANH = "gelu_tanh"
     """x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2: the same article's approximation."""
     RELU = "relu"
+    SILU = "silu"
+    """x sigmoid(x)."""
+
+
+UNGATED: Final = (Activation.GELU, Activation.GELU_TANH, Activation.RELU)
+"""Activations that every backend applies alone (`Kernels.activate`)."""
+
+GATES: Final = (Activation.SILU,)
+"""Activations that every backend multiplies by a second projection (`Kernels.gate`)."""

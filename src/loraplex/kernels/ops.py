@@ -151,8 +151,14 @@ class Kernels(Protocol):
         """x [T, in] -> [T, out], x weight^T + bias."""
         ...
 
-    def linear_apart(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
-        """As `linear`, from any one other thread, beside the ops of the first; slower."""
+    def linear_apart(
+        self, x: torch.Tensor, packed: PackedLinear, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Compute `linear` in another thread than the other ops; slower.
+
+        x [T, in] float32 is rounded to dtype, the model's, if the backend needs it; the result has
+        the type that was computed in.
+        """
         ...
 
     def squared_row_norms(self, packed: PackedLinear) -> torch.Tensor:
@@ -198,12 +204,12 @@ class Kernels(Protocol):
         """
         ...
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """[T, 2 N] -> [T, N]: silu(first half) * second half."""
+    def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """[T, 2 N] -> [T, N]: activation(first half) * second half; one of GATES."""
         ...
 
     def activate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
-        """[T, N] -> [T, N]: the activation of each element."""
+        """[T, N] -> [T, N]: the activation of each element, one of UNGATED."""
         ...
 
     def add_lora(

@@ -42,6 +42,7 @@ _ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.GELU: functional.gelu,
     Activation.GELU_TANH: functools.partial(functional.gelu, approximate="tanh"),
     Activation.RELU: functional.relu,
+    Activation.SILU: functional.silu,
 }
 
 
@@ -100,8 +101,10 @@ class ReferenceKernels:
         tiles = [functional.linear(tile, packed.weight, packed.bias) for tile in fixed_tiles(x)]
         return torch.cat(tiles)[: len(x)]
 
-    def linear_apart(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
-        return self.linear(x, packed)
+    def linear_apart(
+        self, x: torch.Tensor, packed: PackedLinear, dtype: torch.dtype
+    ) -> torch.Tensor:
+        return self.linear(x.to(dtype), packed)
 
     def squared_row_norms(self, packed: PackedLinear) -> torch.Tensor:
         assert isinstance(packed, _Linear)
@@ -144,11 +147,10 @@ class ReferenceKernels:
         for heads in (query, key):
             _rotate(heads, cos.unsqueeze(1), sin.unsqueeze(1))
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        if self._is_host:
-            return functional.silu(gate.double()).to(gate.dtype) * up
-        return functional.silu(gate) * up
+        wide = gate.double() if self._is_host else gate
+        return _ACTIVATIONS[activation](wide).to(gate.dtype) * up
 
     def activate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
         wide = x.double() if self._is_host else x.float()

@@ -74,12 +74,12 @@ def _slots_per_page(usual_layers: Sequence[int], largest_target: int) -> int:
 
 
 def layer_targets(
-    num_layers: int, modules: Mapping[str, tuple[int, int]], rank: int = 1
+    layers: Sequence[Mapping[str, tuple[int, int]]], rank: int = 1
 ) -> list[LoraTarget]:
-    """Every linear layer of a model. modules: (in_features, out_features) by name."""
+    """Return every linear layer of a model. layers: each one's (in_features, out_features)."""
     return [
         LoraTarget(layer, module, rank, in_features, out_features)
-        for layer in range(num_layers)
+        for layer, modules in enumerate(layers)
         for module, (in_features, out_features) in modules.items()
     ]
 

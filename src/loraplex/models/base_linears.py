@@ -11,9 +11,8 @@ import torch
 
 from loraplex.core.adapter import LM_HEAD, OUTSIDE_LAYERS
 from loraplex.kernels.ops import Kernels, PackedLinear
-from loraplex.models.config import DecoderConfig
-from loraplex.models.layer_linears import layer_linears
 from loraplex.models.parameters import DecoderParameters
+from loraplex.models.spec import ModelSpec
 
 
 class _Place(NamedTuple):
@@ -30,10 +29,9 @@ class BaseLinears:
     """By (layer, module). Row norms are worked out when they are first asked for, then kept."""
 
     def __init__(self, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> None:
-        """dtype: of the activations."""
+        """dtype: of the model's activations."""
         self._kernels = kernels
-        # A CPU's panels take float32 whatever they hold; others take the activations' type only.
-        self._dtype = torch.float32 if kernels.packed_layout.startswith("panels") else dtype
+        self._dtype = dtype
         self._device = device
         self._places: dict[tuple[int, str], _Place] = {}
         self._norms: dict[int, torch.Tensor] = {}
@@ -56,8 +54,8 @@ class BaseLinears:
     def project(self, layer: int, module: str, x: torch.Tensor) -> torch.Tensor:
         """x [n, in] -> [n, out] float64: x W^T without the bias."""
         place = self._places[layer, module]
-        inputs = x.to(self._device, self._dtype).contiguous()
-        y = self._kernels.linear_apart(inputs, place.packed)
+        inputs = x.to(self._device, torch.float32).contiguous()
+        y = self._kernels.linear_apart(inputs, place.packed, self._dtype)
         return y[:, place.outputs].double() - self.bias(layer, module)
 
     def squared_row_norms(self, layer: int, module: str) -> torch.Tensor:
@@ -69,17 +67,12 @@ class BaseLinears:
         return self._norms[key][place.outputs]
 
 
-def base_linears(
-    config: DecoderConfig, parameters: DecoderParameters, kernels: Kernels
-) -> BaseLinears:
-    """Of a decoder with these parameters, packed by these kernels."""
+def base_linears(spec: ModelSpec, parameters: DecoderParameters, kernels: Kernels) -> BaseLinears:
+    """Return the linear layers of a decoder with these parameters, packed by these kernels."""
     embedding = parameters.embedding
     linears = BaseLinears(kernels, embedding.dtype, embedding.device)
-    groups = layer_linears(config)
-    for index, layer in enumerate(parameters.layers):
-        linears.add(index, layer.qkv, groups.qkv.outputs)
-        linears.add(index, layer.o, groups.o.outputs)
-        linears.add(index, layer.up, groups.up.outputs)
-        linears.add(index, layer.down, groups.down.outputs)
-    linears.add(OUTSIDE_LAYERS, parameters.lm_head, {LM_HEAD: config.vocab_size})
+    for index, (layer, packed) in enumerate(zip(spec.layers, parameters.layers, strict=True)):
+        for name, group in layer.linears.items():
+            linears.add(index, packed.linears[name], group.outputs)
+    linears.add(OUTSIDE_LAYERS, parameters.lm_head, {LM_HEAD: spec.vocab_size})
     return linears

@@ -1,6 +1,7 @@
 """The whole decoder: token ids in, logits out. All that a step needs is an argument."""
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -8,44 +9,61 @@ from loraplex.core.adapter import LM_HEAD, OUTSIDE_LAYERS
 from loraplex.kernels.adapter_parts import add_vectors, embed, replace_logits
 from loraplex.kernels.lora import batch_of_rows, head_blocks
 from loraplex.kernels.ops import AttentionPlan, Kernels, KVStorage
-from loraplex.models.attention import Angles, Attention, attention_shape
+from loraplex.models.attention import Angles, Attention, AttentionKind, attention_kind
 from loraplex.models.base_linears import BaseLinears, base_linears
 from loraplex.models.batch import ForwardBatch
-from loraplex.models.config import DecoderConfig
-from loraplex.models.mlp import make_mlp
-from loraplex.models.norm import make_norm
+from loraplex.models.feed_forward import FeedForward
+from loraplex.models.norm import HiddenState, make_norm
 from loraplex.models.parameters import DecoderParameters, LayerParameters
 from loraplex.models.rope import RotaryTable
+from loraplex.models.spec import LayerSpec, ModelSpec, NormPlace, RopeConfig
 
 _MAX_REPEATED_TOKENS = 256
 """Beyond that, what it costs to call the ops is little beside what they compute."""
 
 
+class StepLayout(NamedTuple):
+    """What the layers of one step share."""
+
+    angles: Mapping[RopeConfig, Angles]
+    plans: Mapping[AttentionKind, AttentionPlan]
+
+
 class DecoderLayer:
+    """One layer of a decoder, and the owner of its residual."""
+
     def __init__(
-        self, config: DecoderConfig, layer: int, parameters: LayerParameters, kernels: Kernels
+        self,
+        spec: LayerSpec,
+        layer: int,
+        parameters: LayerParameters,
+        kernels: Kernels,
+        block_size: int,
     ) -> None:
-        norm = parameters.post_attention_norm
-        self._post_attention_norm = make_norm(norm, config.norm_eps, kernels)
-        self._attention = Attention(config, layer, parameters, kernels)
-        self._mlp = make_mlp(config, layer, parameters, kernels)
+        self._rope = spec.attention.rope
+        self._kind = attention_kind(spec.attention, block_size)
+        norms = {
+            place: make_norm(norm, parameters.norms[place], kernels)
+            for place, norm in spec.norms.items()
+        }
+        self._attention_norm = norms[NormPlace.BEFORE_ATTENTION]
+        self._attention = Attention(spec, layer, parameters, kernels)
+        self._feed_forward_norm = norms[NormPlace.BEFORE_FEED_FORWARD]
+        self._feed_forward = FeedForward(spec, layer, parameters, kernels)
+
+    @property
+    def kind(self) -> AttentionKind:
+        return self._kind
 
     def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        batch: ForwardBatch,
-        angles: Angles | None,
-        storage: KVStorage,
-        plan: AttentionPlan,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(output, residual), each [T, hidden]: their sum is what the next layer sees.
-
-        x is the normed residual, the one that is given.
-        """
-        x = self._attention.forward(x, batch, angles, storage, plan)
-        x, residual = self._post_attention_norm.add(x, residual)
-        return self._mlp.forward(x, batch.lora), residual
+        self, state: HiddenState, batch: ForwardBatch, layout: StepLayout, storage: KVStorage
+    ) -> HiddenState:
+        """Return the state that the next layer reads."""
+        angles = None if self._rope is None else layout.angles[self._rope]
+        x, residual = self._attention_norm.read(state)
+        update = self._attention.forward(x, batch, angles, storage, layout.plans[self._kind])
+        x, residual = self._feed_forward_norm.read(HiddenState(residual, update))
+        return HiddenState(residual, self._feed_forward.forward(x, batch.lora))
 
 
 class Decoder:
@@ -53,32 +71,32 @@ class Decoder:
 
     def __init__(
         self,
-        config: DecoderConfig,
+        spec: ModelSpec,
         parameters: DecoderParameters,
-        rotary: RotaryTable | None,
+        rotary: Mapping[RopeConfig, RotaryTable],
         kernels: Kernels,
         *,
         block_size: int,
     ) -> None:
-        """The parameters must be packed by these kernels. block_size: of the KV storage that
-        `forward` will be given. rotary: None where positions are learned.
+        """parameters: packed by these kernels. rotary: a table for each RopeConfig of the layers.
+
+        block_size: of the KV storage that `forward` will get.
         """
-        self.config = config
+        self.spec = spec
         self._kernels = kernels
         self._rotary = rotary
-        self._attention_shape = attention_shape(config, block_size)
         self._embedding = parameters.embedding
         self._positions = parameters.positions
         self._layers = [
-            DecoderLayer(config, index, layer, kernels)
-            for index, layer in enumerate(parameters.layers)
+            DecoderLayer(layer, index, packed, kernels, block_size)
+            for index, (layer, packed) in enumerate(
+                zip(spec.layers, parameters.layers, strict=True)
+            )
         ]
-        norms = [*(layer.input_norm for layer in parameters.layers), parameters.final_norm]
-        self._first_norm, *self._next_norms = (
-            make_norm(norm, config.norm_eps, kernels) for norm in norms
-        )
+        self._kinds = tuple(dict.fromkeys(layer.kind for layer in self._layers))
+        self._final_norm = make_norm(spec.final_norm, parameters.final_norm, kernels)
         self._lm_head = parameters.lm_head
-        self.base_linears: BaseLinears = base_linears(config, parameters, kernels)
+        self.base_linears: BaseLinears = base_linears(spec, parameters, kernels)
         """The linear layers as adapters see them."""
 
     def forward(self, batch: ForwardBatch, kv: Sequence[KVStorage]) -> torch.Tensor:
@@ -103,43 +121,36 @@ class Decoder:
         self,
         batch: ForwardBatch,
         kv: Sequence[KVStorage],
-        plans: Mapping[int | None, AttentionPlan],
+        plans: Mapping[AttentionKind, AttentionPlan],
     ) -> torch.Tensor:
-        """[T, hidden], after the final norm."""
-        angles = self._angles(batch)
-        x, residual = self._embed(batch)
-        layers = zip(self._layers, kv, self.config.layer_windows, self._next_norms, strict=True)
-        for index, (layer, storage, window, next_norm) in enumerate(layers):
+        """Return the output of the final norm [T, hidden]."""
+        layout = StepLayout(self._angles(batch), plans)
+        state = self._embed(batch)
+        for index, (layer, storage) in enumerate(zip(self._layers, kv, strict=True)):
             _wait_for(index, batch)
-            x, residual = layer.forward(x, residual, batch, angles, storage, plans[window])
-            x, residual = next_norm.add(x, residual)
-        return x
+            state = layer.forward(state, batch, layout, storage)
+        normed, _ = self._final_norm.read(state)
+        return normed
 
-    def _angles(self, batch: ForwardBatch) -> Angles | None:
-        if self._rotary is None:
-            return None
+    def _angles(self, batch: ForwardBatch) -> dict[RopeConfig, Angles]:
         take = self._kernels.take_rows
-        return take(self._rotary.cos, batch.positions), take(self._rotary.sin, batch.positions)
+        return {
+            rope: (take(table.cos, batch.positions), take(table.sin, batch.positions))
+            for rope, table in self._rotary.items()
+        }
 
-    def _embed(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """(input of the first layer, residual), each [T, hidden]."""
+    def _embed(self, batch: ForwardBatch) -> HiddenState:
+        """Return the state that the first layer reads."""
         embedded = self._kernels.take_rows(self._embedding, batch.token_ids)
         _wait_for(OUTSIDE_LAYERS, batch)
         if batch.lora is not None and batch.lora.parts:
             embed(embedded, batch.token_ids, batch.lora.parts)
         if self._positions is None:
-            return self._first_norm.apply(embedded), embedded
-        positions = self._kernels.take_rows(self._positions, batch.positions)
-        return self._first_norm.add(positions, embedded)
+            return HiddenState(embedded, None)
+        return HiddenState(embedded, self._kernels.take_rows(self._positions, batch.positions))
 
-    def _plan(self, batch: ForwardBatch) -> dict[int | None, AttentionPlan]:
-        """One attention plan per kind of layer."""
-        return {
-            window: self._kernels.plan_attention(
-                batch.rows, self._attention_shape, window, self.config.num_sink_tokens
-            )
-            for window in dict.fromkeys(self.config.layer_windows)
-        }
+    def _plan(self, batch: ForwardBatch) -> dict[AttentionKind, AttentionPlan]:
+        return {kind: self._kernels.plan_attention(batch.rows, *kind) for kind in self._kinds}
 
     def _logits(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """x [T, hidden], normed -> [S, vocab_size]."""

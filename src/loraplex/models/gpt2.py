@@ -7,10 +7,20 @@ from typing import Final
 
 from loraplex.core.errors import ConfigError, UnsupportedModelError
 from loraplex.models.activations import ACTIVATIONS
-from loraplex.models.config import DecoderConfig
 from loraplex.models.config_fields import ConfigFields
-from loraplex.models.decoder_config import check_heads, read_dtype, refuse_fields
 from loraplex.models.decoder_names import DecoderNames
+from loraplex.models.family_config import check_heads, pre_norm_layer, read_dtype, refuse_fields
+from loraplex.models.spec import (
+    DOWN,
+    OUTPUT,
+    QKV,
+    UP,
+    AttentionSpec,
+    FeedForwardSpec,
+    ModelSpec,
+    NormKind,
+    NormSpec,
+)
 
 ARCHITECTURE = "GPT2LMHeadModel"
 
@@ -40,7 +50,7 @@ _NEEDED = {
 """What other values change is not served."""
 
 
-def read_config(fields: ConfigFields) -> DecoderConfig:
+def read_config(fields: ConfigFields) -> ModelSpec:
     """Absent fields have the values of the first GPT-2, but for the sizes."""
     refuse_fields(fields)
     for name, needed in _NEEDED.items():
@@ -55,27 +65,40 @@ def read_config(fields: ConfigFields) -> DecoderConfig:
         )
     head_dim = hidden_size // num_heads
     check_heads(fields, num_heads, num_heads, head_dim)
-    num_layers = fields.integer("n_layer")
-    return DecoderConfig(
+    attention = AttentionSpec(
+        num_heads=num_heads, num_kv_heads=num_heads, head_dim=head_dim, rope=None
+    )
+    activation = _read_activation(fields)
+    feed_forward = FeedForwardSpec(
+        inner_size=fields.integer("n_inner", 4 * hidden_size),
+        activation=ACTIVATIONS[activation],
+        is_gated=False,
+    )
+    max_positions = fields.integer("n_positions", 1024)
+    norm = (NormKind.LAYER, fields.number("layer_norm_epsilon", 1e-5))
+    return ModelSpec(
         architecture=ARCHITECTURE,
         hidden_size=hidden_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=head_dim,
-        intermediate_size=fields.integer("n_inner", 4 * hidden_size),
         vocab_size=fields.integer("vocab_size"),
-        max_position_embeddings=fields.integer("n_positions", 1024),
-        norm_eps=fields.number("layer_norm_epsilon", 1e-5),
-        norm_bias=True,
-        rope=None,
-        layer_windows=(None,) * num_layers,
-        qkv_bias=True,
-        o_bias=True,
-        mlp_bias=True,
-        tie_word_embeddings=fields.boolean("tie_word_embeddings", True),
-        hidden_act=_read_activation(fields),
+        layers=tuple(
+            pre_norm_layer(
+                NAMES,
+                index,
+                hidden_size,
+                attention,
+                feed_forward,
+                norm=norm,
+                biased=(QKV, OUTPUT, UP, DOWN),
+            )
+            for index in range(fields.integer("n_layer"))
+        ),
+        final_norm=NormSpec(NAMES.root + NAMES.final_norm, hidden_size, norm[1], norm[0]),
         names=NAMES,
+        max_position_embeddings=max_positions,
+        default_max_model_len=max_positions,
+        hidden_act=activation,
+        has_position_table=True,
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", True),
         eos_token_ids=fields.integers("eos_token_id"),
         bos_token_id=fields.optional_integer("bos_token_id"),
         pad_token_id=fields.optional_integer("pad_token_id"),

@@ -1,10 +1,10 @@
-"""A group of linear layers as a decoder layer runs it: the base's product, and the adapters'."""
+"""Groups of linear layers as a decoder layer runs them: the base's product, then LoRA."""
 
 import torch
 
 from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.ops import Kernels, PackedLinear
-from loraplex.models.layer_linears import LinearGroup
+from loraplex.models.spec import LinearGroup
 
 
 class Linear:

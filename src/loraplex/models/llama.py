@@ -1,20 +1,22 @@
-"""Llama 1 to 3 and what shares their form: biases are optional, every layer sees all before it."""
+"""Llama 1 to 3 and models of the same form: optional biases, full attention in every layer."""
 
-from loraplex.models.config import DecoderConfig
 from loraplex.models.config_fields import ConfigFields
-from loraplex.models.decoder_config import FamilyTraits, read_decoder
+from loraplex.models.family_config import LlamaTraits, read_llama_like
+from loraplex.models.spec import DOWN, OUTPUT, QKV, UP, ModelSpec
 
 ARCHITECTURE = "LlamaForCausalLM"
 
 
-def read_config(fields: ConfigFields) -> DecoderConfig:
-    """`attention_bias` means the output projection, too."""
-    attention_bias = fields.boolean("attention_bias", False)
-    traits = FamilyTraits(
+def read_config(fields: ConfigFields) -> ModelSpec:
+    """Read a config.json; `attention_bias` includes the output projection."""
+    biased: tuple[str, ...] = ()
+    if fields.boolean("attention_bias", False):
+        biased += (QKV, OUTPUT)
+    if fields.boolean("mlp_bias", False):
+        biased += (UP, DOWN)
+    traits = LlamaTraits(
         layer_windows=(None,) * fields.integer("num_hidden_layers"),
         default_max_position_embeddings=2048,
-        qkv_bias=attention_bias,
-        o_bias=attention_bias,
-        mlp_bias=fields.boolean("mlp_bias", False),
+        biased=biased,
     )
-    return read_decoder(fields, ARCHITECTURE, traits)
+    return read_llama_like(fields, ARCHITECTURE, traits)

@@ -1,44 +1,55 @@
-"""The two norms of decoders, each with the addition that comes before it."""
+"""Norms of decoders, each fused with the addition to the residual that precedes it."""
 
 import dataclasses
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from loraplex.kernels.ops import Kernels
 from loraplex.models.parameters import NormParameters
+from loraplex.models.spec import NormKind, NormSpec
+
+
+class HiddenState(NamedTuple):
+    """Hidden state between the parts of a decoder: residual + update.
+
+    The addition is left to the norm that reads the state, because one kernel does both.
+    """
+
+    residual: torch.Tensor  # [T, hidden]
+    update: torch.Tensor | None  # [T, hidden]; None: the residual is the whole state
 
 
 class Norm(Protocol):
-    def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, N] -> [T, N]."""
-        ...
-
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm of x + residual, x + residual), each [T, N]."""
+    def read(self, state: HiddenState) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (norm of the state, the state in one tensor), each [T, N]."""
         ...
 
 
-def make_norm(parameters: NormParameters, eps: float, kernels: Kernels) -> Norm:
-    """A layer norm is one that has a bias."""
-    if parameters.bias is None:
-        return RmsNorm(parameters.weight, eps, kernels)
-    return LayerNorm(parameters.weight, parameters.bias, eps, kernels)
+def make_norm(norm: NormSpec, parameters: NormParameters, kernels: Kernels) -> Norm:
+    if norm.kind is NormKind.RMS:
+        return RmsNorm(parameters.weight, norm.eps, kernels)
+    assert parameters.bias is not None
+    return LayerNorm(parameters.weight, parameters.bias, norm.eps, kernels)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class RmsNorm:
-    """Implements `Norm`; x may be [T, H, N], too."""
+    """Implements `Norm`."""
 
     weight: torch.Tensor
     eps: float
     kernels: Kernels
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, N] or [T, H, N] -> the same shape."""
         return self.kernels.rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.kernels.add_rms_norm(x, residual, self.weight, self.eps)
+    def read(self, state: HiddenState) -> tuple[torch.Tensor, torch.Tensor]:
+        residual, update = state
+        if update is None:
+            return self.apply(residual), residual
+        return self.kernels.add_rms_norm(update, residual, self.weight, self.eps)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -50,8 +61,8 @@ class LayerNorm:
     eps: float
     kernels: Kernels
 
-    def apply(self, x: torch.Tensor) -> torch.Tensor:
-        return self.kernels.layer_norm(x, self.weight, self.bias, self.eps)
-
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.kernels.add_layer_norm(x, residual, self.weight, self.bias, self.eps)
+    def read(self, state: HiddenState) -> tuple[torch.Tensor, torch.Tensor]:
+        residual, update = state
+        if update is None:
+            return self.kernels.layer_norm(residual, self.weight, self.bias, self.eps), residual
+        return self.kernels.add_layer_norm(update, residual, self.weight, self.bias, self.eps)

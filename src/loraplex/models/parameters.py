@@ -1,4 +1,4 @@
-"""The weights of a decoder: what its layers hold, and of which checkpoint tensors it is made."""
+"""Weights of a decoder: its tensors, and the checkpoint tensors that they are made of."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,8 +7,7 @@ from typing import Protocol
 import torch
 
 from loraplex.kernels.ops import PackedLinear
-from loraplex.models.config import DecoderConfig
-from loraplex.models.layer_linears import LinearGroup, layer_linears
+from loraplex.models.spec import LayerSpec, LinearGroup, ModelSpec, NormKind, NormPlace, NormSpec
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -19,12 +18,8 @@ class NormParameters:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class LayerParameters:
-    input_norm: NormParameters
-    post_attention_norm: NormParameters
-    qkv: PackedLinear  # out: q_size + 2 * kv_size
-    o: PackedLinear
-    up: PackedLinear  # out: intermediate_size, after as many of a gate if there is one
-    down: PackedLinear
+    norms: Mapping[NormPlace, NormParameters]
+    linears: Mapping[str, PackedLinear]  # by the names of LayerSpec.linears
     q_norm: NormParameters | None  # [head_dim]
     k_norm: NormParameters | None  # [head_dim]
 
@@ -40,7 +35,7 @@ class DecoderParameters:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LinearPlace:
-    """A linear layer as a decoder uses it: the checkpoint's layers whose outputs lie side by side.
+    """Linear layer of a decoder: layers of the checkpoint whose outputs lie side by side.
 
     Each of them is a tensor `<part>.weight` [out, in], if it is transposed [in, out], and, with
     has_bias, `<part>.bias` [out].
@@ -55,7 +50,7 @@ class LinearPlace:
 
     @property
     def name(self) -> str:
-        """For people: the parts' common prefix, then their own names, joined."""
+        """Name for messages: the parts' common prefix, then their own names, joined."""
         prefixes, names = zip(*(part.rpartition(".")[::2] for part in self.parts), strict=True)
         return f"{prefixes[0]}.{'+'.join(names)}" if prefixes[0] else "+".join(names)
 
@@ -65,90 +60,81 @@ class LinearPlace:
         return sum(self.parts.values()), self.in_features
 
     def stored_shape(self, part: str) -> tuple[int, int]:
-        """Of the part's weight in the checkpoint."""
+        """Shape of the part's weight in the checkpoint."""
         size = self.parts[part]
         return (self.in_features, size) if self.is_transposed else (size, self.in_features)
 
 
 class ParameterSource(Protocol):
-    """Where a decoder's weights come from: a checkpoint, or an earlier reading of one."""
+    """Origin of a decoder's weights: a checkpoint, or an earlier reading of one."""
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The checkpoint's tensor of that name, in the decoder's dtype, on its device."""
+        """Return the checkpoint's tensor, in the decoder's dtype, on its device."""
         ...
 
     def linear(self, place: LinearPlace) -> PackedLinear: ...
 
 
-def build_parameters(config: DecoderConfig, source: ParameterSource) -> DecoderParameters:
-    """Ask the source for every weight once, in the order of use."""
-    names, vocab, hidden = config.names, config.vocab_size, config.hidden_size
+def build_parameters(spec: ModelSpec, source: ParameterSource) -> DecoderParameters:
+    """Request every weight from the source once.
+
+    The order is part of the format of packed weights (execution.weights.packing), which have no
+    names.
+    """
+    names, vocab, hidden = spec.names, spec.vocab_size, spec.hidden_size
     embedding = names.root + names.embedding
-    lm_head = embedding if config.tie_word_embeddings else names.lm_head
+    lm_head = embedding if spec.tie_word_embeddings else names.lm_head
     return DecoderParameters(
         embedding=source.tensor(f"{embedding}.weight", (vocab, hidden)),
-        positions=_build_positions(config, source),
-        layers=tuple(_build_layer(config, index, source) for index in range(config.num_layers)),
-        final_norm=_build_norm(source, names.root + names.final_norm, hidden, config.norm_bias),
+        positions=_build_positions(spec, source),
+        layers=tuple(_build_layer(spec, layer, source) for layer in spec.layers),
+        final_norm=_build_norm(spec.final_norm, source),
         lm_head=source.linear(LinearPlace({lm_head: vocab}, hidden, is_lm_head=True)),
     )
 
 
-def _build_positions(config: DecoderConfig, source: ParameterSource) -> torch.Tensor | None:
-    if config.rope is not None:
+def _build_positions(spec: ModelSpec, source: ParameterSource) -> torch.Tensor | None:
+    if not spec.has_position_table:
         return None
-    name = f"{config.names.root}{config.names.positions}.weight"
-    return source.tensor(name, (config.max_position_embeddings, config.hidden_size))
+    name = f"{spec.names.root}{spec.names.positions}.weight"
+    return source.tensor(name, (spec.max_position_embeddings, spec.hidden_size))
 
 
-def _build_layer(config: DecoderConfig, index: int, source: ParameterSource) -> LayerParameters:
-    names, prefix = config.names, config.names.layer(index)
-    linears = layer_linears(config)
-
-    def norm(name: str) -> NormParameters:
-        return _build_norm(source, prefix + name, config.hidden_size, config.norm_bias)
-
-    def head_norm(name: str) -> NormParameters | None:
-        if not config.qk_norm:
-            return None
-        return _build_norm(source, prefix + name, config.head_dim, has_bias=False)
-
+def _build_layer(spec: ModelSpec, layer: LayerSpec, source: ParameterSource) -> LayerParameters:
     def linear(group: LinearGroup) -> PackedLinear:
-        paths = (prefix + path for path in group.paths)
         place = LinearPlace(
-            dict(zip(paths, group.outputs.values(), strict=True)),
+            dict(zip(group.paths, group.outputs.values(), strict=True)),
             group.in_features,
             group.has_bias,
-            is_transposed=names.has_transposed_weights,
+            is_transposed=spec.names.has_transposed_weights,
         )
         return source.linear(place)
 
+    attention = layer.attention
     return LayerParameters(
-        input_norm=norm(names.input_norm),
-        post_attention_norm=norm(names.post_attention_norm),
-        qkv=linear(linears.qkv),
-        o=linear(linears.o),
-        up=linear(linears.up),
-        down=linear(linears.down),
-        q_norm=head_norm(names.q_norm),
-        k_norm=head_norm(names.k_norm),
+        norms={place: _build_norm(norm, source) for place, norm in layer.norms.items()},
+        linears={name: linear(group) for name, group in layer.linears.items()},
+        q_norm=None if attention.q_norm is None else _build_norm(attention.q_norm, source),
+        k_norm=None if attention.k_norm is None else _build_norm(attention.k_norm, source),
     )
 
 
-def _build_norm(source: ParameterSource, name: str, size: int, has_bias: bool) -> NormParameters:
-    weight = source.tensor(f"{name}.weight", (size,))
-    return NormParameters(weight, source.tensor(f"{name}.bias", (size,)) if has_bias else None)
+def _build_norm(norm: NormSpec, source: ParameterSource) -> NormParameters:
+    weight = source.tensor(f"{norm.path}.weight", (norm.size,))
+    if norm.kind is NormKind.RMS:
+        return NormParameters(weight)
+    return NormParameters(weight, source.tensor(f"{norm.path}.bias", (norm.size,)))
 
 
-def checkpoint_shapes(config: DecoderConfig) -> Mapping[str, tuple[int, ...]]:
-    """Every tensor that a Hugging Face checkpoint must hold. A tied lm_head is none."""
+def checkpoint_shapes(spec: ModelSpec) -> Mapping[str, tuple[int, ...]]:
+    """Return every tensor that a Hugging Face checkpoint must hold. A tied lm_head is none."""
     shapes = _Shapes()
-    build_parameters(config, shapes)
+    build_parameters(spec, shapes)
     return shapes.by_name
 
 
 class _Shapes:
-    """A source that gives nothing and notes what it was asked for."""
+    """Source that records the requests for tensors and returns none."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, tuple[int, ...]] = {}

@@ -1,4 +1,4 @@
-"""Which architectures are served, and how a model folder becomes a DecoderConfig. Free of torch."""
+"""Which architectures are served, and how a model folder becomes a ModelSpec. Free of torch."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -8,11 +8,11 @@ from typing import Final
 
 from loraplex.core.errors import ConfigError, UnsupportedModelError
 from loraplex.models import gpt2, llama, mistral, qwen2, qwen3
-from loraplex.models.config import DecoderConfig
 from loraplex.models.config_fields import ConfigFields, read_fields
 from loraplex.models.engine_folder import model_fields
+from loraplex.models.spec import ModelSpec
 
-ReadConfig = Callable[[ConfigFields], DecoderConfig]
+ReadConfig = Callable[[ConfigFields], ModelSpec]
 
 ARCHITECTURES: Final[Mapping[str, ReadConfig]] = MappingProxyType(
     {
@@ -25,7 +25,7 @@ ARCHITECTURES: Final[Mapping[str, ReadConfig]] = MappingProxyType(
 )
 
 
-def read_config(folder: Path) -> DecoderConfig:
+def read_config(folder: Path) -> ModelSpec:
     """Read config.json, and the end tokens of generation_config.json where there is one.
 
     The folder is a Hugging Face one, one of engine_folder, or a checkpoint of TensorRT-LLM.

@@ -17,7 +17,7 @@ import math
 
 import torch
 
-from loraplex.models.config import DecoderConfig, RopeConfig
+from loraplex.models.spec import ModelSpec, RopeConfig
 
 
 class RotaryTable:
@@ -26,24 +26,45 @@ class RotaryTable:
     A table, since a cosine computed anew may differ in its last bit with its place in a batch.
     """
 
-    def __init__(self, config: DecoderConfig, max_model_len: int, device: torch.device) -> None:
-        rope, positions = config.rope, torch.arange(max_model_len, dtype=torch.float32)
-        assert rope is not None, "the model's positions are learned"
+    def __init__(
+        self,
+        rope: RopeConfig,
+        head_dim: int,
+        *,
+        max_position_embeddings: int,
+        max_model_len: int,
+        device: torch.device,
+    ) -> None:
+        positions = torch.arange(max_model_len, dtype=torch.float32)
         if rope.rope_type == "dynamic":
-            frequencies = _dynamic_frequencies(rope, config, positions)
+            frequencies = _dynamic_frequencies(rope, head_dim, max_position_embeddings, positions)
         else:
-            frequencies = inverse_frequencies(rope, config.head_dim, max_model_len)
+            frequencies = inverse_frequencies(rope, head_dim, max_model_len)
         angles = positions.unsqueeze(1) * frequencies
         scale = attention_scale(rope)
         self.cos = (angles.cos() * scale).to(device)
         self.sin = (angles.sin() * scale).to(device)
 
 
-def rotary_table(
-    config: DecoderConfig, max_model_len: int, device: torch.device
-) -> RotaryTable | None:
-    """None for a model whose positions are learned."""
-    return None if config.rope is None else RotaryTable(config, max_model_len, device)
+def rotary_tables(
+    spec: ModelSpec, max_model_len: int, device: torch.device
+) -> dict[RopeConfig, RotaryTable]:
+    """Return a table for each rotary embedding of the layers; none if positions are learned."""
+    head_dims = {
+        layer.attention.rope: layer.attention.head_dim
+        for layer in spec.layers
+        if layer.attention.rope is not None
+    }
+    return {
+        rope: RotaryTable(
+            rope,
+            head_dim,
+            max_position_embeddings=spec.max_position_embeddings,
+            max_model_len=max_model_len,
+            device=device,
+        )
+        for rope, head_dim in head_dims.items()
+    }
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, max_model_len: int) -> torch.Tensor:
@@ -91,10 +112,9 @@ def _plain(theta: float, head_dim: int) -> torch.Tensor:
 
 
 def _dynamic_frequencies(
-    rope: RopeConfig, config: DecoderConfig, positions: torch.Tensor
+    rope: RopeConfig, dim: int, trained: int, positions: torch.Tensor
 ) -> torch.Tensor:
     """NTK-aware scaling [num_positions, head_dim / 2]: the base grows beyond the trained length."""
-    dim, trained = config.head_dim, config.max_position_embeddings
     length = (positions.double() + 1).clamp(min=trained)
     growth = rope.factor * length / trained - (rope.factor - 1)
     base = rope.theta * growth ** (dim / (dim - 2))

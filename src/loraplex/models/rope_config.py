@@ -5,8 +5,8 @@ object, `rope_parameters`.
 """
 
 from loraplex.core.errors import ConfigError, UnsupportedModelError
-from loraplex.models.config import RopeConfig
 from loraplex.models.config_fields import ConfigFields
+from loraplex.models.spec import RopeConfig
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 _DEFAULT_THETA = 10_000.0
@@ -48,6 +48,20 @@ def read_rope(fields: ConfigFields, head_dim: int, max_position_embeddings: int)
     if config.theta <= 0 or config.factor <= 0:
         raise ConfigError(f"{rope.source}: rope_theta and factor must be positive")
     return config
+
+
+def max_rotary_len(rope: RopeConfig, max_position_embeddings: int) -> int:
+    """Return the length that a model with this embedding was made for.
+
+    Llama 3 and longrope checkpoints state the stretched length; the others state the original
+    one and the factor.
+    """
+    if rope.rope_type in ("linear", "dynamic"):
+        return int(max_position_embeddings * rope.factor)
+    if rope.rope_type == "yarn":
+        stretched = int(rope.original_max_position_embeddings * rope.factor)
+        return max(stretched, max_position_embeddings)
+    return max_position_embeddings
 
 
 def _require_one_set(rope: ConfigFields, fields: ConfigFields) -> None:

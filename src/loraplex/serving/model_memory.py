@@ -100,7 +100,7 @@ def memory_of(
     tiers = stats.adapters
     num_blocks = capacity.num_blocks
     free = num_blocks - stats.blocks_held - stats.blocks_cached
-    targets = layer_targets(num_layers, modules)
+    targets = layer_targets([modules] * num_layers)
     return ModelMemory(
         weights_bytes=capacity.weights_bytes,
         workspace_bytes=capacity.workspace_bytes,

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from loraplex.core.errors import InternalError
+from loraplex.kernels.activations import Activation
 from loraplex.kernels.adapter_parts import AdapterParts, OutputVector, PartsUse
 from loraplex.kernels.lora import LoraTable, LoraUse, lora_batch
 from loraplex.kernels.native.backend import NativeKernels
@@ -56,7 +57,7 @@ class Model:
             query, key = wide[:, :HIDDEN].view(-1, 2, 20), wide[:, HIDDEN:].view(-1, 6, 20)
             cos, sin = (kernels.take_rows(self._angles, rows) for rows in (indices, other))
             kernels.rotary(query, key, cos, sin)
-            x = kernels.linear(kernels.silu_mul(wide), self._narrow)
+            x = kernels.linear(kernels.gate(wide, Activation.SILU), self._narrow)
             x, residual = kernels.add_rms_norm(x, residual, self._norm, 1e-5)
         return x
 

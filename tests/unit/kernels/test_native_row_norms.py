@@ -72,11 +72,12 @@ def test_a_linear_of_another_thread_is_not_a_step_s():
     """What is computed apart meanwhile is not recorded, and has the same values."""
     kernels = NativeKernels(load_library(), 2)
     packed = kernels.pack_linear(weight_of(48, 32), torch.ones(48))
+    apart = weight_of(3, 32)
     seen: list[torch.Tensor] = []
 
     def compute() -> torch.Tensor:
         thread = threading.Thread(
-            target=lambda: seen.append(kernels.linear_apart(weight_of(3, 32), packed))
+            target=lambda: seen.append(kernels.linear_apart(apart, packed, apart.dtype))
         )
         thread.start()
         thread.join()

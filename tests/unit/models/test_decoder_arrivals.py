@@ -17,11 +17,10 @@ from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.ops import RowLayout
 from loraplex.kernels.reference import ReferenceKernels
 from loraplex.memory.adapter_pages import layer_targets, page_geometry, place
-from loraplex.models.attention import attention_shape
+from loraplex.models.attention import attention_shapes
 from loraplex.models.batch import ForwardBatch
 from loraplex.models.decoder import Decoder
-from loraplex.models.layer_linears import module_shapes
-from loraplex.models.rope import RotaryTable
+from loraplex.models.rope import rotary_tables
 from support.delayed_accelerator import DelayedAccelerator
 from support.tiny_model import TinyCheckpoint
 
@@ -35,27 +34,27 @@ class Model:
         self.config, kernels = checkpoint.config, ReferenceKernels(CPU)
         form = WeightFormat(dtype=torch.float32, precision=WeightPrecision.NATIVE, device=CPU)
         weights = load_weights(checkpoint.save(), self.config, kernels, form, None)
-        rotary = RotaryTable(self.config, 64, CPU)
+        rotary = rotary_tables(self.config, 64, CPU)
         self.decoder = Decoder(
             self.config, weights.parameters, rotary, kernels, block_size=BLOCK_SIZE
         )
-        shape = attention_shape(self.config, BLOCK_SIZE)
-        self.kv = KVCache(1, NUM_LAYERS, shape, torch.float32, kernels).storages
+        shapes = attention_shapes(self.config, BLOCK_SIZE)
+        self.kv = KVCache(1, shapes, torch.float32, kernels).storages
 
     def bank(self, accelerator: DelayedAccelerator | None) -> AdapterBank:
         """With one adapter, on its way: of rank 2 on every layer but the second."""
-        modules = module_shapes(self.config)
-        geometry = page_geometry(layer_targets(NUM_LAYERS, modules), optimal_rank=1, max_rank=2)
+        layers = self.config.module_shapes
+        geometry = page_geometry(layer_targets(layers), optimal_rank=1, max_rank=2)
         bank = AdapterBank(
             geometry,
             12,
             dtype=torch.float32,
             device=CPU,
             num_layers=NUM_LAYERS,
-            modules=modules,
+            modules=layers[0],
             accelerator=accelerator,
         )
-        host = HostAdapter("digest", tuple(random_weights(layer_targets(NUM_LAYERS, modules, 2))))
+        host = HostAdapter("digest", tuple(random_weights(layer_targets(layers, 2))))
         num_pages = place(host.targets, geometry).num_pages
         assert num_pages >= NUM_LAYERS - 1, "the layers arrive one by one"
         bank.copy(1, bank.prepare(host), list(range(num_pages)))

@@ -12,10 +12,10 @@ from loraplex.core.weight_precision import WeightPrecision
 from loraplex.execution.sizing.kv import wanted_model_len
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.weights.size import weights_size
-from loraplex.models.config import DecoderConfig
-from loraplex.models.layer_linears import biased_modules, layer_linears, module_shapes
+from loraplex.kernels.activations import Activation
 from loraplex.models.parameters import checkpoint_shapes
 from loraplex.models.registry import read_config
+from loraplex.models.spec import QKV, ModelSpec, NormKind
 
 FIELDS = {
     "architectures": ["GPT2LMHeadModel"],
@@ -32,27 +32,33 @@ FIELDS = {
 }
 
 
-def gpt2(folder: Path, **changes: Any) -> DecoderConfig:
+def gpt2(folder: Path, **changes: Any) -> ModelSpec:
     (folder / "config.json").write_text(json.dumps(FIELDS | changes))
     return read_config(folder)
 
 
 def test_every_field(tmp_path: Path) -> None:
     config = gpt2(tmp_path)
-    sizes = (config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim)
+    attention, feed_forward = config.layers[2].attention, config.layers[2].feed_forward
+    sizes = (config.hidden_size, attention.num_heads, attention.num_kv_heads, attention.head_dim)
     assert sizes == (64, 4, 4, 16)
-    assert (config.num_layers, config.intermediate_size, config.vocab_size) == (3, 80, 50)
+    assert (config.num_layers, feed_forward.inner_size, config.vocab_size) == (3, 80, 50)
     assert (config.max_position_embeddings, config.default_max_model_len) == (100, 100)
-    assert (config.norm_eps, config.norm_bias, config.hidden_act) == (1e-6, True, "relu")
-    assert (config.rope, config.layer_windows, config.has_gate) == (None, (None,) * 3, False)
+    assert (config.final_norm.eps, config.hidden_act) == (1e-6, "relu")
+    norms = (config.final_norm, *config.layers[2].norms.values())
+    assert {norm.kind for norm in norms} == {NormKind.LAYER}
+    assert (attention.rope, attention.window, config.has_position_table) == (None, None, True)
+    assert (feed_forward.activation, feed_forward.is_gated) == (Activation.RELU, False)
     assert (config.eos_token_ids, config.tie_word_embeddings) == ((49,), False)
 
 
 def test_what_old_files_leave_out(tmp_path: Path) -> None:
     absent = ("n_inner", "n_positions", "layer_norm_epsilon", "activation_function")
     config = gpt2(tmp_path, **dict.fromkeys((*absent, "tie_word_embeddings")))
-    assert (config.intermediate_size, config.max_position_embeddings) == (256, 1024)
-    assert (config.norm_eps, config.hidden_act) == (1e-5, "gelu_new")
+    feed_forward = config.layers[0].feed_forward
+    assert (feed_forward.inner_size, config.max_position_embeddings) == (256, 1024)
+    assert (config.final_norm.eps, config.hidden_act) == (1e-5, "gelu_new")
+    assert feed_forward.activation is Activation.GELU_TANH
     assert config.tie_word_embeddings
 
 
@@ -89,15 +95,15 @@ def test_what_is_wrong_is_named(tmp_path: Path, changes: dict[str, Any], message
 
 
 def test_modules_are_called_so_that_no_two_are_alike(tmp_path: Path) -> None:
-    config = gpt2(tmp_path)
-    assert module_shapes(config) == {
+    layer = gpt2(tmp_path).layers[0]
+    assert layer.module_shapes == {
         "attn.c_attn": (64, 192),
         "attn.c_proj": (64, 64),
         "mlp.c_fc": (64, 80),
         "mlp.c_proj": (80, 64),
     }
-    assert biased_modules(config) == tuple(module_shapes(config))
-    assert layer_linears(config).qkv.first_outputs == (0,)
+    assert layer.biased_modules == tuple(layer.module_shapes)
+    assert layer.linears[QKV].first_outputs == (0,)
 
 
 def test_the_checkpoint_s_tensors(tmp_path: Path) -> None:

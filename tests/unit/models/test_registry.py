@@ -7,9 +7,17 @@ from typing import Any
 import pytest
 
 from loraplex.core.errors import ConfigError, UnsupportedModelError
-from loraplex.models.config import DecoderConfig, RopeConfig
-from loraplex.models.layer_linears import module_shapes
+from loraplex.kernels.activations import Activation
+from loraplex.models.decoder_names import LLAMA_NAMES
 from loraplex.models.registry import ARCHITECTURES, read_config
+from loraplex.models.spec import (
+    AttentionSpec,
+    FeedForwardSpec,
+    ModelSpec,
+    NormPlace,
+    NormSpec,
+    RopeConfig,
+)
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -27,46 +35,72 @@ LLAMA: dict[str, Any] = {
 }
 
 
-def read(folder: Path, values: dict[str, Any], **changes: Any) -> DecoderConfig:
+def read(folder: Path, values: dict[str, Any], **changes: Any) -> ModelSpec:
     (folder / "config.json").write_text(json.dumps(values | changes))
     return read_config(folder)
 
 
-def llama(folder: Path, **changes: Any) -> DecoderConfig:
+def llama(folder: Path, **changes: Any) -> ModelSpec:
     return read(folder, LLAMA, **changes)
 
 
+def layer_windows(spec: ModelSpec) -> tuple[int | None, ...]:
+    return tuple(layer.attention.window for layer in spec.layers)
+
+
+def biased(spec: ModelSpec) -> list[str]:
+    return [name for name, group in spec.layers[0].linears.items() if group.has_bias]
+
+
 def test_llama(tmp_path: Path) -> None:
-    assert llama(tmp_path) == DecoderConfig(
+    spec = llama(tmp_path)
+    layers = spec.layers
+    assert spec == ModelSpec(
         architecture="LlamaForCausalLM",
         hidden_size=64,
-        num_layers=3,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        intermediate_size=96,
         vocab_size=100,
+        layers=layers,
+        final_norm=NormSpec("model.norm", 64, 1e-5),
+        names=LLAMA_NAMES,
         max_position_embeddings=256,
-        norm_eps=1e-5,
-        rope=RopeConfig(original_max_position_embeddings=256),
-        layer_windows=(None, None, None),
+        default_max_model_len=256,
+        hidden_act="silu",
         eos_token_ids=(2,),
         bos_token_id=1,
         dtype="bfloat16",
     )
+    assert spec.num_layers == 3
+    for layer in layers:
+        assert layer.attention == AttentionSpec(
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=16,
+            rope=RopeConfig(original_max_position_embeddings=256),
+        )
+        assert layer.feed_forward == FeedForwardSpec(
+            inner_size=96, activation=Activation.SILU, is_gated=True
+        )
+    assert layers[2].norms == {
+        NormPlace.BEFORE_ATTENTION: NormSpec("model.layers.2.input_layernorm", 64, 1e-5),
+        NormPlace.BEFORE_FEED_FORWARD: NormSpec(
+            "model.layers.2.post_attention_layernorm", 64, 1e-5
+        ),
+    }
+    assert biased(spec) == []
 
 
 def test_llama_biases(tmp_path: Path) -> None:
-    config = llama(tmp_path, attention_bias=True, mlp_bias=True, head_dim=24)
-    assert (config.qkv_bias, config.o_bias, config.mlp_bias) == (True, True, True)
-    assert (config.q_size, config.kv_size) == (96, 48)
+    spec = llama(tmp_path, attention_bias=True, mlp_bias=True, head_dim=24)
+    assert biased(spec) == ["qkv", "o", "up", "down"]
+    assert (spec.layers[0].attention.q_size, spec.layers[0].attention.kv_size) == (96, 48)
 
 
 def test_absent_and_null_fields_take_the_defaults_of_transformers(tmp_path: Path) -> None:
     config = llama(
         tmp_path, num_key_value_heads=None, max_position_embeddings=None, torch_dtype=None
     )
-    assert (config.num_kv_heads, config.max_position_embeddings) == (4, 2048)
+    assert config.layers[0].attention.num_kv_heads == 4
+    assert config.max_position_embeddings == 2048
     assert config.dtype is None
 
 
@@ -76,8 +110,8 @@ def test_new_name_of_the_dtype(tmp_path: Path) -> None:
 
 def test_mistral_has_one_window(tmp_path: Path) -> None:
     mistral = LLAMA | {"architectures": ["MistralForCausalLM"]}
-    assert read(tmp_path, mistral, sliding_window=32).layer_windows == (32, 32, 32)
-    assert read(tmp_path, mistral, sliding_window=None).layer_windows == (None, None, None)
+    assert layer_windows(read(tmp_path, mistral, sliding_window=32)) == (32, 32, 32)
+    assert layer_windows(read(tmp_path, mistral, sliding_window=None)) == (None, None, None)
     layer_types = ["full_attention", "sliding_attention", "full_attention"]
     with pytest.raises(UnsupportedModelError, match="layer_types"):
         read(tmp_path, mistral, layer_types=layer_types)
@@ -86,13 +120,14 @@ def test_mistral_has_one_window(tmp_path: Path) -> None:
 def test_qwen2_has_biases_and_windows_where_it_says(tmp_path: Path) -> None:
     qwen = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 32}
     config = read(tmp_path, qwen)
-    assert (config.qkv_bias, config.o_bias, config.qk_norm) == (True, False, False)
-    assert config.layer_windows == (None, None, None)
+    assert biased(config) == ["qkv"]
+    assert config.layers[0].attention.q_norm is None
+    assert layer_windows(config) == (None, None, None)
     config = read(tmp_path, qwen, use_sliding_window=True, max_window_layers=2)
-    assert config.layer_windows == (None, None, 32)
+    assert layer_windows(config) == (None, None, 32)
     layer_types = ["sliding_attention", "full_attention", "sliding_attention"]
     config = read(tmp_path, qwen, use_sliding_window=True, layer_types=layer_types)
-    assert config.layer_windows == (32, None, 32)
+    assert layer_windows(config) == (32, None, 32)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +142,10 @@ def test_bad_layer_types(tmp_path: Path, layer_types: list[str], message: str) -
 
 def test_qwen3_has_norms_and_its_own_head_size(tmp_path: Path) -> None:
     config = read(tmp_path, LLAMA, architectures=["Qwen3ForCausalLM"])
-    assert (config.qk_norm, config.qkv_bias, config.head_dim) == (True, False, 128)
+    attention = config.layers[2].attention
+    assert attention.q_norm == NormSpec("model.layers.2.self_attn.q_norm", 128, 1e-5)
+    assert attention.k_norm == NormSpec("model.layers.2.self_attn.k_norm", 128, 1e-5)
+    assert (biased(config), attention.head_dim) == ([], 128)
 
 
 @pytest.mark.parametrize("style", ["old", "new", "older name of the type"])
@@ -122,7 +160,7 @@ def test_rope_in_old_and_new_style(tmp_path: Path, style: str) -> None:
             "rope_scaling": {"type": "llama3", **scaling},
         },
     }
-    assert llama(tmp_path, **changes[style]).rope == RopeConfig(
+    assert llama(tmp_path, **changes[style]).layers[0].attention.rope == RopeConfig(
         rope_type="llama3",
         theta=5e5,
         factor=8.0,
@@ -133,9 +171,9 @@ def test_rope_in_old_and_new_style(tmp_path: Path, style: str) -> None:
 
 
 def test_yarn_derives_an_absent_factor_from_the_lengths(tmp_path: Path) -> None:
-    rope = llama(
-        tmp_path, original_max_position_embeddings=64, rope_scaling={"rope_type": "yarn"}
-    ).rope
+    spec = llama(tmp_path, original_max_position_embeddings=64, rope_scaling={"rope_type": "yarn"})
+    rope = spec.layers[0].attention.rope
+    assert rope is not None
     assert (rope.factor, rope.original_max_position_embeddings) == (4.0, 64)
 
 
@@ -163,7 +201,7 @@ def test_end_tokens_of_generation_config_come_first(tmp_path: Path) -> None:
 
 
 def test_module_shapes_are_in_and_out(tmp_path: Path) -> None:
-    assert module_shapes(llama(tmp_path, head_dim=24)) == {
+    assert llama(tmp_path, head_dim=24).layers[0].module_shapes == {
         "q_proj": (64, 96),
         "k_proj": (64, 48),
         "v_proj": (64, 48),

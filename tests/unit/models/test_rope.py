@@ -9,8 +9,8 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from loraplex.models.config import DecoderConfig, RopeConfig
 from loraplex.models.rope import RotaryTable, attention_scale, inverse_frequencies
+from loraplex.models.spec import RopeConfig
 
 HEAD_DIM = 32
 MAX_POSITIONS = 128
@@ -47,20 +47,13 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 
 
-def decoder_config(rope: RopeConfig) -> DecoderConfig:
-    return DecoderConfig(
-        architecture="LlamaForCausalLM",
-        hidden_size=64,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=HEAD_DIM,
-        intermediate_size=64,
-        vocab_size=10,
+def rotary_table(rope: RopeConfig, max_model_len: int) -> RotaryTable:
+    return RotaryTable(
+        rope,
+        HEAD_DIM,
         max_position_embeddings=MAX_POSITIONS,
-        norm_eps=1e-6,
-        rope=rope,
-        layer_windows=(None,),
+        max_model_len=max_model_len,
+        device=torch.device("cpu"),
     )
 
 
@@ -102,7 +95,7 @@ def test_longrope_of_the_served_length() -> None:
 def test_dynamic_follows_the_length_so_far() -> None:
     """Position p has the angle that transformers gives a sequence of p + 1 tokens."""
     values = {"factor": 3.0}
-    table = RotaryTable(decoder_config(rope_config("dynamic", values)), 300, torch.device("cpu"))
+    table = rotary_table(rope_config("dynamic", values), 300)
     for position in (0, 5, MAX_POSITIONS - 1, MAX_POSITIONS, 299):
         frequencies, _ = ROPE_INIT_FUNCTIONS["dynamic"](
             transformers_config("dynamic", values), torch.device("cpu"), seq_len=position + 1
@@ -114,7 +107,7 @@ def test_dynamic_follows_the_length_so_far() -> None:
 
 def test_table_holds_scaled_cosines_and_sines() -> None:
     rope = rope_config("yarn", ROPES["yarn"])
-    table = RotaryTable(decoder_config(rope), 10, torch.device("cpu"))
+    table = rotary_table(rope, 10)
     cos, sin = table.cos[[9, 0]], table.sin[[9, 0]]
     assert cos.shape == sin.shape == (2, HEAD_DIM // 2)
     scale = 0.1 * math.log(4.0) + 1

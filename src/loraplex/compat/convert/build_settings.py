@@ -14,8 +14,8 @@ from loraplex.compat.convert.adapters import read_peft
 from loraplex.compat.convert.build_flags import BUILD_FLAGS
 from loraplex.compat.convert.flags import Flags, FlagSection, check_values
 from loraplex.core.errors import ConfigError
-from loraplex.models.config import DecoderConfig
 from loraplex.models.config_fields import read_object
+from loraplex.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def with_build_config(flags: Flags) -> Flags:
     return Flags({**found.values, **flags.values}, tuple(rows))
 
 
-def build_config(flags: Flags, config: DecoderConfig) -> dict[str, Any]:
+def build_config(flags: Flags, config: ModelSpec) -> dict[str, Any]:
     """The table of that name. Raises ConfigError for values that do not go together."""
     _check(flags)
     sections = {row.name: row.section for row in BUILD_FLAGS}
@@ -95,7 +95,7 @@ def _check(flags: Flags) -> None:
         )
 
 
-def _max_seq_len(flags: Flags, config: DecoderConfig) -> int:
+def _max_seq_len(flags: Flags, config: ModelSpec) -> int:
     longest = config.default_max_model_len
     wanted = flags.get("max_seq_len")
     if wanted is None and "max_input_len" in flags and "max_output_len" in flags:

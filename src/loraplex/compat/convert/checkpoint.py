@@ -21,9 +21,9 @@ from loraplex.compat.convert.model_files import (
 from loraplex.compat.convert.pretrained import pretrained_config
 from loraplex.core.errors import ConfigError
 from loraplex.core.version import __version__
-from loraplex.models.config import DecoderConfig
 from loraplex.models.engine_folder import CONFIG_NAME, FORMAT, OUR_TABLE, source_model
 from loraplex.models.registry import read_config
+from loraplex.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class ModelChoices:
     tp_size: int
     pp_size: int
 
-    def pretrained(self, config: DecoderConfig) -> dict[str, Any]:
+    def pretrained(self, config: ModelSpec) -> dict[str, Any]:
         return pretrained_config(
             config,
             dtype=self.dtype,
@@ -80,7 +80,7 @@ def convert_checkpoint(flags: Flags) -> Path:
     return folder
 
 
-def model_choices(flags: Flags, config: DecoderConfig) -> ModelChoices:
+def model_choices(flags: Flags, config: ModelSpec) -> ModelChoices:
     """Raises ConfigError for what does not go together."""
     dtype = flags.get("dtype", "float16")
     tp_size, pp_size = flags.get("tp_size", 1), flags.get("pp_size", 1)

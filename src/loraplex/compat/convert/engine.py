@@ -34,7 +34,6 @@ from loraplex.core.weight_precision import WeightPrecision
 from loraplex.execution.weights.built import build_weights
 from loraplex.execution.weights.packing import WeightFormat
 from loraplex.kernels.dispatch import select_kernels
-from loraplex.models.config import DecoderConfig
 from loraplex.models.config_fields import read_fields
 from loraplex.models.engine_folder import (
     CONFIG_NAME,
@@ -46,6 +45,7 @@ from loraplex.models.engine_folder import (
     read_build_limits,
 )
 from loraplex.models.registry import read_config
+from loraplex.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class _Build:
     """What is to be done, checked."""
 
     source: Path
-    config: DecoderConfig
+    config: ModelSpec
     choices: ModelChoices
     build_config: dict[str, Any]
     adapters: dict[str, Path]

@@ -16,7 +16,6 @@ from loraplex.compat.convert.checkpoint_flags import NEMO
 from loraplex.core.errors import ConfigError
 from loraplex.execution.weights.checkpoint import Checkpoint
 from loraplex.execution.weights.hub import resolve_model
-from loraplex.models.config import DecoderConfig
 from loraplex.models.config_fields import read_fields
 from loraplex.models.engine_folder import (
     CONFIG_NAME,
@@ -28,6 +27,7 @@ from loraplex.models.engine_folder import (
     model_fields,
 )
 from loraplex.models.parameters import checkpoint_shapes
+from loraplex.models.spec import ModelSpec
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
@@ -91,7 +91,7 @@ def copy_text_files(source: Path, folder: Path) -> None:
             shutil.copyfile(file, target)
 
 
-def write_weights(source: Path, folder: Path, config: DecoderConfig, dtype: str) -> None:
+def write_weights(source: Path, folder: Path, config: ModelSpec, dtype: str) -> None:
     """All weights as `dtype`, one tensor in memory at a time. Raises ConfigError."""
     shapes = checkpoint_shapes(config)
     item_bytes = TORCH_DTYPES[dtype].itemsize

@@ -6,7 +6,7 @@ Nobody here reads it back: people and scripts do.
 from collections.abc import Mapping
 from typing import Any
 
-from loraplex.models.config import DecoderConfig, RopeConfig
+from loraplex.models.spec import ModelSpec, RopeConfig
 
 _QUANT_ALGOS: Mapping[str, str | None] = {
     "none": None,
@@ -18,7 +18,7 @@ _INT4_GROUP = 128
 
 
 def pretrained_config(
-    config: DecoderConfig,
+    config: ModelSpec,
     *,
     dtype: str,
     quantization: str,
@@ -27,6 +27,7 @@ def pretrained_config(
     pp_size: int,
 ) -> dict[str, Any]:
     """dtype: of the weights; the others as models.engine_folder.BuildLimits has them."""
+    layer = config.layers[0]
     return {
         "architecture": config.architecture,
         "dtype": dtype,
@@ -35,13 +36,13 @@ def pretrained_config(
         "max_position_embeddings": config.max_position_embeddings,
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_size": config.head_dim,
+        "num_attention_heads": layer.attention.num_heads,
+        "num_key_value_heads": layer.attention.num_kv_heads,
+        "head_size": layer.attention.head_dim,
         "hidden_act": config.hidden_act,
-        "intermediate_size": config.intermediate_size,
-        "norm_epsilon": config.norm_eps,
-        **_positions(config.rope),
+        "intermediate_size": layer.feed_forward.inner_size,
+        "norm_epsilon": config.final_norm.eps,
+        **_positions(layer.attention.rope),
         "use_parallel_embedding": False,
         "embedding_sharding_dim": 0,
         "mapping": {"world_size": tp_size * pp_size, "tp_size": tp_size, "pp_size": pp_size},

@@ -16,7 +16,7 @@ from loraplex.execution.sizing.step_memory import (
     graph_sizes,
 )
 from loraplex.execution.weights.size import weights_size
-from loraplex.models.config import DecoderConfig
+from loraplex.models.spec import ModelSpec
 
 _MIB = 1 << 20
 _SIGNS = ("out of memory", "ALLOC_FAILED")
@@ -43,7 +43,7 @@ class MemoryAdvice:
     """For one model with its settings. `room`: bytes that were free for what did not fit."""
 
     settings: RunnerSettings
-    config: DecoderConfig
+    spec: ModelSpec
     dtype: torch.dtype
 
     def weights(self, room: int | None) -> ConfigError:
@@ -56,7 +56,7 @@ class MemoryAdvice:
     def workspace(self, room: int | None) -> ConfigError:
         """The largest step did not run."""
         settings = self.settings
-        about = estimated_step_memory(settings, self.config, self.dtype).workspace
+        about = estimated_step_memory(settings, self.spec, self.dtype).workspace
         share = 0.5 if room is None else min(0.5, 0.5 * max(room, 0) / about)
         num_tokens = max(1, int(settings.max_num_batched_tokens * share))
         num_seqs = max(1, int(settings.max_num_seqs * share))
@@ -71,7 +71,7 @@ class MemoryAdvice:
     def graphs(self, room: int | None) -> ConfigError:
         """The decode steps could not be recorded."""
         sizes = graph_sizes(self.settings)
-        about = estimated_step_memory(self.settings, self.config, self.dtype).graphs
+        about = estimated_step_memory(self.settings, self.spec, self.dtype).graphs
         fewer = sizes[: len(sizes) // 2]
         named = f"set cuda_graph_batch_sizes to {','.join(map(str, fewer))}, or " if fewer else ""
         return ConfigError(
@@ -117,7 +117,7 @@ class MemoryAdvice:
         settings = self.settings
         if steps.graphs:
             yield f"turn cuda_graphs off, which gives {steps.graphs}"
-        per_token = bytes_per_token(settings, self.config, self.dtype)
+        per_token = bytes_per_token(settings, self.spec, self.dtype)
         num_tokens = settings.max_num_batched_tokens - -(-missing // per_token)
         if steps.workspace and num_tokens > 0:
             yield f"lower max_num_batched_tokens to about {num_tokens}"
@@ -145,9 +145,9 @@ class MemoryAdvice:
     def _weights_bytes(self, precision: WeightPrecision) -> int:
         """What cannot be quantized like this is no smaller than it is."""
         try:
-            return weights_size(self.config, self.dtype, precision)
+            return weights_size(self.spec, self.dtype, precision)
         except ConfigError:
-            return weights_size(self.config, self.dtype, WeightPrecision.NATIVE)
+            return weights_size(self.spec, self.dtype, WeightPrecision.NATIVE)
 
 
 def _room(room: int | None) -> str:

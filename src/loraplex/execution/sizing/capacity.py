@@ -17,9 +17,8 @@ from loraplex.memory.adapter_pages import (
     pages_at_rank,
     pages_for_bytes,
 )
-from loraplex.models.attention import attention_shape
-from loraplex.models.config import DecoderConfig
-from loraplex.models.layer_linears import module_shapes
+from loraplex.models.attention import attention_shapes
+from loraplex.models.spec import ModelSpec
 
 _DEFAULT_ADAPTER_BYTES = 256 << 20
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -42,9 +41,9 @@ class MemorySize:
     adapters: AdapterPoolSize
 
 
-def choose_dtype(settings: RunnerSettings, config: DecoderConfig) -> torch.dtype:
+def choose_dtype(settings: RunnerSettings, spec: ModelSpec) -> torch.dtype:
     """float32 for a checkpoint that does not tell its own."""
-    name = config.dtype or "float32" if settings.dtype == "auto" else settings.dtype
+    name = spec.dtype or "float32" if settings.dtype == "auto" else settings.dtype
     if name not in _DTYPES:
         raise ConfigError(f"dtype {name!r} is none of auto, {', '.join(_DTYPES)}", param="dtype")
     return _DTYPES[name]
@@ -71,7 +70,7 @@ def choose_device(settings: RunnerSettings) -> torch.device:
 
 def size_memory(
     settings: RunnerSettings,
-    config: DecoderConfig,
+    spec: ModelSpec,
     *,
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
@@ -88,18 +87,17 @@ def size_memory(
     that (on a CPU: of memory_bytes). Bytes that were said win; max_tokens_in_paged_kv_cache wins
     where it is less. Raises ConfigError if it does not fit.
 
-    config: as `windowed` gives it.
+    spec: as `windowed` gives it.
     """
-    shape = attention_shape(config, settings.block_size)
     left = _left(settings, weights_bytes, free_bytes, steps)
     if left is None:
-        kv = size_kv(settings, config, shape, kv_dtype)
-        return MemorySize(kv, size_adapter_pool(settings, config, dtype))
-    least = smallest_pool_bytes(settings, config, dtype)
-    block = block_bytes(config.num_layers, shape, kv_dtype)
+        kv = size_kv(settings, spec, kv_dtype)
+        return MemorySize(kv, size_adapter_pool(settings, spec, dtype))
+    least = smallest_pool_bytes(settings, spec, dtype)
+    block = block_bytes(attention_shapes(spec, settings.block_size), kv_dtype)
     missing = least + block - left
     if free_bytes is not None and missing > 0:
-        raise MemoryAdvice(settings, config, dtype).no_room(missing, steps)
+        raise MemoryAdvice(settings, spec, dtype).no_room(missing, steps)
     if settings.kv_cache_bytes is None and settings.num_blocks is None:
         pool_bytes = settings.lora_device_bytes or least
         room = left - pool_bytes
@@ -107,14 +105,14 @@ def size_memory(
             raise _too_much(settings, weights_bytes, block, pool_bytes, left)
         share = min(int(settings.kv_cache_fraction * left), room)
         settings = dataclasses.replace(settings, kv_cache_bytes=max(share, 0))
-    kv = size_kv(settings, config, shape, kv_dtype)
+    kv = size_kv(settings, spec, kv_dtype)
     kv_bytes = kv.num_blocks * block
     if settings.lora_device_bytes is None:
         whole = settings.memory_bytes if free_bytes is None else left - kv_bytes
         assert whole is not None
         share = min(int(settings.lora_device_fraction * whole), left - kv_bytes)
         settings = dataclasses.replace(settings, lora_device_bytes=max(share, least))
-    pool = size_adapter_pool(settings, config, dtype)
+    pool = size_adapter_pool(settings, spec, dtype)
     pool_bytes = pool.num_pages * pool.page_bytes
     if kv_bytes + pool_bytes > left:
         raise _too_much(settings, weights_bytes, kv_bytes, pool_bytes, left)
@@ -148,14 +146,14 @@ def describe_memory(
     weights_bytes: int,
     size: MemorySize,
     settings: RunnerSettings,
-    config: DecoderConfig,
+    spec: ModelSpec,
     kv_dtype: torch.dtype,
     steps: StepMemory = _NO_STEPS,
 ) -> str:
     """One line for the log."""
-    shape = attention_shape(config, settings.block_size)
-    kv_bytes = size.kv.num_blocks * block_bytes(config.num_layers, shape, kv_dtype)
-    pool, targets = size.adapters, layer_targets(config.num_layers, module_shapes(config))
+    shapes = attention_shapes(spec, settings.block_size)
+    kv_bytes = size.kv.num_blocks * block_bytes(shapes, kv_dtype)
+    pool, targets = size.adapters, layer_targets(spec.module_shapes)
     usual = min(settings.optimal_lora_rank, settings.max_lora_rank)
     holds = (
         f"{pool.num_pages // pages_at_rank(targets, rank, pool.geometry)} adapters of rank {rank}"
@@ -198,12 +196,12 @@ def _left(
 
 
 def size_adapter_pool(
-    settings: RunnerSettings, config: DecoderConfig, dtype: torch.dtype
+    settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype
 ) -> AdapterPoolSize:
     """Raises ConfigError if one adapter of max_lora_rank on all modules does not fit."""
-    geometry = adapter_geometry(settings, config)
+    geometry = adapter_geometry(settings, spec)
     page_bytes = geometry.page_elements * dtype.itemsize
-    needed = _largest_adapter_pages(settings, config, geometry)
+    needed = _largest_adapter_pages(settings, spec, geometry)
     if settings.lora_device_bytes is None:
         default = pages_for_bytes(_DEFAULT_ADAPTER_BYTES, geometry, dtype.itemsize)
         return AdapterPoolSize(geometry, max(default, needed), page_bytes)
@@ -217,32 +215,30 @@ def size_adapter_pool(
     return AdapterPoolSize(geometry, num_pages, page_bytes)
 
 
-def adapter_geometry(settings: RunnerSettings, config: DecoderConfig) -> PageGeometry:
+def adapter_geometry(settings: RunnerSettings, spec: ModelSpec) -> PageGeometry:
     max_rank = settings.max_lora_rank
     return page_geometry(
-        layer_targets(config.num_layers, module_shapes(config)),
+        layer_targets(spec.module_shapes),
         optimal_rank=min(settings.optimal_lora_rank, max_rank),
         max_rank=max_rank,
     )
 
 
-def smallest_pool_bytes(settings: RunnerSettings, config: DecoderConfig, dtype: torch.dtype) -> int:
+def smallest_pool_bytes(settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype) -> int:
     """See smallest_pool."""
-    pool = smallest_pool(settings, config, dtype)
+    pool = smallest_pool(settings, spec, dtype)
     return pool.num_pages * pool.page_bytes
 
 
-def smallest_pool(
-    settings: RunnerSettings, config: DecoderConfig, dtype: torch.dtype
-) -> AdapterPoolSize:
+def smallest_pool(settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype) -> AdapterPoolSize:
     """Of one adapter of max_lora_rank on all modules."""
-    geometry = adapter_geometry(settings, config)
-    num_pages = _largest_adapter_pages(settings, config, geometry)
+    geometry = adapter_geometry(settings, spec)
+    num_pages = _largest_adapter_pages(settings, spec, geometry)
     return AdapterPoolSize(geometry, num_pages, geometry.page_elements * dtype.itemsize)
 
 
 def _largest_adapter_pages(
-    settings: RunnerSettings, config: DecoderConfig, geometry: PageGeometry
+    settings: RunnerSettings, spec: ModelSpec, geometry: PageGeometry
 ) -> int:
-    targets = layer_targets(config.num_layers, module_shapes(config))
+    targets = layer_targets(spec.module_shapes)
     return pages_at_rank(targets, settings.max_lora_rank, geometry)

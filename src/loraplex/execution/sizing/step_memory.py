@@ -8,7 +8,7 @@ import torch
 
 from loraplex.core.engine_settings import MAX_GRAPH_BATCH_SIZE
 from loraplex.execution.sizing.settings import RunnerSettings
-from loraplex.models.config import DecoderConfig
+from loraplex.models.spec import ModelSpec
 
 _LIBRARIES_BYTES = 96 << 20
 """Room that cuBLAS and the attention backends ask for once."""
@@ -44,33 +44,37 @@ def graph_sizes(settings: RunnerSettings) -> tuple[int, ...]:
 
 
 def estimated_step_memory(
-    settings: RunnerSettings, config: DecoderConfig, dtype: torch.dtype
+    settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype
 ) -> StepMemory:
     """By arithmetic: a start measures instead."""
     workspace = (
         _LIBRARIES_BYTES
-        + settings.max_num_batched_tokens * bytes_per_token(settings, config, dtype)
-        + settings.max_num_seqs * bytes_per_sequence(config, dtype)
+        + settings.max_num_batched_tokens * bytes_per_token(settings, spec, dtype)
+        + settings.max_num_seqs * bytes_per_sequence(spec, dtype)
     )
-    graph = config.num_layers * _GRAPH_BYTES_PER_LAYER
+    graph = spec.num_layers * _GRAPH_BYTES_PER_LAYER
     sizes = graph_sizes(settings)
     if not sizes:
         return StepMemory(workspace)
-    inner = sizes[-1] * bytes_per_token(settings, config, dtype)
-    logits = sum(sizes) * config.vocab_size * dtype.itemsize
+    inner = sizes[-1] * bytes_per_token(settings, spec, dtype)
+    logits = sum(sizes) * spec.vocab_size * dtype.itemsize
     graphs = inner + _GRAPHS_PER_SIZE * (logits + len(sizes) * graph)
     return StepMemory(workspace, graphs)
 
 
-def bytes_per_token(settings: RunnerSettings, config: DecoderConfig, dtype: torch.dtype) -> int:
+def bytes_per_token(settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype) -> int:
     """What one more token of a step takes, about: activations that live at once in a layer."""
-    qkv = config.q_size + 2 * config.kv_size
-    activations = 4 * config.hidden_size + 3 * config.intermediate_size + qkv
+    largest = max(
+        layer.attention.q_size + 2 * layer.attention.kv_size + 3 * layer.feed_forward.inner_size
+        for layer in spec.layers
+    )
+    activations = 4 * spec.hidden_size + largest
     lora = 3 * settings.max_lora_rank * torch.float32.itemsize
-    angles = config.head_dim * torch.float32.itemsize
+    head_dims = {layer.attention.rope: layer.attention.head_dim for layer in spec.layers}
+    angles = sum(head_dims.values()) * torch.float32.itemsize
     return activations * dtype.itemsize + lora + angles
 
 
-def bytes_per_sequence(config: DecoderConfig, dtype: torch.dtype) -> int:
+def bytes_per_sequence(spec: ModelSpec, dtype: torch.dtype) -> int:
     """What one more sequence of a step takes, about: its logits, and the sampler's copies."""
-    return config.vocab_size * (dtype.itemsize + _FLOAT32_LOGITS * torch.float32.itemsize)
+    return spec.vocab_size * (dtype.itemsize + _FLOAT32_LOGITS * torch.float32.itemsize)

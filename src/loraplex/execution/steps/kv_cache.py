@@ -21,19 +21,18 @@ class KVCache:
     def __init__(
         self,
         num_blocks: int,
-        num_layers: int,
-        shape: AttentionShape,
+        shapes: Sequence[AttentionShape],
         dtype: torch.dtype,
         kernels: Kernels,
         *,
         num_host_blocks: int = 0,
         accelerator: Accelerator | None = None,
     ) -> None:
-        """dtype: of keys and values as they are stored, which the model's need not be."""
+        """shapes: of each layer. dtype: of stored keys and values, which may not be the model's."""
         # In the queue of all that reads it: what comes by another one it would not wait for.
         with nullcontext() if accelerator is None else accelerator.compute():
             self.storages: tuple[KVStorage, ...] = tuple(
-                kernels.allocate_kv(num_blocks, shape, dtype) for _ in range(num_layers)
+                kernels.allocate_kv(num_blocks, shape, dtype) for shape in shapes
             )
         self._transfers = None
         self.host_storages: tuple[KVStorage, ...] = ()
@@ -78,9 +77,9 @@ class KVCache:
             _copy(self.storages, self.storages, pairs)
 
 
-def block_bytes(num_layers: int, shape: AttentionShape, dtype: torch.dtype) -> int:
-    """Of one block in all layers: keys and values, with the scales that int8 has."""
-    return num_layers * shape.block_bytes(dtype)
+def block_bytes(shapes: Sequence[AttentionShape], dtype: torch.dtype) -> int:
+    """Return the bytes of one block in all layers: keys and values, with the scales of int8."""
+    return sum(shape.block_bytes(dtype) for shape in shapes)
 
 
 def _on_host(storage: torch.Tensor, num_blocks: int) -> torch.Tensor:

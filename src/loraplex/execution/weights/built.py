@@ -19,22 +19,22 @@ from loraplex.execution.weights.packed_file import (
 )
 from loraplex.execution.weights.packing import WeightFormat, pack_checkpoint
 from loraplex.kernels.ops import Kernels
-from loraplex.models.config import DecoderConfig
 from loraplex.models.engine_folder import PACKED_NAME, weights_digest
+from loraplex.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 
 
 def build_weights(
-    source: Path, engine: Path, config: DecoderConfig, kernels: Kernels, form: WeightFormat
+    source: Path, engine: Path, spec: ModelSpec, kernels: Kernels, form: WeightFormat
 ) -> str:
     """Pack the weights in `source` into the engine folder; gives the digest of what was packed.
 
     The digest belongs into the folder's config.json. Raises ConfigError.
     """
     digest = checkpoint_digest(weight_files(source))
-    weights = pack_checkpoint(source, config, kernels, form)
-    key = packed_key(digest, config, kernels, form)
+    weights = pack_checkpoint(source, spec, kernels, form)
+    key = packed_key(digest, spec, kernels, form)
     try:
         write_packed(engine / PACKED_NAME, key, weights.entries, weights.summary)
     except OSError as error:
@@ -46,7 +46,7 @@ def build_weights(
 
 def open_built(
     folder: Path,
-    config: DecoderConfig,
+    spec: ModelSpec,
     kernels: Kernels,
     form: WeightFormat,
     cache: PackedCache | None,
@@ -60,7 +60,7 @@ def open_built(
         return None
     path = folder / PACKED_NAME
     try:
-        file = PackedFile(path, packed_key(digest, config, kernels, form))
+        file = PackedFile(path, packed_key(digest, spec, kernels, form))
         if cache is None:
             file.check_payload()
         else:

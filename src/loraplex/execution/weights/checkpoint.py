@@ -19,10 +19,10 @@ from loraplex.execution.weights.tensor_files import (
     TensorFile,
 )
 from loraplex.execution.weights.trtllm import TrtllmWeights, rank_files
-from loraplex.models.config import DecoderConfig
 from loraplex.models.config_fields import read_fields
 from loraplex.models.engine_folder import WEIGHTS_NAME, is_foreign_checkpoint
 from loraplex.models.parameters import checkpoint_shapes
+from loraplex.models.spec import ModelSpec
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -30,17 +30,17 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 class Checkpoint:
     """The open files of one folder. What `read` gave is valid until the checkpoint is closed."""
 
-    def __init__(self, folder: Path, config: DecoderConfig) -> None:
+    def __init__(self, folder: Path, spec: ModelSpec) -> None:
         """Raises ConfigError, which names the file and the weight."""
-        self._shapes = checkpoint_shapes(config)
+        self._shapes = checkpoint_shapes(spec)
         self._files: dict[str, _Entry] = {}
         with contextlib.ExitStack() as stack:
-            for file in _files(folder, config):
-                self._add(stack.enter_context(file), config)
+            for file in _files(folder, spec):
+                self._add(stack.enter_context(file), spec)
             missing = sorted(self._shapes.keys() - self._files.keys())
             if missing:
                 raise ConfigError(
-                    f"{folder} lacks {len(missing)} weights of {config.architecture}, "
+                    f"{folder} lacks {len(missing)} weights of {spec.architecture}, "
                     f"the first of them {missing[0]}"
                 )
             self._stack = stack.pop_all()
@@ -76,10 +76,10 @@ class Checkpoint:
             )
         return tensor
 
-    def _add(self, file: "TensorFile", config: DecoderConfig) -> None:
+    def _add(self, file: "TensorFile", spec: ModelSpec) -> None:
         for name in file.names:
-            full_name = config.names.canonical(name)
-            if full_name is None or _is_redundant(full_name, config):
+            full_name = spec.names.canonical(name)
+            if full_name is None or _is_redundant(full_name, spec):
                 continue
             if full_name not in self._shapes:
                 raise ConfigError(
@@ -119,9 +119,9 @@ def _shards(folder: Path, index: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _is_redundant(name: str, config: DecoderConfig) -> bool:
+def _is_redundant(name: str, spec: ModelSpec) -> bool:
     """Tied checkpoints may store the embedding twice."""
-    return config.tie_word_embeddings and name == f"{config.names.lm_head}.weight"
+    return spec.tie_word_embeddings and name == f"{spec.names.lm_head}.weight"
 
 
 class _Entry(NamedTuple):
@@ -131,9 +131,9 @@ class _Entry(NamedTuple):
     name: str
 
 
-def _files(folder: Path, config: DecoderConfig) -> Iterator[TensorFile]:
+def _files(folder: Path, spec: ModelSpec) -> Iterator[TensorFile]:
     if is_foreign_checkpoint(folder):
-        yield TrtllmWeights(folder, config)
+        yield TrtllmWeights(folder, spec)
         return
     for path in weight_files(folder):
         yield SafetensorsFile(path) if path.suffix == ".safetensors" else PickledFile(path)

@@ -13,8 +13,8 @@ from loraplex.core.errors import ConfigError
 from loraplex.core.version import __version__
 from loraplex.execution.weights.packing import WeightFormat
 from loraplex.kernels.ops import Kernels
-from loraplex.models.config import DecoderConfig
 from loraplex.models.parameters import checkpoint_shapes
+from loraplex.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +52,10 @@ def _file_digest(path: Path) -> str:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
 
 
-def packed_key(digest: str, config: DecoderConfig, kernels: Kernels, form: WeightFormat) -> str:
+def packed_key(digest: str, spec: ModelSpec, kernels: Kernels, form: WeightFormat) -> str:
     """Equal only if the packed weights are. digest: of the checkpoint."""
     # The shapes tell how the checkpoint's tensors are to be read, which config.json decides.
-    shapes = list(checkpoint_shapes(config).items())
+    shapes = list(checkpoint_shapes(spec).items())
     packing = (str(form.dtype), form.precision.value, kernels.packed_layout, __version__)
     material = msgspec.json.encode((_VERSION, digest, shapes, *packing))
     return hashlib.sha256(material).hexdigest()

@@ -17,7 +17,7 @@ from loraplex.execution.weights.packing import (
     pack_checkpoint,
 )
 from loraplex.kernels.ops import Kernels
-from loraplex.models.config import DecoderConfig
+from loraplex.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ _MIB = 1 << 20
 
 def load_weights(
     folder: Path,
-    config: DecoderConfig,
+    spec: ModelSpec,
     kernels: Kernels,
     form: WeightFormat,
     cache: PackedCache | None,
@@ -39,13 +39,13 @@ def load_weights(
     """
     started = time.monotonic()
     is_cpu = form.device.type == "cpu"
-    built = open_built(folder, config, kernels, form, cache) if is_cpu else None
+    built = open_built(folder, spec, kernels, form, cache) if is_cpu else None
     if built is not None:
-        weights, origin = _mapped(built, config, kernels), str(built.path)
+        weights, origin = _mapped(built, spec, kernels), str(built.path)
     elif cache is None or not is_cpu:
-        weights, origin = pack_checkpoint(folder, config, kernels, form), str(folder)
+        weights, origin = pack_checkpoint(folder, spec, kernels, form), str(folder)
     else:
-        weights, origin = _through_cache(folder, config, kernels, form, cache)
+        weights, origin = _through_cache(folder, spec, kernels, form, cache)
     seconds = time.monotonic() - started
     logger.info("weights: %d MiB from %s (%.2f s)", weights.num_bytes // _MIB, origin, seconds)
     if weights.summary:
@@ -54,23 +54,23 @@ def load_weights(
 
 
 def _through_cache(
-    folder: Path, config: DecoderConfig, kernels: Kernels, form: WeightFormat, cache: PackedCache
+    folder: Path, spec: ModelSpec, kernels: Kernels, form: WeightFormat, cache: PackedCache
 ) -> tuple[PackedWeights, str]:
     """The weights, and where they come from."""
     files = weight_files(folder)
     identities = identities_of(files)
-    key = packed_key(checkpoint_digest(files, cache.seen), config, kernels, form)
+    key = packed_key(checkpoint_digest(files, cache.seen), spec, kernels, form)
     with cache.turn(key):
         packed = cache.open(key)
         if packed is not None:
-            return _mapped(packed, config, kernels), str(packed.path)
-        weights = pack_checkpoint(folder, config, kernels, form)
+            return _mapped(packed, spec, kernels), str(packed.path)
+        weights = pack_checkpoint(folder, spec, kernels, form)
         if identities_of(files) != identities:
             logger.warning("%s was changed while it was read: it is not cached", folder)
             return weights, str(folder)
         packed = cache.store(key, weights.entries, weights.summary)
-    return (weights if packed is None else _mapped(packed, config, kernels)), str(folder)
+    return (weights if packed is None else _mapped(packed, spec, kernels)), str(folder)
 
 
-def _mapped(packed: PackedFile, config: DecoderConfig, kernels: Kernels) -> PackedWeights:
-    return join_entries(packed.entries(), config, kernels, packed.summary)
+def _mapped(packed: PackedFile, spec: ModelSpec, kernels: Kernels) -> PackedWeights:
+    return join_entries(packed.entries(), spec, kernels, packed.summary)

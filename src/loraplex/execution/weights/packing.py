@@ -13,13 +13,13 @@ from loraplex.core.weight_precision import WeightPrecision
 from loraplex.execution.weights.checkpoint import Checkpoint
 from loraplex.kernels.ops import Kernels, LinearParts, PackedLinear
 from loraplex.kernels.quantization import quantization_error
-from loraplex.models.config import DecoderConfig
 from loraplex.models.parameters import (
     DecoderParameters,
     LinearPlace,
     ParameterSource,
     build_parameters,
 )
+from loraplex.models.spec import ModelSpec
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,28 +54,28 @@ class PackedWeights:
 
 
 def pack_checkpoint(
-    folder: Path, config: DecoderConfig, kernels: Kernels, form: WeightFormat
+    folder: Path, spec: ModelSpec, kernels: Kernels, form: WeightFormat
 ) -> PackedWeights:
     """Read and pack the weights in `folder`. Raises ConfigError.
 
     At any moment the memory holds what is packed, and one linear layer as it was read.
     """
     with (
-        Checkpoint(folder, config) as checkpoint,
+        Checkpoint(folder, spec) as checkpoint,
         # disable=None: only where a person watches.
         tqdm(total=len(checkpoint), desc="Loading weights", unit="tensor", disable=None) as bar,
     ):
         source = _CheckpointSource(checkpoint, kernels, form, bar.update)
         noting = _NotingSource(source, kernels)
-        parameters = build_parameters(config, noting)
+        parameters = build_parameters(spec, noting)
     return PackedWeights(parameters, noting.entries, source.errors.summary(form.precision))
 
 
 def join_entries(
-    entries: Sequence[LinearParts], config: DecoderConfig, kernels: Kernels, summary: str
+    entries: Sequence[LinearParts], spec: ModelSpec, kernels: Kernels, summary: str
 ) -> PackedWeights:
     """The weights whose entries `pack_checkpoint` gave, for the same model."""
-    return PackedWeights(build_parameters(config, _EntrySource(entries, kernels)), entries, summary)
+    return PackedWeights(build_parameters(spec, _EntrySource(entries, kernels)), entries, summary)
 
 
 class _CheckpointSource:

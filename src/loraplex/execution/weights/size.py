@@ -12,17 +12,17 @@ from loraplex.core.weight_precision import WeightPrecision
 from loraplex.execution.weights.packing import WeightFormat
 from loraplex.kernels.ops import PackedLinear
 from loraplex.kernels.quantization import group_size_of
-from loraplex.models.config import DecoderConfig
 from loraplex.models.parameters import LinearPlace, build_parameters
+from loraplex.models.spec import ModelSpec
 
 _SCALE_BYTES = 4
 _BITS = {WeightPrecision.INT8: 8, WeightPrecision.INT4: 4, WeightPrecision.FP8: 8}
 
 
-def weights_size(config: DecoderConfig, dtype: torch.dtype, precision: WeightPrecision) -> int:
+def weights_size(spec: ModelSpec, dtype: torch.dtype, precision: WeightPrecision) -> int:
     """Bytes. Raises ConfigError if a layer cannot be quantised like this."""
     sizes = _Sizes(WeightFormat(dtype=dtype, precision=precision))
-    build_parameters(config, sizes)
+    build_parameters(spec, sizes)
     return sizes.num_bytes
 
 

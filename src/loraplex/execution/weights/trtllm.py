@@ -15,9 +15,9 @@ import torch
 
 from loraplex.core.errors import ConfigError
 from loraplex.execution.weights.tensor_files import SafetensorsFile
-from loraplex.models.config import DecoderConfig
 from loraplex.models.config_fields import ConfigFields, read_fields
 from loraplex.models.engine_folder import CONFIG_NAME
+from loraplex.models.spec import ModelSpec
 from loraplex.models.trtllm_checkpoint import read_mapping
 
 _LAYERS = "transformer.layers."
@@ -45,10 +45,10 @@ def rank_files(folder: Path) -> list[Path]:
 class TrtllmWeights:
     """All ranks of a folder as one file of tensors. Each is put together when it is asked for."""
 
-    def __init__(self, folder: Path, config: DecoderConfig) -> None:
+    def __init__(self, folder: Path, spec: ModelSpec) -> None:
         """Raises ConfigError, which names the file and the weight."""
         self.path = folder
-        self._config = config
+        self._spec = spec
         fields = read_fields(folder / CONFIG_NAME)
         self._tp_size, pp_size = read_mapping(fields)
         self._embedding_dim = _embedding_dim(fields)
@@ -75,7 +75,7 @@ class TrtllmWeights:
         return self._reads[name]()
 
     def _account(self) -> Mapping[str, _Read]:
-        names = self._config.names
+        names = self._spec.names
         first, last = self._stages[0], self._stages[-1]
         reads: dict[str, _Read] = {}
         for stored, ours, dim, ranks in (
@@ -98,7 +98,7 @@ class TrtllmWeights:
     def _add_layer(
         self, reads: dict[str, _Read], stored: str, ours: str, ranks: Sequence["_Rank"]
     ) -> None:
-        names = self._config.names
+        names = self._spec.names
         for theirs, name, dim in (
             ("input_layernorm", names.input_norm, None),
             ("post_layernorm", names.post_attention_norm, None),
@@ -126,13 +126,13 @@ class TrtllmWeights:
             parts = self._parts(f"{stored}.{kind}", ranks)
             if not parts:
                 continue
-            flips = is_linear and kind == "weight" and self._config.names.has_transposed_weights
+            flips = is_linear and kind == "weight" and self._spec.names.has_transposed_weights
             reads[f"{ours}.{kind}"] = functools.partial(_joined, parts, split_dim, flips)
 
     def _add_qkv(
         self, reads: dict[str, _Read], stored: str, ours: str, ranks: Sequence["_Rank"]
     ) -> None:
-        names = self._config.names
+        names = self._spec.names
         is_fused = len(names.qkv) == 1
         for kind in ("weight", "bias"):
             parts = self._parts(f"{stored}.{kind}", ranks)
@@ -148,12 +148,13 @@ class TrtllmWeights:
 
     def _split_qkv(self, parts: Sequence[_Read], which: int) -> torch.Tensor:
         """q, k or v (0, 1, 2) of all ranks; a rank has rows of q, then of k, then of v."""
-        config, ranks = self._config, self._tp_size
-        q_rows = config.q_size // ranks
-        kv_rows = max(1, config.num_kv_heads // ranks) * config.head_dim
+        # A folder of TensorRT-LLM describes one attention for all layers.
+        attention, ranks = self._spec.layers[0].attention, self._tp_size
+        q_rows = attention.q_size // ranks
+        kv_rows = max(1, attention.num_kv_heads // ranks) * attention.head_dim
         start = (0, q_rows, q_rows + kv_rows)[which]
         rows = q_rows if which == 0 else kv_rows
-        repeats = 1 if which == 0 else max(1, ranks // config.num_kv_heads)
+        repeats = 1 if which == 0 else max(1, ranks // attention.num_kv_heads)
         pieces = []
         for part in parts[::repeats]:
             tensor = part()
@@ -176,7 +177,7 @@ class TrtllmWeights:
 
     def _without_padding(self, read: _Read) -> torch.Tensor:
         """Split over several GPUs, the vocabulary of the lm_head is padded."""
-        return read()[: self._config.vocab_size]
+        return read()[: self._spec.vocab_size]
 
     def _refuse_unknown(self, ranks: Sequence["_Rank"]) -> None:
         for rank in ranks:

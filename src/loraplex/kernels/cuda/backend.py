@@ -6,7 +6,7 @@ import torch
 
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.accelerator import Accelerator
-from loraplex.kernels.activations import Activation
+from loraplex.kernels.activations import GATES, Activation
 from loraplex.kernels.cuda import elementwise, sampling
 from loraplex.kernels.cuda.attention import AttentionKernel, CudaAttentionPlan
 from loraplex.kernels.cuda.graphs import StepGraphs
@@ -83,10 +83,12 @@ class CudaKernels:
     def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
         return self._linear.apply(x, packed)
 
-    def linear_apart(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+    def linear_apart(
+        self, x: torch.Tensor, packed: PackedLinear, dtype: torch.dtype
+    ) -> torch.Tensor:
         # Triton starts kernels on the device of the thread, which compute() chose for the first.
         with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
-            return self._linear.apply(x, packed)
+            return self._linear.apply(x.to(dtype), packed)
 
     def squared_row_norms(self, packed: PackedLinear) -> torch.Tensor:
         return self._linear.squared_row_norms(packed)
@@ -119,7 +121,8 @@ class CudaKernels:
     ) -> None:
         elementwise.rotary(query, key, cos, sin)
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        assert activation in GATES
         return elementwise.silu_mul(gate_up)
 
     def activate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 
 from loraplex.core.weight_precision import WeightPrecision
-from loraplex.kernels.activations import Activation
+from loraplex.kernels.activations import GATES, Activation
 from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.native.attention import AttentionKernel, NativeAttentionPlan
 from loraplex.kernels.native.elementwise import ElementwiseKernel
@@ -94,7 +94,12 @@ class NativeKernels:
             self._recorder.give_up()
         return self._output(self._linear.apply(x, packed))
 
-    def linear_apart(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+    def linear_apart(
+        self,
+        x: torch.Tensor,
+        packed: PackedLinear,
+        dtype: torch.dtype,  # noqa: ARG002 - panels take float32 whatever they hold
+    ) -> torch.Tensor:
         assert isinstance(packed, PackedWeight)
         return self._linear_apart.apply(x, packed)
 
@@ -132,7 +137,8 @@ class NativeKernels:
     ) -> None:
         self._elementwise.rotary(query, key, cos, sin)
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        assert activation in GATES
         return self._output(self._elementwise.silu_mul(gate_up))
 
     def activate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:

@@ -94,7 +94,7 @@ class TestConvertCheckpoint:
     def test_it_is_a_model_folder(self, model: Path, checkpoint: Path) -> None:
         source, written = read_config(model), read_config(checkpoint)
         assert written.eos_token_ids == (7,)
-        assert (written.hidden_size, written.rope) == (source.hidden_size, source.rope)
+        assert (written.hidden_size, written.layers) == (source.hidden_size, source.layers)
 
     def test_what_float16_cannot_hold_is_named(self, tmp_path: Path) -> None:
         tiny = TinyCheckpoint(tmp_path)

@@ -1,6 +1,5 @@
 """What a person reads when a device's memory is too small."""
 
-import dataclasses
 import re
 
 import pytest
@@ -20,10 +19,10 @@ from loraplex.execution.sizing.step_memory import (
     estimated_step_memory,
 )
 from loraplex.execution.weights.size import weights_size
-from support.tiny_decoder import TINY_DECODER
+from support.tiny_decoder import tiny_spec
 
 MIB = 1 << 20
-CONFIG = dataclasses.replace(TINY_DECODER, hidden_size=64, intermediate_size=64, head_dim=16)
+CONFIG = tiny_spec(hidden_size=64, intermediate_size=64, head_dim=16)
 WHOLE = weights_size(CONFIG, torch.bfloat16, WeightPrecision.NATIVE)
 INT8 = weights_size(CONFIG, torch.bfloat16, WeightPrecision.INT8)
 INT4 = weights_size(CONFIG, torch.bfloat16, WeightPrecision.INT4)

@@ -26,16 +26,15 @@ from loraplex.execution.sizing.step_memory import StepMemory
 from loraplex.execution.steps.kv_cache import block_bytes
 from loraplex.memory.adapter_cache import AdapterCache
 from loraplex.memory.adapter_pages import layer_targets, pages_at_rank
-from loraplex.models.attention import attention_shape
-from loraplex.models.layer_linears import module_shapes
+from loraplex.models.attention import attention_shapes
 from support.tiny_decoder import TINY_DECODER
 
-SHAPE = attention_shape(TINY_DECODER, 16)
-BLOCK_BYTES = block_bytes(2, SHAPE, torch.float32)
+SHAPES = attention_shapes(TINY_DECODER, 16)
+BLOCK_BYTES = block_bytes(SHAPES, torch.float32)
 
 
 def kv(**settings: Any) -> KVSize:
-    return size_kv(RunnerSettings(**settings), TINY_DECODER, SHAPE, torch.float32)
+    return size_kv(RunnerSettings(**settings), TINY_DECODER, torch.float32)
 
 
 def test_default_is_room_for_every_sequence() -> None:
@@ -87,9 +86,9 @@ def test_kv_dtype() -> None:
 
 def test_int8_keys_and_values_have_scales() -> None:
     per_block = 2 * 2 * 16 * 2 * (8 + 4)
-    assert block_bytes(2, SHAPE, torch.int8) == per_block
+    assert block_bytes(SHAPES, torch.int8) == per_block
     settings = RunnerSettings(kv_cache_bytes=10 * per_block - 1)
-    assert size_kv(settings, TINY_DECODER, SHAPE, torch.int8).num_blocks == 9
+    assert size_kv(settings, TINY_DECODER, torch.int8).num_blocks == 9
 
 
 def test_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +107,9 @@ def test_default_pool_holds_256_mib() -> None:
 def test_a_pool_of_just_one_adapter_of_the_usual_rank() -> None:
     settings = RunnerSettings(max_lora_rank=8, optimal_lora_rank=8)
     least = smallest_pool_bytes(settings, TINY_DECODER, torch.bfloat16)
-    parameters = 8 * 2 * sum(sum(features) for features in module_shapes(TINY_DECODER).values())
+    parameters = 8 * sum(
+        sum(features) for shapes in TINY_DECODER.module_shapes for features in shapes.values()
+    )
     assert 2 * parameters <= least < 1.1 * 2 * parameters
     settings = dataclasses.replace(settings, lora_device_bytes=least)
     size = size_adapter_pool(settings, TINY_DECODER, torch.bfloat16)
@@ -260,7 +261,7 @@ class TestMemory:
 @pytest.mark.parametrize("rank", [1, 8, 13, 64])
 def test_a_pool_that_holds_n_adapters_takes_n(rank: int) -> None:
     pool = memory(memory_bytes=40 << 20).adapters
-    targets = layer_targets(TINY_DECODER.num_layers, module_shapes(TINY_DECODER))
+    targets = layer_targets(TINY_DECODER.module_shapes)
     num_pages = pages_at_rank(targets, rank, pool.geometry)
     holds = pool.num_pages // num_pages
     cache = AdapterCache(10**6, pool.num_pages, keeps_host_copy=False)

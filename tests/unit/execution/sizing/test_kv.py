@@ -1,6 +1,5 @@
 """Caps, windows and the host: how many blocks there are."""
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -10,22 +9,28 @@ from loraplex.core.errors import ConfigError
 from loraplex.execution.sizing.kv import KVSize, size_kv, windowed
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.steps.kv_cache import block_bytes
-from loraplex.models.attention import attention_shape
-from support.tiny_decoder import TINY_DECODER
+from loraplex.models.attention import attention_shapes
+from loraplex.models.spec import ModelSpec
+from support.tiny_decoder import tiny_spec
 
-CONFIG = dataclasses.replace(
-    TINY_DECODER,
-    num_layers=4,
+CONFIG = tiny_spec(
+    "Qwen2ForCausalLM",
+    num_hidden_layers=4,
     max_position_embeddings=1000,
-    layer_windows=(None, 50, None, 50),
+    use_sliding_window=True,
+    sliding_window=50,
+    layer_types=["full_attention", "sliding_attention"] * 2,
 )
-SHAPE = attention_shape(CONFIG, 16)
-BLOCK_BYTES = block_bytes(4, SHAPE, torch.float32)
+BLOCK_BYTES = block_bytes(attention_shapes(CONFIG, 16), torch.float32)
+
+
+def layer_windows(spec: ModelSpec) -> tuple[int | None, ...]:
+    return tuple(layer.attention.window for layer in spec.layers)
 
 
 def kv(**changes: Any) -> KVSize:
     settings = RunnerSettings(**changes)
-    return size_kv(settings, windowed(settings, CONFIG), SHAPE, torch.float32)
+    return size_kv(settings, windowed(settings, CONFIG), torch.float32)
 
 
 def test_the_smaller_of_bytes_and_tokens() -> None:
@@ -55,10 +60,11 @@ def test_host_blocks() -> None:
 def test_windows_are_by_layer_and_repeat() -> None:
     settings = RunnerSettings(max_attention_window_size=(100, 20), sink_token_length=4)
     config = windowed(settings, CONFIG)
-    assert config.layer_windows == (100, 20, 100, 20)
-    assert (config.attention_window, config.num_sink_tokens) == (100, 4)
+    assert layer_windows(config) == (100, 20, 100, 20)
+    assert config.attention_window == 100
+    assert {layer.attention.num_sink_tokens for layer in config.layers} == {4}
     settings = RunnerSettings(max_attention_window_size=(80,))
-    assert windowed(settings, CONFIG).layer_windows == (80, 50, 80, 50)
+    assert layer_windows(windowed(settings, CONFIG)) == (80, 50, 80, 50)
     assert windowed(RunnerSettings(), CONFIG) == CONFIG
     assert CONFIG.attention_window is None
 
@@ -76,7 +82,7 @@ def test_windows_that_cannot_be(changes: dict[str, Any], words: str) -> None:
 
 
 def test_sinks_need_a_window() -> None:
-    full = dataclasses.replace(CONFIG, layer_windows=(None,) * 4)
+    full = tiny_spec(num_hidden_layers=4)
     with pytest.raises(ConfigError, match="sink_token_length 3 needs a window"):
         windowed(RunnerSettings(sink_token_length=3), full)
 

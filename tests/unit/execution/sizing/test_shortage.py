@@ -54,7 +54,7 @@ class SmallMemory:
 class SmallDecoder:
     def __init__(self, decoder: Any, memory: SmallMemory) -> None:
         self._decoder, self._memory = decoder, memory
-        self.config = decoder.config
+        self.spec = decoder.spec
 
     def forward(self, batch: ForwardBatch, kv: Sequence[KVStorage]) -> torch.Tensor:
         self._memory.ask(len(batch.token_ids))

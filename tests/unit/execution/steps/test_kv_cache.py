@@ -19,12 +19,12 @@ CPU = torch.device("cpu")
 
 def make_cache(num_blocks: int = 5) -> KVCache:
     kernels = select_kernels(torch.device("cpu"))
-    return KVCache(num_blocks, 3, SHAPE, torch.float16, kernels)
+    return KVCache(num_blocks, [SHAPE] * 3, torch.float16, kernels)
 
 
 def test_bytes() -> None:
-    assert make_cache(5).num_bytes == 5 * block_bytes(3, SHAPE, torch.float16)
-    assert block_bytes(3, SHAPE, torch.float16) == 3 * 2 * 2 * 8 * 4 * 2
+    assert make_cache(5).num_bytes == 5 * block_bytes([SHAPE] * 3, torch.float16)
+    assert block_bytes([SHAPE] * 3, torch.float16) == 3 * 2 * 2 * 8 * 4 * 2
 
 
 def test_copies_happen_at_once_in_every_layer() -> None:
@@ -49,8 +49,8 @@ def test_nothing_to_copy() -> None:
 
 
 def test_blocks_go_to_the_host_and_come_back_elsewhere() -> None:
-    cache = KVCache(5, 3, SHAPE, torch.float16, select_kernels(CPU), num_host_blocks=3)
-    assert cache.num_bytes == 5 * block_bytes(3, SHAPE, torch.float16)
+    cache = KVCache(5, [SHAPE] * 3, torch.float16, select_kernels(CPU), num_host_blocks=3)
+    assert cache.num_bytes == 5 * block_bytes([SHAPE] * 3, torch.float16)
     assert sum(host.num_bytes for host in cache.host_storages) == cache.num_bytes // 5 * 3
     for layer, storage in enumerate(cache.storages):
         for block in range(5):
@@ -72,8 +72,8 @@ def test_blocks_go_to_the_host_and_come_back_elsewhere() -> None:
 @pytest.mark.parametrize("kernels", [select_kernels(CPU), ReferenceKernels(CPU)], ids=["", "torch"])
 def test_a_copied_block_is_read_as_the_original(kernels: Kernels, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    cache = KVCache(5, 2, SHAPE, dtype, kernels)
-    assert cache.num_bytes == 5 * block_bytes(2, SHAPE, dtype)
+    cache = KVCache(5, [SHAPE] * 2, dtype, kernels)
+    assert cache.num_bytes == 5 * block_bytes([SHAPE] * 2, dtype)
     key, value = torch.randn(2, 4, SHAPE.num_kv_heads, SHAPE.head_dim)
     query = torch.randn(4, SHAPE.num_heads, SHAPE.head_dim)
     for storage in cache.storages:

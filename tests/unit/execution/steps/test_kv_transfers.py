@@ -24,8 +24,7 @@ def filled(accelerator: Accelerator, shape: AttentionShape, dtype: torch.dtype) 
     kernels = ReferenceKernels(torch.device("cpu"))
     cache = KVCache(
         NUM_BLOCKS,
-        NUM_LAYERS,
-        shape,
+        [shape] * NUM_LAYERS,
         dtype,
         kernels,
         num_host_blocks=NUM_HOST_BLOCKS,
@@ -105,5 +104,5 @@ def test_blocks_are_made_in_a_queue_of_the_accelerator() -> None:
 
     kernels = WatchedKernels(torch.device("cpu"))
     shape = SHAPES["wide"]
-    KVCache(NUM_BLOCKS, NUM_LAYERS, shape, torch.float32, kernels, accelerator=accelerator)
+    KVCache(NUM_BLOCKS, [shape] * NUM_LAYERS, torch.float32, kernels, accelerator=accelerator)
     assert len(made) == NUM_LAYERS

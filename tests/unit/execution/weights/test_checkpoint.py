@@ -17,6 +17,7 @@ from loraplex.execution.weights.packing import (
 )
 from loraplex.kernels.ops import PackedLinear
 from loraplex.kernels.reference import ReferenceKernels
+from loraplex.models.spec import NormPlace
 from support.tiny_model import TinyCheckpoint
 
 CPU = torch.device("cpu")
@@ -38,14 +39,16 @@ def check(weights: PackedWeights, tensors: dict[str, torch.Tensor]) -> None:
     parameters, prefix = weights.parameters, "model.layers.1."
     layer = parameters.layers[1]
     qkv = [tensors[f"{prefix}self_attn.{name}_proj.weight"] for name in "qkv"]
-    assert torch.equal(weight_of(layer.qkv), torch.cat(qkv))
+    assert torch.equal(weight_of(layer.linears["qkv"]), torch.cat(qkv))
     gate_up = [tensors[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up")]
-    assert torch.equal(weight_of(layer.up), torch.cat(gate_up))
-    assert torch.equal(weight_of(layer.o), tensors[prefix + "self_attn.o_proj.weight"])
-    assert torch.equal(weight_of(layer.down), tensors[prefix + "mlp.down_proj.weight"])
-    assert torch.equal(layer.input_norm.weight, tensors[prefix + "input_layernorm.weight"])
+    assert torch.equal(weight_of(layer.linears["up"]), torch.cat(gate_up))
+    assert torch.equal(weight_of(layer.linears["o"]), tensors[prefix + "self_attn.o_proj.weight"])
+    assert torch.equal(weight_of(layer.linears["down"]), tensors[prefix + "mlp.down_proj.weight"])
+    assert torch.equal(
+        layer.norms[NormPlace.BEFORE_ATTENTION].weight, tensors[prefix + "input_layernorm.weight"]
+    )
     name = prefix + "post_attention_layernorm.weight"
-    assert torch.equal(layer.post_attention_norm.weight, tensors[name])
+    assert torch.equal(layer.norms[NormPlace.BEFORE_FEED_FORWARD].weight, tensors[name])
     assert torch.equal(parameters.embedding, tensors["model.embed_tokens.weight"])
     assert torch.equal(parameters.final_norm.weight, tensors["model.norm.weight"])
 
@@ -198,18 +201,20 @@ def test_gpt2_s_transposed_weights_with_and_without_the_names_root(tmp_path: Pat
         save_file(tensors, checkpoint.folder / "model.safetensors")
         parameters = load(checkpoint).parameters
         layer, prefix = parameters.layers[1], "transformer.h.1."
-        weight, bias = KERNELS.linear_parts(layer.qkv).tensors
+        weight, bias = KERNELS.linear_parts(layer.linears["qkv"]).tensors
         assert weight is not None
         assert bias is not None
         assert torch.equal(weight, full[f"{prefix}attn.c_attn.weight"].T)
         assert torch.equal(bias, full[f"{prefix}attn.c_attn.bias"])
         # A square one: no shape would tell that it is stored [in, out].
-        assert torch.equal(weight_of(layer.o), full[f"{prefix}attn.c_proj.weight"].T)
-        assert torch.equal(weight_of(layer.up), full[f"{prefix}mlp.c_fc.weight"].T)
-        assert torch.equal(weight_of(layer.down), full[f"{prefix}mlp.c_proj.weight"].T)
+        assert torch.equal(weight_of(layer.linears["o"]), full[f"{prefix}attn.c_proj.weight"].T)
+        assert torch.equal(weight_of(layer.linears["up"]), full[f"{prefix}mlp.c_fc.weight"].T)
+        assert torch.equal(weight_of(layer.linears["down"]), full[f"{prefix}mlp.c_proj.weight"].T)
         assert parameters.positions is not None
         assert torch.equal(parameters.positions, full["transformer.wpe.weight"])
-        assert torch.equal(layer.input_norm.weight, full[f"{prefix}ln_1.weight"])
-        assert layer.input_norm.bias is not None
-        assert torch.equal(layer.input_norm.bias, full[f"{prefix}ln_1.bias"])
+        assert torch.equal(
+            layer.norms[NormPlace.BEFORE_ATTENTION].weight, full[f"{prefix}ln_1.weight"]
+        )
+        assert layer.norms[NormPlace.BEFORE_ATTENTION].bias is not None
+        assert torch.equal(layer.norms[NormPlace.BEFORE_ATTENTION].bias, full[f"{prefix}ln_1.bias"])
         assert torch.equal(weight_of(parameters.lm_head), full["transformer.wte.weight"])

@@ -15,6 +15,7 @@ from loraplex.execution.weights.packing import (
 from loraplex.kernels.ops import PackedLinear
 from loraplex.kernels.reference import ReferenceKernels
 from loraplex.models.parameters import LinearPlace
+from loraplex.models.spec import NormPlace
 from support.tiny_model import TinyCheckpoint
 
 CPU = torch.device("cpu")
@@ -67,7 +68,7 @@ def test_embedding_and_norms_stay_as_they_are(checkpoint, precision):
     parameters = pack(checkpoint, precision).parameters
     assert torch.equal(parameters.embedding, checkpoint.tensors["model.embed_tokens.weight"])
     assert torch.equal(parameters.final_norm.weight, checkpoint.tensors["model.norm.weight"])
-    norm = parameters.layers[1].input_norm.weight
+    norm = parameters.layers[1].norms[NormPlace.BEFORE_ATTENTION].weight
     assert torch.equal(norm, checkpoint.tensors["model.layers.1.input_layernorm.weight"])
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from loraplex.kernels.activations import Activation
+from loraplex.kernels.activations import UNGATED, Activation
 from loraplex.kernels.cuda import elementwise
 from loraplex.kernels.reference import ReferenceKernels
 
@@ -114,13 +114,13 @@ def test_rotary_turns_a_fused_view_and_nothing_else(num_heads, head_dim, dtype):
 @SIZES
 def test_silu_mul(size, dtype):
     x = rows(5, 2 * size, dtype)
-    assert_close(elementwise.silu_mul(x), REFERENCE.silu_mul(x))
+    assert_close(elementwise.silu_mul(x), REFERENCE.gate(x, Activation.SILU))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # e^x overflows, as it should
 @DTYPES
 @SIZES
-@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("activation", UNGATED)
 def test_activate(size, activation, dtype):
     x = 4 * rows(5, size, dtype)
     output = elementwise.activate(x, activation)
@@ -129,7 +129,7 @@ def test_activate(size, activation, dtype):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("activation", UNGATED)
 def test_activations_of_extreme_values(activation):
     x = torch.tensor([[-3e38, -120.0, -16.0, -0.0, 16.0, 3e38, torch.inf, torch.nan]])
     expected = REFERENCE.activate(x, activation)
@@ -139,7 +139,7 @@ def test_activations_of_extreme_values(activation):
 def test_silu_is_rounded_before_the_product():
     """Then the bits are the reference's but where another exp makes another float16."""
     x = rows(5, 2048, torch.float16)
-    is_equal = elementwise.silu_mul(x) == REFERENCE.silu_mul(x)
+    is_equal = elementwise.silu_mul(x) == REFERENCE.gate(x, Activation.SILU)
     assert is_equal.float().mean() > 0.99
 
 

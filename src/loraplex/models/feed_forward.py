@@ -1,0 +1,27 @@
+"""Dense feed-forward part of one decoder layer."""
+
+import torch
+
+from loraplex.kernels.lora import LoraBatch
+from loraplex.kernels.ops import Kernels
+from loraplex.models.linear import Linear
+from loraplex.models.parameters import LayerParameters
+from loraplex.models.spec import DOWN, UP, LayerSpec
+
+
+class FeedForward:
+    """down(activation(up(x))), or with a gate down(activation(gate(x)) * up(x))."""
+
+    def __init__(
+        self, spec: LayerSpec, layer: int, parameters: LayerParameters, kernels: Kernels
+    ) -> None:
+        self._activation = spec.feed_forward.activation
+        self._activate = kernels.gate if spec.feed_forward.is_gated else kernels.activate
+        groups, packed = spec.linears, parameters.linears
+        self._up = Linear(packed[UP], groups[UP], layer, kernels)
+        self._down = Linear(packed[DOWN], groups[DOWN], layer, kernels)
+
+    def forward(self, x: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
+        """x [T, hidden] -> [T, hidden]."""
+        inner = self._activate(self._up.forward(x, lora), self._activation)
+        return self._down.forward(inner, lora)

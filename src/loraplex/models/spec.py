@@ -1,0 +1,220 @@
+"""What a decoder computes, as values: its layers, their parts and sizes. Free of torch.
+
+A model family is a function from a config.json to a `ModelSpec`. The decoder reads the values and
+never the name of the family, so a new family adds values, not branches.
+"""
+
+import dataclasses
+import enum
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from loraplex.kernels.activations import Activation
+from loraplex.models.decoder_names import DecoderNames
+
+QKV: Final = "qkv"
+OUTPUT: Final = "o"
+UP: Final = "up"
+DOWN: Final = "down"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding. Fields that the rope type does not use keep their defaults.
+
+    The names are those of Hugging Face configurations; models.rope has the formulas.
+    """
+
+    rope_type: str = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    partial_rotary_factor: float = 1.0
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+
+class NormKind(enum.Enum):
+    """Formula of a norm."""
+
+    RMS = enum.auto()
+    LAYER = enum.auto()
+    """Layer norm, with a bias."""
+
+
+class NormPlace(enum.Enum):
+    """Place of a norm in a decoder layer."""
+
+    BEFORE_ATTENTION = enum.auto()
+    BEFORE_FEED_FORWARD = enum.auto()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NormSpec:
+    """One norm. Its weights are `<path>.weight` and, for a layer norm, `<path>.bias`."""
+
+    path: str
+    """Full name in the checkpoint."""
+    size: int
+    eps: float
+    kind: NormKind = NormKind.RMS
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """Causal self-attention of one layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig | None
+    """None: the layer rotates nothing; the model adds learned positions to its embedding."""
+    window: int | None = None
+    """Number of positions, its own included, that a token attends to; None: full attention."""
+    num_sink_tokens: int = 0
+    """First positions that stay visible in addition to the window."""
+    q_norm: NormSpec | None = None
+    """Norm of each query head before the rotation."""
+    k_norm: NormSpec | None = None
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FeedForwardSpec:
+    """Dense feed-forward part of one layer."""
+
+    inner_size: int
+    activation: Activation
+    is_gated: bool
+    """Whether the activation of one projection, the gate, multiplies a second one."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LinearGroup:
+    """Linear layers with the same input, computed as one: their outputs lie side by side."""
+
+    paths: tuple[str, ...]
+    """Full names of the modules in the checkpoint."""
+    outputs: Mapping[str, int]
+    """out_features by the module's name in adapters, in the order of `paths`."""
+    in_features: int
+    has_bias: bool
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        return tuple(self.outputs)
+
+    @property
+    def first_outputs(self) -> tuple[int, ...]:
+        """Offset of each module's outputs in the group's."""
+        return tuple(itertools.accumulate(self.outputs.values(), initial=0))[:-1]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """One decoder layer: attention, then a feed-forward part, each added to the residual."""
+
+    attention: AttentionSpec
+    feed_forward: FeedForwardSpec
+    norms: Mapping[NormPlace, NormSpec]
+    linears: Mapping[str, LinearGroup]
+    """QKV, OUTPUT, UP (with the gate, if there is one, first) and DOWN, in the order of use."""
+
+    @property
+    def module_shapes(self) -> Mapping[str, tuple[int, int]]:
+        """(in_features, out_features) of every linear layer that LoRA may adapt."""
+        return {
+            module: (group.in_features, out_features)
+            for group in self.linears.values()
+            for module, out_features in group.outputs.items()
+        }
+
+    @property
+    def biased_modules(self) -> tuple[str, ...]:
+        """Modules that have a bias."""
+        groups = (group.modules for group in self.linears.values() if group.has_bias)
+        return tuple(itertools.chain.from_iterable(groups))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A decoder-only language model. Its layers may differ from one another."""
+
+    architecture: str
+    hidden_size: int
+    vocab_size: int
+    layers: tuple[LayerSpec, ...]
+    final_norm: NormSpec
+    names: DecoderNames
+    max_position_embeddings: int
+    default_max_model_len: int
+    """Length that the model was made for; scaled rotary embeddings stretch it."""
+    hidden_act: str
+    """Name of the activation in config.json, for formats that repeat it."""
+    has_position_table: bool = False
+    """Whether a learned vector per position is added to the token embedding."""
+    tie_word_embeddings: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    pad_token_id: int | None = None
+    dtype: str | None = None
+    """Type of the checkpoint by torch's name; None if config.json does not name one."""
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def module_shapes(self) -> tuple[Mapping[str, tuple[int, int]], ...]:
+        """LayerSpec.module_shapes of each layer."""
+        return tuple(layer.module_shapes for layer in self.layers)
+
+    @property
+    def attention_window(self) -> int | None:
+        """Largest window of the layers: KV blocks that no layer sees any more can be freed."""
+        windows = [layer.attention.window for layer in self.layers]
+        return None if None in windows else max(window for window in windows if window)
+
+
+def with_attention_windows(
+    spec: ModelSpec, max_windows: Sequence[int], num_sink_tokens: int
+) -> ModelSpec:
+    """Limit layer i to a window of max_windows[i % len] positions and the sink tokens.
+
+    max_windows may be empty. A layer's own window stays where it is smaller.
+    """
+    limits: Sequence[int | None] = max_windows or (None,)
+    layers = tuple(
+        dataclasses.replace(
+            layer,
+            attention=dataclasses.replace(
+                layer.attention,
+                window=_smaller(layer.attention.window, limit),
+                num_sink_tokens=num_sink_tokens,
+            ),
+        )
+        for layer, limit in zip(spec.layers, itertools.cycle(limits), strict=False)
+    )
+    return dataclasses.replace(spec, layers=layers)
+
+
+def _smaller(window: int | None, limit: int | None) -> int | None:
+    if window is None or limit is None:
+        return window or limit
+    return min(window, limit)
