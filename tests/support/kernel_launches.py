@@ -120,4 +120,6 @@ def _as_pointer(value: Any) -> Any:
         assert value.device.type == "cuda", f"a kernel is given a tensor on {value.device}"
         return _Pointer(value)
     assert not isinstance(value, torch.Tensor), "a kernel is given a tensor of the host"
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_as_pointer, value))
     return value

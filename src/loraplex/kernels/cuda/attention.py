@@ -75,18 +75,15 @@ class AttentionKernel:
         shape: AttentionShape,
         sliding_window: int | None,
         num_sink_tokens: int = 0,
-        soft_cap: float = 0.0,
     ) -> CudaAttentionPlan:
-        """soft_cap: scores s become soft_cap * tanh(s / soft_cap); 0: they stay."""
         on_device = device_rows(rows, self._device)
         plan = functools.partial(
             CudaAttentionPlan,
             shape,
             TokenWindow(sliding_window, num_sink_tokens),
-            soft_cap,
             on_device,
             on_device.block_tables.shape[1] * shape.block_size,
-            flashinfer=self._flashinfer_plan(rows, on_device, shape, sliding_window, soft_cap),
+            flashinfer=self._flashinfer_plan(rows, on_device, shape, sliding_window),
         )
         if only_decodes(rows):
             if not self._batch_invariant:
@@ -161,10 +158,9 @@ class AttentionKernel:
         on_device: DeviceRows,
         shape: AttentionShape,
         sliding_window: int | None,
-        soft_cap: float,
     ) -> FlashInferPlan | None:
         """None for layers with a window: it may read blocks behind one, which are another's."""
         library = self._flashinfer.get(shape)
         if library is None or sliding_window is not None:
             return None
-        return library.plan(rows, on_device, soft_cap)
+        return library.plan(rows, on_device)

@@ -17,6 +17,7 @@ from loraplex.kernels.cuda.programs.attention_decode import (
 )
 from loraplex.kernels.cuda.programs.attention_invariant import attend_chunks, fold_chunks
 from loraplex.kernels.cuda.programs.attention_prefill import prefill
+from loraplex.kernels.cuda.programs.attention_tile import AttentionConstants, Partials, Rows, Stored
 
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -62,47 +63,44 @@ class Launch:
         return query if key in (query, torch.int8) else torch.float32
 
     @property
-    def storage_arguments(self) -> tuple[torch.Tensor | None, ...]:
+    def storage(self) -> Stored:
         stored = self.stored
-        return (stored.key, stored.value, stored.key_scales, stored.value_scales)
+        return Stored(stored.key, stored.value, stored.key_scales, stored.value_scales)
 
     @property
-    def row_arguments(self) -> tuple[torch.Tensor, ...]:
+    def rows(self) -> Rows:
         rows = self.plan.rows
-        return (rows.seq_lens, rows.table_rows, rows.block_tables)
+        return Rows(rows.seq_lens, rows.table_rows, rows.block_tables)
 
     @property
     def strides(self) -> tuple[int, int]:
         return self.query.stride(0), self.plan.rows.block_tables.stride(0)
 
     @property
-    def window_constants(self) -> dict[str, int]:
-        window = self.plan.window
-        if window.num_tokens is None:
-            return {"WINDOW": 0, "NUM_SINKS": 0}
-        return {"WINDOW": window.num_tokens, "NUM_SINKS": window.num_sink_tokens}
+    def constants(self) -> AttentionConstants:
+        """The constants that a program is compiled for."""
+        shape, window = self.plan.shape, self.plan.window
+        has_window = window.num_tokens is not None
+        constants = (
+            shape.num_kv_heads,
+            self.group,
+            shape.head_dim,
+            block_d(shape.head_dim),
+            shape.block_size,
+            self.stored.block_stride,
+            shape.head_dim**-0.5,
+            window.num_tokens if has_window else 0,
+            window.num_sink_tokens if has_window else 0,
+        )
+        return AttentionConstants(*map(tl.constexpr, constants))
 
-    @property
-    def constants(self) -> dict[str, Any]:
-        shape = self.plan.shape
-        return {
-            "K": shape.num_kv_heads,
-            "D": shape.head_dim,
-            "BLOCK_SIZE": shape.block_size,
-            "BLOCK_STRIDE": self.stored.block_stride,
-            "BLOCK_D": block_d(shape.head_dim),
-            "SCALE": shape.head_dim**-0.5,
-            "SOFT_CAP": self.plan.soft_cap,
-            **self.window_constants,
-        }
-
-    def partials(self, num_tokens: int, shares: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Room for the weighted values and for (largest score, sum) of every share."""
+    def partials(self, num_tokens: int, shares: int) -> Partials:
+        """Uninitialised sums of every share."""
         _, num_heads, head_dim = self.query.shape
         places = (num_tokens, num_heads, shares)
         device = self.query.device
         values = torch.empty((*places, head_dim), dtype=torch.float32, device=device)
-        return values, torch.empty((*places, 2), dtype=torch.float32, device=device)
+        return Partials(values, torch.empty((*places, 2), dtype=torch.float32, device=device))
 
 
 def block_d(head_dim: int) -> int:
@@ -178,28 +176,20 @@ def decode(launch: Launch, row_list: torch.Tensor | None, slots: int) -> None:
     shares = num_shares(
         num_rows * shape.num_kv_heads, slots, min(_MAX_SHARES, plan.max_seq_len // _MIN_SHARE)
     )
-    values, sums = launch.partials(num_rows, shares) if shares > 1 else (None, None)
+    partials = launch.partials(num_rows, shares) if shares > 1 else None
     arguments = (
-        *(launch.output, values, sums, launch.query),
-        *launch.storage_arguments,
-        *launch.row_arguments,
-        row_list,
-        *launch.strides,
-        shares,
+        *(launch.output, partials, launch.query, launch.storage, launch.rows, row_list),
+        *(*launch.strides, shares, launch.constants),
     )
     grid = (num_rows, shape.num_kv_heads, shares)
     tile = _decode_shares(launch, grid, arguments)
-    if values is None:
+    if partials is None:
         return
     merge_shares[(num_rows, shape.num_heads)](
-        *(launch.output, values, sums, plan.rows.seq_lens, row_list, shares),
-        H=shape.num_heads,
-        D=shape.head_dim,
+        *(launch.output, partials, plan.rows.seq_lens, row_list, shares, launch.constants),
         BLOCK_N=tile.keys,
-        BLOCK_D=block_d(shape.head_dim),
         MAX_SHARES=_MAX_SHARES,
         BATCH=_MERGED_AT_ONCE,
-        **launch.window_constants,
         num_warps=4,
     )
 
@@ -209,7 +199,6 @@ def _decode_shares(launch: Launch, grid: tuple[int, int, int], arguments: tuple[
         tile = single_tile(launch)
         decode_single[grid](
             *arguments,
-            **launch.constants,
             BLOCK_N=tile.keys,
             NUM_STAGES=3,
             num_warps=tile.num_warps,
@@ -218,8 +207,6 @@ def _decode_shares(launch: Launch, grid: tuple[int, int, int], arguments: tuple[
     tile = decode_tile(launch)
     decode_grouped[grid](
         *arguments,
-        **launch.constants,
-        G=launch.group,
         BLOCK_G=tile.rows,
         BLOCK_N=tile.keys,
         COMPUTE=_TYPES[launch.compute_dtype],
@@ -235,13 +222,8 @@ def prefill_tiles(launch: Launch, tiles: torch.Tensor) -> None:
     queries = tile_queries(launch.group, batch_invariant=False)
     parts = triton.cdiv(queries, tile.rows // launch.group)
     prefill[(len(tiles), shape.num_kv_heads, parts)](
-        *(launch.output, launch.query),
-        *launch.storage_arguments,
-        *launch.row_arguments,
-        tiles,
-        *launch.strides,
-        **launch.constants,
-        G=launch.group,
+        *(launch.output, launch.query, launch.storage, launch.rows, tiles),
+        *(*launch.strides, launch.constants),
         BLOCK_M=tile.rows,
         BLOCK_N=tile.keys,
         COMPUTE=_TYPES[launch.compute_dtype],
@@ -260,17 +242,10 @@ def invariant_tiles(launch: Launch, tiles: torch.Tensor, *, is_decode: bool) -> 
     plan, shape, tile = launch.plan, launch.plan.shape, invariant_tile(launch)
     chunk = chunk_keys(plan.max_seq_len)
     shares = triton.cdiv(plan.max_seq_len, chunk) if is_decode else 1
-    values, sums = launch.partials(len(tiles) if shares > 1 else 1, shares)
+    partials = launch.partials(len(tiles) if shares > 1 else 1, shares)
     attend_chunks[(len(tiles), shape.num_kv_heads, shares)](
-        *(launch.output, values, sums, launch.query),
-        *launch.storage_arguments,
-        *launch.row_arguments,
-        tiles,
-        *launch.strides,
-        shares,
-        1 if shares > 1 else _UNBOUNDED,
-        **launch.constants,
-        G=launch.group,
+        *(launch.output, partials, launch.query, launch.storage, launch.rows, tiles),
+        *(*launch.strides, shares, 1 if shares > 1 else _UNBOUNDED, launch.constants),
         CHUNK=chunk,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.keys,
@@ -282,12 +257,8 @@ def invariant_tiles(launch: Launch, tiles: torch.Tensor, *, is_decode: bool) -> 
     if shares == 1:
         return
     fold_chunks[(len(tiles), shape.num_heads)](
-        *(launch.output, values, sums, plan.rows.seq_lens, tiles, shares),
-        H=shape.num_heads,
-        D=shape.head_dim,
+        *(launch.output, partials, plan.rows.seq_lens, tiles, shares, launch.constants),
         CHUNK=chunk,
-        BLOCK_D=block_d(shape.head_dim),
-        **launch.window_constants,
         num_warps=1,
         enable_fp_fusion=False,
     )

@@ -28,8 +28,6 @@ class CudaAttentionPlan:
 
     shape: AttentionShape
     window: TokenWindow
-    soft_cap: float
-    """Scores s become soft_cap * tanh(s / soft_cap); 0: they stay."""
     rows: DeviceRows
     max_seq_len: int
     """Of any row in such tables."""

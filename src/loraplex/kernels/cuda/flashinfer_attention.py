@@ -63,7 +63,7 @@ class FlashInferAttention:
         with accelerator.compute():
             self._probe()
 
-    def plan(self, rows: RowLayout, on_device: DeviceRows, soft_cap: float) -> FlashInferPlan:
+    def plan(self, rows: RowLayout, on_device: DeviceRows) -> FlashInferPlan:
         """A step that only decodes may have rows behind those of the layout."""
         if self._planned is not None:
             # Its host buffer is written again, so it must have been sent.
@@ -83,12 +83,11 @@ class FlashInferAttention:
         )
         if only_decodes:
             wrapper = self._decode_wrapper(num_rows, on_device.block_tables.shape[1])
-            wrapper.plan(*pages, *self._sizes, **self._options(soft_cap))
+            wrapper.plan(*pages, *self._sizes, **self._dtypes)
         else:
             wrapper = self._prefill
             starts = torch.tensor(rows.query_start_loc, dtype=torch.int32)
-            options = self._options(soft_cap)
-            wrapper.plan(starts, *pages, *self._sizes, causal=True, **options)
+            wrapper.plan(starts, *pages, *self._sizes, causal=True, **self._dtypes)
         self._planned = self._accelerator.event()
         return FlashInferPlan(wrapper, self._dtype, num_rows if only_decodes else num_tokens)
 
@@ -97,12 +96,9 @@ class FlashInferAttention:
         shape = self._shape
         return shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size
 
-    def _options(self, soft_cap: float) -> dict[str, Any]:
-        return {
-            "logits_soft_cap": soft_cap or None,
-            "q_data_type": self._dtype,
-            "kv_data_type": self._dtype,
-        }
+    @property
+    def _dtypes(self) -> dict[str, Any]:
+        return {"q_data_type": self._dtype, "kv_data_type": self._dtype}
 
     def _decode_wrapper(self, num_rows: int, table_width: int) -> Any:
         key = num_rows, table_width
@@ -156,7 +152,7 @@ class FlashInferAttention:
             on_device = DeviceRows(numbers[:2], numbers[2:3], numbers[3:], tables)
             query = torch.zeros((count, shape.num_heads, shape.head_dim), dtype=self._dtype)
             query = query.to(device)
-            plan = self.plan(rows, on_device, 0.0)
+            plan = self.plan(rows, on_device)
             plan.attend(query, KVStorage(blocks, blocks), torch.empty_like(query))
         self._accelerator.synchronize()
 

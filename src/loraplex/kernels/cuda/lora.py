@@ -32,9 +32,16 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 
 from loraplex.kernels.adapter_parts import add_vectors
-from loraplex.kernels.cuda.programs.lora import expand_few, shrink_few
+from loraplex.kernels.cuda.programs.lora import (
+    Cells,
+    LoraConstants,
+    Pieces,
+    expand_few,
+    shrink_few,
+)
 from loraplex.kernels.cuda.programs.lora_matrix import expand_many, shrink_many
 from loraplex.kernels.lora import (
     FEW_TOKENS,
@@ -119,13 +126,24 @@ class _Work:
         return sum(triton.cdiv(size, width) for size in self.linear.out_features)
 
     @property
-    def constants(self) -> dict[str, object]:
-        return {
-            "COLUMNS": self.linear.columns,
-            "IN": self.linear.in_features,
-            "MAX_RANK": self.max_rank,
-            "IS_ALIGNED": self.linear.is_aligned,
-        }
+    def cells(self) -> Cells:
+        table = self.table
+        return Cells(table.offsets, table.ranks, table.scales)
+
+    @property
+    def pieces(self) -> Pieces:
+        pieces = self.segments
+        return Pieces(
+            *(pieces.entries, pieces.starts, pieces.counts),
+            *(pieces.token_indices, pieces.token_scales),
+        )
+
+    @property
+    def constants(self) -> LoraConstants:
+        """The constants that both programs are compiled for."""
+        linear = self.linear
+        values = (linear.in_features, self.max_rank, linear.is_aligned)
+        return LoraConstants(*map(tl.constexpr, values))
 
 
 class LoraKernel:
@@ -210,12 +228,11 @@ def _add_few(y: torch.Tensor, x: torch.Tensor, work: _Work) -> None:
     num_blocks = triton.cdiv(linear.in_features, block_k * _MOST_SPLITS_OF_FEW)
     num_splits = triton.cdiv(linear.in_features, block_k * num_blocks)
     partials = work.partials(num_splits)
-    own = {"NUM_SPLITS": num_splits, "BLOCK_R": _RANKS, "num_warps": 1}
-    constants = work.constants | own
+    options = {"NUM_SPLITS": num_splits, "BLOCK_R": _RANKS, "num_warps": 1}
     blocks = {"NUM_BLOCKS": num_blocks, "BLOCK_K": block_k}
-    _shrink(shrink_few, x, partials, work, constants | blocks)
+    _shrink(shrink_few, x, partials, work, options | blocks)
     splits = triton.next_power_of_2(num_splits)
-    _expand(expand_few, y, partials, work, block_n, constants | {"SPLITS": splits})
+    _expand(expand_few, y, partials, work, block_n, options | {"SPLITS": splits})
 
 
 def _add_many(y: torch.Tensor, x: torch.Tensor, work: _Work) -> None:
@@ -223,14 +240,13 @@ def _add_many(y: torch.Tensor, x: torch.Tensor, work: _Work) -> None:
     num_blocks = triton.cdiv(work.linear.in_features, num_splits * _MATRIX_INPUTS)
     block_t = max(_FEWEST_ROWS, triton.next_power_of_2(work.segments.longest))
     partials = work.partials(num_splits)
-    own = {"num_splits": num_splits, "BLOCK_T": block_t, "BLOCK_R": _MATRIX_RANKS}
-    constants = work.constants | own
+    options = {"num_splits": num_splits, "BLOCK_T": block_t, "BLOCK_R": _MATRIX_RANKS}
     blocks = {"num_blocks": num_blocks, "BLOCK_K": _MATRIX_INPUTS}
-    _shrink(shrink_many, x, partials, work, constants | blocks)
+    _shrink(shrink_many, x, partials, work, options | blocks)
     # More sums do not fit into the registers of four warps. The loop over ranks is short: to load
     # ahead in it would only take memory from other programs.
-    options = {"num_warps": 4 if block_t == _FEWEST_ROWS else 8, "num_stages": 1}
-    _expand(expand_many, y, partials, work, _MATRIX_OUTPUTS, constants | options)
+    resources = {"num_warps": 4 if block_t == _FEWEST_ROWS else 8, "num_stages": 1}
+    _expand(expand_many, y, partials, work, _MATRIX_OUTPUTS, options | resources)
 
 
 def _num_splits(work: _Work) -> int:
@@ -245,15 +261,16 @@ def _shrink(
     x: torch.Tensor,
     partials: torch.Tensor,
     work: _Work,
-    constants: dict[str, object],
+    options: dict[str, int],
 ) -> None:
-    """Of all waves."""
-    segments, table = work.segments, work.table
-    program[(segments.entries.numel() * partials.shape[1] * partials.shape[2],)](
-        *(x, partials, work.pool, table.offsets, table.ranks),
-        *(segments.entries, segments.starts, segments.counts, segments.token_indices),
+    """Launch the first program, for all waves."""
+    num_programs = work.segments.entries.numel() * partials.shape[1] * partials.shape[2]
+    program[(num_programs,)](
+        *(x, partials, work.pool, work.cells, work.pieces),
         *(x.stride(0), work.cells_of_entry, work.first_cell),
-        **constants,
+        C=work.constants,
+        COLUMNS=work.linear.columns,
+        **options,
     )
 
 
@@ -263,21 +280,21 @@ def _expand(
     partials: torch.Tensor,
     work: _Work,
     width: int,
-    constants: dict[str, object],
+    options: dict[str, int],
 ) -> None:
-    """Wave after wave: each one adds to what the last one stored."""
-    segments, table, linear = work.segments, work.table, work.linear
-    num_waves, num_pieces = segments.entries.shape
+    """Launch the second program wave after wave: each adds to what the last one stored."""
+    linear = work.linear
+    num_waves, num_pieces = work.segments.entries.shape
     num_tiles = work.num_tiles(width)
     for wave in range(num_waves):
         program[(num_pieces * num_tiles,)](
-            *(y, partials, work.pool, table.offsets, table.ranks, table.scales),
-            *(segments.entries, segments.starts, segments.counts),
-            *(segments.token_indices, segments.token_scales),
+            *(y, partials, work.pool, work.cells, work.pieces),
             *(y.stride(0), work.cells_of_entry, work.first_cell, wave * num_pieces),
+            C=work.constants,
+            COLUMNS=linear.columns,
             OUT_FEATURES=linear.out_features,
             OUT_OFFSETS=linear.out_offsets,
             NUM_TILES=num_tiles,
             BLOCK_N=width,
-            **constants,
+            **options,
         )

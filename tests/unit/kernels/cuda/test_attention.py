@@ -235,28 +235,6 @@ def test_tokens_of_no_row_give_zeros_in_mixed_steps():
     assert torch.equal(output[8:], torch.zeros_like(output[8:]))
 
 
-def test_soft_cap():
-    rows = PagedRows(ManyShares(), AttentionShape(2, 1, 16, 16), [40, 3])
-    for counts in ([1, 1], [30, 2]):
-        queries = [8 * query for query in rows.queries(counts)]
-        plan = rows.kernel.plan(rows.layout(queries), rows.shape, None, soft_cap=3.0)
-        output = rows.kernel.attend(rows.batch(queries), rows.storage, plan)
-        expected = [
-            capped(query, key, value, 3.0)
-            for query, key, value in zip(queries, rows.keys, rows.values, strict=True)
-        ]
-        assert relative_error(output, torch.cat(expected)) < 1e-6
-
-
-def capped(query, key, value, cap):
-    """With one KV head."""
-    scores = torch.einsum("qhd,kd->hqk", query.double(), key[:, 0].double()) * 16**-0.5
-    scores = cap * torch.tanh(scores / cap)
-    hidden = torch.ones(scores.shape[1:]).tril(len(key) - len(query)) == 0
-    weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1)
-    return torch.einsum("hqk,kd->qhd", weights, value[:, 0].double())
-
-
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("shape", [SHAPE, SHAPES["no groups"]], ids=["grouped", "single"])
 def test_blocks_behind_the_window_are_not_read(shape, invariant):

@@ -22,34 +22,19 @@ from loraplex.kernels.cuda.programs.attention_tile import (
 @triton.jit(do_not_specialize=["table_stride", "num_shares", "chunks_per_program"])
 def attend_chunks(
     output,
-    partial_values,
-    partial_sums,
+    partials,
     query,
-    key_numbers,
-    value_numbers,
-    key_scales,
-    value_scales,
-    seq_lens,
-    table_rows,
-    block_tables,
+    stored,
+    rows,
     tiles,
     query_stride,
     table_stride,
     num_shares,
     chunks_per_program,
-    K: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_STRIDE: tl.constexpr,
+    S,
     CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SCALE: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    WINDOW: tl.constexpr,
-    NUM_SINKS: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
     """Grid: (tiles, K, shares). Tiles are those of attention_prefill.py.
@@ -58,112 +43,71 @@ def attend_chunks(
     have one query each, and a share is one chunk: its sums are written.
     """
     kv_head, share = tl.program_id(1), tl.program_id(2)
-    row, first_token, num_queries, first_position = load_tile(tiles, tl.program_id(0), seq_lens)
-    end = first_position + num_queries
-    in_tile, heads, is_row = places_of(kv_head, num_queries, BLOCK_M, G)
-    num_sink_chunks, first, num_chunks = tiles_to_read(
-        first_position, end, CHUNK, WINDOW, NUM_SINKS
+    row, first_token, num_queries, first_position = load_tile(
+        tiles, tl.program_id(0), rows.seq_lens
     )
+    end = first_position + num_queries
+    in_tile, heads, is_row = places_of(kv_head, num_queries, BLOCK_M, S.G)
+    num_sink_chunks, first, num_chunks = tiles_to_read(first_position, end, CHUNK, S)
     first_chunk = share * chunks_per_program
     end_chunk = tl.minimum(first_chunk + chunks_per_program, num_chunks)
     if (share > 0) & (first_chunk >= end_chunk):
         return
-    dims = tl.arange(0, BLOCK_D)
-    mask = is_row[:, None] & (dims < D)[None, :]
+    dims = tl.arange(0, S.BLOCK_D)
+    mask = is_row[:, None] & (dims < S.D)[None, :]
     tokens = first_token + in_tile
     queries = tl.load(
-        query + (tokens * query_stride + heads * D)[:, None] + dims[None, :], mask=mask, other=0.0
+        query + (tokens * query_stride + heads * S.D)[:, None] + dims[None, :], mask=mask, other=0.0
     ).to(COMPUTE)
-    table = block_tables + tl.load(table_rows + row).to(tl.int64) * table_stride
+    table = rows.block_tables + tl.load(rows.table_rows + row).to(tl.int64) * table_stride
     positions = first_position + tl.minimum(in_tile, num_queries - 1)
     maxima = tl.full([BLOCK_M], float("-inf"), tl.float32)
     sums = tl.zeros([BLOCK_M], tl.float32)
-    values = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    values = tl.zeros([BLOCK_M, S.BLOCK_D], tl.float32)
     for number in range(first_chunk, end_chunk):
         first_tile = tile_at(number, num_sink_chunks, first) * (CHUNK // BLOCK_N)
         end_tile = tl.minimum(first_tile + CHUNK // BLOCK_N, tl.cdiv(end, BLOCK_N))
         chunk_maxima = tl.full([BLOCK_M], float("-inf"), tl.float32)
         chunk_sums = tl.zeros([BLOCK_M], tl.float32)
-        chunk_values = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        chunk_values = tl.zeros([BLOCK_M, S.BLOCK_D], tl.float32)
         for tile in range(first_tile, end_tile):
             chunk_maxima, chunk_sums, chunk_values = add_tile(
-                chunk_maxima,
-                chunk_sums,
-                chunk_values,
-                queries,
-                positions,
-                tile,
-                first_position,
-                end,
-                kv_head,
-                table,
-                key_numbers,
-                value_numbers,
-                key_scales,
-                value_scales,
-                K,
-                D,
-                BLOCK_SIZE,
-                BLOCK_STRIDE,
-                BLOCK_N,
-                BLOCK_D,
-                SCALE,
-                SOFT_CAP,
-                WINDOW,
-                NUM_SINKS,
-                True,
+                *(chunk_maxima, chunk_sums, chunk_values, queries, positions, tile),
+                *(first_position, end, kv_head, table, stored, S, BLOCK_N, True),
             )
         maxima, sums, values = fold(maxima, sums, values, chunk_maxima, chunk_sums, chunk_values)
     if num_shares == 1:
         total = tl.where(end > 0, sums, 1.0)
-        pointers = output + ((tokens * K * G + heads) * D)[:, None] + dims[None, :]
+        pointers = output + ((tokens * (S.K * S.G) + heads) * S.D)[:, None] + dims[None, :]
         tl.store(pointers, (values / total[:, None]).to(output.dtype.element_ty), mask=mask)
     else:
-        places = (tl.program_id(0).to(tl.int64) * K * G + heads) * num_shares + share
-        tl.store(partial_values + places[:, None] * D + dims[None, :], values, mask=mask)
-        tl.store(partial_sums + 2 * places, maxima, mask=is_row)
-        tl.store(partial_sums + 2 * places + 1, sums, mask=is_row)
+        places = (tl.program_id(0).to(tl.int64) * (S.K * S.G) + heads) * num_shares + share
+        tl.store(partials.weighted + places[:, None] * S.D + dims[None, :], values, mask=mask)
+        tl.store(partials.sums + 2 * places, maxima, mask=is_row)
+        tl.store(partials.sums + 2 * places + 1, sums, mask=is_row)
 
 
 @triton.jit(do_not_specialize=["num_shares"])
-def fold_chunks(
-    output,
-    partial_values,
-    partial_sums,
-    seq_lens,
-    tiles,
-    num_shares,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    WINDOW: tl.constexpr,
-    NUM_SINKS: tl.constexpr,
-):
-    """Grid: (tiles of one query, H)."""
+def fold_chunks(output, partials, seq_lens, tiles, num_shares, S, CHUNK: tl.constexpr):
+    """Grid: (tiles of one query, K * G)."""
     index, head = tl.program_id(0), tl.program_id(1)
     _, token, _, position = load_tile(tiles, index, seq_lens)
-    _, _, num_chunks = tiles_to_read(position, position + 1, CHUNK, WINDOW, NUM_SINKS)
-    first = (index.to(tl.int64) * H + head) * num_shares
-    dims = tl.arange(0, BLOCK_D)
+    _, _, num_chunks = tiles_to_read(position, position + 1, CHUNK, S)
+    first = (index.to(tl.int64) * (S.K * S.G) + head) * num_shares
+    dims = tl.arange(0, S.BLOCK_D)
+    is_dim = (dims < S.D)[None, :]
     maxima = tl.full([1], float("-inf"), tl.float32)
     sums = tl.zeros([1], tl.float32)
-    values = tl.zeros([1, BLOCK_D], tl.float32)
+    values = tl.zeros([1, S.BLOCK_D], tl.float32)
     one = tl.arange(0, 1)
     for chunk in tl.range(0, num_chunks, num_stages=4):
         place = first + chunk + one
-        found = tl.load(
-            partial_values + place[:, None] * D + dims[None, :], mask=(dims < D)[None, :], other=0.0
-        )
-        maxima, sums, values = fold(
-            maxima,
-            sums,
-            values,
-            tl.load(partial_sums + 2 * place),
-            tl.load(partial_sums + 2 * place + 1),
-            found,
-        )
+        pointers = partials.weighted + place[:, None] * S.D + dims[None, :]
+        found = tl.load(pointers, mask=is_dim, other=0.0)
+        chunk_maxima = tl.load(partials.sums + 2 * place)
+        chunk_sums = tl.load(partials.sums + 2 * place + 1)
+        maxima, sums, values = fold(maxima, sums, values, chunk_maxima, chunk_sums, found)
     total = tl.where(position >= 0, sums, 1.0)
     result = (values / total[:, None]).to(output.dtype.element_ty)
-    pointers = output + (token * H + head) * D + dims[None, :] + one[:, None]
-    tl.store(pointers, result, mask=(dims < D)[None, :])
+    pointers = output + (token * (S.K * S.G) + head) * S.D + dims[None, :] + one[:, None]
+    tl.store(pointers, result, mask=is_dim)

@@ -17,7 +17,7 @@ from loraplex.kernels.cuda.programs.attention_tile import (
 
 @triton.jit
 def load_tile(tiles, index, seq_lens):
-    """(row, first token, number of queries, first position) of a tile."""
+    """Row, first token, number of queries and first position of a tile."""
     place = tiles + 4 * index
     row = tl.load(place)
     first_token = tl.load(place + 1).to(tl.int64)
@@ -28,7 +28,7 @@ def load_tile(tiles, index, seq_lens):
 
 @triton.jit
 def places_of(kv_head, num_queries, BLOCK_M: tl.constexpr, G: tl.constexpr):
-    """(query in the tile, head, whether there is one) of each row of a product."""
+    """Per row of a product: its query in the tile, its head, and whether there is one."""
     rows = tl.arange(0, BLOCK_M)
     queries = rows // G
     return queries, kv_head * G + rows % G, queries < num_queries
@@ -38,115 +38,56 @@ def places_of(kv_head, num_queries, BLOCK_M: tl.constexpr, G: tl.constexpr):
 def prefill(
     output,
     query,
-    key_numbers,
-    value_numbers,
-    key_scales,
-    value_scales,
-    seq_lens,
-    table_rows,
-    block_tables,
+    stored,
+    rows,
     tiles,
     query_stride,
     table_stride,
-    K: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_STRIDE: tl.constexpr,
+    S,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SCALE: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    WINDOW: tl.constexpr,
-    NUM_SINKS: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
     """Grid: (tiles, K, parts of a tile): a part has the queries of BLOCK_M rows."""
     kv_head = tl.program_id(1)
-    row, first_token, num_queries, first_position = load_tile(tiles, tl.program_id(0), seq_lens)
-    skipped = tl.program_id(2) * (BLOCK_M // G)
+    row, first_token, num_queries, first_position = load_tile(
+        tiles, tl.program_id(0), rows.seq_lens
+    )
+    skipped = tl.program_id(2) * (BLOCK_M // S.G)
     if skipped >= num_queries:
         return
     first_token += skipped
     first_position += skipped
-    num_queries = tl.minimum(num_queries - skipped, BLOCK_M // G)
+    num_queries = tl.minimum(num_queries - skipped, BLOCK_M // S.G)
     end = first_position + num_queries
-    in_tile, heads, is_row = places_of(kv_head, num_queries, BLOCK_M, G)
-    dims = tl.arange(0, BLOCK_D)
-    mask = is_row[:, None] & (dims < D)[None, :]
+    in_tile, heads, is_row = places_of(kv_head, num_queries, BLOCK_M, S.G)
+    dims = tl.arange(0, S.BLOCK_D)
+    mask = is_row[:, None] & (dims < S.D)[None, :]
     tokens = first_token + in_tile
     queries = tl.load(
-        query + (tokens * query_stride + heads * D)[:, None] + dims[None, :], mask=mask, other=0.0
+        query + (tokens * query_stride + heads * S.D)[:, None] + dims[None, :], mask=mask, other=0.0
     ).to(COMPUTE)
-    table = block_tables + tl.load(table_rows + row).to(tl.int64) * table_stride
+    table = rows.block_tables + tl.load(rows.table_rows + row).to(tl.int64) * table_stride
     positions = first_position + tl.minimum(in_tile, num_queries - 1)
-    num_sink_tiles, first, num_tiles = tiles_to_read(
-        first_position, end, BLOCK_N, WINDOW, NUM_SINKS
-    )
+    num_sink_tiles, first, num_tiles = tiles_to_read(first_position, end, BLOCK_N, S)
     # Tiles that all queries see whole. With a window there are few others: none is singled out.
     num_whole = num_tiles * 0
-    if WINDOW == 0:
+    if S.WINDOW == 0:
         num_whole = (first_position + 1) // BLOCK_N
     maxima = tl.full([BLOCK_M], float("-inf"), tl.float32)
     sums = tl.zeros([BLOCK_M], tl.float32)
-    values = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if WINDOW == 0:
+    values = tl.zeros([BLOCK_M, S.BLOCK_D], tl.float32)
+    if S.WINDOW == 0:
         for number in range(num_whole):
             maxima, sums, values = add_tile(
-                maxima,
-                sums,
-                values,
-                queries,
-                positions,
-                number,
-                first_position,
-                end,
-                kv_head,
-                table,
-                key_numbers,
-                value_numbers,
-                key_scales,
-                value_scales,
-                K,
-                D,
-                BLOCK_SIZE,
-                BLOCK_STRIDE,
-                BLOCK_N,
-                BLOCK_D,
-                SCALE,
-                SOFT_CAP,
-                WINDOW,
-                NUM_SINKS,
-                False,
+                *(maxima, sums, values, queries, positions, number, first_position, end),
+                *(kv_head, table, stored, S, BLOCK_N, False),
             )
     for number in range(num_whole, num_tiles):
+        tile = tile_at(number, num_sink_tiles, first)
         maxima, sums, values = add_tile(
-            maxima,
-            sums,
-            values,
-            queries,
-            positions,
-            tile_at(number, num_sink_tiles, first),
-            first_position,
-            end,
-            kv_head,
-            table,
-            key_numbers,
-            value_numbers,
-            key_scales,
-            value_scales,
-            K,
-            D,
-            BLOCK_SIZE,
-            BLOCK_STRIDE,
-            BLOCK_N,
-            BLOCK_D,
-            SCALE,
-            SOFT_CAP,
-            WINDOW,
-            NUM_SINKS,
-            True,
+            *(maxima, sums, values, queries, positions, tile, first_position, end),
+            *(kv_head, table, stored, S, BLOCK_N, True),
         )
-    pointers = output + ((tokens * K * G + heads) * D)[:, None] + dims[None, :]
+    pointers = output + ((tokens * (S.K * S.G) + heads) * S.D)[:, None] + dims[None, :]
     tl.store(pointers, (values / sums[:, None]).to(output.dtype.element_ty), mask=mask)

@@ -4,11 +4,64 @@ Keys go in tiles of BLOCK_N at multiples of it. Scores are in powers of two. A s
 as the largest score, the sum of the weights and the weighted sum of the values, all float32.
 
 Storage: number d of head h of a block's token t is at block * BLOCK_STRIDE + (t * K + h) * D + d.
-int8 has a float32 scale for each vector, [BLOCK_SIZE, K], behind the numbers of each block.
+int8 has a float32 scale for each vector, [BLOCK_SIZE, K], after the numbers of each block.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+
+
+class AttentionConstants(NamedTuple):
+    """Constants of one layer's attention; each is a tl.constexpr."""
+
+    K: Any
+    """Number of KV heads."""
+    G: Any
+    """Query heads per KV head."""
+    D: Any
+    """Size of a head."""
+    BLOCK_D: Any
+    """D, rounded up to a power of two of at least 16."""
+    BLOCK_SIZE: Any
+    """Tokens per KV block."""
+    BLOCK_STRIDE: Any
+    """Numbers from one KV block to the next."""
+    SCALE: Any
+    """Factor of the product of a query and a key."""
+    WINDOW: Any
+    """Tokens that a query sees; 0: all."""
+    NUM_SINKS: Any
+    """First tokens that are seen in addition to the window."""
+
+
+class Stored(NamedTuple):
+    """Keys and values of one layer in their blocks."""
+
+    key_numbers: Any
+    value_numbers: Any
+    key_scales: Any
+    """The storage as float32, if it is int8; else None."""
+    value_scales: Any
+
+
+class Rows(NamedTuple):
+    """Per row: its length, its line in the block tables; and the tables."""
+
+    seq_lens: Any
+    table_rows: Any
+    block_tables: Any
+
+
+class Partials(NamedTuple):
+    """Sums over one share of the keys, per (token, head, share)."""
+
+    weighted: Any
+    """[..., D] weighted sum of the values."""
+    sums: Any
+    """[..., 2] largest score and sum of the weights."""
+
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -18,18 +71,16 @@ def tiles_to_read(
     first_position,
     end,
     BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr,
-    NUM_SINKS: tl.constexpr,
+    S,
 ):
-    """(of the sinks, first behind them, all) tiles with keys for the positions from the first on.
-
-    end: behind the last position. WINDOW 0: there is none.
+    """Tiles with keys for the positions first_position .. end - 1: (sink tiles, first tile
+    after them, number of all tiles).
     """
     first = end * 0
     num_sink_tiles = end * 0
-    if WINDOW > 0:
-        first = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N
-        num_sink_tiles = tl.minimum(first, (NUM_SINKS + BLOCK_N - 1) // BLOCK_N)
+    if S.WINDOW > 0:
+        first = tl.maximum(first_position - S.WINDOW + 1, 0) // BLOCK_N
+        num_sink_tiles = tl.minimum(first, (S.NUM_SINKS + BLOCK_N - 1) // BLOCK_N)
     num_tiles = num_sink_tiles + tl.cdiv(end, BLOCK_N) - first
     return num_sink_tiles, first, num_tiles
 
@@ -41,86 +92,60 @@ def tile_at(index, num_sink_tiles, first):
 
 
 @triton.jit
-def sees(positions, keys, WINDOW: tl.constexpr, NUM_SINKS: tl.constexpr):
+def sees(positions, keys, S):
     """Whether a query at a position sees a key; both of a shape, or of shapes that broadcast."""
     seen = keys <= positions
-    if WINDOW > 0:
-        seen = seen & ((keys > positions - WINDOW) | (keys < NUM_SINKS))
+    if S.WINDOW > 0:
+        seen = seen & ((keys > positions - S.WINDOW) | (keys < S.NUM_SINKS))
     return seen
 
 
 @triton.jit
-def is_read(keys, first_position, end, WINDOW: tl.constexpr, NUM_SINKS: tl.constexpr):
+def is_read(keys, first_position, end, S):
     """Whether any query at first_position .. end - 1 sees a key: no other may be touched."""
     read = keys < end
-    if WINDOW > 0:
-        read = read & ((keys > first_position - WINDOW) | (keys < NUM_SINKS))
+    if S.WINDOW > 0:
+        read = read & ((keys > first_position - S.WINDOW) | (keys < S.NUM_SINKS))
     return read
 
 
 @triton.jit
-def load_vectors(
-    numbers,
-    blocks,
-    offsets,
-    read,
-    kv_head,
-    K: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_STRIDE: tl.constexpr,
-    IS_MASKED: tl.constexpr,
-):
+def load_vectors(numbers, blocks, offsets, read, kv_head, S, IS_MASKED: tl.constexpr):
     """[BLOCK_N, BLOCK_D] as stored; zeros where nothing is to be read."""
-    dims = tl.arange(0, BLOCK_D)
-    starts = blocks * BLOCK_STRIDE + (offsets * K + kv_head) * D
+    dims = tl.arange(0, S.BLOCK_D)
+    starts = blocks * S.BLOCK_STRIDE + (offsets * S.K + kv_head) * S.D
     pointers = numbers + starts[:, None] + dims[None, :]
     if IS_MASKED:
-        vectors = tl.load(pointers, mask=read[:, None] & (dims < D)[None, :], other=0)
-    elif D < BLOCK_D:
-        vectors = tl.load(pointers, mask=(dims < D)[None, :], other=0)
+        vectors = tl.load(pointers, mask=read[:, None] & (dims < S.D)[None, :], other=0)
+    elif S.D < S.BLOCK_D:
+        vectors = tl.load(pointers, mask=(dims < S.D)[None, :], other=0)
     else:
         vectors = tl.load(pointers)
     return vectors
 
 
 @triton.jit
-def load_scales(
-    scales,
-    blocks,
-    offsets,
-    read,
-    kv_head,
-    K: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_STRIDE: tl.constexpr,
-):
-    """[BLOCK_N] of int8 vectors; `scales` is their storage, as float32."""
-    starts = blocks * (BLOCK_STRIDE // 4) + BLOCK_SIZE * K * D // 4
-    return tl.load(scales + starts + offsets * K + kv_head, mask=read, other=0.0)
+def load_scales(scales, blocks, offsets, read, kv_head, S):
+    """[BLOCK_N] scales of int8 vectors; `scales` is their storage, as float32."""
+    starts = blocks * (S.BLOCK_STRIDE // 4) + S.BLOCK_SIZE * S.K * S.D // 4
+    return tl.load(scales + starts + offsets * S.K + kv_head, mask=read, other=0.0)
 
 
 @triton.jit
-def in_powers_of_two(products, SCALE: tl.constexpr, SOFT_CAP: tl.constexpr):
-    """Scores from products of queries and keys. SOFT_CAP 0: there is none."""
-    if SOFT_CAP > 0:
-        doubled = products * (2.0 * SCALE / SOFT_CAP)
-        scores = (1.0 - 2.0 / (tl.exp(doubled) + 1.0)) * (SOFT_CAP * LOG2_E)
-    else:
-        scores = products * (SCALE * LOG2_E)
-    return scores
+def in_powers_of_two(products, S):
+    """Scores, as exponents of 2, from products of queries and keys."""
+    return products * (S.SCALE * LOG2_E)
 
 
 @triton.jit
 def finite_or_zero(maxima):
-    """To subtract from scores: where nothing was seen yet, the largest is -inf."""
+    """Maxima that may be subtracted from scores: where nothing was seen yet they are -inf."""
     return tl.where(maxima == float("-inf"), 0.0, maxima)
 
 
 @triton.jit
 def fold(maxima, sums, values, other_maxima, other_sums, other_values):
-    """The sum over two sets of keys; exactly the first one's if no key of the other was seen."""
+    """Join the sums over two sets of keys; exactly the first if no key of the other was seen."""
     joint = tl.maximum(maxima, other_maxima)
     base = finite_or_zero(joint)
     factor = tl.exp2(maxima - base)
@@ -142,57 +167,40 @@ def add_tile(
     end,
     kv_head,
     table,
-    key_numbers,
-    value_numbers,
-    key_scales,
-    value_scales,
-    K: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_STRIDE: tl.constexpr,
+    stored,
+    S,
     BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SCALE: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    WINDOW: tl.constexpr,
-    NUM_SINKS: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
-    """The sums of query [M, BLOCK_D] at positions [M], with those over the keys of one tile.
+    """Add the keys of one tile to the sums of query [M, BLOCK_D] at positions [M].
 
-    first_position, end: of the queries' positions. IS_MASKED: some key may be hidden from some
-    query. Products are of the query's type, values are rounded to it.
+    The queries' positions are first_position .. end - 1. IS_MASKED: some key may be hidden from
+    some query. Products are of the query's type, values are rounded to it.
     """
     keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    read = is_read(keys, first_position, end, WINDOW, NUM_SINKS)
+    read = is_read(keys, first_position, end, S)
     if IS_MASKED:
-        blocks = tl.load(table + keys // BLOCK_SIZE, mask=read, other=0).to(tl.int64)
+        blocks = tl.load(table + keys // S.BLOCK_SIZE, mask=read, other=0).to(tl.int64)
     else:
-        blocks = tl.load(table + keys // BLOCK_SIZE).to(tl.int64)
-    at = keys % BLOCK_SIZE
-    key = load_vectors(
-        key_numbers, blocks, at, read, kv_head, K, D, BLOCK_D, BLOCK_STRIDE, IS_MASKED
-    ).to(query.dtype)
-    products = tl.dot(query, tl.trans(key), input_precision="ieee")
-    if key_scales is not None:
-        scales = load_scales(key_scales, blocks, at, read, kv_head, K, D, BLOCK_SIZE, BLOCK_STRIDE)
+        blocks = tl.load(table + keys // S.BLOCK_SIZE).to(tl.int64)
+    at = keys % S.BLOCK_SIZE
+    key = load_vectors(stored.key_numbers, blocks, at, read, kv_head, S, IS_MASKED)
+    products = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee")
+    if stored.key_scales is not None:
+        scales = load_scales(stored.key_scales, blocks, at, read, kv_head, S)
         products = products * scales[None, :]
-    scores = in_powers_of_two(products, SCALE, SOFT_CAP)
+    scores = in_powers_of_two(products, S)
     if IS_MASKED:
-        seen = sees(positions[:, None], keys[None, :], WINDOW, NUM_SINKS)
+        seen = sees(positions[:, None], keys[None, :], S)
         scores = tl.where(seen, scores, float("-inf"))
     joint = tl.maximum(maxima, tl.max(scores, 1))
     base = finite_or_zero(joint)
     factor = tl.exp2(maxima - base)
     weights = tl.exp2(scores - base[:, None])
     sums = sums * factor + tl.sum(weights, 1)
-    value = load_vectors(
-        value_numbers, blocks, at, read, kv_head, K, D, BLOCK_D, BLOCK_STRIDE, IS_MASKED
-    )
-    if value_scales is not None:
-        scales = load_scales(
-            value_scales, blocks, at, read, kv_head, K, D, BLOCK_SIZE, BLOCK_STRIDE
-        )
+    value = load_vectors(stored.value_numbers, blocks, at, read, kv_head, S, IS_MASKED)
+    if stored.value_scales is not None:
+        scales = load_scales(stored.value_scales, blocks, at, read, kv_head, S)
         if query.dtype == tl.float16:
             # Weights times scales might be too small for it.
             value = value.to(tl.float32) * scales[:, None]

@@ -2,12 +2,47 @@
 
 A table cell is (entry, layer, module). Modules are numbered within a call; COLUMNS has their places
 in the table. A slot is a place in token_indices; the partial sums of x A^T lie at
-[slot, module of the call, split, rank], float32. Behind an adapter's ranks they are zero up to a
-multiple of BLOCK_R, so that whoever reads them needs no mask.
+[slot, module of the call, split, rank], float32. After an adapter's ranks they are zero up to a
+multiple of BLOCK_R, so that reading them needs no mask.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+
+
+class Cells(NamedTuple):
+    """The LoRA table on the device, per cell."""
+
+    offsets: Any
+    """Where A begins in the pool; B follows it."""
+    ranks: Any
+    scales: Any
+
+
+class Pieces(NamedTuple):
+    """Tokens of one adapter that a program computes together."""
+
+    entries: Any
+    """Per piece: the table entry of its adapter; -1: the piece is empty."""
+    starts: Any
+    """Per piece: its first slot."""
+    counts: Any
+    """Per piece: its number of tokens; 0: it is empty."""
+    token_indices: Any
+    token_scales: Any
+
+
+class LoraConstants(NamedTuple):
+    """Constants of a fused linear layer; each is a tl.constexpr."""
+
+    IN: Any
+    """Number of inputs."""
+    MAX_RANK: Any
+    """Ranks that the partial sums of a split have space for."""
+    IS_ALIGNED: Any
+    """Whether all offsets and sizes are multiples of 16."""
 
 
 @triton.jit
@@ -21,7 +56,7 @@ def pick(number, VALUES: tl.constexpr):
 
 @triton.jit
 def module_of_tile(tile, SIZES: tl.constexpr, BLOCK: tl.constexpr):
-    """(module, tile within it) of a tile among those of all modules, BLOCK columns each."""
+    """Module of a tile among those of all modules, BLOCK columns each; and the tile within it."""
     module = tl.full((), 0, tl.int32)
     first = tl.full((), 0, tl.int32)
     end = 0
@@ -33,10 +68,10 @@ def module_of_tile(tile, SIZES: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def place_of(offsets, cell, IS_ALIGNED: tl.constexpr):
-    """Where a cell's A begins in the pool."""
-    offset = tl.load(offsets + cell)
-    if IS_ALIGNED:
+def place_of(cells, cell, C):
+    """Offset of a cell's A in the pool."""
+    offset = tl.load(cells.offsets + cell)
+    if C.IS_ALIGNED:
         offset = tl.multiple_of(offset, 16)
     return offset
 
@@ -46,20 +81,14 @@ def shrink_few(
     x,  # [T, IN]
     partials,
     pool,
-    offsets,
-    ranks,
-    entries,  # [pieces of all waves]
-    starts,
-    counts,
-    token_indices,
+    cells,
+    pieces,
     stride_x,
     cells_of_entry,
     first_cell,  # of the layer, within an entry
+    C,
     COLUMNS: tl.constexpr,
-    IN: tl.constexpr,
-    MAX_RANK: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
-    IS_ALIGNED: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,  # of a split
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -70,27 +99,27 @@ def shrink_few(
     split = program % NUM_SPLITS
     module = program // NUM_SPLITS % NUM_MODULES
     piece = program // (NUM_SPLITS * NUM_MODULES)
-    entry = tl.maximum(tl.load(entries + piece), 0)
-    start = tl.load(starts + piece)
-    count = tl.load(counts + piece)  # 0 of an empty piece
+    entry = tl.maximum(tl.load(pieces.entries + piece), 0)
+    start = tl.load(pieces.starts + piece)
+    count = tl.load(pieces.counts + piece)  # 0 of an empty piece
     cell = entry * cells_of_entry + first_cell + pick(module, COLUMNS)
-    rank = tl.load(ranks + cell)
-    a = pool + place_of(offsets, cell, IS_ALIGNED)
+    rank = tl.load(cells.ranks + cell)
+    a = pool + place_of(cells, cell, C)
     for step in range(count):
         slot = start + step
-        line = x + tl.load(token_indices + slot).to(tl.int64) * stride_x
+        line = x + tl.load(pieces.token_indices + slot).to(tl.int64) * stride_x
         place = (slot.to(tl.int64) * NUM_MODULES + module) * NUM_SPLITS + split
         for first_rank in range(0, rank, BLOCK_R):
             rows = first_rank + tl.arange(0, BLOCK_R)
             sums = tl.zeros((BLOCK_R,), tl.float32)
             for block in tl.static_range(NUM_BLOCKS):
                 inputs = (split * NUM_BLOCKS + block) * BLOCK_K + tl.arange(0, BLOCK_K)
-                is_input = inputs < IN
+                is_input = inputs < C.IN
                 values = tl.load(line + inputs, mask=is_input, other=0.0).to(tl.float32)
                 mask = (rows < rank)[:, None] & is_input[None, :]
-                matrix = tl.load(a + rows[:, None] * IN + inputs[None, :], mask=mask, other=0.0)
+                matrix = tl.load(a + rows[:, None] * C.IN + inputs[None, :], mask=mask, other=0.0)
                 sums += tl.sum(matrix.to(tl.float32) * values[None, :], axis=1)
-            tl.store(partials + place * MAX_RANK + rows, sums)
+            tl.store(partials + place * C.MAX_RANK + rows, sums)
 
 
 @triton.jit(do_not_specialize=["first_cell", "cells_of_entry", "first_piece"])
@@ -98,27 +127,19 @@ def expand_few(
     y,  # [T, any]
     partials,
     pool,
-    offsets,
-    ranks,
-    scales,
-    entries,
-    starts,
-    counts,
-    token_indices,
-    token_scales,
+    cells,
+    pieces,
     stride_y,
     cells_of_entry,
     first_cell,
     first_piece,  # of the wave
+    C,
     COLUMNS: tl.constexpr,
     OUT_FEATURES: tl.constexpr,
     OUT_OFFSETS: tl.constexpr,
-    IN: tl.constexpr,
-    MAX_RANK: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     SPLITS: tl.constexpr,  # NUM_SPLITS, rounded up to a power of two
     NUM_TILES: tl.constexpr,
-    IS_ALIGNED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
@@ -126,35 +147,35 @@ def expand_few(
     NUM_MODULES: tl.constexpr = len(COLUMNS)
     program = tl.program_id(0)
     piece = first_piece + program // NUM_TILES
-    entry = tl.maximum(tl.load(entries + piece), 0)
-    start = tl.load(starts + piece)
-    count = tl.load(counts + piece)  # 0 of an empty piece
+    entry = tl.maximum(tl.load(pieces.entries + piece), 0)
+    start = tl.load(pieces.starts + piece)
+    count = tl.load(pieces.counts + piece)  # 0 of an empty piece
     module, tile = module_of_tile(program % NUM_TILES, OUT_FEATURES, BLOCK_N)
     cell = entry * cells_of_entry + first_cell + pick(module, COLUMNS)
-    rank = tl.load(ranks + cell)
-    scale = tl.load(scales + cell)
+    rank = tl.load(cells.ranks + cell)
+    scale = tl.load(cells.scales + cell)
     out_features = pick(module, OUT_FEATURES)
     first_output = pick(module, OUT_OFFSETS)
-    if IS_ALIGNED:
+    if C.IS_ALIGNED:
         out_features = tl.multiple_of(out_features, 16)
         first_output = tl.multiple_of(first_output, 16)
-    b = pool + place_of(offsets, cell, IS_ALIGNED) + rank * IN
+    b = pool + place_of(cells, cell, C) + rank * C.IN
     outputs = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     splits = tl.arange(0, SPLITS)
     for step in range(count):
         slot = start + step
-        token = tl.load(token_indices + slot).to(tl.int64)
-        token_scale = scale * tl.load(token_scales + slot)
+        token = tl.load(pieces.token_indices + slot).to(tl.int64)
+        token_scale = scale * tl.load(pieces.token_scales + slot)
         row = y + token * stride_y + first_output + outputs
         before = tl.load(row, mask=outputs < out_features, other=0.0)
-        partial = partials + (slot.to(tl.int64) * NUM_MODULES + module) * NUM_SPLITS * MAX_RANK
+        partial = partials + (slot.to(tl.int64) * NUM_MODULES + module) * NUM_SPLITS * C.MAX_RANK
         sums = tl.zeros((BLOCK_N,), tl.float32)
         for first_rank in range(0, rank, BLOCK_R):
             rows = first_rank + tl.arange(0, BLOCK_R)
             mask = (rows < rank)[:, None] & (outputs < out_features)[None, :]
             matrix = tl.load(b + rows[:, None] * out_features + outputs[None, :], mask, other=0.0)
             parts = tl.load(
-                partial + splits[:, None] * MAX_RANK + rows[None, :],
+                partial + splits[:, None] * C.MAX_RANK + rows[None, :],
                 mask=(splits < NUM_SPLITS)[:, None],
                 other=0.0,
             )

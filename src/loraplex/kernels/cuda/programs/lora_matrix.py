@@ -1,4 +1,4 @@
-"""Multi-LoRA for pieces of many tokens, by matrix units. The words are those of programs.lora.
+"""Multi-LoRA for pieces of many tokens, by matrix units. Terms are those of programs.lora.
 
 How many splits there are differs from step to step: no kernel is compiled anew for that.
 """
@@ -14,21 +14,15 @@ def shrink_many(
     x,  # [T, IN]
     partials,
     pool,
-    offsets,
-    ranks,
-    entries,  # [pieces of all waves]
-    starts,
-    counts,
-    token_indices,
+    cells,
+    pieces,
     stride_x,
     cells_of_entry,
     first_cell,
     num_splits,
     num_blocks,  # of a split, BLOCK_K inputs each
+    C,
     COLUMNS: tl.constexpr,
-    IN: tl.constexpr,
-    MAX_RANK: tl.constexpr,
-    IS_ALIGNED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -39,17 +33,17 @@ def shrink_many(
     split = program % num_splits
     module = program // num_splits % NUM_MODULES
     piece = program // (num_splits * NUM_MODULES)
-    entry = tl.load(entries + piece)
-    start = tl.load(starts + piece)
-    count = tl.load(counts + piece)
+    entry = tl.load(pieces.entries + piece)
+    start = tl.load(pieces.starts + piece)
+    count = tl.load(pieces.counts + piece)
     if entry < 0:
         return
     cell = entry * cells_of_entry + first_cell + pick(module, COLUMNS)
-    rank = tl.load(ranks + cell)
-    a = pool + place_of(offsets, cell, IS_ALIGNED)
+    rank = tl.load(cells.ranks + cell)
+    a = pool + place_of(cells, cell, C)
     slots = start + tl.arange(0, BLOCK_T)
     is_token = slots < start + count
-    tokens = tl.load(token_indices + slots, mask=is_token, other=0).to(tl.int64)
+    tokens = tl.load(pieces.token_indices + slots, mask=is_token, other=0).to(tl.int64)
     lines = x + tokens[:, None] * stride_x
     places = (slots.to(tl.int64) * NUM_MODULES + module) * num_splits + split
     first_input = split * num_blocks * BLOCK_K
@@ -57,20 +51,20 @@ def shrink_many(
         rows = first_rank + tl.arange(0, BLOCK_R)
         is_rank = rows < rank
         sums = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
-        for first in range(first_input, min(first_input + num_blocks * BLOCK_K, IN), BLOCK_K):
+        for first in range(first_input, min(first_input + num_blocks * BLOCK_K, C.IN), BLOCK_K):
             inputs = first + tl.arange(0, BLOCK_K)
-            is_input = inputs < IN
+            is_input = inputs < C.IN
             values = tl.load(
                 lines + inputs[None, :], mask=is_token[:, None] & is_input[None, :], other=0.0
             )
             matrix = tl.load(
-                a + rows[None, :] * IN + inputs[:, None],
+                a + rows[None, :] * C.IN + inputs[:, None],
                 mask=is_rank[None, :] & is_input[:, None],
                 other=0.0,
             )
             sums = tl.dot(values, matrix, sums)
         tl.store(
-            partials + places[:, None] * MAX_RANK + rows[None, :],
+            partials + places[:, None] * C.MAX_RANK + rows[None, :],
             sums,
             mask=is_token[:, None],
         )
@@ -81,26 +75,18 @@ def expand_many(
     y,  # [T, any]
     partials,
     pool,
-    offsets,
-    ranks,
-    scales,
-    entries,
-    starts,
-    counts,
-    token_indices,
-    token_scales,
+    cells,
+    pieces,
     stride_y,
     cells_of_entry,
     first_cell,
     first_piece,
     num_splits,
+    C,
     COLUMNS: tl.constexpr,
     OUT_FEATURES: tl.constexpr,
     OUT_OFFSETS: tl.constexpr,
-    IN: tl.constexpr,
-    MAX_RANK: tl.constexpr,
     NUM_TILES: tl.constexpr,
-    IS_ALIGNED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -109,29 +95,31 @@ def expand_many(
     NUM_MODULES: tl.constexpr = len(COLUMNS)
     program = tl.program_id(0)
     piece = first_piece + program // NUM_TILES
-    entry = tl.load(entries + piece)
-    start = tl.load(starts + piece)
-    count = tl.load(counts + piece)
+    entry = tl.load(pieces.entries + piece)
+    start = tl.load(pieces.starts + piece)
+    count = tl.load(pieces.counts + piece)
     if entry < 0:
         return
     module, tile = module_of_tile(program % NUM_TILES, OUT_FEATURES, BLOCK_N)
     cell = entry * cells_of_entry + first_cell + pick(module, COLUMNS)
-    rank = tl.load(ranks + cell)
+    rank = tl.load(cells.ranks + cell)
     if rank == 0:
         return
     out_features = pick(module, OUT_FEATURES)
     first_output = pick(module, OUT_OFFSETS)
-    if IS_ALIGNED:
+    if C.IS_ALIGNED:
         out_features = tl.multiple_of(out_features, 16)
         first_output = tl.multiple_of(first_output, 16)
-    b = pool + place_of(offsets, cell, IS_ALIGNED) + rank * IN
+    b = pool + place_of(cells, cell, C) + rank * C.IN
     outputs = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     is_output = outputs < out_features
     slots = start + tl.arange(0, BLOCK_T)
     is_token = slots < start + count
-    tokens = tl.load(token_indices + slots, mask=is_token, other=0).to(tl.int64)
-    token_scales = tl.load(token_scales + slots, mask=is_token, other=0.0) * tl.load(scales + cell)
-    first_partials = (slots.to(tl.int64) * NUM_MODULES + module) * num_splits * MAX_RANK
+    tokens = tl.load(pieces.token_indices + slots, mask=is_token, other=0).to(tl.int64)
+    token_scales = tl.load(pieces.token_scales + slots, mask=is_token, other=0.0) * tl.load(
+        cells.scales + cell
+    )
+    first_partials = (slots.to(tl.int64) * NUM_MODULES + module) * num_splits * C.MAX_RANK
     partial = partials + first_partials[:, None]
     sums = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
     for first_rank in range(0, rank, BLOCK_R):
@@ -144,7 +132,7 @@ def expand_many(
         reduced = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
         for split in range(num_splits):
             reduced += tl.load(
-                partial + split * MAX_RANK + rows[None, :],
+                partial + split * C.MAX_RANK + rows[None, :],
                 mask=is_token[:, None],
                 other=0.0,
             )
