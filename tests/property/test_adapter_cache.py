@@ -31,10 +31,10 @@ class Shadow:
     num_pages: int
     residency: Residency = ABSENT
     wants: int = 0
-    pins: int = 0
+    num_users: int = 0
     num_failures: int = 0
     retry_at_ns: int = 0
-    held: bool = False
+    pinned: bool = False
     idle_since_ns: int | None = None
 
 
@@ -100,17 +100,17 @@ class AdapterCacheMachine(RuleBasedStateMachine):
         return [
             handle
             for handle in self.among(DEVICE)
-            if not self.adapters[handle].pins
-            and not self.adapters[handle].held
+            if not self.adapters[handle].num_users
+            and not self.adapters[handle].pinned
             and (may_evict_wanted or not self.adapters[handle].wants)
         ]
 
-    def held_pages(self):
-        return sum(shadow.num_pages for shadow in self.adapters.values() if shadow.held)
+    def pinned_pages(self):
+        return sum(shadow.num_pages for shadow in self.adapters.values() if shadow.pinned)
 
     @rule(num_bytes=st.integers(0, HOST_BYTES // 2), num_pages=st.integers(0, NUM_PAGES // 2 + 1))
     def register(self, num_bytes, num_pages):
-        num_pages = min(num_pages, NUM_PAGES - self.held_pages())
+        num_pages = min(num_pages, NUM_PAGES - self.pinned_pages())
         handle = self.num_registered
         self.num_registered += 1
         self.cache.register(handle, num_bytes, num_pages)
@@ -118,7 +118,7 @@ class AdapterCacheMachine(RuleBasedStateMachine):
 
     @rule(num_bytes=st.integers(0, HOST_BYTES + 3), num_pages=st.integers(0, NUM_PAGES + 3))
     def register_too_large(self, num_bytes, num_pages):
-        if num_bytes <= HOST_BYTES and num_pages <= NUM_PAGES - self.held_pages():
+        if num_bytes <= HOST_BYTES and num_pages <= NUM_PAGES - self.pinned_pages():
             num_pages += NUM_PAGES + 1
         with pytest.raises(AdapterTooLargeError):
             self.cache.register(-1, num_bytes, num_pages)
@@ -131,7 +131,7 @@ class AdapterCacheMachine(RuleBasedStateMachine):
 
     def forget_one(self, handle):
         shadow = self.adapters[handle]
-        in_use = shadow.wants or shadow.pins or shadow.residency in (LOADING, COPYING)
+        in_use = shadow.wants or shadow.num_users or shadow.residency in (LOADING, COPYING)
         dropped = self.cache.forget(handle)
         assert (dropped is None) == bool(in_use)
         if dropped is not None:
@@ -255,12 +255,12 @@ class AdapterCacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.among(DEVICE))
     @rule(data=st.data())
-    def pin(self, data):
+    def acquire(self, data):
         self.pin_one(self.draw(data, self.among(DEVICE)))
 
     def pin_one(self, handle):
-        self.cache.pin(handle)
-        self.adapters[handle].pins += 1
+        self.cache.acquire(handle)
+        self.adapters[handle].num_users += 1
 
     @precondition(lambda self: self.among(ABSENT, HOST))
     @rule(data=st.data(), may_evict_wanted=st.booleans(), then_pin=st.booleans())
@@ -280,43 +280,43 @@ class AdapterCacheMachine(RuleBasedStateMachine):
             self.pin_one(handle)
 
     def pinned(self):
-        return [handle for handle, shadow in self.adapters.items() if shadow.pins]
+        return [handle for handle, shadow in self.adapters.items() if shadow.num_users]
 
     @precondition(lambda self: self.pinned())
     @rule(data=st.data())
-    def unpin(self, data):
+    def release(self, data):
         handle = self.draw(data, self.pinned())
-        self.cache.unpin(handle)
-        self.adapters[handle].pins -= 1
+        self.cache.release(handle)
+        self.adapters[handle].num_users -= 1
 
     @precondition(lambda self: self.adapters)
     @rule(data=st.data())
-    def hold(self, data):
+    def pin(self, data):
         handle = self.draw(data, self.adapters)
         shadow = self.adapters[handle]
-        held = self.held_pages() + (0 if shadow.held else shadow.num_pages)
-        others = [s.num_pages for h, s in self.adapters.items() if not s.held and h != handle]
-        if shadow.held or max([0, *others]) <= NUM_PAGES - held:
-            self.cache.hold(handle)
-            shadow.held = True
+        pinned = self.pinned_pages() + (0 if shadow.pinned else shadow.num_pages)
+        others = [s.num_pages for h, s in self.adapters.items() if not s.pinned and h != handle]
+        if shadow.pinned or max([0, *others]) <= NUM_PAGES - pinned:
+            self.cache.pin(handle)
+            shadow.pinned = True
         else:
-            with pytest.raises(AdapterTooLargeError, match="would be held"):
-                self.cache.hold(handle)
+            with pytest.raises(AdapterTooLargeError, match="would be pinned"):
+                self.cache.pin(handle)
 
-    @precondition(lambda self: self.held_pages())
+    @precondition(lambda self: self.pinned_pages())
     @rule(data=st.data())
-    def release(self, data):
-        handle = self.draw(data, [h for h, shadow in self.adapters.items() if shadow.held])
-        self.cache.release(handle)
-        self.adapters[handle].held = False
+    def unpin(self, data):
+        handle = self.draw(data, [h for h, shadow in self.adapters.items() if shadow.pinned])
+        self.cache.unpin(handle)
+        self.adapters[handle].pinned = False
 
     @rule(ttl_seconds=st.integers(1, 60))
     def expire(self, ttl_seconds):
         idle = [
             handle
             for handle, shadow in self.adapters.items()
-            if not (shadow.wants or shadow.pins)
-            and (shadow.residency is HOST or (shadow.residency is DEVICE and not shadow.held))
+            if not (shadow.wants or shadow.num_users)
+            and (shadow.residency is HOST or (shadow.residency is DEVICE and not shadow.pinned))
         ]
         now_ns = self.clock.now_ns()
         due = []
@@ -349,13 +349,13 @@ class AdapterCacheMachine(RuleBasedStateMachine):
     def teardown(self):
         """At rest everything can leave: no pin, page or byte has leaked."""
         for handle, shadow in self.adapters.items():
-            for _ in range(shadow.pins):
-                self.cache.unpin(handle)
+            for _ in range(shadow.num_users):
+                self.cache.release(handle)
             for _ in range(shadow.wants):
                 self.cache.unwant(handle)
-            self.cache.release(handle)
-            shadow.held = False
-            shadow.pins = shadow.wants = 0
+            self.cache.unpin(handle)
+            shadow.pinned = False
+            shadow.num_users = shadow.wants = 0
         for handle in self.among(LOADING):
             self.end_load(handle)
         for handle in self.among(COPYING):

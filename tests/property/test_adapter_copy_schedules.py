@@ -116,7 +116,7 @@ class Machine:
             return
         handles = tuple(self.draws.sample(ready, self.draws.randint(1, min(3, len(ready)))))
         for handle in handles:
-            self.cache.pin(handle)
+            self.cache.acquire(handle)
         rows = tuple((1, ((handle, 1.0),)) for handle in handles)
         batch = self.bank.lora_batch((*rows, (2, ())))
         assert batch is not None
@@ -140,7 +140,7 @@ class Machine:
             for layer in range(NUM_LAYERS):
                 self._read(step, layer)
             for handle in step.handles:
-                self.cache.unpin(handle)
+                self.cache.release(handle)
             self._tell(self.bank.arrived())
 
     def advance(self) -> None:

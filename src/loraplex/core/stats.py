@@ -142,5 +142,5 @@ class AdapterActivity(msgspec.Struct, frozen=True):
     """Sequences that hold a slot."""
     waiting: dict[str, int] = {}
     """Sequences that wait for a slot, blocks or an adapter."""
-    held: tuple[str, ...] = ()
+    pinned: tuple[str, ...] = ()
     """Those that stay on the device."""

@@ -73,7 +73,7 @@ class AdapterHandles:
     def forget(self, digest: str) -> None:
         """Unregister a digest now, or as soon as nothing needs it. No change if it is unknown."""
         if digest in self._handles and not self.unregister(digest):
-            self._cache.release(self._handles[digest])
+            self._cache.unpin(self._handles[digest])
             self._leaving.add(digest)
 
     def forget_unneeded(self) -> None:
@@ -95,7 +95,7 @@ class AdapterHandles:
             },
             running={digests[handle]: number for handle, number in running.items()},
             waiting={digests[handle]: number for handle, number in waiting.items()},
-            held=tuple(digest for handle, digest in digests.items() if self._cache.is_held(handle)),
+            pinned=tuple(d for handle, d in digests.items() if self._cache.is_pinned(handle)),
         )
 
     def __contains__(self, digest: str) -> bool:

@@ -35,10 +35,10 @@ from loraplex.engine.messages import (
     AbortRequest,
     AddRequest,
     EngineCommand,
-    HoldAdapter,
+    PinAdapter,
     PreloadAdapter,
     RegisterAdapter,
-    ReleaseAdapter,
+    UnpinAdapter,
     UnregisterAdapter,
 )
 from loraplex.engine.runner import AdapterLoader, Runner, StepHandle
@@ -149,19 +149,19 @@ class Engine:
             self._scheduler.num_running_by_adapter(), self._scheduler.num_waiting_by_adapter()
         )
 
-    def hold_adapter(self, digest: str) -> None:
+    def pin_adapter(self, digest: str) -> None:
         """Keep an adapter on the device, and bring it there.
 
         Raises AdapterNotFoundError, or AdapterTooLargeError if others would then lack room.
         """
-        self._take(HoldAdapter(0, digest))
-        self._scheduler.hold(self._adapters.handle(digest))
+        self._take(PinAdapter(0, digest))
+        self._scheduler.pin(self._adapters.handle(digest))
 
-    def release_adapter(self, digest: str) -> None:
-        """Undo hold_adapter. An unknown one is fine."""
-        self._take(ReleaseAdapter(digest))
+    def unpin_adapter(self, digest: str) -> None:
+        """Undo pin_adapter. An unknown one is fine."""
+        self._take(UnpinAdapter(digest))
         if digest in self._adapters:
-            self._scheduler.release(self._adapters.handle(digest))
+            self._scheduler.unpin(self._adapters.handle(digest))
 
     def preload(self, digest: str) -> None:
         """Bring an adapter to the device ahead of requests, as soon as no request wants the room.

@@ -9,19 +9,19 @@ from loraplex.engine.channel import EngineChannel
 from loraplex.engine.engine import Engine
 from loraplex.engine.messages import (
     AbortRequest,
-    AdapterHeld,
+    AdapterPinned,
     AdapterRejected,
     AdaptersTold,
     AddRequest,
     AskAdapters,
     EngineCommand,
     EngineReady,
-    HoldAdapter,
+    PinAdapter,
     PreloadAdapter,
     RegisterAdapter,
-    ReleaseAdapter,
     Shutdown,
     StepDone,
+    UnpinAdapter,
     UnregisterAdapter,
 )
 
@@ -86,20 +86,20 @@ class EngineLoop:
             case AskAdapters(query_id):
                 activity = self._engine.adapter_activity()
                 self._channel.send(AdaptersTold(query_id, activity, self._engine.stats()))
-            case HoldAdapter(query_id, digest):
+            case PinAdapter(query_id, digest):
                 self._hold(query_id, digest)
-            case ReleaseAdapter(digest):
-                self._engine.release_adapter(digest)
+            case UnpinAdapter(digest):
+                self._engine.unpin_adapter(digest)
             case PreloadAdapter(digest):
                 self._try(digest, lambda: self._engine.preload(digest))
 
     def _hold(self, query_id: int, digest: str) -> None:
         try:
-            self._engine.hold_adapter(digest)
+            self._engine.pin_adapter(digest)
         except LoraplexError as error:
-            self._channel.send(AdapterHeld(query_id, error.to_info()))
+            self._channel.send(AdapterPinned(query_id, error.to_info()))
         else:
-            self._channel.send(AdapterHeld(query_id))
+            self._channel.send(AdapterPinned(query_id))
 
     def _try(self, digest: str, action: Callable[[], object]) -> None:
         try:

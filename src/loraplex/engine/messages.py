@@ -43,15 +43,15 @@ class AskAdapters(msgspec.Struct, frozen=True, tag="ask_adapters"):
     query_id: int
 
 
-class HoldAdapter(msgspec.Struct, frozen=True, tag="hold"):
-    """Keep a registered adapter on the device; answered by AdapterHeld with the same number."""
+class PinAdapter(msgspec.Struct, frozen=True, tag="hold"):
+    """Keep a registered adapter on the device; AdapterPinned with the same number is the reply."""
 
     query_id: int
     digest: str
 
 
-class ReleaseAdapter(msgspec.Struct, frozen=True, tag="release"):
-    """Undo HoldAdapter. An unknown one is fine."""
+class UnpinAdapter(msgspec.Struct, frozen=True, tag="release"):
+    """Undo PinAdapter. An unknown one is fine."""
 
     digest: str
 
@@ -72,8 +72,8 @@ EngineCommand = (
     | RegisterAdapter
     | UnregisterAdapter
     | AskAdapters
-    | HoldAdapter
-    | ReleaseAdapter
+    | PinAdapter
+    | UnpinAdapter
     | PreloadAdapter
     | Shutdown
 )
@@ -114,14 +114,14 @@ class AdaptersTold(msgspec.Struct, frozen=True, tag="adapters"):
     """Of the same moment: an engine that only lets adapters leave tells it nowhere else."""
 
 
-class AdapterHeld(msgspec.Struct, frozen=True, tag="held"):
-    """The answer to HoldAdapter: an error if it is not held."""
+class AdapterPinned(msgspec.Struct, frozen=True, tag="held"):
+    """The reply to PinAdapter, with an error if the adapter is not pinned."""
 
     query_id: int
     error: ErrorInfo | None = None
 
 
-EngineEvent = EngineReady | EngineFailed | StepDone | AdapterRejected | AdaptersTold | AdapterHeld
+EngineEvent = EngineReady | EngineFailed | StepDone | AdapterRejected | AdaptersTold | AdapterPinned
 
 _COMMAND_DECODER = msgspec.msgpack.Decoder(EngineCommand)
 _EVENT_DECODER = msgspec.msgpack.Decoder(EngineEvent)

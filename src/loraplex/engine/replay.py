@@ -24,10 +24,10 @@ from loraplex.engine.messages import (
     AbortRequest,
     AddRequest,
     EngineCommand,
-    HoldAdapter,
+    PinAdapter,
     PreloadAdapter,
     RegisterAdapter,
-    ReleaseAdapter,
+    UnpinAdapter,
     UnregisterAdapter,
 )
 
@@ -258,10 +258,10 @@ def _apply(engine: Engine, command: EngineCommand) -> None:
             engine.register_adapter(source)
         case UnregisterAdapter(digest):
             engine.forget_adapter(digest)
-        case HoldAdapter(_, digest):
-            engine.hold_adapter(digest)
-        case ReleaseAdapter(digest):
-            engine.release_adapter(digest)
+        case PinAdapter(_, digest):
+            engine.pin_adapter(digest)
+        case UnpinAdapter(digest):
+            engine.unpin_adapter(digest)
         case PreloadAdapter(digest):
             engine.preload(digest)
 

@@ -1,6 +1,6 @@
-"""Where each adapter is, and what leaves when a tier is full: host bytes and device pages.
+"""Cache of adapters in two tiers, host bytes and device pages: where each is, and what is evicted.
 
-The cache decides; the loader and the runner move bytes, and tell it when they are done. It knows
+The cache decides; the loader and the runner move the bytes and report when they are done. It knows
 neither names nor files, and takes the time as an argument.
 """
 
@@ -12,8 +12,7 @@ from loraplex.core.adapter import AdapterHandle, Residency
 from loraplex.core.errors import AdapterTooLargeError, ErrorInfo
 from loraplex.core.plan import PageId
 from loraplex.core.stats import AdapterTierStats
-from loraplex.memory.adapter_counts import AdapterCounts
-from loraplex.memory.adapter_entry import AdapterEntry, LoadFailure
+from loraplex.memory.adapter_entry import AdapterCounts, AdapterEntry, LoadFailure
 from loraplex.memory.adapter_orders import AdapterOrders
 from loraplex.memory.eviction import LRUPolicy, NewEvictionPolicy
 
@@ -22,10 +21,10 @@ LAST_RETRY_NS = 60_000_000_000
 
 
 class LoadGrant(NamedTuple):
-    """The host bytes for a load are reserved."""
+    """Permission to load an adapter: its host bytes are reserved."""
 
     dropped: tuple[AdapterHandle, ...]
-    """Host copies that made room: discard them before the load starts."""
+    """Host copies that were evicted for it: discard them before the load starts."""
 
 
 class AdapterCache:
@@ -36,22 +35,22 @@ class AdapterCache:
         HOST, DEVICE -> ABSENT, and DEVICE -> HOST, by eviction
 
     Invariants: pages in use + free = all; host bytes used + free = budget; every page has one
-    owner; pinned => DEVICE; LOADING and COPYING are never evicted.
+    owner; in use => DEVICE; LOADING and COPYING are never evicted.
 
-    *Wanted* adapters belong to a request that is not finished; *pinned* ones to a sequence that
-    runs. Pinned adapters stay on the device. Wanted ones leave a tier only if the caller allows
-    it: it should for the request that is next in line (or two requests could wait for each other's
-    room for ever), and not for those behind it (or they would take it away from the next).
-    *Held* ones are the operator's: once on the device they stay. Together they leave room for
-    whatever else may be asked for.
+    *Wanted* adapters belong to a request that has not finished. Adapters *in use* belong to running
+    sequences, which are counted; they stay on the device. A wanted adapter leaves a tier only if
+    the caller allows it: allow it for the next request in line (otherwise two requests could wait
+    for each other's memory for ever), and not for later ones (they would take memory from the
+    next). *Pinned* adapters are the operator's choice: once on the device they stay. Together they
+    leave enough pages for any other registered adapter.
 
-    With `keeps_host_copy` an adapter on the device keeps its host bytes while the host has room;
-    such copies are the first to leave the host, since their loss costs nothing now. Without it
-    (the device's memory is the host's) they are given back as the copy ends, and what leaves the
-    device is ABSENT: it comes back from its canonical adapter file.
+    With `keeps_host_copy` an adapter on the device keeps its host bytes while the host has free
+    memory; these copies are the first to leave the host, since their loss costs nothing now.
+    Without it (the device's memory is the host's) they are freed when the copy ends, and an adapter
+    that leaves the device is ABSENT: it is loaded again from its canonical adapter file.
 
-    Where a method returns host copies that were dropped, the caller has the loader discard them
-    before it does anything else with the cache.
+    Where a method returns host copies that were dropped, the caller must have the loader discard
+    them before it calls the cache again.
     """
 
     def __init__(
@@ -66,10 +65,10 @@ class AdapterCache:
         self._host_bytes_free = host_bytes
         self._num_pages = num_pages
         self._free_pages = list(range(num_pages - 1, -1, -1))
-        self._held_pages = 0
-        self._num_held = 0
-        self._most_pages_together = 0
-        """Of the requests so far."""
+        self._pinned_pages = 0
+        self._num_pinned = 0
+        self._max_pages_together = 0
+        """Maximum over the requests so far."""
         self._keeps_host_copy = keeps_host_copy
         self._entries: dict[AdapterHandle, AdapterEntry] = {}
         self._orders = AdapterOrders(new_policy)
@@ -77,9 +76,9 @@ class AdapterCache:
         self._counts = AdapterCounts()
 
     def register(self, handle: AdapterHandle, num_bytes: int, num_pages: int) -> None:
-        """Learn of a new adapter: ABSENT.
+        """Add a new adapter, which is ABSENT.
 
-        Raises AdapterTooLargeError if it could not even fit alone.
+        Raises AdapterTooLargeError if it would not fit even alone.
         """
         assert handle not in self._entries, f"adapter {handle} is registered already"
         if num_bytes > self._host_bytes_total:
@@ -87,7 +86,7 @@ class AdapterCache:
                 f"the adapter has {num_bytes} bytes, the whole host cache for adapters "
                 f"{self._host_bytes_total}"
             )
-        self._require_pages(num_pages, self._held_pages, "the adapter needs")
+        self._require_pages(num_pages, self._pinned_pages, "the adapter needs")
         self._entries[handle] = AdapterEntry(handle, num_bytes, num_pages)
         self._num_in[Residency.ABSENT] += 1
 
@@ -95,45 +94,45 @@ class AdapterCache:
         """Raise AdapterTooLargeError if these could never be on the device together."""
         entries = [self._entries[handle] for handle in set(handles)]
         num_pages = sum(entry.num_pages for entry in entries)
-        held = self._held_pages - sum(entry.num_pages for entry in entries if entry.is_held)
-        self._require_pages(num_pages, held, "the request's adapters together need")
-        self._most_pages_together = max(self._most_pages_together, num_pages)
+        pinned = self._pinned_pages - sum(entry.num_pages for entry in entries if entry.is_pinned)
+        self._require_pages(num_pages, pinned, "the request's adapters together need")
+        self._max_pages_together = max(self._max_pages_together, num_pages)
 
-    def hold(self, handle: AdapterHandle) -> None:
-        """From now on it does not leave the device; it does not come there by this alone.
+    def pin(self, handle: AdapterHandle) -> None:
+        """Keep an adapter on the device once it is there. This alone does not bring it there.
 
-        Raises AdapterTooLargeError if the rest of the device could not hold whatever else is
-        registered, or was asked for together.
+        Raises AdapterTooLargeError if the remaining pages could not hold every other registered
+        adapter, or every set of adapters that one request has named so far.
         """
         entry = self._entries[handle]
-        if entry.is_held:
+        if entry.is_pinned:
             return
-        others = (e.num_pages for e in self._entries.values() if not e.is_held and e is not entry)
-        needed = max(self._most_pages_together, *others, 0)
-        held = self._held_pages + entry.num_pages
-        if needed > self._num_pages - held:
+        others = (e.num_pages for e in self._entries.values() if not e.is_pinned and e is not entry)
+        needed = max(self._max_pages_together, *others, 0)
+        pinned = self._pinned_pages + entry.num_pages
+        if needed > self._num_pages - pinned:
             raise AdapterTooLargeError(
-                f"with this adapter {held} of {self._num_pages} device pages would be held, and "
-                f"other adapters need up to {needed}: release one, or give the device more room"
+                f"with this adapter {pinned} of {self._num_pages} device pages would be pinned, "
+                f"and other adapters need up to {needed}: unpin one, or raise lora_device_bytes"
             )
-        entry.is_held = True
-        self._num_held += 1
-        self._held_pages = held
+        entry.is_pinned = True
+        self._num_pinned += 1
+        self._pinned_pages = pinned
         self._orders.settle(entry)
 
-    def release(self, handle: AdapterHandle) -> None:
-        """Undo `hold`."""
+    def unpin(self, handle: AdapterHandle) -> None:
+        """Undo `pin`."""
         entry = self._entries[handle]
-        if entry.is_held:
-            entry.is_held = False
-            self._num_held -= 1
-            self._held_pages -= entry.num_pages
+        if entry.is_pinned:
+            entry.is_pinned = False
+            self._num_pinned -= 1
+            self._pinned_pages -= entry.num_pages
             self._orders.settle(entry)
 
     def expire(self, now_ns: int, ttl_ns: int) -> tuple[AdapterHandle, ...]:
-        """Evict from both tiers what was idle for `ttl_ns`; the host copies dropped.
+        """Evict adapters that were idle for `ttl_ns` from both tiers; return dropped host copies.
 
-        How long is counted from one call to another: call it more often than once in `ttl_ns`.
+        Idle time is measured between calls: call this several times per `ttl_ns`.
         """
         dropped: list[AdapterHandle] = []
         for handle in self._orders.idle():
@@ -149,17 +148,18 @@ class AdapterCache:
         return tuple(dropped)
 
     def forget(self, handle: AdapterHandle) -> tuple[AdapterHandle, ...] | None:
-        """Remove an adapter from the table and from both tiers; the host copies dropped.
+        """Remove an adapter from the table and both tiers; return the host copies dropped.
 
-        None and no change while it is wanted, pinned, LOADING or COPYING: try again later.
+        Returns None and changes nothing while it is wanted, in use, LOADING or COPYING: try again
+        later.
         """
         entry = self._entries[handle]
-        if entry.wants or entry.pins or entry.in_transit:
+        if entry.wants or entry.num_users or entry.in_transit:
             return None
-        self.release(handle)
+        self.unpin(handle)
         dropped = self._drop_host_bytes(entry)
         self._free_device_pages(entry)
-        self._become(entry, Residency.ABSENT)
+        self._enter(entry, Residency.ABSENT)
         self._num_in[Residency.ABSENT] -= 1
         del self._entries[handle]
         self._orders.forget(handle)
@@ -172,15 +172,15 @@ class AdapterCache:
         return self._entries[handle].residency
 
     def failure(self, handle: AdapterHandle) -> LoadFailure | None:
-        """Set exactly while it is FAILED."""
+        """Return the failure of a FAILED adapter, None in any other state."""
         return self._entries[handle].failure
 
     def page_ids(self, handle: AdapterHandle) -> tuple[PageId, ...]:
-        """Its device pages, in the adapter's order; empty unless COPYING or DEVICE."""
+        """Return its device pages in the adapter's order; empty unless COPYING or DEVICE."""
         return self._entries[handle].page_ids
 
     def want(self, handle: AdapterHandle) -> None:
-        """A request that needs it was added. In any state."""
+        """Count a new request that needs the adapter, in any state."""
         entry = self._entries[handle]
         entry.wants += 1
         entry.idle_since_ns = None
@@ -188,7 +188,7 @@ class AdapterCache:
         self._orders.settle(entry)
 
     def unwant(self, handle: AdapterHandle) -> None:
-        """A request that needed it ended: undoes one `want`."""
+        """Undo one `want`: a request that needed the adapter ended."""
         entry = self._entries[handle]
         assert entry.wants > 0, f"adapter {handle} is not wanted"
         entry.wants -= 1
@@ -197,10 +197,11 @@ class AdapterCache:
     def begin_load(
         self, handle: AdapterHandle, now_ns: int, *, may_evict_wanted: bool = False
     ) -> LoadGrant | None:
-        """ABSENT (or FAILED, when its pause is over) -> LOADING, with host bytes reserved.
+        """Move ABSENT (or FAILED after its pause) -> LOADING, and reserve the host bytes.
 
-        Makes room by dropping host copies of adapters on the device, then idle adapters, then (if
-        allowed) wanted ones. None and no change if there is no room now, or the pause is not over.
+        Frees bytes by dropping host copies of adapters on the device, then idle adapters, then (if
+        allowed) wanted ones. Returns None and changes nothing if that does not suffice, or if the
+        pause is not over.
         """
         entry = self._entries[handle]
         assert entry.residency in (Residency.ABSENT, Residency.FAILED), entry.residency
@@ -217,19 +218,19 @@ class AdapterCache:
         entry.has_host_bytes = True
         entry.failure = None
         entry.idle_since_ns = None
-        self._become(entry, Residency.LOADING)
+        self._enter(entry, Residency.LOADING)
         return LoadGrant(dropped=tuple(victims))
 
     def loaded(self, handle: AdapterHandle, load_ns: int = 0) -> None:
-        """LOADING -> HOST, after a load that took so long."""
+        """Move LOADING -> HOST after a load of `load_ns`."""
         entry = self._entries[handle]
         assert entry.residency is Residency.LOADING, entry.residency
         self._counts.load(load_ns)
         self._orders.loaded(handle, load_ns)
-        self._become(entry, Residency.HOST)
+        self._enter(entry, Residency.HOST)
 
     def load_failed(self, handle: AdapterHandle, error: ErrorInfo, now_ns: int) -> None:
-        """LOADING -> FAILED; the host bytes are free again. The pause doubles from 1 s to 60 s."""
+        """Move LOADING -> FAILED and free the host bytes. The pause doubles from 1 s to 60 s."""
         entry = self._entries[handle]
         assert entry.residency is Residency.LOADING, entry.residency
         self._counts.load_failures += 1
@@ -239,11 +240,11 @@ class AdapterCache:
     def begin_copy(
         self, handle: AdapterHandle, *, may_evict_wanted: bool = False
     ) -> tuple[PageId, ...] | None:
-        """HOST -> COPYING: the device pages to copy into.
+        """Move HOST -> COPYING and return the device pages to copy into.
 
-        Evicts idle adapters, then (if allowed) wanted ones, never pinned ones; nothing is evicted
-        unless it then suffices. None and no change if there is no room now. The tuple is empty
-        for an adapter of no pages: test for None.
+        Evicts idle adapters, then (if allowed) wanted ones, never those in use or pinned. Returns
+        None and changes nothing if that does not suffice. The tuple is empty for an adapter of no
+        pages: test for None.
         """
         entry = self._entries[handle]
         assert entry.residency is Residency.HOST, entry.residency
@@ -256,24 +257,23 @@ class AdapterCache:
             self._evict_from_device(self._entries[victim])
         entry.page_ids = tuple(self._free_pages.pop() for _ in range(entry.num_pages))
         entry.idle_since_ns = None
-        self._become(entry, Residency.COPYING)
+        self._enter(entry, Residency.COPYING)
         return entry.page_ids
 
     def copied(self, handle: AdapterHandle, copy_ns: int = 0) -> tuple[AdapterHandle, ...]:
-        """COPYING -> DEVICE, after a copy that took so long; the host copies dropped: its own,
-        unless it is kept."""
+        """Move COPYING -> DEVICE after a copy of `copy_ns`; return the host copies dropped."""
         entry = self._entries[handle]
         assert entry.residency is Residency.COPYING, entry.residency
         entry.num_failures = 0
         self._counts.copy(copy_ns)
         dropped = () if self._keeps_host_copy else self._drop_host_bytes(entry)
-        self._become(entry, Residency.DEVICE)
+        self._enter(entry, Residency.DEVICE)
         return dropped
 
     def copy_failed(
         self, handle: AdapterHandle, error: ErrorInfo, now_ns: int
     ) -> tuple[AdapterHandle, ...]:
-        """COPYING -> FAILED; pages and host bytes are free again. The host copies dropped."""
+        """Move COPYING -> FAILED, free pages and host bytes; return the host copies dropped."""
         entry = self._entries[handle]
         assert entry.residency is Residency.COPYING, entry.residency
         dropped = self._drop_host_bytes(entry)
@@ -281,30 +281,43 @@ class AdapterCache:
         self._fail(entry, error, now_ns)
         return dropped
 
-    def pin(self, handle: AdapterHandle) -> None:
-        """Hold an adapter on the device, where it must be. Each pin needs an unpin."""
+    def acquire(self, handle: AdapterHandle) -> None:
+        """Count one more user of an adapter on the device. Each `acquire` needs a `release`."""
         entry = self._entries[handle]
         assert entry.residency is Residency.DEVICE, entry.residency
-        entry.pins += 1
+        entry.num_users += 1
         self._orders.settle(entry, used=True)
 
-    def unpin(self, handle: AdapterHandle) -> None:
-        """Undo one pin, when no plan in flight names the adapter for this sequence any more."""
+    def release(self, handle: AdapterHandle) -> None:
+        """Undo one `acquire`, once no plan in flight names the adapter for this sequence."""
         entry = self._entries[handle]
-        assert entry.pins > 0, f"adapter {handle} is not pinned"
-        entry.pins -= 1
+        assert entry.num_users > 0, f"adapter {handle} is not in use"
+        entry.num_users -= 1
         self._orders.settle(entry, used=True)
 
     def count_admission(self, handles: Iterable[AdapterHandle]) -> None:
-        """For the statistics: where did a new request find its adapters?"""
+        """Count, for the statistics, in which tiers a new request found its adapters."""
         self._counts.admission({self._entries[handle].residency for handle in handles})
 
-    def is_held(self, handle: AdapterHandle) -> bool:
-        return self._entries[handle].is_held
+    def is_pinned(self, handle: AdapterHandle) -> bool:
+        return self._entries[handle].is_pinned
+
+    def num_users(self, handle: AdapterHandle) -> int:
+        """Return how often an adapter was acquired and not yet released."""
+        return self._entries[handle].num_users
+
+    def users(self) -> Counter[AdapterHandle]:
+        """Return the number of users of each adapter that is in use."""
+        in_use = (entry for entry in self._entries.values() if entry.num_users)
+        return Counter({entry.handle: entry.num_users for entry in in_use})
+
+    def num_in(self, residency: Residency) -> int:
+        """Return how many adapters are in a state."""
+        return self._num_in[residency]
 
     @property
     def has_idle(self) -> bool:
-        """Whether either tier holds anything that nobody asks for: what `expire` may evict."""
+        """Whether either tier holds an idle adapter, which `expire` may evict."""
         return self._orders.has_idle
 
     def stats(self) -> AdapterTierStats:
@@ -317,12 +330,12 @@ class AdapterCache:
             device_pages_total=self._num_pages,
             num_on_host=on_host,
             num_on_device=self._num_in[Residency.DEVICE],
-            num_held=self._num_held,
+            num_held=self._num_pinned,
             **self._counts.fields(),
         )
 
     def check(self) -> None:
-        """Nothing is lost and nothing is counted twice."""
+        """Assert that nothing is lost and nothing is counted twice."""
         entries = self._entries.values()
         pages = [page_id for entry in entries for page_id in entry.page_ids]
         assert sorted(pages + self._free_pages) == list(range(self._num_pages)), "pages"
@@ -332,19 +345,19 @@ class AdapterCache:
         assert +self._num_in == Counter(entry.residency for entry in entries), "counts"
         for entry in entries:
             entry.check(keeps_host_copy=self._keeps_host_copy)
-        assert self._num_held == sum(entry.is_held for entry in entries), "held adapters"
-        held = sum(entry.num_pages for entry in entries if entry.is_held)
-        assert held == self._held_pages, "held pages"
+        assert self._num_pinned == sum(entry.is_pinned for entry in entries), "pinned adapters"
+        pinned = sum(entry.num_pages for entry in entries if entry.is_pinned)
+        assert pinned == self._pinned_pages, "pinned pages"
         self._orders.check(entries)
 
-    def _require_pages(self, num_pages: int, held: int, who_needs: str) -> None:
-        if num_pages > self._num_pages - held:
+    def _require_pages(self, num_pages: int, pinned: int, need: str) -> None:
+        if num_pages > self._num_pages - pinned:
             raise AdapterTooLargeError(
-                f"{who_needs} {num_pages} device pages, the whole device cache for adapters has "
-                f"{self._num_pages}" + (f", and {held} of them are held for others" if held else "")
+                f"{need} {num_pages} device pages, the whole device cache for adapters has "
+                f"{self._num_pages}" + (f", of which others have pinned {pinned}" if pinned else "")
             )
 
-    def _become(self, entry: AdapterEntry, residency: Residency) -> None:
+    def _enter(self, entry: AdapterEntry, residency: Residency) -> None:
         self._num_in[entry.residency] -= 1
         self._num_in[residency] += 1
         entry.residency = residency
@@ -354,14 +367,14 @@ class AdapterCache:
         self._counts.host_evictions += 1
         self._drop_host_bytes(entry)
         if entry.residency is Residency.HOST:
-            self._become(entry, Residency.ABSENT)
+            self._enter(entry, Residency.ABSENT)
         else:
             self._orders.settle(entry)
 
     def _evict_from_device(self, entry: AdapterEntry) -> None:
         self._counts.device_evictions += 1
         self._free_device_pages(entry)
-        self._become(entry, Residency.HOST if entry.has_host_bytes else Residency.ABSENT)
+        self._enter(entry, Residency.HOST if entry.has_host_bytes else Residency.ABSENT)
 
     def _drop_host_bytes(self, entry: AdapterEntry) -> tuple[AdapterHandle, ...]:
         if not entry.has_host_bytes:
@@ -378,4 +391,4 @@ class AdapterCache:
         pause_ns = min(FIRST_RETRY_NS << min(entry.num_failures, 32), LAST_RETRY_NS)
         entry.num_failures += 1
         entry.failure = LoadFailure(error, now_ns + pause_ns)
-        self._become(entry, Residency.FAILED)
+        self._enter(entry, Residency.FAILED)

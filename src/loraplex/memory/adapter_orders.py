@@ -1,4 +1,4 @@
-"""Whom the two tiers would evict, and in which order: every adapter stands where its state says."""
+"""Eviction orders of the two tiers. Each adapter is in the orders that its state implies."""
 
 from collections.abc import Iterable, Sequence
 
@@ -8,10 +8,11 @@ from loraplex.memory.eviction import EvictionOrder, NewEvictionPolicy
 
 
 class AdapterOrders:
-    """Three orders of the host tier and two of the device tier.
+    """Three eviction orders of the host tier and two of the device tier.
 
-    On the host: copies of adapters on the device (their loss costs nothing now), idle ones, wanted
-    ones. On the device: idle ones, wanted ones. What is pinned, held or on its way is in none.
+    On the host: copies of adapters on the device (their loss costs nothing now), idle adapters,
+    wanted adapters. On the device: idle adapters, wanted adapters. Adapters in use, pinned, LOADING
+    or COPYING are in none.
     """
 
     def __init__(self, new_policy: NewEvictionPolicy) -> None:
@@ -25,33 +26,34 @@ class AdapterOrders:
 
     @property
     def num_redundant(self) -> int:
-        """Host copies of adapters on the device."""
+        """Number of host copies of adapters on the device."""
         return len(self._host_redundant)
 
     @property
     def has_idle(self) -> bool:
-        """Whether `idle` would name any."""
+        """Whether `idle` would return any."""
         return len(self._device_idle) + len(self._host_idle) > 0
 
     def idle(self) -> list[AdapterHandle]:
-        """What nobody asks for, in either tier, each once."""
+        """Return the idle adapters of either tier, each once."""
         return list(dict.fromkeys([*self._device_idle.sizes(), *self._host_idle.sizes()]))
 
     def choose_from_host(
         self, num_bytes: int, *, may_evict_wanted: bool
     ) -> list[AdapterHandle] | None:
-        """Whom to evict so that so many bytes more are free; None: it would not suffice."""
+        """Return what to evict to free `num_bytes` more; None if that is impossible."""
         orders = [self._host_redundant, self._host_idle]
         return _choose([*orders, self._host_wanted] if may_evict_wanted else orders, num_bytes)
 
     def choose_from_device(
         self, num_pages: int, *, may_evict_wanted: bool
     ) -> list[AdapterHandle] | None:
+        """Return what to evict to free `num_pages` more; None if that is impossible."""
         orders = [self._device_idle]
         return _choose([*orders, self._device_wanted] if may_evict_wanted else orders, num_pages)
 
     def used(self, handle: AdapterHandle) -> None:
-        """A request asked for it."""
+        """Note that a request wants the adapter."""
         self._host.used(handle)
         self._device.used(handle)
 
@@ -60,15 +62,15 @@ class AdapterOrders:
         self._device.loaded(handle, load_ns)
 
     def forget(self, handle: AdapterHandle) -> None:
-        """It is in no order any more, and no longer registered."""
+        """Forget an adapter, which must be in no order."""
         self._host.forget(handle)
         self._device.forget(handle)
 
     def settle(self, entry: AdapterEntry, *, used: bool = False) -> None:
-        """Put an entry in the orders where its state belongs.
+        """Put an entry into the orders that its state implies.
 
         It joins an order at the end, and `used` moves it there in its host order. In the device
-        order this happens by itself: a pinned adapter is not in it.
+        order this happens by itself, since an adapter in use is not in it.
         """
         host_order = self._host_order_of(entry)
         if used or host_order is not entry.host_order:
@@ -86,7 +88,7 @@ class AdapterOrders:
             entry.device_order = device_order
 
     def check(self, entries: Iterable[AdapterEntry]) -> None:
-        """Every entry is in the orders of its state, with its size, and in no other."""
+        """Assert that each entry is in the orders of its state, with its size, and in no other."""
         entries = list(entries)
         for order in (self._host_redundant, self._host_idle, self._host_wanted):
             sizes = {
@@ -110,13 +112,13 @@ class AdapterOrders:
         return self._host_wanted if entry.wants else self._host_idle
 
     def _device_order_of(self, entry: AdapterEntry) -> EvictionOrder | None:
-        if entry.residency is not Residency.DEVICE or entry.pins or entry.is_held:
+        if entry.residency is not Residency.DEVICE or entry.num_users or entry.is_pinned:
             return None
         return self._device_wanted if entry.wants else self._device_idle
 
 
 def _choose(orders: Sequence[EvictionOrder], size: int) -> list[AdapterHandle] | None:
-    """Whom to evict so that `size` more is free, one order after the other; None: not enough."""
+    """Return what to evict to free `size` more, order by order; None if that is impossible."""
     if size > sum(order.total_size for order in orders):
         return None
     victims: list[AdapterHandle] = []

@@ -17,7 +17,7 @@ from loraplex.core.request import RequestId
 from loraplex.core.sequence import SequenceStatus
 from loraplex.memory.kv_blocks import Admission, KVBlocks, Loaded
 from loraplex.scheduling.active import ActiveRequest, ActiveSequence, OffloadedKV
-from loraplex.scheduling.adapters import AdapterDemand
+from loraplex.scheduling.adapters import CacheFiller
 from loraplex.scheduling.admission import QueueBound
 from loraplex.scheduling.fair_share import FairShares
 from loraplex.scheduling.outbox import Outbox
@@ -56,7 +56,7 @@ class Roster:
     def __init__(
         self,
         kv: KVBlocks,
-        adapters: AdapterDemand,
+        adapters: CacheFiller,
         slots: SlotPool,
         queue_bound: QueueBound,
         clock: Clock,
@@ -264,7 +264,7 @@ class Roster:
     def _take_slot(self, active: ActiveSequence, block_ids: list[BlockId]) -> None:
         sequence = active.sequence
         self._leave_queue(active)
-        self.adapters.pin(active.request.handles)
+        self.adapters.acquire(active.request.handles)
         sequence.slot = self.slots.allocate()
         assert sequence.slot is not None, "no free slot"
         sequence.block_ids = block_ids
@@ -316,7 +316,7 @@ class Roster:
             self.reservations.end(active)
         self.slots.release(holdings.slot)
         self.kv.release(holdings.block_ids)
-        self.adapters.unpin(active.request.handles)
+        self.adapters.release(active.request.handles)
 
     def _running_holdings(self) -> dict[ActiveSequence, _Holdings]:
         return {

@@ -18,7 +18,7 @@ from loraplex.memory.adapter_cache import AdapterCache
 from loraplex.memory.kv_blocks import KVBlocks
 from loraplex.scheduling.absorb import absorb_row
 from loraplex.scheduling.active import ActiveRequest, ActiveSequence
-from loraplex.scheduling.adapters import AdapterDemand, HostLoads
+from loraplex.scheduling.adapters import CacheFiller, HostLoads
 from loraplex.scheduling.admission import QueueBound, beam_refusal, length_refusal
 from loraplex.scheduling.beam_group import new_beam_group
 from loraplex.scheduling.beam_rows import abort_group
@@ -66,7 +66,7 @@ class Scheduler:
         self._shares_prompts = settings.enable_prefix_cache
         self._clock = clock
         self._policy = policy or PriorityThenArrival()
-        self._adapters = AdapterDemand(
+        self._adapters = CacheFiller(
             adapters, host, settings.adapter_aging_ns, settings.adapter_ttl_ns
         )
         self._roster = Roster(
@@ -165,16 +165,13 @@ class Scheduler:
         """Whether a preload was asked for and has not ended."""
         return self._adapters.is_preloading(handle)
 
-    def hold(self, handle: AdapterHandle) -> None:
+    def pin(self, handle: AdapterHandle) -> None:
         """Keep an adapter on the device. Raises AdapterTooLargeError if others then lack room."""
-        self._adapters.hold(handle)
+        self._adapters.pin(handle)
 
-    def release(self, handle: AdapterHandle) -> None:
-        """Undo `hold`."""
-        self._adapters.release(handle)
-
-    def is_held(self, handle: AdapterHandle) -> bool:
-        return self._adapters.is_held(handle)
+    def unpin(self, handle: AdapterHandle) -> None:
+        """Undo `pin`."""
+        self._adapters.unpin(handle)
 
     def loaded(self, handle: AdapterHandle, load_ns: int) -> None:
         """Told for the host tier: an adapter is in host memory, after a load that took so long."""

@@ -75,7 +75,7 @@ class SchedulerSettings:
     max_draft_ngram: int = 3
     """A guess follows from so many last tokens at most."""
     adapter_aging_ns: int = DEFAULT_ADAPTER_AGING_NS
-    """How long a request may be passed over because its adapters lack room. See AdapterDemand."""
+    """How long a request may be passed over because its adapters lack room. See CacheFiller."""
     adapter_ttl_ns: int | None = None
     """An adapter that was idle for so long leaves both tiers; None: it stays."""
 

@@ -139,7 +139,7 @@ class ModelCatalog:
 
         _, registration = await self.change(change, then)
         if registration.version.is_pinned:
-            await hold_pinned(model)
+            await pin_on_device(model)
         return registration
 
     async def remove(self, model: ServedModel, ref: AdapterRef, mode: UnloadMode) -> Unloaded:
@@ -158,7 +158,7 @@ class ModelCatalog:
                 unloaded = AdapterNotFoundError(f"adapter {version.name!r} was unloaded meanwhile")
                 num_ended = model.engine.fail_labelled(label(version), unloaded)
             release(model, version)
-            release_unpinned(model)
+            unpin_others(model)
             logger.info("adapter %r (%s) is unloaded", version.name, version.digest[:12])
 
         version = await self.change(lambda: model.store.remove(ref), then)
@@ -179,7 +179,7 @@ class ModelCatalog:
             return before, model.store.rollback(ref, number, model.check_fits)
 
         _, version = await self.change(change, lambda result: became(model, *result))
-        await hold_pinned(model)
+        await pin_on_device(model)
         return version
 
     async def pin(
@@ -192,18 +192,18 @@ class ModelCatalog:
         """
         if not is_pinned:
             version = await self.change(lambda: model.store.unpin(ref, number))
-            release_unpinned(model)
+            unpin_others(model)
             return version
         present = model.store.resolve(ref)
         if number in (None, present.number):
-            await model.engine.hold(present.source)
+            await model.engine.pin(present.source)
         try:
             version = await self.change(lambda: model.store.pin(ref, number))
         except BaseException:
-            release_unpinned(model)
+            unpin_others(model)
             raise
         # Before the store said so, any other change let go of it.
-        await hold_pinned(model)
+        await pin_on_device(model)
         return version
 
     def check_is_no_base(self, name: str) -> None:
@@ -227,7 +227,7 @@ def became(model: ServedModel, before: AdapterVersion | None, version: AdapterVe
     model.unfit.pop(version.digest, None)
     if before is not None and before.digest != version.digest:
         release(model, before)
-    release_unpinned(model)
+    unpin_others(model)
     logger.info(
         "adapter %r is %s, version %d, rank %d",
         version.name,
@@ -242,30 +242,32 @@ def became(model: ServedModel, before: AdapterVersion | None, version: AdapterVe
             logger.warning("adapter %r is refused: %s", version.name, error.message)
 
 
-async def hold_pinned(model: ServedModel) -> None:
-    """Let the engine hold what the store says, and nothing else.
+async def pin_on_device(model: ServedModel) -> None:
+    """Pin on the device exactly the adapters whose present version is pinned in the store.
 
-    What cannot be held is said in the log and served as any other.
+    An adapter for which the device has no room is logged, and served as an unpinned one.
     """
-    release_unpinned(model)
+    unpin_others(model)
     for version in _pinned(model).values():
         try:
-            await model.engine.hold(version.source)
+            await model.engine.pin(version.source)
         except LoraplexError as error:
             logger.warning(
-                "adapter %r is pinned, but not held on the device: %s", version.name, error.message
+                "adapter %r is pinned, but cannot stay on the device: %s",
+                version.name,
+                error.message,
             )
 
 
-def release_unpinned(model: ServedModel) -> None:
-    """Let the engine release what no present version pins any longer."""
-    held = model.engine.held
-    for digest in held and held - _pinned(model).keys():
-        model.engine.release(digest)
+def unpin_others(model: ServedModel) -> None:
+    """Unpin on the device what no present version pins any longer."""
+    pinned = model.engine.pinned
+    for digest in pinned and pinned - _pinned(model).keys():
+        model.engine.unpin(digest)
 
 
 def _pinned(model: ServedModel) -> dict[str, AdapterVersion]:
-    """By digest; without those that no request could use."""
+    """Return the pinned present versions by digest, without those that no request can use."""
     present = model.store.present(model.card.name)
     return {
         version.digest: version

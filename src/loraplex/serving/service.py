@@ -43,7 +43,7 @@ from loraplex.serving.adapters.loading import CatalogLoader, inline_name
 from loraplex.serving.adapters.upkeep import CatalogUpkeep
 from loraplex.serving.admission import admit, cut_prompt
 from loraplex.serving.backend import Health, ModelCard
-from loraplex.serving.catalog import ModelCatalog, describe, hold_pinned
+from loraplex.serving.catalog import ModelCatalog, describe, pin_on_device
 from loraplex.serving.draining import Draining
 from loraplex.serving.generation import Generation
 from loraplex.serving.model_memory import ModelMemory, StoredAdapters
@@ -88,7 +88,7 @@ class Service:
         for model in models:
             await self._follower.load(model)
             await asyncio.to_thread(model.check_stored)
-            await hold_pinned(model)
+            await pin_on_device(model)
         self._upkeep.start()
         self._follower.start()
         self._is_started = True

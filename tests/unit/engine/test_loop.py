@@ -17,17 +17,17 @@ from loraplex.engine.engine import Engine, build_engine
 from loraplex.engine.loop import EngineLoop
 from loraplex.engine.messages import (
     AbortRequest,
-    AdapterHeld,
+    AdapterPinned,
     AdapterRejected,
     AddRequest,
     AskAdapters,
     EngineReady,
-    HoldAdapter,
+    PinAdapter,
     PreloadAdapter,
     RegisterAdapter,
-    ReleaseAdapter,
     Shutdown,
     StepDone,
+    UnpinAdapter,
 )
 from loraplex.scheduling.settings import SchedulerSettings
 from loraplex.testing.fake_loader import FakeLoader, fake_source
@@ -289,15 +289,15 @@ def test_an_idle_engine_wakes_to_let_idle_adapters_leave():
 
 
 def test_held_adapters_and_refusals(running):
-    running.put(RegisterAdapter(fake_source("d", GEOMETRY)), HoldAdapter(7, "d"))
-    running.put(HoldAdapter(8, "never known"), AskAdapters(9), ReleaseAdapter("d"), AskAdapters(10))
+    running.put(RegisterAdapter(fake_source("d", GEOMETRY)), PinAdapter(7, "d"))
+    running.put(PinAdapter(8, "never known"), AskAdapters(9), UnpinAdapter("d"), AskAdapters(10))
     answers = []
     while len(answers) < 4:
         event = running.event()
         if not isinstance(event, StepDone):
             answers.append(event)
     held, refused, told, released = answers
-    assert held == AdapterHeld(7)
+    assert held == AdapterPinned(7)
     assert (refused.query_id, refused.error.code) == (8, "adapter_not_found")
-    assert (told.query_id, told.activity.held) == (9, ("d",))
-    assert (released.query_id, released.activity.held) == (10, ())
+    assert (told.query_id, told.activity.pinned) == (9, ("d",))
+    assert (released.query_id, released.activity.pinned) == (10, ())

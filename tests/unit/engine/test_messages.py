@@ -42,7 +42,7 @@ from loraplex.core.stats import (
 )
 from loraplex.engine.messages import (
     AbortRequest,
-    AdapterHeld,
+    AdapterPinned,
     AdapterRejected,
     AdaptersTold,
     AddRequest,
@@ -51,12 +51,12 @@ from loraplex.engine.messages import (
     EngineEvent,
     EngineFailed,
     EngineReady,
-    HoldAdapter,
+    PinAdapter,
     PreloadAdapter,
     RegisterAdapter,
-    ReleaseAdapter,
     Shutdown,
     StepDone,
+    UnpinAdapter,
     UnregisterAdapter,
     decode_command,
     decode_event,
@@ -134,8 +134,8 @@ COMMANDS = [
     UnregisterAdapter("ab" * 32),
     AskAdapters(UINT64),
     PreloadAdapter("ab" * 32),
-    HoldAdapter(UINT64, "ab" * 32),
-    ReleaseAdapter("ab" * 32),
+    PinAdapter(UINT64, "ab" * 32),
+    UnpinAdapter("ab" * 32),
     Shutdown(),
 ]
 EVENTS = [
@@ -169,8 +169,8 @@ EVENTS = [
             ("ab" * 32,),
         ),
     ),
-    AdapterHeld(UINT64),
-    AdapterHeld(1, ErrorInfo("adapter_too_large", "3 of 4 pages")),
+    AdapterPinned(UINT64),
+    AdapterPinned(1, ErrorInfo("adapter_too_large", "3 of 4 pages")),
     AdapterRejected("ab" * 32, ErrorInfo("adapter_too_large", "17 pages")),
 ]
 

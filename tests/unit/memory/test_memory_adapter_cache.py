@@ -70,7 +70,7 @@ def test_adapters_that_never_fit_together_are_refused():
 def test_what_is_idle_is_what_nobody_asks_for():
     """An adapter that is held, and on its way or failed, is none of it."""
     cache = cache_with((10, 1), (10, 1))
-    cache.hold(0)
+    cache.pin(0)
     cache.want(1)
     to_device(cache, 1)
     assert not cache.has_idle
@@ -118,7 +118,7 @@ class TestHostTier:
     def test_even_if_it_is_pinned(self):
         cache = cache_with((100, 1), (100, 1))
         to_device(cache, 0)
-        cache.pin(0)
+        cache.acquire(0)
         assert load(cache, 1) == (0,)
         cache.check()
 
@@ -126,8 +126,8 @@ class TestHostTier:
         cache = cache_with((50, 1), (50, 1), (50, 1))
         to_device(cache, 0)
         to_device(cache, 1)
-        cache.pin(0)
-        cache.unpin(0)
+        cache.acquire(0)
+        cache.release(0)
         assert load(cache, 2) == (1,)
 
     def test_what_moves_is_never_evicted(self):
@@ -168,8 +168,8 @@ class TestDeviceTier:
         cache = cache_with((10, 2), (10, 2), (10, 2))
         first = to_device(cache, 0)
         second = to_device(cache, 1)
-        cache.pin(0)
-        cache.unpin(0)
+        cache.acquire(0)
+        cache.release(0)
         assert set(to_device(cache, 2)) == set(second)
         assert cache.residency(0) is Residency.DEVICE
         assert cache.page_ids(0) == first
@@ -181,11 +181,11 @@ class TestDeviceTier:
         to_device(cache, 0)
         to_device(cache, 1)
         for handle in (0, 0, 1):
-            cache.pin(handle)
-        cache.unpin(0)
+            cache.acquire(handle)
+        cache.release(0)
         load(cache, 2)
         assert cache.begin_copy(2, may_evict_wanted=True) is None
-        cache.unpin(0)
+        cache.release(0)
         assert cache.begin_copy(2) is not None
         assert cache.residency(0) is Residency.HOST
 
@@ -206,7 +206,7 @@ class TestDeviceTier:
         cache = cache_with((10, 2), (10, 2), (10, 3))
         to_device(cache, 0)
         to_device(cache, 1)
-        cache.pin(1)
+        cache.acquire(1)
         load(cache, 2)
         assert cache.begin_copy(2) is None
         assert cache.residency(0) is Residency.DEVICE
@@ -227,7 +227,7 @@ class TestDeviceTier:
         cache = cache_with((10, 1))
         load(cache, 0)
         with pytest.raises(AssertionError):
-            cache.pin(0)
+            cache.acquire(0)
 
 
 class TestWithoutHostCopy:
@@ -318,9 +318,9 @@ class TestForget:
         cache.begin_copy(0)
         assert cache.forget(0) is None
         cache.copied(0)
-        cache.pin(0)
+        cache.acquire(0)
         assert cache.forget(0) is None
-        cache.unpin(0)
+        cache.release(0)
         assert cache.forget(0) == (0,)
 
 

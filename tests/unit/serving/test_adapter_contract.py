@@ -407,12 +407,12 @@ class TestStored:
         service = await make_service(store=AdapterStore.open(state_dir), lora_host_bytes=99)
         with pytest.raises(AdapterTooLargeError):
             await service.generate(request(), LOCAL)
-        assert service._models["a"].engine.held == frozenset()
+        assert service._models["a"].engine.pinned == frozenset()
         put("/1", num_bytes=98)  # as staging cuts it for this server
         await load(service, replace=True)
         assert [card.state for card in service.adapters(LOCAL)] == ["ready"]
         assert await digest_of(service, request()) == digest
-        assert service._models["a"].engine.held == {digest}
+        assert service._models["a"].engine.pinned == {digest}
 
     async def test_garbage_is_collected_and_what_runs_is_not(
         self, make_service, put, state_dir, monkeypatch

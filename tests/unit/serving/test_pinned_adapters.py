@@ -28,7 +28,7 @@ async def service(make_model, staging):
 
 
 async def held(service):
-    return set((await service.adapter_activity("a")).held)
+    return set((await service.adapter_activity("a")).pinned)
 
 
 async def load(service, path, name="zh", **options):
@@ -48,7 +48,7 @@ async def test_what_would_starve_others_is_not_pinned(service):
     await service.start()
     await load(service, "/1")
     await load(service, "/big", name="big")
-    with pytest.raises(AdapterTooLargeError, match="6 of 16 device pages would be held"):
+    with pytest.raises(AdapterTooLargeError, match="6 of 16 device pages would be pinned"):
         await service.pin_adapter(LOCAL, ZH, None, is_pinned=True)
     details = await service.describe_adapter(LOCAL, ZH)
     assert [version.is_pinned for version in details.versions] == [False]
@@ -86,7 +86,7 @@ async def test_a_load_that_ends_meanwhile_does_not_take_the_hold_away(service, m
     assert await held(service) == {"digest of /1"}
 
 
-async def test_unloaded_it_is_held_no_longer(service):
+async def test_unloaded_it_is_pinned_no_longer(service):
     await service.start()
     await load(service, "/1")
     await service.pin_adapter(LOCAL, ZH, None, is_pinned=True)
@@ -94,7 +94,9 @@ async def test_unloaded_it_is_held_no_longer(service):
     assert await held(service) == set()
 
 
-async def test_what_is_pinned_in_the_store_is_held_from_the_start(service, make_model, staging):
+async def test_what_is_pinned_in_the_store_is_on_the_device_from_the_start(
+    service, make_model, staging
+):
     await service.start()
     await load(service, "/1")
     await service.pin_adapter(LOCAL, ZH, None, is_pinned=True)

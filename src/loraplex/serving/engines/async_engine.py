@@ -24,16 +24,16 @@ from loraplex.core.plan import Capacity
 from loraplex.core.request import EngineRequest, RequestId
 from loraplex.core.stats import AdapterActivity, EngineStats, StepRecord
 from loraplex.engine.messages import (
-    AdapterHeld,
+    AdapterPinned,
     AdapterRejected,
     AdaptersTold,
     EngineEvent,
     EngineFailed,
     EngineReady,
-    HoldAdapter,
+    PinAdapter,
     PreloadAdapter,
-    ReleaseAdapter,
     StepDone,
+    UnpinAdapter,
 )
 from loraplex.serving.engines.activity import EngineActivity
 from loraplex.serving.engines.link import EngineDied, EngineLink, LinkFactory
@@ -89,7 +89,7 @@ class AsyncEngine:
         self._has_worked = False
         """The engine of now, or the last one, did a step."""
         self._activity = EngineActivity()
-        self._holds = EngineQuestions[ErrorInfo | None]()
+        self._pin_replies = EngineQuestions[ErrorInfo | None]()
         self._settled = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -197,36 +197,36 @@ class AsyncEngine:
         return await self._activity.recent(self._link)
 
     @property
-    def held(self) -> frozenset[str]:
+    def pinned(self) -> frozenset[str]:
         """Digests that are to stay on the device."""
-        return frozenset(self._adapters.held)
+        return frozenset(self._adapters.pinned)
 
-    async def hold(self, source: AdapterSource) -> None:
-        """Keep an adapter on the device, whatever engine runs, until `release` or its unloading.
+    async def pin(self, source: AdapterSource) -> None:
+        """Keep an adapter on the device, in every engine that runs, until `unpin` or unloading.
 
         Raises AdapterTooLargeError if others would then lack room, NotReadyError without an engine.
         """
-        if source.digest in self._adapters.held:
+        if source.digest in self._adapters.pinned:
             return
         link = self._require_link()
         self._adapters.want(source, link.send)
-        self._adapters.held[source.digest] = source
+        self._adapters.pinned[source.digest] = source
         try:
-            error = await self._holds.ask(
-                lambda query_id: link.send(HoldAdapter(query_id, source.digest))
+            error = await self._pin_replies.ask(
+                lambda query_id: link.send(PinAdapter(query_id, source.digest))
             )
         except BaseException:
-            self.release(source.digest)
+            self.unpin(source.digest)
             raise
         if error is not None:
-            self._adapters.held.pop(source.digest, None)
+            self._adapters.pinned.pop(source.digest, None)
             raise error_from_info(error)
 
-    def release(self, digest: str) -> None:
-        """Undo `hold`. What was refused for lack of room may be asked for again."""
-        if self._adapters.held.pop(digest, None) is not None and self._link is not None:
+    def unpin(self, digest: str) -> None:
+        """Undo `pin`. Adapters that were refused for lack of memory may be requested again."""
+        if self._adapters.pinned.pop(digest, None) is not None and self._link is not None:
             self._adapters.forgive()
-            self._link.send(ReleaseAdapter(digest))
+            self._link.send(UnpinAdapter(digest))
 
     def preload(self, source: AdapterSource) -> None:
         """Ask for an adapter ahead of its first request."""
@@ -300,7 +300,7 @@ class AsyncEngine:
         self._adapters.lose_engine()
         gone = NotReadyError(f"the engine of model {self.model!r} stopped", retry_after_seconds=2)
         self._activity.lose_engine(gone)
-        self._holds.fail(gone)
+        self._pin_replies.fail(gone)
         self.stats = EngineStats()
         if self.state is EngineState.READY:
             self.state = EngineState.RESTARTING
@@ -314,7 +314,7 @@ class AsyncEngine:
                 self._capacity = capacity
                 self._link = link
                 self.state = EngineState.READY
-                self._hold_again(link)
+                self._pin_again(link)
                 self._requests.take_engine(link)
                 self._settled.set()
             case EngineFailed(error):
@@ -324,8 +324,8 @@ class AsyncEngine:
             case AdaptersTold(query_id, activity, stats):
                 self.stats = stats
                 self._activity.answer(query_id, activity)
-            case AdapterHeld(query_id, error):
-                self._note_held(query_id, error)
+            case AdapterPinned(query_id, error):
+                self._note_pinned(query_id, error)
             case AdapterRejected(digest, error):
                 self._note_rejected(digest, error)
 
@@ -340,15 +340,19 @@ class AsyncEngine:
         if self._adapters.reject(digest, error):
             logger.warning("model %s refused adapter %s: %s", self.model, digest, error.message)
 
-    def _note_held(self, query_id: int, error: ErrorInfo | None) -> None:
-        if not self._holds.answer(query_id, error) and error is not None:
-            logger.warning("model %s: an adapter is no longer held: %s", self.model, error.message)
+    def _note_pinned(self, query_id: int, error: ErrorInfo | None) -> None:
+        if not self._pin_replies.answer(query_id, error) and error is not None:
+            logger.warning(
+                "model %s: an adapter is no longer pinned on the device: %s",
+                self.model,
+                error.message,
+            )
 
-    def _hold_again(self, link: EngineLink) -> None:
+    def _pin_again(self, link: EngineLink) -> None:
         """A new engine has none of them."""
-        for digest, source in self._adapters.held.items():
+        for digest, source in self._adapters.pinned.items():
             self._adapters.want(source, link.send)
-            link.send(HoldAdapter(_UNASKED, digest))
+            link.send(PinAdapter(_UNASKED, digest))
 
     def _cannot_start(self, error: LoraplexError) -> None:
         """An engine that has run before is tried again; one that never has is not."""

@@ -15,7 +15,7 @@ class EngineRegistrations:
     def __init__(self) -> None:
         self.registered: set[str] = set()
         """The running engine was told of them, and has not been told to forget them."""
-        self.held: dict[str, AdapterSource] = {}
+        self.pinned: dict[str, AdapterSource] = {}
         """What is to stay on the device, also of the next engine."""
         self._rejected: dict[str, ErrorInfo] = {}
         """What the running engine can never serve."""
@@ -53,7 +53,7 @@ class EngineRegistrations:
     def forget(self, digest: str, send: Send | None, *, is_needed: bool) -> None:
         """It was unloaded; is_needed: by requests in work, which the next engine may get."""
         self._rejected.pop(digest, None)
-        self.held.pop(digest, None)
+        self.pinned.pop(digest, None)
         if is_needed:
             self._leaving.add(digest)
         if digest in self.registered:

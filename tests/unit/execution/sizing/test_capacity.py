@@ -273,5 +273,5 @@ def test_a_pool_that_holds_n_adapters_takes_n(rank: int) -> None:
         assert copied == (handle < holds)
         if copied:
             cache.copied(handle)
-            cache.pin(handle)
+            cache.acquire(handle)
     assert holds > 0

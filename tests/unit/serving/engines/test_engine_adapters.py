@@ -11,14 +11,14 @@ from loraplex.core.errors import (
 )
 from loraplex.core.stats import AdapterActivity, EngineStats
 from loraplex.engine.messages import (
-    AdapterHeld,
+    AdapterPinned,
     AdapterRejected,
     AdaptersTold,
     AskAdapters,
-    HoldAdapter,
+    PinAdapter,
     RegisterAdapter,
-    ReleaseAdapter,
     StepDone,
+    UnpinAdapter,
 )
 from loraplex.testing.fake_loader import fake_source
 from loraplex.testing.fake_runner import FAKE_CAPACITY
@@ -28,57 +28,57 @@ SOURCE = fake_source("digest", FAKE_CAPACITY.page_geometry)
 
 
 class TestHeldAdapters:
-    async def hold(self, engine, script, error=None):
-        task = asyncio.create_task(engine.hold(SOURCE))
-        await until(lambda: HoldAdapter(1, "digest") in script.link.commands)
-        script.link.say(AdapterHeld(1, error))
+    async def pin(self, engine, script, error=None):
+        task = asyncio.create_task(engine.pin(SOURCE))
+        await until(lambda: PinAdapter(1, "digest") in script.link.commands)
+        script.link.say(AdapterPinned(1, error))
         await task
 
     async def test_held_and_released(self, engine, script):
         await engine.start()
-        await self.hold(engine, script)
-        assert engine.held == {"digest"}
-        await engine.hold(SOURCE)
-        engine.release("digest")
-        engine.release("digest")
+        await self.pin(engine, script)
+        assert engine.pinned == {"digest"}
+        await engine.pin(SOURCE)
+        engine.unpin("digest")
+        engine.unpin("digest")
         assert script.link.commands == [
             RegisterAdapter(SOURCE),
-            HoldAdapter(1, "digest"),
-            ReleaseAdapter("digest"),
+            PinAdapter(1, "digest"),
+            UnpinAdapter("digest"),
         ]
-        assert engine.held == set()
+        assert engine.pinned == set()
 
     async def test_a_refusal_is_raised(self, engine, script):
         await engine.start()
         with pytest.raises(AdapterTooLargeError, match="3 of 4 pages"):
-            await self.hold(engine, script, ErrorInfo("adapter_too_large", "3 of 4 pages"))
-        assert engine.held == set()
+            await self.pin(engine, script, ErrorInfo("adapter_too_large", "3 of 4 pages"))
+        assert engine.pinned == set()
 
     async def test_the_next_engine_holds_it_too(self, engine, script):
         await engine.start()
-        await self.hold(engine, script)
+        await self.pin(engine, script)
         script.link.say(None)
         await until(lambda: engine.is_ready and engine.num_restarts == 1)
-        assert script.link.commands == [RegisterAdapter(SOURCE), HoldAdapter(0, "digest")]
+        assert script.link.commands == [RegisterAdapter(SOURCE), PinAdapter(0, "digest")]
 
     async def test_an_engine_that_dies_meanwhile(self, engine, script):
         await engine.start()
-        task = asyncio.create_task(engine.hold(SOURCE))
+        task = asyncio.create_task(engine.pin(SOURCE))
         await until(lambda: script.link.commands)
         script.link.say(None)
         with pytest.raises(NotReadyError, match="stopped"):
             await task
-        assert engine.held == set()
+        assert engine.pinned == set()
 
-    async def test_what_is_unloaded_is_held_no_longer(self, engine, script):
+    async def test_what_is_unloaded_is_pinned_no_longer(self, engine, script):
         await engine.start()
-        await self.hold(engine, script)
+        await self.pin(engine, script)
         engine.forget_adapter("digest")
-        assert engine.held == set()
+        assert engine.pinned == set()
 
     async def test_a_release_makes_room_for_what_was_rejected(self, engine, script, make_request):
         await engine.start()
-        await self.hold(engine, script)
+        await self.pin(engine, script)
         other = fake_source("other", FAKE_CAPACITY.page_geometry)
         engine.preload(other)
         script.link.say(AdapterRejected("other", ErrorInfo("adapter_too_large", "17 pages")))
@@ -88,7 +88,7 @@ class TestHeldAdapters:
         await until(lambda: engine.stats.steps == 7)
         with pytest.raises(AdapterTooLargeError, match="17 pages"):
             engine.submit(make_request(1, "other"), [other])
-        engine.release("digest")
+        engine.unpin("digest")
         engine.submit(make_request(1, "other"), [other])
         assert script.link.commands.count(RegisterAdapter(other)) == 2
 

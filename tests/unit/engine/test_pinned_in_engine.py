@@ -19,7 +19,7 @@ class TestHeld:
         fake = FakeEngine()
         for digest in "abcd":
             fake.register(digest, num_pages=6)
-        fake.engine.hold_adapter("a")
+        fake.engine.pin_adapter("a")
         fake.step()
         fake.run()
         assert on_device(fake) == {"a"}
@@ -28,17 +28,17 @@ class TestHeld:
             fake.run()
             assert "a" in on_device(fake)
         activity = fake.engine.adapter_activity()
-        assert activity.held == ("a",)
+        assert activity.pinned == ("a",)
         assert fake.engine.stats().adapters.num_held == 1
 
     def test_released_it_leaves_like_any_other(self):
         fake = FakeEngine()
         for digest in "abc":
             fake.register(digest, num_pages=6)
-        fake.engine.hold_adapter("a")
+        fake.engine.pin_adapter("a")
         fake.run()
-        fake.engine.release_adapter("a")
-        fake.engine.release_adapter("never known")
+        fake.engine.unpin_adapter("a")
+        fake.engine.unpin_adapter("never known")
         for digest in "bc":
             fake.add([1], digest)
             fake.run()
@@ -49,7 +49,7 @@ class TestHeld:
         for digest in "ab":
             fake.register(digest)
         fake.loader.fail("a")
-        fake.engine.hold_adapter("a")
+        fake.engine.pin_adapter("a")
         fake.step()
         fake.run()
         assert on_device(fake) == set()
@@ -62,10 +62,10 @@ class TestHeld:
         fake = FakeEngine()
         fake.register("a", num_pages=6)
         fake.register("big", num_pages=11)
-        with pytest.raises(AdapterTooLargeError, match="6 of 16 device pages would be held"):
-            fake.engine.hold_adapter("a")
+        with pytest.raises(AdapterTooLargeError, match="6 of 16 device pages would be pinned"):
+            fake.engine.pin_adapter("a")
         with pytest.raises(AdapterNotFoundError):
-            fake.engine.hold_adapter("never known")
+            fake.engine.pin_adapter("never known")
         fake.run()
         assert on_device(fake) == set()
 
@@ -76,7 +76,7 @@ class TestTtl:
         for digest in "ab":
             fake.register(digest)
             fake.add([1], digest)
-        fake.engine.hold_adapter("a")
+        fake.engine.pin_adapter("a")
         fake.run()
         assert on_device(fake) == {"a", "b"}
         assert fake.engine.is_idle
@@ -149,13 +149,13 @@ def test_load_times_are_counted():
     assert (tiers.copies, tiers.host_misses, tiers.host_hits) == (1, 1, 0)
 
 
-def test_what_is_to_be_forgotten_is_held_no_longer():
+def test_what_is_to_be_forgotten_is_pinned_no_longer():
     fake = FakeEngine()
     fake.register("a")
     fake.add([1], "a", max_tokens=20)
-    fake.engine.hold_adapter("a")
+    fake.engine.pin_adapter("a")
     fake.step(4)
     fake.engine.forget_adapter("a")
-    assert fake.engine.adapter_activity().held == ()
+    assert fake.engine.adapter_activity().pinned == ()
     fake.run()
     assert fake.engine.adapter_activity().residency == {}
