@@ -182,7 +182,7 @@ def test_a_required_call_is_held_to_the_grammar(
     assert ask(client, tool_choice="required").choices[0].finish_reason == "tool_calls"
     grammar = backend.requests[0].sampling.grammar
     assert grammar is not None
-    assert grammar.kind is GrammarKind.ANSWER
+    assert grammar.kind is GrammarKind.MESSAGE
     tool_use = read_answer_grammar(grammar.text).tool_use
     assert tool_use is not None
     assert tool_use.mode is ToolMode.REQUIRED

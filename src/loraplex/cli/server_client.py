@@ -12,7 +12,7 @@ import urllib.request
 from http import HTTPStatus
 from typing import Any
 
-from loraplex.core.environment import WHERE_KEYS_ARE, client_headers
+from loraplex.core.environment import KEY_HINT, client_headers
 from loraplex.core.errors import ConfigError, ErrorInfo, error_from_info
 
 _TIMEOUT_SECONDS = 900.0
@@ -78,7 +78,7 @@ def _told(status: int, body: bytes) -> Exception:
         error = json.loads(body)["error"]
         message = str(error["message"])
         if status == HTTPStatus.UNAUTHORIZED:
-            message += f"; {WHERE_KEYS_ARE}"
+            message += f"; {KEY_HINT}"
         return error_from_info(ErrorInfo(str(error["code"]), message))
     except (ValueError, KeyError, TypeError):
         return ConfigError(f"the server answered with status {status}: {body[:200]!r}")

@@ -1,6 +1,6 @@
-"""How an adapter is referred to, before and after its name is resolved.
+"""References to adapters, before and after their names are resolved, and the parts of an adapter.
 
-A client says a name, a task id or a digest. The store turns that into a digest, which is the
+A client sends a name, a task id or a digest. The store resolves it to a digest, which is the
 adapter's only identity: everything below serving knows digests and the handles made from them.
 """
 
@@ -33,7 +33,7 @@ AdapterKey = ByName | ByTaskId | ByDigest
 
 
 class AdapterRef(msgspec.Struct, frozen=True):
-    """What a client means. Two tenants' adapters of one name are two adapters."""
+    """A client's reference. Two tenants' adapters of one name are two adapters."""
 
     model: str
     tenant: str
@@ -50,14 +50,14 @@ class AdapterRef(msgspec.Struct, frozen=True):
 
 
 class AdapterChoice(msgspec.Struct, frozen=True):
-    """One adapter of a request and how strongly it is applied."""
+    """One adapter of a request, and the scale that it is applied with."""
 
     key: AdapterKey
     scale: float = 1.0
 
 
 class AdapterUse(msgspec.Struct, frozen=True):
-    """A resolved choice: what the engine is told."""
+    """A resolved choice, as it is sent to the engine."""
 
     digest: str
     scale: float = 1.0
@@ -66,23 +66,23 @@ class AdapterUse(msgspec.Struct, frozen=True):
 EMBEDDING = "embed_tokens"
 LM_HEAD = "lm_head"
 OUTSIDE_LAYERS = -1
-"""The layer of what belongs to no decoder layer: the token embedding, the final norm, lm_head."""
+"""The layer number of the token embedding, the final norm and lm_head."""
 
 
 class TargetPart(enum.StrEnum):
-    """What of a module's change lies in one place of the pool, and how it is laid out."""
+    """Part of a module's change that lies in one place of the pool, with its layout."""
 
     LORA = "lora"
     """A [rank, in_features], then B transposed [rank, out_features]."""
     FACTOR = "factor"
-    """[rank, out_features]: DoRA's factor of the output, less one; with rank 2, what takes that
-    share of the base's bias back."""
+    """[rank, out_features]: DoRA's factor of the output, less one. With rank 2, the second row
+    undoes the factor for the base's bias."""
     BIAS = "bias"
-    """[out_features]: what takes the place of the base's bias, less that bias."""
+    """[out_features]: the replacement of the base's bias, less that bias."""
     SHIFT = "shift"
-    """[out_features]: what is added to the output: a bias of lora_B, scaled."""
+    """[out_features]: an addition to the output: a bias of lora_B, scaled."""
     ROWS = "rows"
-    """[rank, out_features]: rows of a weight that takes the place of the base's."""
+    """[rank, out_features]: rows of a weight that replaces the base's."""
     TOKENS = "tokens"
     """[rank, out_features]: rows of single tokens."""
     EMBEDDING_A = "embedding_a"
@@ -92,10 +92,10 @@ class TargetPart(enum.StrEnum):
 
 
 class LoraTarget(msgspec.Struct, frozen=True, order=True):
-    """What an adapter has for one module, as the page arithmetic sees it.
+    """One piece of an adapter's tensors for one module, as the page arithmetic sees it.
 
-    It takes rank * (in_features + out_features) elements in one piece. What is larger than a piece
-    may be is several targets: each begins at `first` of the rows, or of the outputs.
+    It takes rank * (in_features + out_features) elements. A tensor that is larger than the maximum
+    size of a piece is several targets: each begins at `first` of the rows, or of the outputs.
     """
 
     layer: int
@@ -112,7 +112,7 @@ class LoraTarget(msgspec.Struct, frozen=True, order=True):
 
     @property
     def lora_rank(self) -> int | None:
-        """Of the LoRA that it is a piece of; None if it is none, or does not tell."""
+        """Rank of the LoRA that this is a piece of; None if it is not a LoRA's, or has no rank."""
         match self.part:
             case TargetPart.LORA:
                 return self.rank
@@ -122,12 +122,12 @@ class LoraTarget(msgspec.Struct, frozen=True, order=True):
 
 
 def head_block_size(modules: Mapping[str, tuple[int, int]], hidden_size: int) -> int:
-    """How many outputs of lm_head's LoRA lie together: then no piece is larger than a layer's."""
+    """Return the number of lm_head's outputs per piece; no piece is larger than a layer's."""
     return max(sum(features) for features in modules.values()) - hidden_size
 
 
 class AdapterSource(msgspec.Struct, frozen=True):
-    """A staged adapter: where the engine finds its canonical adapter file, and its size."""
+    """A staged adapter: its canonical adapter file for the engine, and its size."""
 
     digest: str
     path: str
@@ -137,7 +137,7 @@ class AdapterSource(msgspec.Struct, frozen=True):
 
     @property
     def ranks(self) -> dict[str, tuple[int, int]]:
-        """(smallest, largest) rank of its LoRA, by module."""
+        """Return (smallest, largest) rank of the LoRA by module."""
         found: dict[str, tuple[int, int]] = {}
         for target in self.targets:
             rank = target.lora_rank
@@ -148,18 +148,18 @@ class AdapterSource(msgspec.Struct, frozen=True):
 
 
 class LoadPolicy(enum.StrEnum):
-    """What a request says about loading its adapters (llgtrt's load_lora_weights)."""
+    """When a request loads its adapters (llgtrt's load_lora_weights)."""
 
     AUTO = "auto"
     """Load what is not there."""
     ALWAYS = "always"
-    """Look at the source again first: what changed there is the adapter from now on."""
+    """Check the source first, and load the adapter again if it has changed."""
     NEVER = "never"
-    """Fail unless it is in the host or the device tier, or on its way there."""
+    """Fail unless the adapter is in the host or device tier, or being loaded."""
 
 
 class Residency(enum.StrEnum):
-    """Where an adapter is, in one engine."""
+    """State of an adapter in one engine."""
 
     ABSENT = "absent"
     LOADING = "loading"

@@ -1,7 +1,7 @@
-"""What the environment says: settings, directories, and what our own processes are to see of it.
+"""The environment: settings, API keys, directories, and the environment of child processes.
 
-This is the only file that reads the environment. OpenTelemetry's SDK, where it is in use, reads the
-rest of its own variables (OTEL_*).
+This is the only file that reads environment variables. OpenTelemetry's SDK, where it is in use,
+reads the rest of its own variables (OTEL_*).
 """
 
 import os
@@ -18,8 +18,8 @@ _API_KEYS = "LORAPLEX_API_KEYS"
 _API_KEY = "LORAPLEX_API_KEY"
 _API_KEY_FILE = "LORAPLEX_API_KEY_FILE"
 _NO_SETTINGS = (_API_KEYS, _API_KEY, _API_KEY_FILE)
-WHERE_KEYS_ARE = f"this program takes its key from {_API_KEY}, or the file of {_API_KEY_FILE}"
-"""What people are told whose key a server refuses."""
+KEY_HINT = f"this program takes its key from {_API_KEY}, or the file of {_API_KEY_FILE}"
+"""Advice for the user whose key a server refuses."""
 _OTLP_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 _OTLP_TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 _TRACES_PATH = "/v1/traces"
@@ -29,7 +29,7 @@ _NO_GRPC_FORKS = ("GRPC_ENABLE_FORK_SUPPORT", "false")
 
 
 def environment_fields(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The LORAPLEX_* variables by field name; those that hold keys are no settings."""
+    """Return the LORAPLEX_* variables by field name, without those that contain API keys."""
     variables = os.environ if environment is None else environment
     return {
         name.removeprefix(ENVIRONMENT_PREFIX).lower(): value
@@ -39,13 +39,13 @@ def environment_fields(environment: Mapping[str, str] | None = None) -> dict[str
 
 
 def server_api_keys() -> str:
-    """LORAPLEX_API_KEYS: the keys that a server takes beside those of its file; empty: none."""
+    """Return LORAPLEX_API_KEYS: keys that a server accepts in addition to those of its file."""
     return os.environ.get(_API_KEYS, "")
 
 
 def client_api_key() -> str:
-    """What our own clients show to a server: LORAPLEX_API_KEY, or what stands in the file that
-    LORAPLEX_API_KEY_FILE names; empty: nothing. Raises ConfigError."""
+    """Return the key for our own clients: LORAPLEX_API_KEY, or the content of the file that
+    LORAPLEX_API_KEY_FILE names; empty: none. Raises ConfigError."""
     path = os.environ.get(_API_KEY_FILE)
     if _API_KEY in os.environ or not path:
         key = os.environ.get(_API_KEY, "").strip()
@@ -60,17 +60,17 @@ def client_api_key() -> str:
 
 
 def client_headers() -> dict[str, str]:
-    """What our own clients send to say who they are. Raises ConfigError."""
+    """Return the headers with which our own clients authenticate. Raises ConfigError."""
     key = client_api_key()
     return {"authorization": f"Bearer {key}"} if key else {}
 
 
 class TraceTarget(msgspec.Struct, frozen=True):
-    """Where traces go."""
+    """Destination of traces."""
 
     url: str
     source: str
-    """What asked for it, for messages."""
+    """The setting or variable that it comes from, for messages."""
     service_name: str | None
     """None: OpenTelemetry's own variables name the service."""
 
@@ -78,7 +78,7 @@ class TraceTarget(msgspec.Struct, frozen=True):
 def trace_target(
     configured: str, environment: Mapping[str, str] | None = None
 ) -> TraceTarget | None:
-    """Where traces are to go; None: nowhere, as long as nobody asked for them.
+    """Return the destination of traces; None: traces are not configured.
 
     configured: the setting otlp_endpoint, which wins over OpenTelemetry's variables. Like
     OTEL_EXPORTER_OTLP_ENDPOINT it is the collector's base address. Source: OpenTelemetry's
@@ -107,7 +107,7 @@ def _traces_url(base: str) -> str:
 
 
 def state_directory(configured: str) -> Path:
-    """Where staged adapters live: as configured, or by the XDG rule."""
+    """Return the folder of staged adapters: as configured, or by the XDG rule."""
     if configured:
         return Path(configured).expanduser()
     base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
@@ -115,7 +115,7 @@ def state_directory(configured: str) -> Path:
 
 
 def weights_cache_directory(configured: str, state_dir: str) -> Path | None:
-    """Where packed weights live; None: nowhere. state_dir: as configured."""
+    """Return the folder of packed weights; None: they are not kept. state_dir: as configured."""
     if configured == NO_CACHE:
         return None
     if configured:
@@ -126,13 +126,13 @@ def weights_cache_directory(configured: str, state_dir: str) -> Path | None:
 
 
 def cache_directory() -> Path:
-    """What can be made again lives here, by the XDG rule."""
+    """Return the folder of files that can be made again, by the XDG rule."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "loraplex"
 
 
 def child_environment() -> dict[str, str]:
-    """The environment for our own processes: settings reach them by message, not by variable."""
+    """Return the environment of our own processes, which receive their settings by message."""
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)
     }
@@ -141,18 +141,20 @@ def child_environment() -> dict[str, str]:
 
 
 def let_threads_sleep() -> None:
-    """For this process, unless the operator decided otherwise: call it before torch is imported.
+    """Set OpenMP's wait policy to passive, unless the operator has set it; call this before torch
+    is imported.
 
-    OpenMP's threads spin at barriers by default. Beside any other busy process a spinning thread
+    OpenMP's threads spin at barriers by default. If another process is busy, a spinning thread
     keeps its partner off the processor: steps of a small model then take a hundred times longer.
     """
     os.environ.setdefault(*_SLEEPING_THREADS)
 
 
 def leave_grpc_out_of_forks() -> None:
-    """For this process, unless the operator decided otherwise: call it before grpc is imported.
+    """Turn gRPC's fork handlers off, unless the operator has set them; call this before grpc is
+    imported.
 
-    gRPC prepares for children that go on with its own code, and writes a line where it cannot.
-    Whatever serving starts is another program at once.
+    gRPC prepares for forked children that continue to use it, and logs a line where it cannot. Our
+    child processes always execute another program.
     """
     os.environ.setdefault(*_NO_GRPC_FORKS)

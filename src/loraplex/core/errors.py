@@ -1,4 +1,4 @@
-"""Every error that a user of loraplex can see.
+"""The tree of errors that users of loraplex see.
 
     LoraplexError
     ├── RequestError                 the client can fix it
@@ -8,12 +8,12 @@
     │   ├── PromptTooLongError
     │   ├── TokenOutOfVocabularyError
     │   ├── PayloadTooLargeError
-    │   ├── BodyTimeoutError             the rest of the body did not come
+    │   ├── BodyTimeoutError             the rest of the body did not arrive in time
     │   ├── ModelNotFoundError
     │   ├── AdapterNotFoundError
-    │   ├── ResponseNotFoundError        never kept, or no longer
+    │   ├── ResponseNotFoundError        not stored, or no longer
     │   ├── AdapterExistsError
-    │   ├── InvalidAdapterError          a file is broken, or holds what we cannot apply
+    │   ├── InvalidAdapterError          a file is broken, or has unsupported tensors
     │   ├── AdapterMismatchError         made for another base model
     │   ├── AdapterTooLargeError         can never fit: rank or bytes
     │   ├── UnsupportedFeatureError      known, but not served (yet)
@@ -21,16 +21,16 @@
     │   └── PermissionDeniedError
     ├── CapacityError                try again later
     │   ├── QueueFullError
-    │   ├── RateLimitedError             more than the tenant's share, for now
+    │   ├── RateLimitedError             the tenant's rate limit is exceeded
     │   ├── NotReadyError                starting, draining or restarting
     │   ├── EngineRestartedError         the engine died under the request
-    │   ├── AdapterLoadError             a load failed; retried after a pause
+    │   ├── AdapterLoadError             a load failed; it is retried after a pause
     │   └── DeadlineExceededError
-    ├── InternalError                ours
+    ├── InternalError                a defect of loraplex or its machine
     │   ├── RowFailedError               one row of a step failed
     │   ├── StepFailedError              a whole step failed
     │   └── CrashingRequestError         engines died while they computed this request
-    └── ConfigError                  the operator can fix it: never reaches a client
+    └── ConfigError                  the operator can fix it; it never reaches a client
         └── UnsupportedModelError
 
 Each leaf has a stable `code`. Each front end maps the leaves in one table (a test proves the
@@ -69,7 +69,7 @@ class LoraplexError(Exception):
 
 
 class RequestError(LoraplexError):
-    """The client can fix it."""
+    """An error that the client can fix."""
 
     code = "request_error"
 
@@ -117,7 +117,7 @@ class AdapterNotFoundError(RequestError):
         retry_after_seconds: float | None = None,
         reason: str = "",
     ) -> None:
-        """reason: why it is not there though the configuration names it; message says it, too."""
+        """reason: why an adapter that is configured is missing; the message includes it."""
         super().__init__(message, param=param, retry_after_seconds=retry_after_seconds)
         self.reason = reason
 
@@ -155,7 +155,7 @@ class PermissionDeniedError(RequestError):
 
 
 class CapacityError(LoraplexError):
-    """Nothing is wrong with the request: try it again later."""
+    """A lack of capacity: the request is valid, and may be sent again later."""
 
     code = "capacity_error"
 
@@ -185,7 +185,7 @@ class DeadlineExceededError(CapacityError):
 
 
 class InternalError(LoraplexError):
-    """Ours to fix."""
+    """A failure that neither client nor operator can fix."""
 
     code = "internal_error"
 
@@ -199,8 +199,8 @@ class StepFailedError(InternalError):
 
 
 class DeviceLost(Exception):
-    """The device computes nothing any more: only a new process can. Ends the engine, whose
-    requests the next one goes on with."""
+    """The device cannot compute any more in this process. It ends the engine; the next engine
+    continues its requests."""
 
 
 class CrashingRequestError(InternalError):
@@ -208,7 +208,7 @@ class CrashingRequestError(InternalError):
 
 
 class ConfigError(LoraplexError):
-    """The operator can fix it: a flag, a file, a model folder."""
+    """An error in a flag, a file or a model folder, which the operator can fix."""
 
     code = "invalid_config"
 
@@ -222,7 +222,7 @@ def _tree(root: type[LoraplexError]) -> list[type[LoraplexError]]:
 
 
 def leaves(root: type[LoraplexError] = LoraplexError) -> list[type[LoraplexError]]:
-    """Every class under root, of this file, that nothing in this file derives from."""
+    """Return the classes of this file below root that have no subclass in this file."""
     tree = [error for error in _tree(root) if error.__module__ == __name__]
     return [error for error in tree if not set(tree) & set(error.__subclasses__())]
 
@@ -231,6 +231,6 @@ ERROR_CLASSES: dict[str, type[LoraplexError]] = {cls.code: cls for cls in _tree(
 
 
 def error_from_info(info: ErrorInfo) -> LoraplexError:
-    """The error that another process described; an unknown code becomes an InternalError."""
+    """Return the error that another process described; an unknown code gives an InternalError."""
     cls = ERROR_CLASSES.get(info.code, InternalError)
     return cls(info.message, param=info.param, retry_after_seconds=info.retry_after_seconds)

@@ -1,4 +1,4 @@
-"""What an output must match, as a client says it. Compiled and matched by llguidance."""
+"""Constraints of an output, as clients send them. llguidance compiles and matches them."""
 
 import enum
 from typing import Final
@@ -7,12 +7,13 @@ import msgspec
 
 MAX_GRAMMAR_CHARACTERS: Final = 1 << 17
 MAX_LEXER_FUEL: Final = 200_000
-"""llguidance's initial_lexer_fuel, a fifth of its own: what building a grammar's lexer, and
-following a text that it forces, may cost (about 0.1 s: the other rows of a step wait for it)."""
+"""Value of llguidance's initial_lexer_fuel, a fifth of its default: the limit of the cost of
+building a grammar's lexer and of following a forced text (about 0.1 s, for which the other rows of
+a step wait)."""
 
 
 class GrammarLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What one grammar may cost, in llguidance's units and under its names."""
+    """Limits of the cost of one grammar, in llguidance's units and with its names."""
 
     max_items_in_row: int = 2_000
     initial_lexer_fuel: int = MAX_LEXER_FUEL
@@ -34,10 +35,10 @@ class GrammarKind(enum.StrEnum):
     """GBNF, as xgrammar and llama.cpp write it."""
     CHOICE = "choice"
     """A JSON list of strings, one of which is the output."""
-    ANSWER = "answer"
-    """A chat answer with reasoning or tool calls, see serving.text.answer_grammar."""
+    MESSAGE = "message"
+    """A chat message with reasoning or tool calls, see serving.text.answer_grammar."""
     LLGUIDANCE = "llguidance"
-    """llguidance's own JSON form. All others become this one at admission."""
+    """llguidance's own JSON form. All others are converted to it at admission."""
 
 
 class Grammar(msgspec.Struct, frozen=True):

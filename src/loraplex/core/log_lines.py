@@ -1,4 +1,4 @@
-"""Lines of the log, alike in all processes of a server."""
+"""The format of log lines, the same in all processes of a server."""
 
 import logging
 from typing import Final
@@ -7,7 +7,8 @@ _TIME: Final = "%Y-%m-%d %H:%M:%S"
 
 
 def log_to_standard_error(level: str, source: str = "%(name)s", more: str = "") -> None:
-    """From a level of core.config on. source: who says it; more: behind the message."""
+    """Log to standard error from this level on. source: the first word of a message, by default the
+    logger's name; more: a format after the message."""
     logging.basicConfig(
         level=level.upper(),
         format=f"%(levelname).1s %(asctime)s.%(msecs)03d {source}: %(message)s{more}",

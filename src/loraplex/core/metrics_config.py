@@ -1,5 +1,5 @@
-"""Which families GET /metrics has: the words of tritonserver's --metrics-config, and of its flags
-for the metrics of CPU and GPU.
+"""Selection of Triton's metric families: the values of tritonserver's --metrics-config, and of its
+flags for the metrics of CPU and GPU.
 """
 
 import math
@@ -14,7 +14,7 @@ _TRUE, _FALSE = ("true", "1"), ("false", "0")
 
 
 class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Of Triton's families; all others are always there."""
+    """Triton's metric families to expose; all others are always exposed."""
 
     counter_latencies: bool = True
     """nv_inference_*_duration_us."""
@@ -23,7 +23,7 @@ class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True):
     summary_latencies: bool = False
     """nv_inference_*_summary_us."""
     quantiles: tuple[float, ...] = (0.5, 0.9, 0.95, 0.99, 0.999)
-    """Of the summaries, each above 0 and below 1."""
+    """Quantiles of the summaries, each above 0 and below 1."""
     cpu: bool = True
     gpu: bool = True
 
@@ -38,7 +38,7 @@ _SWITCHES = ("counter_latencies", "histogram_latencies", "summary_latencies")
 def read_metrics_config(
     words: Sequence[str], *, cpu: bool = True, gpu: bool = True
 ) -> MetricsConfig:
-    """Each word is NAME=VALUE; the last one of a name counts. Raises ConfigError."""
+    """Parse words of the form NAME=VALUE; the last one of a name counts. Raises ConfigError."""
     config = MetricsConfig(cpu=cpu, gpu=gpu)
     for word in words:
         name, equals, value = word.partition("=")
@@ -56,7 +56,7 @@ def read_metrics_config(
 
 
 def _quantiles(text: str) -> tuple[float, ...]:
-    """The errors are read and not needed: quantiles of a window are exact."""
+    """Parse QUANTILE:ERROR pairs. The errors are not needed: quantiles of a window are exact."""
     try:
         pairs = [pair.partition(":") for pair in text.split(",")]
         found = [(float(quantile), float(error or 0)) for quantile, _, error in pairs]

@@ -1,4 +1,4 @@
-"""Who is asking: the tenant, what it may do, and how much."""
+"""The sender of a request: its tenant, with rights and limits."""
 
 import fnmatch
 
@@ -7,12 +7,12 @@ import msgspec
 from loraplex.core.errors import PermissionDeniedError
 
 DEFAULT_TENANT = "default"
-"""The server's own: what the configuration names belongs to it, and so does everything on a
-server without keys. Other tenants may be allowed its adapters, and nobody else's."""
+"""The server's own tenant: configured adapters belong to it, and on a server without keys
+everything does. Other tenants may use its adapters, if their rights allow it, and no others."""
 
 
 class Names(msgspec.Struct, frozen=True):
-    """Names that a right is given for: shell patterns, where * is any text, slashes too."""
+    """Names that a right applies to, as shell patterns: * is any text, slashes included."""
 
     patterns: tuple[str, ...] = ()
 
@@ -20,7 +20,7 @@ class Names(msgspec.Struct, frozen=True):
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.patterns)
 
     def __bool__(self) -> bool:
-        """Whether the right is given for any name at all."""
+        """Whether the right applies to any name."""
         return bool(self.patterns)
 
 
@@ -29,52 +29,55 @@ NONE = Names()
 
 
 class Rights(msgspec.Struct, frozen=True, kw_only=True):
-    """Adapters are the tenant's own and the server's: nobody reaches another tenant's."""
+    """Rights of a tenant, on its own and the server's adapters; it has none on other tenants'."""
 
     use: Names = ALL
-    """Adapters that requests may run with."""
+    """Adapters that requests may use."""
     list: Names = ALL
-    """Adapters that are shown."""
+    """Adapters that are listed."""
     manage: Names = ALL
     """Own adapters that may be loaded, replaced and removed."""
     models: Names = ALL
-    """Base models that are there for the tenant; of others it learns nothing."""
+    """Base models that the tenant sees; the others do not exist for it."""
     operator: bool = True
-    """May see what the server does for all, and change its models and settings."""
+    """Whether the tenant sees statistics of all tenants, and may change models and settings."""
 
 
 class TenantLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """None means no limit of the tenant's own. A request here has one prompt."""
+    """Limits of a tenant; None is no limit. A request counts once for each of its prompts."""
 
     requests_per_minute: int | None = None
-    """In any 60 seconds."""
+    """Limit in any 60 seconds."""
     tokens_per_minute: int | None = None
-    """In any 60 seconds: of prompts, cached or not, and of answers."""
+    """Limit in any 60 seconds, for the tokens of prompts, cached or not, and of outputs."""
     max_concurrent_requests: int | None = None
-    """Waiting and running."""
+    """Limit of waiting and running requests together."""
     max_prompt_tokens: int | None = None
     max_n: int | None = None
-    """Answers that are made for one prompt (n, best_of or the width of a beam)."""
+    """Limit of completions made for one prompt (n, best_of or the beam width)."""
 
 
 class Principal(msgspec.Struct, frozen=True):
-    """An argument of every serving call. Without API keys there is one: `LOCAL`."""
+    """The sender of a request; without API keys it is always `LOCAL`."""
 
     tenant: str = DEFAULT_TENANT
     rights: Rights = Rights()
     limits: TenantLimits = TenantLimits()
     share_weight: float | None = None
-    """How large its share of an engine is; None: as the setting fair_weights says."""
+    """Weight of its share of an engine; None: that of the setting fair_weights."""
 
     def require_manages(self) -> None:
-        """Raise PermissionDeniedError for who may manage no adapter at all."""
+        """Raise PermissionDeniedError if the tenant may manage no adapter at all."""
         if not self.rights.manage:
             raise PermissionDeniedError(
                 f"tenant {self.tenant!r} may not manage adapters: its keys lack the right 'manage'"
             )
 
     def require_operator(self, what: str) -> None:
-        """Raise PermissionDeniedError unless it is one. what: "see the server's statistics"."""
+        """Raise PermissionDeniedError unless the tenant is an operator.
+
+        what: the refused action, such as "see the server's statistics".
+        """
         if not self.rights.operator:
             raise PermissionDeniedError(
                 f"tenant {self.tenant!r} may not {what}: its keys lack the right 'operator'"

@@ -1,6 +1,7 @@
 """Settings of the serving process: addresses, access and limits."""
 
 import functools
+import ipaddress
 from typing import Annotated, Final
 
 from loraplex.core.errors import ConfigError
@@ -315,3 +316,11 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
             minimum=0,
         ),
     ] = 5.0
+
+    @property
+    def is_on_loopback(self) -> bool:
+        """Whether only this machine reaches the server."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"

@@ -1,5 +1,5 @@
-"""What is done with one thing that a client of a replaced system may send, set or read: a field, a
-tensor, a parameter, a flag, a route, a metric. Tables of these are the documentation.
+"""Support of the features of replaced systems: of each field, tensor, parameter, flag, route and
+metric. The tables of features are the documentation, too.
 """
 
 import enum
@@ -10,7 +10,7 @@ import msgspec
 
 
 class Support(enum.StrEnum):
-    """The words are those of the generated tables."""
+    """Kind of support; the values are the words of the generated tables."""
 
     WORKS = "works"
     NO_EFFECT = "accepted without effect"
@@ -21,19 +21,19 @@ Handler = TypeVar("Handler", bound=Callable[..., Any])
 
 
 class Feature(msgspec.Struct, frozen=True):
-    """One row of a table."""
+    """One feature: a row of a table."""
 
     name: str
-    """As it is on the wire, on the command line or in the file."""
+    """Name on the wire, on the command line or in the file."""
     support: Support = Support.WORKS
     note: str = ""
-    """What it does or changes, or what to use instead; a phrase without a full stop."""
+    """Effect, difference or replacement; a phrase without a full stop."""
     form: str = ""
-    """What values it has: a type and a shape, an HTTP method, labels."""
+    """Form of the values: a type and a shape, an HTTP method, labels."""
     other_names: tuple[str, ...] = ()
-    """That mean the same."""
+    """Names with the same meaning."""
     is_ours: bool = False
-    """No replaced system has it."""
+    """Whether no replaced system has it."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -41,7 +41,7 @@ class Feature(msgspec.Struct, frozen=True):
 
 
 class Section(msgspec.Struct, frozen=True):
-    """One table."""
+    """One table of features."""
 
     title: str
     rows: tuple[Feature, ...]
@@ -49,17 +49,17 @@ class Section(msgspec.Struct, frozen=True):
     """A paragraph before the table."""
 
 
-def tells(note: str, support: Support = Support.WORKS) -> Callable[[Handler], Handler]:
-    """Decorates the handler of a route or RPC with what its row says; others plainly work."""
+def support_note(note: str, support: Support = Support.WORKS) -> Callable[[Handler], Handler]:
+    """Decorate the handler of a route or RPC with its row's note; others have no note and work."""
 
-    def told(handler: Handler) -> Handler:
+    def decorate(handler: Handler) -> Handler:
         handler.__dict__["support"] = (support, note)
         return handler
 
-    return told
+    return decorate
 
 
 def support_of(handler: Callable[..., Any]) -> tuple[Support, str]:
-    """What `tells` was given."""
+    """Return the arguments of `support_note`, or those of a handler that works."""
     found: tuple[Support, str] = getattr(handler, "support", (Support.WORKS, ""))
     return found

@@ -1,4 +1,4 @@
-"""The functions that an answer may call, free of the protocol that named them."""
+"""Functions that a completion may call, independent of the protocol that defines them."""
 
 import enum
 from typing import Any, Final
@@ -9,46 +9,46 @@ TOOL_CALL_PARSERS: Final = (
     "generic", "hermes", "llama3_json", "pythonic", "mistral", "mistral_named", "deepseek_v3",
     "deepseek_v31", "phi4_mini_json", "granite", "qwen3_coder", "glm45", "kimi_k2",
 )  # fmt: skip
-"""The families by which calls are told from text, as settings name them."""
+"""Formats of tool calls, as settings name them."""
 
 REASONING_PARSERS: Final = ("think", "mistral")
-"""The tags by which reasoning is."""
+"""Formats of reasoning, as settings name them."""
 
 
 class FunctionTool(msgspec.Struct, frozen=True, kw_only=True):
-    """One function, as its client described it."""
+    """One function, as the client describes it."""
 
     name: str
     description: str = ""
     parameters: dict[str, Any] = {}
-    """A JSON schema of the arguments, which are an object; empty: any."""
+    """JSON schema of the arguments, which are an object; empty: any."""
     is_strict: bool = False
-    """A call's arguments must match, whoever decides that it is called."""
+    """Whether a call's arguments must match the schema, also if the model decides to call."""
 
 
 class ToolMode(enum.StrEnum):
     AUTO = "auto"
-    """The model decides whether it calls."""
+    """The model decides whether it calls a function."""
     REQUIRED = "required"
-    """It has to call at least once."""
+    """The model must call a function at least once."""
 
 
 class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Which functions one answer may call, and whether it must."""
+    """Functions that one completion may call, and whether it must."""
 
     tools: tuple[FunctionTool, ...]
-    """Those that may be called: at least one, and no two of a name."""
+    """Functions that may be called: at least one, and no two with one name."""
     mode: ToolMode = ToolMode.AUTO
     is_parallel: bool = True
-    """More than one call in one answer."""
+    """Whether one completion may have several calls."""
     is_restricted: bool = False
-    """The prompt shows other tools, too."""
+    """Whether the prompt includes other tools, too."""
     is_named: bool = False
-    """The client named the one function: OpenAI then ends the answer with `stop`."""
+    """Whether the client named the one function: OpenAI's finish reason is then `stop`."""
 
     @property
     def needs_grammar(self) -> bool:
-        """The text alone could break what was asked for."""
+        """Whether unconstrained text could violate the request."""
         return (
             self.mode is ToolMode.REQUIRED
             or not self.is_parallel
@@ -58,11 +58,11 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CallDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of one call: its name and id once, at its beginning, then pieces of its arguments."""
+    """Part of one call: name and id once, at its beginning, then pieces of the arguments."""
 
     index: int
-    """Of the call in its answer."""
+    """Index of the call in its completion."""
     call_id: str | None = None
     name: str | None = None
     arguments: str = ""
-    """They add up to a JSON text, unless the answer was cut or the model broke it."""
+    """Piece of a JSON text, which is whole unless the completion was cut or the model broke it."""

@@ -1,3 +1,3 @@
-"""The version of loraplex, by itself so that every room may tell it."""
+"""Version of loraplex, in a file of its own so that every package can import it."""
 
 __version__ = "0.1.0"

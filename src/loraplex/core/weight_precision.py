@@ -1,13 +1,13 @@
-"""How a base model's linear weights are kept while it is served. Free of torch."""
+"""Precision of a base model's linear weights while it is served. Independent of torch."""
 
 import enum
 
 
 class WeightPrecision(enum.StrEnum):
-    """The value is what a person writes."""
+    """Values of the setting `quantization`."""
 
     NATIVE = "none"
-    """The type that the model runs in."""
+    """The data type of the model."""
     INT8 = "int8"
     """8 bits, a scale for each output and 512 inputs."""
     INT4 = "int4"

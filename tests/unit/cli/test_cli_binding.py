@@ -1,4 +1,4 @@
-"""Without keys a server is for its own machine, unless somebody says otherwise."""
+"""Without keys a server is for its own machine, unless the operator allows others."""
 
 import pytest
 

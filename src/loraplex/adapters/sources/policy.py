@@ -13,7 +13,6 @@ from pathlib import Path
 import msgspec
 
 from loraplex.adapters.sources.reference import OBJECT_SCHEMES
-from loraplex.core.addresses import is_loopback
 from loraplex.core.config import Config
 from loraplex.core.errors import (
     AdapterLoadError,
@@ -137,7 +136,7 @@ def client_policy(config: Config, *, has_keys: bool = False) -> SourcePolicy:
         roots += (*model.adapter_dirs, *filter(None, (model.lora_root,)))
     # Whoever reaches a server on loopback is on this machine already; but behind a proxy tenants
     # with keys are elsewhere.
-    is_open = not server.allowed_adapter_roots and is_loopback(server.host) and not has_keys
+    is_open = not server.allowed_adapter_roots and server.is_on_loopback and not has_keys
     return SourcePolicy(
         roots=None if is_open else roots,
         hosts=server.allowed_adapter_hosts,

@@ -11,7 +11,7 @@ from tritonclient.utils import InferenceServerException
 
 from loraplex.compat.client.connection_options import GrpcOptions, TlsOptions
 from loraplex.compat.client.flags import check_choice
-from loraplex.core.environment import WHERE_KEYS_ARE, client_headers
+from loraplex.core.environment import KEY_HINT, client_headers
 from loraplex.core.errors import ConfigError
 
 _COMPRESSIONS = ("none", "deflate", "gzip")
@@ -58,7 +58,7 @@ def told(error: InferenceServerException, url: str) -> ConfigError:
     """With the status, where there is one."""
     status = error.status()
     text = f"the server at {url} answered: {error.message()}" + (f" ({status})" if status else "")
-    return ConfigError(f"{text}; {WHERE_KEYS_ARE}" if status == _NO_KEY else text)
+    return ConfigError(f"{text}; {KEY_HINT}" if status == _NO_KEY else text)
 
 
 def is_cancelled(error: Exception) -> bool:

@@ -80,7 +80,7 @@ class GrammarCheck:
 
         Raises InvalidParameterError: it says what is wrong, and in a JSON schema, where.
         """
-        if grammar.kind is GrammarKind.ANSWER:
+        if grammar.kind is GrammarKind.MESSAGE:
             self._check_parts(read_answer_grammar(grammar.text))
         text = llguidance_form(grammar)
         error = self._error(text) or self._error_at_start(text)

@@ -45,7 +45,7 @@ NAMES: Final[Mapping[GrammarKind, str]] = MappingProxyType(
         GrammarKind.LARK: "Lark grammar",
         GrammarKind.EBNF: "EBNF grammar",
         GrammarKind.CHOICE: "list of choices",
-        GrammarKind.ANSWER: "grammar of the answer",
+        GrammarKind.MESSAGE: "grammar of the answer",
         GrammarKind.LLGUIDANCE: "llguidance grammar",
     }
 )
@@ -134,7 +134,7 @@ _FORMS: Final[Mapping[GrammarKind, Callable[[str], str]]] = MappingProxyType(
         GrammarKind.LARK: _from_lark,
         GrammarKind.EBNF: _from_ebnf,
         GrammarKind.CHOICE: _from_choices,
-        GrammarKind.ANSWER: _from_answer,
+        GrammarKind.MESSAGE: _from_answer,
         GrammarKind.LLGUIDANCE: str,
     }
 )

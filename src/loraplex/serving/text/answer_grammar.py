@@ -48,7 +48,7 @@ def answer_grammar(reading: AnswerReading, content: Grammar | None) -> Grammar |
         content=None if is_required else content,
         special_ids=chat_format.special_ids,
     )
-    return Grammar(GrammarKind.ANSWER, msgspec.json.encode(parts).decode())
+    return Grammar(GrammarKind.MESSAGE, msgspec.json.encode(parts).decode())
 
 
 def read_answer_grammar(text: str) -> AnswerGrammar:

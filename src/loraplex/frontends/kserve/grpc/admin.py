@@ -8,7 +8,7 @@ from typing import Any
 from tritonclient.grpc import service_pb2 as pb
 
 from loraplex.core.principal import Principal
-from loraplex.core.support import Support, tells
+from loraplex.core.support import Support, support_note
 from loraplex.frontends.kserve.grpc.calls import Call
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.kserve.shared_memory import (
@@ -44,26 +44,26 @@ class AdminRpcs:
         self._service.memory.unregister(_with_memory(call.principal), request.name)
         return pb.SystemSharedMemoryUnregisterResponse()
 
-    @tells("there is no region", Support.NO_EFFECT)
+    @support_note("there is no region", Support.NO_EFFECT)
     async def CudaSharedMemoryStatus(self, request: Any, call: Call) -> Any:
         del call
         if request.name:
             no_cuda_region(request.name)
         return pb.CudaSharedMemoryStatusResponse()
 
-    @tells("use system shared memory", Support.REFUSED)
+    @support_note("use system shared memory", Support.REFUSED)
     async def CudaSharedMemoryRegister(self, request: Any, call: Call) -> Any:
         del request, call
         refuse_cuda()
 
-    @tells("there is no region", Support.NO_EFFECT)
+    @support_note("there is no region", Support.NO_EFFECT)
     async def CudaSharedMemoryUnregister(self, request: Any, call: Call) -> Any:
         del request, call
         return pb.CudaSharedMemoryUnregisterResponse()
 
     # ------------------------------------------------------------ settings
 
-    @tells("kept and told; nothing is traced by it", Support.NO_EFFECT)
+    @support_note("kept and told; nothing is traced by it", Support.NO_EFFECT)
     async def TraceSetting(self, request: Any, call: Call) -> Any:
         changes = {name: list(each.value) or None for name, each in request.settings.items()}
         settings = self._service.management.change_trace(
@@ -90,14 +90,14 @@ class AdminRpcs:
 
     # ------------------------------------------------------------ the repository
 
-    @tells("a repository's name is refused")
+    @support_note("a repository's name is refused")
     async def RepositoryIndex(self, request: Any, call: Call) -> Any:
         rows = self._service.management.index(
             call.principal, request.repository_name, only_ready=request.ready
         )
         return pb.RepositoryIndexResponse(models=rows)
 
-    @tells("with --model-control-mode explicit")
+    @support_note("with --model-control-mode explicit")
     async def RepositoryModelLoad(self, request: Any, call: Call) -> Any:
         parameters = _parameters(request.parameters)
         self._service.management.load(
@@ -105,7 +105,7 @@ class AdminRpcs:
         )
         return pb.RepositoryModelLoadResponse()
 
-    @tells("with --model-control-mode explicit")
+    @support_note("with --model-control-mode explicit")
     async def RepositoryModelUnload(self, request: Any, call: Call) -> Any:
         parameters = _parameters(request.parameters)
         self._service.management.unload(

@@ -9,7 +9,7 @@ from typing import Any
 from starlette.responses import Response
 
 from loraplex.core.errors import InvalidRequestError, PermissionDeniedError, UnsupportedFeatureError
-from loraplex.core.support import Support, tells
+from loraplex.core.support import Support, support_note
 from loraplex.frontends.access import Authenticate
 from loraplex.frontends.kserve.errors import AlreadyExistsError, NotFoundError
 from loraplex.frontends.kserve.http import wire_types as wire
@@ -82,7 +82,7 @@ class AdminApi:
         self._service.memory.unregister(tenant, request.path_params.get("region", ""))
         return Response()
 
-    @tells("there is no region", Support.NO_EFFECT)
+    @support_note("there is no region", Support.NO_EFFECT)
     @described(json_of(list[wire.Region]), tag="triton", errors=OF_REGIONS)
     async def cuda_status(self, request: HttpRequest) -> Response:
         """There is none, and so no region of a name."""
@@ -91,14 +91,14 @@ class AdminApi:
             no_cuda_region(request.path_params["region"])
         return json_response([])
 
-    @tells("use system shared memory", Support.REFUSED)
+    @support_note("use system shared memory", Support.REFUSED)
     @described(tag="triton", errors=(UnsupportedFeatureError, *OF_REGIONS))
     async def cuda_register(self, request: HttpRequest) -> Response:
         """Refused: use system shared memory."""
         self._authenticate(request.headers)
         refuse_cuda()
 
-    @tells("there is no region", Support.NO_EFFECT)
+    @support_note("there is no region", Support.NO_EFFECT)
     @described(Answer(200), tag="triton")
     async def cuda_unregister(self, request: HttpRequest) -> Response:
         """There is none."""
@@ -120,7 +120,7 @@ class AdminApi:
         model = request.path_params.get("model", "")
         return json_response(self._service.management.trace_settings(principal, model))
 
-    @tells("kept and told; nothing is traced by it", Support.NO_EFFECT)
+    @support_note("kept and told; nothing is traced by it", Support.NO_EFFECT)
     @described(
         json_of(wire.TraceSettings),
         body=json_body(wire.Changes),
@@ -157,7 +157,7 @@ class AdminApi:
 
     # ------------------------------------------------------------ the repository
 
-    @tells("a repository's name is refused")
+    @support_note("a repository's name is refused")
     @described(
         json_of(list[wire.IndexRow]), body=json_body(wire.IndexBody), needs_body=False, tag="triton"
     )
@@ -172,7 +172,7 @@ class AdminApi:
         rows = self._service.management.index(principal, repository, only_ready=only_ready)
         return json_response([{k: v for k, v in row.items() if v} for row in rows])
 
-    @tells("with --model-control-mode explicit")
+    @support_note("with --model-control-mode explicit")
     @described(
         Answer(200),
         body=json_body(wire.ControlBody),
@@ -192,7 +192,7 @@ class AdminApi:
         self._service.management.load(principal, repository, path["model"], parameters)
         return Response()
 
-    @tells("with --model-control-mode explicit")
+    @support_note("with --model-control-mode explicit")
     @described(
         Answer(200),
         body=json_body(wire.ControlBody),
