@@ -3,6 +3,7 @@
 Behind it is an EchoBackend; DIFFERENCES has a test for each of its rows.
 """
 
+import asyncio
 import json
 import tempfile
 from collections.abc import Iterator
@@ -212,7 +213,7 @@ def test_a_format_and_tools_are_an_error(ours, theirs):
 class SeeingBackend(EchoBackend):
     """Remembers what a chat template would have seen."""
 
-    def render_chat(self, model, messages, **arguments):
+    async def render_chat(self, model, messages, **arguments):
         self.rendering = arguments
         return "prompt"
 
@@ -592,6 +593,13 @@ def _(ours, theirs, backend):
         assert rendered(dialect, "{{ {'a': 1} | tojson }}") == expected
 
 
+async def rendered_by(service):
+    try:
+        return await service.render_chat("m", HELLO)
+    finally:
+        await service.close()
+
+
 def rendered(dialect, template):
     """What `loraplex llgtrt` makes of a template, with the settings of a real server."""
     with tempfile.TemporaryDirectory() as folder:
@@ -599,7 +607,7 @@ def rendered(dialect, template):
         server = ServerConfig(state_dir=folder, persist_adapters=False, dialect=dialect)
         config = Config(server=server, models={"m": model})
         service = build_service(config, lambda model: None, RequestMetrics(config.models))
-        return service.render_chat("m", HELLO)
+        return asyncio.run(rendered_by(service))
 
 
 @row("unready")

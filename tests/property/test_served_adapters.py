@@ -46,7 +46,7 @@ from loraplex.serving.engines.async_engine import AsyncEngine
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.served_model import ServedModel
 from loraplex.serving.service import Service
-from loraplex.serving.text.chat_template import ChatTemplate
+from loraplex.serving.text.chat_renderer import ChatRenderer
 from loraplex.testing.fake_loader import fake_source
 from loraplex.testing.fake_model import FakeModel
 from loraplex.testing.fake_runner import FAKE_CAPACITY
@@ -112,7 +112,7 @@ def build(state_dir: Path) -> Service:
     model = ServedModel(
         card=card,
         tokenizer=tokenizer(),
-        chat_template=ChatTemplate.load(BASE_PATH, tokenizer().special_tokens),
+        chats=ChatRenderer({}),
         eos_token_ids=(0,),
         shapes=BaseShapes(20, {"q": (64, 64)}),
         config=ModelConfig(path=card.path),

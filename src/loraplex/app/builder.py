@@ -28,7 +28,7 @@ from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.served_model import ServedModel
 from loraplex.serving.service import Service
 from loraplex.serving.text.chat_format import chat_format
-from loraplex.serving.text.chat_template import ChatTemplate
+from loraplex.serving.text.chat_renderer import ChatRenderer
 from loraplex.serving.text.chat_template_files import find_templates
 from loraplex.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -75,7 +75,7 @@ def _served_model(
     tokenizer = load_tokenizer(tokenizer_folder, model.tokenizer_config)
     eos_token_ids = _eos_token_ids(decoder, tokenizer, model.tokenizer_config)
     dtype = (decoder.dtype or "float32") if model.dtype == "auto" else model.dtype
-    template = _chat_template(tokenizer_folder, model, tokenizer, json_indent)
+    chats = _chat_renderer(tokenizer_folder, model, tokenizer, json_indent)
     card = ModelCard(
         name=name,
         path=str(folder),
@@ -89,7 +89,7 @@ def _served_model(
         kv_dtype=dtype if model.kv_dtype == "auto" else model.kv_dtype,
         kv_block_size=model.block_size,
         chat=chat_format(
-            template.text,
+            chats.text,
             tokenizer,
             tool_calls=model.tool_call_parser,
             reasoning=model.reasoning_parser,
@@ -98,7 +98,7 @@ def _served_model(
     return ServedModel(
         card=card,
         tokenizer=tokenizer,
-        chat_template=template,
+        chats=chats,
         eos_token_ids=eos_token_ids,
         shapes=served_shapes(decoder, model),
         config=model,
@@ -164,11 +164,11 @@ def _eos_token_ids(
     return ()
 
 
-def _chat_template(
+def _chat_renderer(
     folder: Path, model: ModelConfig, tokenizer: Tokenizer, json_indent: int | None
-) -> ChatTemplate:
+) -> ChatRenderer:
     templates, source = _templates(folder, model)
-    return ChatTemplate(templates, tokenizer.special_tokens, source=source, json_indent=json_indent)
+    return ChatRenderer(templates, tokenizer.special_tokens, source=source, json_indent=json_indent)
 
 
 def _templates(folder: Path, model: ModelConfig) -> tuple[Mapping[str, str], str]:

@@ -41,7 +41,7 @@ async def prepare(backend: Backend, config: Config) -> None:
     for name, model in config.models.items():
         if model.json_start_token:
             _check_start_token(backend, name, model.json_start_token)
-        _try_template(backend, name)
+        await _try_template(backend, name)
         await _warm_up(backend, name)
 
 
@@ -53,10 +53,10 @@ def _check_start_token(backend: Backend, model: str, token: str) -> None:
         )
 
 
-def _try_template(backend: Backend, model: str) -> None:
+async def _try_template(backend: Backend, model: str) -> None:
     """Better now than with the first chat: its fault is told, completions are served anyhow."""
     try:
-        backend.render_chat(model, [{"role": "user", "content": "Hello"}], omits_absent=True)
+        await backend.render_chat(model, [{"role": "user", "content": "Hello"}], omits_absent=True)
     except InvalidRequestError as error:
         logger.warning("model %s: chats will be refused: %s", model, error.message)
 

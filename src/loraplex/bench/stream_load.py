@@ -153,7 +153,7 @@ def _names(pid: int) -> Iterator[tuple[str, int]]:
     for child in Path(f"/proc/{pid}/task").glob("*/children"):
         for number in map(int, child.read_text().split()):
             command = Path(f"/proc/{number}/cmdline").read_bytes().decode().replace("\0", " ")
-            known = ("engine", "staging_worker", "check_worker")
+            known = ("engine", "staging_worker", "grammar_worker", "chat_worker")
             yield next((name for name in known if name in command), "other"), number
 
 

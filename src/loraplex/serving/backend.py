@@ -88,7 +88,7 @@ class Backend(Protocol):
         """
         ...
 
-    def render_chat(
+    async def render_chat(
         self,
         model: str,
         messages: Sequence[Mapping[str, Any]],

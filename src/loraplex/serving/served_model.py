@@ -30,7 +30,7 @@ from loraplex.serving.engines.async_engine import AsyncEngine
 from loraplex.serving.grammar.grammars import Grammars
 from loraplex.serving.model_memory import ModelMemory, StoredAdapters, memory_of, stored
 from loraplex.serving.text.bad_words import with_bad_token_ids
-from loraplex.serving.text.chat_template import ChatTemplate
+from loraplex.serving.text.chat_renderer import ChatRenderer
 from loraplex.serving.text.prompt_tokens import prompt_token_ids
 from loraplex.text.tokenizer import Tokenizer
 
@@ -47,7 +47,7 @@ spends minutes to count by how much."""
 class ServedModel:
     card: ModelCard
     tokenizer: Tokenizer
-    chat_template: ChatTemplate
+    chats: ChatRenderer
     eos_token_ids: tuple[int, ...]
     shapes: BaseShapes
     config: ModelConfig

@@ -106,6 +106,7 @@ class Service:
         await self._loader.close()
         for model in self._models.values():
             model.grammars.close()
+            model.chats.close()
             await self._catalog.change(model.store.close)
 
     def new_request_id(self) -> RequestId:
@@ -142,7 +143,7 @@ class Service:
             raise
         return model.card, key
 
-    def render_chat(
+    async def render_chat(
         self,
         model: str,
         messages: Sequence[Mapping[str, Any]],
@@ -154,7 +155,7 @@ class Service:
         template_kwargs: Mapping[str, Any] | None = None,
         omits_absent: bool = False,
     ) -> str:
-        return self._catalog.model(model).chat_template.render(
+        return await self._catalog.model(model).chats.render(
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,

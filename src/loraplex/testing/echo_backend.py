@@ -172,7 +172,7 @@ class EchoBackend:
         model, adapter = matches[0]
         return self._models[model], ByName(adapter)
 
-    def render_chat(
+    async def render_chat(
         self,
         model: str,
         messages: Sequence[Mapping[str, Any]],

@@ -13,6 +13,7 @@ from loraplex.core.server_config import ServerConfig
 from loraplex.demo import BASE_PATH
 from loraplex.models.registry import read_config
 from loraplex.serving.request_metrics import RequestMetrics
+from loraplex.serving.service import Service
 from support.fake_engine_process import fake_engine_thread
 
 
@@ -86,11 +87,18 @@ def test_max_model_len(build):
         build(max_model_len=2049)
 
 
-def test_a_chat_template_of_ones_own(build, tmp_path):
+async def rendered(service: Service) -> str:
+    try:
+        return await service.render_chat("m", HELLO)
+    finally:
+        await service.close()
+
+
+async def test_a_chat_template_of_ones_own(build, tmp_path):
     template = tmp_path / "chat.jinja"
     template.write_text("<{{ messages[0].content }}>")
     service = build(chat_template=str(template))
-    assert service.render_chat("m", [{"role": "user", "content": "hm"}]) == "<hm>"
+    assert await rendered(service) == "<hi>"
 
 
 @pytest.mark.parametrize(
@@ -170,13 +178,13 @@ def test_an_end_token_of_the_settings_goes_before_the_models(build, folder):
 HELLO = [{"role": "user", "content": "hi"}]
 
 
-def test_a_chat_template_of_the_settings(build, folder, tmp_path):
+async def test_a_chat_template_of_the_settings(build, folder, tmp_path):
     named = {"chat_template": "{{ messages[0]['content'] }}{{ eos_token }}", "eos_token": "<pad>"}
-    assert build(tokenizer_config=named).render_chat("m", HELLO) == "hi<pad>"
+    assert await rendered(build(tokenizer_config=named)) == "hi<pad>"
     (tmp_path / "t.j2").write_text("from the file")
     both = build(tokenizer_config=named, chat_template=str(tmp_path / "t.j2"))
-    assert both.render_chat("m", HELLO) == "from the file"
+    assert await rendered(both) == "from the file"
     with pytest.raises(InvalidRequestError, match="has no chat template"):
-        build(tokenizer_config={"chat_template": None}).render_chat("m", HELLO)
+        await rendered(build(tokenizer_config={"chat_template": None}))
     with pytest.raises(ConfigError, match=r"tokenizer_config\.chat_template must be a text"):
         build(tokenizer_config={"chat_template": 5})

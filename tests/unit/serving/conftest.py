@@ -20,7 +20,8 @@ from loraplex.demo import BASE_PATH
 from loraplex.serving.backend import ModelCard
 from loraplex.serving.engines.async_engine import AsyncEngine
 from loraplex.serving.served_model import ServedModel
-from loraplex.serving.text.chat_template import ChatTemplate
+from loraplex.serving.text.chat_renderer import ChatRenderer
+from loraplex.serving.text.chat_template_files import find_templates
 from loraplex.testing.fake_loader import fake_source
 from loraplex.testing.fake_runner import FAKE_CAPACITY
 from loraplex.text.tokenizer import load_tokenizer
@@ -135,7 +136,7 @@ def make_model(capitals_tokenizer):
         return ServedModel(
             card=card,
             tokenizer=capitals_tokenizer,
-            chat_template=ChatTemplate.load(BASE_PATH, capitals_tokenizer.special_tokens),
+            chats=ChatRenderer(find_templates(BASE_PATH), capitals_tokenizer.special_tokens),
             eos_token_ids=(0,),
             shapes=BaseShapes(20, {"q": (64, 64)}),  # as fake_source has them
             config=ModelConfig(path=card.path, **config),

@@ -1,4 +1,4 @@
-"""A conversation as its model's chat template writes it: a long one beside the event loop."""
+"""Renders a conversation with the chat template of its model, off the event loop."""
 
 import asyncio
 import functools
@@ -11,11 +11,11 @@ from loraplex.frontends.openai.schema import Body, Message
 from loraplex.serving.backend import Backend, ModelCard
 
 _INLINE_SIZE = 32 * 1024
-"""What is of less is rendered on the event loop: a thread's hand-over would cost more."""
+"""Smaller conversations are converted on the event loop: a thread's hand-over would cost more."""
 
 _VALUE_SIZE = 512
-"""Of a value, beside its characters. Some templates look at all messages for each one: it is the
-number of messages, more than their text, that takes time."""
+"""Cost of a value in addition to its characters: the number of messages, more than their text, is
+what takes time to convert."""
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -31,10 +31,12 @@ async def rendered_chat(
 
     Raises a RequestError for messages that cannot be shown, or that the template refuses.
     """
-    render = functools.partial(_render, backend, card, messages, tools, arguments)
-    if is_longer((messages, tools, arguments), _INLINE_SIZE):
-        return await asyncio.to_thread(render)
-    return render()
+    show = functools.partial(convert.conversation, messages, tools, card.chat)
+    is_long = is_longer((messages, tools, arguments), _INLINE_SIZE)
+    shown = await asyncio.to_thread(show) if is_long else show()
+    return await backend.render_chat(
+        card.name, shown.messages, **{"tools": shown.tools, **arguments}
+    )
 
 
 def is_longer(value: Any, size: int) -> bool:
@@ -50,17 +52,6 @@ def is_longer(value: Any, size: int) -> bool:
         else:
             unseen.pop()
     return False
-
-
-def _render(
-    backend: Backend,
-    card: ModelCard,
-    messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]] | None,
-    arguments: Mapping[str, Any],
-) -> str:
-    shown = convert.conversation(messages, tools, card.chat)
-    return backend.render_chat(card.name, shown.messages, **{"tools": shown.tools, **arguments})
 
 
 def _parts(value: Any) -> Iterable[Any]:

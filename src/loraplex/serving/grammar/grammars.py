@@ -1,41 +1,57 @@
 """Grammars at admission: compiled in a process of their own, and remembered."""
 
-import asyncio
 import collections
-import concurrent.futures
 from typing import Final
 
 import msgspec
 
-from loraplex.core.errors import ErrorInfo, InvalidParameterError, QueueFullError, error_from_info
-from loraplex.core.grammar import DEFAULT_LIMITS, MAX_GRAMMAR_CHARACTERS, Grammar, GrammarLimits
+from loraplex.core.errors import ErrorInfo, InvalidParameterError, error_from_info
+from loraplex.core.grammar import (
+    DEFAULT_LIMITS,
+    MAX_GRAMMAR_CHARACTERS,
+    Grammar,
+    GrammarKind,
+    GrammarLimits,
+)
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.serving.grammar.check_messages import CheckSetup
-from loraplex.serving.grammar.check_process import CheckProcess
+from loraplex.serving.grammar.grammar_worker import GrammarSetup
+from loraplex.serving.sandbox.process import Sandbox, SandboxKind
 from loraplex.text.tokenizer import Tokenizer
 
+MAX_SECONDS: Final = 0.5
+"""Processor time for one grammar. The engine compiles a valid one again, and its rows with grammars
+wait for that."""
+GRAMMARS: Final = SandboxKind(
+    module="loraplex.serving.grammar.grammar_worker",
+    work="grammars",
+    max_seconds=MAX_SECONDS,
+    max_bytes=2 << 30,
+    error=InvalidParameterError,
+    param="grammar",
+    too_slow=f"the grammar is too large: it takes more than {MAX_SECONDS:g} s to compile",
+    too_big="the grammar is too large: it takes too much memory to compile",
+)
 _MAX_REMEMBERED_CHARACTERS: Final = 1 << 23
 _MAX_REFUSED: Final = 256
-"""Grammars of which it is remembered why they are refused: they may have taken long."""
-_MAX_WAITING_CHARACTERS: Final = 1 << 25
-"""Of all grammars that wait to be compiled."""
+"""Refused grammars whose error is remembered: each may have taken long."""
 
 
 class Grammars:
-    """Of one model. Grammars wait for each other, other requests do not."""
+    """Compiler of one model's grammars. They wait for each other; other requests do not wait."""
 
     def __init__(self, tokenizer: Tokenizer, limits: GrammarLimits = DEFAULT_LIMITS) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
-        self._check: CheckProcess | None = None  # made in the thread, with the first grammar
-        self._thread: concurrent.futures.ThreadPoolExecutor | None = None
+        self._sandbox = Sandbox(GRAMMARS, self._setup)
         self._compiled: collections.OrderedDict[Grammar, Grammar] = collections.OrderedDict()
         self._refused: collections.OrderedDict[Grammar, ErrorInfo] = collections.OrderedDict()
         self._num_characters = 0
-        self._waiting_characters = 0
 
     async def compiled(self, sampling: SamplingParams) -> SamplingParams:
-        """With its grammar as engines take it. Raises InvalidParameterError for a wrong one."""
+        """Return the parameters with their grammar in the form that engines take.
+
+        Raises InvalidParameterError for a grammar that is wrong or exceeds a limit.
+        """
         if sampling.grammar is None:
             return sampling
         return msgspec.structs.replace(sampling, grammar=await self._compile(sampling.grammar))
@@ -45,11 +61,8 @@ class Grammars:
         return len(self._compiled)
 
     def close(self) -> None:
-        """What is being compiled fails."""
-        if self._thread is not None:
-            self._thread.shutdown(wait=False)
-        if self._check is not None:
-            self._check.close()
+        """End the process; grammars that are being compiled fail."""
+        self._sandbox.close()
 
     async def _compile(self, grammar: Grammar) -> Grammar:
         if len(grammar.text) > MAX_GRAMMAR_CHARACTERS:
@@ -63,41 +76,30 @@ class Grammars:
             raise error_from_info(self._refused[grammar])
         compiled = self._compiled.get(grammar)
         if compiled is None:
-            compiled = await self._compile_beside(grammar)
+            compiled = await self._compile_in_sandbox(grammar)
             self._remember(grammar, compiled)
         self._compiled.move_to_end(grammar)
         return compiled
 
-    async def _compile_beside(self, grammar: Grammar) -> Grammar:
-        if self._waiting_characters + len(grammar.text) > _MAX_WAITING_CHARACTERS:
-            raise QueueFullError(
-                f"grammars of {self._waiting_characters} characters wait to be compiled",
-                retry_after_seconds=2,
-            )
-        if self._thread is None:
-            self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        loop = asyncio.get_running_loop()
-        self._waiting_characters += len(grammar.text)
+    async def _compile_in_sandbox(self, grammar: Grammar) -> Grammar:
         try:
-            return await loop.run_in_executor(self._thread, self._compile_in_thread, grammar)
+            compiled = await self._sandbox.run(msgspec.msgpack.encode(grammar))
         except InvalidParameterError as error:
             self._refused[grammar] = error.to_info()
             if len(self._refused) > _MAX_REFUSED:
                 self._refused.popitem(last=False)
             raise
-        finally:
-            self._waiting_characters -= len(grammar.text)
+        return Grammar(GrammarKind.LLGUIDANCE, compiled.decode())
 
-    def _compile_in_thread(self, grammar: Grammar) -> Grammar:
-        if self._check is None:
-            tokenizer = self._tokenizer
-            names = {
-                token_id: tokenizer.token_bytes(token_id)
-                for token_id in range(tokenizer.vocab_size)
-                if tokenizer.is_special(token_id)
-            }
-            self._check = CheckProcess(CheckSetup(names, tokenizer.vocab_size, self._limits))
-        return self._check.compiled(grammar)
+    def _setup(self) -> bytes:
+        tokenizer = self._tokenizer
+        names = {
+            token_id: tokenizer.token_bytes(token_id)
+            for token_id in range(tokenizer.vocab_size)
+            if tokenizer.is_special(token_id)
+        }
+        setup = GrammarSetup(names, tokenizer.vocab_size, self._limits)
+        return msgspec.msgpack.encode(setup)
 
     def _remember(self, grammar: Grammar, compiled: Grammar) -> None:
         if grammar not in self._compiled:

@@ -1,16 +1,21 @@
-"""The prompt text of a conversation: renders a model's chat template.
+"""Chat templates of a model: from the messages of a conversation to the text of its prompt.
 
-The language, and what keeps a hostile template from taking time or memory, is `template_language`.
-It knows nothing of tokenizing. Messages are data: nothing of them is ever read as a template.
+Templates run in Jinja's immutable sandbox with the settings of transformers' apply_chat_template.
+The sandbox guards values and attributes, not time or memory, so serving renders in a process that
+may be killed (`chat_renderer`). Messages are data: no part of them is ever read as a template.
 """
 
 import datetime
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import jinja2.nodes
+import jinja2.ext
+import jinja2.nodes as nodes
+import jinja2.parser
+import jinja2.sandbox
 import msgspec
 
 from loraplex.core.errors import ConfigError, InvalidRequestError
@@ -18,21 +23,26 @@ from loraplex.serving.text.chat_messages import normalize_messages
 from loraplex.serving.text.chat_template_files import find_templates
 from loraplex.serving.text.content_format import ContentFormat, content_format
 from loraplex.serving.text.continued_message import cut_at_mark, with_mark
-from loraplex.serving.text.template_language import BoundedRange, TemplateEnvironment
-from loraplex.serving.text.template_meter import Meter, metered, too_large
 
+MAX_SOURCE_CHARS = 2**18
 MAX_RENDERED_CHARS = 2**24
 
-_NO_TEMPLATE = (
+NO_TEMPLATE = (
     "this model has no chat template; use /v1/completions with the whole prompt, or put a "
     "chat_template.jinja into the model's folder"
 )
 
-_OF_THE_REQUEST = (
+TOO_BIG = "the chat template takes too much memory for these messages"
+
+_MAX_ERROR_CHARS = 2000
+
+_RESERVED = (
     *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
-    *("chat_template", "tokenize", "range"),
+    *("chat_template", "tokenize"),
 )
-"""Variables that a client does not set by chat_template_kwargs."""
+"""Variables that a client cannot set by chat_template_kwargs."""
+
+_LOADERS = (nodes.Extends, nodes.Include, nodes.Import, nodes.FromImport)
 
 
 class _Template(msgspec.Struct, frozen=True):
@@ -62,7 +72,7 @@ class ChatTemplate:
 
         Raises ConfigError if a template is not valid Jinja, or needs what is not served.
         """
-        self._environment = TemplateEnvironment(now, json_indent)
+        self._environment = _environment(now, json_indent)
         self._special_tokens = dict(special_tokens or {})
         self._max_rendered_chars = max_rendered_chars
         self.text = "\n".join(templates.values())
@@ -117,7 +127,6 @@ class ChatTemplate:
             "tools": _objects("tools", tools),
             "documents": _objects("documents", documents),
             "add_generation_prompt": add_generation_prompt,
-            "range": BoundedRange(),
         }
         if omits_absent:
             variables = {name: value for name, value in variables.items() if value is not None}
@@ -126,7 +135,7 @@ class ChatTemplate:
 
     def _choose(self, *, has_tools: bool) -> _Template:
         if not self._templates:
-            raise InvalidRequestError(_NO_TEMPLATE, param="messages")
+            raise InvalidRequestError(NO_TEMPLATE, param="messages")
         if has_tools and "tool_use" in self._templates:
             return self._templates["tool_use"]
         if "default" in self._templates:
@@ -138,12 +147,15 @@ class ChatTemplate:
 
     def _compile(self, text: str, source: str) -> _Template:
         try:
-            with metered(Meter()):
-                code = self._environment.template(text)
-                parsed = self._environment.parse(text)
-            return _Template(text, code, content_format(parsed))
+            if len(text) > MAX_SOURCE_CHARS:
+                raise ConfigError(f"{source} is not valid: more than {MAX_SOURCE_CHARS} characters")
+            parsed = self._environment.parse(text)
+            for loader in parsed.find_all(_LOADERS):
+                name = type(loader).__name__
+                raise jinja2.TemplateSyntaxError(f"{name} is not supported", loader.lineno)
+            return _Template(text, self._environment.from_string(text), content_format(parsed))
         except (
-            *(jinja2.TemplateError, InvalidRequestError, SyntaxError, ValueError),
+            *(jinja2.TemplateError, SyntaxError, ValueError),
             *(RecursionError, MemoryError),
         ) as error:
             line = getattr(error, "lineno", None)
@@ -152,25 +164,30 @@ class ChatTemplate:
 
     def _render(self, template: jinja2.Template, variables: Mapping[str, Any]) -> str:
         pieces: list[str] = []
-        room = self._max_rendered_chars
+        num_chars = 0
         try:
-            with metered(Meter(len(variables["messages"]))):
-                for piece in template.generate(variables):
-                    # An empty piece counts, too, so that a loop ends even if it writes nothing.
-                    room -= max(len(piece), 1)
-                    if room < 0:
-                        raise too_large(f"text of more than {self._max_rendered_chars} characters")
-                    pieces.append(piece)
+            for piece in template.generate(variables):
+                num_chars += len(piece)
+                if num_chars > self._max_rendered_chars:
+                    raise InvalidRequestError(
+                        "the chat template makes text of more than "
+                        f"{self._max_rendered_chars} characters",
+                        param="messages",
+                    )
+                pieces.append(piece)
         except InvalidRequestError:
             raise
+        except MemoryError as error:
+            raise InvalidRequestError(TOO_BIG, param="messages") from error
         except jinja2.TemplateError as error:
+            reason = str(error.message)[:_MAX_ERROR_CHARS]
             raise InvalidRequestError(
-                f"the chat template refuses these messages: {error.message}", param="messages"
+                f"the chat template refuses these messages: {reason}", param="messages"
             ) from error
         except Exception as error:  # what its Python expressions may raise has no common class
+            reason = f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]
             raise InvalidRequestError(
-                f"the chat template failed on these messages: {type(error).__name__}: {error}",
-                param="messages",
+                f"the chat template failed on these messages: {reason}", param="messages"
             ) from error
         return "".join(pieces)
 
@@ -180,7 +197,7 @@ def _developer_as_system(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checked_kwargs(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    for name in _OF_THE_REQUEST:
+    for name in _RESERVED:
         if name in values:
             raise InvalidRequestError(
                 f"chat_template_kwargs.{name} cannot be set: it is what the request itself says",
@@ -198,3 +215,62 @@ def _objects(name: str, values: Sequence[Mapping[str, Any]] | None) -> list[Any]
                 f"{name}[{index}] must be an object, not {type(value).__name__}", param=name
             )
     return [dict(value) for value in values]
+
+
+def _environment(
+    now: Callable[[], datetime.datetime], json_indent: int | None
+) -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    # Compiling must not run any of the template, because serving compiles it to validate it. Jinja
+    # evaluates constant expressions unless it is not `optimized` and `finalize` takes the context.
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        optimized=False,
+        finalize=_unchanged,
+        extensions=[jinja2.ext.loopcontrols, _GenerationBlock],
+    )
+    del environment.globals["lipsum"]
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: now().strftime(form)
+    environment.filters["tojson"] = _json_filter(json_indent)
+    return environment
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}` marks what a model wrote; only training needs it."""
+
+    tags = {"generation"}  # noqa: RUF012 (read by Jinja under this name and type)
+
+    def parse(self, parser: jinja2.parser.Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+@jinja2.pass_context
+def _unchanged(_context: Any, value: Any) -> Any:
+    return value
+
+
+def _raise_exception(message: Any) -> None:
+    raise jinja2.TemplateError(str(message))
+
+
+def _json_filter(default_indent: int | None) -> Callable[..., str]:
+    def to_json(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | str | None = default_indent,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        """Write JSON without the escapes of HTML that Jinja's own filter makes."""
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
+
+    return to_json

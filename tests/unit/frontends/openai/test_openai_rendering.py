@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from loraplex.core.errors import InvalidRequestError
+from loraplex.frontends.openai import convert
 from loraplex.frontends.openai.rendering import is_longer, rendered_chat
 from loraplex.frontends.openai.schema import Message
 from loraplex.testing.echo_backend import EchoBackend
@@ -15,36 +16,45 @@ PARTS = [{"type": "text", "text": "p"}] * 60
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"enum": ["e"] * 60}}}
 
 
-class Backend(EchoBackend):
-    """Notes where it renders; `held` renderings wait there until `may_end`."""
+@pytest.fixture
+def backend() -> EchoBackend:
+    return EchoBackend()
+
+
+class Conversion:
+    """Notes the threads in which conversations are converted; may hold them there."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.threads: list[threading.Thread] = []
         self.is_held = False
         self.may_end = threading.Event()
+        self._convert = convert.conversation
 
-    def render_chat(self, *args: Any, **kwargs: Any) -> str:
+    def __call__(self, *args: Any) -> Any:
         self.threads.append(threading.current_thread())
         assert not self.is_held or self.may_end.wait(10)
-        return super().render_chat(*args, **kwargs)
+        return self._convert(*args)
 
 
 @pytest.fixture
-def backend() -> Backend:
-    return Backend()
+def conversion(monkeypatch: pytest.MonkeyPatch) -> Conversion:
+    noted = Conversion()
+    monkeypatch.setattr(convert, "conversation", noted)
+    return noted
 
 
-async def render(backend: Backend, messages: list[Message], **more: Any) -> str:
+async def render(backend: EchoBackend, messages: list[Message], **more: Any) -> str:
     return await rendered_chat(backend, backend.model("echo"), messages, **more)
 
 
-async def test_a_short_conversation_is_rendered_where_it_is_asked_for(backend: Backend) -> None:
+async def test_a_short_conversation_is_converted_on_the_event_loop(
+    backend: EchoBackend, conversion: Conversion
+) -> None:
     text = await render(backend, SHORT, arguments={"add_generation_prompt": False})
-    assert text == backend.render_chat(
+    assert text == await backend.render_chat(
         "echo", [{"role": "user", "content": "hi"}], add_generation_prompt=False
     )
-    assert set(backend.threads) == {threading.current_thread()}
+    assert conversion.threads == [threading.current_thread()]
 
 
 @pytest.mark.parametrize(
@@ -60,20 +70,23 @@ async def test_a_short_conversation_is_rendered_where_it_is_asked_for(backend: B
     ],
     ids=["text", "messages", "parts", "extra", "tools", "documents", "kwargs"],
 )
-async def test_the_loop_goes_on_beside_a_long_one(
-    backend: Backend, messages: list[Message], more: dict[str, Any]
+async def test_the_loop_goes_on_while_a_long_one_is_converted(
+    backend: EchoBackend,
+    conversion: Conversion,
+    messages: list[Message],
+    more: dict[str, Any],
 ) -> None:
-    backend.is_held = True
+    conversion.is_held = True
     rendering = asyncio.create_task(render(backend, messages, **more))
-    while not backend.threads:
+    while not conversion.threads:
         await asyncio.sleep(0.001)
     assert not rendering.done()
-    backend.may_end.set()
+    conversion.may_end.set()
     assert await rendering
-    assert backend.threads != [threading.current_thread()]
+    assert conversion.threads != [threading.current_thread()]
 
 
-async def test_a_long_one_says_what_a_short_one_would(backend: Backend) -> None:
+async def test_a_long_one_says_what_a_short_one_would(backend: EchoBackend) -> None:
     wrong = Message.model_validate({"role": "tool", "content": "1"})
     for messages in ([*SHORT, wrong], [*SHORT * 40, wrong]):
         with pytest.raises(InvalidRequestError) as raised:
@@ -81,7 +94,7 @@ async def test_a_long_one_says_what_a_short_one_would(backend: Backend) -> None:
         assert raised.value.param == f"messages[{len(messages) - 1}].tool_call_id"
 
 
-async def test_what_is_said_beside_the_conversation_wins(backend: Backend) -> None:
+async def test_what_is_said_beside_the_conversation_wins(backend: EchoBackend) -> None:
     """A dialect writes its tools in its own way."""
     await render(backend, SHORT, tools=None, arguments={"tools": [TOOL]})
     assert backend.shown_tools == [[TOOL]]

@@ -11,9 +11,9 @@ from loraplex.core.grammar import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarKind
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.execution.grammar.rows import GrammarRows
 from loraplex.serving.grammar.check import GrammarCheck, SpecialTokens
-from loraplex.serving.grammar.check_process import CheckProcess
 from loraplex.serving.grammar.forms import MAX_EBNF_CHARACTERS
 from loraplex.serving.grammar.grammars import Grammars
+from loraplex.serving.sandbox.process import SandboxProcess
 from loraplex.text.tokenizer import Tokenizer, load_tokenizer
 from support import tiny_tokenizers
 from support.grammar_tokens import (
@@ -152,13 +152,13 @@ async def test_a_request_without_a_grammar_passes(tokenizer):
 
 async def test_a_grammar_is_compiled_once_and_not_on_the_event_loop(tokenizer, monkeypatch):
     threads = []
-    compiled = CheckProcess.compiled
+    run = SandboxProcess.run
 
-    def counted(self: CheckProcess, grammar: Grammar) -> Grammar:
+    def counted(self: SandboxProcess, task: bytes) -> bytes:
         threads.append(threading.current_thread())
-        return compiled(self, grammar)
+        return run(self, task)
 
-    monkeypatch.setattr(CheckProcess, "compiled", counted)
+    monkeypatch.setattr(SandboxProcess, "run", counted)
     grammars = Grammars(tokenizer)
     sampling = SamplingParams(max_tokens=5, grammar=Grammar(GrammarKind.REGEX, "a+"))
 

@@ -253,8 +253,8 @@ def test_the_template_fails(template):
         "{{ messages.append(1) }}",
         "{{ messages[0].update({'a': 1}) }}",
         "{{ raise_exception.__globals__['json'] }}",
-        "{{ range._room + 1 }}",
-        "{% set range._room = 10 %}",
+        "{{ range.__globals__ + 1 }}",
+        "{% set range.more = 10 %}",
         "{{ lipsum() }}",
     ],
 )
@@ -266,31 +266,15 @@ def test_the_sandbox_holds(template):
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{% for i in range(9999999999) %}{% endfor %}", "ranges of more than 100000"),
-        (
-            "{% for i in range(400) %}{% for j in range(400) %}{% endfor %}{% endfor %}",
-            "ranges of more than 100000",
-        ),
-        ("{{ 'a' * 9999999999 }}", "more work than"),
-        ("{{ 9999999999 * [1] }}", "more work than"),
-        ("{{ 10 ** 100000 }}", r"too large by '\*\*'"),
-        (
-            "{% set n = namespace(x='ab') %}{% for i in range(64) %}{% set n.x = n.x + n.x %}"
-            "{% endfor %}",
-            "more work than",
-        ),
+        ("{% for i in range(9999999999) %}{% endfor %}", "Range too big"),
+        ("{{ 10 ** 100000 }}", "Exceeds the limit"),
+        ("{{ raise_exception('e' * 3000) }}", "refuses these messages: e{2000}$"),
         ("{% for i in range(600) %}{{ 'ab' }}{% endfor %}", "text of more than 1000 characters"),
-        ("{% for i in range(1100) %}{{ '' }}{% endfor %}", "text of more than 1000 characters"),
     ],
 )
 def test_limits(template, message):
     with pytest.raises(InvalidRequestError, match=message):
         ChatTemplate({"default": template}, max_rendered_chars=1000).render([USER])
-
-
-def test_limits_are_per_rendering():
-    template = ChatTemplate({"default": "{% for i in range(60000) %}{% endfor %}x"})
-    assert [template.render([USER]) for _ in range(3)] == ["x"] * 3
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The process that checks grammars, from within: its replies, its limits, and when it ends."""
+"""Main loop of a sandbox process, here of grammars: its replies, its limits, and when it ends."""
 
 import io
 import os
@@ -11,11 +11,14 @@ import pytest
 
 from loraplex.core.errors import ErrorInfo, InternalError, InvalidParameterError
 from loraplex.core.grammar import Grammar, GrammarKind, GrammarLimits
-from loraplex.serving.grammar import check_worker
-from loraplex.serving.grammar.check_messages import LENGTH, CheckReply, CheckSetup
-from loraplex.serving.grammar.check_process import CheckProcess
+from loraplex.serving.grammar import check
+from loraplex.serving.grammar.grammar_worker import GrammarSetup, make_task
+from loraplex.serving.grammar.grammars import GRAMMARS
+from loraplex.serving.sandbox import worker
+from loraplex.serving.sandbox.process import SandboxProcess
+from loraplex.serving.sandbox.worker import LENGTH, Reply
 
-SETUP = CheckSetup({0: b"</s>"}, 300, GrammarLimits())
+SETUP = GrammarSetup({0: b"</s>"}, 300, GrammarLimits())
 GOOD = Grammar(GrammarKind.REGEX, "a+")
 BAD = Grammar(GrammarKind.REGEX, "(")
 
@@ -30,7 +33,7 @@ def timers(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def memory(monkeypatch):
-    monkeypatch.setattr(check_worker, "_WORN_KIB", 1 << 40)
+    monkeypatch.setattr(worker, "_WORN_KIB", 1 << 40)
 
 
 def message(value):
@@ -40,19 +43,19 @@ def message(value):
 
 def replies_to(asked):
     written = io.BytesIO()
-    check_worker.serve(io.BytesIO(asked), written)
+    worker.serve(io.BytesIO(asked), written, make_task, 0.5)
     data, replies = written.getvalue(), []
     while data:
         (length,) = LENGTH.unpack_from(data)
         data, body = data[LENGTH.size + length :], data[LENGTH.size : LENGTH.size + length]
-        replies.append(msgspec.msgpack.decode(body, type=CheckReply))
+        replies.append(msgspec.msgpack.decode(body, type=Reply))
     return replies
 
 
 def test_one_reply_for_each_grammar():
     first, second = replies_to(message(SETUP) + message(GOOD) + message(BAD))
-    assert (bool(first.compiled), first.error, first.is_last) == (True, None, False)
-    assert (second.compiled, second.is_last) == ("", False)
+    assert (bool(first.result), first.error, first.is_last) == (True, None, False)
+    assert (second.result, second.is_last) == (b"", False)
     assert second.error is not None
 
 
@@ -70,10 +73,10 @@ def test_what_is_not_whole_has_no_reply(cut):
 
 
 def test_after_much_memory_a_reply_is_the_last(monkeypatch):
-    monkeypatch.setattr(check_worker, "_WORN_KIB", 0)
+    monkeypatch.setattr(worker, "_WORN_KIB", 0)
     (reply,) = replies_to(message(SETUP) + message(GOOD) * 2)
     assert reply.is_last
-    assert reply.compiled
+    assert reply.result
 
 
 def test_each_grammar_has_half_a_second(timers):
@@ -90,24 +93,24 @@ def test_each_grammar_has_half_a_second(timers):
     ],
     ids=["memory", "recursion", "ours"],
 )
-def test_what_fails_is_said(raised, expected, words):
-    class Check:
-        def compiled(self, grammar):
-            raise raised
+def test_what_fails_is_said(raised, expected, words, monkeypatch):
+    def fail(self, grammar):
+        raise raised
 
-    error = check_worker.answer(Check(), GOOD).error
-    assert isinstance(error, ErrorInfo)
-    assert error.code == expected.code
-    assert words in error.message
+    monkeypatch.setattr(check.GrammarCheck, "compiled", fail)
+    (reply,) = replies_to(message(SETUP) + message(GOOD))
+    assert isinstance(reply.error, ErrorInfo)
+    assert reply.error.code == expected.code
+    assert words in reply.error.message
 
 
 def test_what_holds_in_the_process():
     before = signal.signal(signal.SIGPROF, signal.SIG_IGN)
-    process = CheckProcess(SETUP)
+    process = SandboxProcess(GRAMMARS, lambda: msgspec.msgpack.encode(SETUP))
     try:
-        process.compiled(GOOD)
+        process.run(msgspec.msgpack.encode(GOOD))
         pid = process._process.pid
-        most = check_worker.MAX_BYTES
+        most = GRAMMARS.max_bytes
         assert resource.prlimit(pid, resource.RLIMIT_AS) == (most, most)
         assert resource.prlimit(pid, resource.RLIMIT_CORE) == (0, 0)
         files = Path(f"/proc/{pid}/fd")

@@ -1,4 +1,4 @@
-"""The process that checks grammars: what it may cost, what is said then, and what comes after."""
+"""A sandbox process, here of grammars: its limits, the errors for them, and its replacement."""
 
 import os
 import signal
@@ -11,12 +11,14 @@ import pytest
 
 from loraplex.core.errors import InternalError, InvalidParameterError
 from loraplex.core.grammar import Grammar, GrammarKind, GrammarLimits
-from loraplex.serving.grammar import check_process
-from loraplex.serving.grammar.check_messages import LENGTH, CheckReply, CheckSetup
-from loraplex.serving.grammar.check_process import CheckProcess
+from loraplex.serving.grammar.grammar_worker import GrammarSetup
+from loraplex.serving.grammar.grammars import GRAMMARS
+from loraplex.serving.sandbox import process as sandbox_process
+from loraplex.serving.sandbox.process import SandboxKind, SandboxProcess
+from loraplex.serving.sandbox.worker import LENGTH, Reply
 from support.hostile_grammars import hostile_grammars
 
-SETUP = CheckSetup({0: b"</s>"}, 300, GrammarLimits())
+SETUP = msgspec.msgpack.encode(GrammarSetup({0: b"</s>"}, 300, GrammarLimits()))
 GOOD = Grammar(GrammarKind.REGEX, "a+")
 HOSTILE = hostile_grammars()
 SLOW = HOSTILE["multiple-of"]
@@ -25,9 +27,23 @@ MAX_SECONDS = 5.0
 MAX_MIB = 400
 
 
+class Grammars(SandboxProcess):
+    """A process that compiles grammars, or one that runs `command` instead."""
+
+    def __init__(self, *command: str, setup: bytes = SETUP) -> None:
+        kind = GRAMMARS
+        if command:
+            fields = {name: getattr(kind, name) for name in kind.__struct_fields__}
+            kind = type("Kind", (SandboxKind,), {"command": command}, frozen=True)(**fields)
+        super().__init__(kind, lambda: setup)
+
+    def compiled(self, grammar: Grammar) -> str:
+        return self.run(msgspec.msgpack.encode(grammar)).decode()
+
+
 @pytest.fixture(scope="module")
 def process():
-    made = CheckProcess(SETUP)
+    made = Grammars()
     yield made
     made.close()
 
@@ -44,7 +60,7 @@ def test_every_hostile_grammar_has_an_answer_in_time(process, name):
     start = time.monotonic()
     error = None
     try:
-        assert process.compiled(HOSTILE[name]).kind is GrammarKind.LLGUIDANCE
+        assert process.compiled(HOSTILE[name])
     except InvalidParameterError as refused:
         error = refused
     assert error is None or (error.param == "grammar" and len(error.message) < 1000)
@@ -83,7 +99,7 @@ def test_others_go_on_meanwhile(process):
 
 def test_memory_that_is_refused_ends_the_process_and_is_said():
     program = "import os, sys; sys.stdin.buffer.read(50); os.abort()"
-    dying = CheckProcess(SETUP, (sys.executable, "-c", program))
+    dying = Grammars(sys.executable, "-c", program)
     with pytest.raises(InvalidParameterError, match="takes too much memory to compile"):
         dying.compiled(GOOD)
     dying.close()
@@ -91,7 +107,7 @@ def test_memory_that_is_refused_ends_the_process_and_is_said():
 
 @pytest.mark.parametrize("status", [0, 1])
 def test_one_that_ends_by_itself_is_our_fault(status):
-    ending = CheckProcess(SETUP, (sys.executable, "-c", f"raise SystemExit({status})"))
+    ending = Grammars(sys.executable, "-c", f"raise SystemExit({status})")
     with pytest.raises(InternalError, match=f"ended with status {status}"):
         ending.compiled(GOOD)
     ending.close()
@@ -99,27 +115,26 @@ def test_one_that_ends_by_itself_is_our_fault(status):
 
 def test_one_that_does_not_even_read_is_our_fault():
     """The setup is more than a pipe holds."""
-    setup = CheckSetup({0: b"x" * (1 << 20)}, 300, GrammarLimits())
-    ending = CheckProcess(setup, (sys.executable, "-c", "raise SystemExit(3)"))
+    ending = Grammars(sys.executable, "-c", "raise SystemExit(3)", setup=b"x" * (1 << 20))
     with pytest.raises(InternalError, match="ended with status 3"):
         ending.compiled(GOOD)
     ending.close()
 
 
 def test_the_last_reply_of_a_process_is_waited_out(monkeypatch):
-    monkeypatch.setattr(check_process, "_EXIT_SECONDS", 0.1)
-    body = msgspec.msgpack.encode(CheckReply("{}", is_last=True))
+    monkeypatch.setattr(sandbox_process, "_EXIT_SECONDS", 0.1)
+    body = msgspec.msgpack.encode(Reply(b"{}", is_last=True))
     program = (
         "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
         f"os.write(1, {LENGTH.pack(len(body)) + body!r}); time.sleep(60)"
     )
-    ending = CheckProcess(SETUP, (sys.executable, "-c", program))
-    assert ending.compiled(GOOD).text == "{}"
+    ending = Grammars(sys.executable, "-c", program)
+    assert ending.compiled(GOOD) == "{}"
     first = ending._process
     assert first.returncode == -signal.SIGKILL
     assert first.stdin.closed
     assert first.stdout.closed
-    assert ending.compiled(GOOD).text == "{}"
+    assert ending.compiled(GOOD) == "{}"
     assert ending._process is not first
 
 
@@ -129,8 +144,8 @@ def test_a_terminals_signals_are_for_serving_alone(process):
 
 
 def test_one_that_never_answers_is_ended(monkeypatch):
-    monkeypatch.setattr(check_process, "_WALL_SECONDS", 0.2)
-    silent = CheckProcess(SETUP, (sys.executable, "-c", "import time; time.sleep(60)"))
+    monkeypatch.setattr(sandbox_process, "_WALL_SECONDS", 0.2)
+    silent = Grammars(sys.executable, "-c", "import time; time.sleep(60)")
     with pytest.raises(InvalidParameterError, match="takes more than"):
         silent.compiled(GOOD)
     assert silent._process.returncode is not None
@@ -139,11 +154,11 @@ def test_one_that_never_answers_is_ended(monkeypatch):
 
 def test_a_program_that_is_not_there_is_our_fault():
     with pytest.raises(InternalError, match="no process for grammars can be started"):
-        CheckProcess(SETUP, ("/nonexistent/program",)).compiled(GOOD)
+        Grammars("/nonexistent/program").compiled(GOOD)
 
 
 def test_closing_ends_what_is_being_compiled():
-    process = CheckProcess(SETUP)
+    process = Grammars()
     process.compiled(GOOD)
     closing = threading.Timer(0.1, process.close)
     closing.start()
@@ -157,16 +172,16 @@ def test_closing_ends_what_is_being_compiled():
 
 def test_closing_leaves_the_pipes_to_who_reads_them(monkeypatch):
     """Else another file could have their numbers by then."""
-    silent = CheckProcess(SETUP, (sys.executable, "-c", "import time; time.sleep(60)"))
+    silent = Grammars(sys.executable, "-c", "import time; time.sleep(60)")
     closing = threading.Thread(target=silent.close)
-    read = check_process._read
+    read = sandbox_process._read
 
     def late(*args):
         closing.start()
         closing.join(0.1)
         return read(*args)
 
-    monkeypatch.setattr(check_process, "_read", late)
+    monkeypatch.setattr(sandbox_process, "_read", late)
     with pytest.raises(InternalError, match="is closing"):
         silent.compiled(GOOD)
     closing.join()
@@ -185,7 +200,7 @@ def test_it_is_let_go_when_a_grammar_took_much_memory(process):
 def test_a_large_server_keeps_its_process():
     """The system counts the peak of who starts a process as that process's own."""
     large = bytearray(b"1") * (300 << 20)
-    made = CheckProcess(SETUP)
+    made = Grammars()
     try:
         made.compiled(GOOD)
         first = made._process

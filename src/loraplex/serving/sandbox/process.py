@@ -1,0 +1,215 @@
+"""Client side of a sandbox process: start it when it is needed, run tasks in it, replace it after a
+task that was too much for it."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import IO, Final
+
+import msgspec
+
+from loraplex.core.environment import child_environment
+from loraplex.core.errors import InternalError, QueueFullError, RequestError, error_from_info
+from loraplex.serving.sandbox.worker import LENGTH, Reply
+
+_WALL_SECONDS: Final = 30.0
+"""Wall time limit of a task, far above its processor time: a busy machine may have little of that
+to give."""
+_EXIT_SECONDS: Final = 5.0
+"""Limit from the end of the output to the end of the process."""
+_MAX_WAITING_BYTES: Final = 1 << 26
+"""Limit on the sizes of all tasks that wait for one process."""
+
+Process = subprocess.Popen[bytes]
+
+
+class SandboxKind(msgspec.Struct, frozen=True, kw_only=True):
+    """One kind of work in sandbox processes: its program, its limits and its error messages."""
+
+    module: str
+    """Python module which calls `sandbox.worker.main`."""
+    work: str
+    """Plural noun for error messages: what the process works on."""
+    max_seconds: float
+    """Processor time of one task."""
+    max_bytes: int
+    """Address space; stacks of threads and libraries take some hundred MiB of it."""
+    error: type[RequestError]
+    """Error for a task that exceeds the limits."""
+    param: str
+    """Request field that such an error names."""
+    too_slow: str
+    too_big: str
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        limits = (str(self.max_seconds), str(self.max_bytes))
+        return (sys.executable, "-m", self.module, *limits)
+
+
+class Sandbox:
+    """Runs tasks of one kind in one process, one after another, off the event loop."""
+
+    def __init__(self, kind: SandboxKind, setup: Callable[[], bytes]) -> None:
+        """`setup` makes the first message to each process; it is called in the thread."""
+        self._kind = kind
+        self._process = SandboxProcess(kind, setup)
+        # No thread starts before the first task.
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="sandbox")
+        self._waiting_bytes = 0
+
+    async def run(self, task: bytes) -> bytes:
+        """Return the result of a task.
+
+        Raises QueueFullError if too much waits already, the error of the kind if the task exceeds
+        its limits, and the error that the task raised.
+        """
+        if self._waiting_bytes + len(task) > _MAX_WAITING_BYTES:
+            raise QueueFullError(
+                f"{self._kind.work} of {self._waiting_bytes} bytes wait to be processed",
+                retry_after_seconds=2,
+            )
+        loop = asyncio.get_running_loop()
+        self._waiting_bytes += len(task)
+        try:
+            return await loop.run_in_executor(self._thread, self._process.run, task)
+        finally:
+            self._waiting_bytes -= len(task)
+
+    def close(self) -> None:
+        """End the process; the running task and those that wait fail."""
+        self._thread.shutdown(wait=False)
+        self._process.close()
+
+
+class SandboxProcess:
+    """Process of one kind. One thread at a time may use it; close() may come from another."""
+
+    def __init__(self, kind: SandboxKind, setup: Callable[[], bytes]) -> None:
+        self._kind = kind
+        self._setup = setup
+        self._process: Process | None = None
+        self._lock = threading.Lock()
+        self._in_use = threading.Lock()
+        """Held from a task to its reply, so that close() does not close pipes being read."""
+        self._is_closed = False
+
+    def run(self, task: bytes) -> bytes:
+        """Return the result of a task; raises as `Sandbox.run`."""
+        with self._in_use:
+            return self._run(task)
+
+    def close(self) -> None:
+        """End the process; the running task fails."""
+        with self._lock:
+            self._is_closed = True
+            process = self._process
+        if process is not None:
+            process.kill()
+            with self._in_use:
+                _end(process, _EXIT_SECONDS)
+
+    def _run(self, task: bytes) -> bytes:
+        process = self._running()
+        try:
+            reply = _exchange(process, task)
+        except TimeoutError:
+            _end(process, 0.0)
+            raise self._exceeded(self._kind.too_slow) from None
+        except (OSError, EOFError):
+            status = _end(process, _EXIT_SECONDS)
+            if self._is_closed:
+                raise InternalError("the server is closing") from None
+            if status >= 0:  # no signal: a bug of the worker, not the task's doing
+                message = f"the process for {self._kind.work} ended with status {status}"
+                raise InternalError(message) from None
+            is_slow = status == -signal.SIGPROF
+            raise self._exceeded(self._kind.too_slow if is_slow else self._kind.too_big) from None
+        if reply.is_last:
+            _end(process, _EXIT_SECONDS)
+        if reply.error is not None:
+            raise error_from_info(reply.error)
+        return reply.result
+
+    def _exceeded(self, message: str) -> RequestError:
+        return self._kind.error(message, param=self._kind.param)
+
+    def _running(self) -> Process:
+        with self._lock:
+            if self._is_closed:
+                raise InternalError("the server is closing")
+            if self._process is None or self._process.poll() is not None:
+                self._process = self._started()
+            return self._process
+
+    def _started(self) -> Process:
+        setup = self._setup()
+        try:
+            process = subprocess.Popen(
+                self._kind.command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=child_environment(),
+                start_new_session=True,  # a Ctrl-C in the terminal is for serving alone
+            )
+        except OSError as error:
+            message = f"no process for {self._kind.work} can be started: {error}"
+            raise InternalError(message) from error
+        with contextlib.suppress(OSError):  # the first task finds that it died
+            _write(process, setup)
+        return process
+
+
+def _exchange(process: Process, task: bytes) -> Reply:
+    """Return the reply to a task.
+
+    Raises EOFError or OSError if the process ends meanwhile, TimeoutError if no reply comes.
+    """
+    assert process.stdout is not None
+    _write(process, task)
+    deadline = time.monotonic() + _WALL_SECONDS
+    (length,) = LENGTH.unpack(_read(process.stdout, LENGTH.size, deadline))
+    return msgspec.msgpack.decode(_read(process.stdout, length, deadline), type=Reply)
+
+
+def _write(process: Process, message: bytes) -> None:
+    assert process.stdin is not None
+    process.stdin.write(LENGTH.pack(len(message)) + message)
+    process.stdin.flush()
+
+
+def _read(stream: IO[bytes], size: int, deadline: float) -> bytes:
+    poll = select.poll()  # select() refuses file descriptors above 1023
+    poll.register(stream, select.POLLIN)
+    data = bytearray()
+    while len(data) < size:
+        left = deadline - time.monotonic()
+        if left <= 0 or not poll.poll(left * 1000):
+            raise TimeoutError
+        piece = os.read(stream.fileno(), size - len(data))
+        if not piece:
+            raise EOFError
+        data += piece
+    return bytes(data)
+
+
+def _end(process: Process, grace_seconds: float) -> int:
+    """Wait for the end of a process, kill it after the grace; return its exit status."""
+    try:
+        status = process.wait(grace_seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        status = process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):  # it did not read everything
+                pipe.close()
+    return status

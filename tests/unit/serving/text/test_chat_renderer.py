@@ -1,0 +1,68 @@
+"""Chats rendered in a process: what passes through, and what is refused without one."""
+
+import pytest
+
+from loraplex.core.errors import InvalidRequestError, QueueFullError
+from loraplex.serving.sandbox import process
+from loraplex.serving.text.chat_renderer import ChatRenderer
+
+USER = {"role": "user", "content": "hi"}
+
+
+@pytest.fixture(scope="module")
+def renderer():
+    made = ChatRenderer(
+        {
+            "default": "{{ bos_token }}{{ messages[0].content }}{{ value | tojson }}",
+            "tool_use": "{{ tools | length }}",
+        },
+        {"bos_token": "<s>"},
+        json_indent=1,
+    )
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(10**30, "1" + 30 * "0"), (float("nan"), "NaN"), ("é世", '"é世"'), ([1], "[\n 1\n]")],
+)
+async def test_values_of_json_pass_as_they_are(renderer, value, text):
+    rendered = await renderer.render([USER], template_kwargs={"value": value})
+    assert rendered == f"<s>hi{text}"
+
+
+async def test_half_a_surrogate_pair_is_left_to_the_tokenizer(renderer):
+    lone = {"role": "user", "content": "\ud800"}
+    assert await renderer.render([lone], template_kwargs={"value": 1}) == "<s>\ud8001"
+
+
+async def test_options_reach_the_template(renderer):
+    assert await renderer.render([USER], tools=[{"a": 1}, {}]) == "2"
+
+
+async def test_a_refusal_names_its_field(renderer):
+    with pytest.raises(InvalidRequestError) as caught:
+        await renderer.render([USER, {"role": "bot"}])
+    assert caught.value.param == "messages[1].role"
+
+
+async def test_values_that_are_nested_too_deep(renderer):
+    value = []
+    for _ in range(100_000):
+        value = [value]
+    with pytest.raises(InvalidRequestError, match="nested too deep"):
+        await renderer.render([USER], template_kwargs={"value": value})
+
+
+async def test_without_a_template_no_process_starts():
+    renderer = ChatRenderer({})
+    with pytest.raises(InvalidRequestError, match="no chat template; use /v1/completions"):
+        await renderer.render([USER])
+    assert renderer._sandbox._process._process is None
+
+
+async def test_chats_that_wait_are_bounded(renderer, monkeypatch):
+    monkeypatch.setattr(process, "_MAX_WAITING_BYTES", 100)
+    with pytest.raises(QueueFullError, match="wait to be processed"):
+        await renderer.render([{"role": "user", "content": "x" * 200}])
