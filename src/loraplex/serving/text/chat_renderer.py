@@ -38,7 +38,7 @@ class ChatRenderer:
 
         Raises ConfigError if a template is not valid Jinja, or needs what is not supported.
         """
-        arguments = {
+        arguments: dict[str, Any] = {
             "templates": dict(templates),
             "special_tokens": dict(special_tokens or {}),
             "source": source,
