@@ -78,7 +78,7 @@ def searched(model: LlamaForCausalLM, request: EngineRequest) -> list[Hypothesis
         sampling.beam,
         max_tokens=rules.max_tokens,
         num_stop_tokens=rules.num_stop_tokens,
-        stop_of=lambda token_ids: rules.after_token_ids(token_ids, 0),
+        stop_of=lambda token_ids: rules.after(token_ids, 0),
     )
     while not search.is_over:
         tokens = torch.tensor([[*request.prompt_token_ids, *b.token_ids] for b in search.beams])

@@ -1,4 +1,4 @@
-"""Fair shares over random arrivals: who waits is overtaken by a bounded number of tokens."""
+"""Fair shares over random arrivals: a request is overtaken by a bounded number of tokens."""
 
 import dataclasses
 import random
@@ -6,11 +6,9 @@ import random
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from loraplex.core.sequence import Sequence, SequenceGroup
-from loraplex.scheduling.active import ActiveRequest, ActiveSequence
 from loraplex.scheduling.fair_share import FairShares
-from loraplex.scheduling.policy import PriorityThenArrival
 from loraplex.scheduling.queues import WaitingQueue
+from loraplex.scheduling.request import Request, Sequence
 from loraplex.scheduling.settings import FairShare
 from loraplex.scheduling.stop import StopRules
 from support.engine_requests import engine_request
@@ -21,7 +19,7 @@ MAX_SHARES = 12
 
 @dataclasses.dataclass
 class Server:
-    """Seats one sequence after the other, in order; each is served at once, and ends."""
+    """Admits one sequence after the other, in order; each is served at once, and ends."""
 
     draw: random.Random
 
@@ -36,7 +34,7 @@ class Server:
     def weight(self, share):
         return (0.5, 1.0, 1.0, 4.0)[share % 4]
 
-    def add(self, share: int) -> ActiveSequence:
+    def add(self, share: int) -> Sequence:
         self.num_requests += 1
         request = engine_request(
             (1,),
@@ -45,23 +43,21 @@ class Server:
             arrival_ns=self.num_requests,
             share_weight=self.weight(share),
         )
-        sequence = Sequence(self.num_requests, 0, [1], 1, seed=0)
-        group = SequenceGroup(request, [sequence], ())
-        owner = ActiveRequest(group, (share,), StopRules(request, 100))
+        owner = Request(request, ((share, 1.0),), StopRules(request, 100))
         owner.share = self.shares.key(request, owner.handles)
-        active = ActiveSequence(owner, sequence, PriorityThenArrival().key(group, sequence))
+        sequence = Sequence(owner, self.num_requests, 0, [1], 1, seed=0)
         self.shares.enter(owner.share, self.weight(share), self.queue.shares)
         self.active[owner.share] = self.active.get(owner.share, 0) + 1
-        self.queue.add(active)
+        self.queue.add(sequence)
         weights = sum(self.weight(share) for (share,) in self.active)
         self.max_weight = max(self.max_weight, weights)
         self.max_active = max(self.max_active, len(self.active))
-        return active
+        return sequence
 
-    def seat(self, active: ActiveSequence) -> int:
-        """What it costs."""
-        share, cost = active.request.share, self.draw.randint(1, MAX_COST)
-        self.queue.remove(active)
+    def admit(self, sequence: Sequence) -> int:
+        """Return its cost."""
+        share, cost = sequence.request.share, self.draw.randint(1, MAX_COST)
+        self.queue.remove(sequence)
         self.shares.charge(share, cost, 0)
         self.shares.leave(share)
         self.active[share] -= 1
@@ -70,7 +66,7 @@ class Server:
         self.check()
         return cost
 
-    def first(self) -> ActiveSequence:
+    def first(self) -> Sequence:
         return self.queue.scan().next().head
 
     def check(self):
@@ -89,18 +85,18 @@ class Server:
 def test_overtaking_is_bounded(seed, num_shares, num_before, newcomer_rate, goes_on):
     """docs/invariants.md: at most 2 * S * W + (A + 1) * C.
 
-    S: by how much the counter of x is above the smallest when x becomes the head of its lane; W and
-    A: weight and number of the shares that have requests; C: the dearest seat.
+    S: how far the counter of x is above the smallest when x becomes the head of its queue; W and A:
+    weight and number of the shares that have requests; C: the dearest admission.
     """
     draw = random.Random(seed)
     server = Server(draw)
     for _ in range(num_before):
         server.add(draw.randrange(num_shares))
-        if draw.random() < 0.7:  # whoever's adapter happens to be there
-            server.seat(draw.choice(list(server.queue)))
+        if draw.random() < 0.7:  # a request whose adapter happens to be on the device
+            server.admit(draw.choice(list(server.queue)))
     share = draw.randrange(num_shares)
-    while any(active.request.share == (share,) for active in server.queue):
-        server.seat(server.first())
+    while any(sequence.request.share == (share,) for sequence in server.queue):
+        server.admit(server.first())
     x = server.add(share)
     counter = server.shares.counter(x.request.share)
     spread = counter - min(server.shares.counter(share) for share in server.queue.shares)
@@ -109,7 +105,7 @@ def test_overtaking_is_bounded(seed, num_shares, num_before, newcomer_rate, goes
     server.max_active = len(server.active)
     passed, newcomer = 0, 100
     while (first := server.first()) is not x:
-        passed += server.seat(first)
+        passed += server.admit(first)
         if len(server.active) < MAX_SHARES and draw.random() < newcomer_rate:
             newcomer += 1
             server.add(newcomer if draw.random() < 0.8 else draw.randrange(num_shares))
@@ -122,7 +118,7 @@ def test_overtaking_is_bounded(seed, num_shares, num_before, newcomer_rate, goes
 @given(seed=st.integers(0, 10**9), num_shares=st.integers(2, 6))
 @settings(max_examples=100, deadline=None)
 def test_backlogged_shares_are_served_alike(seed, num_shares):
-    """Of shares that wait all the time, counters differ by one seat at most (VTC, theorem 4.4)."""
+    """Counters of backlogged shares differ by at most one admission (VTC, theorem 4.4)."""
     draw = random.Random(seed)
     server = Server(draw)
     for share in range(num_shares):
@@ -130,7 +126,7 @@ def test_backlogged_shares_are_served_alike(seed, num_shares):
     for _ in range(200):
         first = server.first()
         server.add(first.request.share[0])
-        server.seat(first)
+        server.admit(first)
         counters = [server.shares.counter((share,)) for share in range(num_shares)]
         dearest = MAX_COST / min(server.weight(share) for share in range(num_shares))
         assert max(counters) - min(counters) <= dearest

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from loraplex.core.request import EngineRequest
-from loraplex.scheduling.beam_group import new_beam_group
+from loraplex.scheduling.beam_request import new_beam_searcher
 from loraplex.scheduling.beams import Hypothesis
 from loraplex.scheduling.stop import StopRules
 from loraplex.testing.fake_model import EMPTY_STATE, FakeModel
@@ -14,9 +14,8 @@ def search_alone(
 ) -> Sequence[Hypothesis]:
     """The answers to a request that searches, the best first: at most as many as it wants."""
     rules = StopRules(request, max_model_len)
-    group = new_beam_group(request, rules)
-    assert group is not None, "the request does not search"
-    search, adapters = group.search, [(use.digest, use.scale) for use in request.adapters]
+    search = new_beam_searcher(request, rules)
+    adapters = [(use.digest, use.scale) for use in request.adapters]
     while not search.is_over:
         candidates = []
         for beam in search.beams:

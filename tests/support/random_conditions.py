@@ -11,14 +11,13 @@ from loraplex.core.request import EngineRequest
 from loraplex.core.retention import KVRetention, TokenRangeRetention
 from loraplex.memory.eviction import EVICTION_POLICIES
 from loraplex.memory.kv_blocks import KVBlocks
-from loraplex.scheduling.admission import worst_case_blocks
+from loraplex.scheduling.request_factory import RequestFactory
 from loraplex.scheduling.settings import (
     Batching,
     BatchSchedulerPolicy,
     FairShare,
     SchedulerSettings,
 )
-from loraplex.scheduling.stop import StopRules
 
 MAX_NUM_SEQS = 8
 FAILING_FIELDS = (
@@ -94,13 +93,9 @@ class Conditions:
             attention_window=capacity.attention_window,
             num_sink_tokens=capacity.num_sink_tokens,
         )
+        factory = RequestFactory(capacity.max_model_len, self.settings)
         least_blocks = max(
-            worst_case_blocks(
-                request,
-                StopRules(request, capacity.max_model_len),
-                kv,
-                self.settings.max_step_tokens,
-            )
+            factory.make(request, ()).max_blocks(kv, self.settings.max_step_tokens)
             for request in requests
         )
         return msgspec.structs.replace(

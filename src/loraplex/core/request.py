@@ -7,7 +7,11 @@ from typing import Final
 import msgspec
 
 from loraplex.core.adapter import AdapterChoice, AdapterUse, LoadPolicy
-from loraplex.core.errors import InvalidParameterError
+from loraplex.core.errors import (
+    InvalidParameterError,
+    InvalidRequestError,
+    TokenOutOfVocabularyError,
+)
 from loraplex.core.retention import KVRetention
 from loraplex.core.sampling_params import SamplingParams
 
@@ -111,4 +115,15 @@ def check_adapters(adapters: Sequence[AdapterChoice]) -> None:
                 f"an adapter's scale must be in [{-MAX_SCALE:g}, {MAX_SCALE:g}], got "
                 f"{adapter.scale:g}",
                 param="adapters",
+            )
+
+
+def check_prompt_tokens(token_ids: tuple[int, ...], vocab_size: int) -> None:
+    """Raise a LoraplexError for an empty prompt, or a token that the model does not have."""
+    if not token_ids:
+        raise InvalidRequestError("the prompt has no tokens; at least one is needed")
+    for token_id in (min(token_ids), max(token_ids)):
+        if not 0 <= token_id < vocab_size:
+            raise TokenOutOfVocabularyError(
+                f"token {token_id} is not in the model's vocabulary of {vocab_size} tokens"
             )

@@ -16,11 +16,10 @@ from loraplex.core.clock import Clock, EventClock
 from loraplex.core.errors import DeviceLost, LoraplexError, StepFailedError
 from loraplex.core.output import EngineOutput
 from loraplex.core.plan import Capacity, StepPlan, StepResult
-from loraplex.core.request import EngineRequest, RequestId
+from loraplex.core.request import EngineRequest, RequestId, check_prompt_tokens
 from loraplex.core.stats import AdapterActivity, EngineStats, StepRecord
 from loraplex.core.version import __version__
 from loraplex.engine.adapter_handles import AdapterHandles
-from loraplex.engine.groups import SequenceGroups
 from loraplex.engine.journal import (
     CommandTaken,
     Journal,
@@ -47,7 +46,6 @@ from loraplex.engine.step_record import ended_record, launched_record
 from loraplex.memory.adapter_cache import AdapterCache
 from loraplex.memory.eviction import EVICTION_POLICIES
 from loraplex.memory.kv_blocks import KVBlocks
-from loraplex.scheduling.policy import Policy
 from loraplex.scheduling.scheduler import Scheduler
 from loraplex.scheduling.settings import SchedulerSettings
 
@@ -112,7 +110,6 @@ class Engine:
         self._clock = clock
         self._journal = journal
         self._capacity = runner.capacity()
-        self._groups = SequenceGroups(adapters, self._capacity.vocab_size, scheduler.is_preloading)
         self._num_loads_ended = 0
         self._turn = self._overlapped_turn if overlap else self._plain_turn
         self._flight: _Flight | None = None
@@ -175,11 +172,16 @@ class Engine:
         """Take a request. Never raises: what is wrong with it is its only output."""
         self._take(AddRequest(request))
         try:
-            group = self._groups.make(request)
+            request.sampling.validate()
+            check_prompt_tokens(request.prompt_token_ids, self._capacity.vocab_size)
+            adapters = self._adapters.resolve(request.adapters)
+            if request.requires_resident:
+                is_preloading = self._scheduler.is_preloading
+                self._adapters.require_resident(request.adapters, is_preloading)
         except LoraplexError as error:
             self._scheduler.refuse(request, error)
         else:
-            self._scheduler.add(group)
+            self._scheduler.add(request, adapters)
 
     def abort(self, request_id: RequestId, sequence_index: int | None = None) -> None:
         """End a request, or one sequence of it, with FinishReason.ABORT.
@@ -339,17 +341,16 @@ def build_engine(
     *,
     adapter_host_bytes: int,
     eviction_policy: str = "lru",
-    policy: Policy | None = None,
     journal: Journal | None = None,
     overlap: bool = False,
 ) -> Engine:
     """An engine around a runner: its pools are as large as Runner.capacity() says.
 
-    `adapter_host_bytes` bounds the host tier of adapters; `eviction_policy` (of EVICTION_POLICIES)
-    says which of them leave a full tier first, `policy` which requests come first. What happens is
-    written into `journal`. With `overlap` the next step is planned while one runs; the runner's
-    `launch` should then return at once. Raises ConfigError if the settings do not suit the runner,
-    or if the journal cannot be kept.
+    `adapter_host_bytes` limits the host tier of adapters, and `eviction_policy` (one of
+    EVICTION_POLICIES) chooses which of them leave a full tier first. The inputs and plans are
+    written to `journal`. With `overlap` the next step is planned while one runs; then the runner's
+    `launch` should return at once. Raises ConfigError if the settings do not suit the runner, or if
+    the journal cannot be written.
     """
     capacity = runner.capacity()
     settings = settings or SchedulerSettings()
@@ -372,7 +373,7 @@ def build_engine(
     adapters = AdapterHandles(
         cache, loader, capacity.page_geometry, host_page_bytes=capacity.host_page_bytes
     )
-    scheduler = Scheduler(capacity, settings, kv, cache, adapters, event_clock, policy)
+    scheduler = Scheduler(capacity, settings, kv, cache, adapters, event_clock)
     journal.begin(
         JournalHeader(
             loraplex=__version__,
@@ -380,7 +381,6 @@ def build_engine(
             settings=settings,
             adapter_host_bytes=adapter_host_bytes,
             eviction_policy=eviction_policy,
-            policy=type(policy).__name__ if policy else "",
             overlap=overlap,
         )
     )

@@ -31,8 +31,6 @@ class JournalHeader(msgspec.Struct, frozen=True, tag="header", kw_only=True):
     settings: SchedulerSettings
     adapter_host_bytes: int
     eviction_policy: str
-    policy: str = ""
-    """A policy that is not made from the settings; such a journal cannot be replayed."""
     overlap: bool = False
     run: str = ""
     """Distinguishes the engines that wrote files of one name."""

@@ -72,8 +72,6 @@ def replay(
     The engine's invariants are checked after every `check_every`-th step. Raises
     ReplayRefusedError, and what iterating over `lines` raises.
     """
-    if header.policy:
-        raise ReplayRefusedError(f"the order of requests was decided by {header.policy}")
     tape = _Tape(lines, on_line)
     engine = _build(header, tape)
     while not tape.is_over:

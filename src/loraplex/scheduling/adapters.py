@@ -12,7 +12,7 @@ from loraplex.core.errors import AdapterLoadError, ErrorInfo
 from loraplex.core.plan import AdapterCopy
 from loraplex.core.stats import AdapterTierStats
 from loraplex.memory.adapter_cache import AdapterCache
-from loraplex.scheduling.active import ActiveRequest
+from loraplex.scheduling.request import Request
 
 LONGEST_EXPIRY_PAUSE_NS = 1_000_000_000
 
@@ -182,16 +182,16 @@ class CacheFiller:
         assert num_users == self._cache.users(), f"{self._cache.users()}, expected {num_users}"
         self._cache.check()
 
-    def is_aged(self, request: ActiveRequest, now_ns: int) -> bool:
+    def is_aged(self, request: Request, now_ns: int) -> bool:
         """Whether a request has been passed over for longer than the bound."""
-        since_ns = request.lacks_room_since_ns
+        since_ns = request.adapters_blocked_since_ns
         return since_ns is not None and now_ns - since_ns >= self._aging_ns
 
-    def may_pass(self, aged: ActiveRequest, handles: tuple[int, ...], now_ns: int) -> bool:
+    def may_pass(self, aged: Request, handles: tuple[int, ...], now_ns: int) -> bool:
         """Whether a request that needs `handles` may be admitted before the aged one."""
         others = [handle for handle in handles if handle not in aged.handles]
-        assert aged.lacks_room_since_ns is not None
-        if now_ns - aged.lacks_room_since_ns >= 2 * self._aging_ns:
+        assert aged.adapters_blocked_since_ns is not None
+        if now_ns - aged.adapters_blocked_since_ns >= 2 * self._aging_ns:
             return not others
         return all(self._cache.num_users(handle) for handle in others)
 
@@ -271,17 +271,17 @@ class AdapterScan:
         self._filler = filler
         self._now_ns = now_ns
         self._is_next = True
-        self._aged: ActiveRequest | None = None
+        self._aged: Request | None = None
 
-    def visit(self, request: ActiveRequest) -> AdapterReadiness:
+    def visit(self, request: Request) -> AdapterReadiness:
         filler, now_ns = self._filler, self._now_ns
         if self._aged is not None and not filler.may_pass(self._aged, request.handles, now_ns):
             return AdapterReadiness.PASSED
         readiness = filler.advance(request.handles, now_ns, is_next=self._is_next)
         if readiness is AdapterReadiness.READY:
-            request.lacks_room_since_ns = None
-        elif readiness is AdapterReadiness.LACKS_ROOM and request.lacks_room_since_ns is None:
-            request.lacks_room_since_ns = now_ns
+            request.adapters_blocked_since_ns = None
+        elif readiness is AdapterReadiness.LACKS_ROOM and request.adapters_blocked_since_ns is None:
+            request.adapters_blocked_since_ns = now_ns
         if self._aged is None and filler.is_aged(request, now_ns):
             self._aged = request
         return readiness

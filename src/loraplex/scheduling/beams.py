@@ -75,6 +75,10 @@ class BeamSearcher:
         self._is_over = False
 
     @property
+    def width(self) -> int:
+        return self._params.width
+
+    @property
     def num_candidates(self) -> int:
         """How many `advance` needs of each beam, if there are so many."""
         return max(self._num_kept, self._num_top)

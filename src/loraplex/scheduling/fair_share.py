@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from loraplex.core.adapter import AdapterHandle
 from loraplex.core.request import EngineRequest
-from loraplex.scheduling.policy import ShareKey
+from loraplex.scheduling.request import ShareKey
 from loraplex.scheduling.settings import FairShare
 
 NUM_REMEMBERED = 64

@@ -1,67 +1,49 @@
-"""Sequences as they will be, once the plan in flight has landed: so the next one can be made.
+"""Sequences as they will be after the in-flight step, so that the next one can be planned.
 
-A row of a plan that is made ahead goes on from a token that nobody knows yet: the runner does, by
-the time that it computes it. So only sequences take part whose next input is certain.
+A row that is planned ahead continues from a token that only the runner knows, by the time that it
+computes the row. So only sequences whose next input is certain take part.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence as AbstractSequence
 
 from loraplex.core.plan import RowStep
-from loraplex.scheduling.active import ActiveSequence
+from loraplex.scheduling.request import Sequence
 
 UNKNOWN_TOKEN = -1
-"""Stands for the token that a row in flight will sample."""
+"""Placeholder of the token that an in-flight row will sample."""
 
 
 @contextlib.contextmanager
-def projected(rows: Sequence[RowStep], sequences: Sequence[ActiveSequence]) -> Iterator[None]:
-    """While a plan is made: the sequences of these rows have computed them.
+def projected(
+    rows: AbstractSequence[RowStep], sequences: AbstractSequence[Sequence]
+) -> Iterator[None]:
+    """Treat these rows as computed while a plan is made.
 
-    Those of which it is not known how they will be await their results.
+    Sequences whose state afterwards is not certain await their results.
     """
-    moved, waiting = _split(rows, sequences)
-    for row, active in moved:
-        active.sequence.num_computed_tokens += row.num_tokens
-        if active.sequence.num_uncomputed_tokens == 0:
-            active.sequence.token_ids.append(UNKNOWN_TOKEN)
-    for active in waiting:
-        active.awaits_result = True
+    moved: list[tuple[RowStep, Sequence]] = []
+    waiting: list[Sequence] = []
+    for row, sequence in zip(rows, sequences, strict=True):
+        if sequence.is_finished:
+            continue
+        if sequence.request.can_project(sequence, row):
+            moved.append((row, sequence))
+        else:
+            waiting.extend(sequence.request.scheduled_with(sequence))
+    for row, sequence in moved:
+        sequence.num_computed_tokens += row.num_tokens
+        if sequence.num_uncomputed_tokens == 0:
+            sequence.token_ids.append(UNKNOWN_TOKEN)
+    for sequence in waiting:
+        sequence.awaits_result = True
     try:
         yield
     finally:
-        for active in waiting:
-            active.awaits_result = False
-        for row, active in moved:
-            active.sequence.num_computed_tokens -= row.num_tokens
-            if active.sequence.token_ids[-1] == UNKNOWN_TOKEN:
-                active.sequence.token_ids.pop()
-
-
-def _split(
-    rows: Sequence[RowStep], sequences: Sequence[ActiveSequence]
-) -> tuple[list[tuple[RowStep, ActiveSequence]], list[ActiveSequence]]:
-    """Those whose next input is certain, with their rows, and the others."""
-    moved: list[tuple[RowStep, ActiveSequence]] = []
-    waiting: list[ActiveSequence] = []
-    for row, active in zip(rows, sequences, strict=True):
-        if active.is_finished:
-            continue
-        if active.request.beams is not None:
-            waiting.extend(active.request.sequences)
-        elif _is_certain(active, row):
-            moved.append((row, active))
-        else:
-            waiting.append(active)
-    return moved, waiting
-
-
-def _is_certain(active: ActiveSequence, row: RowStep) -> bool:
-    """Will it, unless it ends, compute just the tokens that follow, one of them new?"""
-    sequence = active.sequence
-    if row.start + row.num_tokens < sequence.num_tokens:
-        return True
-    if active.request.group.request.sampling.return_logits:
-        return False  # those of a row that is computed in vain would be left behind
-    num_left = active.request.stop_rules.max_tokens - sequence.num_output_tokens
-    return active.drafter is None and num_left > 1
+        for sequence in waiting:
+            sequence.awaits_result = False
+        for row, sequence in moved:
+            sequence.num_computed_tokens -= row.num_tokens
+            if sequence.token_ids[-1] == UNKNOWN_TOKEN:
+                sequence.token_ids.pop()

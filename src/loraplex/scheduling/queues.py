@@ -1,4 +1,4 @@
-"""The sequences that run, in policy order, and those that wait, in lanes."""
+"""Waiting sequences: one queue for each fair share and set of adapters."""
 
 import bisect
 import itertools
@@ -7,60 +7,60 @@ from collections.abc import Callable, Collection, Iterator
 from typing import TypeVar
 
 from loraplex.core.adapter import AdapterHandle
-from loraplex.scheduling.active import ActiveSequence
-from loraplex.scheduling.policy import OrderKey, ShareKey
+from loraplex.scheduling.request import OrderKey, Sequence, ShareKey
 
 _Index = TypeVar("_Index", ShareKey, AdapterHandle)
 
-LaneKey = tuple[int, float, OrderKey]
-"""(first element of the head's policy key, counter of its share, policy key)."""
+QueueKey = tuple[int, float, OrderKey]
+"""(priority of the head, counter of the share, scheduling order of the head)."""
 
 
-class Lane:
-    """Waiting sequences of one share with the same distinct adapters, in policy order; never empty
-    while it is in a queue."""
+class AdapterQueue:
+    """Waiting sequences of one share with the same distinct adapters, in scheduling order.
+
+    It is never empty while it is in a WaitingQueue.
+    """
 
     def __init__(self, share: ShareKey, handles: tuple[AdapterHandle, ...]) -> None:
         self.share = share
         self.handles = handles
         self.ready_since_ns = 0
-        """When its adapters were first seen on the device; 0 while they are not."""
-        self._entries: list[tuple[OrderKey, ActiveSequence]] = []
+        """Time when its adapters were first seen on the device; 0 while they are not."""
+        self._entries: list[tuple[OrderKey, Sequence]] = []
 
     @property
     def is_ready(self) -> bool:
         return self.ready_since_ns > 0
 
     @property
-    def head(self) -> ActiveSequence:
+    def head(self) -> Sequence:
         return self._entries[0][1]
 
-    def shortest(self, num_looked_at: int) -> ActiveSequence:
-        """Of its first sequences, the one with the fewest tokens."""
-        entries = itertools.islice(self._entries, num_looked_at)
-        return min(entries, key=lambda entry: entry[1].sequence.num_tokens)[1]
+    def shortest(self, num_candidates: int) -> Sequence:
+        """Return the sequence with the fewest tokens among the first num_candidates."""
+        entries = itertools.islice(self._entries, num_candidates)
+        return min(entries, key=lambda entry: entry[1].num_tokens)[1]
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __iter__(self) -> Iterator[ActiveSequence]:
-        return (active for _, active in self._entries)
+    def __iter__(self) -> Iterator[Sequence]:
+        return (sequence for _, sequence in self._entries)
 
-    def add(self, active: ActiveSequence) -> None:
-        bisect.insort(self._entries, (active.key, active))
+    def add(self, sequence: Sequence) -> None:
+        bisect.insort(self._entries, (sequence.key, sequence))
 
-    def remove(self, active: ActiveSequence) -> None:
-        index = bisect.bisect_left(self._entries, (active.key,))
-        assert self._entries[index][1] is active
+    def remove(self, sequence: Sequence) -> None:
+        index = bisect.bisect_left(self._entries, (sequence.key,))
+        assert self._entries[index][1] is sequence
         del self._entries[index]
 
 
 class WaitingQueue:
-    """The sequences that wait, in lanes: by priority, counter of the share, then policy order of
-    the lanes' heads.
+    """All waiting sequences, in queues ordered by QueueKey.
 
-    Those of one set of adapters wait for the same room. So a plan that cannot give an adapter room
-    passes over all its sequences at once, and one lane's wait blocks no other lane.
+    The sequences of one set of adapters wait for the same pages. So a plan that cannot place an
+    adapter passes over all its sequences at once, and one queue's wait blocks no other queue.
     """
 
     def __init__(
@@ -68,210 +68,185 @@ class WaitingQueue:
         counter: Callable[[ShareKey], float] = lambda _share: 0.0,
         resident_lead: float = 0.0,
     ) -> None:
-        """counter: what a share was served so far; it only grows.
+        """counter: service that a share has had so far; it only grows.
 
-        resident_lead: so much less counts for a lane whose adapters are on the device.
+        resident_lead: subtracted for a queue whose adapters are on the device.
         """
         self._counter = counter
         self._resident_lead = resident_lead
-        self._lanes: dict[tuple[ShareKey, tuple[AdapterHandle, ...]], Lane] = {}
-        self._by_share: dict[ShareKey, dict[Lane, None]] = {}
-        self._by_handle: dict[AdapterHandle, dict[Lane, None]] = {}
-        self._key_of: dict[Lane, LaneKey] = {}
-        """By which each lane is listed. Its key may have grown meanwhile: a scan that comes to the
-        lane lists it anew, so what nobody looks at costs nothing."""
-        self._order: list[tuple[LaneKey, Lane]] = []
+        self._queues: dict[tuple[ShareKey, tuple[AdapterHandle, ...]], AdapterQueue] = {}
+        self._by_share: dict[ShareKey, dict[AdapterQueue, None]] = {}
+        self._by_handle: dict[AdapterHandle, dict[AdapterQueue, None]] = {}
+        self._key_of: dict[AdapterQueue, QueueKey] = {}
+        """Key under which each queue is listed. The real key may have grown since: a scan lists a
+        queue anew when it reaches it, so queues that no scan reaches cost nothing."""
+        self._order: list[tuple[QueueKey, AdapterQueue]] = []
         self._num_waiting = 0
 
     def __len__(self) -> int:
-        """Number of sequences."""
+        """Return the number of sequences."""
         return self._num_waiting
 
-    def __iter__(self) -> Iterator[ActiveSequence]:
-        """All sequences, lane by lane."""
-        return (active for lane in self._lanes.values() for active in lane)
+    def __iter__(self) -> Iterator[Sequence]:
+        """Iterate over all sequences, queue by queue."""
+        return (sequence for queue in self._queues.values() for sequence in queue)
 
     @property
     def shares(self) -> Collection[ShareKey]:
-        """Those that have a sequence waiting."""
+        """Shares that have a waiting sequence."""
         return self._by_share.keys()
 
     @property
-    def lanes(self) -> Collection[Lane]:
-        """In no order."""
-        return self._lanes.values()
+    def queues(self) -> Collection[AdapterQueue]:
+        """All queues, in no order."""
+        return self._queues.values()
 
-    def scan(self) -> "LaneScan":
-        """One pass over all lanes in order."""
-        return LaneScan(self)
+    def scan(self) -> "QueueScan":
+        """Start one pass over all queues in order."""
+        return QueueScan(self)
 
-    def first_behind(self, key: LaneKey | None) -> tuple[LaneKey, Lane] | None:
-        """The first lane that is listed behind a key, and its own key; None: behind nothing."""
+    def first_after(self, key: QueueKey | None) -> tuple[QueueKey, AdapterQueue] | None:
+        """Return the first queue listed after a key, and its own key. None starts at the front."""
         index = 0
         if key is not None:
             index = bisect.bisect_left(self._order, (key,))
             index += index < len(self._order) and self._order[index][0] == key
         return self._order[index] if index < len(self._order) else None
 
-    def relist(self, lane: Lane) -> LaneKey:
-        """List it where it belongs now; its key."""
-        key = self._key(lane)
-        if key != self._key_of[lane]:
-            self._unlist(lane)
-            self._list(lane, key)
+    def relist(self, queue: AdapterQueue) -> QueueKey:
+        """List a queue where it belongs now; return its key."""
+        key = self._key(queue)
+        if key != self._key_of[queue]:
+            self._unlist(queue)
+            self._list(queue, key)
         return key
 
-    def lanes_with(self, handle: AdapterHandle) -> list[Lane]:
+    def queues_with(self, handle: AdapterHandle) -> list[AdapterQueue]:
         return list(self._by_handle.get(handle, ()))
 
-    def note_ready(self, lane: Lane, since_ns: int | None) -> None:
-        """The adapters of a lane are on the device, as one sees at since_ns; None: they are not."""
-        was_ready = lane.is_ready
-        lane.ready_since_ns = 0 if since_ns is None else lane.ready_since_ns or since_ns
-        if lane.is_ready and not was_ready:
-            self.relist(lane)
+    def set_ready(self, queue: AdapterQueue, now_ns: int, *, is_ready: bool) -> None:
+        """Note whether the adapters of a queue are on the device now."""
+        was_ready = queue.is_ready
+        queue.ready_since_ns = (queue.ready_since_ns or now_ns) if is_ready else 0
+        if queue.is_ready and not was_ready:
+            self.relist(queue)
 
-    def add(self, active: ActiveSequence) -> None:
-        share, handles = active.request.share, active.request.handles
-        lane = self._lanes.get((share, handles))
-        if lane is None:
-            lane = self._lanes[share, handles] = Lane(share, handles)
-            self._by_share.setdefault(share, {})[lane] = None
+    def add(self, sequence: Sequence) -> None:
+        share, handles = sequence.request.share, sequence.request.handles
+        queue = self._queues.get((share, handles))
+        if queue is None:
+            queue = self._queues[share, handles] = AdapterQueue(share, handles)
+            self._by_share.setdefault(share, {})[queue] = None
             for handle in handles:
-                self._by_handle.setdefault(handle, {})[lane] = None
+                self._by_handle.setdefault(handle, {})[queue] = None
         else:
-            self._unlist(lane)
-        lane.add(active)
-        self._list(lane, self._key(lane))
+            self._unlist(queue)
+        queue.add(sequence)
+        self._list(queue, self._key(queue))
         self._num_waiting += 1
 
-    def remove(self, active: ActiveSequence) -> None:
-        lane = self._lanes[active.request.share, active.request.handles]
-        self._unlist(lane)
-        lane.remove(active)
-        if lane:
-            self._list(lane, self._key(lane))
+    def remove(self, sequence: Sequence) -> None:
+        queue = self._queues[sequence.request.share, sequence.request.handles]
+        self._unlist(queue)
+        queue.remove(sequence)
+        if queue:
+            self._list(queue, self._key(queue))
         else:
-            self._forget(lane)
+            self._forget(queue)
         self._num_waiting -= 1
 
     def num_by_handle(self) -> Counter[AdapterHandle]:
-        """How many sequences wait that need each adapter."""
+        """Return how many waiting sequences need each adapter."""
         counts: Counter[AdapterHandle] = Counter()
-        for lane in self._lanes.values():
-            for handle in lane.handles:
-                counts[handle] += len(lane)
+        for queue in self._queues.values():
+            for handle in queue.handles:
+                counts[handle] += len(queue)
         return counts
 
     def check(self) -> None:
-        """Every lane is listed once, in order, by its head; none behind where it belongs."""
-        assert len(self._order) == len(self._lanes) == len(self._key_of)
-        assert self._num_waiting == sum(len(lane) for lane in self._lanes.values())
+        """Assert that every queue is listed once, by its head, and never after its place."""
+        assert len(self._order) == len(self._queues) == len(self._key_of)
+        assert self._num_waiting == sum(len(queue) for queue in self._queues.values())
         keys = [key for key, _ in self._order]
         assert keys == sorted(keys)
-        assert all(self._key_of[lane] == key for key, lane in self._order)
-        for (share, handles), lane in self._lanes.items():
-            assert (share, handles) == (lane.share, lane.handles)
-            assert len(lane), "an empty lane"
-            assert lane in self._by_share[share]
-            assert all(lane in self._by_handle[handle] for handle in handles)
-            assert self._key_of[lane] <= self._key(lane)
-            assert self._key_of[lane][2] == lane.head.key
-        assert sum(len(lanes) for lanes in self._by_share.values()) == len(self._lanes)
-        num_handles = sum(len(lane.handles) for lane in self._lanes.values())
-        assert sum(len(lanes) for lanes in self._by_handle.values()) == num_handles
+        assert all(self._key_of[queue] == key for key, queue in self._order)
+        for (share, handles), queue in self._queues.items():
+            assert (share, handles) == (queue.share, queue.handles)
+            assert len(queue), "an empty queue"
+            assert queue in self._by_share[share]
+            assert all(queue in self._by_handle[handle] for handle in handles)
+            assert self._key_of[queue] <= self._key(queue)
+            assert self._key_of[queue][2] == queue.head.key
+        assert sum(len(queues) for queues in self._by_share.values()) == len(self._queues)
+        num_handles = sum(len(queue.handles) for queue in self._queues.values())
+        assert sum(len(queues) for queues in self._by_handle.values()) == num_handles
 
-    def _key(self, lane: Lane) -> LaneKey:
-        key = lane.head.key
-        lead = self._resident_lead if lane.is_ready else 0.0
-        return (key[0], self._counter(lane.share) - lead, key)
+    def _key(self, queue: AdapterQueue) -> QueueKey:
+        key = queue.head.key
+        lead = self._resident_lead if queue.is_ready else 0.0
+        return (key[0], self._counter(queue.share) - lead, key)
 
-    def _list(self, lane: Lane, key: LaneKey) -> None:
-        self._key_of[lane] = key
-        bisect.insort(self._order, (key, lane))
+    def _list(self, queue: AdapterQueue, key: QueueKey) -> None:
+        self._key_of[queue] = key
+        bisect.insort(self._order, (key, queue))
 
-    def _unlist(self, lane: Lane) -> None:
-        index = bisect.bisect_left(self._order, (self._key_of.pop(lane),))
-        assert self._order[index][1] is lane
+    def _unlist(self, queue: AdapterQueue) -> None:
+        index = bisect.bisect_left(self._order, (self._key_of.pop(queue),))
+        assert self._order[index][1] is queue
         del self._order[index]
 
-    def _forget(self, lane: Lane) -> None:
-        del self._lanes[lane.share, lane.handles]
-        _remove(self._by_share, lane.share, lane)
-        for handle in lane.handles:
-            _remove(self._by_handle, handle, lane)
+    def _forget(self, queue: AdapterQueue) -> None:
+        del self._queues[queue.share, queue.handles]
+        _remove(self._by_share, queue.share, queue)
+        for handle in queue.handles:
+            _remove(self._by_handle, handle, queue)
 
 
-def _remove(lanes: dict[_Index, dict[Lane, None]], index: _Index, lane: Lane) -> None:
-    """And the index with its last lane."""
-    del lanes[index][lane]
-    if not lanes[index]:
-        del lanes[index]
+def _remove(
+    queues: dict[_Index, dict[AdapterQueue, None]], index: _Index, queue: AdapterQueue
+) -> None:
+    """Remove a queue from an index, and the entry with its last queue."""
+    del queues[index][queue]
+    if not queues[index]:
+        del queues[index]
 
 
-class LaneScan:
-    """One pass over the lanes of a queue, in which sequences are taken out: each lane comes once,
-    and again whenever `again` says so.
+class QueueScan:
+    """One pass over the queues, in which sequences are taken out.
 
-    In a pass a share's counter only grows, when a sequence of it is taken: then its lanes move
-    back, also those that have not come yet.
+    Each queue comes once, and again after `revisit`. In a pass a share's counter only grows, when
+    one of its sequences is taken. Then all its queues move back, also those still to come.
     """
 
-    def __init__(self, queue: WaitingQueue) -> None:
-        self._queue = queue
-        self._place: LaneKey | None = None
-        """What is listed behind it is still to come."""
-        self._passed: set[Lane] = set()
-        self._due: Lane | None = None
-        """It comes again, and belongs before that place."""
+    def __init__(self, waiting: WaitingQueue) -> None:
+        self._waiting = waiting
+        self._place: QueueKey | None = None
+        """Queues listed after this key are still to come."""
+        self._passed: set[AdapterQueue] = set()
+        self._due: AdapterQueue | None = None
+        """A queue to revisit that belongs before that place."""
 
-    def next(self) -> Lane | None:
-        """None at the end."""
+    def next(self) -> AdapterQueue | None:
+        """Return the next queue; None at the end."""
         due, self._due = self._due, None
         if due is not None:
             self._passed.add(due)
             return due
-        while (entry := self._queue.first_behind(self._place)) is not None:
-            listed_key, lane = entry
-            if self._queue.relist(lane) > listed_key:
+        while (entry := self._waiting.first_after(self._place)) is not None:
+            listed_key, queue = entry
+            if self._waiting.relist(queue) > listed_key:
                 continue
             self._place = listed_key
-            if lane not in self._passed:
-                self._passed.add(lane)
-                return lane
+            if queue not in self._passed:
+                self._passed.add(queue)
+                return queue
         return None
 
-    def again(self, lane: Lane) -> None:
-        """Its head was taken, or another one: it has its next turn where it belongs now."""
-        if not lane:
+    def revisit(self, queue: AdapterQueue) -> None:
+        """Let a queue come again where it belongs now that a sequence of it was taken."""
+        if not queue:
             return
-        self._passed.remove(lane)
+        self._passed.remove(queue)
         assert self._place is not None
-        if self._queue.relist(lane) <= self._place:
-            self._due = lane
-
-
-class RunningSet:
-    """The sequences that hold a slot."""
-
-    def __init__(self) -> None:
-        self._entries: list[tuple[OrderKey, ActiveSequence]] = []
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __iter__(self) -> Iterator[ActiveSequence]:
-        return (active for _, active in self._entries)
-
-    @property
-    def last(self) -> ActiveSequence:
-        """The first to be preempted."""
-        return self._entries[-1][1]
-
-    def add(self, active: ActiveSequence) -> None:
-        bisect.insort(self._entries, (active.key, active))
-
-    def remove(self, active: ActiveSequence) -> None:
-        index = bisect.bisect_left(self._entries, (active.key,))
-        assert self._entries[index][1] is active
-        del self._entries[index]
+        if self._waiting.relist(queue) <= self._place:
+            self._due = queue

@@ -1,14 +1,14 @@
-"""What the scheduler's state looks like from outside: records of steps, and statistics."""
+"""Step records and statistics, read from the scheduler's state."""
 
 from loraplex.core.stats import EngineStats, StepRecord
-from loraplex.scheduling.flights import Flight
-from loraplex.scheduling.roster import Roster
+from loraplex.scheduling.pending_steps import PendingStep
+from loraplex.scheduling.state import SchedulerState
 
 
-def step_record(roster: Roster, flight: Flight, start_ns: int) -> StepRecord:
-    """About a plan in flight. How it ends is not known yet."""
-    plan, sequences = flight.plan, flight.sequences
-    handles = {handle for active in sequences for handle in active.request.handles}
+def step_record(state: SchedulerState, step: PendingStep, start_ns: int) -> StepRecord:
+    """Return the record of an in-flight step, without its result."""
+    plan, sequences = step.plan, step.sequences
+    handles = {handle for sequence in sequences for handle in sequence.request.handles}
     return StepRecord(
         step_id=plan.step_id,
         start_ns=start_ns,
@@ -17,28 +17,29 @@ def step_record(roster: Roster, flight: Flight, start_ns: int) -> StepRecord:
         num_prefill_rows=sum(row.token_ids is not None for row in plan.rows),
         num_tokens=plan.num_tokens,
         num_adapters=len(handles),
-        num_running=len(roster.running),
-        num_waiting=roster.num_waiting,
-        num_preempted=flight.num_preempted,
-        blocks_held=roster.kv.num_held,
-        blocks_cached=roster.kv.num_cached,
-        blocks_free=roster.kv.num_free,
-        adapter_pages_used=roster.adapters.stats().device_pages_used,
+        num_running=len(state.running),
+        num_waiting=state.num_waiting,
+        num_preempted=step.num_preempted,
+        blocks_held=state.kv.num_held,
+        blocks_cached=state.kv.num_cached,
+        blocks_free=state.kv.num_free,
+        adapter_pages_used=state.adapters.stats().device_pages_used,
         adapter_copies_started=len(plan.adapter_copies),
-        request_ids=tuple(active.request.request_id for active in sequences),
+        request_ids=tuple(sequence.request.request_id for sequence in sequences),
     )
 
 
-def engine_stats(roster: Roster) -> EngineStats:
-    kv, counts = roster.kv, roster.counts
+def engine_stats(state: SchedulerState) -> EngineStats:
+    """Return a snapshot of the counters and the pools."""
+    kv, counts = state.kv, state.counts
     return EngineStats(
-        num_running=len(roster.running),
-        num_waiting=roster.num_waiting,
+        num_running=len(state.running),
+        num_waiting=state.num_waiting,
         blocks_held=kv.num_held,
         blocks_cached=kv.num_cached,
         blocks_free=kv.num_free,
         blocks_on_host=kv.num_host_blocks - kv.num_host_free,
-        adapters=roster.adapters.stats(),
+        adapters=state.adapters.stats(),
         steps=counts.steps,
         prompt_tokens=counts.prompt_tokens,
         cached_tokens=counts.cached_tokens,

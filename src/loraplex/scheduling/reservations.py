@@ -1,107 +1,76 @@
-"""Blocks that running sequences will still take: room that nobody else is given."""
+"""Blocks that running sequences will still take, and that no other sequence may get."""
 
 from collections.abc import Collection
 
 from loraplex.memory.kv_blocks import KVBlocks
-from loraplex.scheduling.active import ActiveRequest, ActiveSequence
-from loraplex.scheduling.admission import worst_case_blocks
+from loraplex.scheduling.request import Sequence
 from loraplex.scheduling.settings import BatchSchedulerPolicy, SchedulerSettings
 
 
 class BlockReservations:
-    """For `guaranteed_no_evict`: who takes a slot finds every block that it can ever need.
+    """Reservations for `guaranteed_no_evict`: an admitted sequence gets every block it can need.
 
-    Kept as numbers: the blocks still to be taken by each running sequence
-    (`ActiveSequence.num_blocks_to_take`) and by each search of beams as a whole, and their sum.
-    Invariant: the sum is at most the blocks that are available. So `grow` never fails, and nothing
-    is ever preempted.
+    Sequences that are scheduled together have one reservation, kept as
+    `Sequence.num_blocks_reserved` of the first of them. Invariant: the sum of all reservations is
+    at most the number of available blocks. So `grow` never fails, and nothing is ever preempted.
 
-    With an attention window a sequence gives blocks back, and takes others, while those that it
-    shared stay with their other holders. There the whole worst case stays reserved, and the sum of
-    all is at most the number of blocks.
+    With an attention window a sequence frees blocks and takes others, while blocks that it shared
+    stay with their other sequences. Then the whole worst case stays reserved, and the sum of all
+    reservations is at most the number of blocks.
     """
 
     def __init__(self, kv: KVBlocks, max_step_tokens: int) -> None:
         self._kv = kv
         self._max_step_tokens = max_step_tokens
         self._num_blocks = 0
-        self._of_searches: dict[ActiveRequest, int] = {}
 
     @property
     def num_blocks(self) -> int:
-        """Reserved, and not taken yet."""
+        """Blocks that are reserved and not taken yet."""
         return self._num_blocks
 
-    def num_to_leave(self, active: ActiveSequence, num_taken: int) -> int | None:
-        """If a sequence (with the other beams of its search) now takes num_taken blocks, how many
-        other ones must stay available; None: there is no room whatever is available."""
-        worst = self._worst(active.request)
+    def num_to_leave(self, sequence: Sequence, num_taken: int) -> int | None:
+        """Return how many other blocks must stay available if the sequence takes num_taken now.
+
+        The sequences scheduled with it are included. None: it must wait, however many blocks are
+        available.
+        """
+        worst = sequence.request.max_blocks(self._kv, self._max_step_tokens)
         if not self._kv.has_window:
             return self._num_blocks + max(0, worst - num_taken)
         return 0 if self._num_blocks + worst <= self._kv.num_blocks else None
 
-    def begin(self, active: ActiveSequence) -> None:
-        """The sequence has taken its first blocks."""
-        if active.request.beams is not None:
-            self.changed(active)
-            return
-        active.num_blocks_to_take = self._still_to_take(active)
-        self._num_blocks += active.num_blocks_to_take
+    def update(self, sequence: Sequence) -> None:
+        """Adjust a reservation after a running sequence took, shared or freed blocks."""
+        first = sequence.request.scheduled_with(sequence)[0]
+        num_blocks = self._still_to_take(sequence)
+        self._num_blocks += num_blocks - first.num_blocks_reserved
+        first.num_blocks_reserved = num_blocks
 
-    def took(self, active: ActiveSequence, num_blocks: int) -> None:
-        """Its block table grew."""
-        if active.request.beams is not None:
-            self.changed(active)
-        elif not self._kv.has_window:
-            active.num_blocks_to_take -= num_blocks
-            self._num_blocks -= num_blocks
-            assert active.num_blocks_to_take >= 0, "more blocks than the worst case"
+    def end(self, sequence: Sequence) -> None:
+        """Drop the reservation of a sequence that frees everything. Beams end together."""
+        first = sequence.request.scheduled_with(sequence)[0]
+        self._num_blocks -= first.num_blocks_reserved
+        first.num_blocks_reserved = 0
 
-    def changed(self, beam: ActiveSequence) -> None:
-        """The blocks of one beam of a search changed."""
-        request = beam.request
-        num_blocks = self._still_to_take_by_search(request)
-        self._num_blocks += num_blocks - self._of_searches.get(request, 0)
-        self._of_searches[request] = num_blocks
-
-    def end(self, active: ActiveSequence) -> None:
-        """It gives everything back. Beams end together."""
-        self._num_blocks -= active.num_blocks_to_take
-        active.num_blocks_to_take = 0
-        if active.request.beams is not None:
-            self._num_blocks -= self._of_searches.pop(active.request, 0)
-
-    def check(
-        self, running: Collection[ActiveSequence], leaving: Collection[ActiveSequence]
-    ) -> None:
-        """leaving: they still have what they held, and will take no more."""
-        num_blocks = sum(active.num_blocks_to_take for active in (*running, *leaving))
-        assert self._num_blocks == num_blocks + sum(self._of_searches.values()), "reserved blocks"
+    def check(self, running: Collection[Sequence], leaving: Collection[Sequence]) -> None:
+        """Assert the invariants. `leaving` still have their blocks, and will take no more."""
+        num_blocks = sum(sequence.num_blocks_reserved for sequence in (*running, *leaving))
+        assert self._num_blocks == num_blocks, "reserved blocks"
         limit = self._kv.num_blocks if self._kv.has_window else self._kv.num_available
-        assert self._num_blocks <= limit, "more is reserved than there is"
-        for active in running:
-            if active.request.beams is None:
-                assert active.num_blocks_to_take == self._still_to_take(active), active
-        for request, num_of_search in self._of_searches.items():
-            assert num_of_search == self._still_to_take_by_search(request), request
+        assert self._num_blocks <= limit, "more blocks are reserved than there are"
+        for sequence in running:
+            if sequence.request.scheduled_with(sequence)[0] is sequence:
+                assert sequence.num_blocks_reserved == self._still_to_take(sequence), sequence
 
-    def _still_to_take(self, active: ActiveSequence) -> int:
-        num_taken = 0 if self._kv.has_window else len(active.sequence.block_ids)
-        return max(0, self._worst(active.request) - num_taken)
-
-    def _still_to_take_by_search(self, request: ActiveRequest) -> int:
-        """Beams share blocks: each counts once."""
-        tables = [] if self._kv.has_window else [a.sequence.block_ids for a in request.sequences]
-        return max(0, self._worst(request) - len({b for table in tables for b in table}))
-
-    def _worst(self, request: ActiveRequest) -> int:
-        return worst_case_blocks(
-            request.group.request, request.stop_rules, self._kv, self._max_step_tokens
-        )
+    def _still_to_take(self, sequence: Sequence) -> int:
+        request = sequence.request
+        num_taken = 0 if self._kv.has_window else request.num_blocks_held(sequence)
+        return max(0, request.max_blocks(self._kv, self._max_step_tokens) - num_taken)
 
 
 def new_reservations(settings: SchedulerSettings, kv: KVBlocks) -> BlockReservations | None:
-    """None for a policy that makes none."""
+    """Return the reservations of the batch scheduler policy; None if it makes none."""
     if settings.batch_scheduler_policy is not BatchSchedulerPolicy.GUARANTEED_NO_EVICT:
         return None
     return BlockReservations(kv, settings.max_step_tokens)

@@ -270,10 +270,9 @@ def test_a_scheduler_that_fails_does_so_again(path, monkeypatch):
 def test_what_cannot_be_built_is_refused(path):
     run_at_random(path, 0)
     reader = JournalReader(path)
-    for change in ({"eviction_policy": "mine"}, {"policy": "Mine"}):
-        header = msgspec.structs.replace(reader.header, **change)
-        with pytest.raises(ReplayRefusedError, match=r"[Mm]ine"):
-            replay(header, reader)
+    header = msgspec.structs.replace(reader.header, eviction_policy="mine")
+    with pytest.raises(ReplayRefusedError, match="mine"):
+        replay(header, reader)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

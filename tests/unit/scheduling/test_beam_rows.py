@@ -236,7 +236,7 @@ def test_prompt_log_probabilities_of_a_search():
     assert [len(scores) for scores in found] == [8]
 
 
-def test_fewer_answers_than_are_wanted():
+def test_fewer_hypotheses_than_are_requested():
     fakes = FakeEngine(
         msgspec.structs.replace(FAKE_CAPACITY, vocab_size=3), model=FakeModel(vocab_size=3)
     )
@@ -244,7 +244,7 @@ def test_fewer_answers_than_are_wanted():
     fakes.run()
     answer = fakes.answers[request_id]
     assert answer.error_code == "invalid_parameter"
-    assert "3 answers" in answer.outputs[-1].error.message
+    assert "only 3 outputs" in answer.outputs[-1].error.message
 
 
 @pytest.mark.parametrize("attention_window", [None, 2, 3])
@@ -262,7 +262,7 @@ def test_a_search_whose_kv_is_all_in_the_prefix_cache_goes_on(
             sampling = beam_sampling(width, max_tokens=20)
             search = fakes.add(prompt, sampling=sampling, eos_token_ids=())
             fakes.step(num_steps)
-            roster = fakes.engine._scheduler._roster
-            roster.requeue(next(iter(roster.running)))
+            state = fakes.engine._scheduler._state
+            state.requeue(next(iter(state.running)))
             fakes.run()
             check_answer(fakes, search)

@@ -2,13 +2,12 @@
 
 import types
 
-from loraplex.scheduling.deadlines import NUM_ENDED_KEPT, Deadlines
+from loraplex.scheduling.deadlines import MAX_ENDED_ENTRIES, Deadlines
 
 
 def request(request_id, deadline_ns):
     engine_request = types.SimpleNamespace(deadline_ns=deadline_ns)
-    group = types.SimpleNamespace(request=engine_request)
-    return types.SimpleNamespace(request_id=request_id, group=group)
+    return types.SimpleNamespace(request_id=request_id, engine_request=engine_request)
 
 
 def test_the_first_one_of_those_that_live_is_next():
@@ -29,9 +28,9 @@ def test_who_ended_early_leaves_no_entry_for_ever():
     """A long timeout of many short requests must not fill the memory."""
     alive = {}
     deadlines = Deadlines(alive.get)
-    for i in range(20 * NUM_ENDED_KEPT):
+    for i in range(20 * MAX_ENDED_ENTRIES):
         alive[i] = request(i, 10**15 + i)
         deadlines.add(alive[i])
         alive.pop(i - 3, None)
-        assert len(deadlines) <= NUM_ENDED_KEPT + 2 * (len(alive) + 1)
+        assert len(deadlines) <= MAX_ENDED_ENTRIES + 2 * (len(alive) + 1)
     assert [one.request_id for one in deadlines.take_due(10**16)] == sorted(alive)

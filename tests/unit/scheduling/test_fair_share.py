@@ -252,7 +252,7 @@ def test_what_the_prefix_cache_gave_is_not_counted():
     for _ in range(2):
         fakes.add(prompt, "c", max_tokens=1)
         fakes.run()
-    shares = fakes.engine._scheduler._roster.shares
+    shares = fakes.engine._scheduler._state.shares
     handle = fakes.register("c")
     # Computed and, twice, new: 40 and 1, then 40 - 36 and 1; in the warm-up 1 and 1.
     assert shares.counter((handle,)) == (40 + 2) + (4 + 2) + (1 + 2)

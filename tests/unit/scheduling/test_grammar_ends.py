@@ -21,7 +21,7 @@ def rules(*, constrained: bool = True, **sampling) -> StopRules:
 
 
 def end_of(stop_rules: StopRules, *outputs: int) -> Stop | None:
-    return stop_rules.after_token_ids((*PROMPT, *outputs), len(PROMPT))
+    return stop_rules.after((*PROMPT, *outputs), len(PROMPT))
 
 
 def test_an_end_token_ends_it_whatever_was_asked():

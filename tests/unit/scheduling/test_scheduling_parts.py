@@ -1,18 +1,16 @@
-"""The small parts: settings, budget, slots, stop rules, queues, policy, queue bound."""
+"""Small parts: settings, budget, slots, stop rules, queues, scheduling order, queue bound."""
 
 import pytest
 
 from loraplex.core.errors import ConfigError
 from loraplex.core.output import FinishReason
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.core.sequence import Sequence, SequenceGroup
-from loraplex.scheduling.active import ActiveRequest, ActiveSequence
-from loraplex.scheduling.admission import QueueBound
-from loraplex.scheduling.budget import StepBudget
-from loraplex.scheduling.policy import PriorityThenArrival
-from loraplex.scheduling.queues import RunningSet, WaitingQueue
+from loraplex.scheduling.plan_builder import StepBudget
+from loraplex.scheduling.queue_bound import QueueBound
+from loraplex.scheduling.queues import WaitingQueue
+from loraplex.scheduling.request import Request, Sequence
+from loraplex.scheduling.running import RunningSet, SlotPool
 from loraplex.scheduling.settings import SchedulerSettings
-from loraplex.scheduling.slots import SlotPool
 from loraplex.scheduling.stop import Stop, StopRules
 from support.engine_requests import engine_request
 
@@ -29,14 +27,11 @@ def request(request_id=1, priority=0, arrival_ns=1, prompt=(1, 2, 3), eos=(0,), 
     )
 
 
-def sequence(token_ids=(1, 2, 3), num_prompt_tokens=3, index=0):
-    return Sequence(1, index, list(token_ids), num_prompt_tokens, seed=0)
-
-
-def active(handles=(), **values):
-    group = SequenceGroup(request(**values), [sequence()], ())
-    owner = ActiveRequest(group, handles, StopRules(group.request, 100))
-    return ActiveSequence(owner, sequence(), PriorityThenArrival().key(group, sequence()))
+def sequence(handles=(), **values):
+    engine_request = request(**values)
+    adapters = tuple((handle, 1.0) for handle in handles)
+    owner = Request(engine_request, adapters, StopRules(engine_request, 100))
+    return Sequence(owner, 1, 0, [1, 2, 3], 3, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +97,7 @@ def test_the_lowest_free_slot_is_taken_and_left_slots_are_named_once():
 )
 def test_stop_rules(sampling, output, expected):
     rules = StopRules(request(**sampling), max_model_len=6)
-    assert rules.after(sequence([1, 2, 3, *output])) == expected
+    assert rules.after([1, 2, 3, *output], 3) == expected
 
 
 def test_stop_tokens_are_suppressed_only_with_min_tokens():
@@ -120,42 +115,42 @@ def test_max_tokens_is_bounded_by_the_model():
 
 
 def test_priority_then_arrival():
-    later = active(request_id=1, arrival_ns=9)
-    sooner = active(request_id=2, arrival_ns=3)
-    urgent = active(request_id=3, arrival_ns=50, priority=-1)
+    later = sequence(request_id=1, arrival_ns=9)
+    sooner = sequence(request_id=2, arrival_ns=3)
+    urgent = sequence(request_id=3, arrival_ns=50, priority=-1)
     assert sorted([later.key, sooner.key, urgent.key]) == [urgent.key, sooner.key, later.key]
 
 
-def lanes_of(queue):
+def queues_of(waiting):
     """In the order of one pass."""
-    scan = queue.scan()
+    scan = waiting.scan()
     return list(iter(scan.next, None))
 
 
-def test_lanes_are_in_the_order_of_their_heads():
+def test_queues_are_in_the_order_of_their_heads():
     queue = WaitingQueue()
-    a1 = active(handles=(1,), request_id=1, arrival_ns=1)
-    a4 = active(handles=(1,), request_id=4, arrival_ns=4)
-    b2 = active(handles=(2,), request_id=2, arrival_ns=2)
-    base3 = active(request_id=3, arrival_ns=3)
+    a1 = sequence(handles=(1,), request_id=1, arrival_ns=1)
+    a4 = sequence(handles=(1,), request_id=4, arrival_ns=4)
+    b2 = sequence(handles=(2,), request_id=2, arrival_ns=2)
+    base3 = sequence(request_id=3, arrival_ns=3)
     for waiting in (a4, base3, b2, a1):
         queue.add(waiting)
         queue.check()
-    assert [lane.head for lane in lanes_of(queue)] == [a1, b2, base3]
-    assert [len(lane) for lane in queue.lanes_with(1)] == [2]
+    assert [one.head for one in queues_of(queue)] == [a1, b2, base3]
+    assert [len(one) for one in queue.queues_with(1)] == [2]
     queue.remove(a1)
     queue.check()
-    assert [lane.head for lane in lanes_of(queue)] == [b2, base3, a4]
+    assert [one.head for one in queues_of(queue)] == [b2, base3, a4]
     queue.remove(a4)
     queue.check()
-    assert queue.lanes_with(1) == []
+    assert queue.queues_with(1) == []
     assert set(queue) == {b2, base3}
     assert len(queue) == 2
 
 
 def test_the_last_running_one_is_the_last_in_order():
     running = RunningSet()
-    first, second = active(request_id=1), active(request_id=2)
+    first, second = sequence(request_id=1), sequence(request_id=2)
     running.add(second)
     running.add(first)
     assert list(running) == [first, second]
@@ -165,7 +160,7 @@ def test_the_last_running_one_is_the_last_in_order():
     assert len(running) == 1
 
 
-def test_the_queue_bound_says_when_to_come_again():
+def test_the_queue_bound_gives_a_retry_time():
     bound = QueueBound(2, max_num_seqs=1)
     for _ in range(3):
         assert bound.refusal(num_free_slots=1) is None

@@ -151,9 +151,9 @@ class Forcing(FakeRunner):
         return msgspec.structs.replace(result, forced_token_ids=tuple(token_ids))
 
 
-def test_forced_tokens_are_guesses_of_a_grammar(monkeypatch):
+def test_forced_tokens_are_draft_tokens_of_a_grammar(monkeypatch):
     from loraplex.core.grammar import Grammar, GrammarKind
-    from loraplex.testing import fake_engine as module
+    from support import fake_engine as module
 
     monkeypatch.setattr(module, "FakeRunner", Forcing)
     fakes = fake_engine(model=None, num_draft_tokens=0)
@@ -182,7 +182,7 @@ def test_a_result_that_does_not_follow_its_drafts_fails_its_request(monkeypatch)
     assert fakes.answers[request_id].error_code == "row_failed"
 
 
-def test_a_row_with_guesses_computes_no_more_tokens_than_a_row_may():
+def test_a_row_with_draft_tokens_computes_no_more_tokens_than_a_row_may():
     """With a window, the blocks that are reserved for it are counted by that."""
     for num_blocks in range(8, 16):
         fakes = fake_engine(

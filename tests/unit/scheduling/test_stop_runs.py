@@ -32,13 +32,13 @@ def rules(**sampling):
 def test_a_run_ends_the_output_that_it_lies_in(output, stop):
     """(3, 4) begins with the prompt's last token only; a run of one token is a stop token."""
     found = rules(stop_token_sequences=((5, 6), (3, 3, 4), (7,)))
-    assert found.after_token_ids((1, 2, 3, *output), 3) == stop
+    assert found.after((1, 2, 3, *output), 3) == stop
     assert found.num_stop_tokens == 2
 
 
 def test_a_run_ends_the_output_before_the_minimum_too():
     """As a stop string does: the model's answer is not changed to keep it away."""
     found = rules(stop_token_sequences=((5, 6), (7,)), min_tokens=2)
-    assert found.after_token_ids((1, 2, 3, 5, 6), 3) == Stop(FinishReason.STOP)
-    assert found.after_token_ids((1, 2, 3, 7), 3) == Stop(FinishReason.STOP, 7)
+    assert found.after((1, 2, 3, 5, 6), 3) == Stop(FinishReason.STOP)
+    assert found.after((1, 2, 3, 7), 3) == Stop(FinishReason.STOP, 7)
     assert found.suppressed_token_ids == (0,)

@@ -1,12 +1,12 @@
-"""One generation in progress."""
+"""Sequences: status transitions and counts."""
 
 import itertools
 
 import pytest
 
-from loraplex.core.sampling_params import SamplingParams
-from loraplex.core.sequence import TRANSITIONS, Sequence, SequenceGroup, SequenceStatus
-from support.engine_requests import engine_request
+from loraplex.scheduling.request import TRANSITIONS, Request, Sequence, SequenceStatus
+from loraplex.scheduling.stop import StopRules
+from support.engine_requests import engine_request as engine_request_of
 
 LEGAL = {
     ("waiting", "running"),
@@ -16,8 +16,10 @@ LEGAL = {
 }
 
 
-def new_sequence(index: int = 0) -> Sequence:
-    return Sequence(sequence_id=1, index=index, token_ids=[1, 2, 3], num_prompt_tokens=2, seed=0)
+def new_sequence() -> Sequence:
+    engine_request = engine_request_of((1, 2))
+    request = Request(engine_request, (), StopRules(engine_request, 100))
+    return Sequence(request, 1, index=0, token_ids=[1, 2, 3], num_prompt_tokens=2, seed=0)
 
 
 def test_every_status_is_in_the_table():
@@ -29,11 +31,11 @@ def test_transitions(old, new):
     sequence = new_sequence()
     sequence.status = old
     if (old, new) in LEGAL:
-        sequence.become(new)
+        sequence.set_status(new)
         assert sequence.status is new
     else:
         with pytest.raises(AssertionError, match=f"{old} -> {new}"):
-            sequence.become(new)
+            sequence.set_status(new)
         assert sequence.status is old
 
 
@@ -42,13 +44,3 @@ def test_counts_follow_from_the_tokens():
     sequence.num_computed_tokens = 1
     assert (sequence.num_tokens, sequence.num_output_tokens) == (3, 1)
     assert sequence.num_uncomputed_tokens == 2
-
-
-def test_a_group_ends_with_its_last_sequence():
-    request = engine_request((1, 2), SamplingParams(n=2), request_id=7, tenant="default")
-    group = SequenceGroup(request, [new_sequence(0), new_sequence(1)], ())
-    assert group.request_id == 7
-    for sequence in group.sequences:
-        assert not group.is_finished
-        sequence.become(SequenceStatus.FINISHED)
-    assert group.is_finished

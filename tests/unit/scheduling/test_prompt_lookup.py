@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from loraplex.scheduling.drafting import Drafter, DraftPace, NgramIndex
+from loraplex.scheduling.prompt_lookup import Drafter, DraftPace, NgramIndex
 
 
 def longest_suffix_guess(token_ids, max_ngram, num_wanted):

@@ -1,0 +1,141 @@
+"""Admission of one waiting sequence: a slot, and blocks for its tokens."""
+
+import enum
+
+from loraplex.core.adapter import AdapterHandle
+from loraplex.memory.kv_blocks import Admission, Loaded
+from loraplex.scheduling.beam_request import BeamRequest
+from loraplex.scheduling.beam_scheduling import BeamScheduling
+from loraplex.scheduling.plan_builder import PlanBuilder
+from loraplex.scheduling.prefill import PrefillSplit
+from loraplex.scheduling.request import Sequence
+from loraplex.scheduling.settings import SchedulerSettings
+from loraplex.scheduling.state import SchedulerState
+
+
+class AdmitResult(enum.Enum):
+    """Outcome of one attempt."""
+
+    ADMITTED = enum.auto()
+    LACKS_TOKENS = enum.auto()
+    """The step has too few tokens left; a shorter sequence might be admitted."""
+    LACKS_CAPACITY = enum.auto()
+    """There are too few slots or blocks."""
+
+
+class Admitter:
+    """Gives waiting sequences whose adapters are on the device slots and blocks.
+
+    A sequence takes the blocks of all its tokens at once; with an attention window, those of its
+    next chunk.
+    """
+
+    def __init__(
+        self, state: SchedulerState, beams: BeamScheduling, settings: SchedulerSettings
+    ) -> None:
+        self._state = state
+        self._beams = beams
+        self._max_seqs_per_adapter = settings.max_seqs_per_adapter
+        self._max_step_tokens = settings.max_step_tokens
+        self._shortage: tuple[int, int] | None = None
+        """(sequence id, available blocks) when a sequence last found too few blocks."""
+
+    def adapters_at_limit(self, sequence: Sequence) -> list[AdapterHandle]:
+        """Return adapters with which too many sequences would run after this admission."""
+        limit, request = self._max_seqs_per_adapter, sequence.request
+        if not limit:
+            return []
+        num_running = self._state.adapters.num_running
+        return [h for h in request.handles if num_running(h) + request.num_slots > limit]
+
+    def admit(
+        self,
+        sequence: Sequence,
+        builder: PlanBuilder,
+        split: PrefillSplit,
+        now_ns: int,
+        ready_since_ns: int = 0,
+    ) -> AdmitResult:
+        """Give a sequence a slot and blocks; `split` decides how many tokens it computes.
+
+        ready_since_ns: when its adapters were first seen on the device.
+        """
+        request = sequence.request
+        if not self._state.slots.num_free:
+            return AdmitResult.LACKS_CAPACITY
+        if not split.has_tokens_for(sequence):
+            return AdmitResult.LACKS_TOKENS
+        if isinstance(request, BeamRequest):
+            if not self._beams.admit(builder, request):
+                return AdmitResult.LACKS_CAPACITY
+        elif self._take_blocks(sequence, builder):
+            builder.join(sequence)
+        else:
+            return AdmitResult.LACKS_CAPACITY
+        if not request.was_scheduled:
+            request.was_scheduled = True
+            request.num_cached_tokens = sequence.num_cached_tokens
+            request.first_scheduled_ns = now_ns
+            if request.handles:
+                request.adapter_ready_ns = max(ready_since_ns, request.arrival_ns)
+            self._state.queue_bound.leave()
+        if sequence.num_computable_tokens:
+            split.add(sequence, is_new=True)
+        return AdmitResult.ADMITTED
+
+    def _take_blocks(self, sequence: Sequence, builder: PlanBuilder) -> bool:
+        """Take a slot and blocks; False and no change if there are too few blocks."""
+        state = self._state
+        num_blocks = state.kv.num_blocks_for(sequence.num_tokens)
+        num_reserved = state.num_blocks_to_leave(sequence, num_blocks)
+        if num_reserved is None:
+            return False
+        shortage = (sequence.sequence_id, state.kv.num_available - num_reserved)
+        if num_reserved and self._is_known(shortage):
+            return False
+        sequence.scores_prompt = sequence.request.wants_prompt_scores
+        blocks = self._blocks_for(sequence, num_reserved)
+        self._shortage = shortage if blocks is None else None
+        if blocks is None:
+            return False
+        if isinstance(blocks, Loaded):
+            state.resume(sequence, blocks)
+            builder.block_loads.extend(blocks.transfers)
+        else:
+            state.admit(sequence, blocks)
+        builder.new_blocks[sequence] = list(sequence.block_ids)
+        return True
+
+    def _blocks_for(self, sequence: Sequence, num_reserved: int) -> Admission | Loaded | None:
+        """Take the blocks of a new sequence, or of one whose KV is on the host."""
+        kv, request, offloaded = self._state.kv, sequence.request.engine_request, sequence.offloaded
+        num_tokens = sequence.num_tokens
+        if kv.has_window:
+            num_computed = 0 if offloaded is None else offloaded.num_computed_tokens
+            num_tokens = min(num_tokens, num_computed + self._max_step_tokens)
+        if offloaded is not None:
+            return kv.load_back(
+                sequence.token_ids,
+                request.kv_salt,
+                offloaded.host_block_ids,
+                offloaded.num_computed_tokens,
+                num_tokens,
+                num_reserved_blocks=num_reserved,
+            )
+        return kv.admit(
+            sequence.token_ids,
+            request.kv_salt,
+            max_new_tokens=num_tokens,
+            max_cached_tokens=0 if sequence.scores_prompt else None,
+            num_reserved_blocks=num_reserved,
+            retention=request.retention,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+        )
+
+    def _is_known(self, shortage: tuple[int, int]) -> bool:
+        """Return whether the sequence found too few blocks before, and there are no more now.
+
+        The test spares hashing a long prompt in every step.
+        """
+        known = self._shortage
+        return known is not None and known[0] == shortage[0] and shortage[1] <= known[1]

@@ -1,0 +1,109 @@
+"""In-flight batching: any step may admit waiting sequences, and each leaves when it ends."""
+
+from loraplex.core.adapter import AdapterHandle
+from loraplex.scheduling.adapters import AdapterReadiness, AdapterScan
+from loraplex.scheduling.admitter import AdmitResult, Admitter
+from loraplex.scheduling.plan_builder import PlanBuilder
+from loraplex.scheduling.prefill import PrefillSplit
+from loraplex.scheduling.settings import SchedulerSettings
+from loraplex.scheduling.state import SchedulerState
+
+MAX_PREFETCHED_QUEUES = 32
+"""Sets of adapters that are brought closer while no sequence can be admitted."""
+MAX_SHORT_CANDIDATES = 64
+"""Sequences of a queue among which the shortest is sought if its head would get no token."""
+
+
+class InflightBatching:
+    """Decides which waiting sequences join the next step."""
+
+    admits_all = False
+    """Whether a waiting sequence may take a slot even if it gets only one token in the step."""
+
+    def __init__(
+        self,
+        state: SchedulerState,
+        admitter: Admitter,
+        settings: SchedulerSettings,
+        max_num_seqs: int,
+    ) -> None:
+        self._state = state
+        self._admitter = admitter
+        self._max_num_seqs = max_num_seqs
+        self._max_seqs_per_adapter = settings.max_seqs_per_adapter
+        self._max_queue_delay_ns = settings.max_queue_delay_ns
+
+    @property
+    def num_admissible(self) -> int:
+        """Waiting sequences that the free slots can take at present."""
+        state, limit = self._state, self._max_seqs_per_adapter
+        num_free = state.slots.num_free
+        if not limit or not num_free:
+            return num_free
+        num_running = state.adapters.num_running
+        num_admissible = 0
+        for queue in state.waiting.queues:
+            num_more = min((limit - num_running(h) for h in queue.handles), default=num_free)
+            num_admissible += max(0, min(len(queue), num_more))
+            if num_admissible >= num_free:
+                return num_free
+        return num_admissible
+
+    def held_until_ns(self) -> int:
+        """Return until when requests wait for others to join them while nothing runs; 0: now."""
+        state, delay_ns = self._state, self._max_queue_delay_ns
+        if not delay_ns or state.running or not state.waiting:
+            return 0
+        if state.num_waiting >= self._max_num_seqs:
+            return 0
+        return min(sequence.request.arrival_ns for sequence in state.waiting) + delay_ns
+
+    def admit(self, builder: PlanBuilder, split: PrefillSplit, now_ns: int) -> None:
+        """Admit what can be admitted, and bring the adapters of the other sequences closer."""
+        may_admit = self._may_admit(builder, now_ns)
+        self._admit_waiting(builder, split, now_ns, may_admit=may_admit)
+
+    def _may_admit(self, builder: PlanBuilder, now_ns: int) -> bool:
+        return not builder.lacks_blocks and self.held_until_ns() <= now_ns
+
+    def _admit_waiting(
+        self,
+        builder: PlanBuilder,
+        split: PrefillSplit,
+        now_ns: int,
+        *,
+        may_admit: bool,
+        scan: AdapterScan | None = None,
+    ) -> None:
+        waiting, admitter = self._state.waiting, self._admitter
+        scan = scan or self._state.adapters.scan(now_ns)
+        queues = waiting.scan()
+        num_passed, lacks_tokens = 0, False
+        awaited: set[AdapterHandle] = set()
+        while (queue := queues.next()) is not None:
+            if num_passed >= MAX_PREFETCHED_QUEUES and (lacks_tokens or not may_admit):
+                break
+            num_passed += 1
+            if at_limit := admitter.adapters_at_limit(queue.head):
+                # Beams wait for several places at once: later queues must not take the first one.
+                awaited.update(at_limit)
+                continue
+            if awaited and not awaited.isdisjoint(queue.handles):
+                continue
+            is_ready = scan.visit(queue.head.request) is AdapterReadiness.READY
+            waiting.set_ready(queue, now_ns, is_ready=is_ready)
+            if is_ready and may_admit:
+                since_ns = queue.ready_since_ns
+                result = admitter.admit(queue.head, builder, split, now_ns, since_ns)
+                if result is AdmitResult.LACKS_TOKENS:
+                    shortest = queue.shortest(MAX_SHORT_CANDIDATES)
+                    result = admitter.admit(shortest, builder, split, now_ns, since_ns)
+                if result is AdmitResult.ADMITTED:
+                    queues.revisit(queue)
+                    num_passed -= 1
+                    continue
+                # Without slots or blocks, later sequences must not take what comes free first.
+                may_admit = result is AdmitResult.LACKS_TOKENS
+                lacks_tokens = lacks_tokens or may_admit
+            scan.pass_over()
+        scan.preload()

@@ -1,0 +1,213 @@
+"""A request that uses beam search: which of its sequences computes which beam."""
+
+import dataclasses
+from typing import NamedTuple
+
+import msgspec
+
+from loraplex.core.errors import InvalidParameterError, LoraplexError, PromptTooLongError
+from loraplex.core.plan import Capacity, RowResult, RowStep
+from loraplex.core.request import EngineRequest
+from loraplex.memory.kv_blocks import KVBlocks
+from loraplex.scheduling.beams import BeamSearcher, Candidates
+from loraplex.scheduling.request import Request, Sequence
+from loraplex.scheduling.settings import SchedulerSettings
+from loraplex.scheduling.stop import StopRules
+
+
+class Fork(NamedTuple):
+    """One sequence takes over the state of another one; both by their index."""
+
+    target: int
+    source: int
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class BeamRequest(Request):
+    """A request with as many sequences as the beam width.
+
+    The sequences take their slots together, compute their newest tokens in the same steps, and
+    lose their slots together. There may be fewer beams than sequences (at first there is one). The
+    other sequences are idle: they have a slot and no blocks.
+    """
+
+    search: BeamSearcher = dataclasses.field(init=False)
+    holders: list[int] = dataclasses.field(default_factory=lambda: [0])
+    """Index of the sequence that computes each of `search.beams`."""
+    rejoining: set[int] = dataclasses.field(default_factory=set)
+    """Sequences that took over another beam: their rows leave and join again."""
+    unsent_tables: set[int] = dataclasses.field(default_factory=set)
+    """Sequences whose block tables the runner does not have yet."""
+    candidates: dict[int, Candidates] = dataclasses.field(default_factory=dict)
+    """Results of the current step, by sequence."""
+
+    def __post_init__(self) -> None:
+        Request.__post_init__(self)
+        self.search = new_beam_searcher(self.engine_request, self.stop_rules)
+
+    @property
+    def width(self) -> int:
+        return self.search.width
+
+    @property
+    def num_slots(self) -> int:
+        return self.width
+
+    @property
+    def num_spare_blocks(self) -> int:
+        return self.width
+
+    @property
+    def idle(self) -> list[int]:
+        """Sequences without a beam."""
+        return sorted(set(range(self.width)) - set(self.holders))
+
+    @property
+    def can_offload(self) -> bool:
+        # Beams share blocks, and the host table of a sequence cannot express that.
+        return False
+
+    def refusal(
+        self, capacity: Capacity, kv: KVBlocks, settings: SchedulerSettings
+    ) -> LoraplexError | None:
+        refusal = Request.refusal(self, capacity, kv, settings)
+        if refusal is not None:
+            return refusal
+        if self.width > capacity.max_num_seqs:
+            return InvalidParameterError(
+                f"the beam width ({self.width}) must not exceed the {capacity.max_num_seqs} "
+                "sequences that run at the same time (max_num_seqs)",
+                param="beam_width",
+            )
+        if self.adapters and 0 < settings.max_seqs_per_adapter < self.width:
+            return InvalidParameterError(
+                f"the beam width ({self.width}) must not exceed the "
+                f"{settings.max_seqs_per_adapter} sequences with one adapter that run at the same "
+                "time (max_seqs_per_adapter)",
+                param="beam_width",
+            )
+        num_blocks = self.max_blocks(kv, settings.max_step_tokens)
+        if num_blocks > kv.num_blocks:
+            return PromptTooLongError(
+                f"{self.width} beams of {len(self.engine_request.prompt_token_ids)} prompt tokens "
+                f"and up to {self.stop_rules.max_tokens} new ones need {num_blocks} KV blocks of "
+                f"{kv.block_size} tokens; there are {kv.num_blocks}"
+            )
+        return None
+
+    def max_blocks(self, kv: KVBlocks, max_step_tokens: int) -> int:
+        num_of_one = Request.max_blocks(self, kv, max_step_tokens)
+        num_prompt_tokens = len(self.engine_request.prompt_token_ids)
+        num_tokens = num_prompt_tokens + self.stop_rules.max_tokens - 1
+        # The beams share the full blocks of their prompt. With an attention window they may not.
+        num_shared = num_prompt_tokens // kv.block_size
+        num_blocks = num_shared + self.width * (kv.num_blocks_for(num_tokens) - num_shared)
+        return max(num_blocks, self.width * num_of_one) if kv.has_window else num_blocks
+
+    def scheduled_with(self, sequence: Sequence) -> list[Sequence]:  # noqa: ARG002
+        return self.sequences
+
+    def num_blocks_held(self, sequence: Sequence) -> int:  # noqa: ARG002
+        return len({block_id for one in self.sequences for block_id in one.block_ids})
+
+    def num_computable_tokens(self, sequence: Sequence) -> int:
+        """Return how many tokens the sequence may compute in the next step by itself.
+
+        Preempted beams are computed again one after the other, because each needs blocks of those
+        before it. The newest token of each waits until all beams can compute theirs.
+        """
+        if self._awaits_result:
+            return 0
+        if self.holders == [sequence.index]:
+            return sequence.num_uncomputed_tokens
+        return sequence.num_uncomputed_tokens - 1 if sequence.index in self._late[:1] else 0
+
+    def is_decoding(self, sequence: Sequence) -> bool:
+        if self._awaits_result:
+            return False
+        return sequence.index == min(self.holders) and not self._late
+
+    def can_project(self, sequence: Sequence, row: RowStep) -> bool:  # noqa: ARG002
+        return False  # the beam search decides which tokens follow
+
+    def complete_row(self, sequence: Sequence, row: RowStep) -> RowStep:
+        new_block_ids = row.new_block_ids
+        if sequence.index in self.unsent_tables:
+            self.unsent_tables.remove(sequence.index)
+            new_block_ids = (tuple(sequence.block_ids),)
+        stop = row.start + row.num_tokens
+        samples = stop == sequence.num_tokens
+        return msgspec.structs.replace(
+            row,
+            # The runner samples no token for a beam, so each step names its tokens.
+            token_ids=tuple(sequence.token_ids[row.start : stop]),
+            new_block_ids=new_block_ids,
+            num_logprobs=None,
+            num_candidates=self.search.num_candidates if samples else 0,
+        )
+
+    def has_sample(self, result: RowResult) -> bool:
+        return bool(result.candidates)
+
+    def restart(self) -> None:
+        """Assign the beams to the first sequences, after all have lost their slots."""
+        self.holders = list(range(len(self.search.beams)))
+        self.rejoining.clear()
+        self.unsent_tables = set(self.holders)
+        self.candidates.clear()
+        self.assign_tokens()
+
+    def assign_tokens(self) -> None:
+        """Give every beam's tokens to the sequence that computes it."""
+        prompt = self.engine_request.prompt_token_ids
+        for sequence in self.sequences:
+            sequence.token_ids = list(prompt)
+        for index, beam in zip(self.holders, self.search.beams, strict=True):
+            self.sequences[index].token_ids.extend(beam.token_ids)
+
+    def take(self, index: int, candidates: Candidates) -> bool:
+        """Keep the candidates of one sequence; return whether all beams have theirs now."""
+        self.candidates[index] = candidates
+        return len(self.candidates) == len(self.holders)
+
+    def advance(self) -> list[Fork]:
+        """Add one token to each beam. A beam stays with its sequence where that is possible."""
+        old = self.holders
+        parents = self.search.advance([self.candidates[index] for index in old])
+        self.candidates.clear()
+        heirs: dict[int, int] = {}
+        for beam, parent in enumerate(parents):
+            heirs.setdefault(parent, beam)
+        kept = {beam: old[parent] for parent, beam in heirs.items()}
+        free = iter(sorted(set(range(self.width)) - set(kept.values())))
+        self.holders = [kept[b] if b in kept else next(free) for b in range(len(parents))]
+        forks = [
+            Fork(holder, old[parent])
+            for beam, (holder, parent) in enumerate(zip(self.holders, parents, strict=True))
+            if beam not in kept
+        ]
+        targets = {fork.target for fork in forks}
+        self.rejoining |= targets
+        self.unsent_tables |= targets
+        return forks
+
+    @property
+    def _awaits_result(self) -> bool:
+        return any(sequence.awaits_result for sequence in self.sequences)
+
+    @property
+    def _late(self) -> list[int]:
+        """Sequences that have more than their newest token to compute."""
+        return [i for i in self.holders if self.sequences[i].num_uncomputed_tokens > 1]
+
+
+def new_beam_searcher(request: EngineRequest, rules: StopRules) -> BeamSearcher:
+    """Return the beam search of a request that has beam parameters."""
+    assert request.sampling.beam is not None, "the request uses no beam search"
+    return BeamSearcher(
+        request.sampling.beam,
+        max_tokens=rules.max_tokens,
+        num_stop_tokens=rules.num_stop_tokens,
+        stop_of=lambda token_ids: rules.after(token_ids, 0),
+        num_top=request.sampling.logprobs or 0,
+    )

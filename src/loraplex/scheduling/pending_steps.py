@@ -1,0 +1,65 @@
+"""In-flight steps, with the sequences of their rows."""
+
+import dataclasses
+from collections import Counter
+
+from loraplex.core.plan import StepPlan
+from loraplex.scheduling.request import Sequence
+from loraplex.scheduling.state import SchedulerState
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PendingStep:
+    """A step that was launched, and whose result has not been absorbed."""
+
+    plan: StepPlan
+    sequences: list[Sequence]
+    """Sequences of the plan's rows, in their order."""
+    num_preempted: int
+    offloaded: list[Sequence]
+    """Sequences whose KV the step copies to the host."""
+
+
+class PendingSteps:
+    """At most two in-flight steps, in launch order; they end in this order.
+
+    Invariant: a sequence's `num_pending_steps` is the number of steps with a row of it.
+    """
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+        self._steps: list[PendingStep] = []
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def only(self) -> PendingStep:
+        """The one step in flight; there must be exactly one."""
+        (step,) = self._steps
+        return step
+
+    def find(self, plan: StepPlan) -> PendingStep:
+        """Return the step of a plan that is in flight."""
+        for step in self._steps:
+            if step.plan is plan:
+                return step
+        raise AssertionError(f"plan {plan.step_id} is not in flight")
+
+    def launch(self, step: PendingStep) -> None:
+        """Add a step."""
+        for sequence in step.sequences:
+            sequence.num_pending_steps += 1
+        self._steps.append(step)
+
+    def end(self, plan: StepPlan) -> PendingStep:
+        """Remove the oldest step, which must be this plan's, and release what waited for it."""
+        step = self._steps.pop(0)
+        assert step.plan is plan, "steps end in their launch order"
+        for sequence in step.sequences:
+            self._state.end_step(sequence)
+        return step
+
+    def num_rows(self) -> Counter[Sequence]:
+        """Return how many steps have a row of each sequence."""
+        return Counter(sequence for step in self._steps for sequence in step.sequences)

@@ -1,0 +1,52 @@
+"""Makes the scheduler's requests from those on the wire to the engine."""
+
+import itertools
+
+from loraplex.core.adapter import AdapterHandle
+from loraplex.core.request import EngineRequest
+from loraplex.scheduling.beam_request import BeamRequest
+from loraplex.scheduling.request import Request, Sequence
+from loraplex.scheduling.settings import SchedulerSettings
+from loraplex.scheduling.speculation import new_drafter
+from loraplex.scheduling.stop import StopRules
+
+
+class RequestFactory:
+    """Makes requests whose sequences have unique ids."""
+
+    def __init__(self, max_model_len: int, settings: SchedulerSettings) -> None:
+        self._max_model_len = max_model_len
+        self._settings = settings
+        self._sequence_ids = itertools.count(1)
+
+    def make(
+        self, engine_request: EngineRequest, adapters: tuple[tuple[AdapterHandle, float], ...]
+    ) -> Request:
+        """Return a request with its unfinished sequences.
+
+        After a crash, the sequences continue from the tokens that the former engine had output.
+        """
+        sampling = engine_request.sampling
+        rules = StopRules(engine_request, self._max_model_len)
+        new_request = Request if sampling.beam is None else BeamRequest
+        request = new_request(engine_request, adapters, rules)
+        request.wants_prompt_scores = (
+            sampling.prompt_logprobs is not None or sampling.return_prompt_logits
+        ) and not engine_request.prompt_scores_told
+        outputs = dict(enumerate(engine_request.outputs))
+        prompt = engine_request.prompt_token_ids
+        request.sequences = [
+            Sequence(
+                request,
+                sequence_id=next(self._sequence_ids),
+                index=index,
+                token_ids=[*prompt, *outputs.get(index, ())],
+                num_prompt_tokens=len(prompt),
+                seed=engine_request.request_id if sampling.seed is None else sampling.seed,
+                drafter=new_drafter(sampling, self._settings),
+            )
+            for index in range(sampling.num_sequences)
+            if index not in engine_request.ended
+        ]
+        request.num_unfinished = len(request.sequences)
+        return request
