@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Final
 
-from loraplex.cli.client import PROGRAMS
 from loraplex.cli.convert import convert_lora, extract_lora
 from loraplex.cli.triton_flags import FLAGS, OWN_FLAGS
 from loraplex.cli.triton_tools import LAUNCH_FLAGS, fill_template
-from loraplex.compat.client.flags import features
+from loraplex.compat.client.programs import PROGRAMS
 from loraplex.compat.convert.build_flags import BUILD_FLAGS
 from loraplex.compat.convert.checkpoint_flags import CHECKPOINT_FLAGS
 from loraplex.compat.triton.engine_args import ENGINE_ARGS
@@ -92,7 +91,7 @@ def sections() -> Iterator[Section]:
     for original, command in _COMMANDS.items():
         yield Section(f"Flags of {original}", command_features(command))
     for program in PROGRAMS:
-        yield Section(f"Flags of {program.original}", features(program.options))
+        yield Section(f"Flags of {program.original}", tuple(row.feature for row in program.flags))
     yield Section("Metrics", metric_features())
     yield Section("Labels of metrics", label_features())
     yield from NOT_SERVED

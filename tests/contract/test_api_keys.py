@@ -15,8 +15,7 @@ from tritonclient.utils import InferenceServerException
 from loraplex.app.access import OPEN_PATHS, guarded, guarded_metrics
 from loraplex.compat.client import text_client
 from loraplex.compat.client.connection import grpc_client
-from loraplex.compat.client.connection_options import GrpcOptions
-from loraplex.compat.client.text_options import TextOptions
+from loraplex.compat.client.programs import TEXT_FLAGS
 from loraplex.core.errors import ConfigError, RateLimitedError
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.access import by_api_key, everyone_is_local
@@ -30,6 +29,7 @@ from loraplex.serving.access.api_key_ring import ApiKeys
 from loraplex.serving.access.api_keys import new_key
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.testing.echo_backend import EchoBackend
+from support.program_options import program_options
 from support.served import served
 from support.served_triton import served_triton
 
@@ -248,7 +248,7 @@ class TestStrangersPages:
 
 
 def describe(triton):
-    with grpc_client(GrpcOptions(url=triton.grpc)) as client:
+    with grpc_client(triton.grpc) as client:
         return client.get_model_metadata("ensemble").name
 
 
@@ -304,7 +304,7 @@ class TestGrpc:
 
     def test_a_stream_that_is_refused_says_why(self, triton):
         """Not that it "is no longer in valid state", which is what tritonclient raises."""
-        options = TextOptions(url=triton.grpc, prompt="hi")
+        options = program_options(TEXT_FLAGS, url=triton.grpc, prompt="hi")
         with pytest.raises(ConfigError, match="asks for an API key"):
             text_client.run(options, print)
 

@@ -10,16 +10,19 @@ import numpy as np
 import pytest
 
 from loraplex.compat.client import benchmark, ensemble_test, queue_test, text_client, vllm_client
-from loraplex.compat.client.benchmark_options import BenchmarkOptions
-from loraplex.compat.client.ensemble_test_options import EnsembleTestOptions
-from loraplex.compat.client.queue_options import QueueOptions
-from loraplex.compat.client.text_options import TextOptions
-from loraplex.compat.client.vllm_options import VllmOptions
+from loraplex.compat.client.programs import (
+    BENCHMARK_FLAGS,
+    ENSEMBLE_TEST_FLAGS,
+    QUEUE_FLAGS,
+    TEXT_FLAGS,
+    VLLM_FLAGS,
+)
 from loraplex.core.adapter import ByName
 from loraplex.core.errors import ConfigError, QueueFullError
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.models.vllm import VLLM
 from loraplex.text.tokenizer import load_tokenizer
+from support.program_options import program_options
 from support.served_triton import served_triton
 from support.tiny_tokenizers import write_byte_level
 
@@ -36,7 +39,7 @@ def write_pair(folder):
 @pytest.fixture
 def texts(triton, said):
     def run(prompt, **given):
-        options = TextOptions(url=triton.grpc, prompt=prompt, **given)
+        options = program_options(TEXT_FLAGS, url=triton.grpc, prompt=prompt, **given)
         return text_client.run(options, said.append), said
 
     return run
@@ -135,7 +138,9 @@ def dataset(tmp_path):
 @pytest.mark.parametrize("asked", [{}, {"test_bls": True, "return_log_probs": True}])
 def test_end_to_end(triton, said, dataset, protocol, asked):
     url = triton.http if protocol == "http" else triton.grpc
-    options = EnsembleTestOptions(url=url, protocol=protocol, dataset=dataset, **asked)
+    options = program_options(
+        ENSEMBLE_TEST_FLAGS, url=url, protocol=protocol, dataset=dataset, **asked
+    )
     assert ensemble_test.run(options, said.append) == 0
     shown = [re.sub(r"[\d.]+ ms", "T ms", line) for line in said]
     assert shown[:5] == [
@@ -149,7 +154,9 @@ def test_end_to_end(triton, said, dataset, protocol, asked):
 
 
 def test_end_to_end_streamed(triton, said, dataset):
-    options = EnsembleTestOptions(url=triton.grpc, protocol="grpc", dataset=dataset, streaming=True)
+    options = program_options(
+        ENSEMBLE_TEST_FLAGS, url=triton.grpc, protocol="grpc", dataset=dataset, streaming=True
+    )
     assert ensemble_test.run(options, said.append) == 0
 
 
@@ -157,7 +164,9 @@ def test_end_to_end_sees_a_difference(triton, said, dataset, backend, monkeypatc
     monkeypatch.setattr(
         type(backend), "detokenize", lambda self, model, ids, **options: "otherwise"
     )
-    options = EnsembleTestOptions(url=triton.grpc, protocol="grpc", dataset=dataset)
+    options = program_options(
+        ENSEMBLE_TEST_FLAGS, url=triton.grpc, protocol="grpc", dataset=dataset
+    )
     assert ensemble_test.run(options, said.append) == 1
     assert said[-1].startswith("[ERROR] Functionality test failed: ensemble on the prompt")
 
@@ -171,7 +180,9 @@ def bench(triton, said):
         url = given.pop("url", triton.http if protocol == "http" else triton.grpc)
         lengths = {"input_mean": 8, "input_stdev": 2, "output_mean": 5, "output_stdev": 0}
         ids = {"vocab_size": 200, "workload": "token_norm_dist", "num_requests": 20}
-        options = BenchmarkOptions(url=url, protocol=protocol, **lengths | ids | given)
+        options = program_options(
+            BENCHMARK_FLAGS, url=url, protocol=protocol, **lengths | ids | given
+        )
         return benchmark.run(options, said.append), said
 
     return run
@@ -255,7 +266,8 @@ def vllm(backend, tmp_path, said):
     with served_triton(backend, declarations=[declared]) as triton:
 
         def run(**given):
-            options = VllmOptions(
+            options = program_options(
+                VLLM_FLAGS,
                 url=triton.grpc,
                 input_prompts=str(tmp_path / "prompts.txt"),
                 results_file=str(tmp_path / "results.txt"),
@@ -298,7 +310,7 @@ def test_an_unknown_adapter_fails(vllm, said):
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_a_full_queue(triton, backend, said, protocol):
     url = triton.http if protocol == "http" else triton.grpc
-    options = QueueOptions(url=url, protocol=protocol, num_requests=5, input_len=4)
+    options = program_options(QUEUE_FLAGS, url=url, protocol=protocol, num_requests=5, input_len=4)
     assert queue_test.run(options, said.append) == 1
     for _ in range(2):
         backend.plant(QueueFullError("Maximum queue size of 1 has been reached"))
@@ -308,7 +320,8 @@ def test_a_full_queue(triton, backend, said, protocol):
 
 def test_what_the_requests_for_a_full_queue_hold(triton, backend, said, tmp_path):
     (tmp_path / "ids.csv").write_text("7,8,9")
-    options = QueueOptions(
+    options = program_options(
+        QUEUE_FLAGS,
         url=triton.http,
         num_requests=2,
         input_tokens_csv=str(tmp_path / "ids.csv"),
@@ -328,6 +341,8 @@ def test_what_the_requests_for_a_full_queue_hold(triton, backend, said, tmp_path
 
 def test_a_prompt_for_a_full_queue_by_a_folder(triton, backend, said, tmp_path):
     write_byte_level(tmp_path)
-    options = QueueOptions(url=triton.http, num_requests=1, tokenizer_dir=str(tmp_path), text="Hi")
+    options = program_options(
+        QUEUE_FLAGS, url=triton.http, num_requests=1, tokenizer_dir=str(tmp_path), text="Hi"
+    )
     assert queue_test.run(options, said.append) == 1
     assert list(backend.requests[-1].prompt) == load_tokenizer(tmp_path).encode("Hi")

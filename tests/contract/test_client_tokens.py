@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from loraplex.compat.client import token_client
-from loraplex.compat.client.token_options import TokenOptions
+from loraplex.compat.client.programs import TOKEN_FLAGS
 from loraplex.core.adapter import ByTaskId
 from loraplex.core.errors import ConfigError
 from loraplex.demo import BASE_PATH
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
 from loraplex.testing.echo_backend import EchoBackend
+from support.program_options import program_options
 from support.served_triton import served_triton
 
 HI = [256, *b"hi"]
@@ -26,7 +27,7 @@ def tokens(triton, said):
     """Runs inflight_batcher_llm_client.py: its exit code and its lines."""
 
     def run(**given):
-        options = TokenOptions(**{"url": triton.grpc, "text": "hi"} | given)
+        options = program_options(TOKEN_FLAGS, **{"url": triton.grpc, "text": "hi"} | given)
         return token_client.run(options, said.append), said
 
     return run
@@ -250,7 +251,7 @@ def test_requested_outputs(tokens):
 
 def test_no_server(said):
     with pytest.raises(ConfigError, match="UNAVAILABLE"):
-        token_client.run(TokenOptions(url="127.0.0.1:1"), said.append)
+        token_client.run(program_options(TOKEN_FLAGS, url="127.0.0.1:1"), said.append)
 
 
 def test_a_server_that_cannot_tokenize(said):
@@ -261,12 +262,14 @@ def test_a_server_that_cannot_tokenize(said):
         served_triton(EchoBackend(), declarations=[only]) as triton,
         pytest.raises(ConfigError, match="no model 'preprocessing' to tokenize with"),
     ):
-        token_client.run(TokenOptions(url=triton.grpc), said.append)
+        token_client.run(program_options(TOKEN_FLAGS, url=triton.grpc), said.append)
 
 
 def test_a_decoupled_model_answers_without_streaming_too(decoupled, said, tmp_path):
     path = tmp_path / "in.csv"
     path.write_text("104,105")
-    options = TokenOptions(url=decoupled.grpc, input_tokens_csv=str(path), end_id=257)
+    options = program_options(
+        TOKEN_FLAGS, url=decoupled.grpc, input_tokens_csv=str(path), end_id=257
+    )
     assert token_client.run(options, said.append) == 0
     assert after(said, "Output sequence:  ") == str([*b"hi", *b"echo: hi"])

@@ -5,9 +5,10 @@ import pytest
 import tritonclient.grpc as triton_grpc
 
 from loraplex.compat.client import speculative_client
-from loraplex.compat.client.speculation_options import SpeculationOptions
+from loraplex.compat.client.programs import SPECULATION_FLAGS
 from loraplex.core.errors import ConfigError
 from loraplex.demo.corpus import COUNTRIES, answer, questions
+from support.program_options import program_options
 from support.triton_requests import i32, tensors
 
 pytestmark = pytest.mark.xdist_group("server")
@@ -24,7 +25,9 @@ def address(server):
 def speculated(server):
     def run(**given):
         lines = []
-        options = SpeculationOptions(url_target=address(server), prompt=PROMPT, **given)
+        options = program_options(
+            SPECULATION_FLAGS, url_target=address(server), prompt=PROMPT, **given
+        )
         assert speculative_client.run(options, lines.append) == 0
         *rounds, title, text = lines
         assert title == "Final text:"
@@ -88,6 +91,8 @@ def test_logits_are_shown(speculated):
     ],
 )
 def test_what_cannot_be(given, expected):
-    options = SpeculationOptions(**{"url_target": "127.0.0.1:1", "prompt": "p", **given})
+    options = program_options(
+        SPECULATION_FLAGS, **{"url_target": "127.0.0.1:1", "prompt": "p", **given}
+    )
     with pytest.raises(ConfigError, match=expected):
         speculative_client.run(options, print)

@@ -10,7 +10,7 @@ import typer
 from loraplex.cli.options import errors_to_exit_code
 from loraplex.compat.convert.build_flags import BUILD_FLAGS
 from loraplex.compat.convert.checkpoint_flags import CHECKPOINT_FLAGS
-from loraplex.compat.convert.flags import Flags, read_flags
+from loraplex.compat.flags import Flags, read_flags
 
 TAKES_ALL_FLAGS = {
     "allow_extra_args": True,

@@ -1,18 +1,17 @@
 """`loraplex client`: the client programs of the original systems, with their own flags."""
 
-import dataclasses
-from typing import Any, Final
+import importlib
+import sys
+from typing import Any
 
 import typer
+from typer.core import TyperCommand
 
-from loraplex.cli.client_flags import AnySpelling, command_of
-from loraplex.compat.client.benchmark_options import BenchmarkOptions
-from loraplex.compat.client.ensemble_test_options import EnsembleTestOptions
-from loraplex.compat.client.queue_options import QueueOptions
-from loraplex.compat.client.speculation_options import SpeculationOptions
-from loraplex.compat.client.text_options import TextOptions
-from loraplex.compat.client.token_options import TokenOptions
-from loraplex.compat.client.vllm_options import VllmOptions
+from loraplex.cli.options import errors_to_exit_code
+from loraplex.compat.client.programs import PROGRAMS, Program
+from loraplex.compat.flags import UsageError, read_flags
+
+_USAGE_ERROR = 2
 
 app = typer.Typer(
     help="The client programs of the original systems, with their flags and printed lines.",
@@ -20,76 +19,38 @@ app = typer.Typer(
 )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Program:
-    """One command."""
+class _RawCommand(TyperCommand):
+    """Command that gets its words unread; click would drop the `--` in front of values."""
 
-    command: str
-    options: type[Any]
-    module: str
-    """Whose `run` it is."""
-    does: str
-    original: str
-    """The file that it takes the place of."""
-
-    @property
-    def help(self) -> str:
-        return f"{self.does}, as {self.original} does."
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.args = list(args)
+        return []
 
 
-PROGRAMS: Final = (
-    Program(
-        "inflight-batcher-llm",
-        TokenOptions,
-        "loraplex.compat.client.token_client",
-        "Send one prompt to `tensorrt_llm`",
-        "inflight_batcher_llm_client.py",
-    ),
-    Program(
-        "end-to-end-grpc",
-        TextOptions,
-        "loraplex.compat.client.text_client",
-        "Send prompts to `ensemble`",
-        "end_to_end_grpc_client.py",
-    ),
-    Program(
-        "speculative-decoding",
-        SpeculationOptions,
-        "loraplex.compat.client.speculative_client",
-        "Let one model guess and another decide",
-        "e2e_grpc_speculative_decoding_client.py",
-    ),
-    Program(
-        "end-to-end-test",
-        EnsembleTestOptions,
-        "loraplex.compat.client.ensemble_test",
-        "Compare and measure the ensemble",
-        "end_to_end_test.py",
-    ),
-    Program(
-        "benchmark-core-model",
-        BenchmarkOptions,
-        "loraplex.compat.client.benchmark",
-        "Measure `tensorrt_llm` alone",
-        "benchmark_core_model.py",
-    ),
-    Program(
-        "client-lora",
-        VllmOptions,
-        "loraplex.compat.client.vllm_client",
-        "Send a file of prompts to `vllm_model`",
-        "client_lora.py",
-    ),
-    Program(
-        "test-max-queue-size",
-        QueueOptions,
-        "loraplex.compat.client.queue_test",
-        "See a full queue refuse requests",
-        "test_max_queue_size.py",
-    ),
-)
+def add_program(group: typer.Typer, program: Program) -> None:
+    """Add the command of a program."""
+
+    def command(context: typer.Context) -> None:
+        name = f"loraplex client {program.command}"
+        with errors_to_exit_code():
+            try:
+                options = read_flags(
+                    program.flags, context.args, name, program.help, takes_any_word=True
+                )
+            except UsageError as error:
+                print(error.message, file=sys.stderr)
+                raise typer.Exit(_USAGE_ERROR) from error
+            module = importlib.import_module(f"loraplex.compat.client.{program.module}")
+            code = module.run(options, _print_line)
+        if code:
+            raise typer.Exit(code)
+
+    group.command(program.command, cls=_RawCommand, help=program.help)(command)
+
+
+def _print_line(line: str) -> None:
+    print(line, flush=True)
+
 
 for _program in PROGRAMS:
-    app.command(_program.command, cls=AnySpelling, help=_program.help)(
-        command_of(_program.options, _program.module)
-    )
+    add_program(app, _program)

@@ -7,7 +7,7 @@ from typing import Annotated, Final
 import typer
 
 from loraplex.cli.options import errors_to_exit_code
-from loraplex.compat.convert.flags import FlagKind, here, ignored, read_flags
+from loraplex.compat.flags import FlagKind, here, ignored, read_flags
 from loraplex.core.errors import ConfigError
 
 _TEXT, _WHOLE, _SWITCH = FlagKind.TEXT, FlagKind.WHOLE, FlagKind.SWITCH

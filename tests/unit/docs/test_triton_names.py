@@ -1,16 +1,14 @@
 """docs/support-triton.md has a row for every name that Triton's users know, and no other."""
 
 import ast
-import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 
 import loraplex
-from loraplex.cli.client import PROGRAMS
 from loraplex.cli.triton_flags import FLAGS, as_settings
-from loraplex.compat.client.flags import FLAG
+from loraplex.compat.client.programs import PROGRAMS
 from loraplex.compat.convert.build_flags import BUILD_FLAGS
 from loraplex.compat.convert.checkpoint_flags import CHECKPOINT_FLAGS
 from loraplex.compat.triton.engine_args import ENGINE_ARGS, PARALLEL
@@ -114,7 +112,7 @@ def program_files(module, found):
     file = SRC.parent / f"{module.replace('.', '/')}.py"
     if (
         not module.startswith("loraplex.compat.client.")
-        or module.endswith("_options")
+        or module.endswith(".programs")
         or file in found
     ):
         return found
@@ -127,16 +125,16 @@ def program_files(module, found):
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.original)
 def test_every_flag_of_a_client_that_works_is_read(program):
-    words = read_words(*program_files(program.module, []))
-    fields = dataclasses.fields(program.options)
-    works = [field.name for field in fields if field.metadata[FLAG].support is Support.WORKS]
+    words = read_words(*program_files(f"loraplex.compat.client.{program.module}", []))
+    # A flag with a tensor is read by flag_tensors.
+    works = [row.key for row in working(program.flags) if not row.tensor]
     assert [name for name in works if name not in words] == []
 
 
 @pytest.mark.parametrize("rows", [BUILD_FLAGS, CHECKPOINT_FLAGS], ids=["build", "checkpoint"])
 def test_every_flag_of_a_build_that_works_is_read(rows):
     words = read_words(
-        *acting("convert", "build_flags.py", "checkpoint_flags.py"), SRC / "cli" / "build.py"
+        *acting("compat/convert", "build_flags.py", "checkpoint_flags.py"), SRC / "cli" / "build.py"
     )
     assert [row.name for row in working(rows) if row.name not in words] == []
 
@@ -159,7 +157,13 @@ def test_every_flag_of_tritonserver_that_works_is_read():
 )
 def test_every_key_of_a_repository_that_works_is_read(rows):
     words = read_words(
-        *acting("triton", "parameters.py", "part_parameters.py", "engine_args.py", "five_models.py")
+        *acting(
+            "compat/triton",
+            "parameters.py",
+            "part_parameters.py",
+            "engine_args.py",
+            "five_models.py",
+        )
     )
     words |= set(PARALLEL)
     settings = set(ModelConfig.__struct_fields__)

@@ -1,5 +1,5 @@
-"""The client programs of the original systems, under their own flags and with their printed lines.
+"""The client programs of the original systems, with their own flags and printed lines.
 
-Each program is two files: `X_options.py` holds its flags as a dataclass and is free of heavy
-imports, `X.py` has `run(options, say)`, which gives the exit code. They speak the wire only.
+`programs.py` is the table of programs and flags. Each program's module has `run(options, say)`,
+which returns the exit code. The programs use the wire protocols only.
 """

@@ -1,4 +1,4 @@
-"""tritonclient over either wire, its errors in our words."""
+"""gRPC clients of tritonclient, with keys and TLS from the flags, and its errors as ours."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,34 +9,28 @@ import tritonclient.grpc as triton_grpc
 from tritonclient.grpc import InferenceServerClientPlugin
 from tritonclient.utils import InferenceServerException
 
-from loraplex.compat.client.connection_options import GrpcOptions, TlsOptions
-from loraplex.compat.client.flags import check_choice
+from loraplex.compat.flags import Flags
 from loraplex.core.environment import KEY_HINT, client_headers
 from loraplex.core.errors import ConfigError
 
-_COMPRESSIONS = ("none", "deflate", "gzip")
 _NO_KEY = "StatusCode.UNAUTHENTICATED"
+_TLS_FILES = ("root_certificates", "private_key", "certificate_chain")
 
 
 @contextlib.contextmanager
-def grpc_client(options: GrpcOptions) -> Iterator[Any]:
-    """An InferenceServerClient. Raises ConfigError for flags that do not fit and for what the
-    server, or the way to it, raised.
+def grpc_client(url: str, options: Flags | None = None) -> Iterator[Any]:
+    """Open an InferenceServerClient, with TLS if the options of the program request it.
+
+    Raises ConfigError for flags that contradict each other and for errors of the server.
     """
-    tls = _tls(options)
-    if isinstance(options, TlsOptions):
-        check_choice(
-            "--grpc-compression-algorithm",
-            options.grpc_compression_algorithm or "none",
-            _COMPRESSIONS,
-        )
-    with told_errors(options.url), triton_grpc.InferenceServerClient(options.url, **tls) as client:
+    tls = _tls(options) if options else {}
+    with server_errors(url), triton_grpc.InferenceServerClient(url, **tls) as client:
         client.register_plugin(_WithKey())
         yield client
 
 
 class _WithKey(InferenceServerClientPlugin):  # type: ignore[misc]
-    """Every call says who asks, if the environment does."""
+    """Plugin that adds the API key of the environment to every call."""
 
     def __init__(self) -> None:
         self._headers = client_headers()
@@ -46,50 +40,33 @@ class _WithKey(InferenceServerClientPlugin):  # type: ignore[misc]
 
 
 @contextlib.contextmanager
-def told_errors(url: str) -> Iterator[None]:
-    """What a server answers instead of a result becomes a ConfigError."""
+def server_errors(url: str) -> Iterator[None]:
+    """Raise the errors of tritonclient as ConfigErrors."""
     try:
         yield
     except InferenceServerException as error:
-        raise told(error, url) from error
+        raise server_error(error, url) from error
 
 
-def told(error: InferenceServerException, url: str) -> ConfigError:
-    """With the status, where there is one."""
+def server_error(error: InferenceServerException, url: str) -> ConfigError:
+    """Return the error, with its status if it has one."""
     status = error.status()
     text = f"the server at {url} answered: {error.message()}" + (f" ({status})" if status else "")
     return ConfigError(f"{text}; {KEY_HINT}" if status == _NO_KEY else text)
 
 
-def is_cancelled(error: Exception) -> bool:
-    status = error.status() if isinstance(error, InferenceServerException) else None
-    return status is not None and status.endswith("CANCELLED")
-
-
-def compression(options: TlsOptions) -> str | None:
-    """As tritonclient's calls take it."""
-    name = options.grpc_compression_algorithm
-    return None if name == "none" else name
-
-
 def is_decoupled(client: Any, model: str) -> bool:
-    """Whether a model gives any number of answers; then only a stream can take them."""
+    """Return whether a model gives any number of responses, which only a stream can carry."""
     config = client.get_model_config(model).config
     return bool(config.model_transaction_policy.decoupled)
 
 
-def _tls(options: GrpcOptions) -> dict[str, Any]:
-    files = {"root_certificates": options.root_certificates}
-    if isinstance(options, TlsOptions):
-        files |= {
-            "private_key": options.private_key,
-            "certificate_chain": options.certificate_chain,
-        }
-    given = {name: path for name, path in files.items() if path is not None}
-    if given and not options.ssl:
-        flag = next(iter(given)).replace("_", "-")
-        raise ConfigError(f"--{flag} has no effect without --ssl")
+def _tls(options: Flags) -> dict[str, Any]:
+    given = {name: path for name in _TLS_FILES if (path := options.get(name)) is not None}
     for name, path in given.items():
+        flag = f"--{name.replace('_', '-')}"
+        if not options.ssl:
+            raise ConfigError(f"{flag} has no effect without --ssl")
         if not Path(path).is_file():
-            raise ConfigError(f"--{name.replace('_', '-')}: there is no file {path}")
+            raise ConfigError(f"{flag}: there is no file {path}")
     return {"ssl": options.ssl, **given}

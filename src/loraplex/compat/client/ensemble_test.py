@@ -1,7 +1,7 @@
-"""end_to_end_test.py: the models one by one and the ensemble say the same; then, how fast.
+"""end_to_end_test.py: compare the ensemble with its models one by one, then measure it.
 
 The functionality test runs preprocessing, tensorrt_llm and postprocessing by hand and compares
-text, log probabilities and logits with what the ensemble (and tensorrt_llm_bls) answers.
+text, log probabilities and logits with those of the ensemble (and of tensorrt_llm_bls).
 """
 
 import time
@@ -9,24 +9,17 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from loraplex.compat.client.dataset import Sample, read_dataset
-from loraplex.compat.client.ensemble_test_options import EnsembleTestOptions
-from loraplex.compat.client.flags import Say
-from loraplex.compat.client.tensors import Array, row, texts
+from loraplex.compat.client.exchange import requested_names
+from loraplex.compat.client.files import Sample, Say, read_dataset
+from loraplex.compat.client.tensors import Array, flag_tensors, row, text_of, texts
 from loraplex.compat.client.wire import Pending, Wire, open_wire
+from loraplex.compat.flags import Flags
 from loraplex.core.errors import ConfigError
 
 BLS = "tensorrt_llm_bls"
 NUM_WARM_UP = 10
 TOLERANCE = 1e-2
-"""Of logits and log probabilities: batches differ."""
-
-_ASKED = {
-    "return_log_probs": ("cum_log_probs", "output_log_probs"),
-    "return_context_logits": ("context_logits",),
-    "return_generation_logits": ("generation_logits",),
-}
-"""By option and tensor, the outputs that it brings."""
+"""Allowed difference of logits and log probabilities, as batches differ."""
 
 _FROM_PREPROCESSING = {
     "INPUT_ID": "input_ids",
@@ -39,14 +32,12 @@ _FROM_PREPROCESSING = {
 }
 
 
-def run(options: EnsembleTestOptions, say: Say) -> int:
-    """1 if the functionality test fails. Raises ConfigError."""
-    if options.test_llmapi:
-        raise ConfigError("--test-llmapi: the llmapi model is not served; test the ensemble")
+def run(options: Flags, say: Say) -> int:
+    """Return 1 if the functionality test fails. Raises ConfigError."""
+    if options.streaming and options.protocol != "grpc":
+        raise ConfigError("--streaming needs -i grpc")
     samples = read_dataset(options.dataset, options.max_input_len, say)
-    with open_wire(
-        options.protocol, options.url, options.concurrency, is_streamed=_is_streamed(options)
-    ) as wire:
+    with open_wire(options, options.concurrency, is_streamed=options.streaming) as wire:
         say(f"[INFO] Start testing on {len(samples)} prompts.")
         difference = _test_functionality(options, wire, samples, say)
         if difference:
@@ -57,26 +48,15 @@ def run(options: EnsembleTestOptions, say: Say) -> int:
         say("[INFO] Warm up for benchmarking.")
         _measure(options, wire, model, samples[:NUM_WARM_UP])
         say(f"[INFO] Start benchmarking on {len(samples)} prompts.")
-        total, of_requests = _measure(options, wire, model, samples)
+        total, per_request = _measure(options, wire, model, samples)
         say(f"[INFO] Total Latency: {round(total * 1000, 3)} ms")
         if options.protocol == "grpc":
-            say(f"[INFO] Total request latencies: {of_requests * 1000} ms")
+            say(f"[INFO] Total request latencies: {per_request * 1000} ms")
     return 0
 
 
-def _is_streamed(options: EnsembleTestOptions) -> bool:
-    if options.streaming and options.protocol != "grpc":
-        raise ConfigError("--streaming needs -i grpc")
-    return options.streaming
-
-
-# ---------------------------------------------------------------- functionality
-
-
-def _test_functionality(
-    options: EnsembleTestOptions, wire: Wire, samples: Sequence[Sample], say: Say
-) -> str:
-    """What differs first; empty: nothing."""
+def _test_functionality(options: Flags, wire: Wire, samples: Sequence[Sample], say: Say) -> str:
+    """Return the first difference; empty: none."""
     models = [options.model_name, *([BLS] if options.test_bls else [])]
     for sample in samples:
         split = _split(options, wire, sample)
@@ -86,43 +66,35 @@ def _test_functionality(
             if difference:
                 return f"{model} on the prompt {sample.prompt!r}: {difference}"
         if options.verbose:
-            say(f"Response: {_text(split['text_output'])}")
+            say(f"Response: {text_of(split['text_output'])}")
     return ""
 
 
-def _split(options: EnsembleTestOptions, wire: Wire, sample: Sample) -> Mapping[str, Array]:
-    """The outputs of the three models, the text under the ensemble's name."""
-    no_words = texts([""])
-    prepared = wire.submit(
-        "preprocessing",
-        {
-            "QUERY": texts([sample.prompt]),
-            "BAD_WORDS_DICT": no_words,
-            "STOP_WORDS_DICT": no_words,
-            "REQUEST_OUTPUT_LEN": row([sample.num_output_tokens], np.int32),
-        },
-    ).result()
-    tensors = {ours: prepared.outputs[name] for name, ours in _FROM_PREPROCESSING.items()}
-    tensors |= _asked_tensors(options)
-    generated = wire.submit("tensorrt_llm", tensors).result().outputs
-    told = wire.submit(
-        "postprocessing",
-        {
-            "TOKENS_BATCH": generated["output_ids"],
-            "SEQUENCE_LENGTH": generated["sequence_length"],
-        },
-    ).result()
-    return {**generated, "text_output": told.outputs["OUTPUT"]}
+def _split(options: Flags, wire: Wire, sample: Sample) -> Mapping[str, Array]:
+    """Return the outputs of the three models, the text under the ensemble's name."""
+    query = {
+        "QUERY": texts([[sample.prompt]]),
+        "BAD_WORDS_DICT": texts([[""]]),
+        "STOP_WORDS_DICT": texts([[""]]),
+        "REQUEST_OUTPUT_LEN": row([sample.num_output_tokens]),
+    }
+    prepared = wire.submit("preprocessing", query).result().outputs
+    tensors = {ours: prepared[name] for name, ours in _FROM_PREPROCESSING.items()}
+    generated = wire.submit("tensorrt_llm", tensors | flag_tensors(options)).result().outputs
+    tokens = {
+        "TOKENS_BATCH": generated["output_ids"],
+        "SEQUENCE_LENGTH": generated["sequence_length"],
+    }
+    decoded = wire.submit("postprocessing", tokens).result().outputs
+    return {**generated, "text_output": decoded["OUTPUT"]}
 
 
-def _difference(
-    options: EnsembleTestOptions, split: Mapping[str, Array], whole: Mapping[str, Array]
-) -> str:
-    """What the ensemble answers otherwise; empty: nothing."""
-    by_hand, text = _text(split["text_output"]), _text(whole["text_output"])
+def _difference(options: Flags, split: Mapping[str, Array], whole: Mapping[str, Array]) -> str:
+    """Return how the ensemble's outputs differ; empty: not at all."""
+    by_hand, text = text_of(split["text_output"]), text_of(whole["text_output"])
     if by_hand != text:
         return f"the text is {text!r}, and by hand {by_hand!r}"
-    for name in _asked_outputs(options):
+    for name in requested_names(options):
         if name not in whole or name not in split:
             return f"there is no {name}"
         if whole[name].shape != split[name].shape:
@@ -132,46 +104,26 @@ def _difference(
     return ""
 
 
-def _text(output: Array) -> str:
-    return bytes(output.flat[0]).decode(errors="replace")
-
-
-# ---------------------------------------------------------------- tensors
-
-
-def _text_tensors(
-    options: EnsembleTestOptions, sample: Sample, *, is_streamed: bool = False
-) -> dict[str, Array]:
+def _text_tensors(options: Flags, sample: Sample, *, is_streamed: bool = False) -> dict[str, Array]:
     tensors = {
-        "text_input": texts([sample.prompt]),
-        "max_tokens": row([sample.num_output_tokens], np.int32),
-        "bad_words": texts([""]),
-        "stop_words": texts([""]),
+        "text_input": texts([[sample.prompt]]),
+        "max_tokens": row([sample.num_output_tokens]),
+        "bad_words": texts([[""]]),
+        "stop_words": texts([[""]]),
     }
     if is_streamed:
         tensors["stream"] = row([True], np.bool_)
-    return tensors | _asked_tensors(options)
-
-
-def _asked_tensors(options: EnsembleTestOptions) -> dict[str, Array]:
-    return {name: row([True], np.bool_) for name in _ASKED if getattr(options, name)}
-
-
-def _asked_outputs(options: EnsembleTestOptions) -> list[str]:
-    return [name for option, names in _ASKED.items() if getattr(options, option) for name in names]
-
-
-# ---------------------------------------------------------------- speed
+    return tensors | flag_tensors(options)
 
 
 def _measure(
-    options: EnsembleTestOptions, wire: Wire, model: str, samples: Sequence[Sample]
+    options: Flags, wire: Wire, model: str, samples: Sequence[Sample]
 ) -> tuple[float, float]:
-    """(seconds of all together, seconds of every request added up)."""
+    """Return the seconds of all requests together, and the sum of each request's seconds."""
     begin = time.perf_counter()
     pending: list[tuple[float, Pending]] = []
     for sample in samples:
         tensors = _text_tensors(options, sample, is_streamed=options.streaming)
         pending.append((time.perf_counter(), wire.submit(model, tensors)))
-    of_requests = sum(answer.result().end - start for start, answer in pending)
-    return time.perf_counter() - begin, of_requests
+    per_request = sum(response.result().end - start for start, response in pending)
+    return time.perf_counter() - begin, per_request

@@ -1,8 +1,8 @@
-"""e2e_grpc_speculative_decoding_client.py: a draft model guesses, a target model decides.
+"""e2e_grpc_speculative_decoding_client.py: a draft model proposes, a target model decides.
 
-In each round the draft model goes on from what there is, and the target model from the same, with
-the guesses: it answers with those that it agrees to and one token more (or, where it needs no
-guesses, as loraplex, with as many tokens of its own).
+In each round the draft model continues the tokens so far. The target model continues the same
+tokens, with the draft tokens in its request: it returns the draft tokens that it accepts and one
+token more (or, like loraplex, which needs no draft tokens, as many tokens of its own).
 """
 
 import dataclasses
@@ -10,18 +10,17 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from loraplex.compat.client.flags import Say, check_at_least
-from loraplex.compat.client.speculation_options import SpeculationOptions
-from loraplex.compat.client.tensors import Array, row, texts
-from loraplex.compat.client.wire import Wire, open_wire
+from loraplex.compat.client.codec import postprocessing_tensors
+from loraplex.compat.client.files import Say
+from loraplex.compat.client.tensors import Array, flag_tensors, row, text_of, texts
+from loraplex.compat.client.wire import Wire, open_grpc_wire
+from loraplex.compat.flags import Flags, check_at_least
 from loraplex.core.errors import ConfigError
-
-_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Prepared:
-    """What preprocessing gives."""
+    """Output of preprocessing."""
 
     token_ids: list[int]
     words: Mapping[str, Array]
@@ -33,7 +32,7 @@ class _Prepared:
 
     @property
     def stop_words(self) -> Iterator[list[int]]:
-        """Row 0 of the tensor has the ids of all words, row 1 where each ends, then -1."""
+        """Row 0 of the tensor has the ids of all words, row 1 the end of each word, then -1."""
         ids, ends = self.words["stop_words_list"][0].tolist()
         start = 0
         for end in ends:
@@ -42,12 +41,12 @@ class _Prepared:
                 start = end
 
 
-def run(options: SpeculationOptions, say: Say) -> int:
-    """0. Raises ConfigError."""
+def run(options: Flags, say: Say) -> int:
+    """Return 0. Raises ConfigError."""
     check_at_least("--output-len", options.output_len, 1)
     check_at_least("--num-draft-tokens", options.num_draft_tokens, 0)
     if options.beam_width > 1:
-        raise ConfigError(f"--beam-width {options.beam_width}: a beam search cannot be guessed")
+        raise ConfigError(f"--beam-width {options.beam_width}: a beam search takes no draft tokens")
     if (
         options.return_draft_model_draft_logits
         and options.return_target_model_accepted_token_logits
@@ -55,54 +54,44 @@ def run(options: SpeculationOptions, say: Say) -> int:
         raise ConfigError(
             "logits come from the draft model or from the target model, not from both"
         )
-    url_draft = options.url_draft or options.url_target
     with (
-        open_wire("grpc", options.url_target, 1) as target,
-        open_wire("grpc", url_draft, 1) as draft,
+        open_grpc_wire(options.url_target) as target,
+        open_grpc_wire(options.url_draft or options.url_target) as draft,
     ):
-        text = speculate(options, draft, target, options.prompt, say)
+        text = _generate(options, draft, target, say)
     say("Final text:")
     say(f" {text}")
     return 0
 
 
-def speculate(options: SpeculationOptions, draft: Wire, target: Wire, prompt: str, say: Say) -> str:
-    """The prompt and its answer. Raises ConfigError."""
-    tell = say if options.verbose else _nothing
-    prepared = _prepare(options, draft, prompt)
+def _generate(options: Flags, draft: Wire, target: Wire, say: Say) -> str:
+    """Return the prompt and its output. Raises ConfigError."""
+    prepared = _prepare(options, draft)
     token_ids, limit = prepared.token_ids, len(prepared.token_ids) + options.output_len
-    is_over = False
-    while not is_over:
-        guesses = _guess(options, draft, prepared, token_ids, limit - len(token_ids) - 1, tell)
-        decided = _decide(options, target, prepared, token_ids, guesses, tell)
-        is_over = (
+    is_finished = False
+    while not is_finished:
+        drafts = _propose(options, draft, prepared, token_ids, limit - len(token_ids) - 1, say)
+        decided = _decide(options, target, prepared, token_ids, drafts, say)
+        is_finished = (
             len(decided) >= limit
-            or decided in (token_ids, token_ids + guesses)  # the target had nothing to add
+            or decided in (token_ids, token_ids + drafts)  # the target had nothing to add
             or prepared.end_id in decided[len(token_ids) :]
             or any(decided[-len(word) :] == word for word in prepared.stop_words)
         )
         token_ids = decided
-    tensors = {
-        "TOKENS_BATCH": np.array([[token_ids]], np.int32),
-        "SEQUENCE_LENGTH": row([len(token_ids)], np.int32),
-    }
-    told = target.submit(options.postprocessor_model_name, tensors, options.request_id)
-    return bytes(told.result().outputs["OUTPUT"].flat[0]).decode(errors="replace")
+    tensors = postprocessing_tensors(token_ids)
+    pending = target.submit(options.postprocessor_model_name, tensors, options.request_id)
+    return text_of(pending.result().outputs["OUTPUT"])
 
 
-def _prepare(options: SpeculationOptions, wire: Wire, prompt: str) -> _Prepared:
-    tensors = {
-        "QUERY": texts([prompt]),
-        "REQUEST_OUTPUT_LEN": row([options.output_len], np.int32),
-    }
-    if options.bad_words:
-        tensors["BAD_WORDS_DICT"] = texts(options.bad_words)
-    if options.stop_words:
-        tensors["STOP_WORDS_DICT"] = texts(options.stop_words)
-    if options.end_id is not None:
-        tensors["END_ID"] = row([options.end_id], np.int32)
-    if options.pad_id is not None:
-        tensors["PAD_ID"] = row([options.pad_id], np.int32)
+def _prepare(options: Flags, wire: Wire) -> _Prepared:
+    tensors = {"QUERY": texts([[options.prompt]]), "REQUEST_OUTPUT_LEN": row([options.output_len])}
+    for name, words in (("BAD", options.bad_words), ("STOP", options.stop_words)):
+        if words:
+            tensors[f"{name}_WORDS_DICT"] = texts([words])
+    for name, token_id in (("END_ID", options.end_id), ("PAD_ID", options.pad_id)):
+        if token_id is not None:
+            tensors[name] = row([token_id])
     pending = wire.submit(options.preprocessor_model_name, tensors, options.request_id)
     outputs = pending.result().outputs
     return _Prepared(
@@ -116,74 +105,76 @@ def _prepare(options: SpeculationOptions, wire: Wire, prompt: str) -> _Prepared:
     )
 
 
-def _guess(
-    options: SpeculationOptions,
+def _propose(
+    options: Flags,
     wire: Wire,
     prepared: _Prepared,
     token_ids: Sequence[int],
-    room: int,
-    tell: Say,
+    max_tokens: int,
+    say: Say,
 ) -> list[int]:
-    """At most as many as there is room for; the target adds one."""
-    num = min(options.num_draft_tokens, room)
-    if num <= 0:
+    """Return the draft tokens of a round."""
+    num_tokens = min(options.num_draft_tokens, max_tokens)
+    if num_tokens <= 0:
         return []
-    tensors = _tensors(options, prepared, token_ids, num)
-    if options.return_draft_model_draft_logits:
-        tensors["return_generation_logits"] = row([True], np.bool_)
+    returns_logits = options.return_draft_model_draft_logits
+    tensors = _tensors(options, prepared, token_ids, num_tokens, returns_logits)
     model = options.draft_tensorrt_llm_model_name
     outputs = wire.submit(model, tensors, options.request_id).result().outputs
-    guesses = _token_ids(outputs, token_ids, model)[len(token_ids) :]
-    tell(f"draft_tokens: {guesses}")
-    if options.return_draft_model_draft_logits:
-        tell(f"draft model draft tokens' logits: {outputs['generation_logits'].shape}")
-    return guesses
+    drafts = _token_ids(outputs, token_ids, model)[len(token_ids) :]
+    if options.verbose:
+        say(f"draft_tokens: {drafts}")
+        if returns_logits:
+            say(f"draft model draft tokens' logits: {outputs['generation_logits'].shape}")
+    return drafts
 
 
 def _decide(
-    options: SpeculationOptions,
+    options: Flags,
     wire: Wire,
     prepared: _Prepared,
     token_ids: Sequence[int],
-    guesses: Sequence[int],
-    tell: Say,
+    drafts: Sequence[int],
+    say: Say,
 ) -> list[int]:
-    """All that there is then."""
-    tensors = _tensors(options, prepared, token_ids, len(guesses) + 1)
-    if guesses:
-        tensors["draft_input_ids"] = row(guesses, np.int32)
-    if options.return_target_model_accepted_token_logits:
-        tensors["return_generation_logits"] = row([True], np.bool_)
+    """Return all tokens after a round."""
+    returns_logits = options.return_target_model_accepted_token_logits
+    tensors = _tensors(options, prepared, token_ids, len(drafts) + 1, returns_logits)
+    if drafts:
+        tensors["draft_input_ids"] = row(drafts)
     model = options.target_tensorrt_llm_model_name
     outputs = wire.submit(model, tensors, options.request_id).result().outputs
     decided = _token_ids(outputs, token_ids, model)
-    tell(f"Target model output_ids: {decided}")
-    if options.return_target_model_accepted_token_logits:
-        tell(f"target model accepted tokens' logits: {outputs['generation_logits'].shape}")
+    if options.verbose:
+        say(f"Target model output_ids: {decided}")
+        if returns_logits:
+            say(f"target model accepted tokens' logits: {outputs['generation_logits'].shape}")
     return decided
 
 
 def _tensors(
-    options: SpeculationOptions, prepared: _Prepared, token_ids: Sequence[int], num_new: int
+    options: Flags,
+    prepared: _Prepared,
+    token_ids: Sequence[int],
+    num_tokens: int,
+    returns_logits: bool,
 ) -> dict[str, Array]:
     tensors = {
-        "input_ids": row(token_ids, np.int32),
-        "input_lengths": row([len(token_ids)], np.int32),
-        "request_output_len": row([num_new], np.int32),
-        "beam_width": row([options.beam_width], np.int32),
-        "temperature": row([options.temperature], np.float32),
-        # Unless told, a server lets no answer begin with its end; but only the first round begins.
-        "min_tokens": row([token_ids == prepared.token_ids], np.int32),
+        "input_ids": row(token_ids),
+        "input_lengths": row([len(token_ids)]),
+        "request_output_len": row([num_tokens]),
+        # By default a server lets no output begin with its end; but only the first round begins.
+        "min_tokens": row([token_ids == prepared.token_ids]),
         **prepared.words,
+        **flag_tensors(options),
     }
-    for name in _PENALTIES:
-        if (value := getattr(options, name)) is not None:
-            tensors[name] = row([value], np.float32)
+    if returns_logits:
+        tensors["return_generation_logits"] = row([True], np.bool_)
     return tensors
 
 
 def _token_ids(outputs: Mapping[str, Array], before: Sequence[int], model: str) -> list[int]:
-    """Prompt and answer. Raises ConfigError for a model that leaves the prompt out."""
+    """Return prompt and output. Raises ConfigError for a model that leaves the prompt out."""
     length = int(outputs["sequence_length"].flat[0])
     token_ids: list[int] = outputs["output_ids"].reshape(-1)[:length].tolist()
     if token_ids[: len(before)] != list(before):
@@ -192,7 +183,3 @@ def _token_ids(outputs: Mapping[str, Array], before: Sequence[int], model: str) 
             "exclude_input_in_output"
         )
     return token_ids
-
-
-def _nothing(line: str) -> None:
-    del line

@@ -1,60 +1,76 @@
-"""Input tensors for tritonclient, of either wire."""
+"""Input tensors of requests: from values, from a program's flags, and for tritonclient."""
 
 from collections.abc import Mapping, Sequence
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import tritonclient.grpc as triton_grpc
 from tritonclient.utils import np_to_triton_dtype
+
+from loraplex.compat.flags import Flags
 
 Array = npt.NDArray[Any]
 
 BFLOAT16_BITS = np.dtype("V2")
-"""How NumPy holds what it has no type for: raw elements of two bytes."""
+"""NumPy's type for elements of two bytes without a meaning: it has no bfloat16."""
 
 
-def inputs(module: ModuleType, arrays: Mapping[str, Array]) -> list[Any]:
-    """`module` is tritonclient.grpc or tritonclient.http: their tensors have one interface."""
-    return [_input(module, name, array) for name, array in arrays.items()]
+def inputs(arrays: Mapping[str, Array]) -> list[Any]:
+    """Return the arrays as tritonclient's inputs."""
+    return [_input(name, array) for name, array in arrays.items()]
 
 
-def row(values: Sequence[Any], dtype: Any) -> Array:
-    """[1, len(values)]: one element of a batch."""
+def row(values: Sequence[Any], dtype: Any = np.int32) -> Array:
+    """Return [1, len(values)]: one element of a batch."""
     return np.array([values], dtype=dtype)
 
 
-def texts(values: Sequence[str]) -> Array:
-    """[1, len(values)], as BYTES."""
-    array = np.empty((1, len(values)), dtype=object)
-    array[0, :] = [value.encode() for value in values]
+def texts(rows: Sequence[Sequence[str]]) -> Array:
+    """Return BYTES of the shape [rows, words]."""
+    array = np.empty((len(rows), len(rows[0])), dtype=object)
+    for at, words in enumerate(rows):
+        array[at, :] = [word.encode() for word in words]
     return array
 
 
+def flag_tensors(options: Flags, num_rows: int = 1) -> dict[str, Array]:
+    """Return the tensors of the flags that have one, equal for each row of the batch.
+
+    A flag without a value (None, an empty list, a switch that is off) sends none.
+    """
+    tensors = {}
+    for flag in options.rows:
+        value = options.get(flag.key)
+        if not flag.tensor or value is None or value is False or value in ((), []):
+            continue
+        dtype, _, name = flag.tensor.partition(" ")
+        values = value if isinstance(value, list | tuple) else [value]
+        rows = [values] * num_rows
+        tensors[name or flag.key] = texts(rows) if dtype == "object" else np.array(rows, dtype)
+    return tensors
+
+
 def bfloat16_bits(values: Array) -> Array:
-    """Rounded to nearest, ties to even; infinities and NaN stay what they are."""
+    """Round to bfloat16, to nearest with ties to even; infinities and NaN stay what they are."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     quiet = np.where(np.isnan(values), (bits >> 16) | 0x40, rounded)
     return quiet.astype(np.uint16).view(BFLOAT16_BITS)
 
 
-def _input(module: ModuleType, name: str, array: Array) -> Any:
-    if array.dtype == BFLOAT16_BITS:
-        return _bfloat16_input(module, name, array)
-    tensor = module.InferInput(name, array.shape, np_to_triton_dtype(array.dtype))
-    tensor.set_data_from_numpy(array)
-    return tensor
+def text_of(output: Array) -> str:
+    """Return the first element of BYTES as text."""
+    return bytes(output.flat[0]).decode(errors="replace")
 
 
-def _bfloat16_input(module: ModuleType, name: str, bits: Array) -> Any:
-    """Versions of tritonclient do not agree on what array they take for BF16, so it is made as
-    the other type of two bytes and renamed.
-    """
-    tensor = module.InferInput(name, bits.shape, "FP16")
-    tensor.set_data_from_numpy(np.ascontiguousarray(bits).view(np.float16))
-    if hasattr(tensor, "_input"):
-        tensor._input.datatype = "BF16"  # gRPC's holds its protobuf message
-    else:
-        tensor._datatype = "BF16"
+def _input(name: str, array: Array) -> Any:
+    # Versions of tritonclient disagree about the array type for BF16, so the tensor is made as
+    # FP16, which has as many bytes, and renamed in its protobuf message.
+    is_bfloat16 = array.dtype == BFLOAT16_BITS
+    content = np.ascontiguousarray(array).view(np.float16) if is_bfloat16 else array
+    tensor = triton_grpc.InferInput(name, content.shape, np_to_triton_dtype(content.dtype))
+    tensor.set_data_from_numpy(content)
+    if is_bfloat16:
+        tensor._input.datatype = "BF16"
     return tensor

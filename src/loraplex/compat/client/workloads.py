@@ -1,24 +1,21 @@
-"""What the core benchmark sends: token ids and lengths, from a data set or from a distribution."""
+"""The core benchmark's requests: token ids and lengths, from a data set or from a distribution."""
 
 import dataclasses
 import itertools
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 
-from loraplex.compat.client.benchmark_options import BenchmarkOptions
-from loraplex.compat.client.codec import FolderCodec
-from loraplex.compat.client.dataset import read_dataset
-from loraplex.compat.client.flags import Say, check_at_least, check_choice
+from loraplex.compat.client.codec import Encoded, FolderCodec
+from loraplex.compat.client.files import Say, read_dataset
+from loraplex.compat.flags import Flags, check_at_least
 from loraplex.core.errors import ConfigError
 
 WORKLOADS = ("dataset", "token-norm-dist", "token-from-histogram")
-DELAYS = ("constant", "exponential_dist")
 
 FIRST_RANDOM_ID = 10
-"""Below are ids with a meaning, in many vocabularies. The original drew from all of int32."""
+"""Many vocabularies have special tokens below it. The original drew from all of int32."""
 RANDOM_END_ID, RANDOM_PAD_ID = 1, 0
-"""Where no tokenizer says them."""
 
 HISTOGRAMS = {
     "example": (
@@ -26,43 +23,47 @@ HISTOGRAMS = {
         {8: 6, 32: 12, 64: 8, 128: 4, 256: 2},
     )
 }
-"""By key, how often which input and output length comes."""
-
-
-_T = TypeVar("_T")
+"""Frequencies of the input and output lengths, by key."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenRequest:
-    token_ids: list[int]
+    prompt: Encoded
     num_output_tokens: int
-    end_id: int = RANDOM_END_ID
-    pad_id: int = RANDOM_PAD_ID
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.prompt.token_ids
 
 
-def token_requests(options: BenchmarkOptions, say: Say) -> list[TokenRequest]:
-    """As many as --num-requests; a data set has at most those that it has. Raises ConfigError."""
+def token_requests(options: Flags, say: Say) -> list[TokenRequest]:
+    """Return --num-requests requests, or those of a smaller data set. Raises ConfigError."""
     workload = options.workload.replace("_", "-")
-    check_choice("the workload", workload, WORKLOADS)
+    if workload not in WORKLOADS:
+        raise ConfigError(
+            f"the workload must be one of {', '.join(WORKLOADS)}, got {options.workload!r}"
+        )
     check_at_least("--num-requests", options.num_requests, 1)
     if workload == "dataset":
         return _from_dataset(options, say)
     check_at_least("--vocab-size", options.vocab_size, FIRST_RANDOM_ID + 1)
     rng = np.random.default_rng(options.seed)
-    if workload == "token-norm-dist":
-        inputs, outputs = _normal_lengths(options, rng)
-    else:
-        inputs, outputs = _histogram_lengths(options, rng)
+    lengths = _normal_lengths if workload == "token-norm-dist" else _histogram_lengths
+    inputs, outputs = lengths(options, rng)
+
+    def random_prompt(length: int) -> Encoded:
+        token_ids = rng.integers(FIRST_RANDOM_ID, options.vocab_size, length).tolist()
+        return Encoded(token_ids, RANDOM_END_ID, RANDOM_PAD_ID)
+
     return [
-        TokenRequest(rng.integers(FIRST_RANDOM_ID, options.vocab_size, i).tolist(), o)
-        for i, o in zip(inputs, outputs, strict=True)
-        if options.max_input_len is None or i <= options.max_input_len
+        TokenRequest(random_prompt(num_input), num_output)
+        for num_input, num_output in zip(inputs, outputs, strict=True)
+        if options.max_input_len is None or num_input <= options.max_input_len
     ]
 
 
-def delays(options: BenchmarkOptions, num_requests: int) -> list[float]:
-    """Seconds to wait before each request. Raises ConfigError."""
-    check_choice("--time-delay-dist", options.time_delay_dist, DELAYS)
+def delays(options: Flags, num_requests: int) -> list[float]:
+    """Return the seconds to wait before each request. Raises ConfigError."""
     if options.request_rate == -1:
         return [0.0] * num_requests
     if options.request_rate <= 0:
@@ -73,46 +74,35 @@ def delays(options: BenchmarkOptions, num_requests: int) -> list[float]:
     if options.time_delay_dist == "constant":
         return [mean] * num_requests
     rng = np.random.default_rng(options.seed)
-    return [float(delay) for delay in rng.exponential(mean, num_requests)]
+    return list(map(float, rng.exponential(mean, num_requests)))
 
 
-def _from_dataset(options: BenchmarkOptions, say: Say) -> list[TokenRequest]:
-    path = _given("--dataset", options.dataset)
-    codec = FolderCodec(_given("--tokenizer-dir", options.tokenizer_dir))
+def _from_dataset(options: Flags, say: Say) -> list[TokenRequest]:
+    path, folder = _given(options, "dataset"), _given(options, "tokenizer_dir")
+    codec = FolderCodec(folder)
     samples = read_dataset(path, options.max_input_len, say, options.op_tokens_per_word)
-    requests = []
-    num_tokens = num_words = 0
-    for sample in itertools.islice(samples, options.num_requests):
-        prompt = codec.encode(sample.prompt)
-        num_tokens += len(prompt.token_ids)
-        num_words += len(sample.prompt.split())
-        requests.append(
-            TokenRequest(prompt.token_ids, sample.num_output_tokens, prompt.end_id, prompt.pad_id)
-        )
+    samples = list(itertools.islice(samples, options.num_requests))
+    requests = [TokenRequest(codec.encode(s.prompt), s.num_output_tokens) for s in samples]
+    num_tokens = sum(len(request.token_ids) for request in requests)
+    num_words = sum(len(sample.prompt.split()) for sample in samples)
     say(f"Tokenizer: Tokens per word =  {round(num_tokens / max(num_words, 1), 3)}")
     return requests
 
 
-def _normal_lengths(
-    options: BenchmarkOptions, rng: np.random.Generator
-) -> tuple[list[int], list[int]]:
-    def lengths(name: str, mean: int | None, stdev: int | None) -> list[int]:
-        center, width = _given(f"--{name}-mean", mean), _given(f"--{name}-stdev", stdev)
-        check_at_least(f"--{name}-stdev", width, 0)
-        drawn = np.ceil(rng.normal(center, width, options.num_requests))
+def _normal_lengths(options: Flags, rng: np.random.Generator) -> tuple[list[int], list[int]]:
+    def lengths(mean_key: str, deviation_key: str) -> list[int]:
+        mean, deviation = _given(options, mean_key), _given(options, deviation_key)
+        check_at_least(_spelling(deviation_key), deviation, 0)
+        drawn = np.ceil(rng.normal(mean, deviation, options.num_requests))
         return [max(1, int(length)) for length in drawn]
 
-    return (
-        lengths("input", options.input_mean, options.input_stdev),
-        lengths("output", options.output_mean, options.output_stdev),
-    )
+    return lengths("input_mean", "input_stdev"), lengths("output_mean", "output_stdev")
 
 
-def _histogram_lengths(
-    options: BenchmarkOptions, rng: np.random.Generator
-) -> tuple[list[int], list[int]]:
-    key = _given("--histogram-key", options.histogram_key)
-    check_choice("--histogram-key", key, tuple(HISTOGRAMS))
+def _histogram_lengths(options: Flags, rng: np.random.Generator) -> tuple[list[int], list[int]]:
+    key = _given(options, "histogram_key")
+    if key not in HISTOGRAMS:
+        raise ConfigError(f"--histogram-key must be one of {', '.join(HISTOGRAMS)}, got {key!r}")
 
     def drawn(counts: dict[int, int]) -> list[int]:
         shares = np.array(list(counts.values()), np.float64) / sum(counts.values())
@@ -123,7 +113,12 @@ def _histogram_lengths(
     return drawn(inputs), drawn(outputs)
 
 
-def _given(name: str, value: _T | None) -> _T:
+def _given(options: Flags, key: str) -> Any:
+    value = options.get(key)
     if value is None:
-        raise ConfigError(f"this workload needs {name}")
+        raise ConfigError(f"this workload needs {_spelling(key)}")
     return value
+
+
+def _spelling(key: str) -> str:
+    return f"--{key.replace('_', '-')}"

@@ -10,7 +10,7 @@ from loraplex.compat.convert.checkpoint_flags import (
     PRECISION,
     SOURCES,
 )
-from loraplex.compat.convert.flags import FlagKind, FlagRow, FlagSection, here, ignored, refused
+from loraplex.compat.flags import FlagKind, FlagRow, FlagSection, here, ignored, refused
 
 _TEXT, _WHOLE, _NUMBER = FlagKind.TEXT, FlagKind.WHOLE, FlagKind.NUMBER
 _SWITCH, _PLUGIN, _TEXTS = FlagKind.SWITCH, FlagKind.PLUGIN, FlagKind.TEXTS

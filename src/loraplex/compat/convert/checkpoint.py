@@ -9,7 +9,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from loraplex.compat.convert.flags import Flags
 from loraplex.compat.convert.model_files import (
     copy_text_files,
     find_model,
@@ -19,6 +18,7 @@ from loraplex.compat.convert.model_files import (
     write_weights,
 )
 from loraplex.compat.convert.pretrained import pretrained_config
+from loraplex.compat.flags import Flags
 from loraplex.core.errors import ConfigError
 from loraplex.core.version import __version__
 from loraplex.models.engine_folder import CONFIG_NAME, FORMAT, OUR_TABLE, source_model

@@ -5,7 +5,7 @@ Several families have their own script; the table has the flags of Llama's and G
 
 from typing import Final
 
-from loraplex.compat.convert.flags import FlagKind, FlagRow, here, ignored, refused
+from loraplex.compat.flags import FlagKind, FlagRow, here, ignored, refused
 
 _TEXT, _WHOLE, _NUMBER = FlagKind.TEXT, FlagKind.WHOLE, FlagKind.NUMBER
 _SWITCH, _TEXTS = FlagKind.SWITCH, FlagKind.TEXTS

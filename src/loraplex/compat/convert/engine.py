@@ -18,7 +18,6 @@ from loraplex.adapters.staged import StagingLimits
 from loraplex.compat.convert.adapters import read_peft
 from loraplex.compat.convert.build_settings import build_config, with_build_config
 from loraplex.compat.convert.checkpoint import ModelChoices, model_choices
-from loraplex.compat.convert.flags import Flags
 from loraplex.compat.convert.model_files import (
     TORCH_DTYPES,
     copy_text_files,
@@ -28,6 +27,7 @@ from loraplex.compat.convert.model_files import (
     write_json,
     write_weights,
 )
+from loraplex.compat.flags import Flags
 from loraplex.core.errors import ConfigError
 from loraplex.core.version import __version__
 from loraplex.core.weight_precision import WeightPrecision

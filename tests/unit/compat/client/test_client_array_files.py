@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
-from loraplex.compat.client.array_files import read_lora_pair, read_prompt_table, read_token_ids
+from loraplex.compat.client.files import read_lora_pair, read_prompt_table, read_token_ids
 from loraplex.compat.client.tensors import BFLOAT16_BITS, bfloat16_bits
 from loraplex.core.errors import ConfigError
 
@@ -22,20 +22,20 @@ def write_pair(folder, weights=None, config=None, config_name="model.lora_config
 
 @pytest.mark.parametrize("config_name", ["model.lora_config.npy", "model.lora_keys.npy"])
 def test_a_pair(tmp_path, config_name):
-    weights, config = read_lora_pair(write_pair(tmp_path, config_name=config_name))
+    weights, config = read_lora_pair(write_pair(tmp_path, config_name=config_name)).values()
     assert (weights.shape, weights.dtype) == ((1, 2, 8), np.float16)
     assert (config.shape, config.dtype) == ((1, 2, 3), np.int32)
 
 
 def test_a_batch_dimension_is_added(tmp_path):
     folder = write_pair(tmp_path, np.ones((2, 8), np.float32), np.ones((2, 4), np.int64))
-    weights, config = read_lora_pair(folder)
+    weights, config = read_lora_pair(folder).values()
     assert (weights.shape, config.shape, config.dtype) == ((1, 2, 8), (1, 2, 4), np.int32)
 
 
 def test_bfloat16_stays_raw(tmp_path):
     folder = write_pair(tmp_path, np.zeros((1, 2, 8), np.uint16).view("V2"))
-    assert read_lora_pair(folder)[0].dtype == BFLOAT16_BITS
+    assert read_lora_pair(folder)["lora_weights"].dtype == BFLOAT16_BITS
 
 
 @pytest.mark.parametrize(

@@ -5,29 +5,35 @@ import json
 
 import pytest
 
-from loraplex.compat.client.benchmark_figures import TimedRequest, figures_of, write_perfetto
-from loraplex.compat.client.benchmark_options import BenchmarkOptions
-from loraplex.compat.client.dataset import NO_OUTPUT_TOKENS, read_dataset
-from loraplex.compat.client.table import table
+from loraplex.compat.client.figures import (
+    TimedRequest,
+    figure_table,
+    figures_of,
+    write_csv,
+    write_perfetto,
+)
+from loraplex.compat.client.files import NO_OUTPUT_TOKENS, read_dataset
+from loraplex.compat.client.programs import BENCHMARK_FLAGS
 from loraplex.compat.client.workloads import delays, token_requests
 from loraplex.core.errors import ConfigError
 from loraplex.demo import BASE_PATH
+from support.program_options import program_options
 
 NORMAL = {"input_mean": 20, "input_stdev": 4, "output_mean": 6, "output_stdev": 0}
 
 
 def options(workload="token-norm-dist", **given):
-    return BenchmarkOptions(workload=workload, **given)
+    return program_options(BENCHMARK_FLAGS, workload=workload, **given)
 
 
 def test_the_table_of_the_founding_example():
-    rows = [
-        ("Requests/Sec", "188.09"),
-        ("OP tokens/sec", "3857.66"),
-        ("Avg. IP tokens per request", "128.53"),
-        ("Total latency (ms)", "26582.72"),
-    ]
-    assert table(("Stat", "Value"), rows) == [
+    figures = {
+        "Requests/Sec": 188.09,
+        "OP tokens/sec": 3857.66,
+        "Avg. IP tokens per request": 128.53,
+        "Total latency (ms)": 26582.72,
+    }
+    assert figure_table(figures) == [
         "+----------------------------+----------+",
         "|            Stat            |  Value   |",
         "+----------------------------+----------+",
@@ -48,14 +54,14 @@ def timed(*latencies_ms, start=100.0):
 
 def test_figures():
     figures = figures_of(timed(*([100.0] * 10), 1000.0))
-    assert figures.total_latency_ms == pytest.approx(11_000)
-    assert figures.requests_per_second == pytest.approx(1)
-    assert figures.output_tokens_per_second == pytest.approx(4)
-    assert figures.average_latency_ms == pytest.approx(2000 / 11)
-    assert figures.p99_latency_ms == pytest.approx(1000)
-    assert figures.p90_latency_ms == pytest.approx(100)
-    assert figures.average_in_flight == pytest.approx(2 / 11)
-    assert [line.split("|")[1].strip() for line in figures.lines()[3:-1]] == [
+    assert figures["Total latency (ms)"] == pytest.approx(11_000)
+    assert figures["Requests/Sec"] == pytest.approx(1)
+    assert figures["OP tokens/sec"] == pytest.approx(4)
+    assert figures["Avg. latency (ms)"] == pytest.approx(2000 / 11)
+    assert figures["P99 latency (ms)"] == pytest.approx(1000)
+    assert figures["P90 latency (ms)"] == pytest.approx(100)
+    assert figures["Avg. InFlight requests"] == pytest.approx(2 / 11)
+    assert [line.split("|")[1].strip() for line in figure_table(figures)[3:-1]] == [
         "Requests/Sec",
         "OP tokens/sec",
         "Avg. latency (ms)",
@@ -70,7 +76,7 @@ def test_figures():
 
 def test_figures_as_files(tmp_path):
     requests = timed(100.0, 50.0)
-    figures_of(requests).write_csv(str(tmp_path / "stats.csv"))
+    write_csv(figures_of(requests), str(tmp_path / "stats.csv"))
     header, row = csv.reader((tmp_path / "stats.csv").read_text().splitlines())
     assert header[0] == "Requests/Sec"
     assert header[-1] == "Total requests"
@@ -118,7 +124,7 @@ def test_a_data_set_as_tokens(tmp_path):
         options("dataset", dataset=path, tokenizer_dir=str(BASE_PATH)), lines.append
     )
     assert (request.token_ids[0], request.num_output_tokens) == (1, 5)
-    assert (request.end_id, request.pad_id) == (2, 0)
+    assert (request.prompt.end_id, request.prompt.pad_id) == (2, 0)
     assert lines[-1].startswith("Tokenizer: Tokens per word = ")
 
 

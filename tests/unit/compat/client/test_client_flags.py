@@ -1,9 +1,8 @@
-"""Commands made from option classes: spellings, lists, exit codes; and the flags of each program.
+"""Commands of client programs: spellings, lists, exit codes; and the flags of each program.
 
 What argparse took from a user of the original programs must be taken here.
 """
 
-import dataclasses
 import sys
 from types import ModuleType
 
@@ -11,34 +10,37 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from loraplex.cli.client import PROGRAMS, app
-from loraplex.cli.client_flags import AnySpelling, command_of
-from loraplex.compat.client.benchmark_options import BenchmarkOptions
-from loraplex.compat.client.ensemble_test_options import EnsembleTestOptions
-from loraplex.compat.client.flags import FLAG, argument, flag
-from loraplex.compat.client.speculation_options import SpeculationOptions
-from loraplex.compat.client.text_options import TextOptions
-from loraplex.compat.client.token_options import TokenOptions
-from loraplex.compat.client.vllm_options import VllmOptions
+from loraplex.cli import client
+from loraplex.compat.client.programs import (
+    BENCHMARK_FLAGS,
+    ENSEMBLE_TEST_FLAGS,
+    PROGRAMS,
+    SPECULATION_FLAGS,
+    TEXT_FLAGS,
+    TOKEN_FLAGS,
+    VLLM_FLAGS,
+    Program,
+)
+from loraplex.compat.flags import REQUIRED, FlagKind, here
 from loraplex.core.errors import ConfigError
+from support.program_options import program_options
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    place: str = argument(help="Where.")
-    some_text: str = flag("-t", "--some-text", help="A text.", default="none")
-    top_p: float = flag("--top-p", help="A number.", default=0.0)
-    stop_words: tuple[str, ...] = flag("--stop-words", help="Words.", default=())
-    weights: tuple[float, ...] = flag("--weights", help="Numbers.", default=())
-    is_on: bool = flag("--is-on", help="A switch.", default=False)
-    limit: int | None = flag("--limit", help="May be none.", default=None)
+ROWS = (
+    here("place", FlagKind.TEXT, "Where.", default=REQUIRED, is_positional=True),
+    here("some-text", FlagKind.TEXT, "A text.", "t", default="none"),
+    here("top-p", FlagKind.NUMBER, "A number.", default=0.0),
+    here("stop-words", FlagKind.TEXTS, "Words.", default=()),
+    here("weights", FlagKind.NUMBERS, "Numbers.", default=()),
+    here("is-on", FlagKind.BARE, "A switch.", default=False),
+    here("limit", FlagKind.WHOLE, "May be none.", default=None),
+)
 
 
 @pytest.fixture
 def ran(monkeypatch):
     """Runs the command; its result and the options that the program got."""
-    program = ModuleType("planted_program")
-    monkeypatch.setitem(sys.modules, "planted_program", program)
+    program = ModuleType("loraplex.compat.client.planted_program")
+    monkeypatch.setitem(sys.modules, program.__name__, program)
 
     def run(*args: str, code: int = 0, error: Exception | None = None):
         seen = []
@@ -52,7 +54,7 @@ def ran(monkeypatch):
 
         program.run = of_program
         planted = typer.Typer()
-        planted.command(cls=AnySpelling)(command_of(Options, "planted_program"))
+        client.add_program(planted, Program("planted", ROWS, "planted_program", "Runs", "x.py"))
         result = CliRunner().invoke(planted, list(args))
         return result, seen[0] if seen else None
 
@@ -63,7 +65,7 @@ def test_defaults(ran):
     result, options = ran("here")
     assert result.exit_code == 0
     assert result.stdout == "a line\n"
-    assert options == Options(place="here")
+    assert options == program_options(ROWS, place="here")
 
 
 @pytest.mark.parametrize(
@@ -76,13 +78,15 @@ def test_defaults(ran):
 )
 def test_spellings_and_places(ran, args):
     _, options = ran(*args)
-    assert options == Options(place="here", some_text="a", top_p=0.5, is_on=True, limit=3)
+    assert options == program_options(
+        ROWS, place="here", some_text="a", top_p=0.5, is_on=True, limit=3
+    )
 
 
 def test_values_keep_their_underscores_and_hyphens(ran):
     _, options = ran("a_b", "--some-text=--top_p", "--stop-words", "x_y", "--is-on")
     assert (options.place, options.some_text) == ("a_b", "--top_p")
-    assert options.stop_words == ("x_y",)
+    assert options.stop_words == ["x_y"]
 
 
 def test_a_value_that_looks_like_a_flag(ran):
@@ -93,14 +97,14 @@ def test_a_value_that_looks_like_a_flag(ran):
 
 def test_lists_take_values_up_to_the_next_flag(ran):
     _, options = ran("here", "--stop-words", "a", "b c", "--weights", "-1", "-.5", "2", "--is-on")
-    assert options.stop_words == ("a", "b c")
-    assert options.weights == (-1.0, -0.5, 2.0)
+    assert options.stop_words == ["a", "b c"]
+    assert options.weights == [-1.0, -0.5, 2.0]
     assert options.is_on
 
 
 def test_lists_by_repetition(ran):
     _, options = ran("--stop-words", "a", "--stop_words=b", "--top-p", "1", "here")
-    assert options.stop_words == ("a", "b")
+    assert options.stop_words == ["a", "b"]
 
 
 def test_what_follows_two_hyphens_is_no_flag(ran):
@@ -145,7 +149,7 @@ def names(text: str) -> set[str]:
 
 
 FLAGS = {
-    TokenOptions: GRPC
+    TOKEN_FLAGS: GRPC
     | TLS
     | PENALTIES
     | ASKED
@@ -158,7 +162,7 @@ FLAGS = {
         "--exclude-input-in-output;--return-perf-metrics;--top-k;--top-p;--requested-outputs;"
         "--model-name;--prompt-table-extra-id;--vocab-size;--lookahead-config"
     ),
-    TextOptions: GRPC
+    TEXT_FLAGS: GRPC
     | PENALTIES
     | ASKED
     | names(
@@ -169,13 +173,13 @@ FLAGS = {
         "--lora-path;--lora-task-id;--exclude-input-in-output;--guided-decoding-guide-type;"
         "--guided-decoding-guide"
     ),
-    EnsembleTestOptions: GRPC
+    ENSEMBLE_TEST_FLAGS: GRPC
     | ASKED
     | names(
         "-i --protocol;-c --concurrency;--max-input-len;--dataset;--test-bls;--test-llmapi;"
         "--model-name;--streaming;--output-config;--sampling-params"
     ),
-    BenchmarkOptions: GRPC
+    BENCHMARK_FLAGS: GRPC
     | names(
         "-i --protocol;--decoupled;-t --stream-timeout;--tensorrt-llm-model-name;-c --concurrency;"
         "--max-input-len;--request-rate;--time-delay-dist;--dump-perfetto-trace;--op-stats-csv;"
@@ -184,7 +188,7 @@ FLAGS = {
         "--tokenizer-type;--op-tokens-per-word;--input-mean;--input-stdev;--output-mean;"
         "--output-stdev;--histogram-key"
     ),
-    VllmOptions: GRPC
+    VLLM_FLAGS: GRPC
     | names(
         "-m --model;-t --stream-timeout;--offset;--input-prompts;--results-file;--iterations;"
         "-s --streaming-mode;--exclude-inputs-in-outputs;-l --lora-name"
@@ -193,7 +197,7 @@ FLAGS = {
 """Of the originals, with their short names."""
 
 DEFAULTS = {
-    TokenOptions: {
+    TOKEN_FLAGS: {
         "url": "localhost:8001",
         "text": "Born in north-east France, Soyer trained as a",
         "end_id": -1,
@@ -208,8 +212,8 @@ DEFAULTS = {
         "correctness_threshold": 1.0,
         "lora_task_id": None,
     },
-    TextOptions: {"model_name": "ensemble", "output_len": 100, "temperature": 1.0},
-    SpeculationOptions: {
+    TEXT_FLAGS: {"model_name": "ensemble", "output_len": 100, "temperature": 1.0},
+    SPECULATION_FLAGS: {
         "url_draft": None,
         "draft_tensorrt_llm_model_name": "tensorrt_llm",
         "preprocessor_model_name": "preprocessing",
@@ -217,8 +221,8 @@ DEFAULTS = {
         "num_draft_tokens": 5,
         "request_id": "1",
     },
-    EnsembleTestOptions: {"protocol": "http", "concurrency": 128, "max_input_len": None},
-    BenchmarkOptions: {
+    ENSEMBLE_TEST_FLAGS: {"protocol": "http", "concurrency": 128, "max_input_len": None},
+    BENCHMARK_FLAGS: {
         "protocol": "http",
         "concurrency": 128,
         "request_rate": -1.0,
@@ -228,7 +232,7 @@ DEFAULTS = {
         "check_perf_rtol": 0.05,
         "op_tokens_per_word": 1.3,
     },
-    VllmOptions: {
+    VLLM_FLAGS: {
         "model": "vllm_model",
         "url": "localhost:8001",
         "offset": 0,
@@ -240,26 +244,31 @@ DEFAULTS = {
 }
 
 
-@pytest.mark.parametrize("options", FLAGS, ids=lambda options: options.__name__)
+def program_of(rows):
+    return next(program.command for program in PROGRAMS if program.flags is rows)
+
+
+@pytest.mark.parametrize("options", FLAGS, ids=program_of)
 def test_every_flag_of_the_original_is_there(options):
-    there = {" ".join(field.metadata[FLAG].names) for field in dataclasses.fields(options)}
+    there = {" ".join(reversed(row.feature.names)) for row in options}
     assert FLAGS[options] - there == set()
 
 
-@pytest.mark.parametrize("options", DEFAULTS, ids=lambda options: options.__name__)
+@pytest.mark.parametrize("options", DEFAULTS, ids=program_of)
 def test_defaults_of_the_original(options):
-    there = {field.name: field.default for field in dataclasses.fields(options)}
+    there = {row.key: row.default for row in options}
     assert {name: there[name] for name in DEFAULTS[options]} == DEFAULTS[options]
 
 
 @pytest.mark.parametrize("program", [program.command for program in PROGRAMS])
 def test_every_program_tells_its_flags(program):
-    result = CliRunner().invoke(app, [program, "--help"])
+    result = CliRunner().invoke(client.app, [program, "--help"])
     assert result.exit_code == 0
     assert "--url" in result.stdout
 
 
 def test_a_flag_without_effect_says_so():
     command = ["inflight-batcher-llm", "--help"]
-    help_text = " ".join(CliRunner().invoke(app, command, env={"COLUMNS": "200"}).stdout.split())
+    output = CliRunner().invoke(client.app, command, env={"COLUMNS": "200"}).stdout
+    help_text = " ".join(output.split())
     assert "No effect: the folder's files say it." in help_text

@@ -12,7 +12,7 @@ from loraplex.compat.convert.build_flags import BUILD_FLAGS
 from loraplex.compat.convert.checkpoint import convert_checkpoint
 from loraplex.compat.convert.checkpoint_flags import CHECKPOINT_FLAGS
 from loraplex.compat.convert.engine import build_engine_folder
-from loraplex.compat.convert.flags import read_flags
+from loraplex.compat.flags import read_flags
 from loraplex.core.errors import ConfigError, LoraplexError
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
 from loraplex.execution.weights.loading import load_weights

@@ -4,7 +4,7 @@ import pytest
 
 from loraplex.compat.convert.build_flags import BUILD_FLAGS
 from loraplex.compat.convert.checkpoint_flags import CHECKPOINT_FLAGS
-from loraplex.compat.convert.flags import (
+from loraplex.compat.flags import (
     FlagKind,
     Flags,
     check_values,

@@ -1,0 +1,331 @@
+"""Command lines of the programs and tools of other systems, read by tables of flags.
+
+One row says what a flag does here, which values it takes, and (for the client programs) which
+tensor it becomes. `--flag value` and `--flag=value` are the same, as are `_` and `-` in names.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import enum
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final, NoReturn
+
+from loraplex.core.errors import ConfigError
+from loraplex.core.support import Feature, Support
+
+
+class FlagKind(enum.Enum):
+    """Type of a flag's value; the enum value is what --help shows in its place."""
+
+    TEXT = "TEXT"
+    WHOLE = "N"
+    NUMBER = "X"
+    SWITCH = "[enable|disable]"
+    """TensorRT-LLM's switches stand alone or have a word."""
+    BARE = ""
+    """The client programs' switches never have a value."""
+    PLUGIN = "[DTYPE|disable]"
+    """A type or auto; alone it means float16, as in the older scripts."""
+    TEXTS = "TEXT ..."
+    WHOLES = "N ..."
+    NUMBERS = "X ..."
+
+
+class FlagSection(enum.Enum):
+    """Where an engine folder's config.json records a value."""
+
+    OWN = "nowhere by itself"
+    BUILD = "build_config"
+    PLUGIN = "build_config.plugin_config"
+
+
+REQUIRED: Final = object()
+"""The default of a flag that must be given."""
+ABSENT: Final = object()
+"""The default of a flag that is not in `Flags.values` unless it is given."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FlagRow:
+    """One flag."""
+
+    name: str
+    """The long name in its usual spelling, with hyphens or underscores, without those in front."""
+    kind: FlagKind
+    support: Support
+    reason: str = ""
+    """What the flag does, why it has no effect, or what to use instead."""
+    aliases: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+    """Allowed texts; empty: any."""
+    neutral: tuple[str, ...] = ()
+    """Values of a refused flag that request nothing, as text."""
+    section: FlagSection = FlagSection.BUILD
+    default: Any = ABSENT
+    is_positional: bool = False
+    is_ours: bool = False
+    """No replaced system has the flag."""
+    tensor: str = ""
+    """The request tensor that carries the value, as `DTYPE` or `DTYPE NAME`; empty: none."""
+
+    @property
+    def key(self) -> str:
+        """The name by which `Flags` has the value."""
+        return self.name.replace("-", "_")
+
+    @property
+    def spelling(self) -> str:
+        """The flag as it is written on a command line."""
+        return self.key if self.is_positional else _hyphened(self.name)
+
+    @property
+    def feature(self) -> Feature:
+        """The row of the generated documentation."""
+        others = tuple(_hyphened(name) for name in self.aliases)
+        values = self.kind.value.strip("[]").replace("|", " or ")
+        reason = self.reason.rstrip(".")
+        return Feature(self.spelling, self.support, reason, values, others, self.is_ours)
+
+
+def here(name: str, kind: FlagKind, reason: str, *aliases: str, **more: Any) -> FlagRow:
+    """Return the row of a flag that works."""
+    support = Support.WORKS
+    return FlagRow(name=name, kind=kind, support=support, reason=reason, aliases=aliases, **more)
+
+
+def ignored(name: str, kind: FlagKind, reason: str, *aliases: str, **more: Any) -> FlagRow:
+    """Return the row of a flag that is accepted without effect."""
+    support = Support.NO_EFFECT
+    return FlagRow(name=name, kind=kind, support=support, reason=reason, aliases=aliases, **more)
+
+
+def refused(name: str, kind: FlagKind, reason: str, *aliases: str, **more: Any) -> FlagRow:
+    """Return the row of a flag that is an error."""
+    support = Support.REFUSED
+    return FlagRow(name=name, kind=kind, support=support, reason=reason, aliases=aliases, **more)
+
+
+PLUGIN_TYPES: Final = ("auto", "float16", "float32", "bfloat16", "int32")
+_SWITCH_WORDS: Final = {
+    **dict.fromkeys(("enable", "true", "1"), True),
+    **dict.fromkeys(("disable", "false", "0", "none"), False),
+}
+_EXPECTED: Final = {
+    FlagKind.TEXT: "a text",
+    FlagKind.TEXTS: "a text",
+    FlagKind.WHOLE: "a whole number",
+    FlagKind.WHOLES: "a whole number",
+    FlagKind.NUMBER: "a number",
+    FlagKind.NUMBERS: "a number",
+    FlagKind.SWITCH: "enable or disable",
+    FlagKind.BARE: "enable or disable",
+}
+_ALONE: Final = MappingProxyType({FlagKind.SWITCH: "enable", FlagKind.PLUGIN: "float16"})
+_LISTS: Final = (FlagKind.TEXTS, FlagKind.WHOLES, FlagKind.NUMBERS)
+_NEGATIVE_NUMBER = re.compile(r"-\.?\d")
+_MARKS: Final = {Support.WORKS: "", Support.NO_EFFECT: "No effect: ", Support.REFUSED: "Refused: "}
+
+
+class UsageError(ConfigError):
+    """A command line that cannot be read."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Flags:
+    """Values of a command line by key: True and False for switches, None for a disabled plugin."""
+
+    values: Mapping[str, Any]
+    without_effect: tuple[FlagRow, ...] = ()
+    rows: Sequence[FlagRow] = ()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.values
+
+    def __getattr__(self, name: str) -> Any:
+        # Only for rows with defaults: all of a client program's have one.
+        try:
+            return self.values[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.values.get(name, default)
+
+
+def read_flags(
+    rows: Sequence[FlagRow],
+    arguments: Sequence[str],
+    command: str,
+    about: str = "",
+    *,
+    takes_any_word: bool = False,
+) -> Flags:
+    """Read a command line.
+
+    Raises UsageError, a ConfigError, that names the flag, and the nearest known flag for an unknown
+    one. With `takes_any_word` the word after a flag is its value even if it looks like a flag.
+    """
+    parser = _parser(rows, command, about)
+    words = list(_plain_words(rows, arguments, takes_any_word))
+    known, rest = parser.parse_known_args(words)
+    if rest:
+        raise UsageError(f"{command} knows no {rest[0]}; {_suggestion(rest[0], rows)}")
+    return check_values(
+        {r.key: v for r in rows if (v := known.__dict__.get(r.key)) is not None}, rows
+    )
+
+
+def check_values(values: Mapping[str, Any], rows: Sequence[FlagRow], prefix: str = "--") -> Flags:
+    """Check values by name, from a command line or a file, and add the defaults.
+
+    `prefix` stands in front of a name in errors. Raises ConfigError.
+    """
+    by_key = {row.key: row for row in rows}
+    read = {row.key: row.default for row in rows if row.default not in (ABSENT, REQUIRED)}
+    for name, value in values.items():
+        if name not in by_key:
+            raise ConfigError(f"{prefix}{name} is no setting; {_suggestion(name, rows)}")
+        read[name] = value if value is None else _value(by_key[name], value, prefix)
+    effect_less = [by_key[key] for key in values if by_key[key].support is Support.NO_EFFECT]
+    return Flags(read, tuple(effect_less), rows)
+
+
+def check_at_least(name: str, value: float, least: float) -> None:
+    """Raise ConfigError if a value is too small."""
+    if not value >= least:
+        raise ConfigError(f"{name} must be at least {least}, got {value}")
+
+
+def _hyphened(name: str) -> str:
+    return f"--{name}" if len(name) > 2 else f"-{name}"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Parser that raises instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{self.prog}: {message}")
+
+
+def _parser(rows: Sequence[FlagRow], command: str, about: str) -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=command,
+        description=about,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for row in rows:
+        text = _MARKS[row.support] + row.reason
+        if row.default not in (ABSENT, REQUIRED, None, "", False, ()):
+            text += f" [{row.default}]"
+        options: dict[str, Any] = {"help": text.replace("%", "%%")}
+        if row.is_positional:
+            parser.add_argument(row.key, **options)
+            continue
+        options |= {"dest": row.key, "required": row.default is REQUIRED}
+        if row.kind is FlagKind.BARE:
+            options |= {"action": "store_true", "default": argparse.SUPPRESS}
+        else:
+            options["metavar"] = row.kind.value.split()[0]
+        if row.kind in _LISTS:
+            options["action"] = "append"
+        elif row.kind in _ALONE:
+            options |= {"nargs": "?", "const": _ALONE[row.kind]}
+        parser.add_argument(*map(_hyphened, (*row.aliases, row.name)), **options)
+    return parser
+
+
+def _plain_words(
+    rows: Sequence[FlagRow], arguments: Sequence[str], takes_any_word: bool
+) -> Iterator[str]:
+    """Yield the words with known spellings, and with a flag in front of each value of a list."""
+    flags = {
+        _hyphened(name.replace("-", "_")): (row, _hyphened(name))
+        for row in rows
+        for name in (row.name, *row.aliases)
+    }
+    left = list(arguments)
+    while left:
+        word = left.pop(0)
+        if word == "--":
+            yield from (word, *left)
+            return
+        name, equals, value = word.partition("=")
+        row, spelling = flags.get(
+            name.replace("-", "_").replace("__", "--", 1) if name.startswith("--") else name,
+            (None, ""),
+        )
+        if row is None:
+            yield word
+        elif equals:
+            yield f"{spelling}={value}"
+        elif row.kind in _LISTS:
+            # A list without any value stays a bare flag, which the parser refuses.
+            if not left or _is_flag(left[0]):
+                yield spelling
+            while left and not _is_flag(left[0]):
+                yield f"{spelling}={left.pop(0)}"
+        elif takes_any_word and left and row.kind not in (FlagKind.BARE, *_ALONE):
+            yield f"{spelling}={left.pop(0)}"
+        else:
+            yield spelling
+
+
+def _is_flag(word: str) -> bool:
+    """Tell a flag from a value as argparse does: a negative number is a value."""
+    return len(word) > 1 and word.startswith("-") and not _NEGATIVE_NUMBER.match(word)
+
+
+def _suggestion(word: str, rows: Sequence[FlagRow]) -> str:
+    name = word.lstrip("-").partition("=")[0]
+    names = [known for row in rows for known in (row.name, *row.aliases)]
+    near = difflib.get_close_matches(name, names, n=3)
+    return f"meant is perhaps {' or '.join(f'--{n}' for n in near)}" if near else "see --help"
+
+
+def _value(row: FlagRow, given: Any, prefix: str) -> Any:
+    name = row.spelling if prefix == "--" else f"{prefix}{row.name}"
+    if row.kind in _LISTS:
+        words = given if isinstance(given, list | tuple) else [given]
+        value: Any = [_read_one(row.kind, name, word) for word in words]
+    else:
+        value = _read_one(row.kind, name, given)
+    wrong = [v for v in (value if isinstance(value, list) else [value]) if v not in row.choices]
+    if wrong and row.choices:
+        raise ConfigError(f"{name} must be one of {', '.join(row.choices)}, got {wrong[0]!r}")
+    if row.support is Support.REFUSED and not (
+        value in (None, False, []) or str(value) in row.neutral
+    ):
+        shown = name if row.kind is FlagKind.BARE else f"{name} {given}"
+        raise ConfigError(f"{shown}: {row.reason}")
+    return value
+
+
+def _read_one(kind: FlagKind, name: str, given: Any) -> Any:
+    """Read one value. Raises UsageError."""
+    if kind is FlagKind.PLUGIN:
+        return _read_plugin(name, str(given).lower())
+    try:
+        if kind in (FlagKind.SWITCH, FlagKind.BARE):
+            return _SWITCH_WORDS[str(given).lower()]
+        if kind in (FlagKind.NUMBER, FlagKind.NUMBERS):
+            return float(given)
+        is_text = kind in (FlagKind.TEXT, FlagKind.TEXTS)
+        if isinstance(given, str if is_text else int | str) and not isinstance(given, bool):
+            return given if is_text else int(given)
+    except (KeyError, TypeError, ValueError):
+        pass
+    raise UsageError(f"{name} must be {_EXPECTED[kind]}, got {given!r}")
+
+
+def _read_plugin(name: str, word: str) -> str | None:
+    if _SWITCH_WORDS.get(word, word in PLUGIN_TYPES):
+        return "auto" if word in _SWITCH_WORDS else word
+    if word in _SWITCH_WORDS:
+        return None
+    known = ", ".join((*PLUGIN_TYPES, "disable"))
+    raise UsageError(f"{name} must be one of {known}, got {word!r}")
