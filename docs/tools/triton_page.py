@@ -10,8 +10,7 @@ from loraplex.cli.convert import convert_lora, extract_lora
 from loraplex.cli.triton_flags import FLAGS, OWN_FLAGS
 from loraplex.cli.triton_tools import LAUNCH_FLAGS, fill_template
 from loraplex.compat.client.programs import PROGRAMS
-from loraplex.compat.convert.build_flags import BUILD_FLAGS
-from loraplex.compat.convert.checkpoint_flags import CHECKPOINT_FLAGS
+from loraplex.compat.convert.flag_tables import BUILD_FLAGS, CHECKPOINT_FLAGS
 from loraplex.compat.triton.engine_args import ENGINE_ARGS
 from loraplex.compat.triton.parameters import TENSORRT_LLM_PARAMETERS
 from loraplex.compat.triton.part_parameters import PART_PARAMETERS

@@ -8,8 +8,7 @@ import logging
 import typer
 
 from loraplex.cli.options import errors_to_exit_code
-from loraplex.compat.convert.build_flags import BUILD_FLAGS
-from loraplex.compat.convert.checkpoint_flags import CHECKPOINT_FLAGS
+from loraplex.compat.convert.flag_tables import BUILD_FLAGS, CHECKPOINT_FLAGS
 from loraplex.compat.flags import Flags, read_flags
 
 TAKES_ALL_FLAGS = {
@@ -30,7 +29,7 @@ def convert_checkpoint(context: typer.Context) -> None:
         _log(flags)
         from loraplex.compat.convert import checkpoint  # noqa: PLC0415 - torch
 
-        checkpoint.say_without_effect(flags)
+        checkpoint.log_without_effect(flags)
         print(f"wrote {checkpoint.convert_checkpoint(flags)}")
 
 
@@ -44,7 +43,7 @@ def build(context: typer.Context) -> None:
         _log(flags)
         from loraplex.compat.convert import checkpoint, engine  # noqa: PLC0415 - torch
 
-        checkpoint.say_without_effect(flags)
+        checkpoint.log_without_effect(flags)
         folder = engine.build_engine_folder(flags)
         print("nothing was written" if folder is None else f"wrote {folder}")
 

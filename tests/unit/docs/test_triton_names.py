@@ -9,8 +9,7 @@ import pytest
 import loraplex
 from loraplex.cli.triton_flags import FLAGS, as_settings
 from loraplex.compat.client.programs import PROGRAMS
-from loraplex.compat.convert.build_flags import BUILD_FLAGS
-from loraplex.compat.convert.checkpoint_flags import CHECKPOINT_FLAGS
+from loraplex.compat.convert.flag_tables import BUILD_FLAGS, CHECKPOINT_FLAGS
 from loraplex.compat.triton.engine_args import ENGINE_ARGS, PARALLEL
 from loraplex.compat.triton.parameters import TENSORRT_LLM_PARAMETERS
 from loraplex.compat.triton.part_parameters import PART_PARAMETERS
@@ -133,9 +132,7 @@ def test_every_flag_of_a_client_that_works_is_read(program):
 
 @pytest.mark.parametrize("rows", [BUILD_FLAGS, CHECKPOINT_FLAGS], ids=["build", "checkpoint"])
 def test_every_flag_of_a_build_that_works_is_read(rows):
-    words = read_words(
-        *acting("compat/convert", "build_flags.py", "checkpoint_flags.py"), SRC / "cli" / "build.py"
-    )
+    words = read_words(*acting("compat/convert", "flag_tables.py"), SRC / "cli" / "build.py")
     assert [row.name for row in working(rows) if row.name not in words] == []
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from loraplex.adapters.formats.modules import LORA_MODULES
 from loraplex.compat.convert.adapters import read_peft
-from loraplex.compat.convert.build_flags import BUILD_FLAGS
+from loraplex.compat.convert.flag_tables import BUILD_FLAGS
 from loraplex.compat.flags import Flags, FlagSection, check_values
 from loraplex.core.errors import ConfigError
 from loraplex.models.config_fields import read_object

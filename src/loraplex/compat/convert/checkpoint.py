@@ -1,13 +1,14 @@
 """`loraplex convert-checkpoint`: a Hugging Face folder as a checkpoint folder for `loraplex build`.
 
-The weights keep their Hugging Face names and are one file, whatever --tp_size says: nothing here
-splits them.
+The weights keep their Hugging Face names and are one file, whatever --tp_size says: they are not
+split here.
 """
 
 import dataclasses
 import logging
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from loraplex.compat.convert.model_files import (
     copy_text_files,
@@ -17,23 +18,32 @@ from loraplex.compat.convert.model_files import (
     write_json,
     write_weights,
 )
-from loraplex.compat.convert.pretrained import pretrained_config
-from loraplex.compat.flags import Flags
+from loraplex.compat.flags import Flags, check_at_least
 from loraplex.core.errors import ConfigError
 from loraplex.core.version import __version__
 from loraplex.models.engine_folder import CONFIG_NAME, FORMAT, OUR_TABLE, source_model
 from loraplex.models.registry import read_config
-from loraplex.models.spec import ModelSpec
+from loraplex.models.spec import ModelSpec, RopeConfig
 
 logger = logging.getLogger(__name__)
 
 _DEFAULT_OUTPUT = "tllm_checkpoint"
 _PRECISIONS = ("int8", "int4")
+_QUANT_ALGOS: Final[Mapping[str, str | None]] = {
+    "none": None,
+    "int8": "W8A16",
+    "int4": "W4A16",
+    "fp8": "FP8",
+}
+_INT4_GROUP = 128
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelChoices:
-    """What convert-checkpoint decides about a model, or build by the older scripts' flags."""
+    """Choices of convert-checkpoint about a model, or of build by the older scripts' flags.
+
+    All but dtype, the type of the weights, are as models.engine_folder.BuildLimits has them.
+    """
 
     dtype: str
     quantization: str
@@ -42,17 +52,40 @@ class ModelChoices:
     pp_size: int
 
     def pretrained(self, config: ModelSpec) -> dict[str, Any]:
-        return pretrained_config(
-            config,
-            dtype=self.dtype,
-            quantization=self.quantization,
-            kv_dtype=self.kv_dtype,
-            tp_size=self.tp_size,
-            pp_size=self.pp_size,
-        )
+        """Return TensorRT-LLM's description of a model, as its convert_checkpoint.py writes it.
 
-    def ours(self, source: Path) -> dict[str, Any]:
-        """The table `loraplex` of config.json."""
+        The product never reads it back: people and scripts do.
+        """
+        layer = config.layers[0]
+        tp_size, pp_size = self.tp_size, self.pp_size
+        return {
+            "architecture": config.architecture,
+            "dtype": self.dtype,
+            "logits_dtype": "float32",
+            "vocab_size": config.vocab_size,
+            "max_position_embeddings": config.max_position_embeddings,
+            "hidden_size": config.hidden_size,
+            "num_hidden_layers": config.num_layers,
+            "num_attention_heads": layer.attention.num_heads,
+            "num_key_value_heads": layer.attention.num_kv_heads,
+            "head_size": layer.attention.head_dim,
+            "hidden_act": config.hidden_act,
+            "intermediate_size": layer.feed_forward.inner_size,
+            "norm_epsilon": config.final_norm.eps,
+            **_positions(layer.attention.rope),
+            "use_parallel_embedding": False,
+            "embedding_sharding_dim": 0,
+            "mapping": {"world_size": tp_size * pp_size, "tp_size": tp_size, "pp_size": pp_size},
+            "quantization": {
+                "quant_algo": _QUANT_ALGOS[self.quantization],
+                "kv_cache_quant_algo": "INT8" if self.kv_dtype == "int8" else None,
+                "group_size": _INT4_GROUP if self.quantization == "int4" else None,
+                "exclude_modules": None,
+            },
+        }
+
+    def own_table(self, source: Path) -> dict[str, Any]:
+        """Return the table `loraplex` of config.json."""
         return {
             "format": FORMAT,
             "version": __version__,
@@ -63,7 +96,7 @@ class ModelChoices:
 
 
 def convert_checkpoint(flags: Flags) -> Path:
-    """Write the folder and give its path. Raises ConfigError, UnsupportedModelError."""
+    """Write the folder and return its path. Raises ConfigError, UnsupportedModelError."""
     model_dir = flags.get("model_dir")
     if model_dir is None:
         raise ConfigError("--model_dir is missing: the Hugging Face folder to convert")
@@ -75,18 +108,17 @@ def convert_checkpoint(flags: Flags) -> Path:
         write_weights(source, folder, config, choices.dtype)
     copy_text_files(source, folder)
     write_hf_config(source, folder, choices.dtype)
-    told = {OUR_TABLE: choices.ours(source) | {"flags": dict(flags.values)}}
-    write_json(folder / CONFIG_NAME, choices.pretrained(config) | told)
+    own_table = choices.own_table(source) | {"flags": dict(flags.values)}
+    write_json(folder / CONFIG_NAME, choices.pretrained(config) | {OUR_TABLE: own_table})
     return folder
 
 
 def model_choices(flags: Flags, config: ModelSpec) -> ModelChoices:
-    """Raises ConfigError for what does not go together."""
+    """Read the choices. Raises ConfigError for flags that contradict each other."""
     dtype = flags.get("dtype", "float16")
     tp_size, pp_size = flags.get("tp_size", 1), flags.get("pp_size", 1)
     for name, size in (("tp_size", tp_size), ("pp_size", pp_size)):
-        if size < 1:
-            raise ConfigError(f"--{name} must be at least 1, got {size}")
+        check_at_least(f"--{name}", size, 1)
     if tp_size * pp_size > 1:
         logger.warning("--tp_size %d --pp_size %d: it runs as one process", tp_size, pp_size)
     return ModelChoices(
@@ -98,11 +130,11 @@ def model_choices(flags: Flags, config: ModelSpec) -> ModelChoices:
     )
 
 
-def say_without_effect(flags: Flags) -> None:
-    """Once, at info level."""
+def log_without_effect(flags: Flags) -> None:
+    """Log the flags that have no effect, at info level."""
     if flags.without_effect:
-        told = ", ".join(f"{row.spelling} ({row.reason})" for row in flags.without_effect)
-        logger.info("no effect here: %s", told)
+        rows = ", ".join(f"{row.spelling} ({row.reason})" for row in flags.without_effect)
+        logger.info("no effect here: %s", rows)
 
 
 def _quantization(flags: Flags) -> str:
@@ -117,3 +149,14 @@ def _quantization(flags: Flags) -> str:
             f"read: use {' or '.join(_PRECISIONS)}"
         )
     return precision
+
+
+def _positions(rope: RopeConfig | None) -> dict[str, Any]:
+    if rope is None:
+        return {"position_embedding_type": "learned_absolute"}
+    scaling = {"type": rope.rope_type, "factor": rope.factor}
+    return {
+        "position_embedding_type": "rope_gpt_neox",
+        "rotary_base": rope.theta,
+        "rotary_scaling": None if rope.rope_type == "default" else scaling,
+    }

@@ -177,7 +177,7 @@ def _pack(folder: Path, build: _Build) -> str:
 
 
 def _described(build: _Build, digest: str) -> dict[str, Any]:
-    ours = build.choices.ours(build.source) | {"weights_digest": digest}
+    ours = build.choices.own_table(build.source) | {"weights_digest": digest}
     return {
         "version": __version__,
         "pretrained_config": build.choices.pretrained(build.config),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from loraplex.adapters.tensor_file import encode_sizes, write_atomically
-from loraplex.compat.convert.checkpoint_flags import NEMO
+from loraplex.compat.convert.flag_tables import NEMO
 from loraplex.core.errors import ConfigError
 from loraplex.execution.weights.checkpoint import Checkpoint
 from loraplex.execution.weights.hub import resolve_model

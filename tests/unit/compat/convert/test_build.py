@@ -8,10 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from loraplex.compat.convert.build_flags import BUILD_FLAGS
 from loraplex.compat.convert.checkpoint import convert_checkpoint
-from loraplex.compat.convert.checkpoint_flags import CHECKPOINT_FLAGS
 from loraplex.compat.convert.engine import build_engine_folder
+from loraplex.compat.convert.flag_tables import BUILD_FLAGS, CHECKPOINT_FLAGS
 from loraplex.compat.flags import read_flags
 from loraplex.core.errors import ConfigError, LoraplexError
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH

@@ -2,8 +2,7 @@
 
 import pytest
 
-from loraplex.compat.convert.build_flags import BUILD_FLAGS
-from loraplex.compat.convert.checkpoint_flags import CHECKPOINT_FLAGS
+from loraplex.compat.convert.flag_tables import BUILD_FLAGS, CHECKPOINT_FLAGS
 from loraplex.compat.flags import (
     FlagKind,
     Flags,
