@@ -97,13 +97,13 @@ lint: $(VENV)/.dev
 types: $(VENV)/.dev
 	$(BIN)/mypy
 	MYPYPATH=src:benchmarks:tests $(BIN)/mypy benchmarks/*.py
-	MYPYPATH=src:benchmarks:tests $(BIN)/mypy -p gpu
+	MYPYPATH=src:benchmarks:tests $(BIN)/mypy -p gpu -p comparison
 
 bench: $(VENV)/.bench .triton
 	$(BIN)/loraplex bench --output benchmarks/results
 	$(BIN)/python benchmarks/batching.py --output benchmarks/results/batching-$(COMMIT)
 	$(BIN)/python benchmarks/transport.py --output benchmarks/results/transport-$(COMMIT)
-	$(BIN)/loraplex bench compare benchmarks/results/compare-$(COMMIT) $(BENCH_PEERS) $(BENCH_ARGS)
+	$(BIN)/python benchmarks/compare.py benchmarks/results/compare-$(COMMIT) $(BENCH_PEERS) $(BENCH_ARGS)
 
 tables: $(VENV)/.runtime
 	PYTHONPATH=docs $(BIN)/python -m tools docs

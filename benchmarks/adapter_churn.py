@@ -26,10 +26,8 @@ from typing import Any
 
 import httpx
 import msgspec
-
-from loraplex.bench.adapter_tiers import TierCounters, read_counters
-from loraplex.bench.arrivals import ClosedLoop
-from loraplex.bench.churn_report import (
+from comparison.adapter_tiers import TierCounters, read_counters
+from comparison.churn_report import (
     ChurnReport,
     Side,
     Tiers,
@@ -38,13 +36,15 @@ from loraplex.bench.churn_report import (
     table,
     write_churn,
 )
+from comparison.fixtures import RANK_8, TINY, Fixture
+from comparison.systems import Adapter
+
+from loraplex.bench.arrivals import ClosedLoop
 from loraplex.bench.client import Target, discover, run
-from loraplex.bench.fixtures import RANK_8, TINY, Fixture
 from loraplex.bench.machine import this_code, this_machine
 from loraplex.bench.popularity import Shuffled
 from loraplex.bench.server import running_server, serve_command
 from loraplex.bench.statistics import throughput_ratio
-from loraplex.bench.systems import Adapter
 from loraplex.bench.workload import Lengths, PlannedRequest, Workload, generate
 from loraplex.core.environment import cache_directory, child_environment
 from loraplex.core.errors import ConfigError

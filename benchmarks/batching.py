@@ -2,7 +2,7 @@
 
     python benchmarks/batching.py [--repeats 3] [--output benchmarks/results/batching]
 
-The workload is W4 of `loraplex bench compare`: 64 requests at once over 32 adapters, 32 to 256
+The workload is W4 of `compare.py`: 64 requests at once over 32 adapters, 32 to 256
 tokens in and 16 to 128 out, on the random Llama `tiny`, in bfloat16, 16 sequences at most. One
 engine runs in this thread; every variant gets a fresh one in every repeat, and the variants take
 turns in another order each time. A ratio is that of the same repeat.
@@ -25,16 +25,15 @@ from pathlib import Path
 
 import msgspec
 import torch
+from comparison.cases import NUM_ADAPTERS
+from comparison.fixtures import Fixture, find_shape
 from step import MODULES, RANK, random_adapter
 from tqdm import tqdm
 
 from loraplex.bench.arrivals import Burst
-from loraplex.bench.cases import NUM_ADAPTERS
-from loraplex.bench.fixtures import Fixture, find_shape
 from loraplex.bench.machine import Code, Machine, machine_lines, this_code, this_machine
-from loraplex.bench.markdown import markdown_table
 from loraplex.bench.popularity import Distinct
-from loraplex.bench.report_files import write_pair
+from loraplex.bench.report_files import markdown_table, write_pair
 from loraplex.bench.statistics import Ratio, percentile
 from loraplex.bench.workload import Lengths, PlannedRequest, Workload, generate
 from loraplex.core.adapter import AdapterSource, AdapterUse, LoraTarget

@@ -2,7 +2,7 @@
 
     python benchmarks/step.py MODEL [--batches 1 8 32] [--dtype bfloat16] [--threads 2] [--json]
 
-MODEL is a folder of a Llama, such as the fixtures of loraplex.bench.fixtures. One engine
+MODEL is a folder of a Llama, such as the fixtures of comparison.fixtures. One engine
 runs in this thread, every row with an adapter of its own (rank 8 on q, k and v), contexts of about
 256 tokens, greedy. A section's time is its own, without that of the sections inside it, and the
 least of all steps: the machine is shared. What a C call costs before it reaches C counts as Python,

@@ -27,19 +27,7 @@ import msgspec
 import numpy as np
 import tritonclient.grpc as triton_grpc
 import tritonclient.grpc.aio as triton_aio
-
-from loraplex.bench.machine import (
-    Code,
-    Machine,
-    load_average,
-    machine_lines,
-    this_code,
-    this_machine,
-)
-from loraplex.bench.markdown import markdown_table
-from loraplex.bench.report_files import write_dated
-from loraplex.bench.statistics import percentile
-from loraplex.bench.stream_load import (
+from comparison.stream_load import (
     MEBIBYTE,
     Ask,
     Held,
@@ -50,6 +38,17 @@ from loraplex.bench.stream_load import (
     held_by,
     new_client,
 )
+
+from loraplex.bench.machine import (
+    Code,
+    Machine,
+    load_average,
+    machine_lines,
+    this_code,
+    this_machine,
+)
+from loraplex.bench.report_files import markdown_table, write_dated
+from loraplex.bench.statistics import percentile
 from loraplex.demo.corpus import COUNTRIES, LANGUAGES, bare_questions, questions
 from loraplex.testing.running_server import RunningServer, serving
 

@@ -20,12 +20,11 @@ from typing import Any
 
 import msgspec
 import torch
+from comparison.fixtures import Fixture, find_shape
 
 from loraplex.app.engine import vocabulary_source
-from loraplex.bench.fixtures import Fixture, find_shape
 from loraplex.bench.machine import Code, Machine, machine_lines, this_code, this_machine
-from loraplex.bench.markdown import markdown_table
-from loraplex.bench.report_files import write_pair
+from loraplex.bench.report_files import markdown_table, write_pair
 from loraplex.core.clock import SystemClock
 from loraplex.core.config import ModelConfig
 from loraplex.core.environment import cache_directory

@@ -2,6 +2,7 @@
 
 import msgspec
 import torch
+from comparison.traces import PunicaTrace, SloraTrace
 
 from gpu.engines import (
     Kind,
@@ -15,7 +16,6 @@ from gpu.engines import (
 from gpu.journal import CellJournal, Figures
 from gpu.models import adapter_bytes, decoder_config
 from gpu.rig import Rig, RigSettings
-from loraplex.bench.markdown import markdown_table
 from loraplex.bench.popularity import (
     BaseOnly,
     Distinct,
@@ -24,7 +24,7 @@ from loraplex.bench.popularity import (
     Popularity,
     SquareRoot,
 )
-from loraplex.bench.traces import PunicaTrace, SloraTrace
+from loraplex.bench.report_files import markdown_table
 from loraplex.engine.engine import Engine
 
 

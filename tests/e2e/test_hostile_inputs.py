@@ -7,8 +7,8 @@ import time
 
 import httpx
 import pytest
+from comparison.stream_load import Ask, ask_one, held_by, new_client
 
-from loraplex.bench.stream_load import Ask, ask_one, held_by, new_client
 from loraplex.core.grammar import GrammarKind
 from support.hostile_grammars import hostile_grammars
 

@@ -11,10 +11,10 @@ import msgspec
 
 from loraplex.bench.arrivals import Arrivals, ClosedLoop
 from loraplex.bench.completions import PATH, completion_body, read_completion
+from loraplex.bench.exchange import Exchange
 from loraplex.bench.load_generator import exchange_all, record_of
 from loraplex.bench.statistics import RequestRecord
 from loraplex.bench.streaming import StreamingClient
-from loraplex.bench.systems import Exchange
 from loraplex.bench.workload import PlannedRequest
 from loraplex.core.errors import ConfigError
 

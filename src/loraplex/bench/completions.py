@@ -5,8 +5,8 @@ Prompts are token ids and the end token is ignored, so lengths are exactly those
 
 import msgspec
 
+from loraplex.bench.exchange import Answer, Exchange
 from loraplex.bench.streaming import lines
-from loraplex.bench.systems import Answer, Exchange
 from loraplex.bench.workload import PlannedRequest
 
 PATH = "/v1/completions"

@@ -5,8 +5,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from loraplex.bench.statistics import RequestRecord, RunStatistics, summarize
-from loraplex.bench.systems import Answer, Exchange, Running
+from loraplex.bench.exchange import Answer, Exchange
+from loraplex.bench.statistics import RequestRecord
 from loraplex.bench.workload import PlannedRequest
 
 
@@ -16,14 +16,6 @@ class Sender(Protocol):
     async def send(self, exchange: Exchange) -> None:
         """As systems.Running.send."""
         ...
-
-
-async def run_load(
-    running: Running, requests: Sequence[PlannedRequest], concurrency: int | None
-) -> RunStatistics:
-    """Send all requests, at most `concurrency` at a time; None: each when it is due."""
-    exchanges, start_ns = await exchange_all(running, requests, concurrency)
-    return summarize([record_of(each, running.read(each)) for each in exchanges], start_ns)
 
 
 async def exchange_all(

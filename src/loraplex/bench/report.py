@@ -10,8 +10,7 @@ from pathlib import Path
 import msgspec
 
 from loraplex.bench.machine import Code, Machine, machine_lines
-from loraplex.bench.markdown import markdown_table
-from loraplex.bench.report_files import write_dated
+from loraplex.bench.report_files import markdown_table, write_dated
 from loraplex.bench.settings import Settings
 from loraplex.bench.statistics import Percentiles, Ratio, RunStatistics
 from loraplex.bench.workload import Workload

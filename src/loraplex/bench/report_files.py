@@ -1,5 +1,6 @@
 """A report as two files: JSON that holds everything, and Markdown to read."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -44,3 +45,15 @@ def write_pair(report: object, markdown: str, json_path: Path) -> tuple[Path, Pa
     json_path.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
     markdown_path.write_text(markdown, encoding="utf-8")
     return json_path, markdown_path
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table that is aligned, so that a terminal shows it too."""
+    every = [columns, *rows]
+    widths = [max(len(row[column]) for row in every) for column in range(len(columns))]
+    rule = tuple("-" * width for width in widths)
+    return "\n".join(_line(row, widths) for row in (columns, rule, *rows))
+
+
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    return f"| {' | '.join(map(str.ljust, row, widths))} |"

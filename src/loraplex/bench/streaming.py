@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from loraplex.bench.systems import Exchange
+from loraplex.bench.exchange import Exchange
 from loraplex.core.environment import client_headers
 from loraplex.core.errors import ConfigError
 

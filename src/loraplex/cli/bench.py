@@ -1,6 +1,4 @@
-"""`loraplex bench run`, or just `loraplex bench`: measure a server over its wire, and what its
-adapters cost.
-"""
+"""`loraplex bench`: measure a server over its wire protocol, and what its adapters cost."""
 
 import asyncio
 import importlib.util
@@ -9,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from loraplex.bench.report import Report, markdown, write_report
 from loraplex.bench.settings import Settings
@@ -135,3 +134,25 @@ class _Bar(RunBar):
     def done(self, workload: Workload) -> None:
         self._bar.set_postfix_str(f"{workload.arrivals}, {workload.popularity}", refresh=False)
         self._bar.update()
+
+
+class _RunsByDefault(TyperGroup):
+    """Group in which `bench --load burst` means `bench run --load burst`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args or (args[0] not in self.commands and args[0] != "--help"):
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+bench_app = typer.Typer(
+    cls=_RunsByDefault, help="Measure a server (`run`, which is the default command)."
+)
+
+
+@bench_app.callback()
+def _bench() -> None:
+    """Measure a server (`run`, which is the default command)."""
+
+
+bench_app.command("run")(bench_run)

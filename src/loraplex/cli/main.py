@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from loraplex.cli import adapters, client, keys
-from loraplex.cli.bench_group import bench_app
+from loraplex.cli.bench import bench_app
 from loraplex.cli.build import TAKES_ALL_FLAGS, build, convert_checkpoint
 from loraplex.cli.compare import compare
 from loraplex.cli.convert import convert_lora, extract_lora

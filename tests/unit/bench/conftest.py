@@ -1,9 +1,5 @@
-"""A server of EchoBackend over real sockets, a small workload, and systems that answer by heart."""
+"""An EchoBackend served over real sockets, and a small workload."""
 
-import asyncio
-import random
-import string
-import time
 from collections.abc import Iterator
 
 import msgspec
@@ -12,8 +8,7 @@ from fastapi import FastAPI
 
 from loraplex.bench.arrivals import ClosedLoop
 from loraplex.bench.popularity import Distinct
-from loraplex.bench.systems import Answer, Exchange, Setup
-from loraplex.bench.workload import Lengths, PlannedRequest, Workload
+from loraplex.bench.workload import Lengths, Workload
 from loraplex.frontends.openai import openai_fallback_routes, openai_routes
 from loraplex.testing.echo_backend import EchoBackend
 from support.served import served
@@ -51,104 +46,3 @@ def url(backend: EchoBackend) -> Iterator[str]:
     app.include_router(openai_fallback_routes())
     with served(app) as url:
         yield url
-
-
-class FakeSystem:
-    """A bench.systems.System whose answers are drawn from prompt and adapter.
-
-    mix: a function (adapters of the batch, position) -> adapter whose answer is given.
-    """
-
-    is_http = True
-    mixes_adapters = True
-
-    def __init__(self, name="loraplex fp32", weight_bits=32, *, mix=None, noise=None) -> None:
-        self.name = name
-        self.weight_bits = weight_bits
-        self.mix = mix or (lambda adapters, position: adapters[position])
-        self.noise = noise or (lambda adapter, text, batch_size: text)
-        self.seconds_per_token = 0.0
-        self.starts: list[Setup] = []
-        self.sent: list[PlannedRequest] = []
-        self.log: list[str] = []
-        self.failures: list[Exception] = []
-        """Raised by the next sends."""
-        self.start_failures: list[Exception] = []
-        self.num_up = 0
-
-    def version(self) -> str:
-        return "1.0"
-
-    async def prepare(self, setup: Setup) -> None:
-        assert setup.work.is_dir()
-
-    async def start(self, setup: Setup) -> "FakeRunning":
-        if self.start_failures:
-            raise self.start_failures.pop(0)
-        assert setup.work.is_dir()
-        self.starts.append(setup)
-        self.num_up += 1
-        return FakeRunning(self, len(setup.adapters))
-
-
-class FakeRunning:
-    process_ids = ()
-
-    def __init__(self, system: FakeSystem, num_adapters: int) -> None:
-        self.system = system
-        self.num_adapters = num_adapters
-        self.batch: list[Exchange] = []
-        self.loads = 0
-
-    async def send(self, exchange: Exchange) -> None:
-        if self.system.failures:
-            raise self.system.failures.pop(0)
-        self.system.sent.append(exchange.request)
-        self.batch.append(exchange)
-        await asyncio.sleep(0)  # whoever sends now is in the same batch
-        await asyncio.sleep(0)
-        batch = [*self.batch]
-        adapters = [each.request.adapter for each in batch]
-        position = [each is exchange for each in batch].index(True)
-        given = self.system.mix(adapters, position)
-        request = exchange.request
-        text = answer_text(request.prompt_token_ids, given, request.num_output_tokens)
-        text = self.system.noise(request.adapter, text, len(batch))
-        for start in range(0, len(text), 4):
-            await asyncio.sleep(self.system.seconds_per_token)
-            exchange.chunks.append((time.perf_counter_ns(), text[start : start + 4].encode()))
-        self.batch.remove(exchange)
-
-    def read(self, exchange: Exchange) -> Answer:
-        return Answer(
-            chunk_ns=tuple(arrived for arrived, _ in exchange.chunks),
-            num_prompt_tokens=len(exchange.request.prompt_token_ids),
-            num_output_tokens=len(exchange.chunks),
-            text="".join(text.decode() for _, text in exchange.chunks),
-            error=exchange.error,
-        )
-
-    async def add_adapter(self, adapter) -> int:
-        self.system.log.append(f"add {adapter.name}")
-        self.num_adapters += 1
-        return self.num_adapters - 1
-
-    async def remove_adapter(self, index: int) -> None:
-        self.system.log.append(f"remove {index}")
-
-    async def counters(self) -> dict[str, float]:
-        self.loads += 3
-        return {"adapter_loads": float(self.loads)}
-
-    async def stop(self) -> None:
-        self.system.num_up -= 1
-
-
-def answer_text(prompt, adapter, num_tokens: int) -> str:
-    draws = random.Random(f"{prompt}/{adapter}")
-    return "".join(draws.choices(string.ascii_lowercase, k=4 * num_tokens))
-
-
-@pytest.fixture
-def fake_system():
-    return FakeSystem

@@ -80,51 +80,7 @@ def test_without_a_verb_it_runs(url):
     plain = bench("--url", url, *QUICK)
     named = bench("run", "--url", url, *QUICK)
     assert plain.exit_code == named.exit_code == 0
-    assert "compare" in bench("--help").stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model", "huge"], "'huge' is none"),
-        (["--workloads", "W1,W9"], "W9 is none"),
-        (["--workloads", ","], "names nothing"),
-        (["--widths", "4"], "'4' is none"),
-        (["--peer", "vllm"], "NAME=PATH"),
-        (["--peer", "unheard-of=/"], "no peer is named"),
-        (["--only", "nobody"], "leaves no system of: loraplex fp32, loraplex bf16"),
-    ],
-)
-def test_a_bad_comparison_is_one_line(tmp_path, arguments, message):
-    result = bench("compare", str(tmp_path / "out"), *arguments)
-    assert result.exit_code == 1
-    assert message in result.stderr
-    assert not [*tmp_path.iterdir()]
-
-
-def test_a_comparison_needs_the_extra(monkeypatch, tmp_path):
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name)
-    )
-    result = bench("compare", str(tmp_path / "out"))
-    assert result.exit_code == 1
-    assert "needs matplotlib: pip install 'loraplex[bench]'" in result.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_compares_loraplex_with_itself(tmp_path):
-    out = tmp_path / "out"
-    arguments = ["--widths", "32,16", "--workloads", "W2,W3", "--rounds", "1"]
-    result = bench("compare", str(out), *arguments, "--fixtures", str(tmp_path / "fixtures"))
-    assert result.exit_code == 0, result.output
-    assert result.stdout.count("right; 30 of 30") == 2
-    assert "W3-32 is" in result.stdout
-    assert "Not measured" not in result.stdout
-    assert (tmp_path / "out-throughput.svg").stat().st_size > 1000
-    again = bench("compare", str(out), *arguments, "--fixtures", str(tmp_path / "fixtures"))
-    assert again.stdout == result.stdout
+    assert "run" in bench("--help").stdout
 
 
 @pytest.mark.slow

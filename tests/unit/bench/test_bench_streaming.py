@@ -1,9 +1,8 @@
 import pytest
 
 from loraplex.bench.completions import completion_body, read_completion
-from loraplex.bench.loraplex_system import LoraplexSystem
+from loraplex.bench.exchange import Exchange
 from loraplex.bench.streaming import StreamingClient, lines
-from loraplex.bench.systems import Exchange
 from loraplex.bench.workload import PlannedRequest
 from loraplex.core.errors import ConfigError
 
@@ -76,11 +75,3 @@ def test_what_a_server_may_leave_out():
     assert (answer.error, answer.text, answer.chunk_ns) == (None, "", (0,))
     assert (answer.num_prompt_tokens, answer.num_output_tokens) == (4, 1)
     assert answer.num_cached_tokens == 0
-
-
-def test_the_widths_are_three():
-    assert [LoraplexSystem(bits).name for bits in (32, 16, 8)] == [
-        *("loraplex fp32", "loraplex bf16", "loraplex int8")
-    ]
-    with pytest.raises(ConfigError, match="4 is none"):
-        LoraplexSystem(4)

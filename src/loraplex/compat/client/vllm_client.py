@@ -26,7 +26,7 @@ def run(options: Flags, say: Say) -> int:
     prompts = _read_prompts(options.input_prompts)
     outputs, errors = _generate(options, prompts)
     say(f"Storing results into `{options.results_file}`...")
-    content = "".join(f"{text}{SEPARATOR}" for text in outputs.values())
+    content = "".join(f"{''.join(pieces)}{SEPARATOR}" for pieces in outputs.values())
     try:
         Path(options.results_file).write_text(content, encoding="utf-8")
     except OSError as error:
@@ -52,8 +52,8 @@ def _read_prompts(path: str) -> list[str]:
     return lines
 
 
-def _generate(options: Flags, prompts: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the outputs by request id, and the errors."""
+def _generate(options: Flags, prompts: list[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """Return the pieces of the outputs by request id, and the errors."""
     parameters = dict(SAMPLING)
     if options.lora_name is not None:
         parameters["lora_name"] = options.lora_name
@@ -61,7 +61,9 @@ def _generate(options: Flags, prompts: list[str]) -> tuple[dict[str, str], list[
     with grpc_client(options.url, options) as client:
         stream = Stream(client, options.model, timeout=options.stream_timeout)
         sent = prompts * options.iterations
-        outputs = {str(options.offset + index): "" for index in range(len(sent))}
+        outputs: dict[str, list[str]] = {
+            str(options.offset + index): [] for index in range(len(sent))
+        }
         for request_id, prompt in zip(outputs, sent, strict=True):
             # One-dimensional: models of this backend have no batch dimension.
             tensors = {
@@ -75,5 +77,5 @@ def _generate(options: Flags, prompts: list[str]) -> tuple[dict[str, str], list[
         for result in stream.collect():
             if (output := result.as_numpy("text_output")) is not None:
                 text = b"".join(output.ravel().tolist()).decode(errors="replace")
-                outputs[result.get_response().id] += text
+                outputs[result.get_response().id].append(text)
     return outputs, [error.message() for error in stream.errors]

@@ -1,0 +1,162 @@
+"""Compare loraplex and other servers: the same work, one table.
+
+python benchmarks/compare.py benchmarks/results/tiny --peer transformers=.venv
+"""
+
+import asyncio
+import importlib.util
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from loraplex.cli.options import errors_to_exit_code
+from loraplex.cli.run_bar import RunBar
+from loraplex.core.environment import cache_directory
+from loraplex.core.errors import ConfigError
+
+_WORKLOADS = "W1,W2,W3,W4,W5"
+_WIDTHS = "32,16"
+_NEEDED = ("httpx", "matplotlib")
+
+
+def compare(
+    output: Annotated[
+        Path,
+        typer.Argument(
+            help="Where results go, without suffix: .jsonl is the journal (what it has is not "
+            "measured again), beside it come .json, .md and .svg."
+        ),
+    ],
+    model: Annotated[str, typer.Option(help="tiny (56M) or small (853M).")] = "tiny",
+    workloads: Annotated[
+        str, typer.Option(help="Of W1, W2, W3, W4, W5, W6 and tax, by commas.")
+    ] = _WORKLOADS,
+    widths: Annotated[
+        str, typer.Option(help="loraplex's weight widths in bits: 32, 16, 8, by commas.")
+    ] = _WIDTHS,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=PATH of another system, repeatable; see benchmarks/README.md."),
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="Of all these systems only those whose name has this in it, repeatable."),
+    ] = None,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Each system runs each workload so often.")
+    ] = 5,
+    threads: Annotated[int | None, typer.Option(min=1, help="Of each system [all cores].")] = None,
+    many: Annotated[int, typer.Option(min=6, help="Adapters of W6's large side.")] = 2000,
+    restart: Annotated[
+        bool, typer.Option(help="One system up at a time, started anew for every round.")
+    ] = False,
+    budget_seconds: Annotated[
+        float | None, typer.Option(min=0, help="After so long no more run begins.")
+    ] = None,
+    run_seconds: Annotated[float, typer.Option(min=1, help="The longest one run may take.")] = 900,
+    fixtures: Annotated[
+        Path | None, typer.Option(help="Where models and adapters are made and kept [user cache].")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of prompts and lengths.")] = 0,
+) -> None:
+    """Compare loraplex with other systems on random-weight models, taking turns in one run.
+
+    Before a system is timed with adapters, its answers in a mixed batch are checked. Start it again
+    with the same OUTPUT to go on after a crash or a budget.
+    """
+    with errors_to_exit_code():
+        _need_extra()
+        # They need the bench extra, and numpy takes time that `--help` need not.
+        from comparison.cases import stages  # noqa: PLC0415
+        from comparison.comparing import run_comparison  # noqa: PLC0415
+        from comparison.fixtures import Fixture, find_shape  # noqa: PLC0415
+        from comparison.journal import ComparisonSettings  # noqa: PLC0415
+        from comparison.loraplex_system import LoraplexSystem  # noqa: PLC0415
+        from comparison.peers import peers  # noqa: PLC0415
+        from comparison.runner import TimeLimits  # noqa: PLC0415
+
+        shape = find_shape(model)
+        groups = tuple(_parts(workloads))
+        settings = ComparisonSettings(
+            model=shape.name,
+            num_parameters=shape.num_parameters,
+            groups=groups,
+            rounds=rounds,
+            num_threads=threads or os.cpu_count() or 1,
+            num_many=many,
+            seed=seed,
+            is_restarting=restart,
+        )
+        systems = [
+            *(LoraplexSystem(_bits(width)) for width in _parts(widths)),
+            *peers(dict(_place(text) for text in peer or [])),
+        ]
+        wanted = [
+            system for system in systems if not only or any(part in system.name for part in only)
+        ]
+        if not wanted:
+            names = ", ".join(system.name for system in systems)
+            raise ConfigError(f"--only leaves no system of: {names or 'none'}")
+        with _Bar() as bar:
+            paths = asyncio.run(
+                run_comparison(
+                    wanted,
+                    Fixture(shape, fixtures or cache_directory() / "bench"),
+                    stages([*groups], many, seed),
+                    settings,
+                    limits=TimeLimits(run_seconds, budget_seconds),
+                    progress=bar,
+                    output=output,
+                )
+            )
+        for path in paths:
+            if path.suffix == ".md":
+                print(path.read_text(encoding="utf-8"), end="")
+        for path in paths:
+            print(f"wrote {path}")
+
+
+def _need_extra() -> None:
+    for package in _NEEDED:
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"the comparison needs {package}: pip install 'loraplex[bench]'")
+
+
+def _parts(text: str) -> list[str]:
+    """Each once, in order. Raises ConfigError for none."""
+    parts = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if not parts:
+        raise ConfigError(f"{text!r} names nothing")
+    return parts
+
+
+def _bits(text: str) -> int:
+    if text not in {"32", "16", "8"}:
+        raise ConfigError(f"--widths are 32, 16 and 8 bits; {text!r} is none")
+    return int(text)
+
+
+def _place(text: str) -> tuple[str, Path]:
+    name, equals, path = text.partition("=")
+    if not (name and equals and path):
+        raise ConfigError(f"--peer wants NAME=PATH, got {text!r}")
+    return name, Path(path)
+
+
+class _Bar(RunBar):
+    """Implements bench.comparison.Progress."""
+
+    def begin(self, num_runs: int) -> None:
+        self._bar.reset(num_runs)
+
+    def doing(self, what: str) -> None:
+        self._bar.set_description(what)
+
+    def done(self) -> None:
+        self._bar.update()
+
+
+if __name__ == "__main__":
+    typer.run(compare)

@@ -1,0 +1,78 @@
+"""One comparison from nothing to its files."""
+
+import datetime
+from collections.abc import Sequence
+from pathlib import Path
+
+from comparison.cases import Stage
+from comparison.fixtures import Fixture
+from comparison.journal import ComparisonSettings, Header, Journal, Subject
+from comparison.report import comparison_report, write_comparison
+from comparison.runner import Comparison, Progress, TimeLimits
+from comparison.systems import System
+from loraplex.bench.machine import this_code, this_machine
+
+REFERENCE = "transformers + peft f32"
+"""Whose answers are the right ones, if it is there."""
+
+
+async def run_comparison(
+    systems: Sequence[System],
+    fixture: Fixture,
+    stages: Sequence[Stage],
+    settings: ComparisonSettings,
+    *,
+    limits: TimeLimits,
+    progress: Progress,
+    output: Path,
+) -> tuple[Path, ...]:
+    """Run what `output`'s journal does not have yet; gives the files that were written.
+
+    output: a path without suffix; `.jsonl` is the journal, beside it come `.json`, `.md` and
+    pictures, and the logs of the systems in a folder `.logs`. Raises ConfigError.
+    """
+    header = Header(
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        code=this_code(),
+        machine=this_machine(),
+        settings=settings,
+        subjects=tuple(map(_subject, systems)),
+    )
+    journal = Journal.open(_beside(output, ".jsonl"), header)
+    comparison = Comparison(
+        systems,
+        fixture,
+        journal,
+        limits=limits,
+        progress=progress,
+        work=_beside(output, ".logs").absolute(),
+        reference=next((system for system in systems if system.name == REFERENCE), None),
+    )
+    try:
+        await comparison.run(stages)
+    finally:
+        paths = write_files(journal, output)
+    return paths
+
+
+def write_files(journal: Journal, output: Path) -> tuple[Path, ...]:
+    """Report and pictures of what the journal holds. Raises ConfigError."""
+    # matplotlib takes a second to import, and not everyone who measures has it.
+    from comparison.plots import write_plots  # noqa: PLC0415
+
+    report = comparison_report(journal)
+    return (*write_comparison(report, output), *write_plots(report.findings, output))
+
+
+def _beside(output: Path, suffix: str) -> Path:
+    return output.with_name(output.name + suffix)
+
+
+def _subject(system: System) -> Subject:
+    return Subject(
+        name=system.name,
+        weight_bits=system.weight_bits,
+        is_http=system.is_http,
+        mixes_adapters=system.mixes_adapters,
+        version=system.version(),
+    )

@@ -1,0 +1,102 @@
+"""The systems that are up: started when first asked for, stopped when they fail, all in the end."""
+
+import asyncio
+import shutil
+import time
+from pathlib import Path
+
+import msgspec
+
+from comparison.journal import Journal, Started
+from comparison.processes import cpu_seconds, resident_bytes
+from comparison.systems import Running, Setup, System
+from loraplex.core.errors import ConfigError
+
+_MAX_FAILURES = 2
+_IDLE_SECONDS = 1.0
+
+
+class Fleet:
+    """For one stage."""
+
+    def __init__(self, stage: str, setup: Setup, work: Path, journal: Journal) -> None:
+        self._stage = stage
+        self._setup = setup
+        self._work = work
+        self._journal = journal
+        self._running: dict[str, Running] = {}
+        self._folders: dict[str, Path] = {}
+        self._prepared: set[str] = set()
+        self._num_failures: dict[str, int] = {}
+        self._num_starts = 0
+
+    def find(self, system: System) -> Running | None:
+        """If it is up."""
+        return self._running.get(system.name)
+
+    def is_prepared(self, system: System) -> bool:
+        """Whether it was prepared since it started."""
+        return system.name in self._prepared
+
+    def set_prepared(self, system: System) -> None:
+        self._prepared.add(system.name)
+
+    async def start(self, system: System) -> Running:
+        """Raises ConfigError if it does not start, or has failed too often."""
+        if self._num_failures.get(system.name, 0) >= _MAX_FAILURES:
+            raise ConfigError(f"{system.name} failed {_MAX_FAILURES} times and is left alone")
+        setup = self._setup_of(system)
+        await system.prepare(setup)
+        start = time.monotonic()
+        running = await system.start(setup)
+        seconds = time.monotonic() - start
+        self._running[system.name] = running
+        await self._tell(system, running, seconds)
+        return running
+
+    async def stop_failed(self, system: System) -> None:
+        """Stop it if it is up; after some failures it is not started again."""
+        self._num_failures[system.name] = self._num_failures.get(system.name, 0) + 1
+        await self._stop(system.name)
+
+    async def stop_others(self, system: System | None) -> None:
+        """All but this one."""
+        for name in [*self._running]:
+            if system is None or name != system.name:
+                await self._stop(name)
+
+    async def _stop(self, name: str) -> None:
+        """Its folder goes, too; its log stays."""
+        self._prepared.discard(name)
+        running = self._running.pop(name, None)
+        if running is not None:
+            await running.stop()
+        if (folder := self._folders.pop(name, None)) is not None:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    def _setup_of(self, system: System) -> Setup:
+        """With folders of its own."""
+        label = "".join(c if c.isalnum() else "-" for c in f"{self._stage} {system.name}")
+        # A log of an earlier start would say that this one is ready, and where that one was.
+        while (log := self._work / f"{label}-{self._num_starts}.log").exists():
+            self._num_starts += 1
+        work = log.with_suffix("")
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        self._folders[system.name] = work
+        log.touch()
+        return msgspec.structs.replace(self._setup, work=work, log=log)
+
+    async def _tell(self, system: System, running: Running, seconds: float) -> None:
+        before = cpu_seconds(running.process_ids)
+        await asyncio.sleep(_IDLE_SECONDS)
+        busy = cpu_seconds(running.process_ids) - before
+        self._journal.add(
+            Started(
+                system=system.name,
+                stage=self._stage,
+                seconds=seconds,
+                resident_bytes=resident_bytes(running.process_ids),
+                idle_cores=busy / _IDLE_SECONDS,
+            )
+        )

@@ -1,0 +1,212 @@
+"""What a comparison has found so far: a file of JSON lines, one a result, written as they come.
+
+A comparison that is started again with the same file goes on where it was, so a crash costs what
+was under way and no more.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from comparison.first_use import FirstUseFigures
+from comparison.right_answers import Verdict
+from loraplex.bench.machine import Code, Machine
+from loraplex.bench.statistics import RunStatistics
+from loraplex.core.errors import ConfigError
+
+FORMAT_VERSION = 1
+
+
+class Subject(msgspec.Struct, frozen=True, kw_only=True):
+    """A system, as the report tells of it."""
+
+    name: str
+    weight_bits: int
+    is_http: bool
+    mixes_adapters: bool
+    version: str
+
+
+class ComparisonSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What was asked for. Results of one file are of one value of this."""
+
+    model: str
+    """The fixture's name."""
+    num_parameters: int
+    groups: tuple[str, ...]
+    """The workloads."""
+    rounds: int
+    num_threads: int
+    num_many: int
+    """Adapters of W6."""
+    seed: int
+    is_restarting: bool
+    """Whether only one system was up at a time, started anew for every round."""
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
+    """The first line."""
+
+    format_version: int = FORMAT_VERSION
+    created: str
+    """UTC, ISO 8601."""
+    code: Code
+    machine: Machine
+    settings: ComparisonSettings
+    subjects: tuple[Subject, ...]
+
+
+class Checked(msgspec.Struct, frozen=True, kw_only=True, tag="checked"):
+    """Whether a system answers right in mixed batches."""
+
+    system: str
+    stage: str
+    verdict: Verdict
+
+
+class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
+    """A start of a system."""
+
+    system: str
+    stage: str
+    seconds: float
+    resident_bytes: int
+    idle_cores: float
+    """Cores that it keeps busy while it has nothing to do: it takes them from the others."""
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
+    """One run, or why there is none."""
+
+    system: str
+    stage: str
+    case: str
+    round: int
+    figures: RunStatistics | None = None
+    first_use: FirstUseFigures | None = None
+    error: str | None = None
+    resident_bytes: int = 0
+    """Of all its processes, right after the run."""
+    cpu_seconds: float = 0.0
+    """That its processes used for the run."""
+    adapter_loads: float | None = None
+    """In the run; None: the system does not tell."""
+    load_average: float | None = None
+    """Of the machine before the run."""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether its figures count."""
+        return self.error is None and (self.figures is None or not self.figures.num_failed)
+
+
+Entry = Header | Checked | Started | Measured
+EntryT = TypeVar("EntryT", Checked, Started, Measured)
+
+
+class Journal:
+    """The entries of one file, in their order."""
+
+    def __init__(self, path: Path, header: Header, entries: list[Entry]) -> None:
+        self.header = header
+        self._path = path
+        self._entries = entries
+
+    @classmethod
+    def open(cls, path: Path, header: Header) -> "Journal":
+        """Go on with the file, or begin it. Raises ConfigError if it is of another comparison."""
+        if path.exists():
+            journal = read_journal(path)
+            journal._check_same(header)
+            return journal
+        journal = cls(path, header, [])
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(msgspec.json.encode(header) + b"\n")
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+        return journal
+
+    def add(self, entry: Checked | Started | Measured) -> None:
+        with self._path.open("ab") as file:
+            file.write(msgspec.json.encode(entry) + b"\n")
+        self._entries.append(entry)
+
+    def of(self, kind: type[EntryT]) -> Iterator[EntryT]:
+        """The entries of one kind."""
+        return (entry for entry in self._entries if isinstance(entry, kind))
+
+    def measured(self, system: str, stage: str, case: str, number: int) -> Measured | None:
+        """The last word on a run, if there is one."""
+        found = None
+        for entry in self.of(Measured):
+            if (entry.system, entry.stage, entry.case, entry.round) == (
+                system,
+                stage,
+                case,
+                number,
+            ):
+                found = entry
+        return found
+
+    def verdict(self, system: str, stage: str) -> Verdict | None:
+        found = None
+        for entry in self.of(Checked):
+            if (entry.system, entry.stage) == (system, stage):
+                found = entry.verdict
+        return found
+
+    def _check_same(self, header: Header) -> None:
+        mine, theirs = self.header, header
+        differences = [
+            f"{label} was {before}, is {now}"
+            for label, before, now in (
+                ("the settings", mine.settings, theirs.settings),
+                ("the commit", mine.code.commit, theirs.code.commit),
+                ("the processor", mine.machine.cpu_model, theirs.machine.cpu_model),
+                ("the systems", _identities(mine), _identities(theirs)),
+            )
+            if before != now
+        ]
+        if differences:
+            raise ConfigError(
+                f"{self._path} holds another comparison ({'; '.join(differences)}): name another "
+                "file, or remove this one"
+            )
+
+
+def read_journal(path: Path) -> Journal:
+    """Raises ConfigError for a file that is no journal. A last line cut short is left out."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    entries: list[Entry] = []
+    for number, line in enumerate(lines):
+        try:
+            entries.append(msgspec.json.decode(line, type=Entry))
+        except msgspec.DecodeError as error:
+            if number + 1 == len(lines) and entries:
+                _cut(path, line)
+                break
+            raise ConfigError(f"{path} line {number + 1} is no result: {error}") from error
+    if not entries or not isinstance(entries[0], Header):
+        raise ConfigError(f"{path} is no journal of a comparison: its first line is no header")
+    if entries[0].format_version != FORMAT_VERSION:
+        raise ConfigError(
+            f"{path} has format version {entries[0].format_version}; this loraplex reads "
+            f"{FORMAT_VERSION}"
+        )
+    return Journal(path, entries[0], entries[1:])
+
+
+def _cut(path: Path, line: bytes) -> None:
+    """Remove a last line that a crash left unfinished: the next one would be glued to it."""
+    content = path.read_bytes()
+    path.write_bytes(content[: content.rindex(line)])
+
+
+def _identities(header: Header) -> tuple[tuple[str, str], ...]:
+    return tuple((subject.name, subject.version) for subject in header.subjects)

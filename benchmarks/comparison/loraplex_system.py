@@ -1,0 +1,155 @@
+"""loraplex itself as a system of a comparison: `loraplex serve`, spoken to as OpenAI's is."""
+
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+
+from comparison.adapter_room import AdapterRoom, adapter_room
+from comparison.processes import ServerProcess
+from comparison.systems import Adapter, Setup
+from loraplex.bench.completions import PATH, completion_body, read_completion
+from loraplex.bench.exchange import Answer, Exchange
+from loraplex.bench.server import HTTP_LINE, LAST_LINE, serve_command
+from loraplex.bench.streaming import StreamingClient
+from loraplex.core.errors import ConfigError
+from loraplex.core.version import __version__
+
+_START_SECONDS = 600.0
+_FLAGS = {
+    32: ("--dtype", "float32"),
+    16: ("--dtype", "bfloat16"),
+    8: ("--dtype", "bfloat16", "--quantization", "int8"),
+}
+_WIDTH_NAMES = {32: "fp32", 16: "bf16", 8: "int8"}
+_METRICS_LINE = re.compile(r"Started Metrics Service at (\S+:\d+)")
+_LOADS_METRIC = re.compile(r"^\w*adapter_loads(?:_total)?(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+
+
+class LoraplexSystem:
+    """Implements bench.systems.System."""
+
+    is_http = True
+    mixes_adapters = True
+
+    def __init__(self, weight_bits: int, serve_flags: Sequence[str] = ()) -> None:
+        if weight_bits not in _FLAGS:
+            raise ConfigError(f"the widths are {sorted(_FLAGS)} bits; {weight_bits} is none")
+        self.weight_bits = weight_bits
+        self.name = f"loraplex {_WIDTH_NAMES[weight_bits]}"
+        self._serve_flags = serve_flags
+        self._rooms: dict[tuple[Path, Path, int], AdapterRoom] = {}
+
+    def version(self) -> str:
+        return __version__
+
+    async def prepare(self, setup: Setup) -> None:
+        await self._tier_flags(setup)
+
+    async def start(self, setup: Setup) -> "RunningLoraplex":
+        adapter_dir, state_dir = setup.work / "adapters", setup.work / "state"
+        adapter_dir.mkdir()
+        for adapter in setup.adapters:
+            _link(adapter.path, adapter_dir / adapter.name)
+        flags = [
+            *_FLAGS[self.weight_bits],
+            "--no-prefix-cache",
+            *("--max-num-seqs", str(setup.max_num_seqs)),
+            *("--max-model-len", str(setup.max_model_len)),
+            *("--num-threads", str(setup.num_threads)),
+            *("--max-lora-rank", str(setup.max_lora_rank)),
+            *await self._tier_flags(setup),
+            *self._serve_flags,
+        ]
+        command = serve_command(setup.model, setup.model.name, adapter_dir, state_dir, flags)
+        process = await ServerProcess.start(command, setup.log)
+
+        async def is_ready() -> bool:
+            return LAST_LINE in _read(setup.log)
+
+        await process.wait_until(is_ready, _START_SECONDS)
+        return RunningLoraplex(process, setup, _read(setup.log))
+
+    async def _tier_flags(self, setup: Setup) -> list[str]:
+        """For tiers that hold as many adapters as are to be resident, each."""
+        if not setup.adapters:
+            return []
+        largest = max(setup.adapters, key=lambda adapter: adapter.rank)
+        key = (setup.model, largest.path, setup.max_lora_rank)
+        if key not in self._rooms:
+            flags = [*_FLAGS[self.weight_bits], "--max-lora-rank", str(setup.max_lora_rank)]
+            self._rooms[key] = await adapter_room(setup.model, largest.path, flags)
+        return self._rooms[key].flags(setup.num_resident_adapters)
+
+
+def _link(folder: Path, place: Path) -> None:
+    """The same files under another folder's name; copies, across file systems.
+
+    No symbolic link: a server does not follow one out of its folder of adapters.
+    """
+    place.mkdir()
+    for file in folder.iterdir():
+        try:
+            (place / file.name).hardlink_to(file)
+        except OSError:
+            shutil.copyfile(file, place / file.name)
+
+
+class RunningLoraplex:
+    """Implements bench.systems.Running."""
+
+    def __init__(self, process: ServerProcess, setup: Setup, log: str) -> None:
+        http, metrics = HTTP_LINE.search(log), _METRICS_LINE.search(log)
+        assert http is not None, "it says that it has started"
+        assert metrics is not None, "it says that it has started"
+        self._process = process
+        self._base = setup.model.name
+        self._models: list[str | None] = [adapter.name for adapter in setup.adapters]
+        self._client = StreamingClient(f"http://{http[1]}")
+        self._metrics_url = f"http://{metrics[1]}/metrics"
+
+    @property
+    def process_ids(self) -> tuple[int, ...]:
+        return (self._process.pid,)
+
+    async def send(self, exchange: Exchange) -> None:
+        request = exchange.request
+        body = completion_body(self._model(request.adapter), request)
+        await self._client.stream(PATH, body, exchange)
+
+    def _model(self, adapter: int | None) -> str:
+        if adapter is None:
+            return self._base
+        name = self._models[adapter]
+        assert name is not None, "the adapter was removed"
+        return name
+
+    def read(self, exchange: Exchange) -> Answer:
+        return read_completion(exchange)
+
+    async def add_adapter(self, adapter: Adapter) -> int:
+        body = {"lora_name": adapter.name, "lora_path": str(adapter.path)}
+        await self._client.call("POST", "/v1/load_lora_adapter", body)
+        self._models.append(adapter.name)
+        return len(self._models) - 1
+
+    async def remove_adapter(self, index: int) -> None:
+        await self._client.call(
+            "POST", "/v1/unload_lora_adapter", {"lora_name": self._model(index)}
+        )
+        self._models[index] = None
+
+    async def counters(self) -> dict[str, float]:
+        async with httpx.AsyncClient(trust_env=False) as http:
+            text = (await http.get(self._metrics_url)).text
+        return {"adapter_loads": sum(float(value) for value in _LOADS_METRIC.findall(text))}
+
+    async def stop(self) -> None:
+        await self._client.close()
+        await self._process.stop()
+
+
+def _read(log: Path) -> str:
+    return log.read_text(errors="replace") if log.exists() else ""

@@ -1,0 +1,53 @@
+"""Other people's servers and libraries, found where the user says that they are."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from comparison.peers.llama_cpp import LlamaCpp
+from comparison.peers.openvino import OpenVinoGenAI
+from comparison.peers.places import venv_python
+from comparison.peers.transformers import TransformersPeft
+from comparison.peers.vllm import VllmCpu
+from comparison.systems import System
+from loraplex.core.errors import ConfigError
+
+
+def _transformers(name: str, place: Path) -> list[System]:
+    return [TransformersPeft(venv_python(name, place))]
+
+
+def _vllm(name: str, place: Path) -> list[System]:
+    return [VllmCpu(venv_python(name, place))]
+
+
+def _llama_cpp(_name: str, place: Path) -> list[System]:
+    return [LlamaCpp(place, weight_bits) for weight_bits in (32, 16, 8)]
+
+
+def _openvino(name: str, place: Path) -> list[System]:
+    return [OpenVinoGenAI(venv_python(name, place), weight_bits) for weight_bits in (32, 8)]
+
+
+_PEERS: dict[str, Callable[[str, Path], list[System]]] = {
+    "transformers": _transformers,
+    "vllm": _vllm,
+    "llama.cpp": _llama_cpp,
+    "openvino": _openvino,
+}
+PEERS = tuple(_PEERS)
+"""The known names."""
+
+
+def peers(places: Mapping[str, Path]) -> list[System]:
+    """A system for each weight width of each peer, by name and place.
+
+    A place is a virtual environment (its folder or its Python); that of llama.cpp is its source
+    folder with the server built in it. Raises ConfigError for an unknown name, and for a place
+    that lacks what it should hold.
+    """
+    systems: list[System] = []
+    for name, place in places.items():
+        if name not in _PEERS:
+            raise ConfigError(f"no peer is named {name}; known are {', '.join(PEERS)}")
+        systems += _PEERS[name](name, place)
+    return systems

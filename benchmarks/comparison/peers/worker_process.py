@@ -1,0 +1,123 @@
+"""A library that has no server, run by a worker of ours in its own virtual environment.
+
+The worker is `workers/serve.py`, which says what goes over the pipes.
+"""
+
+import asyncio
+import itertools
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from comparison.processes import ServerProcess
+from loraplex.core.errors import ConfigError
+
+_SERVE = Path(__file__).with_name("workers") / "serve.py"
+_LOADED = 0
+"""The id of the worker's first message."""
+
+
+class _Id(msgspec.Struct, frozen=True):
+    """All that is read of an answer while a run lasts."""
+
+    id: int
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """The worker's answer to one message."""
+
+    tokens: tuple[int, ...] = ()
+    token_ns: tuple[int, ...] = ()
+    """When the worker knew each token, on the clock of time.perf_counter_ns()."""
+    error: str | None = None
+    unsupported: str | None = None
+    """Instead of `error`: the library cannot do it at all."""
+
+
+class WorkerProcess:
+    """A worker, and the questions that wait for its answers."""
+
+    def __init__(self, process: ServerProcess) -> None:
+        self._process = process
+        self._ids = itertools.count(_LOADED + 1)
+        self._waiting: dict[int, asyncio.Future[bytes]] = {}
+        self._has_ended = False
+        self._reader = asyncio.create_task(self._read())
+
+    @classmethod
+    async def start(
+        cls,
+        python: Path,
+        module: str,
+        options: dict[str, Any],
+        *,
+        log: Path,
+        variables: dict[str, str],
+        seconds: float,
+    ) -> "WorkerProcess":
+        """Run `workers/<module>.py` under that Python; returns when it is loaded.
+
+        variables: of its environment. Raises ConfigError with the end of the log.
+        """
+        command = [str(python), str(_SERVE), module, msgspec.json.encode(options).decode()]
+        process = await ServerProcess.start(command, log, variables, pipes=True)
+        worker = cls(process)
+        loaded = worker._expect(_LOADED)
+
+        async def is_loaded() -> bool:
+            await asyncio.wait([loaded], timeout=0.05)
+            return loaded.done() and not loaded.cancelled() and loaded.exception() is None
+
+        try:
+            await process.wait_until(is_loaded, seconds)
+        except BaseException:
+            loaded.cancel()
+            await worker.stop()
+            raise
+        return worker
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def ask(self, op: str, **arguments: Any) -> bytes:
+        """Send a message; gives the line that answers it. Raises ConfigError if the worker ends."""
+        if self._has_ended:
+            raise self._ended()
+        asked = next(self._ids)
+        answer = self._expect(asked)
+        message = msgspec.json.encode({"id": asked, "op": op, **arguments})
+        self._process.stdin.write(message + b"\n")
+        return await answer
+
+    async def stop(self) -> None:
+        """Idempotent."""
+        if not self._has_ended:
+            self._process.stdin.close()
+        await self._process.stop()
+        await self._reader
+
+    def _expect(self, asked: int) -> asyncio.Future[bytes]:
+        self._waiting[asked] = asyncio.get_running_loop().create_future()
+        return self._waiting[asked]
+
+    async def _read(self) -> None:
+        """Give each line to who waits for it, until there are no more."""
+        async for line in self._process.stdout:
+            answer = self._waiting.pop(msgspec.json.decode(line, type=_Id).id, None)
+            if answer is not None and not answer.done():
+                answer.set_result(line)
+        self._has_ended = True
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(self._ended())
+        self._waiting.clear()
+
+    def _ended(self) -> ConfigError:
+        return ConfigError(f"the worker ended: {self._process.log_tail()}")
+
+
+def decode(line: bytes) -> Reply:
+    """An answer of `WorkerProcess.ask`."""
+    return msgspec.json.decode(line, type=Reply)

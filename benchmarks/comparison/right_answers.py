@@ -1,0 +1,179 @@
+"""Whether a system answers right when one batch holds requests of several adapters.
+
+Asked before anything is timed: a system that is fast because it gives every request the first
+adapter has no time worth telling. The base and some adapters answer prompts alone, then all at
+once, twice each. Alone they must differ from each other; together, each must answer as it did
+alone. In 32 bits that means the same tokens, and those of a reference, too. In narrower weights
+the kernels of a larger batch may round otherwise, and a near tie of two tokens then turns the
+answer; so there an answer counts as its own if it begins as it should, for most of the prompts.
+"""
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+from comparison.systems import Running
+from loraplex.bench.exchange import Answer
+from loraplex.bench.load_generator import exchange_all
+from loraplex.bench.workload import PlannedRequest
+from loraplex.core.errors import ConfigError
+
+NUM_ADAPTERS = 4
+_NUM_PROMPTS = 3
+_PROMPT_TOKENS = 32
+_OUTPUT_TOKENS = 12
+_OWN_TOKENS = 2
+"""So many equal tokens at the beginning are no chance: a word is one of some 31,000."""
+_WORD_LENGTH = 4
+_SEED = "right answers"
+
+Answers = Mapping[int | None, str]
+"""One prompt's answer by adapter; None is the base."""
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What the check found."""
+
+    problems: tuple[str, ...]
+    """Empty: it answers right."""
+    num_equal: int
+    """Answers in a mixed batch that were token for token those given alone,"""
+    num_asked: int
+    """of so many."""
+    is_compared_with_reference: bool = False
+
+    @property
+    def is_right(self) -> bool:
+        return not self.problems
+
+
+async def ask_alone(running: Running, vocabulary: range) -> list[Answers]:
+    """For each prompt: base and adapters, one request at a time. Raises ConfigError if one fails:
+    then there is nothing to compare with.
+    """
+    answers: list[Answers] = []
+    for prompt in _prompts(vocabulary):
+        requests = [_request(prompt, adapter) for adapter in _subjects()]
+        exchanges, _ = await exchange_all(running, requests, concurrency=1)
+        texts = [_text(running.read(exchange)) for exchange in exchanges]
+        answers.append(dict(zip(_subjects(), texts, strict=True)))
+    return answers
+
+
+async def check(
+    running: Running, vocabulary: range, weight_bits: int, reference: Sequence[Answers] | None
+) -> tuple[Verdict, list[Answers]]:
+    """The verdict, and the answers alone. `reference`: of another system, for 32 bits.
+
+    Raises ConfigError if a request fails.
+    """
+    alone = await ask_alone(running, vocabulary)
+    is_exact = weight_bits == 32
+    problems = [*_alike(alone)]
+    if is_exact and reference is not None:
+        problems += _unlike_reference(alone, reference)
+    mixed: list[list[tuple[int | None, str]]] = []
+    for prompt in _prompts(vocabulary):
+        subjects = [*_subjects(), *reversed(_subjects())]
+        requests = [_request(prompt, adapter) for adapter in subjects]
+        exchanges, _ = await exchange_all(running, requests, concurrency=len(requests))
+        texts = [_text(running.read(exchange)) for exchange in exchanges]
+        mixed.append(list(zip(subjects, texts, strict=True)))
+    problems += _not_their_own(alone, mixed, is_exact=is_exact)
+    verdict = Verdict(
+        problems=tuple(dict.fromkeys(problems)),
+        num_equal=sum(
+            text == own[adapter]
+            for own, batch in zip(alone, mixed, strict=True)
+            for adapter, text in batch
+        ),
+        num_asked=sum(map(len, mixed)),
+        is_compared_with_reference=is_exact and reference is not None,
+    )
+    return verdict, alone
+
+
+def _subjects() -> tuple[int | None, ...]:
+    return (None, *range(NUM_ADAPTERS))
+
+
+def _prompts(vocabulary: range) -> list[tuple[int, ...]]:
+    draws = random.Random(_SEED)
+    return [tuple(draws.choices(vocabulary, k=_PROMPT_TOKENS)) for _ in range(_NUM_PROMPTS)]
+
+
+def _request(prompt: tuple[int, ...], adapter: int | None) -> PlannedRequest:
+    return PlannedRequest(prompt, _OUTPUT_TOKENS, adapter, 0.0)
+
+
+def _text(answer: Answer) -> str:
+    """Raises ConfigError."""
+    text = answer.text.strip()
+    if answer.error or len(text) != _OUTPUT_TOKENS * _WORD_LENGTH:
+        raise ConfigError(
+            f"a request failed while its answers were checked: {answer.error or repr(text)}"
+        )
+    return text
+
+
+def _alike(alone: Sequence[Answers]) -> Iterator[str]:
+    for answers in alone:
+        for adapter, text in answers.items():
+            if adapter is not None and text == answers[None]:
+                yield f"{_name(adapter)} answers as the base does"
+
+
+def _unlike_reference(alone: Sequence[Answers], reference: Sequence[Answers]) -> Iterator[str]:
+    for own, other in zip(alone, reference, strict=True):
+        for adapter, text in own.items():
+            if text != other[adapter]:
+                same = _common_tokens(text, other[adapter])
+                yield f"{_name(adapter)} alone differs from the reference at token {same + 1}"
+
+
+def _not_their_own(
+    alone: Sequence[Answers],
+    mixed: Sequence[Sequence[tuple[int | None, str]]],
+    *,
+    is_exact: bool,
+) -> Iterator[str]:
+    strangers = dict.fromkeys(_subjects(), 0)
+    for own, batch in zip(alone, mixed, strict=True):
+        for adapter, text in batch:
+            if text == own[adapter]:
+                continue
+            taken = _whose(text, own)
+            if taken != _NOBODY and taken != adapter:
+                yield f"{_name(adapter)} in a mixed batch got the answer of {_name(taken)}"
+            elif is_exact:
+                same = _common_tokens(text, own[adapter])
+                yield f"{_name(adapter)} in a mixed batch differs from itself at token {same + 1}"
+            elif taken == _NOBODY:
+                strangers[adapter] += 1
+    for adapter, count in strangers.items():
+        if count > _NUM_PROMPTS:  # each prompt was asked twice
+            yield f"{_name(adapter)} in a mixed batch gives answers of its own {count} times"
+
+
+_NOBODY = -1
+
+
+def _whose(text: str, answers: Answers) -> int | None:
+    """Who, alone, gave the answer that begins most like this one; _NOBODY if none does."""
+    best = max(answers, key=lambda adapter: _common_tokens(text, answers[adapter]))
+    return best if _common_tokens(text, answers[best]) >= _OWN_TOKENS else _NOBODY
+
+
+def _common_tokens(one: str, other: str) -> int:
+    """Tokens that both texts begin with."""
+    same = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        same += 1
+    return same // _WORD_LENGTH
+
+
+def _name(adapter: int | None) -> str:
+    return "the base" if adapter is None else f"adapter {adapter}"

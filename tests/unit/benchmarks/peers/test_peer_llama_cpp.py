@@ -1,0 +1,158 @@
+"""The server and the converters are fakes; that the real ones agree is the comparison's check."""
+
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+from comparison.peers.llama_cpp import LlamaCpp
+
+from loraplex.core.errors import ConfigError, UnsupportedFeatureError
+
+CONVERT = """
+import pathlib, sys
+target = pathlib.Path(sys.argv[sys.argv.index("--outfile") + 1])
+target.write_text(" ".join(sys.argv[1:]))
+with (pathlib.Path(__file__).parent / "runs").open("a") as runs:
+    runs.write(sys.argv[sys.argv.index("--outtype") + 1] + "\\n")
+"""
+STREAM = (
+    'data: {"content": "x", "tokens": [5], "stop": false}',
+    'data: {"content": "", "tokens": [], "stop": false}',
+    'data: {"content": "yz", "tokens": [6, 7], "stop": false}',
+    'data: {"content": "", "tokens": [], "stop": true, "tokens_evaluated": 2, '
+    '"tokens_predicted": 3, "timings": {"cache_n": 1}}',
+)
+
+
+@pytest.fixture
+def folder(executable, fake_server, tmp_path):
+    folder = tmp_path / "llama.cpp"
+    executable(folder / "build" / "bin" / "llama-server", fake_server.program())
+    for script in ("convert_hf_to_gguf.py", "convert_lora_to_gguf.py"):
+        executable(folder / script, CONVERT)
+    fake_server.answers(*STREAM)
+    return folder
+
+
+@pytest.fixture
+async def running(folder, setup):
+    running = await LlamaCpp(folder, 16).start(setup)
+    yield running
+    await running.stop()
+
+
+async def test_an_answer_is_read_from_its_stream(running, exchange):
+    asked = exchange()
+    await running.send(asked)
+    answer = running.read(asked)
+    assert answer.text == "<5><6><7>"
+    assert len(answer.chunk_ns) == 2
+    assert (answer.num_prompt_tokens, answer.num_output_tokens) == (2, 3)
+    assert answer.num_cached_tokens == 1
+    assert answer.error is None
+
+
+async def test_the_base_is_asked_for_by_a_scale_of_zero(running, exchange, fake_server):
+    for adapter in (None, 0, 1):
+        await running.send(exchange(adapter))
+    bodies = [body for _, body in fake_server.asked()]
+    assert [body["lora"] for body in bodies] == [
+        [{"id": 0, "scale": 0.0}],
+        [{"id": 0, "scale": 1.0}],
+        [{"id": 1, "scale": 1.0}],
+    ]
+    assert all(body["cache_prompt"] is False and body["ignore_eos"] is True for body in bodies)
+    assert bodies[0]["prompt"] == [10, 11]
+    assert bodies[0]["n_predict"] == 3
+
+
+async def test_without_adapters_no_lora_is_asked_for(folder, setup, exchange, fake_server):
+    running = await LlamaCpp(folder, 8).start(msgspec.structs.replace(setup, adapters=()))
+    try:
+        await running.send(exchange())
+    finally:
+        await running.stop()
+    ((_, body),) = fake_server.asked()
+    assert "lora" not in body
+    assert "--lora" not in fake_server.command()
+
+
+async def test_every_request_has_a_connection_of_its_own(running, exchange, fake_server):
+    await running.send(exchange())
+    assert fake_server.asked_connections() == ["close"]
+
+
+async def test_the_server_has_a_slot_for_each_sequence_at_full_length(running, fake_server):
+    assert fake_server.flag("--parallel") == "4"
+    assert fake_server.flag("--ctx-size") == str(4 * 64)
+    assert fake_server.flag("--threads") == fake_server.flag("--threads-batch") == "1"
+    assert "--lora-init-without-apply" in fake_server.command()
+    assert [Path(file).name for file in fake_server.flag("--lora").split(",")] == [
+        "0.gguf",
+        "1.gguf",
+    ]
+
+
+async def test_files_are_converted_once_for_each_width(folder, setup):
+    for weight_bits in (16, 16, 8, 32):
+        running = await LlamaCpp(folder, weight_bits).start(setup)
+        await running.stop()
+    # The model, then the two adapters; Q8_0 keeps those of F16.
+    assert (folder / "runs").read_text().split() == ["f16"] * 3 + ["q8_0"] + ["f32"] * 3
+
+
+async def test_an_adapter_keeps_its_place_whatever_the_set(folder, setup, fake_server):
+    fewer = msgspec.structs.replace(setup, adapters=setup.adapters[1:])
+    for one in (setup, fewer):
+        running = await LlamaCpp(folder, 16).start(one)
+        await running.stop()
+    converted = fake_server.flag("--lora")
+    with open(converted) as file:
+        assert file.read().endswith(str(setup.adapters[1].path))
+
+
+async def test_a_refusal_and_a_broken_stream_are_errors(running, exchange, fake_server):
+    refused, broken, odd = exchange(prompt=(99,)), exchange(), exchange()
+    await running.send(refused)
+    assert running.read(refused).error == "status 400: no such token"
+    fake_server.answers('data: {"error": {"message": "slot lost"}}')
+    await running.send(broken)
+    assert "slot lost" in running.read(broken).error
+    fake_server.answers("data: nonsense")
+    await running.send(odd)
+    assert "is not a chunk" in running.read(odd).error
+
+
+async def test_adapters_are_those_of_the_start(running, new_adapter):
+    with pytest.raises(UnsupportedFeatureError, match="late comes too late"):
+        await running.add_adapter(new_adapter("late"))
+    with pytest.raises(UnsupportedFeatureError):
+        await running.remove_adapter(0)
+
+
+async def test_stop_leaves_no_process(folder, setup):
+    running = await LlamaCpp(folder, 16).start(setup)
+    (pid,) = running.process_ids
+    await running.stop()
+    await running.stop()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_the_version_is_what_the_server_says(folder, executable):
+    prints = "import sys\nsys.stderr.write('warning\\nversion: 1 (abc)\\nbuilt\\n')"
+    executable(folder / "build" / "bin" / "llama-server", prints)
+    assert LlamaCpp(folder, 16).version() == "version: 1 (abc)"
+    executable(folder / "build" / "bin" / "llama-server", "raise SystemExit(1)")
+    assert LlamaCpp(folder, 16).version() == ""
+
+
+def test_what_a_folder_lacks_is_told(folder, tmp_path):
+    with pytest.raises(ConfigError, match=r"has no build/bin/llama-server or bin/llama-server or"):
+        LlamaCpp(tmp_path, 16)
+    (folder / "convert_lora_to_gguf.py").unlink()
+    with pytest.raises(ConfigError, match=r"has no convert_lora_to_gguf.py"):
+        LlamaCpp(folder, 16)
+    with pytest.raises(ConfigError, match=r"the widths are \[8, 16, 32\] bits; 4 is none"):
+        LlamaCpp(folder, 4)

@@ -1,0 +1,56 @@
+"""The tiers that a comparison gives a server hold as many adapters as it says."""
+
+from pathlib import Path
+
+import pytest
+from comparison.adapter_room import AdapterRoom, adapter_room
+from comparison.fixture_tokenizer import FIRST_WORD_ID
+from comparison.fixtures import RANK_8, Fixture, LlamaShape
+
+from loraplex.app.plan import plan_memory
+from loraplex.core.config import ModelConfig
+from loraplex.core.errors import ConfigError
+
+MIDGET = LlamaShape(
+    name="midget",
+    hidden_size=32,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    ffn_size=48,
+    vocab_size=FIRST_WORD_ID + 700,
+)
+
+
+@pytest.fixture
+def fixture(tmp_path: Path) -> Fixture:
+    fixture = Fixture(MIDGET, tmp_path)
+    fixture.ensure_model()
+    return fixture
+
+
+async def test_so_many_and_no_more(fixture: Fixture) -> None:
+    adapters = fixture.adapters(RANK_8, 12)
+    flags = ["--dtype", "float32", "--max-lora-rank", "8"]
+    room = await adapter_room(fixture.model, adapters[0].path, flags)
+    _, device_bytes, _, host_bytes = room.flags(9)
+    config = ModelConfig(
+        path=str(fixture.model),
+        dtype="float32",
+        max_lora_rank=8,
+        lora_device_bytes=int(device_bytes),
+        lora_host_bytes=int(host_bytes),
+    )
+    plan = plan_memory(config, [str(adapter.path) for adapter in adapters])
+    assert (plan.adapters.fit_device, plan.adapters.fit_host) == (9, 9)
+
+
+async def test_what_cannot_be_planned_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)loraplex plan failed for .*no-such-flag"):
+        await adapter_room(tmp_path, tmp_path, ["--no-such-flag"])
+
+
+def test_a_server_takes_one_of_the_largest_rank_at_least() -> None:
+    room = AdapterRoom(device_bytes=10, host_bytes=3, least_device_bytes=25)
+    assert room.flags(2) == ["--lora-device-bytes", "25", "--lora-host-bytes", "6"]
+    assert room.flags(4) == ["--lora-device-bytes", "40", "--lora-host-bytes", "12"]

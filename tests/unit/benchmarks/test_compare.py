@@ -1,0 +1,69 @@
+"""The command of the comparison: its flags, its errors, and loraplex compared with itself."""
+
+import importlib.util
+
+import compare
+import pytest
+import typer
+from comparison.loraplex_system import LoraplexSystem
+from typer.testing import CliRunner
+
+from loraplex.core.errors import ConfigError
+
+
+def run_compare(*arguments: str):
+    command = typer.Typer(add_completion=False)
+    command.command()(compare.compare)
+    return CliRunner().invoke(command, [*arguments])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "huge"], "'huge' is none"),
+        (["--workloads", "W1,W9"], "W9 is none"),
+        (["--workloads", ","], "names nothing"),
+        (["--widths", "4"], "'4' is none"),
+        (["--peer", "vllm"], "NAME=PATH"),
+        (["--peer", "unheard-of=/"], "no peer is named"),
+        (["--only", "nobody"], "leaves no system of: loraplex fp32, loraplex bf16"),
+    ],
+)
+def test_a_bad_comparison_is_one_line(tmp_path, arguments, message):
+    result = run_compare(str(tmp_path / "out"), *arguments)
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_comparison_needs_the_extra(monkeypatch, tmp_path):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name)
+    )
+    result = run_compare(str(tmp_path / "out"))
+    assert result.exit_code == 1
+    assert "needs matplotlib: pip install 'loraplex[bench]'" in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_compares_loraplex_with_itself(tmp_path):
+    out = tmp_path / "out"
+    arguments = ["--widths", "32,16", "--workloads", "W2,W3", "--rounds", "1"]
+    result = run_compare(str(out), *arguments, "--fixtures", str(tmp_path / "fixtures"))
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("right; 30 of 30") == 2
+    assert "W3-32 is" in result.stdout
+    assert "Not measured" not in result.stdout
+    assert (tmp_path / "out-throughput.svg").stat().st_size > 1000
+    again = run_compare(str(out), *arguments, "--fixtures", str(tmp_path / "fixtures"))
+    assert again.stdout == result.stdout
+
+
+def test_the_widths_are_three():
+    assert [LoraplexSystem(bits).name for bits in (32, 16, 8)] == [
+        *("loraplex fp32", "loraplex bf16", "loraplex int8")
+    ]
+    with pytest.raises(ConfigError, match="4 is none"):
+        LoraplexSystem(4)
