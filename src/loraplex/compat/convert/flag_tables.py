@@ -3,6 +3,7 @@
 Several families have their own convert_checkpoint.py; the table has the flags of Llama's and GPT's.
 """
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from loraplex.adapters.formats.modules import LORA_MODULES
@@ -10,7 +11,7 @@ from loraplex.compat.flags import FlagKind, FlagRow, FlagSection, here, ignored,
 
 _TEXT, _WHOLE, _NUMBER = FlagKind.TEXT, FlagKind.WHOLE, FlagKind.NUMBER
 _SWITCH, _PLUGIN, _TEXTS = FlagKind.SWITCH, FlagKind.PLUGIN, FlagKind.TEXTS
-_IN_PLUGINS: Final = {"section": FlagSection.PLUGIN}
+_IN_PLUGINS: Final[Mapping[str, Any]] = {"section": FlagSection.PLUGIN}
 
 DTYPES: Final = ("auto", "float32", "float16", "bfloat16")
 META: Final = "Meta's own files are not read: give the Hugging Face folder (--model_dir)"
