@@ -1,4 +1,4 @@
-"""The keys that a server takes: those of its file, which is followed, and of its environment."""
+"""The API keys that a server accepts: those of its file, which it follows, and of its environment."""
 
 import asyncio
 import logging
@@ -8,11 +8,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import msgspec
-
 from loraplex.core.errors import ConfigError, UnauthenticatedError
 from loraplex.core.principal import DEFAULT_TENANT, Principal
-from loraplex.serving.access.api_keys import check_strength, find_hash, hash_of
+from loraplex.serving.access.api_keys import check_strength, digest_of
 from loraplex.serving.access.key_file import (
     EMPTY,
     KeyFile,
@@ -24,51 +22,52 @@ from loraplex.serving.access.key_file import (
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
-"""How often the file is looked at: a revoked key is taken for so long."""
+"""Interval between looks at the file: a revoked key is accepted for so long."""
 _SEPARATORS = re.compile(r"[\s,]+")
 _VARIABLE = "environment variable LORAPLEX_API_KEYS"
 
 
-class _Snapshot(msgspec.Struct, frozen=True):
-    """All keys at one moment: the hash at a place belongs to the principal there."""
-
-    hashes: tuple[bytes, ...]
-    principals: tuple[Principal, ...]
-
-
 class ApiKeys:
-    """Whoever asks sees all keys of one moment: a change is one assignment. Any thread may ask."""
+    """Finds the principal of a key. Any thread may call; a change is one assignment.
+
+    Keys are found by their SHA-256 in a dict. The time of a lookup may depend on the digest, which
+    reveals nothing: a client cannot choose the digest of a key that it guesses.
+    """
 
     def __init__(self, path: Path | None, variable: str = "", given: Sequence[str] = ()) -> None:
-        """path: of a key file; None: there is none. variable: keys, divided by commas or spaces,
-        as KEY (of the server's own tenant) or TENANT:KEY; given: more of the server's own, however
-        weak. Raises ConfigError for a bad one.
+        """Read the key file at `path`, if there is one.
+
+        `variable` has more keys, separated by commas or spaces: KEY for the server's own tenant, or
+        TENANT:KEY. `given` has more keys of the server's own tenant, which may be weak. Raises
+        ConfigError for an invalid one.
         """
         self._path = path
         self._refreshing = threading.Lock()
         self._of_environment = _keys_of(variable) | _given(given)
         self._seen = None if path is None else _signature(path)
         file = EMPTY if path is None else read_key_file(path)
-        self._snapshot = _snapshot(file, self._of_environment)
-        if not self._snapshot.hashes:
+        self._principals = _principals_by_digest(file, self._of_environment)
+        if not self._principals:
             logger.warning("%s holds no valid key: every request is refused", path)
 
     def principal(self, key: str) -> Principal:
-        """Raises UnauthenticatedError, which does not tell the key."""
-        snapshot = self._snapshot
-        found = find_hash(hash_of(key), snapshot.hashes)
-        if found is None:
+        """Return the principal of a key.
+
+        Raises UnauthenticatedError, which does not contain the key.
+        """
+        principal = self._principals.get(digest_of(key))
+        if principal is None:
             raise UnauthenticatedError("the API key is not known here")
-        return snapshot.principals[found]
+        return principal
 
     def refresh(self) -> None:
-        """Look at the file, and take its keys if it changed. Blocks.
+        """Read the file again if it changed. Blocks.
 
-        A file that cannot be read, or is wrong, changes nothing, and the log says so once.
+        A file that cannot be read or is invalid changes nothing; the log reports it once.
         """
         if self._path is None:
             return
-        # One at a time: who has read an older file must not have the last word.
+        # One thread at a time: one that has read an older file must not win.
         with self._refreshing:
             self._take(self._path)
 
@@ -78,15 +77,15 @@ class ApiKeys:
             return
         self._seen = signature
         try:
-            snapshot = _snapshot(read_key_file(path), self._of_environment)
+            principals = _principals_by_digest(read_key_file(path), self._of_environment)
         except ConfigError as error:
             logger.error("the API keys stay as they were: %s", error.message)
             return
-        self._snapshot = snapshot
-        logger.info("%d API keys are valid after a change of %s", len(snapshot.hashes), path)
+        self._principals = principals
+        logger.info("%d API keys are valid after a change of %s", len(principals), path)
 
     async def follow(self) -> None:
-        """Refresh again and again, until cancelled."""
+        """Refresh periodically until cancelled."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             await asyncio.to_thread(self.refresh)
@@ -97,12 +96,12 @@ def _given(keys: Sequence[str]) -> dict[bytes, str]:
         try:
             check_strength(key, "the key of a flag")
         except ConfigError as error:
-            logger.warning("%s; it is taken all the same", error.message)
-    return {hash_of(key): DEFAULT_TENANT for key in keys}
+            logger.warning("%s; it is accepted anyway", error.message)
+    return {digest_of(key): DEFAULT_TENANT for key in keys}
 
 
 def _signature(path: Path) -> tuple[int, int, int] | None:
-    """Another one for another content; None: nothing can be seen there."""
+    """Return a value that differs for another content, or None if there is no readable file."""
     try:
         status = os.stat(path)
     except OSError:
@@ -110,25 +109,27 @@ def _signature(path: Path) -> tuple[int, int, int] | None:
     return status.st_mtime_ns, status.st_size, status.st_ino
 
 
-def _snapshot(file: KeyFile, of_environment: Mapping[bytes, str]) -> _Snapshot:
+def _principals_by_digest(
+    file: KeyFile, of_environment: Mapping[bytes, str]
+) -> Mapping[bytes, Principal]:
     tenants = {bytes.fromhex(key.sha256): key.tenant for key in file.valid_keys}
     revoked = {bytes.fromhex(key.sha256) for key in file.keys if key.id in file.revoked}
-    for key_hash, tenant in of_environment.items():
-        if key_hash not in revoked:
-            tenants.setdefault(key_hash, tenant)
+    for digest, tenant in of_environment.items():
+        if digest not in revoked:
+            tenants.setdefault(digest, tenant)
     principals = {name: principal_of(file.tenants, name) for name in set(tenants.values())}
-    return _Snapshot(tuple(tenants), tuple(principals[name] for name in tenants.values()))
+    return {digest: principals[tenant] for digest, tenant in tenants.items()}
 
 
 def _keys_of(variable: str) -> dict[bytes, str]:
-    """hash -> tenant"""
+    """Return the tenant of each digest."""
     tenants = {}
     for entry in filter(None, _SEPARATORS.split(variable)):
         before, colon, after = entry.partition(":")
         tenant, key = (before, after) if colon else (DEFAULT_TENANT, before)
         check_strength(key, _VARIABLE)
         if not is_tenant(tenant):
-            # Not told what it is: perhaps a part of a key that has a colon.
+            # The text is left out: it may be a part of a key that has a colon.
             raise ConfigError(f"{_VARIABLE}: what stands before a colon is no tenant's name")
-        tenants[hash_of(key)] = tenant
+        tenants[digest_of(key)] = tenant
     return tenants

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from loraplex.core.errors import ConfigError
-from loraplex.serving.access.api_keys import hash_of, new_key, new_key_id
+from loraplex.serving.access.api_keys import digest_of, new_key, new_key_id
 from loraplex.serving.access.key_file import check_tenant, parse_key_file, read_key_file
 
 _HEAD = b"# Tenants of loraplex and the hashes of their API keys: `loraplex keys --help`.\n"
@@ -62,7 +62,7 @@ def create_key(
             )
         created = now.astimezone(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         added += _NEW_KEY.format(
-            id=key_id, tenant=tenant, sha256=hash_of(key).hex(), created=created
+            id=key_id, tenant=tenant, sha256=digest_of(key).hex(), created=created
         )
         _replace(path, (old or _HEAD) + added.encode())
     return key_id, key, is_new

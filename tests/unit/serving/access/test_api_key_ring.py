@@ -199,3 +199,29 @@ async def test_following(path, monkeypatch):
 
     assert await asyncio.to_thread(eventually, is_known)
     task.cancel()
+
+
+class CountedDigest(bytes):
+    """Counts the digests that it is compared with."""
+
+    num_comparisons = 0
+
+    def __eq__(self, other):
+        CountedDigest.num_comparisons += 1
+        return bytes.__eq__(self, other)
+
+    __hash__ = bytes.__hash__
+
+
+@pytest.mark.parametrize("num_keys", [1, 10_000])
+def test_a_lookup_does_not_depend_on_the_number_of_keys(monkeypatch, num_keys):
+    made = [f"acme:{new_key()}" for _ in range(num_keys)]
+    keys = ApiKeys(None, " ".join(made))
+    digest_of = api_key_ring.digest_of
+    monkeypatch.setattr(api_key_ring, "digest_of", lambda key: CountedDigest(digest_of(key)))
+    monkeypatch.setattr(CountedDigest, "num_comparisons", 0)
+    known = [each.removeprefix("acme:") for each in made[:: max(1, num_keys // 100)]]
+    assert {keys.principal(key).tenant for key in known} == {"acme"}
+    assert CountedDigest.num_comparisons == len(known)
+    assert refused(keys, new_key())
+    assert CountedDigest.num_comparisons == len(known)

@@ -8,7 +8,7 @@ import stat
 import pytest
 
 from loraplex.core.errors import ConfigError
-from loraplex.serving.access.api_keys import hash_of
+from loraplex.serving.access.api_keys import digest_of
 from loraplex.serving.access.key_file import read_key_file
 from loraplex.serving.access.key_file_changes import create_key, revoke_key
 
@@ -25,7 +25,7 @@ def test_the_first_key_makes_the_file(path):
     assert is_new
     (entry,) = read_key_file(path).keys
     assert (entry.id, entry.tenant, entry.created) == (key_id, "acme", NOW)
-    assert bytes.fromhex(entry.sha256) == hash_of(key)
+    assert bytes.fromhex(entry.sha256) == digest_of(key)
     assert key not in path.read_text()
     assert path.read_text().startswith("# Tenants of loraplex")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
