@@ -1,19 +1,20 @@
-"""Reads a sentencepiece `tokenizer.model` and builds the equal `tokenizers.Tokenizer`.
+"""Reads a sentencepiece `tokenizer.model` and builds an equivalent `tokenizers.Tokenizer`.
 
-The file is one protobuf message, ModelProto of sentencepiece's src/sentencepiece_model.proto. The
-few fields that matter are read here: the module that the sentencepiece package generates for it
-demands one particular version of the protobuf runtime, and the gRPC stubs demand another.
+The file is one protobuf message, ModelProto of sentencepiece's src/sentencepiece_model.proto. Its
+descriptor is made here: the module that the sentencepiece package generates for it requires one
+particular version of the protobuf runtime, and the gRPC stubs require another.
 
-As in transformers, one space before the text is not told apart from the one that a model adds.
+As in transformers, one space before the text is not distinguished from the one that a model adds.
 """
 
 import dataclasses
 import enum
-import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 from tokenizers import decoders as token_decoders
 
@@ -43,7 +44,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class SentencePieceModel:
-    """What a tokenizer.model says; the defaults are the format's."""
+    """Contents of a tokenizer.model; the defaults are those of the format."""
 
     pieces: tuple[Piece, ...]
     model_type: int = _UNIGRAM
@@ -52,39 +53,42 @@ class SentencePieceModel:
     bos_id: int = 1
     eos_id: int = 2
     charsmap: bytes = b""
-    """Rules of its text normalization, compiled; empty: the text stays as it is."""
+    """Compiled rules of text normalization; empty if the text stays as it is."""
     adds_dummy_prefix: bool = True
     removes_extra_spaces: bool = True
 
     def text_of(self, token_id: int) -> str | None:
-        """None if there is no such piece: a model without BOS has some id that is out of range."""
+        """Return the text of a piece, or None for an id that is out of range.
+
+        A model without BOS may have such an id for it.
+        """
         return self.pieces[token_id].text if 0 <= token_id < len(self.pieces) else None
 
 
 def read_sentencepiece_model(path: Path) -> SentencePieceModel:
-    """Raises ConfigError if the file is not a sentencepiece model."""
+    """Read a file; raises ConfigError if it is not a sentencepiece model."""
     try:
         model = _parse_model(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
-    except (ValueError, IndexError, struct.error) as error:
+    except (DecodeError, ValueError) as error:
         raise ConfigError(
             f"{path} is not a sentencepiece model ({error}); a tiktoken file has to be converted "
             "to a tokenizer.json first"
         ) from error
     if model.model_type not in (_UNIGRAM, _BPE):
         raise UnsupportedModelError(
-            f"{path} is a word or character model; served are BPE and Unigram"
+            f"{path} is a word or character model; only BPE and Unigram are supported"
         )
     return model
 
 
 def build_tokenizer(model: SentencePieceModel, config: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer, with the model's own special tokens but without those that the folder adds.
+    """Build the tokenizer with the model's own special tokens, without those that the folder adds.
 
-    Of `config` (tokenizer_config.json) add_prefix_space and legacy count: with legacy, the space
-    that is put before a text is put after each special token, too. Without it, that is so for
-    models that normalize text, and not for Llama's.
+    `config` is tokenizer_config.json, of which add_prefix_space and legacy are used: with legacy,
+    the space that is put before a text is also put after each special token. Where legacy is
+    absent, it is assumed for models that normalize text, not for Llama's.
     """
     tokenizer = Tokenizer(_bpe(model) if model.model_type == _BPE else _unigram(model))
     add_prefix_space = config.get("add_prefix_space")
@@ -116,7 +120,7 @@ def _bpe(model: SentencePieceModel) -> models.BPE:
 
 
 def _merges(model: SentencePieceModel, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Every way to join two pieces into a third, best score first."""
+    """Return every way to join two pieces into a third, best score first."""
     ranked = []
     for token_id, piece in enumerate(model.pieces):
         if piece.type is not PieceType.NORMAL:
@@ -158,93 +162,62 @@ def _decoder(adds_prefix: bool) -> token_decoders.Decoder:
     return token_decoders.Sequence(steps)
 
 
-# ------------------------------------------------------------------ the protobuf wire format
-
-_Field = tuple[int, int | bytes]
-"""(field number, value): an int, or the bytes of a string, a message or a fixed-width number."""
-
-
 def _parse_model(data: bytes) -> SentencePieceModel:
-    pieces = []
-    settings: dict[str, Any] = {}
-    for number, value in _fields(data):
-        match number, value:
-            case 1, bytes(message):
-                pieces.append(_parse_piece(message))
-            case 2, bytes(message):
-                settings |= _pick(message, _TRAINER_FIELDS)
-            case 3, bytes(message):
-                settings |= _pick(message, _NORMALIZER_FIELDS)
-    if not pieces:
+    message = _MODEL.FromString(data)
+    if not message.pieces:
         raise ValueError("it has no pieces")
-    return SentencePieceModel(tuple(pieces), **settings)
+    trainer, normalizer = message.trainer_spec, message.normalizer_spec
+    return SentencePieceModel(
+        pieces=tuple(Piece(p.text, p.score, PieceType(p.type)) for p in message.pieces),
+        model_type=trainer.model_type,
+        byte_fallback=trainer.byte_fallback,
+        unk_id=trainer.unk_id,
+        bos_id=trainer.bos_id,
+        eos_id=trainer.eos_id,
+        charsmap=normalizer.precompiled_charsmap,
+        adds_dummy_prefix=normalizer.add_dummy_prefix,
+        removes_extra_spaces=normalizer.remove_extra_whitespaces,
+    )
 
 
-_TRAINER_FIELDS = {
-    3: ("model_type", int),
-    35: ("byte_fallback", bool),
-    40: ("unk_id", int),
-    41: ("bos_id", int),
-    42: ("eos_id", int),
-}
-_NORMALIZER_FIELDS = {
-    2: ("charsmap", bytes),
-    3: ("adds_dummy_prefix", bool),
-    4: ("removes_extra_spaces", bool),
-}
+def _model_message() -> Any:
+    """Return the class of ModelProto, with the fields that are read here and their defaults."""
+    field = descriptor_pb2.FieldDescriptorProto
+    text, data, decimal = field.TYPE_STRING, field.TYPE_BYTES, field.TYPE_FLOAT
+    number, flag = field.TYPE_INT32, field.TYPE_BOOL  # numbers for enums: none is unknown
+    file = descriptor_pb2.FileDescriptorProto(name="model.proto", package="model", syntax="proto2")
+    fields: dict[str, Sequence[tuple[int, str, Any, str]]] = {
+        "Piece": ((1, "text", text, ""), (2, "score", decimal, "0"), (3, "type", number, "1")),
+        "TrainerSpec": (
+            (3, "model_type", number, str(_UNIGRAM)),
+            (35, "byte_fallback", flag, "false"),
+            *(
+                (40, "unk_id", number, "0"),
+                (41, "bos_id", number, "1"),
+                (42, "eos_id", number, "2"),
+            ),
+        ),
+        "NormalizerSpec": (
+            (2, "precompiled_charsmap", data, ""),
+            (3, "add_dummy_prefix", flag, "true"),
+            (4, "remove_extra_whitespaces", flag, "true"),
+        ),
+    }
+    for name, entries in fields.items():
+        message = file.message_type.add(name=name)
+        for index, key, kind, default in entries:
+            label = field.LABEL_OPTIONAL
+            message.field.add(name=key, number=index, type=kind, label=label, default_value=default)
+    model = file.message_type.add(name="ModelProto")
+    parts = (("pieces", "Piece"), ("trainer_spec", "TrainerSpec"))
+    for index, (key, name) in enumerate((*parts, ("normalizer_spec", "NormalizerSpec")), 1):
+        label = field.LABEL_REPEATED if key == "pieces" else field.LABEL_OPTIONAL
+        model.field.add(
+            name=key, number=index, type=field.TYPE_MESSAGE, label=label, type_name=f".model.{name}"
+        )
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("model.ModelProto"))
 
 
-def _pick(message: bytes, known: Mapping[int, tuple[str, Any]]) -> dict[str, Any]:
-    picked = {}
-    for number, value in _fields(message):
-        if number in known:
-            name, convert = known[number]
-            picked[name] = convert(value)
-    return picked
-
-
-def _parse_piece(message: bytes) -> Piece:
-    piece = Piece("")
-    for number, value in _fields(message):
-        match number, value:
-            case 1, bytes(text):
-                piece = dataclasses.replace(piece, text=text.decode())
-            case 2, bytes(score):
-                piece = dataclasses.replace(piece, score=struct.unpack("<f", score)[0])
-            case 3, int(kind):
-                piece = dataclasses.replace(piece, type=PieceType(kind))
-    return piece
-
-
-def _fields(data: bytes) -> Iterator[_Field]:
-    """The fields of one message, in order. Raises ValueError or IndexError if it is none."""
-    position = 0
-    while position < len(data):
-        key, position = _varint(data, position)
-        wire_type = key & 7
-        if wire_type == 0:
-            number, position = _varint(data, position)
-            yield key >> 3, number
-            continue
-        if wire_type == 2:
-            size, position = _varint(data, position)
-        elif wire_type in (1, 5):
-            size = 8 if wire_type == 1 else 4
-        else:
-            raise ValueError(f"wire type {wire_type} at byte {position}")
-        if position + size > len(data):
-            raise ValueError(f"a field of {size} bytes at byte {position} goes past the end")
-        yield key >> 3, data[position : position + size]
-        position += size
-
-
-def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """(value, position after it)."""
-    value = 0
-    for shift in range(0, 70, 7):
-        byte = data[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, position
-    raise ValueError(f"a number of more than 10 bytes before byte {position}")
+_MODEL: Final = _model_message()

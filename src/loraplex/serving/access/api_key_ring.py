@@ -1,4 +1,4 @@
-"""The API keys that a server accepts: those of its file, which it follows, and of its environment."""
+"""API keys that a server accepts, from a file that it follows and from its environment."""
 
 import asyncio
 import logging

@@ -1,10 +1,10 @@
 """API keys: how they are made, hashed and checked for strength.
 
-A key is `lpx_` and 256 random bits. Only its SHA-256 is stored. A slow hash such as scrypt would not
-help: it protects secrets that people choose, and guessing 256 random bits never succeeds, however
-cheap a guess is. It would cost each request tens of milliseconds, so a client that sends wrong keys
-could stop the server. In return weak keys must be refused: our own are random, and a key from
-elsewhere must have at least MIN_KEY_LENGTH characters and look random.
+A key is `lpx_` and 256 random bits. Only its SHA-256 is stored. A slow hash such as scrypt would
+not help: it protects secrets that people choose, and guessing 256 random bits never succeeds,
+however cheap a guess is. It would cost each request tens of milliseconds, so a client that sends
+wrong keys could stop the server. In return weak keys must be refused: our own are random, and a key
+from elsewhere must have at least MIN_KEY_LENGTH characters and look random.
 """
 
 import hashlib
@@ -18,8 +18,8 @@ MIN_KEY_LENGTH = 32
 MAX_KEY_LENGTH = 512
 MAX_KEYS = 10_000
 _MIN_DIFFERENT = 12
-"""Minimum number of different characters. Fewer than 10 in a million random strings of 32 hexadecimal
-digits have less than 9; words and repeated patterns mostly have less than 12."""
+"""Minimum number of different characters. Fewer than 10 in a million random strings of 32
+hexadecimal digits have less than 9; words and repeated patterns mostly have less than 12."""
 _MIN_DIFFERENT_HEX = 8
 _HEX = re.compile(r"[0-9a-fA-F]+")
 _KEY = re.compile(r"[!-~]+")

@@ -180,7 +180,7 @@ def test_a_bad_variable(variable):
 
 def test_a_key_of_a_flag_may_be_weak(caplog):
     assert ApiKeys(None, given=("weak",)).principal("weak") == Principal()
-    assert "it is taken all the same" in caplog.text
+    assert "it is accepted anyway" in caplog.text
     assert "weak" not in caplog.text
 
 
