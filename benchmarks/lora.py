@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from against_reference import figures, least_time, run
 
-from loraplex.kernels.lora import LoraBatch, LoraTable, LoraUse, add_lora, lora_batch
+from loraplex.kernels.lora import LoraBatch, LoraCells, LoraTable, LoraUse, add_lora, lora_batch
 from loraplex.kernels.native.lora import LoraKernel
 
 LAYERS = {
@@ -58,12 +58,12 @@ CASES = [
 
 def make_batch(case: Case, dtype: torch.dtype) -> LoraBatch:
     in_features, modules = LAYERS[case.layer]
-    shape = (case.num_adapters, 1, len(modules))
-    shapes = tuple((in_features, out_features) for out_features in modules.values())
-    sizes = np.array([case.rank * sum(pair) for pair in shapes] * case.num_adapters)
+    cells = LoraCells([{name: (in_features, size) for name, size in modules.items()}])
+    shape = (case.num_adapters, len(cells))
+    sizes = np.array([case.rank * sum(pair) for pair in cells.shapes] * case.num_adapters)
     offsets = (np.cumsum(sizes) - sizes).reshape(shape).astype(np.int64)
     ranks = np.full(shape, case.rank, np.int32)
-    table = LoraTable(tuple(modules), shapes, offsets, ranks, np.ones(shape, np.float32))
+    table = LoraTable(cells, offsets, ranks, np.ones(shape, np.float32))
     uses = [
         LoraUse(0, token % case.num_adapters, token, 1, 1.0)
         for token in range(case.num_adapters * case.tokens_per_adapter)

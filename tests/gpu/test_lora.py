@@ -9,7 +9,7 @@ import torch
 from loraplex.kernels.accelerator import CudaAccelerator
 from loraplex.kernels.cuda.graphs import StepGraphs
 from loraplex.kernels.cuda.lora import LoraKernel
-from loraplex.kernels.lora import LoraUse
+from loraplex.kernels.lora import LoraUse, ModuleShapes
 from support.pooled_adapters import BASE, PooledAdapters, token_uses, users
 
 pytestmark = pytest.mark.gpu
@@ -34,28 +34,32 @@ def pooled(kind: str, dtype: torch.dtype, ranks=MIXED, num_adapters=64) -> Poole
     return PooledAdapters(num_adapters, ranks, shapes, dtype, device, alignment=alignment)
 
 
+def modules_of(adapters: PooledAdapters) -> ModuleShapes:
+    return adapters.table.cells.layers[1]
+
+
 def inputs(adapters: PooledAdapters, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(y, x)"""
-    shapes, like = adapters.table.shapes, adapters.pool
+    shapes, like = list(modules_of(adapters).values()), adapters.pool
     y = torch.randn(num_tokens, sum(out for _, out in shapes), device="cuda").to(like.dtype)
     return y, torch.randn(num_tokens, shapes[0][0], device="cuda").to(like.dtype)
 
 
 def offsets_of(adapters: PooledAdapters) -> tuple[int, ...]:
-    sizes = [out for _, out in adapters.table.shapes]
+    sizes = [out for _, out in modules_of(adapters).values()]
     return tuple(sum(sizes[:index]) for index in range(len(sizes)))
 
 
 def added(adapters, y, x, batch, *, batch_invariant=False):
     kernel = LoraKernel(y.device, batch_invariant=batch_invariant)
     result = y.clone()
-    kernel.add(result, x, batch, 1, adapters.table.modules, offsets_of(adapters))
+    kernel.add(result, x, batch, 1, tuple(modules_of(adapters)), offsets_of(adapters))
     return result
 
 
 def check(adapters, uses, num_tokens, longest=None) -> None:
     y, x = inputs(adapters, num_tokens)
-    expected = adapters.expected(y, x, uses, 1, adapters.table.modules, offsets_of(adapters))
+    expected = adapters.expected(y, x, uses, 1, tuple(modules_of(adapters)), offsets_of(adapters))
     result = added(adapters, y, x, adapters.batch(uses, num_tokens, longest))
     error = (result.double() - expected).abs().max() / expected.abs().max()
     assert error < TOLERANCE[y.dtype]
@@ -124,7 +128,7 @@ def test_a_graph_computes_other_batches_of_its_size(dtype):
     def step(batch):
         def compute():
             result = y.clone()
-            kernel.add(result, x, batch, 1, adapters.table.modules, OFFSETS)
+            kernel.add(result, x, batch, 1, tuple(modules_of(adapters)), OFFSETS)
             return result
 
         return graphs.repeat(32, batch.segments.tensors, compute)

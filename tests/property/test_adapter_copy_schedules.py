@@ -62,8 +62,7 @@ class Machine:
             NUM_PAGES,
             dtype=torch.float32,
             device=torch.device("cpu"),
-            num_layers=NUM_LAYERS,
-            modules=SHAPES,
+            layers=[SHAPES] * NUM_LAYERS,
             accelerator=self.accelerator,
         )
         self.adapters = {handle: random_adapter(self.draws, handle) for handle in range(1, 13)}
@@ -181,21 +180,22 @@ class Machine:
         assert table.on_device is not None
         for handle, entry in step.entries.items():
             pieces = pieces_of(self.adapters[handle])
-            for index, module in enumerate(table.modules):
-                ranks = int(table.on_device.ranks[entry, layer, index])
+            for module in SHAPES:
+                cell = (entry, table.cells.cell_of(layer, module))
+                ranks = int(table.on_device.ranks[cell])
                 target = LoraTarget(layer, module, ranks, *SHAPES[module])
                 assert bool(ranks) == any((t.layer, t.module) == (layer, module) for t in pieces)
                 if ranks:
                     expected = torch.empty(target.num_elements)
                     PieceWriter(self.adapters[handle], None).write(pieces[target], expected)
                     assert torch.equal(found(table, entry, target, step.batch.pool), expected)
-                    assert float(table.on_device.scales[entry, layer, index]) == handle
+                    assert float(table.on_device.scales[cell]) == handle
                     self.num_read += 1
 
 
 def found(table: LoraTable, entry: int, target: LoraTarget, pool: torch.Tensor) -> torch.Tensor:
     assert table.on_device is not None
-    cell = (entry, target.layer, table.modules.index(target.module))
+    cell = (entry, table.cells.cell_of(target.layer, target.module))
     first = int(table.on_device.offsets[cell])
     return pool[first : first + target.num_elements]
 

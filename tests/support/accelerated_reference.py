@@ -4,6 +4,7 @@ Rows, padding and adapters are read where an accelerator has them, at the addres
 step was recorded with. What nobody is to read is not a number.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
@@ -69,6 +70,12 @@ class AcceleratedReference(ReferenceKernels):
         inputs = [tensor for parameter in parameters for tensor in _tensors(parameter)]
         self.num_repeated += key in self.graphs and not self.graphs.is_recording
         return self.graphs.repeat(key, inputs, compute)
+
+    def recording(self) -> contextlib.AbstractContextManager[None]:
+        return self.graphs.recording()
+
+    def forget_recorded(self) -> None:
+        self.graphs.clear()
 
     def add_lora(
         self,

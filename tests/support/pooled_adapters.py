@@ -10,6 +10,7 @@ import torch
 from loraplex.kernels.lora import (
     DeviceLoraTable,
     LoraBatch,
+    LoraCells,
     LoraTable,
     LoraUse,
     lora_batch,
@@ -60,7 +61,7 @@ class PooledAdapters:
     ) -> None:
         """shapes: (in_features, out_features) of each module."""
         table = _table(num_adapters, ranks, shapes, num_layers, alignment)
-        sizes = table.ranks * np.array([sum(shape) for shape in shapes.values()])
+        sizes = table.ranks * np.array([sum(shape) for shape in table.cells.shapes])
         pool = torch.full((int((table.offsets + sizes).max()),), torch.nan)
         pool = pool.to(device or "cpu", dtype)
         for offset, size in zip(table.offsets.flat, sizes.flat, strict=True):
@@ -101,19 +102,19 @@ class PooledAdapters:
         """What becomes of y, in float64."""
         result, x = y.double(), x.double()
         for use, (module, first) in itertools.product(uses, zip(modules, out_offsets, strict=True)):
-            column = self.table.modules.index(module)
+            cell = self.table.cells.cell_of(layer, module)
             tokens = slice(use.first_token, use.first_token + use.num_tokens)
-            a, b = self._matrices(use.entry, layer, column)
-            scale = use.scale * float(self.table.scales[use.entry, layer, column])
+            a, b = self._matrices(use.entry, cell)
+            scale = use.scale * float(self.table.scales[use.entry, cell])
             outputs = slice(first, first + b.shape[1])
             result[tokens, outputs] += scale * (x[tokens] @ a.t()) @ b
         return result
 
-    def _matrices(self, entry: int, layer: int, column: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _matrices(self, entry: int, cell: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A [rank, in], B transposed [rank, out], float64."""
-        in_features, out_features = self.table.shapes[column]
-        rank = int(self.table.ranks[entry, layer, column])
-        start = int(self.table.offsets[entry, layer, column])
+        in_features, out_features = self.table.cells.shapes[cell]
+        rank = int(self.table.ranks[entry, cell])
+        start = int(self.table.offsets[entry, cell])
         middle, end = start + rank * in_features, start + rank * (in_features + out_features)
         a, b = self.pool[start:middle].double(), self.pool[middle:end].double()
         return a.view(rank, in_features), b.view(rank, out_features)
@@ -131,14 +132,12 @@ def _table(
     num_layers: int,
     alignment: int,
 ) -> LoraTable:
-    cells = (num_adapters, num_layers, len(shapes))
-    numbers = np.indices(cells).sum(axis=0)
+    cells = LoraCells([shapes] * num_layers)
+    shape = (num_adapters, len(cells))
+    numbers = np.indices((num_adapters, num_layers, len(shapes))).sum(axis=0).reshape(shape)
     table_ranks = np.array(ranks, np.int32)[numbers % len(ranks)]
-    sizes = table_ranks * np.array([sum(shape) for shape in shapes.values()])
+    sizes = table_ranks * np.array([sum(features) for features in cells.shapes])
     sizes = (sizes + 3 * alignment) // alignment * alignment
-    offsets = sizes.cumsum().reshape(cells) - sizes + 7 * alignment
+    offsets = sizes.cumsum().reshape(shape) - sizes + 7 * alignment
     scales = (0.25 + 0.5 * (numbers % 4)).astype(np.float32)
-    modules, features = tuple(shapes), tuple(shapes.values())
-    return LoraTable(
-        modules, features, offsets, table_ranks, scales, alignment=alignment, max_rank=max(ranks)
-    )
+    return LoraTable(cells, offsets, table_ranks, scales, alignment=alignment, max_rank=max(ranks))

@@ -120,7 +120,7 @@ class Assembly:
             kv_cache=kv_cache,
             adapter_bank=self._adapter_bank(decoder, size.adapters),
             host_adapters=host_adapters,
-            graphs=getattr(self.kernels, "graphs", None),  # those that record
+            kernels=self.kernels,
             sampler=Sampler(
                 spec.vocab_size,
                 device=device,
@@ -141,8 +141,7 @@ class Assembly:
             size.num_pages,
             dtype=self.dtype,
             device=self.device,
-            num_layers=spec.num_layers,
-            modules=spec.module_shapes[0],
+            layers=spec.module_shapes,
             ends=BaseEnds(
                 spec.vocab_size,
                 spec.hidden_size,

@@ -6,7 +6,7 @@ Does not know where an adapter came from, nor who decides what is in the pool.
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -31,30 +31,57 @@ _SECTION = 4
 """Each array of LoraSegments begins at a multiple of so many elements, which are 16 bytes."""
 
 
+ModuleShapes = Mapping[str, tuple[int, int]]
+"""(in_features, out_features) by module."""
+
+
+class LoraCells:
+    """Numbers of an adapter's cells: one for each module of each layer, layer after layer.
+
+    Layers may have different modules. Objects are compared by identity, so that a backend can keep
+    what it derives from one.
+    """
+
+    def __init__(self, layers: Sequence[ModuleShapes]) -> None:
+        self.layers = tuple(layers)
+        cells = [
+            ((layer, module), shape)
+            for layer, modules in enumerate(layers)
+            for module, shape in modules.items()
+        ]
+        self.shapes = tuple(shape for _, shape in cells)
+        """(in_features, out_features) of each cell."""
+        self._cells = {place: cell for cell, (place, _) in enumerate(cells)}
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def cell_of(self, layer: int, module: str) -> int:
+        return self._cells[layer, module]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceLoraTable:
-    """A copy of a LoraTable on an accelerator, entry by entry as new as what is in the pool."""
+    """Copy of a LoraTable on an accelerator, entry by entry as new as the pool's content."""
 
-    offsets: torch.Tensor  # [entries, layers, modules] int64
-    ranks: torch.Tensor  # [entries, layers, modules] int32
-    scales: torch.Tensor  # [entries, layers, modules] float32
+    offsets: torch.Tensor  # [entries, cells] int64
+    ranks: torch.Tensor  # [entries, cells] int32
+    scales: torch.Tensor  # [entries, cells] float32
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoraTable:
-    """Where the adapters' matrices are in the pool. Fixed shape, on the host, written in place.
+    """Places of the adapters' matrices in the pool. Fixed shape, on the host, written in place.
 
     One entry per adapter in the pool; rank 0 means that the adapter leaves the module alone. At
-    `offsets[e, l, m]` lies A [rank, in_features], row-major; B transposed, [rank, out_features],
+    `offsets[e, c]` lies A [rank, in_features], row-major; B transposed, [rank, out_features],
     row-major, follows it at once.
     """
 
-    modules: tuple[str, ...]
-    shapes: tuple[tuple[int, int], ...]
-    """(in_features, out_features) of each module."""
-    offsets: IntArray  # [entries, layers, modules], in elements
-    ranks: npt.NDArray[np.int32]  # [entries, layers, modules]
-    scales: npt.NDArray[np.float32]  # [entries, layers, modules], the adapter's own scale
+    cells: LoraCells
+    offsets: IntArray  # [entries, cells], in elements
+    ranks: npt.NDArray[np.int32]  # [entries, cells]
+    scales: npt.NDArray[np.float32]  # [entries, cells], the adapter's own scale
     on_device: DeviceLoraTable | None = None
     """For a backend that reads the table there."""
     alignment: int = 1
@@ -139,7 +166,7 @@ class LoraBatch:
     parts: tuple[PartsUse, ...] = ()
     """What adapters of this step change beside LoRA, in the order of the groups."""
     head_table: LoraTable | None = None
-    """Where LoRA of lm_head lies, if an adapter of this step has some: one layer, whose modules are
+    """Places of LoRA of lm_head, if an adapter of this step has some: one layer, whose modules are
     neighbouring blocks of outputs. It has the same entries."""
     segments: LoraSegments | None = None
     """For a backend that reads the groups on its device."""
@@ -268,9 +295,9 @@ def _section_starts(num_waves: int, num_pieces: int, num_indices: int) -> list[i
 
 
 def head_blocks(table: LoraTable) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """The modules of a head's table, and where the outputs of each begin."""
-    sizes = [out_features for _, out_features in table.shapes]
-    return table.modules, (0, *itertools.accumulate(sizes[:-1]))
+    """Return the modules of a head's table, and the offset of each one's outputs."""
+    sizes = [out_features for _, out_features in table.cells.shapes]
+    return tuple(table.cells.layers[0]), (0, *itertools.accumulate(sizes[:-1]))
 
 
 def _differs_from_last(values: IntArray) -> npt.NDArray[np.bool_]:
@@ -299,29 +326,27 @@ def add_lora(
     if batch.parts:
         add_vectors(y, batch.parts, layer, modules, out_offsets)
     wanted = [
-        (batch.table.modules.index(module), first)
+        (batch.table.cells.cell_of(layer, module), first)
         for module, first in zip(modules, out_offsets, strict=True)
     ]
     for group in batch.groups():
-        ranks = batch.table.ranks[group.entry, layer]
-        adapted = [(module, first) for module, first in wanted if ranks[module] > 0]
+        ranks = batch.table.ranks[group.entry]
+        adapted = [(cell, first) for cell, first in wanted if ranks[cell] > 0]
         if not adapted:
             continue
         inputs = x[group.token_indices].float()
-        for module, first in adapted:
-            delta = _delta(inputs, batch, group, layer, module)
+        for cell, first in adapted:
+            delta = _delta(inputs, batch, group, cell)
             columns = y[:, first : first + delta.shape[1]]
             summed = columns[group.token_indices].float() + delta
             columns[group.token_indices] = summed.to(y.dtype)
 
 
-def _delta(
-    inputs: torch.Tensor, batch: LoraBatch, group: LoraGroup, layer: int, module: int
-) -> torch.Tensor:
-    """What one adapter adds for its tokens: float32 [n, out_features]."""
+def _delta(inputs: torch.Tensor, batch: LoraBatch, group: LoraGroup, cell: int) -> torch.Tensor:
+    """Return the addend of one adapter for its tokens: float32 [n, out_features]."""
     table = batch.table
-    in_features, out_features = table.shapes[module]
-    place = (group.entry, layer, module)
+    in_features, out_features = table.cells.shapes[cell]
+    place = (group.entry, cell)
     rank, offset = int(table.ranks[place]), int(table.offsets[place])
     middle = offset + rank * in_features
     a = batch.pool[offset:middle].view(rank, in_features).float()

@@ -4,6 +4,7 @@ T tokens of a step lie behind one another, row after row; R is the number of row
 H query heads share K key and value heads; D is the head size.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
@@ -116,6 +117,17 @@ class Kernels(Protocol):
         dtype, and in plans and batches for one number of tokens. The result, new from an op, is
         valid until the next call.
         """
+        ...
+
+    def recording(self) -> contextlib.AbstractContextManager[None]:
+        """Return a block in which `repeat` records each new key, where that takes long.
+
+        A backend that records quickly does so anywhere.
+        """
+        ...
+
+    def forget_recorded(self) -> None:
+        """Free the records of `repeat`."""
         ...
 
     def take_rows(self, table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ agree (float32), or go in tiles of one number (oneDNN's narrow types). And torch
 of a chunk of a tensor with other code than its middle, so activations are rounded from float64.
 """
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -65,6 +66,12 @@ class ReferenceKernels:
         compute: Callable[[], torch.Tensor],
     ) -> torch.Tensor:
         return compute()
+
+    def recording(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def forget_recorded(self) -> None:
+        pass
 
     def take_rows(self, table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         return table[indices]

@@ -10,6 +10,7 @@ from loraplex.kernels.cuda.lora import LoraKernel
 from loraplex.kernels.lora import (
     DeviceLoraTable,
     LoraBatch,
+    LoraCells,
     LoraSegments,
     LoraTable,
     LoraUse,
@@ -57,10 +58,10 @@ def host_batch(num_tokens: Sequence[int], num_waves: int = 2) -> tuple[LoraBatch
 
 
 def _table(llama: Llama, on_device: DeviceLoraTable | None = None) -> LoraTable:
-    shape = (_NUM_ENTRIES, _NUM_LAYERS, len(llama.modules))
+    cells = LoraCells([llama.modules] * _NUM_LAYERS)
+    shape = (_NUM_ENTRIES, len(cells))
     return LoraTable(
-        tuple(llama.modules),
-        tuple(llama.modules.values()),
+        cells,
         np.zeros(shape, np.int64),
         np.zeros(shape, np.int32),
         np.zeros(shape, np.float32),
@@ -75,7 +76,7 @@ def device_batch(
 ) -> LoraBatch:
     """The batch that `host_batch` made, where tensors are fake."""
     host, segments = made
-    shape = (_NUM_ENTRIES, _NUM_LAYERS, len(llama.modules))
+    shape = (_NUM_ENTRIES, _NUM_LAYERS * len(llama.modules))
     on_device = DeviceLoraTable(
         empty(*shape, dtype=torch.int64),
         empty(*shape, dtype=torch.int32),

@@ -39,8 +39,7 @@ def make_bank(accelerator: Accelerator | None, **fields: Any) -> AdapterBank:
         NUM_PAGES,
         dtype=torch.float32,
         device=CPU,
-        num_layers=NUM_LAYERS,
-        modules=SHAPES,
+        layers=[SHAPES] * NUM_LAYERS,
         ends=BaseEnds(VOCAB, HIDDEN, True, Base()),  # type: ignore[arg-type]
         accelerator=accelerator,
         **fields,
@@ -271,5 +270,5 @@ def test_a_handle_may_be_copied_anew_with_other_values_while_it_arrives() -> Non
     put(bank, 1, newer, 0)
     batch = batch_of(bank, 1)
     arrive(batch, accelerator)
-    start = int(batch.table.offsets[batch.entries[0], 0, 0])
+    start = int(batch.table.offsets[batch.entries[0], 0])
     assert torch.equal(batch.pool[start : start + 3 * HIDDEN].view(3, HIDDEN), newer.weights[0].a)

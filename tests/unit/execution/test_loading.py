@@ -19,6 +19,7 @@ from loraplex.execution.assembly import Assembly
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.steps.model_runner import ModelRunner, RunnerParts
 from loraplex.kernels.accelerator import Accelerator, HostAccelerator
+from loraplex.kernels.cuda.backend import CudaKernels
 from support.metered_accelerator import MeteredAccelerator
 from support.tiny_model import TinyCheckpoint
 
@@ -144,7 +145,7 @@ def test_the_parts_are_told_what_is_recorded(start: Start) -> None:
     parts = start.parts()
     assert parts.accelerator is start.accelerator
     assert parts.recorded_sizes == (1, 2, 4)
-    assert parts.graphs is not None
+    assert isinstance(parts.kernels, CudaKernels)
     assert start.parts(cuda_graphs=False).recorded_sizes == ()
     assert start.capacity(cuda_graphs=False).graph_bytes == 0
 
@@ -265,7 +266,7 @@ def test_on_a_host_nothing_is_measured(tiny_checkpoint: TinyCheckpoint) -> None:
     assert (capacity.workspace_bytes, capacity.graph_bytes, capacity.device_bytes) == (0, 0, 0)
     assert parts.recorded_sizes == (1, 2, 4)
     without = load_on(None, tiny_checkpoint)
-    assert (without.accelerator, without.graphs, without.recorded_sizes) == (None, None, ())
+    assert (without.accelerator, without.recorded_sizes) == (None, ())
     assert not without.capacity.keeps_host_copy
     assert without.capacity.host_page_bytes == 0
     assert type(loading.start_runner(without, SETTINGS)) is ModelRunner

@@ -7,6 +7,7 @@ import pytest
 from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.execution.loading import load_parts, load_runner, start_runner
 from loraplex.execution.sizing.settings import RunnerSettings
+from loraplex.kernels.cuda.backend import CudaKernels
 from support.metered_accelerator import MeteredAccelerator
 from support.step_driver import Prompt, StepDriver
 from support.tiny_model import TinyCheckpoint
@@ -39,9 +40,10 @@ def test_the_trials_run_and_the_runner_answers(tiny_checkpoint: TinyCheckpoint) 
     expected = StepDriver(load_runner(folder, SETTINGS, HostAdapters())).generate(PROMPTS, 3)
     accelerator = MeteredAccelerator(TOTAL)
     parts = load_parts(folder, SETTINGS, HostAdapters(), accelerator=accelerator)
-    assert parts.graphs is not None
-    assert len(parts.graphs) == 0
+    assert isinstance(parts.kernels, CudaKernels)
+    graphs = parts.kernels.graphs
+    assert len(graphs) == 0
     runner = start_runner(parts, SETTINGS)
-    assert len(parts.graphs) == 2 * len(parts.recorded_sizes) == 4
+    assert len(graphs) == 2 * len(parts.recorded_sizes) == 4
     assert runner.capacity().device_bytes == TOTAL
     assert StepDriver(runner).generate(PROMPTS, 3) == expected

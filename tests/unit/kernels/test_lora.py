@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from loraplex.kernels.lora import LoraBatch, LoraTable, LoraUse, add_lora, lora_batch
+from loraplex.kernels.lora import LoraBatch, LoraCells, LoraTable, LoraUse, add_lora, lora_batch
 
 HIDDEN = 40
 SHAPES = {"q_proj": (HIDDEN, 48), "k_proj": (HIDDEN, 16), "v_proj": (HIDDEN, 16)}
@@ -38,32 +38,35 @@ class Adapters:
 
     def matrices(self, entry: int, layer: int, module: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A [rank, in], B [rank, out], read by hand in float64."""
-        (num_in, num_out) = self.table.shapes[module]
-        rank = int(self.table.ranks[entry, layer, module])
-        start = int(self.table.offsets[entry, layer, module])
+        (num_in, num_out) = SHAPES[MODULES[module]]
+        cell = (entry, self.table.cells.cell_of(layer, MODULES[module]))
+        rank = int(self.table.ranks[cell])
+        start = int(self.table.offsets[cell])
         flat = self.pool[start : start + rank * (num_in + num_out)].double()
         return flat[: rank * num_in].view(rank, num_in), flat[rank * num_in :].view(rank, num_out)
 
 
 def make_adapters(num_adapters, ranks, dtype, *, modules=MODULES) -> Adapters:
     generator = torch.Generator().manual_seed(5)
-    shape = (num_adapters, NUM_LAYERS, len(MODULES))
+    cells = LoraCells([SHAPES] * NUM_LAYERS)
+    shape = (num_adapters, len(cells))
     table = LoraTable(
-        MODULES,
-        tuple(SHAPES.values()),
+        cells,
         np.zeros(shape, np.int64),
         np.zeros(shape, np.int32),
         np.zeros(shape, np.float32),
     )
     pieces, used = [torch.zeros(7)], 7
-    for cell in np.ndindex(shape):
-        name = MODULES[cell[2]]
+    for place in np.ndindex(num_adapters, NUM_LAYERS, len(MODULES)):
+        entry, layer, module = place
+        name = MODULES[module]
         if name not in modules:
             continue
-        rank = ranks[sum(cell) % len(ranks)]
+        rank = ranks[sum(place) % len(ranks)]
         size = rank * sum(SHAPES[name])
+        cell = (entry, cells.cell_of(layer, name))
         table.offsets[cell], table.ranks[cell] = used, rank
-        table.scales[cell] = 0.25 + 0.5 * cell[0]
+        table.scales[cell] = 0.25 + 0.5 * entry
         pieces.append(torch.randn(size, generator=generator) / HIDDEN**0.5)
         used += size
     return Adapters(torch.cat(pieces).to(dtype), table)
@@ -103,7 +106,9 @@ def oracle(y, x, adapters: Adapters, users, scales, layer) -> torch.Tensor:
         if entry < 0:
             continue
         for module, first in enumerate(OUT_OFFSETS):
-            scale = float(adapters.table.scales[entry, layer, module]) * scales[token]
+            scale = (
+                float(adapters.table.scales[entry, layer * len(MODULES) + module]) * scales[token]
+            )
             a, b = adapters.matrices(entry, layer, module)
             reduced = scale * (a * x[token].double()).sum(-1)
             expected[token, first : first + b.shape[1]] += (reduced[:, None] * b).sum(0)

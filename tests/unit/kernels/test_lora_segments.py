@@ -12,6 +12,7 @@ from loraplex.kernels.lora import (
     FEW_TOKENS,
     MOST_REPEATED_TOKENS,
     LoraBatch,
+    LoraCells,
     LoraSegments,
     LoraTable,
     LoraUse,
@@ -19,9 +20,12 @@ from loraplex.kernels.lora import (
     lora_segments,
 )
 
-EMPTY = np.zeros((9, 1, 1))
+EMPTY = np.zeros((9, 1))
 TABLE = LoraTable(
-    ("q_proj",), ((8, 8),), EMPTY.astype(np.int64), EMPTY.astype(np.int32), EMPTY.astype(np.float32)
+    LoraCells([{"q_proj": (8, 8)}]),
+    EMPTY.astype(np.int64),
+    EMPTY.astype(np.int32),
+    EMPTY.astype(np.float32),
 )
 
 rows = st.lists(

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from loraplex.core.errors import InternalError
-from loraplex.kernels.lora import LoraBatch, LoraTable, LoraUse, add_lora, lora_batch
+from loraplex.kernels.lora import LoraBatch, LoraCells, LoraTable, LoraUse, add_lora, lora_batch
 from loraplex.kernels.native.library import (
     NativeLibraryError,
     ThreadPool,
@@ -50,20 +49,24 @@ class Case:
         self.in_features, (q, k, v) = SIZES[sizes]
         self.out_offsets, self.width = (0, q, q + k), q + k + v
         self.dtype = dtype
-        shape = (num_adapters, NUM_LAYERS, len(MODULES))
+        shapes = {
+            name: (self.in_features, out) for name, out in zip(MODULES, (q, 5, k, v), strict=True)
+        }
+        cells = LoraCells([shapes] * NUM_LAYERS)
+        shape = (num_adapters, len(cells))
         self.table = LoraTable(
-            MODULES,
-            tuple((self.in_features, out) for out in (q, 5, k, v)),
+            cells,
             np.zeros(shape, np.int64),
             np.zeros(shape, np.int32),
             np.zeros(shape, np.float32),
         )
         pieces, used = [torch.full((7,), torch.nan)], 7
-        for cell in np.ndindex(shape):
-            rank = ranks[sum(cell) % len(ranks)]
-            num_elements = rank * sum(self.table.shapes[cell[2]])
+        for entry, layer, module in np.ndindex(num_adapters, NUM_LAYERS, len(MODULES)):
+            cell = (entry, cells.cell_of(layer, MODULES[module]))
+            rank = ranks[(entry + layer + module) % len(ranks)]
+            num_elements = rank * sum(shapes[MODULES[module]])
             self.table.offsets[cell], self.table.ranks[cell] = used, rank
-            self.table.scales[cell] = 0.25 + 0.5 * (cell[0] % 5)
+            self.table.scales[cell] = 0.25 + 0.5 * (entry % 5)
             pieces.append(torch.randn(num_elements) / self.in_features**0.5)
             used += num_elements
         self.pool = torch.cat(pieces).to(pages or dtype)
@@ -88,9 +91,9 @@ class Case:
         result = y.double()
         for group in batch.groups():
             for name, first in zip(FUSED, self.out_offsets, strict=True):
-                module = MODULES.index(name)
-                num_in, num_out = self.table.shapes[module]
-                cell = (group.entry, layer, module)
+                cells = self.table.cells
+                cell = (group.entry, cells.cell_of(layer, name))
+                num_in, num_out = cells.shapes[cell[1]]
                 rank, start = int(self.table.ranks[cell]), int(self.table.offsets[cell])
                 flat = self.pool[start : start + rank * (num_in + num_out)].double()
                 a = flat[: rank * num_in].view(rank, num_in)
@@ -194,7 +197,8 @@ def test_several_adapters_of_a_token_add_up_in_the_order_of_the_groups(library):
 
 def test_what_no_adapter_changes_keeps_its_bits(library):
     case = Case(2, (4,))
-    case.table.ranks[0, :, MODULES.index("q_proj")] = 0
+    for layer in range(NUM_LAYERS):
+        case.table.ranks[0, case.table.cells.cell_of(layer, "q_proj")] = 0
     y, x = case.inputs(3)
     before = y.clone()
     case.add(kernel_of(library), y, x, case.batch([0, 0, -1]))
@@ -230,5 +234,5 @@ def test_modules_may_be_applied_one_by_one_into_their_own_output(library):
 def test_a_layer_that_is_not_there_is_refused(library):
     case = Case(1, (4,))
     y, x = case.inputs(2)
-    with pytest.raises(InternalError, match="argument is invalid"):
+    with pytest.raises(KeyError, match="q_proj"):
         case.add(kernel_of(library), y, x, case.batch([0, 0]), layer=NUM_LAYERS)

@@ -9,7 +9,7 @@ import torch
 from loraplex.core.errors import InternalError
 from loraplex.kernels.activations import Activation
 from loraplex.kernels.adapter_parts import AdapterParts, OutputVector, PartsUse
-from loraplex.kernels.lora import LoraTable, LoraUse, lora_batch
+from loraplex.kernels.lora import LoraCells, LoraTable, LoraUse, lora_batch
 from loraplex.kernels.native.backend import NativeKernels
 from loraplex.kernels.native.library import (
     NativeLibrary,
@@ -130,8 +130,8 @@ def test_what_torch_has_a_part_in_is_computed_each_time(library: NativeLibrary) 
     kernels = NativeKernels(library, 1)
     linear = kernels.pack_linear(torch.randn(8, 8), None)
     parts = AdapterParts(vectors={(0, "q_proj"): [OutputVector(0, None, torch.ones(8))]})
-    ranks, scales = np.zeros((1, 1, 1), np.int32), np.ones((1, 1, 1), np.float32)
-    table = LoraTable(("q_proj",), ((8, 8),), np.zeros((1, 1, 1), np.int64), ranks, scales)
+    ranks, scales = np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32)
+    table = LoraTable(LoraCells([{"q_proj": (8, 8)}]), np.zeros((1, 1), np.int64), ranks, scales)
     plain = lora_batch(torch.zeros(1), table, [LoraUse(0, 0, 0, 3, 1.0)])
     uses = (PartsUse(parts, torch.arange(3), torch.ones(3)),)
     batch = dataclasses.replace(plain, parts=uses)

@@ -50,8 +50,7 @@ class Model:
             12,
             dtype=torch.float32,
             device=CPU,
-            num_layers=NUM_LAYERS,
-            modules=layers[0],
+            layers=layers,
             accelerator=accelerator,
         )
         host = HostAdapter("digest", tuple(random_weights(layer_targets(layers, 2))))

@@ -14,7 +14,7 @@ from loraplex.core.adapter import OUTSIDE_LAYERS, AdapterHandle, LoraTarget
 from loraplex.core.errors import AdapterMismatchError
 from loraplex.core.plan import PageGeometry, PageId
 from loraplex.execution.adapters.dora import with_factors
-from loraplex.execution.adapters.entry_tables import EntryTables, Shapes, head_modules
+from loraplex.execution.adapters.entry_tables import EntryTables, head_modules
 from loraplex.execution.adapters.host_adapters import HostAdapter
 from loraplex.execution.adapters.layout import PieceWriter, pieces_of
 from loraplex.execution.adapters.packing import packed
@@ -25,7 +25,14 @@ from loraplex.execution.adapters.segment_uploads import SegmentUploads
 from loraplex.kernels.accelerator import Accelerator
 from loraplex.kernels.adapter_parts import AdapterParts, PartsUse
 from loraplex.kernels.host_memory import zeroed
-from loraplex.kernels.lora import Arrivals, LoraBatch, LoraUse, lora_batch, lora_segments
+from loraplex.kernels.lora import (
+    Arrivals,
+    LoraBatch,
+    LoraUse,
+    ModuleShapes,
+    lora_batch,
+    lora_segments,
+)
 from loraplex.memory.adapter_pages import Placement, place
 from loraplex.models.base_linears import BaseLinears
 
@@ -79,13 +86,12 @@ class AdapterBank:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        num_layers: int,
-        modules: Shapes,
+        layers: Sequence[ModuleShapes],
         ends: BaseEnds | None = None,
         max_rank: int = 256,
         accelerator: Accelerator | None = None,
     ) -> None:
-        """modules: (in_features, out_features) of every linear layer that may be adapted.
+        """layers: the linear layers of each decoder layer that may be adapted.
 
         ends: None if adapters may have nothing but LoRA of these. max_rank: an accelerator's
         kernels have room for no more. accelerator: of the device; None: what is copied is there.
@@ -95,9 +101,8 @@ class AdapterBank:
         self._ends = ends
         self._tables = EntryTables(
             num_pages,
-            num_layers,
-            modules,
-            None if ends is None else head_modules(modules, ends.hidden_size, ends.vocab_size),
+            layers,
+            None if ends is None else head_modules(layers[0], ends.hidden_size, ends.vocab_size),
             alignment=geometry.slot_elements,
             max_rank=max_rank,
             accelerator=accelerator,
@@ -220,7 +225,7 @@ class AdapterBank:
             target = host.parts[0].target
             raise AdapterMismatchError(
                 f"the adapter has {target.part} of {target.module}; only LoRA of "
-                f"{', '.join(self._tables.layers.modules)} is served here"
+                f"{', '.join(self._tables.layers.cells.layers[0])} is served here"
             )
         return with_factors(host, self._ends.linears, self._pool.device, self._pool.dtype)
 

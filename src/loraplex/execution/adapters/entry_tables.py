@@ -1,7 +1,7 @@
 """What a bank tells the kernels of each adapter in its pool: its places, its ranks, its scales."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -9,10 +9,7 @@ import torch
 from loraplex.core.adapter import LM_HEAD, OUTSIDE_LAYERS, LoraTarget, head_block_size
 from loraplex.core.errors import AdapterMismatchError
 from loraplex.kernels.accelerator import Accelerator, Event
-from loraplex.kernels.lora import DeviceLoraTable, LoraTable
-
-Shapes = Mapping[str, tuple[int, int]]
-"""(in_features, out_features) by module."""
+from loraplex.kernels.lora import DeviceLoraTable, LoraCells, LoraTable, ModuleShapes
 
 
 class EntryTables:
@@ -25,9 +22,8 @@ class EntryTables:
     def __init__(
         self,
         num_entries: int,
-        num_layers: int,
-        modules: Shapes,
-        head: Shapes | None,
+        layers: Sequence[ModuleShapes],
+        head: ModuleShapes | None,
         *,
         alignment: int,
         max_rank: int,
@@ -43,8 +39,8 @@ class EntryTables:
         self._pinned: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Each field of each table, [entries, ...]: on the host, on the device."""
         self._sent: dict[int, Event] = {}
-        self.layers = self._table(num_entries, num_layers, modules)
-        self.head = None if head is None else self._table(num_entries, 1, head)
+        self.layers = self._table(num_entries, layers)
+        self.head = None if head is None else self._table(num_entries, [head])
 
     @property
     def num_entries(self) -> int:
@@ -61,9 +57,9 @@ class EntryTables:
         if target.layer == OUTSIDE_LAYERS and target.module == LM_HEAD and self.head is not None:
             self._check_head(target, self.head)
             return
-        table = self.layers
-        known = dict(zip(table.modules, table.shapes, strict=True))
-        num_layers = table.ranks.shape[1]
+        layers = self.layers.cells.layers
+        num_layers = len(layers)
+        known = layers[target.layer if 0 <= target.layer < num_layers else 0]
         shape = (target.in_features, target.out_features)
         if not 0 <= target.layer < num_layers or known.get(target.module) != shape:
             raise AdapterMismatchError(
@@ -81,17 +77,16 @@ class EntryTables:
 
     def write(self, entry: int, target: LoraTarget, start: int, scale: float) -> None:
         """A target that `check` has passed. start: its first element of the pool."""
-        table, layer = self.layers, target.layer
         if target.layer == OUTSIDE_LAYERS:
             assert self.head is not None
-            table, layer = self.head, 0
-            module = target.first // table.shapes[0][1]
+            table = self.head
+            cell = target.first // table.cells.shapes[0][1]
         else:
-            module = table.modules.index(target.module)
-        cell = (entry, layer, module)
-        table.offsets[cell] = start
-        table.ranks[cell] = target.rank
-        table.scales[cell] = scale
+            table = self.layers
+            cell = table.cells.cell_of(target.layer, target.module)
+        table.offsets[entry, cell] = start
+        table.ranks[entry, cell] = target.rank
+        table.scales[entry, cell] = scale
 
     def send(self, entry: int) -> None:
         """To the accelerator, if there is one, once it is written."""
@@ -102,11 +97,11 @@ class EntryTables:
                 self._accelerator.copy(pinned[entry], on_device[entry])
             self._sent[entry] = self._accelerator.event()
 
-    def _table(self, num_entries: int, num_layers: int, modules: Shapes) -> LoraTable:
-        shape = (num_entries, num_layers, len(modules))
+    def _table(self, num_entries: int, layers: Sequence[ModuleShapes]) -> LoraTable:
+        cells = LoraCells(layers)
+        shape = (num_entries, len(cells))
         table = LoraTable(
-            modules=tuple(modules),
-            shapes=tuple(modules.values()),
+            cells=cells,
             offsets=np.zeros(shape, np.int64),
             ranks=np.zeros(shape, np.int32),
             scales=np.zeros(shape, np.float32),
@@ -133,17 +128,18 @@ class EntryTables:
 
     @staticmethod
     def _check_head(target: LoraTarget, head: LoraTable) -> None:
-        index, rest = divmod(target.first, head.shapes[0][1])
+        shapes = head.cells.shapes
+        index, rest = divmod(target.first, shapes[0][1])
         shape = (target.in_features, target.out_features)
-        if rest or index >= len(head.shapes) or head.shapes[index] != shape:
-            vocab_size = sum(outputs for _, outputs in head.shapes)
+        if rest or index >= len(shapes) or shapes[index] != shape:
+            vocab_size = sum(outputs for _, outputs in shapes)
             raise AdapterMismatchError(
                 f"the adapter targets lm_head {shape} from output {target.first} on; the model has "
-                f"{head.shapes[0][0]} to {vocab_size}, in blocks of {head.shapes[0][1]}"
+                f"{shapes[0][0]} to {vocab_size}, in blocks of {shapes[0][1]}"
             )
 
 
-def head_modules(modules: Shapes, hidden_size: int, vocab_size: int) -> Shapes:
+def head_modules(modules: ModuleShapes, hidden_size: int, vocab_size: int) -> ModuleShapes:
     """lm_head in blocks of outputs, each as a module of its own."""
     size = head_block_size(modules, hidden_size)
     return {

@@ -38,7 +38,7 @@ class StepComputer:
         self._sampler = parts.sampler
         self._vocab_size = parts.capacity.vocab_size
         self._recorded_sizes = parts.recorded_sizes
-        self._graphs = parts.graphs
+        self._kernels = parts.kernels
         self.accelerator: Accelerator = parts.accelerator or HostAccelerator()
         self._feed: TokenFeed | None = None
         self._tensors: StepTensors = HostTensors(parts.device)
@@ -82,30 +82,26 @@ class StepComputer:
 
     def record(self) -> None:
         """Compute a step of each recorded size, without and with LoRA, so that it is recorded."""
-        if self._graphs is None or not self._recorded_sizes:
+        if not self._recorded_sizes:
             return
-        self._graphs.is_recording = True
-        try:
-            with (
-                self.computing(),
-                tqdm(
-                    self._recorded_sizes[::-1],
-                    desc="recording steps",
-                    unit="size",
-                    leave=False,
-                    delay=_BAR_DELAY_SECONDS,
-                    disable=None,  # only where a person watches
-                ) as sizes,
-            ):
-                for size in sizes:
-                    self._record(size)
+        with (
+            self._kernels.recording(),
+            self.computing(),
+            tqdm(
+                self._recorded_sizes[::-1],
+                desc="recording steps",
+                unit="size",
+                leave=False,
+                delay=_BAR_DELAY_SECONDS,
+                disable=None,  # only where a person watches
+            ) as sizes,
+        ):
+            for size in sizes:
+                self._record(size)
             self.accelerator.synchronize()
-        finally:
-            self._graphs.is_recording = False
 
     def forget_recorded(self) -> None:
-        if self._graphs is not None:
-            self._graphs.clear()
+        self._kernels.forget_recorded()
 
     def _record(self, size: int) -> None:
         inputs = dataclasses.replace(no_rows(), num_padding=size)

@@ -10,7 +10,7 @@ from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.execution.sampling.sampler import Sampler
 from loraplex.execution.steps.kv_cache import KVCache
 from loraplex.kernels.accelerator import Accelerator
-from loraplex.kernels.cuda.graphs import StepGraphs
+from loraplex.kernels.ops import Kernels
 from loraplex.models.decoder import Decoder
 
 
@@ -18,6 +18,7 @@ from loraplex.models.decoder import Decoder
 class RunnerParts:
     """One model on one device; execution.loading makes them for a model folder."""
 
+    kernels: Kernels
     decoder: Decoder
     kv_cache: KVCache
     adapter_bank: AdapterBank
@@ -29,5 +30,3 @@ class RunnerParts:
     """That of the kernels. None: torch alone drives the device, and steps run within `launch`."""
     recorded_sizes: tuple[int, ...] = ()
     """Numbers of tokens, ascending, of which steps that only decode are recorded."""
-    graphs: StepGraphs | None = None
-    """Those of the kernels, where there are recorded sizes."""

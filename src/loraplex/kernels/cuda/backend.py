@@ -1,5 +1,6 @@
 """The backend of a GPU: Triton kernels, cuBLAS, and CUDA graphs of whole steps."""
 
+import contextlib
 from collections.abc import Callable, Hashable, Sequence
 
 import torch
@@ -58,6 +59,12 @@ class CudaKernels:
     ) -> torch.Tensor:
         inputs = [tensor for parameter in parameters for tensor in self._tensors(parameter)]
         return self.graphs.repeat(key, inputs, compute)
+
+    def recording(self) -> contextlib.AbstractContextManager[None]:
+        return self.graphs.recording()
+
+    def forget_recorded(self) -> None:
+        self.graphs.clear()
 
     def take_rows(self, table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         return elementwise.take_rows(table, indices)

@@ -4,8 +4,9 @@ A graph reads the addresses that it was recorded with. So what differs between t
 there first, unless it lies there already.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import torch
 
@@ -33,6 +34,14 @@ class StepGraphs:
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._recordings
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        self.is_recording = True
+        try:
+            yield
+        finally:
+            self.is_recording = False
 
     def clear(self) -> None:
         """Forget all, such as those of a KV cache that is gone."""

@@ -47,6 +47,7 @@ from loraplex.kernels.lora import (
     FEW_TOKENS,
     DeviceLoraTable,
     LoraBatch,
+    LoraCells,
     LoraSegments,
     LoraTable,
     lora_segments,
@@ -83,18 +84,18 @@ _MOST_SPLITS = 8
 class _Linear:
     """A fused linear layer: some modules of a table with one input."""
 
+    first_cell: int
+    """Of the modules, among the cells of an entry."""
     columns: tuple[int, ...]
-    """Of the modules, in the table."""
+    """Offsets of the modules from first_cell. Layers of one form share them, and a program."""
     in_features: int
     out_features: tuple[int, ...]
     out_offsets: tuple[int, ...]
     is_aligned: bool
 
 
-_LinearKey = tuple[
-    tuple[str, ...], tuple[tuple[int, int], ...], int, tuple[str, ...], tuple[int, ...]
-]
-"""A table's modules, shapes and alignment; which modules are fused, where their outputs begin."""
+_LinearKey = tuple[LoraCells, int, int, tuple[str, ...], tuple[int, ...]]
+"""A table's cells and alignment; the layer, its fused modules, the offsets of their outputs."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,8 +106,6 @@ class _Work:
     table: DeviceLoraTable
     pool: torch.Tensor
     segments: LoraSegments
-    first_cell: int
-    """Of the layer, among the cells of an entry: a cell is a layer's module."""
     cells_of_entry: int
     max_rank: int
     """Rounded up to what a program takes at a time."""
@@ -172,15 +171,13 @@ class LoraKernel:
         if segments is None:
             host = lora_segments(batch, len(x))
             segments = host.at(host.packed.to(self._device))
-        linear = self._linear(batch.table, tuple(modules), tuple(out_offsets))
-        num_modules = len(batch.table.modules)
+        linear = self._linear(batch.table, layer, tuple(modules), tuple(out_offsets))
         work = _Work(
             linear,
             _on_device(batch.table),
             batch.pool,
             segments,
-            first_cell=layer * num_modules,
-            cells_of_entry=batch.table.ranks.shape[1] * num_modules,
+            cells_of_entry=len(batch.table.cells),
             max_rank=triton.cdiv(batch.table.max_rank, _MATRIX_RANKS) * _MATRIX_RANKS,
         )
         is_few = segments.longest <= FEW_TOKENS
@@ -190,23 +187,31 @@ class LoraKernel:
             _add_many(y, x, work)
 
     def _linear(
-        self, table: LoraTable, modules: tuple[str, ...], out_offsets: tuple[int, ...]
+        self, table: LoraTable, layer: int, modules: tuple[str, ...], out_offsets: tuple[int, ...]
     ) -> _Linear:
-        key = (table.modules, table.shapes, table.alignment, modules, out_offsets)
+        key = (table.cells, table.alignment, layer, modules, out_offsets)
         linear = self._linears.get(key)
         if linear is None:
-            linear = self._linears[key] = _linear(table, modules, out_offsets)
+            linear = self._linears[key] = _linear(*key)
         return linear
 
 
-def _linear(table: LoraTable, modules: tuple[str, ...], out_offsets: tuple[int, ...]) -> _Linear:
-    columns = tuple(table.modules.index(module) for module in modules)
-    in_features = {table.shapes[column][0] for column in columns}
+def _linear(
+    cells: LoraCells,
+    alignment: int,
+    layer: int,
+    modules: tuple[str, ...],
+    out_offsets: tuple[int, ...],
+) -> _Linear:
+    indices = [cells.cell_of(layer, module) for module in modules]
+    first_cell = min(indices)
+    columns = tuple(index - first_cell for index in indices)
+    in_features = {cells.shapes[index][0] for index in indices}
     assert len(in_features) == 1, "modules of one linear layer have one input"
-    out_features = tuple(table.shapes[column][1] for column in columns)
-    common = math.gcd(table.alignment, *in_features, *out_features, *out_offsets)
+    out_features = tuple(cells.shapes[index][1] for index in indices)
+    common = math.gcd(alignment, *in_features, *out_features, *out_offsets)
     is_aligned = common % _ALIGNMENT == 0
-    return _Linear(columns, in_features.pop(), out_features, out_offsets, is_aligned)
+    return _Linear(first_cell, columns, in_features.pop(), out_features, out_offsets, is_aligned)
 
 
 def _on_device(table: LoraTable) -> DeviceLoraTable:
@@ -267,7 +272,7 @@ def _shrink(
     num_programs = work.segments.entries.numel() * partials.shape[1] * partials.shape[2]
     program[(num_programs,)](
         *(x, partials, work.pool, work.cells, work.pieces),
-        *(x.stride(0), work.cells_of_entry, work.first_cell),
+        *(x.stride(0), work.cells_of_entry, work.linear.first_cell),
         C=work.constants,
         COLUMNS=work.linear.columns,
         **options,
@@ -289,7 +294,7 @@ def _expand(
     for wave in range(num_waves):
         program[(num_pieces * num_tiles,)](
             *(y, partials, work.pool, work.cells, work.pieces),
-            *(y.stride(0), work.cells_of_entry, work.first_cell, wave * num_pieces),
+            *(y.stride(0), work.cells_of_entry, work.linear.first_cell, wave * num_pieces),
             C=work.constants,
             COLUMNS=linear.columns,
             OUT_FEATURES=linear.out_features,

@@ -1,5 +1,6 @@
 """The backend of a CPU: every op natively."""
 
+import contextlib
 from collections.abc import Callable, Hashable, Sequence
 
 import torch
@@ -59,6 +60,12 @@ class NativeKernels:
             return result
         program = self._programs[key]
         return compute() if program is None else program.run(addresses)
+
+    def recording(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def forget_recorded(self) -> None:
+        self._programs.clear()
 
     def take_rows(self, table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         return self._output(self._elementwise.take_rows(table, indices))

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from loraplex.kernels.adapter_parts import add_vectors
-from loraplex.kernels.lora import LoraBatch, LoraTable
+from loraplex.kernels.lora import LoraBatch, LoraCells
 from loraplex.kernels.native.library import (
     DTYPES,
     Int,
@@ -62,8 +62,11 @@ class _Prepared:
     arrays: tuple[Any, ...]
 
 
-_LinearKey = tuple[tuple[str, ...], tuple[tuple[int, int], ...], tuple[str, ...], tuple[int, ...]]
-"""A table's modules and their shapes; which of them are fused, and where their outputs begin."""
+_LinearKey = tuple[LoraCells, int, tuple[str, ...], tuple[int, ...]]
+"""Cells of a table; the layer, its fused modules, and the offsets of their outputs."""
+
+_LAYER = 0
+"""The kernel gets flat cells: to it, a table has one layer with all of them as modules."""
 
 
 class LoraKernel:
@@ -94,8 +97,8 @@ class LoraKernel:
         self._add(
             self._pool.address,
             self.step_address(batch),
-            self._linear_address(batch.table, tuple(modules), tuple(out_offsets)),
-            layer,
+            self._linear_address(batch.table.cells, layer, tuple(modules), tuple(out_offsets)),
+            _LAYER,
             DTYPES[x.dtype],
             x.data_ptr(),
             x.stride(0),
@@ -111,24 +114,26 @@ class LoraKernel:
         return self._step.address
 
     def _linear_address(
-        self, table: LoraTable, modules: tuple[str, ...], out_offsets: tuple[int, ...]
+        self, cells: LoraCells, layer: int, modules: tuple[str, ...], out_offsets: tuple[int, ...]
     ) -> int:
-        """Of what the kernel reads of some fused linear layers; it stays."""
-        key = (table.modules, table.shapes, modules, out_offsets)
+        """Return the address of the structure of a fused linear layer; it stays valid."""
+        key = (cells, layer, modules, out_offsets)
         linear = self._linears.get(key)
         if linear is None:
-            linear = self._linears[key] = _linear(table, modules, out_offsets)
+            linear = self._linears[key] = _linear(*key)
         return linear.address
 
 
-def _linear(table: LoraTable, modules: tuple[str, ...], out_offsets: tuple[int, ...]) -> _Prepared:
-    indices = [table.modules.index(module) for module in modules]
-    in_features = {table.shapes[index][0] for index in indices}
+def _linear(
+    cells: LoraCells, layer: int, modules: tuple[str, ...], out_offsets: tuple[int, ...]
+) -> _Prepared:
+    indices = [cells.cell_of(layer, module) for module in modules]
+    in_features = {cells.shapes[index][0] for index in indices}
     assert len(in_features) == 1, "modules of one linear layer have one input"
     arrays = (
         np.array(indices, dtype=np.int64),
         np.array(out_offsets, dtype=np.int64),
-        np.array([table.shapes[index][1] for index in indices], dtype=np.int64),
+        np.array([cells.shapes[index][1] for index in indices], dtype=np.int64),
     )
     addresses = (array.ctypes.data for array in arrays)
     linear = _Linear(in_features.pop(), len(indices), *addresses)
@@ -149,8 +154,8 @@ def _step(batch: LoraBatch) -> _Prepared:
         offsets=offsets,
         ranks=ranks,
         scales=scales,
-        num_layers=table.ranks.shape[1],
-        num_modules=table.ranks.shape[2],
+        num_layers=1,
+        num_modules=len(table.cells),
         num_groups=len(batch.entries),
         group_entries=entries,
         group_starts=group_starts,

@@ -23,8 +23,7 @@ def make_bank(num_pages=6) -> AdapterBank:
         num_pages,
         dtype=torch.float32,
         device=torch.device("cpu"),
-        num_layers=NUM_LAYERS,
-        modules=SHAPES,
+        layers=[SHAPES] * NUM_LAYERS,
     )
 
 
