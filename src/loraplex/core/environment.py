@@ -5,6 +5,7 @@ reads the rest of its own variables (OTEL_*).
 """
 
 import os
+import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -138,6 +139,15 @@ def child_environment() -> dict[str, str]:
     }
     environment.setdefault(*_SLEEPING_THREADS)
     return environment
+
+
+def proxy_for(scheme: str, host: str) -> str | None:
+    """Return the URL of the proxy for a target, by HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY."""
+    proxies = urllib.request.getproxies()
+    proxy = proxies.get(scheme) or proxies.get("all")
+    if not proxy or urllib.request.proxy_bypass(host):
+        return None
+    return proxy if "://" in proxy else f"http://{proxy}"
 
 
 def let_threads_sleep() -> None:

@@ -5,6 +5,9 @@ import hashlib
 import http.server
 import json
 import os
+import socket
+import ssl
+import subprocess
 import sys
 import threading
 import time
@@ -89,6 +92,13 @@ def state(tmp_path):
     """The state directory; nothing half may be left in it."""
     yield tmp_path / "state"
     assert list(tmp_path.glob("state/sources/.arriving-*")) == []
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch):
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
 
 
 @pytest.fixture(autouse=True)
@@ -228,10 +238,13 @@ class TestTrouble:
     @pytest.mark.parametrize(
         ("page", "reason"),
         [
-            (lambda h: h.answer(502), "answers 502 Bad Gateway"),
-            (lambda h: h.answer(200, b"half", Content_Length=8), "ended after 4 of 8 bytes"),
+            (lambda h: h.answer(502), "responds 502 Bad Gateway"),
+            (
+                lambda h: h.answer(200, b"half", Content_Length=8),
+                r"without sending complete message body \(received 4 bytes, expected 8\)",
+            ),
             (lambda h: h.wfile.write(b"HTTP/1.1 what\r\n\r\n"), "what"),
-            (lambda h: None, "without response"),
+            (lambda h: None, "without sending a response"),
         ],
     )
     def test_what_does_not(self, web, state, page, reason):
@@ -254,7 +267,7 @@ class TestTrouble:
 
     @pytest.mark.parametrize("status", [400, 401, 403, 500 - 59, 206])
     def test_other_answers_are_final(self, web, state, status):
-        with pytest.raises(InvalidAdapterError, match=f"answers {status}"):
+        with pytest.raises(InvalidAdapterError, match=f"responds {status}"):
             self.fetch(web, state, lambda h: h.answer(status))
         assert len(web.asked) == 1
 
@@ -336,6 +349,78 @@ class TestWhere:
     def test_https_does_not_become_http(self):
         with pytest.raises(PermissionDeniedError, match="from https to http"):
             sources_http._next_url("https://h/a", "http://h/a")
+
+
+class TestTls:
+    @pytest.fixture
+    def secure_web(self, web, tmp_path, monkeypatch):
+        """The server with a certificate for cats.example.org, which resolves to loopback."""
+        certificate, key = tmp_path / "web.crt", tmp_path / "web.key"
+        command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=cats"]
+        command += ["-addext", "subjectAltName=DNS:cats.example.org"]
+        command += ["-keyout", str(key), "-out", str(certificate)]
+        subprocess.run(command, check=True, capture_output=True)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, key)
+        web.socket = context.wrap_socket(web.socket, server_side=True)
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", web.server_address)]
+        resolve = socket.getaddrinfo
+        names = ("cats.example.org", "dogs.example.org")
+        monkeypatch.setattr(
+            socket,
+            "getaddrinfo",
+            lambda host, *a, **k: found if host in names else resolve(host, *a, **k),
+        )
+        return web
+
+    def test_the_certificate_is_that_of_the_name(self, secure_web, state):
+        secure_web.pages["/zh.safetensors"] = b"weights"
+        port = secure_web.server_address[1]
+        url = f"https://cats.example.org:{port}/zh.safetensors"
+        assert local_path(url, LOCAL, state).read_bytes() == b"weights"
+        assert secure_web.asked[0][1]["Host"] == f"cats.example.org:{port}"
+
+    def test_another_name_is_refused_at_once(self, secure_web, state):
+        url = f"https://dogs.example.org:{secure_web.server_address[1]}/zh.safetensors"
+        with pytest.raises(InvalidAdapterError, match=r"Hostname mismatch.*dogs\.example\.org"):
+            local_path(url, LOCAL, state)
+        assert secure_web.asked == []
+
+
+class TestProxies:
+    def test_a_proxy_gets_the_requests_of_public_hosts(self, web, state, monkeypatch):
+        monkeypatch.setenv("http_proxy", web.url.removeprefix("http://"))
+        web.pages["http://example.org/zh.safetensors"] = b"weights"
+        path = local_path("http://example.org/zh.safetensors", SourcePolicy(), state)
+        assert path.read_bytes() == b"weights"
+        assert [where for where, _ in web.asked] == ["http://example.org/zh.safetensors"]
+
+    @pytest.mark.parametrize("host", ["localhost", "127.1", "10.0.0.1", "[::1]", "minio"])
+    def test_it_gets_none_of_a_private_host(self, web, state, monkeypatch, host):
+        monkeypatch.setenv("all_proxy", web.url)
+        with pytest.raises(PermissionDeniedError, match="no public"):
+            local_path(f"http://{host}/zh.safetensors", SourcePolicy(), state)
+        assert web.asked == []
+
+    def test_a_redirect_through_it_is_checked(self, web, state, monkeypatch):
+        monkeypatch.setenv("http_proxy", web.url)
+        web.pages["http://example.org/zh.safetensors"] = redirect_to("http://169.254.169.254/x")
+        with pytest.raises(PermissionDeniedError, match="no public address"):
+            local_path("http://example.org/zh.safetensors", LOCAL, state)
+
+    def test_hosts_beyond_it_are_checked_by_address(self, web, state, monkeypatch):
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        web.pages["/zh.safetensors"] = b"x"
+        assert local_path(f"{web.url}/zh.safetensors", LOCAL, state).read_bytes() == b"x"
+        with pytest.raises(PermissionDeniedError, match="no public address"):
+            local_path(f"{web.url}/zh.safetensors", SourcePolicy(), state)
+
+    def test_one_that_cannot_be_used(self, state, monkeypatch):
+        monkeypatch.setenv("http_proxy", "carrier-pigeon://10.0.0.1")
+        with pytest.raises(AdapterLoadError, match="proxy cannot be used"):
+            local_path("http://example.org/zh.safetensors", SourcePolicy(), state)
 
 
 class TestAFolder:

@@ -2,8 +2,10 @@
 
 import socket
 
+import httpx
 import pytest
 
+from loraplex.adapters.sources.http import PinnedTransport
 from loraplex.adapters.sources.policy import SourcePolicy, checked_path, client_policy, matches
 from loraplex.core.config import Config, ModelConfig
 from loraplex.core.errors import (
@@ -137,15 +139,28 @@ class TestAddresses:
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
         monkeypatch.setattr(socket, "create_connection", lambda *_, **__: pytest.fail("connected"))
         with pytest.raises(PermissionDeniedError, match="no public address"):
-            SourcePolicy().connect("rebound.example.org", 80, 1.0)
+            SourcePolicy().addresses("rebound.example.org", 80)
+        client = httpx.Client(transport=PinnedTransport(SourcePolicy()))
+        with pytest.raises(PermissionDeniedError, match="no public address"):
+            client.get("http://rebound.example.org/")
 
     def test_the_connection_goes_to_the_checked_address(self, monkeypatch):
-        asked = []
-        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("8.8.8.8", 80))]
+        found = [
+            (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("8.8.8.8", 80)),
+            (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("2606:4700::1", 80, 0, 0)),
+        ]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-        monkeypatch.setattr(socket, "create_connection", lambda where, _: asked.append(where))
-        SourcePolicy().connect("example.org", 80, 1.0)
-        assert asked == [("8.8.8.8", 80)]
+        connected = []
+
+        def refuse(address, *_, **__):
+            connected.append(address)
+            raise ConnectionRefusedError(111, "Connection refused")
+
+        monkeypatch.setattr(socket, "create_connection", refuse)
+        client = httpx.Client(transport=PinnedTransport(SourcePolicy()))
+        with pytest.raises(httpx.ConnectError, match="Connection refused"):
+            client.get("https://example.org:8443/zh")
+        assert connected == [("8.8.8.8", 8443), ("2606:4700::1", 8443)]
 
     def test_a_name_that_is_not_found(self, monkeypatch):
         def fail(*_, **__):
@@ -153,7 +168,33 @@ class TestAddresses:
 
         monkeypatch.setattr(socket, "getaddrinfo", fail)
         with pytest.raises(AdapterLoadError, match="is not found"):
-            SourcePolicy().connect("none.example.org", 80, 1.0)
+            SourcePolicy().addresses("none.example.org", 80)
+
+
+class TestNames:
+    """What is refused where a proxy resolves the names."""
+
+    @pytest.mark.parametrize(
+        "host",
+        ["localhost", "LOCALHOST.", "a.localhost", "minio", "printer.local", "metadata.internal"],
+    )
+    def test_names_that_are_not_public(self, host):
+        with pytest.raises(PermissionDeniedError, match="no public host"):
+            SourcePolicy().check_name(host)
+        SourcePolicy(allow_private_addresses=True).check_name(host)
+
+    @pytest.mark.parametrize("host", [*PRIVATE, *NEVER, "127.1", "0x7f000001", "2130706433", "0"])
+    def test_addresses_however_they_are_written(self, host):
+        with pytest.raises(PermissionDeniedError, match="no public address"):
+            SourcePolicy().check_name(host)
+
+    @pytest.mark.parametrize("host", ["example.org", "8.8.8.8", "2606:4700::1"])
+    def test_public_ones(self, host):
+        SourcePolicy().check_name(host)
+
+    def test_link_local_addresses_are_never_allowed(self):
+        with pytest.raises(PermissionDeniedError, match="no public address"):
+            SourcePolicy(allow_private_addresses=True).check_name("169.254.169.254")
 
 
 class TestForClients:

@@ -5,7 +5,7 @@ import enum
 import hashlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
 
 from loraplex.adapters.sources.policy import SourcePolicy
@@ -13,7 +13,6 @@ from loraplex.core.errors import AdapterLoadError
 
 logger = logging.getLogger(__name__)
 
-_CHUNK_BYTES = 1 << 20
 _PROGRESS_SECONDS = 5.0
 
 
@@ -78,15 +77,15 @@ class Allowance:
 
 
 def write_stream(
-    read: Callable[[int], bytes], target: Path, allowance: Allowance, total: int | None
+    chunks: Iterable[bytes], target: Path, allowance: Allowance, total: int | None
 ) -> tuple[str, int]:
-    """Write what `read(at_most)` gives until it gives nothing; (sha256, number of bytes).
+    """Write chunks to a file; return its SHA-256 and its number of bytes.
 
-    Raises AdapterTooLargeError, AdapterLoadError, or what `read` raises.
+    Raises AdapterTooLargeError, AdapterLoadError, or what `chunks` raises.
     """
     checksum, num_bytes = hashlib.sha256(), 0
     with target.open("wb") as file:
-        while chunk := read(_CHUNK_BYTES):
+        for chunk in chunks:
             num_bytes += len(chunk)
             allowance.require_room(num_bytes)
             allowance.require_time()

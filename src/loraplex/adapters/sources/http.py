@@ -1,10 +1,11 @@
-"""Files over http and https, by the standard library: each connection to a checked address.
+"""HTTP and HTTPS downloads by httpx, each connection to an address that the policy has checked.
 
-Proxies of the environment are not used: behind one, no address could be checked.
+Behind a proxy of the environment (HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY) the proxy resolves
+the names, so their addresses are its business; names that mean this machine or a private network
+are refused before.
 """
 
 import contextlib
-import http.client
 import logging
 import re
 import ssl
@@ -13,9 +14,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+import httpx
+
 from loraplex.adapters.sources.download import Allowance, Arrived, Missing, write_stream
 from loraplex.adapters.sources.policy import SourcePolicy, matches
 from loraplex.adapters.sources.reference import shown
+from loraplex.core.environment import proxy_for
 from loraplex.core.errors import AdapterLoadError, InvalidAdapterError, PermissionDeniedError
 from loraplex.core.version import __version__
 
@@ -27,47 +31,76 @@ _TIMEOUT_SECONDS = 30.0
 _MAX_REDIRECTS = 5
 _NUM_TRIES = 4
 _FIRST_WAIT_SECONDS = 0.5
-_LONGEST_WAIT_SECONDS = 10.0
+_MAX_WAIT_SECONDS = 10.0
 _REDIRECTS = (301, 302, 303, 307, 308)
 _LATER = (408, 425, 429, 500, 502, 503, 504)
 _ABSENT = (404, 410)
 _SHA256 = re.compile(r'(?:W/)?"?([0-9a-f]{64})"?')
 _HTTP_DATE = "last-modified "
-"""Before a tag that is a date."""
+"""Prefix of a tag that is a date."""
+_PORTS = {"http": 80, "https": 443}
+_HEADERS = {"User-Agent": f"loraplex/{__version__}", "Accept-Encoding": "identity"}
+_NO_REUSE = httpx.Limits(max_keepalive_connections=0)
+"""A connection is for one host name; the pool would share it by address."""
 
 
 class TryAgainError(Exception):
-    """It may work in a moment."""
+    """A failure that may pass in a moment."""
 
     def __init__(self, reason: str, wait_seconds: float | None = None) -> None:
         super().__init__(reason)
         self.wait_seconds = wait_seconds
 
 
-class _PlainConnection(http.client.HTTPConnection):
-    def __init__(self, host: str, port: int, policy: SourcePolicy) -> None:
-        super().__init__(host, port, timeout=_TIMEOUT_SECONDS)
+class PinnedTransport(httpx.BaseTransport):
+    """Transport that connects to checked addresses only, or through the environment's proxy."""
+
+    def __init__(self, policy: SourcePolicy) -> None:
         self._policy = policy
+        # The system's certificates; httpx alone would bring its own.
+        self._context = ssl.create_default_context()
+        self._direct = httpx.HTTPTransport(verify=self._context, trust_env=False, limits=_NO_REUSE)
 
-    def connect(self) -> None:
-        self.sock = self._policy.connect(self.host, self.port, _TIMEOUT_SECONDS)
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        """Raises PermissionDeniedError, AdapterLoadError, or httpx.TransportError."""
+        url = request.url
+        proxy = proxy_for(url.scheme, url.host)
+        if proxy is not None:
+            self._policy.check_name(url.host)
+            return self._through(proxy).handle_request(request)
+        addresses = self._policy.addresses(url.host, url.port or _PORTS[url.scheme])
+        failure: httpx.TransportError | None = None
+        for address in addresses:
+            try:
+                return self._direct.handle_request(_to_address(request, address))
+            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+                failure = error
+        raise failure or httpx.ConnectError("it has no address")
 
+    def close(self) -> None:
+        self._direct.close()
 
-class _TlsConnection(_PlainConnection):
-    default_port = http.client.HTTPS_PORT
-
-    def connect(self) -> None:
-        super().connect()
-        context = ssl.create_default_context()
-        self.sock = context.wrap_socket(self.sock, server_hostname=self.host)
+    def _through(self, proxy: str) -> httpx.HTTPTransport:
+        try:
+            return httpx.HTTPTransport(
+                verify=self._context, trust_env=False, limits=_NO_REUSE, proxy=proxy
+            )
+        except (ImportError, ValueError, httpx.InvalidURL) as error:
+            raise AdapterLoadError(f"the environment's proxy cannot be used: {error}") from error
 
 
 class HttpClient:
-    """Gets what the policy allows. `more_hosts` are allowed beside it, after a redirect."""
+    """HTTP client that obeys the policy. A redirect may also lead to one of `more_hosts`."""
 
     def __init__(self, policy: SourcePolicy, more_hosts: tuple[str, ...] = ()) -> None:
         self._policy = policy
         self._more_hosts = more_hosts
+        self._client = httpx.Client(
+            transport=PinnedTransport(policy),
+            headers=_HEADERS,
+            timeout=_TIMEOUT_SECONDS,
+            follow_redirects=False,
+        )
 
     def download(
         self,
@@ -81,39 +114,44 @@ class HttpClient:
 
         Raises InvalidAdapterError, PermissionDeniedError, AdapterTooLargeError, AdapterLoadError.
         """
-        asked = {**(headers or {}), **_condition(known_tag)}
+        sent = {**(headers or {}), **_condition(known_tag)}
 
         def once() -> Arrived | Missing:
-            with self._opened(url, asked) as (response, linked):
-                if response.status in _ABSENT:
+            with self._opened(url, sent) as (response, linked):
+                if response.status_code in _ABSENT:
                     return Missing.ABSENT
-                if response.status == 304 and known_tag:
+                if response.status_code == httpx.codes.NOT_MODIFIED and known_tag:
                     return Missing.UNCHANGED
                 return _received(response, linked, url, target, allowance)
 
         return _tried(once, url, allowance)
 
-    def read(self, url: str, allowance: Allowance, headers: Mapping[str, str], most: int) -> bytes:
-        """A short answer; empty if there is none. Raises as download."""
+    def read(
+        self, url: str, allowance: Allowance, headers: Mapping[str, str], max_bytes: int
+    ) -> bytes:
+        """Return a short document, or nothing if there is none. Raises as download."""
 
         def once() -> bytes:
             with self._opened(url, headers) as (response, _):
-                if response.status in _ABSENT:
+                if response.status_code in _ABSENT:
                     return b""
                 _require_ok(response, url)
-                body = response.read(most + 1)
-                if len(body) > most:
-                    raise InvalidAdapterError(f"{shown(url)} answers with more than {most} bytes")
-                return body
+                body = bytearray()
+                for chunk in response.iter_raw():
+                    allowance.require_time()
+                    body += chunk
+                    if len(body) > max_bytes:
+                        raise InvalidAdapterError(f"{shown(url)} has more than {max_bytes} bytes")
+                return bytes(body)
 
         return _tried(once, url, allowance)
 
     @contextlib.contextmanager
     def _opened(
         self, url: str, headers: Mapping[str, str]
-    ) -> Iterator[tuple[http.client.HTTPResponse, str | None]]:
-        """The answer after redirects, and the SHA-256 that the hub told on the way, if it did."""
-        asked = dict(headers)
+    ) -> Iterator[tuple[httpx.Response, str | None]]:
+        """Yield the response after redirects, and the SHA-256 if the hub's first one has it."""
+        sent = dict(headers)
         linked: str | None = None
         origin = urllib.parse.urlsplit(url)
         for hop in range(_MAX_REDIRECTS + 1):
@@ -122,97 +160,98 @@ class HttpClient:
             if hop == 0 or not matches(parts.hostname, self._more_hosts):
                 self._policy.check_host(parts.hostname)
             if (parts.scheme, parts.netloc) != (origin.scheme, origin.netloc):
-                asked.pop("Authorization", None)  # it is for the first host alone
-            with (
-                contextlib.closing(_connection(parts, self._policy)) as connection,
-                contextlib.closing(_response(connection, parts, asked)) as response,
-            ):
-                if response.status not in _REDIRECTS:
+                sent.pop("Authorization", None)  # the first host alone may see it
+            with self._client.stream("GET", url, headers=sent) as response:
+                if response.status_code not in _REDIRECTS:
                     yield response, linked
                     return
                 if hop == 0:
-                    match = _SHA256.fullmatch(response.getheader("X-Linked-Etag", ""))
+                    match = _SHA256.fullmatch(response.headers.get("X-Linked-Etag", ""))
                     linked = match[1] if match else None
-                url = _next_url(url, response.getheader("Location", ""))
+                url = _next_url(url, response.headers.get("Location", ""))
         raise InvalidAdapterError(
             f"{shown(url)} is the end of more than {_MAX_REDIRECTS} redirects"
         )
 
 
+def _to_address(request: httpx.Request, address: str) -> httpx.Request:
+    """Return the same request to a numeric address: Host header and certificate keep the name."""
+    return httpx.Request(
+        request.method,
+        request.url.copy_with(host=address),
+        headers=request.headers,
+        stream=request.stream,
+        extensions={**request.extensions, "sni_hostname": request.url.host},
+    )
+
+
 def _tried(once: Callable[[], T], url: str, allowance: Allowance) -> T:
-    """Once, and again after a pause while the reason may pass."""
+    """Call once, and again after a pause while the reason may pass."""
     wait_seconds = _FIRST_WAIT_SECONDS
     for left in reversed(range(_NUM_TRIES)):
         try:
             return once()
-        except (TryAgainError, OSError, http.client.HTTPException) as error:
-            if isinstance(error, ssl.SSLCertVerificationError):
-                raise InvalidAdapterError(f"{shown(url)}: {error.verify_message}") from error
+        except httpx.InvalidURL as error:
+            raise InvalidAdapterError(f"{shown(url)} is no address: {error}") from error
+        except (TryAgainError, OSError, httpx.TransportError) as error:
+            refused = _certificate_error(error)
+            if refused is not None:
+                raise InvalidAdapterError(f"{shown(url)}: {refused.verify_message}") from error
             reason = " ".join(str(error).split()) or type(error).__name__
             if not left:
                 raise AdapterLoadError(
                     f"{shown(url)} cannot be fetched now: {reason}; try again later"
                 ) from error
-            asked = error.wait_seconds if isinstance(error, TryAgainError) else None
-            pause = min(asked or wait_seconds, _LONGEST_WAIT_SECONDS)
+            wanted = error.wait_seconds if isinstance(error, TryAgainError) else None
+            pause = min(wanted or wait_seconds, _MAX_WAIT_SECONDS)
             logger.info("%s: %s; trying again in %.1f s", shown(url), reason, pause)
             allowance.wait(pause)
             wait_seconds *= 2
     raise AssertionError("unreachable: the last try returns or raises")
 
 
+def _certificate_error(error: BaseException) -> ssl.SSLCertVerificationError | None:
+    """Return the refused certificate that caused an error of httpx."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ssl.SSLCertVerificationError):
+        cause = cause.__cause__ or cause.__context__
+    return cause
+
+
 def _received(
-    response: http.client.HTTPResponse,
+    response: httpx.Response,
     linked: str | None,
     url: str,
     target: Path,
     allowance: Allowance,
 ) -> Arrived:
     _require_ok(response, url)
-    encoding = response.getheader("Content-Encoding", "identity")
+    encoding = response.headers.get("Content-Encoding", "identity")
     if encoding != "identity":
-        raise InvalidAdapterError(f"{shown(url)} comes as {encoding}, which was not asked for")
-    total = response.length  # by its header, which may lie
+        raise InvalidAdapterError(f"{shown(url)} comes as {encoding}, which was not requested")
+    length = response.headers.get("Content-Length", "")
+    total = int(length) if length.isdecimal() else None  # it may lie
     allowance.require_room(total or 0)
-    sha256, num_bytes = write_stream(response.read1, target, allowance, total)
-    if total is not None and num_bytes != total:
-        raise TryAgainError(f"it ended after {num_bytes} of {total} bytes")
+    sha256, num_bytes = write_stream(response.iter_raw(), target, allowance, total)
     if linked is not None and sha256 != linked:
         raise TryAgainError(f"its SHA-256 is {sha256}, the hub says {linked}")
     allowance.spend(num_bytes)
     return Arrived(_tag(response), sha256, num_bytes)
 
 
-def _require_ok(response: http.client.HTTPResponse, url: str) -> None:
-    status = response.status
-    if status in _LATER:
-        after = response.getheader("Retry-After", "")
-        raise TryAgainError(
-            f"it answers {status} {response.reason}", float(after) if after.isdecimal() else None
-        )
-    if status != http.client.OK:
+def _require_ok(response: httpx.Response, url: str) -> None:
+    status = f"{response.status_code} {response.reason_phrase}"
+    if response.status_code in _LATER:
+        after = response.headers.get("Retry-After", "")
+        raise TryAgainError(f"it responds {status}", float(after) if after.isdecimal() else None)
+    if response.status_code != httpx.codes.OK:
         raise InvalidAdapterError(
-            f"{shown(url)} cannot be fetched: it answers {status} {response.reason}", param="path"
+            f"{shown(url)} cannot be fetched: it responds {status}", param="path"
         )
-
-
-def _connection(parts: urllib.parse.SplitResult, policy: SourcePolicy) -> _PlainConnection:
-    kind = _TlsConnection if parts.scheme == "https" else _PlainConnection
-    return kind(parts.hostname or "", parts.port or kind.default_port, policy)
-
-
-def _response(
-    connection: _PlainConnection, parts: urllib.parse.SplitResult, headers: Mapping[str, str]
-) -> http.client.HTTPResponse:
-    target = urllib.parse.quote(parts.path or "/", safe="/%:@!$&'()*+,;=~-._")
-    query = f"?{parts.query}" if parts.query else ""
-    common = {"User-Agent": f"loraplex/{__version__}", "Accept-Encoding": "identity"}
-    connection.request("GET", target + query, headers={**common, **headers})
-    return connection.getresponse()
 
 
 def _next_url(url: str, location: str) -> str:
-    """Where a redirect leads. Raises InvalidAdapterError or PermissionDeniedError."""
+    """Return where a redirect leads. Raises InvalidAdapterError or PermissionDeniedError."""
     try:
         there = urllib.parse.urljoin(url, location)
         parts = urllib.parse.urlsplit(there)
@@ -220,7 +259,7 @@ def _next_url(url: str, location: str) -> str:
     except ValueError:
         is_whole = False
     if not is_whole or parts.scheme not in ("http", "https"):
-        bare = location.partition("?")[0]  # behind it may be a signature
+        bare = location.partition("?")[0]  # the query may be a signature
         raise InvalidAdapterError(f"{shown(url)} leads to no address: {bare!r}", param="path")
     if url.startswith("https:") and parts.scheme == "http":
         raise PermissionDeniedError(
@@ -235,7 +274,6 @@ def _condition(tag: str) -> dict[str, str]:
     return {"If-None-Match": tag} if tag else {}
 
 
-def _tag(response: http.client.HTTPResponse) -> str:
-    etag = response.getheader("ETag", "")
-    date = response.getheader("Last-Modified", "")
-    return etag or (f"{_HTTP_DATE}{date}" if date else "")
+def _tag(response: httpx.Response) -> str:
+    date = response.headers.get("Last-Modified")
+    return str(response.headers.get("ETag") or (f"{_HTTP_DATE}{date}" if date else ""))

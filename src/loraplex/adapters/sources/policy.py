@@ -4,6 +4,7 @@ Names are checked, and then every address that a name means; a connection goes t
 was checked. So neither a redirect nor a second answer of the name server leads elsewhere.
 """
 
+import contextlib
 import ipaddress
 import re
 import socket
@@ -28,6 +29,8 @@ ANY_HOST = "*"
 _HOST = re.compile(
     rf"\*|(\*\.)?[A-Za-z0-9_.-]+|[0-9A-Fa-f:]+|({'|'.join(OBJECT_SCHEMES)})://[A-Za-z0-9._-]+"
 )
+_PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".home.arpa")
+"""Names that are never public: RFC 6761, 6762, 8375, and ICANN's reservation of `internal`."""
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -87,22 +90,36 @@ class SourcePolicy(msgspec.Struct, frozen=True, kw_only=True):
                     f"{host} is at {address}, which is no public address{hint}", param="path"
                 )
 
-    def connect(self, host: str, port: int, timeout_seconds: float) -> socket.socket:
-        """A connection to a checked address. Raises PermissionDeniedError or OSError."""
+    def addresses(self, host: str, port: int) -> list[str]:
+        """Return all addresses of a host, every one checked: connect to these, not to the name.
+
+        Raises PermissionDeniedError, or AdapterLoadError if the name is unknown.
+        """
         try:
-            answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except (socket.gaierror, UnicodeError) as error:
             raise AdapterLoadError(f"the host {host} is not found: {error}") from error
-        addresses = list(dict.fromkeys(str(answer[4][0]) for answer in answers))
+        addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
         for address in addresses:
             self.check_address(host, address)
-        failure: OSError = OSError("it has no address")
-        for address in addresses:
-            try:
-                return socket.create_connection((address, port), timeout_seconds)
-            except OSError as error:
-                failure = error
-        raise failure
+        return addresses
+
+    def check_name(self, host: str) -> None:
+        """Raise PermissionDeniedError for a host that by its name alone is not public.
+
+        A proxy resolves the other names, and decides what it connects to.
+        """
+        address = _written_address(host)
+        if address is not None:
+            self.check_address(host, address)
+            return
+        name = host.lower().rstrip(".")
+        is_private = "." not in name or name.endswith(_PRIVATE_SUFFIXES)
+        if is_private and not self.allow_private_addresses:
+            raise PermissionDeniedError(
+                f"{host} is the name of no public host; allow_private_addresses allows it",
+                param="path",
+            )
 
     def too_large(self, what: str) -> AdapterTooLargeError:
         return AdapterTooLargeError(
@@ -178,6 +195,15 @@ def matches(host: str, patterns: Iterable[str]) -> bool:
         or (pattern.startswith("*.") and host.endswith(pattern[1:].lower()))
         for pattern in patterns
     )
+
+
+def _written_address(host: str) -> str | None:
+    """Return the address that a host is written as, if it is one: 127.1 and 0x7f000001 are, too."""
+    with contextlib.suppress(ValueError):
+        return str(ipaddress.ip_address(host.partition("%")[0]))
+    with contextlib.suppress(OSError, UnicodeError):
+        return socket.inet_ntoa(socket.inet_aton(host.rstrip(".")))
+    return None
 
 
 def _meant(ip: IPAddress) -> list[IPAddress]:

@@ -19,6 +19,7 @@ from loraplex.core.errors import (
 
 _MAX_ANSWER_BYTES = 8 << 20
 """Of the hub, about a repository: it lists every file."""
+_CHUNK_BYTES = 1 << 20
 _OBJECT_TAGS = ("ETag", "etag", "content_md5", "md5Hash", "LastModified", "last_modified", "mtime")
 
 
@@ -143,7 +144,8 @@ class ObjectRemote:
         size = int(info.get("size") or 0)
         allowance.require_room(size)
         with self._files.open(path, "rb") as stream:
-            sha256, num_bytes = write_stream(stream.read, target, allowance, size)
+            chunks = iter(lambda: stream.read(_CHUNK_BYTES), b"")
+            sha256, num_bytes = write_stream(chunks, target, allowance, size)
         if num_bytes != size:
             raise AdapterLoadError(f"{self._url} ended after {num_bytes} of {size} bytes")
         allowance.spend(num_bytes)
