@@ -41,13 +41,13 @@ from loraplex.core.clock import SystemClock
 from loraplex.core.environment import cache_directory
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.scheduler_settings import Batching, BatchSchedulerPolicy, SchedulerSettings
 from loraplex.engine.engine import Engine, build_engine
 from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.execution.loading import load_runner
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.steps.threaded_runner import ThreadedRunner
 from loraplex.models.registry import read_config
-from loraplex.scheduling.settings import Batching, BatchSchedulerPolicy, SchedulerSettings
 from support.instant_loader import InstantLoader
 
 MAX_NUM_SEQS = 16

@@ -33,6 +33,7 @@ from loraplex.core.adapter import AdapterSource, AdapterUse, LoraTarget
 from loraplex.core.clock import SystemClock
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.engine.engine import Engine, build_engine
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostAdapters, HostWeight
 from loraplex.execution.loading import load_runner
@@ -41,7 +42,6 @@ from loraplex.execution.steps.model_runner import ModelRunner
 from loraplex.kernels.native.library import NativeLibrary
 from loraplex.models.registry import read_config
 from loraplex.models.spec import ModelSpec
-from loraplex.scheduling.settings import SchedulerSettings
 from support.instant_loader import InstantLoader
 
 RANK = 8

@@ -31,6 +31,7 @@ from loraplex.core.environment import cache_directory
 from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.engine.engine import Engine, build_engine
 from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.execution.grammar.rows import GrammarRows
@@ -41,7 +42,6 @@ from loraplex.execution.steps.model_runner import ModelRunner
 from loraplex.execution.steps.runner_parts import RunnerParts
 from loraplex.kernels.dispatch import select_kernels
 from loraplex.models.registry import read_config
-from loraplex.scheduling.settings import SchedulerSettings
 from loraplex.serving.grammar.forms import llguidance_form
 from support.instant_loader import InstantLoader
 

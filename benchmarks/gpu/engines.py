@@ -15,10 +15,10 @@ from loraplex.core.adapter import AdapterSource, AdapterUse
 from loraplex.core.clock import SystemClock
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.engine.engine import Engine, build_engine
 from loraplex.engine.runner import AdapterLoader
 from loraplex.execution.adapters.host_adapters import HostAdapter
-from loraplex.scheduling.settings import SchedulerSettings
 from support.instant_loader import InstantLoader
 
 _PATIENCE_SECONDS = 120.0

@@ -14,12 +14,12 @@ from loraplex.core.clock import SystemClock
 from loraplex.core.output import EngineOutput, TokenLogprob
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.engine.engine import Engine, build_engine
 from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.execution.loading import load_parts
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.steps.model_runner import ModelRunner
-from loraplex.scheduling.settings import SchedulerSettings
 from support.checkpoints import (
     add_random_adapters,
     host_adapter,

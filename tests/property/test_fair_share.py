@@ -6,10 +6,10 @@ import random
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
+from loraplex.core.scheduler_settings import FairShare
 from loraplex.scheduling.fair_share import FairShares
 from loraplex.scheduling.queues import WaitingQueue
 from loraplex.scheduling.request import Request, Sequence
-from loraplex.scheduling.settings import FairShare
 from loraplex.scheduling.stop import StopRules
 from support.engine_requests import engine_request
 

@@ -22,17 +22,17 @@ from loraplex.core.beam_search import BeamSearch, EarlyStopping
 from loraplex.core.output import EngineOutput, FinishReason
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.engine.engine import Engine, build_engine
-from loraplex.engine.journal import JournalEntry
-from loraplex.engine.journal_file import JournalLine
-from loraplex.engine.replay import replay
-from loraplex.memory.kv_salt import kv_salt
-from loraplex.scheduling.settings import (
+from loraplex.core.scheduler_settings import (
     Batching,
     BatchSchedulerPolicy,
     FairShare,
     SchedulerSettings,
 )
+from loraplex.engine.engine import Engine, build_engine
+from loraplex.engine.journal import JournalEntry
+from loraplex.engine.journal_file import JournalLine
+from loraplex.engine.replay import replay
+from loraplex.memory.kv_salt import kv_salt
 from loraplex.testing.fake_clock import FakeClock
 from loraplex.testing.fake_loader import FakeLoader, fake_source
 from loraplex.testing.fake_model import FakeModel
@@ -78,9 +78,9 @@ scheduler_settings = st.builds(
     fair_output_weight=st.sampled_from([2.0, 0.0]),
     max_seqs_per_adapter=st.sampled_from([0, 0, 1, 3]),
     max_queue_size=st.sampled_from([0, 0, 3]),
-    max_queue_delay_ns=st.sampled_from([0, 0, 5 * MS]),
+    max_queue_delay_microseconds=st.sampled_from([0, 0, 5000]),
     enable_prefix_cache=st.sampled_from([True, True, False]),
-    adapter_aging_ns=st.sampled_from([0, 4 * MS, 1000 * MS]),
+    adapter_aging_seconds=st.sampled_from([0.0, 0.004, 1.0]),
     num_draft_tokens=st.sampled_from([0, 0, 2, 5]),
     max_draft_ngram=st.sampled_from([1, 3]),
 )

@@ -15,6 +15,7 @@ from loraplex.core.output import EngineOutput
 from loraplex.core.plan import Capacity
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.engine.engine import build_engine
 from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.execution.loading import load_parts, start_runner
@@ -22,7 +23,6 @@ from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.steps.threaded_runner import ThreadedRunner
 from loraplex.memory.adapter_pages import place
 from loraplex.models.registry import read_config
-from loraplex.scheduling.settings import SchedulerSettings
 from support.random_schedules import RandomAdapters
 
 _PROMPT_TOKENS, _MAX_TOKENS = 12, 24

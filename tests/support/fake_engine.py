@@ -8,11 +8,11 @@ from loraplex.core.output import EngineOutput
 from loraplex.core.plan import Capacity
 from loraplex.core.request import EngineRequest, RequestId
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.core.stats import StepRecord
 from loraplex.engine.engine import Engine, build_engine
 from loraplex.engine.journal import Journal
 from loraplex.memory.kv_salt import kv_salt
-from loraplex.scheduling.settings import SchedulerSettings
 from loraplex.testing.fake_clock import FakeClock
 from loraplex.testing.fake_loader import FakeLoader, fake_source
 from loraplex.testing.fake_model import FakeModel

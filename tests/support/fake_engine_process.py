@@ -14,12 +14,12 @@ from loraplex.core.adapter import AdapterHandle, AdapterSource
 from loraplex.core.clock import SystemClock
 from loraplex.core.errors import ErrorInfo
 from loraplex.core.plan import Capacity, StepPlan
+from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.engine.channel import EngineChannel
 from loraplex.engine.engine import build_engine
 from loraplex.engine.loop import EngineLoop
 from loraplex.engine.messages import EngineFailed
 from loraplex.engine.process import be_engine_process
-from loraplex.scheduling.settings import SchedulerSettings
 from loraplex.serving.engines.link import EngineLink, LinkFactory, ProcessLink, ThreadLink
 from loraplex.testing.fake_loader import FakeLoader
 from loraplex.testing.fake_model import FakeModel

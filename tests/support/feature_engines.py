@@ -9,6 +9,7 @@ from pathlib import Path
 from loraplex.core.errors import StepFailedError
 from loraplex.core.plan import Capacity
 from loraplex.core.request import EngineRequest
+from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.engine.engine import Engine, build_engine
 from loraplex.engine.journal import Journal
 from loraplex.execution.adapters.host_adapters import HostAdapters
@@ -22,7 +23,6 @@ from loraplex.kernels.dispatch import select_kernels
 from loraplex.kernels.ops import Kernels
 from loraplex.memory.adapter_pages import place
 from loraplex.models.spec import ModelSpec
-from loraplex.scheduling.settings import SchedulerSettings
 from loraplex.testing.fake_clock import FakeClock
 from loraplex.testing.fake_loader import FakeLoad
 from support.grammar_tokens import vocabulary

@@ -170,7 +170,9 @@ class _Schedule:
             self._deliver(turn.outputs)
             if self._draws.random() < 0.1:
                 engine.check()
-            self._clock.advance(self._draws.randint(1, 1_500_000))
+            # A rare long pause lets idle adapters expire (lora_ttl_seconds).
+            is_long = self._draws.random() < 0.03
+            self._clock.advance(600_000_000 if is_long else self._draws.randint(1, 1_500_000))
         else:
             raise AssertionError(
                 f"{MAX_STEPS} steps, and {len(self._unfinished)} requests are left"

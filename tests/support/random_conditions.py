@@ -9,15 +9,15 @@ import msgspec
 from loraplex.core.plan import Capacity
 from loraplex.core.request import EngineRequest
 from loraplex.core.retention import KVRetention, TokenRangeRetention
-from loraplex.memory.eviction import EVICTION_POLICIES
-from loraplex.memory.kv_blocks import KVBlocks
-from loraplex.scheduling.request_factory import RequestFactory
-from loraplex.scheduling.settings import (
+from loraplex.core.scheduler_settings import (
     Batching,
     BatchSchedulerPolicy,
     FairShare,
     SchedulerSettings,
 )
+from loraplex.memory.eviction import EVICTION_POLICIES
+from loraplex.memory.kv_blocks import KVBlocks
+from loraplex.scheduling.request_factory import RequestFactory
 
 MAX_NUM_SEQS = 8
 FAILING_FIELDS = (
@@ -115,7 +115,7 @@ class Conditions:
         if not limit:
             return self.settings
         widths = [r.sampling.beam.width for r in requests if r.sampling.beam is not None]
-        return dataclasses.replace(self.settings, max_seqs_per_adapter=max(limit, *widths, 0))
+        return msgspec.structs.replace(self.settings, max_seqs_per_adapter=max(limit, *widths, 0))
 
     def changed(self, request: EngineRequest) -> EngineRequest:
         """With another priority, tenant and so on: nothing of it is for the answer."""
@@ -146,12 +146,12 @@ def _draw_settings(draws: random.Random, max_num_seqs: int) -> SchedulerSettings
         fair_share=draws.choice(list(FairShare)),
         fair_resident_lead=draws.choice([0.0, 20.0, 2048.0]),
         max_seqs_per_adapter=draws.choice([0, 0, 1, 2]),
-        max_queue_delay_ns=draws.choice([0, 0, 3]) * 1_000_000,
+        max_queue_delay_microseconds=draws.choice([0, 0, 3]) * 1000,
         enable_prefix_cache=draws.random() < 0.6,
         num_draft_tokens=draws.choice([0, 1, 4]),
         max_draft_ngram=draws.choice([1, 3]),
-        adapter_aging_ns=draws.choice([0, 5, 2000]) * 1_000_000,
-        adapter_ttl_ns=draws.choice([None, None, 4_000_000]),
+        adapter_aging_seconds=draws.choice([0, 0.005, 2.0]),
+        lora_ttl_seconds=draws.choice([None, None, 1.0]),
     )
 
 

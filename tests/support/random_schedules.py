@@ -17,6 +17,7 @@ from loraplex.core.output import EngineOutput
 from loraplex.core.plan import LogitsNeeded, RowAdded, RowResult, RowStep, Slot
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.engine.engine import Engine, build_engine
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostAdapters, HostWeight
 from loraplex.execution.sampling.rows import num_logits_rows
@@ -26,7 +27,6 @@ from loraplex.execution.steps.runner_parts import RunnerParts
 from loraplex.execution.steps.threaded_runner import ThreadedRunner
 from loraplex.memory.adapter_pages import place
 from loraplex.models.spec import ModelSpec
-from loraplex.scheduling.settings import SchedulerSettings
 from support.instant_loader import InstantLoader
 
 Bits = dict[int, int]

@@ -19,6 +19,7 @@ from loraplex.core.config import ModelConfig
 from loraplex.core.engine_settings import NO_CACHE
 from loraplex.core.errors import ConfigError, LoraplexError
 from loraplex.core.log_lines import log_to_standard_error
+from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.engine.channel import EngineChannel
 from loraplex.engine.engine import Engine
@@ -34,12 +35,6 @@ from loraplex.execution.grammar.vocabulary import GrammarVocabulary, VocabularyS
 from loraplex.execution.loading import load_parts, start_runner
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.steps.threaded_runner import ThreadedRunner
-from loraplex.scheduling.settings import (
-    Batching,
-    BatchSchedulerPolicy,
-    FairShare,
-    SchedulerSettings,
-)
 from loraplex.serving.engines.link import EngineLink, LinkFactory, ThreadLink
 from loraplex.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -157,26 +152,8 @@ def _weights_cache(model: ModelConfig) -> Path | None:
 
 
 def scheduler_settings(model: ModelConfig) -> SchedulerSettings:
-    """What a configuration means for the engine's scheduler."""
-    return SchedulerSettings(
-        max_num_batched_tokens=model.max_num_batched_tokens,
-        max_prefill_chunk=model.max_prefill_chunk,
-        shortest_prefill_share=model.shortest_prefill_share,
-        batching=Batching(model.batching),
-        batch_scheduler_policy=BatchSchedulerPolicy(model.batch_scheduler_policy),
-        fair_share=FairShare(model.fair_share),
-        fair_input_weight=model.fair_input_weight,
-        fair_output_weight=model.fair_output_weight,
-        fair_resident_lead=model.fair_resident_lead,
-        max_seqs_per_adapter=model.max_seqs_per_adapter,
-        num_draft_tokens=model.num_draft_tokens,
-        max_draft_ngram=model.max_draft_ngram,
-        adapter_aging_ns=int(model.adapter_aging_seconds * 1e9),
-        max_queue_size=model.max_queue_size,
-        max_queue_delay_ns=model.max_queue_delay_microseconds * 1000,
-        enable_prefix_cache=model.enable_prefix_cache,
-        adapter_ttl_ns=_nanoseconds(model.lora_ttl_seconds),
-    )
+    """Return the scheduler's part of a model's settings."""
+    return msgspec.convert(model, SchedulerSettings, from_attributes=True)
 
 
 def vocabulary_source(model: ModelConfig) -> VocabularySource:
@@ -203,10 +180,6 @@ def _journal(model: ModelConfig) -> Journal | None:
     if not model.iteration_log:
         return None
     return JournalFile(Path(model.iteration_log).expanduser(), model.iteration_log_bytes)
-
-
-def _nanoseconds(seconds: float | None) -> int | None:
-    return None if seconds is None else int(seconds * 1e9)
 
 
 def main() -> None:

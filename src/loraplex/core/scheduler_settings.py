@@ -218,3 +218,10 @@ class SchedulerSettings(Settings, frozen=True, kw_only=True):
             minimum=1,
         ),
     ] = None
+
+    @property
+    def max_step_tokens(self) -> int:
+        """Maximum number of tokens that one row computes in one step."""
+        if self.max_prefill_chunk is None:
+            return self.max_num_batched_tokens
+        return min(self.max_prefill_chunk, self.max_num_batched_tokens)

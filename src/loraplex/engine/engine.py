@@ -17,6 +17,7 @@ from loraplex.core.errors import DeviceLost, LoraplexError, StepFailedError
 from loraplex.core.output import EngineOutput
 from loraplex.core.plan import Capacity, StepPlan, StepResult
 from loraplex.core.request import EngineRequest, RequestId, check_prompt_tokens
+from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.core.stats import AdapterActivity, EngineStats, StepRecord
 from loraplex.core.version import __version__
 from loraplex.engine.adapter_handles import AdapterHandles
@@ -47,7 +48,6 @@ from loraplex.memory.adapter_cache import AdapterCache
 from loraplex.memory.eviction import EVICTION_POLICIES
 from loraplex.memory.kv_blocks import KVBlocks
 from loraplex.scheduling.scheduler import Scheduler
-from loraplex.scheduling.settings import SchedulerSettings
 
 LOAD_POLL_NS = 1_000_000
 """How often an engine that has nothing else to do asks whether a load ended."""

@@ -15,10 +15,10 @@ from loraplex.core.errors import ErrorInfo
 from loraplex.core.output import TokenLogprob
 from loraplex.core.plan import Capacity, RowResult, StepPlan, StepResult
 from loraplex.core.sampling_params import MAX_LOGIT_BIAS, SamplingParams
+from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.engine.messages import AddRequest, EngineCommand
-from loraplex.scheduling.settings import SchedulerSettings
 
-JOURNAL_VERSION = 1
+JOURNAL_VERSION = 2
 
 
 class JournalHeader(msgspec.Struct, frozen=True, tag="header", kw_only=True):

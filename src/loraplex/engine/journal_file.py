@@ -167,14 +167,16 @@ class JournalReader:
 
     def _header_of(self, part: Path) -> JournalHeader:
         with _opened(part) as file:
-            entry = self._entry(part, 1, file.readline())
-        if not isinstance(entry, JournalHeader):
-            raise JournalError(f"{part}, line 1: a journal begins with its header")
-        if entry.version != JOURNAL_VERSION:
+            line = file.readline()
+        version = _version_of(line)
+        if version not in (None, JOURNAL_VERSION):
             raise JournalError(
-                f"{part} is a journal of version {entry.version}; this loraplex reads version "
+                f"{part} is a journal of version {version}; this loraplex reads version "
                 f"{JOURNAL_VERSION}"
             )
+        entry = self._entry(part, 1, line)
+        if not isinstance(entry, JournalHeader):
+            raise JournalError(f"{part}, line 1: a journal begins with its header")
         return entry
 
     def _entry(self, part: Path, number: int, line: bytes) -> JournalEntry:
@@ -184,6 +186,20 @@ class JournalReader:
             raise JournalError(
                 f"{part}, line {number}: not of an iteration log: {error}"
             ) from error
+
+
+class _Version(msgspec.Struct, tag="header"):
+    """The one field of a JournalHeader that every version has."""
+
+    version: int
+
+
+def _version_of(line: bytes) -> int | None:
+    """Return the version of a header whose other fields may have changed; None: no header."""
+    try:
+        return msgspec.json.decode(line, type=_Version).version
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
 
 
 def _opened(part: Path) -> BinaryIO:

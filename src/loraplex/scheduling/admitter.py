@@ -3,13 +3,13 @@
 import enum
 
 from loraplex.core.adapter import AdapterHandle
+from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.memory.kv_blocks import Admission, Loaded
 from loraplex.scheduling.beam_request import BeamRequest
 from loraplex.scheduling.beam_scheduling import BeamScheduling
 from loraplex.scheduling.plan_builder import PlanBuilder
 from loraplex.scheduling.prefill import PrefillSplit
 from loraplex.scheduling.request import Sequence
-from loraplex.scheduling.settings import SchedulerSettings
 from loraplex.scheduling.state import SchedulerState
 
 

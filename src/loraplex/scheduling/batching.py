@@ -1,11 +1,11 @@
 """In-flight batching: any step may admit waiting sequences, and each leaves when it ends."""
 
 from loraplex.core.adapter import AdapterHandle
+from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.scheduling.adapters import AdapterReadiness, AdapterScan
 from loraplex.scheduling.admitter import AdmitResult, Admitter
 from loraplex.scheduling.plan_builder import PlanBuilder
 from loraplex.scheduling.prefill import PrefillSplit
-from loraplex.scheduling.settings import SchedulerSettings
 from loraplex.scheduling.state import SchedulerState
 
 MAX_PREFETCHED_QUEUES = 32
@@ -31,7 +31,7 @@ class InflightBatching:
         self._admitter = admitter
         self._max_num_seqs = max_num_seqs
         self._max_seqs_per_adapter = settings.max_seqs_per_adapter
-        self._max_queue_delay_ns = settings.max_queue_delay_ns
+        self._max_queue_delay_ns = 1000 * settings.max_queue_delay_microseconds
 
     @property
     def num_admissible(self) -> int:

@@ -8,10 +8,10 @@ import msgspec
 from loraplex.core.errors import InvalidParameterError, LoraplexError, PromptTooLongError
 from loraplex.core.plan import Capacity, RowResult, RowStep
 from loraplex.core.request import EngineRequest
+from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.memory.kv_blocks import KVBlocks
 from loraplex.scheduling.beams import BeamSearcher, Candidates
 from loraplex.scheduling.request import Request, Sequence
-from loraplex.scheduling.settings import SchedulerSettings
 from loraplex.scheduling.stop import StopRules
 
 

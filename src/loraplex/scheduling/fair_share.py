@@ -10,8 +10,8 @@ from collections.abc import Collection
 
 from loraplex.core.adapter import AdapterHandle
 from loraplex.core.request import EngineRequest
+from loraplex.core.scheduler_settings import FairShare
 from loraplex.scheduling.request import ShareKey
-from loraplex.scheduling.settings import FairShare
 
 NUM_REMEMBERED = 64
 """Idle shares ahead of the virtual time that are kept before one looks for stale ones."""

@@ -1,13 +1,13 @@
 """What each sequence computes in the next step: first running sequences, then waiting ones."""
 
 from loraplex.core.plan import BlockId
+from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.scheduling.batching import InflightBatching
 from loraplex.scheduling.beam_request import BeamRequest
 from loraplex.scheduling.beam_scheduling import BeamScheduling
 from loraplex.scheduling.plan_builder import PlanBuilder, StepBudget
 from loraplex.scheduling.prefill import PrefillSplit
 from loraplex.scheduling.request import Sequence, SequenceStatus
-from loraplex.scheduling.settings import SchedulerSettings
 from loraplex.scheduling.speculation import add_draft_tokens
 from loraplex.scheduling.state import SchedulerState
 

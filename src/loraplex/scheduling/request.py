@@ -9,9 +9,9 @@ from loraplex.core.output import FinishReason, LogitsFile, RequestTiming, TokenL
 from loraplex.core.plan import BlockId, Capacity, RowResult, RowStep, Slot
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.memory.kv_blocks import KVBlocks
 from loraplex.scheduling.prompt_lookup import Drafter
-from loraplex.scheduling.settings import SchedulerSettings
 from loraplex.scheduling.stop import StopRules
 
 OrderKey = tuple[int, ...]

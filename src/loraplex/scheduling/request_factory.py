@@ -4,9 +4,9 @@ import itertools
 
 from loraplex.core.adapter import AdapterHandle
 from loraplex.core.request import EngineRequest
+from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.scheduling.beam_request import BeamRequest
 from loraplex.scheduling.request import Request, Sequence
-from loraplex.scheduling.settings import SchedulerSettings
 from loraplex.scheduling.speculation import new_drafter
 from loraplex.scheduling.stop import StopRules
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Collection
 
+from loraplex.core.scheduler_settings import BatchSchedulerPolicy, SchedulerSettings
 from loraplex.memory.kv_blocks import KVBlocks
 from loraplex.scheduling.request import Sequence
-from loraplex.scheduling.settings import BatchSchedulerPolicy, SchedulerSettings
 
 
 class BlockReservations:

@@ -11,6 +11,7 @@ from loraplex.core.errors import ConfigError, ErrorInfo, LoraplexError
 from loraplex.core.output import EngineOutput, FinishReason, SequenceDelta
 from loraplex.core.plan import Capacity, StepPlan, StepResult
 from loraplex.core.request import EngineRequest, RequestId
+from loraplex.core.scheduler_settings import Batching, SchedulerSettings
 from loraplex.core.stats import EngineStats, StepRecord
 from loraplex.memory.adapter_cache import AdapterCache
 from loraplex.memory.kv_blocks import KVBlocks
@@ -32,7 +33,6 @@ from loraplex.scheduling.request import Request, SequenceStatus
 from loraplex.scheduling.request_factory import RequestFactory
 from loraplex.scheduling.reservations import new_reservations
 from loraplex.scheduling.running import SlotPool
-from loraplex.scheduling.settings import Batching, SchedulerSettings
 from loraplex.scheduling.state import SchedulerState
 from loraplex.scheduling.static_batching import StaticBatching
 
@@ -63,8 +63,12 @@ class Scheduler:
         self._capacity = capacity
         self._clock = clock
         self._factory = RequestFactory(capacity.max_model_len, settings)
+        ttl_seconds = settings.lora_ttl_seconds
         self._adapters = CacheFiller(
-            adapters, host, settings.adapter_aging_ns, settings.adapter_ttl_ns
+            adapters,
+            host,
+            aging_ns=int(settings.adapter_aging_seconds * 1e9),
+            ttl_ns=None if ttl_seconds is None else int(ttl_seconds * 1e9),
         )
         self._state = SchedulerState(
             kv,

@@ -2,10 +2,10 @@
 
 from loraplex.core.plan import BlockId
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.scheduling.plan_builder import PlanBuilder
 from loraplex.scheduling.prompt_lookup import Drafter
 from loraplex.scheduling.request import Sequence
-from loraplex.scheduling.settings import SchedulerSettings
 from loraplex.scheduling.state import SchedulerState
 
 

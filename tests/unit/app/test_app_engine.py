@@ -1,6 +1,5 @@
 """How the real engine begins, and what it says if it cannot."""
 
-import dataclasses
 import gc
 import threading
 
@@ -13,10 +12,10 @@ from loraplex.app import engine as app_engine
 from loraplex.app.engine import build_engine, overlaps, run_engine, runner_settings
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import ConfigError
+from loraplex.core.scheduler_settings import Batching, FairShare, SchedulerSettings
 from loraplex.demo import BASE_PATH
 from loraplex.engine.channel import ThreadChannel
 from loraplex.engine.messages import EngineFailed, EngineReady, Shutdown
-from loraplex.scheduling.settings import Batching, FairShare, SchedulerSettings
 
 MODEL = ModelConfig(
     path=str(BASE_PATH), kv_cache_bytes=1 << 20, max_num_seqs=3, block_size=8, max_lora_rank=8
@@ -146,15 +145,17 @@ def test_so_is_memory_that_is_not_there(channel, events, monkeypatch, error, cap
     assert "Traceback" in caplog.text
 
 
-def test_every_setting_of_the_scheduler_can_be_said():
+def test_the_scheduler_gets_every_setting_of_its_own():
     model = ModelConfig(
         path="m",
+        max_num_seqs=1,
         max_num_batched_tokens=1,
         max_prefill_chunk=2,
         shortest_prefill_share=0.25,
         batching="static",
         batch_scheduler_policy="guaranteed_no_evict",
         fair_share="tenant",
+        fair_weights={"one": 2.0},
         fair_input_weight=3.0,
         fair_output_weight=4.0,
         fair_resident_lead=12.0,
@@ -167,14 +168,13 @@ def test_every_setting_of_the_scheduler_can_be_said():
         adapter_aging_seconds=10.0,
         lora_ttl_seconds=11.0,
     )
-    said = app_engine.scheduler_settings(model)
-    usual = SchedulerSettings()
-    fields = [field.name for field in dataclasses.fields(SchedulerSettings)]
-    assert [name for name in fields if getattr(said, name) == getattr(usual, name)] == []
-    assert said.batching is Batching.STATIC
-    assert said.fair_share is FairShare.TENANT
-    assert said.max_queue_delay_ns == 7000
-    assert said.adapter_aging_ns == 10_000_000_000
+    settings, defaults = app_engine.scheduler_settings(model), SchedulerSettings()
+    assert type(settings) is SchedulerSettings
+    names = SchedulerSettings.__struct_fields__
+    unchanged = [name for name in names if getattr(settings, name) == getattr(defaults, name)]
+    assert unchanged == ["enable_chunked_context"], "it cannot be off"
+    assert settings.batching is Batching.STATIC
+    assert settings.fair_share is FairShare.TENANT
 
 
 def test_a_bare_configuration_means_the_schedulers_own_defaults():

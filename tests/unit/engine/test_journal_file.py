@@ -10,10 +10,10 @@ import pytest
 from loraplex.core.errors import ConfigError
 from loraplex.core.plan import RowAdded, StepPlan
 from loraplex.core.sampling_params import MAX_LOGIT_BIAS, SamplingParams
+from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.engine.journal import CommandTaken, JournalHeader, PlanMade
 from loraplex.engine.journal_file import NUM_PARTS, JournalError, JournalFile, JournalReader
 from loraplex.engine.messages import AddRequest, PreloadAdapter
-from loraplex.scheduling.settings import SchedulerSettings
 from loraplex.testing.fake_runner import FAKE_CAPACITY
 from support.engine_requests import engine_request
 
@@ -212,7 +212,7 @@ def test_a_broken_line_is_named(path):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"version": 2}, "version 2; this loraplex reads version 1"),
+        ({"version": 1}, "version 1; this loraplex reads version 2"),
         ({"settings": {"max_num_batched_tokens": 0}}, "max_num_batched_tokens must be at least 1"),
         ({"capacity": None}, r"line 1: .*capacity"),
     ],

@@ -13,12 +13,12 @@ from loraplex.core.beam_search import BeamSearch
 from loraplex.core.config import ModelConfig
 from loraplex.core.plan import Capacity
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.scheduler_settings import BatchSchedulerPolicy, FairShare, SchedulerSettings
 from loraplex.demo import BASE_PATH
 from loraplex.engine.journal import PlanMade
 from loraplex.engine.journal_file import JournalFile, JournalReader
 from loraplex.engine.replay import ReplayRefusedError, replay
 from loraplex.scheduling.scheduler import Scheduler
-from loraplex.scheduling.settings import BatchSchedulerPolicy, FairShare, SchedulerSettings
 from loraplex.testing.fake_clock import FakeClock
 from loraplex.testing.fake_runner import FAKE_CAPACITY
 from support import fake_engine
@@ -57,10 +57,10 @@ def run_at_random(path, seed):
         max_num_batched_tokens=draws.choice([8, 16, 64]),
         max_prefill_chunk=draws.choice([None, 3]),
         max_queue_size=draws.choice([0, 6]),
-        max_queue_delay_ns=draws.choice([0, 3 * MILLISECOND_NS]),
+        max_queue_delay_microseconds=draws.choice([0, 3000]),
         num_draft_tokens=draws.choice([0, 3]),
-        adapter_aging_ns=10 * MILLISECOND_NS,
-        adapter_ttl_ns=draws.choice([None, 40 * MILLISECOND_NS]),
+        adapter_aging_seconds=0.01,
+        lora_ttl_seconds=draws.choice([None, 1.0]),
     )
     fakes = FakeEngine(
         SMALL,

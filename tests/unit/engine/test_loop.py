@@ -12,6 +12,7 @@ from loraplex.core.errors import ErrorInfo
 from loraplex.core.output import FinishReason
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.engine.channel import ThreadChannel
 from loraplex.engine.engine import Engine, build_engine
 from loraplex.engine.loop import EngineLoop
@@ -29,7 +30,6 @@ from loraplex.engine.messages import (
     StepDone,
     UnpinAdapter,
 )
-from loraplex.scheduling.settings import SchedulerSettings
 from loraplex.testing.fake_loader import FakeLoader, fake_source
 from loraplex.testing.fake_runner import FAKE_CAPACITY, FakeRunner
 
@@ -235,7 +235,7 @@ def test_an_idle_loop_sleeps(running):
 
 
 def test_the_queue_delay_lets_requests_join():
-    loop = RunningLoop(SchedulerSettings(max_queue_delay_ns=60_000_000))
+    loop = RunningLoop(SchedulerSettings(max_queue_delay_microseconds=60_000))
     start = time.monotonic()
     loop.put(AddRequest(request(1)))
     time.sleep(0.01)
@@ -248,7 +248,7 @@ def test_the_queue_delay_lets_requests_join():
 
 
 def test_a_deadline_wakes_the_loop():
-    loop = RunningLoop(SchedulerSettings(max_queue_delay_ns=10**12))
+    loop = RunningLoop(SchedulerSettings(max_queue_delay_microseconds=10**9))
     loop.put(AddRequest(request(1, deadline_ns=time.monotonic_ns() + 20_000_000)))
     assert loop.outputs_until_finished(1)[-1].error.code == "deadline_exceeded"
     loop.stop()
@@ -277,7 +277,7 @@ def test_shutdown_leaves_work_undone():
 
 
 def test_an_idle_engine_wakes_to_let_idle_adapters_leave():
-    running = RunningLoop(SchedulerSettings(adapter_ttl_ns=20_000_000))
+    running = RunningLoop(SchedulerSettings(lora_ttl_seconds=1.0))
     source = fake_source("d", GEOMETRY)
     running.put(RegisterAdapter(source), AddRequest(request(1, "d")))
     running.tokens(1)

@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.scheduler_settings import BatchSchedulerPolicy, SchedulerSettings
 from loraplex.engine.step_marker import StepMarker
-from loraplex.scheduling.settings import BatchSchedulerPolicy, SchedulerSettings
 from loraplex.testing.fake_model import FakeModel
 from loraplex.testing.fake_runner import FAKE_CAPACITY
 from support.fake_engine import MILLISECOND_NS, FakeEngine

@@ -3,10 +3,10 @@
 import pytest
 
 from loraplex.core.errors import AdapterNotFoundError, AdapterTooLargeError
-from loraplex.scheduling.settings import SchedulerSettings
+from loraplex.core.scheduler_settings import SchedulerSettings
 from support.fake_engine import MILLISECOND_NS, FakeEngine
 
-TTL_NS = 100 * MILLISECOND_NS
+TTL_NS = 1000 * MILLISECOND_NS
 
 
 def on_device(fake):
@@ -72,7 +72,7 @@ class TestHeld:
 
 class TestTtl:
     def test_idle_adapters_leave_both_tiers(self):
-        fake = FakeEngine(settings=SchedulerSettings(adapter_ttl_ns=TTL_NS))
+        fake = FakeEngine(settings=SchedulerSettings(lora_ttl_seconds=TTL_NS / 1e9))
         for digest in "ab":
             fake.register(digest)
             fake.add([1], digest)
@@ -93,7 +93,7 @@ class TestTtl:
         assert fake.tokens(request_id) == fake.alone(request_id)
 
     def test_what_is_used_stays(self):
-        fake = FakeEngine(settings=SchedulerSettings(adapter_ttl_ns=TTL_NS))
+        fake = FakeEngine(settings=SchedulerSettings(lora_ttl_seconds=TTL_NS / 1e9))
         fake.register("a")
         for _ in range(10):
             fake.add([1], "a", max_tokens=2)

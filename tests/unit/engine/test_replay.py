@@ -7,8 +7,8 @@ import pytest
 
 from loraplex.core.output import FinishReason
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.engine.step_marker import StepMarker
-from loraplex.scheduling.settings import SchedulerSettings
 from support.fake_engine import Answer, FakeEngine
 
 PROMPTS = {"short": range(1, 6), "long": range(1, 60)}

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.scheduling.settings import SchedulerSettings
+from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.testing.fake_runner import FAKE_CAPACITY
 from support.fake_engine import FakeEngine
 

@@ -5,8 +5,8 @@ import dataclasses
 import msgspec
 import pytest
 
+from loraplex.core.scheduler_settings import FairShare, SchedulerSettings
 from loraplex.scheduling.fair_share import FairShares
-from loraplex.scheduling.settings import FairShare, SchedulerSettings
 from loraplex.testing.fake_runner import FAKE_CAPACITY
 from support.engine_requests import engine_request
 from support.fake_engine import FakeEngine

@@ -5,7 +5,7 @@ import math
 import msgspec
 import pytest
 
-from loraplex.scheduling.settings import SchedulerSettings
+from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.testing.fake_runner import FAKE_CAPACITY
 from support.fake_engine import FakeEngine
 

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.scheduling.settings import BatchSchedulerPolicy, FairShare, SchedulerSettings
+from loraplex.core.scheduler_settings import BatchSchedulerPolicy, FairShare, SchedulerSettings
 from loraplex.testing.fake_runner import FAKE_CAPACITY
 from support.fake_engine import MILLISECOND_NS, FakeEngine
 
@@ -15,7 +15,7 @@ def fake_engine(*, settings=None, host_bytes=1_000_000, num_polls=1, copy_steps=
     capacity = {"max_num_seqs": 4, "num_adapter_pages": 2, **capacity}
     fakes = FakeEngine(
         msgspec.structs.replace(FAKE_CAPACITY, **capacity),
-        SchedulerSettings(adapter_aging_ns=AGING_NS, **(settings or {})),
+        SchedulerSettings(adapter_aging_seconds=AGING_NS / 1e9, **(settings or {})),
         adapter_host_bytes=host_bytes,
         num_polls=num_polls,
         copy_steps=copy_steps,

@@ -5,12 +5,12 @@ import pytest
 from loraplex.core.errors import ConfigError
 from loraplex.core.output import FinishReason
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.scheduling.plan_builder import StepBudget
 from loraplex.scheduling.queue_bound import QueueBound
 from loraplex.scheduling.queues import WaitingQueue
 from loraplex.scheduling.request import Request, Sequence
 from loraplex.scheduling.running import RunningSet, SlotPool
-from loraplex.scheduling.settings import SchedulerSettings
 from loraplex.scheduling.stop import Stop, StopRules
 from support.engine_requests import engine_request
 
@@ -40,8 +40,8 @@ def sequence(handles=(), **values):
         {"max_num_batched_tokens": 0},
         {"max_prefill_chunk": 0},
         {"max_queue_size": -1},
-        {"max_queue_delay_ns": -1},
-        {"adapter_aging_ns": -1},
+        {"max_queue_delay_microseconds": -1},
+        {"adapter_aging_seconds": -1},
     ],
 )
 def test_settings_name_the_bad_value(values):

@@ -8,7 +8,7 @@ import pytest
 from loraplex.core.beam_search import BeamSearch
 from loraplex.core.errors import ConfigError
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.scheduling.settings import (
+from loraplex.core.scheduler_settings import (
     Batching,
     BatchSchedulerPolicy,
     FairShare,
@@ -128,7 +128,7 @@ def test_preempted_and_held_back_sequences_come_back_to_their_static_batch():
 
 
 def test_a_static_batch_waits_for_company():
-    fakes = fake_engine({**STATIC, "max_queue_delay_ns": 5 * MILLISECOND_NS})
+    fakes = fake_engine({**STATIC, "max_queue_delay_microseconds": 5000})
     fakes.add()
     fakes.step(2)
     fakes.add()

@@ -6,7 +6,7 @@ import pytest
 from loraplex.core.errors import ConfigError
 from loraplex.core.plan import LogitsNeeded
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.scheduling.settings import SchedulerSettings
+from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.testing.fake_model import FakeModel
 from loraplex.testing.fake_runner import FAKE_CAPACITY, fake_logprob
 from support.fake_engine import MILLISECOND_NS, FakeEngine
@@ -244,7 +244,7 @@ def test_a_deadline_ends_a_request_in_any_state(num_steps):
 
 
 def test_requests_are_held_back_to_meet_in_one_step():
-    fakes = fake_engine({"max_queue_delay_ns": 5 * MILLISECOND_NS})
+    fakes = fake_engine({"max_queue_delay_microseconds": 5000})
     arrival_ns = fakes.clock.now_ns()
     fakes.add()
     fakes.step()
@@ -258,7 +258,7 @@ def test_requests_are_held_back_to_meet_in_one_step():
 
 
 def test_a_full_batch_is_not_held_back():
-    fakes = fake_engine({"max_queue_delay_ns": 5 * MILLISECOND_NS}, max_num_seqs=2)
+    fakes = fake_engine({"max_queue_delay_microseconds": 5000}, max_num_seqs=2)
     fakes.add()
     fakes.add()
     fakes.step()
@@ -270,7 +270,7 @@ def test_a_full_batch_is_not_held_back():
 
 
 def test_nobody_is_held_back_while_something_runs():
-    fakes = fake_engine({"max_queue_delay_ns": 5 * MILLISECOND_NS})
+    fakes = fake_engine({"max_queue_delay_microseconds": 5000})
     fakes.add(max_tokens=20)
     fakes.step(6)
     fakes.add()
@@ -280,7 +280,7 @@ def test_nobody_is_held_back_while_something_runs():
 
 
 def test_a_deadline_wakes_a_request_that_is_held_back():
-    fakes = fake_engine({"max_queue_delay_ns": 50 * MILLISECOND_NS})
+    fakes = fake_engine({"max_queue_delay_microseconds": 50000})
     request_id = fakes.add(timeout_ns=7 * MILLISECOND_NS)
     assert fakes.engine.next_wake_ns() == fakes.requests[request_id].deadline_ns
     fakes.run()

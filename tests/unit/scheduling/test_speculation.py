@@ -5,7 +5,7 @@ import pytest
 
 from loraplex.core.plan import RowResult, StepResult
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.scheduling.settings import BatchSchedulerPolicy, SchedulerSettings
+from loraplex.core.scheduler_settings import BatchSchedulerPolicy, SchedulerSettings
 from loraplex.testing.fake_model import FakeModel
 from loraplex.testing.fake_runner import FAKE_CAPACITY, FakeRunner, FakeStep, fake_logprob
 from support.fake_engine import FakeEngine
