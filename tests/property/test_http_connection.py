@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from uvicorn.server import ServerState
 
-from loraplex.app.http_protocol import LimitedConnection
-from loraplex.app.http_refusals import ConnectionLimits
+from loraplex.app.http_guard import ConnectionGuard, GuardedApp
+from loraplex.app.http_limits import ConnectionLimits
 from loraplex.frontends.telemetry.connections import HttpConnections
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -64,7 +64,15 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": content[5:] if is_stream else content})
 
 
-CONFIG = uvicorn.Config(app, interface="asgi3", lifespan="off", ws="none", log_config=None)
+CONFIG = uvicorn.Config(
+    GuardedApp(app),
+    http="httptools",
+    interface="asgi3",
+    lifespan="off",
+    ws="none",
+    log_config=None,
+    proxy_headers=False,
+)
 CONFIG.load()
 
 
@@ -77,8 +85,8 @@ class FakeTransport(asyncio.Transport):
         self._is_closing = False
 
     def write(self, data: Any) -> None:
-        assert not self._is_closing
-        self.sent += data
+        if not self._is_closing:
+            self.sent += data
 
     def close(self) -> None:
         self._is_closing = True
@@ -117,7 +125,16 @@ async def said_to(pieces: Sequence[bytes], turns: Callable[[], int]) -> tuple[by
     heard = Heard()
     logging.getLogger("uvicorn.error").addHandler(heard)
     state, transport = ServerState(), FakeTransport()
-    connection = LimitedConnection(LIMITS, HttpConnections(), CONFIG, state, {}, loop)
+    connection = ConnectionGuard(
+        CONFIG.http_protocol_class,
+        LIMITS,
+        HttpConnections(),
+        set(),
+        config=CONFIG,
+        server_state=state,
+        app_state={},
+        _loop=loop,
+    )
     connection.connection_made(transport)
     try:
         for piece in pieces:

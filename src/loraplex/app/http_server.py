@@ -7,15 +7,14 @@ import functools
 import os
 import resource
 import socket
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from loraplex.app.http_protocol import LimitedConnection
-from loraplex.app.http_refusals import ConnectionLimits
+from loraplex.app.http_guard import ConnectionGuard, GuardedApp
+from loraplex.app.http_limits import ConnectionLimits
 from loraplex.app.tls import TlsFiles
 from loraplex.core.errors import ConfigError
 from loraplex.core.server_config import ServerConfig
@@ -30,7 +29,7 @@ _OTHER_FILES = 1024
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without signal handlers of its own: one server of ours runs two of them."""
+    """uvicorn's server without signal handlers: one process runs two of them."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -46,38 +45,39 @@ async def serving_http(
     tls: TlsFiles | None = None,
     seconds_left: Callable[[], float] = lambda: 0.0,
 ) -> AsyncIterator[int]:
-    """Serve an app while the context lasts; gives the bound port. Raises ConfigError.
+    """Serve an app while the context lasts, and yield the bound port. Raises ConfigError.
 
-    seconds_left: asked at the end, how long slow readers may still take what they were answered;
-    they have _LINGER_SECONDS in any case.
+    seconds_left: called when the context ends; returns how long clients may still read their
+    responses. They have at least _LINGER_SECONDS.
     """
     listener = bind(settings.host, port)
-    server = HttpServer(_uvicorn_config(app, settings, connections, tls))
+    guards: set[ConnectionGuard] = set()
+    server = HttpServer(_uvicorn_config(app, settings, connections, guards, tls))
     task = asyncio.create_task(server.serve([listener]))
     try:
         yield listener.getsockname()[1]
     finally:
-        await _end(server, task, seconds_left)
+        server.should_exit = True
+        for guard in list(guards):
+            guard.stop()
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _LINGER_SECONDS
+        while not task.done() and (loop.time() < deadline or seconds_left() > 0):
+            await asyncio.wait([task], timeout=_POLL_SECONDS)
+        for guard in list(guards):
+            guard.transport.abort()
+        await asyncio.wait([task], timeout=_LINGER_SECONDS)
+        server.force_exit = True
+        await task
         listener.close()
 
 
-async def _end(
-    server: HttpServer, task: asyncio.Task[None], seconds_left: Callable[[], float]
-) -> None:
-    """Whoever reads slowly still takes the answer; in the end it is cut off."""
-    server.should_exit = True
-    deadline = time.monotonic() + _LINGER_SECONDS
-    while not task.done() and (time.monotonic() < deadline or seconds_left() > 0):
-        await asyncio.wait([task], timeout=_POLL_SECONDS)
-    for connection in list(server.server_state.connections):
-        connection.transport.abort()
-    await asyncio.wait([task], timeout=_LINGER_SECONDS)
-    server.force_exit = True
-    await task
-
-
 def _uvicorn_config(
-    app: ASGIApp, settings: ServerConfig, connections: HttpConnections, tls: TlsFiles | None
+    app: ASGIApp,
+    settings: ServerConfig,
+    connections: HttpConnections,
+    guards: set[ConnectionGuard],
+    tls: TlsFiles | None,
 ) -> uvicorn.Config:
     limits = ConnectionLimits(
         max_connections=settings.max_connections,
@@ -87,10 +87,12 @@ def _uvicorn_config(
         header_timeout_seconds=settings.header_timeout_seconds,
         body_timeout_seconds=settings.body_timeout_seconds,
     )
-    protocol: Any = functools.partial(LimitedConnection, limits, connections)
-    return uvicorn.Config(
-        app,
-        http=protocol,
+    if settings.trusted_proxies:
+        # Inside the guarded app: uvicorn would look for the client's address in trailers, too.
+        app = ProxyHeadersMiddleware(app, list(settings.trusted_proxies))  # type: ignore[arg-type, assignment]
+    config = uvicorn.Config(
+        GuardedApp(app),
+        http="httptools",
         interface="asgi3",
         log_level="error",
         lifespan="off",
@@ -98,11 +100,15 @@ def _uvicorn_config(
         access_log=False,
         server_header=False,
         timeout_keep_alive=settings.keep_alive_seconds,  # type: ignore[arg-type]  # any number
-        proxy_headers=bool(settings.trusted_proxies),
-        forwarded_allow_ips=list(settings.trusted_proxies),
+        proxy_headers=False,
         ssl_certfile=tls.certificate if tls is not None else None,
         ssl_keyfile=tls.key if tls is not None else None,
     )
+    config.load()
+    config.http_protocol_class = functools.partial(  # type: ignore[assignment]
+        ConnectionGuard, config.http_protocol_class, limits, connections, guards
+    )
+    return config
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -11,8 +11,8 @@ from support.server_in_loop import ServerInLoop
 
 
 def pytest_asyncio_loop_factories(config, item):
-    del config, item
-    return {"serving": new_event_loop}
+    del config
+    return {"serving": getattr(item.module, "new_event_loop", new_event_loop)}
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ async def test_one_write_a_turn(socket, writes):
     assert socket.written == [b"abc", b"d"]
 
 
-async def test_sooner_if_asked_for(socket, writes):
+async def test_a_flush_does_not_wait_for_the_turn(socket, writes):
     writes.write(b"a")
     writes.flush()
     writes.flush()
@@ -71,18 +71,8 @@ async def test_a_connection_that_others_closed(socket, writes):
     assert (socket.written, writes.is_closing()) == ([], True)
 
 
-async def test_the_last_piece_takes_along_what_waits(socket, writes):
-    writes.write(b"a")
-    writes.write(b"b", at_once=True)
-    writes.write(b"c", at_once=True)
-    assert socket.written == [b"ab", b"c"]
-    await asyncio.sleep(0)
-    assert socket.written == [b"ab", b"c"]
-
-
-async def test_nothing_is_written_to_who_has_gone(socket, writes):
+async def test_nothing_is_written_to_a_closed_connection(socket, writes):
     writes.write(b"a")
     socket.is_closed = True
-    writes.write(b"b", at_once=True)
-    writes.write(b"c", at_once=True)
+    writes.flush()
     assert socket.written == []

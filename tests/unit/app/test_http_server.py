@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import resource
-import time
 
 import pytest
 from starlette.applications import Starlette
@@ -12,17 +11,16 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from loraplex.app import http_server
 from loraplex.app.http_server import bind, make_room_for_connections, serving_http
 from loraplex.core.errors import ConfigError, NotReadyError
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.telemetry.connections import HttpConnections
 from loraplex.frontends.telemetry.http import RequestMiddleware
 from loraplex.frontends.telemetry.telemetry import Telemetry
+from support.skipping_loop import SkippingLoop, settle, skip
 
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n"
-TICK = 0.01
-"""Seconds: more than the event loop rounds its timers by."""
+new_event_loop = SkippingLoop
 
 
 def test_an_address_that_is_not_ours():
@@ -88,14 +86,10 @@ class Raw:
             body = await self.reader.readexactly(int(headers.get("content-length", 0)))
         return int(head[0].split()[1]), headers, body
 
-    async def is_closed(self, seconds: float = 5.0) -> bool:
-        try:
-            async with asyncio.timeout(seconds):
-                return await self.reader.read(1) == b""
-        except ConnectionError:
-            return True
-        except TimeoutError:
-            return False
+    async def is_closed(self) -> bool:
+        """Whether the server has closed it by now."""
+        await settle()
+        return self.reader.at_eof() or self.reader.exception() is not None
 
 
 class Port:
@@ -195,83 +189,106 @@ async def test_no_http(port):
 
 
 async def test_headers_that_trickle(port):
-    server = await port(header_timeout_seconds=0.3)
-    started = time.monotonic()
-    raw = await server.connect()
+    raw = await (await port(header_timeout_seconds=30)).connect()
     raw.send(GET)
     for _ in range(4):
-        await asyncio.sleep(0.06)
+        await skip(7)
         raw.send(b"a: b\r\n")
-    assert "0.3 seconds" in await refused(raw, 408, "header_timeout")
-    assert time.monotonic() - started >= 0.3 - TICK
+    assert not await raw.is_closed()
+    await skip(2.1)
+    assert "30 seconds" in await refused(raw, 408, "header_timeout")
 
 
 async def test_headers_that_trickle_on_a_used_connection(port):
-    raw = await (await port(header_timeout_seconds=0.3, keep_alive_seconds=60)).connect()
+    raw = await (await port(header_timeout_seconds=30, keep_alive_seconds=60)).connect()
     raw.send(GET + b"\r\n")
     assert (await raw.answer())[0] == 200
-    assert not await raw.is_closed(0.5)
+    await skip(59)
     raw.send(b"GET / HT")
+    await skip(29)
+    assert not await raw.is_closed()
+    await skip(1.1)
     await refused(raw, 408, "header_timeout")
 
 
 async def test_a_connection_that_says_nothing(port):
-    server = await port(header_timeout_seconds=0.1)
+    server = await port(header_timeout_seconds=30)
     raw = await server.connect()
+    await skip(29)
+    assert not await raw.is_closed()
+    await skip(1.1)
     assert await raw.is_closed()
     assert server.connections.num_refused == {"idle": 1}
 
 
 async def test_an_idle_connection(port):
-    raw = await (await port(keep_alive_seconds=0.1)).connect()
+    raw = await (await port(keep_alive_seconds=5)).connect()
     raw.send(GET + b"\r\n")
     assert (await raw.answer())[0] == 200
+    await skip(5.1)
     assert await raw.is_closed()
 
 
 async def test_a_connection_in_use_is_not_idle(port):
-    raw = await (await port(keep_alive_seconds=1.0)).connect()
+    raw = await (await port(keep_alive_seconds=5, header_timeout_seconds=1)).connect()
     for _ in range(4):
         raw.send(GET + b"\r\n")
         assert (await raw.answer())[0] == 200
-        await asyncio.sleep(0.4)
-    assert await raw.is_closed()
+        await skip(4)
+    assert not await raw.is_closed()
 
 
 async def test_a_body_that_trickles_and_one_in_time(port):
-    raw = await (await port(body_timeout_seconds=1.0)).connect()
+    raw = await (await port(body_timeout_seconds=30)).connect()
     for _ in range(2):
         raw.send(b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\n")
-        await asyncio.sleep(0.2)
+        await skip(20)
         raw.send(b"abc")
         assert (await raw.answer())[0] == 200
     raw.send(b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n")
-    started = time.monotonic()
     for _ in range(4):
         raw.send(b"x")
-        await asyncio.sleep(0.06)
+        await skip(7)
+    assert not await raw.is_closed()
+    await skip(2.1)
     status, headers, _ = await raw.answer()
-    assert (status, headers["connection"]) == (500, "close"), "nobody here has words for it"
-    assert time.monotonic() - started >= 1.0 - TICK
+    assert (status, headers["connection"]) == (500, "close"), "this app has no handler for it"
     assert await raw.is_closed()
 
 
 async def test_a_long_answer_is_no_idle_connection(port):
-    limits = {"keep_alive_seconds": 0.1, "header_timeout_seconds": 0.1}
-    raw = await (await port(body_timeout_seconds=0.1, **limits)).connect()
+    limits = {"keep_alive_seconds": 5, "header_timeout_seconds": 5}
+    raw = await (await port(body_timeout_seconds=5, **limits)).connect()
     raw.send(b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n")
     await raw.reader.readuntil(b"first")
     await raw.reader.readline()
-    assert not await raw.is_closed(0.5)
+    await skip(50)
+    assert not await raw.is_closed()
 
 
 async def test_the_rest_of_an_answered_body_keeps_no_connection(port):
-    raw = await (await port(keep_alive_seconds=0.2)).connect()
+    raw = await (await port(body_timeout_seconds=30)).connect()
     raw.send(b"POST /early HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n")
     assert (await raw.answer())[0] == 200
-    async with asyncio.timeout(5):
-        while not await raw.is_closed(0.05):
-            raw.send(b"x")
+    for _ in range(4):
+        await skip(7)
+        raw.send(b"x")
+    assert not await raw.is_closed()
+    await skip(2.1)
+    assert await raw.is_closed()
+
+
+async def test_a_connection_is_idle_after_the_rest_of_an_answered_body(port):
+    raw = await (await port(header_timeout_seconds=30)).connect()
+    raw.send(b"POST /early HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\n")
+    assert (await raw.answer())[0] == 200
+    raw.send(b"rest" + GET + b"\r\n")
+    assert (await raw.answer())[0] == 200
+    raw.send(b"POST /early HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\n")
+    assert (await raw.answer())[0] == 200
+    raw.send(b"rest")
+    await skip(30.1)
+    assert await raw.is_closed()
 
 
 @pytest.mark.parametrize("behind", [b"\r\n", GET + b"\r\n", b"x" * 10])
@@ -279,8 +296,7 @@ async def test_who_leaves_is_seen_behind_what_came_early(port, behind):
     server = await port()
     raw = await server.connect()
     raw.send(b"POST /waiting HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\n\r\nx" + behind)
-    await raw.writer.drain()
-    await asyncio.sleep(0.05)
+    await settle()
     assert not server.left.is_set()
     raw.writer.close()
     async with asyncio.timeout(5):
@@ -288,14 +304,15 @@ async def test_who_leaves_is_seen_behind_what_came_early(port, behind):
 
 
 async def test_blank_lines_begin_no_request(port):
-    raw = await (await port(header_timeout_seconds=0.1, keep_alive_seconds=2.0)).connect()
+    raw = await (await port(header_timeout_seconds=1, keep_alive_seconds=20)).connect()
     raw.send(b"\r\n" + GET + b"\r\n\r\n")
     assert (await raw.answer())[0] == 200
     raw.send(b"\r\n")
-    await asyncio.sleep(0.2)
+    await skip(10)
     raw.send(GET + b"\r\n")
     assert (await raw.answer())[0] == 200
-    assert await raw.is_closed(), "without a word"
+    await skip(20.1)
+    assert await raw.is_closed(), "without a response"
 
 
 async def test_who_was_not_told_to_go_on_sends_no_other_request(port):
@@ -347,12 +364,13 @@ async def test_who_the_client_is(port, trusted, client):
     assert (await raw.answer())[2].decode() == f"0 of {client}"
 
 
-async def told_when_stopped(data: bytes, seconds_left: float = 0.0, pause: float = 0.0) -> bytes:
-    """What is said to these bytes by a server that stops at once.
+async def sent_when_stopped(data: bytes, seconds_left: float = 0.0, pause: float = 0.0) -> bytes:
+    """Return what a server sends that stops once it has these bytes.
 
-    pause: seconds between the first piece of an answer and its last.
+    pause: seconds between the first piece of a response and its last.
     """
-    started = time.monotonic()
+    loop = asyncio.get_running_loop()
+    started = loop.time()
 
     async def app(scope, receive, send) -> None:
         status, message = 200, {"more_body": True}
@@ -367,27 +385,31 @@ async def told_when_stopped(data: bytes, seconds_left: float = 0.0, pause: float
         await send({"type": "http.response.body", "body": b"last"})
 
     def left() -> float:
-        return started + seconds_left - time.monotonic()
+        return started + seconds_left - loop.time()
+
+    async def pass_time() -> None:
+        while True:
+            await skip(0.2)
 
     serving = serving_http(app, ServerConfig(), 0, HttpConnections(), seconds_left=left)
-    async with asyncio.timeout(20):
-        async with serving as port:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(data)
-            await asyncio.sleep(0.1)
-        told = await reader.read()
-        writer.close()
-    return told
+    async with serving as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(data)
+        await settle()
+        time_passes = asyncio.create_task(pass_time())
+    sent = await reader.read()
+    writer.close()
+    time_passes.cancel()
+    return sent
 
 
 async def test_a_stop_waits_for_no_body():
     data = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nabc"
-    told = await told_when_stopped(data)
-    assert told.startswith(b"HTTP/1.1 503 ")
-    assert b"connection: close" in told
+    sent = await sent_when_stopped(data)
+    assert sent.startswith(b"HTTP/1.1 503 ")
+    assert b"connection: close" in sent
 
 
-async def test_a_stop_lets_answers_end_in_its_time(monkeypatch):
-    monkeypatch.setattr(http_server, "_LINGER_SECONDS", 0.1)
-    assert b"last" not in await told_when_stopped(GET + b"\r\n", pause=10.0)
-    assert b"last" in await told_when_stopped(GET + b"\r\n", pause=1.0, seconds_left=10.0)
+async def test_a_stop_lets_answers_end_in_its_time():
+    assert b"last" not in await sent_when_stopped(GET + b"\r\n", pause=30.0)
+    assert b"last" in await sent_when_stopped(GET + b"\r\n", pause=30.0, seconds_left=60.0)

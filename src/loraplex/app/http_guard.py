@@ -1,0 +1,345 @@
+"""Guard around uvicorn's HTTP protocol: limits that uvicorn does not have.
+
+uvicorn limits neither the size of a request head nor the time that a client may take for a head or
+a body, and reads pipelined requests without a limit. A `ConnectionGuard` stands between the
+transport and uvicorn's protocol. It parses the same bytes, refuses what exceeds a limit with a
+JSON error, and passes on one request at a time. `GuardedApp` stands between uvicorn and the
+application and reports the end of each response to the guard of its connection.
+"""
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httptools
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from loraplex.app.gathered_writes import GatheredWrites
+from loraplex.app.http_limits import ConnectionLimits, Refusal, not_http, refusal_of_head
+from loraplex.core.errors import BodyTimeoutError, LoraplexError, NotReadyError
+from loraplex.frontends.telemetry.connections import HttpConnections
+
+_END = b"\r\n\r\n"
+"""End of every head, and of every chunked body: the parser accepts no other line ends."""
+_BLANKS = b" \t"
+_LINE_END = b"\r\n"
+_CLOSE = (b"connection", b"close")
+_UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
+_MAX_EARLY_BYTES = 64 * 1024
+"""Bytes read after a request in progress. Reading goes on so that a disconnect is noticed."""
+_STATE_KEY = "connection_guard"
+
+
+class ConnectionGuard(asyncio.Protocol):
+    """One connection: checks the bytes of a client before uvicorn's protocol reads them."""
+
+    def __init__(
+        self,
+        protocol_class: Callable[..., asyncio.Protocol],
+        limits: ConnectionLimits,
+        counts: HttpConnections,
+        guards: "set[ConnectionGuard]",
+        **arguments: Any,
+    ) -> None:
+        """Create a guard for uvicorn's server.
+
+        `guards` holds the open connections of a port. `arguments` are those of `protocol_class`;
+        uvicorn copies `app_state` into the scope of each request, where GuardedApp finds the guard.
+        """
+        self._app_state = {**arguments.pop("app_state"), _STATE_KEY: self}
+        self._arguments = arguments
+        self._protocol_class = protocol_class
+        self._limits, self._counts, self._guards = limits, counts, guards
+        self._loop = asyncio.get_running_loop()
+        self._protocol = asyncio.Protocol()
+        self._parser: Any = httptools.HttpRequestParser(self)
+        self._timer: asyncio.TimerHandle | None = None
+        self._url, self.headers = b"", list[tuple[bytes, bytes]]()
+        self._head = bytearray()
+        """Bytes of an incomplete head."""
+        self._early = b""
+        """Bytes that came after a request in progress."""
+        self._refusal: Refusal | None = None
+        self._is_in_body = False
+        self._num_body_bytes = 0
+        """Bytes left of a body with a known length."""
+        self._num_idle_bytes = 0
+        """Bytes of a chunked body since its last content: chunk extensions and trailers."""
+        self._tail = b""
+        """Last bytes of a chunked body, in which its end may have begun."""
+        self._is_in_progress = False
+        """The application handles a request."""
+        self._has_response = False
+        """The application has begun its response."""
+        self._failure: LoraplexError | None = None
+        """Why the rest of the body is not waited for."""
+        self._waiting: asyncio.Timeout | None = None
+        """Around an application's wait for the body."""
+
+    # ---------------------------------------------------------------- the connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.transport = GatheredWrites(transport, self._loop)
+        self._guards.add(self)
+        self._counts.num_open += 1
+        if len(self._guards) > self._limits.max_connections:
+            self._refuse(self._limits.too_many_connections())
+            return
+        self._protocol = self._protocol_class(app_state=self._app_state, **self._arguments)
+        self._protocol.connection_made(self.transport)  # type: ignore[arg-type]
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._guards.discard(self)
+        self._counts.num_open -= 1
+        self._stop_timer()
+        self._parser = None  # it refers to this object
+        self._protocol.connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if self._early or (self._is_in_progress and not self._is_in_body):
+            self._early += data
+            if len(self._early) > _MAX_EARLY_BYTES:
+                self.transport.pause_reading()
+        else:
+            self._read(data)
+
+    def eof_received(self) -> bool | None:
+        return self._protocol.eof_received()
+
+    def pause_writing(self) -> None:
+        self._protocol.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._protocol.resume_writing()
+
+    def stop(self) -> None:
+        """Stop waiting for the rest of a body, because the server stops."""
+        if self._is_in_body:
+            self._fail(NotReadyError("the server is stopping", retry_after_seconds=1))
+
+    # ---------------------------------------------------------------- reading
+
+    def _read(self, data: bytes) -> None:
+        """Pass on at most one request, and keep the bytes after it."""
+        head = b""
+        if not self._is_in_body:
+            self._head += data
+            head, data = self._take_head()
+            head = self._checked(head)
+            if not head:
+                return
+        size = 0
+        while self._is_in_body and size < len(data):
+            end = size + self._next_size(data[size:] if size else data)
+            if not self._parse(data[size:end]):
+                return
+            size = end
+        if self._is_in_body and self._timer is None:
+            self._start_timer(self._limits.body_timeout_seconds, self._body_is_late)
+        self._protocol.data_received(head + data[:size])
+        self._early = data[size:]
+        if self._early and not self._is_in_progress:
+            self._read_early()
+
+    def _read_early(self) -> None:
+        if not self.transport.is_closing():
+            data, self._early = self._early, b""
+            self.transport.resume_reading()
+            self._read(data)
+
+    def _take_head(self) -> tuple[bytes, bytes]:
+        """Return a whole head and the bytes after it; nothing while the head is incomplete."""
+        while self._head.startswith((b"\r", b"\n")):  # empty lines: RFC 9112, 2.2
+            del self._head[0]
+        end = self._head.find(_END) + len(_END)
+        if end >= len(_END):
+            data, self._head = bytes(self._head), bytearray()
+            return data[:end], data[end:]
+        if len(self._head) > self._limits.max_header_bytes:
+            is_line_long = self._head.find(_LINE_END) < 0
+            self._refuse(
+                self._limits.line_too_long() if is_line_long else self._limits.headers_too_large()
+            )
+        elif self._head and self._timer is None:
+            self._await_head()
+            self._protocol.data_received(_LINE_END)  # ends uvicorn's keep-alive timeout
+        return b"", b""
+
+    def _checked(self, head: bytes) -> bytes:
+        """Return the head that uvicorn may read; nothing if there is none or it is refused."""
+        if not head:
+            return b""
+        self._stop_timer()
+        self._failure, self._has_response = None, False
+        self._num_body_bytes, self._num_idle_bytes, self._tail = 0, 0, b""
+        if not self._parse(head):
+            return b""
+        if self._parser.should_upgrade():
+            # The parser ignores the body of a request that offers another protocol, as Java's
+            # client offers HTTP/2. A server may ignore the offer instead: RFC 9110, 7.8.
+            head = _UPGRADE.sub(b"", head)
+            self._parse(head)
+        self._is_in_progress = True
+        return head
+
+    def _next_size(self, data: bytes) -> int:
+        """Return how many bytes of a body can be parsed without going beyond its end."""
+        if self._num_body_bytes:
+            return self._num_body_bytes
+        recent = self._tail + data
+        start = recent.find(_END)
+        if start < 0:
+            self._tail = recent[1 - len(_END) :]
+            return len(data)
+        size = start + len(_END) - len(self._tail)
+        self._tail = b""
+        return size
+
+    def _parse(self, data: bytes) -> bool:
+        """Feed the parser; return whether the connection goes on."""
+        self._num_idle_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            pass
+        except httptools.HttpParserError as error:
+            self._refuse(self._refusal or not_http(error))
+            return False
+        if self._refusal is not None:
+            self._refuse(self._refusal)
+            return False
+        if self._is_in_body and self._num_idle_bytes > self._limits.max_header_bytes:
+            self._refuse(self._limits.headers_too_large())
+            return False
+        return True
+
+    # ---------------------------------------------------------------- the parser's callbacks
+
+    def on_message_begin(self) -> None:
+        self._url, self.headers = b"", []
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._is_in_body:  # a trailer must not be read as a header: nothing has checked it
+            name = name.lower()
+            if name == b"content-length":
+                self._num_body_bytes = int(value)
+            self.headers.append((name, value.rstrip(_BLANKS)))
+
+    def on_headers_complete(self) -> None:
+        self._is_in_body = True
+        self._num_idle_bytes = 0
+        method, version = self._parser.get_method(), self._parser.get_http_version()
+        self._refusal = refusal_of_head(method, self._url, version, self.headers, self._limits)
+
+    def on_body(self, body: bytes) -> None:
+        self._num_idle_bytes = 0
+        if self._num_body_bytes:
+            self._num_body_bytes -= len(body)
+
+    def on_message_complete(self) -> None:
+        self._is_in_body = False
+        self._stop_timer()
+        if not self._is_in_progress and self._has_response:
+            self._await_head()  # uvicorn's keep-alive timeout ended with the rest of the body
+
+    # ---------------------------------------------------------------- limits
+
+    def _await_head(self) -> None:
+        self._start_timer(self._limits.header_timeout_seconds, self._head_is_late)
+
+    def _start_timer(self, seconds: float, callback: Callable[[], None]) -> None:
+        self._stop_timer()
+        self._timer = self._loop.call_later(seconds, callback)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _head_is_late(self) -> None:
+        self._timer = None
+        if self.transport.is_closing():
+            return
+        if self._head:
+            self._refuse(self._limits.headers_are_late())
+        else:
+            self._counts.refused("idle")
+            self.transport.close()
+
+    def _body_is_late(self) -> None:
+        self._timer = None
+        seconds = self._limits.body_timeout_seconds
+        self._fail(BodyTimeoutError(f"the request body did not come within {seconds:g} seconds"))
+
+    def _fail(self, error: LoraplexError) -> None:
+        """Report an error to the application instead of the rest of the body."""
+        if self._failure is not None:
+            return
+        self._failure = error
+        if not self._is_in_progress:
+            self.transport.close()
+        elif self._waiting is not None:
+            self._waiting.reschedule(self._loop.time())
+
+    def _refuse(self, refusal: Refusal) -> None:
+        """Respond and close. The bytes are written here: there may be no application to do so."""
+        self._counts.refused(refusal.code)
+        if not (self._is_in_progress and self._has_response):
+            self.transport.write(refusal.response())
+        self.transport.close()
+
+    # ---------------------------------------------------------------- the application
+
+    async def run(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the application for the current request."""
+        is_held_back = (b"expect", b"100-continue") in self.headers
+
+        async def guarded_receive() -> Message:
+            nonlocal is_held_back
+            is_held_back = False
+            if not self._is_in_body:
+                return await receive()
+            try:
+                async with asyncio.timeout(None if self._failure is None else 0) as self._waiting:
+                    return await receive()
+            except TimeoutError:
+                if self._failure is None:
+                    raise
+                raise self._failure from None
+            finally:
+                self._waiting = None
+
+        def guarded_send(message: Message) -> Awaitable[None]:
+            if not self._has_response:
+                self._has_response = True
+                # A client that was not told to continue may send the body or another request.
+                if self._is_in_body and (is_held_back or self._failure is not None):
+                    message = {**message, "headers": [*message.get("headers", ()), _CLOSE]}
+            return send(message)
+
+        scope["headers"] = self.headers  # without trailers, which uvicorn appends to its own
+        try:
+            await app(scope, guarded_receive, guarded_send)
+        finally:
+            self._is_in_progress = False
+            self.transport.flush()
+            if self._early:
+                self._loop.call_soon(self._read_early)
+
+
+class GuardedApp:
+    """ASGI application that reports to the guard of its connection."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        guard: ConnectionGuard = scope["state"].pop(_STATE_KEY)
+        return guard.run(self._app, scope, receive, send)
