@@ -15,6 +15,7 @@ from loraplex.core.adapter import EMBEDDING, LM_HEAD
 from loraplex.core.errors import (
     AdapterMismatchError,
     AdapterTooLargeError,
+    InvalidAdapterError,
     UnsupportedFeatureError,
 )
 
@@ -26,6 +27,13 @@ _SLOTS = {
     "base": "base_layer.weight",
 }
 _QUANTIZED = re.compile(r"(-unsloth)?-(bnb-[48]bit|(gptq|awq|fp8)(-int[48]|-[48]bit)?)$")
+
+POOL_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+"""By torch's names: safetensors' own."""
+
+# The smallest value that rounds to infinity: half a step above the largest finite one.
+_TOO_LARGE = {"F16": 65520.0, "F32": 2.0**128 - 2.0**103, "BF16": 2.0**128 - 2.0**119}
+_WIDER = {"F16": ("F16",), "BF16": ("BF16",), "F32": ("F32", "F16", "BF16")}
 
 
 class BaseCheck(enum.StrEnum):
@@ -67,6 +75,31 @@ def check_shapes(rows: Iterable[CanonicalRow], shapes: BaseShapes, max_rank: int
     _check_together(rows)
     if shapes.ties_embeddings:
         _check_tied(rows)
+
+
+def check_cast(rows: Iterable[CanonicalRow], pool_dtype: str) -> list[str]:
+    """A warning if tensors are rounded to the pool's type.
+
+    Raises InvalidAdapterError, with the tensor's name, if a value is too large for it.
+    """
+    pool = POOL_TYPES[pool_dtype]
+    rounded: dict[str, int] = {}
+    for row in rows:
+        for name, tensor in row.tensors.items():
+            if not tensor.is_float or tensor.dtype in _WIDER[pool]:
+                continue
+            rounded[tensor.dtype] = rounded.get(tensor.dtype, 0) + 1
+            largest = tensor.largest_magnitude()
+            if largest >= _TOO_LARGE[pool]:
+                raise InvalidAdapterError(
+                    f"{name} of {row.origin} ({tensor.dtype}) has values up to {largest:g}: too "
+                    f"large for the {pool_dtype} that this server computes in"
+                )
+    return [
+        f"{count} tensors are {dtype}: they are rounded to the {pool_dtype} that this server "
+        "computes in"
+        for dtype, count in sorted(rounded.items())
+    ]
 
 
 def _check_place(row: CanonicalRow, shapes: BaseShapes) -> None:

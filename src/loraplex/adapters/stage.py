@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from loraplex.adapters.base_check import check_shapes
+from loraplex.adapters.base_check import check_cast, check_shapes
 from loraplex.adapters.base_copies import is_base_copy, without_base_copies
 from loraplex.adapters.canonical import (
     CanonicalRow,
@@ -20,7 +20,6 @@ from loraplex.adapters.canonical import (
     read_canonical,
     write_canonical,
 )
-from loraplex.adapters.casting import check_cast
 from loraplex.adapters.formats import trtllm
 from loraplex.adapters.formats.inputs import AdapterInput, RequestTensors, open_input
 from loraplex.adapters.seen_files import FileIdentity, SeenFiles, identities_of

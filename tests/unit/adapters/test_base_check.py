@@ -5,9 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from loraplex.adapters.base_check import BaseCheck, check_base_name, check_shapes
+from loraplex.adapters.base_check import BaseCheck, check_base_name, check_cast, check_shapes
 from loraplex.adapters.canonical import CanonicalRow, RowKind
-from loraplex.adapters.casting import check_cast
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.target_check import check_targets
 from loraplex.adapters.targets import targets_of

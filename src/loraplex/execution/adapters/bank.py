@@ -16,8 +16,7 @@ from loraplex.core.plan import PageGeometry, PageId
 from loraplex.execution.adapters.dora import with_factors
 from loraplex.execution.adapters.entry_tables import EntryTables, head_modules
 from loraplex.execution.adapters.host_adapters import HostAdapter
-from loraplex.execution.adapters.layout import PieceWriter, pieces_of
-from loraplex.execution.adapters.packing import packed
+from loraplex.execution.adapters.layout import PieceWriter, packed, pieces_of
 from loraplex.execution.adapters.page_copies import PageCopies
 from loraplex.execution.adapters.pinned_pages import PinnedPages
 from loraplex.execution.adapters.resident_parts import PartsViews

@@ -1,11 +1,15 @@
 """Writes the pieces of an adapter as they lie in the pool: there, or in host memory for a copy."""
 
+import dataclasses
 from collections.abc import Mapping
 
 import torch
 
 from loraplex.core.adapter import LoraTarget, TargetPart
+from loraplex.core.plan import PageGeometry
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostPart, HostWeight
+from loraplex.execution.adapters.pinned_pages import PinnedPages
+from loraplex.memory.adapter_pages import place
 from loraplex.models.base_linears import BaseLinears
 
 
@@ -55,6 +59,29 @@ class PieceWriter:
                 view[0].copy_(part.values.double() * part.scale)
             case _:
                 view.copy_(part.values)
+
+
+def packed(
+    adapter: HostAdapter, geometry: PageGeometry, pages: PinnedPages, base: BaseLinears | None
+) -> HostAdapter:
+    """The adapter in pages, and its pieces without values. DoRA's factors must be known.
+
+    base: None if it has nothing but LoRA. Raises AdapterTooLargeError if a piece is larger than a
+    page.
+    """
+    placement = place(adapter.targets, geometry)
+    lease = pages.take(placement.num_pages)
+    writer, pieces = PieceWriter(adapter, base), pieces_of(adapter)
+    for target, page_index, offset in placement.places:
+        end = offset + target.num_elements
+        writer.write(pieces[target], lease.pages[page_index][offset:end])
+    nothing = torch.empty(0)
+    return HostAdapter(
+        adapter.digest,
+        tuple(dataclasses.replace(w, a=nothing, b=nothing) for w in adapter.weights),
+        tuple(dataclasses.replace(part, values=nothing) for part in adapter.parts),
+        packed=lease,
+    )
 
 
 def pieces_of(adapter: HostAdapter) -> Mapping[LoraTarget, HostWeight | HostPart]:
