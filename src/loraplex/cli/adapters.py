@@ -1,4 +1,4 @@
-"""`loraplex adapters`: what a running server serves, and changing it."""
+"""`loraplex adapters`: shows and changes the adapters of a running server."""
 
 import os
 from collections.abc import Sequence
@@ -15,27 +15,27 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-Name = Annotated[str, typer.Argument(help="An adapter's name, an alias, or BASE:NAME.")]
-Version = Annotated[int | None, typer.Option(help="Its number, as `show` lists them.")]
+Name = Annotated[str, typer.Argument(help="Name or alias of the adapter, or BASE:NAME.")]
+Version = Annotated[int | None, typer.Option(help="Version number, as in the output of `show`.")]
 
 _NUM_DIGITS = 12
 
 
 @app.command("list")
 def list_adapters(url: Url = SERVER_URL, as_json: AsJson = False) -> None:
-    """A line for every adapter."""
+    """List the adapters, one on each line."""
     with errors_to_exit_code():
-        answer = ServerClient(url).get("/v1/adapters")
+        response = ServerClient(url).get("/v1/adapters")
         if as_json:
-            print_json(answer)
+            print_json(response)
             return
         head = ("NAME", "MODEL", "TASK", "VERSION", "DIGEST", "RANK", "SIZE", "WHERE", "STATE")
-        _print_table(head, [_row(adapter) for adapter in answer["data"]])
+        _print_table(head, [_row(adapter) for adapter in response["data"]])
 
 
 @app.command()
 def show(name: Name, url: Url = SERVER_URL, as_json: AsJson = False) -> None:
-    """All that is known of one adapter, with its versions."""
+    """Show one adapter with its versions."""
     with errors_to_exit_code():
         adapter = ServerClient(url).get(f"/v1/adapters/{quoted(name)}")
         if as_json:
@@ -49,20 +49,22 @@ def show(name: Name, url: Url = SERVER_URL, as_json: AsJson = False) -> None:
 
 @app.command()
 def load(
-    name: Annotated[str, typer.Argument(help="What it will be called.")],
+    name: Annotated[str, typer.Argument(help="Name of the adapter in requests.")],
     path: Annotated[
         str,
-        typer.Argument(help="A folder or file on the server's machine, or hf://, https://, s3://."),
+        typer.Argument(help="Folder or file on the server's machine, or hf://, https://, s3://."),
     ],
-    model: Annotated[str | None, typer.Option(help="The base model [the first].")] = None,
-    task_id: Annotated[int | None, typer.Option(help="Its LoRA task id.")] = None,
-    replace: Annotated[bool, typer.Option(help="Take the name's place if it exists.")] = False,
-    dry_run: Annotated[bool, typer.Option(help="Check and report; load nothing.")] = False,
-    canary: Annotated[bool, typer.Option(help="Compare a forward with the base's first.")] = False,
+    model: Annotated[str | None, typer.Option(help="Base model (default: the first).")] = None,
+    task_id: Annotated[int | None, typer.Option(help="LoRA task id of the adapter.")] = None,
+    replace: Annotated[bool, typer.Option(help="Replace an adapter of this name.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Check the adapter without loading it.")] = False,
+    canary: Annotated[
+        bool, typer.Option(help="First compare outputs with the base model's.")
+    ] = False,
     url: Url = SERVER_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Load an adapter; a report of what it is."""
+    """Load an adapter, and print a report."""
     body = {
         "name": name,
         "path": os.path.abspath(path) if os.path.exists(path) else path,
@@ -80,7 +82,7 @@ def load(
         if report["dry_run"]:
             print("nothing was loaded: a dry run")
         elif report["unchanged"]:
-            print("unchanged: the name has these very bytes already")
+            print("unchanged: the name has the same bytes already")
         _print_adapter(report)
 
 
@@ -88,38 +90,38 @@ def load(
 def unload(
     name: Name,
     immediate: Annotated[
-        bool, typer.Option(help="End its requests now; otherwise they end normally.")
+        bool, typer.Option(help="Abort its requests; otherwise they end normally.")
     ] = False,
     url: Url = SERVER_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Forget an adapter with its versions; by the name of an alias only the alias."""
+    """Unload an adapter with its versions; with the name of an alias, remove only the alias."""
     mode = "immediate" if immediate else "drain"
     with errors_to_exit_code():
-        answer = ServerClient(url).delete(f"/v1/adapters/{quoted(name)}?mode={mode}")
-        ended = f"; {answer['num_ended']} requests were ended" if answer["num_ended"] else ""
-        _say(answer, f"{answer['object']} {answer['name']} is unloaded{ended}", as_json)
+        response = ServerClient(url).delete(f"/v1/adapters/{quoted(name)}?mode={mode}")
+        ended = f"; {response['num_ended']} requests were ended" if response["num_ended"] else ""
+        _report(response, f"{response['object']} {response['name']} is unloaded{ended}", as_json)
 
 
 @app.command()
 def rollback(
     name: Name, version: Version = None, url: Url = SERVER_URL, as_json: AsJson = False
 ) -> None:
-    """Give a name its older bytes again: a version's, or those before the present."""
+    """Restore an older version of an adapter: by default the one before the present one."""
     with errors_to_exit_code():
-        answer = ServerClient(url).post(
+        response = ServerClient(url).post(
             f"/v1/adapters/{quoted(name)}/rollback", {"version": version}
         )
-        digest = answer["digest"][:_NUM_DIGITS]
-        text = f"{answer['name']} is {digest} now, as version {answer['version']}"
-        _say(answer, text, as_json)
+        digest = response["digest"][:_NUM_DIGITS]
+        text = f"{response['name']} is {digest} now, as version {response['version']}"
+        _report(response, text, as_json)
 
 
 @app.command()
 def pin(
     name: Name, version: Version = None, url: Url = SERVER_URL, as_json: AsJson = False
 ) -> None:
-    """Keep a version however old it grows; the present one (without --version) on the device."""
+    """Pin a version, so that it is never removed; the present one also stays on the device."""
     _set_pinned(url, name, version, True, as_json)
 
 
@@ -127,36 +129,36 @@ def pin(
 def unpin(
     name: Name, version: Version = None, url: Url = SERVER_URL, as_json: AsJson = False
 ) -> None:
-    """Undo a pin."""
+    """Unpin a version."""
     _set_pinned(url, name, version, False, as_json)
 
 
 @app.command()
 def alias(
     name: Name,
-    alias: Annotated[str, typer.Argument(help="Another name for it; `unload` takes it away.")],
-    replace: Annotated[bool, typer.Option(help="Turn over another adapter's alias.")] = False,
+    alias: Annotated[str, typer.Argument(help="Another name of the adapter; `unload` removes it.")],
+    replace: Annotated[bool, typer.Option(help="Replace an alias of another adapter.")] = False,
     url: Url = SERVER_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Another name, which follows the adapter's present version."""
+    """Give an adapter another name, which means its present version."""
     with errors_to_exit_code():
         body = {"alias": alias, "replace": replace}
-        answer = ServerClient(url).post(f"/v1/adapters/{quoted(name)}/alias", body)
-        _say(answer, f"{alias} means {answer['name']} now", as_json)
+        response = ServerClient(url).post(f"/v1/adapters/{quoted(name)}/alias", body)
+        _report(response, f"{alias} means {response['name']} now", as_json)
 
 
 def _set_pinned(url: str, name: str, version: int | None, pinned: bool, as_json: bool) -> None:
     with errors_to_exit_code():
         body = {"version": version, "pinned": pinned}
-        answer = ServerClient(url).post(f"/v1/adapters/{quoted(name)}/pin", body)
-        done = "pinned" if answer["pinned"] else "not pinned"
-        _say(answer, f"version {answer['version']} of {name} is {done}", as_json)
+        response = ServerClient(url).post(f"/v1/adapters/{quoted(name)}/pin", body)
+        done = "pinned" if response["pinned"] else "not pinned"
+        _report(response, f"version {response['version']} of {name} is {done}", as_json)
 
 
-def _say(answer: Any, text: str, as_json: bool) -> None:
+def _report(response: Any, text: str, as_json: bool) -> None:
     if as_json:
-        print_json(answer)
+        print_json(response)
     else:
         print(text)
 
@@ -188,7 +190,7 @@ def _version_row(version: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _print_adapter(adapter: dict[str, Any]) -> None:
-    """A load's report, or a whole adapter: each with what it has."""
+    """Print the report of a load, or an adapter, with the entries that it has."""
     content = adapter["content"]
     ranks = ", ".join(
         f"{module} {low}" if low == high else f"{module} {low} to {high}"
@@ -231,7 +233,7 @@ def _canary(report: dict[str, Any] | None) -> str | None:
 
 
 def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Columns as wide as their widest cell; the last one is free."""
+    """Print rows in columns that are as wide as their widest cell."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     for row in (head, *rows):
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]

@@ -1,4 +1,4 @@
-"""`loraplex compare`: one prompt over adapters of a running server, the answers side by side."""
+"""`loraplex compare`: outputs of several adapters of a running server, side by side."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ from loraplex.cli.server_client import ServerClient
 from loraplex.core.errors import ConfigError
 
 _NARROWEST = 26
-"""Characters of a column; where there is no room for so many, answers stand below each other."""
+"""Minimum width of a column; in a narrower terminal, outputs are printed below each other."""
 _GAP = " | "
 
 
@@ -22,26 +22,26 @@ def compare(
     adapter: Annotated[
         list[str] | None,
         typer.Option(
-            help="NAME, repeatable: each answers beside the base model. Several at once are a JSON "
-            'list: \'["a", {"name": "b", "scale": 0.5}]\'.'
+            help="Adapter name, in addition to the base model; repeatable. Several adapters at "
+            'once are a JSON list: \'["a", {"name": "b", "scale": 0.5}]\'.'
         ),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="The base model [the first].")] = None,
-    chat: Annotated[bool, typer.Option(help="The prompt is a user's message.")] = False,
-    max_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Of the draws of all answers.")] = None,
+    model: Annotated[str | None, typer.Option(help="Base model (default: the first).")] = None,
+    chat: Annotated[bool, typer.Option(help="Send the prompt as a user's message.")] = False,
+    max_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 64,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0: greedy.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
     url: Url = SERVER_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Ask a running server: one prompt, the base model and every adapter, side by side."""
+    """Compare the outputs of the base model and of adapters for one prompt, side by side."""
     text = typer.get_text_stream("stdin").read() if prompt == "-" else prompt
     with errors_to_exit_code():
         body = {
             "model": model,
             "prompt": None if chat else text,
             "messages": [{"role": "user", "content": text}] if chat else None,
-            "adapters": [None, *map(_entry, adapter or [])],
+            "adapters": [None, *map(_adapter, adapter or [])],
             "max_tokens": max_tokens,
             "temperature": temperature,
             "seed": seed,
@@ -52,18 +52,18 @@ def compare(
     else:
         for line in side_by_side(comparison["answers"], shutil.get_terminal_size().columns):
             print(line)
-    if any(answer["error"] for answer in comparison["answers"]):
+    if any(entry["error"] for entry in comparison["answers"]):
         raise typer.Exit(1)
 
 
-def side_by_side(answers: Sequence[Mapping[str, Any]], width: int) -> list[str]:
-    """Lines of at most `width` characters: name, text and figures of each answer."""
-    column = (width + len(_GAP)) // len(answers) - len(_GAP)
-    num_columns = len(answers) if column >= _NARROWEST else 1
+def side_by_side(entries: Sequence[Mapping[str, Any]], width: int) -> list[str]:
+    """Return lines of at most `width` characters: name, text and figures of each entry."""
+    column = (width + len(_GAP)) // len(entries) - len(_GAP)
+    num_columns = len(entries) if column >= _NARROWEST else 1
     column = column if num_columns > 1 else width
     lines: list[str] = []
-    for first in range(0, len(answers), num_columns):
-        cells = [_sections(answer) for answer in answers[first : first + num_columns]]
+    for first in range(0, len(entries), num_columns):
+        cells = [_sections(entry) for entry in entries[first : first + num_columns]]
         lines += [""] if lines else []
         for section in zip(*cells, strict=True):
             lines += _row([_wrapped(text, column) for text in section], column)
@@ -72,39 +72,40 @@ def side_by_side(answers: Sequence[Mapping[str, Any]], width: int) -> list[str]:
     return lines
 
 
-def _entry(text: str) -> Any:
-    """A name, or JSON where it begins like it."""
+def _adapter(text: str) -> Any:
+    """Parse the value of --adapter: a name or JSON. Raises ConfigError."""
     if not text.startswith(("[", "{")):
         return text
     try:
         return json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"--adapter {text!r} begins as JSON and is none: {error}") from error
+        raise ConfigError(f"--adapter {text!r} is not a name, and not JSON: {error}") from error
 
 
-def _sections(answer: Mapping[str, Any]) -> tuple[str, str, str]:
-    name = _name(answer["asked"])
-    if answer["error"]:
-        return name, "", f"error: {answer['error']['message']}"
+def _sections(entry: Mapping[str, Any]) -> tuple[str, str, str]:
+    name = _name(entry["asked"])
+    if entry["error"]:
+        return name, "", f"error: {entry['error']['message']}"
     figures = [
-        f"{answer['num_tokens']} tokens, log probability {answer['logprob']:.3f}",
-        f"first token {answer['ttft_ms']:.0f} ms, all {answer['total_ms']:.0f} ms",
+        f"{entry['num_tokens']} tokens, log probability {entry['logprob']:.3f}",
+        f"first token {entry['ttft_ms']:.0f} ms, all {entry['total_ms']:.0f} ms",
     ]
-    if answer["versus_base"]:
-        figures.append(_difference(answer["versus_base"]))
-    return name, answer["text"], "\n".join(figures)
+    if entry["versus_base"]:
+        figures.append(_difference(entry["versus_base"]))
+    return name, entry["text"], "\n".join(figures)
 
 
-def _name(asked: Any) -> str:
-    """As it was asked for: `fr`, `0.7 fr + 0.3 legal`, `base`."""
-    if asked is None or asked == []:
+def _name(adapter: Any) -> str:
+    """Return the name of a requested adapter: `fr`, `0.7 fr + 0.3 legal`, `base`."""
+    if adapter is None or adapter == []:
         return "base"
-    if isinstance(asked, list):
-        return " + ".join(map(_name, asked))
-    if isinstance(asked, str):
-        return asked
-    name = next(str(asked[k]) for k in ("name", "task_id", "digest") if asked.get(k) is not None)
-    scale = asked.get("scale")
+    if isinstance(adapter, list):
+        return " + ".join(map(_name, adapter))
+    if isinstance(adapter, str):
+        return adapter
+    keys = ("name", "task_id", "digest")
+    name = next(str(adapter[key]) for key in keys if adapter.get(key) is not None)
+    scale = adapter.get("scale")
     return name if scale is None else f"{scale:g} {name}"
 
 
@@ -129,12 +130,12 @@ def _logprobs(token: Mapping[str, Any]) -> tuple[float | None, float | None]:
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    """Lines of the text; a long word is cut, an empty line stays."""
+    """Wrap a text; a long word is cut, an empty line stays."""
     return [piece for line in text.splitlines() for piece in _wrapped_line(line, width)] or [""]
 
 
 def _wrapped_line(line: str, width: int) -> list[str]:
-    """textwrap counts characters; a Chinese one is as wide as two."""
+    """Wrap one line by its width on a terminal (textwrap counts characters)."""
     pieces, current = [], ""
     for char in line:
         if _width(current + char) <= width:
@@ -156,7 +157,7 @@ def _row(cells: Sequence[Sequence[str]], width: int) -> list[str]:
 
 
 def _width(text: str) -> int:
-    """In columns of a terminal."""
+    """Return the number of a text's columns on a terminal: a Chinese character has two."""
     return sum(
         0 if unicodedata.combining(char) else 1 + (unicodedata.east_asian_width(char) in "WF")
         for char in text

@@ -1,6 +1,6 @@
-"""`loraplex keys`: API keys of tenants, in the file that a server reads.
+"""`loraplex keys`: manages the API keys of tenants in the file that a server reads.
 
-A key is shown once, when it is made; the file holds its hash. A running server takes a change
+A key is shown once, when it is made; the file contains its hash. A running server applies a change
 within a second.
 """
 
@@ -16,39 +16,41 @@ from loraplex.core.errors import ConfigError
 from loraplex.serving.access.key_file import KeyFile, read_key_file
 from loraplex.serving.access.key_file_changes import create_key, revoke_key
 
-app = typer.Typer(help="API keys of tenants.", no_args_is_help=True)
+app = typer.Typer(help="Create, list and revoke the API keys of tenants.", no_args_is_help=True)
 
 File = Annotated[
     Path,
-    typer.Option("--file", help="The server's api_keys_file.", envvar="LORAPLEX_API_KEYS_FILE"),
+    typer.Option(
+        "--file", help="File of keys: the server's api_keys_file.", envvar="LORAPLEX_API_KEYS_FILE"
+    ),
 ]
 
 
 @app.command("create")
 def create(
     file: File,
-    tenant: Annotated[str, typer.Option(help="Whose key it is; a new name is a new tenant.")],
+    tenant: Annotated[str, typer.Option(help="Tenant of the key; a new name is a new tenant.")],
     operator: Annotated[
-        bool, typer.Option("--operator", help="A new tenant is an operator of the server.")
+        bool, typer.Option("--operator", help="Make a new tenant an operator of the server.")
     ] = False,
 ) -> None:
-    """Make a key, print it on standard output, and keep its hash."""
+    """Create a key, print it on standard output, and store its hash."""
     with errors_to_exit_code():
         now = datetime.datetime.now(datetime.UTC)
         key_id, key, is_new = create_key(file, tenant, now, is_operator=operator)
-        told = f"key {key_id} of tenant {tenant!r} is in {file}; it is shown only now:"
+        report = f"key {key_id} of tenant {tenant!r} is in {file}; it is shown only now:"
         if is_new:
-            told = f"{tenant!r} is a new tenant: its rights and limits are in {file}\n{told}"
-        typer.echo(told, err=True)
+            report = f"{tenant!r} is a new tenant: its rights and limits are in {file}\n{report}"
+        typer.echo(report, err=True)
         print(key)
 
 
 @app.command("list")
 def list_keys(
     file: File,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show ids, tenants and times; no key can be shown again."""
+    """List the keys' ids, tenants and times; the keys themselves cannot be shown again."""
     with errors_to_exit_code():
         known = read_key_file(file)
         rows = _rows(known)
@@ -63,9 +65,11 @@ def list_keys(
 @app.command("revoke")
 def revoke(
     file: File,
-    key_id: Annotated[str, typer.Argument(metavar="ID", help="As `loraplex keys list` shows it.")],
+    key_id: Annotated[
+        str, typer.Argument(metavar="ID", help="Id of the key, as in the output of `list`.")
+    ],
 ) -> None:
-    """Take a key out of use, for good."""
+    """Revoke a key for ever."""
     with errors_to_exit_code():
         if not file.exists():
             raise ConfigError(f"there is no file {file}")

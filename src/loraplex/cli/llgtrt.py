@@ -1,4 +1,4 @@
-"""`loraplex llgtrt`: a folder, its llgtrt.json5 and its adapters, served as llgtrt does it."""
+"""`loraplex llgtrt`: serves a folder, its llgtrt.json5 and its adapters as llgtrt does."""
 
 import functools
 import logging
@@ -31,7 +31,7 @@ _SERVER: Final[Mapping[str, Any]] = {
 }
 _COMPAT: Final[Mapping[str, Any]] = {"dialect": "llgtrt_compat", "health_needs_key": True}
 _PORTS: Final = {"grpc_port": "grpc", "metrics_port": "metrics"}
-"""Who names a port of ours wants it open."""
+"""A flag of one of these ports opens it."""
 
 
 def _option(*names: str, text: str, **more: Any) -> Any:
@@ -42,44 +42,52 @@ def _option(*names: str, text: str, **more: Any) -> Any:
 def llgtrt(
     engine: Annotated[
         Path,
-        _option("--engine", "-E", text="A Hugging Face folder, or one of `loraplex build`."),
+        _option("--engine", "-E", text="Hugging Face folder, or one of `loraplex build`."),
     ],
-    host: Annotated[str | None, _option("--host", "-H", text="Address to bind [0.0.0.0].")] = None,
-    port: Annotated[int | None, _option("--port", "-p", text="HTTP, all of it [3000].")] = None,
+    host: Annotated[
+        str | None, _option("--host", "-H", text="Address to bind (default: 0.0.0.0).")
+    ] = None,
+    port: Annotated[
+        int | None, _option("--port", "-p", text="Port for all of HTTP (default: 3000).")
+    ] = None,
     tokenizer: Annotated[
         Path | None,
-        _option("--tokenizer", "-T", text="A folder of tokenizer files [the engine's]."),
+        _option("--tokenizer", "-T", text="Folder of tokenizer files (default: the engine's)."),
     ] = None,
     config: Annotated[
         list[Path] | None,
-        _option("--config", "-C", text="A llgtrt.json5; repeatable: later ones win."),
+        _option("--config", "-C", text="Path of a llgtrt.json5; repeatable: later ones win."),
     ] = None,
     chat_template: Annotated[
         Path | None,
-        _option("--chat-template", text="A jinja file [chat_template.j2 of the engine]."),
+        _option("--chat-template", text="Jinja file (default: chat_template.j2 of the engine)."),
     ] = None,
     lora_root: Annotated[
-        Path | None, _option("--lora-root", text="Every adapter below it has its path as name.")
+        Path | None,
+        _option("--lora-root", text="Folder whose adapters are named by their path in it."),
     ] = None,
     api_key: Annotated[
         str | None,
-        _option("--api-key", text="Asked for on all routes; LORAPLEX_API_KEYS tells it to nobody."),
+        _option("--api-key", text="API key for all routes; safer in LORAPLEX_API_KEYS."),
     ] = None,
-    debug: Annotated[bool, _option("--debug", "-d", text="As --log-level debug.")] = False,
-    debug_llg: Annotated[bool, _option("--debug-llg", "-D", text="The same.")] = False,
-    quiet: Annotated[bool, _option("--quiet", "-q", text="As --log-level warning.")] = False,
+    debug: Annotated[bool, _option("--debug", "-d", text="Log level debug.")] = False,
+    debug_llg: Annotated[bool, _option("--debug-llg", "-D", text="Log level debug.")] = False,
+    quiet: Annotated[bool, _option("--quiet", "-q", text="Log level warning.")] = False,
     compat: Annotated[
         bool,
-        _option("--llgtrt-compat", text="Answer and refuse exactly as llgtrt, defects included."),
+        _option("--llgtrt-compat", text="Respond exactly as llgtrt does, defects included."),
     ] = False,
     print_config: Annotated[
-        bool, _option("--print-config", text="Print the configuration in effect, and end.")
+        bool, _option("--print-config", text="Print the configuration in effect, and exit.")
     ] = False,
     print_complete_config: Annotated[
-        bool, _option("--print-complete-config", text="The same with the tokenizer's.")
+        bool,
+        _option(
+            "--print-complete-config", text="Print it with the tokenizer's configuration, and exit."
+        ),
     ] = False,
     print_chat_template: Annotated[
-        bool, _option("--print-chat-template", text="Print the chat template, and end.")
+        bool, _option("--print-chat-template", text="Print the chat template, and exit.")
     ] = False,
     test_py: Annotated[
         bool, _option("--test-py", text="Refused: no Python plugin is run.")
@@ -141,7 +149,7 @@ def build_config(engine: Path, files: list[Layer], flags: dict[str, Any]) -> Con
 
 
 def _name(engine: Path) -> str:
-    """Of the model, for our own routes: any name is taken in a request."""
+    """Return the model's name for our own routes; llgtrt's requests may use any name."""
     return engine.absolute().name or "model"
 
 
@@ -175,8 +183,8 @@ def _serve(config: Config, files: "LlgtrtConfig", api_key: str | None) -> None:
         warn_if_open(config.server, "llgtrt")
     else:
         logger.warning(
-            "the key of --api-key is seen by everybody who lists the processes of this machine: "
-            "better is a file (--api-keys-file), or LORAPLEX_API_KEYS in the environment"
+            "the key of --api-key is visible in the list of processes of this machine: use a file "
+            "(--api-keys-file), or LORAPLEX_API_KEYS in the environment"
         )
     given = () if api_key is None else (api_key,)
     run_server(config, functools.partial(print, flush=True), given_keys=given)

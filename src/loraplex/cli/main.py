@@ -47,8 +47,8 @@ app.add_typer(triton_app, name="triton")
 app.add_typer(client.app, name="client")
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(is_given: bool) -> None:
+    if is_given:
         print(f"loraplex {__version__}")
         raise typer.Exit
 

@@ -1,4 +1,4 @@
-"""`loraplex replay`: does the scheduler still plan what an iteration log says that it planned?"""
+"""`loraplex replay`: compares the scheduler's plans with those of an iteration log."""
 
 import logging
 import sys
@@ -16,19 +16,20 @@ from loraplex.engine.replay import Difference, ReplayRefusedError, ReplaySummary
 from loraplex.engine.replay import replay as replay_journal
 
 MAX_CHANGES = 20
-"""That are listed of two plans."""
+"""Maximum number of listed differences between two plans."""
 
 
 def replay(
-    log: Annotated[Path, typer.Argument(help="A file that --iteration-log has written.")],
+    log: Annotated[Path, typer.Argument(help="File written by --iteration-log.")],
     check_every: Annotated[
-        int, typer.Option(min=1, help="Check what the scheduler holds after so many steps.")
+        int,
+        typer.Option(min=1, help="Steps between two checks of the scheduler's state."),
     ] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="The summary for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Run a log's requests through the scheduler, without a model, and compare every plan.
 
-    Exit code 1: a plan differs, or the scheduler failed; 2: the file is no whole log.
+    Exit code 1: a plan differs, or the scheduler failed; 2: the file is not a complete log.
     """
     logging.disable(logging.CRITICAL)  # steps that failed then fail again
     try:
@@ -68,7 +69,7 @@ def _print_summary(reader: JournalReader, summary: ReplaySummary) -> None:
         "adapter loads"
     )
     if reader.is_torn:
-        print("the last line is torn, as an engine leaves it that was killed; it was left out")
+        print("the last line is torn, which happens when an engine is killed; it was left out")
     if summary.is_cut:
         print("the log ends within a step")
     if summary.difference is None:

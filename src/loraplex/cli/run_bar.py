@@ -7,10 +7,10 @@ from tqdm import tqdm
 
 
 class RunBar:
-    """What the benchmark commands' bars share; each says in its own way what is done."""
+    """Base of the benchmark commands' bars; each describes its progress in its own way."""
 
     def __init__(self) -> None:
-        # disable=None: only where a person watches.
+        # disable=None: only on a terminal.
         self._bar = tqdm(desc="starting", unit="run", leave=False, disable=None)
 
     def __enter__(self) -> Self:

@@ -1,6 +1,6 @@
-"""JSON over HTTP to a running server, with the standard library alone.
+"""Client of a running server: JSON over HTTP, with the standard library alone.
 
-Certificates are trusted that the system trusts, or those of the file that SSL_CERT_FILE names.
+It trusts the system's certificates, or those of the file that SSL_CERT_FILE names.
 """
 
 import http.client
@@ -20,7 +20,7 @@ _TIMEOUT_SECONDS = 900.0
 
 
 class ServerClient:
-    """One server. Every method raises what it answered, or ConfigError if it cannot be reached."""
+    """One server. Every method raises the server's error, or ConfigError without a response."""
 
     def __init__(self, url: str) -> None:
         scheme, _, host = url.partition("://")
@@ -29,51 +29,54 @@ class ServerClient:
         self._url = url.rstrip("/")
 
     def get(self, path: str) -> Any:
-        return self._ask("GET", path)
+        return self._send("GET", path)
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
-        """Fields that are None are left out."""
+        """Send the fields that are not None."""
         sent = {name: value for name, value in body.items() if value is not None}
-        return self._ask("POST", path, json.dumps(sent).encode())
+        return self._send("POST", path, json.dumps(sent).encode())
 
     def delete(self, path: str) -> Any:
-        return self._ask("DELETE", path)
+        return self._send("DELETE", path)
 
-    def _ask(self, method: str, path: str, data: bytes | None = None) -> Any:
+    def _send(self, method: str, path: str, data: bytes | None = None) -> Any:
         request = urllib.request.Request(
             self._url + path, data, {"Content-Type": "application/json"}, method=method
         )
-        for name, value in client_headers().items():  # for this server, not for where it sends us
+        for (
+            name,
+            value,
+        ) in client_headers().items():  # for this server, not for one that it redirects to
             request.add_unredirected_header(name.title(), value)
         try:
             with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as response:
                 return json.load(response)
         except urllib.error.HTTPError as error:
             with error:
-                raise _told(error.code, error.read()) from None
+                raise _error(error.code, error.read()) from None
         except (OSError, ValueError) as error:
             reason = getattr(error, "reason", error)
             raise ConfigError(
-                f"there is no answer from {self._url}: {reason}{self._hint(error)}"
+                f"there is no response from {self._url}: {reason}{self._hint(error)}"
             ) from error
 
     def _hint(self, error: Exception) -> str:
-        """What may help, where TLS is in the way."""
+        """Return advice for errors of TLS."""
         reason = getattr(error, "reason", error)
         if isinstance(reason, ssl.SSLCertVerificationError):
             return "; SSL_CERT_FILE names a file of certificates to trust"
         if isinstance(error, http.client.RemoteDisconnected) and self._url.startswith("http:"):
-            return "; if it speaks TLS, ask https://"
+            return "; if it speaks TLS, use https://"
         return ""
 
 
 def quoted(name: str) -> str:
-    """An adapter's name as a part of a path; slashes stay."""
+    """Quote an adapter's name as a part of a path; slashes stay."""
     return urllib.parse.quote(name)
 
 
-def _told(status: int, body: bytes) -> Exception:
-    """The error as the server described it."""
+def _error(status: int, body: bytes) -> Exception:
+    """Return the error that the server reported."""
     try:
         error = json.loads(body)["error"]
         message = str(error["message"])
@@ -81,4 +84,4 @@ def _told(status: int, body: bytes) -> Exception:
             message += f"; {KEY_HINT}"
         return error_from_info(ErrorInfo(str(error["code"]), message))
     except (ValueError, KeyError, TypeError):
-        return ConfigError(f"the server answered with status {status}: {body[:200]!r}")
+        return ConfigError(f"the server returned status {status}: {body[:200]!r}")

@@ -1,4 +1,4 @@
-"""`loraplex triton`: repositories that were written for Triton, served as tritonserver does."""
+"""`loraplex triton`: serves repositories that were written for Triton, as tritonserver does."""
 
 import functools
 import logging
@@ -43,12 +43,12 @@ def triton(
         typer.Option(
             "--model-repository",
             "--model-store",
-            help="A folder of models for the TensorRT-LLM or the vLLM backend; repeatable.",
+            help="Folder of models for the TensorRT-LLM or the vLLM backend; repeatable.",
         ),
     ] = None,
     load_model: Annotated[
         list[str] | None,
-        typer.Option(help="With --model-control-mode explicit: load it; repeatable, * is all."),
+        typer.Option(help="Model to load in the control mode explicit; * is all; repeatable."),
     ] = None,
     **settings: Any,
 ) -> None:
@@ -61,18 +61,18 @@ def triton(
 
 @triton_app.command("init")
 def init(
-    folder: Annotated[Path, typer.Argument(help="The repository to write: a new folder.")],
+    folder: Annotated[Path, typer.Argument(help="Repository to write: a new folder.")],
     model: Annotated[
-        str, typer.Option(help="A Hugging Face folder, or one that `loraplex build` wrote.")
+        str, typer.Option(help="Hugging Face folder, or folder written by `loraplex build`.")
     ],
     lora_dir: Annotated[
-        str | None, typer.Option(help="A folder of adapters; names of digits are task ids.")
+        str | None, typer.Option(help="Folder of adapters; names of digits are task ids.")
     ] = None,
     decoupled: Annotated[
-        bool, typer.Option(help="Stream answers; then single-answer infer is refused.")
+        bool, typer.Option(help="Stream responses; requests without streaming are then refused.")
     ] = False,
 ) -> None:
-    """Write a repository of TensorRT-LLM's five models, filled in."""
+    """Write a repository with TensorRT-LLM's five models."""
     from loraplex.compat.triton.five_models import write_filled_models  # noqa: PLC0415 - slow import
 
     with errors_to_exit_code():
@@ -86,7 +86,10 @@ triton_app.command("export", cls=FlagPage)(export)
 def serve_repositories(
     repositories: list[Path], load_models: list[str], settings: dict[str, Any]
 ) -> None:
-    """settings: flags of ours and of tritonserver's, by name. Raises ConfigError."""
+    """Serve model repositories. Raises ConfigError.
+
+    settings: our flags and tritonserver's, by name.
+    """
     # `--help` must not wait for what a server needs.
     from loraplex.app.launch import run_server, set_up_logging  # noqa: PLC0415
     from loraplex.compat.triton.repository import read_repositories  # noqa: PLC0415
@@ -99,7 +102,7 @@ def serve_repositories(
     repository = read_repositories(repositories, wanted)
     config = build_config(repository, theirs, ours)
     set_up_logging(config.server.log_level)
-    _tell(repository, theirs, config)
+    _log_start(repository, theirs, config)
     run_server(
         config,
         functools.partial(print, flush=True),
@@ -135,7 +138,7 @@ def _control_mode(mode: str, load_models: list[str]) -> str:
 
 
 def _control(mode: str, load_models: list[str], repository: "Repository") -> "ModelControl":
-    """Under explicit control only what was asked for is loaded: perhaps nothing."""
+    """Return the model control. In explicit mode only the models of --load-model are loaded."""
     from loraplex.compat.triton.reloading import Reloading  # noqa: PLC0415
     from loraplex.frontends.kserve.model_control import ControlMode, ModelControl  # noqa: PLC0415
 
@@ -145,7 +148,7 @@ def _control(mode: str, load_models: list[str], repository: "Repository") -> "Mo
     return ModelControl(ControlMode(mode), loaded=loaded, reload=Reloading(repository))
 
 
-def _tell(repository: "Repository", theirs: Mapping[str, str], config: Config) -> None:
+def _log_start(repository: "Repository", theirs: Mapping[str, str], config: Config) -> None:
     for sentence in without_effect(theirs):
         logger.info("%s", sentence)
     repository.notes.log()

@@ -1,4 +1,4 @@
-"""`loraplex triton export`: a repository for the real Triton, whose models pass requests to us."""
+"""`loraplex triton export`: writes a repository for the real Triton that forwards requests."""
 
 import sys
 from pathlib import Path
@@ -13,49 +13,53 @@ if TYPE_CHECKING:
     from loraplex.compat.triton.export import Export
 
 _SOURCE = Path("tensorrt_llm", "1", "source")
-"""Where the repository stands that is written for a model: below what Triton takes for a version,
-so that Triton does not look at it."""
+"""Place of the repository that is written for a model: below a folder that Triton takes for a
+version, so that Triton ignores it."""
 
 
 def export(
     folder: Annotated[
-        Path | None, typer.Argument(help="The repository to write: a new folder.")
+        Path | None, typer.Argument(help="Repository to write: a new folder.")
     ] = None,
     model_repository: Annotated[
         list[Path] | None,
-        typer.Option(help="A repository that loraplex triton serves; repeatable."),
+        typer.Option(help="Repository that loraplex triton serves; repeatable."),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Instead: a model, for TensorRT-LLM's five models.")
+        str | None,
+        typer.Option(help="Instead: model for TensorRT-LLM's five models."),
     ] = None,
     lora_dir: Annotated[
-        str | None, typer.Option(help="With --model: as of loraplex triton init.")
+        str | None, typer.Option(help="With --model: the option of loraplex triton init.")
     ] = None,
     decoupled: Annotated[
-        bool, typer.Option(help="With --model: as of loraplex triton init.")
+        bool, typer.Option(help="With --model: the option of loraplex triton init.")
     ] = False,
     backend_directory: Annotated[
         Path | None,
-        typer.Option(help="Write the backend vllm here, for repositories with backend: vllm."),
+        typer.Option(help="Folder for the backend vllm, for repositories with backend: vllm."),
     ] = None,
     request_socket: Annotated[
-        str, typer.Option(help="Of the server; for Triton's user [in a folder of its own].")
+        str,
+        typer.Option(
+            help="Unix socket of the server, for Triton's user (default: in a folder of its own)."
+        ),
     ] = "",
     join: Annotated[
-        bool, typer.Option(help="The server runs already, at --request-socket.")
+        bool, typer.Option(help="Use the server that runs at --request-socket.")
     ] = False,
     execution_env: Annotated[
-        str, typer.Option(help="A virtual environment for Triton's Python: EXECUTION_ENV_PATH.")
+        str, typer.Option(help="Virtual environment for Triton's Python: EXECUTION_ENV_PATH.")
     ] = "",
     python: Annotated[
-        str, typer.Option(help="That starts the server: loraplex is installed for it [this one].")
+        str, typer.Option(help="Python with loraplex, which starts the server (default: this one).")
     ] = sys.executable,
     server_flag: Annotated[
         list[str] | None,
-        typer.Option(help="Of loraplex triton, as --server-flag=--memory=8GiB; repeatable."),
+        typer.Option(help="Flag for loraplex triton, as --server-flag=--memory=8GiB; repeatable."),
     ] = None,
 ) -> None:
-    """Write models for tritonserver that loraplex answers."""
+    """Write models for tritonserver that forward requests to loraplex."""
     from loraplex.compat.triton.export import Export, export_vllm_backend  # noqa: PLC0415 - slow import
 
     with errors_to_exit_code():
@@ -86,7 +90,7 @@ def _sources(
     *,
     decoupled: bool,
 ) -> list[Path]:
-    """The repositories that the server will read."""
+    """Return the repositories that the server will read."""
     from loraplex.compat.triton.five_models import write_filled_models  # noqa: PLC0415 - slow import
 
     if bool(repositories) == (model is not None):

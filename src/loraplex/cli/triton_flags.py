@@ -1,7 +1,7 @@
-"""The flags of tritonserver that `loraplex triton` takes beside our own settings.
+"""tritonserver's flags, which `loraplex triton` takes in addition to our own settings.
 
-One table says of each: it works, it has no effect and that is told once, or it asks for protection
-that is not there and is refused.
+The table has the support of each flag: it works, it has no effect, which is logged once, or it
+requests a protection that does not exist here and is refused.
 """
 
 import inspect
@@ -34,9 +34,7 @@ FLAGS: Final[tuple[Feature, ...]] = (
     Feature("--grpc-address", note="the same"),
     Feature("--metrics-address", note="the same"),
     Feature("--http-max-input-size", note="largest request body; as --max-body-bytes"),
-    Feature(
-        "--exit-timeout-secs", note="requests in work may end after a stop; as --shutdown-seconds"
-    ),
+    Feature("--exit-timeout-secs", note="shutdown grace period; as --shutdown-seconds"),
     Feature("--log-verbose", note="above 0: as --log-level debug"),
     Feature("--model-control-mode", note="none, poll (the repository is read once) or explicit"),
     Feature("--allow-http", note="false: the port is not opened; as --no-http"),
@@ -48,7 +46,7 @@ FLAGS: Final[tuple[Feature, ...]] = (
     Feature("--grpc-server-key", note="as --tls-key; for all ports"),
     Feature("--allow-metrics", note="false: the port is not opened; as --no-metrics"),
     *_no_effect(
-        "metrics are what they are when they are asked for",
+        "metrics are computed for each request",
         "--metrics-interval-ms",
     ),
     *_no_effect(
@@ -70,10 +68,10 @@ FLAGS: Final[tuple[Feature, ...]] = (
         "--trace-log-frequency",
     ),
     *_no_effect(
-        "max_num_seqs says how much runs at once", *("--rate-limit", "--rate-limit-resource")
+        "max_num_seqs limits the running sequences", *("--rate-limit", "--rate-limit-resource")
     ),
     *_no_effect(
-        "answers are not cached; prefixes of prompts are",
+        "responses are not cached; prefixes of prompts are",
         *("--cache-config", "--cache-directory", "--response-cache-byte-size"),
     ),
     *_no_effect(
@@ -102,7 +100,7 @@ FLAGS: Final[tuple[Feature, ...]] = (
     *_no_effect(
         "the repository is read once; see --adapter-watch-seconds", "--repository-poll-secs"
     ),
-    *_no_effect("the device itself says what it can do", "--min-supported-compute-capability"),
+    *_no_effect("the device's capability is detected", "--min-supported-compute-capability"),
     *_no_effect(
         "see the flag that would open it",
         *("--sagemaker-port", "--sagemaker-safe-port-range", "--sagemaker-thread-count"),
@@ -119,8 +117,8 @@ FLAGS: Final[tuple[Feature, ...]] = (
         *("--grpc-use-ssl-mutual", "--grpc-root-cert"),
     ),
 )
-"""Those that tritonserver has beside OWN_FLAGS. What is refused asks for protection: to ignore it
-would be unsafe."""
+"""tritonserver's flags other than OWN_FLAGS. The refused ones request protection, which it would be
+unsafe to ignore."""
 
 OWN_FLAGS: Final = (
     Feature("--model-repository", note="a folder of models", other_names=("--model-store",)),
@@ -134,13 +132,13 @@ OWN_FLAGS: Final = (
         "summary_quantiles",
     ),
 )
-"""Those that the command or our settings have anyhow."""
+"""tritonserver's flags that are the command's or our settings' own."""
 _SWITCHES: Final = ("--disable-auto-complete-config",)
-"""Without a value."""
+"""Flags without a value."""
 _FALSE: Final = ("false", "0")
 _TRUE: Final = ("true", "1")
-_UNASKED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType({"--allow-client-shm": _TRUE})
-"""By flag, the values of a refused one that may stay, where they are not false and 0."""
+_NEUTRAL: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType({"--allow-client-shm": _TRUE})
+"""Accepted values of refused flags, where they are not false and 0."""
 _HELP: Final[Mapping[Support, str]] = MappingProxyType(
     {Support.WORKS: "", Support.NO_EFFECT: "No effect: ", Support.REFUSED: "Refused: "}
 )
@@ -149,39 +147,39 @@ Command = TypeVar("Command", bound=Callable[..., None])
 
 
 def with_triton_flags(command: Command) -> Command:
-    """Give a command that takes **settings each flag of the table; None is one that is not given.
+    """Give a command the flags of the table, after those of with_settings.
 
-    To be applied after with_settings, whose flags stay.
+    The value of a flag that is not given is None.
     """
     return with_flags(command, map(_parameter, FLAGS))
 
 
 def split_flags(settings: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
-    """(tritonserver's, ours), those that were given. Raises ConfigError for a refused one."""
+    """Return the given flags as (tritonserver's, ours). Raises ConfigError for a refused one."""
     given = {name: value for name, value in settings.items() if value is not None}
     theirs = {}
     for flag in FLAGS:
         if (value := given.pop(_variable(flag.name), None)) is None:
             continue
-        if flag.support is Support.REFUSED and _asks(flag.name, value):
+        if flag.support is Support.REFUSED and _requests(flag.name, value):
             raise ConfigError(f"flag {flag.name}: {flag.note}")
         theirs[_variable(flag.name)] = str(value)
     return theirs, given
 
 
-def _asks(flag: str, value: object) -> bool:
-    return str(value).lower() not in _UNASKED.get(flag, _FALSE)
+def _requests(flag: str, value: object) -> bool:
+    return str(value).lower() not in _NEUTRAL.get(flag, _FALSE)
 
 
 def without_effect(given: Mapping[str, str]) -> Iterator[str]:
-    """Of the flags that were given, a sentence about each that changes nothing."""
+    """Return a sentence about each given flag that has no effect."""
     for flag in FLAGS:
         if flag.support is Support.NO_EFFECT and _variable(flag.name) in given:
             yield f"flag {flag.name} has no effect: {flag.note}"
 
 
 def as_settings(given: Mapping[str, str]) -> dict[str, Any]:
-    """What flags of tritonserver say in our settings, by setting. Raises ConfigError."""
+    """Return the settings that flags of tritonserver set. Raises ConfigError."""
     settings: dict[str, Any] = {}
     addresses = {flag: given[flag] for flag in _ADDRESSES if flag in given}
     if len(set(addresses.values())) > 1:
@@ -208,7 +206,7 @@ _ADDRESSES: Final = ("http_address", "grpc_address", "metrics_address")
 
 
 def _tls(given: Mapping[str, str]) -> dict[str, str]:
-    """Certificate and key count only with --grpc-use-ssl, as in Triton. Raises ConfigError."""
+    """Return the TLS settings: as in Triton, only with --grpc-use-ssl. Raises ConfigError."""
     if not _read_bool("grpc_use_ssl", given.get("grpc_use_ssl", "false")):
         return {}
     files = {"tls_cert": "grpc_server_cert", "tls_key": "grpc_server_key"}

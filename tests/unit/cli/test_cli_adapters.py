@@ -133,13 +133,13 @@ def test_a_server_that_hangs_up_may_speak_tls():
         result = CliRunner().invoke(app, ["adapters", "list", "--url", url])
         thread.join()
     assert result.exit_code == 1
-    assert "if it speaks TLS, ask https://" in result.stderr
+    assert "if it speaks TLS, use https://" in result.stderr
 
 
 @pytest.mark.parametrize(
     ("url", "text"),
     [
-        ("http://127.0.0.1:9", "there is no answer from http://127.0.0.1:9"),
+        ("http://127.0.0.1:9", "there is no response from http://127.0.0.1:9"),
         ("localhost:8000", "--url must be http://HOST:PORT"),
         ("ftp://x", "--url must be http://HOST:PORT"),
     ],

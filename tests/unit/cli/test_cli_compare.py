@@ -86,7 +86,7 @@ def test_errors_are_one_line(run):
     )
     code, _, err = run("hi", "--adapter", '{"name": ')
     assert code == 1
-    assert "begins as JSON and is none" in err
+    assert "is not a name, and not JSON" in err
 
 
 def entry(asked, text):

@@ -48,7 +48,7 @@ def test_the_defaults_are_llgtrts(engine, served, caplog):
     assert (config.server.dialect, config.server.persist_adapters) == ("llgtrt", False)
     assert (list(config.models), keys) == (["engine"], ())
     assert config.models["engine"].path == str(engine)
-    assert any("no key is asked for" in record.message for record in caplog.records)
+    assert any("may use this server without a key" in record.message for record in caplog.records)
 
 
 def test_every_flag(engine, served, tmp_path):
@@ -80,9 +80,9 @@ def test_every_flag(engine, served, tmp_path):
 def test_a_key_in_the_arguments_is_warned_of_and_not_told(engine, served, caplog):
     assert run("-E", engine, "--api-key", "the-secret-key-of-all").exit_code == 0
     told = " ".join(record.message for record in caplog.records)
-    assert "is seen by everybody who lists the processes" in told
+    assert "is visible in the list of processes" in told
     assert "the-secret-key-of-all" not in told
-    assert "no key is asked for" not in told
+    assert "may use this server without a key" not in told
 
 
 def test_the_file_of_the_folder_the_environment_and_our_flags(engine, served):
