@@ -82,7 +82,6 @@ def test_the_memory_of_a_program_does_not_grow_with_its_length(library: NativeLi
     linear = kernels.pack_linear(torch.randn(64, 64), None)
 
     def chain(x: torch.Tensor, length: int) -> torch.Tensor:
-        x = kernels.take_rows(x, torch.arange(16))
         for _ in range(length):
             x = kernels.linear(x, linear)
         return x
@@ -97,16 +96,17 @@ def test_the_memory_of_a_program_does_not_grow_with_its_length(library: NativeLi
 
 def test_no_op_writes_over_what_it_reads(library: NativeLibrary) -> None:
     kernels = NativeKernels(library, 1)
-    table, reverse = torch.randn(24, 64), torch.arange(24).flip(0)
+    rows, reverse = torch.randn(24, 64), kernels.pack_linear(torch.eye(64).flip(0), None)
 
     def compute() -> torch.Tensor:
-        x = kernels.take_rows(table, reverse)
-        for _ in range(5):
-            x = kernels.take_rows(x, reverse)
+        x = rows
+        for _ in range(6):
+            x = kernels.linear(x, reverse)
         return x
 
     for _ in range(2):
-        assert torch.equal(kernels.repeat("key", (reverse,), compute), table)
+        assert torch.equal(kernels.repeat("key", (rows,), compute), rows)
+    assert kernels._programs["key"] is not None
 
 
 def test_what_calls_an_op_that_no_program_holds_is_computed_each_time(
@@ -150,6 +150,26 @@ def test_what_torch_has_a_part_in_is_computed_each_time(library: NativeLibrary) 
         assert torch.equal(kernels.repeat("turned", (x,), turned), expected)
         assert torch.equal(kernels.repeat("vectors", (x, batch), with_vectors), expected + 1)
     assert set(kernels._programs.values()) == {None}
+
+
+@pytest.mark.parametrize("kind", ["made by torch", "view of a parameter", "parameter as a table"])
+def test_a_value_that_no_op_made_is_computed_each_time(library: NativeLibrary, kind: str) -> None:
+    """A program would read the first step's tensor, or one that is gone, at every step."""
+    kernels = NativeKernels(library, 1)
+    norm, indices = torch.randn(8), torch.tensor([0, 1])
+
+    def compute() -> torch.Tensor:
+        match kind:
+            case "made by torch":
+                return kernels.rms_norm(x[:2] * 1.5, norm, 1e-5)
+            case "view of a parameter":
+                return kernels.rms_norm(x[1:], norm, 1e-5)
+        return kernels.take_rows(x, indices)
+
+    for _ in range(3):
+        x = torch.randn(3, 8)
+        assert torch.equal(kernels.repeat("key", (x, indices), compute), compute())
+    assert kernels._programs["key"] is None
 
 
 def test_a_failed_recording_leaves_nothing_behind(library: NativeLibrary) -> None:

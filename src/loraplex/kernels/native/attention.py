@@ -21,6 +21,7 @@ from loraplex.kernels.native.library import (
     Pointer,
     Size,
     ThreadPool,
+    Value,
 )
 from loraplex.kernels.ops import AttentionShape, KVStorage, RowLayout
 
@@ -60,12 +61,12 @@ class AttentionKernel:
         self._pool = pool
         self._attend = library.function(
             "loraplex_paged_attention",
-            *(Pointer, Pointer, Int, Pointer, Pointer, Int, Pointer, Size, Pointer, Size),
+            *(Pointer, Value, Int, Pointer, Pointer, Int, Value, Size, Value, Size),
         )
         self._write = library.function(
             "loraplex_write_kv",
-            *(Pointer, Size, Size, Size, Size, Pointer),
-            *(Int, Pointer, Size, Pointer, Size, Int, Pointer, Pointer),
+            *(Pointer, Size, Size, Size, Size, Value),
+            *(Int, Value, Size, Value, Size, Int, Pointer, Pointer),
         )
 
     def allocate(self, num_blocks: int, shape: AttentionShape, dtype: torch.dtype) -> KVStorage:

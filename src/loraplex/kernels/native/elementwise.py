@@ -14,6 +14,7 @@ from loraplex.kernels.native.library import (
     Real,
     Size,
     ThreadPool,
+    Value,
 )
 
 _ACTIVATIONS = {Activation.GELU: 0, Activation.GELU_TANH: 1, Activation.RELU: 2}
@@ -27,35 +28,35 @@ class ElementwiseKernel:
         self._pool = pool
         self._rms_norm = library.function(
             "loraplex_rms_norm",
-            *(Pointer, Size, Size, Size, Int, Pointer, Size, Size, Pointer, Real, Pointer),
+            *(Pointer, Size, Size, Size, Int, Value, Size, Size, Pointer, Real, Value),
         )
         self._add_rms_norm = library.function(
             "loraplex_add_rms_norm",
-            *(Pointer, Size, Size, Int, Pointer, Size, Pointer, Size),
-            *(Pointer, Real, Pointer, Pointer),
+            *(Pointer, Size, Size, Int, Value, Size, Value, Size),
+            *(Pointer, Real, Value, Value),
         )
         self._layer_norm = library.function(
             "loraplex_layer_norm",
-            *(Pointer, Size, Size, Int, Pointer, Size, Pointer, Pointer, Real, Pointer),
+            *(Pointer, Size, Size, Int, Value, Size, Pointer, Pointer, Real, Value),
         )
         self._add_layer_norm = library.function(
             "loraplex_add_layer_norm",
-            *(Pointer, Size, Size, Int, Pointer, Size, Pointer, Size),
-            *(Pointer, Pointer, Real, Pointer, Pointer),
+            *(Pointer, Size, Size, Int, Value, Size, Value, Size),
+            *(Pointer, Pointer, Real, Value, Value),
         )
         self._rotary = library.function(
             "loraplex_rotary",
-            *(Pointer, Size, Size, Size, Size, Pointer, Pointer),
-            *(Int, Pointer, Size, Pointer, Size),
+            *(Pointer, Size, Size, Size, Size, Value, Value),
+            *(Int, Value, Size, Value, Size),
         )
         self._take_rows = library.function(
-            "loraplex_take_rows", *(Pointer, Size, Size, Int, Pointer, Size, Pointer, Pointer)
+            "loraplex_take_rows", *(Pointer, Size, Size, Int, Pointer, Size, Value, Value)
         )
         self._silu_mul = library.function(
-            "loraplex_silu_mul", *(Pointer, Size, Size, Int, Pointer, Size, Pointer)
+            "loraplex_silu_mul", *(Pointer, Size, Size, Int, Value, Size, Value)
         )
         self._activate = library.function(
-            "loraplex_activate", *(Pointer, Size, Size, Int, Int, Pointer, Size, Pointer)
+            "loraplex_activate", *(Pointer, Size, Size, Int, Int, Value, Size, Value)
         )
 
     def take_rows(self, table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:

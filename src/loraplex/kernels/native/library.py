@@ -24,6 +24,13 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """loraplex_dtype"""
 
 Pointer = ctypes.c_void_p
+"""Address that stays: of weights, KV storage, a thread pool."""
+
+
+class Value(ctypes.c_void_p):
+    """Address of a tensor or structure of one step: an input of the step, or an op's output."""
+
+
 Size = ctypes.c_int64
 Int = ctypes.c_int32
 Real = ctypes.c_float

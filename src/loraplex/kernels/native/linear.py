@@ -7,7 +7,15 @@ import torch
 
 from loraplex.core.errors import ConfigError
 from loraplex.core.weight_precision import WeightPrecision
-from loraplex.kernels.native.library import DTYPES, Int, NativeLibrary, Pointer, Size, ThreadPool
+from loraplex.kernels.native.library import (
+    DTYPES,
+    Int,
+    NativeLibrary,
+    Pointer,
+    Size,
+    ThreadPool,
+    Value,
+)
 from loraplex.kernels.quantization import QuantizedWeight, quantize
 
 PACKED_LAYOUT = "panels-1"
@@ -65,9 +73,9 @@ class LinearKernel:
         self._linear = library.function(
             "loraplex_linear",
             *(Pointer, Int, Size, Int),
-            *(Pointer, Size, Size),
+            *(Value, Size, Size),
             *(Pointer, Size, Size, Pointer),
-            *(Pointer, Size),
+            *(Value, Size),
         )
 
     def packed_bytes(

@@ -17,6 +17,7 @@ from loraplex.kernels.native.library import (
     Pointer,
     Size,
     ThreadPool,
+    Value,
 )
 
 
@@ -76,7 +77,7 @@ class LoraKernel:
         self._pool = pool
         self._add = library.function(
             "loraplex_add_lora",
-            *(Pointer, Pointer, Pointer, Size, Int, Pointer, Size, Pointer, Size),
+            *(Pointer, Value, Pointer, Size, Int, Value, Size, Value, Size),
         )
         self._batch: LoraBatch | None = None
         self._step: _Prepared

@@ -1,21 +1,31 @@
-"""Steps of one shape as programs: their native calls, written down once and made again by one call.
+"""Steps of one shape as programs: their native calls, recorded once and repeated by one call.
 
 A decoding step makes the same calls as the last one of its size, with other inputs. `Recorder`
-writes down what it sees being called. What varies are the parameters, known by their addresses; the
-outputs of the ops get places in a memory that all programs share, since one runs at a time.
+records the calls. Each op declares which of its arguments are values of the step (library.Value);
+the others stay. A value is one of the parameters that the decoder names, or the output of an
+earlier op, or a view of one. If a call has any other value, such as a tensor that torch made, the
+step has no program and is computed each time. Outputs get places in a memory that all programs
+share, since one runs at a time.
 """
 
 import bisect
 import dataclasses
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from loraplex.kernels.native.library import NativeFunction, NativeLibrary, Pointer, Real, Size
+from loraplex.kernels.native.library import (
+    NativeFunction,
+    NativeLibrary,
+    Pointer,
+    Real,
+    Size,
+    Value,
+)
 
 _ALIGNMENT = 64
 
@@ -24,13 +34,15 @@ _ALIGNMENT = 64
 class _Call:
     op: int
     words: list[int]
-    pointers: tuple[int, ...]
-    """Which of the words are addresses."""
+    values: tuple[int, ...]
+    """Indices of the words that are addresses of values."""
+    fixed: tuple[int, ...]
+    """Indices of the words that are addresses of what stays."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Output:
-    """What one op wrote first, and the calls between which it is needed."""
+    """Output of an op, and the calls between which it is needed."""
 
     start: int
     end: int
@@ -77,16 +89,19 @@ class Recorder:
         return len(self._memory)
 
     def watch(self, name: str, function: NativeFunction, types: Sequence[Any]) -> NativeFunction:
-        """The function, noted when it is called. One that no program may hold ends a recording."""
+        """Return the function, recorded at each call. One that no program may hold prevents it."""
         op = self._op_number(name.encode())
-        pointers = tuple(index for index, kind in enumerate(types) if kind is Pointer)
+        values, fixed = (
+            tuple(index for index, kind in enumerate(types) if kind is role)
+            for role in (Value, Pointer)
+        )
         reals = frozenset(index for index, kind in enumerate(types) if kind is Real)
 
         def watched(*arguments: Any) -> None:
             function(*arguments)
             if self._is_recording:
                 words = [_word(value, i in reals) for i, value in enumerate(arguments)]
-                self._calls.append(_Call(op, words, pointers))
+                self._calls.append(_Call(op, words, values, fixed))
                 self._is_complete &= op >= 0
 
         return watched
@@ -98,13 +113,13 @@ class Recorder:
         return tensor
 
     def give_up(self) -> None:
-        """What is computed now is not the work of native calls alone: no program can repeat it."""
+        """Report work that is not a native call: no program can repeat this step."""
         self._is_complete = False
 
     def record(
         self, parameters: Sequence[int], compute: Callable[[], torch.Tensor]
     ) -> tuple[torch.Tensor, Program | None]:
-        """What compute gives, one of the outputs, and its program; None if none can be made."""
+        """Return the result of compute, one of the outputs, and its program if there is one."""
         assert not self._is_recording, "a recording in a recording"
         self._calls, self._outputs = [], []
         self._is_recording = self._is_complete = True
@@ -114,23 +129,24 @@ class Recorder:
             self._is_recording = False
         calls, outputs = self._calls, self._outputs
         self._calls, self._outputs = [], []
-        if not self._is_complete:
+        used = _uses(calls, outputs)
+        numbers = {address: number for number, address in enumerate(parameters) if address}
+        if not (self._is_complete and _knows_values(calls, used, numbers)):
             return result, None
-        return result, self._program(calls, outputs, parameters, result, compute)
+        return result, self._program(calls, used, numbers, result, compute)
 
     def _program(
         self,
         calls: list[_Call],
-        outputs: list[torch.Tensor],
-        parameters: Sequence[int],
+        used: list[_Output],
+        numbers: Mapping[int, int],
         result: torch.Tensor,
         compute: Callable[[], torch.Tensor],
     ) -> Program:
-        used = _uses(calls, outputs)
         (of_result,) = (use for use in used if use.start == result.data_ptr())
         of_result.last_call = len(calls)
         memory = self._memory_of(_place(used))
-        code = np.array(_code(calls, used, memory.data_ptr(), parameters), dtype=np.int64)
+        code = np.array(_code(calls, used, memory.data_ptr(), numbers), dtype=np.int64)
         place = memory[of_result.offset : of_result.offset + result.nbytes]
         return Program(
             self._run, code, place.view(result.dtype).view(result.shape), (memory, compute)
@@ -158,12 +174,26 @@ def _uses(calls: Sequence[_Call], outputs: Sequence[torch.Tensor]) -> list[_Outp
         for tensor in sorted(outputs, key=torch.Tensor.data_ptr)
     ]
     for number, call in enumerate(calls):
-        for index in call.pointers:
+        for index in call.values:
             output = _output_at(used, call.words[index])
             if output is not None:
                 output.first_call = min(output.first_call, number)
                 output.last_call = number
     return used
+
+
+def _knows_values(
+    calls: Sequence[_Call], used: Sequence[_Output], numbers: Mapping[int, int]
+) -> bool:
+    """Whether each value is a parameter or an output, and nothing that stays is one."""
+
+    def is_value(address: int) -> bool:
+        return address in numbers or _output_at(used, address) is not None
+
+    # A tensor without elements has the address 0, and nothing of it is read.
+    values = (call.words[index] for call in calls for index in call.values)
+    fixed = (call.words[index] for call in calls for index in call.fixed)
+    return all(not word or is_value(word) for word in values) and not any(map(is_value, fixed))
 
 
 def _output_at(used: Sequence[_Output], address: int) -> _Output | None:
@@ -194,14 +224,13 @@ def _end(output: _Output) -> int:
 
 
 def _code(
-    calls: Sequence[_Call], used: Sequence[_Output], memory: int, parameters: Sequence[int]
+    calls: Sequence[_Call], used: Sequence[_Output], memory: int, numbers: Mapping[int, int]
 ) -> list[int]:
-    """See native/include/loraplex/program.h."""
-    numbers = {address: number for number, address in enumerate(parameters) if address}
+    """Encode the calls as native/include/loraplex/program.h describes."""
     code = []
     for call in calls:
         words, mask = list(call.words), 0
-        for index in call.pointers:
+        for index in call.values:
             output = _output_at(used, words[index])
             if words[index] in numbers:
                 words[index] = numbers[words[index]]

@@ -1,0 +1,104 @@
+"""Every family's decode steps become programs of native calls: each op's values are known."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from loraplex.core.weight_precision import WeightPrecision
+from loraplex.execution.adapters.bank import AdapterBank
+from loraplex.execution.adapters.host_adapters import HostAdapter, HostWeight
+from loraplex.execution.steps.kv_cache import KVCache
+from loraplex.execution.weights.loading import load_weights
+from loraplex.execution.weights.packing import WeightFormat
+from loraplex.kernels.lora import LoraBatch
+from loraplex.kernels.native.backend import NativeKernels
+from loraplex.kernels.native.library import NativeLibraryError, load_library
+from loraplex.kernels.ops import RowLayout
+from loraplex.memory.adapter_pages import layer_targets, page_geometry, place
+from loraplex.models.attention import attention_shapes
+from loraplex.models.batch import ForwardBatch
+from loraplex.models.decoder import Decoder
+from loraplex.models.rope import rotary_tables
+from support.tiny_model import TinyCheckpoint
+
+try:
+    LIBRARY = load_library()
+except NativeLibraryError as error:
+    pytest.skip(f"the native kernels are not built: {error}", allow_module_level=True)
+
+CPU, BLOCK_SIZE = torch.device("cpu"), 4
+FAMILIES: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {},
+    "MistralForCausalLM": {"sliding_window": 3},
+    "Qwen2ForCausalLM": {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+    "Qwen3ForCausalLM": {"head_dim": 8},
+    "GPT2LMHeadModel": {"n_embd": 16, "n_head": 4, "n_layer": 2, "n_positions": 64},
+}
+
+
+class Model:
+    def __init__(self, folder: Path, architecture: str) -> None:
+        fields = FAMILIES[architecture]
+        checkpoint = TinyCheckpoint(folder, architectures=[architecture], **fields)
+        self.spec, self.kernels = checkpoint.config, NativeKernels(LIBRARY, 1)
+        form = WeightFormat(dtype=torch.float32, precision=WeightPrecision.NATIVE, device=CPU)
+        weights = load_weights(checkpoint.save(), self.spec, self.kernels, form, None)
+        self.decoder = Decoder(
+            self.spec,
+            weights.parameters,
+            rotary_tables(self.spec, 64, CPU),
+            self.kernels,
+            block_size=BLOCK_SIZE,
+        )
+        shapes = attention_shapes(self.spec, BLOCK_SIZE)
+        self.kv = KVCache(4, shapes, torch.float32, self.kernels).storages
+
+    def decode(self, position: int, lora: LoraBatch | None) -> torch.Tensor:
+        """Compute one token of each of two rows."""
+        batch = ForwardBatch(
+            token_ids=torch.tensor([3, 5 + position]),
+            positions=torch.tensor([position, position]),
+            slot_mapping=torch.tensor([position, 2 * BLOCK_SIZE + position]),
+            rows=RowLayout([0, 1, 2], [position + 1] * 2, torch.tensor([[0, 1], [2, 3]])),
+            logits_indices=torch.arange(2),
+            lora=lora,
+        )
+        return self.decoder.forward(batch, self.kv).clone()
+
+    def lora(self) -> LoraBatch:
+        """Make a batch whose rows use one adapter of all modules."""
+        layers = self.spec.module_shapes
+        geometry = page_geometry(layer_targets(layers), optimal_rank=2, max_rank=2)
+        weights = [
+            HostWeight(
+                target,
+                torch.randn(2, target.in_features),
+                torch.randn(target.out_features, 2),
+                1.0,
+            )
+            for target in layer_targets(layers, 2)
+        ]
+        host = HostAdapter("digest", tuple(weights))
+        num_pages = place(host.targets, geometry).num_pages
+        bank = AdapterBank(geometry, num_pages, dtype=torch.float32, device=CPU, layers=layers)
+        bank.copy(1, bank.prepare(host), list(range(num_pages)))
+        batch = bank.lora_batch(((2, ((1, 1.0),)),))
+        assert batch is not None
+        return batch
+
+
+@pytest.mark.parametrize("has_lora", [False, True], ids=["base", "LoRA"])
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_decode_steps_are_repeated_by_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, has_lora: bool
+) -> None:
+    torch.manual_seed(0)
+    model = Model(tmp_path, architecture)
+    lora = model.lora() if has_lora else None
+    repeated = [model.decode(position, lora) for position in range(6)]
+    assert [program is None for program in model.kernels._programs.values()] == [False]
+    monkeypatch.setattr(NativeKernels, "repeat", lambda _self, _key, _inputs, compute: compute())
+    computed = [model.decode(position, lora) for position in range(6)]
+    assert all(map(torch.equal, repeated, computed))
