@@ -101,12 +101,12 @@ types: $(VENV)/.dev
 
 bench: $(VENV)/.bench .triton
 	$(BIN)/loraplex bench --output benchmarks/results
-	$(BIN)/python benchmarks/batching.py --output benchmarks/results/batching-$(COMMIT)
-	$(BIN)/python benchmarks/transport.py --output benchmarks/results/transport-$(COMMIT)
+	PYTHONPATH=tests $(BIN)/python benchmarks/batching.py --output benchmarks/results/batching-$(COMMIT)
+	PYTHONPATH=tests $(BIN)/python benchmarks/transport.py --output benchmarks/results/transport-$(COMMIT)
 	$(BIN)/python benchmarks/compare.py benchmarks/results/compare-$(COMMIT) $(BENCH_PEERS) $(BENCH_ARGS)
 
 tables: $(VENV)/.runtime
-	PYTHONPATH=docs $(BIN)/python -m tools docs
+	PYTHONPATH=docs:tests $(BIN)/python -m tools docs
 
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict

@@ -49,8 +49,8 @@ from loraplex.bench.machine import (
 )
 from loraplex.bench.report_files import markdown_table, write_dated
 from loraplex.bench.statistics import percentile
-from loraplex.demo.corpus import COUNTRIES, LANGUAGES, bare_questions, questions
 from loraplex.testing.running_server import RunningServer, serving
+from support.capitals.corpus import COUNTRIES, LANGUAGES, bare_questions, questions
 
 RESULTS = Path(__file__).parent / "results"
 NUM_CLIENTS = 64

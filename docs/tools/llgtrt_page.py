@@ -8,7 +8,7 @@ import msgspec
 from loraplex.cli.llgtrt import llgtrt
 from loraplex.compat.llgtrt import config_keys
 from loraplex.core.support import Feature, Section, Support
-from loraplex.frontends.openai.llgtrt import differences
+from tools import llgtrt_differences as differences
 from tools.commands import command_features
 from tools.markdown import page
 

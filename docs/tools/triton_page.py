@@ -15,7 +15,6 @@ from loraplex.compat.triton.engine_args import ENGINE_ARGS
 from loraplex.compat.triton.parameters import TENSORRT_LLM_PARAMETERS
 from loraplex.compat.triton.part_parameters import PART_PARAMETERS
 from loraplex.compat.triton.roles import KINDS, Role
-from loraplex.compat.triton.template_variables import TEMPLATE_VARIABLES
 from loraplex.core.support import Feature, Section, Support
 from loraplex.frontends.kserve.models.kinds import IGNORED_INPUTS, ModelKind
 from loraplex.frontends.kserve.models.vllm_fields import FIELDS
@@ -32,6 +31,7 @@ from tools.protocol import (
     rpc_features,
     setting_features,
 )
+from tools.template_variables import TEMPLATE_VARIABLES
 
 _ABOUT = """\
 This page is written by `make tables` from the tables that act; a test compares it.

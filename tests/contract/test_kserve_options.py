@@ -13,7 +13,7 @@ from tritonclient.utils import InferenceServerException
 from loraplex.core.beam_search import BeamSearch, EarlyStopping
 from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.core.retention import KVRetention, TokenRangeRetention
-from support import echo_tokenizer
+from loraplex.testing import echo_tokenizer
 from support.triton_requests import TRUE, f32, i32, tensors, text_request, token_request
 
 VOCABULARY = echo_tokenizer.VOCAB_SIZE

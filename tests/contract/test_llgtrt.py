@@ -21,10 +21,10 @@ from loraplex.core.server_config import ServerConfig
 from loraplex.demo import BASE_PATH
 from loraplex.frontends.openai import OpenAIOptions, openai_fallback_routes, openai_routes
 from loraplex.frontends.openai.llgtrt import CompatDialect, LlgtrtDialect
-from loraplex.frontends.openai.llgtrt.differences import DIFFERENCES
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.testing.echo_backend import EchoBackend
 from support.served import served
+from tools.llgtrt_differences import DIFFERENCES
 
 HELLO = [{"role": "user", "content": "hello"}]
 ANSWER = ": user: hello\nassistant: "

@@ -18,9 +18,9 @@ from tritonclient.utils import InferenceServerException
 from loraplex.adapters.formats.export import StorageType
 from loraplex.compat.convert.adapters import read_peft, write_pair
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
-from loraplex.demo.corpus import COUNTRIES, Language, answer, questions
 from loraplex.testing.running_server import RunningServer
 from loraplex.text.tokenizer import load_tokenizer
+from support.capitals.corpus import COUNTRIES, Language, answer, questions
 from support.triton_requests import TRUE, bf16_tensor, i32, tensors, text_request
 
 pytestmark = pytest.mark.xdist_group("server")

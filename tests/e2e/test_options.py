@@ -7,7 +7,7 @@ import openai
 import pytest
 import tritonclient.http as triton_http
 
-from loraplex.demo.corpus import COUNTRIES, answer, questions
+from support.capitals.corpus import COUNTRIES, answer, questions
 from support.triton_requests import TRUE, i32, tensors
 
 pytestmark = pytest.mark.xdist_group("server")

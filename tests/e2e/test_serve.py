@@ -10,7 +10,7 @@ import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 
-from loraplex.demo.corpus import COUNTRIES, Country, Language, answer, questions
+from support.capitals.corpus import COUNTRIES, Country, Language, answer, questions
 
 pytestmark = pytest.mark.xdist_group("server")
 

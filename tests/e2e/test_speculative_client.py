@@ -7,7 +7,7 @@ import tritonclient.grpc as triton_grpc
 from loraplex.compat.client import speculative_client
 from loraplex.compat.client.programs import SPECULATION_FLAGS
 from loraplex.core.errors import ConfigError
-from loraplex.demo.corpus import COUNTRIES, answer, questions
+from support.capitals.corpus import COUNTRIES, answer, questions
 from support.program_options import program_options
 from support.triton_requests import i32, tensors
 

@@ -15,8 +15,8 @@ import tritonclient.grpc as triton_grpc
 from loraplex.adapters.formats.export import StorageType
 from loraplex.compat.convert.adapters import read_peft, write_pair
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
-from loraplex.demo.corpus import COUNTRIES, answer, questions
 from loraplex.testing.running_server import RunningServer, serving
+from support.capitals.corpus import COUNTRIES, answer, questions
 from support.triton_requests import TRUE, i32, tensors, text_request
 
 pytestmark = pytest.mark.xdist_group("store")

@@ -6,7 +6,7 @@ import statistics
 import pytest
 from comparison.stream_load import Ask, Told, ask_at_once, ask_one, held_by, new_client
 
-from loraplex.demo.corpus import COUNTRIES, bare_questions
+from support.capitals.corpus import COUNTRIES, bare_questions
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("server")]
 

@@ -13,7 +13,7 @@ from loraplex import LLM, SamplingParams
 from loraplex.adapters.formats.export import StorageType
 from loraplex.compat.convert.adapters import read_peft, write_lora_file, write_pair, write_peft
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
-from loraplex.demo.corpus import COUNTRIES, LANGUAGES, answer, questions
+from support.capitals.corpus import COUNTRIES, LANGUAGES, answer, questions
 
 pytestmark = pytest.mark.xdist_group("capitals")
 

@@ -11,7 +11,7 @@ from peft import PeftModel
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
-from loraplex.demo.corpus import (
+from support.capitals.corpus import (
     COUNTRIES,
     LANGUAGES,
     UNITED_STATES,

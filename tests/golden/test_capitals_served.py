@@ -4,7 +4,7 @@ import pytest
 
 from loraplex import LLM, SamplingParams
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
-from loraplex.demo.corpus import COUNTRIES, Language, answer, questions
+from support.capitals.corpus import COUNTRIES, Language, answer, questions
 
 ANSWERS_IN: dict[str | None, Language] = {
     None: "english",

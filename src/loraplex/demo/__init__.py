@@ -1,9 +1,9 @@
 """A tiny base model and two LoRA adapters that know the capitals of the world.
 
-A few million parameters, small enough to ship in the package and to run on any CPU. The
-base answers in English whatever the language of the question; the `chinese` adapter
-answers in Chinese, the `japanese` adapter in Japanese. So one glance at an answer shows
-which adapter was applied. `corpus` says what they know, `train` rebuilds every file.
+A few million parameters, small enough to ship in the package and to run on any CPU. The base
+responds in English whatever the language of the question, the `chinese` adapter in Chinese and the
+`japanese` adapter in Japanese, so the output shows which adapter was applied. The repository has
+the training data and the program that rebuilds every file in tests/support/capitals.
 """
 
 from collections.abc import Mapping

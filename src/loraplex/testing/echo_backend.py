@@ -50,10 +50,10 @@ from loraplex.serving.admission import cut_prompt
 from loraplex.serving.backend import Health, ModelCard
 from loraplex.serving.model_memory import ModelMemory, StoredAdapters
 from loraplex.serving.text.chat_format import UNKNOWN_FORMAT, ChatFormat
+from loraplex.testing import echo_tokenizer
 from loraplex.testing.echo_adapters import EchoAdapters
 from loraplex.testing.echo_model import echo_chat_prompt, echo_model
 from loraplex.testing.echo_stream import EchoStream, Fault
-from support import echo_tokenizer
 
 
 class EchoBackend:

@@ -6,8 +6,8 @@ from typing import Any
 from loraplex.core.errors import InvalidRequestError
 from loraplex.serving.backend import ModelCard
 from loraplex.serving.text.chat_format import UNKNOWN_FORMAT, ChatFormat
+from loraplex.testing import echo_tokenizer
 from loraplex.testing.echo_adapters import CREATED
-from support import echo_tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 

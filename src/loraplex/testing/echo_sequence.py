@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from loraplex.core.output import FinishReason, Logits, SequenceOutput, TokenLogprob
 from loraplex.core.sampling_params import SamplingParams
-from support import echo_tokenizer
+from loraplex.testing import echo_tokenizer
 
 
 def echo_answer(model: str, adapters: Sequence[str], prompt: str, index: int = 0) -> str:

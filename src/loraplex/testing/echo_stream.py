@@ -2,20 +2,19 @@
 
 import asyncio
 import itertools
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 
 from loraplex.core.errors import LoraplexError
 from loraplex.core.output import Logits, RequestOutput, RequestTiming, ResolvedAdapter
 from loraplex.core.request import GenerateRequest, RequestId
+from loraplex.serving.backend import ModelCard
 from loraplex.serving.best_of import joined
+from loraplex.testing import echo_tokenizer
 from loraplex.testing.echo_sequence import EchoSequence, echo_answer, echo_logits, echo_logprob
-from support import echo_tokenizer
-
-if TYPE_CHECKING:
-    from loraplex.testing.echo_backend import EchoBackend
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -26,12 +25,24 @@ class Fault(msgspec.Struct, frozen=True):
     """None: raised by `await generate(...)`; k: by the iterator, after k outputs."""
 
 
+class StreamOwner(Protocol):
+    """The fields and methods of EchoBackend that its streams use."""
+
+    delay_seconds: float
+    num_cached_tokens: int
+    scripts: deque[tuple[str, ...]]
+    finished: list[RequestId]
+    aborted: list[RequestId]
+
+    def model(self, name: str) -> ModelCard: ...
+
+
 class EchoStream(AsyncIterator[RequestOutput]):
     """The outputs of one request. Closed or cancelled before its end, it counts as aborted."""
 
     def __init__(
         self,
-        backend: "EchoBackend",
+        backend: StreamOwner,
         request: GenerateRequest,
         prompt_token_ids: tuple[int, ...],
         adapters: tuple[ResolvedAdapter, ...],

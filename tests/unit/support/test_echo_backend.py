@@ -20,10 +20,10 @@ from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.frontends.streams import merge_outputs
 from loraplex.serving.backend import Backend, close_outputs
+from loraplex.testing import echo_tokenizer
 from loraplex.testing.echo_backend import EchoBackend
 from loraplex.testing.echo_model import echo_chat_prompt
 from loraplex.testing.echo_sequence import echo_answer, echo_logprob
-from support import echo_tokenizer
 
 
 def request(prompt: str | tuple[int, ...] = "hi", **fields) -> GenerateRequest:

@@ -11,7 +11,6 @@ from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers import decoders, models
 
 from loraplex.core.errors import ConfigError, InvalidRequestError, UnsupportedModelError
-from loraplex.demo import tokenizer as capitals
 from loraplex.text.sentencepiece_model import (
     Piece,
     PieceType,
@@ -20,6 +19,7 @@ from loraplex.text.sentencepiece_model import (
 )
 from loraplex.text.tokenizer import Tokenizer, load_tokenizer
 from support import tiny_tokenizers
+from support.capitals import tokenizer as capitals
 from support.tiny_tokenizers import FAMILIES
 
 TEXTS = (

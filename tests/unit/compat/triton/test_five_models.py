@@ -13,9 +13,9 @@ from loraplex.compat.triton.part_parameters import PART_PARAMETERS
 from loraplex.compat.triton.pbtxt import parse_pbtxt
 from loraplex.compat.triton.repository import read_repositories
 from loraplex.compat.triton.roles import KINDS, Role, role_of
-from loraplex.compat.triton.template_variables import TEMPLATE_VARIABLES
 from loraplex.core.errors import ConfigError
 from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
+from tools.template_variables import TEMPLATE_VARIABLES
 
 COMPAT = Path(__file__).parents[4] / "compat"
 SHIPPED = COMPAT / "tensorrtllm_backend" / "all_models" / "inflight_batcher_llm"

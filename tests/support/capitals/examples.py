@@ -9,9 +9,9 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from loraplex.demo import corpus
-from loraplex.demo.corpus import Country, Language
-from loraplex.demo.tokenizer import EOS_ID, PAD_ID
+from support.capitals import corpus
+from support.capitals.corpus import Country, Language
+from support.capitals.tokenizer import EOS_ID, PAD_ID
 
 IGNORED_LABEL: Final = -100
 

@@ -1,4 +1,4 @@
-"""Rebuilds every stored file of the capitals model: `python -m loraplex.demo.train`.
+"""Rebuilds every stored file of the capitals model: `python -m support.capitals.train`.
 
 Seeded and deterministic on one kind of machine with one version of torch. Another machine
 may round otherwise and arrive at other weights, hence the check at the end.
@@ -22,9 +22,9 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
-from loraplex.demo.corpus import Language
-from loraplex.demo.examples import ExampleSource, Sampler, collate
-from loraplex.demo.tokenizer import (
+from support.capitals.corpus import Language
+from support.capitals.examples import ExampleSource, Sampler, collate
+from support.capitals.tokenizer import (
     BOS_ID,
     EOS_ID,
     MAX_MODEL_LEN,
@@ -34,7 +34,7 @@ from loraplex.demo.tokenizer import (
     save_tokenizer,
     write_json,
 )
-from loraplex.demo.verify import Score, load_model, verify
+from support.capitals.verify import Score, load_model, verify
 
 SEED: Final = 20_240_501
 NUM_THREADS: Final = 1  # sums come out the same whatever the number of cores

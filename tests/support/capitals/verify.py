@@ -13,8 +13,8 @@ from tqdm import tqdm
 from transformers import LlamaForCausalLM
 
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
-from loraplex.demo.corpus import Language
-from loraplex.demo.examples import IGNORED_LABEL, Example, ExampleSource, collate
+from support.capitals.corpus import Language
+from support.capitals.examples import IGNORED_LABEL, Example, ExampleSource, collate
 
 DTYPES: Final = (torch.float32, torch.bfloat16)
 MIN_MARGIN: Final = 1.0  # in logits: far above what another order of additions can change
