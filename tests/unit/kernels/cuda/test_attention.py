@@ -1,4 +1,4 @@
-"""The attention of a GPU, interpreted: against the formula in float64, and bit for bit."""
+"""Test the GPU attention kernels, interpreted, against the formula in float64 and bit for bit."""
 
 import copy
 import dataclasses
