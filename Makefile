@@ -4,6 +4,10 @@
 #   make test    set up, run the tests (no GPU, no network but loopback)
 #   make lint    format check, lint, import contracts
 #   make types   mypy --strict
+#   make test-slow    the tests that CI runs in addition, and test-clients, in a second stage
+#   make test-lowest  a subset of the tests with the lowest versions that pyproject.toml allows
+#   make soak    what takes too long for CI: the same properties with many more examples
+#   make lock    write constraints.txt anew; LOCK_ARGS=--upgrade takes the newest versions
 #   make bench   measure a server on this machine, and compare it with BENCH_PEERS
 #   make docs    build the documentation
 #   make tables  write the pages of docs/ that are made from the code
@@ -17,8 +21,9 @@
 #   make gpu-check         there: the tests that need a GPU, and 20 measurements, in eight minutes
 #   make gpu-bench PART=a  there: a part of the benchmark, a to e, each of eight minutes at most
 #
-# Setting up installs the torch that constraints.txt pins. Where pip's index serves a CUDA build of
-# that version, that is a download of several GB; to take a CPU build from an index of yours:
+# Setting up installs the versions in constraints.txt with uv, from the indexes and folders of wheels
+# that pip is configured for. Where the index serves a CUDA build of torch, that is a download of
+# several GB; to take a CPU build from an index of yours:
 #   make demo PIP_ARGS="--extra-index-url URL"
 
 PYTHON ?= python3
@@ -36,18 +41,22 @@ COMMIT := $(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
 VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := native/CMakeLists.txt $(wildcard native/src/*) $(wildcard native/include/loraplex/*)
-INSTALL := $(BIN)/pip install --disable-pip-version-check --quiet -c constraints.txt $(PIP_ARGS)
+CODE := src tests examples benchmarks docs .ci
+UV := $(BIN)/python .ci/install.py
+INSTALL := $(UV) install --quiet --python $(BIN)/python -c constraints.txt $(PIP_ARGS)
 
-.PHONY: demo test test-all lint types bench docs tables fmt clean .triton gpu-wheels gpu-check gpu-bench
+.PHONY: demo test test-slow test-lowest soak lint types bench docs tables fmt lock clean .triton \
+	gpu-wheels gpu-check gpu-bench
 
-$(BIN)/python:
+$(BIN)/uv: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "loraplex needs Python 3.11 or newer; say which: make PYTHON=python3.12 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt uv
+	@touch $@
 
-$(VENV)/.runtime: $(BIN)/python pyproject.toml constraints.txt $(NATIVE)
-	@echo "Installing loraplex and torch into $(VENV) (a few minutes the first time) ..."
-	$(INSTALL) torch
+$(VENV)/.runtime: $(BIN)/uv pyproject.toml constraints.txt $(NATIVE)
+	@echo "Installing loraplex and torch into $(VENV) (a minute or two the first time) ..."
 	$(INSTALL) -e .
 	@touch $@
 
@@ -68,16 +77,16 @@ $(VENV)/.docs: $(VENV)/.runtime
 OLDEST_TRITON := $(VENV)/triton-3.6.0
 
 $(OLDEST_TRITON): | $(VENV)/.dev
-	$(BIN)/pip install --disable-pip-version-check --quiet --no-deps --target $@ triton==3.6.0
+	$(UV) install --quiet --python $(BIN)/python --no-deps --target $@ triton==3.6.0
 
 # The real Triton, in a Python of its own: what `loraplex triton export` writes is tested with it.
-.triton: | $(BIN)/python
+.triton: | $(BIN)/uv
 	$(BIN)/python benchmarks/install_triton.py $@ --pip-args="$(PIP_ARGS)"
 
 # Clients that cannot be installed beside loraplex, because they want other versions of what it
 # needs: they have a folder of their own, and the tests run them in processes of their own.
 $(VENV)/clients: | $(VENV)/.dev
-	$(BIN)/pip install --disable-pip-version-check --quiet --no-deps --target $@ \
+	$(UV) install --quiet --python $(BIN)/python --no-deps --target $@ \
 		guidance==0.3.1 llguidance==1.5.0 lorax-client==0.6.3
 
 demo: $(VENV)/.runtime
@@ -90,14 +99,12 @@ test-all: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not gpu and not network" $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev
-	$(BIN)/ruff format --check src tests examples benchmarks docs
-	$(BIN)/ruff check src tests examples benchmarks docs
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/ruff check $(CODE)
 	$(BIN)/lint-imports --no-cache
 
 types: $(VENV)/.dev
 	$(BIN)/mypy
-	MYPYPATH=src:benchmarks:tests $(BIN)/mypy benchmarks/*.py
-	MYPYPATH=src:benchmarks:tests $(BIN)/mypy -p gpu -p comparison
 
 bench: $(VENV)/.bench .triton
 	$(BIN)/loraplex bench --output benchmarks/results
@@ -112,15 +119,23 @@ docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict
 
 fmt: $(VENV)/.dev
-	$(BIN)/ruff format src tests examples benchmarks docs
-	$(BIN)/ruff check --fix src tests examples benchmarks docs
+	$(BIN)/ruff format $(CODE)
+	$(BIN)/ruff check --fix $(CODE)
+
+# Versions are exact, names no index, and leave out the CUDA packages, which come with a CUDA build
+# of torch in the versions that it wants. Versions that stand there already stay.
+lock: $(BIN)/uv
+	$(UV) compile --quiet --universal --python-version 3.11 --no-header --no-annotate \
+		--no-emit-index-url $(addprefix --extra ,dev bench docs tracing remote) \
+		$(LOCK_ARGS) pyproject.toml --output-file constraints.txt
+	sed --in-place --regexp-extended '/^(cuda|nvidia)-/{/^nvidia-ml-py=/!d}' constraints.txt
 
 clean:
-	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .hypothesis .gpu .triton
+	rm -rf $(VENV) $(LOWEST) site .mypy_cache .ruff_cache .pytest_cache .hypothesis .gpu .triton
 
 GPU_RUN := PYTHONPATH=.gpu/site:src:benchmarks:tests $(GPU_PYTHON) -B
 
-gpu-wheels: $(BIN)/python
+gpu-wheels: $(BIN)/uv
 	$(BIN)/python benchmarks/gpu/wheels.py --python $(GPU_PYTHON_VERSION)
 
 gpu-check:
