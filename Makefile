@@ -4,9 +4,9 @@
 #   make test    set up, run the tests (no GPU, no network but loopback)
 #   make lint    format check, lint, import contracts
 #   make types   mypy --strict
-#   make test-slow    the tests that CI runs in addition, and test-clients, in a second stage
-#   make test-lowest  a subset of the tests with the lowest versions that pyproject.toml allows
-#   make soak    what takes too long for CI: the same properties with many more examples
+#   make test-all     all tests that CI runs
+#   make test-lowest  a part of the tests with the lowest versions that pyproject.toml allows
+#   make soak    what takes too long for CI: long schedules, kills, many more examples
 #   make lock    write constraints.txt anew; LOCK_ARGS=--upgrade takes the newest versions
 #   make bench   measure a server on this machine, and compare it with BENCH_PEERS
 #   make docs    build the documentation
@@ -41,11 +41,13 @@ COMMIT := $(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
 VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := native/CMakeLists.txt $(wildcard native/src/*) $(wildcard native/include/loraplex/*)
+LOWEST := .venv-lowest
+LOWEST_TESTS ?= tests/unit/core tests/unit/app tests/unit/serving tests/contract tests/e2e/test_serve.py
 CODE := src tests examples benchmarks docs .ci
 UV := $(BIN)/python .ci/install.py
 INSTALL := $(UV) install --quiet --python $(BIN)/python -c constraints.txt $(PIP_ARGS)
 
-.PHONY: demo test test-slow test-lowest soak lint types bench docs tables fmt lock clean .triton \
+.PHONY: demo test test-all test-lowest soak lint types bench docs tables fmt lock clean .triton \
 	gpu-wheels gpu-check gpu-bench
 
 $(BIN)/uv: constraints.txt
@@ -60,17 +62,18 @@ $(VENV)/.runtime: $(BIN)/uv pyproject.toml constraints.txt $(NATIVE)
 	$(INSTALL) -e .
 	@touch $@
 
+# The dependencies alone: `-e ".[dev]"` would compile the native kernels again.
 $(VENV)/.dev: $(VENV)/.runtime
 	@echo "Installing the test and lint tools ..."
-	$(INSTALL) -e ".[dev]"
+	$(INSTALL) -r pyproject.toml --extra dev
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.runtime
-	$(INSTALL) -e ".[bench]"
+	$(INSTALL) -r pyproject.toml --extra bench
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.runtime
-	$(INSTALL) -e ".[docs]"
+	$(INSTALL) -r pyproject.toml --extra docs
 	@touch $@
 
 # The oldest Triton that is supported: its compiler is tested, too.
@@ -95,8 +98,28 @@ demo: $(VENV)/.runtime
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-test-all: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not gpu and not network" $(PYTEST_ARGS)
+# All that CI runs, with more examples of each property.
+test-all: $(VENV)/.dev $(OLDEST_TRITON) $(VENV)/clients .triton
+	$(BIN)/python -m pytest --hypothesis-profile=ci --durations=30 \
+		-m "not soak and not gpu and not network" $(PYTEST_ARGS)
+
+# Minutes for each test: long schedules, kills, and every property with 20 times CI's examples.
+soak: $(VENV)/.dev $(OLDEST_TRITON) $(VENV)/clients .triton
+	$(BIN)/python -m pytest --hypothesis-profile=soak --timeout=7200 -m soak $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --hypothesis-profile=soak --timeout=7200 \
+		-m "not gpu and not network" $(PYTEST_ARGS) tests/property tests/contract/test_openapi.py
+	$(MAKE) test-lowest
+
+# A Python of its own, with the lowest versions that pyproject.toml allows of what it names. torch is
+# the exception: the index has CUDA builds only of older versions.
+$(LOWEST)/.installed: $(BIN)/uv pyproject.toml
+	$(PYTHON) -m venv $(LOWEST)
+	$(UV) install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct $(PIP_ARGS) \
+		$$(grep "^torch==" constraints.txt) -r pyproject.toml --extra dev
+	@touch $@
+
+test-lowest: $(LOWEST)/.installed
+	$(LOWEST)/bin/python -m pytest $(LOWEST_TESTS) $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check $(CODE)

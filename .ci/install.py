@@ -1,7 +1,7 @@
-"""Run `uv pip ARGS...` with the indexes, folders of wheels and certificates that pip is set up with.
+"""Run `uv pip ARGS...` with the indexes, folders of wheels and certificates that pip would use.
 
-uv does not read pip's configuration: without this it would ignore a user's mirror, or a CPU build of
-torch in a local folder. Variables of uv that the user sets win.
+uv does not read pip's configuration: without this it would ignore a user's mirror, or a CPU build
+of torch in a local folder. Variables of uv that the user sets win.
 """
 
 import ast

@@ -1,14 +1,16 @@
-"""What holds for every test."""
+"""Settings and fixtures of every test."""
 
 import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadGroupScheduling
 
 from loraplex.core.environment import let_threads_sleep
+from support.examples import register_profiles
 
 # Tests start programs of `support` with `python -m`.
 _PATHS = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -21,9 +23,31 @@ let_threads_sleep()
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# No test may fail because the machine is slow.
-settings.register_profile("loraplex", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("loraplex")
+register_profiles()
+
+# Folders with the longest tests come first: what is left at the end can be shared evenly.
+_FOLDERS = ("e2e", "golden", "property", "unit/kernels", "contract", "")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sort tests by folder, in an order that pytest-randomly chose within each."""
+
+    def rank(item: pytest.Item) -> int:
+        return next(i for i, folder in enumerate(_FOLDERS) if f"tests/{folder}" in item.nodeid)
+
+    items.sort(key=rank)
+
+
+class _ByFile(LoadGroupScheduling):
+    """Run the tests of a file or of an xdist_group in one process, which sets them up once."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return super()._split_scope(nodeid).partition("::")[0]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadGroupScheduling:
+    """Choose how xdist shares tests among its processes."""
+    return _ByFile(config, log)
 
 
 @pytest.fixture(autouse=True)

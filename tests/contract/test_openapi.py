@@ -1,11 +1,6 @@
-"""The OpenAPI document against the app that it is of: what schemathesis makes of it is answered as
-it says, whether the request is right, wrong or absurd.
-
-LORAPLEX_OPENAPI_CASES: how many requests the slow test makes by chance, beside its systematic ones.
-"""
+"""Compare the app with its OpenAPI document: schemathesis sends valid and invalid requests."""
 
 import json
-import os
 import random
 from collections import Counter
 
@@ -39,9 +34,10 @@ from loraplex.frontends.kserve.model_control import ControlMode, ModelControl
 from loraplex.serving.model_memory import DeviceTier, HostTier, KVMemory, ModelMemory
 from loraplex.testing.echo_backend import EchoBackend
 from support.described_app import described_app
+from support.examples import num_examples
 
 KEY = "a-key-of-this-test"
-NUM_CASES = int(os.environ.get("LORAPLEX_OPENAPI_CASES", "4000"))
+NUM_CASES = num_examples(20)
 EVENTS = "text/event-stream"
 NOT_SERVED = 501
 """Triton's own status for what a server does not have."""

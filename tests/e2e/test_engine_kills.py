@@ -12,7 +12,7 @@ import pytest
 from loraplex.testing.running_server import serving
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.soak,
     pytest.mark.skipif(sys.platform != "linux", reason="finds child processes in /proc"),
     pytest.mark.xdist_group("restart"),
 ]

@@ -16,7 +16,7 @@ from loraplex.adapters.canonical import canonical_path, digest, read_canonical
 from loraplex.adapters.store import AdapterStore
 from loraplex.core.adapter import AdapterRef, ByName
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("kill")]
+pytestmark = [pytest.mark.soak, pytest.mark.xdist_group("kill")]
 
 WORKER = Path(__file__).with_name("server_crash_worker.py")
 NUM_KILLS = 50

@@ -57,7 +57,7 @@ def test_late_copies_change_no_answer(tmp_path: Path) -> None:
     check(schedules, range(1), "delayed")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["host", "delayed"])
 def test_many_schedules(tmp_path: Path, name: str) -> None:

@@ -9,7 +9,6 @@ import dataclasses
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from loraplex.core.adapter import Residency
@@ -17,6 +16,7 @@ from loraplex.core.errors import AdapterTooLargeError, ErrorInfo
 from loraplex.memory.adapter_cache import AdapterCache
 from loraplex.memory.eviction import LRUPolicy, cost_policy, lfu_policy
 from loraplex.testing.fake_clock import FakeClock
+from support.examples import examples
 
 HOST_BYTES = 20
 NUM_PAGES = 5
@@ -402,6 +402,6 @@ TestWithoutHostCopy = WithoutHostCopyMachine.TestCase
 TestLeastFrequentlyUsed = LeastFrequentlyUsedMachine.TestCase
 TestCheapestToReload = CheapestToReloadMachine.TestCase
 for case in (TestWithHostCopy, TestWithoutHostCopy):
-    case.settings = settings(max_examples=150, stateful_step_count=50)
+    case.settings = examples(1.5, stateful_step_count=50)
 for case in (TestLeastFrequentlyUsed, TestCheapestToReload):
-    case.settings = settings(max_examples=75, stateful_step_count=50)
+    case.settings = examples(0.75, stateful_step_count=50)

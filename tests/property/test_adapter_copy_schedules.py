@@ -210,7 +210,7 @@ def test_a_step_reads_the_adapters_that_it_asked_for(seed: int) -> None:
     assert machine.cache.stats().host_evictions > 2
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("seed", range(100, 130))
 def test_in_many_more_schedules(seed: int) -> None:
     Machine(seed).run(600)

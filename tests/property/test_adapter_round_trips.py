@@ -3,7 +3,7 @@
 import json
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.adapters.canonical import CanonicalRow, RowKind, digest
@@ -107,13 +107,11 @@ def read_again(rows: list[CanonicalRow]) -> tuple[CanonicalRow, ...]:
     return peft.canonical_rows(config, peft_tensors(rows))
 
 
-@settings(deadline=None)
 @given(adapters())
 def test_peft_s_form_holds_everything_bit_for_bit(rows):
     assert digest(read_again(rows)) == digest(rows)
 
 
-@settings(deadline=None)
 @given(plain_adapters())
 def test_the_pair_holds_plain_lora_and_its_scale_in_b(rows):
     pair = lora_tensors(rows, StorageType.FLOAT32)

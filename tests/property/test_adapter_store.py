@@ -12,7 +12,6 @@ import tempfile
 from pathlib import Path
 
 import hypothesis.strategies as st
-from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from loraplex.adapters.canonical import canonical_path
@@ -20,6 +19,7 @@ from loraplex.adapters.staged import StagedAdapter
 from loraplex.adapters.store import MAX_HISTORY, AdapterStore, VersionOrigin
 from loraplex.core.adapter import AdapterRef, AdapterSource, ByDigest, ByName, ByTaskId
 from loraplex.core.errors import AdapterExistsError, AdapterLoadError, AdapterNotFoundError
+from support.examples import examples
 
 NAMES = st.sampled_from(["cats", "dogs", "../../etc", "b: '; DROP TABLE adapters"])
 ALIASES = st.sampled_from(["live", "cats", "pets", "../../etc"])
@@ -332,4 +332,4 @@ def ref(key):
 
 
 TestAdapterStore = AdapterStoreMachine.TestCase
-TestAdapterStore.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestAdapterStore.settings = examples(0.4, stateful_step_count=40)

@@ -1,14 +1,13 @@
 """Incremental decoding equals whole decoding, for every tokenizer family and any split.
 
-The families are 16: their own pipelines, trained small (loraplex.testing). The slow run draws tens
-of thousands of examples.
+The families are 16: their own pipelines, trained small.
 """
 
 import itertools
 import re
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as BackendTokenizer
 from transformers import PreTrainedTokenizerFast
@@ -18,6 +17,7 @@ from loraplex.text.sentencepiece_model import build_tokenizer, read_sentencepiec
 from loraplex.text.special_tokens import read_json_object
 from loraplex.text.tokenizer import load_tokenizer
 from support import tiny_tokenizers
+from support.examples import examples
 from support.tiny_tokenizer_pipelines import BYTE_FALLBACK, PIPELINES
 
 FAMILIES = {**tiny_tokenizers.FAMILIES, **PIPELINES}
@@ -28,8 +28,6 @@ LOSSLESS = (
 )
 SPOILS_RUNS = {"llama-sentencepiece", "unigram-sentencepiece", *BYTE_FALLBACK}
 """The library's byte fallback replaces whole runs of byte tokens where one is bad."""
-FEW, MANY = 60, 1000
-"""Examples of a family in one test: always, and in the slow run."""
 
 TEXT_PARTS = st.one_of(
     st.text(max_size=8),
@@ -151,17 +149,9 @@ def check_split(tokenizer, data) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=FEW)
+@examples(0.6)
 @given(data=st.data())
 def test_any_split_gives_the_whole_decode(family, tokenizers, data):
-    check_split(tokenizers[family], data)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=MANY)
-@given(data=st.data())
-def test_any_split_gives_the_whole_decode_often(family, tokenizers, data):
     check_split(tokenizers[family], data)
 
 
@@ -177,17 +167,9 @@ def check_output(tokenizer, data) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=FEW)
+@examples(0.6)
 @given(data=st.data())
 def test_output_is_the_generated_part_of_the_whole_decode(family, tokenizers, data):
-    check_output(tokenizers[family], data)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=MANY)
-@given(data=st.data())
-def test_output_is_the_generated_part_of_the_whole_decode_often(family, tokenizers, data):
     check_output(tokenizers[family], data)
 
 
@@ -221,17 +203,9 @@ def text_of_bytes(backend, ids, skip) -> str:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=FEW)
+@examples(0.6)
 @given(data=st.data())
 def test_whole_decode_equals_transformers(family, tokenizers, references, data):
-    check_whole(family, tokenizers[family], references[family], data)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=MANY)
-@given(data=st.data())
-def test_whole_decode_equals_transformers_often(family, tokenizers, references, data):
     check_whole(family, tokenizers[family], references[family], data)
 
 
@@ -239,7 +213,7 @@ def test_whole_decode_equals_transformers_often(family, tokenizers, references, 
 
 
 @pytest.mark.parametrize("family", LOSSLESS)
-@settings(max_examples=FEW)
+@examples(0.6)
 @given(data=st.data())
 def test_encoded_text_comes_back(family, tokenizers, data):
     tokenizer = tokenizers[family]
@@ -255,7 +229,7 @@ def test_encoded_text_comes_back(family, tokenizers, data):
 
 
 @pytest.mark.parametrize("family", LOSSLESS)
-@settings(max_examples=FEW)
+@examples(0.6)
 @given(text=TEXTS)
 def test_every_character_is_given_as_soon_as_it_is_complete(family, tokenizers, text):
     tokenizer = tokenizers[family]
@@ -270,7 +244,7 @@ def test_every_character_is_given_as_soon_as_it_is_complete(family, tokenizers, 
 
 
 @pytest.mark.parametrize("family", LOSSLESS)
-@settings(max_examples=FEW)
+@examples(0.6)
 @given(before=TEXTS, after=TEXTS)
 def test_an_answer_goes_on_where_the_prompt_ended(family, tokenizers, before, after):
     """No space between them is lost or made; two texts are one."""
@@ -285,7 +259,7 @@ def test_an_answer_goes_on_where_the_prompt_ended(family, tokenizers, before, af
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=FEW)
+@examples(0.6)
 @given(data=st.data())
 def test_continuation_is_what_follows_a_text(family, tokenizers, data):
     tokenizer = tokenizers[family]

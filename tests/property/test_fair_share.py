@@ -4,7 +4,7 @@ import dataclasses
 import random
 
 import hypothesis.strategies as st
-from hypothesis import given, settings
+from hypothesis import given
 
 from loraplex.core.scheduler_settings import FairShare
 from loraplex.scheduling.fair_share import FairShares
@@ -12,6 +12,7 @@ from loraplex.scheduling.queues import WaitingQueue
 from loraplex.scheduling.request import Request, Sequence
 from loraplex.scheduling.stop import StopRules
 from support.engine_requests import engine_request
+from support.examples import examples
 
 MAX_COST = 50
 MAX_SHARES = 12
@@ -81,7 +82,7 @@ class Server:
     newcomer_rate=st.sampled_from([0.0, 0.5, 1.0]),
     goes_on=st.booleans(),
 )
-@settings(max_examples=150, deadline=None)
+@examples(1.5)
 def test_overtaking_is_bounded(seed, num_shares, num_before, newcomer_rate, goes_on):
     """docs/invariants.md: at most 2 * S * W + (A + 1) * C.
 
@@ -116,7 +117,6 @@ def test_overtaking_is_bounded(seed, num_shares, num_before, newcomer_rate, goes
 
 
 @given(seed=st.integers(0, 10**9), num_shares=st.integers(2, 6))
-@settings(max_examples=100, deadline=None)
 def test_backlogged_shares_are_served_alike(seed, num_shares):
     """Counters of backlogged shares differ by at most one admission (VTC, theorem 4.4)."""
     draw = random.Random(seed)

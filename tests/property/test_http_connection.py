@@ -12,13 +12,14 @@ from typing import Any
 import h11
 import pytest
 import uvicorn
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from uvicorn.server import ServerState
 
 from loraplex.app.http_guard import ConnectionGuard, GuardedApp
 from loraplex.app.http_limits import ConnectionLimits
 from loraplex.frontends.telemetry.connections import HttpConnections
+from support.examples import examples
 
 SEEDS = st.integers(0, 2**32 - 1)
 LIMITS = ConnectionLimits(
@@ -312,7 +313,7 @@ def _is_old(asked: Asked) -> bool:
     return b" HTTP/1.0\r\n" in asked.data
 
 
-@settings(max_examples=400)
+@examples(4)
 @given(seed=SEEDS, cut=SEEDS)
 def test_what_is_broken_is_read_alike_however_it_is_cut(seed: int, cut: int) -> None:
     requests = conversation(seed)

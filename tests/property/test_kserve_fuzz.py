@@ -5,14 +5,13 @@ import contextlib
 import gc
 import io
 import json
-import os
 import random
 
 import numpy as np
 import psutil
 import pytest
 from google.protobuf.message import DecodeError
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2 as pb
 
@@ -21,6 +20,7 @@ from loraplex.compat.triton.pbtxt import parse_pbtxt
 from loraplex.core.errors import ConfigError, LoraplexError
 from loraplex.frontends.kserve.grpc.codec import decode_request
 from loraplex.frontends.kserve.shared_memory import SharedMemory, TenantMemory
+from support.examples import examples, num_examples
 from support.kserve_asking import Asked
 from support.kserve_inputs import MODELS, changed_bytes
 
@@ -34,7 +34,7 @@ JSON = st.recursive(
     max_leaves=12,
 )
 ITEMSIZES = {"F16": 2, "BF16": 2, "F32": 4, "I32": 4, "F64": 8, "I64": 8}
-NUM_INPUTS = int(os.environ.get("LORAPLEX_FUZZ_INPUTS", "3000"))
+NUM_INPUTS = num_examples(30)
 """Of the slow test."""
 MAX_GROWTH_BYTES = 8 * 2**20
 
@@ -47,7 +47,7 @@ parameters: { key: "gpt_model_path" value: { string_value: "${engine_dir}" } }
 """
 
 
-@settings(max_examples=1000)
+@examples(10)
 @given(seed=SEEDS)
 def test_changed_requests(seed):
     asyncio.run(Asked().ask(seed))
@@ -88,7 +88,6 @@ def test_changed_configurations(seed):
         parse_pbtxt(text, "config.pbtxt")
 
 
-@settings(max_examples=100)
 @given(seed=SEEDS)
 def test_changed_arrays(seed, tmp_path_factory):
     rng = random.Random(seed)
@@ -103,7 +102,7 @@ def test_changed_arrays(seed, tmp_path_factory):
 
 @pytest.mark.slow
 def test_many_inputs_take_no_memory():
-    """By hand with LORAPLEX_FUZZ_INPUTS=100000 and -s, which shows the figures."""
+    """Memory stays bounded; -s shows the figures."""
 
     async def run() -> tuple[int, int, dict[str, int]]:
         asked, before = Asked(), 0

@@ -7,12 +7,12 @@ block, on the device and on the host, what a model would compute there.
 import dataclasses
 
 import hypothesis.strategies as st
-from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from loraplex.core.plan import NO_BLOCK
 from loraplex.core.retention import KVRetention, TokenRangeRetention
 from loraplex.memory.kv_blocks import KVBlocks
+from support.examples import examples
 
 BLOCK_SIZE = 2
 NUM_BLOCKS = 8
@@ -267,7 +267,7 @@ class NarrowWindowMachine(KVBlocksMachine):
     window = 1
 
 
-PROFILE = settings(max_examples=60, stateful_step_count=40)
+PROFILE = examples(0.6, stateful_step_count=40)
 TestKVBlocks = KVBlocksMachine.TestCase
 TestWindow = WindowMachine.TestCase
 TestWindowAndSinks = WindowAndSinksMachine.TestCase

@@ -9,11 +9,11 @@ import dataclasses
 import hashlib
 
 import hypothesis.strategies as st
-from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from loraplex.memory.kv_blocks import KVBlocks
 from loraplex.memory.prefix_cache import hash_block
+from support.examples import examples
 
 BLOCK_SIZE = 2
 NUM_BLOCKS = 6
@@ -215,7 +215,7 @@ class NoPrefixCacheMachine(KVBlocksMachine):
 
 
 TestKVBlocks = KVBlocksMachine.TestCase
-TestKVBlocks.settings = settings(max_examples=200, stateful_step_count=40)
+TestKVBlocks.settings = examples(2, stateful_step_count=40)
 TestWeakHash = WeakHashMachine.TestCase
-TestWeakHash.settings = settings(max_examples=150, stateful_step_count=40)
+TestWeakHash.settings = examples(1.5, stateful_step_count=40)
 TestNoPrefixCache = NoPrefixCacheMachine.TestCase

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.core.tools import FunctionTool, ToolUse
@@ -14,6 +14,7 @@ from loraplex.frontends.openai.responses_api import objects as wire
 from loraplex.frontends.openai.responses_api.output_items import OutputItems
 from loraplex.serving.text.answer_reader import AnswerReading
 from loraplex.serving.text.chat_format import ChatFormat
+from support.examples import examples
 
 TOOLS = ToolUse(tools=(FunctionTool(name="f"), FunctionTool(name="g")))
 PIECES = (
@@ -88,7 +89,7 @@ def check(events: Sequence[Any]) -> None:
     json.loads(b"[" + b",".join(map(msgspec.json.encode, events)) + b"]")
 
 
-@settings(max_examples=400)
+@examples(4)
 @given(READINGS, TEXTS, st.data())
 def test_any_split_gives_the_same_items(reading: AnswerReading, text: str, data: Any) -> None:
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8).map(sorted))

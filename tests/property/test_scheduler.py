@@ -7,7 +7,7 @@ from pathlib import Path
 import hypothesis.strategies as st
 import msgspec
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -38,6 +38,7 @@ from loraplex.testing.fake_loader import FakeLoader, fake_source
 from loraplex.testing.fake_model import FakeModel
 from loraplex.testing.fake_runner import FAKE_CAPACITY, FakeRunner, fake_logprob
 from support.delayed_runner import DelayedRunner
+from support.examples import examples
 from support.fake_search import search_alone
 
 MS = 1_000_000
@@ -450,10 +451,5 @@ class EngineMachine(RuleBasedStateMachine):
 def test_every_request_ends_once_with_its_answer():
     run_state_machine_as_test(
         EngineMachine,
-        settings=settings(
-            max_examples=200,
-            stateful_step_count=20,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        ),
+        settings=examples(2, stateful_step_count=20, suppress_health_check=list(HealthCheck)),
     )

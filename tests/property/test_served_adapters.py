@@ -16,7 +16,6 @@ from pathlib import Path
 import hypothesis.strategies as st
 import msgspec
 import pytest
-from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from loraplex.adapters.canonical import canonical_path
@@ -52,6 +51,7 @@ from loraplex.testing.fake_model import FakeModel
 from loraplex.testing.fake_runner import FAKE_CAPACITY
 from loraplex.text.tokenizer import load_tokenizer
 from support.engine_requests import engine_request
+from support.examples import examples
 from support.fake_engine_process import FakeEngineSettings, fake_engine_thread
 
 CAPACITY = msgspec.structs.replace(FAKE_CAPACITY, vocab_size=1024, num_adapter_pages=2)
@@ -316,7 +316,7 @@ class ServedAdaptersMachine(RuleBasedStateMachine):
 
 
 TestServedAdapters = ServedAdaptersMachine.TestCase
-TestServedAdapters.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
+TestServedAdapters.settings = examples(0.2, stateful_step_count=25)
 
 
 async def replaced_answer(state_dir: Path) -> list[int]:

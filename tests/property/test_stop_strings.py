@@ -8,7 +8,7 @@ import asyncio
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.core.output import EngineOutput, FinishReason, SequenceDelta
@@ -20,10 +20,10 @@ from loraplex.serving.text.detokenizer import IncrementalDetokenizer
 from loraplex.text.tokenizer import load_tokenizer
 from support import tiny_tokenizers
 from support.engine_requests import engine_request
+from support.examples import examples
 from support.tiny_tokenizer_pipelines import PIPELINES
 
 FAMILIES = ("byte-level", "llama-sentencepiece", "word-piece", "gemma", "qwen2", "phi3")
-FEW, MANY = 120, 2000
 
 PARTS = st.one_of(
     st.text(alphabet="ab \n", max_size=4),
@@ -155,15 +155,7 @@ def check(tokenizer, data) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=FEW)
+@examples(1.2)
 @given(data=st.data())
 def test_what_is_given_out_is_the_references(family, tokenizers, data):
-    check(tokenizers[family], data)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=MANY)
-@given(data=st.data())
-def test_what_is_given_out_is_the_references_often(family, tokenizers, data):
     check(tokenizers[family], data)

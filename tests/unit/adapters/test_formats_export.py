@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.adapters.canonical import CanonicalRow, RowKind, digest
@@ -22,6 +22,7 @@ from loraplex.core.errors import (
     InvalidParameterError,
     UnsupportedFeatureError,
 )
+from support.examples import examples
 
 SHAPES = BaseShapes(
     3,
@@ -88,13 +89,13 @@ def adapters(draw, scales):
 
 
 class TestThePair:
-    @settings(max_examples=50, deadline=None)
+    @examples(0.5)
     @given(adapters(st.just(1.0)))
     def test_without_a_scale_it_comes_back_bit_for_bit(self, rows):
         weights, config = lora_tensors(rows, common_storage_type(rows))
         assert digest(read_pair(weights, config, SHAPES, 8)) == digest(rows)
 
-    @settings(max_examples=50, deadline=None)
+    @examples(0.5)
     @given(adapters(st.sampled_from([0.5, 2.0, 4.0])), st.sampled_from(list(StorageType)))
     def test_a_scale_of_two_s_powers_and_a_wide_enough_type_lose_nothing(self, rows, storage):
         source = rows[0].tensors["a"].dtype
@@ -242,7 +243,7 @@ class TestRefusals:
 
 
 class TestPeft:
-    @settings(max_examples=80, deadline=None)
+    @examples(0.8)
     @given(adapters(st.floats(-16, 16, width=32).map(lambda scale: scale + 0.0)))  # never -0.0
     def test_it_comes_back_bit_for_bit(self, rows):
         config = parse_config(json.dumps(peft_config(rows)).encode())
@@ -269,7 +270,7 @@ class TestPeft:
         ]
 
 
-@settings(max_examples=40, deadline=None)
+@examples(0.4)
 @given(adapters(st.sampled_from([0.25, 1.0, 2.0])))
 def test_peft_pair_canonical_peft(rows):
     """The whole circle: A bit for bit, B with its scale, and the same change of every layer."""

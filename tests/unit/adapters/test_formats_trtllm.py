@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.adapters.canonical import CanonicalRow, digest
@@ -17,6 +17,7 @@ from loraplex.core.errors import (
     AdapterTooLargeError,
     InvalidAdapterError,
 )
+from support.examples import examples
 
 BASE = BaseShapes(
     num_layers=3,
@@ -177,7 +178,7 @@ def adapters(draw):
     return chosen, draw(st.sampled_from(["<f2", "<f4", "<u2"])), draw(st.integers(0, 9))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(0.6)
 @given(adapters(), st.booleans(), st.booleans(), st.integers(0, 2**32 - 1))
 def test_random_adapters_over_all_enabled_modules(adapter, with_batch, with_column, seed):
     chosen, kind, padding = adapter

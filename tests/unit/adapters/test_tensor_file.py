@@ -5,7 +5,7 @@ import struct
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import save_file
@@ -18,6 +18,7 @@ from loraplex.adapters.tensor_file import (
     write_atomically,
 )
 from loraplex.core.errors import AdapterTooLargeError, InvalidAdapterError, LoraplexError
+from support.examples import examples
 
 LIMITS = {"max_file_bytes": 1 << 20, "max_header_bytes": 1 << 16, "max_tensors": 100}
 
@@ -127,7 +128,7 @@ def test_what_is_not_a_regular_file_is_not_read(tmp_path):
             read_bounded(path, 100)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@examples(1, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_damage_gives_anything_but_an_error_of_ours(tmp_path, data):
     save_file({"x": np.arange(6, dtype="f4"), "y": np.zeros((2, 2), "f2")}, tmp_path / "t")

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers.generation import logits_process as hf
 
@@ -13,6 +13,7 @@ from loraplex.core.sampling_params import SamplingParams
 from loraplex.execution.sampling.sampler import Sampler
 from loraplex.kernels.dispatch import select_kernels
 from loraplex.kernels.reference import ReferenceKernels
+from support.examples import examples
 
 VOCAB = 37
 CPU = torch.device("cpu")
@@ -86,7 +87,7 @@ def token_of(result: RowResult) -> int:
     return token_id
 
 
-@settings(max_examples=60, deadline=None)
+@examples(0.6)
 @given(samplings=SAMPLINGS, seed=st.integers(0, 2**32))
 def test_a_row_is_as_alone_over_many_steps_and_after_it_was_away(samplings, seed):
     together = sampler_of(*samplings)
@@ -104,7 +105,7 @@ def test_a_row_is_as_alone_over_many_steps_and_after_it_was_away(samplings, seed
             outputs[slot] += (token_of(results[slot]),)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(0.6)
 @given(samplings=SAMPLINGS, seed=st.integers(0, 2**32), data=st.data())
 def test_drafts_change_no_token(samplings, seed, data):
     num_tokens = 5

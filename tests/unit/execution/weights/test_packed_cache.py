@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from loraplex.core.errors import ConfigError
@@ -28,6 +28,7 @@ from loraplex.execution.weights.packing import (
 from loraplex.kernels.dispatch import select_kernels
 from loraplex.kernels.ops import Kernels
 from loraplex.kernels.reference import ReferenceKernels
+from support.examples import examples
 from support.tiny_model import TinyCheckpoint
 
 CPU = torch.device("cpu")
@@ -114,11 +115,7 @@ def test_the_second_reading_packs_nothing(
     assert len(packings) == 2
 
 
-@settings(
-    max_examples=15,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@examples(0.15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     hidden=st.sampled_from([16, 32, 48]),
     inner=st.sampled_from([24, 33, 64]),

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from loraplex.kernels import sampling
@@ -11,6 +11,7 @@ from loraplex.kernels.cuda import drawing, logit_rows
 from loraplex.kernels.cuda.sampling import draw_tokens
 from loraplex.kernels.sampling import DrawOptions
 from support.device_draws import reference_draws
+from support.examples import examples
 
 LARGEST_UNIFORM = 1 - 2**-53
 
@@ -93,7 +94,7 @@ def test_every_filter_of_every_row(vocab_size, top_k, top_p):
 
 
 @pytest.mark.slow
-@settings(max_examples=12, suppress_health_check=list(HealthCheck))
+@examples(0.12, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_any_rows_and_options(data):
     """Few different logits, so that cuts go through equals; each row asks for other filters."""

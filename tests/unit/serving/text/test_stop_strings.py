@@ -3,10 +3,11 @@
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.serving.text.stop_strings import StopStrings
+from support.examples import examples
 
 SMALL_TEXT = st.text(alphabet="ab", max_size=12)
 STOPS = st.lists(st.text(alphabet="ab", min_size=1, max_size=7), max_size=3)
@@ -26,7 +27,7 @@ def is_proper_beginning(text: str, stops: list[str]) -> bool:
     return any(len(text) < len(stop) and stop.startswith(text) for stop in stops)
 
 
-@settings(max_examples=500)
+@examples(5)
 @given(
     parts=st.lists(SMALL_TEXT, min_size=1, max_size=6),
     stops=STOPS,
