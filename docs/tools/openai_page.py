@@ -5,8 +5,6 @@ send to the routes that generate, and what is done with it.
 import re
 from collections.abc import Iterator
 
-from fastapi.routing import APIRoute
-
 from loraplex.core.support import Feature, Section, Support
 from loraplex.frontends.openai import openai_routes
 from loraplex.frontends.openai.absent_routes import ABSENT
@@ -202,7 +200,7 @@ def _own() -> Iterator[Feature]:
 
 
 def _routes() -> Iterator[Feature]:
-    for route in openai_routes(EchoBackend()).routes:
-        if isinstance(route, APIRoute) and route.include_in_schema:
-            for method in sorted(route.methods or ()):
+    for route in openai_routes(EchoBackend()):
+        if route.include_in_schema:
+            for method in sorted((route.methods or set()) - {"HEAD"}):
                 yield Feature(f"{method} {_CONVERTER.sub('}', route.path)}")

@@ -8,7 +8,7 @@ import openai
 import pytest
 import tritonclient.grpc
 import tritonclient.http
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
@@ -54,17 +54,17 @@ def backend():
 def routes(backend, authenticate):
     """Of all rooms."""
     return [
-        *openai_routes(backend, None, authenticate).routes,
+        *openai_routes(backend, None, authenticate),
         *kserve_routes(TritonService(backend), authenticate=authenticate),
         *health_routes(backend, lambda models: {}, authenticate),
-        *openai_fallback_routes().routes,
+        *openai_fallback_routes(),
     ]
 
 
 @pytest.fixture
 def rooms(routes):
     """Without the door."""
-    app = FastAPI()
+    app = Starlette()
     app.router.routes.extend(routes)
     return app
 

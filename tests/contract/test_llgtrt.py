@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from loraplex.app.builder import build_service
 from loraplex.core.adapter import LoadPolicy
@@ -33,7 +33,7 @@ COMPLETION = "/v1/completions"
 
 
 class Switch:
-    app: FastAPI
+    app: Starlette
 
     async def __call__(self, scope, receive, send) -> None:
         await self.app(scope, receive, send)
@@ -59,9 +59,9 @@ class Asking:
 
     def __init__(self, server, backend, dialect) -> None:
         switch, url = server
-        app = FastAPI()
-        app.include_router(openai_routes(backend, OpenAIOptions(dialect=dialect)))
-        app.include_router(openai_fallback_routes())
+        app = Starlette()
+        app.routes.extend(openai_routes(backend, OpenAIOptions(dialect=dialect)))
+        app.routes.extend(openai_fallback_routes())
         switch.app = app
         self.url = url
 

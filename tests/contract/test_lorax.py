@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from loraplex.core.errors import InternalError, QueueFullError
 from loraplex.core.grammar import GrammarKind
@@ -32,8 +32,8 @@ def backend() -> EchoBackend:
 
 @pytest.fixture(scope="module")
 def url(backend) -> Iterator[str]:
-    app = FastAPI()
-    app.include_router(openai_routes(backend))
+    app = Starlette()
+    app.routes.extend(openai_routes(backend))
     with served(app) as url:
         yield url
 

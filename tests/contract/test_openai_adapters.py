@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from loraplex.core.adapter import ByDigest, ByName, ByTaskId
 from loraplex.core.errors import StepFailedError
@@ -26,9 +26,9 @@ def backend() -> EchoBackend:
 
 @pytest.fixture(scope="module")
 def http(backend: EchoBackend) -> Iterator[httpx.Client]:
-    app = FastAPI()
-    app.include_router(openai_routes(backend))
-    app.include_router(openai_fallback_routes())
+    app = Starlette()
+    app.routes.extend(openai_routes(backend))
+    app.routes.extend(openai_fallback_routes())
     with served(app) as url, httpx.Client(base_url=url) as client:
         yield client
 

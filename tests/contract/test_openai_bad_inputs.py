@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from loraplex.core import errors
 from loraplex.frontends.openai import OpenAIOptions, openai_fallback_routes, openai_routes
@@ -890,10 +890,10 @@ ROWS = (
 def http() -> Iterator[httpx.Client]:
     backend = EchoBackend(max_model_len=64)
     backend.register("fr")
-    app = FastAPI()
+    app = Starlette()
     options = OpenAIOptions(max_body_bytes=2000, max_prompts=8)
-    app.include_router(openai_routes(backend, options))
-    app.include_router(openai_fallback_routes())
+    app.routes.extend(openai_routes(backend, options))
+    app.routes.extend(openai_fallback_routes())
     with served(app) as url, httpx.Client(base_url=url) as client:
         yield client
 

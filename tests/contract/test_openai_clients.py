@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from fastapi import FastAPI
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_openai import ChatOpenAI, OpenAI
+from starlette.applications import Starlette
 
 from loraplex.core.errors import InternalError, NotReadyError, QueueFullError
 from loraplex.frontends.openai import openai_fallback_routes, openai_routes
@@ -29,9 +29,9 @@ def backend() -> EchoBackend:
 
 @pytest.fixture(scope="module")
 def url(backend) -> Iterator[str]:
-    app = FastAPI()
-    app.include_router(openai_routes(backend))
-    app.include_router(openai_fallback_routes())
+    app = Starlette()
+    app.routes.extend(openai_routes(backend))
+    app.routes.extend(openai_fallback_routes())
     with served(app) as url:
         yield f"{url}/v1"
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 import httpx
 import openai
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from loraplex.core.adapter import LoadPolicy, Residency
 from loraplex.core.errors import (
@@ -32,10 +32,10 @@ HELLO = [{"role": "user", "content": "hello"}]
 CHAT_ANSWER = ": user: hello\nassistant: "
 
 
-def openai_app(backend: EchoBackend, **options) -> FastAPI:
-    app = FastAPI()
-    app.include_router(openai_routes(backend, **options))
-    app.include_router(openai_fallback_routes())
+def openai_app(backend: EchoBackend, **options) -> Starlette:
+    app = Starlette()
+    app.routes.extend(openai_routes(backend, **options))
+    app.routes.extend(openai_fallback_routes())
     return app
 
 
@@ -49,7 +49,7 @@ def backend() -> EchoBackend:
 class Switch:
     """An ASGI app that passes on to another: one server, and a fresh backend for every test."""
 
-    app: FastAPI
+    app: Starlette
 
     async def __call__(self, scope, receive, send) -> None:
         await self.app(scope, receive, send)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.core.request import PromptTruncation, TruncationSide
@@ -27,9 +27,9 @@ def backend() -> EchoBackend:
 
 @pytest.fixture(scope="module")
 def http(backend) -> Iterator[httpx.Client]:
-    app = FastAPI()
-    app.include_router(openai_routes(backend))
-    app.include_router(openai_fallback_routes())
+    app = Starlette()
+    app.routes.extend(openai_routes(backend))
+    app.routes.extend(openai_fallback_routes())
     with served(app) as url, httpx.Client(base_url=url) as http:
         yield http
 

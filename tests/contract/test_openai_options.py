@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from loraplex.core.beam_search import BeamSearch
 from loraplex.core.grammar import Grammar, GrammarKind
@@ -26,8 +26,8 @@ def backend() -> EchoBackend:
 
 @pytest.fixture(scope="module")
 def client(backend) -> Iterator[openai.OpenAI]:
-    app = FastAPI()
-    app.include_router(openai_routes(backend))
+    app = Starlette()
+    app.routes.extend(openai_routes(backend))
     with (
         served(app) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,

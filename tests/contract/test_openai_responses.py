@@ -9,8 +9,8 @@ import httpx
 import openai
 import pydantic
 import pytest
-from fastapi import FastAPI
 from openai.types.responses import Response, ResponseFunctionToolCall
+from starlette.applications import Starlette
 
 from loraplex.core.errors import RowFailedError
 from loraplex.core.grammar import GrammarKind
@@ -38,7 +38,7 @@ MAX_STORED = 5
 
 
 class Switch:
-    app: FastAPI
+    app: Starlette
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await self.app(scope, receive, send)
@@ -60,9 +60,9 @@ def backend(server: tuple[Switch, str]) -> EchoBackend:
     switch, _ = server
     backend = EchoBackend(chat=ChatFormat(tool_calls="hermes", reasoning="think"))
     options = OpenAIOptions(stored_responses=StoreLimits(max_responses=MAX_STORED))
-    switch.app = FastAPI()
-    switch.app.include_router(openai_routes(backend, options, by_tenant))
-    switch.app.include_router(openai_fallback_routes())
+    switch.app = Starlette()
+    switch.app.routes.extend(openai_routes(backend, options, by_tenant))
+    switch.app.routes.extend(openai_fallback_routes())
     return backend
 
 
@@ -467,8 +467,8 @@ def test_a_server_that_keeps_nothing(
 ) -> None:
     switch, _ = server
     options = OpenAIOptions(stored_responses=StoreLimits(max_responses=0))
-    switch.app = FastAPI()
-    switch.app.include_router(openai_routes(backend, options, by_tenant))
+    switch.app = Starlette()
+    switch.app.routes.extend(openai_routes(backend, options, by_tenant))
     assert ask(client).model_extra["store"] is False
     assert ask(client, store=True).model_extra["store"] is False
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import openai
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from loraplex.core.grammar import GrammarKind
 from loraplex.core.tools import ToolMode
@@ -31,7 +31,7 @@ OTHER_CALL = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
 
 
 class Switch:
-    app: FastAPI
+    app: Starlette
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await self.app(scope, receive, send)
@@ -48,9 +48,9 @@ def server() -> Iterator[tuple[Switch, str]]:
 def backend(server: tuple[Switch, str]) -> EchoBackend:
     switch, _ = server
     backend = EchoBackend(chat=ChatFormat(tool_calls="hermes", reasoning="think"))
-    switch.app = FastAPI()
-    switch.app.include_router(openai_routes(backend))
-    switch.app.include_router(openai_fallback_routes())
+    switch.app = Starlette()
+    switch.app.routes.extend(openai_routes(backend))
+    switch.app.routes.extend(openai_fallback_routes())
     return backend
 
 
@@ -250,8 +250,8 @@ def test_a_conversation_with_calls_for_a_template_that_knows_none(
     server: tuple[Switch, str], client: openai.OpenAI
 ) -> None:
     backend = EchoBackend(chat=ChatFormat(knows_tools=False, writes_calls=False))
-    app = FastAPI()
-    app.include_router(openai_routes(backend))
+    app = Starlette()
+    app.routes.extend(openai_routes(backend))
     server[0].app = app
     call: Any = {"id": "call_1", "function": {"name": "clock", "arguments": "{}"}}
     messages = [

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Awaitable, Iterator, Sequence
 
 import msgspec
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -60,10 +60,7 @@ def http_app(
     metrics: what the metrics port serves is here, too, where vLLM's scrapers look for it. has_keys:
     what authenticate asks for; told in the document.
     """
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    app.add_exception_handler(HTTPException, _no_such_route)
     openai = openai_routes(backend, _options(settings, dialect), authenticate)
-    app.include_router(openai)
     stats = ServerStats(
         backend,
         reporting.telemetry,
@@ -80,11 +77,11 @@ def http_app(
         ToldRoute("/metrics", described_metrics(metrics), methods=["GET"]),
     ]
     open_paths = () if settings.health_needs_key else OPEN_PATHS
-    routes.append(
-        _document_route([*openai.routes, *kserve, *routes], open_paths, has_keys=has_keys)
+    routes.append(_document_route([*openai, *kserve, *routes], open_paths, has_keys=has_keys))
+    app = Starlette(
+        routes=[*openai, *routes, *_other_methods(routes), *openai_fallback_routes()],
+        exception_handlers={HTTPException: _no_such_route},
     )
-    app.router.routes.extend([*routes, *_other_methods(routes)])
-    app.include_router(openai_fallback_routes())
     return RequestMiddleware(
         guarded(KServeFirst(PathRouter(kserve), app), authenticate, settings),
         reporting.telemetry,

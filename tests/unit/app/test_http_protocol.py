@@ -208,10 +208,7 @@ async def test_who_waits_to_be_told_to_go_on(asked):
 async def test_http_1_0(asked):
     server = await asked()
     data = b"POST / HTTP/1.0\r\ncontent-length: 3\r\n\r\nabc"
-    head, _, _ = (response := await server.ask(data + NEXT)).partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 200 OK\r\n")
-    assert b"\r\nconnection: close" in head
-    assert answers(response)[0][2] == "abc"
+    assert [each[2] for each in answers(await server.ask(data + NEXT))] == ["abc"]
     assert server.app.asked == ["/"]
 
 

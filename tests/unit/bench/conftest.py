@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from loraplex.bench.arrivals import ClosedLoop
 from loraplex.bench.popularity import Distinct
@@ -41,8 +41,8 @@ def backend() -> EchoBackend:
 
 @pytest.fixture
 def url(backend: EchoBackend) -> Iterator[str]:
-    app = FastAPI()
-    app.include_router(openai_routes(backend))
-    app.include_router(openai_fallback_routes())
+    app = Starlette()
+    app.routes.extend(openai_routes(backend))
+    app.routes.extend(openai_fallback_routes())
     with served(app) as url:
         yield url

@@ -5,7 +5,7 @@ import socket
 import threading
 
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from typer.testing import CliRunner
 
@@ -27,9 +27,9 @@ def backend():
 @pytest.fixture
 def run(backend):
     """A function (*arguments) -> (exit code, standard output, standard error)."""
-    http = FastAPI()
-    http.include_router(openai_routes(backend))
-    http.include_router(openai_fallback_routes())
+    http = Starlette()
+    http.routes.extend(openai_routes(backend))
+    http.routes.extend(openai_fallback_routes())
     with served(http) as url:
 
         def invoke(*arguments):
@@ -105,7 +105,7 @@ def test_what_the_server_refuses_is_one_line(run, arguments, text):
 
 
 def test_who_has_no_key_is_told_where_it_is_taken_from():
-    http = FastAPI()
+    http = Starlette()
 
     @http.get("/v1/adapters")
     async def refuse():

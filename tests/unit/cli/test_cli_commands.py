@@ -22,7 +22,7 @@ from loraplex.core.version import __version__
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
 from loraplex.testing.running_server import free_ports
 
-HEAVY = ("torch", "numpy", "fastapi", "uvicorn", "grpc", "tokenizers", "transformers")
+HEAVY = ("torch", "numpy", "starlette", "uvicorn", "grpc", "tokenizers", "transformers")
 COMMANDS = {c.callback.__name__.replace("_", "-"): c.callback for c in app.registered_commands}
 
 

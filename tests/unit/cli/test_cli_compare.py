@@ -4,7 +4,7 @@ import itertools
 import json
 
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from typer.testing import CliRunner
 
 from loraplex.cli.compare import side_by_side
@@ -19,9 +19,9 @@ def url():
     backend = EchoBackend()
     backend.register("fr")
     backend.register("org/legal")
-    http = FastAPI()
-    http.include_router(openai_routes(backend))
-    http.include_router(openai_fallback_routes())
+    http = Starlette()
+    http.routes.extend(openai_routes(backend))
+    http.routes.extend(openai_fallback_routes())
     with served(http) as url:
         yield url
 

@@ -1,6 +1,7 @@
 """The routes of the OpenAI room, to be mounted on the one HTTP app of the server."""
 
-from fastapi import APIRouter
+from collections.abc import Sequence
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -29,6 +30,7 @@ from loraplex.frontends.openai.room import (
     OpenAIRoom,
     answers_errors,
 )
+from loraplex.frontends.telemetry.routes import ToldRoute
 from loraplex.serving.backend import Backend
 from loraplex.serving.wire_request import note_error
 
@@ -52,10 +54,9 @@ def openai_routes(
     backend: Backend,
     options: OpenAIOptions | None = None,
     authenticate: Authenticate = everyone_is_local,
-) -> APIRouter:
-    """Every route of the room: generation, models, adapters, tokenizers."""
+) -> list[ToldRoute]:
+    """Return the routes for generation, models, adapters, and tokenizers."""
     room = OpenAIRoom(backend, options or OpenAIOptions(), authenticate)
-    router = APIRouter(tags=["openai"])
     tables = (
         (_generation, room.options.dialect.errors),
         (_models, OPENAI_ERRORS),
@@ -63,23 +64,18 @@ def openai_routes(
         (_responses, OPENAI_ERRORS),
         (_lorax, LORAX_ERRORS),
     )
-    answers = [
-        (method, path, answers_errors(endpoint, errors))
-        for table, errors in tables
-        for method, path, endpoint in table(room)
-    ]
+    routes: list[ToldRoute] = []
     allowed: dict[str, set[str]] = {}
-    for method, path, answer in answers:
-        router.add_api_route(path, answer, methods=[method], response_model=None)
-        allowed.setdefault(path, {"OPTIONS"}).add(method)
-        if method == "GET":
-            allowed[path].add("HEAD")
-            _add_hidden(router, path, answer, ["HEAD"])
+    for table, errors in tables:
+        for method, path, endpoint in table(room):
+            route = ToldRoute(path, answers_errors(endpoint, errors), methods=[method])
+            routes.append(route)
+            allowed.setdefault(path, {"OPTIONS"}).update(route.methods or ())
     for path, methods in allowed.items():
-        _answer_other_methods(router, path, methods)
+        routes += _other_methods(path, methods)
     for path, endpoint in absent_endpoints():
-        _add_hidden(router, path, answers_errors(endpoint), list(_ALL_METHODS))
-    return router
+        routes.append(_hidden(path, answers_errors(endpoint), _ALL_METHODS))
+    return routes
 
 
 def _generation(room: OpenAIRoom) -> Routes:
@@ -153,11 +149,12 @@ def _lorax(room: OpenAIRoom) -> Routes:
     )
 
 
-def openai_fallback_routes() -> APIRouter:
-    """404 in OpenAI's shape for the rest of /v1: include it after every other router."""
-    router = APIRouter()
-    _add_hidden(router, "/v1/{path:path}", answers_errors(_no_such_route), list(_ALL_METHODS))
-    return router
+def openai_fallback_routes() -> list[ToldRoute]:
+    """Return the routes that refuse the rest of /v1 with a 404 in OpenAI's format.
+
+    They come after all other routes.
+    """
+    return [_hidden("/v1/{path:path}", answers_errors(_no_such_route), _ALL_METHODS)]
 
 
 async def _no_such_route(request: Request) -> Response:
@@ -184,24 +181,24 @@ def _refused(status: int, error: RequestError) -> Response:
     return json_error(status, ErrorDetail(error.message, INVALID, None, error.code))
 
 
-def _answer_other_methods(router: APIRouter, path: str, allowed: set[str]) -> None:
-    """OPTIONS, and 405 in OpenAI's shape, which the framework would answer in its own."""
+def _other_methods(path: str, allowed: set[str]) -> list[ToldRoute]:
+    """Return the routes for OPTIONS, and for a 405 in OpenAI's format."""
     methods = ", ".join(sorted(allowed))
 
-    async def tell(request: Request) -> Response:
+    async def options(request: Request) -> Response:
         del request
         return Response(status_code=204, headers={"allow": methods})
 
     async def refuse(request: Request) -> Response:
         return refused_method(request, methods)
 
-    _add_hidden(router, path, answers_errors(tell), ["OPTIONS"])
     others = [method for method in _ALL_METHODS if method not in allowed]
-    _add_hidden(router, path, answers_errors(refuse), others)
+    return [
+        _hidden(path, answers_errors(options), ["OPTIONS"]),
+        _hidden(path, answers_errors(refuse), others),
+    ]
 
 
-def _add_hidden(router: APIRouter, path: str, endpoint: Endpoint, methods: list[str]) -> None:
-    """A route that the OpenAPI document does not tell."""
-    router.add_api_route(
-        path, endpoint, methods=methods, response_model=None, include_in_schema=False
-    )
+def _hidden(path: str, endpoint: Endpoint, methods: Sequence[str]) -> ToldRoute:
+    """Return a route that is not in the OpenAPI document."""
+    return ToldRoute(path, endpoint, methods=methods, include_in_schema=False)

@@ -1,4 +1,4 @@
-"""Routes that say by which pattern a path was found: a plain route in a FastAPI app does not."""
+"""Routes that record which pattern matched a path; a plain Starlette route does not."""
 
 import re
 from collections.abc import Callable
