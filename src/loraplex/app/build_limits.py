@@ -1,7 +1,7 @@
-"""What an engine folder was built for holds wherever it is served.
+"""Limits of a built engine folder, applied to the settings of its model.
 
-A setting that says less than the build allows stays; one that says more is brought down, and that
-is said, except where a client would see the difference: then it is an error.
+A setting below the build's limit stays. One above it is lowered, and the log reports it; where a
+client would notice the difference, it is an error instead.
 """
 
 import logging
@@ -17,10 +17,11 @@ logger = logging.getLogger(__name__)
 
 
 def within_build(name: str, model: ModelConfig, folder: Path) -> ModelConfig:
-    """The settings of a model whose weights are in `folder`; as they are if nobody built it.
+    """Return the settings of a model within the limits of its folder; unchanged for a folder that
+    was not built.
 
-    name: what clients call the model, for errors. Raises ConfigError for max_model_len,
-    max_input_len or quantization that the build cannot give.
+    name: the model's name, for errors. Raises ConfigError for max_model_len,
+    max_input_len or quantization that the build does not allow.
     """
     limits = read_build_limits(folder)
     if limits is None:
@@ -50,7 +51,7 @@ def within_build(name: str, model: ModelConfig, folder: Path) -> ModelConfig:
 def _adapters(
     name: str, model: ModelConfig, limits: BuildLimits, folder: Path
 ) -> dict[str, object]:
-    """What changes of the settings about adapters."""
+    """Return the changed settings of adapters."""
     if not limits.allows_lora:
         return {"enable_lora": False}
     rank = _lowered(

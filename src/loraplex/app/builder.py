@@ -34,16 +34,16 @@ from loraplex.text.tokenizer import Tokenizer, load_tokenizer
 
 _TEMPLATE: Final = "chat_template"
 _JSON_INDENTS: Final = MappingProxyType({"llgtrt_compat": 4})
-"""Of `tojson` in chat templates that give none, by dialect."""
+"""Indent of `tojson` in chat templates that set none, by dialect."""
 
 
 def build_service(
     config: Config, launch: EngineLauncher, metrics: RequestMetrics, *, has_keys: bool = False
 ) -> Service:
-    """Everything but what is running, from a configuration with local paths. Raises ConfigError.
+    """Build the service without starting it, from a configuration with local paths.
 
-    has_keys: clients are told apart by API keys.
-    It holds the state directory until the service is closed.
+    has_keys: API keys distinguish clients. The service locks the state directory until it is
+    closed. Raises ConfigError.
     """
     clock, policy = SystemClock(), client_policy(config, has_keys=has_keys)
     state_dir = _made(state_directory(config.server.state_dir))
@@ -118,7 +118,8 @@ def _engine(name: str, model: ModelConfig, launch: EngineLauncher, clock: Clock)
 
 
 def served_shapes(config: ModelSpec, model: ModelConfig) -> BaseShapes:
-    """With what the operator lets adapters change. Raises ConfigError for an unknown module."""
+    """Return the shapes of the modules that adapters may change. Raises ConfigError for an unknown
+    module."""
     shapes = base_shapes(config)
     if not model.enable_lora:
         return msgspec.structs.replace(shapes, enabled_modules=())
@@ -141,7 +142,7 @@ def base_shapes(config: ModelSpec) -> BaseShapes:
 
 
 def _made(folder: Path) -> Path:
-    """The state directory, there and writable. Raises ConfigError: better now than at a load."""
+    """Create the state directory, and check that it is writable. Raises ConfigError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -153,7 +154,7 @@ def _made(folder: Path) -> Path:
 def _eos_token_ids(
     decoder: ModelSpec, tokenizer: Tokenizer, overrides: Mapping[str, object]
 ) -> tuple[int, ...]:
-    """The model's, else the tokenizer's; a tokenizer's that the operator names goes before."""
+    """Return the model's end tokens, else the tokenizer's; one in tokenizer_config wins."""
     named = overrides.get("eos_token")
     if named is None and decoder.eos_token_ids:
         return decoder.eos_token_ids
@@ -172,7 +173,8 @@ def _chat_renderer(
 
 
 def _templates(folder: Path, model: ModelConfig) -> tuple[Mapping[str, str], str]:
-    """By name, and where they stand: in a file of the settings, in them, or in the folder."""
+    """Return templates by name, and their source: a file of the settings, the settings, or the
+    folder."""
     if model.chat_template is not None:
         return {"default": _text_of(model.chat_template)}, model.chat_template
     if _TEMPLATE not in model.tokenizer_config:

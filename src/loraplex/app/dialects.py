@@ -1,4 +1,4 @@
-"""The OpenAI room's dialect by configuration, and what comes with it at the start."""
+"""The dialect of the OpenAI routes, and its preparations at the start."""
 
 import logging
 from contextlib import aclosing
@@ -31,10 +31,10 @@ def dialect_of(config: Config) -> Dialect:
 
 
 async def prepare(backend: Backend, config: Config) -> None:
-    """What llgtrt does when its models are there, before it says that it serves.
+    """Do what llgtrt does once its models are loaded, before it reports that it is ready.
 
-    Raises ConfigError for a json_start_token that is no special token, and what the first
-    generation raises.
+    Raises ConfigError for a json_start_token that is not a special token, and the errors of the
+    first generation.
     """
     if config.server.dialect == "openai":
         return
@@ -54,7 +54,7 @@ def _check_start_token(backend: Backend, model: str, token: str) -> None:
 
 
 async def _try_template(backend: Backend, model: str) -> None:
-    """Better now than with the first chat: its fault is told, completions are served anyhow."""
+    """Log a fault of the chat template at the start; completions are served in any case."""
     try:
         await backend.render_chat(model, [{"role": "user", "content": "Hello"}], omits_absent=True)
     except InvalidRequestError as error:

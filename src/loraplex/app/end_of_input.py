@@ -1,4 +1,4 @@
-"""A server that ends when whoever started it does: its standard input ends then."""
+"""The end of standard input, which is the end of the process that started a server."""
 
 import asyncio
 import contextlib
@@ -10,7 +10,7 @@ _READ_BYTES = 4096
 
 
 def end_of_input(then: Callable[[], None]) -> None:
-    """Call it, on the running loop, once standard input has ended; what comes there is dropped."""
+    """Call a function on the running loop once standard input has ended. The input is dropped."""
     loop = asyncio.get_running_loop()
 
     def wait() -> None:

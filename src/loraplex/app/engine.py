@@ -1,7 +1,7 @@
 """The engine of one model: built from its settings, run in a thread or as a process of its own.
 
-`python -m loraplex.app.engine LOG_LEVEL` is the engine process (engine.process says how it
-starts).
+`python -m loraplex.app.engine LOG_LEVEL` is the engine process (engine.process describes its
+start).
 """
 
 import dataclasses
@@ -42,9 +42,9 @@ logger = logging.getLogger(__name__)
 
 
 def build_engine(model: ModelConfig, logits_dir: Path | None = None) -> Engine:
-    """Load the weights and take the memory. Raises ConfigError.
+    """Load the weights and allocate the memory. Raises ConfigError.
 
-    logits_dir: a private folder for the logits that requests want back.
+    logits_dir: a private folder for the logits that requests return.
     """
     if model.num_threads is not None:
         torch.set_num_threads(model.num_threads)
@@ -75,16 +75,16 @@ def build_engine(model: ModelConfig, logits_dir: Path | None = None) -> Engine:
 
 
 def run_engine(model: ModelConfig, channel: EngineChannel, *, is_alone: bool = False) -> None:
-    """Build the engine and serve the channel; what prevents it is the channel's last event.
+    """Build the engine and serve the channel; a failed start is the channel's last event.
 
-    is_alone: in its process.
+    is_alone: the engine has a process of its own.
     """
     try:
         engine = build_engine(model, channel.logits_dir)
     except LoraplexError as error:
         channel.send(EngineFailed(error.to_info()))
         return
-    except (MemoryError, RuntimeError) as error:  # torch says out of memory by RuntimeError
+    except (MemoryError, RuntimeError) as error:  # torch raises it when out of memory
         logger.exception("the engine cannot start")
         problem = ConfigError(f"the engine cannot start: {error}")
         channel.send(EngineFailed(problem.to_info()))
@@ -99,7 +99,7 @@ def run_engine(model: ModelConfig, channel: EngineChannel, *, is_alone: bool = F
 
 
 def engine_thread(model: ModelConfig) -> LinkFactory:
-    """The engine runs in a thread of this process."""
+    """Return the factory of an engine in a thread of this process."""
 
     async def start(_epoch: int) -> EngineLink:
         return ThreadLink(lambda channel: run_engine(model, channel))
@@ -108,14 +108,14 @@ def engine_thread(model: ModelConfig) -> LinkFactory:
 
 
 def overlaps(model: ModelConfig) -> bool:
-    """Whether the next step is planned while one runs."""
+    """Return whether the next step is planned while one runs."""
     if model.overlap is None:
         return not model.device.startswith("cpu")
     return model.overlap
 
 
 def runner_settings(model: ModelConfig) -> RunnerSettings:
-    """What a configuration means for the engine's runner."""
+    """Return the runner's settings of a model."""
     return RunnerSettings(
         dtype=model.dtype,
         kv_dtype=model.kv_dtype,
@@ -146,7 +146,7 @@ def runner_settings(model: ModelConfig) -> RunnerSettings:
 
 
 def _weights_cache(model: ModelConfig) -> Path | None:
-    """The builder has put a folder in, or none; a bare ModelConfig means no cache."""
+    """Return the folder of the weights cache; a ModelConfig without local paths has none."""
     folder = model.weights_cache_dir or NO_CACHE
     return None if folder == NO_CACHE else Path(folder)
 
@@ -183,7 +183,7 @@ def _journal(model: ModelConfig) -> Journal | None:
 
 
 def main() -> None:
-    """Be an engine process."""
+    """Run an engine process."""
     (log_level,) = sys.argv[1:]
     log_to_standard_error(log_level, "engine")
     be_engine_process(

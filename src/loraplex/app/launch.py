@@ -1,7 +1,7 @@
-"""From a configuration to a running server, engines first.
+"""Start of a server from its configuration: engines first.
 
 An engine needs seconds to import torch, and serving most of one to import its web stack: on two
-cores they do so at the same time. This file must stay light, so it imports serving's own late.
+cores they do so at the same time. This file must stay light, so it imports the web stack late.
 """
 
 import asyncio
@@ -35,29 +35,31 @@ if TYPE_CHECKING:
 
 _FIRST_EPOCH = 1
 _CHATTY = ("asyncio", "grpc")
-"""What they say while debugging is about themselves."""
+"""Loggers whose debug messages are about themselves."""
 
 
 def run_server(
     config: Config,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
     declarations: Sequence["ModelDeclaration"] = (),
     control: "ModelControl | None" = None,
     given_keys: Sequence[str] = (),
 ) -> None:
     """Serve until SIGINT or SIGTERM. Raises ConfigError if it cannot start.
 
-    `say` is told the addresses once the server is ready. declarations: what a model repository
-    says of the Triton models; none: the default names. control: which of them are loaded, and who
-    may change that. given_keys: API keys beside those of the configuration, from a flag that
-    another server has.
+    print_line: called with each address once the server is ready. declarations: the Triton models
+    of a model repository; none: the default names. control: which of them are loaded, and how that
+    changes. given_keys: API keys in addition to the configured ones, from a flag of another
+    server's command line.
     """
     set_up_logging(config.server.log_level)
-    event_loop.run(_run_server(with_local_paths(config), say, declarations, control, given_keys))
+    event_loop.run(
+        _run_server(with_local_paths(config), print_line, declarations, control, given_keys)
+    )
 
 
 def set_up_logging(level: str) -> None:
-    """To standard error, from a level of core.config on."""
+    """Log to standard error, from the level of the setting log_level on."""
     log_to_standard_error(level, more="%(request)s")
     for name in _CHATTY:
         logging.getLogger(name).setLevel(max(logging.INFO, logging.getLogger().level))
@@ -66,7 +68,7 @@ def set_up_logging(level: str) -> None:
 
 
 def _with_request(record: logging.LogRecord) -> bool:
-    """The line says for whom it is, if it is for somebody: by the ids of the access log."""
+    """Add the ids of the current request, those of the access log, to a log record."""
     request = current_request()
     ids = "" if request is None else f" [{request.request_id} {request.trace.trace_id}]"
     record.request = ids
@@ -75,35 +77,35 @@ def _with_request(record: logging.LogRecord) -> bool:
 
 async def _run_server(
     config: Config,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
     declarations: Sequence["ModelDeclaration"],
     control: "ModelControl | None",
     given_keys: Sequence[str],
 ) -> None:
     launch_process = functools.partial(engine_process, log_level=config.server.log_level)
     async with started_engines(config, launch_process) as launch:
-        # The engines are on their way.
+        # The engines start meanwhile.
         from loraplex.app.server import Server  # noqa: PLC0415
 
-        # A Ctrl-C meanwhile is heard here, and not half way through the opening of a port.
+        # A Ctrl-C during the import takes effect here, not while a port is being opened.
         await asyncio.sleep(0)
-        told = functools.partial(_say_settled, say)
-        await Server(config, launch, told, declarations, control, given_keys).run()
+        print_settled = functools.partial(_print_settled, print_line)
+        await Server(config, launch, print_settled, declarations, control, given_keys).run()
 
 
-def _say_settled(say: Callable[[str], None], line: str) -> None:
-    """The server is ready: what its process has by now stays, and a collection of garbage that
-    looked at it would stop every stream for 50 to 100 ms.
+def _print_settled(print_line: Callable[[str], None], line: str) -> None:
+    """Print a line of a server that is ready, and exclude its present objects from garbage
+    collection: a collection that visited them would stop every stream for 50 to 100 ms.
     """
     gc.freeze()
-    say(line)
+    print_line(line)
 
 
 def with_local_paths(config: Config) -> Config:
-    """The same, with every model in a folder here; a hub id is downloaded. Raises ConfigError.
+    """Return the configuration with every model in a local folder: hub ids are downloaded.
 
-    Each model's weights cache is then a folder, too, or none. What an engine folder was built for
-    holds.
+    Each model's weights cache is then a folder, too, or none, and the limits of built engine
+    folders are applied. Raises ConfigError.
     """
     state_dir = config.server.state_dir
     models = {}
@@ -120,7 +122,7 @@ def with_local_paths(config: Config) -> Config:
 
 
 def engine_process(model: ModelConfig, log_level: str = "info") -> LinkFactory:
-    """The engine runs in its own process."""
+    """Return the factory of an engine in a process of its own."""
     command = [sys.executable, "-m", "loraplex.app.engine", log_level]
     settings = msgspec.msgpack.encode(model)
 
@@ -132,14 +134,14 @@ def engine_process(model: ModelConfig, log_level: str = "info") -> LinkFactory:
 
 @contextlib.asynccontextmanager
 async def started_engines(config: Config, launch: EngineLauncher) -> AsyncIterator[EngineLauncher]:
-    """Every model's first engine is started at once. Gives a launcher that hands them out.
+    """Start the first engine of every model, and yield a launcher that returns them.
 
-    A second engine of a model is started when it is asked for. Whatever was not handed out at the
-    end is stopped.
+    A second engine of a model is started when it is needed. On leaving, engines that were not
+    returned are stopped.
     """
     waiting: defaultdict[bytes, list[EngineLink]] = defaultdict(list)
 
-    def handing_out(model: ModelConfig) -> LinkFactory:
+    def returning_started(model: ModelConfig) -> LinkFactory:
         start_another = launch(model)
 
         async def start(epoch: int) -> EngineLink:
@@ -150,15 +152,15 @@ async def started_engines(config: Config, launch: EngineLauncher) -> AsyncIterat
 
     try:
         for model in config.models.values():
-            # What fails now fails again, and is told, when serving asks for the engine.
+            # A failure here occurs again, and is reported, when serving starts the engine.
             with contextlib.suppress(LoraplexError, OSError):
                 waiting[_settings_of(model)].append(await launch(model)(_FIRST_EPOCH))
-        yield handing_out
+        yield returning_started
     finally:
         left = itertools.chain.from_iterable(waiting.values())
         await asyncio.gather(*(link.close() for link in left))
 
 
 def _settings_of(model: ModelConfig) -> bytes:
-    """A key: a ModelConfig holds tables and has no hash."""
+    """Return a key for dictionaries: a ModelConfig contains dictionaries, so it has no hash."""
     return msgspec.msgpack.encode(model)

@@ -63,17 +63,17 @@ class LLM:
     """A base model with its adapters, in this process.
 
         with LLM("path/to/model", adapters={"zh": "path/to/adapter"}) as llm:
-            answers = llm.generate(["Hello", "Hello"], adapter=[None, "zh"])
+            outputs = llm.generate(["Hello", "Hello"], adapter=[None, "zh"])
 
     Args:
-        model: a Hugging Face folder or hub id.
-        adapters: name to PEFT folder.
-        engine: "thread" runs the engine in this process, "process" beside it.
-        state_dir: where staged adapters are kept; by default the user's state directory.
+        model: Hugging Face folder or hub id.
+        adapters: paths of adapters by name.
+        engine: "thread" runs the engine in this process, "process" in one of its own.
+        state_dir: folder of staged adapters (default: in the user's state directory).
         settings: any setting of a served model (see core.config.ModelConfig): dtype, device,
             max_model_len, max_num_seqs, kv_cache_bytes, max_lora_rank, ...
 
-    Raises ConfigError for a model or a setting that is wrong. Thread-safe.
+    Raises ConfigError for a wrong model or setting. Thread-safe.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class LLM:
             target=_run_loop, args=(self._loop,), name="loraplex-serving", daemon=True
         )
         self._lock = threading.RLock()
-        """Held while work is handed to the loop, and while the loop ends."""
+        """Held while work is given to the loop, and while the loop ends."""
         self._thread.start()
         try:
             self._wait(self._service.start())
@@ -111,7 +111,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Stop the engine; prompts in work end with an error. Safe to call twice."""
+        """Stop the engine; running prompts end with an error. Safe to call twice."""
         with self._lock:
             if self._loop.is_closed():
                 return
@@ -131,14 +131,14 @@ class LLM:
         load_lora_weights: Literal["auto", "always", "never"] = "auto",
         **options: Unpack[RequestOptions],
     ) -> list[Generated]:
-        """Answer prompts together, in their order.
+        """Complete prompts together; the results have the order of the prompts.
 
-        Each argument is one for all prompts, or a list with one per prompt; no adapter is the base
-        model, {"fr": 0.7, "legal": 0.3} two at once. `lora_task_id`, `lora_weights` and
-        `lora_config` are TensorRT-LLM's, the latter two arrays of numpy or torch: they register the
-        adapter, later its id alone means it. `options` (priority, timeout_seconds, end_id,
-        retention) hold for all prompts. Raises the first error, in the order of the prompts, after
-        all have ended.
+        Each argument is one value for all prompts, or a list with one for each. No adapter is the
+        base model; {"fr": 0.7, "legal": 0.3} composes two. `lora_task_id`, `lora_weights` and
+        `lora_config` are TensorRT-LLM's, the latter two arrays of numpy or torch: they register an
+        adapter, which later requests name by its id alone. `options` (priority, timeout_seconds,
+        end_id, retention) apply to all prompts. Raises the first error, in the order of the
+        prompts, after all have ended.
         """
         listed = as_prompts(prompts)
         if sampling_params is None:
@@ -155,11 +155,11 @@ class LLM:
         adapters: Sequence[Adapter | None],
         sampling_params: SamplingParams | None = None,
     ) -> list[Compared]:
-        """Answer one prompt with each of the adapters in one batch; None is the base model.
+        """Complete one prompt with each of the adapters in one batch; None is the base model.
 
-        Greedy, if nothing else is said; else all draw with one seed. In the place of an adapter
-        that fails stands its error. Where None is among them, each answer tells where it leaves
-        the base's.
+        The default is greedy decoding; with other sampling parameters all adapters use one seed.
+        The entry of an adapter that fails is its error. If None is among the adapters, each entry
+        includes where its output first differs from the base model's.
         """
         sampling = SamplingParams(temperature=0.0) if sampling_params is None else sampling_params
         [listed] = as_prompts([prompt])
@@ -180,23 +180,23 @@ class LLM:
         lora_weights: Any = None,
         lora_config: Any = None,
     ) -> AdapterCard:
-        """Load an adapter; what it is and how large. Raises before anything changes.
+        """Load an adapter, and return its description. An error changes nothing.
 
-        From a path: under a name; see `serving.backend.Backend.load_adapter` for the flags. From
-        arrays, as `generate` takes them: under its task id, or its digest.
+        An adapter from a path gets a name; see `serving.backend.Backend.load_adapter` for the
+        flags. An adapter from arrays, as `generate` takes them, is named by its task id or digest.
         """
         if lora_weights is None and lora_config is None:
             return self._wait(self._load(name, path, task_id, replace, dry_run, canary))
         if name is not None or path is not None or replace or dry_run or canary:
             raise InvalidRequestError(
-                "an adapter of arrays is called by its task id or its digest: give it no name, "
+                "an adapter of arrays is named by its task id or its digest: do not set name, "
                 "path, replace, dry_run or canary; alias_adapter gives it a name"
             )
         (arrays,) = lora_arrays(task_id, lora_weights, lora_config, 1)
         return self._wait(self._add_arrays(arrays))
 
     def remove_adapter(self, name: str, mode: UnloadMode | str = UnloadMode.DRAIN) -> Unloaded:
-        """Forget a name; requests that run with it end normally, or at once ("immediate")."""
+        """Unload an adapter; its running requests end normally, or at once ("immediate")."""
         modes = [str(known) for known in UnloadMode]
         if mode not in modes:
             raise InvalidRequestError(f"mode must be {' or '.join(modes)}, got {mode!r}")
@@ -204,23 +204,23 @@ class LLM:
         return self._wait(self._service.unload_adapter(LOCAL, ref, UnloadMode(mode)))
 
     def rollback_adapter(self, name: str, version: int | None = None) -> AdapterCard:
-        """Give a name its older bytes again: those of a version, or those before the present."""
+        """Restore an older version of an adapter: by default the one before the present one."""
         return self._wait(self._service.rollback_adapter(LOCAL, self._ref(name), version))
 
     def pin_adapter(
         self, name: str, version: int | None = None, *, pinned: bool = True
     ) -> VersionCard:
-        """Keep a version in the history however old it grows, or no longer; None: the present."""
+        """Pin a version, so that it is never removed, or unpin it; None: the present version."""
         ref = self._ref(name)
         return self._wait(self._service.pin_adapter(LOCAL, ref, version, is_pinned=pinned))
 
     def alias_adapter(self, name: str, alias: str, *, replace: bool = False) -> AdapterCard:
-        """Another name for an adapter; remove_adapter takes it away again."""
+        """Give an adapter another name; remove_adapter removes that name."""
         ref = self._ref(name)
         return self._wait(self._service.alias_adapter(LOCAL, ref, alias, replace=replace))
 
     def adapter(self, name: str) -> AdapterDetails:
-        """All that is known of an adapter, its history among it."""
+        """Return the description of an adapter with its versions."""
         return self._wait(self._service.describe_adapter(LOCAL, self._ref(name)))
 
     def adapters(self) -> list[AdapterCard]:
@@ -239,13 +239,13 @@ class LLM:
         options: RequestOptions,
     ) -> list[Generated]:
         same = itertools.repeat(policy), itertools.repeat(options)
-        answers = await asyncio.gather(
+        results = await asyncio.gather(
             *map(self._generate, prompts, params, adapters, arrays, *same), return_exceptions=True
         )
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-        return [answer for answer in answers if isinstance(answer, Generated)]
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return [result for result in results if isinstance(result, Generated)]
 
     async def _generate(
         self,
@@ -287,7 +287,7 @@ class LLM:
         )
 
     async def _key(self, arrays: LoraArrays) -> AdapterKey | None:
-        """What arrays or a task id mean; an adapter that came along is registered first."""
+        """Return the key of an adapter in arrays, which it registers, or of a task id."""
         if arrays.tensors is None:
             return None if arrays.task_id is None else ByTaskId(arrays.task_id)
         weights, config = arrays.tensors
@@ -327,7 +327,7 @@ class LLM:
         return AdapterRef(self._model, DEFAULT_TENANT, ByName(name))
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do the work on serving's loop; an interrupt here ends it there."""
+        """Do work on the loop of the service; an interrupt of this thread cancels it."""
         with self._lock:
             if self._loop.is_closed():
                 work.close()
@@ -340,7 +340,7 @@ class LLM:
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Run until stopped; then end what is left, so that no task or thread outlives its loop."""
+    """Run the loop until it is stopped; then end its remaining tasks and threads."""
     asyncio.set_event_loop(loop)
     loop.run_forever()
     tasks = asyncio.all_tasks(loop)
@@ -368,7 +368,7 @@ def _config(
     settings: Mapping[str, Any],
 ) -> Config:
     if "path" in settings:
-        raise ConfigError("path is no setting of LLM: it is the first argument, model")
+        raise ConfigError("path is not a setting of LLM: it is the first argument, model")
     values = {
         **settings,
         "path": model,
@@ -379,7 +379,7 @@ def _config(
             Layer("argument of LLM", {"models": {model: values}}),
             Layer("argument of LLM", {"server": {"state_dir": os.fspath(state_dir)}}),
             Layer("LLM", {"server": {"persist_adapters": False}}),
-            # Whoever calls a library could as well fetch it themselves.
+            # The caller of a library could download the adapter, too.
             Layer("LLM", {"server": {"allowed_adapter_hosts": ["*"]}}),
         ]
     )

@@ -1,7 +1,7 @@
-"""What a model and its adapters would take, without a server and without loading weights.
+"""Memory plan of a model and its adapters, without a server and without loading weights.
 
-From config.json and the adapters' own files; the arithmetic is that of a start. What a GPU's steps
-take a start measures; here it is estimated.
+It uses config.json, the adapters' own files and the arithmetic of a start. A start measures the
+memory of a GPU's steps; the plan estimates it.
 """
 
 import itertools
@@ -48,18 +48,18 @@ class PlannedAdapter(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     path: str
     rank: int = 0
-    """The largest of its ranks."""
+    """Largest of its ranks."""
     host_bytes: int = 0
     device_pages: int = 0
     device_bytes: int = 0
     problem: str = ""
-    """Why it could not be served; then the numbers are 0."""
+    """Reason why it cannot be served; then the numbers are 0."""
 
 
 class AdapterPlan(msgspec.Struct, frozen=True, kw_only=True):
     adapters: tuple[PlannedAdapter, ...]
     fit_device: int
-    """Any so many of those that can be served are on the device at once."""
+    """Number of adapters that fit on the device at once, whichever they are."""
     fit_host: int
 
 
@@ -70,9 +70,10 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_memory(model: ModelConfig, adapters: Sequence[str]) -> MemoryPlan:
-    """adapters: adapters, or folders below which they are.
+    """Return the memory plan of a model and adapters.
 
-    Raises ConfigError if the model cannot be served like this, or a folder is not there.
+    adapters: paths of adapters, or of folders with adapters at any depth. Raises ConfigError if
+    the model cannot be served with these settings, or a folder does not exist.
     """
     folder = resolve_model(model.path, model.revision)
     model = within_build(str(folder), model, folder)
@@ -137,7 +138,8 @@ def _capacity(settings: RunnerSettings, config: ModelSpec) -> Capacity:
 
 
 def _free_bytes(settings: RunnerSettings, weights_bytes: int) -> int | None:
-    """Beside the weights. With memory_bytes the device need not be in this machine."""
+    """Return the device memory without the weights. With memory_bytes the device need not be in
+    this machine."""
     if torch.device(settings.device).type == "cpu":
         return None
     if settings.memory_bytes is not None:
@@ -147,14 +149,14 @@ def _free_bytes(settings: RunnerSettings, weights_bytes: int) -> int | None:
 
 
 def _found(path: str) -> list[tuple[str, str]]:
-    """(name, path): an adapter, or those below a folder. Raises ConfigError."""
+    """Return (name, path) of an adapter, or of those below a folder. Raises ConfigError."""
     try:
         open_input(path, StagingLimits())
     except InvalidAdapterError:
         if Path(path).expanduser().is_dir():
             return [(name, str(place)) for name, place in find_below(Path(path))]
     except LoraplexError:
-        pass  # it is one, with a mistake: that is told of this adapter
+        pass  # an adapter with a mistake: its own entry reports it
     return [(Path(path).name, path)]
 
 
@@ -181,7 +183,7 @@ def _planned(
     )
 
 
-def any_fit(sizes: Sequence[int], room: int) -> int:
-    """How many fit whichever they are: the largest ones first."""
+def any_fit(sizes: Sequence[int], num_bytes: int) -> int:
+    """Return how many fit, whichever they are: the largest ones are counted first."""
     ends = itertools.accumulate(sorted(sizes, reverse=True))
-    return sum(1 for _ in itertools.takewhile(lambda end: end <= room, ends))
+    return sum(1 for _ in itertools.takewhile(lambda end: end <= num_bytes, ends))

@@ -1,4 +1,4 @@
-"""What is told of requests, as the settings have it: the access log, traces, counts."""
+"""Reports on requests, as configured: the access log, traces and counts."""
 
 import contextlib
 import dataclasses
@@ -17,21 +17,24 @@ from loraplex.frontends.telemetry.tracing import Traces, open_traces
 
 @dataclasses.dataclass(frozen=True)
 class Reporting:
+    """Destinations of reports."""
+
     telemetry: Telemetry
     connections: HttpConnections
-    """Of the HTTP port; the metrics' own are not counted."""
+    """Connections of the HTTP port, without those of the metrics port."""
     access_log: LineWriter | None
     traces: Traces | None
 
     def collectors(self) -> list[Collector]:
-        """For GET /metrics."""
+        """Return the collectors for GET /metrics."""
         log = [] if self.access_log is None else [self.access_log]
         return [self.telemetry, self.connections, *log]
 
 
 @contextlib.contextmanager
 def reporting_requests(settings: ServerConfig) -> Iterator[Reporting]:
-    """While the context lasts; its end writes and sends what waits. Raises ConfigError."""
+    """Open the destinations of reports; on leaving, write and send what is pending. Raises
+    ConfigError."""
     with contextlib.ExitStack() as stack:
         sinks: list[Sink] = []
         access_log = traces = None

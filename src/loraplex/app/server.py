@@ -1,6 +1,6 @@
 """The serving process: its front ends on their ports, from start to drained stop.
 
-With app.engine and app.builder the only place that knows the concrete classes.
+Only this file, app.engine and app.builder know the concrete classes.
 """
 
 import asyncio
@@ -42,26 +42,27 @@ class Server:
         self,
         config: Config,
         launch: EngineLauncher,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
         declarations: Sequence[ModelDeclaration] = (),
         control: ModelControl | None = None,
         given_keys: Sequence[str] = (),
     ) -> None:
-        """A configuration with local paths. `say` is told the addresses once all is ready.
+        """Prepare a server; config has local paths.
 
-        declarations: of a model repository; none: the default names of the Triton models. control:
-        which of them are loaded; None: all. given_keys: API keys beside the configured ones.
+        print_line: called with each address once the server is ready. declarations: the Triton
+        models of a model repository; none: the default names. control: which of them are loaded;
+        None: all. given_keys: API keys in addition to the configured ones.
         """
         self._declarations = declarations
         self._control = control
         self._config = config
         self._launch = launch
-        self._say = say
+        self._print_line = print_line
         self._given_keys = given_keys
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._stop_deadline = 0.0
-        """By time.monotonic(), once there is a stop."""
+        """Value of time.monotonic(), once the server stops."""
 
     async def run(self) -> None:
         settings = self._config.server
@@ -99,25 +100,29 @@ class Server:
                 dialect=dialect_of(self._config),
                 has_keys=keys is not None,
             )
-            # The ports answer first: /health/ready says false until the models are there.
+            # The ports open first: /health/ready is false until the models are loaded.
             ports = Ports(stack, settings, tls, self._seconds_left)
             await ports.open_http(app, reporting.connections)
             await ports.open_metrics(scraped)
             await ports.open_grpc(triton, authenticate, reporting)
             await ports.open_request_socket(triton, reporting)
-            if await unless(self._stop, self._start(service)):
+            if await done_before(self._stop, self._start(service)):
                 for line in ports.lines():
-                    self._say(line)
+                    self._print_line(line)
                 if keys is None:
-                    logger.info("no API keys: who reaches %s may use the server", settings.host)
+                    logger.info(
+                        "no API keys: every client that reaches %s may use the server",
+                        settings.host,
+                    )
                 await self._stop.wait()
                 logger.info(
-                    "stopping: requests in work have %g s; a second signal ends them at once",
+                    "stopping: running requests have %g s; a second signal ends them at once",
                     settings.shutdown_seconds,
                 )
                 self._stop_deadline = time.monotonic() + settings.shutdown_seconds
-                await unless(self._hurry, service.drain(settings.shutdown_seconds))
-                # Before the ports close: what is left is told, so that its connection ends.
+                await done_before(self._hurry, service.drain(settings.shutdown_seconds))
+                # Before the ports close: the remaining requests receive an error, and their
+                # connections end.
                 await service.close()
 
     async def _start(self, service: Service) -> None:
@@ -141,16 +146,16 @@ class Server:
             end_of_input(self._stop.set)
 
     def _seconds_left(self) -> float:
-        """Of the stop's time, for who still reads an answer."""
+        """Return the rest of the grace period, for clients that still read a response."""
         return 0.0 if self._hurry.is_set() else self._stop_deadline - time.monotonic()
 
     def _on_signal(self) -> None:
-        """The first asks for a stop, the second not to wait for requests in work."""
+        """Stop at the first signal; at the second, do not wait for running requests."""
         (self._hurry if self._stop.is_set() else self._stop).set()
 
 
-async def unless(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
-    """Whether the work was done before the event came; if not, it is cancelled."""
+async def done_before(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+    """Do work until it ends or the event is set, which cancels it; return whether it ended."""
     task, waiting = asyncio.create_task(work), asyncio.create_task(event.wait())
     try:
         await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)

@@ -126,9 +126,9 @@ def test_log_lines_say_for_whom():
 
 
 def test_what_a_ready_server_has_is_no_more_looked_at_for_garbage(monkeypatch):
-    from loraplex.app.launch import _say_settled
+    from loraplex.app.launch import _print_settled
 
     told = []
     monkeypatch.setattr(gc, "freeze", lambda: told.append("frozen"))
-    _say_settled(told.append, "ready")
+    _print_settled(told.append, "ready")
     assert told == ["frozen", "ready"]

@@ -128,7 +128,7 @@ def test_add_adapter_takes_arrays(llm, pairs):
     assert nameless.name == f"inline-{nameless.digest[:12]}"
     llm.alias_adapter(nameless.name, "ja")
     assert ask(llm, adapter=["9", "ja"]) == list(ANSWERS.values())
-    with pytest.raises(InvalidRequestError, match="called by its task id or its digest"):
+    with pytest.raises(InvalidRequestError, match="named by its task id or its digest"):
         llm.add_adapter("zh", lora_weights=weights, lora_config=config)
     with pytest.raises(InvalidRequestError, match="give a name and a path"):
         llm.add_adapter("zh")

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from loraplex.app.server import unless
+from loraplex.app.server import done_before
 from loraplex.core.errors import ConfigError
 from support.fake_engine_process import FakeEngineSettings
 
@@ -102,7 +102,7 @@ async def test_a_port_in_use_is_named(run, port):
 
 class TestUnless:
     async def test_work_that_is_done(self):
-        assert await unless(asyncio.Event(), asyncio.sleep(0))
+        assert await done_before(asyncio.Event(), asyncio.sleep(0))
 
     async def test_work_that_is_overtaken(self):
         event = asyncio.Event()
@@ -115,7 +115,7 @@ class TestUnless:
             finally:
                 ended.append(True)
 
-        assert not await unless(event, work())
+        assert not await done_before(event, work())
         assert ended == [True]
 
     async def test_work_that_fails(self):
@@ -123,11 +123,11 @@ class TestUnless:
             raise ConfigError("no")
 
         with pytest.raises(ConfigError, match="no"):
-            await unless(asyncio.Event(), work())
+            await done_before(asyncio.Event(), work())
 
     async def test_no_task_is_left_when_it_is_cancelled_itself(self):
         before = asyncio.all_tasks()
-        task = asyncio.create_task(unless(asyncio.Event(), asyncio.sleep(60)))
+        task = asyncio.create_task(done_before(asyncio.Event(), asyncio.sleep(60)))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
