@@ -23,7 +23,7 @@ from typing import NamedTuple
 QUOTED = "language: quoted"
 PREPOSITIONS = re.compile(
     r"\W*(of|as|with|for|in|on|at|by|from|to|without|behind|beside|under|over|between|among|against"
-    r"|into|through|until|within|beyond|besides|whom|whose)\b",
+    r"|into|through|until|within|beyond|besides|whom|whose)\b(?!-)",
     re.I,
 )
 REPLACED: dict[str, str] = {

@@ -229,7 +229,7 @@ def test_postprocessing_passes_through_what_it_did_in_2024(wire):
         (
             "preprocessing",
             {"QUERY": words("a"), "REQUEST_OUTPUT_LEN": i32(1), "IMAGE_URL": words("http://a")},
-            "input 'IMAGE_URL' asks for a multimodal model, which is not served",
+            "input 'IMAGE_URL' requests a multimodal model, which is not served",
         ),
         (
             "preprocessing",

@@ -213,7 +213,7 @@ def test_adapters_whose_files_are_broken(stream, backend):
         ({"top_p": "high"}, "sampling parameter 'top_p' must be a number, got 'high'"),
         ({"top_p": 7}, "top_p must be in (0, 1], got 7"),
         ({"best": 1}, "Unexpected sampling parameter 'best'; the parameters are n, best_of"),
-        ({"logits_processors": ["x"]}, "'logits_processors' asks for code in a request"),
+        ({"logits_processors": ["x"]}, "'logits_processors' requests code in a request"),
         ([1], "'sampling_parameters' must be a JSON object"),
     ],
 )

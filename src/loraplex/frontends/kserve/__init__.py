@@ -2,7 +2,7 @@
 
     models/   the Triton models that we serve (their tensor tables are data), and the conversion of
               their tensors to a GenerateRequest and back
-    service   admits, answers and stops inference requests; the one object that both wires share
+    service   admits, runs and stops inference requests; the one object that both wires share
     http/     Starlette routes        grpc/   a grpc.aio server, on the same loop
 
 A server builds one `service.TritonService` over its Backend, mounts

@@ -1,7 +1,7 @@
-"""The inference requests in work, so that another request can stop them.
+"""Registry of in-flight inference requests, so that another request can stop them.
 
-A stop request names its victim by the client's request id; without an id it means the requests of
-its own stream.
+A stop request has the client's id of that request; without an id it means the requests
+of its own stream.
 """
 
 from loraplex.core.errors import InvalidRequestError

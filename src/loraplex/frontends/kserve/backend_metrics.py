@@ -1,4 +1,4 @@
-"""The families of the TensorRT-LLM backend, nv_trt_llm_*, from what the engine tells.
+"""The families of the TensorRT-LLM backend, nv_trt_llm_*, from the engine's reports.
 
 One series per served base model, labelled with the Triton model that takes token ids.
 """
@@ -32,7 +32,7 @@ class TensorRtLlmCollector(Collector):
         self._unix_seconds = unix_seconds
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: registering must not ask a backend that has not started."""
+        """Return nothing: registering must not call a backend that has not started."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
@@ -116,7 +116,7 @@ class TensorRtLlmCollector(Collector):
         }
 
     def _batch(self, model: TritonModel) -> _Values:
-        """Of the last step; micro_batch_id is 0: there is one batch."""
+        """Values of the last step; micro_batch_id is 0: there is one batch."""
         stats = self._stats(model)
         step = self._backend.steps(model.card.name, 1)
         last = step[-1] if step else None
@@ -128,7 +128,7 @@ class TensorRtLlmCollector(Collector):
         }
 
     def _static_batch(self, model: TritonModel) -> _Values:
-        """Of the last step, in the place of _batch where batches are static (V1)."""
+        """Values of the last step where batches are static (V1), instead of _batch."""
         step = self._backend.steps(model.card.name, 1)
         last = step[-1] if step else None
         running = last.num_rows - last.num_prefill_rows if last else 0
@@ -146,7 +146,7 @@ class TensorRtLlmCollector(Collector):
 
 
 def _by_type(memory: ModelMemory) -> _Values:
-    """Without a device of its own everything is the host's; its adapters are not pinned."""
+    """Memory by type. Without a device all memory is the host's; adapters are not page-locked."""
     at_work = (
         *(memory.weights_bytes, memory.workspace_bytes, memory.graph_bytes),
         *(memory.kv.num_bytes, memory.device.num_bytes),
@@ -176,7 +176,7 @@ def token_labels(catalog: Catalog, model: TritonModel) -> TokenLabels:
     """What a request to a model counts for.
 
     A request to an ensemble or to BLS is one to its model of token ids, as in the original. Of
-    vLLM's models those count that say so; without a model repository, those that are named as
+    vLLM's models those count that enable it; without a model repository, those that are named as
     their base model.
     """
     here = (model.name, model.version)

@@ -1,6 +1,6 @@
 """The classification extension: of an output the highest values, as text.
 
-An element of the answer is `value:index`, the index within one element of the batch. Outputs of
+An element of the output is `value:index`, the index within one element of the batch. Outputs of
 our models have no labels, which would follow as `:label`.
 """
 
@@ -23,7 +23,7 @@ def classified(tensor: Tensor, num_classes: int) -> Tensor:
     if not kind or kind not in "iuf":
         raise InvalidTensorError(
             f"class result not available for output '{tensor.name}' due to unsupported type "
-            f"'{tensor.datatype}'; ask for it without classification",
+            f"'{tensor.datatype}'; request it without classification",
             param=tensor.name,
         )
     num_rows = tensor.shape[0] if has_batch else 1

@@ -1,6 +1,6 @@
 """How errors of core.errors look to a Triton client: one table for HTTP and gRPC.
 
-Triton itself knows eight codes and answers 400 to everything that is not internal, not found,
+Triton itself has eight codes and returns 400 for everything that is not internal, not found,
 unavailable or unsupported; we keep that, and add 401, 403, 408, 413 and 429, which it has no code
 for.
 """
@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from loraplex.core import errors
-from loraplex.frontends.kserve.failures import FailedAnswer
+from loraplex.frontends.kserve.failures import FailedResponse
 from loraplex.serving.wire_request import note_error
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ def message_of(error: errors.LoraplexError) -> str:
 
 def as_loraplex_error(error: BaseException) -> errors.LoraplexError:
     """The error itself, or for a defect of ours an InternalError; its traceback is logged."""
-    if isinstance(error, FailedAnswer):
+    if isinstance(error, FailedResponse):
         error = error.error
     if not isinstance(error, errors.LoraplexError):
         logger.error("a KServe request failed", exc_info=error)

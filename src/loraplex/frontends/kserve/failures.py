@@ -11,7 +11,7 @@ VLLM_PREFIX = "Error generating stream: "
 _NO_TEXT = "N/A"
 
 
-class FailedAnswer(Exception):
+class FailedResponse(Exception):
     """An error that comes with outputs: vLLM's backend fills text_output even then."""
 
     def __init__(self, error: LoraplexError, outputs: tuple[Tensor, ...]) -> None:
@@ -20,19 +20,19 @@ class FailedAnswer(Exception):
         self.outputs = outputs
 
 
-def lora_failure(error: LoraplexError) -> FailedAnswer:
-    """For what is wrong with the adapter, whose text is the error's."""
-    return FailedAnswer(error, (strings("text_output", [error.message]),))
+def lora_failure(error: LoraplexError) -> FailedResponse:
+    """Response to a request whose adapter failed; its text is the error's."""
+    return FailedResponse(error, (strings("text_output", [error.message]),))
 
 
-def vllm_failure(error: LoraplexError) -> FailedAnswer:
-    """For everything else."""
-    told = type(error)(
+def vllm_failure(error: LoraplexError) -> FailedResponse:
+    """Response to a request that failed for another reason."""
+    shown = type(error)(
         VLLM_PREFIX + error.message,
         param=error.param,
         retry_after_seconds=error.retry_after_seconds,
     )
-    return FailedAnswer(told, (strings("text_output", [_NO_TEXT]),))
+    return FailedResponse(shown, (strings("text_output", [_NO_TEXT]),))
 
 
 def unknown_lora(
@@ -40,10 +40,10 @@ def unknown_lora(
     request: GenerateRequest,
     known: Sequence[str],
     unusable: Mapping[str, str],
-) -> LoraplexError | FailedAnswer:
-    """In the vLLM backend's words, with the names that there are as Python writes a list.
+) -> LoraplexError | FailedResponse:
+    """Error in the vLLM backend's words, with the known names as Python writes a list.
 
-    `unusable` says why names of the repository are not among them.
+    `unusable` has the reasons why names of the repository are not among them.
     """
     match request.adapters:
         case (AdapterChoice(key=ByName(name=name)),):

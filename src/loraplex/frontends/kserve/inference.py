@@ -1,4 +1,4 @@
-"""One admitted inference request: the answers of its batch, in one response or as a stream."""
+"""One admitted inference request: the outputs of its batch, in one response or as a stream."""
 
 import time
 from collections import deque
@@ -9,8 +9,8 @@ from loraplex.core.output import RequestOutput, ResolvedAdapter
 from loraplex.frontends.kserve.active import ActiveRequest
 from loraplex.frontends.kserve.merge import merged
 from loraplex.frontends.kserve.messages import InferRequest, InferResponse, Parameter
-from loraplex.frontends.kserve.models.answer import Answer
-from loraplex.frontends.kserve.models.answers import output_tensors, without_batch
+from loraplex.frontends.kserve.models.completion import Completion
+from loraplex.frontends.kserve.models.completion_tensors import output_tensors, without_batch
 from loraplex.frontends.kserve.models.convert import Generation
 from loraplex.frontends.kserve.models.triton_model import TritonModel
 from loraplex.frontends.kserve.responses import ResponseStream
@@ -22,7 +22,7 @@ from loraplex.serving.backend import close_outputs
 
 
 class Inference(ResponseStream):
-    """Answers once, or one by one as a stream. Owns the backend's iterators: it must be closed."""
+    """One response, or a stream of them. Owns the backend's iterators: it must be closed."""
 
     def __init__(
         self,
@@ -42,19 +42,19 @@ class Inference(ResponseStream):
         self._recording = recording
         self._is_streamed = generations[0].is_streamed
         self._batch = [
-            [Answer(generation, index) for index in range(generation.request.sampling.n)]
+            [Completion(generation, index) for index in range(generation.request.sampling.n)]
             for generation in generations
         ]
         self._num_running = len(streams)
         self._ready: deque[InferResponse] = deque()
-        """Responses of a stream that nobody has read yet."""
+        """Responses of a stream that have not been read yet."""
         self._is_over = False
         """The last response was made."""
         self._adapters: tuple[ResolvedAdapter, ...] = ()
         self._parameters = model.kind.response_parameters
 
-    async def answer(self) -> InferResponse:
-        """Everything in one response. A stopped request answers with what it has."""
+    async def response(self) -> InferResponse:
+        """Return everything in one response. A stopped request returns what it has."""
         with self._recording:
             try:
                 while self._num_running:
@@ -85,7 +85,7 @@ class Inference(ResponseStream):
             raise StopAsyncIteration
         response = self._ready.popleft()
         self._recording.responded(is_empty=not response.outputs)
-        if response.is_final:  # its reader may not ask again
+        if response.is_final:  # its reader may not read again
             self._record_success()
         return response
 
@@ -100,7 +100,7 @@ class Inference(ResponseStream):
         self._recording.failed(None)
 
     async def _next_output(self) -> RequestOutput | None:
-        """Of any element of the batch; None at the end, and once the request is stopped."""
+        """Next output of any element; None at the end and once the request is stopped."""
         try:
             return await self._outputs.next()
         except LoraplexError as error:
@@ -108,7 +108,7 @@ class Inference(ResponseStream):
 
     def _record_success(self) -> None:
         """Queued until the last element of the batch had its first step."""
-        times = [_token_times(answers) for answers in self._batch]
+        times = [_token_times(completions) for completions in self._batch]
         waited = max([each.queue_seconds for each in times])
         self._recording.succeeded(len(times), round(waited * 1e9), times)
 
@@ -126,44 +126,46 @@ class Inference(ResponseStream):
         self._begin_all()
         left = [
             (index, group)
-            for index, answers in enumerate(self._batch)
-            for group in self._grouped([answer for answer in answers if not answer.is_sent])
+            for index, completions in enumerate(self._batch)
+            for group in self._grouped(
+                [completion for completion in completions if not completion.is_sent]
+            )
         ]
         left = left or [(0, self._grouped(self._batch[0])[0])]
         for index, group in left:
             self._ready.append(self._piece(index, group, is_final=group is left[-1][1]))
 
     @staticmethod
-    def _grouped(answers: list[Answer]) -> list[list[Answer]]:
-        """By response: each sequence has its own, but those that come together share one."""
-        if answers and answers[0].generation.comes_together:
-            return [answers]
-        return [[answer] for answer in answers]
+    def _grouped(completions: list[Completion]) -> list[list[Completion]]:
+        """Completions by response: each has its own, but those that come together share one."""
+        if completions and completions[0].generation.comes_together:
+            return [completions]
+        return [[completion] for completion in completions]
 
-    def _take(self, index: int, output: RequestOutput) -> list[Answer]:
-        """Add an output to its answers; the answers that are to be sent now."""
+    def _take(self, index: int, output: RequestOutput) -> list[Completion]:
+        """Add an output to its completions; return those to be sent now."""
         self._recording.begun()
         self._num_running -= output.finished
-        answers = self._batch[index]
+        completions = self._batch[index]
         if output.adapters != self._adapters:
             self._show_adapters(output.adapters)
-        for answer in answers:
-            answer.begin(output.prompt_token_ids)
+        for completion in completions:
+            completion.begin(output.prompt_token_ids)
             if output.prompt_logits:
-                answer.prompt_logits += output.prompt_logits
-            answer.timing = output.timing
+                completion.prompt_logits += output.prompt_logits
+            completion.timing = output.timing
         for sequence in output.sequences:
-            answers[sequence.index].add(sequence)
+            completions[sequence.index].add(sequence)
         if self._is_streamed:
-            if answers[0].generation.comes_together:
-                return answers if output.sequences else []
+            if completions[0].generation.comes_together:
+                return completions if output.sequences else []
             # What a slow reader left is merged: several pieces of one sequence are one response.
             indices = dict.fromkeys([sequence.index for sequence in output.sequences])
-            return [answers[index] for index in indices]
-        return answers if output.finished else []
+            return [completions[index] for index in indices]
+        return completions if output.finished else []
 
     def _show_adapters(self, adapters: tuple[ResolvedAdapter, ...]) -> None:
-        """In the parameters of the responses from here on; those of the newest output."""
+        """Set the adapters in the parameters of all further responses."""
         self._adapters = adapters
         if adapters:
             names = ",".join(adapter.name for adapter in adapters)
@@ -176,27 +178,27 @@ class Inference(ResponseStream):
 
     def _begin_all(self) -> None:
         """A request that was stopped before its first output has at least its prompt."""
-        for answers in self._batch:
-            for answer in answers:
-                prompt = answer.generation.request.prompt
-                answer.begin(() if isinstance(prompt, str) else prompt)
+        for completions in self._batch:
+            for completion in completions:
+                prompt = completion.generation.request.prompt
+                completion.begin(() if isinstance(prompt, str) else prompt)
 
-    def _piece(self, index: int, answers: list[Answer], *, is_final: bool) -> InferResponse:
+    def _piece(self, index: int, completions: list[Completion], *, is_final: bool) -> InferResponse:
         has_batch = len(self._batch) > 1
-        is_one_of_several = len(answers) < len(self._batch[index])
+        is_one_of_several = len(completions) < len(self._batch[index])
         response = self._response(
-            [answers],
+            [completions],
             is_final=is_final,
             batch_index=index if has_batch else None,
-            sequence_index=answers[0].index if is_one_of_several else None,
+            sequence_index=completions[0].index if is_one_of_several else None,
         )
-        for answer in answers:
-            answer.drain()
+        for completion in completions:
+            completion.drain()
         return response
 
     def _response(
         self,
-        batch: Sequence[Sequence[Answer]],
+        batch: Sequence[Sequence[Completion]],
         *,
         is_final: bool,
         batch_index: int | None = None,
@@ -216,11 +218,13 @@ class Inference(ResponseStream):
             is_final=is_final,
         )
 
-    def _parameters_of(self, batch: Sequence[Sequence[Answer]]) -> Mapping[str, Parameter]:
-        """With what return_perf_metrics has no tensor for; of several elements the sum."""
+    def _parameters_of(self, batch: Sequence[Sequence[Completion]]) -> Mapping[str, Parameter]:
+        """Parameters with the metrics that have no tensor; the sum over several elements."""
         if not batch[0][0].generation.returns_perf_metrics:
             return self._parameters
-        timings = [answers[0].timing for answers in batch if answers[0].timing is not None]
+        timings = [
+            completions[0].timing for completions in batch if completions[0].timing is not None
+        ]
         if not timings:
             return self._parameters
         return {
@@ -233,13 +237,13 @@ class Inference(ResponseStream):
         }
 
 
-def _token_times(answers: Sequence[Answer]) -> TokenTimes:
+def _token_times(completions: Sequence[Completion]) -> TokenTimes:
     counts = (
-        answers[0].num_input_tokens,
-        sum([answer.num_output_tokens for answer in answers]),
-        len(answers),
+        completions[0].num_input_tokens,
+        sum([completion.num_output_tokens for completion in completions]),
+        len(completions),
     )
-    timing = answers[0].timing
+    timing = completions[0].timing
     if timing is None:
         return TokenTimes(*counts)
     return TokenTimes(

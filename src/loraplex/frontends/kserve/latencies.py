@@ -9,14 +9,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 WINDOW_SECONDS = 60.0
-"""As the summaries of Triton's library, prometheus-cpp, by default."""
+"""Window of a summary: the default of Triton's library, prometheus-cpp."""
 MAX_VALUES = 10_000
-"""Of one window: the newest ones."""
+"""Values per window: the newest ones are kept."""
 FIRST_RESPONSE_BUCKETS_MS = (100.0, 500.0, 2000.0, 5000.0)
 
 
 class RecentValues:
-    """Of the last WINDOW_SECONDS."""
+    """Values of the last WINDOW_SECONDS."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -50,12 +50,14 @@ class Histogram:
             self._counts[bisect.bisect_left(self.bounds, value)] += count
             self.sum += value * count
 
-    def cumulative(self, spelled: Callable[[float], str] | None = None) -> list[tuple[str, float]]:
-        """(bound, values up to it), with +Inf in the end. spelled: how a bound is written."""
-        spelled = spelled or _briefly
+    def cumulative(
+        self, formatted: Callable[[float], str] | None = None
+    ) -> list[tuple[str, float]]:
+        """(bound, values up to it), with +Inf in the end. formatted: how a bound is written."""
+        formatted = formatted or _briefly
         totals = itertools.accumulate(self._counts)
         return [
-            (spelled(bound), float(total))
+            (formatted(bound), float(total))
             for bound, total in zip((*self.bounds, math.inf), totals, strict=True)
         ]
 
@@ -82,7 +84,7 @@ class Latencies:
         return cls(first_response=Histogram(first_response_buckets))
 
     def add(self, total: int, queue: int, compute: tuple[int, int, int]) -> None:
-        """Nanoseconds; compute: reading, inferring, answering."""
+        """Add one request, in nanoseconds; compute: input, inference, output."""
         values = zip(self._windows, (total, queue, *compute), strict=True)
         for window, ns in values:
             window.add(ns // 1000)

@@ -1,7 +1,7 @@
 """The settings of the logging extension, which set the level of our own log.
 
 The most detailed level that is on counts: a verbose level above 0 shows everything. Where the log
-goes and how its lines look is fixed while the server runs, but the format is kept and told.
+goes and how its lines look is fixed while the server runs, but the format is kept and returned.
 """
 
 import logging
@@ -30,7 +30,7 @@ OTHER_NAMES = {"log_warnings": "log_warning", "log_errors": "log_error"}
 
 
 class LogSettings:
-    """Of the whole process. The level that its log has at first stays until a change."""
+    """Log settings of the whole process. The initial level stays until a change."""
 
     def __init__(self, logger: logging.Logger | None = None) -> None:
         self._logger = logger or logging.getLogger(LOGGER)

@@ -1,6 +1,6 @@
-"""What clients may ask of the server itself: settings, and which models are loaded.
+"""Management of the server: settings, and which models are loaded.
 
-Of both wires. All but the index, which shows a tenant its models, is for operators.
+Used by HTTP and gRPC. All but the index, which shows a tenant its models, is for operators.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ class Management:
         self._logs = LogSettings()
 
     def trace_settings(self, principal: Principal, model: str) -> dict[str, TraceValue]:
-        """Of a model, or without a name of the server."""
+        """Trace settings of a model, or without a name of the server."""
         principal.require_operator(_SEE)
         self._check_traced(model)
         return self._traces.of(model)

@@ -1,4 +1,4 @@
-"""Several async iterators read as one, until all end or someone says stop."""
+"""Several async iterators read as one, until all end or a stop is set."""
 
 import asyncio
 import functools
@@ -26,7 +26,7 @@ class Stop:
                 self._has_interrupted = True
                 self._reader.cancel()
 
-    async def unless_set(self, read: Callable[[], Awaitable[T]]) -> T | None:
+    async def result_before_stop(self, read: Callable[[], Awaitable[T]]) -> T | None:
         """What it reads, or None as soon as stop is said."""
         if self.is_set:
             return None
@@ -43,13 +43,13 @@ class Stop:
 
 
 class Merged(ABC, Generic[T]):
-    """Items of all streams as they come; of each at most one is read ahead of who asks for them.
+    """Items of all streams as they come; at most one of each stream is read ahead.
 
-    The streams are not closed: whoever opened them does that.
+    The streams are not closed: the code that opened them does that.
     """
 
     index = 0
-    """Of the stream that the last item is from."""
+    """Index of the stream that the last item is from."""
 
     @abstractmethod
     def next(self) -> Awaitable[T | None]:
@@ -60,11 +60,11 @@ class Merged(ABC, Generic[T]):
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Leave nothing behind that is under way."""
+        """Cancel everything that is in flight."""
 
 
 def merged(streams: Sequence[AsyncIterator[T]], stop: Stop) -> Merged[T]:
-    """Of one stream without a task for each item."""
+    """Merge streams; a single one needs no task for each item."""
     return _One(streams[0], stop) if len(streams) == 1 else _Several(streams, stop)
 
 
@@ -74,10 +74,10 @@ class _One(Merged[T]):
         self._stop = stop
 
     def next(self) -> Awaitable[T | None]:
-        return self._stop.unless_set(self._read)
+        return self._stop.result_before_stop(self._read)
 
     async def aclose(self) -> None:
-        """Nothing is under way but a call of `next`."""
+        """Do nothing: only a call of `next` can be in flight."""
 
 
 class _Several(Merged[T]):
@@ -85,7 +85,7 @@ class _Several(Merged[T]):
         self._streams = streams
         self._stop = stop
         self._steps: dict[asyncio.Future[T | None], int] = {}
-        """Those under way, and the indices of their streams."""
+        """Reads in flight, and the indices of their streams."""
         self._done: deque[asyncio.Future[T | None]] = deque()
         for index in range(len(streams)):
             self._begin_step(index)
@@ -93,7 +93,7 @@ class _Several(Merged[T]):
     async def next(self) -> T | None:
         while self._steps and not self._stop.is_set:
             if not self._done:
-                await self._stop.unless_set(self._wait)
+                await self._stop.result_before_stop(self._wait)
                 self._done.extend(step for step in self._steps if step.done())
                 continue
             step = self._done.popleft()

@@ -26,7 +26,7 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class InferResponse(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """One answer. A request over a stream may get several; exactly one of them is final."""
+    """One response. A request over a stream may get several; exactly one of them is final."""
 
     model: str
     version: str

@@ -21,7 +21,7 @@ class ControlMode(enum.Enum):
     NONE = "none"
     """Every model is loaded at the start."""
     POLL = "poll"
-    """As NONE: the repository is read once."""
+    """Same as NONE: the repository is read once."""
     EXPLICIT = "explicit"
 
 
@@ -101,7 +101,7 @@ class ModelControl:
         return overridden(declaration, config)
 
     def unload(self, names: Collection[str]) -> None:
-        """Take models from clients; requests in work end. Raises NotReadyError as load does."""
+        """Unload models; in-flight requests finish. Raises NotReadyError as load does."""
         self.check_explicit()
         self._unloaded.update(names)
         self.revision += 1
@@ -113,7 +113,7 @@ class ModelControl:
 
 
 def unloads_dependents(parameters: Mapping[str, object]) -> bool:
-    """From the parameters of an unload request."""
+    """Whether an unload request includes the dependents."""
     value = parameters.get("unload_dependents", False)
     if not isinstance(value, bool):
         raise InvalidRequestError(

@@ -1,6 +1,6 @@
 """`model_metrics` of a model's configuration: the buckets of its histograms.
 
-Fields: ModelMetrics of model_config.proto. A histogram that is not ours is left to whoever has it.
+Fields: ModelMetrics of model_config.proto. Histograms of other servers are ignored.
 """
 
 import itertools
@@ -16,7 +16,7 @@ FIRST_RESPONSE: Final = "nv_inference_first_response_histogram_ms"
 def first_response_buckets(
     model: str, config: Mapping[str, Any] | None
 ) -> tuple[float, ...] | None:
-    """Upper bounds in milliseconds; None: the configuration says nothing.
+    """Upper bounds in milliseconds; None: the configuration has none.
 
     Raises ConfigError for bounds that do not grow.
     """

@@ -17,7 +17,7 @@ CLASSIFICATION = "classification"
 
 
 class OutputWish(msgspec.Struct, frozen=True):
-    """For one output."""
+    """Requested form of one output."""
 
     is_binary: bool = False
     num_classes: int = 0
@@ -30,7 +30,7 @@ BINARY = OutputWish(is_binary=True)
 
 
 class Wishes(msgspec.Struct, frozen=True, eq=False):
-    """For all outputs of a request."""
+    """Requested forms of all outputs of a request."""
 
     memory: TenantMemory
     default: OutputWish = INLINE
@@ -82,7 +82,7 @@ def _write(tensor: Tensor, place: Place, memory: TenantMemory) -> None:
 def output_wish(
     name: str, parameters: Mapping[str, object], *, is_binary: bool, memory: TenantMemory
 ) -> OutputWish:
-    """From the parameters of a requested output. Raises InvalidRequestError, NotFoundError."""
+    """Read the parameters of a requested output. Raises InvalidRequestError, NotFoundError."""
     num_classes = _natural(name, parameters, CLASSIFICATION)
     place = place_of(name, parameters)
     if place is None and not num_classes:
@@ -108,7 +108,7 @@ def place_of(name: str, parameters: Mapping[str, object]) -> Place | None:
         )
     if BYTE_SIZE not in parameters:
         raise InvalidRequestError(
-            f"'{name}' is in shared memory region '{region}'; say its '{BYTE_SIZE}'", param=name
+            f"'{name}' is in shared memory region '{region}'; set its '{BYTE_SIZE}'", param=name
         )
     return Place(region, _natural(name, parameters, OFFSET), _natural(name, parameters, BYTE_SIZE))
 

@@ -23,14 +23,14 @@ REQUEST_PARAMETERS: Final = (
     Feature(
         "triton_enable_empty_final_response",
         Support.NO_EFFECT,
-        "the last answer of a stream is the final one: no empty one follows",
+        "the last response of a stream is the final one: no empty one follows",
         "boolean",
     ),
     *(
         Feature(name, Support.NO_EFFECT, "of sequence batching")
         for name in ("sequence_id", "sequence_start", "sequence_end")
     ),
-    Feature("Streaming", Support.NO_EFFECT, "the tensor of that name says it", "boolean"),
+    Feature("Streaming", Support.NO_EFFECT, "the tensor of that name decides", "boolean"),
     Feature("headers", Support.NO_EFFECT, "models see no headers"),
 )
 TENSOR_PARAMETERS: Final = (

@@ -1,4 +1,4 @@
-"""The answers to one request over a stream, whatever made them."""
+"""Responses to one request over a stream, whatever made them."""
 
 from abc import abstractmethod
 from collections.abc import AsyncIterator

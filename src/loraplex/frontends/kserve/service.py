@@ -1,4 +1,4 @@
-"""Inference requests of both wires: admission, answers, stop requests, statistics.
+"""Inference requests of HTTP and gRPC: admission, responses, stop requests, statistics.
 
 Everything here runs on the event loop of the Backend. It knows no JSON, no HTTP and no protobuf.
 """
@@ -36,7 +36,7 @@ from loraplex.frontends.kserve.triton_metrics import CpuCollector, InferenceColl
 from loraplex.serving.backend import Backend, close_outputs
 
 _ONE_PER_ELEMENT = (ENSEMBLE.name, TENSORRT_LLM.name)
-"""Kinds that answer each element of a batch by itself."""
+"""Kinds that respond to each element of a batch by itself."""
 
 
 class TritonService:
@@ -52,10 +52,10 @@ class TritonService:
         sends_traces: bool = False,
         metrics: MetricsConfig | None = None,
     ) -> None:
-        """declarations: what a model repository says; none: our default names. control: which
+        """declarations: those of a model repository; none: our default names. control: which
         models are loaded, and whether clients may change that; None: all, and they may not.
-        sends_traces: the server tells a collector of its requests. metrics: which families there
-        are; None: Triton's default ones. Raises ConfigError for model_metrics of a declaration.
+        sends_traces: the server sends its requests' traces to a collector. metrics: which families
+        there are; None: Triton's default ones. Raises ConfigError for model_metrics.
         """
         self.backend = backend
         self.catalog = Catalog(
@@ -76,13 +76,13 @@ class TritonService:
 
     @property
     def num_active(self) -> int:
-        """Inference requests in work."""
+        """Number of in-flight inference requests."""
         return len(self._active)
 
     def statistics(
         self, name: str = "", version: str = "", principal: Principal = LOCAL
     ) -> list[dict[str, Any]]:
-        """Of one model, or of all. Raises ModelNotFoundError, PermissionDeniedError."""
+        """Statistics of one model or of all. Raises ModelNotFoundError, PermissionDeniedError."""
         principal.require_operator("see the server's statistics")
         models = [self.catalog.find(name, version)] if name else self.catalog.models()
         return [self.counts.report(model.name, model.version) for model in models]
@@ -90,7 +90,7 @@ class TritonService:
     async def infer(
         self, request: InferRequest, principal: Principal, scope: StreamScope | None = None
     ) -> InferResponse:
-        """The one answer to a request. Raises errors of core.errors. Cancelling it aborts."""
+        """Return the one response to a request. Raises errors of core.errors. Cancelling aborts."""
         model = self.catalog.find(request.model, request.version, principal)
         with self._recorded(model) as recording:
             elements = self._read(model, request)
@@ -105,19 +105,19 @@ class TritonService:
             if elements[0].flag("is_streamed"):
                 raise InvalidRequestError(
                     "Streaming is only supported over generate_stream and ModelStreamInfer; "
-                    f"send '{model.kind.input_of('is_streamed')}' false to get one answer",
+                    f"send '{model.kind.input_of('is_streamed')}' false to get one response",
                     param=model.kind.input_of("is_streamed"),
                 )
             inference = await self._admit(model, request, elements, principal, scope, recording)
             try:
-                return await inference.answer()
+                return await inference.response()
             finally:
                 await inference.aclose()
 
     async def stream(
         self, request: InferRequest, principal: Principal, scope: StreamScope | None = None
     ) -> ResponseStream:
-        """Admit a request; its answers follow. What is wrong beforehand is raised here."""
+        """Admit a request; its responses follow. Errors found on admission are raised here."""
         model = self.catalog.find(request.model, request.version, principal)
         if is_computation(model.kind):
             return OneResponse(await self.infer(request, principal, scope))
@@ -140,7 +140,7 @@ class TritonService:
         return Recording(self.counts, model.name, known[1], known[2])
 
     def collectors(self) -> list[Collector]:
-        """For GET /metrics: what Triton and its backends tell there."""
+        """Metric families of Triton and its backends, for GET /metrics."""
         for model in self.catalog.models():
             self.counts.token_metrics.expect(token_labels(self.catalog, model))
         return [
@@ -154,9 +154,9 @@ class TritonService:
     def check_is_unary(
         self, principal: Principal, model: str, version: str, end_point: str
     ) -> None:
-        """Raise UnsupportedFeatureError if a model may give any number of answers.
+        """Raise UnsupportedFeatureError if a model may give any number of responses.
 
-        end_point: who can take just one, in the words of Triton's own error.
+        end_point: the caller that takes exactly one, in the words of Triton's own error.
         """
         if self.catalog.find(model, version, principal).is_decoupled:
             raise UnsupportedFeatureError(
@@ -168,7 +168,7 @@ class TritonService:
         elements = read_inputs(
             model.kind, model.name, request.inputs, max_batch_size=model.max_batch_size
         )
-        _check_answers(model, elements)
+        _check_num_responses(model, elements)
         return elements
 
     def _stop(
@@ -178,7 +178,7 @@ class TritonService:
         principal: Principal,
         scope: StreamScope | None,
     ) -> InferResponse:
-        """Serve a stop request: its own answer is empty."""
+        """Serve a stop request: its own response is empty."""
         self._active.stop(principal.tenant, request.request_id, scope)
         return InferResponse(model=model.name, version=model.version, request_id=request.request_id)
 
@@ -205,7 +205,7 @@ class TritonService:
     ) -> Inference:
         """All elements of the batch or, if one is refused, none."""
         streams: list[AsyncIterator[RequestOutput]] = []
-        # Before any await: a stop request may be close behind.
+        # Before any await: a stop request may follow at once.
         active = self._active.begin(principal.tenant, request.request_id, scope)
         try:
             generations = [self._submission.converted(model, request, i) for i in elements]
@@ -221,8 +221,8 @@ class TritonService:
         return Inference(model, request, generations, streams, active, recording)
 
 
-def _check_answers(model: TritonModel, elements: Sequence[Inputs]) -> None:
-    """Raise InvalidRequestError for what would need several answers from a model that gives one,
+def _check_num_responses(model: TritonModel, elements: Sequence[Inputs]) -> None:
+    """Raise InvalidRequestError for what would need several responses from a model that gives one,
     or more beams than its configuration allows. The first words are the original's.
     """
     is_unary = model.is_decoupled is False

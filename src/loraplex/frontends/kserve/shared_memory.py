@@ -24,7 +24,7 @@ from loraplex.frontends.kserve.errors import AlreadyExistsError, NotFoundError
 
 FOLDER = Path("/dev/shm")
 MAX_REGIONS = 1024
-"""Of one tenant."""
+"""Maximum number of regions per tenant."""
 MAX_NAME_LENGTH = 255
 MAX_REQUEST_BYTES = 2**31 - 1
 """That the inputs of one request may take from regions, all together."""
@@ -67,7 +67,7 @@ class SharedMemory:
         self._folder = folder
         self._lock = threading.Lock()
         self._regions: dict[str, dict[str, _Open]] = {}
-        """By tenant and name."""
+        """Regions by tenant and name."""
 
     def register(self, tenant: str, name: str, key: str, offset: int, byte_size: int) -> None:
         """Raises AlreadyExistsError, InvalidRequestError, PermissionDeniedError."""
@@ -108,7 +108,7 @@ class SharedMemory:
                 self._regions.pop(tenant, None)
 
     def status(self, tenant: str, name: str = "") -> list[Region]:
-        """Of one region, or without a name of all of the tenant's. Raises NotFoundError."""
+        """Status of one region, or without a name of all the tenant's. Raises NotFoundError."""
         with self._lock:
             own = self._regions.get(tenant, {})
             if name and name not in own:
@@ -156,7 +156,7 @@ class SharedMemory:
         if place.offset + place.byte_size > size:
             raise InvalidRequestError(
                 f"Invalid offset + byte size for shared memory region: '{place.region}'; it has "
-                f"{size} bytes, asked for are {place.byte_size} from {place.offset}"
+                f"{size} bytes, requested are {place.byte_size} from {place.offset}"
             )
         return held
 

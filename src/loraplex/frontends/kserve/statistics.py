@@ -1,7 +1,7 @@
 """What inference requests of each Triton model did, as the statistics extension shows it.
 
 Queue: until the first step that computes the request. Input: reading the request. Output: making
-answers. Infer: all the rest, so most of the time of a language model. A request of a batch is one
+responses. Infer: all the rest, so most of the time of a language model. A request of a batch is one
 execution. Durations are nanoseconds; all runs on one event loop.
 """
 
@@ -15,12 +15,12 @@ from types import MappingProxyType
 from typing import Any
 
 from loraplex.core.errors import CapacityError, QueueFullError, RequestError
-from loraplex.frontends.kserve.failures import FailedAnswer
+from loraplex.frontends.kserve.failures import FailedResponse
 from loraplex.frontends.kserve.latencies import FIRST_RESPONSE_BUCKETS_MS, Latencies
 from loraplex.frontends.kserve.token_metrics import TokenLabels, TokenMetrics, TokenTimes
 
 MAX_RESPONSE_STATS = 256
-"""Of a stream, the answers that are counted each for itself."""
+"""Maximum number of a stream's responses that are counted each for itself."""
 
 
 class FailureReason(enum.Enum):
@@ -50,7 +50,7 @@ class Durations:
 
 @dataclasses.dataclass(slots=True)
 class Phases:
-    """Of requests that succeeded: how many, and how long each phase of them was all together."""
+    """Number of requests that succeeded, and the total duration of each of their phases."""
 
     count: int = 0
     input_ns: int = 0
@@ -85,7 +85,7 @@ class Phases:
 
 @dataclasses.dataclass(slots=True)
 class ResponseCounts:
-    """Of the answers that were the same one of their streams."""
+    """Counts of the responses that had the same index in their streams."""
 
     success: Durations = dataclasses.field(default_factory=Durations)
     fail: Durations = dataclasses.field(default_factory=Durations)
@@ -120,18 +120,18 @@ class ModelCounts:
         default_factory=lambda: dict.fromkeys(FailureReason, 0)
     )
     num_inferences: int = 0
-    """Elements of batches that were answered."""
+    """Number of batch elements that got a response."""
     num_pending: int = 0
     """Requests that wait for their first step."""
     last_inference_ms: int = 0
     """Wall time, Unix milliseconds."""
     latencies: Latencies | None = None
-    """None: nobody wants summaries or histograms."""
+    """None: neither summaries nor histograms are enabled."""
 
     def succeeded(
         self, batch_size: int, total_ns: int, queue_ns: int, compute_ns: tuple[int, int, int]
     ) -> None:
-        """One request; compute_ns: reading, inferring, answering."""
+        """Count one request; compute_ns: input, inference, output."""
         self.success.add(total_ns)
         self.queue.add(queue_ns)
         if self.latencies is not None:
@@ -151,7 +151,7 @@ class ModelCounts:
 
     @property
     def phases(self) -> Phases:
-        """Of batches of all sizes."""
+        """Total over batches of all sizes."""
         total = Phases()
         for each in self.by_batch_size.values():
             total.add(each.input_ns, each.infer_ns, each.output_ns, each.count)
@@ -160,11 +160,11 @@ class ModelCounts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepCounts:
-    """Of the models that an ensemble passes its requests through.
+    """Counts of the models that an ensemble passes its requests through.
 
     No tensors pass between them here: one path does the work of all. So that dashboards of
     tensorrt_llm see all that it computes, what a request took is shared out: queueing and inferring
-    are tensorrt_llm's, reading the request is preprocessing's, making answers postprocessing's.
+    are tensorrt_llm's, reading the request is preprocessing's, making outputs postprocessing's.
     """
 
     preprocessing: ModelCounts
@@ -172,7 +172,7 @@ class StepCounts:
     postprocessing: ModelCounts
 
     def succeeded(self, batch_size: int, queue_ns: int, compute_ns: tuple[int, int, int]) -> None:
-        """As ModelCounts.succeeded of the ensemble."""
+        """Count one request, as ModelCounts.succeeded does for the ensemble."""
         input_ns, infer_ns, output_ns = compute_ns
         self.preprocessing.succeeded(batch_size, input_ns, 0, (0, input_ns, 0))
         self.tensorrt_llm.succeeded(batch_size, queue_ns + infer_ns, queue_ns, (0, infer_ns, 0))
@@ -193,7 +193,7 @@ class Statistics:
         self._counts: dict[str, ModelCounts] = {}
 
     def of(self, model: str) -> ModelCounts:
-        """Of a model of the catalog; clients' other words never come here."""
+        """Counts of a model of the catalog; unknown names are refused earlier."""
         counts = self._counts.get(model)
         if counts is None:
             buckets = self._buckets.get(model, FIRST_RESPONSE_BUCKETS_MS)
@@ -289,11 +289,11 @@ class Recording:
                 self._steps.tensorrt_llm.num_pending -= 1
 
     def made_output(self, ns: int) -> None:
-        """So long it took to make an answer."""
+        """Add the time that it took to make a response."""
         self._output_ns += ns
 
     def responded(self, *, is_empty: bool) -> None:
-        """An answer of a stream is about to go."""
+        """Count a response of a stream that is about to be sent."""
         now_ns = time.monotonic_ns()
         ns, self._last_ns = now_ns - self._last_ns, now_ns
         each = self._response()
@@ -308,7 +308,7 @@ class Recording:
             each.success.add(ns)
 
     def uncounted(self) -> None:
-        """It asked for no inference."""
+        """Do not count the request: it needed no inference."""
         self._end()
 
     def succeeded(
@@ -329,7 +329,7 @@ class Recording:
             self._tokens.observe(self._labels, each)
 
     def failed(self, error: BaseException | None) -> None:
-        """None: its client has gone, or closed its answers."""
+        """Count a failed request; None: its client disconnected, or closed its stream."""
         if not self._end():
             return
         ns = time.monotonic_ns() - self._start_ns
@@ -348,7 +348,7 @@ class Recording:
             self._steps.tensorrt_llm.first_response(ns - self._input_ns)
 
     def _response(self) -> ResponseCounts | None:
-        """Of the answer that comes next."""
+        """Counts of the next response."""
         if self._num_responses >= MAX_RESPONSE_STATS:
             return None
         return self._counts.by_response[self._num_responses]
@@ -362,7 +362,7 @@ class Recording:
 
 
 def failure_reason(error: BaseException | None) -> FailureReason:
-    if isinstance(error, FailedAnswer):
+    if isinstance(error, FailedResponse):
         error = error.error
     if error is None or isinstance(error, asyncio.CancelledError | GeneratorExit):
         return FailureReason.CANCELED

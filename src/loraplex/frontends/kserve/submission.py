@@ -1,4 +1,4 @@
-"""From one element of an inference request to the backend's outputs, in its model's dialect."""
+"""Conversion of one element of an inference request to the backend's outputs."""
 
 from collections.abc import AsyncIterator
 from typing import NoReturn
@@ -18,7 +18,7 @@ from loraplex.core.output import RequestOutput
 from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest
 from loraplex.frontends.kserve.failures import (
-    FailedAnswer,
+    FailedResponse,
     in_tensorrt_words,
     unknown_lora,
     vllm_failure,
@@ -39,7 +39,7 @@ MAX_TIMEOUT = 2**63 - 1
 """Microseconds: what fits into the parameter of the protocol."""
 MAX_PRIORITY_LEVEL = 2**31 - 1
 DEFAULT_PRIORITY_LEVEL = 100
-"""Level 99 comes before what says nothing, level 101 after it."""
+"""Level of a request without one: 99 comes before it, 101 after it."""
 
 _WHOLE_REQUEST = "context_and_generation"
 """The request type that is not one half of disaggregated serving."""
@@ -51,7 +51,7 @@ class Submission:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._texts: dict[str, ModelTexts] = {}
-        """By base model."""
+        """Texts by base model."""
 
     def texts(self, model: TritonModel) -> ModelTexts:
         name = model.card.name
@@ -61,7 +61,7 @@ class Submission:
         return texts
 
     def converted(self, model: TritonModel, request: InferRequest, inputs: Inputs) -> Generation:
-        """What the backend is asked for. Raises RequestErrors, and FailedAnswer."""
+        """Convert to a request for the backend. Raises RequestErrors and FailedResponse."""
         parameters = request.parameters
         sender = Sender(
             request_id=self._backend.new_request_id(),
@@ -116,7 +116,7 @@ class Submission:
         error: LoraplexError,
         request: GenerateRequest,
         principal: Principal,
-    ) -> LoraplexError | FailedAnswer:
+    ) -> LoraplexError | FailedResponse:
         if model.kind.dialect is Dialect.VLLM:
             if not isinstance(error, AdapterNotFoundError):
                 return error
@@ -146,14 +146,14 @@ class Submission:
 
 
 def raise_in_dialect(model: TritonModel, error: LoraplexError) -> NoReturn:
-    """What goes wrong with a request of the vLLM backend's becomes an answer with a text."""
+    """Raise the error; one of the vLLM backend's requests becomes a response with a text."""
     if model.kind.dialect is not Dialect.VLLM:
         raise error
     raise vllm_failure(error) from error
 
 
 def _may_be_shorter(model: TritonModel, request: GenerateRequest, error: LoraplexError) -> bool:
-    """vLLM ends an answer where the model's length does, however much was asked for."""
+    """vLLM ends a completion at the model's maximum length, whatever max_tokens is."""
     return (
         model.kind.dialect is Dialect.VLLM
         and isinstance(error, PromptTooLongError)
@@ -163,7 +163,7 @@ def _may_be_shorter(model: TritonModel, request: GenerateRequest, error: Loraple
 
 
 def _timeout_seconds(request: InferRequest) -> float | None:
-    """Of a number of microseconds, which may be written as a text; None for 0, as for nothing."""
+    """Timeout from a number of microseconds, possibly written as text; None for 0 or none."""
     said = request.parameters.get("timeout", 0)
     timeout = _number_in(said) if isinstance(said, str) else said
     if type(timeout) is not int or not 0 <= timeout <= MAX_TIMEOUT:
@@ -176,13 +176,13 @@ def _timeout_seconds(request: InferRequest) -> float | None:
 
 
 def _number_in(text: str) -> int | None:
-    """Of decimal digits, no more of them than the longest timeout has."""
+    """Number written in decimal digits; None if it has more of them than the longest timeout."""
     is_number = text.isascii() and text.isdigit() and len(text) <= len(str(MAX_TIMEOUT))
     return int(text) if is_number else None
 
 
 def _priority(request: InferRequest) -> int:
-    """Of Triton's request parameter: 1 is the highest level, 0 the default one."""
+    """Priority of Triton's request parameter: 1 is the highest level, 0 the default one."""
     level = request.parameters.get("priority", 0)
     if type(level) is not int or not 0 <= level <= MAX_PRIORITY_LEVEL:
         raise InvalidParameterError(
@@ -197,7 +197,7 @@ def _check_request_type(request: InferRequest) -> None:
     kind = request.parameters.get(REQUEST_TYPE, _WHOLE_REQUEST)
     if kind != _WHOLE_REQUEST:
         raise UnsupportedFeatureError(
-            f"the parameter '{REQUEST_TYPE}' is {kind!r}, which asks for disaggregated serving; "
+            f"the parameter '{REQUEST_TYPE}' is {kind!r}, which requests disaggregated serving; "
             f"only {_WHOLE_REQUEST!r} is served",
             param=REQUEST_TYPE,
         )

@@ -3,9 +3,9 @@
 Knows no model and no protocol message. A bad tensor is an InvalidTensorError that names the
 tensor, what came and what would be right.
 
-In memory a tensor is what it is in the binary form; whoever wants it gets a numpy array. BYTES is
+In memory a tensor is what it is in the binary form; `array` makes a numpy array of it. BYTES is
 then an array of `bytes` objects. BF16 is an array of its bit patterns, as uint16: numpy has no
-bfloat16, and nobody here reads its numbers.
+bfloat16, and its numbers are not read here.
 
 Source of the forms: the KServe v2 protocol and Triton's binary tensor data extension.
 """
@@ -40,7 +40,7 @@ class Datatype:
     wire_dtype: np.dtype[Any] | None
     """Little-endian form of one element; None where elements have no fixed size (BYTES)."""
     code: str = ""
-    """Of one element, in the words of `struct` and of numpy."""
+    """Format of one element for `struct` and numpy."""
     element: struct.Struct = _LENGTH_PREFIX
     """One element, or the length before it where elements have no fixed size."""
     has_json: bool = True
@@ -93,13 +93,13 @@ class Tensor(msgspec.Struct, frozen=True, eq=False):
     datatype: str
     shape: tuple[int, ...]
     data: bytes | memoryview = b""
-    """Of numbers: little-endian, row-major."""
+    """Bytes of a numeric tensor: little-endian, row-major."""
     strings: Sequence[bytes] = ()
-    """Of BYTES: the elements, row-major."""
+    """Elements of a BYTES tensor, row-major."""
 
     @classmethod
     def of(cls, name: str, datatype: str, array: Array) -> "Tensor":
-        """Of an array as `array` gives it."""
+        """Make a tensor of an array like that of `array`."""
         wire_dtype = DATATYPES[datatype].wire_dtype
         if wire_dtype is None:
             return cls(name, datatype, array.shape, strings=array.ravel().tolist())
@@ -115,11 +115,11 @@ class Tensor(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def num_bytes(self) -> int:
-        """Without the lengths before strings."""
+        """Size of the elements, excluding the lengths before strings."""
         return len(self.data) + sum(map(len, self.strings))
 
     def rows(self, first: int, end: int) -> "Tensor":
-        """Without the first dimension: its elements [first, end) in row-major order."""
+        """Elements [first, end) of the first dimension, in row-major order."""
         shape = self.shape[1:]
         if self.strings:
             return Tensor(self.name, self.datatype, shape, strings=self.strings[first:end])

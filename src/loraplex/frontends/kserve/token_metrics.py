@@ -1,4 +1,4 @@
-"""Tokens and times of answered requests, by the names of the TensorRT-LLM and vLLM backends.
+"""Tokens and times of finished requests, by the names of the TensorRT-LLM and vLLM backends.
 
 Families nv_llm_* and vllm:*, labelled as there with the Triton model and its version. A request
 adds to plain numbers; a scrape makes families of them.
@@ -33,7 +33,7 @@ class _Family(msgspec.Struct, frozen=True):
     text: str
     """Its help."""
     bounds: Sequence[float] = ()
-    """Of its buckets; none: a counter."""
+    """Upper bounds of its buckets; none: a counter."""
 
 
 _TRTLLM_TEXT = "TRT LLM response metrics"
@@ -63,19 +63,19 @@ _VLLM: Mapping[str, _Family] = MappingProxyType(
 
 
 class TokenTimes(msgspec.Struct, frozen=True):
-    """One element of a batch that was answered."""
+    """Tokens and times of one finished batch element."""
 
     num_prompt_tokens: int
     num_output_tokens: int
-    """Of all its sequences."""
+    """Total over all its sequences."""
     num_sequences: int
     first_token_seconds: float | None = None
-    """From its arrival; None where the engine did not tell."""
+    """Time since its arrival; None if the engine did not report it."""
     seconds_per_token: float | None = None
     """After the first token."""
     total_seconds: float | None = None
     queue_seconds: float = 0.0
-    """Until its first step."""
+    """Time until its first step."""
 
 
 class TokenLabels(msgspec.Struct, frozen=True):
@@ -122,7 +122,7 @@ class TokenMetrics(Collector):
             self._vllm.setdefault(labels.vllm, _Series(_VLLM))
 
     def observe(self, labels: TokenLabels, times: TokenTimes) -> None:
-        """One answered element of a request to a model of the catalog."""
+        """Count one finished element of a request to a model of the catalog."""
         if labels.trtllm is not None:
             lengths = _of(self._trtllm, labels.trtllm, _TRTLLM).histograms
             lengths["input"].add(times.num_prompt_tokens)

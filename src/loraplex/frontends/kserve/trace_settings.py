@@ -1,7 +1,7 @@
-"""The settings of the trace extension. They are kept and told, and trace nothing. A server that
-sends traces to a collector (otlp_endpoint) tells that, and lets nobody change it here.
+"""Settings of the trace extension. They are kept and returned, and trace nothing. A server that
+sends traces to a collector (otlp_endpoint) returns that, and it cannot be changed here.
 
-What a model has no value of its own for is as the server's. Names, defaults and the first words of
+A model without a value of its own has the server's. Names, defaults and the first words of
 errors are Triton's.
 """
 
@@ -30,7 +30,7 @@ SENT_TO_A_COLLECTOR: Mapping[str, TraceValue] = MappingProxyType(
         "trace_mode": "opentelemetry",
     }
 )
-"""Every request, unless the caller's trace or OTEL_TRACES_SAMPLER says otherwise."""
+"""Every request, unless the caller's trace or OTEL_TRACES_SAMPLER decides otherwise."""
 LEVELS = ("OFF", "TIMESTAMPS", "TENSORS")
 _LOWEST = {"trace_rate": 0, "trace_count": -1, "log_frequency": 0}
 FIXED = {"trace_file": "trace file location", "trace_mode": "trace mode"}
@@ -45,7 +45,7 @@ class TraceSettings:
         self._models: dict[str, dict[str, TraceValue]] = {}
 
     def of(self, model: str = "") -> dict[str, TraceValue]:
-        """Of a model, or of the server."""
+        """Settings of a model, or of the server."""
         return {**self._server, **self._models.get(model, {})}
 
     def update(

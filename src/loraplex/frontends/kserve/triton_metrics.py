@@ -70,7 +70,7 @@ _COUNTS: tuple[tuple[str, str, Callable[[ModelCounts], float]], ...] = (
 
 
 class InferenceCollector(Collector):
-    """Of every model that is loaded, from its statistics."""
+    """Metrics of every loaded model, from its statistics."""
 
     def __init__(self, catalog: Catalog, statistics: Statistics, config: MetricsConfig) -> None:
         self._catalog = catalog
@@ -78,7 +78,7 @@ class InferenceCollector(Collector):
         self._config = config
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: registering must not ask a backend that has not started."""
+        """Return nothing: registering must not call a backend that has not started."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
@@ -115,7 +115,7 @@ class InferenceCollector(Collector):
         yield pending
 
     def _latencies(self, rows: Sequence[_Row]) -> Iterator[Metric]:
-        """In the forms that are wanted."""
+        """Latencies in the configured forms."""
         for name, text, durations in _DURATIONS:
             if self._config.counter_latencies:
                 micros = [(labels, durations(counts).ns // 1000) for labels, counts in rows]

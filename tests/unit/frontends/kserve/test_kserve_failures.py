@@ -10,7 +10,7 @@ from loraplex.core.errors import (
 from loraplex.core.request import GenerateRequest
 from loraplex.frontends.kserve.errors import as_loraplex_error, message_of, status_of
 from loraplex.frontends.kserve.failures import (
-    FailedAnswer,
+    FailedResponse,
     in_tensorrt_words,
     unknown_lora,
     vllm_failure,
@@ -85,7 +85,7 @@ def test_other_errors_stay_as_they_are(error, asked):
 
 
 def test_it_is_an_exception_with_the_errors_text():
-    assert str(FailedAnswer(QueueFullError("full"), ())) == "full"
+    assert str(FailedResponse(QueueFullError("full"), ())) == "full"
 
 
 def test_statistics_count_it_by_the_error_inside():

@@ -114,7 +114,7 @@ def test_an_input_in_shared_memory(memory):
     ("parameters", "fragment"),
     [
         ({"shared_memory_region": 5}, "must be the name of a region, got 5"),
-        ({"shared_memory_region": "r"}, "say its 'shared_memory_byte_size'"),
+        ({"shared_memory_region": "r"}, "set its 'shared_memory_byte_size'"),
         (region(shared_memory_byte_size=-4), "not negative, got -4"),
         (region(shared_memory_offset="0"), "not negative, got '0'"),
         (region(shared_memory_byte_size=2**63), "not negative, got 9223372036854775808"),

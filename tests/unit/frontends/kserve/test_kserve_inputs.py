@@ -61,7 +61,7 @@ def test_every_input_has_an_effect_or_is_refused_by_name(kind):
     for row in kind.inputs:
         tensors = [t for t in core if t.name != row.name] + [ones(row)]
         if row.support is Support.REFUSED:
-            with pytest.raises(UnsupportedFeatureError, match=f"input '{row.name}' asks for"):
+            with pytest.raises(UnsupportedFeatureError, match=f"input '{row.name}' requests"):
                 read(*tensors, kind=kind)
         elif row.support is Support.WORKS:
             assert row.field in read(*tensors, kind=kind)[0]

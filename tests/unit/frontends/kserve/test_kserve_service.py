@@ -305,7 +305,7 @@ async def test_tenants_do_not_stop_each_other(service):
 
 
 async def test_a_streaming_request_has_no_one_answer(service):
-    with pytest.raises(InvalidRequestError, match="send 'stream' false to get one answer"):
+    with pytest.raises(InvalidRequestError, match="send 'stream' false to get one response"):
         await service.infer(request(stream=True), LOCAL)
 
 

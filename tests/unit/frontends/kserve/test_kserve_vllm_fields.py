@@ -118,7 +118,7 @@ def test_a_value_of_another_type_is_told(name, value, what):
 def test_unknown_and_unserved_fields():
     with pytest.raises(InvalidParameterError, match="Unexpected sampling parameter 'topp'; the"):
         read_fields({"topp": 1})
-    with pytest.raises(UnsupportedFeatureError, match="asks for token ids instead of text"):
+    with pytest.raises(UnsupportedFeatureError, match="requests token ids instead of text"):
         read_fields({"detokenize": False})
     with pytest.raises(UnsupportedFeatureError, match="a shortened prompt"):
         read_fields({"truncate_prompt_tokens": 1})
@@ -143,7 +143,7 @@ def test_structured_outputs_are_an_object_or_its_text(name):
     grammar = Grammar(GrammarKind.REGEX, "a+")
     assert sampling(**{name: {"regex": "a+"}}).grammar == grammar
     assert sampling(**{name: json.dumps({"regex": "a+"})}).grammar == grammar
-    with pytest.raises(InvalidParameterError, match="must say one of json"):
+    with pytest.raises(InvalidParameterError, match="must have one of json"):
         sampling(**{name: {"regex": "a+", "choice": ["a"]}})
 
 

@@ -130,9 +130,9 @@ def test_a_sender_that_has_ended_is_not_asked(model):
     sender = fake.Sender()
     call = call_class(sender, model)
     call.submitted(None, 1)
-    call.answer(Response(id=1))
+    call.respond(Response(id=1))
     call.cancel_if_unwanted()
-    call.answer(Response(id=1))
+    call.respond(Response(id=1))
     assert len(sender.all()) == 1
 
 

@@ -26,7 +26,7 @@ def path(tmp_path):
 def link(server, name="ensemble"):
     said = queue.Queue()
     link = Link(
-        server, name, start_seconds=60, say=said.put, each_tick=lambda: None, tick_seconds=0.1
+        server, name, start_seconds=60, report=said.put, each_tick=lambda: None, tick_seconds=0.1
     )
     link.said, link.server = said, server
     return link

@@ -9,7 +9,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from loraplex.frontends.kserve.active import StreamScope
 from loraplex.frontends.kserve.errors import as_loraplex_error, message_of, status_of
-from loraplex.frontends.kserve.failures import FailedAnswer
+from loraplex.frontends.kserve.failures import FailedResponse
 from loraplex.frontends.kserve.grpc.calls import Call, Malformed
 from loraplex.frontends.kserve.grpc.codec import decode_request, encode_failure, encode_piece
 from loraplex.frontends.kserve.service import TritonService
@@ -74,7 +74,7 @@ class StreamSession:
             if self._errors_end_stream:
                 raise
             error = as_loraplex_error(raised)
-            outputs = raised.outputs if isinstance(raised, FailedAnswer) else ()
+            outputs = raised.outputs if isinstance(raised, FailedResponse) else ()
             asked = pb.ModelInferRequest() if type(request) is Malformed else request
             await self._write(encode_failure(asked, message_of(error), outputs))
 

@@ -1,1 +1,1 @@
-"""The Triton models that we serve, and how their tensors become requests and answers."""
+"""The Triton models that we serve, and how their tensors become requests and outputs."""

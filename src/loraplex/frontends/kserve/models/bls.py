@@ -26,7 +26,7 @@ _OWN_INPUTS = (
     refused("image_url_input", "BYTES", reason=MULTIMODAL, neutral=(b"",)),
     refused("video_bytes_input", "UINT8", _IMAGE_DIMS, reason=MULTIMODAL),
     used("num_draft_tokens", "INT32"),
-    no_effect("use_draft_logits", "BOOL", reason="how guesses are checked changes no answer"),
+    no_effect("use_draft_logits", "BOOL", reason="how draft tokens are verified changes no output"),
 )
 
 

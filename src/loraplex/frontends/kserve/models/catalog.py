@@ -1,7 +1,7 @@
-"""Which Triton model names there are, and what metadata and configuration say about them.
+"""Names of the Triton models, and their metadata and configuration.
 
 Without a model repository `ensemble` and `tensorrt_llm` are the first served base model, and every
-base model also answers under its own name, text to text. With one there is what it declares. There
+base model is also served under its own name, text to text. With one, its declarations count. There
 is one version of each.
 """
 
@@ -49,7 +49,7 @@ EXTENSIONS = (
 
 
 def server_metadata() -> ServerMetadata:
-    """The answer to a server metadata request: extensions are those that we do serve."""
+    """Response to a server metadata request. Extensions are those that are served."""
     return ServerMetadata(name=SERVER_NAME, version=__version__, extensions=list(EXTENSIONS))
 
 
@@ -74,7 +74,7 @@ class Catalog:
         self._token_models: Mapping[str, TritonModel] = {}
 
     def models(self, principal: Principal = LOCAL) -> Sequence[TritonModel]:
-        """Those that are loaded, and there for who asks."""
+        """Models that are loaded and that the principal may use."""
         return [model for model in self._all(principal) if self._control.is_loaded(model.name)]
 
     def token_model(self, model: TritonModel) -> TritonModel | None:
@@ -83,7 +83,7 @@ class Catalog:
         return self._token_models.get(model.card.name)
 
     def steps(self, model: TritonModel) -> Mapping[str, str]:
-        """By kind, the names of the loaded models that do the work of an ensemble or a BLS: those
+        """Names by kind of the loaded models that do the work of an ensemble or a BLS: those
         that its configuration names, else the first ones of its base model. Other kinds have none.
         """
         steps: dict[str, str] = {}
@@ -105,7 +105,7 @@ class Catalog:
     def _find(self, name: str, principal: Principal) -> TritonModel | None:
         self._refresh()
         model = self._models.get(name)
-        if model is None or principal is LOCAL:  # whom _refresh has asked for
+        if model is None or principal is LOCAL:  # _refresh runs for LOCAL
             return model
         names = [card.name for card in self._backend.models(principal)]
         return model if model.card.name in names else None
@@ -131,7 +131,7 @@ class Catalog:
         self._made_from = made_from
 
     def _declared(self) -> Sequence[ModelDeclaration]:
-        """As at the start."""
+        """Declarations as they were at the start."""
         if self._declarations:
             return self._declarations
         cards = self._backend.models()
@@ -146,8 +146,8 @@ class Catalog:
         ]
 
     def load(self, name: str, parameters: Mapping[str, object]) -> None:
-        """Of an ensemble with its steps, as at the start. Raises as ModelControl.load, and
-        NotFoundError for a model that is nowhere.
+        """Load an ensemble with its steps, as at the start. Raises what ModelControl.load raises,
+        and NotFoundError for a model that no repository has.
         """
         self._control.check_explicit()
         declared = {each.name: each for each in self._declared()}

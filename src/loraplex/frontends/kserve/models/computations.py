@@ -1,4 +1,4 @@
-"""The models that generate nothing: their answer is a function of their inputs."""
+"""Models that generate nothing: their outputs are a function of their inputs."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ _COMPUTATIONS: Mapping[str, Computation] = MappingProxyType(
     {PREPROCESSING.name: preprocess, POSTPROCESSING.name: postprocess}
 )
 _INLINE_BYTES = 1 << 14
-"""Of input: computed at once in about a millisecond, which no thread is worth."""
+"""Size of an input that is computed inline: about a millisecond, too short for a thread."""
 
 
 def is_computation(kind: ModelKind) -> bool:

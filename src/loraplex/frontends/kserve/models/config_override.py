@@ -1,8 +1,8 @@
 """A model's configuration as a load request replaces it.
 
 A base model is loaded once: so what such a configuration can change is how requests reach it, the
-batch size and whether answers may be many. Other fields must be those of Triton's ModelConfig, and
-are shown by later requests for the configuration.
+batch size and whether there may be several responses. Other fields must be those of Triton's
+ModelConfig, and are shown by later requests for the configuration.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""One element of a batch -> a GenerateRequest, and how its answer is to look. Pure."""
+"""Conversion of one element of a batch to a GenerateRequest and the form of its outputs. Pure."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -25,11 +25,11 @@ _DEFAULT_OPTIONS = ModelOptions()
 
 NO_END_ID = -1
 NO_LIMIT = -1
-"""Of a retention: an open end, and no expiry."""
+"""Value of a retention's open end, and of one without expiry."""
 
 
 class Sender(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """What a request is beside its tensors."""
+    """Everything of a request except its tensors."""
 
     request_id: RequestId
     client_request_id: str = ""
@@ -47,13 +47,13 @@ class InlineAdapter(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """A request for the backend, and what its client wants to see of the answer."""
+    """Request for the backend, and the outputs that its client requested."""
 
     request: GenerateRequest
-    """With an inline adapter its `adapters` are empty until the backend has a key for it."""
+    """Its `adapters` are empty for an inline adapter until the backend has a key for it."""
     inline_adapter: InlineAdapter | None = None
     end_token_ids: frozenset[int] = frozenset()
-    """They end the answer and are never shown."""
+    """Tokens which end the completion and are never part of it."""
     is_streamed: bool = False
     excludes_input: bool = False
     returns_log_probs: bool = False
@@ -67,9 +67,9 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     returned: frozenset[str] = frozenset()
     """Names of the outputs that a request to a model of the vLLM backend wishes for."""
     token_text: Callable[[int], str] | None = None
-    """Of a token beside its log probability; None: those are not shown."""
+    """Text of a token that is returned with its log probability; None: not returned."""
     show_prompt: Callable[[Sequence[int]], str] | None = None
-    """The text of the prompt's tokens, as the answer begins with it; None: as it was sent."""
+    """Text of the prompt's tokens at the start of the completion; None: as it was sent."""
     accumulates_text: bool = False
     """A streamed piece has the whole text so far."""
     context_logits_datatype: str = "FP32"
@@ -146,7 +146,7 @@ _WISHES = frozenset(
 
 
 def _end_token_ids(card: ModelCard, sampling: SamplingParams, end_id: int | None) -> frozenset[int]:
-    """A grammar ends with the end token, asked for or not."""
+    """A grammar ends with the end token, whether or not the request has one."""
     ignores_eos = sampling.ignore_eos and sampling.grammar is None
     ids = (None if ignores_eos else card.eos_token_id, end_id)
     return frozenset([token_id for token_id in ids if token_id is not None])
@@ -165,7 +165,7 @@ _ADAPTER = frozenset({*_TASK_OR_WEIGHTS, "lora_config"})
 
 
 def _adapters(inputs: Inputs, choices: tuple[AdapterChoice, ...]) -> tuple[AdapterChoice, ...]:
-    """Of the parameter, or the one of lora_task_id; none yet for an adapter that came along."""
+    """Adapters of the parameter or of lora_task_id; none yet for an inline adapter."""
     sent = [field for field in _TASK_OR_WEIGHTS if inputs.tensor(field) is not None]
     if choices and sent:
         raise InvalidParameterError(
@@ -180,7 +180,7 @@ def _adapters(inputs: Inputs, choices: tuple[AdapterChoice, ...]) -> tuple[Adapt
 
 
 def read_adapters(parameter: Parameter) -> tuple[AdapterChoice, ...]:
-    """Of the request parameter `adapters`; none if it is empty."""
+    """Adapters in the request parameter `adapters`; none if it is empty."""
     if parameter == "":
         return ()
     try:
@@ -198,7 +198,7 @@ def _task_id(inputs: Inputs) -> int | None:
 
 
 def _inline_adapter(inputs: Inputs) -> InlineAdapter | None:
-    """TensorRT-LLM's sentence says lora_keys: the old name of lora_config."""
+    """TensorRT-LLM's error text has lora_keys, the old name of lora_config."""
     weights, config = inputs.tensor("lora_weights"), inputs.tensor("lora_config")
     if weights is None and config is None:
         return None
@@ -308,7 +308,7 @@ def _duration(milliseconds: int) -> int | None:
 
 
 def _end_id(inputs: Inputs, card: ModelCard) -> int | None:
-    """The token that ends the answer; None: only the length does."""
+    """Token that ends the completion; None: only the length ends it."""
     default = card.eos_token_id if inputs.kind.ends_by_default else None
     end_id = inputs.integer("end_id", NO_END_ID if default is None else default)
     if end_id == NO_END_ID:

@@ -50,11 +50,11 @@ class Inputs:
         return self._own(tensor) if tensor is not None and 0 not in tensor.shape else None
 
     def sent(self, field: str) -> Tensor:
-        """As tensor(), of a field that was sent; it may be empty."""
+        """Tensor of a field that was sent; it may be empty."""
         return self._own(self._tensors[field])
 
     def array(self, field: str) -> Array | None:
-        """As tensor(), without its name and type."""
+        """Array of tensor(), without its name and type."""
         tensor = self.tensor(field)
         return None if tensor is None else tensor.array
 
@@ -84,7 +84,7 @@ class Inputs:
         return tuple(to_texts(self.kind.input_of(field), strings))
 
     def _own(self, tensor: Tensor) -> Tensor:
-        """Of a tensor of the batch what is this element's."""
+        """Part of a batch's tensor that belongs to this element."""
         size = math.prod(tensor.shape[1:])
         return tensor.rows(self._index * size, (self._index + 1) * size)
 
@@ -95,7 +95,7 @@ def read_inputs(
     """Check every tensor and split the batch. Raises InvalidTensorError, UnsupportedFeatureError.
 
     max_batch_size 0: the tensors have no batch dimension, and there is one element. A stop request
-    may lack the required tensors: it asks for nothing that needs them.
+    may lack the required tensors: it needs none of them.
     """
     has_batch = max_batch_size > 0
     sent = _sent(kind, model, tensors, has_batch)
@@ -114,9 +114,9 @@ def read_inputs(
 def _sent(
     kind: ModelKind, model: str, tensors: Sequence[Tensor], has_batch: bool
 ) -> dict[str, tuple[InputSpec, Tensor]]:
-    """By name what was sent, with a batch dimension, and its row.
+    """Return the sent tensors by name, with a batch dimension, and their rows.
 
-    An adapter's may lack that dimension; without batches all do.
+    An adapter's tensors may lack that dimension; without batches all do.
     """
     sent: dict[str, tuple[InputSpec, Tensor]] = {}
     for tensor in tensors:
@@ -167,10 +167,10 @@ def _check_tensor(row: InputSpec, model: str, tensor: Tensor, has_batch: bool) -
         batch = [-1] if has_batch else []
         expected_shape = ",".join(str(dim) for dim in (*batch, *row.dims))
         shape = ",".join(str(dim) for dim in (tensor.shape if has_batch else dims))
-        told = "The first dimension is the batch, -1 is any size" if has_batch else "No batch"
+        shape_note = "The first dimension is the batch, -1 is any size" if has_batch else "No batch"
         raise InvalidTensorError(
             f"unexpected shape for input '{row.name}' for model '{model}'. Expected "
-            f"[{expected_shape}], got [{shape}]. {told}",
+            f"[{expected_shape}], got [{shape}]. {shape_note}",
             param=row.name,
         )
 
@@ -238,12 +238,12 @@ def _expected_count(kind: ModelKind) -> str:
 def _check_served(row: InputSpec, tensor: Tensor) -> None:
     if row.support is not Support.REFUSED:
         return
-    asked = next((v for v in tensor.array.ravel().tolist() if v not in row.neutral), None)
-    if asked is None:
+    value = next((v for v in tensor.array.ravel().tolist() if v not in row.neutral), None)
+    if value is None:
         return
-    neutral = " or ".join(repr(value) for value in row.neutral)
+    neutral = " or ".join(repr(each) for each in row.neutral)
     without = f"leave it out or send {neutral}" if neutral else "leave it out"
     raise UnsupportedFeatureError(
-        f"input '{row.name}' asks for {row.reason}, which is not served; {without}",
+        f"input '{row.name}' requests {row.reason}, which is not served; {without}",
         param=row.name,
     )

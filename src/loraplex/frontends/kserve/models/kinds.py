@@ -1,7 +1,7 @@
 """What a kind of Triton model is: its tensor tables as data, and how one row is read.
 
-A row says what its tensor does here: it works, under a common field name, it has no effect (in the
-original neither), or it is refused unless it asks for nothing. So no tensor that a client
+A row states what its tensor does here: it works, under a common field name, it has no effect (nor
+in the original), or it is refused unless its value is neutral. So no tensor that a client
 sends is ever ignored without a reason that stands in a table.
 """
 
@@ -29,19 +29,19 @@ class InputSpec:
     """What conversion calls it; both kinds use the same words. Empty: it is not converted."""
     required: bool = False
     has_scalar_reshape: bool = False
-    """The model configuration says `reshape { shape: [] }`."""
+    """Whether the model configuration has `reshape { shape: [] }`."""
     is_ragged: bool = False
     is_declared: bool = True
     """False: understood but not shown in metadata: an older name, or one of ours."""
     other_datatypes: tuple[str, ...] = ()
-    """Taken beside the declared one."""
+    """Data types that are accepted in addition to the declared one."""
     is_adapter: bool = False
     """Half of an adapter: staging, whose sentences clients know, checks its numbers of rows and
     columns. A single one may lack the batch dimension."""
     neutral: tuple[object, ...] = ()
-    """Of a refused input: the element values that ask for nothing. An empty tensor never does."""
+    """Element values of a refused input that are accepted. An empty tensor always is."""
     reason: str = ""
-    """Of one without effect why, of a refused one what it asks for."""
+    """Why a row has no effect, or what a refused row would request."""
     is_ours: bool = False
 
     @property
@@ -80,7 +80,7 @@ class OutputSpec:
 
 
 class Dialect(enum.Enum):
-    """Whose rules a model's answers and errors follow."""
+    """The system whose rules a model's responses and errors follow."""
 
     TENSORRT_LLM = "tensorrt_llm"
     VLLM = "vllm"
@@ -96,12 +96,12 @@ class ModelKind:
     inputs: tuple[InputSpec, ...]
     outputs: tuple[OutputSpec, ...]
     takes_text: bool
-    """True: a prompt and an answer are text. False: they are token ids."""
+    """True: prompt and completion are text. False: they are token ids."""
     ends_by_default: bool
-    """Without `end_id`: True ends at the model's end token, False runs to the full length."""
+    """Behaviour without `end_id`: True ends at the model's end token, False runs to full length."""
     dialect: Dialect = Dialect.TENSORRT_LLM
     response_parameters: Mapping[str, Parameter] = dataclasses.field(default_factory=dict)
-    """On every response."""
+    """Parameters of every response."""
 
     def input(self, name: str) -> InputSpec | None:
         """The row of an input, older names included."""
@@ -134,7 +134,7 @@ class ModelKind:
 
     @functools.cached_property
     def _names_by_field(self) -> Mapping[str, str]:
-        """Of several rows with one field the first."""
+        """Tensor name by field; the first row if several have one field."""
         return {row.field: row.name for row in reversed(self.inputs) if row.field}
 
     @functools.cached_property

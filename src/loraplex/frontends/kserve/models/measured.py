@@ -1,28 +1,32 @@
-"""Logits and measurements of an answer -> output tensors."""
+"""Output tensors of a completion's logits and measurements."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
 from loraplex.core.output import Logits, RequestTiming
-from loraplex.frontends.kserve.models.answer import Answer
+from loraplex.frontends.kserve.models.completion import Completion
 from loraplex.frontends.kserve.tensors import Array, Tensor, numbers, to_bf16
 
-Batch = Sequence[Sequence[Answer]]
+Batch = Sequence[Sequence[Completion]]
 """Per element its sequences, equally many in each."""
 
 
 def logits_tensors(batch: Batch) -> list[Tensor]:
     """context_logits [batch, longest prompt, vocabulary], generation_logits [batch, sequences,
-    longest answer, vocabulary]; shorter ones end with zeros."""
+    longest completion, vocabulary]; shorter ones end with zeros."""
     generation = batch[0][0].generation
     tensors = []
-    if generation.returns_context_logits and any(answers[0].prompt_logits for answers in batch):
-        prompts = [_rows(answers[0].prompt_logits) for answers in batch]
+    if generation.returns_context_logits and any(
+        completions[0].prompt_logits for completions in batch
+    ):
+        prompts = [_rows(completions[0].prompt_logits) for completions in batch]
         datatype = generation.context_logits_datatype
         tensors.append(_logits("context_logits", datatype, _padded(prompts)))
     if generation.returns_generation_logits and any(a.logits for row in batch for a in row):
-        flat = _padded([_rows(answer.logits) for answers in batch for answer in answers])
+        flat = _padded(
+            [_rows(completion.logits) for completions in batch for completion in completions]
+        )
         shape = (len(batch), len(batch[0]), *flat.shape[1:])
         datatype = generation.generation_logits_datatype
         tensors.append(_logits("generation_logits", datatype, flat.reshape(shape)))
@@ -61,13 +65,13 @@ def _padded(arrays: Sequence[Array]) -> Array:
 
 
 def perf_tensors(batch: Batch) -> list[Tensor]:
-    """What return_perf_metrics asks for: per element, in the response that ends it."""
-    elements = [(answers, answers[0].timing) for answers in batch]
+    """Tensors of return_perf_metrics: per element, in the response that ends it."""
+    elements = [(completions, completions[0].timing) for completions in batch]
     timings = [timing for _, timing in elements if timing is not None]
     if len(timings) < len(elements):
         return []
     reused = [timing.num_cached_tokens // _block_size(batch) for timing in timings]
-    total = [_num_blocks(answers) for answers in batch]
+    total = [_num_blocks(completions) for completions in batch]
     return [
         *_column("kv_cache_alloc_new_blocks", "INT32", np.subtract(total, reused).tolist()),
         *_column("kv_cache_reused_blocks", "INT32", reused),
@@ -90,11 +94,13 @@ def _block_size(batch: Batch) -> int:
     return batch[0][0].generation.block_size
 
 
-def _num_blocks(answers: Sequence[Answer]) -> int:
-    """That hold the prompt and the answer of one sequence; the last token of it has no KV."""
-    answer = answers[0]
-    longest = max(answer.num_output_tokens for answer in answers)
-    return -(-(answer.num_input_tokens + max(longest - 1, 0)) // answer.generation.block_size)
+def _num_blocks(completions: Sequence[Completion]) -> int:
+    """KV blocks of the prompt and completion of one sequence; its last token has no KV."""
+    completion = completions[0]
+    longest = max(completion.num_output_tokens for completion in completions)
+    return -(
+        -(completion.num_input_tokens + max(longest - 1, 0)) // completion.generation.block_size
+    )
 
 
 def _acceptance_rate(timing: RequestTiming) -> float:

@@ -50,12 +50,12 @@ def postprocess(model: TritonModel, elements: Sequence[Inputs], texts: ModelText
     OUTPUT is flat: the sequences of the first element, then those of the next.
     """
     skips = model.options.skips_special_tokens
-    answers = [
+    completions = [
         texts.decode(token_ids, skip_special_tokens=skips)
         for inputs in elements
         for token_ids in _sequences(inputs, model.card.vocab_size)
     ]
-    return [strings("OUTPUT", answers), *_passed_through(elements)]
+    return [strings("OUTPUT", completions), *_passed_through(elements)]
 
 
 def _sequences(inputs: Inputs, vocab_size: int) -> Iterator[list[int]]:

@@ -24,9 +24,9 @@ from loraplex.frontends.kserve.models.words import word_biases
 from loraplex.frontends.kserve.tensors import Tensor, numbers
 
 NO_TOKEN = -1
-"""As end_id and pad_id: the model has none."""
+"""Value of end_id and pad_id of a model that has none."""
 END_PADDING = -1
-"""Of the row of word ends."""
+"""Padding of the row of word ends."""
 
 _IMAGE_DIMS = (-1, -1, -1, -1)
 

@@ -67,7 +67,7 @@ def sampling_params(
         elif (group := _GROUPS.get(field)) is not None:
             groups[group] = None
     for group in groups:
-        values |= group(_Asked(inputs, card, tokenize))
+        values |= group(_Fields(inputs, card, tokenize))
     ends_at_eos = end_id is not None and end_id == card.eos_token_id
     if end_id is not None and not ends_at_eos:
         values["stop_token_ids"] = (end_id,)
@@ -80,7 +80,7 @@ def sampling_params(
 
 @functools.cache
 def _defaults(ignore_eos: bool, skip_special_tokens: bool) -> SamplingParams:
-    """Of TensorRT-LLM's runtime, which knows none for max_tokens."""
+    """Defaults of TensorRT-LLM's runtime, which has none for max_tokens."""
     return SamplingParams(
         min_tokens=1,
         top_k=1,
@@ -90,15 +90,15 @@ def _defaults(ignore_eos: bool, skip_special_tokens: bool) -> SamplingParams:
     )
 
 
-class _Asked(NamedTuple):
+class _Fields(NamedTuple):
     inputs: Inputs
     card: ModelCard
     tokenize: Tokenize
 
 
-def _choice(asked: _Asked) -> dict[str, Any]:
-    """Without top_k and top_p it is greedy."""
-    inputs = asked.inputs
+def _choice(fields: _Fields) -> dict[str, Any]:
+    """Greedy unless top_k or top_p is given."""
+    inputs = fields.inputs
     top_k, top_p = inputs.integer("top_k", 0), inputs.number("top_p", 0.0)
     reset_id = inputs.integer("top_p_reset_id", _NO_RESET_ID)
     return {
@@ -108,28 +108,28 @@ def _choice(asked: _Asked) -> dict[str, Any]:
     }
 
 
-def _log_probs(asked: _Asked) -> dict[str, Any]:
-    return {"logprobs": 0 if asked.inputs.flag("returns_log_probs") else None}
+def _log_probs(fields: _Fields) -> dict[str, Any]:
+    return {"logprobs": 0 if fields.inputs.flag("returns_log_probs") else None}
 
 
-def _words(asked: _Asked) -> dict[str, Any]:
-    stop = stop_words(asked.inputs, asked.card)
+def _words(fields: _Fields) -> dict[str, Any]:
+    stop = stop_words(fields.inputs, fields.card)
     return {
         "stop": stop.texts,
         "stop_token_sequences": stop.sequences,
         "include_stop_in_output": stop.has_any,
-        "logit_bias": logit_bias(asked.inputs, asked.card, asked.tokenize),
-        **bad_words(asked.inputs, asked.card),
+        "logit_bias": logit_bias(fields.inputs, fields.card, fields.tokenize),
+        **bad_words(fields.inputs, fields.card),
     }
 
 
-def _grammar(asked: _Asked) -> dict[str, Any]:
-    return {"grammar": grammar_of(asked.inputs)}
+def _grammar(fields: _Fields) -> dict[str, Any]:
+    return {"grammar": grammar_of(fields.inputs)}
 
 
-def _beam(asked: _Asked) -> dict[str, Any]:
-    """Of beams, all come back unless num_return_sequences says how many."""
-    inputs = asked.inputs
+def _beam(fields: _Fields) -> dict[str, Any]:
+    """All beams are returned unless num_return_sequences limits them."""
+    inputs = fields.inputs
     width = inputs.integer("beam_width", 1)
     if width == 1:
         return {}
@@ -143,12 +143,12 @@ def _beam(asked: _Asked) -> dict[str, Any]:
     return {"n": inputs.integer("n", max(width, 1)), "beam": beam}
 
 
-def _guesses(asked: _Asked) -> dict[str, Any]:
-    """Of the client, or as many as lookahead's n-grams would give: all tokens but the first.
+def _draft_tokens(fields: _Fields) -> dict[str, Any]:
+    """Draft tokens: the client's number, or that of lookahead's n-grams (all but the first).
 
-    TensorRT-LLM guesses by Jacobi iteration, we by prompt lookup: neither changes a token.
+    TensorRT-LLM drafts by Jacobi iteration, loraplex by prompt lookup: neither changes a token.
     """
-    inputs = asked.inputs
+    inputs = fields.inputs
     sent = [name for name in _LOOKAHEAD if inputs.array(name) is not None]
     if not sent:
         return {"num_draft_tokens": inputs.first("num_draft_tokens")}
@@ -167,7 +167,7 @@ def _guesses(asked: _Asked) -> dict[str, Any]:
     return {"num_draft_tokens": inputs.integer("lookahead_ngram_size", 1) - 1}
 
 
-_Group = Callable[[_Asked], dict[str, Any]]
+_Group = Callable[[_Fields], dict[str, Any]]
 
 _GROUPS: Final[Mapping[str, _Group]] = {
     **dict.fromkeys(("top_k", "top_p", "top_p_reset_id"), _choice),
@@ -181,6 +181,6 @@ _GROUPS: Final[Mapping[str, _Group]] = {
     ),
     **dict.fromkeys(GUIDE_FIELDS, _grammar),
     "beam_width": _beam,
-    **dict.fromkeys((*_LOOKAHEAD, "num_draft_tokens"), _guesses),
+    **dict.fromkeys((*_LOOKAHEAD, "num_draft_tokens"), _draft_tokens),
 }
 """Fields that make sampling parameters together, or otherwise than by their value alone."""

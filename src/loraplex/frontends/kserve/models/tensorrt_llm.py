@@ -25,7 +25,7 @@ from loraplex.frontends.kserve.models.kinds import (
     used,
 )
 
-_GUESSES = "guesses change no token: as many of the model's own come as were asked for"
+_OWN_DRAFT_TOKENS = "draft tokens change no output: the same number of own ones is used instead"
 _DECODER = "of encoder-decoder models; preprocessing always makes one pad id"
 
 _INPUTS = (
@@ -35,11 +35,11 @@ _INPUTS = (
     scalar(used("input_lengths", "INT32", required=True)),
     scalar(used("request_output_len", "INT32", field="max_tokens", required=True)),
     scalar(used("num_return_sequences", "INT32", field="n")),
-    no_effect("draft_input_ids", "INT32", (-1,), reason=_GUESSES, ragged=True),
+    no_effect("draft_input_ids", "INT32", (-1,), reason=_OWN_DRAFT_TOKENS, ragged=True),
     no_effect("decoder_input_ids", "INT32", (-1,), reason=_DECODER, ragged=True),
     scalar(no_effect("decoder_input_lengths", "INT32", reason=_DECODER)),
-    no_effect("draft_logits", "FP32", (-1, -1), reason=_GUESSES, ragged=True),
-    scalar(no_effect("draft_acceptance_threshold", "FP32", reason=_GUESSES)),
+    no_effect("draft_logits", "FP32", (-1, -1), reason=_OWN_DRAFT_TOKENS, ragged=True),
+    scalar(no_effect("draft_acceptance_threshold", "FP32", reason=_OWN_DRAFT_TOKENS)),
     scalar(used("end_id", "INT32")),
     scalar(no_effect("pad_id", "INT32", reason=PADS_BEAMS)),
     used("stop_words_list", "INT32", (2, -1), field="stop_words", ragged=True),

@@ -18,7 +18,7 @@ class ModelTexts:
         return self.backend.tokenize(self.model, text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Of a whole text, or of what follows one: that keeps a space at its beginning.
+        """Decode a whole text, or one that follows another: that keeps a space at its beginning.
 
         A whole text begins with the tokens that the tokenizer puts before every text; if it puts
         none there, everything counts as whole.
@@ -32,7 +32,7 @@ class ModelTexts:
         )
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
-        """As decode, with special tokens."""
+        """Decode with special tokens."""
         return self.decode(token_ids, skip_special_tokens=False)
 
     @functools.cached_property
@@ -41,5 +41,5 @@ class ModelTexts:
         return self.encode("", add_special_tokens=True)[:1]
 
     def token_text(self, token_id: int) -> str:
-        """Of one token, for people: half a character becomes U+FFFD."""
+        """Text of one token for people: half a character becomes U+FFFD."""
         return self.backend.token_bytes(self.model, token_id).decode(errors="replace")

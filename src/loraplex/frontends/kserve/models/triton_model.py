@@ -1,4 +1,4 @@
-"""A Triton model that is served, and what metadata and configuration say about it."""
+"""A Triton model that is served, with its metadata and configuration."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from loraplex.serving.backend import ModelCard
 VERSION = "1"
 
 _DATATYPE_NAMES = {row.config_name: row.name for row in DATATYPES.values()}
-"""By the name that a model configuration has for a type."""
+"""Data type names by the names in model configurations."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,12 +22,12 @@ class TritonModel:
     name: str
     kind: ModelKind
     card: ModelCard
-    """The base model behind it."""
+    """The base model that it runs on."""
     max_batch_size: int
     """0: tensors have no batch dimension."""
     version: str = VERSION
     is_decoupled: bool | None = None
-    """As a ModelDeclaration has it."""
+    """See ModelDeclaration.is_decoupled."""
     options: ModelOptions = dataclasses.field(default_factory=ModelOptions)
     declared_config: Mapping[str, Any] | None = None
 
@@ -45,7 +45,7 @@ class TritonModel:
         )
 
     def metadata(self) -> dict[str, Any]:
-        """The answer to a metadata request; shapes show the batch dimension, if there is one."""
+        """Response to a metadata request; shapes include the batch dimension, if there is one."""
         config = self.config()
         return {
             "name": self.name,

@@ -1,4 +1,4 @@
-"""A request to a model of the vLLM backend -> a GenerateRequest, and how its answer is to look.
+"""Conversion of a request to the vLLM backend to a GenerateRequest and the form of its outputs.
 
 Where a sampling parameter is missing, the defaults are vLLM's: 16 tokens, temperature 1, all
 tokens, an end at the model's end token. Pure.
@@ -27,9 +27,9 @@ from loraplex.frontends.structured_outputs import structured_outputs
 from loraplex.serving.backend import ModelCard
 
 OTHER_PARAMETERS = frozenset(row.name for row in REQUEST_PARAMETERS if row.name != REQUEST_TYPE)
-"""Of a request: they are Triton's, its clients' or ours, and no sampling parameters."""
+"""Request parameters of Triton, its clients or loraplex, which are no sampling parameters."""
 TRITON_PREFIX = "triton_"
-"""Of more of Triton's own."""
+"""Prefix of Triton's further parameters."""
 
 DEFAULT_MAX_TOKENS = 16
 _NO_SEED = -1
@@ -40,7 +40,7 @@ _RETURNED = (
     "num_input_tokens",
     "num_output_tokens",
 )
-"""Outputs that come if the input `return_` and their name says so."""
+"""Outputs that are returned if the input `return_NAME` is true."""
 _EARLY_STOPPING: Mapping[object, EarlyStopping] = MappingProxyType(
     {
         True: EarlyStopping.AT_ONCE,
@@ -59,7 +59,7 @@ def convert_vllm(
     options: ModelOptions,
     texts: ModelTexts,
 ) -> Generation:
-    """Raises RequestErrors, and FailedAnswer for an adapter that cannot be had."""
+    """Raises RequestErrors, and FailedResponse for an adapter that cannot be had."""
     prompt = "".join(inputs.texts("text_input"))
     if not prompt:
         raise InvalidTensorError("input 'text_input' is empty", param="text_input")
@@ -88,7 +88,7 @@ def convert_vllm(
 
 
 def _excludes_input(inputs: Inputs) -> bool:
-    """Unsaid, a single answer begins with it; a stream never does, and may not be told to."""
+    """A single response begins with the input by default; a stream never does."""
     excludes = inputs.flag("excludes_input")
     if inputs.flag("is_streamed") and "excludes_input" in inputs and not excludes:
         raise InvalidRequestError(
@@ -99,7 +99,7 @@ def _excludes_input(inputs: Inputs) -> bool:
 
 
 def _raw_fields(inputs: Inputs, parameters: Mapping[str, Parameter]) -> Mapping[str, Any]:
-    """Of the tensor, or without it of the request."""
+    """Fields of the tensor, or without it of the request."""
     text = "".join(inputs.texts("sampling_parameters"))
     if not text:
         return {
@@ -141,7 +141,10 @@ def _adapters(
 
 
 def vllm_sampling(fields: Mapping[str, Any]) -> SamplingParams:
-    """From the values of vllm_fields.read_fields. Raises InvalidParameterError."""
+    """Make SamplingParams of the values of vllm_fields.read_fields.
+
+    Raises InvalidParameterError.
+    """
     seed = fields.get("seed", _NO_SEED)
     sampling = SamplingParams(
         max_tokens=fields.get("max_tokens", DEFAULT_MAX_TOKENS),
@@ -203,7 +206,7 @@ def _grammar(fields: Mapping[str, Any]) -> Grammar | None:
     ]
     if len(grammars) > 1:
         raise InvalidParameterError(
-            "sampling parameter 'structured_outputs' must say one of json, json_object, regex, "
+            "sampling parameter 'structured_outputs' must have one of json, json_object, regex, "
             f"choice, grammar; {len(grammars)} are said",
             param="structured_outputs",
         )

@@ -15,7 +15,7 @@ from loraplex.core.errors import InvalidParameterError, UnsupportedFeatureError
 from loraplex.core.support import Feature, Support
 
 LORA_NAME = "lora_name"
-"""Not a field of SamplingParams: the adapter, beside them."""
+"""The adapter, which is not a field of SamplingParams."""
 
 _TRUE_WORDS = ("true", "1", "yes", "t", "y")
 _FALSE_WORDS = ("false", "0", "no", "f", "n", "")
@@ -23,7 +23,7 @@ _MAX_SHOWN_CHARS = 60
 
 
 class FieldType(enum.Enum):
-    """`value` is how an error tells it."""
+    """Type of a field; `value` is its name in errors."""
 
     INTEGER = "an integer"
     NUMBER = "a number"
@@ -44,9 +44,9 @@ class Field:
     """None: any; of a field whose value is not read."""
     support: Support = Support.WORKS
     neutral: tuple[object, ...] = ()
-    """Of a refused field: the values that ask for nothing; null never does."""
+    """Values of a refused field that are accepted; null always is."""
     reason: str = ""
-    """Of one without effect why, of a refused one what it asks for."""
+    """Why a field has no effect, or what a refused field would request."""
 
     @property
     def feature(self) -> Feature:
@@ -95,10 +95,10 @@ FIELDS: Mapping[str, Field] = MappingProxyType(
             Field(LORA_NAME, FieldType.TEXT),
             _no_effect("prompt_logprobs", "the backend has no output for them"),
             _no_effect("spaces_between_special_tokens", "only slow tokenizers put spaces there"),
-            _no_effect("output_kind", "`stream` says what comes when"),
+            _no_effect("output_kind", "`stream` decides what is returned when"),
             _no_effect("flat_logprobs", "how vLLM keeps them, not what they are"),
             _no_effect("skip_clone", "how vLLM handles the object"),
-            _no_effect("skip_reading_prefix_cache", "a prefix hit changes no answer"),
+            _no_effect("skip_reading_prefix_cache", "a prefix hit changes no output"),
             _refused("detokenize", "token ids instead of text", True, "true", "True"),
             _refused("logits_processors", "code in a request", [], "[]"),
             _refused("truncate_prompt_tokens", "a shortened prompt"),
@@ -135,7 +135,7 @@ def read_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
 def _check_neutral(field: Field, value: object) -> None:
     if not any(type(value) is type(neutral) and value == neutral for neutral in field.neutral):
         raise UnsupportedFeatureError(
-            f"sampling parameter '{field.name}' asks for {field.reason}, which is not served; "
+            f"sampling parameter '{field.name}' requests {field.reason}, which is not served; "
             "leave it out",
             param=field.name,
         )

@@ -1,4 +1,4 @@
-"""Words that end an answer, that are not to come, or that are more or less likely. Pure."""
+"""Stop words, bad words, and words with a bias. Pure."""
 
 import itertools
 from collections.abc import Callable
@@ -10,11 +10,11 @@ from loraplex.frontends.kserve.tensors import Array
 from loraplex.serving.backend import ModelCard
 
 Tokenize = Callable[[str], list[int]]
-"""Without special tokens."""
+"""Tokenizer without special tokens."""
 
 
 class StopWords(NamedTuple):
-    """What ends an answer, by how it is found."""
+    """Stop conditions of a completion, by how they are found."""
 
     texts: tuple[str, ...] = ()
     sequences: tuple[tuple[int, ...], ...] = ()
@@ -25,7 +25,7 @@ class StopWords(NamedTuple):
 
 
 def stop_words(inputs: Inputs, card: ModelCard) -> StopWords:
-    """As text however the model spells it, or exactly as the tokens say."""
+    """Stop words as text, whichever tokens spell it, or as exact token sequences."""
     if inputs.kind.takes_text:
         return StopWords(texts=tuple(text for text in inputs.texts("stop_words") if text))
     return StopWords(sequences=tuple(_words(inputs, "stop_words", card)))
@@ -41,7 +41,7 @@ def bad_words(inputs: Inputs, card: ModelCard) -> dict[str, Any]:
 def logit_bias(
     inputs: Inputs, card: ModelCard, tokenize: Tokenize
 ) -> tuple[tuple[int, float], ...]:
-    """Of a vector over the vocabulary, or of words: each of a word's tokens gets its weight."""
+    """Token biases of a vector over the vocabulary, or of words: each token gets the weight."""
     if inputs.kind.takes_text:
         return word_biases(inputs, tokenize)
     array = inputs.array("embedding_bias")

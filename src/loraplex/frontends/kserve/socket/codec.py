@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from loraplex.frontends.kserve.errors import as_loraplex_error, message_of, status_of
-from loraplex.frontends.kserve.failures import FailedAnswer
+from loraplex.frontends.kserve.failures import FailedResponse
 from loraplex.frontends.kserve.messages import InferRequest, InferResponse
 from loraplex.frontends.kserve.stub.wire import Failure, Infer, Response, WireTensor
 from loraplex.frontends.kserve.tensors import Tensor, from_raw, to_raw
@@ -31,9 +31,9 @@ def encode_response(number: int, response: InferResponse) -> Response:
 
 
 def encode_failure(number: int, raised: Exception) -> Failure:
-    """Every error has a kind and a text; a defect of ours is logged and tells no more."""
+    """Encode an error's kind and text; an internal error is logged and shows no details."""
     error = as_loraplex_error(raised)
-    outputs = raised.outputs if isinstance(raised, FailedAnswer) else ()
+    outputs = raised.outputs if isinstance(raised, FailedResponse) else ()
     return Failure(
         id=number,
         kind=status_of(error).grpc,

@@ -35,14 +35,14 @@ async def serving_socket(
 ) -> AsyncIterator[None]:
     """Serve while the context lasts, on the running loop. Raises ConfigError.
 
-    telemetry: of the whole server; None: one that nobody reads.
+    telemetry: of the whole server; None: one without readers.
 
     The file of a server that has died is replaced; that of a living one is an error. At the end
-    connections are closed, and requests that are still in work are aborted.
+    connections are closed, and requests that are still in flight are aborted.
     """
     listener = bind(path)
     sessions: set[asyncio.Task[None]] = set()
-    told = telemetry or Telemetry()
+    events = telemetry or Telemetry()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -54,7 +54,7 @@ async def serving_socket(
             writer,
             max_message_bytes=max_message_bytes,
             silence_seconds=silence_seconds,
-            telemetry=told,
+            telemetry=events,
         )
         try:
             with contextlib.suppress(asyncio.CancelledError):  # asyncio would log it
@@ -75,7 +75,7 @@ async def serving_socket(
 
 
 def bind(path: str) -> socket.socket:
-    """A socket that is bound and that nobody else may connect to. Raises ConfigError."""
+    """Return a bound socket which only this user may connect to. Raises ConfigError."""
     length = len(os.fsencode(path))
     if length > _LONGEST_PATH:
         raise ConfigError(
@@ -84,7 +84,7 @@ def bind(path: str) -> socket.socket:
         )
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        _make_room(path)
+        _remove_stale(path)
         os.fchmod(listener.fileno(), _MODE)  # before it is bound: its file is never open to others
         listener.bind(path)
     except OSError as error:
@@ -97,7 +97,7 @@ def bind(path: str) -> socket.socket:
     return listener
 
 
-def _make_room(path: str) -> None:
+def _remove_stale(path: str) -> None:
     """Take away the socket of a server that has died."""
     try:
         mode = os.lstat(path).st_mode

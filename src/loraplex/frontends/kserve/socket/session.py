@@ -27,14 +27,14 @@ from loraplex.frontends.telemetry.telemetry import Telemetry
 from loraplex.serving.wire_request import as_current
 
 MAX_REQUESTS = 4096
-"""In work for one connection; more are refused."""
+"""Maximum number of in-flight requests per connection; more are refused."""
 _INFER, _OK = "request_socket/Infer", "OK"
 PENDING_BYTES = 64 << 10
 """That wait for a slow client; then its requests wait, others do not."""
 
 
 class BrokenConnectionError(Exception):
-    """What came is no frame of the protocol; says why."""
+    """Received bytes are no frame of the protocol; the message has the reason."""
 
 
 class Session:
@@ -72,7 +72,7 @@ class Session:
             self._writer.close()
 
     async def _next(self) -> FromClient | None:
-        """None: the client has closed its end, or says nothing any more."""
+        """Next message; None: the client has closed its end or sends nothing any more."""
         try:
             async with asyncio.timeout(self._silence_seconds):
                 (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
@@ -102,7 +102,7 @@ class Session:
         if message.id in self._requests:
             raise BrokenConnectionError(f"id {message.id} is in use")
         if len(self._requests) >= MAX_REQUESTS:
-            text = f"{MAX_REQUESTS} requests of this connection are in work; try again later"
+            text = f"{MAX_REQUESTS} requests of this connection are in flight; try again later"
             await self._send(Failure(id=message.id, kind="UNAVAILABLE", message=text))
             return
         task = asyncio.create_task(self._serve(message))
@@ -118,9 +118,9 @@ class Session:
             request.end(status)
 
     async def _status_of(self, message: Infer) -> str:
-        """Answer it; a failure is an answer, too."""
+        """Respond to it; a failure is a response, too."""
         try:
-            await self._answer(message)
+            await self._respond(message)
             return _OK
         except ConnectionError:
             return CANCELLED  # the client has gone: run() ends, too
@@ -130,7 +130,7 @@ class Session:
             await self._send(failure)
         return failure.kind
 
-    async def _answer(self, message: Infer) -> None:
+    async def _respond(self, message: Infer) -> None:
         request = decode_request(message)
         if message.is_unary:
             response = await self._service.infer(request, LOCAL)

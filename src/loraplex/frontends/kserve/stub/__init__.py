@@ -1,4 +1,4 @@
-"""What runs in a process of the real Triton, beside its Python backend.
+"""Code that runs in a process of the real Triton, in its Python backend.
 
 `loraplex triton export` copies this folder into a model repository or a backend directory, where it
 has another name and another Python: it imports Python's library, numpy, msgspec and itself by

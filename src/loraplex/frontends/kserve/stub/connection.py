@@ -1,6 +1,6 @@
-"""One connection to a serving process: requests go out, answers come back in a thread of its own.
+"""One connection to a serving process; responses arrive in a thread of its own.
 
-It lives once. When it is lost, every request in work gets a Failure, and `on_lost` is told.
+It lives once. When it is lost, every in-flight request gets a Failure, and `on_lost` is called.
 """
 
 import contextlib
@@ -30,15 +30,15 @@ from .wire import (
 )
 
 Sink = Callable[[Response | Failure], None]
-"""Is given the answers to one request, in the connection's thread; it must not raise."""
+"""Receives the responses to one request, in the connection's thread; it must not raise."""
 
 
 class ConnectionLost(Exception):
-    """The server has gone, or cannot be understood; says which."""
+    """The server has gone, or sent something unreadable; the message has the reason."""
 
 
 class MessageTooLarge(Exception):
-    """The server would not take it; says how large it may be."""
+    """The server would not take it; the message has the limit."""
 
 
 class Connection:
@@ -51,7 +51,7 @@ class Connection:
         *,
         silence_seconds: float = SILENCE_SECONDS,
     ) -> None:
-        """Raises OSError if nobody listens there, ConnectionLost for a stranger."""
+        """Raises OSError if no server listens there, ConnectionLost for another program."""
         self._path = path
         self._on_lost = on_lost
         self._sending = threading.Lock()
@@ -79,7 +79,7 @@ class Connection:
     def submit(self, request: Infer, sink: Sink) -> int:
         """Send a request; its number, which replaces the request's own, is for cancel().
 
-        The sink is given every answer, and exactly one end. Raises ConnectionLost or
+        The sink gets every response, and exactly one end. Raises ConnectionLost or
         MessageTooLarge, and then the sink is given nothing.
         """
         number = next(self._numbers)
@@ -101,13 +101,13 @@ class Connection:
         self._send(frame(Cancel(id=number)))
 
     def ping(self) -> None:
-        """Ask for a Status: wait_for_status() has it later."""
+        """Request a Status: wait_for_status() returns it later."""
         with self._state:
             self._status = None
         self._send(frame(Ping()))
 
     def wait_for_status(self, timeout_seconds: float) -> Status | None:
-        """The answer to the last ping; None if there was none in time, or the server has gone."""
+        """Response to the last ping; None if there was none in time, or the server has gone."""
         with self._state:
             self._state.wait_for(
                 lambda: self._status is not None or self._lost is not None, timeout_seconds
@@ -115,8 +115,8 @@ class Connection:
             return self._status
 
     def close(self) -> None:
-        """Requests in work end with a Failure; on_lost is not told. Idempotent."""
-        self._lose("the model is unloaded", is_told=False)
+        """Close: in-flight requests end with a Failure; on_lost is not called. Idempotent."""
+        self._lose("the model is unloaded", is_reported=False)
         if self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -155,7 +155,7 @@ class Connection:
         except (OSError, NotAMessage) as error:
             self._lose(f"the connection to the server at {self._path} broke: {error}")
         finally:
-            with self._sending:  # nobody writes to a number that is another file's by now
+            with self._sending:  # the descriptor's number may be another file's by now
                 self._socket.close()
 
     def _take(self, message: FromServer) -> None:
@@ -168,13 +168,13 @@ class Connection:
         elif isinstance(message, Failure | Response):
             self._give(message)
 
-    def _give(self, answer: Response | Failure) -> None:
-        assert answer.id is not None
-        is_end = isinstance(answer, Failure) or answer.is_final
+    def _give(self, response: Response | Failure) -> None:
+        assert response.id is not None
+        is_end = isinstance(response, Failure) or response.is_final
         with self._state:
-            sink = self._sinks.pop(answer.id, None) if is_end else self._sinks.get(answer.id)
+            sink = self._sinks.pop(response.id, None) if is_end else self._sinks.get(response.id)
         if sink is not None:
-            sink(answer)
+            sink(response)
 
     def _read(self) -> FromServer:
         """Raises EOFError, OSError, NotAMessage."""
@@ -191,7 +191,7 @@ class Connection:
             start += received
         return bytes(buffer)
 
-    def _lose(self, reason: str, *, is_told: bool = True) -> None:
+    def _lose(self, reason: str, *, is_reported: bool = True) -> None:
         with self._state:
             if self._lost is not None:
                 return
@@ -202,5 +202,5 @@ class Connection:
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads
         for number, sink in sinks.items():
             sink(Failure(id=number, kind="UNAVAILABLE", message=reason))
-        if is_told:
+        if is_reported:
             self._on_lost(reason)

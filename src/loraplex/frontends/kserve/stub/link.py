@@ -12,13 +12,13 @@ from .connection import Connection, ConnectionLost, Sink
 from .server import Server, ServerUnavailable
 from .wire import PING_SECONDS, Infer, Status
 
-_ANSWER_SECONDS = 5.0
+_STATUS_SECONDS = 5.0
 _PAUSES_SECONDS = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Between tries to have a server again; the last one repeats."""
+"""Pauses between attempts to reconnect; the last one repeats."""
 
 
 class Link:
-    """Of one model. Any thread may submit and cancel."""
+    """Connection of one model. Any thread may submit and cancel."""
 
     def __init__(
         self,
@@ -26,15 +26,15 @@ class Link:
         model: str,
         *,
         start_seconds: float,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
         each_tick: Callable[[], None],
         tick_seconds: float,
     ) -> None:
-        """say: is told of losses and returns. each_tick: called every tick_seconds."""
+        """report: called on losses and reconnections. each_tick: called every tick_seconds."""
         self._server = server
         self._model = model
         self._start_seconds = start_seconds
-        self._say = say
+        self._report = report
         self._each_tick = each_tick
         self._tick_seconds = tick_seconds
         self._connection: Connection | None = None
@@ -62,19 +62,19 @@ class Link:
         return connection, connection.submit(request, sink)
 
     def close(self) -> None:
-        """Requests in work end with a Failure; the server ends if it was started for this model and
-        no other needs it. Idempotent.
+        """Close: in-flight requests end with a Failure; the server ends if it was started for this
+        model and no other needs it. Idempotent.
         """
         self._closing.set()
         self._lost.set()
         if self._connection is not None:
             self._connection.close()
         for thread in self._threads:
-            thread.join(_ANSWER_SECONDS)
+            thread.join(_STATUS_SECONDS)
         self._server.release()
 
     def _ready_connection(self) -> Connection:
-        """A server that somebody has just told to end may be joined: then try once more."""
+        """Return a connection; a server that is just stopping may be joined: then try once more."""
         for attempt in range(3):
             connection = self._server.connect(self._on_lost, self._closing.is_set)
             try:
@@ -94,14 +94,14 @@ class Link:
         status: Status | None = None
         while time.monotonic() < deadline and not self._closing.is_set():
             connection.ping()
-            status = connection.wait_for_status(_ANSWER_SECONDS)
+            status = connection.wait_for_status(_STATUS_SECONDS)
             if connection.lost is not None:
                 raise ConnectionLost(f"{connection.lost}{self._server.last_words()}")
             if status is not None and status.is_ready:
                 self._check_served(status)
                 return
             self._closing.wait(0.2)
-        reason = "it does not answer" if status is None else status.reason
+        reason = "it does not respond" if status is None else status.reason
         raise ServerUnavailable(
             f"the server is not ready after {self._start_seconds:.0f} s: {reason}"
         )
@@ -129,7 +129,7 @@ class Link:
         while self._lost.wait() and not self._closing.is_set():
             self._lost.clear()
             if self._connection is None or self._connection.lost is not None:
-                self._say(f"{self._reason}{self._server.last_words()}")
+                self._report(f"{self._reason}{self._server.last_words()}")
                 self._reconnect()
 
     def _reconnect(self) -> None:
@@ -139,8 +139,8 @@ class Link:
                 connection = self._ready_connection()
             except (ServerUnavailable, ConnectionLost) as error:
                 self._reason = str(error)
-                self._say(self._reason)
+                self._report(self._reason)
                 continue
             self._connection = connection
-            self._say("the server is there again")
+            self._report("the server is there again")
             return

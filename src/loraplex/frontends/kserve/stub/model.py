@@ -1,7 +1,7 @@
 """The model that Triton's Python backend calls: it passes requests on to a serving process.
 
-Requests run at the same time: execute() only sends them, their answers come in other threads. It
-works for decoupled models and for those with one answer alike.
+Requests run at the same time: execute() only sends them, their responses come in other threads. It
+works for decoupled models and for those with one response alike.
 """
 
 import json
@@ -25,7 +25,7 @@ _DEFAULT_START_SECONDS = 1200.0
 _CHECK_SECONDS = 0.1
 """How often clients' cancellations are looked for."""
 _DEFAULTS_FILE = "loraplex.json"
-"""Of a backend directory: what a model's configuration does not say."""
+"""File of a backend directory with what a model's configuration does not set."""
 _FINAL = backend.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 _CODES = {
@@ -76,7 +76,7 @@ class TritonPythonModel:
                 server,
                 self._name,
                 start_seconds=settings.start_seconds,
-                say=lambda text: backend.Logger.log_warn(f"loraplex, {self._name}: {text}"),
+                report=lambda text: backend.Logger.log_warn(f"loraplex, {self._name}: {text}"),
                 each_tick=self._cancel_unwanted,
                 tick_seconds=_CHECK_SECONDS,
             )
@@ -97,13 +97,13 @@ class TritonPythonModel:
             try:
                 with self._lock:
                     self._calls.add(call)
-                call.submitted(*self._link.submit(self._message(request), call.answer))
+                call.submitted(*self._link.submit(self._message(request), call.respond))
             except (ConnectionLost, MessageTooLarge) as error:
                 kind = "UNAVAILABLE" if isinstance(error, ConnectionLost) else "INVALID_ARGUMENT"
-                call.answer(Failure(kind=kind, message=str(error)))
+                call.respond(Failure(kind=kind, message=str(error)))
             except Exception as error:
-                # The backend would answer to a request whose sender may have been used already.
-                call.answer(Failure(kind="INTERNAL", message=f"{type(error).__name__}: {error}"))
+                # The backend would respond to a request whose sender may have been used already.
+                call.respond(Failure(kind="INTERNAL", message=f"{type(error).__name__}: {error}"))
 
     def finalize(self) -> None:
         """Every request has ended by now, or ends here."""
@@ -139,8 +139,8 @@ class TritonPythonModel:
 
 
 class _Call:
-    """One request of Triton's. Its sender must not be asked anything after the last answer: Triton
-    frees then what it asks.
+    """One request of Triton's. Its sender must not be called after the last response: Triton
+    frees then what it reads.
     """
 
     def __init__(self, sender: Any, model: TritonPythonModel) -> None:
@@ -154,15 +154,15 @@ class _Call:
     def submitted(self, connection: Connection, number: int) -> None:
         self._place = connection, number
 
-    def answer(self, answer: Response | Failure) -> None:
-        is_end = isinstance(answer, Failure) or answer.is_final
+    def respond(self, message: Response | Failure) -> None:
+        is_end = isinstance(message, Failure) or message.is_final
         with self._lock:
             if self._has_ended:
                 return
             self._has_ended = is_end
             try:
-                response = self._response(answer)
-            except Exception as error:  # answers that Triton does not take end the request, too
+                response = self._response(message)
+            except Exception as error:  # responses that Triton does not take end the request, too
                 self._has_ended = is_end = True
                 text = f"{type(error).__name__}: {error}"
                 response = self._response(Failure(kind="INTERNAL", message=text))
@@ -179,16 +179,16 @@ class _Call:
             connection, number = self._place
             connection.cancel(number)
 
-    def _response(self, answer: Response | Failure) -> Any:
-        outputs = [from_wire(t, backend) for t in answer.outputs if t.name in self._model.outputs]
-        if isinstance(answer, Failure):
-            error = backend.TritonError(answer.message, _code(answer.kind))
+    def _response(self, message: Response | Failure) -> Any:
+        outputs = [from_wire(t, backend) for t in message.outputs if t.name in self._model.outputs]
+        if isinstance(message, Failure):
+            error = backend.TritonError(message.message, _code(message.kind))
             return backend.InferenceResponse(outputs, error)
         return backend.InferenceResponse(outputs)
 
 
 class _Settings:
-    """Of a model's configuration, and where it says nothing of the backend directory."""
+    """Settings of a model's configuration; its gaps are filled by the backend directory."""
 
     def __init__(self, config: Mapping[str, Any], args: Mapping[str, str]) -> None:
         said = {key: row["string_value"] for key, row in config.get("parameters", {}).items()}

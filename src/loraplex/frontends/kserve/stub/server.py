@@ -1,6 +1,6 @@
-"""The serving process behind a request socket: joined if it is there, else started.
+"""The serving process of a request socket: joined if it is there, else started.
 
-Beside the socket lie a lock (only one starts it), the server's log, and a pipe with a name: every
+Next to the socket are a lock (only one starts it), the server's log, and a pipe with a name: every
 model that uses the server holds it open for writing, and the server ends when its standard input,
 the pipe, does: when the last of them has been unloaded or has died.
 """
@@ -27,19 +27,19 @@ _END_SECONDS = 2.0
 _TAIL_LINES = 20
 _TAIL_BYTES = 4096
 _OWN_FILE = os.O_CLOEXEC | os.O_NOFOLLOW
-"""In a folder of all users, a link would be somebody's trap."""
+"""No link is followed: in a folder of all users it could be a trap."""
 _DROPPED = ("LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH")
 """Variables that are about Triton's own libraries and Python."""
 
 
 class ServerUnavailable(Exception):
-    """There is no server, and none could be started; says why."""
+    """There is no server, and none could be started; the message has the reason."""
 
 
 def default_socket(command: Sequence[str]) -> str:
     """The same for all models with one command, in a folder of this user alone.
 
-    Raises ServerUnavailable if somebody else has made the folder.
+    Raises ServerUnavailable if another user has made the folder.
     """
     folder = os.path.join(tempfile.gettempdir(), f"loraplex-{os.getuid()}")
     with contextlib.suppress(FileExistsError):
@@ -57,7 +57,7 @@ class Server:
     """One socket, and what may be started to listen there."""
 
     def __init__(self, path: str, command: Sequence[str] = ()) -> None:
-        """command: without its --request-socket; empty: somebody else starts the server."""
+        """command: without its --request-socket; empty: the server is started elsewhere."""
         self._path = path
         self._command = list(command)
         self._process: subprocess.Popen[bytes] | None = None
@@ -65,11 +65,11 @@ class Server:
 
     @property
     def pid(self) -> int | None:
-        """Of the last process that this one has started."""
+        """Id of the last process that this one has started."""
         return None if self._process is None else self._process.pid
 
     def connect(self, on_lost: Callable[[str], None], is_closing: Callable[[], bool]) -> Connection:
-        """Raises ServerUnavailable, ConnectionLost. is_closing: nobody waits for it any more."""
+        """Connect. Raises ServerUnavailable, ConnectionLost. is_closing: whether to give up."""
         if not self._command:
             try:
                 return Connection(self._path, on_lost)
@@ -84,7 +84,7 @@ class Server:
             return connection
 
     def last_words(self) -> str:
-        """How the server ended, as far as this process can tell: its status, and its log's end."""
+        """How the server ended, as far as this process knows: its status, and its log's end."""
         status = self._exit_status()
         ended = "" if status is None else f" (exit status {status})"
         tail = self._tail()
@@ -119,7 +119,7 @@ class Server:
             lock = os.open(f"{self._path}.lock", os.O_CREAT | os.O_RDWR | _OWN_FILE, 0o600)
         except OSError as error:
             raise ServerUnavailable(
-                f"cannot write beside {self._path}: {error.strerror}"
+                f"cannot write next to {self._path}: {error.strerror}"
             ) from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -128,7 +128,7 @@ class Server:
             os.close(lock)
 
     def _connected(self, on_lost: Callable[[str], None]) -> Connection | None:
-        """None: nobody listens."""
+        """Connection to the socket; None: no server listens."""
         try:
             return Connection(self._path, on_lost)
         except (FileNotFoundError, ConnectionRefusedError):
@@ -190,7 +190,7 @@ class Server:
         return reading
 
     def _hold_leash(self) -> None:
-        """Of the server that is there now, which may have none: somebody else has started it.
+        """Hold the pipe of the server that is there now, if it has one.
 
         The pipe of the last server is let go after that: it may be the same one.
         """

@@ -32,7 +32,7 @@ _BFLOAT = 4
 """DLPack's code of the type."""
 _LENGTH = struct.Struct("<I")
 _UNUSED, _USED = b"dltensor", b"used_dltensor"
-"""Names of capsules: whoever takes a tensor out of one renames it. A capsule keeps no copy."""
+"""Names of capsules: taking a tensor out of one renames it. A capsule keeps no copy."""
 
 
 class _ManagedTensor(ctypes.Structure):
@@ -53,7 +53,7 @@ class _ManagedTensor(ctypes.Structure):
 
 
 class TensorSpecs:
-    """What a model's configuration says of its tensors."""
+    """Tensors of a model's configuration."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """config: the fields of model_config.proto."""

@@ -28,7 +28,7 @@ class WireTensor(msgspec.Struct, frozen=True, array_like=True):
 
     name: str
     datatype: str
-    """As the protocol calls it: FP16, BYTES."""
+    """Name in the protocol: FP16, BYTES."""
     shape: tuple[int, ...]
     data: bytes
 
@@ -49,7 +49,7 @@ class Infer(msgspec.Struct, frozen=True, kw_only=True, tag="infer"):
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
-    """Nobody wants the answers to a request any more. One that has ended is fine."""
+    """The responses to a request are no longer needed. It may have ended already."""
 
     id: int
 
@@ -61,7 +61,7 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
     protocol: int
     max_message_bytes: int
-    """Of a message from the client; a larger one ends the connection."""
+    """Limit of a message from the client; a larger one ends the connection."""
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
@@ -95,7 +95,7 @@ FromServer = Welcome | Status | Response | Failure
 
 
 class NotAMessage(Exception):
-    """What came cannot be read; says why."""
+    """Received bytes cannot be read; the message has the reason."""
 
 
 _encoder = msgspec.msgpack.Encoder()

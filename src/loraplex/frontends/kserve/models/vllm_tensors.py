@@ -7,7 +7,7 @@ sequence in pieces, text, log probabilities and num_output_tokens are of the pie
 import json
 from collections.abc import Callable, Sequence
 
-from loraplex.frontends.kserve.models.answer import Answer
+from loraplex.frontends.kserve.models.completion import Completion
 from loraplex.frontends.kserve.tensors import Tensor, numbers, strings
 
 RUNNING = "None"
@@ -15,39 +15,39 @@ RUNNING = "None"
 NO_LOGPROBS = "null"
 
 
-def vllm_tensors(answers: Sequence[Answer]) -> list[Tensor]:
+def vllm_tensors(completions: Sequence[Completion]) -> list[Tensor]:
     """The outputs of one request: what it wished for comes in every response."""
     makers: dict[str, Callable[[], Tensor]] = {
-        "finish_reason": lambda: strings("finish_reason", [_finish_reason(a) for a in answers]),
+        "finish_reason": lambda: strings("finish_reason", [_finish_reason(a) for a in completions]),
         "cumulative_logprob": lambda: numbers(
-            "cumulative_logprob", "FP32", [a.cum_log_prob for a in answers]
+            "cumulative_logprob", "FP32", [a.cum_log_prob for a in completions]
         ),
-        "logprobs": lambda: strings("logprobs", [_logprobs(a) for a in answers]),
+        "logprobs": lambda: strings("logprobs", [_logprobs(a) for a in completions]),
         "num_input_tokens": lambda: numbers(
-            "num_input_tokens", "UINT32", [answers[0].num_input_tokens]
+            "num_input_tokens", "UINT32", [completions[0].num_input_tokens]
         ),
         "num_output_tokens": lambda: numbers(
-            "num_output_tokens", "UINT32", [a.num_new_tokens for a in answers]
+            "num_output_tokens", "UINT32", [a.num_new_tokens for a in completions]
         ),
     }
-    returned = answers[0].generation.returned
+    returned = completions[0].generation.returned
     return [
-        strings("text_output", [answer.text for answer in answers]),
+        strings("text_output", [completion.text for completion in completions]),
         *(make() for name, make in makers.items() if name in returned),
     ]
 
 
-def _finish_reason(answer: Answer) -> str:
-    return RUNNING if answer.finish_reason is None else answer.finish_reason.value
+def _finish_reason(completion: Completion) -> str:
+    return RUNNING if completion.finish_reason is None else completion.finish_reason.value
 
 
-def _logprobs(answer: Answer) -> str:
+def _logprobs(completion: Completion) -> str:
     """A JSON list: for each token the chosen and the most likely ones, by token id."""
-    token_text = answer.generation.token_text
+    token_text = completion.generation.token_text
     if token_text is None:
         return NO_LOGPROBS
     rows = []
-    for entry in answer.entries:
+    for entry in completion.entries:
         shown = {entry.token_id: (entry.logprob, entry.rank)}
         for rank, (token_id, logprob) in enumerate(entry.top, start=1):
             shown.setdefault(token_id, (logprob, rank))

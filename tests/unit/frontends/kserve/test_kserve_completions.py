@@ -3,8 +3,8 @@ import pytest
 
 from loraplex.core.output import FinishReason, Logits, SequenceOutput, TokenLogprob
 from loraplex.core.request import GenerateRequest
-from loraplex.frontends.kserve.models.answer import Answer
-from loraplex.frontends.kserve.models.answers import output_tensors
+from loraplex.frontends.kserve.models.completion import Completion
+from loraplex.frontends.kserve.models.completion_tensors import output_tensors
 from loraplex.frontends.kserve.models.convert import Generation
 from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
 from loraplex.frontends.kserve.models.measured import logits_tensors
@@ -32,7 +32,7 @@ def output(*token_ids, text="", finish=None, stop_reason=None):
 
 
 def answer(*outputs, prompt=(1, 2), index=0, **options):
-    made = Answer(generation(**options), index)
+    made = Completion(generation(**options), index)
     made.begin(prompt)
     for piece in outputs:
         made.add(piece)

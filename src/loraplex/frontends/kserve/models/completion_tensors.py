@@ -8,10 +8,10 @@ import math
 from collections.abc import Sequence
 from typing import TypeVar
 
-from loraplex.frontends.kserve.models.answer import Answer
+from loraplex.frontends.kserve.models.completion import Completion
 from loraplex.frontends.kserve.models.kinds import Dialect, ModelKind
 from loraplex.frontends.kserve.models.measured import logits_tensors, perf_tensors
-from loraplex.frontends.kserve.models.vllm_answers import vllm_tensors
+from loraplex.frontends.kserve.models.vllm_tensors import vllm_tensors
 from loraplex.frontends.kserve.tensors import Tensor, numbers, strings
 
 PADDING = -1
@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 
 def output_tensors(
     kind: ModelKind,
-    batch: Sequence[Sequence[Answer]],
+    batch: Sequence[Sequence[Completion]],
     *,
     batch_index: int | None = None,
     sequence_index: int | None = None,
@@ -45,22 +45,22 @@ def output_tensors(
     if sequence_index is not None:
         tensors.append(numbers("sequence_index", "INT32", [[sequence_index]]))
     if generation.returns_num_input_tokens:
-        num_input = [[answers[0].num_input_tokens] for answers in batch]
+        num_input = [[completions[0].num_input_tokens] for completions in batch]
         tensors.append(numbers("num_input_tokens", "INT32", num_input))
     if generation.returns_num_output_tokens:
-        num_output = [[sum(a.num_output_tokens for a in answers)] for answers in batch]
+        num_output = [[sum(a.num_output_tokens for a in completions)] for completions in batch]
         tensors.append(numbers("num_output_tokens", "INT32", num_output))
     if generation.returns_perf_metrics:
         tensors += perf_tensors(batch)
     return tensors
 
 
-def _contents(kind: ModelKind, batch: Sequence[Sequence[Answer]]) -> list[Tensor]:
+def _contents(kind: ModelKind, batch: Sequence[Sequence[Completion]]) -> list[Tensor]:
     """Text, or token ids and how many."""
     if kind.takes_text:
-        return [strings("text_output", [a.text for answers in batch for a in answers])]
-    ids = [[a.token_ids for a in answers] for answers in batch]
-    lengths = [[len(a.token_ids) for a in answers] for answers in batch]
+        return [strings("text_output", [a.text for completions in batch for a in completions])]
+    ids = [[a.token_ids for a in completions] for completions in batch]
+    lengths = [[len(a.token_ids) for a in completions] for completions in batch]
     return [
         numbers("output_ids", "INT32", _padded(ids, PADDING)),
         numbers("sequence_length", "INT32", lengths),
@@ -77,9 +77,9 @@ def without_batch(kind: ModelKind, tensors: Sequence[Tensor]) -> list[Tensor]:
     return unbatched
 
 
-def _log_probs(batch: Sequence[Sequence[Answer]]) -> list[Tensor]:
-    cumulative = [[a.cum_log_prob for a in answers] for answers in batch]
-    per_token = [[a.log_probs for a in answers] for answers in batch]
+def _log_probs(batch: Sequence[Sequence[Completion]]) -> list[Tensor]:
+    cumulative = [[a.cum_log_prob for a in completions] for completions in batch]
+    per_token = [[a.log_probs for a in completions] for completions in batch]
     return [
         numbers("cum_log_probs", "FP32", cumulative),
         numbers("output_log_probs", "FP32", _padded(per_token, float(PADDING))),

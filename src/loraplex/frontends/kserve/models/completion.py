@@ -1,4 +1,4 @@
-"""One sequence of an answer, as it grows."""
+"""One sequence of a completion, as it grows."""
 
 from collections.abc import Sequence
 
@@ -15,12 +15,12 @@ from loraplex.frontends.kserve.models.convert import Generation
 from loraplex.serving.logits_files import first_rows
 
 
-class Answer(msgspec.Struct, eq=False):
-    """One sequence so far. `drain` starts the next piece of a streamed answer."""
+class Completion(msgspec.Struct, eq=False):
+    """One sequence so far. `drain` starts the next piece of a streamed completion."""
 
     generation: Generation
     index: int
-    """Of the sequence, in its request."""
+    """Index of the sequence in its request."""
     finish_reason: FinishReason | None = None
     is_sent: bool = False
     """Nothing of it is left to send."""
@@ -32,16 +32,16 @@ class Answer(msgspec.Struct, eq=False):
     cum_log_prob: float = 0.0
     token_ids: list[int] = []
     entries: list[TokenLogprob] = []
-    """Of new tokens, if their log probabilities are known."""
+    """Log probabilities of new tokens, if they are known."""
     text: str = ""
     logits: list[Logits] = []
-    """Of new tokens."""
+    """Logits of new tokens."""
     prompt_logits: tuple[Logits, ...] = ()
     timing: RequestTiming | None = None
     """Once the whole request has ended."""
 
     def begin(self, prompt_token_ids: Sequence[int]) -> None:
-        """Take the prompt into the answer, if the client wants to see it there."""
+        """Take the prompt into the completion, if the client wants to see it there."""
         if self.has_begun:
             return
         self.has_begun = True
