@@ -15,7 +15,12 @@ from loraplex.frontends.kserve.stub.link import Link
 from loraplex.frontends.kserve.stub.server import Server, ServerUnavailable, default_socket
 from support.eventually import eventually
 
-ECHO_SERVER = [sys.executable, "-m", "support.served_socket"]
+# The server gets no PYTHONPATH, which in a process of Triton's is Triton's.
+_RUN = (
+    f"import runpy, sys; sys.path[:0] = {sys.path!r}; "
+    "runpy.run_module({!r}, run_name='__main__', alter_sys=True)"
+)
+ECHO_SERVER = [sys.executable, "-c", _RUN.format("support.served_socket")]
 
 
 @pytest.fixture
