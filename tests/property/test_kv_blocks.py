@@ -141,7 +141,7 @@ class KVBlocksMachine(RuleBasedStateMachine):
             retention=seq.retention,
             num_prompt_tokens=5,
         )
-        self.blocks.release_behind(seq.block_ids, end, seq.num_hashed_blocks)
+        self.blocks.release_passed(seq.block_ids, end, seq.num_hashed_blocks)
         seq.is_shared = False
 
     def own(self, seq, position):

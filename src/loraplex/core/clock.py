@@ -5,10 +5,10 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Where the control plane reads the time, so that a test can set it."""
+    """Source of time for the control plane, so that a test can set it."""
 
     def now_ns(self) -> int:
-        """Monotonic nanoseconds; only differences mean something."""
+        """Return monotonic nanoseconds; only differences have a meaning."""
         ...
 
 
@@ -18,9 +18,10 @@ class SystemClock:
 
 
 class EventClock:
-    """Stands still within one event of the engine, so that all that follows from it sees one time.
+    """Clock that stands still within one event of the engine.
 
-    What the control plane decides is then a function of its inputs and of the readings of `tick`.
+    So the decisions of the control plane are a function of its inputs and of the readings of
+    `tick`, and can be replayed.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -28,7 +29,7 @@ class EventClock:
         self._now_ns = clock.now_ns()
 
     def tick(self) -> int:
-        """A new event begins: read the time."""
+        """Begin a new event: read the time."""
         self._now_ns = self._clock.now_ns()
         return self._now_ns
 

@@ -1,4 +1,4 @@
-"""What comes back: from the engine once a step, and from serving once a step with text."""
+"""Outputs of a request: from the engine once a step, and from serving once a step with text."""
 
 import enum
 
@@ -32,7 +32,7 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 class LogitsFile(msgspec.Struct, frozen=True):
     """Logits, too large for a message: float32 [num_rows, vocab_size] in native order.
 
-    Whoever takes it in reads and deletes the file.
+    The receiver reads and deletes the file.
     """
 
     path: str
@@ -40,14 +40,14 @@ class LogitsFile(msgspec.Struct, frozen=True):
 
 
 class Logits(msgspec.Struct, frozen=True):
-    """Logits as a front end gets them: float32 [num_rows, vocab_size] in native order."""
+    """Logits in memory for a front end: float32 [num_rows, vocab_size] in native order."""
 
     data: bytes
     num_rows: int
 
 
 class SequenceDelta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one step added to one sequence of a request."""
+    """Tokens that one step added to one sequence of a request."""
 
     index: int
     token_ids: tuple[int, ...] = ()
@@ -56,21 +56,21 @@ class SequenceDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_token_id: int | None = None
     """The token that ended it, when finish_reason is STOP. It is the last of token_ids."""
     logits: tuple[LogitsFile, ...] = ()
-    """Of token_ids, in order, if the request returns them."""
+    """Logits of token_ids, in order, if the request returns them."""
     cumulative_logprob: float | None = None
-    """Of a beam's whole answer, in its only delta; other sequences' is the sum of their own."""
+    """Log probability of a whole beam search hypothesis; for other sequences sum `logprobs`."""
 
 
 class RequestTiming(msgspec.Struct, frozen=True):
-    """When things happened to a request, and how often.
+    """Times and counts of a request's events.
 
-    `..._ns` are nanoseconds on the engine's monotonic clock, 0 where it has not happened;
-    `..._seconds` are spans between them, None where one end is missing.
+    `..._ns` are nanoseconds on the engine's monotonic clock, 0 for an event that has not happened;
+    `..._seconds` are spans between them, None if one end is missing.
     """
 
     arrival_ns: int
     adapter_ready_ns: int = 0
-    """When the last of its adapters was on the device."""
+    """Time when the last of its adapters was on the device."""
     first_scheduled_ns: int = 0
     first_token_ns: int = 0
     last_token_ns: int = 0
@@ -78,26 +78,26 @@ class RequestTiming(msgspec.Struct, frozen=True):
     num_cached_tokens: int = 0
     """Prompt tokens whose KV came from the prefix cache."""
     adapter_load_ns: int = 0
-    """How long it waited while its adapters were read into host memory; added up over them."""
+    """Time that it waited for its adapters to be read into host memory, summed over them."""
     adapter_copy_ns: int = 0
-    """The same for their copies to the device."""
+    """Time that it waited for their copies to the device, summed over them."""
     num_output_tokens: int = 0
-    """Of its longest sequence."""
+    """Number of tokens of its longest sequence."""
     num_restarts: int = 0
-    """Engines that died while it was in them."""
+    """Number of engines that died with this request."""
     num_draft_tokens: int = 0
-    """Guesses at its tokens."""
+    """Number of draft tokens proposed for it."""
     num_accepted_tokens: int = 0
-    """Of those, the right ones."""
+    """Number of those draft tokens that were accepted."""
 
     @property
     def queue_seconds(self) -> float | None:
-        """From its arrival to its first step: for a slot, KV blocks, and its adapters."""
+        """Time from arrival to the first step, spent waiting for a slot, KV blocks and adapters."""
         return _seconds_between(self.arrival_ns, self.first_scheduled_ns)
 
     @property
     def adapter_wait_seconds(self) -> float | None:
-        """Of queue_seconds, until the last of its adapters was on the device."""
+        """Part of queue_seconds until the last of its adapters was on the device."""
         return _seconds_between(self.arrival_ns, self.adapter_ready_ns)
 
     @property
@@ -110,12 +110,12 @@ class RequestTiming(msgspec.Struct, frozen=True):
 
     @property
     def prefill_seconds(self) -> float | None:
-        """From its first step to its first token."""
+        """Time from the first step to the first token."""
         return _seconds_between(self.first_scheduled_ns, self.first_token_ns)
 
     @property
     def first_token_seconds(self) -> float | None:
-        """From its arrival to its first token."""
+        """Time from arrival to the first token."""
         return _seconds_between(self.arrival_ns, self.first_token_ns)
 
     @property
@@ -128,13 +128,13 @@ class RequestTiming(msgspec.Struct, frozen=True):
 
     @property
     def total_seconds(self) -> float | None:
-        """From its arrival to its last token."""
+        """Time from arrival to the last token."""
         return _seconds_between(self.arrival_ns, self.last_token_ns)
 
     def since(self, earlier: "RequestTiming") -> "RequestTiming":
-        """The whole timing of a request of which an engine that died had told `earlier`.
+        """Return the whole timing of a request whose former engine had reported `earlier`.
 
-        First things stay what they were; what is counted is added up.
+        First events keep their times, and counts are summed.
         """
         was_scheduled = bool(earlier.first_scheduled_ns)
         return msgspec.structs.replace(
@@ -159,22 +159,22 @@ def _seconds_between(start_ns: int, end_ns: int) -> float | None:
 
 
 class EngineOutput(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one step did for one request. Exactly one output of a request is `finished`."""
+    """Output of one step for one request. Exactly one output of a request is `finished`."""
 
     request_id: RequestId
     deltas: tuple[SequenceDelta, ...] = ()
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-    """Once, with the first token: one entry per prompt token, None for the first."""
+    """One entry per prompt token, None for the first; sent once, with the first token."""
     prompt_logits: tuple[LogitsFile, ...] = ()
-    """Of the prompt's positions, in order, if the request returns them."""
+    """Logits of the prompt's positions, in order, if the request returns them."""
     finished: bool = False
     error: ErrorInfo | None = None
     timing: RequestTiming | None = None
-    """With the first token, as far as it is known then; and in the finished one."""
+    """Set with the first token, as far as it is known then, and in the finished output."""
 
 
 class ResolvedAdapter(msgspec.Struct, frozen=True):
-    """The very adapter that answered."""
+    """The exact adapter version that computed the output."""
 
     name: str
     digest: str
@@ -184,8 +184,8 @@ class ResolvedAdapter(msgspec.Struct, frozen=True):
 class SequenceOutput(msgspec.Struct, frozen=True):
     """New text and tokens of one sequence since the last output.
 
-    `token_ids` holds every generated token, a stop or end token too. `text` ends before the stop
-    string or token, unless the request asked to include it.
+    `token_ids` has every generated token, including a stop or end token. `text` ends before the
+    stop string or token, unless the request includes it (`include_stop_in_output`).
     """
 
     index: int
@@ -196,13 +196,13 @@ class SequenceOutput(msgspec.Struct, frozen=True):
     stop_reason: str | int | None = None
     """The stop string or stop token that matched; None for the end-of-text token."""
     logits: tuple[Logits, ...] = ()
-    """Of token_ids, in order, if the request returns them."""
+    """Logits of token_ids, in order, if the request returns them."""
     cumulative_logprob: float | None = None
-    """Of a beam's whole answer, or of the best of several; else the sum of `logprobs`."""
+    """Set for a beam search hypothesis or the best of several outputs; else sum `logprobs`."""
 
 
 class RequestOutput(msgspec.Struct, frozen=True):
-    """What a front end gets from the iterator of a request: increments, in order."""
+    """One increment that a front end reads from the iterator of a request."""
 
     request_id: RequestId
     client_request_id: str
@@ -217,4 +217,4 @@ class RequestOutput(msgspec.Struct, frozen=True):
     timing: RequestTiming | None = None
     """Set in the last output."""
     prompt_logits: tuple[Logits, ...] = ()
-    """Of the prompt's positions, in order, if the request returns them."""
+    """Logits of the prompt's positions, in order, if the request returns them."""

@@ -1,9 +1,9 @@
-"""The one crossing between the control plane and the data plane.
+"""The plan and the result of a step: the only interface of control plane and data plane.
 
 Rows live in slots that the runner keeps, and a plan is a difference: rows that join, rows that
 leave, and what each remaining row computes in this step. There is no prefill and no decode: a row
-computes `num_tokens` positions from `start` on. Only plain scalars are in here, so a plan can be
-logged and replayed.
+computes `num_tokens` positions from `start` on. A plan has only plain scalars, so it can be logged
+and replayed.
 """
 
 import enum
@@ -19,20 +19,22 @@ from loraplex.core.sampling_params import SamplingParams
 Slot = int
 BlockId = int
 PageId = int
+KVGroupId = int
+"""Index of a KV group: layers that share one block table per sequence."""
 
 NO_BLOCK: Final = -1
-"""In a block table: a block that was given back, because no position will read it again."""
+"""Gap in a block table: a block that was freed because no position will read it again."""
 
 
 class LogitsNeeded(enum.StrEnum):
-    """Of which positions of a row the logits are computed."""
+    """Positions of a row whose logits are computed."""
 
     NONE = "none"
     """A chunk of a prompt that does not end it."""
     LAST = "last"
     """The row samples one token (and one more per accepted draft token)."""
     ALL = "all"
-    """As LAST, and every position's log probabilities are wanted (prompt_logprobs)."""
+    """Those of LAST, and the log probabilities of every position (prompt_logprobs)."""
 
 
 class RowAdded(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -48,9 +50,9 @@ class RowAdded(msgspec.Struct, frozen=True, omit_defaults=True):
     """Every token known now, prompt and output: the sampler's penalties count them."""
     num_prompt_tokens: int
     suppressed_token_ids: tuple[int, ...] = ()
-    """Not to be sampled before min_tokens: the end and stop tokens."""
+    """End and stop tokens, which must not be sampled before min_tokens."""
     end_token_ids: tuple[int, ...] = ()
-    """Of a row with a grammar: what may come where its grammar may end."""
+    """End tokens that may come where the grammar of the row may end."""
     adapters: tuple[tuple[AdapterHandle, float], ...] = ()
     """(handle, scale); empty is the base model."""
 
@@ -68,20 +70,20 @@ class RowStep(msgspec.Struct, frozen=True, omit_defaults=True):
     num_tokens: int
     token_ids: tuple[int, ...] | None = None
     draft_token_ids: tuple[int, ...] = ()
-    """Guesses at what follows the row's newest token. They are computed with it, and the sampler
-    takes the ones that it would have chosen: a guess changes no token."""
+    """Draft tokens after the row's newest token. They are computed with it, and the sampler keeps
+    those that it would have chosen: a draft token changes no output."""
     new_block_ids: tuple[tuple[BlockId, ...], ...] = ((),)
-    """Per KV group, appended to the row's block table."""
+    """Blocks appended to the row's block tables, one entry for each KV group."""
     logits: LogitsNeeded = LogitsNeeded.LAST
     num_logprobs: int | None = None
     num_candidates: int = 0
-    """Of a beam: instead of a token, this many most likely next ones are wanted."""
+    """Number of most likely next tokens to return for a beam, instead of a sampled one."""
 
 
 class BlockCopy(msgspec.Struct, frozen=True):
     """Copy the KV of a block before the step computes (copy on write of a fork)."""
 
-    kv_group: int
+    kv_group: KVGroupId
     source: BlockId
     target: BlockId
 
@@ -89,7 +91,7 @@ class BlockCopy(msgspec.Struct, frozen=True):
 class BlockTransfer(msgspec.Struct, frozen=True):
     """Copy the KV of a block to the host's memory, or back."""
 
-    kv_group: int
+    kv_group: KVGroupId
     device_block: BlockId
     host_block: BlockId
 
@@ -120,28 +122,24 @@ class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True):
     adapter_copies: tuple[AdapterCopy, ...] = ()
 
     @property
-    def is_empty(self) -> bool:
-        """Nothing to launch. Rows may still leave: that can wait for the next plan."""
-        return not (self.rows or self.adapter_copies)
-
-    @property
     def num_tokens(self) -> int:
         return sum(row.num_tokens for row in self.rows)
 
 
 class RowResult(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a row's step gave: 0 to k + 1 tokens, or the row's own error."""
+    """Result of a row: 0 to k + 1 tokens for k draft tokens, or the row's own error."""
 
     slot: Slot
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     """One per token, when num_logprobs was set."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    """With LogitsNeeded.ALL: of the token after each computed position, where it is known."""
+    """One for the known token after each computed position, with LogitsNeeded.ALL."""
     forced_token_ids: tuple[int, ...] = ()
-    """What a grammar makes likely to follow the new tokens: guesses for the next step."""
+    """Tokens that a grammar makes likely next: draft tokens for the next step."""
     candidates: tuple[tuple[int, float], ...] = ()
-    """Of a beam: (token id, log probability after penalties), most likely first; and no token."""
+    """(token id, log probability after penalties) for a beam instead of tokens, most likely
+    first."""
     logits: LogitsFile | None = None
     """One row per new token, of a request that returns them."""
     prompt_logits: LogitsFile | None = None
@@ -150,21 +148,21 @@ class RowResult(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class StepTiming(msgspec.Struct, frozen=True):
-    """What the host spent on a step.
+    """Time that the host spent on a step.
 
-    On an accelerator forward_ns is what it takes to enqueue it, and then to wait for its end; what
-    passes between the two belongs to other steps.
+    On an accelerator, forward_ns is the time to enqueue the step plus the time to wait for its end.
+    The time between the two belongs to other steps.
     """
 
     prepare_ns: int = 0
     forward_ns: int = 0
     sample_ns: int = 0
     copy_ns: int = 0
-    """Of prepare_ns: the copies of adapters."""
+    """Part of prepare_ns: copies of adapters."""
 
 
 class StepResult(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the runner gives back; `rows` are in the plan's order."""
+    """Result of a step; `rows` are in the plan's order."""
 
     step_id: int
     rows: tuple[RowResult, ...] = ()
@@ -176,7 +174,7 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True):
 class PageGeometry(msgspec.Struct, frozen=True):
     """The arithmetic of the device adapter pool: pages of whole slots, slots of whole elements.
 
-    A target's A and B lie together in one page: `slots_of(target)` slots.
+    A target's A and B are in one page: `slots_of(target)` slots.
     """
 
     slot_elements: int
@@ -192,36 +190,36 @@ class PageGeometry(msgspec.Struct, frozen=True):
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the runner can hold. Returned by it once; nothing is written back into config."""
+    """Limits of the runner, which it returns once; nothing is written back into the config."""
 
     block_size: int
     num_blocks: int
-    """Per KV group."""
+    """Number of blocks of each KV group."""
     num_kv_groups: int = 1
     num_host_blocks: int = 0
-    """For the KV of preempted sequences; 0: it is computed again."""
+    """Host blocks for the KV of preempted sequences; 0: it is computed again."""
     attention_window: int | None = None
-    """A position sees so many newest positions, itself included; None: all before it."""
+    """Number of newest positions that a position sees, itself included; None: all before it."""
     num_sink_tokens: int = 0
-    """With a window: so many first positions are seen, too."""
+    """Number of first positions that are seen in addition to a window."""
     max_num_seqs: int
-    """Slots."""
+    """Number of slots."""
     max_model_len: int
     vocab_size: int
     page_geometry: PageGeometry
     num_adapter_pages: int
     adapter_page_bytes: int
     host_page_bytes: int = 0
-    """On the host an adapter takes whole pages, too, of so many bytes; 0: as much as its source."""
+    """Bytes of a page of host memory, where adapters take whole pages; 0: the source's size."""
     keeps_host_copy: bool
-    """False on a CPU: once an adapter is in the pool, its host copy is dropped."""
+    """False on a CPU: the host copy of an adapter is dropped once it is in the pool."""
     kv_cache_bytes: int = 0
     weights_bytes: int = 0
     workspace_bytes: int = 0
-    """Left for what a step computes with; 0 on a CPU."""
+    """Memory left for the tensors of a step; 0 on a CPU."""
     graph_bytes: int = 0
-    """Of recorded steps."""
+    """Memory of recorded steps."""
     device_bytes: int = 0
-    """Of a device with memory of its own: all of it; 0: it is the host's."""
+    """Total memory of a device that has its own; 0: it uses the host's."""
     device_free_bytes: int = 0
-    """Of that, what nobody had at the start, beside what is left for steps."""
+    """Part of device_bytes that was unused at the start, without the memory left for steps."""

@@ -1,4 +1,4 @@
-"""A request, twice: as the client meant it, and as the engine is told."""
+"""A request in two forms: as the client sent it, and as the engine receives it."""
 
 import enum
 from collections.abc import Sequence
@@ -16,31 +16,31 @@ from loraplex.core.retention import KVRetention
 from loraplex.core.sampling_params import SamplingParams
 
 RequestId = int
-"""Ours: uint64, unique in a server's life. The client's own string is kept beside it."""
+"""The server's own id: uint64, unique in its life. The client's string is kept separately."""
 
 MAX_ADAPTERS: Final = 16
-"""Of one request."""
+"""Maximum number of adapters of one request."""
 MAX_SCALE: Final = 100.0
-"""How strongly an adapter may be applied, either way. Far below, answers are noise already."""
+"""Maximum absolute scale of an adapter. Outputs are noise at far smaller scales already."""
 
 
 class TruncationSide(enum.StrEnum):
-    """Where tokens of a prompt go away."""
+    """Side on which a prompt is cut."""
 
     LEFT = "left"
     RIGHT = "right"
 
 
 class PromptTruncation(msgspec.Struct, frozen=True):
-    """How much of a prompt is used, where it is longer."""
+    """Limit of a prompt; the rest is cut off."""
 
     max_tokens: int | None
-    """None: as many as leave room for max_tokens new ones."""
+    """None: what the model's length leaves after max_tokens new tokens."""
     side: TruncationSide = TruncationSide.LEFT
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client asked for, free of the protocol that it used."""
+    """A request as the client meant it, free of the protocol that it used."""
 
     request_id: RequestId
     model: str
@@ -48,23 +48,23 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str | tuple[int, ...]
     sampling: SamplingParams = SamplingParams()
     adapters: tuple[AdapterChoice, ...] = ()
-    """Empty: the base model. Several: what each of them changes is added up."""
+    """Empty: the base model. Several: their changes are added up."""
     load_policy: LoadPolicy = LoadPolicy.AUTO
     client_request_id: str = ""
     """The client's own id: may be empty, may repeat."""
     shown_special_ids: tuple[int, ...] = ()
     """Special tokens that are part of the text although all others are skipped."""
     add_special_tokens: bool = True
-    """False where the prompt text already holds them (a rendered chat template)."""
+    """False if the prompt text already contains them (a rendered chat template)."""
     truncation: PromptTruncation | None = None
     """None: a prompt that is too long is an error."""
     cache_salt: str = ""
-    """Of the client's own: only requests with an equal one share KV blocks."""
+    """Salt chosen by the client: only requests with an equal one share KV blocks."""
     priority: int = 0
     """Lower is sooner."""
     timeout_seconds: float | None = None
     end_id: int | None = None
-    """The end-of-text token instead of the model's own; -1: none."""
+    """End-of-text token that replaces the model's own; -1: none."""
     retention: KVRetention | None = None
 
 
@@ -83,22 +83,22 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str
     priority: int
     share_weight: float = 1.0
-    """More than 0. Of its adapter or tenant, whichever are served alike: one of weight 2 gets
-    twice the tokens."""
+    """Weight (> 0) of the fair share that the request draws on: one of weight 2 gets twice the
+    tokens."""
     arrival_ns: int
     deadline_ns: int | None
     requires_resident: bool = False
-    """Refuse it if an adapter would have to be read from its file first."""
+    """Refuse the request if an adapter would have to be read from its file first."""
     retention: KVRetention | None = None
     outputs: tuple[tuple[int, ...], ...] = ()
-    """By sequence, the tokens that an engine gave before it died: they are not given again."""
+    """Tokens of each sequence that a former engine had output; they are not output again."""
     ended: tuple[int, ...] = ()
-    """Indices of the sequences that had ended by then."""
-    prompt_scores_told: bool = False
-    """Its prompt log probabilities (and logits) were delivered by then."""
+    """Indices of the sequences that had ended in a former engine."""
+    prompt_scores_delivered: bool = False
+    """A former engine had delivered the prompt log probabilities (and logits)."""
     num_restarts: int = 0
-    """Engines that died while it was in them. Above 0, it is accepted already: no queue is too
-    full for it."""
+    """Number of engines that died with this request. Above 0, the request was accepted before, and
+    no queue limit applies to it."""
 
 
 def check_adapters(adapters: Sequence[AdapterChoice]) -> None:

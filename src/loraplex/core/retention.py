@@ -1,4 +1,4 @@
-"""How long a request's KV is worth keeping, as TensorRT-LLM's retention inputs say it."""
+"""Retention of a request's KV in the prefix cache, in the terms of TensorRT-LLM."""
 
 import itertools
 from typing import NamedTuple
@@ -10,13 +10,13 @@ from loraplex.core.errors import InvalidParameterError
 DEFAULT_PRIORITY = 35
 MAX_PRIORITY = 100
 MAX_RANGES = 256
-"""Of one request."""
+"""Maximum number of token ranges of one request."""
 
 _NS_PER_MS = 1_000_000
 
 
 class TokenRangeRetention(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Of the blocks of prompt tokens start .. end - 1."""
+    """Retention of the blocks of prompt tokens start .. end - 1."""
 
     start: int
     end: int | None = None
@@ -24,28 +24,28 @@ class TokenRangeRetention(msgspec.Struct, frozen=True, omit_defaults=True):
     priority: int = DEFAULT_PRIORITY
     """0 to 100: blocks of lower priority leave the cache first."""
     duration_ms: int | None = None
-    """After so long without use the priority is the default one; None: never."""
+    """Time without use after which the priority falls back to the default; None: never."""
 
 
 class KVRetention(msgspec.Struct, frozen=True, omit_defaults=True):
     ranges: tuple[TokenRangeRetention, ...] = ()
     decode_priority: int = DEFAULT_PRIORITY
-    """Of the blocks of generated tokens."""
+    """Priority of the blocks of generated tokens."""
     decode_duration_ms: int | None = None
 
 
 class BlockRetention(NamedTuple):
-    """What a request says of one block."""
+    """Retention that a request sets for one block."""
 
     priority: int = DEFAULT_PRIORITY
     duration_ns: int | None = None
-    """Without use; None: for ever."""
+    """Time without use until the priority falls back; None: for ever."""
 
 
 def block_retention(
     retention: KVRetention, first_token: int, num_prompt_tokens: int
 ) -> BlockRetention | None:
-    """Of the block that begins with this token; None: nothing is said of it."""
+    """Return the retention of the block that begins with this token; None if none is set."""
     if first_token >= num_prompt_tokens:
         return _of_block(retention.decode_priority, retention.decode_duration_ms)
     for entry in retention.ranges:
@@ -83,7 +83,7 @@ def _check_range(entry: TokenRangeRetention) -> None:
         )
     if entry.end is not None and entry.end <= entry.start:
         raise _refusal(
-            f"has an empty token range: {_words(entry)}; its end must be behind its start"
+            f"has an empty token range: {_words(entry)}; its end must be after its start"
         )
     _check_values(f"token range {_words(entry)}", entry.priority, entry.duration_ms)
 

@@ -1,4 +1,4 @@
-"""What a client may ask of the sampler. Pure data and its limits; the sampler is in execution."""
+"""Sampling parameters of a request and their limits. The sampler is in `execution`."""
 
 import functools
 import itertools
@@ -19,26 +19,26 @@ MAX_N = 128
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LENGTH = 4096
 MAX_WORDS = 1024
-"""Runs of tokens that end the output, or that are not to come; and texts that are not to come."""
+"""Maximum number of stop token sequences, of bad token sequences, and of bad words."""
 MAX_WORDS_LENGTH = 65_536
-"""Characters of all bad words: each is tokenized in three spellings."""
+"""Maximum length of all bad words in characters: each is tokenized in three spellings."""
 _MAX_BAD_RUNS = 4 * MAX_WORDS
-"""A client's own, and the spellings of its words."""
+"""The client's own bad token sequences, and three spellings of each bad word."""
 MAX_DRAFT_TOKENS = 64
 MAX_LOGIT_BIAS = 1e30
-"""Either way; more is no float32."""
+"""Maximum absolute bias; a larger one would leave the range of float32."""
 _INT32_MAX = 2**31 - 1
 _UINT64_MAX = 2**64 - 1
 
 
 class Range(NamedTuple):
-    """Of a number; ends are in it."""
+    """Allowed range of a number, including both ends."""
 
     low: float
     high: float
     is_whole: bool = True
     is_above_low: bool = False
-    """The low end is not in it."""
+    """Exclude the low end."""
 
 
 RANGES: Mapping[str, Range] = MappingProxyType(
@@ -67,70 +67,71 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "no_repeat_ngram_size": Range(0, _INT32_MAX),
     }
 )
-"""By name, of the numbers below."""
+"""Ranges of the numbers below, by name."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to choose and when to stop. The defaults are OpenAI's: temperature 1, all tokens."""
+    """How tokens are chosen and when the output ends. The defaults are OpenAI's."""
 
     max_tokens: int | None = 16
-    """New tokens per sequence; None: as many as the model's length allows."""
+    """Maximum number of new tokens per sequence; None: limited by the model's length only."""
     min_tokens: int = 0
-    """No end-of-text or stop token before this many new tokens."""
+    """Number of new tokens before an end-of-text or stop token may come."""
     n: int = 1
-    """Sequences that come back."""
+    """Number of sequences to return."""
     best_of: int | None = None
-    """Sequences that are made; the n with the highest mean log probability come back. None: n."""
+    """Number of sequences to generate; the n with the highest mean log probability are returned.
+    None: n."""
     beam: BeamSearch | None = None
-    """Beam search; the n best hypotheses come back."""
+    """Beam search; the n best hypotheses are returned."""
     temperature: float = 1.0
     """0 is greedy."""
     top_k: int = 0
     """0 (or -1) is all tokens."""
     top_p: float = 1.0
     top_p_decay: float = 1.0
-    """Each new token multiplies top_p with this, down to top_p_min (TensorRT-LLM)."""
+    """Factor by which each new token multiplies top_p, down to top_p_min (TensorRT-LLM)."""
     top_p_min: float = 1e-6
     top_p_reset_id: int | None = None
-    """After this token, top_p is again what it was at first."""
+    """Token after which top_p returns to its initial value."""
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     no_repeat_ngram_size: int = 0
-    """No run of so many tokens comes twice, in prompt and output together; 0: it may."""
+    """Length of token sequences that may not repeat in prompt and output together; 0: any may."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, what is added to its logit), each id once, ascending."""
+    """(token id, value added to its logit), each id once, ascending."""
     allowed_token_ids: tuple[int, ...] = ()
-    """Only these are chosen; empty: all may be."""
+    """The only tokens that may be chosen; empty: all."""
     bad_words: tuple[str, ...] = ()
-    """Texts that are not to come; admission makes them bad_token_ids."""
+    """Texts that must not occur; serving turns them into bad_token_ids."""
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
-    """Runs of tokens that are not to come."""
+    """Token sequences that must not occur."""
     grammar: Grammar | None = None
-    """What the output must match."""
+    """Grammar that the output must match."""
     num_draft_tokens: int | None = None
-    """Guessed ahead at most, from what the text repeats; 0: none; None: the server's setting."""
+    """Maximum number of draft tokens per step; 0: none; None: the server's setting."""
     seed: int | None = None
-    """None: drawn at admission and then fixed, so a replay gives the same tokens."""
+    """None: drawn at admission and then fixed, so a replay outputs the same tokens."""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     stop_token_sequences: tuple[tuple[int, ...], ...] = ()
-    """Runs of tokens that end the output."""
+    """Token sequences that end the output."""
     include_stop_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None
-    """None: none; 0: of the chosen token; k: also of the k most likely."""
+    """Number of most likely tokens to list with the chosen one; None: no log probabilities."""
     prompt_logprobs: int | None = None
     return_logits: bool = False
-    """Of every new token: the whole vocabulary's, before anything is done to them."""
+    """Return the unprocessed logits of the whole vocabulary for every new token."""
     return_prompt_logits: bool = False
     skip_special_tokens: bool = True
 
     def validate(self) -> None:
         """Raise InvalidParameterError for the first value out of its range.
 
-        Only what differs from its default is looked at: most requests say little.
+        Only values that differ from their defaults are checked: most requests set few.
         """
         values = msgspec.structs.astuple(self)
         differ = map(operator.is_not, values, _DEFAULTS)
@@ -139,7 +140,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         self._check_together()
 
     def changed(self, values: Mapping[str, Any]) -> "SamplingParams":
-        """With other values, by name, of which alone the ranges are checked. Raises as validate."""
+        """Return a copy with other values, by name; only their ranges are checked.
+
+        Raises as `validate`.
+        """
         for name, value in values.items():
             default, check = _CHECKED[name]
             if value is not default:
@@ -186,14 +190,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def num_sequences(self) -> int:
-        """How many are made at the same time."""
+        """Number of sequences that are generated at the same time."""
         if self.beam is not None:
             return self.beam.width
         return self.n if self.best_of is None else self.best_of
 
     @property
-    def num_told(self) -> int:
-        """Of how many the engine tells: of a search only the hypotheses that come back."""
+    def num_returned(self) -> int:
+        """Number of sequences that the engine outputs: for beam search the n hypotheses."""
         return self.n if self.beam is not None else self.num_sequences
 
     @property
@@ -231,11 +235,11 @@ def _check_flag(name: str, value: object) -> None:
 
 
 def _check_with_others(value: object) -> None:
-    """What `validate` checks against other values."""
+    """Accept a value that `validate` checks against other values."""
 
 
 def _check_list(name: str, value: object, kind: type, what: str) -> None:
-    """A string is refused, too: as a sequence it would be its characters."""
+    """Refuse a string, too: as a sequence it would be its characters."""
     if not isinstance(value, tuple | list) or not all(isinstance(item, kind) for item in value):
         raise InvalidParameterError(f"{name} must be a list of {what}, got {value!r}", param=name)
 
@@ -310,7 +314,7 @@ def _check_runs(name: str, runs: tuple[tuple[int, ...], ...], most: int = MAX_WO
 
 
 def _check_logit_bias(pairs: tuple[tuple[int, float], ...]) -> None:
-    """Minus infinity is taken: it forbids a token."""
+    """Accept minus infinity, which forbids a token."""
     name = "logit_bias"
     _check_list(name, pairs, tuple, "pairs of a token id and a number")
     last = -1

@@ -1,4 +1,4 @@
-"""What an engine tells about itself, once a step: plain numbers that serving turns into metrics."""
+"""Statistics of an engine, sent once a step: plain numbers that serving turns into metrics."""
 
 import bisect
 
@@ -11,7 +11,7 @@ LOAD_SECONDS_BOUNDS = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0),
 )
-"""Upper bounds of the buckets of a Durations; one more has what is longer."""
+"""Upper bounds of the buckets of a Durations; one more bucket has all longer times."""
 
 
 class StepRecord(msgspec.Struct, frozen=True):
@@ -20,7 +20,7 @@ class StepRecord(msgspec.Struct, frozen=True):
     step_id: int
     start_ns: int
     duration_ns: int
-    """From before it was planned until its result was there."""
+    """Time from the start of planning to the result."""
     num_rows: int
     num_prefill_rows: int
     """Rows that computed prompt tokens (or recomputed after a preemption)."""
@@ -36,39 +36,39 @@ class StepRecord(msgspec.Struct, frozen=True):
     adapter_pages_used: int
     adapter_copies_started: int
     request_ids: tuple[int, ...] = ()
-    """Of the rows, in the plan's order."""
+    """Requests of the rows, in the plan's order."""
     num_prefill_tokens: int = 0
-    """Of num_tokens, those that such rows computed."""
+    """Part of num_tokens that prefill rows computed."""
     num_draft_tokens: int = 0
-    """Of num_tokens, guesses at what follows."""
+    """Part of num_tokens that are draft tokens."""
     num_accepted_tokens: int = 0
-    """Of those guesses, the right ones."""
+    """Draft tokens that were accepted."""
     num_new_tokens: int = 0
-    """What the rows sampled, drafts included."""
+    """Tokens that the rows sampled, accepted draft tokens included."""
     num_added: int = 0
-    """Rows that joined: new sequences, and preempted ones that came back."""
+    """Rows that joined: new sequences, and preempted ones that were admitted again."""
     num_failed_rows: int = 0
     adapter_rows: dict[str, int] = {}
-    """By digest, how many rows used an adapter; of many adapters those with the most rows."""
+    """Number of rows of each adapter, by digest; limited to the adapters with the most rows."""
     block_offloads: int = 0
     block_loads: int = 0
-    """KV blocks that went to the host's memory, and came back."""
+    """KV blocks that were copied back from host memory; block_offloads went there."""
     block_copies: int = 0
     adapter_loads_ended: int = 0
-    """Since the step before: adapters that came into host memory, or failed to."""
+    """Adapter loads into host memory that ended or failed since the previous step."""
     adapter_copies_ended: int = 0
     timing: StepTiming = StepTiming()
 
 
 class Durations(msgspec.Struct, frozen=True):
-    """A histogram of times."""
+    """Histogram of times."""
 
     counts: tuple[int, ...] = (0,) * (len(LOAD_SECONDS_BOUNDS) + 1)
-    """By bucket, each for itself."""
+    """Number of times in each bucket, not cumulative."""
     total_ns: int = 0
 
     def with_one(self, duration_ns: int) -> "Durations":
-        """This, and one more."""
+        """Return the histogram with one more time."""
         bucket = bisect.bisect_left(LOAD_SECONDS_BOUNDS, duration_ns / 1e9)
         counts = (*self.counts[:bucket], self.counts[bucket] + 1, *self.counts[bucket + 1 :])
         return Durations(counts, self.total_ns + duration_ns)
@@ -84,23 +84,23 @@ class AdapterTierStats(msgspec.Struct, frozen=True):
     num_on_host: int = 0
     num_on_device: int = 0
     num_held: int = 0
-    """Adapters that stay on the device, or come there first."""
+    """Pinned adapters: they stay on the device once they are there."""
     device_hits: int = 0
     """Admissions that found every adapter on the device."""
     device_misses: int = 0
     host_hits: int = 0
-    """Of those misses: the adapters that were not on the device were all on the host."""
+    """Device misses whose missing adapters were all on the host."""
     host_misses: int = 0
     loads: int = 0
     load_failures: int = 0
     copies: int = 0
-    """From the host to the device."""
+    """Copies from the host to the device."""
     host_evictions: int = 0
     device_evictions: int = 0
     read_times: Durations = Durations()
-    """Of loads: from the canonical adapter file into host memory."""
+    """Times of loads from the canonical adapter file into host memory."""
     copy_times: Durations = Durations()
-    """Of copies to the device; those of one step share their time."""
+    """Times of copies to the device; those of one step share their time."""
 
 
 class EngineStats(msgspec.Struct, frozen=True):
@@ -120,9 +120,9 @@ class EngineStats(msgspec.Struct, frozen=True):
     """Counter: of those, tokens served from the prefix cache."""
     generation_tokens: int = 0
     draft_tokens: int = 0
-    """Counter: guesses at tokens."""
+    """Counter: draft tokens."""
     accepted_tokens: int = 0
-    """Counter: of those, the right ones."""
+    """Counter: draft tokens that were accepted."""
     preemptions: int = 0
     adapters: AdapterTierStats = AdapterTierStats()
 
@@ -134,13 +134,13 @@ class EngineStats(msgspec.Struct, frozen=True):
 
 
 class AdapterActivity(msgspec.Struct, frozen=True):
-    """Where an engine's adapters are, and for whom: by digest, at one moment between two steps."""
+    """Place and use of an engine's adapters, by digest, at one moment between two steps."""
 
     residency: dict[str, Residency] = {}
-    """What is not named is absent."""
+    """Adapters that are not listed are absent."""
     running: dict[str, int] = {}
     """Sequences that hold a slot."""
     waiting: dict[str, int] = {}
     """Sequences that wait for a slot, blocks or an adapter."""
     pinned: tuple[str, ...] = ()
-    """Those that stay on the device."""
+    """Adapters that stay on the device."""

@@ -11,13 +11,13 @@ from loraplex.engine.messages import (
     AbortRequest,
     AdapterPinned,
     AdapterRejected,
-    AdaptersTold,
+    AdaptersReport,
     AddRequest,
-    AskAdapters,
     EngineCommand,
     EngineReady,
     PinAdapter,
     PreloadAdapter,
+    QueryAdapters,
     RegisterAdapter,
     Shutdown,
     StepDone,
@@ -83,9 +83,9 @@ class EngineLoop:
                 self._try(source.digest, lambda: self._engine.register_adapter(source))
             case UnregisterAdapter(digest):
                 self._engine.forget_adapter(digest)
-            case AskAdapters(query_id):
+            case QueryAdapters(query_id):
                 activity = self._engine.adapter_activity()
-                self._channel.send(AdaptersTold(query_id, activity, self._engine.stats()))
+                self._channel.send(AdaptersReport(query_id, activity, self._engine.stats()))
             case PinAdapter(query_id, digest):
                 self._hold(query_id, digest)
             case UnpinAdapter(digest):

@@ -37,8 +37,8 @@ class UnregisterAdapter(msgspec.Struct, frozen=True, tag="unregister"):
     digest: str
 
 
-class AskAdapters(msgspec.Struct, frozen=True, tag="ask_adapters"):
-    """Where the adapters are and for whom; answered by AdaptersTold with the same number."""
+class QueryAdapters(msgspec.Struct, frozen=True, tag="ask_adapters"):
+    """Where the adapters are and for whom; answered by AdaptersReport with the same number."""
 
     query_id: int
 
@@ -71,7 +71,7 @@ EngineCommand = (
     | AbortRequest
     | RegisterAdapter
     | UnregisterAdapter
-    | AskAdapters
+    | QueryAdapters
     | PinAdapter
     | UnpinAdapter
     | PreloadAdapter
@@ -107,7 +107,7 @@ class AdapterRejected(msgspec.Struct, frozen=True, tag="rejected"):
     error: ErrorInfo
 
 
-class AdaptersTold(msgspec.Struct, frozen=True, tag="adapters"):
+class AdaptersReport(msgspec.Struct, frozen=True, tag="adapters"):
     query_id: int
     activity: AdapterActivity
     stats: EngineStats = EngineStats()
@@ -121,7 +121,9 @@ class AdapterPinned(msgspec.Struct, frozen=True, tag="held"):
     error: ErrorInfo | None = None
 
 
-EngineEvent = EngineReady | EngineFailed | StepDone | AdapterRejected | AdaptersTold | AdapterPinned
+EngineEvent = (
+    EngineReady | EngineFailed | StepDone | AdapterRejected | AdaptersReport | AdapterPinned
+)
 
 _COMMAND_DECODER = msgspec.msgpack.Decoder(EngineCommand)
 _EVENT_DECODER = msgspec.msgpack.Decoder(EngineEvent)

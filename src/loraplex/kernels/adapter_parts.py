@@ -57,11 +57,6 @@ class AdapterParts:
     embedding_lora: EmbeddingLora | None = None
     has_head_lora: bool = False
 
-    @property
-    def is_empty(self) -> bool:
-        rows = self.weights or self.tokens or self.embedding_lora
-        return not (self.vectors or rows or self.has_head_lora)
-
 
 class PartsUse(NamedTuple):
     """The tokens of a step that one adapter applies to."""

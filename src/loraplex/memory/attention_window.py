@@ -1,11 +1,11 @@
-"""Which blocks of a sequence attention will read again, when it sees a window and sinks only."""
+"""Blocks of a sequence that attention will read again, if it sees only a window and sinks."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionWindow:
-    """What position p sees in any layer: p - num_tokens + 1 .. p, and 0 .. num_sink_tokens - 1."""
+    """Window of attention: position p sees p - num_tokens + 1 .. p and 0 .. num_sink_tokens - 1."""
 
     block_size: int
     num_tokens: int | None
@@ -17,9 +17,9 @@ class AttentionWindow:
         return -(-self.num_sink_tokens // self.block_size)
 
     def first_needed(self, num_computed_tokens: int, num_hashed_blocks: int) -> int:
-        """Blocks from the sinks' end up to this one are not read by the positions to come.
+        """Return the first block after the sinks that later positions read.
 
-        The last block that the prefix cache was told of stays: the next one is found through it.
+        The last block that the prefix cache has stays: the next one is found through it.
         """
         if self.num_tokens is None:
             return 0
@@ -27,13 +27,13 @@ class AttentionWindow:
         return max(0, min(first_seen // self.block_size, num_hashed_blocks - 1))
 
     def needs(self, index: int, first_needed: int) -> bool:
-        """Is block `index` of a table read by the positions to come?"""
+        """Return whether later positions read block `index` of a table."""
         return index >= first_needed or index < self.num_sink_blocks
 
     def max_blocks_held(self, num_tokens: int, max_step_tokens: int) -> int:
-        """The most blocks that a sequence needs at once to compute num_tokens tokens.
+        """Return the maximum number of blocks that a sequence of num_tokens tokens needs at once.
 
-        max_step_tokens: the most that it computes in one step. From a step's first position N the
+        max_step_tokens: maximum number of tokens in one step. From a step's first position N the
         window reaches back to N - W + 1, and the step writes up to N + max_step_tokens - 1.
         """
         all_blocks = -(-num_tokens // self.block_size)

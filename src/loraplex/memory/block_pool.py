@@ -1,7 +1,7 @@
-"""Ownership of KV blocks: who holds block i, and which block to hand out next.
+"""Ownership of KV blocks: reference counts, and which block to allocate next.
 
-Only integers live here. The tensors behind the ids belong to the runner, and what a block holds is
-known to the prefix cache alone.
+This module handles only integers. The tensors of the blocks belong to the runner, and only the
+prefix cache knows the content of a block.
 """
 
 from collections import Counter
@@ -14,8 +14,8 @@ from loraplex.memory.cached_blocks import CachedBlocks
 _DEFAULT_RETENTION = BlockRetention()
 
 
-def _nobody_minds(_block_id: BlockId) -> None:
-    """The content of a block is lost, and nobody remembered it."""
+def _ignore(_block_id: BlockId) -> None:
+    """Ignore that the content of a block is lost."""
 
 
 class BlockPool:
@@ -24,19 +24,19 @@ class BlockPool:
     Invariant: every id is exactly one of free (count 0, in the free list once), cached (count 0,
     kept, in the eviction order once) or held (count > 0, in neither).
 
-    `on_lost(block_id)` is called when the content of a block is given up: as a cached block is
-    evicted, and as a held block that is not kept becomes free. It may call `drop` and `keep` for
+    `on_lost(block_id)` is called when the content of a block is lost: when a cached block is
+    evicted, and when a held block that is not kept becomes free. It may call `drop` and `keep` for
     other blocks.
     """
 
-    def __init__(self, num_blocks: int, on_lost: Callable[[BlockId], None] = _nobody_minds) -> None:
+    def __init__(self, num_blocks: int, on_lost: Callable[[BlockId], None] = _ignore) -> None:
         self._on_lost = on_lost
         self._ref_counts = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached = CachedBlocks()
         self._kept: set[BlockId] = set()
         self._retentions: dict[BlockId, BlockRetention] = {}
-        """Of blocks that are not free, where it is not the default one."""
+        """Retentions of blocks that are not free, if they differ from the default."""
         self._now_ns = 0
 
     @property
@@ -57,7 +57,7 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """What `allocate` can give: free and cached blocks."""
+        """Number of blocks that `allocate` can take: free and cached ones."""
         return self.num_free + self.num_cached
 
     def ref_count(self, block_id: BlockId) -> int:
@@ -113,7 +113,7 @@ class BlockPool:
                 self._on_lost(block_id)
 
     def keep(self, block_id: BlockId) -> None:
-        """A held block has content worth keeping: without holders it becomes cached, not free."""
+        """Mark a held block's content as worth keeping: without holders it becomes cached."""
         assert self._ref_counts[block_id] > 0, f"block {block_id} has no holder"
         self._kept.add(block_id)
 
@@ -125,12 +125,12 @@ class BlockPool:
             self._add_to_free(block_id)
 
     def retain(self, block_id: BlockId, retention: BlockRetention) -> None:
-        """How long to keep a held block's content; from its next release on, until it is lost."""
+        """Set how long to keep a held block's content after its next release."""
         assert self._ref_counts[block_id] > 0, f"block {block_id} has no holder"
         self._retentions[block_id] = retention
 
     def advance(self, now_ns: int) -> None:
-        """It is now_ns: durations begin with a release, and may have ended."""
+        """Set the present time: durations begin with a release, and may have ended."""
         self._now_ns = now_ns
 
     def _add_to_free(self, block_id: BlockId) -> None:
@@ -138,9 +138,9 @@ class BlockPool:
         self._free.append(block_id)
 
     def check(self, tables: Iterable[Sequence[BlockId]] | None = None) -> None:
-        """Nothing is lost and nothing is counted twice.
+        """Assert that no block is lost or counted twice.
 
-        With `tables`, all block tables that exist: each count is the number of tables that name
+        tables: all block tables that exist. Then each count must be the number of tables that name
         the block.
         """
         held = {block_id for block_id, count in enumerate(self._ref_counts) if count > 0}

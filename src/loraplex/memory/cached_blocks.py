@@ -1,4 +1,4 @@
-"""Blocks that nobody holds, kept for their content, in the order in which they are given up."""
+"""Blocks without holders that are kept for their content, in eviction order."""
 
 import heapq
 from collections.abc import Iterator
@@ -10,19 +10,19 @@ _MIN_STALE = 64
 
 
 class CachedBlocks:
-    """The lowest priority leaves first; within one priority, who came first.
+    """Queue of cached blocks: the lowest priority leaves first, then the block that came first.
 
     A block whose duration is over has the default priority, and the place there that it would have
-    had from the start. Every call costs the logarithm of the number of blocks, in the mean.
+    had from the start. Every call costs O(log n) for n blocks on average.
     """
 
     def __init__(self) -> None:
         self._keys: dict[BlockId, tuple[int, int]] = {}
-        """(priority, number): who came later has the larger number."""
+        """(priority, number): a block that came later has the larger number."""
         self._order: list[tuple[int, int, BlockId]] = []
-        """A heap of keys. Those of blocks that left meanwhile are skipped when they are met."""
+        """Heap of keys. Keys of blocks that have left are skipped when they are met."""
         self._expiries: list[tuple[int, int, BlockId]] = []
-        """A heap of (end of its duration, number, block), with skipped entries, too."""
+        """Heap of (end of the duration, number, block), also with entries to skip."""
         self._num_added = 0
 
     def __len__(self) -> int:
@@ -35,7 +35,7 @@ class CachedBlocks:
         return iter(self._keys)
 
     def add(self, block_id: BlockId, retention: BlockRetention, now_ns: int) -> None:
-        """It comes now; its duration begins."""
+        """Add a block; its duration begins now."""
         assert block_id not in self._keys, f"block {block_id} is here already"
         self._num_added += 1
         self._place(block_id, retention.priority, self._num_added)
@@ -48,7 +48,7 @@ class CachedBlocks:
         del self._keys[block_id]
 
     def pop(self, now_ns: int) -> BlockId:
-        """Take the one that leaves first. There must be one."""
+        """Remove and return the block that leaves first. There must be one."""
         self._expire(now_ns)
         while True:
             priority, number, block_id = heapq.heappop(self._order)
@@ -57,7 +57,7 @@ class CachedBlocks:
                 return block_id
 
     def check(self) -> None:
-        """Every block has its place in the order."""
+        """Assert that every block has its place in the order."""
         assert {(*key, block_id) for block_id, key in self._keys.items()} <= set(self._order)
 
     def _place(self, block_id: BlockId, priority: int, number: int) -> None:
@@ -75,7 +75,10 @@ class CachedBlocks:
         return key is not None and key[1] == number
 
     def _drop_stale(self) -> None:
-        """Blocks may come and be removed without end while the first in order stays."""
+        """Rebuild the heaps when most entries are stale.
+
+        Otherwise they would grow for ever while the first block stays and others come and go.
+        """
         if len(self._order) > 2 * len(self._keys) + _MIN_STALE:
             self._order = [(*key, block_id) for block_id, key in self._keys.items()]
             heapq.heapify(self._order)

@@ -1,4 +1,4 @@
-"""Ownership of the host's KV blocks: each has one holder or none."""
+"""Ownership of the KV blocks in host memory: each has one holder or none."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -23,7 +23,7 @@ class HostBlocks:
         return len(self._free)
 
     def allocate(self, n: int) -> list[BlockId] | None:
-        """Take n blocks, or None and no change if there are fewer."""
+        """Take n blocks; None and no change if there are fewer."""
         if n > len(self._free):
             return None
         taken = [self._free.pop() for _ in range(n)]
@@ -36,7 +36,7 @@ class HostBlocks:
             self._free.append(block_id)
 
     def check(self, tables: Iterable[Sequence[BlockId]] | None = None) -> None:
-        """Conservation; with all host tables that exist, also who holds what."""
+        """Assert that no block is lost; with all host tables that exist, also check the holders."""
         assert sorted([*self._free, *self._held]) == list(range(self._num_blocks)), (
             "free + held host blocks = all"
         )

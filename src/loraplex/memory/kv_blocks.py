@@ -1,8 +1,8 @@
-"""KV blocks as the scheduler sees them: admit, grow, publish, share, offload, release.
+"""KV blocks for the scheduler: admit, grow, publish, share, offload, release.
 
-Joins the block pool (who holds a block) with the prefix cache (what a block holds) and the host's
-blocks. It keeps nothing per sequence: the block table is the sequence's, and the scheduler writes
-it. A table may have gaps (NO_BLOCK) where a window has passed.
+KVBlocks joins the block pool (holders), the prefix cache (content) and the host's blocks. It keeps
+no state per sequence: the scheduler owns the block tables. A table may have gaps (NO_BLOCK) where a
+window has passed.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,20 +20,20 @@ class Admission(NamedTuple):
     """The first blocks of a sequence."""
 
     block_ids: list[BlockId]
-    """Those found in the prefix cache, then new ones. A found one that a window has passed is a
+    """Blocks found in the prefix cache, then new ones. A found one that a window has passed is a
     gap."""
     num_cached_tokens: int
-    """Tokens whose KV is there already: a multiple of the block size, so
+    """Tokens whose KV is in these blocks already: a multiple of the block size, so
     num_cached_tokens // block_size is the sequence's num_hashed_blocks."""
     num_new_tokens: int
-    """Tokens that these blocks have room to compute now: at least 1."""
+    """Tokens that fit in the other blocks: at least 1."""
 
 
 class Offload(NamedTuple):
-    """A block table's way to the host."""
+    """Transfer of a block table to the host."""
 
     host_block_ids: list[BlockId]
-    """Its host table, with the gaps of the block table."""
+    """Host table, with the gaps of the block table."""
     transfers: tuple[BlockTransfer, ...]
 
 
@@ -43,7 +43,7 @@ class Loaded(NamedTuple):
     block_ids: list[BlockId]
     transfers: tuple[BlockTransfer, ...]
     num_hashed_blocks: int
-    """The leading blocks that the prefix cache still had; the others are to be published again."""
+    """Leading blocks that the prefix cache still had; the others must be published again."""
 
 
 class KVBlocks:
@@ -76,7 +76,7 @@ class KVBlocks:
 
     @property
     def has_window(self) -> bool:
-        """Do sequences give blocks back before they end?"""
+        """Whether sequences free blocks before they end."""
         return self._window.num_tokens is not None
 
     @property
@@ -97,7 +97,7 @@ class KVBlocks:
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be taken now: free and cached."""
+        """Number of blocks that can be taken now: free and cached ones."""
         return self._pool.num_available
 
     @property
@@ -109,18 +109,18 @@ class KVBlocks:
         return self._host.num_free
 
     def advance(self, now_ns: int) -> None:
-        """It is now_ns: by this clock the durations of retained blocks begin and end."""
+        """Set the present time, by which the durations of retained blocks begin and end."""
         self._pool.advance(now_ns)
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that a sequence of num_tokens computed tokens fills or touches."""
+        """Return the number of blocks that num_tokens computed tokens fill or touch."""
         return -(-num_tokens // self._block_size)
 
     def max_blocks_held(self, num_tokens: int, max_step_tokens: int) -> int:
-        """The most blocks that one sequence holds at once until num_tokens tokens are computed.
+        """Return the maximum number of blocks that a sequence of num_tokens tokens holds at once.
 
-        max_step_tokens: at most so many in one step, and `release_behind` after each of them.
-        Without a window this is num_blocks_for(num_tokens).
+        max_step_tokens: maximum number of tokens in one step, each followed by `release_passed`.
+        Without a window the result is num_blocks_for(num_tokens).
         """
         return self._window.max_blocks_held(num_tokens, max_step_tokens)
 
@@ -135,15 +135,14 @@ class KVBlocks:
         retention: KVRetention | None = None,
         num_prompt_tokens: int = 0,
     ) -> Admission | None:
-        """Blocks for a sequence that has none: new, or preempted before.
+        """Return blocks for a sequence that has none: a new one, or one preempted before.
 
         Serves the longest cached beginning, but never the last token: one is always left to
-        compute. Then takes blocks for up to max_new_tokens (>= 1) of the tokens after it. None
-        and no change if they, and num_reserved_blocks that must stay available, are not there.
+        compute. Then takes blocks for up to max_new_tokens (>= 1) of the tokens after it. None and
+        no change if there are too few blocks; num_reserved_blocks must stay available.
 
-        max_cached_tokens = 0 serves nothing (prompt log probabilities need every position). What
-        `retention` says of a served block holds from now on; it is of a prompt of
-        num_prompt_tokens.
+        max_cached_tokens = 0 serves nothing (prompt log probabilities need every position).
+        `retention`, for a prompt of num_prompt_tokens, applies to served blocks from now on.
         """
         assert token_ids, "an empty sequence"
         assert max_new_tokens > 0, "nothing to compute"
@@ -169,17 +168,17 @@ class KVBlocks:
     def _share_and_take(
         self, hits: Sequence[BlockId], num_to_take: int, num_reserved_blocks: int
     ) -> list[BlockId] | None:
-        """Hold the hits, and take new blocks; None and no change if there are too few."""
+        """Share the hits and take new blocks; None and no change if there are too few."""
         hits = _without_gaps(hits)
         num_hits_cached = sum(self._pool.ref_count(block_id) == 0 for block_id in hits)
         if num_to_take + num_hits_cached + num_reserved_blocks > self.num_available:
             return None
-        # The hits are held before blocks are taken: taking must not evict them.
+        # The hits are shared before blocks are taken: taking must not evict them.
         self._pool.share(hits)
         return self._pool.allocate(num_to_take)
 
     def grow(self, block_ids: Sequence[BlockId], num_tokens: int) -> list[BlockId] | None:
-        """The blocks to append to a block table so that num_tokens tokens fit.
+        """Return the blocks to append to a block table so that num_tokens tokens fit.
 
         Empty if they fit already; None and no change if there are not enough blocks.
         """
@@ -197,10 +196,10 @@ class KVBlocks:
         retention: KVRetention | None = None,
         num_prompt_tokens: int = 0,
     ) -> int:
-        """Let other sequences find the blocks that became full; the new num_hashed_blocks.
+        """Let other sequences find the blocks that became full; return the new num_hashed_blocks.
 
         Call it only for tokens whose KV is written: after their step, and not for a failed row.
-        The blocks are kept as `retention` says of a prompt of num_prompt_tokens.
+        The blocks are kept by `retention`, for a prompt of num_prompt_tokens.
         """
         num_full = num_computed_tokens // self._block_size
         for index in range(num_hashed_blocks, num_full):
@@ -215,7 +214,7 @@ class KVBlocks:
         return max(num_hashed_blocks, num_full)
 
     def share(self, block_ids: Sequence[BlockId]) -> None:
-        """One more holder for each block: a fork takes over the block table."""
+        """Add one holder to each block: a fork takes over the block table."""
         self._pool.share(_without_gaps(block_ids))
 
     def is_shared(self, block_id: BlockId) -> bool:
@@ -225,11 +224,11 @@ class KVBlocks:
     def make_writable(
         self, block_ids: Sequence[BlockId], position: int
     ) -> tuple[BlockCopy, ...] | None:
-        """What to copy before a block table's owner may write to a position of it.
+        """Return what to copy before a block table's owner may write to a position of it.
 
-        Empty if the block has no other holder. Else the hold goes over to a new block: the caller
-        writes the copy's target into the table, and plans the copy. None and no change if there is
-        no block to take.
+        Empty if the block has no other holder. Otherwise the reference moves to a new block: the
+        caller writes the copy's target into the table, and plans the copy. None and no change if
+        no block is available.
         """
         source = block_ids[position // self._block_size]
         if not self.is_shared(source):
@@ -240,10 +239,10 @@ class KVBlocks:
         self._pool.release([source])
         return (BlockCopy(0, source, taken[0]),)
 
-    def release_behind(
+    def release_passed(
         self, block_ids: list[BlockId], num_computed_tokens: int, num_hashed_blocks: int
     ) -> None:
-        """Give back what no position from num_computed_tokens on sees; the table gets gaps there.
+        """Free the blocks that no position from num_computed_tokens on sees, leaving gaps.
 
         Call it after `publish`. Without a window nothing changes.
         """
@@ -258,9 +257,10 @@ class KVBlocks:
         block_ids[first:end] = [NO_BLOCK] * max(0, end - first)
 
     def offload(self, block_ids: Sequence[BlockId], num_computed_tokens: int) -> Offload | None:
-        """Host blocks for the computed part of a block table, and the transfers to plan.
+        """Take host blocks for the computed part of a block table; return the transfers to plan.
 
-        The table keeps its hold: `release` it then. None and no change if the host has no room.
+        The table keeps its references: call `release` afterwards. None and no change if there are
+        too few host blocks.
         """
         computed = block_ids[: self.num_blocks_for(num_computed_tokens)]
         taken = self._host.allocate(len(_without_gaps(computed)))
@@ -280,11 +280,11 @@ class KVBlocks:
         *,
         num_reserved_blocks: int = 0,
     ) -> Loaded | None:
-        """Undo `offload`: blocks for num_tokens tokens; of num_computed_tokens the KV comes back.
+        """Undo `offload`: take blocks for num_tokens tokens and load num_computed_tokens of KV.
 
-        What the prefix cache still has is not transferred. The host blocks are free again: so a
-        step's offloads are planned before its loads. None and no change if there are fewer blocks,
-        with num_reserved_blocks that must stay available.
+        Blocks that the prefix cache still has are not transferred. The host blocks are free again,
+        so a step's offloads are planned before its loads. None and no change if there are too few
+        blocks; num_reserved_blocks must stay available.
         """
         found = self._prefix_cache.match(token_ids, kv_salt, num_computed_tokens)
         hits = [
@@ -303,11 +303,11 @@ class KVBlocks:
         return Loaded([*hits, *loaded, *free], _transfers(loaded, rest), len(hits))
 
     def free_host(self, host_block_ids: Sequence[BlockId]) -> None:
-        """Give back a host table: of a sequence that ends, or will be computed again."""
+        """Free the host table of a sequence that ends, or will be computed again."""
         self._host.release(_without_gaps(host_block_ids))
 
     def release(self, block_ids: Sequence[BlockId]) -> None:
-        """Give up one hold of each block of a block table, in the table's order."""
+        """Drop one reference to each block of a block table, in the table's order."""
         self._pool.release(_without_gaps(block_ids))
 
     def check(
@@ -315,7 +315,7 @@ class KVBlocks:
         tables: Iterable[Sequence[BlockId]] | None = None,
         host_tables: Iterable[Sequence[BlockId]] | None = None,
     ) -> None:
-        """Conservation; with all tables that exist, also their counts."""
+        """Assert that no block is lost; with all tables that exist, also check the counts."""
         self._pool.check(tables)
         self._host.check(host_tables)
         self._prefix_cache.check()

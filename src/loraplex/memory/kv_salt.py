@@ -1,4 +1,4 @@
-"""The salt that keeps apart what must not share KV blocks."""
+"""Salt that separates requests which must not share KV blocks."""
 
 import hashlib
 import struct
@@ -14,12 +14,15 @@ def kv_salt(
     tenant: str,
     cache_salt: str = "",
 ) -> bytes:
-    """32 bytes that are equal only for equal arguments. `cache_salt` is a client's own wish.
+    """Return 32 bytes that are equal only for equal arguments.
 
     `adapters` are (content digest, scale) in the order in which they are applied, because rounding
     depends on it: new weights under an old name, another scale or another order is another salt.
-    Serving puts a composition into one order first (`serving.adapters.composition`). SHA-256 over
-    tagged fields, each preceded by its length, so that no two argument lists have one encoding.
+    Serving puts a composition into one order first (`serving.adapters.composition`). `cache_salt`
+    is chosen by the client.
+
+    The salt is a SHA-256 over tagged fields, each preceded by its length, so that no two argument
+    lists have one encoding.
     """
     digest = hashlib.sha256()
     for tag, value in [

@@ -1,7 +1,7 @@
-"""Which block holds the KV of which tokens: a tree of full blocks, found by chained hashes.
+"""Prefix cache: a tree of full KV blocks, found by chained hashes of their tokens.
 
-It knows content, not holders: the block pool decides when a block's content is given up, and
-`memory.kv_blocks` tells the one about the other.
+It knows content, not holders: the block pool decides when a block's content is lost, and
+`memory.kv_blocks` joins the two.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ HashFunction = Callable[[bytes, bytes, bytes], BlockHash]
 
 
 def hash_block(parent_hash: bytes, kv_salt: bytes, tokens: bytes) -> BlockHash:
-    """SHA-256 over one block's content and everything before it.
+    """Return the SHA-256 of one block's content and everything before it.
 
     The salt is in every block, not only in the first. The encoding has one reading: the parent
     hash has 32 bytes, the salt carries its length, the tokens are the rest.
@@ -30,17 +30,17 @@ def hash_block(parent_hash: bytes, kv_salt: bytes, tokens: bytes) -> BlockHash:
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
-    """Eight bytes per token, little-endian."""
+    """Encode tokens with eight bytes each, little-endian."""
     return struct.pack(f"<{len(token_ids)}q", *token_ids)
 
 
 class Forgotten(NamedTuple):
-    """What follows from the loss of a block's content."""
+    """Consequences of the loss of a block's content."""
 
     orphans: tuple[BlockId, ...] = ()
-    """Blocks that nothing can reach any more; they are forgotten, too."""
+    """Blocks that no look-up can reach any more; they are forgotten, too."""
     heir: BlockId | None = None
-    """A block of equal content, held by a sequence, that is served from now on."""
+    """Block of equal content, held by a sequence, that is served from now on."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -52,20 +52,20 @@ class _Node:
     kv_salt: bytes
     tokens: bytes
     block_ids: dict[BlockId, None]
-    """The first is served; the others are equal, computed at the same time by other sequences."""
+    """Blocks with this content: the first is served, the others were computed concurrently."""
     children: dict[BlockHash, "_Node"] = dataclasses.field(default_factory=dict)
 
     def holds(self, parent: "_Node | None", kv_salt: bytes, tokens: bytes) -> bool:
-        """Compares the content itself: a match never rests on the hash alone."""
+        """Compare the content itself: a match never rests on the hash alone."""
         return self.parent is parent and self.kv_salt == kv_salt and self.tokens == tokens
 
 
 class PrefixCache:
-    """Full blocks of computed tokens, to be served to later sequences with an equal beginning.
+    """Full blocks of computed tokens, served to later sequences with an equal beginning.
 
     Invariant: the parent of every node is known, so every known block can be reached.
 
-    Disabled, it never learns a block, and so never matches one.
+    A disabled cache never takes a block, and so never matches one.
     """
 
     def __init__(
@@ -78,21 +78,21 @@ class PrefixCache:
         self._node_of: dict[BlockId, _Node] = {}
 
     def __len__(self) -> int:
-        """Number of contents that can be served."""
+        """Return the number of contents that can be served."""
         return len(self._nodes)
 
     def serves(self, block_id: BlockId) -> bool:
-        """Can `match` give this block?"""
+        """Return whether `match` can find this block."""
         node = self._node_of.get(block_id)
         return node is not None and next(iter(node.block_ids)) == block_id
 
     def match(
         self, token_ids: Sequence[int], kv_salt: bytes, max_tokens: int | None = None
     ) -> list[BlockId]:
-        """The blocks of the longest known beginning of token_ids, whole blocks only.
+        """Return the blocks of the longest known beginning of token_ids, whole blocks only.
 
-        At most `max_tokens` tokens are matched. Who must compute at least one token passes
-        len(token_ids) - 1.
+        At most `max_tokens` tokens are matched. A sequence must compute at least one token, so its
+        limit is len(token_ids) - 1.
         """
         limit = len(token_ids) if max_tokens is None else min(max_tokens, len(token_ids))
         block_ids: list[BlockId] = []
@@ -113,7 +113,7 @@ class PrefixCache:
         token_ids: Sequence[int],
         kv_salt: bytes,
     ) -> bool:
-        """Learn a full computed block; True if it is served from now on.
+        """Add a full computed block; return whether it is served from now on.
 
         `parent_id` is the block before it in the same sequence, None for the first block. False
         if the cache is disabled, if the parent is unknown, if the hash is taken by another content,
@@ -137,7 +137,7 @@ class PrefixCache:
         return False
 
     def forget(self, block_id: BlockId) -> Forgotten:
-        """The block's content is lost. No change if it was not known."""
+        """Remove a block whose content is lost. No change if it was not known."""
         node = self._node_of.get(block_id)
         if node is None:
             return Forgotten()
@@ -150,7 +150,7 @@ class PrefixCache:
         return Forgotten(orphans=self._remove_tree(node))
 
     def check(self) -> None:
-        """Every known block has one node, and every node hangs on a known parent."""
+        """Assert that every known block has one node, and every node a known parent."""
         for digest, node in self._nodes.items():
             assert node.digest == digest
             assert node.block_ids, "a node without a block"
@@ -173,7 +173,7 @@ class PrefixCache:
             node.parent.children[node.digest] = node
 
     def _remove_tree(self, root: _Node) -> tuple[BlockId, ...]:
-        """Forget a node and everything under it; the blocks that were still known."""
+        """Remove a node and everything under it; return the blocks that were still known."""
         if root.parent is not None:
             del root.parent.children[root.digest]
         orphans: list[BlockId] = []

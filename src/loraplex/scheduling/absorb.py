@@ -55,7 +55,7 @@ class ResultAbsorber:
             retention=request.retention,
             num_prompt_tokens=sequence.num_prompt_tokens,
         )
-        kv.release_behind(
+        kv.release_passed(
             sequence.block_ids, sequence.num_computed_tokens, sequence.num_hashed_blocks
         )
 

@@ -1,4 +1,4 @@
-"""In-flight batching: any step may admit waiting sequences, and each leaves when it ends."""
+"""Continuous (in-flight) batching: any step may admit sequences, and each leaves when it ends."""
 
 from loraplex.core.adapter import AdapterHandle
 from loraplex.core.scheduler_settings import SchedulerSettings

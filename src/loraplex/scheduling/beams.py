@@ -1,9 +1,8 @@
-"""Beam search: which continuations go on, which are answers, and when it is over.
+"""Beam search over candidates: which continuations go on, which are hypotheses, when it ends.
 
-Pure arithmetic over candidates. It is the search of transformers 5 (generation/utils.py,
-`_beam_search`): what is kept, what counts as an answer and when to stop agree with it in every
-step. Equal scores go by the lowest index first: beams in their order, then a beam's candidates in
-theirs.
+This is pure arithmetic. It follows transformers 5 (generation/utils.py, `_beam_search`) in every
+step: which continuations are kept, which become hypotheses and when to stop. Equal scores go by the
+lowest index first: beams in their order, then a beam's candidates in theirs.
 """
 
 import dataclasses
@@ -15,22 +14,22 @@ from loraplex.core.output import TokenLogprob
 from loraplex.scheduling.stop import Stop
 
 Candidates = Sequence[tuple[int, float]]
-"""(token id, log probability) of what may follow one beam, most likely first."""
+"""(token id, log probability) of the tokens that may follow one beam, most likely first."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Beam:
-    """A beginning of an answer that goes on."""
+    """A running output of beam search."""
 
     token_ids: tuple[int, ...] = ()
     logprob: float = 0.0
-    """The sum over its tokens."""
+    """Sum over its tokens."""
     scores: tuple[TokenLogprob, ...] = ()
-    """One per token. The probabilities are those that the search counts: after penalties."""
+    """One per token, with the probabilities that beam search uses: after penalties."""
 
 
 class Hypothesis(NamedTuple):
-    """A whole answer."""
+    """A whole output of beam search."""
 
     beam: Beam
     score: float
@@ -44,11 +43,11 @@ class _Continuation:
     beam: Beam
     stop: Stop | None
     rank: float
-    """By which continuations are ordered: the log probability, less the diversity penalty."""
+    """Sort key of continuations: the log probability less the diversity penalty."""
 
 
 class BeamSearcher:
-    """The search of one request: feed `advance` with candidates until `is_over`."""
+    """Beam search of one request: call `advance` with candidates until `is_over`."""
 
     def __init__(
         self,
@@ -59,16 +58,16 @@ class BeamSearcher:
         stop_of: Callable[[Sequence[int]], Stop | None],
         num_top: int = 0,
     ) -> None:
-        """max_tokens: new tokens of an answer at most; num_stop_tokens: how many may end one.
+        """max_tokens: maximum number of new tokens; num_stop_tokens: number of tokens that end one.
 
-        stop_of: why an output ends with its last token, or None. num_top: most likely tokens that
-        each of `Beam.scores` lists.
+        stop_of: returns why an output ends with its last token, or None. num_top: number of most
+        likely tokens that each of `Beam.scores` lists.
         """
         self._params = params
         self._max_tokens = max_tokens
         self._stop_of = stop_of
         self._num_top = num_top
-        # So many that enough are left to go on when every likeliest one is an end.
+        # Enough continuations remain even if each beam's most likely ones are all stop tokens.
         self._num_kept = max(2, 1 + num_stop_tokens) * params.width
         self._beams = [Beam()]
         self._hypotheses: list[Hypothesis] = []
@@ -80,28 +79,28 @@ class BeamSearcher:
 
     @property
     def num_candidates(self) -> int:
-        """How many `advance` needs of each beam, if there are so many."""
+        """Number of candidates that `advance` needs of each beam, if the vocabulary has as many."""
         return max(self._num_kept, self._num_top)
 
     @property
     def beams(self) -> Sequence[Beam]:
-        """Those that go on: 1 at first, then up to the width, the best first."""
+        """Running beams: 1 at first, then up to the width, the best first."""
         return self._beams
 
     @property
     def hypotheses(self) -> Sequence[Hypothesis]:
-        """The answers so far, the best first: at most the width."""
+        """Best hypotheses so far, the best first; at most the width."""
         return self._hypotheses
 
     @property
     def is_over(self) -> bool:
-        """No more candidates are wanted."""
+        """Whether the search has ended."""
         return self._is_over
 
     def advance(self, candidates: Sequence[Candidates]) -> list[int]:
-        """One token for every beam. candidates: of each of `beams`, in their order.
+        """Add one token to every beam; return the old beam that each new one continues.
 
-        Returns which of the old beams each of the new ones continues.
+        candidates: one entry for each of `beams`, in their order.
         """
         assert not self._is_over, "the search is over"
         kept = self._best_continuations(candidates)
@@ -112,7 +111,7 @@ class BeamSearcher:
         return [c.parent for c in running]
 
     def _best_continuations(self, candidates: Sequence[Candidates]) -> list[_Continuation]:
-        """As many as are kept, of all beams together."""
+        """Return the best `_num_kept` continuations of all beams together."""
         pairs = zip(self._beams, candidates, strict=True)
         ranked = [
             (beam.logprob + logprob - self._params.diversity_rate * i, parent, i)
@@ -136,7 +135,7 @@ class BeamSearcher:
         return _Continuation(parent, beam, self._stop_of(token_ids), rank)
 
     def _take_hypotheses(self, best: Sequence[_Continuation]) -> None:
-        """Of the best continuations, as many as there are beams, those that end are answers."""
+        """Add the continuations that end, among the best `width`, to the hypotheses."""
         width = self._params.width
         is_full = len(self._hypotheses) == width
         if is_full and self._params.early_stopping is EarlyStopping.AT_ONCE:
@@ -150,7 +149,7 @@ class BeamSearcher:
         self._hypotheses = merged[:width]
 
     def _is_settled(self) -> bool:
-        """Could no beam become one of the answers any more? (transformers' heuristics)"""
+        """Return whether no beam can become a hypothesis any more (transformers' heuristics)."""
         if len(self._hypotheses) < self._params.width:
             return False
         early = self._params.early_stopping

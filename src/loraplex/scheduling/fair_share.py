@@ -1,8 +1,8 @@
-"""Who was served how much: fair queueing by counters of tokens.
+"""Fair queueing by counters of the tokens that each share was served.
 
-Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024, arXiv:2401.00588), Virtual
-Token Counter, with a virtual time for those who come back, so that no stream of newcomers keeps
-anybody waiting for ever.
+This is the Virtual Token Counter (VTC) of Sheng et al., "Fairness in Serving Large Language Models"
+(OSDI 2024, arXiv:2401.00588), with a virtual time for shares that return after a pause. So no
+stream of new shares keeps a request waiting for ever.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from loraplex.core.scheduler_settings import FairShare
 from loraplex.scheduling.request import ShareKey
 
 NUM_REMEMBERED = 64
-"""Idle shares ahead of the virtual time that are kept before one looks for stale ones."""
+"""Number of idle shares above which stale ones are sought and removed."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -26,17 +26,16 @@ class _Share:
 
 
 class FairShares:
-    """A counter for each share; who has the smallest one is next.
+    """A counter for each share; the share with the smallest counter is next.
 
-    A share's counter grows by what it is served, divided by its weight. The virtual time grows by
-    what all are served, divided by the weight of all shares that have requests: it is the counter
-    of a share that was served as much as the others. A share that has nothing waiting, and so was
-    not served for want of requests, starts at the virtual time at least: idling earns nothing.
-    The virtual time is never below all counters of those that wait (the lift of VTC), and nobody
-    is put behind all of them.
+    A share's counter grows by the service that it gets, divided by its weight. The virtual time
+    grows by all service, divided by the weight of all shares that have requests: it is the counter
+    of a share that was served exactly its part. A share that had no waiting request starts at the
+    virtual time or later: idling earns nothing. The virtual time is never below all counters of
+    waiting shares (the lift of VTC), and no share is put after all of them.
 
-    Because the virtual time passes every counter, whoever waits is overtaken by a bounded number
-    of tokens: see docs/invariants.md.
+    Because the virtual time passes every counter, a waiting request is overtaken by a bounded
+    number of tokens: see docs/invariants.md.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class FairShares:
         resident_lead: float = 0.0,
     ) -> None:
         self.resident_lead = resident_lead if kind is not FairShare.NONE else 0.0
-        """By so much a share may be ahead of others whose adapters are not on the device."""
+        """Lead of a share over others whose adapters are not on the device."""
         self._kind = kind
         self._input_weight = input_weight
         self._output_weight = output_weight
@@ -61,7 +60,7 @@ class FairShares:
         return self._virtual_time
 
     def __len__(self) -> int:
-        """Shares that are remembered."""
+        """Return the number of known shares."""
         return len(self._shares)
 
     def key(self, request: EngineRequest, handles: tuple[AdapterHandle, ...]) -> ShareKey:
@@ -76,12 +75,12 @@ class FairShares:
                 return (request.tenant, *handles)
 
     def counter(self, key: ShareKey) -> float:
-        """Smaller is sooner. 0 for all where nothing is shared."""
+        """Return the counter of a share; smaller is sooner. It is 0 for FairShare.NONE."""
         share = self._shares.get(key)
         return 0.0 if share is None else share.counter
 
     def enter(self, key: ShareKey, weight: float, waiting: Collection[ShareKey]) -> None:
-        """A request came; `waiting` are the shares that have one waiting already.
+        """Add a request; `waiting` are the shares that have a waiting request already.
 
         The share has the weight (> 0) of the newest of its requests.
         """
@@ -100,7 +99,7 @@ class FairShares:
             share.counter = max(share.counter, self._floor(waiting))
 
     def leave(self, key: ShareKey) -> None:
-        """A request ended."""
+        """Remove a request that ended."""
         if self._kind is FairShare.NONE:
             return
         share = self._shares[key]
@@ -108,14 +107,16 @@ class FairShares:
         if share.num_requests:
             return
         self._num_active -= 1
-        # Sums of fractions drift: start anew whenever nobody is there.
+        # Sums of fractions drift: start anew whenever no share is active.
         self._active_weight = self._active_weight - share.weight if self._num_active else 0.0
         if len(self._shares) > 2 * self._num_active + NUM_REMEMBERED:
             self._forget_stale()
 
     def charge(self, key: ShareKey, num_input: int, num_output: int) -> None:
-        """So many tokens were served. Tokens from the prefix cache, or computed again after a
-        preemption, are not to be counted."""
+        """Charge served tokens to a share.
+
+        Do not count tokens from the prefix cache, or those computed again after a preemption.
+        """
         if self._kind is FairShare.NONE:
             return
         cost = self._input_weight * num_input + self._output_weight * num_output
@@ -124,7 +125,7 @@ class FairShares:
         self._virtual_time += cost / self._active_weight
 
     def check(self, num_requests: dict[ShareKey, int]) -> None:
-        """`num_requests`: how many unfinished requests each share has."""
+        """Assert the invariants; `num_requests`: unfinished requests of each share."""
         if self._kind is FairShare.NONE:
             return
         active = {key: s.num_requests for key, s in self._shares.items() if s.num_requests}
@@ -141,7 +142,7 @@ class FairShares:
         return min(self._virtual_time, max(counters))
 
     def _forget_stale(self) -> None:
-        """An idle share that the virtual time has passed would start there like a new one."""
+        """Remove idle shares that the virtual time has passed: they would start like new ones."""
         self._shares = {
             key: share
             for key, share in self._shares.items()

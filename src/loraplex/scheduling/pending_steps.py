@@ -1,4 +1,4 @@
-"""In-flight steps, with the sequences of their rows."""
+"""Pending steps: plans in flight, with the sequences of their rows."""
 
 import dataclasses
 from collections import Counter
@@ -21,7 +21,7 @@ class PendingStep:
 
 
 class PendingSteps:
-    """At most two in-flight steps, in launch order; they end in this order.
+    """Up to two in-flight steps, in launch order; they end in this order.
 
     Invariant: a sequence's `num_pending_steps` is the number of steps with a row of it.
     """

@@ -1,19 +1,20 @@
-"""What is likely to follow a sequence's newest token: guesses that one step verifies together.
+"""Prompt lookup: draft tokens for speculative decoding from a sequence's own text.
 
-Prompt lookup: when the last few tokens came before, what followed them then may follow again
-(Saxena, 2023, "Prompt Lookup Decoding"). A guess changes no token, only how many a step makes.
+If the last few tokens occurred before, the tokens that followed them then may follow again (Saxena,
+2023, "Prompt Lookup Decoding"). One step verifies all draft tokens of a sequence together. Draft
+tokens change no output, only how many tokens a step adds.
 """
 
 from collections.abc import Sequence
 
 FIRST_PAUSE = 8
-"""Tokens without a guess after MAX_MISSES guesses in a row of which no token was right."""
+"""Tokens without a draft after MAX_MISSES drafts in a row without an accepted token."""
 LAST_PAUSE = 128
 MAX_MISSES = 2
 
 
 class NgramIndex:
-    """Where each run of 1 to max_ngram tokens of a growing text came last, and what followed.
+    """Index of the last place of each run of 1 to max_ngram tokens in a growing text.
 
     Every token is indexed once: a look-up costs max_ngram dictionary reads, however long the text.
     """
@@ -22,13 +23,13 @@ class NgramIndex:
         self._max_ngram = max_ngram
         self._ends: dict[tuple[int, ...], int] = {}
         self._num_indexed = 0
-        """Runs that end before so many tokens are in."""
+        """Number of tokens before which all runs that end there are indexed."""
 
     def propose(self, token_ids: Sequence[int], num_wanted: int) -> tuple[int, ...]:
-        """num_wanted tokens that may follow the text, or none.
+        """Return num_wanted tokens that may follow the text, or none.
 
-        The text is the one of the call before, with more tokens. The longest of its endings that
-        came before counts, where it came last. A guess that reaches the text's end goes on with
+        The text must continue that of the previous call. The longest of its endings that occurred
+        before counts, at its last place. A draft that reaches the text's end continues with
         itself: a text that repeats a period goes on repeating it.
         """
         self._index(token_ids)
@@ -41,7 +42,7 @@ class NgramIndex:
         return ()
 
     def _index(self, token_ids: Sequence[int]) -> None:
-        """All runs but those that end with the text: nothing follows them yet."""
+        """Index all runs but those that end with the text: nothing follows them yet."""
         for end in range(self._num_indexed + 1, len(token_ids)):
             for size in range(1, min(self._max_ngram, end) + 1):
                 self._ends[tuple(token_ids[end - size : end])] = end
@@ -49,12 +50,13 @@ class NgramIndex:
 
 
 class DraftPace:
-    """How many tokens to guess, by how the last guesses went: at most max_tokens.
+    """Adapts the length of drafts, up to max_tokens, to how many tokens were accepted.
 
-    A guess that was right as a whole lets the next one be 2 tokens longer; else the next one has
-    one token more than were right. After MAX_MISSES guesses in a row without a right token nothing
-    is guessed for FIRST_PAUSE tokens, then one guess is tried; each further miss doubles the pause,
-    up to LAST_PAUSE. A right token ends this. Only tokens count, so it is the same in every run.
+    After a draft that was accepted as a whole the next one may be 2 tokens longer; otherwise it has
+    one token more than were accepted. After MAX_MISSES drafts in a row without an accepted token
+    there is no draft for FIRST_PAUSE tokens, then one draft is tried. Each further miss doubles the
+    pause, up to LAST_PAUSE. An accepted token ends this. Only tokens count, so the pace is the same
+    in every run.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -64,11 +66,11 @@ class DraftPace:
         self._resumes_at = 0
 
     def num_wanted(self, num_tokens: int) -> int:
-        """Of a sequence with so many tokens, how many to guess now."""
+        """Return the length of the next draft for a sequence that has num_tokens tokens."""
         return 0 if num_tokens < self._resumes_at else self._num_wanted
 
     def verified(self, num_drafted: int, num_accepted: int, num_tokens: int) -> None:
-        """A guess was that long and so far right; the sequence has num_tokens tokens now."""
+        """Note the lengths of a draft and of its accepted part; num_tokens: the sequence's now."""
         if num_accepted == num_drafted:
             self._num_wanted = min(self._max_tokens, num_drafted + 2)
         else:
@@ -83,21 +85,21 @@ class DraftPace:
 
 
 class Drafter:
-    """The guesses of one sequence: what its grammar forces, else what its text repeats."""
+    """Source of draft tokens of one sequence: its grammar, else repetitions in its text."""
 
     def __init__(self, num_draft_tokens: int, max_ngram: int) -> None:
-        """num_draft_tokens: 0 leaves only what a grammar forces."""
+        """num_draft_tokens: 0 leaves only the tokens that a grammar forces."""
         self._pace = DraftPace(num_draft_tokens) if num_draft_tokens else None
         self._index = NgramIndex(max_ngram)
         self._forced: tuple[int, ...] = ()
         self._is_from_text = False
 
     def force(self, token_ids: tuple[int, ...]) -> None:
-        """What a grammar makes likely to come next; empty: it does not know."""
+        """Set the tokens that a grammar makes likely to come next; empty if there are none."""
         self._forced = token_ids
 
     def propose(self, token_ids: Sequence[int], max_tokens: int) -> tuple[int, ...]:
-        """At most max_tokens tokens that may follow."""
+        """Return up to max_tokens draft tokens."""
         self._is_from_text = not self._forced
         if self._forced:
             return self._forced[:max_tokens]
@@ -107,6 +109,6 @@ class Drafter:
         return self._index.propose(token_ids, num_wanted) if num_wanted > 0 else ()
 
     def verified(self, num_drafted: int, num_accepted: int, num_tokens: int) -> None:
-        """How right the last proposal was; the sequence has num_tokens tokens now."""
+        """Note how much of the last draft was accepted; num_tokens: the sequence's now."""
         if self._pace is not None and self._is_from_text:
             self._pace.verified(num_drafted, num_accepted, num_tokens)

@@ -155,7 +155,7 @@ class Request:
         if row.start + row.num_tokens < sequence.num_tokens:
             return True
         if self.sampling.return_logits:
-            return False  # the logits of a row that is computed in vain would stay behind
+            return False  # the logits of a row that is computed in vain would never be read
         num_left = self.stop_rules.max_tokens - sequence.num_output_tokens
         return sequence.drafter is None and num_left > 1
 
@@ -236,7 +236,7 @@ class Sequence:
     scores_prompt: bool = False
     """This sequence computes the prompt log probabilities of its request."""
     num_pending_steps: int = 0
-    """In-flight steps with a row of this sequence."""
+    """Number of in-flight steps with a row of this sequence."""
     awaits_result: bool = False
     """Set while a step is planned ahead if the next input of the sequence is not certain."""
     num_preemptions: int = 0

@@ -32,7 +32,7 @@ class RequestFactory:
         request = new_request(engine_request, adapters, rules)
         request.wants_prompt_scores = (
             sampling.prompt_logprobs is not None or sampling.return_prompt_logits
-        ) and not engine_request.prompt_scores_told
+        ) and not engine_request.prompt_scores_delivered
         outputs = dict(enumerate(engine_request.outputs))
         prompt = engine_request.prompt_token_ids
         request.sequences = [

@@ -61,7 +61,7 @@ class Generation:
                 engine_request.sampling,
                 request.shown_special_ids,
             )
-            for _ in range(engine_request.sampling.num_told)
+            for _ in range(engine_request.sampling.num_returned)
         ]
         self._best_of = _best_of(request.sampling)
         self._prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None

@@ -4,8 +4,7 @@ import pytest
 
 from loraplex.core.adapter import AdapterRef, ByDigest, ByName, ByTaskId, LoraTarget
 from loraplex.core.clock import SystemClock
-from loraplex.core.plan import AdapterCopy, PageGeometry, RowAdded, RowStep, StepPlan
-from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.plan import PageGeometry, RowStep, StepPlan
 
 
 @pytest.mark.parametrize(
@@ -32,13 +31,9 @@ def test_a_target_takes_whole_slots(rank, slots):
     assert geometry.page_elements == 1920
 
 
-def test_a_plan_counts_its_tokens_and_knows_when_it_is_empty():
+def test_a_plan_counts_its_tokens():
     rows = (RowStep(slot=0, start=0, num_tokens=5), RowStep(slot=1, start=9, num_tokens=1))
     assert StepPlan(1, rows=rows).num_tokens == 6
-    assert not StepPlan(1, rows=rows).is_empty
-    assert not StepPlan(1, adapter_copies=(AdapterCopy(1, (0,)),)).is_empty
-    added = RowAdded(0, 1, SamplingParams(), 0, 0, (1,), 1)
-    assert StepPlan(1, removed=(3,), added=(added,)).is_empty
 
 
 def test_the_system_clock_is_monotonic_nanoseconds():

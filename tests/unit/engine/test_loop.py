@@ -21,10 +21,10 @@ from loraplex.engine.messages import (
     AdapterPinned,
     AdapterRejected,
     AddRequest,
-    AskAdapters,
     EngineReady,
     PinAdapter,
     PreloadAdapter,
+    QueryAdapters,
     RegisterAdapter,
     Shutdown,
     StepDone,
@@ -290,7 +290,9 @@ def test_an_idle_engine_wakes_to_let_idle_adapters_leave():
 
 def test_held_adapters_and_refusals(running):
     running.put(RegisterAdapter(fake_source("d", GEOMETRY)), PinAdapter(7, "d"))
-    running.put(PinAdapter(8, "never known"), AskAdapters(9), UnpinAdapter("d"), AskAdapters(10))
+    running.put(
+        PinAdapter(8, "never known"), QueryAdapters(9), UnpinAdapter("d"), QueryAdapters(10)
+    )
     answers = []
     while len(answers) < 4:
         event = running.event()

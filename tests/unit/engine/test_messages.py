@@ -44,15 +44,15 @@ from loraplex.engine.messages import (
     AbortRequest,
     AdapterPinned,
     AdapterRejected,
-    AdaptersTold,
+    AdaptersReport,
     AddRequest,
-    AskAdapters,
     EngineCommand,
     EngineEvent,
     EngineFailed,
     EngineReady,
     PinAdapter,
     PreloadAdapter,
+    QueryAdapters,
     RegisterAdapter,
     Shutdown,
     StepDone,
@@ -120,7 +120,7 @@ REQUEST = EngineRequest(
     retention=KVRetention((TokenRangeRetention(0, 4, 80, 1500), TokenRangeRetention(4)), 20, 2500),
     outputs=((5, 6), ()),
     ended=(1,),
-    prompt_scores_told=True,
+    prompt_scores_delivered=True,
     num_restarts=3,
 )
 SOURCE = AdapterSource("ab" * 32, "/state/normal/ab", 2**40, (LoraTarget(0, "q_proj", 8, 64, 32),))
@@ -132,7 +132,7 @@ COMMANDS = [
     AbortRequest(1, 0),
     RegisterAdapter(SOURCE),
     UnregisterAdapter("ab" * 32),
-    AskAdapters(UINT64),
+    QueryAdapters(UINT64),
     PreloadAdapter("ab" * 32),
     PinAdapter(UINT64, "ab" * 32),
     UnpinAdapter("ab" * 32),
@@ -160,7 +160,7 @@ EVENTS = [
         EngineStats(steps=UINT64, adapters=TIERS),
         StepRecord(*range(15), request_ids=(UINT64, 0)),
     ),
-    AdaptersTold(
+    AdaptersReport(
         UINT64,
         AdapterActivity(
             {"ab" * 32: Residency.DEVICE, "cd" * 32: Residency.LOADING},

@@ -39,7 +39,7 @@ def take_over(fakes: FakeEngine, dead: FakeEngine) -> None:
             request,
             outputs=tuple(tuple(answer.token_ids.get(index, ())) for index in indices),
             ended=tuple(sorted(answer.finish_reasons)),
-            prompt_scores_told=any(o.prompt_logprobs is not None for o in answer.outputs),
+            prompt_scores_delivered=any(o.prompt_logprobs is not None for o in answer.outputs),
             num_restarts=1,
         )
         fakes.engine.add(again)

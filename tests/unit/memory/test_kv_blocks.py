@@ -242,7 +242,7 @@ def test_a_window_bounds_the_blocks_of_a_long_answer():
         held = [block_id for block_id in table if block_id != NO_BLOCK]
         most = max(most, len(held))
         num_hashed = blocks.publish(tokens, SALT, table, num_hashed, len(tokens))
-        blocks.release_behind(table, len(tokens), num_hashed)
+        blocks.release_passed(table, len(tokens), num_hashed)
         assert table[0] != NO_BLOCK
         tokens.append(len(tokens))
     assert most == blocks.max_blocks_held(200, 1) == 4

@@ -5,7 +5,7 @@ import logging
 
 from loraplex.core.errors import NotReadyError
 from loraplex.core.stats import AdapterActivity
-from loraplex.engine.messages import AskAdapters
+from loraplex.engine.messages import QueryAdapters
 from loraplex.serving.engines.link import EngineLink
 from loraplex.serving.engines.questions import EngineQuestions
 
@@ -26,7 +26,7 @@ class EngineActivity:
         if link is None:
             return AdapterActivity()
         try:
-            return await self._questions.ask(lambda query_id: link.send(AskAdapters(query_id)))
+            return await self._questions.ask(lambda query_id: link.send(QueryAdapters(query_id)))
         except NotReadyError:
             return AdapterActivity()
 

@@ -26,7 +26,7 @@ from loraplex.core.stats import AdapterActivity, EngineStats, StepRecord
 from loraplex.engine.messages import (
     AdapterPinned,
     AdapterRejected,
-    AdaptersTold,
+    AdaptersReport,
     EngineEvent,
     EngineFailed,
     EngineReady,
@@ -321,7 +321,7 @@ class AsyncEngine:
                 self._cannot_start(error_from_info(error))
             case StepDone():
                 self._take_step(event)
-            case AdaptersTold(query_id, activity, stats):
+            case AdaptersReport(query_id, activity, stats):
                 self.stats = stats
                 self._activity.answer(query_id, activity)
             case AdapterPinned(query_id, error):

@@ -49,10 +49,10 @@ class RequestInWork:
         self.is_sent = False
         """The running engine was told of it."""
         self._request = request
-        self._outputs: list[list[int]] = [[] for _ in range(request.sampling.num_told)]
+        self._outputs: list[list[int]] = [[] for _ in range(request.sampling.num_returned)]
         self._ended: set[int] = set()
         self._aborted: set[int] = set()
-        self._prompt_scores_told = False
+        self._prompt_scores_delivered = False
         self._timing: RequestTiming | None = None
         """As engines that died had told it."""
         self._told: RequestTiming | None = None
@@ -97,7 +97,7 @@ class RequestInWork:
             self._request,
             outputs=() if starts_again else tuple(map(tuple, self._outputs)),
             ended=tuple(sorted(self._ended)),
-            prompt_scores_told=self._prompt_scores_told,
+            prompt_scores_delivered=self._prompt_scores_delivered,
             requires_resident=False,
             num_restarts=self._num_deaths,
         )
@@ -108,7 +108,7 @@ class RequestInWork:
             self._outputs[delta.index].extend(delta.token_ids)
             self._get_further(delta)
         if output.prompt_logprobs is not None or output.prompt_logits:
-            self._prompt_scores_told = True
+            self._prompt_scores_delivered = True
         if output.timing is not None:
             self._told = output.timing
             output = msgspec.structs.replace(output, timing=self._whole_timing())

@@ -119,4 +119,6 @@ def test_lora_of_the_embedding():
     assert lora is not None
     assert ([piece.first for piece in lora.a], lora.scale) == ([0, 4], 0.5)
     assert torch.equal(lora.b, b.values)
-    assert written().is_empty
+    empty = written()
+    assert (empty.vectors, empty.weights, empty.tokens) == ({}, {}, {})
+    assert (empty.embedding_lora, empty.has_head_lora) == (None, False)

@@ -13,9 +13,9 @@ from loraplex.core.stats import AdapterActivity, EngineStats
 from loraplex.engine.messages import (
     AdapterPinned,
     AdapterRejected,
-    AdaptersTold,
-    AskAdapters,
+    AdaptersReport,
     PinAdapter,
+    QueryAdapters,
     RegisterAdapter,
     StepDone,
     UnpinAdapter,
@@ -97,9 +97,9 @@ class TestActivity:
     async def test_it_is_asked_between_two_steps(self, engine, script):
         await engine.start()
         task = asyncio.create_task(engine.recent_activity())
-        await until(lambda: script.link.commands == [AskAdapters(1)])
+        await until(lambda: script.link.commands == [QueryAdapters(1)])
         activity = AdapterActivity(running={"digest": 2})
-        script.link.say(AdaptersTold(1, activity, EngineStats(steps=5)))
+        script.link.say(AdaptersReport(1, activity, EngineStats(steps=5)))
         assert await task == activity
         assert engine.stats.steps == 5
         # A long step: what was told last.

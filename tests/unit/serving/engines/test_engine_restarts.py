@@ -66,7 +66,7 @@ class TestRestart:
             request,
             outputs=((11, 12), (21, 22)),
             ended=(1,),
-            prompt_scores_told=True,
+            prompt_scores_delivered=True,
             requires_resident=False,
             num_restarts=1,
         )
