@@ -167,7 +167,7 @@ def load_parts_with(
     """As execution.loading.load_parts, on a CPU, whose accelerator there may be."""
     spec = windowed(settings, read_config(folder))
     dtype = choose_dtype(settings, spec)
-    form = WeightFormat(dtype=dtype, precision=settings.quantization, device=torch.device("cpu"))
+    form = WeightFormat(dtype=dtype, precision=settings.precision, device=torch.device("cpu"))
     weights = load_weights(folder, spec, kernels, form, None)
     assembly = Assembly(
         spec=spec,

@@ -16,11 +16,9 @@ import torch
 
 from loraplex.core.clock import SystemClock
 from loraplex.core.config import ModelConfig
-from loraplex.core.engine_settings import NO_CACHE
 from loraplex.core.errors import ConfigError, LoraplexError
 from loraplex.core.log_lines import log_to_standard_error
 from loraplex.core.scheduler_settings import SchedulerSettings
-from loraplex.core.weight_precision import WeightPrecision
 from loraplex.engine.channel import EngineChannel
 from loraplex.engine.engine import Engine
 from loraplex.engine.engine import build_engine as engine_of
@@ -50,7 +48,7 @@ def build_engine(model: ModelConfig, logits_dir: Path | None = None) -> Engine:
         torch.set_num_threads(model.num_threads)
     host_adapters = HostAdapters()
     folder = Path(model.path)
-    settings = dataclasses.replace(runner_settings(model), logits_dir=logits_dir)
+    settings = msgspec.structs.replace(runner_settings(model), logits_dir=logits_dir)
     vocabulary = vocabulary_source(model)
     parts = load_parts(folder, settings, host_adapters, vocabulary)
     runner, overlap = start_runner(parts, settings), overlaps(model)
@@ -115,40 +113,8 @@ def overlaps(model: ModelConfig) -> bool:
 
 
 def runner_settings(model: ModelConfig) -> RunnerSettings:
-    """Return the runner's settings of a model."""
-    return RunnerSettings(
-        dtype=model.dtype,
-        kv_dtype=model.kv_dtype,
-        device=model.device,
-        cuda_graphs=model.cuda_graphs,
-        cuda_graph_batch_sizes=model.cuda_graph_batch_sizes,
-        batch_invariant=model.batch_invariant,
-        attention_backend=model.attention_backend,
-        quantization=WeightPrecision(model.quantization),
-        weights_cache_dir=_weights_cache(model),
-        weights_cache_bytes=model.weights_cache_bytes,
-        max_model_len=model.max_model_len,
-        max_num_seqs=model.max_num_seqs,
-        block_size=model.block_size,
-        kv_cache_bytes=model.kv_cache_bytes,
-        max_lora_rank=model.max_lora_rank,
-        optimal_lora_rank=model.optimal_lora_rank,
-        lora_device_bytes=model.lora_device_bytes,
-        lora_device_fraction=model.lora_device_fraction,
-        memory_bytes=model.memory_bytes,
-        kv_cache_fraction=model.kv_cache_fraction,
-        max_tokens_in_paged_kv_cache=model.max_tokens_in_paged_kv_cache,
-        kv_cache_host_memory_bytes=model.kv_cache_host_memory_bytes,
-        max_attention_window_size=model.max_attention_window_size,
-        sink_token_length=model.sink_token_length,
-        max_num_batched_tokens=model.max_num_batched_tokens,
-    )
-
-
-def _weights_cache(model: ModelConfig) -> Path | None:
-    """Return the folder of the weights cache; a ModelConfig without local paths has none."""
-    folder = model.weights_cache_dir or NO_CACHE
-    return None if folder == NO_CACHE else Path(folder)
+    """Return the runner's part of a model's settings."""
+    return msgspec.convert(model, RunnerSettings, from_attributes=True)
 
 
 def scheduler_settings(model: ModelConfig) -> SchedulerSettings:

@@ -103,7 +103,7 @@ def plan_memory(model: ModelConfig, adapters: Sequence[str]) -> MemoryPlan:
 def _capacity(settings: RunnerSettings, config: ModelSpec) -> Capacity:
     dtype = choose_dtype(settings, config)
     kv_dtype = choose_kv_dtype(settings, dtype)
-    weights_bytes = weights_size(config, dtype, settings.quantization)
+    weights_bytes = weights_size(config, dtype, settings.precision)
     is_cpu = torch.device(settings.device).type == "cpu"
     steps = StepMemory() if is_cpu else estimated_step_memory(settings, config, dtype)
     size = size_memory(

@@ -80,7 +80,7 @@ def load_parts(
         attention_backend=settings.attention_backend,
     )
     dtype = choose_dtype(settings, spec)
-    form = WeightFormat(dtype=dtype, precision=settings.quantization, device=device)
+    form = WeightFormat(dtype=dtype, precision=settings.precision, device=device)
     advice = MemoryAdvice(settings, spec, dtype)
     with out_of_memory_is(lambda: advice.weights(free)):
         weights = load_weights(folder, spec, kernels, form, _weights_cache(settings))
@@ -163,7 +163,7 @@ def _check_room(settings: RunnerSettings, spec: ModelSpec, free: int | None) -> 
     sizes = functools.partial(
         size_memory, settings, spec, dtype=dtype, kv_dtype=choose_kv_dtype(settings, dtype)
     )
-    expected = weights_size(spec, dtype, settings.quantization)
+    expected = weights_size(spec, dtype, settings.precision)
     if free is None:
         sizes(weights_bytes=expected)
         return
@@ -188,6 +188,5 @@ def _free_bytes(device: torch.device, accelerator: Accelerator | None) -> int | 
 
 
 def _weights_cache(settings: RunnerSettings) -> PackedCache | None:
-    if settings.weights_cache_dir is None:
-        return None
-    return PackedCache.usable(settings.weights_cache_dir, settings.weights_cache_bytes)
+    folder = settings.weights_cache
+    return None if folder is None else PackedCache.usable(folder, settings.weights_cache_bytes)

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -98,13 +99,13 @@ class Start:
     def parts(self, **changes: Any) -> RunnerParts:
         return loading.load_parts(
             self._folder,
-            dataclasses.replace(SETTINGS, **changes),
+            msgspec.structs.replace(SETTINGS, **changes),
             HostAdapters(),
             accelerator=self.accelerator,
         )
 
     def capacity(self, **changes: Any) -> Capacity:
-        settings = dataclasses.replace(SETTINGS, **changes)
+        settings = msgspec.structs.replace(SETTINGS, **changes)
         return loading.start_runner(self.parts(**changes), settings).capacity()
 
 
@@ -273,5 +274,5 @@ def test_on_a_host_nothing_is_measured(tiny_checkpoint: TinyCheckpoint) -> None:
 
 
 def load_on(accelerator: Accelerator | None, checkpoint: TinyCheckpoint) -> RunnerParts:
-    settings = dataclasses.replace(SETTINGS, device="cpu")
+    settings = msgspec.structs.replace(SETTINGS, device="cpu")
     return loading.load_parts(checkpoint.save(), settings, HostAdapters(), accelerator=accelerator)

@@ -47,7 +47,7 @@ class MemoryAdvice:
     dtype: torch.dtype
 
     def weights(self, room: int | None) -> ConfigError:
-        needed = self._weights_bytes(self.settings.quantization)
+        needed = self._weights_bytes(self.settings.precision)
         return ConfigError(
             f"the weights take {needed} bytes{_room(room)}: {self._smaller_weights(room)}",
             param="quantization",
@@ -130,7 +130,7 @@ class MemoryAdvice:
         yield self._smaller_weights(None, at_least=missing)
 
     def _smaller_weights(self, room: int | None, at_least: int = 0) -> str:
-        present = self._weights_bytes(self.settings.quantization)
+        present = self._weights_bytes(self.settings.precision)
         limit = present - at_least if room is None else room
         fitting = {
             precision: size

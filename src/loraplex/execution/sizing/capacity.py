@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import msgspec
 import torch
 
 from loraplex.core.errors import ConfigError
@@ -43,22 +44,12 @@ class MemorySize:
 
 def choose_dtype(settings: RunnerSettings, spec: ModelSpec) -> torch.dtype:
     """float32 for a checkpoint that does not tell its own."""
-    name = spec.dtype or "float32" if settings.dtype == "auto" else settings.dtype
-    if name not in _DTYPES:
-        raise ConfigError(f"dtype {name!r} is none of auto, {', '.join(_DTYPES)}", param="dtype")
-    return _DTYPES[name]
+    return _DTYPES[spec.dtype or "float32" if settings.dtype == "auto" else settings.dtype]
 
 
 def choose_kv_dtype(settings: RunnerSettings, dtype: torch.dtype) -> torch.dtype:
     """dtype: the model's."""
-    if settings.kv_dtype == "auto":
-        return dtype
-    if settings.kv_dtype not in _KV_DTYPES:
-        raise ConfigError(
-            f"kv_dtype {settings.kv_dtype!r} is none of auto, {', '.join(_KV_DTYPES)}",
-            param="kv_dtype",
-        )
-    return _KV_DTYPES[settings.kv_dtype]
+    return dtype if settings.kv_dtype == "auto" else _KV_DTYPES[settings.kv_dtype]
 
 
 def choose_device(settings: RunnerSettings) -> torch.device:
@@ -104,14 +95,14 @@ def size_memory(
         if settings.lora_device_bytes is not None and room < block:
             raise _too_much(settings, weights_bytes, block, pool_bytes, left)
         share = min(int(settings.kv_cache_fraction * left), room)
-        settings = dataclasses.replace(settings, kv_cache_bytes=max(share, 0))
+        settings = msgspec.structs.replace(settings, kv_cache_bytes=max(share, 1))
     kv = size_kv(settings, spec, kv_dtype)
     kv_bytes = kv.num_blocks * block
     if settings.lora_device_bytes is None:
         whole = settings.memory_bytes if free_bytes is None else left - kv_bytes
         assert whole is not None
         share = min(int(settings.lora_device_fraction * whole), left - kv_bytes)
-        settings = dataclasses.replace(settings, lora_device_bytes=max(share, least))
+        settings = msgspec.structs.replace(settings, lora_device_bytes=max(share, least))
     pool = size_adapter_pool(settings, spec, dtype)
     pool_bytes = pool.num_pages * pool.page_bytes
     if kv_bytes + pool_bytes > left:
