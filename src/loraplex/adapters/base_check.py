@@ -1,7 +1,7 @@
-"""Whether an adapter fits a base model: the shape of every tensor, and which base it names.
+"""Checks of an adapter against a base model: tensor shapes, values, and the base that it names.
 
-Shapes are always compared. Names and a config's digest are, when both sides tell them; what that
-leads to, a warning or an error, is the operator's choice.
+Shapes are always compared. Names are compared when both sides have one; the operator chooses
+whether a difference is a warning or an error.
 """
 
 import enum
@@ -29,7 +29,7 @@ _SLOTS = {
 _QUANTIZED = re.compile(r"(-unsloth)?-(bnb-[48]bit|(gptq|awq|fp8)(-int[48]|-[48]bit)?)$")
 
 POOL_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-"""By torch's names: safetensors' own."""
+"""safetensors' type names by torch's."""
 
 # The smallest value that rounds to infinity: half a step above the largest finite one.
 _TOO_LARGE = {"F16": 65520.0, "F32": 2.0**128 - 2.0**103, "BF16": 2.0**128 - 2.0**119}
@@ -37,28 +37,30 @@ _WIDER = {"F16": ("F16",), "BF16": ("BF16",), "F32": ("F32", "F16", "BF16")}
 
 
 class BaseCheck(enum.StrEnum):
-    """What an adapter that names another base model leads to."""
+    """Consequence of an adapter that names another base model."""
 
     WARN = "warn"
     ERROR = "error"
 
 
 def check_base_name(trained_on: str | None, base_model: str, check: BaseCheck) -> list[str]:
-    """Warnings. Raises AdapterMismatchError instead if so chosen. Unknown names are no mismatch."""
+    """Return warnings, or raise AdapterMismatchError if so chosen. Unknown names match."""
     if not trained_on or not base_model or _short(trained_on) == _short(base_model):
         return []
-    said = f"it says that it was trained on {trained_on!r}; this server runs {base_model!r}"
+    difference = f"it was trained on {trained_on!r}; this server runs {base_model!r}"
     if check is BaseCheck.ERROR:
         raise AdapterMismatchError(
-            f"the adapter is of another base model: {said}. adapter_base_check = warn loads it "
-            "all the same"
+            f"the adapter is of another base model: {difference}. Set adapter_base_check = warn to "
+            "load it all the same"
         )
-    return [said]
+    return [difference]
 
 
 def check_shapes(rows: Iterable[CanonicalRow], shapes: BaseShapes, max_rank: int) -> None:
-    """Raises AdapterMismatchError, AdapterTooLargeError or UnsupportedFeatureError, naming tensor,
-    expected and found.
+    """Check the shape of every tensor.
+
+    Raises AdapterMismatchError, AdapterTooLargeError or UnsupportedFeatureError with the tensor and
+    the expected and actual shapes.
     """
     rows = tuple(rows)
     for row in rows:
@@ -78,7 +80,7 @@ def check_shapes(rows: Iterable[CanonicalRow], shapes: BaseShapes, max_rank: int
 
 
 def check_cast(rows: Iterable[CanonicalRow], pool_dtype: str) -> list[str]:
-    """A warning if tensors are rounded to the pool's type.
+    """Return warnings of tensors that are rounded to the pool's type.
 
     Raises InvalidAdapterError, with the tensor's name, if a value is too large for it.
     """
@@ -133,13 +135,13 @@ def _check_place(row: CanonicalRow, shapes: BaseShapes) -> None:
 
 
 def not_enabled(module: str, shapes: BaseShapes) -> str:
-    """Why no adapter may change a module, in the words that clients of TensorRT-LLM look for."""
+    """Return why no adapter may change a module, in words that TensorRT-LLM's clients look for."""
     enabled = ", ".join(shapes.enabled_modules or ()) or NO_MODULE
     return f"lora module {module} not enabled for this model, which can be adapted in {enabled}"
 
 
 def _expected(row: CanonicalRow, shapes: BaseShapes) -> dict[str, tuple[int, ...]]:
-    """The shapes that the base model needs."""
+    """Return the shapes that the base model needs."""
     ends = {
         EMBEDDING: (shapes.vocab_size, shapes.hidden_size),
         LM_HEAD: (shapes.hidden_size, shapes.vocab_size),
@@ -164,17 +166,17 @@ def _check_shape(
 ) -> None:
     if tensor.shape == expected:
         return
-    said = (
+    text = (
         f"tensor {row.origin}.{_SLOTS.get(name, name)} has shape {list(tensor.shape)}; the base "
         f"model needs {list(expected)}"
     )
     if row.kind is RowKind.FULL and tensor.shape[1:] == expected[1:]:
-        said += (
+        text += (
             f": the vocabulary was resized to {tensor.shape[0]} tokens. Served are the base's "
             f"{expected[0]}; other ones would need a tokenizer of their own. Resize the base "
             "model and serve that, or train again without resizing"
         )
-    raise AdapterMismatchError(said)
+    raise AdapterMismatchError(text)
 
 
 def _check_rank(row: CanonicalRow, max_rank: int) -> None:
@@ -195,7 +197,7 @@ def _check_tokens(row: CanonicalRow, shapes: BaseShapes) -> None:
 
 
 def _check_together(rows: tuple[CanonicalRow, ...]) -> None:
-    """Kinds of rows whose common meaning is not served."""
+    """Refuse kinds of rows whose combination is not served."""
     kinds: dict[tuple[int | None, str], dict[RowKind, CanonicalRow]] = {}
     for row in rows:
         kinds.setdefault((row.layer, row.module), {})[row.kind] = row
@@ -203,13 +205,13 @@ def _check_together(rows: tuple[CanonicalRow, ...]) -> None:
         tokens = of_module.get(RowKind.TOKENS)
         if tokens is not None and len(of_module) > 1:
             raise UnsupportedFeatureError(
-                f"tensor {tokens.origin}.trainable_tokens_delta is beside other changes of "
-                f"{tokens.module}, not served"
+                f"tensor {tokens.origin}.trainable_tokens_delta together with other changes of "
+                f"{tokens.module} is not served"
             )
 
 
 def _check_tied(rows: tuple[CanonicalRow, ...]) -> None:
-    """Two copies of the one parameter that this base has."""
+    """Refuse two different copies of the one parameter of a tied base."""
     copies = [row for row in rows if row.kind is RowKind.FULL and "base" in row.tensors]
     if len(copies) == 2 and copies[0].tensors["base"].data != copies[1].tensors["base"].data:
         first, second = (f"{row.origin}.{_SLOTS['base']}" for row in copies)
@@ -225,5 +227,5 @@ def _slot(row: CanonicalRow) -> str:
 
 
 def _short(model: str) -> str:
-    """The last part of a hub id or path: what machines share. A quantised base has the same."""
+    """Return the last part of a hub id or path, without the suffix of a quantised base."""
     return _QUANTIZED.sub("", model.rstrip("/").rpartition("/")[2].casefold())

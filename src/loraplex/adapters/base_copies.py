@@ -1,7 +1,8 @@
-"""Whole copies of the base's own weights that an adapter brings along: left out where they are it.
+"""Removal of whole copies of the base's own weights that an adapter contains.
 
-PEFT saves embed_tokens and lm_head beside their LoRA, and whenever it suspects that the vocabulary
-was resized, though they were not trained. Compared is value by value, with the base's checkpoint.
+PEFT saves embed_tokens and lm_head in addition to their LoRA, and whenever it suspects that the
+vocabulary was resized, though they were not trained. A copy is removed if all its values equal
+those of the base's checkpoint.
 """
 
 import json
@@ -19,7 +20,7 @@ from loraplex.core.errors import LoraplexError
 
 _CHECKPOINT = "model.safetensors"
 _BUILT = "rank0.safetensors"
-"""Of a folder of `loraplex build`."""
+"""Weights file of a folder that `loraplex build` wrote."""
 _INDEX = f"{_CHECKPOINT}.index.json"
 _PIECE_BYTES = 8 << 20
 
@@ -27,7 +28,7 @@ _PIECE_BYTES = 8 << 20
 def without_base_copies(
     rows: Iterable[CanonicalRow], base: Path, shapes: BaseShapes
 ) -> tuple[tuple[CanonicalRow, ...], tuple[CanonicalRow, ...]]:
-    """(the rows that stay, the copies that are the base's very values).
+    """Return (the rows that stay, the copies that equal the base's values).
 
     A copy stays if the base in the folder has no safetensors to compare it with.
     """
@@ -40,7 +41,7 @@ def without_base_copies(
 
 
 def is_base_copy(row: CanonicalRow) -> bool:
-    """Whether the row stands for the base's own parameter, trained or not."""
+    """Whether the row replaces the base's own parameter, trained or not."""
     return row.kind is RowKind.FULL and "base" in row.tensors
 
 
@@ -55,7 +56,7 @@ def _is_own(row: CanonicalRow, base: Path, shapes: BaseShapes) -> bool:
 
 
 def _file_of(name: str, base: Path) -> Path:
-    """The file that holds a tensor. Raises OSError, ValueError or LookupError if there is none."""
+    """Return the file of a tensor. Raises OSError, ValueError or LookupError if there is none."""
     if (base / _BUILT).exists():
         return base / _BUILT
     index = base / _INDEX
@@ -65,7 +66,7 @@ def _file_of(name: str, base: Path) -> Path:
 
 
 def _are_equal(copy: RawTensor, pieces: Iterator[RawTensor]) -> bool:
-    """Whether the pieces, one after another, are the copy, each as many rows as it has."""
+    """Whether the pieces, one after another, have the values of the copy."""
     first, view = 0, memoryview(copy.data)
     row_bytes = copy.num_bytes // copy.shape[0]
     for piece in pieces:

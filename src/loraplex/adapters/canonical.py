@@ -1,8 +1,8 @@
-"""The canonical form of an adapter: what every import becomes, and its digest.
+"""Canonical form of an adapter, into which every import is converted, and its digest.
 
-Rows of (layer or none, module, expert or none, kind), their tensors as they came, and a float32
-scale beside them. The digest is the adapter's identity: it covers the sorted rows, tensor types and
-bytes and the bits of the scales; not names, not the order in a file. Torch-free.
+It has rows of (layer or none, module, expert or none, kind), each with its unconverted tensors and
+a float32 scale. The digest is the adapter's identity: it covers the sorted rows, tensor types and
+bytes and the bits of the scales, but neither names nor the order in a file. Torch-free.
 """
 
 import dataclasses
@@ -32,32 +32,32 @@ _MAX_HEADER_BYTES = 256 << 20
 
 
 class RowKind(enum.StrEnum):
-    """What a row does to its target, and its tensors."""
+    """Effect of a row on its target, and the row's tensors."""
 
     LORA = "lora"
     """"a" [rank, in], "b" [out, rank]; "bias" [out] if lora_B has one: scale * (B A x + bias)."""
     BIAS = "bias"
-    """"bias" [out], in place of the base's."""
+    """"bias" [out] that replaces the base's."""
     MAGNITUDE = "magnitude"
     """"magnitude" [out] of DoRA: the row norms of the weight with its LoRA (arXiv:2402.09353). Or
-    "factor" [out]: what they are to the norms that come of the base's weight, the quotient."""
+    "factor" [out]: their quotient by the norms of the base's weight."""
     FULL = "full"
-    """"weight": a trained copy, in place of the base's. Or "base": it stands for the base's own
-    parameter, so what is tied to that changes with it."""
+    """"weight": a trained copy that replaces the base's. Or "base": it replaces the base's own
+    parameter, so a tied parameter changes with it."""
     TOKENS = "tokens"
-    """"indices" I64 [n], "weight" [n, hidden]: rows of a token embedding in place of the base's."""
+    """Token embedding rows that replace the base's: "indices" I64 [n], "weight" [n, hidden]."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class CanonicalRow:
-    """One target. Outside the decoder layers (embed_tokens, norm, lm_head) it has no layer."""
+    """Tensors of one target; embed_tokens, norm and lm_head have no layer."""
 
     layer: int | None
     module: str
     expert: int | None
     kind: RowKind
     scale: float
-    """A float32 value: what a x A^T is multiplied with."""
+    """Factor of a x A^T, a float32 value."""
     tensors: Mapping[str, RawTensor]
     origin: str = ""
     """The module's name in the source, for messages; not part of the digest."""
@@ -85,12 +85,12 @@ class _RowHeader(msgspec.Struct, frozen=True):
 
 
 def sort_rows(rows: Iterable[CanonicalRow]) -> tuple[CanonicalRow, ...]:
-    """The one order of rows: by layer (none first), module, expert (none first), kind."""
+    """Sort rows by layer (none first), module, expert (none first), kind."""
     return tuple(sorted(rows, key=_row_key))
 
 
 def digest(rows: Iterable[CanonicalRow]) -> str:
-    """The identity of an adapter: 64 hexadecimal digits."""
+    """Return the identity of an adapter: 64 hexadecimal digits."""
     sha = hashlib.sha256(_DIGEST_PREFIX)
     ordered = sort_rows(rows)
     sha.update(struct.pack("<Q", len(ordered)))
@@ -105,19 +105,19 @@ def digest(rows: Iterable[CanonicalRow]) -> str:
 
 
 def canonical_path(state_dir: Path, adapter_digest: str) -> Path:
-    """Where the state directory keeps an adapter: named by its content."""
+    """Return the path of an adapter in the state directory: its name is its content's digest."""
     return state_dir / "adapters" / adapter_digest[:2] / f"{adapter_digest}.safetensors"
 
 
 def write_canonical(rows: Sequence[CanonicalRow], adapter_digest: str, path: Path) -> None:
-    """Write rows with their digest as a safetensors file; whole or not at all."""
+    """Write rows with their digest as a safetensors file, which is complete or absent."""
     ordered = sort_rows(rows)
     named = [
         (f"{index}.{name}", tensor)
         for index, row in enumerate(ordered)
         for name, tensor in sorted(row.tensors.items())
     ]
-    # The largest elements first: so every tensor lies aligned.
+    # The largest elements first, so that every tensor is aligned.
     tensors = dict(sorted(named, key=lambda item: -item[1].item_bytes))
     headers = [
         _RowHeader(row.layer, row.module, row.expert, row.kind, _scale_bits(row.scale), row.origin)
@@ -136,7 +136,7 @@ def write_canonical(rows: Sequence[CanonicalRow], adapter_digest: str, path: Pat
 def read_canonical(path: Path) -> CanonicalFile:
     """Read a file that write_canonical wrote. Raises InvalidAdapterError if it is another one.
 
-    The digest is the one that the file states; it is not computed again.
+    The digest is the one stated in the file; it is not computed again.
     """
     size = path.stat().st_size if path.is_file() else 0
     content = read_tensors(
@@ -146,7 +146,7 @@ def read_canonical(path: Path) -> CanonicalFile:
 
 
 def parse_canonical(path: Path, content: TensorFile) -> CanonicalFile:
-    """As read_canonical, from what a file holds; path is for messages."""
+    """Return read_canonical's result for content that was read before; path is for messages."""
     metadata = content.metadata
     if (metadata.get("format"), metadata.get("format_version")) != (FORMAT, FORMAT_VERSION):
         raise InvalidAdapterError(

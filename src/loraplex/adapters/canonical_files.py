@@ -1,6 +1,6 @@
 """Canonical adapter files in a state directory: find them, and delete those that are not needed.
 
-A path is only ever made from a digest. Does not know versions or names.
+A path is made from a digest only. Versions and names are not known here.
 """
 
 import contextlib
@@ -21,16 +21,16 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Collected:
-    """What a garbage collection deleted."""
+    """Result of a garbage collection."""
 
     num_files: int = 0
     num_bytes: int = 0
     is_refused: bool = False
-    """Another process uses the files of this state directory: nothing was deleted."""
+    """Whether nothing was deleted because another process uses the files."""
 
 
 class CanonicalFiles:
-    """Holds a share in the state directory's files, so that no other process deletes them."""
+    """Access to the files, with a shared lock so that no other process deletes them."""
 
     def __init__(self, state_dir: Path) -> None:
         self._state_dir = state_dir
@@ -44,7 +44,7 @@ class CanonicalFiles:
         return os.path.isfile(self.path(digest))
 
     def collect(self, may_go: Callable[[str], bool], min_age_seconds: float) -> Collected:
-        """Delete the files whose digest may go, and what a killed writer left half-written.
+        """Delete the files whose digest may go, and incomplete files of killed writers.
 
         A file that was written within min_age_seconds stays: its version may be about to be
         registered. Deletes nothing while another process uses the files.
@@ -65,7 +65,7 @@ class CanonicalFiles:
         for entry in self._entries():
             normal = _CANONICAL_NAME.fullmatch(entry.name)
             is_ours = may_go(normal[1]) if normal else _TEMPORARY_NAME.fullmatch(entry.name)
-            # The staging worker renames its files while we look.
+            # The staging worker may rename its files meanwhile.
             with contextlib.suppress(FileNotFoundError):
                 status = entry.stat(follow_symlinks=False)
                 if is_ours and status.st_mtime <= newest:
@@ -75,7 +75,7 @@ class CanonicalFiles:
         return Collected(num_files, num_bytes)
 
     def _entries(self) -> Iterator[os.DirEntry[str]]:
-        """Every regular file in a folder of canonical adapter files; links are not followed."""
+        """Yield each regular file of these folders; links are not followed."""
         root = self._state_dir / "adapters"
         if not root.is_dir():
             return

@@ -1,7 +1,7 @@
 """The adapter store's tables in SQLite: names, aliases, and the history of every name.
 
-A change is one transaction: after a crash it is there, whole, or not at all. Knows no rules: what
-may be registered, rolled back or forgotten is the store's business. Used by one thread at a time.
+A change is one transaction: after a crash it is complete or absent. The database has no rules: the
+store decides what may be registered, rolled back or forgotten. One thread uses it at a time.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from loraplex.core.errors import ConfigError, InternalError
 IN_MEMORY = ":memory:"
 SCHEMA_VERSION = 1
 _LOCK_SECONDS = 0.2
-"""How long to wait for another program. Another server is kept out by StateLock."""
+"""Time to wait for another program. StateLock keeps another server out."""
 
 # SQLite's integers are signed: a task id, a uint64, is text.
 _SCHEMA = """
@@ -71,10 +71,10 @@ class Alias:
 
 
 class AdapterDatabase:
-    """One connection, which keeps every other one out while it is open."""
+    """Connection to the database, which excludes every other one while it is open."""
 
     def __init__(self, path: Path | str) -> None:
-        """Open or create. Raises ConfigError if the file is not ours, broken, or locked."""
+        """Open or create the file. Raises ConfigError if it is foreign, broken or locked."""
         self._path = path
         try:
             # The store calls from several threads, one at a time.
@@ -97,7 +97,7 @@ class AdapterDatabase:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
-        """All of the changes inside, on the disk, or none. Raises InternalError if it cannot."""
+        """Write all changes inside to the disk, or none. Raises InternalError on failure."""
         try:
             with self._begun():
                 yield
@@ -107,7 +107,10 @@ class AdapterDatabase:
             ) from error
 
     def load(self) -> tuple[list[AdapterVersion], list[Alias]]:
-        """What every name means, the oldest name first, and the aliases. Raises ConfigError."""
+        """Return the present version of each name, oldest name first, and the aliases.
+
+        Raises ConfigError.
+        """
         try:
             versions = self._connection.execute(
                 f"{_VERSION} WHERE v.number = a.number ORDER BY a.id"
@@ -124,18 +127,18 @@ class AdapterDatabase:
             raise _unusable(self._path, error) from error
 
     def history(self, owner: Owner, name: str) -> list[AdapterVersion]:
-        """The versions of a name that are kept, the newest first."""
+        """Return the versions kept of a name, newest first."""
         rows = self._select(
             f"{_VERSION} WHERE v.adapter = {_OF_NAME} ORDER BY v.number DESC", (*owner, name)
         )
         return [_version(row) for row in rows]
 
     def digests(self) -> set[str]:
-        """Of every version that is kept."""
+        """Return the digest of every kept version."""
         return {digest for (digest,) in self._select("SELECT digest FROM versions", ())}
 
     def put(self, version: AdapterVersion) -> None:
-        """Write a version, new or known, as the present one of its name, new or known."""
+        """Write a new or known version as the present one of its name."""
         owner_and_name = (*version.owner, version.name)
         task_id = None if version.task_id is None else str(version.task_id)
         self._connection.execute(
@@ -172,7 +175,7 @@ class AdapterDatabase:
         )
 
     def drop(self, version: AdapterVersion) -> None:
-        """The name with its history and its aliases."""
+        """Delete a name with its history and its aliases."""
         self._connection.execute(
             "DELETE FROM adapters WHERE model = ? AND tenant = ? AND name = ?",
             (*version.owner, version.name),
@@ -210,10 +213,10 @@ class AdapterDatabase:
 
     def _prepare(self) -> None:
         connection = self._connection
-        # Exclusive: needs no shared memory beside the file, so any file system will do.
+        # Exclusive: needs no shared memory next to the file, so any file system will do.
         connection.execute("PRAGMA locking_mode = EXCLUSIVE")
         connection.execute("PRAGMA journal_mode = WAL")
-        # An answered change survives a loss of power, not only the death of the process.
+        # A confirmed change survives a loss of power, not only the death of the process.
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA foreign_keys = ON")
         (schema_version,) = connection.execute("PRAGMA user_version").fetchone()

@@ -1,7 +1,7 @@
-"""What every name, alias, task id and digest means now: the store's index in memory.
+"""Index of the adapter store in memory: present versions by name, alias, task id and digest.
 
-Holds present versions only and knows no file and no database. Whoever looks something up sees the
-state before a change or after it; a lookup never waits for a disk.
+It knows no file and no database. A lookup returns the state before or after a change, and never
+waits for a disk.
 """
 
 import dataclasses
@@ -13,14 +13,14 @@ from loraplex.adapters.version import AdapterVersion, Owner
 from loraplex.core.adapter import AdapterKey, AdapterRef, ByDigest, ByName, ByTaskId
 from loraplex.core.errors import AdapterNotFoundError
 
-_MOST_NAMES_TOLD = 10
-_MOST_NAMES_COMPARED = 500
-"""With the wanted one, to find the nearest: ten thousand would take an event loop 0.1 s."""
+_MAX_NAMES_SHOWN = 10
+_MAX_NAMES_COMPARED = 500
+"""Maximum to compare with an unknown name: ten thousand would block an event loop for 0.1 s."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Names:
-    """Of one owner."""
+    """Names of one owner."""
 
     versions: dict[str, AdapterVersion] = dataclasses.field(default_factory=dict)
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -29,7 +29,8 @@ class _Names:
 
 
 class AdapterIndex:
-    """Invariant: a task id belongs to one name of its owner, and no alias is also a name.
+    """Index of present versions. Invariant: a task id belongs to one name of its
+    owner, and no alias is also a name.
 
     Every method may be called from any thread.
     """
@@ -39,7 +40,7 @@ class AdapterIndex:
         self._owners: dict[Owner, _Names] = {}
 
     def resolve(self, ref: AdapterRef) -> AdapterVersion:
-        """The present version. Raises AdapterNotFoundError, which names what there is."""
+        """Return the present version. Raises AdapterNotFoundError, which lists known names."""
         found = self.find(ref)
         if found is None:
             with self._lock:
@@ -50,7 +51,7 @@ class AdapterIndex:
         return found
 
     def find(self, ref: AdapterRef) -> AdapterVersion | None:
-        """The present version, if there is one."""
+        """Return the present version, if any."""
         with self._lock:
             names = self._names((ref.model, ref.tenant))
             match ref.key:
@@ -59,34 +60,34 @@ class AdapterIndex:
                 case ByTaskId(task_id):
                     return names.versions.get(names.names_by_task.get(task_id, ""))
                 case ByDigest(digest):
-                    # Of several names for one content always the same answers.
+                    # Of several names for one content always return the same one.
                     return names.versions.get(min(names.names_by_digest.get(digest, {""})))
 
     def version(self, owner: Owner, name: str) -> AdapterVersion | None:
-        """By its own name, not by an alias."""
+        """Return a version by its own name, not by an alias."""
         with self._lock:
             return self._names(owner).versions.get(name)
 
     def holder(self, owner: Owner, task_id: int | None) -> AdapterVersion | None:
-        """Whose task id it is."""
+        """Return the version that has a task id."""
         with self._lock:
             names = self._names(owner)
             name = None if task_id is None else names.names_by_task.get(task_id)
             return None if name is None else names.versions[name]
 
     def aliases(self, owner: Owner) -> Mapping[str, str]:
-        """A copy: alias -> name."""
+        """Return a copy of the aliases: alias -> name."""
         with self._lock:
             return dict(self._names(owner).aliases)
 
     def versions(self, owner: Owner | None = None) -> list[AdapterVersion]:
-        """The present ones, of one owner or of all."""
+        """Return the present versions of one owner, or of all."""
         with self._lock:
             owners = self._owners.values() if owner is None else [self._names(owner)]
             return [version for names in owners for version in names.versions.values()]
 
     def put(self, version: AdapterVersion) -> None:
-        """In place of the version that the name had, if it had one."""
+        """Set the present version of its name."""
         with self._lock:
             names = self._owners.setdefault(version.owner, _Names())
             old = names.versions.get(version.name)
@@ -98,7 +99,7 @@ class AdapterIndex:
                 names.names_by_task[version.task_id] = version.name
 
     def drop(self, version: AdapterVersion) -> None:
-        """The name, and its aliases with it."""
+        """Remove a name and its aliases."""
         with self._lock:
             names = self._owners[version.owner]
             _forget_keys(names, names.versions.pop(version.name))
@@ -127,12 +128,12 @@ def _forget_keys(names: _Names, version: AdapterVersion) -> None:
 
 
 def not_found(key: AdapterKey, model: str, known: Mapping[str, int | None]) -> AdapterNotFoundError:
-    """For whom it concerns, who knows of these names (each with its task id, if it has one)."""
+    """Return the error for a tenant which sees `known`: names with their task ids, if any."""
     return AdapterNotFoundError(_not_found(key, model, known), param="adapter")
 
 
 def _not_found(key: AdapterKey, model: str, known: Mapping[str, int | None]) -> str:
-    """Clients of TensorRT-LLM look for the sentence about a task id: it must stay as it is."""
+    """Return the message. TensorRT-LLM's clients search for the sentence about a task id."""
     names = [repr(name) for name in known]
     match key:
         case ByName(name):
@@ -148,19 +149,19 @@ def _not_found(key: AdapterKey, model: str, known: Mapping[str, int | None]) -> 
             missing = f"no adapter of model {model!r} has digest {digest}"
     if not names:
         return f"{missing}; no adapter is registered"
-    told = ", ".join(names[:_MOST_NAMES_TOLD])
-    more = f" and {len(names) - _MOST_NAMES_TOLD} more" if len(names) > _MOST_NAMES_TOLD else ""
-    return f"{missing}; known adapters: {told}{more}"
+    listed = ", ".join(names[:_MAX_NAMES_SHOWN])
+    more = f" and {len(names) - _MAX_NAMES_SHOWN} more" if len(names) > _MAX_NAMES_SHOWN else ""
+    return f"{missing}; known adapters: {listed}{more}"
 
 
 def _with_task_ids(known: Mapping[str, int | None]) -> list[str]:
-    """Those that have one first, in the order of their ids."""
+    """Return quoted names, those with task ids first, ordered by id."""
     ids = {name: task_id for name, task_id in known.items() if task_id is not None}
     numbered = [f"{name!r} (task {ids[name]})" for name in sorted(ids, key=ids.__getitem__)]
     return numbered + [repr(name) for name in known if name not in ids]
 
 
 def _nearest_first(wanted: str, names: list[str]) -> list[str]:
-    compared = sorted(names, key=lambda name: name[:1] != wanted[:1])[:_MOST_NAMES_COMPARED]
-    near = difflib.get_close_matches(wanted, compared, n=_MOST_NAMES_TOLD)
+    compared = sorted(names, key=lambda name: name[:1] != wanted[:1])[:_MAX_NAMES_COMPARED]
+    near = difflib.get_close_matches(wanted, compared, n=_MAX_NAMES_SHOWN)
     return near + sorted(name for name in names if name not in near)

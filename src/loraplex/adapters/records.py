@@ -21,36 +21,36 @@ from loraplex.adapters.version import AdapterVersion, Owner, VersionOrigin
 
 DATABASE_NAME = "adapters.sqlite3"
 MAX_HISTORY = 10
-"""Versions kept of a name, the present one among them; pinned ones beyond these."""
+"""Maximum number of kept versions of a name, including the present one; pinned ones come on top."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reconfigured:
-    """What went, so that the configured names and task ids are free."""
+    """Changes that free the configured names and task ids."""
 
     removed: tuple[AdapterVersion, ...]
     """Adapters that only an earlier configuration had named."""
     aliases: tuple[str, ...]
-    """Those whose name the configuration wants."""
+    """Aliases whose name the configuration uses."""
     task_ids: tuple[AdapterVersion, ...]
-    """As they were: adapters that lost their task id."""
+    """Adapters that lost their task id, as they were before."""
 
 
 class StoreRecords:
-    """`names` is for reading."""
+    """Records of the store. `names` must only be read."""
 
     def __init__(
         self, state_dir: Path | None, unix_seconds: Callable[[], float], *, is_persistent: bool
     ) -> None:
-        """Without a state directory there are no files; if not persistent, all else is in memory.
+        """Open the records; without a state directory no files, if not persistent all in memory.
 
         Raises ConfigError if another process has the database open, or if it cannot be read.
         """
         self.names = AdapterIndex()
         self._unix_seconds = unix_seconds
         self._dropped: dict[str, float] = {}
-        """When a digest last left a history. A request that resolved it before may not have
-        reached its engine yet."""
+        """Time at which a digest last left a history. A request that resolved it earlier may not
+        have reached its engine yet."""
         self._files: CanonicalFiles | None = None
         self._is_persistent = is_persistent
         path: Path | str = IN_MEMORY
@@ -73,12 +73,12 @@ class StoreRecords:
         return self._files is None or self._files.has(version.digest)
 
     def history(self, present: AdapterVersion) -> Sequence[AdapterVersion]:
-        """The versions of its name that are kept, the newest first."""
+        """Return the kept versions of a name, newest first."""
         kept = self._database.history(present.owner, present.name)
         return [self._with_its_file(version) for version in kept]
 
     def write(self, version: AdapterVersion) -> None:
-        """A new version, or a known one with other values: the present one of its name."""
+        """Write a new version, or a known one with other values, as the present one of its name."""
         with self._database.transaction():
             self._database.put(version)
             dropped = self._trim(version)
@@ -86,7 +86,7 @@ class StoreRecords:
         self._note_dropped(dropped)
 
     def set_pinned(self, version: AdapterVersion) -> None:
-        """As the version says. What was kept by its pin alone is forgotten."""
+        """Write the version's pin. A version that only its pin kept is forgotten."""
         present = self.names.version(version.owner, version.name)
         with self._database.transaction():
             self._database.set_pinned(version)
@@ -96,7 +96,7 @@ class StoreRecords:
         self._note_dropped(dropped)
 
     def drop(self, versions: Sequence[AdapterVersion]) -> None:
-        """Names with their histories and aliases."""
+        """Drop names with their histories and aliases."""
         with self._database.transaction():
             dropped = self._drop_rows(versions)
         for version in versions:
@@ -114,7 +114,7 @@ class StoreRecords:
         self.names.drop_alias(owner, alias)
 
     def reconfigure(self, owner: Owner, change: Reconfigured) -> None:
-        """Take away all that the change names, at once."""
+        """Apply a change of the configuration in one transaction."""
         nameless = [dataclasses.replace(version, task_id=None) for version in change.task_ids]
         with self._database.transaction():
             for version in nameless:
@@ -131,9 +131,9 @@ class StoreRecords:
         self._note_dropped(dropped)
 
     def collect_garbage(self, in_use: Collection[str], min_age_seconds: float) -> Collected:
-        """Delete the canonical adapter files that nothing refers to, or did min_age_seconds ago.
+        """Delete canonical adapter files without a reference in the last min_age_seconds.
 
-        Refused without the database: the files may be named in it.
+        Refused without the database, which may refer to the files.
         """
         if self._files is None:
             return Collected()
@@ -152,7 +152,7 @@ class StoreRecords:
             self.names.put_alias(alias.owner, alias.alias, alias.name)
 
     def _with_its_file(self, version: AdapterVersion) -> AdapterVersion:
-        """As it came from the database: the state directory may have been moved since."""
+        """Set the path of a version's file: the state directory may have moved."""
         if self._files is None:
             return version
         source = msgspec.structs.replace(version.source, path=self._files.path(version.digest))
@@ -160,14 +160,14 @@ class StoreRecords:
         return dataclasses.replace(version, staged=staged)
 
     def _trim(self, version: AdapterVersion) -> Sequence[AdapterVersion]:
-        """Cut the history of a name to its length; what was cut. Within a transaction."""
+        """Limit the history of a name; return what was cut. Call within a transaction."""
         history = self._database.history(version.owner, version.name)
         too_old = [old for old in history[MAX_HISTORY:] if not old.is_pinned]
         self._database.drop_versions(too_old)
         return too_old
 
     def _drop_rows(self, versions: Iterable[AdapterVersion]) -> Sequence[AdapterVersion]:
-        """Forget names in the database; the histories that they had. Within a transaction."""
+        """Delete names in the database; return their histories. Call within a transaction."""
         dropped: list[AdapterVersion] = []
         for version in versions:
             dropped += self._database.history(version.owner, version.name)
@@ -184,7 +184,7 @@ def reconfigure(
     aliases: Iterable[str],
     task_ids: Mapping[str, int | None],
 ) -> Reconfigured:
-    """Of one owner: its present versions, its aliases, and the configured name -> task id."""
+    """Return what a configuration (name -> task id) takes from one owner's versions and aliases."""
     names_by_task = {task_id: name for name, task_id in task_ids.items()}
     staying: list[AdapterVersion] = []
     removed: list[AdapterVersion] = []

@@ -1,8 +1,8 @@
-"""Which adapter a file was, when it was staged before: so that staging it again is fast.
+"""Notes of files that were staged before, so that staging them again is fast.
 
 A file is known by (device, inode, size, mtime_ns, ctime_ns). Some formats mean something only with
 a base model: its shapes are then the note's context. The notes are in the state directory, never
-beside the user's file; a lost or broken note costs one more reading.
+next to the user's file; a lost or broken note only means that the file is read again.
 """
 
 import hashlib
@@ -27,18 +27,18 @@ class _Note(msgspec.Struct, frozen=True):
 
 
 def identities_of(paths: Sequence[Path]) -> tuple[FileIdentity, ...]:
-    """Raises InvalidAdapterError if a file is gone."""
+    """Return the identity of each file. Raises InvalidAdapterError if one is gone."""
     return tuple(_identity(path) for path in paths)
 
 
 class SeenFiles:
-    """One note per set of files, named by a hash of their identities."""
+    """Notes in a state directory: one per set of files, named by a hash of their identities."""
 
     def __init__(self, state_dir: Path) -> None:
         self._folder = state_dir / "seen"
 
     def digest(self, identities: tuple[FileIdentity, ...], context: str = "") -> str | None:
-        """The digest of the adapter in these very files, if it is known."""
+        """Return the digest of the adapter in these files, if it is known."""
         try:
             note = msgspec.json.decode(self._path(identities, context).read_bytes(), type=_Note)
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError):

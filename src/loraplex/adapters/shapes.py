@@ -1,27 +1,27 @@
-"""What an adapter is checked against: the modules of a base model."""
+"""Shapes of a base model that adapters are checked against."""
 
 import msgspec
 
 NO_MODULE = "no module: it is served without LoRA (enable_lora, or a build without lora_plugin)"
-"""What follows "can be adapted in" where adapters are off."""
+"""Text after "can be adapted in" where adapters are off."""
 
 
 class BaseShapes(msgspec.Struct, frozen=True):
     num_layers: int
     modules: dict[str, tuple[int, int]]
-    """(in_features, out_features) of every linear layer of a decoder layer that may be adapted."""
+    """(in_features, out_features) of each adaptable linear layer of a decoder layer."""
     vocab_size: int = 0
-    """0: only the linear layers of the decoder layers may be adapted, and only by LoRA."""
+    """Vocabulary size; 0 if only linear layers of decoder layers may be adapted, only by LoRA."""
     hidden_size: int = 0
     biased_modules: tuple[str, ...] = ()
-    """The linear layers that have a bias."""
+    """Linear layers that have a bias."""
     ties_embeddings: bool = False
-    """lm_head's weight is the token embedding's."""
+    """Whether lm_head's weight is the token embedding's."""
     enabled_modules: tuple[str, ...] | None = None
-    """The modules that adapters may change, if the operator restricts them; empty: no adapters."""
+    """Modules that adapters may change, if the operator restricts them; empty: no adapters."""
 
     def enables(self, module: str) -> bool:
-        """module: a linear layer, or an end of the model; ends go with any linear layer."""
+        """Whether adapters may change a module. Embedding and head go with any linear layer."""
         if self.enabled_modules is None:
             return True
         return module in self.enabled_modules if module in self.modules else self.is_adaptable
@@ -32,5 +32,5 @@ class BaseShapes(msgspec.Struct, frozen=True):
 
     @property
     def largest_target(self) -> int:
-        """in_features + out_features of the largest linear layer."""
+        """Largest in_features + out_features of a linear layer."""
         return max((sum(features) for features in self.modules.values()), default=0)

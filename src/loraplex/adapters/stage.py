@@ -1,4 +1,4 @@
-"""Staging, one adapter: read, understand, check, hash, write. Runs in the staging worker.
+"""Staging of one adapter: read, parse, check, hash, write. Runs in the staging worker.
 
 This is the only code that opens a user's files. It leaves one content-addressed canonical adapter
 file in the state directory and returns its path.
@@ -31,7 +31,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Stopwatch:
-    """Seconds per named stage, in the order of the stages."""
+    """Stopwatch with the seconds of each named stage, in order."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -47,8 +47,8 @@ def stage(request: StageRequest, tensors: Sequence[Buffer] = ()) -> StagedAdapte
     """Put an adapter into canonical form and check it against the base.
 
     `tensors` are the bytes of request.tensors, if the adapter came in a request. Raises
-    InvalidAdapterError, AdapterMismatchError, AdapterTooLargeError or UnsupportedFeatureError; then
-    no file is left behind.
+    InvalidAdapterError, AdapterMismatchError, AdapterTooLargeError or UnsupportedFeatureError, and
+    then leaves no file.
     """
     watch = Stopwatch()
     state_dir = Path(request.state_dir)
@@ -89,7 +89,7 @@ def _seen_digest(
     identities: tuple[FileIdentity, ...],
     contexts: tuple[str, ...],
 ) -> str | None:
-    """What these very files were, if they need not be read."""
+    """Return the digest of unchanged files that were staged before."""
     if request.reads_again:
         return None
     found = (seen.digest(identities, context) for context in contexts)
@@ -114,12 +114,12 @@ def _input(request: StageRequest, tensors: Sequence[Buffer]) -> AdapterInput:
 
 
 def _context(request: StageRequest) -> str:
-    """What the rows depend on beside the files."""
+    """Return what the rows depend on in addition to the files."""
     return msgspec.json.encode((request.shapes, request.limits.max_rank)).decode()
 
 
 def _known_rows(state_dir: Path, known_digest: str) -> tuple[CanonicalRow, ...] | None:
-    """The rows of an adapter that is in the state directory, whole; None if it is not."""
+    """Return the rows of an adapter in the state directory; None if it is absent or damaged."""
     try:
         content = read_canonical(canonical_path(state_dir, known_digest))
     except (InvalidAdapterError, OSError):
@@ -130,7 +130,7 @@ def _known_rows(state_dir: Path, known_digest: str) -> tuple[CanonicalRow, ...] 
 def _check(
     request: StageRequest, source: AdapterInput, rows: tuple[CanonicalRow, ...]
 ) -> tuple[str, ...]:
-    """Warnings; what does not fit the base or the engine is raised."""
+    """Return warnings. Raises if the adapter does not fit the base or the engine."""
     check_shapes(rows, request.shapes, request.limits.max_rank)
     warnings = source.warnings(rows, request.base_model, request.base_check)
     if request.pool_dtype:
@@ -161,7 +161,7 @@ def _staged(
 
 
 def _changes_nothing(row: CanonicalRow) -> bool:
-    """LoRA that was never trained. Of other kinds only the base model could tell."""
+    """Whether a row is LoRA that was never trained. Other kinds need the base to decide this."""
     bias = row.tensors.get("bias")
     is_silent = bias is None or bias.is_zero()
     return row.kind is RowKind.LORA and is_silent and row.tensors["b"].is_zero()

@@ -1,4 +1,4 @@
-"""What staging is asked and what it answers: plain data that crosses a process."""
+"""Requests to and replies of the staging worker: plain data that crosses a process."""
 
 import msgspec
 
@@ -9,24 +9,24 @@ from loraplex.core.adapter import AdapterSource
 from loraplex.core.errors import ErrorInfo
 
 REQUEST_TENSORS = "a request's lora_weights"
-"""The path of what came in a request: there is no source but its canonical adapter file."""
+"""Path of an adapter from a request, whose only source is its canonical adapter file."""
 
 
 class StagingLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What is refused before it is read."""
+    """Limits that are checked before anything is read."""
 
     max_rank: int = 64
     max_file_bytes: int = 4 << 30
     max_header_bytes: int = 16 << 20
-    """Of a safetensors file; also the most for adapter_config.json."""
+    """Maximum header of a safetensors file, and maximum size of adapter_config.json."""
     max_tensors: int = 100_000
 
 
 class TensorHeader(msgspec.Struct, frozen=True):
-    """A tensor whose bytes travel apart."""
+    """Description of a tensor whose bytes follow separately."""
 
     dtype: str
-    """By Triton's name (FP16, BF16, FP32, INT32), NumPy's or safetensors'."""
+    """Name of its type: Triton's (FP16, BF16, FP32, INT32), NumPy's or safetensors'."""
     shape: tuple[int, ...]
     num_bytes: int
 
@@ -34,44 +34,44 @@ class TensorHeader(msgspec.Struct, frozen=True):
 class StageRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_id: int
     path: str
-    """Any source (sources/reference.py). With tensors: only what messages call them."""
+    """Source (sources/reference.py); with tensors only their name in messages."""
     tensors: tuple[TensorHeader, TensorHeader] | None = None
-    """lora_weights and lora_config of a request, in place of a path: their bytes follow."""
+    """lora_weights and lora_config of a request, which replace a path: their bytes follow."""
     state_dir: str
     shapes: BaseShapes
     limits: StagingLimits = StagingLimits()
     policy: SourcePolicy = SourcePolicy()
-    """What the source may be."""
+    """Rules for the source."""
     base_model: str = ""
-    """What clients call the base, to tell when an adapter names another; empty: unknown."""
+    """Name of the base, to detect an adapter of another base; empty if unknown."""
     base_path: str = ""
-    """The base's folder: a copy of its own weights that an adapter brings is left out."""
+    """Folder of the base: copies of its own weights in an adapter are left out."""
     base_check: BaseCheck = BaseCheck.WARN
-    """What an adapter that names another base leads to."""
+    """Consequence of an adapter that names another base."""
     pool_dtype: str = ""
-    """float32, float16 or bfloat16: what the engine computes in; empty: unknown."""
+    """Type in which the engine computes: float32, float16 or bfloat16; empty if unknown."""
     reads_again: bool = False
-    """Though the files look as they did when they were staged before."""
+    """Read the files even if they look unchanged since they were staged before."""
 
 
 class StagedAdapter(msgspec.Struct, frozen=True, kw_only=True):
-    """An adapter in canonical form, checked against its base."""
+    """Report of an adapter in canonical form, checked against its base."""
 
     source: AdapterSource
     dtypes: tuple[str, ...]
-    """Of its tensors, as the file has them, sorted: BF16, F16, F32, F64."""
+    """Types of its tensors in the file, sorted: BF16, F16, F32, F64."""
     num_tensors: int
     changes_nothing: bool = False
-    """Every B is zero: the adapter was never trained."""
+    """Whether every B is zero: the adapter was never trained."""
     warnings: tuple[str, ...] = ()
     was_known: bool = False
-    """The file had been staged before and has not changed since."""
+    """Whether the file had been staged before and has not changed since."""
     seconds: dict[str, float] = {}
-    """How long each stage took."""
+    """Duration of each stage."""
 
 
 class StageReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Exactly one of `staged` and `error` is set."""
+    """Reply to a StageRequest: exactly one of `staged` and `error` is set."""
 
     request_id: int
     staged: StagedAdapter | None = None

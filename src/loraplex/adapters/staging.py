@@ -1,7 +1,7 @@
-"""The client of the staging workers: processes of their own that touch users' files.
+"""Client of the staging workers, the only processes that read users' files.
 
-One stages what is here, one what must be fetched first: a slow source holds up no other adapter.
-What is staged, and how, is staging_worker's business. This side loads neither numpy nor torch.
+One worker stages local sources, another one remote sources: a slow download delays no local
+adapter. This side loads neither numpy nor torch.
 """
 
 import asyncio
@@ -38,21 +38,21 @@ _WORKER_MODULE = "loraplex.adapters.staging_worker"
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class RequestTensor:
-    """A tensor as it came in a request: row-major, little-endian, in host memory."""
+    """Tensor of a request: row-major, little-endian, in host memory."""
 
     dtype: str
-    """By Triton's name (FP16, BF16, FP32, INT32) or NumPy's (float16, bfloat16, ...)."""
+    """Triton's name (FP16, BF16, FP32, INT32) or NumPy's (float16, bfloat16, ...)."""
     shape: tuple[int, ...]
     data: bytes | bytearray | memoryview
 
     @property
     def view(self) -> memoryview:
-        """The bytes, whatever type the buffer's elements have."""
+        """Return the bytes, whatever the type of the buffer's elements is."""
         return memoryview(self.data).cast("B")
 
 
 class StagingWorker:
-    """Stages one adapter at a time that is here, and one that is not; others wait their turn."""
+    """Stages one local and one remote adapter at a time; other calls wait."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class StagingWorker:
         timeout_seconds: float = 600.0,
         command: tuple[str, ...] = (sys.executable, "-m", _WORKER_MODULE),
     ) -> None:
-        """policy: for sources that clients name."""
+        """policy: rules for sources that clients name."""
         self._state_dir = state_dir
         self._policy = policy
         self._request_ids = itertools.count(1)
@@ -84,12 +84,12 @@ class StagingWorker:
     ) -> StagedAdapter:
         """Put the adapter at `path` into canonical form and check it against the base.
 
-        StageRequest says what each argument is; `path` is any source (sources/reference.py).
-        is_trusted: the operator named it; otherwise the policy for clients holds.
+        StageRequest documents the arguments; `path` is any source (sources/reference.py).
+        is_trusted: the operator named it; otherwise the policy for clients applies.
 
         Raises what is wrong with it (InvalidAdapterError, AdapterMismatchError,
         AdapterTooLargeError, UnsupportedFeatureError, PermissionDeniedError), or AdapterLoadError
-        if its source does not answer, or the worker died or ran out of time over it.
+        if its source does not respond, or the worker died or exceeded its time limit.
         """
         is_here = parse(str(path)).kind is SourceKind.LOCAL
         return await self._stage(
@@ -118,7 +118,7 @@ class StagingWorker:
         max_rank: int,
         pool_dtype: str = "",
     ) -> StagedAdapter:
-        """As stage, for TensorRT-LLM's tensors [1, N, W] and [1, N, 3 or 4] (or without the 1).
+        """Stage TensorRT-LLM's tensors [1, N, W] and [1, N, 3 or 4] (or without the 1).
 
         The bytes go to the worker; this side only copies them.
         """
@@ -149,18 +149,18 @@ class StagingWorker:
         except UnicodeEncodeError as error:
             raise InvalidAdapterError("the adapter's path is not valid Unicode") from error
         what = shown_source(request.path)
-        reply = await worker.ask(request.request_id, what, [memoryview(body), *tensors])
+        reply = await worker.request(request.request_id, what, [memoryview(body), *tensors])
         if reply.error is not None:
             raise error_from_info(reply.error)
         assert reply.staged is not None
         return reply.staged
 
     async def start(self) -> None:
-        """Start the worker for what is here, so that the first adapter does not wait for it."""
+        """Start the worker of local sources, so that the first adapter does not wait for it."""
         await self._local.start()
 
     async def close(self) -> None:
-        """End the workers; what they are doing fails."""
+        """End the workers; loads in progress fail."""
         await asyncio.gather(self._local.close(), self._remote.close())
 
     def _limits(self, max_rank: int) -> StagingLimits:

@@ -1,7 +1,7 @@
-"""One staging worker's process, as its client sees it: started when needed, asked, replaced.
+"""Client side of one staging worker's process: starts it when needed, sends requests, replaces it.
 
-It is given one request at a time. After a crash, a timeout or a caller that gave up, the next
-request starts a new one.
+It sends one request at a time. After a crash, a timeout or a cancelled caller, the next request
+starts a new process.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ _LEVELS = {"DEBUG": logging.DEBUG, "INFO": logging.INFO, "ERROR": logging.ERROR}
 
 
 class StagingProcess:
-    """Callers wait their turn."""
+    """Process of a staging worker. Callers wait for each other."""
 
     def __init__(self, command: tuple[str, ...], timeout_seconds: float) -> None:
         self._command = command
@@ -37,29 +37,32 @@ class StagingProcess:
         self._log_task: asyncio.Task[None] | None = None
         self.process: asyncio.subprocess.Process | None = None
 
-    async def ask(self, request_id: int, what: str, pieces: Sequence[memoryview]) -> StageReply:
-        """`pieces` are the encoded request and what follows it; `what` is for messages.
+    async def request(self, request_id: int, what: str, pieces: Sequence[memoryview]) -> StageReply:
+        """Send an encoded request with its tensors (`pieces`) and return the reply.
 
-        Raises AdapterLoadError if the process died or ran out of time.
+        `what` names the adapter in messages. Raises AdapterLoadError if the process died or
+        exceeded its time limit.
         """
         async with self._turn:
-            return await self._ask(request_id, what, pieces)
+            return await self._request(request_id, what, pieces)
 
     async def start(self) -> None:
-        """Start the process before it is needed. The first request says what prevented it."""
+        """Start the process before it is needed. The first request raises what prevented it."""
         with contextlib.suppress(OSError):
             async with self._turn:
                 await self._running()
 
     async def close(self) -> None:
-        """End the process; what it is doing fails."""
+        """End the process; a request in progress fails."""
         process = self.process
         if process is not None and process.returncode is None:
             assert process.stdin is not None
             process.stdin.close()
         await self._stop(_CLOSE_SECONDS)
 
-    async def _ask(self, request_id: int, what: str, pieces: Sequence[memoryview]) -> StageReply:
+    async def _request(
+        self, request_id: int, what: str, pieces: Sequence[memoryview]
+    ) -> StageReply:
         try:
             async with asyncio.timeout(self._timeout_seconds):
                 return await self._exchange(request_id, pieces)
@@ -71,7 +74,7 @@ class StagingProcess:
         except msgspec.DecodeError as error:
             await self._stop(0.0)
             raise AdapterLoadError(
-                f"the staging worker gave no readable answer about {what}"
+                f"the staging worker sent an unreadable reply about {what}"
             ) from error
         except (OSError, asyncio.IncompleteReadError) as error:
             status = await self._stop(_EXIT_SECONDS)
@@ -79,7 +82,7 @@ class StagingProcess:
                 f"the staging worker died (exit status {status}) while it read {what}"
             ) from error
         except asyncio.CancelledError:
-            # Its answer would be taken for that of the next request.
+            # Its reply would be taken for the reply to the next request.
             await self._stop(0.0)
             raise
 
@@ -94,10 +97,10 @@ class StagingProcess:
                 await process.stdin.drain()
         (length,) = _LENGTH.unpack(await process.stdout.readexactly(_LENGTH.size))
         if length > _MAX_REPLY_BYTES:
-            raise msgspec.DecodeError(f"an answer of {length} bytes")
+            raise msgspec.DecodeError(f"a reply of {length} bytes")
         reply = msgspec.msgpack.decode(await process.stdout.readexactly(length), type=StageReply)
         if reply.request_id != request_id:
-            raise msgspec.DecodeError("an answer to another request")
+            raise msgspec.DecodeError("a reply to another request")
         return reply
 
     async def _running(self) -> asyncio.subprocess.Process:
@@ -108,15 +111,15 @@ class StagingProcess:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
-                env=child_environment(),  # who reads users' files is to know no API keys
-                start_new_session=True,  # a Ctrl-C in the terminal is for serving alone
+                env=child_environment(),  # a process that reads users' files must not have API keys
+                start_new_session=True,  # a Ctrl-C in the terminal must reach serving alone
             )
             assert self.process.stderr is not None
             self._log_task = asyncio.create_task(_log_lines(self.process.stderr))
         return self.process
 
     async def _stop(self, grace_seconds: float) -> int | None:
-        """Wait for the process to end, kill it after the grace, and reap it; its exit status."""
+        """Wait for the process to end, kill it after the grace; return its exit status."""
         process, self.process = self.process, None
         log_task, self._log_task = self._log_task, None
         if process is None:
@@ -134,7 +137,7 @@ class StagingProcess:
 
 
 async def _log_lines(stream: asyncio.StreamReader) -> None:
-    """What the worker writes to stderr, until it ends. A line may begin with its level."""
+    """Log the worker's stderr until it ends. A line may begin with its level."""
     while chunk := await stream.read(_LOG_BYTES):
         for line in chunk.decode(errors="replace").splitlines():
             level, _, text = line.partition(" ")

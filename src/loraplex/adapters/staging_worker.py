@@ -1,7 +1,8 @@
-"""The staging worker: a process that reads users' files for the server, one request at a time.
+"""Staging worker: a process that reads users' files for the server, one request at a time.
 
-Reads requests from stdin and answers on stdout: an 8-byte little-endian length and as many bytes
-of msgpack; the bytes of a request's tensors follow it. Nothing is pickled. Ends when stdin ends.
+It reads requests from stdin and writes replies to stdout: an 8-byte little-endian length and as
+many bytes of msgpack; the bytes of a request's tensors follow it. Nothing is pickled. It ends with
+stdin.
 Run as python -m loraplex.adapters.staging_worker.
 """
 
@@ -30,19 +31,19 @@ _MAX_REQUEST_BYTES = 16 << 20
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
-    """Answer every request with one reply, until the requests end."""
+    """Write one reply to each request, until the requests end."""
     while (request := _read(requests)) is not None:
         tensors = _read_tensors(requests, request)
         if tensors is None:
             return
-        body = msgspec.msgpack.encode(answer(request, tensors))
+        body = msgspec.msgpack.encode(reply_to(request, tensors))
         del tensors
         replies.write(_LENGTH.pack(len(body)) + body)
         replies.flush()
 
 
-def answer(request: StageRequest, tensors: Sequence[bytes] = ()) -> StageReply:
-    """What became of a request; every error is in the reply."""
+def reply_to(request: StageRequest, tensors: Sequence[bytes] = ()) -> StageReply:
+    """Stage the adapter of a request; the reply contains its report or its error."""
     what = shown_source(request.path)
     try:
         return StageReply(request_id=request.request_id, staged=_staged(request, tensors))
@@ -58,7 +59,7 @@ def answer(request: StageRequest, tensors: Sequence[bytes] = ()) -> StageReply:
 
 
 def _staged(request: StageRequest, tensors: Sequence[bytes]) -> StagedAdapter:
-    """Fetch the adapter, unless it is here, and stage it."""
+    """Fetch the adapter if it is remote, and stage it."""
     if request.tensors is not None:
         return stage(request, tensors)
     started = time.perf_counter()
@@ -69,14 +70,14 @@ def _staged(request: StageRequest, tensors: Sequence[bytes]) -> StagedAdapter:
     try:
         staged = stage(msgspec.structs.replace(request, path=place))
     except LoraplexError as error:
-        # Whoever asked knows the source, not where its copy lies.
+        # The client knows the source, not the path of its copy.
         message = error.message.replace(place, str(parse(request.path)))
         raise type(error)(message, param=error.param) from error
     return msgspec.structs.replace(staged, seconds={"fetch": fetched, **staged.seconds})
 
 
 def _read(stream: BinaryIO) -> StageRequest | None:
-    """The next request; None at the end."""
+    """Return the next request; None at the end."""
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None
@@ -87,7 +88,7 @@ def _read(stream: BinaryIO) -> StageRequest | None:
 
 
 def _read_tensors(stream: BinaryIO, request: StageRequest) -> list[bytes] | None:
-    """The bytes of the request's tensors; None if the stream ends within them."""
+    """Return the bytes of the request's tensors; None if the stream ends within them."""
     tensors = []
     for header in request.tensors or ():
         data = stream.read(header.num_bytes)
@@ -98,7 +99,7 @@ def _read_tensors(stream: BinaryIO, request: StageRequest) -> list[bytes] | None
 
 
 def main() -> None:
-    """Keep the reply stream apart: whatever prints to stdout goes to stderr instead."""
+    """Serve stdin. Anything that prints to stdout goes to stderr instead, away from the replies."""
     log_to_standard_error("info", "staging")
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""Who uses a state directory: advisory locks on files in it, which the kernel frees at any death.
+"""Advisory locks on files of a state directory, which the kernel frees when a process ends.
 
 One process may own the database; any number may use the canonical adapter files. The lock does not
 know what either holds.
@@ -19,7 +19,7 @@ _POLL_SECONDS = 0.02
 
 
 class StateLock:
-    """A lock on one file, held until close() or the end of the process.
+    """Lock on one file, held until close() or the end of the process.
 
     The descriptor is not inherited: no child keeps a dead server's lock.
     """
@@ -29,7 +29,7 @@ class StateLock:
 
     @classmethod
     def own(cls, state_dir: Path) -> "StateLock":
-        """Be the one server of this state directory. Raises ConfigError, which names the other."""
+        """Become the one server of a state directory. Raises ConfigError with the other's id."""
         path = state_dir / _OWNER_NAME
         lock = cls._opened(path)
         if lock._exclusive_soon():
@@ -48,7 +48,7 @@ class StateLock:
     def use_files(cls, state_dir: Path) -> "StateLock":
         """Keep all canonical adapter files of a state directory from being collected by any owner.
 
-        Waits for a collection that is under way. Raises ConfigError if the folder is unusable.
+        Waits for a collection in progress. Raises ConfigError if the folder is unusable.
         """
         lock = cls._opened(state_dir / _USERS_NAME)
         lock.share()
@@ -66,11 +66,11 @@ class StateLock:
             ) from error
 
     def share(self) -> None:
-        """Hold it with others, from now on."""
+        """Change to a shared lock."""
         fcntl.flock(self._descriptor, fcntl.LOCK_SH)
 
     def try_exclusive(self) -> bool:
-        """Hold it alone; False, and what was held before may be lost, if another holds it."""
+        """Change to an exclusive lock. False if another holds it; then the lock may be lost."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -78,9 +78,9 @@ class StateLock:
         return True
 
     def _exclusive_soon(self) -> bool:
-        """As try_exclusive, with patience for a server that was killed a moment ago.
+        """Return try_exclusive's result, after a wait for a server that was killed a moment ago.
 
-        If it was starting a process just then, that one has the lock until its program is there.
+        If it was just starting a process, that process has the lock until it runs its program.
         """
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while not self.try_exclusive():

@@ -1,11 +1,11 @@
-"""What names and task ids stand for: the registered adapters of every tenant, on the disk.
+"""Store of registered adapters on the disk: names, task ids and versions of every tenant.
 
-A name or a task id points to a version, a version is a digest; the versions before it are kept.
-This file holds the rules; records.py keeps what they decide. Opens no user's file, holds no tensor.
+A name or a task id means a version, a version has a digest; older versions are kept. This module
+has the rules; records.py keeps the results. It opens no user's file and holds no tensor.
 
-Lookups (resolve, find, list, aliases, is_missing, check_free) never touch the disk. Every change is
-on the disk before it shows: one transaction, one fsync. Changes, open, history, missing and
-collect_garbage are for a thread, not for an event loop.
+Lookups (resolve, find, list, aliases, is_missing, check_free) never touch the disk. Each change is
+on the disk before it is visible: one transaction, one fsync. Call changes, open, history, missing
+and collect_garbage in a thread, not on an event loop.
 """
 
 import dataclasses
@@ -45,13 +45,15 @@ GARBAGE_AGE_SECONDS = 600.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Registration:
+    """Result of a registration."""
+
     version: AdapterVersion
     is_unchanged: bool
-    """The name meant these very bytes already."""
+    """Whether the name had the same bytes before."""
 
 
 class AdapterStore:
-    """Invariant: index and database say the same whenever no change is under way.
+    """Registered adapters. Invariant: index and database agree whenever no change runs.
 
     Every method may be called from any thread; changes wait for one another.
     """
@@ -63,7 +65,7 @@ class AdapterStore:
         state_dir: Path | None = None,
         is_persistent: bool = False,
     ) -> None:
-        """In memory, and without files if there is no state directory. See also open()."""
+        """Open a store in memory, without files if there is no state directory. See also open()."""
         self._unix_seconds = unix_seconds
         self._changing = threading.Lock()
         self._records = StoreRecords(state_dir, unix_seconds, is_persistent=is_persistent)
@@ -73,7 +75,7 @@ class AdapterStore:
 
     @classmethod
     def open(cls, state_dir: Path, unix_seconds: Callable[[], float] = time.time) -> "AdapterStore":
-        """The store of a state directory, made if there is none. Blocks.
+        """Open the store of a state directory, or create it. Blocks.
 
         Raises ConfigError if another process has it open, or if it cannot be read.
         """
@@ -81,22 +83,22 @@ class AdapterStore:
 
     @classmethod
     def in_memory(cls, state_dir: Path) -> "AdapterStore":
-        """An empty store that ends with its process, for files that it keeps from being collected.
+        """Open an empty store in memory, which keeps the directory's files from being collected.
 
-        Any number may be open beside one that owns the database. Raises ConfigError if the
-        folder is unusable.
+        Any number may be open, in addition to one that owns the database. Raises ConfigError if
+        the folder is unusable.
         """
         return cls(state_dir=state_dir)
 
     def close(self) -> None:
-        """Give the state directory back. Lookups still answer; changes fail."""
+        """Release the state directory. Lookups still work; changes fail."""
         with self._changing:
             self._records.close()
 
     def check_free(
         self, model: str, tenant: str, name: str, task_id: int | None = None, *, replace: bool
     ) -> None:
-        """Whether add() would take the name and the task id.
+        """Check that add() would accept the name and the task id.
 
         Raises InvalidParameterError for a bad one, AdapterExistsError for one that is taken (by
         another name's adapter even if replace is set).
@@ -135,7 +137,7 @@ class AdapterStore:
         task_id: int | None = None,
         replace: bool = False,
     ) -> AdapterVersion:
-        """register(), for whom it is the same whether anything changed."""
+        """Register a staged adapter, and return its version. See register()."""
         registration = self.register(
             model, tenant, name, staged, path=path, task_id=task_id, replace=replace
         )
@@ -153,11 +155,11 @@ class AdapterStore:
         replace: bool = False,
         origin: VersionOrigin = VersionOrigin.API,
     ) -> Registration:
-        """Register a staged adapter. Raises as check_free; then nothing has changed.
+        """Register a staged adapter. Raises as check_free, and then changes nothing.
 
         Other bytes under a known name are a new version; the same bytes are the same version, with
-        path, report and origin of this time. Without a task id of its own it keeps the old one's.
-        Raises AdapterLoadError if the canonical adapter file is gone again.
+        the new path, report and origin. Without a task id it keeps the previous one. Raises
+        AdapterLoadError if the canonical adapter file is gone.
         """
         with self._changing:
             self.check_free(model, tenant, name, task_id, replace=replace)
@@ -169,7 +171,7 @@ class AdapterStore:
                 name=name,
                 task_id=kept_task_id if task_id is None else task_id,
                 number=1 if present is None else present.number + 1,
-                # How long this load took does not make it another one.
+                # The duration of this load must not make a new version.
                 staged=msgspec.structs.replace(staged, seconds={}, was_known=False),
                 path=path,
                 created=int(self._unix_seconds()),
@@ -183,9 +185,9 @@ class AdapterStore:
             return Registration(version, is_unchanged)
 
     def remove(self, ref: AdapterRef) -> AdapterVersion:
-        """Forget a name with its history, pins and aliases; the version that it meant.
+        """Forget a name with its history, pins and aliases; return its present version.
 
-        The name of an alias forgets the alias only. Raises AdapterNotFoundError.
+        With the name of an alias only the alias is forgotten. Raises AdapterNotFoundError.
         """
         with self._changing:
             version = self._names.resolve(ref)
@@ -196,8 +198,10 @@ class AdapterStore:
             return version
 
     def resolve(self, ref: AdapterRef) -> AdapterVersion:
-        """The present version. Raises AdapterNotFoundError, which names what there is, or
-        AdapterLoadError if its canonical adapter file was found to be gone.
+        """Return the present version.
+
+        Raises AdapterNotFoundError, which lists known names, or AdapterLoadError if its canonical
+        adapter file is gone.
         """
         version = self._names.resolve(ref)
         if version.digest in self._missing:
@@ -205,11 +209,11 @@ class AdapterStore:
         return version
 
     def find(self, ref: AdapterRef) -> AdapterVersion | None:
-        """The present version, if there is one; also if its canonical adapter file is gone."""
+        """Return the present version, if any, even if its canonical adapter file is gone."""
         return self._names.find(ref)
 
     def list(self, tenant: str, model: str | None = None) -> list[AdapterVersion]:
-        """A tenant's adapters, by model and name; those whose file is gone among them."""
+        """Return a tenant's adapters by model and name, including those whose file is gone."""
         return sorted(
             (
                 version
@@ -220,7 +224,7 @@ class AdapterStore:
         )
 
     def present(self, model: str) -> Sequence[AdapterVersion]:
-        """The present version of every name of a model, of all tenants."""
+        """Return the present version of each name of a model, for all tenants."""
         return [version for version in self._names.versions() if version.model == model]
 
     def rollback(
@@ -257,7 +261,7 @@ class AdapterStore:
             return version
 
     def history(self, ref: AdapterRef) -> Sequence[AdapterVersion]:
-        """The versions of a name that are kept, the present one first."""
+        """Return the kept versions of a name, the present one first."""
         with self._changing:
             return self._records.history(self._names.resolve(ref))
 
@@ -265,7 +269,7 @@ class AdapterStore:
         """Keep a version (the present one without a number) in the history, and its file.
 
         Raises AdapterNotFoundError for a number that is not in the history. Removing the name
-        takes the pin away.
+        also removes the pin.
         """
         return self._set_pinned(ref, number, True)
 
@@ -274,9 +278,9 @@ class AdapterStore:
         return self._set_pinned(ref, number, False)
 
     def alias(self, ref: AdapterRef, alias: str, *, replace: bool = False) -> AdapterVersion:
-        """Another name for an adapter: it follows the adapter's present version.
+        """Add another name for an adapter, which follows its present version.
 
-        With replace, an alias of another adapter is turned over to this one. Raises
+        With replace, an alias of another adapter becomes one of this adapter. Raises
         AdapterExistsError for a name that is taken; an adapter's own name always is.
         """
         check_name(alias)
@@ -298,17 +302,17 @@ class AdapterStore:
             return version
 
     def aliases(self, tenant: str, model: str) -> Mapping[str, str]:
-        """alias -> name"""
+        """Return the adapter's name by alias."""
         return self._names.aliases((model, tenant))
 
     def is_missing(self, version: AdapterVersion) -> bool:
-        """Whether its canonical adapter file was gone when it was last looked for."""
+        """Whether its canonical adapter file was missing at the last check."""
         return version.digest in self._missing
 
     def missing(self) -> Sequence[AdapterVersion]:
-        """Look for every present version's canonical adapter file; those without, of all tenants.
+        """Check the file of every present version; return the versions without one, of all tenants.
 
-        resolve() refuses them until they are staged and registered again.
+        resolve() refuses these until they are staged and registered again.
         """
         with self._changing:
             return self._look_for_files()
@@ -318,8 +322,8 @@ class AdapterStore:
     ) -> Collected:
         """Delete the canonical adapter files that no version in a history refers to.
 
-        in_use: digests that engines know still. A file stays that was written, or whose version
-        was forgotten, within min_age_seconds: it may be on its way into a name or an engine.
+        in_use: digests that engines still know. A file stays if it was written, or its version
+        forgotten, within min_age_seconds: a name or an engine may be about to use it.
         """
         with self._changing:
             return self._records.collect_garbage(in_use, min_age_seconds)
@@ -327,10 +331,10 @@ class AdapterStore:
     def apply_configuration(
         self, model: str, tenant: str, task_ids: Mapping[str, int | None]
     ) -> Reconfigured:
-        """Make room for the adapters that a configuration names (with their task ids).
+        """Free the names and task ids that a configuration uses.
 
         Call it at the start, before they are registered with origin CONFIGURED: a configured name
-        and its task id always win. Forgets what only an earlier configuration had named.
+        and its task id always win. Forgets adapters that only an earlier configuration named.
         """
         owner = (model, tenant)
         with self._changing:
@@ -351,7 +355,7 @@ class AdapterStore:
         self._missing -= {version.digest}
 
     def _version_before(self, present: AdapterVersion) -> AdapterVersion:
-        """Of a version that a rollback brought back: the one before its original."""
+        """Return the previous version; of a restored version, the one before its original."""
         below = present.restored or present.number
         for version in self._records.history(present):
             if version.number < below and version.digest != present.digest:
@@ -380,7 +384,7 @@ class AdapterStore:
 
 
 def _same_version(present: AdapterVersion, again: AdapterVersion) -> AdapterVersion:
-    """The present version, with what may differ between two loads of the same bytes."""
+    """Return the present version with the values that may differ between loads of its bytes."""
     return dataclasses.replace(
         present,
         task_id=again.task_id,

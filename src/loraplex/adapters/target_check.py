@@ -1,6 +1,6 @@
-"""Whether an adapter that was staged for some base fits another one, from its targets alone.
+"""Check of a staged adapter's targets against another base model.
 
-What base_check says of the tensors, said of the pieces that they were cut into.
+It applies the rules of base_check to the pieces that the tensors were cut into.
 """
 
 from collections import defaultdict
@@ -12,13 +12,13 @@ from loraplex.core.adapter import EMBEDDING, LM_HEAD, LoraTarget, TargetPart
 from loraplex.core.errors import AdapterMismatchError, AdapterTooLargeError
 
 _BY_OUTPUTS = (TargetPart.LORA, TargetPart.FACTOR, TargetPart.BIAS, TargetPart.SHIFT)
-"""Parts that are cut by outputs; the others are cut by rows."""
+"""Parts that are cut along outputs; the others are cut along rows."""
 
 _Place = tuple[int, str, TargetPart]
 
 
 def check_targets(targets: Iterable[LoraTarget], shapes: BaseShapes, max_rank: int) -> None:
-    """Raises AdapterMismatchError or AdapterTooLargeError."""
+    """Raise AdapterMismatchError or AdapterTooLargeError for an unservable target."""
     pieces: dict[_Place, list[LoraTarget]] = defaultdict(list)
     for target in targets:
         pieces[target.layer, target.module, target.part].append(target)
@@ -41,7 +41,7 @@ def check_targets(targets: Iterable[LoraTarget], shapes: BaseShapes, max_rank: i
 
 
 def _size(part: TargetPart, pieces: list[LoraTarget]) -> tuple[int, int]:
-    """(in_features, out_features) of LoRA, (number, out_features) of vectors, (rows, columns)."""
+    """Return (in, out features) of LoRA, (number, outputs) of vectors, else (rows, columns)."""
     if part in _BY_OUTPUTS:
         num_outputs = sum(piece.out_features for piece in pieces)
         first = pieces[0]
@@ -50,7 +50,7 @@ def _size(part: TargetPart, pieces: list[LoraTarget]) -> tuple[int, int]:
 
 
 def _needed(place: _Place, pieces: list[LoraTarget], shapes: BaseShapes) -> tuple[int, int] | None:
-    """What `_size` must be; None if the base has no such place."""
+    """Return the `_size` that the base needs; None if it has no such place."""
     layer, module, part = place
     features = shapes.modules.get(module) if layer >= 0 else None
     if layer < 0 and module == LM_HEAD:

@@ -1,6 +1,6 @@
-"""The rows of an adapter as pieces of the engine's pool: which there are, and how large.
+"""Targets of an adapter: the pieces of its rows in the engine's pool, with their sizes.
 
-Staging works them out, once it knows the base; the engine places them and fills them. No piece is
+Staging computes them, once it knows the base; the engine places and fills them. No piece is
 larger than one linear layer of the base at the largest rank, so each fits in a page.
 """
 
@@ -24,7 +24,7 @@ from loraplex.core.errors import InvalidAdapterError
 def source_of(
     adapter_digest: str, path: Path, rows: Iterable[CanonicalRow], shapes: BaseShapes, max_rank: int
 ) -> AdapterSource:
-    """What the engine is told of a staged adapter. The rows must have been checked."""
+    """Return the engine's description of a staged adapter. The rows must have been checked."""
     ordered = sort_rows(rows)
     return AdapterSource(
         digest=adapter_digest,
@@ -35,7 +35,7 @@ def source_of(
 
 
 def targets_of(row: CanonicalRow, shapes: BaseShapes, max_rank: int) -> Iterator[LoraTarget]:
-    """The pieces of one row."""
+    """Yield the pieces of one row."""
     if row.expert is not None:
         raise InvalidAdapterError(f"{row.origin} is of expert {row.expert}: experts are not served")
     piece = max_rank * shapes.largest_target
@@ -63,12 +63,12 @@ def targets_of(row: CanonicalRow, shapes: BaseShapes, max_rank: int) -> Iterator
 
 
 def full_weight(row: CanonicalRow) -> str:
-    """The name of a FULL row's one tensor."""
+    """Return the name of a FULL row's one tensor."""
     return "weight" if "weight" in row.tensors else "base"
 
 
 def _full_shape(row: CanonicalRow) -> tuple[int, int]:
-    """A norm's vector is one row."""
+    """Return (rows, columns); a norm's vector is one row."""
     shape = row.tensors[full_weight(row)].shape
     return (1, shape[0]) if len(shape) == 1 else (shape[0], shape[1])
 

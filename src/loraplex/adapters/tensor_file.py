@@ -1,8 +1,8 @@
-"""The safetensors container, read with limits and written in one fixed order.
+"""Safetensors files, read with limits and written in one fixed order.
 
 A file is an 8-byte little-endian length, a JSON header of that length, and the tensors' bytes.
 Format: https://huggingface.co/docs/safetensors. Files are read, never mapped: one that shrinks
-under us is an error, not a signal. Does not know what the tensors mean.
+under us is an error, not a signal. The meaning of the tensors is not known here.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ _ITEM_BYTES = {dtype: size for size, dtypes in _TYPES_BY_BYTES.items() for dtype
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class RawTensor:
-    """A tensor as it came: safetensors' name of its type, and its bytes, row-major."""
+    """Unconverted tensor: safetensors' name of its type, and its bytes, row-major."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ class RawTensor:
 
     @property
     def is_float(self) -> bool:
-        """Whether its type is one that a weight may have."""
+        """Whether a weight may have its type."""
         return self.dtype in FLOAT_TYPES
 
     @property
@@ -60,25 +60,25 @@ class RawTensor:
         return _ITEM_BYTES[self.dtype]
 
     def bits(self) -> npt.NDArray[np.uint16]:
-        """The bit patterns of 16-bit elements."""
+        """Return the bit patterns of 16-bit elements."""
         return np.ndarray(self.shape, "<u2", self.data)
 
     def array(self) -> npt.NDArray[np.floating]:
-        """The elements of a float tensor; a view, but for bfloat16."""
+        """Return the elements of a float tensor: a view, except for bfloat16."""
         if self.dtype == "BF16":
             return (self.bits().astype(np.uint32) << np.uint32(16)).view(np.float32)
         return np.ndarray(self.shape, _ARRAY_TYPES[self.dtype], self.data)
 
     def integers(self) -> npt.NDArray[np.int64]:
-        """The elements of an I64 tensor."""
+        """Return the elements of an I64 tensor."""
         assert self.dtype == "I64", self.dtype
         return np.ndarray(self.shape, "<i8", self.data)
 
     def largest_magnitude(self) -> float:
-        """Of the elements of a float tensor: NaN if one is NaN, 0 if there are none.
+        """Return the largest magnitude in a float tensor: NaN if one is NaN, 0 if it is empty.
 
-        Without their signs floats are ordered as their bits are, NaN above infinity; and integers
-        are compared far faster than narrow floats.
+        Without their signs floats are ordered as their bits are, NaN above infinity, and NumPy
+        compares integers far faster than narrow floats.
         """
         bits_type = np.dtype(_BITS_TYPES[self.item_bytes])
         without_sign = np.array(2 ** (8 * self.item_bytes - 1) - 1, bits_type)
@@ -87,11 +87,11 @@ class RawTensor:
         return float(RawTensor(self.dtype, (), largest.tobytes()).array())
 
     def is_finite(self) -> bool:
-        """No NaN and no infinity. Only for float types."""
+        """Whether it has neither NaN nor infinity. Only for float types."""
         return math.isfinite(self.largest_magnitude())
 
     def is_zero(self) -> bool:
-        """All of it. Only for float types."""
+        """Whether all elements are zero. Only for float types."""
         return self.largest_magnitude() == 0.0
 
 
@@ -108,7 +108,7 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_bounded(path: Path, max_bytes: int) -> bytearray:
-    """The bytes of a regular file of at most max_bytes.
+    """Read a regular file of at most max_bytes.
 
     Raises InvalidAdapterError or AdapterTooLargeError.
     """
@@ -171,7 +171,7 @@ def read_tensors(
 
 
 def read_pieces(path: Path, name: str, piece_bytes: int) -> Iterator[RawTensor]:
-    """One float tensor of a safetensors file, some of its rows at a time.
+    """Read one float tensor of a safetensors file, some of its rows at a time.
 
     Raises InvalidAdapterError if the file is none, LookupError if it has no such tensor, OSError.
     """
@@ -204,7 +204,7 @@ def _parse_header(path: Path, header: bytes) -> tuple[dict[str, _Entry], dict[st
 
 
 def _check_layout(path: Path, entries: Mapping[str, _Entry], data_bytes: int) -> None:
-    """Every byte belongs to one tensor, and every tensor has the bytes that its shape needs."""
+    """Check that each byte belongs to one tensor, and each tensor has the size of its shape."""
     position = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         begin, end = entry.data_offsets
@@ -225,7 +225,7 @@ def _check_layout(path: Path, entries: Mapping[str, _Entry], data_bytes: int) ->
 
 
 def encode_header(tensors: Mapping[str, RawTensor], metadata: Mapping[str, str]) -> bytes:
-    """Length and header of a file whose data are the tensors in this order, without gaps."""
+    """Return length and header of a file with the tensors in this order, without gaps."""
     sizes = [(name, one.dtype, one.shape, one.num_bytes) for name, one in tensors.items()]
     return encode_sizes(sizes, metadata)
 
@@ -233,7 +233,7 @@ def encode_header(tensors: Mapping[str, RawTensor], metadata: Mapping[str, str])
 def encode_sizes(
     tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str]
 ) -> bytes:
-    """As encode_header, from (name, dtype, shape, number of bytes) of tensors that come later."""
+    """Return encode_header's result for (name, dtype, shape, number of bytes) of each tensor."""
     header: dict[str, object] = {_METADATA: dict(metadata)}
     position = 0
     for name, dtype, shape, num_bytes in tensors:
@@ -246,7 +246,7 @@ def encode_sizes(
 
 
 def write_atomically(path: Path, pieces: Iterable[bytes | bytearray | memoryview]) -> None:
-    """Write a file that is whole, on the disk, or not there. Creates the folder."""
+    """Write a file durably: it is complete or absent. Creates the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -1,6 +1,6 @@
-"""One version of a registered adapter, and what names and task ids may look like.
+"""Version of a registered adapter, and the rules for names and task ids.
 
-Plain values: it knows neither the index nor the database that hold them.
+These are plain values, independent of the index and the database that hold them.
 """
 
 import dataclasses
@@ -20,34 +20,34 @@ Owner = tuple[str, str]
 
 
 class VersionOrigin(enum.StrEnum):
-    """Who registered a version last."""
+    """Origin of a version's latest registration."""
 
     API = "api"
     CONFIGURED = "configured"
-    """A flag or a configuration file: it holds as long as the setting stands."""
+    """A flag or a configuration file: valid as long as the setting exists."""
 
 
 @dataclasses.dataclass(frozen=True)
 class AdapterVersion:
-    """What a name meant when it was resolved; a request keeps it to its end."""
+    """Meaning of a name when it was resolved; a request keeps it to its end."""
 
     model: str
     tenant: str
     name: str
     task_id: int | None
-    """Of the name: it follows the present version."""
+    """Task id of the name: it follows the present version."""
     number: int
-    """1 for the first version of a name; grows with every replacement and rollback."""
+    """Version number: 1 at first, one more with each replacement or rollback."""
     staged: StagedAdapter
     path: str
-    """Where it was staged from. It may hold a signature: only `shown_path` is for people."""
+    """Source. It may contain a signature: show people only `shown_path`."""
     created: int
     """Unix seconds."""
     origin: VersionOrigin = VersionOrigin.API
     restored: int | None = None
-    """The older version that a rollback brought back as this one."""
+    """Number of the older version that a rollback restored as this one."""
     is_pinned: bool = False
-    """Kept in the history, and its file with it, however old it grows."""
+    """Whether it stays in the history, and its file on the disk, at any age."""
 
     @property
     def owner(self) -> Owner:
@@ -71,12 +71,12 @@ class AdapterVersion:
 
     @functools.cached_property
     def rank(self) -> int:
-        """The largest of its ranks; 0 without LoRA. A listing of thousands must not look again."""
+        """Largest of its ranks; 0 without LoRA. Cached: listings have thousands of adapters."""
         return max((largest for _, largest in self.source.ranks.values()), default=0)
 
 
 def check_name(name: str) -> None:
-    """Raises InvalidParameterError. A name is free text and never becomes a path."""
+    """Raise InvalidParameterError for a bad name. It is free text and never becomes a path."""
     if not 1 <= len(name) <= MAX_NAME_LENGTH:
         raise InvalidParameterError(
             f"an adapter's name must have 1 to {MAX_NAME_LENGTH} characters, got {len(name)}",
@@ -90,7 +90,7 @@ def check_name(name: str) -> None:
 
 
 def check_task_id(task_id: int | None) -> None:
-    """Raises InvalidParameterError: a task id is a uint64."""
+    """Raise InvalidParameterError for a task id that is no uint64."""
     if task_id is not None and not 0 <= task_id <= MAX_TASK_ID:
         raise InvalidParameterError(
             f"a LoRA task id must be in [0, {MAX_TASK_ID}], got {task_id}", param="task_id"

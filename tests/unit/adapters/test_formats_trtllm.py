@@ -285,7 +285,7 @@ class TestErrors:
              "DoRA's factor in row 0"),
             ([np.append(q_row(), np.ones(12, "<f4"))], [[1, 0, 1, 0]], AdapterMismatchError,
              "more than the 20 values"),
-            ([q_row()], [[1, 0, 1, 7]], InvalidAdapterError, "fourth column says 7"),
+            ([q_row()], [[1, 0, 1, 7]], InvalidAdapterError, "fourth column is 7"),
             ([q_row()], [[22, 0, 1]], InvalidAdapterError, "module ids are 0 to 21"),
             ([q_row()], [[-1, 0, 1]], InvalidAdapterError, "module ids are 0 to 21"),
             ([q_row()], [[2, 0, 1]], AdapterMismatchError,

@@ -296,7 +296,7 @@ class TestTrouble:
             self.fetch(web, state, lambda h: h.answer(503))
         path = self.fetch(web, state, lambda h: h.answer(503), LOCAL.for_operator())
         assert path == kept
-        assert "what arrived before is used" in caplog.text
+        assert "the copy that arrived before is used" in caplog.text
 
 
 class TestWhere:
@@ -531,7 +531,7 @@ class TestTheHub:
             return lambda h: h.answer(302, Location="/blob", X_Linked_Etag=f'"{sha256}"')
 
         hub.pages[target] = page("0" * 64)
-        with pytest.raises(AdapterLoadError, match="the hub says 0000"):
+        with pytest.raises(AdapterLoadError, match="that of the hub 0000"):
             local_path("hf://owner/name", LOCAL, state)
         hub.pages[target] = page(hashlib.sha256(b"weights").hexdigest())
         assert local_path("hf://owner/name", LOCAL, state)

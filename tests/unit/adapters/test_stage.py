@@ -216,9 +216,9 @@ class TestWhereFilesAre:
         code = (
             "import sys, msgspec\n"
             "from loraplex.adapters.staged import StageRequest\n"
-            "from loraplex.adapters.staging_worker import answer\n"
+            "from loraplex.adapters.staging_worker import reply_to\n"
             "request = msgspec.json.decode(sys.stdin.buffer.read(), type=StageRequest)\n"
-            "assert answer(request).staged is not None\n"
+            "assert reply_to(request).staged is not None\n"
             "assert 'torch' not in sys.modules\n"
         )
         request = StageRequest(

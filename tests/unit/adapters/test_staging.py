@@ -126,12 +126,12 @@ class TestMisbehaviour:
     @pytest.mark.parametrize(
         "reply", [b"\xff" * 8, b"\x01" + bytes(7) + b"\xc1", b"\x01" + bytes(7) + b"\x80"]
     )
-    async def test_an_answer_that_is_none(self, tmp_path, shapes, reply):
+    async def test_an_unreadable_reply(self, tmp_path, shapes, reply):
         code = (
             f"import sys, time; sys.stdout.buffer.write({reply!r}); sys.stdout.flush(); "
             "sys.stdin.buffer.read()"
         )
-        with pytest.raises(AdapterLoadError, match="no readable answer"):
+        with pytest.raises(AdapterLoadError, match="an unreadable reply"):
             await self.stage(tmp_path, shapes, code)
 
     async def test_a_hang_ends_at_the_time_limit(self, tmp_path, shapes):

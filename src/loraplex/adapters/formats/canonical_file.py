@@ -1,12 +1,12 @@
-"""Our own canonical adapter file as an adapter that a user brings: checked as any other.
+"""Canonical adapter files from users, which are checked as any other format.
 
-What the staging worker wrote itself is not read here; what a user gives may say anything.
+Files that the staging worker wrote itself are not read here; a user's file may contain anything.
 """
 
 from loraplex.adapters.canonical import CanonicalRow, RowKind
 from loraplex.core.errors import InvalidAdapterError, UnsupportedFeatureError
 
-# The tensors of each kind of row, with their numbers of dimensions; one of the sets must be there.
+# The tensors of each kind of row with their numbers of dimensions; a row has one of the sets.
 _TENSORS: dict[RowKind, tuple[dict[str, tuple[int, ...]], ...]] = {
     RowKind.LORA: ({"a": (2,), "b": (2,)}, {"a": (2,), "b": (2,), "bias": (1,)}),
     RowKind.BIAS: ({"bias": (1,)},),
@@ -17,7 +17,7 @@ _TENSORS: dict[RowKind, tuple[dict[str, tuple[int, ...]], ...]] = {
 
 
 def check_rows(rows: tuple[CanonicalRow, ...]) -> tuple[CanonicalRow, ...]:
-    """The rows, if each is another one and its tensors belong together.
+    """Return the rows if each is different and its tensors belong together.
 
     Raises InvalidAdapterError, or UnsupportedFeatureError for rows of experts.
     """
@@ -38,7 +38,7 @@ def check_rows(rows: tuple[CanonicalRow, ...]) -> tuple[CanonicalRow, ...]:
     for (layer, module), kinds in places.items():
         if RowKind.MAGNITUDE in kinds and RowKind.LORA not in kinds:
             raise InvalidAdapterError(
-                f"the magnitude row of layer {layer}, module {module!r} has no lora row beside it"
+                f"the magnitude row of layer {layer}, module {module!r} has no lora row"
             )
     return rows
 
@@ -68,7 +68,7 @@ def _check_tensors(row: CanonicalRow, where: str) -> None:
 
 
 def _check_sizes(row: CanonicalRow, where: str) -> None:
-    """Of the tensors of one row among each other."""
+    """Check the shapes of one row's tensors against each other."""
     shapes = {name: list(tensor.shape) for name, tensor in row.tensors.items()}
     if row.kind is RowKind.LORA and shapes["a"][0] != shapes["b"][1]:
         raise InvalidAdapterError(

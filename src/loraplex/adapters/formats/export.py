@@ -1,7 +1,7 @@
-"""TensorRT-LLM's LoRA tensors from the canonical form: the other direction of `trtllm`.
+"""Export of the canonical form to TensorRT-LLM's LoRA tensors, the inverse of `trtllm`.
 
-Only an export folds the scale into B, in float32, before the one rounding to the storage type.
-What the tensors cannot hold is refused by name. Writes no file.
+Only an export multiplies B by the scale, in float32, before the one rounding to the storage type.
+Rows that the tensors cannot represent are refused by name. This module writes no file.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from loraplex.adapters.formats.storage_type import StorageType
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.errors import InvalidAdapterError, InvalidParameterError, UnsupportedFeatureError
 
-_MOST_TOLD = 20
+_MAX_SHOWN = 20
 
 
 _TENSOR_TYPES = {
@@ -33,7 +33,7 @@ class _Entry:
     module: LoraModule
     row: CanonicalRow
     factor: RawTensor | None
-    """DoRA's, if it has one."""
+    """DoRA's factor, if the row has one."""
 
     @property
     def num_values(self) -> int:
@@ -42,25 +42,25 @@ class _Entry:
 
 
 def _is_plain(row: CanonicalRow) -> bool:
-    """LoRA of a decoder layer's module, and nothing beside A and B."""
+    """Whether a row is LoRA of a decoder layer's module with A and B only."""
     is_lora = row.kind is RowKind.LORA and set(row.tensors) == {"a", "b"}
     return is_lora and row.layer is not None and row.expert is None
 
 
 def _is_factor(row: CanonicalRow) -> bool:
-    """DoRA's, as TensorRT-LLM takes it."""
+    """Whether a row is a DoRA factor of the form that TensorRT-LLM reads."""
     return row.kind is RowKind.MAGNITUDE and "factor" in row.tensors
 
 
 def _what(row: CanonicalRow) -> str:
-    """What a row that is not plain holds, for messages."""
+    """Return the contents of a row that is not plain, for messages."""
     if row.kind is RowKind.MAGNITUDE:
         return "DoRA: its magnitudes must first be divided by norms of the base's weight"
     return f"{row.kind}: {', '.join(sorted(row.tensors))}"
 
 
 def module_path(row: CanonicalRow) -> str:
-    """The Hugging Face path of what a row adapts, as a causal LM has it.
+    """Return the Hugging Face path, in a causal LM, of the module that a row adapts.
 
     Raises UnsupportedFeatureError for a row that is not LoRA of a decoder layer's linear layer.
     """
@@ -76,7 +76,7 @@ def module_path(row: CanonicalRow) -> str:
 
 
 def common_storage_type(rows: Iterable[CanonicalRow]) -> StorageType:
-    """The type that all tensors have. Raises InvalidParameterError if they have not one."""
+    """Return the type of all tensors. Raises InvalidParameterError if they differ."""
     found = {tensor.dtype for row in rows for tensor in row.tensors.values()}
     kept = [storage for storage, dtype in _TENSOR_TYPES.items() if found == {dtype}]
     if not kept:
@@ -89,16 +89,16 @@ def common_storage_type(rows: Iterable[CanonicalRow]) -> StorageType:
 
 
 def holding_module(row: CanonicalRow) -> LoraModule | None:
-    """TensorRT-LLM's module for a row; None if it has none."""
+    """Return TensorRT-LLM's module for a row; None if it has none."""
     parent, module = module_path(row).split(".")[-2:]
     return module_of(parent, module)
 
 
 def lora_tensors(rows: Sequence[CanonicalRow], storage: StorageType) -> tuple[RawTensor, RawTensor]:
-    """(lora_weights [1, N, W], lora_config int32 [1, N, 3, with DoRA 4]), by layer and module id.
+    """Return (lora_weights [1, N, W], lora_config int32 [1, N, 3 or, with DoRA, 4]).
 
-    Raises UnsupportedFeatureError naming every row that has no place in them, InvalidAdapterError
-    if a value is too large for the storage type.
+    Rows are ordered by layer and module id. Raises UnsupportedFeatureError with every row that
+    they cannot represent, InvalidAdapterError if a value is too large for the storage type.
     """
     entries = _entries(rows)
     dtype = _TENSOR_TYPES[storage]
@@ -119,7 +119,7 @@ def lora_tensors(rows: Sequence[CanonicalRow], storage: StorageType) -> tuple[Ra
 
 
 def _entries(rows: Sequence[CanonicalRow]) -> list[_Entry]:
-    """The rows with their modules, in the order of the export."""
+    """Return the rows with their modules, in the order of the export."""
     entries: dict[tuple[int, int], _Entry] = {}
     factors = {(row.layer, row.module): row.tensors["factor"] for row in rows if _is_factor(row)}
     rows = [row for row in rows if not _is_factor(row)]
@@ -139,9 +139,9 @@ def _entries(rows: Sequence[CanonicalRow]) -> list[_Entry]:
                 f"{row.layer}"
             )
     if refused:
-        more = f" and {len(refused) - _MOST_TOLD} more" if len(refused) > _MOST_TOLD else ""
+        more = f" and {len(refused) - _MAX_SHOWN} more" if len(refused) > _MAX_SHOWN else ""
         raise UnsupportedFeatureError(
-            f"TensorRT-LLM's format has no module for {', '.join(refused[:_MOST_TOLD])}{more}"
+            f"TensorRT-LLM's format has no module for {', '.join(refused[:_MAX_SHOWN])}{more}"
         )
     if not entries:
         raise InvalidAdapterError("the adapter has no rows")
@@ -149,7 +149,7 @@ def _entries(rows: Sequence[CanonicalRow]) -> list[_Entry]:
 
 
 def _stored_b(entry: _Entry) -> npt.NDArray[np.float32]:
-    """B with its scale, its rows in the order of the module's parts."""
+    """Return scaled B, its rows in the order of the module's parts."""
     with np.errstate(over="ignore"):
         b = _float32(entry.row.tensors["b"]) * np.float32(entry.row.scale)
     return _in_parts_order(entry, b)
@@ -162,7 +162,7 @@ def _stored_factor(entry: _Entry) -> npt.NDArray[np.float32]:
 
 
 def _in_parts_order(entry: _Entry, outputs: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """One value or row for each output, in the order of the module's parts."""
+    """Concatenate values or rows per output, in the order of the module's parts."""
     half, rest = divmod(len(outputs), 2)
     if entry.row.module != "gate_up_proj":
         return outputs
@@ -181,7 +181,7 @@ def _float32(tensor: RawTensor) -> npt.NDArray[np.float32]:
 def _rounded(
     values: npt.NDArray[np.float32], storage: StorageType, origin: str
 ) -> npt.NDArray[np.unsignedinteger]:
-    """The bit patterns of the nearest values of the storage type, ties to even."""
+    """Return bit patterns of the nearest values of the storage type, ties to even."""
     bits: npt.NDArray[np.unsignedinteger]
     if storage is StorageType.BFLOAT16:
         wide = values.view(np.uint32)

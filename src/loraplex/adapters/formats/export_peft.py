@@ -1,8 +1,8 @@
-"""A PEFT folder from the canonical form: the other direction of `peft`. Bit-exact.
+"""Bit-exact export of the canonical form to a PEFT folder, the inverse of `peft`.
 
-PEFT has one rank and one alpha, and patterns for what differs. As alpha is scale times rank, the
-scale comes back exactly when PEFT divides: a float32 times a small integer is exact in float64, in
-which JSON carries it. Writes no file.
+PEFT has one rank and one alpha, and patterns for modules that differ. As alpha is scale times rank,
+PEFT's division restores the scale exactly: a float32 times a small integer is exact in float64,
+which JSON uses. This module writes no file.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ _T = TypeVar("_T", int, float)
 
 
 def peft_tensors(rows: Sequence[CanonicalRow]) -> dict[str, RawTensor]:
-    """The tensors by PEFT's names. Raises UnsupportedFeatureError for a row of an expert."""
+    """Return the tensors by PEFT's names. Raises UnsupportedFeatureError for a row of an expert."""
     wrapped = {_path(row) for row in rows if row.kind is RowKind.LORA}
     return {
         f"base_model.model.{_path(row)}.{slot}": tensor
@@ -30,7 +30,7 @@ def peft_tensors(rows: Sequence[CanonicalRow]) -> dict[str, RawTensor]:
 
 
 def peft_config(rows: Sequence[CanonicalRow], base_model: str | None = None) -> dict[str, Any]:
-    """adapter_config.json for these rows; base_model is the base's name, if it is known.
+    """Return adapter_config.json for these rows; base_model is the base's name, if known.
 
     Raises InvalidAdapterError if there is no LoRA, UnsupportedFeatureError for a mixture of modules
     with and without DoRA, or with and without a bias of lora_B: PEFT has one switch for all.
@@ -74,7 +74,7 @@ def peft_config(rows: Sequence[CanonicalRow], base_model: str | None = None) -> 
 
 
 def _path(row: CanonicalRow) -> str:
-    """The Hugging Face path of what a row changes, as a causal LM has it."""
+    """Return the Hugging Face path, in a causal LM, of the module that a row changes."""
     if row.expert is not None:
         raise UnsupportedFeatureError(f"{row.origin} is of expert {row.expert}: not written")
     if row.layer is None:
@@ -86,9 +86,9 @@ def _path(row: CanonicalRow) -> str:
 
 
 def _slots(row: CanonicalRow, *, is_wrapped: bool) -> dict[str, RawTensor]:
-    """The tensors of a row by what PEFT calls them within the module.
+    """Return a row's tensors by PEFT's names within the module.
 
-    is_wrapped: the module has LoRA, so the base's own parameters lie one level deeper.
+    is_wrapped: the module has LoRA, so the base's own parameters are one level deeper.
     """
     tensors, own = row.tensors, "base_layer." if is_wrapped else ""
     match row.kind:
@@ -115,7 +115,7 @@ def _slots(row: CanonicalRow, *, is_wrapped: bool) -> dict[str, RawTensor]:
 
 
 def _switch(what: str, paths: set[str], with_it: set[str]) -> bool:
-    """Of all modules or of none."""
+    """Return a property of all modules or of none; raise if only some have it."""
     if with_it and with_it != paths:
         raise UnsupportedFeatureError(
             f"{min(with_it)} has {what}, {min(paths - with_it)} has not: PEFT has one switch for "
@@ -133,13 +133,13 @@ def _bias(rows: Sequence[CanonicalRow], with_lora: set[str]) -> str:
 
 
 def _with_exceptions(values: Mapping[str, _T]) -> tuple[_T, dict[str, _T]]:
-    """The most frequent value, and the paths that have another one."""
+    """Return the most frequent value, and the paths with another one."""
     (common, _), *_ = Counter(values.values()).most_common(1)
     return common, {path: value for path, value in values.items() if value != common}
 
 
 def _target_modules(rows: Sequence[CanonicalRow]) -> list[str]:
-    """Names if every layer up to the last has each of them, else the paths themselves."""
+    """Return module names if every layer has each of them, else the paths."""
     ends = sorted({row.module for row in rows if row.layer is None})
     modules = sorted({row.module for row in rows if row.layer is not None})
     num_layers = 1 + max((row.layer for row in rows if row.layer is not None), default=-1)
@@ -148,5 +148,5 @@ def _target_modules(rows: Sequence[CanonicalRow]) -> list[str]:
 
 
 def _number(value: float) -> int | float:
-    """An integer where it is one: some readers of the file expect that."""
+    """Return an integer where possible, since some readers of the file expect one."""
     return int(value) if value == int(value) else value

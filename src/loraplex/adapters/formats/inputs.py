@@ -1,6 +1,6 @@
-"""Which format an adapter is in, by what is there, and how its rows are read.
+"""Detection of an adapter's format, and reading of its rows.
 
-One class per door; `open_input` chooses. The only code of this room that knows all formats.
+`open_input` chooses the class of the format. No other module of the package knows all formats.
 """
 
 from collections.abc import Iterable
@@ -26,16 +26,16 @@ UNDERSTOOD = (
 
 
 class AdapterInput(Protocol):
-    """An adapter before it is read."""
+    """Adapter that has not been read yet."""
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """What is read: while these do not change, neither do the rows."""
+        """Files that are read: while these do not change, neither do the rows."""
         ...
 
     @property
     def needs_base(self) -> bool:
-        """Whether the rows depend on the base's shapes and the largest rank too."""
+        """Whether the rows also depend on the base's shapes and the maximum rank."""
         ...
 
     def read_rows(self, shapes: BaseShapes, limits: StagingLimits) -> tuple[CanonicalRow, ...]: ...
@@ -43,15 +43,15 @@ class AdapterInput(Protocol):
     def warnings(
         self, rows: tuple[CanonicalRow, ...], base_model: str, base_check: BaseCheck
     ) -> list[str]:
-        """What is odd about it, but no error; base_model is what clients call the base.
+        """Return warnings; base_model is the name of the base.
 
-        Raises AdapterMismatchError if it names another base, and base_check says so.
+        Raises AdapterMismatchError if it names another base and base_check requires an error.
         """
         ...
 
 
 class PeftFolder:
-    """adapter_config.json beside adapter_model.safetensors or .bin."""
+    """PEFT folder: adapter_config.json and adapter_model.safetensors or .bin."""
 
     needs_base = False
 
@@ -61,7 +61,7 @@ class PeftFolder:
         self.files: tuple[Path, ...] = (folder / CONFIG_NAME, self._weights)
 
     def read_tensors(self, limits: StagingLimits) -> dict[str, RawTensor]:
-        """The tensors by their names in the file."""
+        """Read the tensors by their names in the file."""
         if self._weights.name == peft.TORCH_WEIGHTS_NAME:
             return torch_bin.read_torch_file(
                 self._weights,
@@ -86,7 +86,7 @@ class PeftFolder:
 
 
 class PairFolder:
-    """TensorRT-LLM's two .npy files."""
+    """TensorRT-LLM folder with two .npy files."""
 
     needs_base = True
 
@@ -111,7 +111,7 @@ class PairFolder:
 
 
 class LoraFile:
-    """One .safetensors file: llgtrt's, or a canonical adapter file."""
+    """Single .safetensors file: llgtrt's, or a canonical adapter file."""
 
     needs_base = True
 
@@ -137,7 +137,7 @@ class LoraFile:
 
 
 class RequestTensors:
-    """lora_weights and lora_config that came in a request."""
+    """Tensors lora_weights and lora_config of a request."""
 
     needs_base = True
     files: tuple[Path, ...] = ()
@@ -155,7 +155,7 @@ class RequestTensors:
 
 
 def open_input(path: str, limits: StagingLimits) -> AdapterInput:
-    """What is at a path. Raises InvalidAdapterError, which lists what is understood."""
+    """Open the adapter at a path. Raises InvalidAdapterError, which lists the known formats."""
     try:
         return _input_at(_resolve(path), path, limits)
     except OSError as error:
@@ -163,7 +163,7 @@ def open_input(path: str, limits: StagingLimits) -> AdapterInput:
 
 
 def _input_at(place: Path, path: str, limits: StagingLimits) -> AdapterInput:
-    """What is at the place that a path means."""
+    """Open the adapter at a resolved path."""
     if not place.is_dir():
         if place.name.endswith(FILE_SUFFIX):
             return LoraFile(place)
@@ -176,7 +176,7 @@ def _input_at(place: Path, path: str, limits: StagingLimits) -> AdapterInput:
 
 
 def _resolve(path: str) -> Path:
-    """What the path means, behind links. Raises InvalidAdapterError or OSError."""
+    """Return the target of a path, links followed. Raises InvalidAdapterError or OSError."""
     if not path or "\0" in path:
         raise InvalidAdapterError(
             "the path of an adapter must be the path of a folder or of a .safetensors file"

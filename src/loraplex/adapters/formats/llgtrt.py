@@ -1,6 +1,6 @@
-"""llgtrt's LoRA file: TensorRT-LLM's tensors as `weights` and `config` of one .safetensors file.
+"""LoRA file of llgtrt: TensorRT-LLM's tensors as `weights` and `config` of a .safetensors file.
 
-As scripts/extract_lora.py of llgtrt writes it. Does not know what is in the tensors.
+scripts/extract_lora.py of llgtrt writes such files. The tensors are not interpreted here.
 """
 
 from loraplex.adapters.tensor_file import RawTensor, TensorFile, encode_header
@@ -15,12 +15,12 @@ def is_lora_file(content: TensorFile) -> bool:
 
 
 def lora_tensors(content: TensorFile) -> tuple[RawTensor, RawTensor]:
-    """(lora_weights, lora_config) of such a file."""
+    """Return (lora_weights, lora_config) of such a file."""
     return content.tensors[WEIGHTS], content.tensors[CONFIG]
 
 
 def encode_lora_file(weights: RawTensor, config: RawTensor) -> list[bytes | bytearray | memoryview]:
-    """The pieces of a file: weights [N, W] and config [N, 3], without a batch dimension."""
+    """Return the pieces of a file: weights [N, W] and config [N, 3], without a batch dimension."""
     tensors = {
         WEIGHTS: RawTensor(weights.dtype, weights.shape[-2:], weights.data),
         CONFIG: RawTensor(config.dtype, config.shape[-2:], config.data),

@@ -1,10 +1,10 @@
-"""TensorRT-LLM's numbered LoRA modules, and which Hugging Face layers each of them holds.
+"""LoRA modules of TensorRT-LLM by number, and the Hugging Face layers that each one contains.
 
-Numbers and names as in TensorRT-LLM's loraModule.h. For gated MLPs mlp_h_to_4h (5) is gate_proj,
-the activated branch, and mlp_gate (7) is up_proj: so do all converters write them, though the prose
-of TensorRT-LLM's documentation describes the two the other way round. Knows names only.
+Numbers and names are those of TensorRT-LLM's loraModule.h. For gated MLPs mlp_h_to_4h (5) is
+gate_proj, the activated branch, and mlp_gate (7) is up_proj: all converters write them so, though
+TensorRT-LLM's documentation describes the two the other way round.
 
-A layer is called by its last name; GPT-2's, two of which are c_proj, by attn.c_proj and the like.
+A layer is called by its last name; those of GPT-2, two of which are c_proj, by attn.c_proj etc.
 """
 
 import dataclasses
@@ -15,18 +15,18 @@ from loraplex.core.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoraModule:
-    """One module id."""
+    """LoRA module of TensorRT-LLM."""
 
     id: int
     name: str
     parts: tuple[str, ...] = ()
-    """The Hugging Face layers in it, in the order of B's rows; A is one for all. Empty: a module
-    that no model served here has."""
+    """Hugging Face layers in it, in the order of B's rows; they share A. Empty for a module
+    that no served model has."""
     whole: str = ""
-    """The one layer that GPT-2 has for all of it."""
+    """Single layer of GPT-2 for the whole module."""
 
     def parts_in(self, modules: Container[str]) -> tuple[str, ...]:
-        """The layers in it that a model with these modules has; empty if it has not all of them."""
+        """Return the model's layers that form the module; empty if the model lacks one."""
         if self.whole in modules:
             return (self.whole,)
         return self.parts if all(part in modules for part in self.parts) else ()
@@ -71,7 +71,7 @@ def _modules() -> tuple[LoraModule, ...]:
 
 
 LORA_MODULES = _modules()
-"""By id."""
+"""LoRA modules by id."""
 
 _IDS_BY_PATH = {
     ("self_attn", "qkv_proj"): 0,
@@ -92,15 +92,15 @@ _IDS_BY_PATH = {
 
 
 def module_of(parent: str, hf_module: str) -> LoraModule | None:
-    """The module that holds the Hugging Face layer `parent`.`hf_module`; None if none does."""
+    """Return the module with the Hugging Face layer `parent`.`hf_module`; None if there is none."""
     index = _IDS_BY_PATH.get((parent, hf_module))
     return None if index is None else LORA_MODULES[index]
 
 
 def hf_modules(names: Iterable[str], modules: Collection[str]) -> tuple[str, ...]:
-    """Those of a model's modules that are meant by names of either naming, each once.
+    """Return the model's modules, each once, for names of either naming scheme.
 
-    c_proj means both of GPT-2's. Raises ConfigError for a name of neither naming.
+    c_proj means both of GPT-2's. Raises ConfigError for a name of neither scheme.
     """
     known = {module.name: module.parts_in(modules) for module in LORA_MODULES}
     known |= {part: () for module in LORA_MODULES for part in module.parts if part not in modules}
@@ -119,9 +119,9 @@ def hf_modules(names: Iterable[str], modules: Collection[str]) -> tuple[str, ...
 
 
 def linear_path(layer: int, module: str, parent: str = "") -> str:
-    """The full name, in a causal LM, of a decoder layer's linear layer.
+    """Return the full name, in a causal LM, of a decoder layer's linear layer.
 
-    parent: self_attn or mlp; without it, where LORA_MODULES have the module.
+    parent: self_attn or mlp; the default is the parent in LORA_MODULES.
     """
     if "." in module:
         return f"transformer.h.{layer}.{module}"

@@ -1,7 +1,7 @@
-"""NumPy's .npy container, read with limits and without pickle, and written.
+"""Reader and writer of NumPy's .npy files, with limits and without pickle.
 
 Format: numpy.lib.format, versions 1.0 to 3.0. NumPy has no bfloat16: files hold it as raw elements
-of two bytes ("V2"), which is how this room reads such an array. Does not know what arrays mean.
+of two bytes ("V2"), and such an array is read as bfloat16 here.
 """
 
 import io
@@ -18,7 +18,8 @@ from loraplex.core.errors import InvalidAdapterError
 _MAGIC = b"\x93NUMPY"
 _LENGTH_BYTES = {b"\x01\x00": 2, b"\x02\x00": 4, b"\x03\x00": 4}  # by version
 _MAX_HEADER_BYTES = 4096
-# The dictionary as every writer writes it. A pattern, as NumPy's own reader parses it as Python.
+# The dictionary as all writers write it. A pattern is used since NumPy's own reader runs Python's
+# parser on it.
 _HEADER = re.compile(
     rb"\s*\{\s*'descr':\s*'(?P<order>[<>|=])(?P<kind>[A-Za-z]\d{1,4})',"
     rb"\s*'fortran_order':\s*(?P<fortran>True|False),"
@@ -29,9 +30,9 @@ _DESCRIPTIONS = {"F16": "<f2", "F32": "<f4", "BF16": "|V2", "I32": "<i4"}
 
 
 def read_npy(path: Path, max_bytes: int) -> RawTensor:
-    """The array in a file, row-major and little-endian.
+    """Read the array in a file, row-major and little-endian.
 
-    Raises InvalidAdapterError if it is no array of plain numbers, to the last byte;
+    Raises InvalidAdapterError if the file is not exactly an array of plain numbers;
     AdapterTooLargeError if it is over the limit.
     """
     content = read_bounded(path, max_bytes)
@@ -58,7 +59,7 @@ def read_npy(path: Path, max_bytes: int) -> RawTensor:
 
 
 def encode_npy_header(tensor: RawTensor) -> bytes:
-    """What comes before the tensor's bytes in a file."""
+    """Return the part of a file that precedes the tensor's bytes."""
     header = io.BytesIO()
     npy_format.write_array_header_1_0(
         header,
@@ -68,7 +69,7 @@ def encode_npy_header(tensor: RawTensor) -> bytes:
 
 
 def _header(path: Path, content: bytearray) -> tuple[re.Match[bytes], int]:
-    """The header, and where the data starts. Raises InvalidAdapterError."""
+    """Return the header and the start of the data. Raises InvalidAdapterError."""
     version_end = len(_MAGIC) + 2
     length_bytes = _LENGTH_BYTES.get(bytes(content[len(_MAGIC) : version_end]))
     if not content.startswith(_MAGIC) or length_bytes is None:

@@ -1,7 +1,7 @@
-"""PEFT's LoRA folders: adapter_config.json beside adapter_model.safetensors (or .bin).
+"""LoRA folders of PEFT: adapter_config.json and adapter_model.safetensors (or .bin).
 
-Turns their tensors into canonical rows. Every tensor must be applied, or the load is refused with
-the tensor's name. Does not know files: it is given a config and tensors.
+Converts their tensors into canonical rows. Every tensor must be applied, otherwise the load is
+refused with the tensor's name. Files are read elsewhere.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,13 +16,13 @@ from loraplex.core.errors import InvalidAdapterError, UnsupportedFeatureError
 WEIGHTS_NAME = "adapter_model.safetensors"
 TORCH_WEIGHTS_NAME = "adapter_model.bin"
 WEIGHTS_NAMES = (WEIGHTS_NAME, TORCH_WEIGHTS_NAME)
-"""The first that is there is read."""
+"""Names of the weights file; the first that exists is read."""
 
-# What a tensor that has no place in a row would need, by a fragment of its name.
+# The missing feature of a tensor that no row can represent, by a fragment of its name.
 _FOREIGN = {
     ".experts": "LoRA of experts",
     "trainable_tokens": "more than the trained rows of a token embedding",
-    "original_module": "a second copy of a module, beside the trained one",
+    "original_module": "a second copy of a module, in addition to the trained one",
     "lora_": "LoRA of a module that has none here",
     "modules_to_save": "a copy of a module that has no counterpart here",
     "vera_": "VeRA",
@@ -32,16 +32,16 @@ _FOREIGN = {
     "ia3_": "IA3",
 }
 
-_MOST_TOLD = 20
+_MAX_SHOWN = 20
 
 
 def canonical_rows(
     config: PeftConfig, tensors: Mapping[str, RawTensor]
 ) -> tuple[CanonicalRow, ...]:
-    """The rows of a PEFT adapter.
+    """Return the rows of a PEFT adapter.
 
-    Raises InvalidAdapterError for a tensor that is broken, alone, doubled, or not what the config
-    says; UnsupportedFeatureError for one that has no place in a row.
+    Raises InvalidAdapterError for a tensor that is broken, incomplete, duplicated or contradicts
+    the config; UnsupportedFeatureError for one that no row can represent.
     """
     named = {name: parse_name(name) for name in tensors}
     foreign = [name for name, parsed in named.items() if parsed is None]
@@ -62,18 +62,16 @@ def canonical_rows(
 
 
 def missing_modules(config: PeftConfig, rows: Iterable[CanonicalRow]) -> list[str]:
-    """Entries of a target_modules list that no tensor answers, and that are not excluded again:
-    told as a warning.
-    """
+    """Return entries of target_modules, for a warning, that match no tensor and no exclusion."""
     if not isinstance(config.target_modules, list):
         return []
     paths = [row.origin for row in rows if row.kind is RowKind.LORA]
-    missing = [name for name in config.target_modules if not _answers(paths, name)]
+    missing = [name for name in config.target_modules if not _matches(paths, name)]
     return [name for name in missing if not any(map(config.excludes, _paths(name)))]
 
 
 def _check_complete(config: PeftConfig, rows: Sequence[CanonicalRow]) -> None:
-    """PEFT cannot load an adapter that lacks what its config says was trained and saved."""
+    """Refuse an adapter without tensors that its config requires: PEFT cannot load it either."""
     saved = [row.origin for row in rows if row.kind is RowKind.FULL]
     for name in config.modules_to_save:
         if not any(path.endswith(name) for path in saved):
@@ -90,11 +88,11 @@ def _check_complete(config: PeftConfig, rows: Sequence[CanonicalRow]) -> None:
 
 
 def _paths(name: str) -> tuple[str, ...]:
-    """Of modules that an entry of target_modules may mean, for patterns to be tried on."""
+    """Return paths of modules that an entry of target_modules may mean, to test patterns."""
     return (name, *(f"model.layers.0.{parent}.{name}" for parent in ("self_attn", "mlp")))
 
 
-def _answers(paths: Iterable[str], name: str) -> bool:
+def _matches(paths: Iterable[str], name: str) -> bool:
     return any(path == name or path.endswith(f".{name}") for path in paths)
 
 
@@ -108,10 +106,10 @@ def _check_tensor(name: str, tensor: RawTensor) -> None:
 
 
 def _foreign(name: str, others: list[str]) -> InvalidAdapterError | UnsupportedFeatureError:
-    """The error about a tensor that cannot be applied; it names the others like it too."""
-    told = ", ".join(repr(other) for other in others[:_MOST_TOLD])
-    more = f" and {len(others) - _MOST_TOLD} more" if len(others) > _MOST_TOLD else ""
-    also = f"; nor can be applied {told}{more}" if others else ""
+    """Return the error about a tensor that cannot be applied, with similar ones."""
+    listed = ", ".join(repr(other) for other in others[:_MAX_SHOWN])
+    more = f" and {len(others) - _MAX_SHOWN} more" if len(others) > _MAX_SHOWN else ""
+    also = f"; nor can be applied {listed}{more}" if others else ""
     for fragment, needed in _FOREIGN.items():
         if fragment in name:
             return UnsupportedFeatureError(f"tensor {name!r} needs {needed}, not served{also}")

@@ -1,8 +1,8 @@
-"""adapter_config.json of PEFT: which keys change the mathematics, and what they say.
+"""Reader of PEFT's adapter_config.json: the keys that change the mathematics.
 
-Rules of matching and scaling as in PEFT's LoRA (peft.tuners.lora and tuners_utils, 0.19 to 0.21).
-A key that we do not know, or a feature that we cannot apply, is refused by name: an adapter is
-served exactly or not at all.
+Matching and scaling follow PEFT's LoRA (peft.tuners.lora and tuners_utils, 0.19 to 0.21). An
+unknown key, or a feature that cannot be applied, is refused by name: an adapter is served exactly
+or not at all.
 """
 
 import math
@@ -20,7 +20,7 @@ CONFIG_NAME = "adapter_config.json"
 _LINEAR_LAYERS = "all-linear"
 _TIED = {EMBEDDING: LM_HEAD, LM_HEAD: EMBEDDING}
 
-# Keys without a meaning once the adapter is trained (peft_type is checked apart).
+# Keys without effect once the adapter is trained (peft_type is checked separately).
 _HARMLESS = frozenset(
     (
         "auto_mapping",
@@ -44,7 +44,7 @@ _HARMLESS = frozenset(
     )
 )
 
-# What a key needs when it has any other value than its default (or nothing).
+# The feature that a key needs with any value other than its default.
 _UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "megatron_config": (None, "Megatron's parallel layers"),
     "layer_replication": (None, "replicated decoder layers"),
@@ -59,8 +59,8 @@ _UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "enable_lora": (None, "LoRA of a part of a fused projection"),
 }
 
-# With these PEFT changes the base's weights whenever it builds the layer, also when it loads a
-# trained adapter.
+# With these initialisations PEFT changes the base's weights whenever it builds the layer, also when
+# it loads a trained adapter.
 _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 _BIAS_CHOICES = ("none", "all", "lora_only")
@@ -68,7 +68,7 @@ _EMPTY: tuple[Any, ...] = (None, False, "", [], {})
 
 
 class PeftConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the config says about the weights beside it."""
+    """Contents of adapter_config.json that concern the weights."""
 
     r: int = 8
     lora_alpha: float = 8
@@ -88,11 +88,11 @@ class PeftConfig(msgspec.Struct, frozen=True, kw_only=True):
     ensure_weight_tying: bool = False
 
     def rank(self, module_path: str) -> int:
-        """What the rank of a module should be, such as of model.layers.0.self_attn.q_proj."""
+        """Return the rank of a module, such as model.layers.0.self_attn.q_proj."""
         return self.rank_pattern.get(_matching(self.rank_pattern, module_path), self.r)
 
     def scale(self, module_path: str) -> float:
-        """alpha / rank, or alpha / sqrt(rank) of rank-stabilised LoRA (arXiv:2312.03732)."""
+        """Return alpha / rank, or alpha / sqrt(rank) of rank-stabilised LoRA (arXiv:2312.03732)."""
         key = _matching(self.alpha_pattern, module_path)
         alpha = self.alpha_pattern.get(key, self.lora_alpha)
         rank = self.rank(module_path)
@@ -119,7 +119,7 @@ class PeftConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.ensure_weight_tying and twin in self.modules_to_save
 
     def token_indices(self, module: str) -> list[int]:
-        """The trained rows of embed_tokens or lm_head; a list is of the embedding."""
+        """Return the trained rows of embed_tokens or lm_head; a list means the embedding."""
         indices = self.trainable_token_indices
         if isinstance(indices, list):
             return indices if module == EMBEDDING else []
@@ -129,7 +129,7 @@ class PeftConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def modules_with_tokens(self) -> list[str]:
-        """Of embed_tokens and lm_head, those with trained rows."""
+        """Return which of embed_tokens and lm_head have trained rows."""
         return [module for module in _TIED if self.token_indices(module)]
 
     def excludes(self, module_path: str) -> bool:
@@ -172,8 +172,8 @@ _KNOWN = _HARMLESS | set(PeftConfig.__struct_fields__)
 def read_config(folder: Path, max_bytes: int) -> PeftConfig:
     """Read and check a folder's adapter_config.json.
 
-    Raises InvalidAdapterError if it is missing or broken, UnsupportedFeatureError for what we do
-    not serve.
+    Raises InvalidAdapterError if it is missing or broken, UnsupportedFeatureError for features
+    that are not served.
     """
     path = folder / CONFIG_NAME
     if not path.exists():
@@ -185,7 +185,7 @@ def read_config(folder: Path, max_bytes: int) -> PeftConfig:
 
 
 def parse_config(content: bytes) -> PeftConfig:
-    """As read_config, from the bytes of the file."""
+    """Parse the bytes of the file. Raises as read_config."""
     try:
         values = msgspec.json.decode(content, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -219,9 +219,7 @@ def _refuse_unsupported(values: dict[str, Any]) -> None:
         elif key == "init_lora_weights":
             _refuse_base_changing_init(value)
         elif key not in _KNOWN and value not in _EMPTY:
-            raise UnsupportedFeatureError(
-                f"{key} = {value!r} is not known, so it cannot be told what it would change"
-            )
+            raise UnsupportedFeatureError(f"{key} = {value!r} is unknown, and so is its effect")
 
 
 def _refuse_other_tokens(indices: dict[str, object]) -> None:
@@ -242,7 +240,7 @@ def _refuse_base_changing_init(value: object) -> None:
         )
     if not isinstance(value, bool | str | None) or value not in _PLAIN_INITS:
         raise UnsupportedFeatureError(
-            f"init_lora_weights = {value!r} is not known, so it cannot be told what it would change"
+            f"init_lora_weights = {value!r} is unknown, and so is its effect"
         )
 
 
@@ -282,7 +280,7 @@ def _check_values(config: PeftConfig) -> None:
 
 
 def _matching(patterns: dict[str, Any], module_path: str) -> str:
-    """The first pattern that matches the path's end after a dot, or all of it."""
+    """Return the first pattern that matches the path's end after a dot, or all of it."""
     for pattern in patterns:
         if re.match(rf"(.*\.)?({pattern})$", module_path):
             return pattern
@@ -290,7 +288,7 @@ def _matching(patterns: dict[str, Any], module_path: str) -> str:
 
 
 def _names(names: str | list[str], module_path: str) -> bool:
-    """A regular expression of the whole path, or names that end it."""
+    """Whether a regular expression matches the whole path, or a name its end."""
     if isinstance(names, str):
         return re.fullmatch(names, module_path) is not None
     return any(module_path == name or module_path.endswith(f".{name}") for name in names)

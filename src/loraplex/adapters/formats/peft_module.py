@@ -1,7 +1,7 @@
-"""The tensors of one module of a PEFT adapter, and the canonical rows that they are.
+"""Conversion of one PEFT module's tensors to canonical rows.
 
-What each slot means is PEFT's (peft.tuners.lora.layer, lora.dora, trainable_tokens, 0.19 to 0.21):
-every slot must be one that adapter_config.json speaks of.
+The slots have PEFT's meaning (peft.tuners.lora.layer, lora.dora, trainable_tokens, 0.19 to 0.21):
+adapter_config.json must imply each of them.
 """
 
 import numpy as np
@@ -23,12 +23,12 @@ _NUM_DIMENSIONS = {
     Slot.TOKENS: 2,
 }
 _COPIED_BY_ITSELF = (EMBEDDING, LM_HEAD)
-"""PEFT saves these two though no key of the config names them: when they are targets, and when the
-vocabulary was resized."""
+"""Modules that PEFT saves without a key in the config: if they are targets, or if the vocabulary
+was resized."""
 
 
 class PeftModule:
-    """Collects tensors until `rows` is called."""
+    """Collector of one module's tensors. Call `rows` at the end."""
 
     def __init__(self, path: str, layer: int | None, module: str) -> None:
         self._path = path
@@ -38,7 +38,7 @@ class PeftModule:
         self._names: dict[Slot, str] = {}
 
     def add(self, slot: Slot, name: str, tensor: RawTensor) -> None:
-        """Raises InvalidAdapterError for a second tensor of one slot, or one of a wrong shape."""
+        """Add a tensor. Raises InvalidAdapterError for a duplicate slot or a wrong shape."""
         if slot in self._tensors:
             raise InvalidAdapterError(
                 f"tensors {self._names[slot]!r} and {name!r} are both {slot.value} of one module"
@@ -52,7 +52,7 @@ class PeftModule:
         self._tensors[slot], self._names[slot] = tensor, name
 
     def rows(self, config: PeftConfig) -> list[CanonicalRow]:
-        """Raises InvalidAdapterError, UnsupportedFeatureError."""
+        """Return the rows. Raises InvalidAdapterError, UnsupportedFeatureError."""
         rows = []
         if not self._tensors.keys().isdisjoint((Slot.A, Slot.B, Slot.B_BIAS, Slot.MAGNITUDE)):
             rows.append(self._lora(config))
@@ -104,7 +104,7 @@ class PeftModule:
         return a, b
 
     def _check_flag(self, key: str, is_set: bool, slot: Slot) -> None:
-        """A config that says one thing and tensors that say another are two adapters."""
+        """Refuse tensors that contradict the config."""
         if is_set and slot not in self._tensors:
             raise InvalidAdapterError(
                 f"{CONFIG_NAME} sets {key}, but {self._names[Slot.A]!r} has no {slot.value} "
@@ -128,7 +128,7 @@ class PeftModule:
         vector = self._tensors[slot]
         if vector.shape != (length,):
             raise InvalidAdapterError(
-                f"tensor {self._names[slot]!r} has shape {list(vector.shape)}; lora_B beside it "
+                f"tensor {self._names[slot]!r} has shape {list(vector.shape)}; its lora_B "
                 f"has {length} outputs"
             )
         return vector
@@ -142,7 +142,7 @@ class PeftModule:
         }[config.bias]
         if not is_trained and not config.saves(self._path):
             raise InvalidAdapterError(
-                f"tensor {name!r} is a trained bias of the base model; {CONFIG_NAME} says "
+                f"tensor {name!r} is a trained bias of the base model; {CONFIG_NAME} has "
                 f"bias = {config.bias!r} and does not name the module in modules_to_save"
             )
         if self._is_norm or self._module == EMBEDDING:
@@ -150,8 +150,10 @@ class PeftModule:
         return self._row(RowKind.BIAS, {"bias": self._tensors[Slot.BIAS]})
 
     def _full(self, config: PeftConfig) -> CanonicalRow:
-        """A trained copy is "weight". What PEFT loads over the base's own parameter is "base": a
-        tied parameter changes in both its places.
+        """Return the rows of whole copies: a trained copy is "weight".
+
+        A copy that PEFT loads over the base's own parameter is "base": a tied parameter changes in
+        both its places.
         """
         if Slot.WEIGHT in self._tensors and Slot.BASE_WEIGHT in self._tensors:
             raise InvalidAdapterError(

@@ -1,9 +1,9 @@
-"""The names of a PEFT adapter's tensors: which module each belongs to, and what it is there.
+"""Parser of the tensor names of a PEFT adapter: the module and the slot of each tensor.
 
 PEFT writes base_model.model.<path of the module>.<slot>; <path> begins with "model." for a causal
 LM, GPT-2's with "transformer.". Older versions and other tools leave the prefix out, keep the
 adapter's name in the slot (lora_A.default.weight) or the wrappers of torch.compile, DDP and FSDP
-before it. Knows names only.
+before it.
 """
 
 import enum
@@ -14,34 +14,34 @@ from loraplex.core.adapter import EMBEDDING, LM_HEAD
 
 
 class Slot(enum.Enum):
-    """What a tensor is to its module. The value is what messages call it."""
+    """Role of a tensor in its module. The value is its name in messages."""
 
     A = "lora_A"
     B = "lora_B"
     B_BIAS = "lora_B.bias"
     MAGNITUDE = "lora_magnitude_vector"
     WEIGHT = "weight"
-    """A copy of the module, trained beside it (modules_to_save) or in its place."""
+    """Trained copy of the module (modules_to_save), or a tensor of the module itself."""
     BIAS = "bias"
     BASE_WEIGHT = "base_layer.weight"
-    """The base's own weight: PEFT saves it beside LoRA of an embedding, and loads it again."""
+    """The base's own weight, which PEFT saves with LoRA of an embedding, and loads again."""
     TOKENS = "trainable_tokens_delta"
 
 
 class TensorName(NamedTuple):
-    """A name that is understood."""
+    """Parsed tensor name."""
 
     path: str
-    """Of the module as adapter_config.json matches it: model.layers.0.self_attn.q_proj."""
+    """Module path that adapter_config.json matches: model.layers.0.self_attn.q_proj."""
     layer: int | None
     module: str
-    """Its last name; with its parent for GPT-2, two of whose linear layers are c_proj."""
+    """Last part of the path; with its parent for GPT-2, which has two layers called c_proj."""
     slot: Slot
 
 
 FINAL_NORM = "norm"
 NORMS = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
-"""Of a decoder layer."""
+"""Modules of a decoder layer."""
 
 _WRAPPERS = r"(?:(?:module|_orig_mod|_fsdp_wrapped_module)\.)*"
 _PATH = (
@@ -73,7 +73,7 @@ _NAME = re.compile(
 
 
 def parse_name(name: str) -> TensorName | None:
-    """What a name says; None for one that is not understood."""
+    """Parse a name; None if it is unknown."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
@@ -87,6 +87,6 @@ def parse_name(name: str) -> TensorName | None:
 
 
 def parameter_path(module_path: str) -> str:
-    """The name of a module in a Hugging Face checkpoint, such as model.norm."""
+    """Return the name of a module in a Hugging Face checkpoint, such as model.norm."""
     bare = re.sub(r"^(?:model\.)*", "", module_path)
     return bare if bare == LM_HEAD else f"model.{bare}"

@@ -1,10 +1,10 @@
-"""The element types of exported weights. Free of numpy: the command line names them."""
+"""Element types of exported weights. Free of numpy, since the command line imports it."""
 
 import enum
 
 
 class StorageType(enum.StrEnum):
-    """As hf_lora_convert.py calls it."""
+    """Element type, named as in hf_lora_convert.py."""
 
     FLOAT32 = "float32"
     FLOAT16 = "float16"

@@ -1,6 +1,6 @@
-"""adapter_model.bin: a torch file, read without running anything that is pickled in it.
+"""Reader of adapter_model.bin, a torch file, which runs nothing that is pickled in it.
 
-The one file of this room that needs torch. Only the staging worker imports it, and only when a
+No other module of this package needs torch. Only the staging worker imports it, and only when a
 folder has no safetensors file.
 """
 
@@ -14,10 +14,10 @@ from loraplex.core.errors import AdapterTooLargeError, InvalidAdapterError
 
 
 def read_torch_file(path: Path, *, max_file_bytes: int, max_tensors: int) -> dict[str, RawTensor]:
-    """The tensors of a state dict that torch.save wrote.
+    """Read the tensors of a state dict that torch.save wrote.
 
-    Raises InvalidAdapterError if it holds any other object, or is broken; AdapterTooLargeError if
-    it is over a limit.
+    Raises InvalidAdapterError if it contains any other object, or is broken;
+    AdapterTooLargeError if it exceeds a limit.
     """
     import torch  # noqa: PLC0415 - heavy, and most adapters never need it
 
@@ -59,7 +59,7 @@ def read_torch_file(path: Path, *, max_file_bytes: int, max_tensors: int) -> dic
 
 
 def _check_archive(path: Path, content: io.BytesIO, max_bytes: int) -> None:
-    """A zip archive may say that its members grow when they are unpacked; torch's never do."""
+    """Refuse a zip archive whose members grow when unpacked, which torch's never do."""
     if not zipfile.is_zipfile(content):
         return
     try:

@@ -1,11 +1,11 @@
-"""TensorRT-LLM's LoRA tensors: lora_weights beside lora_config, in a folder or in a request.
+"""LoRA tensors of TensorRT-LLM: lora_weights and lora_config, in a folder or in a request.
 
 A row of lora_weights [N, W] is A [rank, in], row-major, then B [out, rank], row-major, then of DoRA
-its factor [out], then zeros up to W; the row of lora_config [N, 3 or 4] says (module id, layer,
-rank, is DoRA). A batch dimension of 1 may come first. The scale is in B already, and DoRA's
+its factor [out], then zeros up to W; the row of lora_config [N, 3 or 4] has (module id, layer,
+rank, is DoRA). A batch dimension of 1 may come first. B already includes the scale, and DoRA's
 magnitude is divided by the norms of W + B A (TensorRT-LLM's examples/dora). The numbers of features
-are those of the base model: the tensors do not tell them. The fixed sentences of the errors are
-those of TensorRT-LLM's loraValidateRequestTensors, for which clients look.
+are those of the base model, since the tensors do not include them. The fixed sentences of errors
+are those of TensorRT-LLM's loraValidateRequestTensors, which clients search for.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from loraplex.core.errors import (
 
 WEIGHTS_NAME = "model.lora_weights.npy"
 CONFIG_NAMES = ("model.lora_config.npy", "model.lora_keys.npy")
-"""The second is the name before TensorRT-LLM 0.8; the first wins."""
+"""Names of lora_config; the second is that of TensorRT-LLM before 0.8. The first wins."""
 
 _WEIGHT_TYPES = {"F16": "<u2", "BF16": "<u2", "F32": "<u4"}
 _NUM_FIXED_COLUMNS = 3
@@ -44,7 +44,7 @@ _TYPE_NAMES = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Entry:
-    """A row of lora_config, checked against the base."""
+    """Row of lora_config, checked against the base."""
 
     row: int
     module: LoraModule
@@ -52,9 +52,9 @@ class _Entry:
     rank: int
     in_features: int
     parts: tuple[str, ...]
-    """The base's layers that are the module."""
+    """Layers of the base that form the module."""
     out_features: tuple[int, ...]
-    """Of each of them."""
+    """Output features of each of these layers."""
     is_dora: bool
 
     def __str__(self) -> str:
@@ -74,18 +74,21 @@ class _Entry:
 
 
 def config_file(folder: Path) -> Path | None:
-    """The file of lora_config in a folder, under its new or its old name."""
+    """Return the file of lora_config in a folder, by its new or its old name."""
     return next((folder / name for name in CONFIG_NAMES if (folder / name).exists()), None)
 
 
 def read_pair(folder: Path, config: Path, max_bytes: int) -> tuple[RawTensor, RawTensor]:
-    """(lora_weights, lora_config) of a folder. Raises InvalidAdapterError, AdapterTooLargeError."""
+    """Read (lora_weights, lora_config) of a folder.
+
+    Raises InvalidAdapterError, AdapterTooLargeError.
+    """
     weights = read_npy(folder / WEIGHTS_NAME, max_bytes)
     return weights, read_npy(config, max_bytes)
 
 
 def request_tensor(header: TensorHeader, data: bytes | bytearray | memoryview) -> RawTensor:
-    """A tensor of a request. Its type stays as the request says it if we do not know it."""
+    """Return a tensor of a request. An unknown type keeps its name."""
     dtype = _TYPE_NAMES.get(header.dtype.lower().removeprefix("type_"), header.dtype)
     return RawTensor(dtype, header.shape, data)
 
@@ -93,10 +96,10 @@ def request_tensor(header: TensorHeader, data: bytes | bytearray | memoryview) -
 def canonical_rows(
     weights: RawTensor, config: RawTensor, shapes: BaseShapes, max_rank: int
 ) -> tuple[CanonicalRow, ...]:
-    """The rows of an adapter; fused modules become a row for each of their parts.
+    """Return the rows of an adapter; fused modules become one row per part.
 
-    Raises InvalidAdapterError for tensors that are broken, AdapterMismatchError for ones of another
-    base, AdapterTooLargeError for a rank above max_rank.
+    Raises InvalidAdapterError for broken tensors, AdapterMismatchError for those of another base,
+    AdapterTooLargeError for a rank above max_rank.
     """
     shape = _matrix_shape("lora_weights", weights)
     config_shape = _matrix_shape("lora_keys", config)
@@ -117,7 +120,7 @@ def canonical_rows(
 
 
 def _matrix_shape(name: str, tensor: RawTensor) -> tuple[int, int]:
-    """The shape without its batch dimension."""
+    """Return the shape without its batch dimension."""
     shape = tensor.shape
     if len(shape) not in (2, 3):
         raise InvalidAdapterError(
@@ -171,7 +174,7 @@ def _check_tensors(
 def _entry(
     row: int, columns: list[int], row_width: int, shapes: BaseShapes, max_rank: int
 ) -> _Entry:
-    """What one row of lora_config says. Raises as canonical_rows."""
+    """Parse one row of lora_config. Raises as canonical_rows."""
     module_id, layer, rank = columns[:_NUM_FIXED_COLUMNS]
     is_dora = columns[_NUM_FIXED_COLUMNS:]
     where = f"row {row} of lora_config (module id {module_id}, layer {layer}, rank {rank})"
@@ -186,7 +189,7 @@ def _entry(
         raise InvalidAdapterError(f"Expected adapterSize to be > 0: {where}")
     module = LORA_MODULES[module_id]
     if is_dora and is_dora[0] not in (0, 1):
-        raise InvalidAdapterError(f"{where}: the fourth column says {is_dora[0]}; 0 or 1 is needed")
+        raise InvalidAdapterError(f"{where}: the fourth column is {is_dora[0]}; it must be 0 or 1")
     parts, in_features, out_features = _parts(module, shapes, where)
     entry = _Entry(row, module, layer, rank, in_features, parts, out_features, is_dora == [1])
     if entry.num_values > row_width:
@@ -206,7 +209,7 @@ def _entry(
 def _parts(
     module: LoraModule, shapes: BaseShapes, where: str
 ) -> tuple[tuple[str, ...], int, tuple[int, ...]]:
-    """The base's layers that are the module, their in_features, and out_features of each."""
+    """Return the base's layers that form the module, their in_features, and each out_features."""
     parts = module.parts_in(_enabled_parts(shapes))
     inputs = {shapes.modules[part][0] for part in parts}
     if len(inputs) != 1:
@@ -229,7 +232,7 @@ def _enabled_parts(shapes: BaseShapes) -> tuple[str, ...]:
 def _rows_of(
     entry: _Entry, bits: npt.NDArray[np.unsignedinteger], dtype: str
 ) -> Iterator[CanonicalRow]:
-    """The canonical rows in one row of lora_weights: for each part of the module one, or two."""
+    """Return the canonical rows in one row of lora_weights: one or two per part of the module."""
     a = _tensor(bits[: entry.num_a], (entry.rank, entry.in_features), dtype)
     b = _tensor(bits[entry.num_a : entry.num_ab], (sum(entry.out_features), entry.rank), dtype)
     num_factors = entry.num_values - entry.num_ab

@@ -1,4 +1,4 @@
-"""One file on its way: how much of it may come, in what time, and what it was."""
+"""Download of one file: its limits of size and time, and its result."""
 
 import dataclasses
 import enum
@@ -18,54 +18,54 @@ _PROGRESS_SECONDS = 5.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Arrived:
-    """A file that is whole on the disk."""
+    """File that has arrived completely."""
 
     tag: str
-    """By which the source tells whether it has changed; empty: it does not tell."""
+    """Tag that changes when the source's file does; empty if the source has none."""
     sha256: str
     num_bytes: int
 
 
 class Missing(enum.Enum):
-    """Why a file did not arrive, without an error."""
+    """Reason, other than an error, for which no file arrived."""
 
     ABSENT = "there is none"
     UNCHANGED = "it is as it was"
 
 
 class Allowance:
-    """The bytes and the seconds that all files of one adapter have together."""
+    """Limit of bytes and seconds for all files of one adapter together."""
 
     def __init__(self, policy: SourcePolicy, what: str) -> None:
         self.policy = policy
         self.what = what
         self._num_bytes = 0
         self._deadline = time.monotonic() + policy.max_seconds
-        self._told = time.monotonic()
+        self._last_logged = time.monotonic()
 
-    def require_room(self, num_bytes: int) -> None:
-        """Raises AdapterTooLargeError if so many more would be too many."""
+    def require_bytes(self, num_bytes: int) -> None:
+        """Raise AdapterTooLargeError if `num_bytes` more exceed the limit."""
         if self._num_bytes + num_bytes > self.policy.max_bytes:
             raise self.policy.too_large(self.what)
 
     def require_time(self) -> None:
-        """Raises AdapterLoadError when the time is up."""
+        """Raise AdapterLoadError when the time is up."""
         self._require(0.0)
 
     def wait(self, seconds: float) -> None:
-        """Sleep. Raises AdapterLoadError at once if the time would be up."""
+        """Sleep. Raises AdapterLoadError at once if the time would end meanwhile."""
         self._require(seconds)
         time.sleep(seconds)
 
     def spend(self, num_bytes: int) -> None:
-        """A file of so many bytes has arrived."""
-        self.require_room(num_bytes)
+        """Count the bytes of a file that has arrived."""
+        self.require_bytes(num_bytes)
         self._num_bytes += num_bytes
 
-    def tell(self, num_bytes: int, total: int | None) -> None:
-        """Log how far a file is, now and then."""
-        if time.monotonic() - self._told >= _PROGRESS_SECONDS:
-            self._told = time.monotonic()
+    def log_progress(self, num_bytes: int, total: int | None) -> None:
+        """Log the progress of a file every few seconds."""
+        if time.monotonic() - self._last_logged >= _PROGRESS_SECONDS:
+            self._last_logged = time.monotonic()
             of = "" if total is None else f" of {total / 2**20:.1f}"
             logger.info("fetching %s: %.1f%s MiB", self.what, num_bytes / 2**20, of)
 
@@ -87,9 +87,9 @@ def write_stream(
     with target.open("wb") as file:
         for chunk in chunks:
             num_bytes += len(chunk)
-            allowance.require_room(num_bytes)
+            allowance.require_bytes(num_bytes)
             allowance.require_time()
-            allowance.tell(num_bytes, total)
+            allowance.log_progress(num_bytes, total)
             checksum.update(chunk)
             file.write(chunk)
     return checksum.hexdigest(), num_bytes

@@ -1,12 +1,12 @@
-"""From a reference to files on this machine. Runs in the staging worker.
+"""Fetches an adapter by its reference to files on this machine. Runs in the staging worker.
 
-What arrives is kept in the state directory, so that an unchanged source is not fetched again:
+Fetched files are kept in the state directory, so that an unchanged source is not fetched again:
 
-    sources/KEY/note.json        what arrived, and by which tags the source tells changes
-    sources/KEY/CONTENT/         its files, named by what they hold
-    sources/.arriving-*/         what is on its way
+    sources/KEY/note.json        the files that arrived, and the tags by which changes are found
+    sources/KEY/CONTENT/         the files; the folder is named by their content
+    sources/.arriving-*/         files that are arriving
 
-A folder appears under its name only when all of it is there.
+A folder appears under its name only when it is complete.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ FOLDERS = (
     ((CONFIG_NAME,), peft.WEIGHTS_NAMES),
     ((trtllm.WEIGHTS_NAME,), trtllm.CONFIG_NAMES),
 )
-"""The files of an adapter in a folder: of each group, the first that is there."""
+"""Files of an adapter in a folder: of each group, the first that exists."""
 WEIGHTS_NAMES = frozenset((*peft.WEIGHTS_NAMES, trtllm.WEIGHTS_NAME))
 FILE_NAMES = tuple(name for groups in FOLDERS for group in groups for name in group)
 SINGLE_NAME = f"adapter{FILE_SUFFIX}"
@@ -54,15 +54,15 @@ class _File(msgspec.Struct, frozen=True):
 
 class _Note(msgspec.Struct, frozen=True):
     content: str
-    """The name of the folder with the files."""
+    """Name of the folder with the files."""
     files: dict[str, _File]
 
 
 def local_path(text: str, policy: SourcePolicy, state_dir: Path) -> Path:
-    """Where an adapter is on this machine, once it is here: a folder or a file.
+    """Return an adapter's folder or file on this machine, fetched if it is remote.
 
     Raises InvalidAdapterError, PermissionDeniedError, AdapterTooLargeError,
-    UnsupportedFeatureError, or AdapterLoadError, if it may work later.
+    UnsupportedFeatureError, or AdapterLoadError if it may succeed later.
     """
     reference = parse(text)
     if reference.kind is SourceKind.LOCAL:
@@ -71,13 +71,13 @@ def local_path(text: str, policy: SourcePolicy, state_dir: Path) -> Path:
 
 
 class KeptSources:
-    """What was fetched, in one folder; several processes may use it."""
+    """Fetched adapters in one folder, which several processes may use."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def fetch(self, reference: Reference, policy: SourcePolicy) -> Path:
-        """The adapter as its source has it now."""
+        """Return the adapter as its source has it now."""
         remote = open_remote(reference, policy)
         home = self._folder / _key(reference)
         kept = _kept(home)
@@ -95,7 +95,7 @@ class KeptSources:
             if kept is None or not policy.may_use_kept:
                 raise
             _check_sum(reference, kept.files)
-            logger.warning("%s; what arrived before is used", error.message)
+            logger.warning("%s; the copy that arrived before is used", error.message)
             note = kept
         else:
             write_atomically(home / _NOTE_NAME, [msgspec.json.encode(note)])
@@ -110,7 +110,7 @@ class KeptSources:
 
     @contextlib.contextmanager
     def _arriving(self) -> Iterator[Path]:
-        """A folder that is gone afterwards, unless it was moved away."""
+        """Yield a folder which is deleted afterwards, unless it was moved away."""
         self._folder.mkdir(parents=True, exist_ok=True)
         for old in self._folder.glob(f"{_ARRIVING}*"):
             with contextlib.suppress(OSError):
@@ -123,7 +123,7 @@ class KeptSources:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _trim(self, max_bytes: int, used_now: Path) -> None:
-        """Delete what was used longest ago until the rest fits."""
+        """Delete the least recently used adapters until the rest fits."""
         homes = []
         for note in self._folder.glob(f"*/{_NOTE_NAME}"):
             with contextlib.suppress(OSError):
@@ -139,7 +139,7 @@ class KeptSources:
 
 
 class _Arrival:
-    """The files of one adapter, one after the other."""
+    """Downloads of one adapter's files, one after the other."""
 
     def __init__(
         self, remote: Remote, folder: Path, allowance: Allowance, kept: _Note | None
@@ -152,7 +152,7 @@ class _Arrival:
         self._unchanged: list[str] = []
 
     def get_all(self, reference: Reference) -> None:
-        """Raises InvalidAdapterError if the source has no adapter, or half of one."""
+        """Download all files. Raises InvalidAdapterError if the source has no complete adapter."""
         if reference.is_file:
             if not self._get("", SINGLE_NAME):
                 raise InvalidAdapterError(f"there is no {reference}", param="path")
@@ -171,7 +171,7 @@ class _Arrival:
         raise InvalidAdapterError(f"{reference} holds no adapter: neither {tried}", param="path")
 
     def take_unchanged(self, home: Path) -> None:
-        """Put what did not come again beside what came."""
+        """Link the files that have not changed into the folder of those that have."""
         for name in self._unchanged:
             assert self._kept is not None
             os.link(home / self._kept.content / name, self._folder / name)
@@ -180,7 +180,7 @@ class _Arrival:
         return any(self._get(name, name) for name in names)
 
     def _get(self, remote_name: str, name: str) -> bool:
-        """Whether the source has the file."""
+        """Download a file, if it has changed; return whether the source has it."""
         known = None if self._kept is None else self._kept.files.get(name)
         target = self._folder / name
         got = self._remote.get(remote_name, target, self._allowance, known.tag if known else "")
@@ -195,7 +195,7 @@ class _Arrival:
 
 
 def _kept(home: Path) -> _Note | None:
-    """What arrived before, if it is still whole."""
+    """Return the note of what arrived before, if all of it is still there."""
     try:
         note = msgspec.json.decode((home / _NOTE_NAME).read_bytes(), type=_Note)
         sizes = {name: (home / note.content / name).stat().st_size for name in note.files}
@@ -205,7 +205,7 @@ def _kept(home: Path) -> _Note | None:
 
 
 def _move(arriving: Path, place: Path) -> None:
-    """Show a folder under its name; the same content that is there already stays."""
+    """Give a complete folder its name, unless the same content is there already."""
     place.parent.mkdir(parents=True, exist_ok=True)
     try:
         arriving.rename(place)
@@ -221,13 +221,13 @@ def _forget_others(home: Path, content: str) -> None:
 
 
 def _check_sum(reference: Reference, files: dict[str, _File]) -> None:
-    """Raises InvalidAdapterError if the weights are not those that were asked for."""
+    """Raise InvalidAdapterError if the weights have another checksum than the reference."""
     if reference.sha256 is None:
         return
     for name, file in files.items():
         if (name == SINGLE_NAME or name in WEIGHTS_NAMES) and file.sha256 != reference.sha256:
             raise InvalidAdapterError(
-                f"the SHA-256 of {reference} is {file.sha256}, not {reference.sha256} as asked for",
+                f"the SHA-256 of {reference} is {file.sha256}, not {reference.sha256} as requested",
                 param="path",
             )
 

@@ -1,8 +1,8 @@
 """HTTP and HTTPS downloads by httpx, each connection to an address that the policy has checked.
 
-Behind a proxy of the environment (HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY) the proxy resolves
-the names, so their addresses are its business; names that mean this machine or a private network
-are refused before.
+Where the environment names a proxy (HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY), the proxy
+resolves the names, and checking the addresses is its job. Names that mean this machine or a private
+network are refused all the same.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ _HTTP_DATE = "last-modified "
 _PORTS = {"http": 80, "https": 443}
 _HEADERS = {"User-Agent": f"loraplex/{__version__}", "Accept-Encoding": "identity"}
 _NO_REUSE = httpx.Limits(max_keepalive_connections=0)
-"""A connection is for one host name; the pool would share it by address."""
+"""Connections are not reused: the pool would share them by address between host names."""
 
 
 class TryAgainError(Exception):
@@ -62,7 +62,7 @@ class PinnedTransport(httpx.BaseTransport):
         self._direct = httpx.HTTPTransport(verify=self._context, trust_env=False, limits=_NO_REUSE)
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        """Raises PermissionDeniedError, AdapterLoadError, or httpx.TransportError."""
+        """Send a request. Raises PermissionDeniedError, AdapterLoadError, httpx.TransportError."""
         url = request.url
         proxy = proxy_for(url.scheme, url.host)
         if proxy is not None:
@@ -230,11 +230,11 @@ def _received(
     if encoding != "identity":
         raise InvalidAdapterError(f"{shown(url)} comes as {encoding}, which was not requested")
     length = response.headers.get("Content-Length", "")
-    total = int(length) if length.isdecimal() else None  # it may lie
-    allowance.require_room(total or 0)
+    total = int(length) if length.isdecimal() else None  # a claim, not a fact
+    allowance.require_bytes(total or 0)
     sha256, num_bytes = write_stream(response.iter_raw(), target, allowance, total)
     if linked is not None and sha256 != linked:
-        raise TryAgainError(f"its SHA-256 is {sha256}, the hub says {linked}")
+        raise TryAgainError(f"its SHA-256 is {sha256}, that of the hub {linked}")
     allowance.spend(num_bytes)
     return Arrived(_tag(response), sha256, num_bytes)
 

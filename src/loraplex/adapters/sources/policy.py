@@ -1,7 +1,7 @@
-"""Where adapters may come from, and how much: what the operator allowed.
+"""Policy for adapter sources: the places and sizes that the operator allows.
 
-Names are checked, and then every address that a name means; a connection goes to the address that
-was checked. So neither a redirect nor a second answer of the name server leads elsewhere.
+Names are checked, then every address of a name; a connection goes to an address that was checked.
+So neither a redirect nor a second reply of the name server leads elsewhere.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from loraplex.core.errors import (
 )
 
 HUB_HOSTS = ("huggingface.co", "*.huggingface.co", "*.hf.co")
-"""Who allows the hub allows the hosts that it sends its clients to."""
+"""Hosts of the hub, and those to which it redirects its clients."""
 ANY_HOST = "*"
 _HOST = re.compile(
     rf"\*|(\*\.)?[A-Za-z0-9_.-]+|[0-9A-Fa-f:]+|({'|'.join(OBJECT_SCHEMES)})://[A-Za-z0-9._-]+"
@@ -37,7 +37,7 @@ IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class SourcePolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """What one load may read."""
+    """Rules for one load."""
 
     roots: tuple[str, ...] | None = None
     """Folders that local paths must lie in, links followed; None: any path."""
@@ -45,20 +45,20 @@ class SourcePolicy(msgspec.Struct, frozen=True, kw_only=True):
     """`huggingface.co`, `*.example.org`, `s3://bucket`, or `*`; None: any."""
     allow_private_addresses: bool = False
     max_bytes: int = 4 << 30
-    """Of one adapter."""
+    """Maximum size of one adapter."""
     max_kept_bytes: int = 16 << 30
-    """Of what was fetched, all together; what was used longest ago goes first."""
+    """Maximum size of all fetched adapters; the least recently used are deleted first."""
     max_seconds: float = 540.0
-    """For one adapter to arrive."""
+    """Maximum time for one adapter to arrive."""
     may_use_kept: bool = False
-    """What arrived before may stand in for a source that does not answer."""
+    """Whether an earlier copy may replace a source that does not respond."""
 
     def for_operator(self) -> "SourcePolicy":
-        """For what the operator named: any path, any host. Addresses are checked all the same."""
+        """Return the policy for the operator's sources: any path, any host, checked addresses."""
         return msgspec.structs.replace(self, roots=None, hosts=None, may_use_kept=True)
 
     def check_path(self, path: Path, text: str) -> None:
-        """Raises PermissionDeniedError for a path outside the roots. `path` has no links left."""
+        """Raise PermissionDeniedError for a path outside the roots. `path` has no links left."""
         if self.roots is None or any(path.is_relative_to(root) for root in self._real_roots()):
             return
         raise PermissionDeniedError(
@@ -69,19 +69,19 @@ class SourcePolicy(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def check_host(self, host: str) -> None:
-        """Raises PermissionDeniedError for a host that the operator did not allow."""
+        """Raise PermissionDeniedError for a host that the operator did not allow."""
         if self.hosts is not None and not matches(host, self.hosts):
             raise self._refused(host)
 
     def check_bucket(self, url: str) -> None:
-        """As check_host, for s3://bucket/..., which an entry s3://bucket allows."""
+        """Raise PermissionDeniedError for s3://bucket/... unless an entry s3://bucket allows it."""
         scheme, _, rest = url.partition("://")
         bucket = f"{scheme}://{rest.partition('/')[0]}"
         if self.hosts is not None and ANY_HOST not in self.hosts and bucket not in self.hosts:
             raise self._refused(bucket)
 
     def check_address(self, host: str, address: str) -> None:
-        """Raises PermissionDeniedError for an address that is not public."""
+        """Raise PermissionDeniedError for an address that is not public."""
         for ip in _meant(ipaddress.ip_address(address.partition("%")[0])):
             never = ip.is_link_local or ip.is_multicast or ip.is_unspecified
             if never or not (ip.is_global or self.allow_private_addresses):
@@ -140,7 +140,7 @@ class SourcePolicy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def client_policy(config: Config, *, has_keys: bool = False) -> SourcePolicy:
-    """For what clients name. has_keys: they are told apart by API keys. Raises ConfigError."""
+    """Return the policy for clients; has_keys: they have API keys. Raises ConfigError."""
     server = config.server
     for host in server.allowed_adapter_hosts:
         if not _HOST.fullmatch(host):
@@ -151,8 +151,8 @@ def client_policy(config: Config, *, has_keys: bool = False) -> SourcePolicy:
     roots = server.allowed_adapter_roots
     for model in config.models.values():
         roots += (*model.adapter_dirs, *filter(None, (model.lora_root,)))
-    # Whoever reaches a server on loopback is on this machine already; but behind a proxy tenants
-    # with keys are elsewhere.
+    # Clients of a server on loopback are on this machine already. With keys there may be a proxy,
+    # whose clients are elsewhere.
     is_open = not server.allowed_adapter_roots and server.is_on_loopback and not has_keys
     return SourcePolicy(
         roots=None if is_open else roots,
@@ -164,7 +164,7 @@ def client_policy(config: Config, *, has_keys: bool = False) -> SourcePolicy:
 
 
 def checked_path(text: str, policy: SourcePolicy, file_names: Iterable[str]) -> Path:
-    """The place that a path means, links followed; it and its files lie within the roots.
+    """Return the target of a path, links followed; it and its files are within the roots.
 
     Raises InvalidAdapterError or PermissionDeniedError.
     """
@@ -174,7 +174,7 @@ def checked_path(text: str, policy: SourcePolicy, file_names: Iterable[str]) -> 
             param="path",
         )
     try:
-        # Before it is looked for: who may not read a folder shall not learn what is there.
+        # Checked before the file system is read: a client must not learn what is elsewhere.
         place = Path(text).expanduser().resolve()
         policy.check_path(place, text)
         for name in file_names:
@@ -198,7 +198,7 @@ def matches(host: str, patterns: Iterable[str]) -> bool:
 
 
 def _written_address(host: str) -> str | None:
-    """Return the address that a host is written as, if it is one: 127.1 and 0x7f000001 are, too."""
+    """Return the address that a host is, in any notation (127.1, 0x7f000001); None for a name."""
     with contextlib.suppress(ValueError):
         return str(ipaddress.ip_address(host.partition("%")[0]))
     with contextlib.suppress(OSError, UnicodeError):
@@ -207,7 +207,7 @@ def _written_address(host: str) -> str | None:
 
 
 def _meant(ip: IPAddress) -> list[IPAddress]:
-    """An address, and those that are wrapped in it."""
+    """Return an address, and those that are embedded in it."""
     found: list[IPAddress] = []
     if isinstance(ip, ipaddress.IPv6Address):
         if ip.ipv4_mapped is not None:

@@ -1,4 +1,4 @@
-"""What the text that says where an adapter is means: a path, a hub id, an address, an object.
+"""References to adapters: a path, a hub id, a URL, or an object in an object store.
 
     /adapters/zh, v1.2/zh.safetensors, file:///adapters/zh     a path on this machine
     hf://owner/name@revision/folder, owner/name                the Hugging Face hub
@@ -41,20 +41,20 @@ class SourceKind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reference:
-    """Where an adapter is."""
+    """Place of an adapter."""
 
     kind: SourceKind
     location: str
-    """A path; a hub id; an address without its checksum."""
+    """Path; hub id; URL without its checksum."""
     revision: str = DEFAULT_REVISION
-    """Of a hub id: branch, tag or commit."""
+    """Branch, tag or commit of a hub repository."""
     folder: str = ""
-    """Within a hub repository, without slashes at its ends."""
+    """Folder in a hub repository, without slashes at its ends."""
     sha256: str | None = None
 
     @property
     def is_file(self) -> bool:
-        """One file; otherwise a folder, of which the files that we know are looked for."""
+        """Whether it is one file; otherwise a folder, in which known file names are tried."""
         if self.kind is SourceKind.HUB:
             return self.folder.endswith(FILE_SUFFIX)
         path = self.location
@@ -63,7 +63,7 @@ class Reference:
         return path.endswith(FILE_SUFFIX)
 
     def __str__(self) -> str:
-        """For messages: a query may hold a signature, so it is not shown."""
+        """Return the text for messages, without the query, which may contain a signature."""
         if self.kind is SourceKind.HUB:
             folder = f"/{self.folder}" if self.folder else ""
             return f"hf://{self.location}@{self.revision}{folder}"
@@ -73,7 +73,7 @@ class Reference:
 
 
 def parse(text: str) -> Reference:
-    """Raises InvalidAdapterError."""
+    """Parse a reference. Raises InvalidAdapterError."""
     if len(text) > _MAX_CHARS:
         raise InvalidAdapterError(
             f"the source of an adapter has {len(text)} characters; at most {_MAX_CHARS} are read",
@@ -95,14 +95,14 @@ def parse(text: str) -> Reference:
 
 
 def shown_source(text: str) -> str:
-    """A source as anybody may see it: an address without its query. The text must have parsed."""
+    """Return a source without secrets: a URL loses its query. The text must have parsed."""
     match = _SCHEME.match(text)
     is_address = match is not None and match[1].lower() in ("http", "https")
     return shown(text) if is_address else text
 
 
 def shown(url: str) -> str:
-    """A URL without what may be secret in it."""
+    """Return a URL without the parts that may be secret."""
     parts = urllib.parse.urlsplit(url)
     return urllib.parse.urlunsplit(
         (parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", "")
@@ -183,5 +183,5 @@ def _invalid(text: str, wanted: str) -> InvalidAdapterError:
 
 
 def _is_here(path: str) -> bool:
-    """Whether a text like owner/name looks like a path here: its first folder is there."""
+    """Whether a text such as owner/name is a path: its first folder exists."""
     return Path(path).parts[0] in (".", "..") or Path(Path(path).parts[0]).exists()

@@ -1,4 +1,4 @@
-"""The sources beyond this machine: each gives a file by its name, if it has changed."""
+"""Remote sources: each writes a file by its name, if it has changed."""
 
 import urllib.parse
 from pathlib import Path
@@ -17,14 +17,14 @@ from loraplex.core.errors import (
     UnsupportedFeatureError,
 )
 
-_MAX_ANSWER_BYTES = 8 << 20
-"""Of the hub, about a repository: it lists every file."""
+_MAX_METADATA_BYTES = 8 << 20
+"""Maximum size of the hub's description of a repository, which lists every file."""
 _CHUNK_BYTES = 1 << 20
 _OBJECT_TAGS = ("ETag", "etag", "content_md5", "md5Hash", "LastModified", "last_modified", "mtime")
 
 
 class Remote(Protocol):
-    """A file, or a folder of files."""
+    """Remote file, or folder of files."""
 
     def get(
         self, name: str, target: Path, allowance: Allowance, known_tag: str
@@ -37,7 +37,7 @@ class Remote(Protocol):
 
 
 class HttpRemote:
-    """http and https: a file by its address, or files below it."""
+    """Source over http and https: a file, or the files below a URL."""
 
     def __init__(self, url: str, policy: SourcePolicy) -> None:
         self._url = url
@@ -53,7 +53,11 @@ class HttpRemote:
 
 
 class HubRemote:
-    """The Hugging Face hub. All files are of one commit, which is the tag of each of them."""
+    """Repository of the Hugging Face hub. All files are of one commit, which is their tag.
+
+    Only the endpoint and the token come from huggingface_hub. Its own download may use a native
+    client (Xet), which would bypass the address check and the size limits.
+    """
 
     def __init__(
         self, reference: Reference, policy: SourcePolicy, endpoint: str, token: str | None
@@ -79,10 +83,10 @@ class HubRemote:
         return Arrived(commit, got.sha256, got.num_bytes)
 
     def _find_commit(self, allowance: Allowance) -> str:
-        """What the revision means now."""
+        """Return the commit that the revision means now."""
         repository, revision = self._reference.location, self._reference.revision
         url = f"{self._endpoint}/api/models/{repository}/revision/{revision}"
-        body = self._client.read(url, allowance, self._headers, _MAX_ANSWER_BYTES)
+        body = self._client.read(url, allowance, self._headers, _MAX_METADATA_BYTES)
         if not body:
             raise InvalidAdapterError(
                 f"the hub has no repository {repository} with the revision {revision}", param="path"
@@ -90,7 +94,9 @@ class HubRemote:
         try:
             return str(msgspec.json.decode(body, type=_Repository).sha)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise AdapterLoadError(f"the hub's answer about {repository} is unreadable") from error
+            raise AdapterLoadError(
+                f"the hub's description of {repository} is unreadable"
+            ) from error
 
 
 class _Repository(msgspec.Struct):
@@ -98,7 +104,7 @@ class _Repository(msgspec.Struct):
 
 
 class ObjectRemote:
-    """An object store, through fsspec and the package that speaks to it."""
+    """Source in an object store, through fsspec and the store's package."""
 
     def __init__(self, reference: Reference) -> None:
         self._url = reference.location
@@ -142,7 +148,7 @@ class ObjectRemote:
         if tag and tag == known_tag:
             return Missing.UNCHANGED
         size = int(info.get("size") or 0)
-        allowance.require_room(size)
+        allowance.require_bytes(size)
         with self._files.open(path, "rb") as stream:
             chunks = iter(lambda: stream.read(_CHUNK_BYTES), b"")
             sha256, num_bytes = write_stream(chunks, target, allowance, size)
@@ -153,7 +159,7 @@ class ObjectRemote:
 
 
 def open_remote(reference: Reference, policy: SourcePolicy) -> Remote:
-    """Raises PermissionDeniedError or UnsupportedFeatureError."""
+    """Open a remote source. Raises PermissionDeniedError or UnsupportedFeatureError."""
     if reference.kind is SourceKind.OBJECT:
         policy.check_bucket(reference.location)
         return ObjectRemote(reference)
