@@ -21,6 +21,7 @@ from loraplex.core.adapter import ByName
 from loraplex.core.errors import ConfigError, QueueFullError
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.models.vllm import VLLM
+from loraplex.testing.echo_model import EchoModel
 from loraplex.text.tokenizer import load_tokenizer
 from support.program_options import program_options
 from support.served_triton import served_triton
@@ -160,10 +161,8 @@ def test_end_to_end_streamed(triton, said, dataset):
     assert ensemble_test.run(options, said.append) == 0
 
 
-def test_end_to_end_sees_a_difference(triton, said, dataset, backend, monkeypatch):
-    monkeypatch.setattr(
-        type(backend), "detokenize", lambda self, model, ids, **options: "otherwise"
-    )
+def test_end_to_end_sees_a_difference(triton, said, dataset, monkeypatch):
+    monkeypatch.setattr(EchoModel, "detokenize", lambda self, ids, **options: "otherwise")
     options = program_options(
         ENSEMBLE_TEST_FLAGS, url=triton.grpc, protocol="grpc", dataset=dataset
     )

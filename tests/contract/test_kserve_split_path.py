@@ -167,7 +167,7 @@ def test_a_large_batch_is_read_beside_the_event_loop(wire, backend):
     made = client.infer("preprocessing", inputs)
     ids, lengths = made.as_numpy("INPUT_ID"), made.as_numpy("REQUEST_INPUT_LEN")
     for prompt, row, [length] in zip(prompts, ids, lengths, strict=True):
-        assert row[:length].tolist() == backend.tokenize("echo", prompt)
+        assert row[:length].tolist() == backend.model("echo").tokenize(prompt)
 
 
 def test_over_a_stream_there_is_one_answer(triton):

@@ -210,37 +210,29 @@ def test_a_format_and_tools_are_an_error(ours, theirs):
     assert ours.chat(tools=[TOOL], response_format={"type": "text"}).status_code == 200
 
 
-class SeeingBackend(EchoBackend):
-    """Remembers what a chat template would have seen."""
-
-    async def render_chat(self, model, messages, **arguments):
-        self.rendering = arguments
-        return "prompt"
-
-
 def test_what_the_template_sees(server):
-    backend = SeeingBackend()
+    backend = EchoBackend()
     asking = Asking(server, backend, LlgtrtDialect(has_lora_root=True))
     asking.chat(response_format=schema_format())
-    variables = backend.rendering["template_kwargs"]
+    variables = backend.renderings[-1]["template_kwargs"]
     assert variables["json_schema"] == SCHEMA
     assert variables["date_string"].endswith(tuple("0123456789"))
-    assert backend.rendering["omits_absent"] is True
+    assert backend.renderings[-1]["omits_absent"] is True
     asking.chat(response_format=schema_format(), include_json_schema_in_prompt=False)
-    assert "json_schema" not in backend.rendering["template_kwargs"]
+    assert "json_schema" not in backend.renderings[-1]["template_kwargs"]
     asking.chat(tools=[TOOL], include_json_schema_in_prompt=False)
-    assert backend.rendering["tools"] is None
+    assert backend.renderings[-1]["tools"] is None
     asking.chat(tools=[TOOL])
-    assert backend.rendering["tools"]
+    assert backend.renderings[-1]["tools"]
 
 
 def test_tools_of_compat_are_seen_by_the_template(server):
-    backend = SeeingBackend()
+    backend = EchoBackend()
     asking = Asking(server, backend, CompatDialect(has_lora_root=True))
     asking.chat(tools=[TOOL])
-    assert backend.rendering["tools"] == [TOOL]
+    assert backend.renderings[-1]["tools"] == [TOOL]
     asking.chat(tools=[TOOL], include_json_schema_in_prompt=False)
-    assert backend.rendering["tools"] is None
+    assert backend.renderings[-1]["tools"] is None
 
 
 def test_expanded_prompt_whole_and_streamed(ours):
@@ -595,7 +587,7 @@ def _(ours, theirs, backend):
 
 async def rendered_by(service):
     try:
-        return await service.render_chat("m", HELLO)
+        return await service.model("m").render_chat(HELLO)
     finally:
         await service.close()
 

@@ -179,8 +179,8 @@ def test_items_of_every_kind(client: openai.OpenAI, backend: EchoBackend) -> Non
         0 < response.usage.output_tokens_details.reasoning_tokens <= len("<think>Hm.</think>\n\n")
     )
     shown = {"name": "clock", "strict": False}
-    assert backend.shown_tools[0] is not None
-    assert backend.shown_tools[0][1] == {"type": "function", "function": shown}
+    assert backend.renderings[0]["tools"] is not None
+    assert backend.renderings[0]["tools"][1] == {"type": "function", "function": shown}
 
 
 def test_reasoning_may_be_left_out(client: openai.OpenAI, backend: EchoBackend) -> None:
@@ -252,7 +252,7 @@ def test_no_tool_may_be_called(client: openai.OpenAI, backend: EchoBackend) -> N
     backend.scripts.append((CALL,))
     response = ask(client, tools=[WEATHER], tool_choice="none")
     assert response.output_text == CALL
-    assert backend.shown_tools == [None]
+    assert [each["tools"] for each in backend.renderings] == [None]
 
 
 # ---------------------------------------------------------------- formats

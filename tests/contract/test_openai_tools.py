@@ -79,7 +79,7 @@ def test_a_call_is_told_from_content(client: openai.OpenAI, backend: EchoBackend
     assert first.id.startswith("call_")
     assert first.id != second.id
     assert answer.usage.completion_tokens > 0
-    assert backend.shown_tools == [[WEATHER, CLOCK]]
+    assert [each["tools"] for each in backend.renderings] == [[WEATHER, CLOCK]]
     assert backend.requests[0].sampling.grammar is None
 
 
@@ -206,7 +206,7 @@ def test_allowed_tools(client: openai.OpenAI, backend: EchoBackend) -> None:
     backend.scripts.append((OTHER_CALL,))
     allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "clock"}}]}
     ask(client, tool_choice={"type": "allowed_tools", "allowed_tools": allowed})
-    assert backend.shown_tools == [[WEATHER, CLOCK]]
+    assert [each["tools"] for each in backend.renderings] == [[WEATHER, CLOCK]]
     assert backend.requests[0].sampling.grammar is not None
 
 
@@ -215,7 +215,7 @@ def test_no_tool_may_be_called(client: openai.OpenAI, backend: EchoBackend) -> N
     [choice] = ask(client, tool_choice="none").choices
     assert choice.message.content == CALL
     assert choice.message.tool_calls is None
-    assert backend.shown_tools == [None]
+    assert [each["tools"] for each in backend.renderings] == [None]
 
 
 def test_the_format_of_an_answer_binds_where_no_tool_is_called(

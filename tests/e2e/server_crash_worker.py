@@ -122,14 +122,16 @@ class Worker:
         name, number = self.random.choice(NAMES), self.random.randrange(NUM_VARIANTS)
         self.expect(name, self.variants.path_digests[number])
         path = self.variants.paths[number]
-        await self.service.load_adapter(LOCAL, model=MODEL, name=name, path=path, replace=True)
+        await self.service.adapter_admin.load(
+            LOCAL, model=MODEL, name=name, path=path, replace=True
+        )
         tell(done=True)
 
     async def upload(self):
         task_id, number = self.random.choice(TASK_IDS), self.random.randrange(NUM_VARIANTS)
         self.expect(str(task_id), self.variants.tensor_digests[number], task_id)
         weights, config = self.variants.tensors[number]
-        await self.service.add_adapter_tensors(
+        await self.service.adapter_admin.load_tensors(
             LOCAL, model=MODEL, task_id=task_id, weights=weights, config=config
         )
         tell(done=True)
@@ -138,7 +140,7 @@ class Worker:
         if known := sorted(self.state()):
             name = self.random.choice(known)
             self.expect(name, None)
-            await self.service.unload_adapter(LOCAL, ref(name))
+            await self.service.adapter_admin.unload(LOCAL, ref(name))
             tell(done=True)
 
     async def roll(self):
@@ -146,7 +148,7 @@ class Worker:
             name = self.random.choice(known)
             target = self.random.choice(self.store.history(ref(name)))
             self.expect(name, target.digest, target.task_id)
-            await self.service.rollback_adapter(LOCAL, ref(name), target.number)
+            await self.service.adapter_admin.rollback(LOCAL, ref(name), target.number)
             tell(done=True)
 
 

@@ -201,7 +201,7 @@ class ServedAdaptersMachine(RuleBasedStateMachine):
     @rule(name=NAMES, content=CONTENTS, canary=st.booleans(), dry_run=st.booleans())
     def load(self, name, content, canary, dry_run):
         report = self.do(
-            self.service.load_adapter(
+            self.service.adapter_admin.load(
                 LOCAL,
                 model="m",
                 name=name,
@@ -220,7 +220,7 @@ class ServedAdaptersMachine(RuleBasedStateMachine):
     def upload(self, task_id, content):
         tensor = RequestTensor("FP16", (1, 1), content.encode())
         self.do(
-            self.service.add_adapter_tensors(
+            self.service.adapter_admin.load_tensors(
                 LOCAL, model="m", task_id=task_id, weights=tensor, config=tensor
             )
         )
@@ -236,7 +236,7 @@ class ServedAdaptersMachine(RuleBasedStateMachine):
     @rule(data=st.data(), mode=st.sampled_from(UnloadMode))
     def unload(self, data, mode):
         name = data.draw(st.sampled_from(sorted(self.adapters)))
-        self.do(self.service.unload_adapter(LOCAL, ref(name), mode))
+        self.do(self.service.adapter_admin.unload(LOCAL, ref(name), mode))
         del self.adapters[name]
         if mode is UnloadMode.IMMEDIATE:
             ended = [one for one in self.running if one[1] == name]
@@ -254,7 +254,7 @@ class ServedAdaptersMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.adapters)))
         adapter = self.adapters[name]
         number, digest = data.draw(st.sampled_from(adapter.history[:10]))
-        self.do(self.service.rollback_adapter(LOCAL, ref(name), number))
+        self.do(self.service.adapter_admin.rollback(LOCAL, ref(name), number))
         adapter.put(digest)
 
     @precondition(lambda self: self.adapters)
@@ -263,7 +263,7 @@ class ServedAdaptersMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.adapters)))
         adapter = self.adapters[name]
         if policy is LoadPolicy.ALWAYS and adapter.task_id is None:
-            source = self.do(self.service.describe_adapter(LOCAL, ref(name))).source
+            source = self.do(self.service.adapter_admin.describe(LOCAL, ref(name))).source
             adapter.put(digest_of(source))
         key = ByName(name) if adapter.task_id is None else ByTaskId(adapter.task_id)
         tokens, digest = self.do(self.ask(key, 5, policy))
@@ -325,7 +325,7 @@ async def replaced_answer(state_dir: Path) -> list[int]:
     await service.start()
     try:
         for content in ("a", "b"):
-            await service.load_adapter(LOCAL, model="m", name="x", path=content, replace=True)
+            await service.adapter_admin.load(LOCAL, model="m", name="x", path=content, replace=True)
             tokens, _ = await read(await start_request(service, ByName("x"), 5))
         return tokens
     finally:

@@ -46,8 +46,8 @@ async def prepare(backend: Backend, config: Config) -> None:
 
 
 def _check_start_token(backend: Backend, model: str, token: str) -> None:
-    ids = backend.tokenize(model, token, add_special_tokens=False)
-    if len(ids) != 1 or backend.detokenize(model, ids) != "":
+    ids = backend.model(model).tokenize(token, add_special_tokens=False)
+    if len(ids) != 1 or backend.model(model).detokenize(ids) != "":
         raise ConfigError(
             f"json_start_token {token!r} must be one special token of the tokenizer of {model!r}"
         )
@@ -56,7 +56,9 @@ def _check_start_token(backend: Backend, model: str, token: str) -> None:
 async def _try_template(backend: Backend, model: str) -> None:
     """Log a fault of the chat template at the start; completions are served in any case."""
     try:
-        await backend.render_chat(model, [{"role": "user", "content": "Hello"}], omits_absent=True)
+        await backend.model(model).render_chat(
+            [{"role": "user", "content": "Hello"}], omits_absent=True
+        )
     except InvalidRequestError as error:
         logger.warning("model %s: chats will be refused: %s", model, error.message)
 

@@ -201,33 +201,33 @@ class LLM:
         if mode not in modes:
             raise InvalidRequestError(f"mode must be {' or '.join(modes)}, got {mode!r}")
         ref = self._ref(name)
-        return self._wait(self._service.unload_adapter(LOCAL, ref, UnloadMode(mode)))
+        return self._wait(self._service.adapter_admin.unload(LOCAL, ref, UnloadMode(mode)))
 
     def rollback_adapter(self, name: str, version: int | None = None) -> AdapterCard:
         """Restore an older version of an adapter: by default the one before the present one."""
-        return self._wait(self._service.rollback_adapter(LOCAL, self._ref(name), version))
+        return self._wait(self._service.adapter_admin.rollback(LOCAL, self._ref(name), version))
 
     def pin_adapter(
         self, name: str, version: int | None = None, *, pinned: bool = True
     ) -> VersionCard:
         """Pin a version, so that it is never removed, or unpin it; None: the present version."""
         ref = self._ref(name)
-        return self._wait(self._service.pin_adapter(LOCAL, ref, version, is_pinned=pinned))
+        return self._wait(self._service.adapter_admin.pin(LOCAL, ref, version, is_pinned=pinned))
 
     def alias_adapter(self, name: str, alias: str, *, replace: bool = False) -> AdapterCard:
         """Give an adapter another name; remove_adapter removes that name."""
         ref = self._ref(name)
-        return self._wait(self._service.alias_adapter(LOCAL, ref, alias, replace=replace))
+        return self._wait(self._service.adapter_admin.alias(LOCAL, ref, alias, replace=replace))
 
     def adapter(self, name: str) -> AdapterDetails:
         """Return the description of an adapter with its versions."""
-        return self._wait(self._service.describe_adapter(LOCAL, self._ref(name)))
+        return self._wait(self._service.adapter_admin.describe(LOCAL, self._ref(name)))
 
     def adapters(self) -> list[AdapterCard]:
         return list(self._service.adapters(LOCAL))
 
     def stats(self) -> EngineStats:
-        return self._service.stats(self._model)
+        return self._service.model(self._model).stats
 
     async def _generate_all(
         self,
@@ -291,7 +291,7 @@ class LLM:
         if arrays.tensors is None:
             return None if arrays.task_id is None else ByTaskId(arrays.task_id)
         weights, config = arrays.tensors
-        return await self._service.add_adapter_tensors(
+        return await self._service.adapter_admin.load_tensors(
             LOCAL, model=self._model, task_id=arrays.task_id, weights=weights, config=config
         )
 
@@ -299,7 +299,7 @@ class LLM:
         key = await self._key(arrays)
         assert key is not None
         ref = AdapterRef(self._model, DEFAULT_TENANT, key)
-        return await self._service.describe_adapter(LOCAL, ref)
+        return await self._service.adapter_admin.describe(LOCAL, ref)
 
     async def _load(
         self,
@@ -312,7 +312,7 @@ class LLM:
     ) -> LoadReport:
         if name is None or path is None:
             raise InvalidRequestError("give a name and a path, or lora_weights and lora_config")
-        return await self._service.load_adapter(
+        return await self._service.adapter_admin.load(
             LOCAL,
             model=self._model,
             name=name,

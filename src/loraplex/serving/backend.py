@@ -1,7 +1,8 @@
-"""The whole contract between a front end and the rest of loraplex.
+"""Contract between a front end and the rest of loraplex.
 
 A front end turns bytes into a `GenerateRequest`, awaits `Backend.generate`, and turns
-`RequestOutput`s into bytes. `serving.service.Service` implements it; `testing.EchoBackend` too.
+`RequestOutput`s into bytes. Each protocol has two implementations: `Service`, `ServedModel` and
+`CatalogAdmin` of serving, and those of `testing.EchoBackend`.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -60,37 +61,17 @@ class Health(msgspec.Struct, frozen=True):
     """Why it is not ready."""
 
 
-class Backend(Protocol):
-    """Raises errors of core.errors only."""
+class Model(Protocol):
+    """A served base model: its texts, its numbers and what it holds."""
 
-    def new_request_id(self) -> RequestId: ...
+    @property
+    def card(self) -> ModelCard: ...
 
-    def health(self) -> Health: ...
-
-    def model_ready(self, model: str) -> bool:
-        """False for an unknown model, too."""
-        ...
-
-    def models(self, principal: Principal = LOCAL) -> Sequence[ModelCard]:
-        """Those that are there for who asks, of at least one; the first is the default."""
-        ...
-
-    def model(self, name: str) -> ModelCard:
-        """Raises ModelNotFoundError, whose message lists the models and adapters."""
-        ...
-
-    def adapters(self, principal: Principal, model: str | None = None) -> Sequence[AdapterCard]: ...
-
-    def find(self, name: str, principal: Principal) -> tuple[ModelCard, AdapterKey | None]:
-        """What OpenAI's `model` field means: a base model, an adapter's name, or `base:adapter`.
-
-        Raises ModelNotFoundError.
-        """
-        ...
+    @property
+    def stats(self) -> EngineStats: ...
 
     async def render_chat(
         self,
-        model: str,
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
@@ -100,46 +81,69 @@ class Backend(Protocol):
         template_kwargs: Mapping[str, Any] | None = None,
         omits_absent: bool = False,
     ) -> str:
-        """The prompt text of a conversation; it already holds the special tokens.
+        """Return the prompt text of a conversation; it already contains the special tokens.
 
-        continue_final_message: it ends with the last message's content, for the model to go on.
-        omits_absent: to the template, what is None is not defined.
+        With continue_final_message it ends with the last message's content, for the model to
+        continue. With omits_absent a variable that is None is not defined for the template.
         Raises InvalidRequestError if the model has no chat template or the template refuses.
         """
         ...
 
-    def tokenize(self, model: str, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
     def detokenize(
         self,
-        model: str,
         token_ids: Sequence[int],
         *,
         skip_special_tokens: bool = True,
         is_continuation: bool = False,
     ) -> str:
-        """The text of token ids: a whole one or, is_continuation, what follows some other text.
+        """Return the text of token ids: of a whole text, or of one that continues another.
 
         Tokenizers that put a space before every text drop it from a whole one only.
         """
         ...
 
-    def token_bytes(self, model: str, token_id: int) -> bytes:
-        """The exact bytes that one token stands for (OpenAI's logprobs show them)."""
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the exact bytes that one token stands for (OpenAI's logprobs show them)."""
         ...
 
-    async def generate(
-        self, request: GenerateRequest, principal: Principal
-    ) -> AsyncIterator[RequestOutput]:
-        """Admit a request; the iterator gives its outputs.
+    async def adapter_residency(self) -> Mapping[str, Residency]:
+        """Return where the engine has its adapters, by digest; absent ones are left out."""
+        ...
 
-        Everything that can be known to be wrong beforehand is raised by the await itself: bad
-        parameters, a prompt that is too long, an unknown adapter, a full queue. The iterator
-        raises what happens later. Closing the iterator aborts the request.
+    async def adapter_activity(self) -> AdapterActivity:
+        """Return where the engine has its adapters, and how many requests use and await them.
+
+        The values are of one moment between two steps. During a long step the last known ones are
+        returned; without an engine the activity is empty.
         """
         ...
 
-    async def load_adapter(
+    def memory(self) -> ModelMemory:
+        """Return the memory of the model, tier by tier.
+
+        Raises NotReadyError before the engine has started once.
+        """
+        ...
+
+    async def stored_adapters(self) -> StoredAdapters:
+        """Return the number and size of the adapters that are stored on disk."""
+        ...
+
+    def load_times(self) -> Mapping[str, Durations]:
+        """Return how long loads of adapters took, by stage."""
+        ...
+
+    def steps(self, limit: int) -> Sequence[StepRecord]:
+        """Return the newest launched steps, oldest first."""
+        ...
+
+
+class AdapterAdmin(Protocol):
+    """Changes and descriptions of adapters. Raises errors of core.errors only."""
+
+    async def load(
         self,
         principal: Principal,
         *,
@@ -151,14 +155,14 @@ class Backend(Protocol):
         dry_run: bool = False,
         canary: bool = False,
     ) -> LoadReport:
-        """Stage, validate and register; with dry_run all but the last.
+        """Stage, validate and register an adapter; with dry_run all but the last.
 
-        With canary it runs a forward first, and what gives the base model's log probabilities is
-        refused. Raises before anything changes if the adapter is bad.
+        With canary it runs a forward pass first and refuses an adapter which gives the base
+        model's log probabilities. Raises before anything changes if the adapter is bad.
         """
         ...
 
-    async def add_adapter_tensors(
+    async def load_tensors(
         self,
         principal: Principal,
         *,
@@ -167,73 +171,87 @@ class Backend(Protocol):
         weights: RequestTensor,
         config: RequestTensor,
     ) -> AdapterKey:
-        """Register the adapter that a request brings along; the key means it from now on.
+        """Register the adapter that a request contains, and return its key.
 
-        `weights` and `config` are TensorRT-LLM's lora_weights and lora_config. Under a task id that
-        is known already they are a new version, or, if the bytes are the same, change nothing.
-        Without a task id the key is the digest. Raises as load_adapter.
+        `weights` and `config` are TensorRT-LLM's lora_weights and lora_config. Under a known task
+        id they become a new version or, if the bytes are the same, change nothing. Without a task
+        id the key is the digest. Raises as `load`.
         """
         ...
 
-    async def unload_adapter(
+    async def unload(
         self, principal: Principal, ref: AdapterRef, mode: UnloadMode = UnloadMode.DRAIN
     ) -> Unloaded:
-        """Forget a name with its history; by the name of an alias only the alias."""
+        """Forget a name with its history; the name of an alias removes only the alias."""
         ...
 
-    async def rollback_adapter(
+    async def rollback(
         self, principal: Principal, ref: AdapterRef, number: int | None = None
     ) -> AdapterCard:
         """Give a name its version of that number again, or the one before the present.
 
-        Requests in work end on what they began with. Raises AdapterNotFoundError.
+        In-flight requests keep the version that they began with. Raises AdapterNotFoundError.
         """
         ...
 
-    async def pin_adapter(
+    async def pin(
         self, principal: Principal, ref: AdapterRef, number: int | None, *, is_pinned: bool
     ) -> VersionCard:
-        """Keep a version in the history however old it grows, or no longer; None: the present."""
+        """Keep a version in the history at any age, or no longer; None: the present version."""
         ...
 
-    async def alias_adapter(
+    async def alias(
         self, principal: Principal, ref: AdapterRef, alias: str, *, replace: bool = False
     ) -> AdapterCard:
-        """Another name, which follows the adapter's present version. Raises AdapterExistsError."""
+        """Add a name which follows the adapter's present version. Raises AdapterExistsError."""
         ...
 
-    async def describe_adapter(self, principal: Principal, ref: AdapterRef) -> AdapterDetails:
-        """Raises AdapterNotFoundError."""
+    async def describe(self, principal: Principal, ref: AdapterRef) -> AdapterDetails:
+        """Return everything known of an adapter. Raises AdapterNotFoundError."""
         ...
 
-    async def adapter_residency(self, model: str) -> Mapping[str, Residency]:
-        """Where the engine has its adapters, by digest; those that are absent are left out."""
+
+class Backend(Protocol):
+    """What front ends need of serving. Raises errors of core.errors only."""
+
+    @property
+    def adapter_admin(self) -> AdapterAdmin: ...
+
+    def new_request_id(self) -> RequestId: ...
+
+    def health(self) -> Health: ...
+
+    def model_ready(self, model: str) -> bool:
+        """Return whether a model serves; False also for an unknown model."""
         ...
 
-    async def adapter_activity(self, model: str) -> AdapterActivity:
-        """Where the engine has its adapters, and for whom, at one moment between two steps.
+    def models(self, principal: Principal = LOCAL) -> Sequence[ModelCard]:
+        """Return the models that a principal may see, at least one; the first is the default."""
+        ...
 
-        While a long step runs it is what was told last; empty without an engine.
+    def model(self, name: str) -> Model:
+        """Raise ModelNotFoundError, whose message lists the models and adapters."""
+        ...
+
+    def adapters(self, principal: Principal, model: str | None = None) -> Sequence[AdapterCard]: ...
+
+    def find(self, name: str, principal: Principal) -> tuple[ModelCard, AdapterKey | None]:
+        """Return what OpenAI's `model` field means: a base model, an adapter, or `base:adapter`.
+
+        Raises ModelNotFoundError.
         """
         ...
 
-    def memory(self, model: str) -> ModelMemory:
-        """What the model takes, tier by tier. Raises NotReadyError before the engine was there."""
-        ...
+    async def generate(
+        self, request: GenerateRequest, principal: Principal
+    ) -> AsyncIterator[RequestOutput]:
+        """Admit a request; the iterator yields its outputs.
 
-    async def stored_adapters(self, model: str) -> StoredAdapters:
-        """The adapters that may be asked for, on the disk."""
+        The await itself raises every error that can be known in advance: bad parameters, a prompt
+        that is too long, an unknown adapter, a full queue. The iterator raises later errors.
+        Closing the iterator aborts the request.
+        """
         ...
-
-    def load_times(self, model: str) -> Mapping[str, Durations]:
-        """How long loads of adapters took, by stage."""
-        ...
-
-    def steps(self, model: str, limit: int) -> Sequence[StepRecord]:
-        """The newest launched steps, oldest first."""
-        ...
-
-    def stats(self, model: str) -> EngineStats: ...
 
 
 async def close_outputs(outputs: AsyncIterator[RequestOutput]) -> None:

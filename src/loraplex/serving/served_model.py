@@ -2,15 +2,17 @@
 
 import asyncio
 import dataclasses
+import itertools
 import logging
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.store import AdapterStore, AdapterVersion
 from loraplex.adapters.target_check import check_targets
-from loraplex.core.adapter import AdapterChoice, AdapterUse
+from loraplex.core.adapter import AdapterChoice, AdapterUse, Residency
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import (
     LoraplexError,
@@ -22,6 +24,7 @@ from loraplex.core.errors import (
 from loraplex.core.output import ResolvedAdapter
 from loraplex.core.principal import Principal
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.stats import AdapterActivity, Durations, EngineStats, StepRecord
 from loraplex.serving.access.tenant_adapters import TenantAdapters
 from loraplex.serving.adapters.cards import AdapterState
 from loraplex.serving.adapters.fit import check_room
@@ -31,10 +34,13 @@ from loraplex.serving.grammar.grammars import Grammars
 from loraplex.serving.model_memory import ModelMemory, StoredAdapters, memory_of, stored
 from loraplex.serving.text.bad_words import with_bad_token_ids
 from loraplex.serving.text.chat_renderer import ChatRenderer
+from loraplex.serving.text.detokenizer import continuation
 from loraplex.serving.text.prompt_tokens import prompt_token_ids
 from loraplex.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+_NONE_YET = Durations()
 
 _INLINE_CHARACTERS = 4096
 """Shorter texts are tokenized on the event loop: a thread's hand-over would cost more."""
@@ -56,6 +62,7 @@ class ServedModel:
     unfit: dict[str, LoraplexError] = dataclasses.field(default_factory=dict)
     """Why a stored adapter cannot be served, by digest."""
     grammars: Grammars = dataclasses.field(init=False)
+    _stage_times: dict[str, Durations] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.grammars = Grammars(self.tokenizer, self.config.grammar_limits)
@@ -65,7 +72,9 @@ class ServedModel:
         capacity = await self.engine.start()
         self.card = msgspec.structs.replace(self.card, max_model_len=capacity.max_model_len)
 
-    async def tokenize(self, prompt: str | tuple[int, ...], add_special_tokens: bool) -> list[int]:
+    async def prompt_ids(
+        self, prompt: str | tuple[int, ...], add_special_tokens: bool
+    ) -> list[int]:
         """The ids of a prompt; ids pass as they are. Raises PromptTooLongError."""
         if not isinstance(prompt, str):
             return list(prompt)
@@ -85,6 +94,26 @@ class ServedModel:
         if sum(map(len, sampling.bad_words)) <= _INLINE_CHARACTERS:
             return with_bad_token_ids(sampling, encode)
         return await asyncio.to_thread(with_bad_token_ids, sampling, encode)
+
+    async def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        return await self.chats.render(messages, **options)
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return prompt_token_ids(self.tokenizer, text, add_special_tokens)
+
+    def detokenize(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        is_continuation: bool = False,
+    ) -> str:
+        if not is_continuation:
+            return self.tokenizer.decode(token_ids, skip_special_tokens)
+        return continuation(self.tokenizer, token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.tokenizer.token_bytes(token_id)
 
     def resolve(
         self, choices: tuple[AdapterChoice, ...], principal: Principal
@@ -146,6 +175,29 @@ class ServedModel:
         versions = self.store.present(self.card.name)
         paths = [version.source.path for version in versions]
         return await asyncio.to_thread(stored, len(versions), paths)
+
+    async def adapter_residency(self) -> Mapping[str, Residency]:
+        return await self.engine.residency()
+
+    async def adapter_activity(self) -> AdapterActivity:
+        return await self.engine.recent_activity()
+
+    @property
+    def stats(self) -> EngineStats:
+        return self.engine.stats
+
+    def steps(self, limit: int) -> Sequence[StepRecord]:
+        records = self.engine.steps
+        return list(itertools.islice(records, max(0, len(records) - limit), None))
+
+    def observe_load(self, stage: str, seconds: float) -> None:
+        """Count the time of one stage of loading an adapter."""
+        times = self._stage_times.get(stage, _NONE_YET)
+        self._stage_times[stage] = times.with_one(int(seconds * 1e9))
+
+    def load_times(self) -> Mapping[str, Durations]:
+        tiers = self.engine.stats.adapters
+        return {**self._stage_times, "read": tiers.read_times, "copy": tiers.copy_times}
 
     def adapters_of(self, principal: Principal) -> TenantAdapters:
         """What of its adapters is there for who asks."""

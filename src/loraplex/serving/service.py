@@ -1,19 +1,17 @@
-"""The one door to several served models: what `Backend` promises, kept.
+"""Entry point to several served models: admission of requests and the lifecycle of the server.
 
-It knows names, principals and lifecycles; tokens and text are the models', adapters' files the
-loading's.
+Text and numbers of one model are in `served_model`, changes of adapters in `adapters.admin`.
 """
 
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 
-from loraplex.adapters.staging import RequestTensor, StagingWorker
-from loraplex.core.adapter import AdapterKey, AdapterRef, ByName, LoadPolicy, Residency
+from loraplex.adapters.staging import StagingWorker
+from loraplex.core.adapter import AdapterKey, ByName, LoadPolicy
 from loraplex.core.clock import Clock
 from loraplex.core.errors import (
     InvalidRequestError,
@@ -24,41 +22,30 @@ from loraplex.core.errors import (
 from loraplex.core.output import RequestOutput
 from loraplex.core.principal import LOCAL, Principal
 from loraplex.core.request import GenerateRequest, RequestId, check_adapters
-from loraplex.core.stats import AdapterActivity, Durations, EngineStats, StepRecord
 from loraplex.serving.access.tenant_limits import Lease, LeasedOutputs, TenantGate
+from loraplex.serving.adapters.admin import CatalogAdmin
 from loraplex.serving.adapters.cards import (
     AdapterCard,
-    AdapterDetails,
-    LoadReport,
-    Unloaded,
-    UnloadMode,
-    VersionCard,
-    card_of,
-    version_card,
-    without_sources,
 )
 from loraplex.serving.adapters.composition import compose
 from loraplex.serving.adapters.folder_follower import FolderFollower
-from loraplex.serving.adapters.loading import CatalogLoader, inline_name
+from loraplex.serving.adapters.loading import CatalogLoader
 from loraplex.serving.adapters.upkeep import CatalogUpkeep
 from loraplex.serving.admission import admit, cut_prompt
 from loraplex.serving.backend import Health, ModelCard
-from loraplex.serving.catalog import ModelCatalog, describe, pin_on_device
+from loraplex.serving.catalog import ModelCatalog, pin_on_device
 from loraplex.serving.draining import Draining
 from loraplex.serving.generation import Generation
-from loraplex.serving.model_memory import ModelMemory, StoredAdapters
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.served_model import ServedModel, answered_by, label, uses
 from loraplex.serving.share_weight import share_weight
-from loraplex.serving.text.detokenizer import continuation
-from loraplex.serving.text.prompt_tokens import prompt_token_ids
 from loraplex.serving.wire_request import begin_generation
 
 logger = logging.getLogger(__name__)
 
 
 class Service:
-    """Implements `serving.backend.Backend`. All methods run on one event loop."""
+    """Implementation of `serving.backend.Backend`. All methods run on one event loop."""
 
     def __init__(
         self,
@@ -80,6 +67,9 @@ class Service:
         self._request_ids = itertools.count(1)
         self._is_started = False
         self.draining = Draining(clock, self._num_running, self._end_requests)
+        self.adapter_admin = CatalogAdmin(
+            self._catalog, self._loader, metrics, self._require_open, self.new_request_id
+        )
 
     async def start(self) -> None:
         """Start the engines, load the configured adapters, be ready. Raises why it cannot."""
@@ -128,8 +118,8 @@ class Service:
     def models(self, principal: Principal = LOCAL) -> Sequence[ModelCard]:
         return [model.card for model in self._catalog.of(principal).values()]
 
-    def model(self, name: str) -> ModelCard:
-        return self._catalog.model(name).card
+    def model(self, name: str) -> ServedModel:
+        return self._catalog.model(name)
 
     def adapters(self, principal: Principal, model: str | None = None) -> Sequence[AdapterCard]:
         return self._catalog.adapters(principal, model)
@@ -142,47 +132,6 @@ class Service:
                 raise NotReadyError("the server is starting", retry_after_seconds=2) from None
             raise
         return model.card, key
-
-    async def render_chat(
-        self,
-        model: str,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-        omits_absent: bool = False,
-    ) -> str:
-        return await self._catalog.model(model).chats.render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            documents=documents,
-            template_kwargs=template_kwargs,
-            omits_absent=omits_absent,
-        )
-
-    def tokenize(self, model: str, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return prompt_token_ids(self._catalog.model(model).tokenizer, text, add_special_tokens)
-
-    def detokenize(
-        self,
-        model: str,
-        token_ids: Sequence[int],
-        *,
-        skip_special_tokens: bool = True,
-        is_continuation: bool = False,
-    ) -> str:
-        tokenizer = self._catalog.model(model).tokenizer
-        if not is_continuation:
-            return tokenizer.decode(token_ids, skip_special_tokens)
-        return continuation(tokenizer, token_ids, skip_special_tokens=skip_special_tokens)
-
-    def token_bytes(self, model: str, token_id: int) -> bytes:
-        return self._catalog.model(model).tokenizer.token_bytes(token_id)
 
     async def generate(
         self, request: GenerateRequest, principal: Principal
@@ -217,7 +166,7 @@ class Service:
                 await self._loader.reload(model, version)
             chosen = model.resolve(request.adapters, principal)
         composition = compose(chosen, model.shapes)
-        tokenized = await model.tokenize(request.prompt, request.add_special_tokens)
+        tokenized = await model.prompt_ids(request.prompt, request.add_special_tokens)
         token_ids = cut_prompt(request, tokenized, model.card)
         sampling = await model.spelled(request.sampling)
         sampling = await model.grammars.compiled(sampling)
@@ -257,115 +206,6 @@ class Service:
             if name in principal.rights.use and seen.find(ByName(name)) is None:
                 await self._follower.take_named(model, name)
 
-    async def load_adapter(
-        self,
-        principal: Principal,
-        *,
-        model: str,
-        name: str,
-        path: str,
-        task_id: int | None = None,
-        replace: bool = False,
-        dry_run: bool = False,
-        canary: bool = False,
-    ) -> LoadReport:
-        served = self._managed(principal, model)
-        served.adapters_of(principal).check_manages(name)
-        self._catalog.check_is_no_base(name)
-        return await self._loader.load(
-            served,
-            principal,
-            name=name,
-            path=path,
-            task_id=task_id,
-            replace=replace,
-            dry_run=dry_run,
-            canary_id=self.new_request_id if canary else None,
-        )
-
-    async def add_adapter_tensors(
-        self,
-        principal: Principal,
-        *,
-        model: str,
-        task_id: int | None,
-        weights: RequestTensor,
-        config: RequestTensor,
-    ) -> AdapterKey:
-        try:
-            served = self._managed(principal, model)
-            served.adapters_of(principal).check_manages(inline_name(served, principal, task_id))
-            return await self._loader.load_tensors(
-                served, principal.tenant, task_id, weights, config
-            )
-        except LoraplexError as error:  # part of a request: it fails with it
-            self._metrics.observe_error(model, error)
-            raise
-
-    async def unload_adapter(
-        self, principal: Principal, ref: AdapterRef, mode: UnloadMode = UnloadMode.DRAIN
-    ) -> Unloaded:
-        model = self._managed(principal, ref.model)
-        ref = model.adapters_of(principal).managed(ref.key)
-        return await self._catalog.remove(model, ref, mode)
-
-    async def rollback_adapter(
-        self, principal: Principal, ref: AdapterRef, number: int | None = None
-    ) -> AdapterCard:
-        model = self._managed(principal, ref.model)
-        ref = model.adapters_of(principal).managed(ref.key)
-        version = await self._catalog.rollback(model, ref, number)
-        return card_of(version, model.state_of(version))
-
-    async def pin_adapter(
-        self, principal: Principal, ref: AdapterRef, number: int | None, *, is_pinned: bool
-    ) -> VersionCard:
-        model = self._managed(principal, ref.model)
-        ref = model.adapters_of(principal).managed(ref.key)
-        return version_card(await self._catalog.pin(model, ref, number, is_pinned=is_pinned))
-
-    async def alias_adapter(
-        self, principal: Principal, ref: AdapterRef, alias: str, *, replace: bool = False
-    ) -> AdapterCard:
-        model = self._managed(principal, ref.model)
-        seen = model.adapters_of(principal)
-        ref = seen.managed(ref.key)
-        seen.check_manages(alias)
-        self._catalog.check_is_no_base(alias)
-        version = await self._catalog.change(lambda: model.store.alias(ref, alias, replace=replace))
-        return card_of(version, model.state_of(version))
-
-    async def describe_adapter(self, principal: Principal, ref: AdapterRef) -> AdapterDetails:
-        self._require_open()
-        model = self._catalog.model(ref.model, principal)
-        ref = model.adapters_of(principal).described(ref.key)
-        details = await describe(model, ref)
-        return details if ref.tenant == principal.tenant else without_sources(details)
-
-    async def adapter_residency(self, model: str) -> Mapping[str, Residency]:
-        return await self._catalog.model(model).engine.residency()
-
-    async def adapter_activity(self, model: str) -> AdapterActivity:
-        return await self._catalog.model(model).engine.recent_activity()
-
-    def memory(self, model: str) -> ModelMemory:
-        return self._catalog.model(model).memory()
-
-    async def stored_adapters(self, model: str) -> StoredAdapters:
-        return await self._catalog.model(model).stored_adapters()
-
-    def load_times(self, model: str) -> Mapping[str, Durations]:
-        tiers = self._catalog.model(model).engine.stats.adapters
-        engine = {"read": tiers.read_times, "copy": tiers.copy_times}
-        return {**self._loader.times.of_model(model), **engine}
-
-    def steps(self, model: str, limit: int) -> Sequence[StepRecord]:
-        records = self._catalog.model(model).engine.steps
-        return list(itertools.islice(records, max(0, len(records) - limit), None))
-
-    def stats(self, model: str) -> EngineStats:
-        return self._catalog.model(model).engine.stats
-
     def _num_running(self) -> int:
         return sum(model.engine.num_requests for model in self._models.values())
 
@@ -377,9 +217,3 @@ class Service:
         self.draining.require_none()
         if not self._is_started:
             raise NotReadyError("the server is starting", retry_after_seconds=2)
-
-    def _managed(self, principal: Principal, model: str) -> ServedModel:
-        """The model whose adapters are to be changed; raises if they may not be."""
-        principal.require_manages()
-        self._require_open()
-        return self._catalog.model(model, principal)

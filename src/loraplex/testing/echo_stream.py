@@ -117,7 +117,7 @@ class EchoStream(AsyncIterator[RequestOutput]):
         request = self._request
         prompt = echo_tokenizer.decode(self._prompt_token_ids)
         names = [adapter.name for adapter in self._adapters]
-        room = self._backend.model(request.model).max_model_len - len(self._prompt_token_ids)
+        room = self._backend.model(request.model).card.max_model_len - len(self._prompt_token_ids)
         answers: Sequence[str] = [
             echo_answer(request.model, names, prompt, index) for index in range(request.sampling.n)
         ]

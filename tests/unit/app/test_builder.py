@@ -48,7 +48,7 @@ def test_how_many_steps_are_remembered(build):
 
 
 def test_the_card(build, folder):
-    card = build().model("m")
+    card = build().model("m").card
     assert (card.name, card.path) == ("m", str(folder))
     assert (card.max_model_len, card.vocab_size) == (2048, 1024)
     assert (card.eos_token_id, card.pad_token_id, card.dtype) == (2, 0, "bfloat16")
@@ -64,7 +64,7 @@ def test_the_card(build, folder):
 )
 def test_the_dtype(build, folder, checkpoint, asked, told):
     change(folder, "config.json", dtype=checkpoint)
-    assert build(dtype=asked).model("m").dtype == told
+    assert build(dtype=asked).model("m").card.dtype == told
 
 
 @pytest.mark.parametrize(
@@ -72,24 +72,24 @@ def test_the_dtype(build, folder, checkpoint, asked, told):
     [({}, "bfloat16"), ({"dtype": "float32"}, "float32"), ({"kv_dtype": "int8"}, "int8")],
 )
 def test_the_kv_dtype(build, asked, told):
-    assert build(**asked).model("m").kv_dtype == told
+    assert build(**asked).model("m").card.kv_dtype == told
 
 
 def test_the_end_token_may_be_the_tokenizers(build, folder):
     (folder / "generation_config.json").unlink()
     change(folder, "config.json", eos_token_id=None)
-    assert build().model("m").eos_token_id == 2
+    assert build().model("m").card.eos_token_id == 2
 
 
 def test_max_model_len(build):
-    assert build(max_model_len=100).model("m").max_model_len == 100
+    assert build(max_model_len=100).model("m").card.max_model_len == 100
     with pytest.raises(ConfigError, match=r"max_model_len 2049 is more than the 2048 .*'m'"):
         build(max_model_len=2049)
 
 
 async def rendered(service: Service) -> str:
     try:
-        return await service.render_chat("m", HELLO)
+        return await service.model("m").render_chat(HELLO)
     finally:
         await service.close()
 
@@ -170,9 +170,9 @@ class TestWhatAdaptersMayChange:
 
 
 def test_an_end_token_of_the_settings_goes_before_the_models(build, folder):
-    assert build(tokenizer_config={"eos_token": "<|user|>"}).model("m").eos_token_id == 3
-    assert build(tokenizer_config={"eos_token": None}).model("m").eos_token_id == 2
-    assert build(tokenizer_config={"pad_token": None}).model("m").pad_token_id is None
+    assert build(tokenizer_config={"eos_token": "<|user|>"}).model("m").card.eos_token_id == 3
+    assert build(tokenizer_config={"eos_token": None}).model("m").card.eos_token_id == 2
+    assert build(tokenizer_config={"pad_token": None}).model("m").card.pad_token_id is None
 
 
 HELLO = [{"role": "user", "content": "hi"}]

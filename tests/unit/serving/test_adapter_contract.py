@@ -82,7 +82,7 @@ def request(key="zh", max_tokens=4, **fields) -> GenerateRequest:
 
 
 async def load(service, path="/1", name="zh", **fields):
-    return await service.load_adapter(LOCAL, model="a", name=name, path=path, **fields)
+    return await service.adapter_admin.load(LOCAL, model="a", name=name, path=path, **fields)
 
 
 async def digest_of(service, asked) -> str:
@@ -98,7 +98,7 @@ async def becomes(condition) -> None:
 
 def is_at(service, digest, *wanted):
     async def check():
-        found = await service.adapter_residency("a")
+        found = await service.model("a").adapter_residency()
         return found.get(digest, Residency.ABSENT) in wanted
 
     return check
@@ -165,14 +165,14 @@ class TestVersions:
     async def test_back_and_forth(self, service):
         for path in ("/1", "/2"):
             await load(service, path, replace=True)
-        back = await service.rollback_adapter(LOCAL, ZH)
+        back = await service.adapter_admin.rollback(LOCAL, ZH)
         assert (back.version, back.digest) == (3, "digest of /1")
         assert await digest_of(service, request()) == "digest of /1"
-        forth = await service.rollback_adapter(LOCAL, ZH, 2)
+        forth = await service.adapter_admin.rollback(LOCAL, ZH, 2)
         assert (forth.version, forth.digest) == (4, "digest of /2")
-        pinned = await service.pin_adapter(LOCAL, ZH, 1, is_pinned=True)
+        pinned = await service.adapter_admin.pin(LOCAL, ZH, 1, is_pinned=True)
         assert (pinned.version, pinned.is_pinned) == (1, True)
-        details = await service.describe_adapter(LOCAL, ZH)
+        details = await service.adapter_admin.describe(LOCAL, ZH)
         assert [(v.version, v.restored, v.is_pinned) for v in details.versions] == [
             (4, 2, False),
             (3, 1, False),
@@ -180,7 +180,7 @@ class TestVersions:
             (1, None, True),
         ]
         with pytest.raises(AdapterNotFoundError, match="no version 9"):
-            await service.rollback_adapter(LOCAL, ZH, 9)
+            await service.adapter_admin.rollback(LOCAL, ZH, 9)
 
     async def test_a_rollback_to_what_does_not_fit_any_longer(self, service):
         for path in ("/1", "/2"):
@@ -188,27 +188,27 @@ class TestVersions:
         served = service._models["a"]
         served.shapes = BaseShapes(20, {"q": (64, 65)})
         with pytest.raises(AdapterMismatchError, match="lora of q of layer 0 is"):
-            await service.rollback_adapter(LOCAL, ZH)
+            await service.adapter_admin.rollback(LOCAL, ZH)
         assert await digest_of(service, request()) == "digest of /2"
 
     async def test_aliases(self, service):
         await load(service)
-        assert (await service.alias_adapter(LOCAL, ZH, "live")).name == "zh"
+        assert (await service.adapter_admin.alias(LOCAL, ZH, "live")).name == "zh"
         assert await digest_of(service, request("live")) == "digest of /1"
         await load(service, "/2", replace=True)
         assert await digest_of(service, request("live")) == "digest of /2"
         with pytest.raises(InvalidRequestError, match="name of a base model"):
-            await service.alias_adapter(LOCAL, ZH, "a")
+            await service.adapter_admin.alias(LOCAL, ZH, "a")
         live = AdapterRef("a", "default", ByName("live"))
-        unloaded = await service.unload_adapter(LOCAL, live)
+        unloaded = await service.adapter_admin.unload(LOCAL, live)
         assert (unloaded.is_alias, unloaded.name) == (True, "live")
         assert await digest_of(service, request()) == "digest of /2"
 
     async def test_details(self, service):
         await load(service)
-        await service.alias_adapter(LOCAL, ZH, "live")
+        await service.adapter_admin.alias(LOCAL, ZH, "live")
         await becomes(is_at(service, "digest of /1", Residency.DEVICE))
-        details = await service.describe_adapter(LOCAL, ZH)
+        details = await service.adapter_admin.describe(LOCAL, ZH)
         assert details.aliases == ("live",)
         assert (details.residency, details.state) == (Residency.DEVICE, AdapterState.READY)
         assert details.num_running == 0
@@ -221,16 +221,16 @@ class TestEngine:
     async def test_an_unloaded_adapter_leaves_it(self, service):
         await load(service)
         await becomes(is_at(service, "digest of /1", Residency.DEVICE))
-        await service.unload_adapter(LOCAL, ZH)
+        await service.adapter_admin.unload(LOCAL, ZH)
         await becomes(is_at(service, "digest of /1", Residency.ABSENT))
-        assert service.stats("a").adapters.num_on_device in (0, 1)  # told with the next step
+        assert service.model("a").stats.adapters.num_on_device in (0, 1)  # told with the next step
         await load(service)
         assert await digest_of(service, request()) == "digest of /1"
 
     async def test_bytes_with_another_name_stay(self, service):
         await load(service)
         await load(service, name="too")
-        await service.unload_adapter(LOCAL, ZH)
+        await service.adapter_admin.unload(LOCAL, ZH)
         assert service._models["a"].engine.registered == {"digest of /1"}
 
     async def test_a_replaced_one_leaves_after_its_last_request(self, make_service, staging):
@@ -239,8 +239,8 @@ class TestEngine:
         running = await service.generate(request(max_tokens=40), LOCAL)
         await anext(running)
         await load(service, staging.put("/2"), replace=True)
-        assert (await service.describe_adapter(LOCAL, ZH)).num_running == 1
-        residency = await service.adapter_residency("a")
+        assert (await service.adapter_admin.describe(LOCAL, ZH)).num_running == 1
+        residency = await service.model("a").adapter_residency()
         assert residency["digest of /1"] is Residency.DEVICE
         outputs = [output async for output in running]
         assert outputs[-1].num_output_tokens == 40
@@ -254,18 +254,20 @@ class TestEngine:
         mine = await service.generate(request(max_tokens=2000), LOCAL)
         others = await service.generate(request("too", max_tokens=20), LOCAL)
         await anext(mine)
-        unloaded = await service.unload_adapter(LOCAL, ZH, UnloadMode.IMMEDIATE)
+        unloaded = await service.adapter_admin.unload(LOCAL, ZH, UnloadMode.IMMEDIATE)
         assert unloaded.num_ended == 1
         with pytest.raises(AdapterNotFoundError, match="'zh' was unloaded meanwhile"):
             [output async for output in mine]
         assert [output async for output in others][-1].num_output_tokens == 20
-        assert (await service.describe_adapter(LOCAL, _ref("too"))).residency is Residency.DEVICE
+        assert (
+            await service.adapter_admin.describe(LOCAL, _ref("too"))
+        ).residency is Residency.DEVICE
 
     async def test_a_late_request_does_not_keep_it_for_ever(self, service):
         await load(service)
         served = service._models["a"]
         version = served.store.resolve(ZH)
-        await service.unload_adapter(LOCAL, ZH)
+        await service.adapter_admin.unload(LOCAL, ZH)
         served.engine.preload(version.source)  # as a request that resolved it before
         assert served.engine.registered == {"digest of /1"}
         await service._upkeep.run_once()
@@ -274,7 +276,7 @@ class TestEngine:
     async def test_residency_without_an_engine(self, service):
         await load(service)
         await service._models["a"].engine.close()
-        assert await service.adapter_residency("a") == {}
+        assert await service.model("a").adapter_residency() == {}
 
 
 def _ref(name):
@@ -284,7 +286,7 @@ def _ref(name):
 async def test_a_signed_address_is_asked_again_and_never_shown(service, staging):
     signed = staging.put("https://h/zh.safetensors?sig=secret")
     report = await load(service, signed)
-    details = await service.describe_adapter(LOCAL, ZH)
+    details = await service.adapter_admin.describe(LOCAL, ZH)
     shown = {report.source, details.source, details.versions[0].source}
     assert shown == {"https://h/zh.safetensors"}
     staging.asked.clear()
@@ -402,7 +404,7 @@ class TestStored:
         service = await make_service(store=AdapterStore.open(state_dir))
         digest = put("/1")
         await load(service)
-        await service.pin_adapter(LOCAL, ZH, None, is_pinned=True)
+        await service.adapter_admin.pin(LOCAL, ZH, None, is_pinned=True)
         await service.close()
         service = await make_service(store=AdapterStore.open(state_dir), lora_host_bytes=99)
         with pytest.raises(AdapterTooLargeError):
@@ -426,7 +428,7 @@ class TestStored:
         running = await service.generate(request(max_tokens=30), LOCAL)
         await anext(running)
         version = store.resolve(ZH)
-        await service.unload_adapter(LOCAL, ZH)
+        await service.adapter_admin.unload(LOCAL, ZH)
         service._models["a"].engine.preload(version.source)
         in_use = service._models["a"].engine.registered
         assert store.collect_garbage(in_use).num_files == 0

@@ -207,7 +207,7 @@ class TestService:
 
     async def add(self, service, principal=LOCAL, weights=b"zh"):
         tensor = RequestTensor("FP16", (1, 1), weights)
-        return await service.add_adapter_tensors(
+        return await service.adapter_admin.load_tensors(
             principal, model="base", task_id=1, weights=tensor, config=CONFIG
         )
 

@@ -28,19 +28,19 @@ async def service(make_model, staging):
 
 
 async def held(service):
-    return set((await service.adapter_activity("a")).pinned)
+    return set((await service.model("a").adapter_activity()).pinned)
 
 
 async def load(service, path, name="zh", **options):
-    await service.load_adapter(LOCAL, model="a", name=name, path=path, **options)
+    await service.adapter_admin.load(LOCAL, model="a", name=name, path=path, **options)
 
 
 async def test_from_pin_to_unpin(service):
     await service.start()
     await load(service, "/1")
-    assert (await service.pin_adapter(LOCAL, ZH, None, is_pinned=True)).is_pinned
+    assert (await service.adapter_admin.pin(LOCAL, ZH, None, is_pinned=True)).is_pinned
     assert await held(service) == {"digest of /1"}
-    assert not (await service.pin_adapter(LOCAL, ZH, None, is_pinned=False)).is_pinned
+    assert not (await service.adapter_admin.pin(LOCAL, ZH, None, is_pinned=False)).is_pinned
     assert await held(service) == set()
 
 
@@ -49,18 +49,18 @@ async def test_what_would_starve_others_is_not_pinned(service):
     await load(service, "/1")
     await load(service, "/big", name="big")
     with pytest.raises(AdapterTooLargeError, match="6 of 16 device pages would be pinned"):
-        await service.pin_adapter(LOCAL, ZH, None, is_pinned=True)
-    details = await service.describe_adapter(LOCAL, ZH)
+        await service.adapter_admin.pin(LOCAL, ZH, None, is_pinned=True)
+    details = await service.adapter_admin.describe(LOCAL, ZH)
     assert [version.is_pinned for version in details.versions] == [False]
 
 
 async def test_a_pin_is_of_the_version_not_of_the_name(service):
     await service.start()
     await load(service, "/1")
-    await service.pin_adapter(LOCAL, ZH, None, is_pinned=True)
+    await service.adapter_admin.pin(LOCAL, ZH, None, is_pinned=True)
     await load(service, "/2", replace=True)
     assert await held(service) == set()
-    await service.pin_adapter(LOCAL, ZH, 1, is_pinned=True)
+    await service.adapter_admin.pin(LOCAL, ZH, 1, is_pinned=True)
     assert await held(service) == set()
 
 
@@ -78,7 +78,7 @@ async def test_a_load_that_ends_meanwhile_does_not_take_the_hold_away(service, m
     monkeypatch.setattr(model.store, "register", slow)
     other = asyncio.create_task(load(service, "/2", name="ja"))
     await asyncio.to_thread(begun.wait, 20)
-    pin = asyncio.create_task(service.pin_adapter(LOCAL, ZH, None, is_pinned=True))
+    pin = asyncio.create_task(service.adapter_admin.pin(LOCAL, ZH, None, is_pinned=True))
     while await held(service) != {"digest of /1"}:
         await asyncio.sleep(0.001)
     may_end.set()
@@ -89,8 +89,8 @@ async def test_a_load_that_ends_meanwhile_does_not_take_the_hold_away(service, m
 async def test_unloaded_it_is_pinned_no_longer(service):
     await service.start()
     await load(service, "/1")
-    await service.pin_adapter(LOCAL, ZH, None, is_pinned=True)
-    await service.unload_adapter(LOCAL, ZH)
+    await service.adapter_admin.pin(LOCAL, ZH, None, is_pinned=True)
+    await service.adapter_admin.unload(LOCAL, ZH)
     assert await held(service) == set()
 
 
@@ -99,7 +99,7 @@ async def test_what_is_pinned_in_the_store_is_on_the_device_from_the_start(
 ):
     await service.start()
     await load(service, "/1")
-    await service.pin_adapter(LOCAL, ZH, None, is_pinned=True)
+    await service.adapter_admin.pin(LOCAL, ZH, None, is_pinned=True)
     again = Service([make_model("a")], staging, RequestMetrics(["a"]), SystemClock())
     again._models["a"].store = service._models["a"].store
     await again.start()
@@ -109,23 +109,23 @@ async def test_what_is_pinned_in_the_store_is_on_the_device_from_the_start(
 
 async def test_memory(service):
     with pytest.raises(NotReadyError):
-        service.memory("a")
+        service.model("a").memory()
     await service.start()
     await load(service, "/1")
-    await service.pin_adapter(LOCAL, ZH, None, is_pinned=True)
-    memory = service.memory("a")
+    await service.adapter_admin.pin(LOCAL, ZH, None, is_pinned=True)
+    memory = service.model("a").memory()
     assert (memory.kv.blocks, memory.kv.tokens) == (256, 4096)
     assert memory.kv.held + memory.kv.cached + memory.kv.free == 256
     assert memory.host.num_bytes == 1 << 30
     (fit,) = memory.device.fits
     assert (fit.rank, fit.pages, fit.holds) == (1, 20, 0)
-    assert (await service.stored_adapters("a")).adapters == 1
-    assert sum(service.load_times("a")["stage"].counts) == 1
+    assert (await service.model("a").stored_adapters()).adapters == 1
+    assert sum(service.model("a").load_times()["stage"].counts) == 1
 
 
 async def test_what_was_fetched_has_a_stage_of_its_own(service, staging):
     await service.start()
     staging.put("/far", seconds={"fetch": 2.0, "read": 0.25, "hash": 0.25})
     await load(service, "/far")
-    times = service.load_times("a")
+    times = service.model("a").load_times()
     assert (times["fetch"].total_ns, times["stage"].total_ns) == (2_000_000_000, 500_000_000)

@@ -61,10 +61,10 @@ async def service(make_service, staging):
     await service.start()
     for path in ("/zh", "/ja", "/other-zh"):
         staging.put(path)
-    await service.load_adapter(ACME, model="a", name="zh", path="/zh", task_id=1)
-    await service.load_adapter(ACME, model="b", name="zh", path="/zh")
-    await service.load_adapter(ACME, model="a", name="ja", path="/ja")
-    await service.load_adapter(GLOBEX, model="a", name="zh", path="/other-zh")
+    await service.adapter_admin.load(ACME, model="a", name="zh", path="/zh", task_id=1)
+    await service.adapter_admin.load(ACME, model="b", name="zh", path="/zh")
+    await service.adapter_admin.load(ACME, model="a", name="ja", path="/ja")
+    await service.adapter_admin.load(GLOBEX, model="a", name="zh", path="/other-zh")
     return service
 
 
@@ -73,7 +73,7 @@ async def slow(make_service, staging):
     """One model whose steps take long enough to act in between."""
     service = make_service(a=SLOW)
     await service.start()
-    await service.load_adapter(LOCAL, model="a", name="zh", path=staging.put("/zh"))
+    await service.adapter_admin.load(LOCAL, model="a", name="zh", path=staging.put("/zh"))
     return service
 
 
@@ -112,12 +112,12 @@ class TestGenerate:
         assert last.finished
         assert last.num_output_tokens == 4
         assert last.sequences[-1].finish_reason is FinishReason.LENGTH
-        prompt = service.tokenize("b", "What is the capital of France?")
+        prompt = service.model("b").tokenize("What is the capital of France?")
         assert last.prompt_token_ids == tuple(prompt)
 
     async def test_prompts_may_be_ids_and_without_special_tokens(self, service):
         text = await outputs_of(service, request(prompt="hm", add_special_tokens=False))
-        ids = service.tokenize("a", "hm", add_special_tokens=False)
+        ids = service.model("a").tokenize("hm", add_special_tokens=False)
         assert text[-1].prompt_token_ids == tuple(ids)
         same = await outputs_of(service, request(prompt=tuple(ids)))
         assert same[-1].prompt_token_ids == tuple(ids)
@@ -126,7 +126,7 @@ class TestGenerate:
         monkeypatch.setattr(served_model, "_INLINE_CHARACTERS", 10)
         text = "France is big."
         outputs = await outputs_of(service, request(prompt=text))
-        assert outputs[-1].prompt_token_ids == tuple(service.tokenize("a", text))
+        assert outputs[-1].prompt_token_ids == tuple(service.model("a").tokenize(text))
 
     async def test_adapters_by_name_task_and_digest(self, service):
         base = await tokens_of(service, request())
@@ -194,7 +194,7 @@ class TestGenerate:
 
     async def test_the_models_length_is_the_engines(self, service):
         """The engine's memory may hold less than the model was made for."""
-        assert service.model("a").max_model_len == 2048
+        assert service.model("a").card.max_model_len == 2048
 
     async def test_rights(self, service):
         nobody = Principal("acme", rights=Rights(use=NONE, manage=NONE))
@@ -202,17 +202,17 @@ class TestGenerate:
         with pytest.raises(PermissionDeniedError, match="'acme' may not use"):
             await service.generate(request("a", ByName("zh")), nobody)
         with pytest.raises(PermissionDeniedError, match="'acme' may not manage"):
-            await service.load_adapter(nobody, model="a", name="x", path="/zh")
+            await service.adapter_admin.load(nobody, model="a", name="x", path="/zh")
         with pytest.raises(PermissionDeniedError, match="'acme' may not manage"):
-            await service.unload_adapter(nobody, AdapterRef("a", "acme", ByName("zh")))
+            await service.adapter_admin.unload(nobody, AdapterRef("a", "acme", ByName("zh")))
 
     async def test_closing_the_iterator_aborts(self, slow):
         outputs = await slow.generate(request(max_tokens=2000), LOCAL)
         await anext(outputs)
         await outputs.aclose()
         await slow.drain(5)
-        assert slow.stats("a").num_running == 0
-        assert slow.stats("a").generation_tokens < 2000
+        assert slow.model("a").stats.num_running == 0
+        assert slow.model("a").stats.generation_tokens < 2000
 
     async def test_a_deadline(self, slow):
         outputs = await slow.generate(request(max_tokens=2000, timeout_seconds=0.03), LOCAL)
@@ -246,7 +246,7 @@ class TestFind:
         ],
     )
     async def test_what_a_name_means(self, service, name, model, key):
-        assert service.find(name, ACME) == (service.model(model), key)
+        assert service.find(name, ACME) == (service.model(model).card, key)
 
     @pytest.mark.parametrize("name", ["c", "b:ja", "a:", ":ja", "", "c:zh", "a:zh:zh", "A"])
     async def test_unknown_names_list_what_there_is(self, service, name):
@@ -256,7 +256,7 @@ class TestFind:
     async def test_a_name_on_two_models_must_be_told_apart(self, service):
         with pytest.raises(ModelNotFoundError, match="'zh' is ambiguous; say a:zh or b:zh"):
             service.find("zh", ACME)
-        assert service.find("zh", GLOBEX) == (service.model("a"), ByName("zh"))
+        assert service.find("zh", GLOBEX) == (service.model("a").card, ByName("zh"))
 
     async def test_tenants_do_not_see_each_other(self, service):
         with pytest.raises(ModelNotFoundError, match=r"'a', 'b', 'zh'$"):
@@ -268,7 +268,7 @@ class TestFind:
         await service.start()
         staging.put("/x")
         for name in ("zh", "very:odd"):
-            await service.load_adapter(LOCAL, model="org:base", name=name, path="/x")
+            await service.adapter_admin.load(LOCAL, model="org:base", name=name, path="/x")
         for name in ("org:base:zh", "zh"):
             assert service.find(name, LOCAL)[1] == ByName("zh")
         for name in ("very:odd", "org:base:very:odd"):
@@ -276,7 +276,7 @@ class TestFind:
 
     async def test_a_long_list_is_cut(self, service, staging):
         for number in range(30):
-            await service.load_adapter(GLOBEX, model="b", name=f"n{number:02}", path="/zh")
+            await service.adapter_admin.load(GLOBEX, model="b", name=f"n{number:02}", path="/zh")
         with pytest.raises(ModelNotFoundError, match=r"'n16' and 13 more$"):
             service.find("x", GLOBEX)
 
@@ -296,22 +296,22 @@ class TestAdapters:
     @pytest.mark.parametrize("name", ["a", "b"])
     async def test_a_bases_name_is_taken(self, service, name):
         with pytest.raises(InvalidRequestError, match="name of a base model"):
-            await service.load_adapter(ACME, model="a", name=name, path="/zh")
+            await service.adapter_admin.load(ACME, model="a", name=name, path="/zh")
 
     async def test_loading_for_an_unknown_model(self, service):
         with pytest.raises(ModelNotFoundError):
-            await service.load_adapter(ACME, model="c", name="x", path="/zh")
+            await service.adapter_admin.load(ACME, model="c", name="x", path="/zh")
 
     async def test_a_name_twice(self, service):
         with pytest.raises(AdapterExistsError):
-            await service.load_adapter(ACME, model="a", name="zh", path="/zh")
+            await service.adapter_admin.load(ACME, model="a", name="zh", path="/zh")
 
     async def test_unload(self, service):
-        await service.unload_adapter(ACME, AdapterRef("a", "acme", ByTaskId(1)))
+        await service.adapter_admin.unload(ACME, AdapterRef("a", "acme", ByTaskId(1)))
         with pytest.raises(AdapterNotFoundError):
             await service.generate(request("a", ByName("zh")), ACME)
         with pytest.raises(AdapterNotFoundError):
-            await service.unload_adapter(ACME, AdapterRef("a", "acme", ByName("zh")))
+            await service.adapter_admin.unload(ACME, AdapterRef("a", "acme", ByName("zh")))
         assert await tokens_of(service, request("b", ByName("zh")))  # the other model's stays
         assert await tokens_of(service, request("a", ByName("zh")), GLOBEX)
 
@@ -319,7 +319,7 @@ class TestAdapters:
         whole = await tokens_of(slow, request("a", ByName("zh"), max_tokens=20), LOCAL)
         outputs = await slow.generate(request("a", ByName("zh"), max_tokens=20), LOCAL)
         first = await anext(outputs)
-        await slow.unload_adapter(LOCAL, AdapterRef("a", "default", ByName("zh")))
+        await slow.adapter_admin.unload(LOCAL, AdapterRef("a", "default", ByName("zh")))
         rest = [output async for output in outputs]
         tokens = [t for output in [first, *rest] for s in output.sequences for t in s.token_ids]
         assert tokens == whole
@@ -328,7 +328,9 @@ class TestAdapters:
     async def test_a_replacement_is_for_new_requests(self, slow, staging):
         old = await slow.generate(request("a", ByName("zh"), max_tokens=20), LOCAL)
         first = await anext(old)
-        await slow.load_adapter(LOCAL, model="a", name="zh", path=staging.put("/new"), replace=True)
+        await slow.adapter_admin.load(
+            LOCAL, model="a", name="zh", path=staging.put("/new"), replace=True
+        )
         new = await outputs_of(slow, request("a", ByName("zh"), max_tokens=20), LOCAL)
         rest = [output async for output in old]
         assert {o.adapters[0].digest for o in [first, *rest]} == {"digest of /zh"}
@@ -345,7 +347,7 @@ class TestLifecycle:
         assert service.find("a", LOCAL)[1] is None
         for work in (
             service.generate(request(), LOCAL),
-            service.load_adapter(LOCAL, model="a", name="x", path="/x"),
+            service.adapter_admin.load(LOCAL, model="a", name="x", path="/x"),
         ):
             with pytest.raises(NotReadyError, match="starting") as caught:
                 await work
@@ -383,7 +385,7 @@ class TestLifecycle:
         with pytest.raises(NotReadyError, match="stopping"):
             await slow.generate(request(), LOCAL)
         with pytest.raises(NotReadyError, match="stopping"):
-            await slow.load_adapter(LOCAL, model="a", name="x", path="/zh")
+            await slow.adapter_admin.load(LOCAL, model="a", name="x", path="/zh")
         await drain
         assert [output async for output in outputs][-1].num_output_tokens == 10
 
@@ -437,29 +439,29 @@ class TestHealth:
 class TestAsides:
     async def test_models(self, service):
         assert [card.name for card in service.models()] == ["a", "b"]
-        assert service.model("b").path == "/models/b"
+        assert service.model("b").card.path == "/models/b"
         with pytest.raises(ModelNotFoundError, match="'a', 'b'"):
             service.model("zh")
 
     async def test_text_and_tokens(self, service):
-        ids = service.tokenize("a", "Paris")
-        assert service.detokenize("a", ids) == "Paris"
-        assert service.detokenize("a", ids, skip_special_tokens=False) != "Paris"
-        assert b"".join(service.token_bytes("a", i) for i in ids[1:]).strip() == b"Paris"
+        ids = service.model("a").tokenize("Paris")
+        assert service.model("a").detokenize(ids) == "Paris"
+        assert service.model("a").detokenize(ids, skip_special_tokens=False) != "Paris"
+        assert b"".join(service.model("a").token_bytes(i) for i in ids[1:]).strip() == b"Paris"
 
     async def test_chat(self, service):
         messages = [{"role": "user", "content": "Capital of France?"}]
-        asked = await service.render_chat("a", messages)
+        asked = await service.model("a").render_chat(messages)
         assert "Capital of France?" in asked
-        shorter = await service.render_chat("a", messages, add_generation_prompt=False)
+        shorter = await service.model("a").render_chat(messages, add_generation_prompt=False)
         assert len(shorter) <= len(asked)
 
     async def test_steps_and_stats(self, service):
         await tokens_of(service, request(max_tokens=5))
-        newest, last = service.steps("a", 2)
-        assert (newest.step_id + 1, last.step_id) == (last.step_id, service.stats("a").steps)
-        assert len(service.steps("a", 99)) == last.step_id
-        assert service.steps("a", 0) == service.steps("a", -1) == []
+        newest, last = service.model("a").steps(2)
+        assert (newest.step_id + 1, last.step_id) == (last.step_id, service.model("a").stats.steps)
+        assert len(service.model("a").steps(99)) == last.step_id
+        assert service.model("a").steps(0) == service.model("a").steps(-1) == []
 
 
 async def test_a_real_service_follows_its_folder(make_model, staging, tmp_path):
@@ -476,7 +478,7 @@ async def test_a_real_service_follows_its_folder(make_model, staging, tmp_path):
             await asyncio.sleep(0.01)
     assert service.find("zh", LOCAL)[1] == ByName("zh")
     assert staging.asked[-1]["is_trusted"]
-    await service.load_adapter(LOCAL, model="base", name="ja", path=staging.put("/ja"))
+    await service.adapter_admin.load(LOCAL, model="base", name="ja", path=staging.put("/ja"))
     assert not staging.asked[-1]["is_trusted"]
     (folder / "zh" / "adapter_config.json").unlink()
     async with asyncio.timeout(5):

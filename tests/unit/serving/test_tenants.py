@@ -45,8 +45,8 @@ async def service(make_model, staging, clock):
     await service.start()
     for path in ("/zh", "/pets"):
         staging.put(path)
-    await service.load_adapter(LOCAL, model="a", name="zh", path="/zh", task_id=1)
-    await service.load_adapter(ACME, model="a", name="pets", path="/pets", task_id=1)
+    await service.adapter_admin.load(LOCAL, model="a", name="zh", path="/zh", task_id=1)
+    await service.adapter_admin.load(ACME, model="a", name="pets", path="/pets", task_id=1)
     yield service
     await service.close()
 
@@ -94,7 +94,9 @@ class TestAdapters:
         pets, zh = service.adapters(ACME)
         assert (pets.source, zh.source) == ("/pets", "")
         assert service.adapters(LOCAL)[0].source == "/zh"
-        described = await service.describe_adapter(ACME, AdapterRef("a", "acme", ByName("zh")))
+        described = await service.adapter_admin.describe(
+            ACME, AdapterRef("a", "acme", ByName("zh"))
+        )
         assert described.source == described.versions[0].source == ""
         assert described.num_running is None
 
@@ -102,12 +104,12 @@ class TestAdapters:
         """Whose adapter is meant follows from who asks."""
         stolen = AdapterRef("a", "acme", ByName("pets"))
         with pytest.raises(AdapterNotFoundError):
-            await service.describe_adapter(OTHER, stolen)
+            await service.adapter_admin.describe(OTHER, stolen)
         for change in (
-            service.unload_adapter(OTHER, stolen),
-            service.rollback_adapter(OTHER, stolen),
-            service.pin_adapter(OTHER, stolen, None, is_pinned=True),
-            service.alias_adapter(OTHER, stolen, "mine"),
+            service.adapter_admin.unload(OTHER, stolen),
+            service.adapter_admin.rollback(OTHER, stolen),
+            service.adapter_admin.pin(OTHER, stolen, None, is_pinned=True),
+            service.adapter_admin.alias(OTHER, stolen, "mine"),
         ):
             with pytest.raises(AdapterNotFoundError):
                 await change
@@ -116,10 +118,10 @@ class TestAdapters:
     async def test_the_servers_are_not_changed_by_others(self, service):
         theirs = AdapterRef("a", DEFAULT_TENANT, ByName("zh"))
         for change in (
-            service.unload_adapter(ACME, theirs),
-            service.rollback_adapter(ACME, theirs),
-            service.pin_adapter(ACME, theirs, None, is_pinned=True),
-            service.alias_adapter(ACME, theirs, "mine"),
+            service.adapter_admin.unload(ACME, theirs),
+            service.adapter_admin.rollback(ACME, theirs),
+            service.adapter_admin.pin(ACME, theirs, None, is_pinned=True),
+            service.adapter_admin.alias(ACME, theirs, "mine"),
         ):
             with pytest.raises(PermissionDeniedError, match="'zh' is the server's own"):
                 await change
@@ -127,16 +129,16 @@ class TestAdapters:
     async def test_managing_by_names(self, service, staging):
         manager = tenant(manage=Names(("pets", "own-*")))
         path = staging.put("/x")
-        await service.load_adapter(manager, model="a", name="own-1", path=path)
+        await service.adapter_admin.load(manager, model="a", name="own-1", path=path)
         ref = AdapterRef("a", "acme", ByName("own-1"))
         for refused in (
-            service.load_adapter(manager, model="a", name="x", path=path),
-            service.alias_adapter(manager, ref, "x"),
+            service.adapter_admin.load(manager, model="a", name="x", path=path),
+            service.adapter_admin.alias(manager, ref, "x"),
         ):
             with pytest.raises(PermissionDeniedError, match="may not manage adapter 'x'"):
                 await refused
-        await service.alias_adapter(manager, ref, "own-too")
-        await service.unload_adapter(manager, ref)
+        await service.adapter_admin.alias(manager, ref, "own-too")
+        await service.adapter_admin.unload(manager, ref)
 
     async def test_a_forbidden_one_is_an_unknown_one(self, service):
         blind = tenant(use=Names(("pets",)), list=NONE)

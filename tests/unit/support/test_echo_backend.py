@@ -153,20 +153,20 @@ async def test_closing_after_the_last_output_is_no_abort():
 
 async def test_adapters_are_registered_and_forgotten():
     backend = EchoBackend(("a", "b"))
-    first = await backend.load_adapter(LOCAL, model="b", name="x", path="/p/1")
+    first = await backend.adapter_admin.load(LOCAL, model="b", name="x", path="/p/1")
     with pytest.raises(AdapterExistsError):
-        await backend.load_adapter(LOCAL, model="b", name="x", path="/p/2")
-    second = await backend.load_adapter(LOCAL, model="b", name="x", path="/p/2", replace=True)
+        await backend.adapter_admin.load(LOCAL, model="b", name="x", path="/p/2")
+    second = await backend.adapter_admin.load(LOCAL, model="b", name="x", path="/p/2", replace=True)
     assert first.digest != second.digest
     assert backend.find("x", LOCAL)[0].name == "b"
     backend.register("x", model="a")
     with pytest.raises(ModelNotFoundError, match="a:x"):
         backend.find("x", LOCAL)
-    assert backend.find("b:x", LOCAL) == (backend.model("b"), ByName("x"))
+    assert backend.find("b:x", LOCAL) == (backend.model("b").card, ByName("x"))
     ref = AdapterRef("b", "default", ByName("x"))
-    await backend.unload_adapter(LOCAL, ref)
+    await backend.adapter_admin.unload(LOCAL, ref)
     with pytest.raises(AdapterNotFoundError):
-        await backend.unload_adapter(LOCAL, ref)
+        await backend.adapter_admin.unload(LOCAL, ref)
 
 
 async def test_rights_are_checked():
@@ -176,7 +176,7 @@ async def test_rights_are_checked():
     with pytest.raises(PermissionDeniedError):
         await backend.generate(request(adapters=(AdapterChoice(ByName("x")),)), nobody)
     with pytest.raises(PermissionDeniedError):
-        await backend.load_adapter(nobody, model="echo", name="y", path="/y")
+        await backend.adapter_admin.load(nobody, model="echo", name="y", path="/y")
 
 
 def test_tokenizer_round_trip_and_special_tokens():
@@ -212,13 +212,13 @@ TENSORS = {
 
 async def test_adapters_from_tensors():
     backend = EchoBackend()
-    assert await backend.add_adapter_tensors(LOCAL, task_id=0, **TENSORS) == ByTaskId(0)
-    key = await backend.add_adapter_tensors(LOCAL, task_id=None, **TENSORS)
+    assert await backend.adapter_admin.load_tensors(LOCAL, task_id=0, **TENSORS) == ByTaskId(0)
+    key = await backend.adapter_admin.load_tensors(LOCAL, task_id=None, **TENSORS)
     [card] = backend.adapters(LOCAL)
     assert (card.name, card.task_id, key) == ("0", 0, ByDigest(card.digest))
     assert backend.adapter_tensors == [(TENSORS["weights"], TENSORS["config"])] * 2
     other = RequestTensor("FP16", (1, 1), b"\x00\x40")
-    await backend.add_adapter_tensors(LOCAL, task_id=0, **(TENSORS | {"weights": other}))
+    await backend.adapter_admin.load_tensors(LOCAL, task_id=0, **(TENSORS | {"weights": other}))
     [changed] = backend.adapters(LOCAL)
     assert changed.name == "0"
     assert changed.digest != card.digest
@@ -228,9 +228,9 @@ async def test_adapters_from_tensors_can_fail():
     backend = EchoBackend()
     backend.plant_load(AdapterExistsError("taken"))
     with pytest.raises(AdapterExistsError, match="taken"):
-        await backend.add_adapter_tensors(LOCAL, task_id=0, **TENSORS)
+        await backend.adapter_admin.load_tensors(LOCAL, task_id=0, **TENSORS)
     with pytest.raises(PermissionDeniedError):
-        await backend.add_adapter_tensors(
+        await backend.adapter_admin.load_tensors(
             Principal("t", rights=Rights(manage=NONE)), task_id=0, **TENSORS
         )
     assert backend.adapters(LOCAL) == []

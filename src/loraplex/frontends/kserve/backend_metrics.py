@@ -80,12 +80,12 @@ class TensorRtLlmCollector(Collector):
         yield _disaggregated(models)
 
     def _stats(self, model: TritonModel) -> EngineStats:
-        return self._backend.stats(model.card.name)
+        return self._backend.model(model.card.name).stats
 
     def _requests(self, model: TritonModel) -> _Values:
         """Sequences; `max` is how many the last steps could have had, `context` in their prompt."""
         stats = self._stats(model)
-        step = self._backend.steps(model.card.name, 1)
+        step = self._backend.model(model.card.name).steps(1)
         return {
             "active": stats.num_running + stats.num_waiting,
             "max": model.max_batch_size,
@@ -97,7 +97,7 @@ class TensorRtLlmCollector(Collector):
     def _memory(self, model: TritonModel) -> _Values:
         """Bytes of the engine's process, and of its device if it has one."""
         try:
-            memory = self._backend.memory(model.card.name)
+            memory = self._backend.model(model.card.name).memory()
         except NotReadyError:
             return {"cpu": 0, "gpu": 0, "pinned": 0}
         return _by_type(memory)
@@ -118,7 +118,7 @@ class TensorRtLlmCollector(Collector):
     def _batch(self, model: TritonModel) -> _Values:
         """Values of the last step; micro_batch_id is 0: there is one batch."""
         stats = self._stats(model)
-        step = self._backend.steps(model.card.name, 1)
+        step = self._backend.model(model.card.name).steps(1)
         last = step[-1] if step else None
         return {
             "total_context_tokens": last.num_prefill_tokens if last else 0,
@@ -129,7 +129,7 @@ class TensorRtLlmCollector(Collector):
 
     def _static_batch(self, model: TritonModel) -> _Values:
         """Values of the last step where batches are static (V1), instead of _batch."""
-        step = self._backend.steps(model.card.name, 1)
+        step = self._backend.model(model.card.name).steps(1)
         last = step[-1] if step else None
         running = last.num_rows - last.num_prefill_rows if last else 0
         return {

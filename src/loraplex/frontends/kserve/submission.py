@@ -136,7 +136,7 @@ class Submission:
 
     async def _add(self, adapter: InlineAdapter, model: str, principal: Principal) -> AdapterKey:
         """Right before the request is admitted, so that no other adapter takes its key between."""
-        return await self._backend.add_adapter_tensors(
+        return await self._backend.adapter_admin.load_tensors(
             principal,
             model=model,
             task_id=adapter.task_id,

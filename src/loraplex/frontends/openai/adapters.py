@@ -65,7 +65,7 @@ class AdapterEndpoints:
         """Every adapter that the tenant may see."""
         cards = self._backend.adapters(self._room.principal(request))
         models = {card.model for card in cards}
-        where = {model: await self._backend.adapter_residency(model) for model in models}
+        where = {model: await self._backend.model(model).adapter_residency() for model in models}
         absent = Residency.ABSENT
         entries = [
             told_as(ListedAdapter, card, residency=where[card.model].get(card.digest, absent))
@@ -78,7 +78,7 @@ class AdapterEndpoints:
         """All that is known of an adapter."""
         principal, ref = self._asked(request)
         return json_response(
-            told_as(ShownAdapter, await self._backend.describe_adapter(principal, ref))
+            told_as(ShownAdapter, await self._backend.adapter_admin.describe(principal, ref))
         )
 
     @described(
@@ -92,7 +92,7 @@ class AdapterEndpoints:
         """Register an adapter under a name."""
         principal = self._room.principal(request)
         body = await self._room.strict_body(request, AdapterBody)
-        report = await self._backend.load_adapter(
+        report = await self._backend.adapter_admin.load(
             principal,
             model=self._base_model(body.model, principal),
             name=body.name,
@@ -108,7 +108,7 @@ class AdapterEndpoints:
     async def delete_adapter(self, request: Request) -> Response:
         """Forget a name."""
         principal, ref = self._asked(request)
-        unloaded = await self._backend.unload_adapter(principal, ref, _mode(request))
+        unloaded = await self._backend.adapter_admin.unload(principal, ref, _mode(request))
         return json_response(
             AdapterDeleted(
                 name=unloaded.name,
@@ -124,7 +124,7 @@ class AdapterEndpoints:
         """An older version of an adapter becomes the present one."""
         principal, ref = self._asked(request)
         body = await self._room.strict_body(request, RollbackBody)
-        card = await self._backend.rollback_adapter(principal, ref, body.version)
+        card = await self._backend.adapter_admin.rollback(principal, ref, body.version)
         return json_response(told_as(NamedAdapter, card))
 
     @described(json_of(VersionCard), body=json_body(PinBody), tag="adapters", errors=ANY_ERROR)
@@ -134,7 +134,7 @@ class AdapterEndpoints:
         body = await self._room.strict_body(request, PinBody)
         is_pinned = body.pinned is not False
         return json_response(
-            await self._backend.pin_adapter(principal, ref, body.version, is_pinned=is_pinned)
+            await self._backend.adapter_admin.pin(principal, ref, body.version, is_pinned=is_pinned)
         )
 
     @described(json_of(NamedAdapter), body=json_body(AliasBody), tag="adapters", errors=ANY_ERROR)
@@ -142,7 +142,7 @@ class AdapterEndpoints:
         """Another name for an adapter."""
         principal, ref = self._asked(request)
         body = await self._room.strict_body(request, AliasBody)
-        card = await self._backend.alias_adapter(
+        card = await self._backend.adapter_admin.alias(
             principal, ref, body.alias, replace=bool(body.replace)
         )
         return json_response(told_as(NamedAdapter, card))
@@ -154,7 +154,7 @@ class AdapterEndpoints:
         body = await self._room.body(request, LoadLoraBody)
         if not body.lora_name or not body.lora_path:
             return _refusal(400, "Both 'lora_name' and 'lora_path' must be provided.")
-        load = self._backend.load_adapter(
+        load = self._backend.adapter_admin.load(
             principal,
             model=self._base_model(body.base_model_name, principal),
             name=body.lora_name,
@@ -175,7 +175,7 @@ class AdapterEndpoints:
         )
 
     async def _unload(self, name: str, principal: Principal) -> None:
-        await self._backend.unload_adapter(principal, self._ref(name, principal))
+        await self._backend.adapter_admin.unload(principal, self._ref(name, principal))
 
     def _asked(self, request: Request) -> tuple[Principal, AdapterRef]:
         principal = self._room.principal(request)

@@ -51,7 +51,7 @@ class ModelEndpoints:
         card, key = self._room.backend.find(name, principal)
         if key is None:
             return json_response(_model_entry(card))
-        adapter = await self._room.backend.describe_adapter(
+        adapter = await self._room.backend.adapter_admin.describe(
             principal, AdapterRef(card.name, principal.tenant, key)
         )
         return json_response(_adapter_model_entry(adapter, card, name))
@@ -87,7 +87,7 @@ class TokenEndpoints:
         # A long text takes a while, and the event loop has streams to serve.
         backend = self._room.backend
         token_ids = await asyncio.to_thread(
-            backend.tokenize, card.name, text, add_special_tokens=adds_special_tokens
+            backend.model(card.name).tokenize, text, add_special_tokens=adds_special_tokens
         )
         texts = TokenTexts(backend, card.name)
         names = list(map(texts.name_of, token_ids)) if body.return_token_strs else None
@@ -119,7 +119,9 @@ class TokenEndpoints:
         card = self._room.target(body.model, principal).model
         _check_vocabulary(body.tokens, card)
         text = await asyncio.to_thread(
-            self._room.backend.detokenize, card.name, body.tokens, skip_special_tokens=False
+            self._room.backend.model(card.name).detokenize,
+            body.tokens,
+            skip_special_tokens=False,
         )
         return json_response(Detokenized(text))
 

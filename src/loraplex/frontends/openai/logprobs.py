@@ -28,7 +28,7 @@ class TokenTexts:
         self._as_ids = as_ids
 
     def bytes_of(self, token_id: int) -> bytes:
-        return self._backend.token_bytes(self._model, token_id)
+        return self._backend.model(self._model).token_bytes(token_id)
 
     def name_of(self, token_id: int) -> str:
         """As chat's log probabilities name it."""
@@ -48,12 +48,14 @@ class TokenTexts:
 
     def is_special(self, token_id: int) -> bool:
         """Whether the text leaves it out unless it is asked for."""
-        with_special = self._backend.detokenize(self._model, (token_id,), skip_special_tokens=False)
+        with_special = self._backend.model(self._model).detokenize(
+            (token_id,), skip_special_tokens=False
+        )
         return with_special != "" and self.decode((token_id,)) == ""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return self._backend.detokenize(
-            self._model, token_ids, skip_special_tokens=skip_special_tokens
+        return self._backend.model(self._model).detokenize(
+            token_ids, skip_special_tokens=skip_special_tokens
         )
 
 

@@ -34,8 +34,8 @@ async def rendered_chat(
     show = functools.partial(convert.conversation, messages, tools, card.chat)
     is_long = is_longer((messages, tools, arguments), _INLINE_SIZE)
     shown = await asyncio.to_thread(show) if is_long else show()
-    return await backend.render_chat(
-        card.name, shown.messages, **{"tools": shown.tools, **arguments}
+    return await backend.model(card.name).render_chat(
+        shown.messages, **{"tools": shown.tools, **arguments}
     )
 
 

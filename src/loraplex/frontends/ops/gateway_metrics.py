@@ -57,7 +57,7 @@ class GatewayCollector(Collector):
     async def refresh(self) -> None:
         """Ask the engines where their adapters are, and for whom."""
         self._activities = {
-            card.name: await self._backend.adapter_activity(card.name)
+            card.name: await self._backend.model(card.name).adapter_activity()
             for card in self._backend.models()
         }
         self._refreshed = self._unix_seconds()
@@ -68,7 +68,7 @@ class GatewayCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         names = [card.name for card in self._backend.models()]
-        stats = {name: self._backend.stats(name) for name in names}
+        stats = {name: self._backend.model(name).stats for name in names}
         for name, text, value in _GAUGES:
             gauge = GaugeMetricFamily(name, text, labels=["model_name"])
             for model in names:
@@ -99,7 +99,7 @@ class GatewayCollector(Collector):
     def _most_on_device(self, model: str) -> int:
         """Adapters of the usual rank."""
         try:
-            fits = self._backend.memory(model).device.fits
+            fits = self._backend.model(model).memory().device.fits
         except NotReadyError:
             return 0
         return fits[0].holds if fits else 0

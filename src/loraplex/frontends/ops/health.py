@@ -107,4 +107,6 @@ class _Endpoints:
 
     def _model(self, request: Request) -> str:
         name = request.query_params.get("model")
-        return self._backend.models()[0].name if name is None else self._backend.model(name).name
+        return (
+            self._backend.models()[0].name if name is None else self._backend.model(name).card.name
+        )

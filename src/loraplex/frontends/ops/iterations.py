@@ -24,7 +24,7 @@ def iterations_answer(backend: Backend, model: str, request: Request) -> Respons
     A JSON array, or JSON lines for a client that accepts them. `limit`: at most so many. Raises
     InvalidParameterError.
     """
-    records = backend.steps(model, _limit(request.query_params.get("limit")))
+    records = backend.model(model).steps(_limit(request.query_params.get("limit")))
     if JSON_LINES in request.headers.get("accept", ""):
         lines = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
         return Response(lines, media_type=JSON_LINES)

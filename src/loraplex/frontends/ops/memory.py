@@ -14,8 +14,8 @@ async def memory_report(backend: Backend, models: list[str]) -> dict[str, Memory
 
 
 async def _of_model(backend: Backend, model: str) -> MemoryReport:
-    store = await backend.stored_adapters(model)
-    await backend.adapter_activity(model)  # so that the numbers are of now
-    memory = backend.memory(model)
+    store = await backend.model(model).stored_adapters()
+    await backend.model(model).adapter_activity()  # so that the numbers are of now
+    memory = backend.model(model).memory()
     tiers = {name: getattr(memory, name) for name in ModelMemory.__struct_fields__}
     return MemoryReport(**tiers, store=store)

@@ -35,7 +35,7 @@ class MemoryCollector(Collector):
     def _memories(self) -> Iterator[tuple[str, ModelMemory]]:
         for card in self._backend.models():
             try:
-                yield card.name, self._backend.memory(card.name)
+                yield card.name, self._backend.model(card.name).memory()
             except NotReadyError:
                 continue
 
@@ -47,7 +47,7 @@ class MemoryCollector(Collector):
             labels=["model", "stage"],
         )
         for card in self._backend.models():
-            for stage, times in sorted(self._backend.load_times(card.name).items()):
+            for stage, times in sorted(self._backend.model(card.name).load_times().items()):
                 family.add_metric([card.name, stage], _buckets(times), times.total_ns / 1e9)
         return family
 

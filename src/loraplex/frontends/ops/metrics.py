@@ -225,7 +225,7 @@ class BackendCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         names = [card.name for card in self._backend.models()]
-        stats = {name: self._backend.stats(name) for name in names}
+        stats = {name: self._backend.model(name).stats for name in names}
         for name, text, label, values in _GAUGES:
             gauge = GaugeMetricFamily(f"loraplex_{name}", text, labels=_labels(label))
             yield _filled(gauge, stats, label, values)

@@ -92,4 +92,4 @@ class ServerStats:
         return None if log is None else LogReport(log.num_waiting, log.num_dropped)
 
     def _of_model(self, name: str) -> ModelReport:
-        return ModelReport(self._backend.model_ready(name), self._backend.stats(name))
+        return ModelReport(self._backend.model_ready(name), self._backend.model(name).stats)

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from loraplex.adapters.base_check import BaseCheck
@@ -15,7 +15,6 @@ from loraplex.core.clock import Clock
 from loraplex.core.errors import AdapterLoadError, InvalidAdapterError
 from loraplex.core.principal import Principal
 from loraplex.core.request import RequestId
-from loraplex.core.stats import Durations
 from loraplex.models.engine_folder import source_model
 from loraplex.serving.adapters.canary import run_canary
 from loraplex.serving.adapters.cards import (
@@ -34,22 +33,6 @@ logger = logging.getLogger(__name__)
 _NUM_NAME_DIGITS = 12
 _FETCH = "fetch"
 _INLINE = "inline-"
-_NONE_YET = Durations()
-
-
-class LoadTimes:
-    """Since the start."""
-
-    def __init__(self) -> None:
-        self._times: dict[str, dict[str, Durations]] = {}
-
-    def observe(self, model: str, stage: str, seconds: float) -> None:
-        stages = self._times.setdefault(model, {})
-        stages[stage] = stages.get(stage, _NONE_YET).with_one(int(seconds * 1e9))
-
-    def of_model(self, model: str) -> Mapping[str, Durations]:
-        """By stage."""
-        return self._times.get(model, {})
 
 
 class CatalogLoader:
@@ -59,7 +42,6 @@ class CatalogLoader:
         self._worker = worker
         self._catalog = catalog
         self._clock = clock
-        self.times = LoadTimes()
 
     async def start(self) -> None:
         await self._worker.start()
@@ -269,9 +251,9 @@ class CatalogLoader:
         """A remote source was fetched first."""
         fetch_seconds = staged.seconds.get(_FETCH)
         if fetch_seconds is not None:
-            self.times.observe(model.card.name, _FETCH, fetch_seconds)
+            model.observe_load(_FETCH, fetch_seconds)
         stage_seconds = sum(staged.seconds.values()) - (fetch_seconds or 0.0)
-        self.times.observe(model.card.name, "stage", stage_seconds)
+        model.observe_load("stage", stage_seconds)
 
     async def _canary(
         self,

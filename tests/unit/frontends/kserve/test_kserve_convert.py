@@ -19,7 +19,7 @@ from loraplex.frontends.kserve.models.texts import ModelTexts
 from loraplex.frontends.kserve.models.words import split_words
 from loraplex.frontends.kserve.tensors import DATATYPES, Tensor, from_values
 from loraplex.testing.echo_backend import EchoBackend
-from loraplex.testing.echo_model import echo_model
+from loraplex.testing.echo_model import echo_card
 
 EOS = 257
 
@@ -40,7 +40,7 @@ TEXTS = ModelTexts(EchoBackend(), "echo")
 def converted(kind, values, options=ModelOptions(), **sent):  # noqa: B008 - it is frozen
     inputs = read_inputs(kind, kind.name, tensors(kind, values), max_batch_size=1)[0]
     sender = Sender(request_id=7, **sent)
-    return convert(inputs, echo_model("echo"), sender, options=options, texts=TEXTS)
+    return convert(inputs, echo_card("echo"), sender, options=options, texts=TEXTS)
 
 
 def text(**values):
@@ -140,7 +140,7 @@ def inline(datatype="FP32", **values):
     given = [t for t in (made | values).values() if t is not None]
     given += tensors(ENSEMBLE, {"text_input": "hi", "max_tokens": 5})
     inputs = read_inputs(ENSEMBLE, "ensemble", given, max_batch_size=1)[0]
-    return convert(inputs, echo_model("echo"), Sender(request_id=7), texts=TEXTS)
+    return convert(inputs, echo_card("echo"), Sender(request_id=7), texts=TEXTS)
 
 
 def task(task_id):
@@ -298,7 +298,7 @@ def test_bytes_that_are_no_text():
     limit = from_values("max_tokens", "INT32", [1, 1], [5])
     inputs = read_inputs(ENSEMBLE, "ensemble", [bad, limit], max_batch_size=1)[0]
     with pytest.raises(InvalidTensorError, match="tensor 'text_input' is not UTF-8"):
-        convert(inputs, echo_model("echo"), Sender(request_id=1), texts=TEXTS)
+        convert(inputs, echo_card("echo"), Sender(request_id=1), texts=TEXTS)
 
 
 def test_bad_words():

@@ -5,30 +5,37 @@ import pytest
 from loraplex.frontends.kserve.models.texts import ModelTexts
 from loraplex.serving.text.detokenizer import continuation
 from loraplex.testing.echo_backend import EchoBackend
+from loraplex.testing.echo_model import EchoModel, echo_card
 from loraplex.text.tokenizer import load_tokenizer
 from support import tiny_tokenizers
 
 ANSWER = "The lazy dog"
 
 
-class TokenizerBackend(EchoBackend):
+class TokenizerModel(EchoModel):
     """Reads and writes text as the tokenizer of one folder does."""
 
-    def __init__(self, tokenizer):
-        super().__init__()
+    def __init__(self, tokenizer, state):
+        super().__init__(echo_card("echo"), state)
         self._tokenizer = tokenizer
 
-    def tokenize(self, model, text, *, add_special_tokens=True):
+    def tokenize(self, text, *, add_special_tokens=True):
         return self._tokenizer.encode(text, add_special_tokens)
 
-    def detokenize(self, model, token_ids, *, skip_special_tokens=True, is_continuation=False):
+    def detokenize(self, token_ids, *, skip_special_tokens=True, is_continuation=False):
         if is_continuation:
             skips = skip_special_tokens
             return continuation(self._tokenizer, token_ids, skip_special_tokens=skips)
         return self._tokenizer.decode(token_ids, skip_special_tokens)
 
-    def token_bytes(self, model, token_id):
+    def token_bytes(self, token_id):
         return self._tokenizer.token_bytes(token_id)
+
+
+class TokenizerBackend(EchoBackend):
+    def __init__(self, tokenizer):
+        super().__init__()
+        self._models = {"echo": TokenizerModel(tokenizer, self)}
 
 
 @pytest.fixture

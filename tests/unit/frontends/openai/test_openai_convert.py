@@ -22,10 +22,10 @@ from loraplex.frontends.openai.schema import ChatBody, CompletionBody
 from loraplex.frontends.openai.unsupported import REFUSED
 from loraplex.serving.text.answer_reader import AnswerReading
 from loraplex.serving.text.chat_format import ChatFormat
-from loraplex.testing.echo_model import echo_model
+from loraplex.testing.echo_model import echo_card
 
-BASE = convert.Target(echo_model("echo"), None)
-FRENCH = convert.Target(echo_model("echo"), ByName("fr"))
+BASE = convert.Target(echo_card("echo"), None)
+FRENCH = convert.Target(echo_card("echo"), ByName("fr"))
 
 
 def completion(**fields: Any) -> CompletionBody:

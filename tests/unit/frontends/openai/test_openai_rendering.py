@@ -44,15 +44,15 @@ def conversion(monkeypatch: pytest.MonkeyPatch) -> Conversion:
 
 
 async def render(backend: EchoBackend, messages: list[Message], **more: Any) -> str:
-    return await rendered_chat(backend, backend.model("echo"), messages, **more)
+    return await rendered_chat(backend, backend.model("echo").card, messages, **more)
 
 
 async def test_a_short_conversation_is_converted_on_the_event_loop(
     backend: EchoBackend, conversion: Conversion
 ) -> None:
     text = await render(backend, SHORT, arguments={"add_generation_prompt": False})
-    assert text == await backend.render_chat(
-        "echo", [{"role": "user", "content": "hi"}], add_generation_prompt=False
+    assert text == await backend.model("echo").render_chat(
+        [{"role": "user", "content": "hi"}], add_generation_prompt=False
     )
     assert conversion.threads == [threading.current_thread()]
 
@@ -97,7 +97,7 @@ async def test_a_long_one_says_what_a_short_one_would(backend: EchoBackend) -> N
 async def test_what_is_said_beside_the_conversation_wins(backend: EchoBackend) -> None:
     """A dialect writes its tools in its own way."""
     await render(backend, SHORT, tools=None, arguments={"tools": [TOOL]})
-    assert backend.shown_tools == [[TOOL]]
+    assert [each["tools"] for each in backend.renderings] == [[TOOL]]
 
 
 class Endless(dict[str, Any]):

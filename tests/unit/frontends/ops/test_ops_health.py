@@ -133,7 +133,7 @@ async def test_stats(client):
 async def test_every_error_has_a_status(client, backend, monkeypatch):
     for leaf in errors.leaves():
         error = leaf("no")
-        monkeypatch.setattr(backend, "steps", lambda *a, error=error: _raise(error))
+        monkeypatch.setattr(backend.model("one"), "steps", lambda *a, error=error: _raise(error))
         response = await client.get("/v1/iterations")
         assert response.status_code in {status for _, status in answers.STATUSES}
         assert response.json()["error"]["message"] == "no"

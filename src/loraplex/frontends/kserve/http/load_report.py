@@ -36,7 +36,7 @@ def load_headers(service: TritonService, headers: Mapping[str, str], model: str)
 def _named_metrics(service: TritonService, model: str) -> dict[str, float]:
     """Share of the KV blocks in use, 0 to 1, and how many tokens all blocks hold."""
     card = service.catalog.find(model).card
-    stats = service.backend.stats(card.name)
+    stats = service.backend.model(card.name).stats
     num_blocks = stats.blocks_held + stats.blocks_cached + stats.blocks_free
     return {
         "kv_cache_utilization": stats.kv_usage,

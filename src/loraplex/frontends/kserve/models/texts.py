@@ -15,7 +15,7 @@ class ModelTexts:
     model: str
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        return self.backend.tokenize(self.model, text, add_special_tokens=add_special_tokens)
+        return self.backend.model(self.model).tokenize(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Decode a whole text, or one that follows another: that keeps a space at its beginning.
@@ -24,8 +24,7 @@ class ModelTexts:
         none there, everything counts as whole.
         """
         first = self._first_ids
-        return self.backend.detokenize(
-            self.model,
+        return self.backend.model(self.model).detokenize(
             token_ids,
             skip_special_tokens=skip_special_tokens,
             is_continuation=bool(first) and list(token_ids[:1]) != first,
@@ -42,4 +41,4 @@ class ModelTexts:
 
     def token_text(self, token_id: int) -> str:
         """Text of one token for people: half a character becomes U+FFFD."""
-        return self.backend.token_bytes(self.model, token_id).decode(errors="replace")
+        return self.backend.model(self.model).token_bytes(token_id).decode(errors="replace")

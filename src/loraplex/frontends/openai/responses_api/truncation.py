@@ -33,8 +33,7 @@ async def count_tokens(room: OpenAIRoom, body: ChatBody, target: Target) -> int:
     """Of the rendered conversation."""
     prompt = await rendered(room, body, target)
     token_ids = await asyncio.to_thread(
-        room.backend.tokenize,
-        target.model.name,
+        room.backend.model(target.model.name).tokenize,
         prompt,
         add_special_tokens=body.add_special_tokens is True,
     )

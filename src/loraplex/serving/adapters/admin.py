@@ -1,0 +1,134 @@
+"""Changes of adapters by clients, as their rights allow."""
+
+from collections.abc import Callable
+
+from loraplex.adapters.staging import RequestTensor
+from loraplex.core.adapter import AdapterKey, AdapterRef
+from loraplex.core.errors import LoraplexError
+from loraplex.core.principal import Principal
+from loraplex.core.request import RequestId
+from loraplex.serving.adapters.cards import (
+    AdapterCard,
+    AdapterDetails,
+    LoadReport,
+    Unloaded,
+    UnloadMode,
+    VersionCard,
+    card_of,
+    version_card,
+    without_sources,
+)
+from loraplex.serving.adapters.loading import CatalogLoader, inline_name
+from loraplex.serving.catalog import ModelCatalog, describe
+from loraplex.serving.request_metrics import RequestMetrics
+from loraplex.serving.served_model import ServedModel
+
+
+class CatalogAdmin:
+    """Implementation of `serving.backend.AdapterAdmin`: checks rights, then changes the catalog."""
+
+    def __init__(
+        self,
+        catalog: ModelCatalog,
+        loader: CatalogLoader,
+        metrics: RequestMetrics,
+        require_open: Callable[[], None],
+        new_request_id: Callable[[], RequestId],
+    ) -> None:
+        """`require_open` raises while the server starts or drains."""
+        self._catalog = catalog
+        self._loader = loader
+        self._metrics = metrics
+        self._require_open = require_open
+        self._new_request_id = new_request_id
+
+    async def load(
+        self,
+        principal: Principal,
+        *,
+        model: str,
+        name: str,
+        path: str,
+        task_id: int | None = None,
+        replace: bool = False,
+        dry_run: bool = False,
+        canary: bool = False,
+    ) -> LoadReport:
+        served = self._managed_model(principal, model)
+        served.adapters_of(principal).check_manages(name)
+        self._catalog.check_is_no_base(name)
+        return await self._loader.load(
+            served,
+            principal,
+            name=name,
+            path=path,
+            task_id=task_id,
+            replace=replace,
+            dry_run=dry_run,
+            canary_id=self._new_request_id if canary else None,
+        )
+
+    async def load_tensors(
+        self,
+        principal: Principal,
+        *,
+        model: str,
+        task_id: int | None,
+        weights: RequestTensor,
+        config: RequestTensor,
+    ) -> AdapterKey:
+        try:
+            served = self._managed_model(principal, model)
+            served.adapters_of(principal).check_manages(inline_name(served, principal, task_id))
+            return await self._loader.load_tensors(
+                served, principal.tenant, task_id, weights, config
+            )
+        except LoraplexError as error:  # the request that contains the tensors fails with it
+            self._metrics.observe_error(model, error)
+            raise
+
+    async def unload(
+        self, principal: Principal, ref: AdapterRef, mode: UnloadMode = UnloadMode.DRAIN
+    ) -> Unloaded:
+        model, ref = self._managed(principal, ref)
+        return await self._catalog.remove(model, ref, mode)
+
+    async def rollback(
+        self, principal: Principal, ref: AdapterRef, number: int | None = None
+    ) -> AdapterCard:
+        model, ref = self._managed(principal, ref)
+        version = await self._catalog.rollback(model, ref, number)
+        return card_of(version, model.state_of(version))
+
+    async def pin(
+        self, principal: Principal, ref: AdapterRef, number: int | None, *, is_pinned: bool
+    ) -> VersionCard:
+        model, ref = self._managed(principal, ref)
+        return version_card(await self._catalog.pin(model, ref, number, is_pinned=is_pinned))
+
+    async def alias(
+        self, principal: Principal, ref: AdapterRef, alias: str, *, replace: bool = False
+    ) -> AdapterCard:
+        model, ref = self._managed(principal, ref)
+        model.adapters_of(principal).check_manages(alias)
+        self._catalog.check_is_no_base(alias)
+        version = await self._catalog.change(lambda: model.store.alias(ref, alias, replace=replace))
+        return card_of(version, model.state_of(version))
+
+    async def describe(self, principal: Principal, ref: AdapterRef) -> AdapterDetails:
+        self._require_open()
+        model = self._catalog.model(ref.model, principal)
+        ref = model.adapters_of(principal).described(ref.key)
+        details = await describe(model, ref)
+        return details if ref.tenant == principal.tenant else without_sources(details)
+
+    def _managed(self, principal: Principal, ref: AdapterRef) -> tuple[ServedModel, AdapterRef]:
+        """Return the model and the adapter to change; raise if the principal may not."""
+        model = self._managed_model(principal, ref.model)
+        return model, model.adapters_of(principal).managed(ref.key)
+
+    def _managed_model(self, principal: Principal, model: str) -> ServedModel:
+        """Return the model whose adapters are to change; raise if the principal may not."""
+        principal.require_manages()
+        self._require_open()
+        return self._catalog.model(model, principal)
