@@ -17,8 +17,8 @@ from loraplex.serving.adapters.cards import UnloadMode
 from loraplex.serving.backend import ModelCard
 from loraplex.serving.model_memory import ModelMemory, StoredAdapters
 from loraplex.serving.text.chat_format import UNKNOWN_FORMAT, ChatFormat
-from loraplex.testing.echo_adapters import CREATED, EchoAdapters
 from loraplex.testing import echo_tokenizer
+from loraplex.testing.echo_adapters import CREATED, EchoAdapters
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
