@@ -58,13 +58,8 @@ class EchoBackend(EchoState):
         """`chat` is how all of the models write reasoning and tool calls."""
         super().__init__()
         self.delay_seconds = delay_seconds
-        self.num_cached_tokens = 0
         self.unready_reason = ""
         self.requests: list[GenerateRequest] = []
-        self.scripts: deque[tuple[str, ...]] = deque()
-        """Outputs of the next requests instead of the echo: a text for each sequence."""
-        self.finished: list[RequestId] = []
-        self.aborted: list[RequestId] = []
         self._models = {
             name: EchoModel(echo_card(name, max_model_len=max_model_len, chat=chat), self)
             for name in models
@@ -139,7 +134,9 @@ class EchoBackend(EchoState):
         if request.adapters and not principal.rights.use:
             raise PermissionDeniedError("this key may not use adapters")
         adapters = tuple(self._resolve(request, choice) for choice in request.adapters)
-        return EchoStream(self, request, prompt_token_ids, adapters, fault)
+        return EchoStream(
+            self, self.model(request.model).card, request, prompt_token_ids, adapters, fault
+        )
 
     def _unknown(self, name: str) -> ModelNotFoundError:
         served = [*self._models, *(card.name for card in self.adapters(LOCAL))]

@@ -12,6 +12,7 @@ from loraplex.core.errors import (
     NotReadyError,
     TokenOutOfVocabularyError,
 )
+from loraplex.core.request import RequestId
 from loraplex.core.stats import AdapterActivity, Durations, EngineStats, StepRecord
 from loraplex.serving.adapters.cards import UnloadMode
 from loraplex.serving.backend import ModelCard
@@ -78,6 +79,12 @@ class EchoState:
         """Text that the chat template appends to every prompt."""
         self.renderings: list[Mapping[str, Any]] = []
         """Arguments of each rendering of the chat template."""
+        self.num_cached_tokens = 0
+        """Number that the timing of every request reports."""
+        self.scripts: deque[tuple[str, ...]] = deque()
+        """Outputs of the next requests instead of the echo: a text for each sequence."""
+        self.finished: list[RequestId] = []
+        self.aborted: list[RequestId] = []
         self.delay_seconds = 0.0
         """Pause before every output, and before a request's adapter is registered."""
         self.load_faults: deque[LoraplexError] = deque()

@@ -2,9 +2,8 @@
 
 import asyncio
 import itertools
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -14,6 +13,7 @@ from loraplex.core.request import GenerateRequest, RequestId
 from loraplex.serving.backend import ModelCard
 from loraplex.serving.best_of import joined
 from loraplex.testing import echo_tokenizer
+from loraplex.testing.echo_model import EchoState
 from loraplex.testing.echo_sequence import EchoSequence, echo_answer, echo_logits, echo_logprob
 
 
@@ -25,30 +25,20 @@ class Fault(msgspec.Struct, frozen=True):
     """None: raised by `await generate(...)`; k: by the iterator, after k outputs."""
 
 
-class StreamOwner(Protocol):
-    """The fields and methods of EchoBackend that its streams use."""
-
-    delay_seconds: float
-    num_cached_tokens: int
-    scripts: deque[tuple[str, ...]]
-    finished: list[RequestId]
-    aborted: list[RequestId]
-
-    def model(self, name: str) -> ModelCard: ...
-
-
 class EchoStream(AsyncIterator[RequestOutput]):
     """The outputs of one request. Closed or cancelled before its end, it counts as aborted."""
 
     def __init__(
         self,
-        backend: StreamOwner,
+        state: EchoState,
+        card: ModelCard,
         request: GenerateRequest,
         prompt_token_ids: tuple[int, ...],
         adapters: tuple[ResolvedAdapter, ...],
         fault: Fault | None,
     ) -> None:
-        self._backend = backend
+        self._state = state
+        self._card = card
         self._request = request
         self._prompt_token_ids = prompt_token_ids
         self._adapters = adapters
@@ -61,7 +51,7 @@ class EchoStream(AsyncIterator[RequestOutput]):
 
     async def aclose(self) -> None:
         """Abort, unless the request is over."""
-        self._end(self._backend.aborted)
+        self._end(self._state.aborted)
         await self._outputs.aclose()
 
     def _end(self, record: list[RequestId]) -> None:
@@ -74,19 +64,19 @@ class EchoStream(AsyncIterator[RequestOutput]):
         try:
             for num_outputs in itertools.count():
                 if self._fault is not None and self._fault.after_outputs == num_outputs:
-                    self._end(self._backend.finished)
+                    self._end(self._state.finished)
                     raise self._fault.error
-                await asyncio.sleep(self._backend.delay_seconds)
+                await asyncio.sleep(self._state.delay_seconds)
                 output = self._step(sequences, is_first=num_outputs == 0)
                 if self._comes_whole:
                     output = self._whole(sequences, output)
                 if output.finished:
-                    self._end(self._backend.finished)
+                    self._end(self._state.finished)
                 yield output
                 if output.finished:
                     return
         finally:
-            self._end(self._backend.aborted)
+            self._end(self._state.aborted)
 
     @property
     def _comes_whole(self) -> bool:
@@ -117,12 +107,12 @@ class EchoStream(AsyncIterator[RequestOutput]):
         request = self._request
         prompt = echo_tokenizer.decode(self._prompt_token_ids)
         names = [adapter.name for adapter in self._adapters]
-        room = self._backend.model(request.model).card.max_model_len - len(self._prompt_token_ids)
+        room = self._card.max_model_len - len(self._prompt_token_ids)
         answers: Sequence[str] = [
             echo_answer(request.model, names, prompt, index) for index in range(request.sampling.n)
         ]
-        if self._backend.scripts:
-            answers = self._backend.scripts.popleft()
+        if self._state.scripts:
+            answers = self._state.scripts.popleft()
         return [
             EchoSequence(index, answer, request.sampling, room)
             for index, answer in enumerate(answers)
@@ -158,4 +148,4 @@ class EchoStream(AsyncIterator[RequestOutput]):
         return (None, *(echo_logprob(token_id, num_top) for token_id in self._prompt_token_ids[1:]))
 
     def _timing(self) -> RequestTiming:
-        return RequestTiming(arrival_ns=0, num_cached_tokens=self._backend.num_cached_tokens)
+        return RequestTiming(arrival_ns=0, num_cached_tokens=self._state.num_cached_tokens)
