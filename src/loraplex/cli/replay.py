@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from loraplex.engine.journal import PlanMade
 from loraplex.engine.journal_file import JournalError, JournalLine, JournalReader
-from loraplex.engine.replay import Difference, ReplayRefusedError, ReplaySummary
+from loraplex.engine.replay import ReplayDifference, ReplayRefusedError, ReplaySummary
 from loraplex.engine.replay import replay as replay_journal
 
 MAX_CHANGES = 20
@@ -78,7 +78,7 @@ def _print_summary(reader: JournalReader, summary: ReplaySummary) -> None:
         _print_difference(summary.difference)
 
 
-def _print_difference(difference: Difference) -> None:
+def _print_difference(difference: ReplayDifference) -> None:
     line = difference.line
     print(_where(difference))
     logged = line.entry.plan if isinstance(line.entry, PlanMade) else None
@@ -94,7 +94,7 @@ def _print_difference(difference: Difference) -> None:
     print(f"planned:    {msgspec.json.encode(planned).decode()}")
 
 
-def _where(difference: Difference) -> str:
+def _where(difference: ReplayDifference) -> str:
     line: JournalLine = difference.line
     return f"{line.path}, line {line.number}: {difference.problem}"
 

@@ -1,4 +1,4 @@
-"""How commands reach an engine's loop and events leave it: in a thread, or over a socket.
+"""Channels that carry commands to an engine's loop and events from it, by thread or socket.
 
 The loop is the only reader and the only writer, so a channel needs no locks of its own.
 """
@@ -16,33 +16,36 @@ from loraplex.engine.step_marker import StepMarker
 
 EPOCH_BYTES = 8
 _LINGER_MS = 4000
-"""Less than serving waits for an engine that it has told to stop."""
+"""Less than serving waits for an engine to stop."""
 
 
 class EngineChannel(Protocol):
-    """The engine's end."""
+    """The engine's end of the connection to serving."""
 
     @property
     def marker(self) -> StepMarker:
-        """Where the engine notes which requests its steps in flight compute."""
+        """Marker of the requests that the engine's steps in flight compute."""
         ...
 
     @property
     def logits_dir(self) -> Path | None:
-        """Where logits go that requests want back; None: nowhere. It ends with the link."""
+        """Folder for logits that requests return; None: none. It ends with the link."""
         ...
 
     def receive(self, timeout_seconds: float | None) -> EngineCommand | None:
-        """The next command; None after timeout_seconds without one. None waits for ever."""
+        """Return the next command; None after timeout_seconds without one.
+
+        timeout_seconds None waits for ever.
+        """
         ...
 
     def send(self, event: EngineEvent) -> None:
-        """Never blocks the step."""
+        """Send an event; never blocks the step."""
         ...
 
 
 class ThreadChannel:
-    """For an engine in a thread of the same process."""
+    """Channel of an engine in a thread of the same process."""
 
     def __init__(
         self, deliver: Callable[[EngineEvent], None], logits_dir: Path | None = None
@@ -53,7 +56,7 @@ class ThreadChannel:
         self.logits_dir = logits_dir
 
     def put(self, command: EngineCommand) -> None:
-        """The other end: called from any thread."""
+        """Enqueue a command; may be called from any thread."""
         self._inbox.put(command)
 
     def receive(self, timeout_seconds: float | None) -> EngineCommand | None:
@@ -69,7 +72,7 @@ class ThreadChannel:
 
 
 class SocketChannel:
-    """For an engine in its own process: a ZeroMQ DEALER. Frames: epoch, message."""
+    """Channel of an engine in its own process: a ZeroMQ DEALER. Frames: epoch, message."""
 
     def __init__(
         self,
@@ -102,6 +105,6 @@ class SocketChannel:
         self._socket.send_multipart([self._epoch, encode(event)])
 
     def close(self) -> None:
-        """Events already sent are delivered first, for at most four seconds."""
+        """Close the socket after delivering sent events, for at most four seconds."""
         self._socket.close()
         self._context.term()

@@ -1,6 +1,6 @@
-"""One model's engine: add and abort requests, step by step.
+"""Engine of one model: add and abort requests, and compute them step by step.
 
-It joins the scheduler with a runner and a loader. It knows neither text nor tensors, and neither
+It joins the scheduler with a runner and a loader. It handles neither text nor tensors, and neither
 threads nor processes: `engine.loop` calls it.
 """
 
@@ -50,7 +50,7 @@ from loraplex.memory.kv_blocks import KVBlocks
 from loraplex.scheduling.scheduler import Scheduler
 
 LOAD_POLL_NS = 1_000_000
-"""How often an engine that has nothing else to do asks whether a load ended."""
+"""Interval at which an otherwise idle engine checks whether a load ended."""
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ _VOID = StepFailedError("the step before it failed").to_info()
 
 
 class EngineTurn(NamedTuple):
-    """What one call of `Engine.step` did."""
+    """Result of one call of `Engine.step`."""
 
     outputs: tuple[EngineOutput, ...]
     record: StepRecord | None
@@ -67,7 +67,7 @@ class EngineTurn(NamedTuple):
 
 
 class _NotLaunched:
-    """A StepHandle of a plan that the runner did not take."""
+    """StepHandle of a plan that the runner refused."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -76,8 +76,8 @@ class _NotLaunched:
         raise self._error
 
 
-class _Flight(NamedTuple):
-    """A plan that was launched, and not absorbed yet."""
+class _LaunchedStep(NamedTuple):
+    """Plan that was launched and not absorbed yet."""
 
     plan: StepPlan
     record: StepRecord
@@ -112,12 +112,12 @@ class Engine:
         self._capacity = runner.capacity()
         self._num_loads_ended = 0
         self._turn = self._overlapped_turn if overlap else self._plain_turn
-        self._flight: _Flight | None = None
-        """With overlap, the step that runs while others are planned."""
+        self._launched: _LaunchedStep | None = None
+        """Step that runs while others are planned; None without overlap."""
         self._marker = StepMarker()
 
     def mark_steps(self, marker: StepMarker) -> None:
-        """From now on, note there which requests the steps in flight compute."""
+        """Use a marker that notes which requests the steps in flight compute."""
         self._marker = marker
 
     @property
@@ -141,7 +141,7 @@ class Engine:
         self._adapters.forget(digest)
 
     def adapter_activity(self) -> AdapterActivity:
-        """Where the adapters are, and for whom."""
+        """Return the place and the use of each adapter."""
         return self._adapters.activity(
             self._scheduler.num_running_by_adapter(), self._scheduler.num_waiting_by_adapter()
         )
@@ -149,7 +149,7 @@ class Engine:
     def pin_adapter(self, digest: str) -> None:
         """Keep an adapter on the device, and bring it there.
 
-        Raises AdapterNotFoundError, or AdapterTooLargeError if others would then lack room.
+        Raises AdapterNotFoundError, or AdapterTooLargeError if others would then not fit.
         """
         self._take(PinAdapter(0, digest))
         self._scheduler.pin(self._adapters.handle(digest))
@@ -161,7 +161,7 @@ class Engine:
             self._scheduler.unpin(self._adapters.handle(digest))
 
     def preload(self, digest: str) -> None:
-        """Bring an adapter to the device ahead of requests, as soon as no request wants the room.
+        """Bring an adapter to the device ahead of requests, once no request needs the memory.
 
         Raises AdapterNotFoundError.
         """
@@ -169,7 +169,7 @@ class Engine:
         self._scheduler.preload(self._adapters.handle(digest))
 
     def add(self, request: EngineRequest) -> None:
-        """Take a request. Never raises: what is wrong with it is its only output."""
+        """Take a request. Never raises: an invalid request gets an error as its only output."""
         self._take(AddRequest(request))
         try:
             request.sampling.validate()
@@ -186,16 +186,17 @@ class Engine:
     def abort(self, request_id: RequestId, sequence_index: int | None = None) -> None:
         """End a request, or one sequence of it, with FinishReason.ABORT.
 
-        No change if it ended already. Its slots, blocks and pins are free at once.
+        No change if it ended already. Its slots and blocks are free at once, or when the in-flight
+        step that uses them has ended.
         """
         self._take(AbortRequest(request_id, sequence_index))
         self._scheduler.abort(request_id, sequence_index)
 
     def step(self) -> EngineTurn:
-        """Plan, launch, wait, absorb; without a launch if there is nothing to compute.
+        """Plan, launch, wait and absorb; without a launch if there is nothing to compute.
 
-        With overlap, what is absorbed was launched by the call before, and runs no longer than it
-        takes to plan and launch the next.
+        With overlap, the absorbed step was launched by the previous call, and the next one is
+        planned and launched while it runs.
         """
         turn = self._turn()
         self._adapters.forget_unneeded()
@@ -205,21 +206,21 @@ class Engine:
         plan = self._plan(self._scheduler.plan)
         if plan is None:
             return EngineTurn(tuple(self._scheduler.take_outputs()), None)
-        return self._land(self._launch(plan))
+        return self._absorb(self._launch(plan))
 
     def _overlapped_turn(self) -> EngineTurn:
-        """One step is in flight while the next is planned, and while what it gave is absorbed."""
-        if self._flight is None:
+        """Plan and launch the next step while one is in flight, then absorb that one."""
+        if self._launched is None:
             plan = self._plan(self._scheduler.plan)
             if plan is None:
                 return EngineTurn(tuple(self._scheduler.take_outputs()), None)
-            self._flight = self._launch(plan)
+            self._launched = self._launch(plan)
         ahead = self._plan(self._scheduler.plan_ahead)
-        flight, self._flight = self._flight, None if ahead is None else self._launch(ahead)
-        return self._land(flight)
+        step, self._launched = self._launched, None if ahead is None else self._launch(ahead)
+        return self._absorb(step)
 
     def next_wake_ns(self) -> int | None:
-        """When to call `step` again if nothing is added before; None: not until then."""
+        """Return when to call `step` again if nothing is added; None: only after an event."""
         self._clock.tick()
         wake_ns = self._scheduler.next_wake_ns()
         if not self._scheduler.num_loading:
@@ -228,16 +229,16 @@ class Engine:
         return poll_ns if wake_ns is None else min(wake_ns, poll_ns)
 
     def next_expiry_ns(self) -> int | None:
-        """When to call `step` so that an idle adapter may leave; None: none would."""
+        """Return when to call `step` so that an idle adapter may leave; None: none would."""
         return self._scheduler.next_expiry_ns()
 
     @property
     def is_idle(self) -> bool:
-        """No request, load or copy is unfinished, and there is nothing left to say."""
+        """Whether no request, load or copy is unfinished, and no output is pending."""
         return not self._scheduler.has_unfinished and self.next_wake_ns() is None
 
     def check(self) -> None:
-        """Assert that nothing is lost or counted twice; when idle, that everything is back."""
+        """Assert that nothing is lost or counted twice; when idle, that everything is free."""
         self._scheduler.check()
         if self.is_idle:
             stats = self._scheduler.stats()
@@ -248,13 +249,13 @@ class Engine:
         return self._scheduler.stats()
 
     def close(self) -> None:
-        """Let go of the runner, the loader and the journal."""
+        """Close the loader, the runner and the journal."""
         self._loader.close()
         self._runner.close()
         self._journal.close()
 
     def _take(self, command: EngineCommand) -> None:
-        """All that follows from a command sees one time."""
+        """Write a command to the journal. All its consequences see one time."""
         self._journal.write(CommandTaken(self._clock.tick(), command))
 
     def _plan(self, make_plan: Callable[[], StepPlan | None]) -> StepPlan | None:
@@ -264,13 +265,13 @@ class Engine:
         )
         plan: StepPlan | None = None
         try:
-            self._tell_loads(loads)
+            self._report_loads(loads)
             plan = make_plan()
         finally:
             self._journal.write(PlanMade(now_ns, loads, plan))
         return plan
 
-    def _tell_loads(self, loads: tuple[LoadEnded, ...]) -> None:
+    def _report_loads(self, loads: tuple[LoadEnded, ...]) -> None:
         self._num_loads_ended += len(loads)
         for load in loads:
             if load.error is None:
@@ -278,7 +279,7 @@ class Engine:
             else:
                 self._scheduler.load_failed(load.handle, load.error)
 
-    def _launch(self, plan: StepPlan) -> _Flight:
+    def _launch(self, plan: StepPlan) -> _LaunchedStep:
         record = launched_record(
             self._scheduler.record(plan, self._clock.now_ns()),
             plan,
@@ -289,48 +290,48 @@ class Engine:
         self._num_loads_ended = 0
         self._marker.begin(plan.step_id, record.request_ids)
         try:
-            return _Flight(plan, record, self._runner.launch(plan))
+            return _LaunchedStep(plan, record, self._runner.launch(plan))
         except Exception as error:
-            return _Flight(plan, record, _NotLaunched(error))
+            return _LaunchedStep(plan, record, _NotLaunched(error))
 
-    def _land(self, flight: _Flight) -> EngineTurn:
-        """Wait for a step, and take what it gave."""
-        plan = flight.plan
+    def _absorb(self, step: _LaunchedStep) -> EngineTurn:
+        """Wait for a step and absorb its result."""
+        plan = step.plan
         try:
-            result = flight.handle.wait()
+            result = step.handle.wait()
         except DeviceLost:
             raise
         except Exception as error:
             logger.exception("step %d failed", plan.step_id)
-            return self._fail(flight, error)
+            return self._fail(step, error)
         self._journal.write(StepEnded(self._clock.tick(), without_bulk(result)))
         outputs = self._scheduler.absorb(plan, result)
         self._marker.end(plan.step_id)
-        return EngineTurn(tuple(outputs), self._ended(flight, result))
+        return EngineTurn(tuple(outputs), self._ended(step, result))
 
-    def _fail(self, flight: _Flight, error: Exception) -> EngineTurn:
+    def _fail(self, step: _LaunchedStep, error: Exception) -> EngineTurn:
         if not isinstance(error, LoraplexError):
             error = StepFailedError("a step of the model failed; the server's log has the cause")
         self._journal.write(StepEnded(self._clock.tick(), error=error.to_info()))
-        outputs = self._scheduler.fail(flight.plan, error)
-        self._marker.end(flight.plan.step_id)
-        if self._flight is not None:
-            behind, self._flight = self._flight, None
-            outputs += self._void(behind)
-        return EngineTurn(tuple(outputs), self._ended(flight, None))
+        outputs = self._scheduler.fail(step.plan, error)
+        self._marker.end(step.plan.step_id)
+        if self._launched is not None:
+            voided, self._launched = self._launched, None
+            outputs += self._void(voided)
+        return EngineTurn(tuple(outputs), self._ended(step, None))
 
-    def _void(self, flight: _Flight) -> list[EngineOutput]:
-        """It was launched behind a step that failed: whatever it gives is not used."""
+    def _void(self, step: _LaunchedStep) -> list[EngineOutput]:
+        """Discard a step that was launched after one that failed."""
         with contextlib.suppress(Exception):
-            flight.handle.wait()
+            step.handle.wait()
         self._journal.write(StepEnded(self._clock.tick(), error=_VOID))
-        outputs = self._scheduler.void(flight.plan)
-        self._marker.end(flight.plan.step_id)
+        outputs = self._scheduler.void(step.plan)
+        self._marker.end(step.plan.step_id)
         return outputs
 
-    def _ended(self, flight: _Flight, result: StepResult | None) -> StepRecord:
-        duration_ns = self._clock.now_ns() - flight.record.start_ns
-        return ended_record(flight.record, flight.plan, result, duration_ns)
+    def _ended(self, step: _LaunchedStep, result: StepResult | None) -> StepRecord:
+        duration_ns = self._clock.now_ns() - step.record.start_ns
+        return ended_record(step.record, step.plan, result, duration_ns)
 
 
 def build_engine(
@@ -344,7 +345,7 @@ def build_engine(
     journal: Journal | None = None,
     overlap: bool = False,
 ) -> Engine:
-    """An engine around a runner: its pools are as large as Runner.capacity() says.
+    """Return an engine around a runner, with the pool sizes of Runner.capacity().
 
     `adapter_host_bytes` limits the host tier of adapters, and `eviction_policy` (one of
     EVICTION_POLICIES) chooses which of them leave a full tier first. The inputs and plans are

@@ -1,7 +1,7 @@
-"""What an engine was told, what it planned and what came of it, in order: enough to replay it.
+"""Journal of an engine's commands, plans and results, in order: enough to replay it.
 
-A journal is JSON lines: a header, then one entry for each command, plan and result. It holds the
-token ids of prompts and answers.
+A journal is JSON lines: a header, then one entry for each command, plan and result. It has the
+token ids of prompts and outputs.
 """
 
 import math
@@ -22,30 +22,30 @@ JOURNAL_VERSION = 2
 
 
 class JournalHeader(msgspec.Struct, frozen=True, tag="header", kw_only=True):
-    """From what an equal engine is built."""
+    """Settings from which an equal engine is built."""
 
     version: int = JOURNAL_VERSION
     loraplex: str
-    """Of which version the engine was: another one may plan differently."""
+    """Version of the engine: another one may plan differently."""
     capacity: Capacity
     settings: SchedulerSettings
     adapter_host_bytes: int
     eviction_policy: str
     overlap: bool = False
     run: str = ""
-    """Distinguishes the engines that wrote files of one name."""
+    """Id that distinguishes engines that wrote files of one name."""
     part: int = 0
-    """A journal that grew too large goes on in the next part."""
+    """Number of the part; a journal that grew too large continues in the next one."""
 
 
 class CommandTaken(msgspec.Struct, frozen=True, tag="command"):
     now_ns: int
-    """What the engine's clock told for all that follows from it."""
+    """Time of the engine's clock for all consequences of the command."""
     command: EngineCommand
 
 
 class LoadEnded(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An adapter came into host memory, or failed to. It is a HostLoad."""
+    """A load of an adapter into host memory that ended or failed. It is a HostLoad."""
 
     handle: AdapterHandle
     error: ErrorInfo | None = None
@@ -53,16 +53,16 @@ class LoadEnded(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class PlanMade(msgspec.Struct, frozen=True, tag="plan", omit_defaults=True):
-    """The loads that ended were told to the scheduler; then it planned."""
+    """A plan, made after the scheduler was notified of the loads that had ended."""
 
     now_ns: int
     loads: tuple[LoadEnded, ...] = ()
     plan: StepPlan | None = None
-    """None: there was nothing to launch, or the scheduler failed."""
+    """The plan; None if there was nothing to launch, or the scheduler failed."""
 
 
 class StepEnded(msgspec.Struct, frozen=True, tag="result", omit_defaults=True):
-    """The oldest plan in flight ended: with a result, or with an error of the whole step."""
+    """End of the oldest plan in flight, with a result or an error of the whole step."""
 
     now_ns: int
     result: StepResult | None = None
@@ -73,10 +73,10 @@ JournalEntry = JournalHeader | CommandTaken | PlanMade | StepEnded
 
 
 class Journal(Protocol):
-    """Takes the entries of one engine. Never raises once it has begun."""
+    """Receiver of the entries of one engine. It never raises once it has begun."""
 
     def begin(self, header: JournalHeader) -> None:
-        """Raises ConfigError if it cannot be kept."""
+        """Begin a journal. Raises ConfigError if it cannot be written."""
         ...
 
     def write(self, entry: JournalEntry) -> None: ...
@@ -85,7 +85,7 @@ class Journal(Protocol):
 
 
 class NoJournal:
-    """Implements Journal: nothing is kept."""
+    """Journal that keeps nothing."""
 
     def begin(self, header: JournalHeader) -> None: ...
 
@@ -95,7 +95,7 @@ class NoJournal:
 
 
 def without_bulk(result: StepResult) -> StepResult:
-    """What the scheduler decides by: no alternatives of log probabilities, and finite numbers."""
+    """Return the part that the scheduler uses: no alternative tokens, and finite numbers."""
     if not any(row.logprobs or row.prompt_logprobs or row.candidates for row in result.rows):
         return result
     rows = tuple(_row_without_bulk(row) for row in result.rows)
@@ -116,12 +116,12 @@ def _chosen(logprob: TokenLogprob) -> TokenLogprob:
 
 
 def _finite(score: float) -> float:
-    """JSON has no infinity."""
+    """Replace infinities, which JSON does not have."""
     return score if math.isfinite(score) else -sys.float_info.max
 
 
 def with_finite_biases(entry: JournalEntry) -> JournalEntry:
-    """A bias of minus infinity, which the scheduler does not look at, as the least finite one."""
+    """Replace biases of minus infinity, which the scheduler ignores, by the least finite one."""
     match entry:
         case CommandTaken(_, AddRequest(request)) if request.sampling.logit_bias:
             sampling = _with_finite_biases(request.sampling)

@@ -1,7 +1,7 @@
-"""A journal's file, and the older parts beside it: PATH is the newest, then PATH.1, PATH.2, ...
+"""Files of a journal: PATH is the newest part, followed by the older ones PATH.1, PATH.2, ...
 
-Each entry is one write to the operating system: what a dead engine had written is there. Only the
-last line may be torn.
+Each entry is one write to the operating system, so the entries of a dead engine are complete. Only
+the last line may be torn.
 """
 
 import fcntl
@@ -23,16 +23,16 @@ from loraplex.engine.journal import (
 )
 
 NUM_PARTS = 8
-"""Of which a journal's bytes are shared by the newest part and the older ones."""
+"""Number of parts that share a journal's bytes."""
 
 logger = logging.getLogger(__name__)
 
 
 class JournalFile:
-    """Implements engine.journal.Journal. A full disk ends the journal, not the engine."""
+    """Journal in files. A full disk ends the journal, not the engine."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
-        """max_bytes: of all parts together; the oldest one goes."""
+        """max_bytes: limit of all parts together; the oldest part is deleted."""
         self._path = path
         self._max_part_bytes = max(1, max_bytes // NUM_PARTS)
         self._encoder = msgspec.json.Encoder()
@@ -52,8 +52,8 @@ class JournalFile:
                 f"cannot write iteration_log {self._path}: {error.strerror}"
             ) from error
         logger.warning(
-            "iteration_log: %s gets the tokens of every prompt and answer; guard it as you guard "
-            "them",
+            "iteration_log: %s contains the tokens of every prompt and output; protect it as you "
+            "protect them",
             self._path,
         )
 
@@ -116,20 +116,20 @@ class JournalFile:
 class JournalLine(NamedTuple):
     path: Path
     number: int
-    """From 1 on."""
+    """Line number, starting at 1."""
     num_bytes: int
     entry: JournalEntry
 
 
 class JournalError(Exception):
-    """A file is not a journal, or not a whole one."""
+    """Error of a file that is no journal, or an incomplete one."""
 
 
 class JournalReader:
-    """The entries of a journal from its first part on, without the further headers.
+    """Iterator over the entries of a journal from its first part on, without further headers.
 
-    Raises JournalError, which names file and line, for what is no iteration log, and for one whose
-    beginning is not there.
+    Raises JournalError, with file and line, for a file that is no iteration log, and for a journal
+    whose beginning is missing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -138,7 +138,7 @@ class JournalReader:
         self.header = self._header_of(self._parts[0])
         self.num_bytes = sum(part.stat().st_size for part in self._parts)
         self.is_torn = False
-        """The last line was cut off: it is left out."""
+        """Whether the last line was cut off; it is left out."""
 
     def __iter__(self) -> Iterator[JournalLine]:
         for index, part in enumerate(self._parts):
@@ -210,12 +210,12 @@ def _opened(part: Path) -> BinaryIO:
 
 
 def part_path(path: Path, number: int) -> Path:
-    """Of the newest part, which is number 0, or of an older one."""
+    """Return the path of a part; the newest one is number 0."""
     return path.with_name(f"{path.name}.{number}") if number else path
 
 
 def _stem_and_number(path: Path) -> tuple[Path, int]:
-    """`log.jsonl.3` may be the newest part of a former engine's journal."""
+    """Split off a part number: `log.jsonl.3` may be the newest part of a former journal."""
     if path.suffix[1:].isdecimal():
         return path.with_suffix(""), int(path.suffix[1:])
     return path, 0

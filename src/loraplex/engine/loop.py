@@ -1,4 +1,4 @@
-"""The one thread that owns an engine: it turns commands into steps, and steps into events."""
+"""Loop of the thread that owns an engine: it turns commands into steps, and steps into events."""
 
 import logging
 from collections.abc import Callable
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineLoop:
-    """Runs until Shutdown. Aborts apply between steps only, because commands do."""
+    """Runs an engine until Shutdown. Commands, and so aborts, apply between steps only."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class EngineLoop:
         self._check_when_idle = check_when_idle
 
     def run(self) -> None:
-        """Say that the engine is ready, then serve."""
+        """Report that the engine is ready, then serve."""
         self._channel.send(EngineReady(self._engine.capacity))
         while self._take_commands():
             turn = self._engine.step()
@@ -56,9 +56,9 @@ class EngineLoop:
                 self._engine.check()
 
     def _take_commands(self) -> bool:
-        """Apply all commands that are there, waiting for one if nothing else is to be done.
+        """Apply all waiting commands; wait for one if nothing else is to be done.
 
-        False after Shutdown.
+        Return False after Shutdown.
         """
         command = self._channel.receive(self._seconds_to_wait())
         while command is not None:

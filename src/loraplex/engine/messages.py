@@ -1,7 +1,7 @@
-"""What serving and an engine say to each other. Encoded as msgpack by msgspec; never pickled.
+"""Messages between serving and an engine. Encoded as msgpack by msgspec; never pickled.
 
-Every message travels beside the engine's epoch, so that nothing meant for a dead engine reaches
-the one that took its place.
+Every message is sent with the engine's epoch, so that no message for a dead engine reaches the one
+that took its place.
 """
 
 import msgspec
@@ -15,6 +15,8 @@ from loraplex.core.stats import AdapterActivity, EngineStats, StepRecord
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add"):
+    """Compute a request."""
+
     request: EngineRequest
 
 
@@ -38,7 +40,7 @@ class UnregisterAdapter(msgspec.Struct, frozen=True, tag="unregister"):
 
 
 class QueryAdapters(msgspec.Struct, frozen=True, tag="ask_adapters"):
-    """Where the adapters are and for whom; answered by AdaptersReport with the same number."""
+    """Query place and use of the adapters; an AdaptersReport with the same number is the reply."""
 
     query_id: int
 
@@ -57,13 +59,13 @@ class UnpinAdapter(msgspec.Struct, frozen=True, tag="release"):
 
 
 class PreloadAdapter(msgspec.Struct, frozen=True, tag="preload"):
-    """Bring a registered adapter to the device while there is room for it."""
+    """Bring a registered adapter to the device while there is free memory."""
 
     digest: str
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
-    """Leave the loop. What still runs ends with an error."""
+    """Leave the loop. Running requests end with an error."""
 
 
 EngineCommand = (
@@ -80,38 +82,40 @@ EngineCommand = (
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
-    """The first event of an engine: it takes requests now."""
+    """First event of an engine: it takes requests now."""
 
     capacity: Capacity
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """The last event of an engine that cannot start or go on."""
+    """Last event of an engine that cannot start or continue."""
 
     error: ErrorInfo
 
 
 class StepDone(msgspec.Struct, frozen=True, tag="step"):
-    """Once a turn of the loop: what it did for whom."""
+    """Outputs and statistics of one turn of the loop."""
 
     outputs: tuple[EngineOutput, ...]
     stats: EngineStats
     record: StepRecord | None = None
-    """None where nothing was launched: an abort, or a request refused."""
+    """None if no step was launched: after an abort or a refused request."""
 
 
 class AdapterRejected(msgspec.Struct, frozen=True, tag="rejected"):
-    """A registered adapter can never be served by this engine."""
+    """Report that a registered adapter can never be served by this engine."""
 
     digest: str
     error: ErrorInfo
 
 
 class AdaptersReport(msgspec.Struct, frozen=True, tag="adapters"):
+    """Place and use of the adapters: the reply to QueryAdapters."""
+
     query_id: int
     activity: AdapterActivity
     stats: EngineStats = EngineStats()
-    """Of the same moment: an engine that only lets adapters leave tells it nowhere else."""
+    """Statistics of the same moment. An engine that only evicts idle adapters sends no StepDone."""
 
 
 class AdapterPinned(msgspec.Struct, frozen=True, tag="held"):

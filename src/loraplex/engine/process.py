@@ -1,4 +1,4 @@
-"""An engine's own process: what it is told at its birth, and how it ends with serving."""
+"""Process of an engine: what it reads at its start, and how it ends with serving."""
 
 import contextlib
 import os
@@ -18,18 +18,18 @@ _LENGTH_BYTES = 4
 
 
 class EngineStart(msgspec.Struct, frozen=True):
-    """What an engine process reads from its standard input: 4 bytes of length, then msgpack.
+    """Message that an engine process reads from standard input: 4 bytes of length, then msgpack.
 
-    The pipe then stays open: its end tells the engine that serving is gone.
+    The pipe then stays open: its end means that serving is gone.
     """
 
     endpoint: str
     epoch: int
     settings: bytes
     marker_path: str = ""
-    """A file for a StepMarker."""
+    """File of a StepMarker."""
     logits_dir: str = ""
-    """A folder for logits that requests want back."""
+    """Folder for logits that requests return."""
 
     def to_bytes(self) -> bytes:
         body = msgspec.msgpack.encode(self)
@@ -38,7 +38,7 @@ class EngineStart(msgspec.Struct, frozen=True):
 
 def be_engine_process(run: Callable[[bytes, EngineChannel], None]) -> None:
     """Run an engine with the settings that serving gave, at most as long as serving lives."""
-    # Whoever stops a whole group of processes means serving, which decides when the engine stops.
+    # A signal to the whole process group is meant for serving, which decides when an engine stops.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     # Unbuffered: a thread that waits in a buffered read would hold its lock at the exit.
@@ -56,7 +56,7 @@ def be_engine_process(run: Callable[[bytes, EngineChannel], None]) -> None:
 
 
 def read_engine_start(pipe: RawIOBase) -> EngineStart:
-    """From an unbuffered pipe. Raises EOFError if serving is gone."""
+    """Read the message from an unbuffered pipe. Raises EOFError if serving is gone."""
     length = int.from_bytes(_read_exactly(pipe, _LENGTH_BYTES), "big")
     return msgspec.msgpack.decode(_read_exactly(pipe, length), type=EngineStart)
 
@@ -66,7 +66,7 @@ def _read_exactly(pipe: RawIOBase, count: int) -> bytes:
     while len(data) < count:
         piece = pipe.read(count - len(data))
         if not piece:
-            raise EOFError("serving ended before it had said what to start")
+            raise EOFError("serving ended before it sent what to start")
         data += piece
     return data
 

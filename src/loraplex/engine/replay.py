@@ -1,7 +1,7 @@
-"""Runs a journal's inputs through a new control plane, and compares its plans with the journal's.
+"""Replays a journal's inputs through a new control plane, and compares the plans.
 
-No model is needed: what a step gave is in the journal. A plan is a function of what came before
-it, so the first difference says which step another version of the code would plan differently.
+No model is needed: the results of the steps are in the journal. A plan is a function of the entries
+before it, so the first difference shows which step this version of the code plans differently.
 """
 
 import dataclasses
@@ -33,31 +33,33 @@ from loraplex.engine.messages import (
 
 
 class ReplayRefusedError(Exception):
-    """The journal's engine cannot be built here."""
+    """Error of a journal whose engine cannot be built here."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Difference:
-    """Where a replay left the journal."""
+class ReplayDifference:
+    """First difference between a replay and its journal."""
 
     line: JournalLine
     problem: str
     planned: StepPlan | None = None
-    """By this code; the line has the journal's plan."""
+    """Plan of this code; the line has the journal's plan."""
 
 
 @dataclasses.dataclass(slots=True)
 class ReplaySummary:
+    """Counts of a replay."""
+
     steps: int = 0
-    """Whose plan and end were the journal's."""
+    """Steps whose plan and end were the journal's."""
     failed_steps: int = 0
     requests: int = 0
     aborts: int = 0
     adapter_loads: int = 0
     preemptions: int = 0
     is_cut: bool = False
-    """The journal ends within a step."""
-    difference: Difference | None = None
+    """Whether the journal ends within a step."""
+    difference: ReplayDifference | None = None
 
 
 def replay(
@@ -67,7 +69,7 @@ def replay(
     *,
     check_every: int = 1,
 ) -> ReplaySummary:
-    """Until the first difference, or the journal's end.
+    """Replay a journal until the first difference or its end.
 
     The engine's invariants are checked after every `check_every`-th step. Raises
     ReplayRefusedError, and what iterating over `lines` raises.
@@ -81,8 +83,10 @@ def replay(
 
 
 class _Tape:
-    """The journal's lines, and what was found so far. Implements engine.journal.Journal: what the
-    new engine would write must be the next line."""
+    """Lines of a journal, and the summary so far.
+
+    It is the Journal of the new engine: each entry that the engine writes must be the next line.
+    """
 
     def __init__(
         self, lines: Iterable[JournalLine], on_line: Callable[[JournalLine], object]
@@ -95,7 +99,7 @@ class _Tape:
 
     @property
     def entry(self) -> JournalEntry | None:
-        """The next one; None at the end."""
+        """Next entry; None at the end."""
         return None if self.line is None else self.line.entry
 
     @property
@@ -103,17 +107,17 @@ class _Tape:
         return self.line is None or self.summary.difference is not None
 
     def differs(self, problem: str, planned: StepPlan | None = None) -> None:
-        """Only the first difference counts: the others follow from it."""
+        """Note a difference. Only the first one counts: the others follow from it."""
         if self.line is None:
             self.summary.is_cut = True
         elif self.summary.difference is None:
-            self.summary.difference = Difference(self.line, problem, planned)
+            self.summary.difference = ReplayDifference(self.line, problem, planned)
 
     def failed(self, error: Exception) -> None:
-        """What followed from the line played last cannot be."""
+        """Note that the engine failed on the line played last."""
         if self.summary.difference is None and self._played is not None:
             problem = f"the scheduler failed: {type(error).__name__}: {error}"
-            self.summary.difference = Difference(self._played, problem)
+            self.summary.difference = ReplayDifference(self._played, problem)
 
     def begin(self, header: JournalHeader) -> None: ...
 
@@ -160,7 +164,7 @@ class _TapeClock:
 
 
 class _TapeLoader:
-    """Implements engine.runner.AdapterLoader: loads end when the journal says so."""
+    """Loader whose loads end when they ended in the journal."""
 
     def __init__(self, tape: _Tape) -> None:
         self._tape = tape
@@ -177,7 +181,7 @@ class _TapeLoader:
 
 
 class _TapeRunner:
-    """Implements engine.runner.Runner: steps end as the journal says."""
+    """Runner whose steps end as they ended in the journal."""
 
     def __init__(self, capacity: Capacity, tape: _Tape) -> None:
         self._capacity = capacity
@@ -193,7 +197,7 @@ class _TapeRunner:
 
 
 class _TapeStep:
-    """Implements engine.runner.StepHandle."""
+    """Step of a _TapeRunner."""
 
     def __init__(self, plan: StepPlan, tape: _Tape) -> None:
         self._plan = plan

@@ -1,4 +1,4 @@
-"""What the engine needs from the data plane: execution gives it, and testing.FakeRunner."""
+"""Protocols that the engine needs from the data plane; `execution` implements them."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -9,7 +9,7 @@ from loraplex.core.plan import Capacity, StepPlan, StepResult
 
 
 class StepHandle(Protocol):
-    """A step in flight."""
+    """Step in flight."""
 
     def wait(self) -> StepResult:
         """Block until the step is done. Raises StepFailedError if it failed as a whole."""
@@ -20,20 +20,20 @@ class Runner(Protocol):
     """Computes plans. Owns the weights, the KV storage, the adapter pool and the sampler."""
 
     def capacity(self) -> Capacity:
-        """What it can hold: constant for its life."""
+        """Return its limits, which never change."""
         ...
 
     def launch(self, plan: StepPlan) -> StepHandle:
         """Start a step. Plans are launched, and waited for, in order of step_id.
 
-        A step without rows starts adapter copies, or only asks for the end of those under way: it
-        may wait for one. After a failed step the engine does not know what was done of its plan:
-        the next plan names its removed slots, its rows' slots and its adapter copies (with the
-        same pages) again. So a removed slot may be empty, and a copy may be started twice; its end
-        is told once.
+        A step without rows starts adapter copies, or only collects the end of started ones: it may
+        wait for one. After a failed step the engine does not know how much of its plan was done.
+        So the next plan names its removed slots, its rows' slots and its adapter copies (with the
+        same pages) again: a removed slot may be empty, and a copy may be started twice, but its
+        end is reported once.
 
         With overlap one more plan may be launched before the oldest is waited for. If that one
-        fails, the one behind it need not be computed: whatever its `wait` gives is not used.
+        fails, the next one need not be computed: the result of its `wait` is not used.
         """
         ...
 
@@ -41,7 +41,7 @@ class Runner(Protocol):
 
 
 class HostLoad(Protocol):
-    """One finished read of a canonical adapter file into the host tier."""
+    """Finished load of a canonical adapter file into host memory."""
 
     @property
     def handle(self) -> AdapterHandle: ...
@@ -51,19 +51,19 @@ class HostLoad(Protocol):
 
     @property
     def load_ns(self) -> int:
-        """How long it took."""
+        """Duration of the load."""
         ...
 
 
 class AdapterLoader(Protocol):
-    """Reads staged adapters into host memory, beside the steps. The adapter cache decides which."""
+    """Reads staged adapters into host memory, concurrently with the steps."""
 
     def start(self, handle: AdapterHandle, source: AdapterSource) -> None:
         """Begin to read; returns at once."""
         ...
 
     def poll(self) -> Sequence[HostLoad]:
-        """The loads that ended since the last call."""
+        """Return the loads that ended since the last call."""
         ...
 
     def discard(self, handle: AdapterHandle) -> None:

@@ -1,4 +1,4 @@
-"""What the iteration log tells about a step: its batch, its memory, its times."""
+"""Records of steps for the iteration log: batch, memory and times."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from loraplex.core.stats import StepRecord
 from loraplex.engine.adapter_handles import AdapterHandles
 
 MAX_ADAPTERS = 32
-"""Named in one record."""
+"""Maximum number of adapters in one record."""
 
 
 def launched_record(
@@ -20,7 +20,7 @@ def launched_record(
     adapter_rows: Counter[AdapterHandle],
     adapters: AdapterHandles,
 ) -> StepRecord:
-    """The scheduler's record of a step, and what its plan tells."""
+    """Return the scheduler's record of a step, completed from its plan."""
     prefill = [row.num_tokens for row in plan.rows if row.token_ids is not None]
     return msgspec.structs.replace(
         record,
@@ -40,7 +40,7 @@ def launched_record(
 def ended_record(
     record: StepRecord, plan: StepPlan, result: StepResult | None, duration_ns: int
 ) -> StepRecord:
-    """With what came of it; None: the step failed."""
+    """Return the record with the step's result; None: the step failed."""
     if result is None:
         return msgspec.structs.replace(
             record, duration_ns=duration_ns, num_failed_rows=len(plan.rows)

@@ -16,7 +16,7 @@ from loraplex.memory.host_blocks import HostBlocks
 from loraplex.memory.prefix_cache import HashFunction, PrefixCache, hash_block
 
 
-class Admission(NamedTuple):
+class AdmittedBlocks(NamedTuple):
     """The first blocks of a sequence."""
 
     block_ids: list[BlockId]
@@ -134,7 +134,7 @@ class KVBlocks:
         num_reserved_blocks: int = 0,
         retention: KVRetention | None = None,
         num_prompt_tokens: int = 0,
-    ) -> Admission | None:
+    ) -> AdmittedBlocks | None:
         """Return blocks for a sequence that has none: a new one, or one preempted before.
 
         Serves the longest cached beginning, but never the last token: one is always left to
@@ -163,7 +163,7 @@ class KVBlocks:
             return None
         for index, block_id in enumerate(hits):
             self._retain(block_id, retention, index, num_prompt_tokens)
-        return Admission(hits + taken, num_cached, num_new)
+        return AdmittedBlocks(hits + taken, num_cached, num_new)
 
     def _share_and_take(
         self, hits: Sequence[BlockId], num_to_take: int, num_reserved_blocks: int

@@ -4,7 +4,7 @@ import enum
 
 from loraplex.core.adapter import AdapterHandle
 from loraplex.core.scheduler_settings import SchedulerSettings
-from loraplex.memory.kv_blocks import Admission, Loaded
+from loraplex.memory.kv_blocks import AdmittedBlocks, Loaded
 from loraplex.scheduling.beam_request import BeamRequest
 from loraplex.scheduling.beam_scheduling import BeamScheduling
 from loraplex.scheduling.plan_builder import PlanBuilder
@@ -106,7 +106,7 @@ class Admitter:
         builder.new_blocks[sequence] = list(sequence.block_ids)
         return True
 
-    def _blocks_for(self, sequence: Sequence, num_reserved: int) -> Admission | Loaded | None:
+    def _blocks_for(self, sequence: Sequence, num_reserved: int) -> AdmittedBlocks | Loaded | None:
         """Take the blocks of a new sequence, or of one whose KV is on the host."""
         kv, request, offloaded = self._state.kv, sequence.request.engine_request, sequence.offloaded
         num_tokens = sequence.num_tokens

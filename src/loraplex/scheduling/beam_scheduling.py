@@ -4,7 +4,7 @@ from collections.abc import Sequence as AbstractSequence
 
 from loraplex.core.errors import InvalidParameterError
 from loraplex.core.output import FinishReason, SequenceDelta
-from loraplex.memory.kv_blocks import Admission
+from loraplex.memory.kv_blocks import AdmittedBlocks
 from loraplex.scheduling.beam_request import BeamRequest, Fork
 from loraplex.scheduling.beams import Candidates
 from loraplex.scheduling.plan_builder import PlanBuilder
@@ -40,8 +40,8 @@ class BeamScheduling:
             kv.share(table)
             more = kv.grow(table, len(text))
             assert more is not None, "the admission of the first beam left too few blocks"
-            admissions.append(Admission([*table, *more], num_shared * kv.block_size, 0))
-        idle = [Admission([], 0, 0) for _ in request.idle]
+            admissions.append(AdmittedBlocks([*table, *more], num_shared * kv.block_size, 0))
+        idle = [AdmittedBlocks([], 0, 0) for _ in request.idle]
         for sequence, its_admission in zip(request.sequences, [*admissions, *idle], strict=True):
             state.admit(sequence, its_admission)
             builder.join(sequence)
@@ -95,7 +95,7 @@ class BeamScheduling:
 
     def _admit_first(
         self, request: BeamRequest, shared: AbstractSequence[tuple[int, int]]
-    ) -> Admission | None:
+    ) -> AdmittedBlocks | None:
         """Take the blocks of the first beam if there are enough for the others, too."""
         kv, first = self._state.kv, request.sequences[0]
         num_tokens = [request.sequences[i].num_tokens for i in request.holders]

@@ -14,7 +14,7 @@ from loraplex.core.errors import ErrorInfo
 from loraplex.core.output import FinishReason
 from loraplex.core.plan import BlockId, BlockTransfer, Slot
 from loraplex.core.request import RequestId
-from loraplex.memory.kv_blocks import Admission, KVBlocks, Loaded
+from loraplex.memory.kv_blocks import AdmittedBlocks, KVBlocks, Loaded
 from loraplex.scheduling.adapters import CacheFiller
 from loraplex.scheduling.fair_share import FairShares
 from loraplex.scheduling.output_queue import OutputQueue
@@ -115,7 +115,7 @@ class SchedulerState:
             self.waiting.add(sequence)
         request.held_back = []
 
-    def admit(self, sequence: Sequence, admission: Admission) -> None:
+    def admit(self, sequence: Sequence, admission: AdmittedBlocks) -> None:
         """Make a sequence RUNNING with these blocks. There must be a free slot."""
         self._take_slot(sequence, admission.block_ids)
         sequence.num_cached_tokens = admission.num_cached_tokens

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from loraplex.engine.step_marker import MOST_ROWS, StepMarker, create_marker_file
+from loraplex.engine.step_marker import MAX_ROWS, StepMarker, create_marker_file
 
 WRITER = """
 import os, signal, sys
@@ -34,9 +34,9 @@ def test_steps_in_flight():
 
 def test_a_step_without_end():
     marker = StepMarker()
-    marker.begin(2, tuple(range(MOST_ROWS + 1)))
-    marker.begin(3, tuple(range(MOST_ROWS, 2 * MOST_ROWS)))
-    assert marker.request_ids() == set(range(2 * MOST_ROWS))
+    marker.begin(2, tuple(range(MAX_ROWS + 1)))
+    marker.begin(3, tuple(range(MAX_ROWS, 2 * MAX_ROWS)))
+    assert marker.request_ids() == set(range(2 * MAX_ROWS))
 
 
 def test_what_a_killed_process_had_noted_is_there(tmp_path):

@@ -2,7 +2,7 @@ import pytest
 
 from loraplex.core.plan import NO_BLOCK, BlockCopy, BlockTransfer
 from loraplex.core.retention import KVRetention, TokenRangeRetention
-from loraplex.memory.kv_blocks import Admission, KVBlocks
+from loraplex.memory.kv_blocks import AdmittedBlocks, KVBlocks
 
 SALT = b"salt"
 
@@ -18,8 +18,8 @@ def run(blocks, token_ids, salt=SALT):
 
 def test_admits_a_new_sequence_with_room_for_its_first_chunk():
     blocks = KVBlocks(8, 4)
-    assert blocks.admit(list(range(10)), SALT, 100) == Admission([0, 1, 2], 0, 10)
-    assert blocks.admit(list(range(10)), SALT, 5) == Admission([3, 4], 0, 5)
+    assert blocks.admit(list(range(10)), SALT, 100) == AdmittedBlocks([0, 1, 2], 0, 10)
+    assert blocks.admit(list(range(10)), SALT, 5) == AdmittedBlocks([3, 4], 0, 5)
     assert blocks.num_held == 5
 
 
@@ -27,7 +27,7 @@ def test_serves_a_cached_beginning():
     blocks = KVBlocks(8, 4)
     table = run(blocks, list(range(10)))
     hit = blocks.admit([*range(8), 99], SALT, 100)
-    assert hit == Admission([*table[:2], 3], 8, 1)
+    assert hit == AdmittedBlocks([*table[:2], 3], 8, 1)
     blocks.check([table, hit.block_ids])
 
 
@@ -55,7 +55,7 @@ def test_refuses_without_change_what_does_not_fit():
     assert (blocks.num_free, blocks.num_cached) == (1, 2)
     blocks.check([])
     admission = blocks.admit(list(range(9)), SALT, 1)
-    assert admission == Admission([*table, 2], 8, 1)
+    assert admission == AdmittedBlocks([*table, 2], 8, 1)
 
 
 def test_taking_blocks_does_not_evict_the_hits_of_the_same_admission():
