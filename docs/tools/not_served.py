@@ -20,6 +20,12 @@ ABSENT_METRICS: Final = (
     ),
     *_refused("gone in the original, too", "vllm:request_params_best_of"),
     *_refused(
+        "use an exporter for metrics of the machine, such as node-exporter or dcgm-exporter",
+        "nv_cpu_utilization nv_cpu_memory_total_bytes nv_cpu_memory_used_bytes "
+        "nv_gpu_utilization nv_gpu_memory_total_bytes nv_gpu_memory_used_bytes "
+        "nv_gpu_power_usage nv_gpu_power_limit nv_energy_consumption",
+    ),
+    *_refused(
         "there is no such pool: see loraplex_memory_bytes",
         "nv_pinned_memory_pool_total_bytes nv_pinned_memory_pool_used_bytes",
     ),

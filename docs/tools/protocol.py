@@ -9,12 +9,10 @@ from tritonclient.grpc import service_pb2
 from loraplex.core.metrics_config import MetricsConfig
 from loraplex.core.support import Feature, Support, support_of
 from loraplex.frontends.exact_counters import ExactCounter
-from loraplex.frontends.kserve.gpu_metrics import GpuCollector, GpuReading
 from loraplex.frontends.kserve.grpc.health import SERVICE as HEALTH_SERVICE
 from loraplex.frontends.kserve.grpc.servicer import TritonServicer
 from loraplex.frontends.kserve.grpc.stream import ERRORS_END_STREAM
 from loraplex.frontends.kserve.http.infer import HEADER_LENGTH
-from loraplex.frontends.kserve.http.load_report import REQUEST_HEADER, RESPONSE_HEADER
 from loraplex.frontends.kserve.http.routes import Resource, kserve_routes
 from loraplex.frontends.kserve.log_settings import DEFAULTS as LOG_SETTINGS
 from loraplex.frontends.kserve.log_settings import OTHER_NAMES as OTHER_LOG_NAMES
@@ -34,7 +32,7 @@ _SERVICE = "GRPCInferenceService"
 _CONVERTER = re.compile(r":\w+}")
 _FREE_LABELS = frozenset(
     {
-        *("model", "version", "model_name", "adapter", "le", "quantile", "gpu_uuid"),
+        *("model", "version", "model_name", "adapter", "le", "quantile"),
         *("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
     }
 )
@@ -49,15 +47,6 @@ _DECLARATIONS = tuple(
         options=ModelOptions(is_static=name == "static"),
     )
     for name in ("inflight", "static")
-)
-_GPU = GpuReading(
-    uuid="",
-    power_watts=0,
-    power_limit_watts=0,
-    energy_joules=0,
-    utilization=0,
-    memory_total_bytes=0,
-    memory_used_bytes=0,
 )
 
 
@@ -89,8 +78,12 @@ def _rpc(name: str) -> Feature:
 def header_features() -> tuple[Feature, ...]:
     return (
         Feature(HEADER_LENGTH, note="bytes of JSON before binary data"),
-        Feature(REQUEST_HEADER, note="text or json: the answer's header tells the load"),
-        Feature(RESPONSE_HEADER, note="the load"),
+        Feature(
+            "endpoint-load-metrics-format",
+            Support.NO_EFFECT,
+            "the response has no load: /metrics has it",
+        ),
+        Feature("endpoint-load-metrics", Support.REFUSED, "gateways read /metrics"),
         Feature("Content-Encoding", note="gzip or deflate, of infer"),
         Feature("Accept-Encoding", note="gzip or deflate, of infer"),
         Feature(ERRORS_END_STREAM, note="gRPC metadata; true: an error ends a stream"),
@@ -140,9 +133,9 @@ def label_features() -> tuple[Feature, ...]:
 def _families() -> Iterable[Metric]:
     """Of a server that shows all that it can, with a model of each kind of batching."""
     backend = EchoBackend()
-    everything = MetricsConfig(histogram_latencies=True, summary_latencies=True, gpu=False)
+    everything = MetricsConfig(histogram_latencies=True, summary_latencies=True)
     service = TritonService(backend, declarations=_DECLARATIONS, metrics=everything)
-    collectors = [GatewayCollector(backend), *service.collectors(), GpuCollector(lambda: [_GPU])]
+    collectors = [GatewayCollector(backend), *service.collectors()]
     return metrics_registry(backend, RequestMetrics(), collectors).collect()
 
 

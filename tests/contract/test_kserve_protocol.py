@@ -1,7 +1,5 @@
 """Classification, statistics, headers, compression, health, and every route and RPC there is."""
 
-import json
-
 import grpc
 import httpx
 import numpy as np
@@ -13,7 +11,6 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 from loraplex.core.errors import UnauthenticatedError
-from loraplex.core.stats import EngineStats
 from loraplex.frontends.kserve.grpc.health import HealthCheckRequest, HealthCheckResponse
 from support.served_triton import served_triton
 from support.triton_requests import TRUE, tensors, text_request, token_request
@@ -77,24 +74,6 @@ def test_statistics_of_streamed_answers(triton, grpc_client):
 
 
 # ---------------------------------------------------------------- what stands in headers
-
-
-def test_the_load_in_a_header(triton, backend):
-    backend.engine_stats = EngineStats(blocks_held=1, blocks_cached=1, blocks_free=2)
-    infer = f"http://{triton.http}/v2/models/ensemble/generate"
-    body = {"text_input": "hi", "max_tokens": 5}
-
-    def header(form):
-        asked = {} if form is None else {"endpoint-load-metrics-format": form}
-        return httpx.post(infer, json=body, headers=asked).headers.get("endpoint-load-metrics")
-
-    assert header(None) is header("xml") is None
-    text = "TEXT named_metrics.kv_cache_utilization=0.25, named_metrics.max_token_capacity=64"
-    assert header("text") == text
-    answer = header("json")
-    assert answer.startswith("JSON ")
-    named = {"kv_cache_utilization": 0.25, "max_token_capacity": 64}
-    assert json.loads(answer[5:]) == {"named_metrics": named}
 
 
 def test_compressed_calls(wire):

@@ -79,9 +79,7 @@ class Server:
                 declarations=self._declarations,
                 control=self._control,
                 sends_traces=reporting.traces is not None,
-                metrics=read_metrics_config(
-                    settings.metrics_config, cpu=settings.cpu_metrics, gpu=settings.gpu_metrics
-                ),
+                metrics=read_metrics_config(settings.metrics_config),
             )
             await stack.enter_async_context(following(keys))
             self._handle_signals(reporting, keys)

@@ -39,12 +39,14 @@ FLAGS: Final[tuple[Feature, ...]] = (
     Feature("--model-control-mode", note="none, poll (the repository is read once) or explicit"),
     Feature("--allow-http", note="false: the port is not opened; as --no-http"),
     Feature("--allow-grpc", note="false: the port is not opened; as --no-grpc"),
-    Feature("--allow-cpu-metrics", note="false: no nv_cpu_*; as --no-cpu-metrics"),
-    Feature("--allow-gpu-metrics", note="false: no nv_gpu_*; as --no-gpu-metrics"),
     Feature("--grpc-use-ssl", note="with certificate and key; for all ports"),
     Feature("--grpc-server-cert", note="as --tls-cert; for all ports"),
     Feature("--grpc-server-key", note="as --tls-key; for all ports"),
     Feature("--allow-metrics", note="false: the port is not opened; as --no-metrics"),
+    *_no_effect(
+        "use an exporter for metrics of the machine, such as node-exporter or dcgm-exporter",
+        *("--allow-cpu-metrics", "--allow-gpu-metrics"),
+    ),
     *_no_effect(
         "metrics are computed for each request",
         "--metrics-interval-ms",
@@ -193,7 +195,7 @@ def as_settings(given: Mapping[str, str]) -> dict[str, Any]:
         settings["max_body_bytes"] = given["http_max_input_size"]
     if "exit_timeout_secs" in given:
         settings["shutdown_seconds"] = given["exit_timeout_secs"]
-    for setting in ("http", "grpc", "metrics", "cpu_metrics", "gpu_metrics"):
+    for setting in ("http", "grpc", "metrics"):
         if (allowed := given.get(f"allow_{setting}")) is not None:
             settings[setting] = _read_bool(f"allow_{setting}", allowed)
     settings |= _tls(given)

@@ -1,6 +1,4 @@
-"""Selection of Triton's metric families: the values of tritonserver's --metrics-config, and of its
-flags for the metrics of CPU and GPU.
-"""
+"""Selection of Triton's metric families: the values of tritonserver's --metrics-config."""
 
 import math
 from collections.abc import Sequence
@@ -24,8 +22,6 @@ class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """nv_inference_*_summary_us."""
     quantiles: tuple[float, ...] = (0.5, 0.9, 0.95, 0.99, 0.999)
     """Quantiles of the summaries, each above 0 and below 1."""
-    cpu: bool = True
-    gpu: bool = True
 
     @property
     def keeps_latencies(self) -> bool:
@@ -35,11 +31,9 @@ class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True):
 _SWITCHES = ("counter_latencies", "histogram_latencies", "summary_latencies")
 
 
-def read_metrics_config(
-    words: Sequence[str], *, cpu: bool = True, gpu: bool = True
-) -> MetricsConfig:
+def read_metrics_config(words: Sequence[str]) -> MetricsConfig:
     """Parse words of the form NAME=VALUE; the last one of a name counts. Raises ConfigError."""
-    config = MetricsConfig(cpu=cpu, gpu=gpu)
+    config = MetricsConfig()
     for word in words:
         name, equals, value = word.partition("=")
         if name in _SWITCHES and value.lower() in _TRUE + _FALSE:

@@ -256,14 +256,6 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
             has_commas=False,
         ),
     ] = ()
-    cpu_metrics: Annotated[bool, _logs("Metrics of the machine's CPUs (nv_cpu_*)")] = True
-    gpu_metrics: Annotated[
-        bool,
-        _logs(
-            "Metrics of the machine's GPUs (nv_gpu_*, nv_energy_consumption)",
-            "They need NVIDIA's driver.",
-        ),
-    ] = True
     persist_adapters: Annotated[
         bool,
         _adapters(

@@ -274,7 +274,6 @@ def _bodies() -> list[Call]:
         "an answer as gzip": (plain, {"Accept-Encoding": "gzip"}),
         "an answer as deflate": (plain, {"Accept-Encoding": "deflate"}),
         "another content type": (plain, {"Content-Type": "text/plain"}),
-        "ORCA in JSON": (plain, {"endpoint-load-metrics-format": "json"}),
     }
     return [
         Call(

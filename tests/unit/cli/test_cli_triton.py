@@ -115,8 +115,7 @@ def test_what_asks_for_protection_is_refused(flag):
 def test_what_is_opened_and_shown():
     shut = dict.fromkeys(("allow_http", "allow_grpc", "allow_metrics"), "false")
     assert as_settings(shut) == {"http": False, "grpc": False, "metrics": False}
-    assert as_settings({"allow_gpu_metrics": "0"}) == {"gpu_metrics": False}
-    assert as_settings({"allow_cpu_metrics": "TRUE"}) == {"cpu_metrics": True}
+    assert as_settings({"allow_gpu_metrics": "0", "allow_cpu_metrics": "TRUE"}) == {}
     with pytest.raises(ConfigError, match="--allow-grpc must be true or false, got 'maybe'"):
         as_settings({"allow_grpc": "maybe"})
 

@@ -11,9 +11,8 @@ def test_nothing_said_is_triton_by_default():
 
 def test_the_last_word_counts():
     words = ("summary_latencies=true", "counter_latencies=FALSE", "summary_latencies=0")
-    config = read_metrics_config(words, gpu=False)
+    config = read_metrics_config(words)
     assert (config.summary_latencies, config.counter_latencies) == (False, False)
-    assert (config.cpu, config.gpu) == (True, False)
     assert read_metrics_config(("histogram_latencies=1",)).keeps_latencies
 
 

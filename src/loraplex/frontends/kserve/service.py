@@ -14,7 +14,6 @@ from loraplex.core.output import RequestOutput
 from loraplex.core.principal import LOCAL, Principal
 from loraplex.frontends.kserve.active import ActiveRequests, StreamScope
 from loraplex.frontends.kserve.backend_metrics import TensorRtLlmCollector, token_labels
-from loraplex.frontends.kserve.gpu_metrics import gpu_collectors
 from loraplex.frontends.kserve.inference import Inference, select
 from loraplex.frontends.kserve.management import Management
 from loraplex.frontends.kserve.messages import InferRequest, InferResponse
@@ -32,7 +31,7 @@ from loraplex.frontends.kserve.shared_memory import SharedMemory
 from loraplex.frontends.kserve.statistics import Recording, Statistics, StepCounts
 from loraplex.frontends.kserve.submission import Submission, raise_in_dialect
 from loraplex.frontends.kserve.token_metrics import TokenLabels
-from loraplex.frontends.kserve.triton_metrics import CpuCollector, InferenceCollector
+from loraplex.frontends.kserve.triton_metrics import InferenceCollector
 from loraplex.serving.backend import Backend, close_outputs
 
 _ONE_PER_ELEMENT = (ENSEMBLE.name, TENSORRT_LLM.name)
@@ -147,8 +146,6 @@ class TritonService:
             InferenceCollector(self.catalog, self.counts, self._metrics),
             TensorRtLlmCollector(self.catalog, self.backend),
             self.counts.token_metrics,
-            *([CpuCollector()] if self._metrics.cpu else []),
-            *(gpu_collectors() if self._metrics.gpu else []),
         ]
 
     def check_is_unary(

@@ -1,8 +1,6 @@
-"""Triton's own families of GET /metrics: nv_inference_* and nv_cpu_*, by its names and words."""
+"""Triton's own families of GET /metrics: nv_inference_*, with its names and texts."""
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -14,8 +12,6 @@ from loraplex.frontends.kserve.models.catalog import Catalog
 from loraplex.frontends.kserve.statistics import Durations, ModelCounts, Statistics
 
 LABELS = ("model", "version")
-_MEMORY_INFO = Path("/proc/meminfo")
-_CPU_INFO = Path("/proc/stat")
 
 
 _Row = tuple[dict[str, str], ModelCounts]
@@ -159,46 +155,3 @@ def _filled(name: str, text: str, values: Iterable[tuple[dict[str, str], float]]
     for labels, value in values:
         counter.add(labels, value)
     return counter
-
-
-class CpuCollector(Collector):
-    """Of the machine; nothing where it does not tell as Linux does."""
-
-    def __init__(self) -> None:
-        self._busy, self._all = _cpu_ticks()
-
-    def collect(self) -> Iterator[Metric]:
-        busy, total = _cpu_ticks()
-        spent = total - self._all
-        share = (busy - self._busy) / spent if spent > 0 else 0.0
-        self._busy, self._all = busy, total
-        memory_total, memory_used = _memory_bytes()
-        for name, text, value in (
-            ("utilization", "CPU utilization rate [0.0 - 1.0]", min(max(share, 0.0), 1.0)),
-            ("memory_total_bytes", "CPU total memory (RAM), in bytes", memory_total),
-            ("memory_used_bytes", "CPU used memory (RAM), in bytes", memory_used),
-        ):
-            gauge = GaugeMetricFamily(f"nv_cpu_{name}", text)
-            gauge.add_metric([], value)
-            yield gauge
-
-
-def _cpu_ticks() -> tuple[int, int]:
-    """(busy, all) since the machine started; of all its CPUs. Source: proc(5)."""
-    try:
-        numbers = [int(word) for word in _CPU_INFO.read_text().split("\n", 1)[0].split()[1:9]]
-    except (OSError, ValueError):
-        return 0, 0
-    idle = sum(numbers[3:5])
-    return sum(numbers) - idle, sum(numbers)
-
-
-def _memory_bytes() -> tuple[int, int]:
-    """(total, used)"""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        lines = dict(line.split(":", 1) for line in _MEMORY_INFO.read_text().splitlines())
-        available = int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, ValueError, KeyError, IndexError):
-        return total, 0
-    return total, total - available

@@ -115,12 +115,6 @@ nv_inference_request_failure{model="echo",reason="OTHER",version="1"} 1.0
 # HELP nv_inference_pending_request_count Instantaneous number of pending requests awaiting execution per-model.
 # TYPE nv_inference_pending_request_count gauge
 nv_inference_pending_request_count{model="echo",version="1"} 0.0
-# HELP nv_cpu_utilization CPU utilization rate [0.0 - 1.0]
-# TYPE nv_cpu_utilization gauge
-# HELP nv_cpu_memory_total_bytes CPU total memory (RAM), in bytes
-# TYPE nv_cpu_memory_total_bytes gauge
-# HELP nv_cpu_memory_used_bytes CPU used memory (RAM), in bytes
-# TYPE nv_cpu_memory_used_bytes gauge
 """  # noqa: E501
 
 TOKENS = """\
@@ -362,9 +356,6 @@ async def test_latencies_without_counters(backend):
     assert "_duration_us" not in text
     assert "_summary_us" not in text
     assert "nv_inference_first_response" not in text
-    assert "nv_cpu_utilization" in text
-    text = await scrape(TritonService(backend, metrics=MetricsConfig(cpu=False)))
-    assert "nv_cpu_" not in text
 
 
 async def test_static_batches_have_a_family_of_their_own(backend):

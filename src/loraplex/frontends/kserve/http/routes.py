@@ -29,7 +29,6 @@ from loraplex.frontends.kserve.http.body import (
 from loraplex.frontends.kserve.http.events import EventStream
 from loraplex.frontends.kserve.http.generate import decode_generate, encode_generate
 from loraplex.frontends.kserve.http.infer import HEADER_LENGTH, decode_request, encode_response
-from loraplex.frontends.kserve.http.load_report import REQUEST_HEADER, RESPONSE_HEADER, load_headers
 from loraplex.frontends.kserve.http.request import HttpRequest
 from loraplex.frontends.kserve.http.response import WholeResponse
 from loraplex.frontends.kserve.messages import InferRequest
@@ -61,8 +60,6 @@ _LENGTH = HEADER_LENGTH.lower()
 _JSON_LENGTH = Parameter(
     HEADER_LENGTH, "Bytes of JSON, where binary data follow it; absent where none do."
 )
-_LOAD_FORM = Parameter(REQUEST_HEADER, "text or json: the answer's header tells the load.")
-_LOAD = Parameter(RESPONSE_HEADER, "The load of the server, if it was asked for.")
 
 CLIENT_CLOSED_REQUEST = 499
 """Nobody reads it; a proxy's log may."""
@@ -251,8 +248,8 @@ class KServeApi:
         Answer(200, (Media(JSON, wire.InferAnswer), Media(BINARY))),
         tag="triton",
         body=json_body(wire.InferBody),
-        headers=(_JSON_LENGTH, _LOAD_FORM),
-        answer_headers=(_JSON_LENGTH, _LOAD),
+        headers=(_JSON_LENGTH,),
+        answer_headers=(_JSON_LENGTH,),
         errors=ANY_ERROR,
     )
     async def infer(self, request: HttpRequest) -> WholeResponse:
@@ -274,7 +271,6 @@ class KServeApi:
         )
         content, json_length = encode_response(answer, wishes)
         content, headers = compress(content, request.headers.get("accept-encoding", ""))
-        headers |= load_headers(self._service, request.headers, model)
         if json_length is None:
             return WholeResponse(content, b"application/json", headers)
         headers[HEADER_LENGTH] = str(json_length)
@@ -284,8 +280,6 @@ class KServeApi:
         json_of(wire.TritonGenerateAnswer),
         tag="triton",
         body=json_body(wire.TritonGenerateBody),
-        headers=(_LOAD_FORM,),
-        answer_headers=(_LOAD,),
         errors=ANY_ERROR,
     )
     async def generate(self, request: HttpRequest) -> WholeResponse:
@@ -301,8 +295,7 @@ class KServeApi:
             request.receive, self._service.infer(infer_request, principal)
         )
         content = msgspec.json.encode(encode_generate(answer))
-        headers = load_headers(self._service, request.headers, infer_request.model)
-        return WholeResponse(content, b"application/json", headers)
+        return WholeResponse(content, b"application/json", {})
 
     @described(
         Answer(
