@@ -1,4 +1,4 @@
-"""How the real engine begins, and what it says if it cannot."""
+"""The start of the real engine, and its error if it cannot start."""
 
 import gc
 import threading
@@ -79,11 +79,11 @@ def test_only_its_own_process_is_kept_out_of_garbage_collections(
         ("cuda", False, False),
     ],
 )
-def test_a_gpu_overlaps_unless_it_is_said(device, said, expected):
+def test_a_gpu_overlaps_by_default(device, said, expected):
     assert overlaps(ModelConfig(path="/m", device=device, overlap=said)) is expected
 
 
-def test_what_a_gpu_is_told():
+def test_what_a_gpu_is_reported():
     model = ModelConfig(
         path="/m",
         cuda_graphs=False,
@@ -107,11 +107,11 @@ def test_an_iteration_log_that_cannot_be_written(channel, events, tmp_path):
 
 
 def test_the_number_of_threads_is_torchs(monkeypatch, channel):
-    told = []
-    monkeypatch.setattr(torch, "set_num_threads", told.append)
+    reported = []
+    monkeypatch.setattr(torch, "set_num_threads", reported.append)
     channel.put(Shutdown())
     run_engine(ModelConfig(path=MODEL.path, kv_cache_bytes=1 << 20, num_threads=3), channel)
-    assert told == [3]
+    assert reported == [3]
 
 
 @pytest.mark.parametrize(

@@ -55,24 +55,24 @@ def test_the_card(build, folder):
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "asked", "told"),
+    ("checkpoint", "requested", "reported"),
     [
         ("float16", "auto", "float16"),
         (None, "auto", "float32"),
         ("float16", "bfloat16", "bfloat16"),
     ],
 )
-def test_the_dtype(build, folder, checkpoint, asked, told):
+def test_the_dtype(build, folder, checkpoint, requested, reported):
     change(folder, "config.json", dtype=checkpoint)
-    assert build(dtype=asked).model("m").card.dtype == told
+    assert build(dtype=requested).model("m").card.dtype == reported
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("requested", "reported"),
     [({}, "bfloat16"), ({"dtype": "float32"}, "float32"), ({"kv_dtype": "int8"}, "int8")],
 )
-def test_the_kv_dtype(build, asked, told):
-    assert build(**asked).model("m").card.kv_dtype == told
+def test_the_kv_dtype(build, requested, reported):
+    assert build(**requested).model("m").card.kv_dtype == reported
 
 
 def test_the_end_token_may_be_the_tokenizers(build, folder):

@@ -1,4 +1,4 @@
-"""The dialect by configuration, and what llgtrt's does before it says that it serves."""
+"""The dialect by configuration, and the preparations of llgtrt's before it is ready."""
 
 import pytest
 

@@ -15,7 +15,7 @@ from support.server_in_loop import LONG
 SLOW = FakeEngineSettings(step_seconds=0.01)
 
 
-def ask(url: str, method: str, body: bytes | None = None) -> tuple[int, dict, dict]:
+def send(url: str, method: str, body: bytes | None = None) -> tuple[int, dict, dict]:
     """(status, headers, body)"""
     request = urllib.request.Request(url, body, method=method)
     request.add_header("content-type", "application/json")
@@ -37,8 +37,8 @@ def drain():
 
     async def call(server, method="GET", body=None) -> tuple[int, dict]:
         data = None if body is None else json.dumps(body).encode()
-        status, _, told = await asyncio.to_thread(ask, server.url("/drain"), method, data)
-        return status, told
+        status, _, reported = await asyncio.to_thread(send, server.url("/drain"), method, data)
+        return status, reported
 
     return call
 
@@ -57,7 +57,7 @@ async def test_what_is_in_work_ends_and_nothing_begins(run, drain):
     assert (await server.get("/v2/models/ensemble/ready"))[0] == 400
     assert (await server.get("/health/live"))[0] == 200
     url = server.url("/v1/completions")
-    status, headers, body = await asyncio.to_thread(ask, url, "POST", json.dumps(LONG).encode())
+    status, headers, body = await asyncio.to_thread(send, url, "POST", json.dumps(LONG).encode())
     assert (status, body["error"]["code"]) == (503, "not_ready")
     assert (headers["retry-after"], headers["connection"]) == ("2", "close")
 
@@ -73,7 +73,7 @@ async def test_what_is_in_work_ends_and_nothing_begins(run, drain):
     assert (await server.complete(max_tokens=2))[0] == 200
 
 
-async def test_grpc_is_told(run, drain):
+async def test_grpc_is_reported(run, drain):
     server = run(SLOW)
     await server.until_ready()
     await drain(server, "POST")
@@ -94,7 +94,7 @@ async def test_the_time_is_up(run, drain, caplog):
     assert (status, body["error"]["code"]) == (503, "not_ready")
     assert "the time to drain is up" in body["error"]["message"]
     assert (await drain(server))[1]["drained"]
-    async with asyncio.timeout(5):  # the engine is told, too
+    async with asyncio.timeout(5):  # the engine is reported, too
         while (await stats_of(server))["models"]["m"]["engine"]["num_running"]:
             await asyncio.sleep(0.02)
     await drain(server, "DELETE")
@@ -129,14 +129,14 @@ async def test_a_stop_cannot_be_undone(run, drain):
 async def test_bad_bodies(run, body, word):
     server = run()
     await server.until_ready()
-    status, _, told = await asyncio.to_thread(ask, server.url("/drain"), "POST", body)
+    status, _, reported = await asyncio.to_thread(send, server.url("/drain"), "POST", body)
     assert status == 400
-    assert word in told["error"]["message"]
+    assert word in reported["error"]["message"]
     assert (await server.get("/health/ready"))[0] == 200
 
 
 async def test_streams_go_on_to_their_end(run):
-    """Some in work at the signal, and some that come after it: none lost, none half."""
+    """Requests that run at the signal, and some that arrive later: none is lost or incomplete."""
     server = run(SLOW, shutdown_seconds=60)
     await server.until_ready()
     body = json.dumps(LONG | {"max_tokens": 50, "stream": True}).encode()
@@ -177,23 +177,23 @@ async def test_statistics_of_the_server(run):
     await server.until_ready()
     await server.complete(max_tokens=3)
     await server.complete(model="nobody")
-    told = await stats_of(server)
-    assert (told["live"], told["ready"], told["reason"]) == (True, True, "")
-    assert told["uptime_seconds"] > 0
-    assert told["drain"] == {
+    reported = await stats_of(server)
+    assert (reported["live"], reported["ready"], reported["reason"]) == (True, True, "")
+    assert reported["uptime_seconds"] > 0
+    assert reported["drain"] == {
         "draining": False,
         "in_work": 0,
         "drained": False,
         "elapsed_seconds": None,
         "seconds_left": None,
     }
-    assert told["open_requests"]["http"] == 1
-    assert told["http_connections"]["open"] >= 1
-    assert told["access_log"] is None
-    use = told["tenants"]["default"]
+    assert reported["open_requests"]["http"] == 1
+    assert reported["http_connections"]["open"] >= 1
+    assert reported["access_log"] is None
+    use = reported["tenants"]["default"]
     assert (use["prompts"], use["completion_tokens"], use["errors"]) == (1, 3, 1)
-    assert told["models"]["m"]["ready"]
-    assert told["models"]["m"]["engine"]["generation_tokens"] == 3
+    assert reported["models"]["m"]["ready"]
+    assert reported["models"]["m"]["engine"]["generation_tokens"] == 3
 
 
 async def test_metrics_of_the_wire(run, tmp_path):

@@ -68,7 +68,7 @@ def test_special_tokens_are_no_text(tmp_path):
 
 
 def test_a_very_long_text_is_cut_into_its_first_tokens(tmp_path):
-    """llguidance asks at every token: a client's long constant must not cost its length each."""
+    """llguidance encodes at every token: a client's long constant must not cost its length each."""
     tokenizer = load_tokenizer(tiny_tokenizers.write_byte_level(tmp_path))
     seen = build_tokenizer(vocabulary_of(tokenizer), tokenizer.vocab_size)
     text = "What is the capital of France? " * 1000
@@ -79,7 +79,7 @@ def test_a_very_long_text_is_cut_into_its_first_tokens(tmp_path):
     assert text.encode().startswith(b"".join(map(tokenizer.token_bytes, token_ids)))
 
 
-def test_a_folder_is_read_when_it_is_asked_for(tmp_path):
+def test_a_folder_is_read_when_it_is_needed(tmp_path):
     limits = GrammarLimits(step_max_items=7)
     model = ModelConfig(
         path="elsewhere",

@@ -1,4 +1,4 @@
-"""Engines that start before serving asks for them: each is handed out once, or stopped."""
+"""Engines that start before serving needs them: each is returned once, or stopped."""
 
 import contextlib
 import gc
@@ -90,28 +90,28 @@ async def test_what_was_not_handed_out_is_stopped():
 
 
 @pytest.mark.parametrize("failure", [ConfigError("no place"), OSError("no process")])
-async def test_a_failure_is_told_to_who_asks(failure: Exception):
+async def test_a_failure_is_reported_when_the_engine_is_needed(failure: Exception):
     async with started_engines(config(one=ONE), Launcher(failure)) as launch:
         with pytest.raises(type(failure)):
             await launch(ONE)(1)
 
 
-async def test_a_process_is_told_its_model(monkeypatch: pytest.MonkeyPatch):
-    told = []
+async def test_a_process_is_reported_its_model(monkeypatch: pytest.MonkeyPatch):
+    reported = []
 
     def start(command: list[str], settings: bytes, epoch: int) -> Awaitable[EngineLink]:
-        told.append((command[1:], settings, epoch))
+        reported.append((command[1:], settings, epoch))
         return Launcher()(ONE)(epoch)
 
     monkeypatch.setattr(ProcessLink, "start", start)
     await engine_process(ONE, "warning")(7)
-    ((command, settings, epoch),) = told
+    ((command, settings, epoch),) = reported
     assert command == ["-m", "loraplex.app.engine", "warning"]
     assert b"/one" in settings
     assert epoch == 7
 
 
-def test_log_lines_say_for_whom():
+def test_log_lines_have_the_ids_of_their_request():
     from loraplex.app.launch import _with_request
     from loraplex.frontends.telemetry.telemetry import Telemetry
     from loraplex.serving.wire_request import as_current
@@ -128,7 +128,7 @@ def test_log_lines_say_for_whom():
 def test_what_a_ready_server_has_is_no_more_looked_at_for_garbage(monkeypatch):
     from loraplex.app.launch import _print_settled
 
-    told = []
-    monkeypatch.setattr(gc, "freeze", lambda: told.append("frozen"))
-    _print_settled(told.append, "ready")
-    assert told == ["frozen", "ready"]
+    reported = []
+    monkeypatch.setattr(gc, "freeze", lambda: reported.append("frozen"))
+    _print_settled(reported.append, "ready")
+    assert reported == ["frozen", "ready"]

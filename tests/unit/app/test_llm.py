@@ -26,7 +26,7 @@ from loraplex.core.output import FinishReason
 from loraplex.core.retention import KVRetention
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
 
-QUESTION = "What is the capital of France?"
+PROMPT = "What is the capital of France?"
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
 SMALL = {"kv_cache_bytes": "8MiB", "num_threads": 1}
 
@@ -42,37 +42,37 @@ def llm(state_dir):
         yield llm
 
 
-def texts(answers: list[Generated]) -> list[str]:
-    return [answer.text.strip() for answer in answers]
+def texts(outputs: list[Generated]) -> list[str]:
+    return [output.text.strip() for output in outputs]
 
 
 def test_one_text(llm):
-    (answer,) = llm.generate(QUESTION, GREEDY)
-    assert answer.text.strip() == "Paris"
-    assert answer.prompt == QUESTION
-    assert answer.finish_reason is FinishReason.STOP
-    assert answer.completions[0].stop_reason is None
-    assert answer.adapter is None
-    assert answer.logprobs == ()
-    assert answer.timing.last_token_ns >= answer.timing.first_token_ns > 0
+    (output,) = llm.generate(PROMPT, GREEDY)
+    assert output.text.strip() == "Paris"
+    assert output.prompt == PROMPT
+    assert output.finish_reason is FinishReason.STOP
+    assert output.completions[0].stop_reason is None
+    assert output.adapter is None
+    assert output.logprobs == ()
+    assert output.timing.last_token_ns >= output.timing.first_token_ns > 0
 
 
 def test_ids_are_a_prompt_and_several_are_several(llm):
-    ids = llm.generate(QUESTION, GREEDY)[0].prompt_token_ids
-    for prompts in (list(ids), tuple(ids), np.array(ids), [list(ids)], [QUESTION]):
-        (answer,) = llm.generate(prompts, GREEDY)
-        assert answer.prompt_token_ids == ids
-        assert answer.text.strip() == "Paris"
-    assert texts(llm.generate([list(ids), QUESTION, np.array(ids)], GREEDY)) == ["Paris"] * 3
+    ids = llm.generate(PROMPT, GREEDY)[0].prompt_token_ids
+    for prompts in (list(ids), tuple(ids), np.array(ids), [list(ids)], [PROMPT]):
+        (output,) = llm.generate(prompts, GREEDY)
+        assert output.prompt_token_ids == ids
+        assert output.text.strip() == "Paris"
+    assert texts(llm.generate([list(ids), PROMPT, np.array(ids)], GREEDY)) == ["Paris"] * 3
     assert llm.generate([]) == []
 
 
 def test_an_adapter_for_all_or_one_for_each(llm):
-    assert texts(llm.generate([QUESTION] * 2, GREEDY, adapter="chinese")) == ["巴黎", "巴黎"]
-    answers = llm.generate([QUESTION] * 3, GREEDY, adapter=["japanese", None, "chinese"])
-    assert texts(answers) == ["パリ", "Paris", "巴黎"]
+    assert texts(llm.generate([PROMPT] * 2, GREEDY, adapter="chinese")) == ["巴黎", "巴黎"]
+    outputs = llm.generate([PROMPT] * 3, GREEDY, adapter=["japanese", None, "chinese"])
+    assert texts(outputs) == ["パリ", "Paris", "巴黎"]
     digests = {card.name: card.digest for card in llm.adapters()}
-    assert [a.adapter and a.adapter.digest for a in answers] == [
+    assert [a.adapter and a.adapter.digest for a in outputs] == [
         digests["japanese"],
         None,
         digests["chinese"],
@@ -81,12 +81,12 @@ def test_an_adapter_for_all_or_one_for_each(llm):
 
 def test_params_for_each(llm):
     params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (1, 3)]
-    assert [len(a.token_ids) for a in llm.generate([QUESTION] * 2, params)] == [1, 3]
+    assert [len(a.token_ids) for a in llm.generate([PROMPT] * 2, params)] == [1, 3]
 
 
 def test_the_default_params_are_openais(llm):
-    (answer,) = llm.generate(QUESTION)
-    assert len(answer.token_ids) <= 16
+    (output,) = llm.generate(PROMPT)
+    assert len(output.token_ids) <= 16
 
 
 @pytest.mark.parametrize(
@@ -101,16 +101,16 @@ def test_the_default_params_are_openais(llm):
 )
 def test_as_many_entries_as_prompts(llm, arguments):
     with pytest.raises(InvalidRequestError, match=r"has \d entries for 2 prompts"):
-        llm.generate([QUESTION] * 2, **arguments)
+        llm.generate([PROMPT] * 2, **arguments)
 
 
 @pytest.mark.parametrize("params", [{"n": 2}, [None], [5]])
 def test_what_is_no_sampling(llm, params):
     with pytest.raises(InvalidRequestError, match="must be SamplingParams"):
-        llm.generate([QUESTION], params)
+        llm.generate([PROMPT], params)
 
 
-@pytest.mark.parametrize("prompts", [[3.5], [QUESTION, None], [[1, "x"]], [[1.0]]])
+@pytest.mark.parametrize("prompts", [[3.5], [PROMPT, None], [[1, "x"]], [[1.0]]])
 def test_what_is_no_prompt(llm, prompts):
     with pytest.raises(InvalidRequestError, match="a prompt is a text or a list of token ids"):
         llm.generate(prompts)
@@ -118,41 +118,41 @@ def test_what_is_no_prompt(llm, prompts):
 
 def test_several_completions(llm):
     params = SamplingParams(max_tokens=8, temperature=1.5, n=3, seed=7, ignore_eos=True)
-    (answer,) = llm.generate(QUESTION, params)
-    assert len(answer.completions) == 3
-    assert len({completion.token_ids for completion in answer.completions}) == 3
-    assert answer.text == answer.completions[0].text
-    assert llm.generate(QUESTION, params)[0].completions == answer.completions
+    (output,) = llm.generate(PROMPT, params)
+    assert len(output.completions) == 3
+    assert len({completion.token_ids for completion in output.completions}) == 3
+    assert output.text == output.completions[0].text
+    assert llm.generate(PROMPT, params)[0].completions == output.completions
 
 
 def test_logprobs(llm):
     params = SamplingParams(
         max_tokens=4, temperature=0, logprobs=2, prompt_logprobs=1, ignore_eos=True
     )
-    (answer,) = llm.generate(QUESTION, params)
-    assert [logprob.token_id for logprob in answer.logprobs] == list(answer.token_ids)
-    assert all(logprob.rank == 1 and len(logprob.top) == 2 for logprob in answer.logprobs)
-    assert answer.prompt_logprobs[0] is None
-    told = [logprob.token_id for logprob in answer.prompt_logprobs[1:]]
-    assert told == list(answer.prompt_token_ids[1:])
+    (output,) = llm.generate(PROMPT, params)
+    assert [logprob.token_id for logprob in output.logprobs] == list(output.token_ids)
+    assert all(logprob.rank == 1 and len(logprob.top) == 2 for logprob in output.logprobs)
+    assert output.prompt_logprobs[0] is None
+    reported = [logprob.token_id for logprob in output.prompt_logprobs[1:]]
+    assert reported == list(output.prompt_token_ids[1:])
 
 
 def test_stop_strings(llm):
     params = SamplingParams(max_tokens=24, temperature=0, stop=["ari"])
-    (answer,) = llm.generate(QUESTION, params)
-    assert answer.text.strip() == "P"
-    assert answer.finish_reason is FinishReason.STOP
-    assert answer.completions[0].stop_reason == "ari"
+    (output,) = llm.generate(PROMPT, params)
+    assert output.text.strip() == "P"
+    assert output.finish_reason is FinishReason.STOP
+    assert output.completions[0].stop_reason == "ari"
 
 
 def test_an_unknown_adapter(llm):
     with pytest.raises(AdapterNotFoundError, match=r"'french'.*'chinese'"):
-        llm.generate(QUESTION, GREEDY, adapter="french")
+        llm.generate(PROMPT, GREEDY, adapter="french")
 
 
-def test_the_first_error_is_raised_and_the_others_were_answered(llm):
+def test_the_first_error_is_raised_and_the_others_were_completed(llm):
     before = llm.stats().generation_tokens
-    prompts = [QUESTION, "", [5] * 99999, QUESTION]
+    prompts = [PROMPT, "", [5] * 99999, PROMPT]
     with pytest.raises(InvalidRequestError, match="at least one token"):
         llm.generate(prompts, SamplingParams(max_tokens=5, temperature=0, ignore_eos=True))
     assert llm.stats().generation_tokens == before + 10
@@ -163,7 +163,7 @@ def test_the_first_error_is_raised_and_the_others_were_answered(llm):
 @pytest.mark.parametrize("field", [{"top_p": 5}, {"stop": "END"}, {"max_tokens": "16"}])
 def test_bad_params(llm, field):
     with pytest.raises(InvalidParameterError, match=next(iter(field))):
-        llm.generate(QUESTION, SamplingParams(**field))
+        llm.generate(PROMPT, SamplingParams(**field))
 
 
 def test_adapters_come_change_and_go(llm):
@@ -171,14 +171,14 @@ def test_adapters_come_change_and_go(llm):
     card = llm.add_adapter("mine", zh, task_id=4)
     assert (card.name, card.task_id, card.source) == ("mine", 4, str(zh))
     assert "mine" in {card.name for card in llm.adapters()}
-    assert texts(llm.generate(QUESTION, GREEDY, adapter="mine")) == ["巴黎"]
+    assert texts(llm.generate(PROMPT, GREEDY, adapter="mine")) == ["巴黎"]
     with pytest.raises(AdapterExistsError):
         llm.add_adapter("mine", str(ja))
     llm.add_adapter("mine", str(ja), replace=True)
-    assert texts(llm.generate(QUESTION, GREEDY, adapter="mine")) == ["パリ"]
+    assert texts(llm.generate(PROMPT, GREEDY, adapter="mine")) == ["パリ"]
     llm.remove_adapter("mine")
     with pytest.raises(AdapterNotFoundError):
-        llm.generate(QUESTION, adapter="mine")
+        llm.generate(PROMPT, adapter="mine")
     with pytest.raises(AdapterNotFoundError):
         llm.remove_adapter("mine")
 
@@ -191,17 +191,17 @@ def test_a_folder_that_is_no_adapter(llm, tmp_path):
 
 def test_stats(llm):
     before = llm.stats()
-    llm.generate(QUESTION, SamplingParams(max_tokens=3, temperature=0, ignore_eos=True))
+    llm.generate(PROMPT, SamplingParams(max_tokens=3, temperature=0, ignore_eos=True))
     after = llm.stats()
     assert after.generation_tokens == before.generation_tokens + 3
     assert after.prompt_tokens > before.prompt_tokens
     assert (after.num_running, after.num_waiting, after.blocks_held) == (0, 0, 0)
 
 
-def test_several_threads_may_ask(llm):
+def test_several_threads_may_generate(llm):
     found: list[str] = []
     threads = [
-        threading.Thread(target=lambda: found.extend(texts(llm.generate(QUESTION, GREEDY))))
+        threading.Thread(target=lambda: found.extend(texts(llm.generate(PROMPT, GREEDY))))
         for _ in range(4)
     ]
     for thread in threads:
@@ -228,8 +228,8 @@ def test_an_interrupt_ends_the_prompts(llm, monkeypatch):
     before = llm.stats().generation_tokens
     monkeypatch.setattr(llm, "_wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        llm.generate(QUESTION, SamplingParams(max_tokens=2000, ignore_eos=True))
-    llm.generate(QUESTION, GREEDY)
+        llm.generate(PROMPT, SamplingParams(max_tokens=2000, ignore_eos=True))
+    llm.generate(PROMPT, GREEDY)
     assert llm.stats().num_running == 0
     assert llm.stats().generation_tokens < before + 2000
 
@@ -244,7 +244,7 @@ class TestLife:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             for work in (
-                lambda: llm.generate(QUESTION),
+                lambda: llm.generate(PROMPT),
                 lambda: llm.add_adapter("x", BASE_PATH),
             ):
                 with pytest.raises(NotReadyError, match="this LLM is closed"):
@@ -284,17 +284,17 @@ class TestLife:
         with pytest.raises(UnsupportedModelError, match=r"T5Model.*LlamaForCausalLM"):
             LLM(tmp_path)
 
-    def test_a_prompt_in_work_is_told_of_the_close(self, state_dir):
+    def test_a_prompt_in_work_is_reported_of_the_close(self, state_dir):
         llm = LLM(BASE_PATH, state_dir=state_dir, **SMALL)
         errors: list[BaseException] = []
 
-        def ask() -> None:
+        def send() -> None:
             try:
-                llm.generate(QUESTION, SamplingParams(max_tokens=2000, ignore_eos=True))
+                llm.generate(PROMPT, SamplingParams(max_tokens=2000, ignore_eos=True))
             except NotReadyError as error:
                 errors.append(error)
 
-        thread = threading.Thread(target=ask)
+        thread = threading.Thread(target=send)
         thread.start()
         while not llm.stats().num_running:
             pass
@@ -304,72 +304,72 @@ class TestLife:
 
     def test_an_engine_in_its_own_process(self, state_dir):
         with LLM(BASE_PATH, ADAPTER_PATHS, engine="process", state_dir=state_dir, **SMALL) as llm:
-            answers = llm.generate([QUESTION] * 2, GREEDY, adapter=[None, "chinese"])
-        assert texts(answers) == ["Paris", "巴黎"]
+            outputs = llm.generate([PROMPT] * 2, GREEDY, adapter=[None, "chinese"])
+        assert texts(outputs) == ["Paris", "巴黎"]
 
 
 def test_beams(llm):
     sampling = SamplingParams(max_tokens=24, n=2, beam=BeamSearch(width=3))
-    [answer] = llm.generate(QUESTION, sampling)
-    first, second = answer.completions
-    assert answer.text.strip() == first.text.strip() == "Paris"
+    [output] = llm.generate(PROMPT, sampling)
+    first, second = output.completions
+    assert output.text.strip() == first.text.strip() == "Paris"
     assert first.cumulative_logprob > second.cumulative_logprob
     assert first.text != second.text
 
 
 def test_the_best_of_several(llm):
     fields = {"max_tokens": 24, "temperature": 1.5, "seed": 3}
-    [every] = llm.generate(QUESTION, SamplingParams(n=5, logprobs=0, **fields))
-    [best] = llm.generate(QUESTION, SamplingParams(n=2, best_of=5, **fields))
-    means = [(mean_logprob(answer), answer.text) for answer in every.completions]
+    [every] = llm.generate(PROMPT, SamplingParams(n=5, logprobs=0, **fields))
+    [best] = llm.generate(PROMPT, SamplingParams(n=2, best_of=5, **fields))
+    means = [(mean_logprob(output), output.text) for output in every.completions]
     expected = [text for _, text in sorted(means, key=lambda pair: -pair[0])[:2]]
-    assert [answer.text for answer in best.completions] == expected
+    assert [output.text for output in best.completions] == expected
     assert best.completions[0].logprobs == ()
 
 
-def mean_logprob(answer) -> float:
-    return sum(entry.logprob for entry in answer.logprobs) / len(answer.logprobs)
+def mean_logprob(output) -> float:
+    return sum(entry.logprob for entry in output.logprobs) / len(output.logprobs)
 
 
 def test_logits_are_arrays_that_chose_the_tokens(llm):
     sampling = SamplingParams(
         max_tokens=24, temperature=0, return_logits=True, return_prompt_logits=True, logprobs=0
     )
-    [answer] = llm.generate(QUESTION, sampling)
-    [completion] = answer.completions
+    [output] = llm.generate(PROMPT, sampling)
+    [completion] = output.completions
     vocabulary = completion.logits.shape[1]
     assert completion.logits.argmax(axis=1).tolist() == list(completion.token_ids)
-    assert answer.prompt_logits.shape == (len(answer.prompt_token_ids), vocabulary)
-    assert answer.prompt_logits[-1].argmax() == completion.token_ids[0]
+    assert output.prompt_logits.shape == (len(output.prompt_token_ids), vocabulary)
+    assert output.prompt_logits[-1].argmax() == completion.token_ids[0]
     scores = completion.logits - np.log(np.exp(completion.logits).sum(axis=1, keepdims=True))
-    told = [entry.logprob for entry in completion.logprobs]
-    assert scores.max(axis=1) == pytest.approx(told, abs=1e-4)
-    assert llm.generate(QUESTION, GREEDY)[0].completions[0].logits is None
+    reported = [entry.logprob for entry in completion.logprobs]
+    assert scores.max(axis=1) == pytest.approx(reported, abs=1e-4)
+    assert llm.generate(PROMPT, GREEDY)[0].completions[0].logits is None
 
 
 def test_logits_of_several_chunks(state_dir):
     small = {"max_num_batched_tokens": 4, "max_num_seqs": 4, "enable_prefix_cache": False}
     with LLM(BASE_PATH, state_dir=state_dir / "chunks", **SMALL, **small) as llm:
         sampling = SamplingParams(max_tokens=1, temperature=0, return_prompt_logits=True)
-        [chunked] = llm.generate(QUESTION, sampling)
+        [chunked] = llm.generate(PROMPT, sampling)
     assert len(chunked.prompt_token_ids) > 4
     assert chunked.prompt_logits.shape[0] == len(chunked.prompt_token_ids)
     assert chunked.prompt_logits[-1].argmax() == chunked.token_ids[0]
 
 
 def test_what_may_be_said_beside_the_sampling(llm):
-    [answer] = llm.generate(QUESTION, GREEDY)
-    [goes_on] = llm.generate(QUESTION, GREEDY, end_id=-1)
+    [output] = llm.generate(PROMPT, GREEDY)
+    [goes_on] = llm.generate(PROMPT, GREEDY, end_id=-1)
     assert len(goes_on.token_ids) == 24
-    first = answer.token_ids[0]
-    [ended] = llm.generate(QUESTION, GREEDY, end_id=first, priority=-1)
+    first = output.token_ids[0]
+    [ended] = llm.generate(PROMPT, GREEDY, end_id=first, priority=-1)
     assert ended.token_ids == (first,)
     assert ended.finish_reason is FinishReason.STOP
     with pytest.raises(DeadlineExceededError):
         llm.generate(
-            [QUESTION] * 8,
+            [PROMPT] * 8,
             SamplingParams(max_tokens=200, ignore_eos=True),
             timeout_seconds=1e-6,
         )
     with pytest.raises(InvalidParameterError, match="retention"):
-        llm.generate(QUESTION, GREEDY, retention=KVRetention(decode_priority=101))
+        llm.generate(PROMPT, GREEDY, retention=KVRetention(decode_priority=101))

@@ -15,9 +15,9 @@ from loraplex.core.errors import (
 )
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
 
-QUESTION = "What is the capital of France?"
+PROMPT = "What is the capital of France?"
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
-ANSWERS = {"chinese": "巴黎", "japanese": "パリ"}
+OUTPUTS = {"chinese": "巴黎", "japanese": "パリ"}
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +47,8 @@ def pairs(tmp_path_factory):
     return made
 
 
-def ask(llm, **which):
-    return [answer.text.strip() for answer in llm.generate([QUESTION] * 2, GREEDY, **which)]
+def send(llm, **which):
+    return [output.text.strip() for output in llm.generate([PROMPT] * 2, GREEDY, **which)]
 
 
 def test_the_first_use_brings_the_weights_and_the_id_is_enough_later(llm, pairs):
@@ -58,28 +58,28 @@ def test_the_first_use_brings_the_weights_and_the_id_is_enough_later(llm, pairs)
             AdapterNotFoundError,
             match=rf"LoRA task {task_id} not found in cache\. Please send LoRA weights with",
         ):
-            ask(llm, lora_task_id=task_id)
-        first = ask(llm, lora_task_id=task_id, lora_weights=weights, lora_config=config)
-        assert first == ask(llm, lora_task_id=task_id) == [ANSWERS[language]] * 2
-    mixed = ask(llm, lora_task_id=[0, np.uint64(2**64 - 1)])
-    assert mixed == list(ANSWERS.values())
+            send(llm, lora_task_id=task_id)
+        first = send(llm, lora_task_id=task_id, lora_weights=weights, lora_config=config)
+        assert first == send(llm, lora_task_id=task_id) == [OUTPUTS[language]] * 2
+    mixed = send(llm, lora_task_id=[0, np.uint64(2**64 - 1)])
+    assert mixed == list(OUTPUTS.values())
     assert {card.task_id for card in llm.adapters()} == {0, 2**64 - 1}
 
 
 def test_other_weights_under_an_id_are_a_new_version(llm, pairs):
     for number, language in enumerate(("chinese", "japanese", "japanese"), start=1):
         weights, config = pairs[language]
-        told = ask(llm, lora_task_id=5, lora_weights=weights, lora_config=config)
-        assert told == [ANSWERS[language]] * 2
+        reported = send(llm, lora_task_id=5, lora_weights=weights, lora_config=config)
+        assert reported == [OUTPUTS[language]] * 2
         assert llm.adapter("5").version == min(number, 2)
     llm.rollback_adapter("5")
-    assert ask(llm, lora_task_id=5) == ["巴黎"] * 2
+    assert send(llm, lora_task_id=5) == ["巴黎"] * 2
 
 
 def test_without_an_id_the_weights_mean_themselves(llm, pairs):
-    weights = [pairs[language][0] for language in ANSWERS]
-    config = [pairs[language][1] for language in ANSWERS]
-    assert ask(llm, lora_weights=weights, lora_config=config) == list(ANSWERS.values())
+    weights = [pairs[language][0] for language in OUTPUTS]
+    config = [pairs[language][1] for language in OUTPUTS]
+    assert send(llm, lora_weights=weights, lora_config=config) == list(OUTPUTS.values())
     assert all(card.name.startswith("inline-") for card in llm.adapters())
 
 
@@ -97,26 +97,26 @@ def test_without_an_id_the_weights_mean_themselves(llm, pairs):
 def test_every_type_of_array(llm, pairs, cast):
     weights, config = pairs["chinese"]
     config = config if cast(weights).ndim == 3 else config[0]
-    assert ask(llm, lora_task_id=1, lora_weights=cast(weights), lora_config=config)[0] == "巴黎"
+    assert send(llm, lora_task_id=1, lora_weights=cast(weights), lora_config=config)[0] == "巴黎"
 
 
 def test_what_is_wrong_with_arrays(llm, pairs):
     weights, config = pairs["chinese"]
     both = "Request for LoRA inference must have both lora_weights and lora_keys"
     with pytest.raises(InvalidTensorError, match=both):
-        ask(llm, lora_task_id=1, lora_weights=weights)
+        send(llm, lora_task_id=1, lora_weights=weights)
     with pytest.raises(InvalidTensorError, match=both):
         llm.add_adapter(task_id=1, lora_config=config)
     with pytest.raises(InvalidAdapterError, match="Expected  lora keys to have TYPE_INT32"):
-        ask(llm, lora_task_id=1, lora_weights=weights, lora_config=config.astype(np.int64))
+        send(llm, lora_task_id=1, lora_weights=weights, lora_config=config.astype(np.int64))
     with pytest.raises(InvalidTensorError, match="must be an array of numpy or torch, got str"):
-        ask(llm, lora_task_id=1, lora_weights="w", lora_config=config)
+        send(llm, lora_task_id=1, lora_weights="w", lora_config=config)
     with pytest.raises(InvalidRequestError, match="lora_task_id must be one integer"):
-        ask(llm, lora_task_id=1.5)
+        send(llm, lora_task_id=1.5)
     with pytest.raises(InvalidRequestError, match="name two adapters"):
-        ask(llm, adapter="x", lora_task_id=1)
+        send(llm, adapter="x", lora_task_id=1)
     with pytest.raises(InvalidRequestError, match="3 entries for 2 prompts"):
-        ask(llm, lora_task_id=[1, 2, 3])
+        send(llm, lora_task_id=[1, 2, 3])
     assert llm.adapters() == []
 
 
@@ -127,7 +127,7 @@ def test_add_adapter_takes_arrays(llm, pairs):
     nameless = llm.add_adapter(lora_weights=pairs["japanese"][0], lora_config=config)
     assert nameless.name == f"inline-{nameless.digest[:12]}"
     llm.alias_adapter(nameless.name, "ja")
-    assert ask(llm, adapter=["9", "ja"]) == list(ANSWERS.values())
+    assert send(llm, adapter=["9", "ja"]) == list(OUTPUTS.values())
     with pytest.raises(InvalidRequestError, match="named by its task id or its digest"):
         llm.add_adapter("zh", lora_weights=weights, lora_config=config)
     with pytest.raises(InvalidRequestError, match="give a name and a path"):
@@ -146,13 +146,13 @@ def test_the_load_contract(llm):
     assert llm.pin_adapter("zh", 1).is_pinned
     assert not llm.pin_adapter("zh", 1, pinned=False).is_pinned
     llm.alias_adapter("zh", "live")
-    assert ask(llm, adapter="live") == ["パリ"] * 2
+    assert send(llm, adapter="live") == ["パリ"] * 2
     assert llm.rollback_adapter("zh").version == 3
-    assert ask(llm, adapter="live", load_lora_weights="never") == ["巴黎"] * 2
+    assert send(llm, adapter="live", load_lora_weights="never") == ["巴黎"] * 2
     assert [v.version for v in llm.adapter("zh").versions] == [3, 2, 1]
-    assert ask(llm, adapter="zh", load_lora_weights="always") == ["巴黎"] * 2
+    assert send(llm, adapter="zh", load_lora_weights="always") == ["巴黎"] * 2
     with pytest.raises(InvalidRequestError, match="must be one of auto, always, never"):
-        ask(llm, adapter="zh", load_lora_weights="sometimes")
+        send(llm, adapter="zh", load_lora_weights="sometimes")
     with pytest.raises(InvalidRequestError, match="mode must be drain or immediate"):
         llm.remove_adapter("zh", "soon")
     assert llm.remove_adapter("live").is_alias

@@ -1,4 +1,4 @@
-"""Several adapters and comparisons through the library; tests/golden has what they must answer."""
+"""Several adapters and comparisons through the library; tests/golden has what they must output."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from loraplex import LLM, SamplingParams
 from loraplex.core.errors import AdapterNotFoundError, InvalidParameterError, InvalidRequestError
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
 
-QUESTION = "What is the capital of France?"
+PROMPT = "What is the capital of France?"
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
 
 
@@ -22,13 +22,13 @@ def llm(tmp_path_factory):
 def test_one_for_all_or_one_for_each(llm):
     weak = {"chinese": 0.0}
     names = [weak, {"chinese": np.float32(1.0)}, "japanese", None, {}]
-    answers = llm.generate([QUESTION] * 5, GREEDY, adapter=names)
-    assert [answer.text for answer in answers] == ["Paris", "巴黎", "パリ", "Paris", "Paris"]
-    assert [len(answer.adapters) for answer in answers] == [1, 1, 1, 0, 0]
-    assert (answers[0].adapter.name, answers[0].adapter.scale) == ("chinese", 0.0)
-    assert answers[3].adapter is None
+    outputs = llm.generate([PROMPT] * 5, GREEDY, adapter=names)
+    assert [output.text for output in outputs] == ["Paris", "巴黎", "パリ", "Paris", "Paris"]
+    assert [len(output.adapters) for output in outputs] == [1, 1, 1, 0, 0]
+    assert (outputs[0].adapter.name, outputs[0].adapter.scale) == ("chinese", 0.0)
+    assert outputs[3].adapter is None
     both = {"chinese": 1.0, "japanese": 0.0}
-    assert [a.text for a in llm.generate([QUESTION] * 2, GREEDY, adapter=both)] == ["巴黎"] * 2
+    assert [a.text for a in llm.generate([PROMPT] * 2, GREEDY, adapter=both)] == ["巴黎"] * 2
 
 
 @pytest.mark.parametrize(
@@ -43,29 +43,29 @@ def test_one_for_all_or_one_for_each(llm):
         ({str(i): 1 for i in range(17)}, "17 entries; at most 16"),
     ],
 )
-def test_what_is_wrong_is_told(llm, adapter, text):
+def test_what_is_wrong_is_reported(llm, adapter, text):
     with pytest.raises((InvalidRequestError, InvalidParameterError)) as caught:
-        llm.generate(QUESTION, GREEDY, adapter=adapter)
+        llm.generate(PROMPT, GREEDY, adapter=adapter)
     assert text in caught.value.message
 
 
 def test_an_unknown_one_is_named(llm):
     with pytest.raises(AdapterNotFoundError, match="'no'"):
-        llm.generate(QUESTION, GREEDY, adapter={"chinese": 1.0, "no": 1.0})
+        llm.generate(PROMPT, GREEDY, adapter={"chinese": 1.0, "no": 1.0})
 
 
 def test_a_comparison(llm):
-    base, chinese, no = llm.compare(QUESTION, [None, "chinese", {"no": 1.0}])
+    base, chinese, no = llm.compare(PROMPT, [None, "chinese", {"no": 1.0}])
     assert (base.text, chinese.text) == ("Paris", "巴黎")
     assert isinstance(no, AdapterNotFoundError)
     assert chinese.versus_base.num_same_tokens == 0
     assert chinese.versus_base.first.token_id == chinese.token_ids[0]
-    assert llm.compare(QUESTION, []) == []
+    assert llm.compare(PROMPT, []) == []
 
 
-def test_sampled_answers_differ_by_their_adapters_only(llm):
+def test_sampled_outputs_differ_by_their_adapters_only(llm):
     sampling = SamplingParams(max_tokens=12, temperature=2.0, ignore_eos=True)
-    one, other = llm.compare(QUESTION, ["chinese", {"chinese": 1.0}], sampling)
+    one, other = llm.compare(PROMPT, ["chinese", {"chinese": 1.0}], sampling)
     assert one.token_ids == other.token_ids
     with pytest.raises(InvalidParameterError, match="top_p"):
-        llm.compare(QUESTION, [None], SamplingParams(top_p=2))
+        llm.compare(PROMPT, [None], SamplingParams(top_p=2))

@@ -1,4 +1,4 @@
-"""The whole engine on the GPU's backend, interpreted: it says what the CPU's says."""
+"""The whole engine on the GPU's backend, interpreted: its outputs are those of the CPU's."""
 
 import functools
 import json
@@ -56,12 +56,12 @@ def write_adapter(folder, seed):
     return folder
 
 
-def answers(llm):
+def outputs(llm):
     found = llm.generate([[5, 6, 7]] * len(ADAPTERS), GREEDY, adapter=ADAPTERS)
-    return [answer.token_ids for answer in found]
+    return [output.token_ids for output in found]
 
 
-def test_it_answers_as_a_cpu_does(monkeypatch, tmp_path):
+def test_it_outputs_as_a_cpu_does(monkeypatch, tmp_path):
     (tmp_path / "model").mkdir()
     model = write_tiny_text_model(tmp_path / "model", max_model_len=64)
     adapters = {
@@ -69,10 +69,10 @@ def test_it_answers_as_a_cpu_does(monkeypatch, tmp_path):
         "two": write_adapter(tmp_path / "two", 2),
     }
     with LLM(model, adapters, state_dir=tmp_path / "cpu", **SETTINGS) as llm:
-        expected = answers(llm)
+        expected = outputs(llm)
     load = functools.partial(load_parts, accelerator=HostAccelerator())
     monkeypatch.setattr(engine, "load_parts", load)
     settings = SETTINGS | {"overlap": True, "cuda_graph_batch_sizes": (3,)}
     with LLM(model, adapters, state_dir=tmp_path / "gpu", **settings) as llm:
-        assert answers(llm) == expected
+        assert outputs(llm) == expected
     assert len(set(map(tuple, expected))) == len(ADAPTERS)

@@ -30,7 +30,7 @@ async def test_it_says_where_and_serves(run):
         pass
 
 
-async def test_the_ports_answer_while_the_engine_starts(run):
+async def test_the_ports_respond_while_the_engine_starts(run):
     server = run(FakeEngineSettings(start_seconds=0.5))
     async with asyncio.timeout(20):
         while True:
@@ -68,7 +68,7 @@ async def test_a_stop_lets_requests_end(run):
     assert (status, body["usage"]["completion_tokens"]) == (200, 60)
 
 
-async def test_requests_that_take_too_long_are_told(run, caplog):
+async def test_requests_that_take_too_long_are_reported(run, caplog):
     server = run(FakeEngineSettings(step_seconds=0.05), shutdown_seconds=0.1)
     completion = await server.running_completion()
     server.signal()
@@ -78,7 +78,7 @@ async def test_requests_that_take_too_long_are_told(run, caplog):
     assert "the time to drain is up" in caplog.text
 
 
-async def test_a_second_signal_waits_for_nobody(run):
+async def test_a_second_signal_does_not_wait(run):
     server = run(FakeEngineSettings(step_seconds=0.05), shutdown_seconds=600)
     completion = await server.running_completion()
     server.signal()
@@ -100,7 +100,7 @@ async def test_a_port_in_use_is_named(run, port):
     assert server.lines == []
 
 
-class TestUnless:
+class TestDoneBefore:
     async def test_work_that_is_done(self):
         assert await done_before(asyncio.Event(), asyncio.sleep(0))
 

@@ -19,7 +19,7 @@ TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 class Collector:
-    """An OTLP/HTTP receiver; it answers `status` to what it is told."""
+    """An OTLP/HTTP receiver; it responds with `status`."""
 
     def __init__(self, status: int = 200) -> None:
         self.spans: list = []
@@ -100,21 +100,21 @@ async def test_a_completion_in_the_callers_trace(collector, run):
     assert (root.trace_id.hex(), root.parent_span_id.hex()) == (TRACE, CALLER)
     assert root.trace_state == "vendor=1"
     assert root.kind == root.SPAN_KIND_SERVER
-    told = attributes_of(root)
-    assert told["http.response.status_code"] == 200
-    assert told["http.route"] == "/v1/completions"
-    assert told["loraplex.request_id"] == "my-id"
-    assert told["loraplex.tenant"] == "default"
+    reported = attributes_of(root)
+    assert reported["http.response.status_code"] == 200
+    assert reported["http.route"] == "/v1/completions"
+    assert reported["loraplex.request_id"] == "my-id"
+    assert reported["loraplex.tenant"] == "default"
 
     generation = collector.named("text_completion m")
     assert generation.parent_span_id == root.span_id
-    told = attributes_of(generation)
-    assert told["gen_ai.operation.name"] == "text_completion"
-    assert told["gen_ai.request.model"] == "m"
-    assert told["gen_ai.request.max_tokens"] == 4
-    assert told["gen_ai.usage.output_tokens"] == 4
-    assert told["gen_ai.usage.input_tokens"] > 0
-    assert told["gen_ai.response.finish_reasons"] == ["length"]
+    reported = attributes_of(generation)
+    assert reported["gen_ai.operation.name"] == "text_completion"
+    assert reported["gen_ai.request.model"] == "m"
+    assert reported["gen_ai.request.max_tokens"] == 4
+    assert reported["gen_ai.usage.output_tokens"] == 4
+    assert reported["gen_ai.usage.input_tokens"] > 0
+    assert reported["gen_ai.response.finish_reasons"] == ["length"]
 
     names = ["admit", "queue", "prefill", "decode"]
     stages = [collector.named(name) for name in names]
@@ -145,7 +145,7 @@ async def test_a_trace_of_its_own_is_the_one_in_the_log(collector, run, tmp_path
     assert other.trace_id != span.trace_id
 
 
-async def test_who_did_not_sample_gets_no_spans(collector, run):
+async def test_a_trace_that_is_not_sampled_has_no_spans(collector, run):
     server = run(otlp_endpoint=collector.url)
     await server.until_ready()
     headers = {"traceparent": f"00-{TRACE}-{CALLER}-00"}
@@ -184,7 +184,7 @@ async def test_without_the_extra(run, monkeypatch):
         await server.ended()
 
 
-async def test_triton_tells_that_traces_go_elsewhere(collector, run):
+async def test_triton_reports_that_traces_go_elsewhere(collector, run):
     server = run(otlp_endpoint=collector.url)
     await server.until_ready()
     status, text = await server.get("/v2/trace/setting")

@@ -7,6 +7,7 @@ import threading
 import pytest
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
+from starlette.routing import Route
 from typer.testing import CliRunner
 
 from loraplex.cli.main import app
@@ -66,7 +67,7 @@ def test_one_with_its_versions(run):
     assert versions[0].endswith("/adapters/fr (version 1 again)")
 
 
-def test_a_load_tells_what_it_loaded(run, backend):
+def test_a_load_reports_what_it_loaded(run, backend):
     code, out, _ = run("load", "de", "/de", "--task-id", "7", "--canary")
     assert code == 0
     assert "canary   log probabilities differ by up to 0.5000" in out
@@ -104,22 +105,19 @@ def test_what_the_server_refuses_is_one_line(run, arguments, text):
     assert err.count("\n") == 1
 
 
-def test_who_has_no_key_is_told_where_it_is_taken_from():
-    http = Starlette()
-
-    @http.get("/v1/adapters")
-    async def refuse():
+def test_without_a_key_the_error_names_its_source():
+    async def refuse(_request):
         error = {"code": "invalid_api_key", "message": "a key is needed"}
         return JSONResponse({"error": error}, 401)
 
-    with served(http) as url:
+    with served(Starlette(routes=[Route("/v1/adapters", refuse)])) as url:
         result = CliRunner().invoke(app, ["adapters", "list", "--url", url])
     assert result.exit_code == 1
     assert "a key is needed; this program takes its key from LORAPLEX_API_KEY" in result.stderr
 
 
 def test_a_server_that_hangs_up_may_speak_tls():
-    """As one with TLS does when it is asked without."""
+    """A server with TLS does so when a client connects without."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
 

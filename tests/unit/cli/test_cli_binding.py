@@ -1,4 +1,4 @@
-"""Without keys a server is for its own machine, unless the operator allows others."""
+"""Servers without keys are for their own machine, unless the operator allows others."""
 
 import pytest
 

@@ -75,7 +75,7 @@ def test_torch_comes_with_the_library():
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["serve", "--help"]])
-def test_asking_is_light(arguments):
+def test_help_and_version_are_light(arguments):
     code = f"import loraplex.cli.main; loraplex.cli.main.app({arguments!r})"
     assert modules_after(code) == set()
 
@@ -94,14 +94,14 @@ def test_the_version():
     assert (done.returncode, done.stdout, done.stderr) == (0, f"loraplex {__version__}\n", "")
 
 
-def test_without_a_command_the_commands_are_told():
+def test_without_a_command_the_commands_are_reported():
     result = CliRunner().invoke(app, [])
     assert all(name in result.output for name in COMMANDS)
     assert "Traceback" not in result.output
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_tells_every_option_to_the_last_letter(command):
+def test_help_reports_every_option_to_the_last_letter(command):
     """Brackets in help texts are easily taken for markup, and vanish."""
     result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "250"})
     assert result.exit_code == 0
@@ -190,7 +190,7 @@ class TestServeSaysInOneLine:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = str(listener.getsockname()[1])
             ports = ["--http-port", port, "--grpc-port", "0", "--metrics-port", "0"]
-            # The engine starts beside: what it has to say by then is no matter of this test.
+            # The engine starts meanwhile: what it logs by then does not matter here.
             more = ["--state-dir", str(tmp_path), "--log-level", "error"]
             line = one_line(loraplex_command("serve", str(BASE_PATH), *ports, *more))
         assert f"cannot listen on 127.0.0.1:{port}: Address already in use; stop what" in line
@@ -208,7 +208,7 @@ class TestServeSaysInOneLine:
 
 
 class TestGenerate:
-    def test_every_adapter_answers(self, tmp_path):
+    def test_every_adapter_outputs(self, tmp_path):
         adapters = [f"--adapter={name}={path}" for name, path in ADAPTER_PATHS.items()]
         done = loraplex_command(
             "generate",
@@ -229,9 +229,9 @@ class TestGenerate:
             XDG_STATE_HOME=str(tmp_path),
             XDG_CACHE_HOME=str(tmp_path),
         )
-        first, second, told = done.stdout.splitlines()
+        first, second, reported = done.stdout.splitlines()
         assert {first, second} == {"red", "blue"}
-        assert re.fullmatch(r"\(queued .* ms, first token .* total .*, cached 0 tokens\)", told)
+        assert re.fullmatch(r"\(queued .* ms, first token .* total .*, cached 0 tokens\)", reported)
 
     @pytest.mark.parametrize(
         ("arguments", "text"),
@@ -253,7 +253,7 @@ class TestGenerate:
         assert result.stderr.count("\n") == 1
 
     def test_a_prompt_from_standard_input(self, monkeypatch):
-        asked = []
+        requested = []
 
         class FakeLLM:
             def __init__(self, model, adapters, **settings):
@@ -266,10 +266,10 @@ class TestGenerate:
                 pass
 
             def generate(self, prompts, sampling, adapter):
-                asked.extend(prompts)
-                answer = SimpleNamespace(text="fine")
-                return [SimpleNamespace(completions=[answer, answer])]
+                requested.extend(prompts)
+                output = SimpleNamespace(text="fine")
+                return [SimpleNamespace(completions=[output, output])]
 
         monkeypatch.setattr("loraplex.app.llm.LLM", FakeLLM)
         result = CliRunner().invoke(app, ["generate", "m", "-"], input="How are you?\n")
-        assert (asked, result.stdout) == (["How are you?\n"], "fine\nfine\n")
+        assert (requested, result.stdout) == (["How are you?\n"], "fine\nfine\n")

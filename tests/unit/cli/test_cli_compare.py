@@ -42,7 +42,7 @@ def run(url):
 BOTH = '["fr", {"name": "org/legal", "scale": 0.5}]'
 
 
-def test_the_answers_stand_side_by_side(run):
+def test_the_outputs_stand_side_by_side(run):
     code, out, _ = run("hi", "--adapter", "fr", "--adapter", BOTH)
     assert code == 0
     lines = [[cell.strip() for cell in line.split(" | ")] for line in out.splitlines()]
@@ -72,7 +72,7 @@ def test_json_chat_and_standard_input(run):
     assert comparison["answers"][1]["text"] == "echo+fr: user: hello\nassistant: "
 
 
-def test_one_that_fails_is_told_and_the_others_answer(run):
+def test_one_that_fails_is_reported_and_the_others_respond(run):
     code, out, _ = run("hi", "--adapter", "no", "--adapter", "fr")
     assert code == 1
     assert "error: adapter 'no'" in out
@@ -89,9 +89,9 @@ def test_errors_are_one_line(run):
     assert "is not a name, and not JSON" in err
 
 
-def entry(asked, text):
+def entry(requested, text):
     return {
-        "asked": asked,
+        "asked": requested,
         "error": None,
         "text": text,
         "num_tokens": 1,
@@ -103,8 +103,8 @@ def entry(asked, text):
 
 
 def test_every_kind_of_entry_has_a_name():
-    asked = [None, [], "fr", {"task_id": 0}, ["fr", {"digest": "9f", "scale": -1}]]
-    lines = side_by_side([entry(a, "") for a in asked], 30)
+    requested = [None, [], "fr", {"task_id": 0}, ["fr", {"digest": "9f", "scale": -1}]]
+    lines = side_by_side([entry(a, "") for a in requested], 30)
     names = [
         lines[0],
         *(line for before, line in itertools.pairwise(lines) if not before),

@@ -77,12 +77,12 @@ def test_every_flag(engine, served, tmp_path):
     assert model.chat_template == str(tmp_path / "t.j2")
 
 
-def test_a_key_in_the_arguments_is_warned_of_and_not_told(engine, served, caplog):
+def test_a_key_in_the_arguments_is_warned_of_and_not_reported(engine, served, caplog):
     assert run("-E", engine, "--api-key", "the-secret-key-of-all").exit_code == 0
-    told = " ".join(record.message for record in caplog.records)
-    assert "is visible in the list of processes" in told
-    assert "the-secret-key-of-all" not in told
-    assert "may use this server without a key" not in told
+    reported = " ".join(record.message for record in caplog.records)
+    assert "is visible in the list of processes" in reported
+    assert "the-secret-key-of-all" not in reported
+    assert "may use this server without a key" not in reported
 
 
 def test_the_file_of_the_folder_the_environment_and_our_flags(engine, served):
@@ -98,12 +98,12 @@ def test_the_file_of_the_folder_the_environment_and_our_flags(engine, served):
     assert config.server.log_level == "warning"
 
 
-def test_what_has_no_effect_is_told(engine, served, caplog):
+def test_what_has_no_effect_is_reported(engine, served, caplog):
     caplog.set_level("INFO")
     (engine / "llgtrt.json5").write_text("{runtime: {enable_batch_size_tuning: false}}")
     run("-E", engine)
-    told = [record.message for record in caplog.records]
-    assert f"{engine}/llgtrt.json5: runtime.enable_batch_size_tuning has no effect" in str(told)
+    reported = [record.message for record in caplog.records]
+    assert f"{engine}/llgtrt.json5: runtime.enable_batch_size_tuning has no effect" in str(reported)
 
 
 def test_printing_ends_it(engine, served, tmp_path):
@@ -141,7 +141,7 @@ def test_an_engine_is_a_folder(served, tmp_path):
     assert run().exit_code == 2
 
 
-def test_a_gpu_is_used_unless_a_flag_says_otherwise(engine, served, monkeypatch):
+def test_a_gpu_is_used_by_default(engine, served, monkeypatch):
     monkeypatch.setattr("loraplex.compat.triton.devices.has_gpu", lambda: True)
     run("-E", engine)
     run("-E", engine, "--device", "cpu")

@@ -117,7 +117,7 @@ class TestBuildConfig:
         ],
         ids=str,
     )
-    def test_what_is_wrong_is_told(self, arguments, text):
+    def test_what_is_wrong_is_reported(self, arguments, text):
         with pytest.raises(ConfigError, match=text):
             config_of(**arguments)
 

@@ -78,8 +78,8 @@ def test_a_host_tier_that_holds_one_of_two():
             "adapters"
         ]
     ]
-    room = str(sum(sizes) - 1)
-    result = plan("--lora-host-bytes", room, *adapter_flags(paths), "--json")
+    limit = str(sum(sizes) - 1)
+    result = plan("--lora-host-bytes", limit, *adapter_flags(paths), "--json")
     assert json.loads(result.stdout)["adapters"]["fit_host"] == len(paths) - 1
 
 

@@ -44,7 +44,7 @@ def test_numbers_for_programs(path):
     assert (summary["requests"], summary["failed_steps"], summary["difference"]) == (4, 1, None)
 
 
-def test_a_difference_is_told_with_both_plans(path):
+def test_a_difference_is_reported_with_both_plans(path):
     text = path.read_text()
     tampered = text.replace('"num_tokens":3', '"num_tokens":2', 1)
     path.write_text(tampered)

@@ -91,25 +91,25 @@ def test_the_environment_and_flags_win_over_the_repository(repository, monkeypat
     assert config.server.host == "127.0.0.1"
 
 
-def test_what_has_no_effect_is_told(repository, served, caplog):
+def test_what_has_no_effect_is_reported(repository, served, caplog):
     caplog.set_level("INFO")
     serve_repositories([repository], [], {"id": "mine", "rate_limit": None})
-    told = [record.message for record in caplog.records]
-    assert told.count("flag --id has no effect: the server is called triton") == 1
-    assert not any("rate-limit" in text for text in told)
-    assert any("may use this server without a key" in text for text in told)
+    reported = [record.message for record in caplog.records]
+    assert reported.count("flag --id has no effect: the server is called triton") == 1
+    assert not any("rate-limit" in text for text in reported)
+    assert any("may use this server without a key" in text for text in reported)
     caplog.clear()
     serve_repositories([repository], [], {"host": "127.0.0.1"})
     assert "may use this server without a key" not in caplog.text
 
 
 @pytest.mark.parametrize("flag", flags(Support.REFUSED))
-def test_what_asks_for_protection_is_refused(flag):
-    asks, asks_not = ("false", "true") if flag == "--allow-client-shm" else ("true", "false")
+def test_flags_that_request_protection_are_refused(flag):
+    protecting, neutral = ("false", "true") if flag == "--allow-client-shm" else ("true", "false")
     variable = flag[2:].replace("-", "_")
     with pytest.raises(ConfigError, match=f"flag {flag}: "):
-        split_flags({variable: asks})
-    assert split_flags({variable: asks_not})[1] == {}
+        split_flags({variable: protecting})
+    assert split_flags({variable: neutral})[1] == {}
 
 
 def test_what_is_opened_and_shown():

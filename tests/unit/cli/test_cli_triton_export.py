@@ -71,7 +71,7 @@ def test_a_repository_and_a_backend_directory_at_once(engine, tmp_path):
         (["r", "--join", "--model", "m"], "--join needs --request-socket"),
     ],
 )
-def test_what_cannot_be_exported_is_told(arguments, reason, tmp_path, monkeypatch):
+def test_what_cannot_be_exported_is_reported(arguments, reason, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = run(*arguments)
     assert done.exit_code == 1

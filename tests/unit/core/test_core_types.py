@@ -15,7 +15,7 @@ from loraplex.core.plan import PageGeometry, RowStep, StepPlan
         (ByDigest("ab12"), "adapter with digest ab12"),
     ],
 )
-def test_a_reference_says_what_was_asked_for(key, text):
+def test_a_reference_has_the_requested_name(key, text):
     assert str(AdapterRef("base", "default", key)) == text
 
 

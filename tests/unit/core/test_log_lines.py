@@ -7,8 +7,8 @@ import logging
 from loraplex.core.log_lines import log_to_standard_error
 
 log_to_standard_error("warning", *{arguments})
-logging.getLogger("a.b").info("not told")
-logging.getLogger("a.b").warning("told")
+logging.getLogger("a.b").info("not reported")
+logging.getLogger("a.b").warning("reported")
 """
 
 
@@ -23,5 +23,5 @@ def line(*arguments: str) -> str:
 
 def test_a_line_has_level_time_source_and_message():
     start = r"W \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} "
-    assert re.fullmatch(start + "a.b: told\n", line())
-    assert re.fullmatch(start + "engine: told and more\n", line("engine", " and more"))
+    assert re.fullmatch(start + "a.b: reported\n", line())
+    assert re.fullmatch(start + "engine: reported and more\n", line("engine", " and more"))

@@ -1,4 +1,4 @@
-"""What a request's timing says in seconds, and across engines."""
+"""The timing of a request in seconds, and across engines."""
 
 import pytest
 

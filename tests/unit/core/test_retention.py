@@ -1,4 +1,4 @@
-"""What a request may say of its KV, and what follows for one block."""
+"""Retention priorities of a request, and what follows for one block."""
 
 import pytest
 

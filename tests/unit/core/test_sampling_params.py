@@ -1,4 +1,4 @@
-"""What a client may ask of the sampler."""
+"""What a client may send of the sampler."""
 
 import math
 
@@ -123,7 +123,7 @@ def test_a_bad_value_is_named(field, value):
     assert "\n" not in caught.value.message
 
 
-def test_the_limits_are_told():
+def test_the_limits_are_reported():
     with pytest.raises(InvalidParameterError, match=r"top_p must be in \(0, 1\], got 2"):
         SamplingParams(top_p=2).validate()
     with pytest.raises(InvalidParameterError, match=r"n must be in \[1, 128\], got 0"):
