@@ -1,4 +1,4 @@
-"""The parts of a runner, made from weights: with the memory that is divided, or little for a trial.
+"""Parts of a runner, made from weights: with their share of the memory, or little for a trial.
 
 Memory is divided in this order, and in bytes: weights, what the largest step takes, recorded steps,
 KV cache, adapters.
@@ -55,15 +55,15 @@ from loraplex.models.rope import rotary_tables
 from loraplex.models.spec import ModelSpec
 
 _TRIAL_BLOCKS = 64
-"""Of KV: what a trial computes has no meaning, so its rows may share them."""
+"""Number of KV blocks of a trial: its results have no meaning, so its rows may share them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Assembly:
-    """All that the parts are made from, but for their sizes."""
+    """What the parts are made from, except for their sizes."""
 
     spec: ModelSpec
-    """As kv_sizing.windowed gives it."""
+    """The result of sizing.kv.windowed."""
     parameters: DecoderParameters
     """Packed by these kernels."""
     weights_bytes: int
@@ -101,7 +101,7 @@ class Assembly:
         vocabulary: VocabularySource | None = None,
         steps: StepMemory | None = None,
     ) -> RunnerParts:
-        """Allocates all that `size` says. vocabulary: None, and no output is kept to a grammar."""
+        """Allocate the parts. vocabulary: None: no output can be constrained by a grammar."""
         spec, device, settings = self.spec, self.device, self.settings
         rotary = rotary_tables(spec, size.kv.max_model_len, device)
         kv_cache = KVCache(
@@ -176,7 +176,7 @@ class Assembly:
 
 
 def measure_steps(assembly: Assembly) -> StepMemory:
-    """What steps take on an accelerator that can tell, by trials; they leave nothing behind.
+    """Measure the memory of steps by trials, which free all of it, if the accelerator can.
 
     Raises ConfigError if the device is too small for them.
     """
@@ -184,18 +184,18 @@ def measure_steps(assembly: Assembly) -> StepMemory:
     memory = None if accelerator is None else settled_memory(accelerator)
     if accelerator is None or memory is None:
         return StepMemory()
-    room, advice = memory.free, assembly.advice
+    available, advice = memory.free, assembly.advice
     with _trials(assembly, accelerator) as trials:
-        with out_of_memory_is(lambda: advice.workspace(room)):
+        with out_of_memory_is(lambda: advice.workspace(available)):
             workspace = measure_workspace(accelerator, trials)
-        with out_of_memory_is(lambda: advice.graphs(room - workspace)):
+        with out_of_memory_is(lambda: advice.graphs(available - workspace)):
             graphs = measure_graphs(accelerator, trials, assembly.recorded_sizes)
     return StepMemory(workspace, graphs)
 
 
 @contextlib.contextmanager
 def _trials(assembly: Assembly, accelerator: Accelerator) -> Iterator[Trials]:
-    """Their parts are there from `set_up` to the end."""
+    """Yield trials, whose parts exist from `set_up` to the end."""
     parts: list[RunnerParts] = []
     runners: list[ModelRunner] = []
 
@@ -212,7 +212,7 @@ def _trials(assembly: Assembly, accelerator: Accelerator) -> Iterator[Trials]:
         trial = runner(())
         result = trial.launch(largest_step(trial.capacity(), num_tokens)).wait()
         for row in result.rows:
-            # A full memory fails rows one by one, so that a server lives on; this is no server yet.
+            # In a server a full memory fails rows one by one; a trial has to fail as a whole.
             if row.error is not None and is_out_of_memory(StepFailedError(row.error.message)):
                 raise StepFailedError(row.error.message)
 
@@ -237,7 +237,7 @@ def _trials(assembly: Assembly, accelerator: Accelerator) -> Iterator[Trials]:
 
 
 def _trial_parts(assembly: Assembly) -> RunnerParts:
-    """With room for one adapter, and few blocks."""
+    """Make parts for one adapter and few blocks."""
     settings, spec = assembly.settings, assembly.spec
     max_model_len = wanted_model_len(settings, spec)
     num_blocks = min(_TRIAL_BLOCKS, -(-max_model_len // settings.block_size))
@@ -252,7 +252,7 @@ def _trial_parts(assembly: Assembly) -> RunnerParts:
 
 
 def _dummy_adapter(assembly: Assembly) -> HostAdapter:
-    """Of the largest rank on all modules; its layers share their zeros."""
+    """Make an adapter of the largest rank on all modules; its layers share their zeros."""
     targets = layer_targets(assembly.spec.module_shapes, assembly.settings.max_lora_rank)
     weights = {
         (target.rank, target.in_features, target.out_features): (

@@ -39,7 +39,7 @@ from loraplex.models.spec import ModelSpec
 logger = logging.getLogger(__name__)
 
 _MARGIN_SHARE = 128
-"""One part in so many of a GPU's memory is given to nobody: allocators round up."""
+"""Share of a GPU's memory, 1 / 128, that stays free: allocators round up."""
 
 
 def load_runner(
@@ -50,8 +50,8 @@ def load_runner(
 ) -> ModelRunner:
     """Read the model in `folder`. Raises ConfigError, UnsupportedModelError.
 
-    The adapters that plans copy to the device are taken from `host_adapters`. vocabulary: None,
-    and no output can be kept to a grammar.
+    The adapters that plans copy to the device are taken from `host_adapters`. vocabulary: None: no
+    output can be constrained by a grammar.
     """
     return start_runner(load_parts(folder, settings, host_adapters, vocabulary), settings)
 
@@ -64,15 +64,15 @@ def load_parts(
     *,
     accelerator: Accelerator | None = None,
 ) -> RunnerParts:
-    """As load_runner, before the parts are put together.
+    """Load the parts of a runner; see load_runner.
 
-    accelerator: instead of that of settings.device, whatever it is.
+    accelerator: used in place of that of settings.device.
     """
     spec = windowed(settings, read_config(folder))
     device = choose_device(settings) if accelerator is None else accelerator.device
     accelerator = accelerator or select_accelerator(device)
     free = _free_bytes(device, accelerator)
-    _check_room(settings, spec, free)
+    _check_fit(settings, spec, free)
     kernels = select_kernels(
         device,
         accelerator,
@@ -100,7 +100,7 @@ def assemble_parts(
 ) -> RunnerParts:
     """Measure what steps take, divide the memory that the weights leave, and allocate it.
 
-    The weights must be on the device. Raises ConfigError that says what to lower.
+    The weights must be on the device. Raises ConfigError, which names the setting to lower.
     """
     settings, spec = assembly.settings, assembly.spec
     steps = measure_steps(assembly)
@@ -125,27 +125,27 @@ def assemble_parts(
 
 
 def start_runner(parts: RunnerParts, settings: RunnerSettings) -> ModelRunner:
-    """A runner whose steps are recorded. Raises ConfigError if there is no room for them."""
+    """Make a runner, and record its steps. Raises ConfigError if they do not fit."""
     runner, accelerator = ModelRunner(parts), parts.accelerator
     if accelerator is None:
         return runner
     spec = parts.decoder.spec
     advice = MemoryAdvice(settings, spec, choose_dtype(settings, spec))
     before = settled_memory(accelerator)
-    room = None if before is None else before.free
-    with out_of_memory_is(lambda: advice.graphs(room)):
+    available = None if before is None else before.free
+    with out_of_memory_is(lambda: advice.graphs(available)):
         runner.record_steps()
     after = settled_memory(accelerator)
     if before is not None and after is not None:
         capacity = _as_measured(runner.capacity(), before, after)
         if after.free < capacity.workspace_bytes:
-            raise advice.graphs(room)
-        runner.learn_capacity(capacity)
+            raise advice.graphs(available)
+        runner.set_capacity(capacity)
     return runner
 
 
 def _as_measured(capacity: Capacity, before: DeviceMemory, after: DeviceMemory) -> Capacity:
-    """before, after: the steps were recorded."""
+    """Return the capacity with measured bytes. before, after: the steps were recorded."""
     return msgspec.structs.replace(
         capacity,
         graph_bytes=max(before.free - after.free, 0),
@@ -154,8 +154,8 @@ def _as_measured(capacity: Capacity, before: DeviceMemory, after: DeviceMemory) 
     )
 
 
-def _check_room(settings: RunnerSettings, spec: ModelSpec, free: int | None) -> None:
-    """What cannot fit fails before the work. What steps take is not known yet.
+def _check_fit(settings: RunnerSettings, spec: ModelSpec, free: int | None) -> None:
+    """Raise ConfigError for a model that cannot fit, before the work. Steps are not measured yet.
 
     free: bytes of a device with a memory of its own.
     """
@@ -173,14 +173,14 @@ def _check_room(settings: RunnerSettings, spec: ModelSpec, free: int | None) -> 
 
 
 def _spendable(assembly: Assembly) -> int | None:
-    """Bytes beside the weights; None: unknown, as on a CPU."""
+    """Return the bytes that the weights leave; None: unknown, as on a CPU."""
     free = _free_bytes(assembly.device, assembly.accelerator)
     memory = None if assembly.accelerator is None else assembly.accelerator.memory()
     return free if free is None or memory is None else free - memory.total // _MARGIN_SHARE
 
 
 def _free_bytes(device: torch.device, accelerator: Accelerator | None) -> int | None:
-    """None: the device's memory is the host's."""
+    """Return the free bytes; None: the device's memory is the host's."""
     if accelerator is None:
         return free_bytes(device)
     memory = settled_memory(accelerator)

@@ -1,4 +1,4 @@
-"""A device that works beside the host: its queues of work, and the host memory that it reaches.
+"""Accelerators, which work next to the host: queues of work, and page-locked host memory.
 
 `CudaAccelerator` is a GPU. `HostAccelerator` stands for one where there is none: everything is done
 at once, so code that is written for a GPU runs, and is tested, without one.
@@ -38,7 +38,7 @@ class DeviceMemory:
 
     total: int
     free: int
-    """Nobody has it."""
+    """Bytes that no process has."""
     reserved: int
     """Tensors of this process, and what it keeps for its next ones."""
     most_reserved: int
@@ -59,11 +59,11 @@ class Accelerator(Protocol):
         ...
 
     def copies(self) -> AbstractContextManager[None]:
-        """Where memory is copied beside the steps."""
+        """Return the queue that copies memory while steps run."""
         ...
 
     def event(self) -> Event:
-        """Behind all that is in the current queue by now."""
+        """Return an event after all that is in the current queue by now."""
         ...
 
     def after(self, event: Event) -> None:
@@ -73,7 +73,7 @@ class Accelerator(Protocol):
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Enqueue a copy in the current queue, between the device and pinned memory, or within it.
 
-        Neither is to be touched by the host before an event behind it has passed.
+        Neither is to be touched by the host before an event after it has passed.
         """
         ...
 
@@ -102,7 +102,7 @@ class Accelerator(Protocol):
         ...
 
     def trim(self) -> None:
-        """Give back what is kept for tensors to come."""
+        """Free memory that is kept for later tensors."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What an adapter changes beside LoRA: biases, DoRA's factors, rows of the embedding and lm_head.
+"""Adapters' changes in addition to LoRA: biases, DoRA's factors, rows of embedding and lm_head.
 
 Works on views of the adapter pool. With a request's scale t the change is t times as large: a copy
 of scale 1 takes the base's place exactly. Everything is computed for a token by itself, in float32.
@@ -46,14 +46,14 @@ class EmbeddingLora(NamedTuple):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class AdapterParts:
-    """Of one adapter in the pool: views of it, but for single tokens' rows, which are few."""
+    """Parts of one adapter in the pool: views of it, except for the few rows of single tokens."""
 
     vectors: dict[tuple[int, str], list[OutputVector]] = dataclasses.field(default_factory=dict)
-    """By layer and module."""
+    """Vectors by layer and module."""
     weights: dict[str, tuple[WeightRows, ...]] = dataclasses.field(default_factory=dict)
     """Whole copies of embed_tokens and lm_head: equally many rows each, but for the last."""
     tokens: dict[str, TokenRows] = dataclasses.field(default_factory=dict)
-    """Of embed_tokens and lm_head."""
+    """Rows of single tokens, of embed_tokens and lm_head."""
     embedding_lora: EmbeddingLora | None = None
     has_head_lora: bool = False
 
@@ -131,7 +131,7 @@ def replace_logits(y: torch.Tensor, x: torch.Tensor, uses: Sequence[PartsUse]) -
 
 
 def of_rows(uses: Sequence[PartsUse], places: torch.Tensor) -> tuple[PartsUse, ...]:
-    """The uses among the chosen rows only: places [T] says which chosen row a token is, or -1."""
+    """Return the uses of the chosen rows. places [T]: the chosen row of each token, or -1."""
     chosen = []
     for use in uses:
         rows = places[use.token_indices]

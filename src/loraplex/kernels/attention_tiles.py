@@ -22,7 +22,7 @@ class Tile:
 
     row: int
     first_token: int
-    """In the batch."""
+    """Index in the batch."""
     first_position: int
     num_queries: int
     num_blocks_held: int
@@ -47,9 +47,9 @@ class TileShape:
     num_sink_blocks: int
     """Read in front of the key range; none if that begins within the sinks."""
     first_block: int
-    """Of the key range, in the rows' block tables."""
+    """First block of the key range, in the rows' block tables."""
     num_blocks: int
-    """Of the key range."""
+    """Number of blocks of the key range."""
     num_queries: int
     """Padded."""
 

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def select_accelerator(device: torch.device) -> Accelerator | None:
-    """None: there is none, or nothing that could run on it but torch."""
+    """Return the accelerator; None: there is none, or only torch can use it."""
     if device.type != "cuda" or not _has_triton():
         return None
     return CudaAccelerator(device)
@@ -29,7 +29,7 @@ def select_kernels(
     batch_invariant: bool = False,
     attention_backend: str = "auto",
 ) -> Kernels:
-    """The fastest backend that works here. On a CPU it uses as many threads as torch does now.
+    """Return the fastest backend that works here. On a CPU it has torch's current thread count.
 
     accelerator: what `select_accelerator` gave for the device. batch_invariant, attention_backend:
     as in RunnerSettings.
@@ -49,7 +49,7 @@ def select_kernels(
 
 @functools.cache
 def _host_library() -> NativeLibrary | None:
-    """Loaded once in a process, so that what is lost without it is said once."""
+    """Load the library once in a process, so that a failure is logged once."""
     try:
         return load_library()
     except NativeLibraryError as error:
@@ -63,7 +63,7 @@ def _host_library() -> NativeLibrary | None:
 
 @functools.cache
 def _has_triton() -> bool:
-    """As _host_library, said once."""
+    """Whether Triton can be imported; the reason is logged once."""
     try:
         importlib.import_module("triton")
     except ImportError as error:

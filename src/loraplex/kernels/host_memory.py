@@ -1,4 +1,4 @@
-"""Large tensors on the host that are zero, and take room only as they are touched."""
+"""Large tensors of zeros on the host, which take memory only where they are touched."""
 
 import math
 import mmap
@@ -7,7 +7,7 @@ import torch
 
 
 def zeroed(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """As torch.zeros, aligned to a page. Nothing is written: zero pages come on demand."""
+    """Return zeros, aligned to a page. Nothing is written: the system provides pages on demand."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes == 0:
         return torch.zeros(shape, dtype=dtype)

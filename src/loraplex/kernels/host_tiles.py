@@ -8,7 +8,7 @@ _TILE_ROWS = 16
 
 
 def fixed_tiles(values: torch.Tensor) -> Iterator[torch.Tensor]:
-    """On the host, tiles of one fixed number of rows, the last one padded with zeros.
+    """Yield tiles of one fixed number of rows on the host, the last one padded with zeros.
 
     A host matmul chooses its order of summation by the number of rows; with tiles, a token's bits
     do not depend on how many others share its adapter. A device takes all rows at once.

@@ -1,7 +1,7 @@
 """One head's key or value of one token as the KV storage of the torch reference holds it.
 
-A float vector is stored as it is. An int8 vector has a scale of its own behind its D numbers: four
-bytes, a float32. An element is number * scale (native/include/loraplex/attention.h says which).
+A float vector is stored as it is. An int8 vector has a scale of its own after its D numbers: four
+bytes, a float32. An element is number * scale (native/include/loraplex/attention.h).
 """
 
 import torch

@@ -83,7 +83,7 @@ class LoraTable:
     ranks: npt.NDArray[np.int32]  # [entries, cells]
     scales: npt.NDArray[np.float32]  # [entries, cells], the adapter's own scale
     on_device: DeviceLoraTable | None = None
-    """For a backend that reads the table there."""
+    """Copy for a backend that reads the table on its device."""
     alignment: int = 1
     """Every offset that is ever in the table is a multiple of it."""
     max_rank: int = 256
@@ -124,8 +124,8 @@ class LoraSegments:
     """The groups of a LoraBatch in pieces, as an accelerator reads them: views of one array.
 
     Piece i of wave w applies the adapter entries[w, i] to the tokens
-    token_indices[starts[w, i] : starts[w, i] + counts[w, i]]. Behind a wave's pieces are empty
-    ones, whose entry is -1.
+    token_indices[starts[w, i] : starts[w, i] + counts[w, i]]. After a wave's pieces there are
+    empty ones, whose entry is -1.
     """
 
     packed: torch.Tensor  # [any] int32, on the host at first
@@ -164,14 +164,14 @@ class LoraBatch:
     token_indices: torch.Tensor  # [n] int64, on the device
     token_scales: torch.Tensor  # [n] float32, on the device
     parts: tuple[PartsUse, ...] = ()
-    """What adapters of this step change beside LoRA, in the order of the groups."""
+    """Changes by adapters of this step in addition to LoRA, in the order of the groups."""
     head_table: LoraTable | None = None
     """Places of LoRA of lm_head, if an adapter of this step has some: one layer, whose modules are
     neighbouring blocks of outputs. It has the same entries."""
     segments: LoraSegments | None = None
-    """For a backend that reads the groups on its device."""
+    """The groups in pieces, for a backend that reads them on its device."""
     arrivals: Arrivals | None = None
-    """None: all of it is there."""
+    """None: all adapters have arrived."""
 
     @property
     def num_waves(self) -> int:
@@ -239,10 +239,10 @@ def batch_of_rows(batch: LoraBatch, row_indices: torch.Tensor, num_tokens: int) 
 def lora_segments(batch: LoraBatch, num_tokens: int, longest: int | None = None) -> LoraSegments:
     """The groups of a batch, whose arrays are on the host, in pieces of at most `longest` tokens.
 
-    num_tokens: of the step, with those that only fill it up. Pieces of few tokens are as many as
-    there are tokens, which is the worst case: so the shapes depend on nothing but the numbers of
-    tokens and waves. Of longer ones there are as many as it takes. `longest` None: what is good for
-    the step, few for all steps that may be repeated.
+    num_tokens: of the step with its padding. For pieces of few tokens their number is that of the
+    tokens, the worst case: so the shapes depend on nothing but the numbers of tokens and waves. Of
+    longer ones there are only those in use. `longest` None: a good length for the step, which is
+    short for all steps that may be repeated.
     """
     longest = longest or _good_length(batch, num_tokens)
     of_group = -(-np.diff(batch.group_starts) // longest)
@@ -271,7 +271,7 @@ def _good_length(batch: LoraBatch, num_tokens: int) -> int:
 
 
 def _counted(sizes: IntArray) -> IntArray:
-    """0 .. n - 1 for each size n, behind one another."""
+    """Return 0 .. n - 1 for each size n, concatenated."""
     return np.arange(sizes.sum()) - np.repeat(sizes.cumsum() - sizes, sizes)
 
 
@@ -301,7 +301,7 @@ def head_blocks(table: LoraTable) -> tuple[tuple[str, ...], tuple[int, ...]]:
 
 
 def _differs_from_last(values: IntArray) -> npt.NDArray[np.bool_]:
-    """Of each value; the first one does."""
+    """Return whether each value differs from the one before; the first one does."""
     differs = np.ones(len(values), np.bool_)
     np.not_equal(values[1:], values[:-1], out=differs[1:])
     return differs
@@ -321,7 +321,7 @@ def add_lora(
     from out_offsets[i] on (its own out_features of them): for a fused q/k/v projection
     modules = ("q_proj", "k_proj", "v_proj"), out_offsets = (0, q_size, q_size + kv_size). A module
     that an adapter does not adapt is left alone. Sums are float32 whatever the dtypes; the scale
-    is applied to x A^T. What an adapter changes of the outputs beside LoRA comes first.
+    is applied to x A^T. Other changes of an adapter to the outputs come first.
     """
     if batch.parts:
         add_vectors(y, batch.parts, layer, modules, out_offsets)

@@ -1,6 +1,6 @@
 """The operations that a decoder is made of, with their shapes. Backends implement `Kernels`.
 
-T tokens of a step lie behind one another, row after row; R is the number of rows (sequences).
+T tokens of a step lie row after row; R is the number of rows (sequences).
 H query heads share K key and value heads; D is the head size.
 """
 
@@ -18,10 +18,10 @@ from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.sampling import DrawOptions, IntArray, TopLogprobs
 
 PackedLinear = object
-"""A linear layer in the form that one backend likes. Opaque: only that backend can use it."""
+"""Linear layer in the form of one backend. Opaque: only that backend can use it."""
 
 AttentionPlan = object
-"""What one backend worked out for a step before its layers run. Opaque, like PackedLinear."""
+"""Backend's preparation of a step's attention before its layers run. Opaque, like PackedLinear."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class LinearParts:
 
 
 Parameter = torch.Tensor | LoraBatch | AttentionPlan | None
-"""What differs between two computations of one shape."""
+"""Input that differs between two computations of one shape."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class KVStorage:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Of one attention layer and its KV storage."""
+    """Shape of one attention layer and its KV storage."""
 
     num_heads: int
     num_kv_heads: int
@@ -62,7 +62,7 @@ class AttentionShape:
     block_size: int
 
     def block_bytes(self, dtype: torch.dtype) -> int:
-        """Of one block of keys and values that are stored as this dtype; as int8 with scales."""
+        """Return the bytes of one block of keys and values of this dtype; for int8 with scales."""
         vectors = 2 * self.block_size * self.num_kv_heads
         return vectors * stored_size(self.head_dim, dtype) * dtype.itemsize
 
@@ -71,8 +71,8 @@ class AttentionShape:
 class DeviceRows:
     """A RowLayout as an accelerator reads it, at addresses that stay.
 
-    There may be rows behind those of the layout, up to the number of a recorded step: they have no
-    tokens, and seq_lens 0.
+    There may be more rows than those of the layout, up to the number of a recorded step: they have
+    no tokens, and seq_lens 0.
     """
 
     query_start_loc: torch.Tensor  # [R + 1] int32
@@ -93,11 +93,11 @@ class RowLayout:
     seq_lens: Sequence[int]  # R, on the host
     block_tables: torch.Tensor  # [R, max blocks] int64, on the device; unseen entries are any block
     on_device: DeviceRows | None = None
-    """For a backend that reads the rows there; then `block_tables` may be empty."""
+    """The rows for a backend that reads them there; then `block_tables` may be empty."""
 
     @property
     def num_device_rows(self) -> int | None:
-        """With those that have no tokens; None if the rows are not there."""
+        """Number of rows, with those that have no tokens; None if they are not on the device."""
         return None if self.on_device is None else self.on_device.seq_lens.shape[0]
 
 
@@ -296,7 +296,7 @@ class Kernels(Protocol):
     def top_logprobs(
         self, logits: torch.Tensor, rows: IntArray, token_ids: IntArray, num_top: int
     ) -> TopLogprobs:
-        """Of token_ids [n] and of the num_top <= vocab likeliest in the rows [n] of the logits."""
+        """Compute those of token_ids [n] and of the num_top likeliest, for rows [n] of logits."""
         ...
 
     def apply_bitmask(self, logits: torch.Tensor, rows: IntArray, bitmask: torch.Tensor) -> None:

@@ -36,7 +36,7 @@ from loraplex.kernels.reference_attention import TilePlan, attend, plan_tiles
 from loraplex.kernels.sampling import DrawOptions, IntArray, TopLogprobs
 
 _HOST_ROWS = 8
-"""Of a float32 product: multiples of it are summed alike (measured for MKL; tests check)."""
+"""Row multiple of a float32 product: all multiples are summed alike (measured for MKL)."""
 
 
 _ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -1,4 +1,4 @@
-"""From logits to tokens in torch: the reference of the sampling ops, and the types of all backends.
+"""Sampling ops in torch, the reference of all backends, and their types.
 
 Probabilities are fixed-point integers: the weight of a token is floor(exp(logit - max) * 2**40),
 so a token rarer than 2**-40 of the likeliest is never drawn. Integer sums are exact in any order:
@@ -16,7 +16,7 @@ import torch
 IntArray = npt.NDArray[np.int64]
 
 _WEIGHT_ONE = 2**40  # 2**40 * 2**22 tokens still fits into an int64
-_NUCLEUS_GUESS = 512  # candidates that usually hold the nucleus: saves sorting the vocabulary
+_NUCLEUS_START = 512  # candidates that usually hold the nucleus: saves sorting the vocabulary
 _NUCLEUS_GROWTH = 16
 _CHUNK_ROWS = 64  # bounds the temporary [rows, vocab] copies for the logits of a long prompt
 _WORD_BITS = 32
@@ -37,20 +37,20 @@ class DrawOptions:
 class TopLogprobs:
     """Natural log probabilities of n rows."""
 
-    logprobs: torch.Tensor  # [n] float32, of the tokens that were asked for
+    logprobs: torch.Tensor  # [n] float32, of the requested tokens
     ranks: torch.Tensor  # [n] int64: how many tokens are likelier, plus 1
     top_ids: torch.Tensor  # [n, k] int64: the likeliest first, of equals the lowest id
     top_logprobs: torch.Tensor  # [n, k] float32
 
 
 def argmax(logits: torch.Tensor, rows: IntArray) -> tuple[torch.Tensor, torch.Tensor]:
-    """As Kernels.argmax."""
+    """Implement Kernels.argmax."""
     maxima, token_ids = logits[torch.from_numpy(rows)].max(-1)
     return token_ids, maxima.float()
 
 
 def draw_tokens(logits: torch.Tensor, rows: IntArray, options: DrawOptions) -> torch.Tensor:
-    """As Kernels.draw_tokens."""
+    """Implement Kernels.draw_tokens."""
     weights = kept_weights(logits[torch.from_numpy(rows)], options)
     return draw(weights, torch.from_numpy(options.uniforms).to(logits.device))
 
@@ -58,7 +58,7 @@ def draw_tokens(logits: torch.Tensor, rows: IntArray, options: DrawOptions) -> t
 def top_logprobs(
     logits: torch.Tensor, rows: IntArray, token_ids: IntArray, num_top: int
 ) -> TopLogprobs:
-    """As Kernels.top_logprobs."""
+    """Implement Kernels.top_logprobs."""
     parts = [
         _top_logprobs(
             logits[torch.from_numpy(rows[first : first + _CHUNK_ROWS])],
@@ -92,7 +92,7 @@ def _top_logprobs(
 
 
 def apply_bitmask(logits: torch.Tensor, rows: IntArray, bitmask: torch.Tensor) -> None:
-    """As Kernels.apply_bitmask."""
+    """Implement Kernels.apply_bitmask."""
     where = torch.from_numpy(rows)
     vocab_size = logits.shape[1]
     bits = torch.arange(_WORD_BITS, dtype=torch.int32, device=bitmask.device)
@@ -135,7 +135,7 @@ def token_weights(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tens
 
 
 def keep_top_p(
-    weights: torch.Tensor, top_p: torch.Tensor, num_candidates: int = _NUCLEUS_GUESS
+    weights: torch.Tensor, top_p: torch.Tensor, num_candidates: int = _NUCLEUS_START
 ) -> torch.Tensor:
     """Keep the smallest set of most likely tokens that holds at least top_p of the weight.
 

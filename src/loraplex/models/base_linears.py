@@ -1,7 +1,7 @@
-"""The linear layers of a base model one by one: what DoRA needs to know of them.
+"""Linear layers of a base model one by one, as DoRA needs them.
 
-Asks the packed layers themselves: so a quantised layer answers for what it really computes. It may
-be asked in one thread beside the one that runs the steps.
+Results come from the packed layers: those of a quantised layer follow from the weights that it
+really has. One thread other than the one that runs the steps may use them.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ class _Place(NamedTuple):
 
 
 class BaseLinears:
-    """By (layer, module). Row norms are worked out when they are first asked for, then kept."""
+    """Linear layers by (layer, module). Row norms are computed at their first use, then kept."""
 
     def __init__(self, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> None:
         """dtype: of the model's activations."""
@@ -44,7 +44,7 @@ class BaseLinears:
             first += out_features
 
     def bias(self, layer: int, module: str) -> torch.Tensor:
-        """[out] float64; zeros where the layer has none."""
+        """Return the bias [out] float64; zeros where the layer has none."""
         place = self._places[layer, module]
         bias = self._kernels.linear_parts(place.packed).tensors[1]
         if bias is None:
@@ -52,14 +52,14 @@ class BaseLinears:
         return bias[place.outputs].double()
 
     def project(self, layer: int, module: str, x: torch.Tensor) -> torch.Tensor:
-        """x [n, in] -> [n, out] float64: x W^T without the bias."""
+        """Compute x W^T without the bias: x [n, in] -> [n, out] float64."""
         place = self._places[layer, module]
         inputs = x.to(self._device, torch.float32).contiguous()
         y = self._kernels.linear_apart(inputs, place.packed, self._dtype)
         return y[:, place.outputs].double() - self.bias(layer, module)
 
     def squared_row_norms(self, layer: int, module: str) -> torch.Tensor:
-        """[out] float64: of each row of W, the sum of its squares."""
+        """Return the sum of squares of each row of W: [out] float64."""
         place = self._places[layer, module]
         key = id(place.packed)
         if key not in self._norms:

@@ -1,4 +1,4 @@
-"""The tensors of one step, as the decoder takes them."""
+"""Tensors of one step, in the form that the decoder reads."""
 
 import dataclasses
 

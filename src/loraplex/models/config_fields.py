@@ -12,10 +12,10 @@ _MAX_FILE_BYTES = 64 << 20
 
 
 class ConfigFields:
-    """One JSON object. A field that is null counts as absent, as Hugging Face treats it."""
+    """JSON object. A field that is null counts as absent, as Hugging Face treats it."""
 
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
-        """source: what errors call the object, e.g. the path of its file."""
+        """source: name of the object in errors, such as the path of its file."""
         self._values = {name: value for name, value in values.items() if value is not None}
         self.source = source
 
@@ -27,11 +27,11 @@ class ConfigFields:
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """As they are, but for those that are null."""
+        """The fields as they are, without those that are null."""
         return self._values
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """At least 1. Without a default the field is required."""
+        """Return an integer of at least 1. Without a default the field is required."""
         value = self.optional_integer(name)
         value = default if value is None else value
         if value is None:
@@ -47,7 +47,7 @@ class ConfigFields:
         return value
 
     def integers(self, name: str) -> tuple[int, ...]:
-        """One integer or a list of them; empty if absent."""
+        """Return one integer or a list of them; empty if absent."""
         value = self._values.get(name, [])
         values = value if isinstance(value, list) else [value]
         if not all(map(_is_integer, values)):
@@ -55,7 +55,7 @@ class ConfigFields:
         return tuple(values)
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Without a default the field is required."""
+        """Return a number. Without a default the field is required."""
         value = self.optional_number(name)
         value = default if value is None else value
         if value is None:
@@ -71,7 +71,7 @@ class ConfigFields:
         return float(value)
 
     def numbers(self, name: str) -> tuple[float, ...]:
-        """A required list."""
+        """Return a required list."""
         value = self._values.get(name)
         if not isinstance(value, list) or not all(map(_is_number, value)):
             raise self._wrong(name, "a list of numbers")
@@ -90,21 +90,21 @@ class ConfigFields:
         return value
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """Empty if absent."""
+        """Return a list; empty if absent."""
         value = self._values.get(name, [])
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self._wrong(name, "a list of strings")
         return tuple(value)
 
     def table(self, name: str) -> "ConfigFields | None":
-        """A nested object; None if absent or empty."""
+        """Return a nested object; None if absent or empty."""
         value = self._values.get(name)
         if value is not None and not isinstance(value, dict):
             raise self._wrong(name, "an object")
         return ConfigFields(value, f"{self.source}: {name}") if value else None
 
     def tables(self) -> tuple[str, ...]:
-        """The names of the fields that are objects."""
+        """Return the names of the fields that are objects."""
         return tuple(name for name, value in self._values.items() if isinstance(value, dict))
 
     def _wrong(self, name: str, wanted: str) -> ConfigError:
@@ -118,7 +118,7 @@ def read_fields(path: Path) -> ConfigFields:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The same as it is. Raises ConfigError."""
+    """Read the JSON object of a file. Raises ConfigError."""
     try:
         if path.stat().st_size > _MAX_FILE_BYTES:
             raise ConfigError(f"{path} has more than {_MAX_FILE_BYTES} bytes")

@@ -19,7 +19,8 @@ from loraplex.models.rope import RotaryTable
 from loraplex.models.spec import LayerSpec, ModelSpec, NormPlace, RopeConfig
 
 _MAX_REPEATED_TOKENS = 256
-"""Beyond that, what it costs to call the ops is little beside what they compute."""
+"""Maximum of a repeated step: in larger ones the calls of the ops cost little compared with what
+they compute."""
 
 
 class StepLayout(NamedTuple):
@@ -100,7 +101,7 @@ class Decoder:
         """The linear layers as adapters see them."""
 
     def forward(self, batch: ForwardBatch, kv: Sequence[KVStorage]) -> torch.Tensor:
-        """Logits [S, vocab_size] of batch.logits_indices, in the model's dtype.
+        """Compute the logits [S, vocab_size] of batch.logits_indices, in the model's dtype.
 
         They are valid until the next call. kv has one entry per layer.
         """
@@ -153,7 +154,7 @@ class Decoder:
         return {kind: self._kernels.plan_attention(batch.rows, *kind) for kind in self._kinds}
 
     def _logits(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """x [T, hidden], normed -> [S, vocab_size]."""
+        """Compute the logits [S, vocab_size] of normed x [T, hidden]."""
         indices, lora = batch.logits_indices, batch.lora
         x = x[indices]
         logits = self._kernels.linear(x, self._lm_head)
@@ -168,7 +169,7 @@ class Decoder:
 
 
 def _is_repeatable(batch: ForwardBatch) -> bool:
-    """A small step that only decodes: one like it comes again, and it is nothing but kernels."""
+    """Whether the step is a small one that only decodes: the next one of its size is like it."""
     num_tokens = batch.token_ids.shape[0]
     if num_tokens > _MAX_REPEATED_TOKENS or batch.logits_indices.shape[0] < num_tokens:
         return False
@@ -176,6 +177,6 @@ def _is_repeatable(batch: ForwardBatch) -> bool:
 
 
 def _wait_for(layer: int, batch: ForwardBatch) -> None:
-    """Where adapters are still arriving, until what they have for this layer is there."""
+    """Let the device wait for the layer's matrices of adapters that are still being copied."""
     if batch.lora is not None and batch.lora.arrivals is not None:
         batch.lora.arrivals.wait_for(layer)

@@ -1,4 +1,4 @@
-"""What a family's checkpoints and adapters call the parts of a decoder. Free of torch."""
+"""Names of a decoder's parts in a family's checkpoints and adapters. Free of torch."""
 
 import dataclasses
 import re
@@ -13,40 +13,40 @@ class DecoderNames:
     """
 
     root: str = "model."
-    """What all names but the lm_head's begin with. Checkpoints of a decoder alone leave it out."""
+    """Prefix of all names but the lm_head's. Checkpoints of a decoder alone leave it out."""
     embedding: str = "embed_tokens"
     positions: str = ""
-    """The table of learned positions, where there is one."""
+    """Table of learned positions, where there is one."""
     layers: str = "layers"
     input_norm: str = "input_layernorm"
     post_attention_norm: str = "post_attention_layernorm"
     final_norm: str = "norm"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    """Layers of one input whose outputs lie side by side; here one for each, or one for all."""
+    """Layers with one input whose outputs lie side by side: three, or a fused one."""
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     o: str = "self_attn.o_proj"
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    """With a gate two, without one."""
+    """Two with a gate, else one."""
     down: str = "mlp.down_proj"
     lm_head: str = "lm_head"
     buffers: str = r".*rotary_emb\.inv_freq"
-    """A regular expression: tensors of old checkpoints that can be worked out."""
+    """Regular expression for tensors of old checkpoints that can be computed."""
     has_transposed_weights: bool = False
-    """Linear layers of the decoder layers are stored [in, out], as transformers' Conv1D."""
+    """Whether linear layers of decoder layers are stored [in, out], like transformers' Conv1D."""
 
     def layer(self, index: int) -> str:
-        """What the names of a layer's parts begin with."""
+        """Return the prefix of the names of a layer's parts."""
         return f"{self.root}{self.layers}.{index}."
 
     def module(self, path: str) -> str:
-        """What adapters' targets call a linear layer: its last name if no other layer has it."""
+        """Return a linear layer's name in adapters: the last part if no other layer has it."""
         paths = (*self.qkv, self.o, *self.up, self.down)
         names = [_last(other) for other in paths]
         return _last(path) if len(set(names)) == len(names) else path
 
     def canonical(self, tensor: str) -> str | None:
-        """The full name of a checkpoint's tensor; None for one that is not needed."""
+        """Return the full name of a checkpoint's tensor; None for one that is not needed."""
         if re.fullmatch(self.buffers, tensor):
             return None
         bare = tensor.removeprefix(self.root)

@@ -23,34 +23,34 @@ HF_CONFIG_NAME: Final = "hf_config.json"
 WEIGHTS_NAME: Final = "rank0.safetensors"
 PACKED_NAME: Final = "rank0.engine"
 LORA_FOLDER: Final = "lora"
-"""Of an engine folder: every folder in it is an adapter that is served under that name."""
+"""Folder in an engine folder; each folder in it is an adapter that is served by that name."""
 OUR_TABLE: Final = "loraplex"
-"""In config.json: the folder is one of ours."""
+"""Table in config.json that only folders of loraplex have."""
 FORMAT: Final = 1
-"""Of both folders."""
+"""Version of both folders."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BuildLimits:
-    """What was decided when an engine folder was built; None is no limit."""
+    """Limits that were set when an engine folder was built; None: no limit."""
 
     max_batch_size: int | None = None
-    """Sequences in one step."""
+    """Maximum number of sequences in one step."""
     max_input_len: int | None = None
-    """Tokens of a prompt."""
+    """Maximum number of tokens of a prompt."""
     max_seq_len: int | None = None
-    """Tokens of a prompt and its output."""
+    """Maximum number of tokens of a prompt and its output."""
     max_beam_width: int | None = None
     max_num_tokens: int | None = None
-    """Tokens in one step."""
+    """Maximum number of tokens in one step."""
     allows_lora: bool = True
     max_lora_rank: int | None = None
     lora_target_modules: tuple[str, ...] = ()
-    """By TensorRT-LLM's names; empty: any."""
+    """TensorRT-LLM's names of modules; empty: any."""
     quantization: str = "none"
-    """As core.config has it: none, int8, int4 or fp8."""
+    """The setting of core.engine_settings: none, int8, int4 or fp8."""
     kv_dtype: str = "auto"
-    """As core.config has it."""
+    """The setting of core.engine_settings."""
     tp_size: int = 1
     pp_size: int = 1
 
@@ -60,7 +60,7 @@ class BuildLimits:
 
 
 def model_fields(folder: Path) -> ConfigFields:
-    """The Hugging Face configuration of a model folder, of whichever kind.
+    """Read the Hugging Face configuration of a model folder of any kind.
 
     Raises ConfigError if there is none, UnsupportedModelError for an engine of TensorRT, and for a
     checkpoint of TensorRT-LLM that is not read.
@@ -83,9 +83,9 @@ def model_fields(folder: Path) -> ConfigFields:
 
 
 def read_build_limits(folder: Path) -> BuildLimits | None:
-    """None for a Hugging Face folder. Raises ConfigError for one whose config.json is broken.
+    """Read the limits; None for a Hugging Face folder. Raises ConfigError for a broken config.json.
 
-    A checkpoint folder, ours or TensorRT-LLM's, has no limits but what it says of types.
+    A checkpoint folder, ours or TensorRT-LLM's, limits only types.
     """
     path = folder / CONFIG_NAME
     if not path.is_file():
@@ -107,7 +107,7 @@ def read_build_limits(folder: Path) -> BuildLimits | None:
 
 
 def weights_digest(folder: Path) -> str | None:
-    """SHA-256 of what the weights in rank0.engine were made from; None: there are none."""
+    """Return the SHA-256 of the source of rank0.engine; None: there is no such file."""
     if not (folder / PACKED_NAME).is_file():
         return None
     fields = read_fields(folder / CONFIG_NAME)
@@ -117,9 +117,9 @@ def weights_digest(folder: Path) -> str | None:
 
 
 def source_model(folder: Path) -> Path:
-    """The model folder that a folder of ours was made from, wherever it is now; else `folder`.
+    """Return the model folder that a folder of ours was made from; else `folder`.
 
-    Adapters name the base that they were trained on like that.
+    Adapters name the base that they were trained on by it. It may have moved since.
     """
     path = folder / CONFIG_NAME
     if not path.is_file():

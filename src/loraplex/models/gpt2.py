@@ -6,7 +6,7 @@ Its config.json has names of its own, its weights are stored [in, out].
 from typing import Final
 
 from loraplex.core.errors import ConfigError, UnsupportedModelError
-from loraplex.models.activations import ACTIVATIONS
+from loraplex.kernels.activations import Activation
 from loraplex.models.config_fields import ConfigFields
 from loraplex.models.decoder_names import DecoderNames
 from loraplex.models.family_config import check_heads, pre_norm_layer, read_dtype, refuse_fields
@@ -41,17 +41,26 @@ NAMES: Final = DecoderNames(
     has_transposed_weights=True,
 )
 
+_ACTIVATIONS: Final = {
+    "gelu": Activation.GELU,
+    "gelu_new": Activation.GELU_TANH,
+    "gelu_fast": Activation.GELU_TANH,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "relu": Activation.RELU,
+}
+"""Activations by Hugging Face's names."""
+
 _NEEDED = {
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
     "reorder_and_upcast_attn": False,
     "add_cross_attention": False,
 }
-"""What other values change is not served."""
+"""Fields whose other values are not supported."""
 
 
 def read_config(fields: ConfigFields) -> ModelSpec:
-    """Absent fields have the values of the first GPT-2, but for the sizes."""
+    """Read a config.json. Absent fields have the values of the first GPT-2, except for sizes."""
     refuse_fields(fields)
     for name, needed in _NEEDED.items():
         if fields.boolean(name, needed) != needed:
@@ -71,7 +80,7 @@ def read_config(fields: ConfigFields) -> ModelSpec:
     activation = _read_activation(fields)
     feed_forward = FeedForwardSpec(
         inner_size=fields.integer("n_inner", 4 * hidden_size),
-        activation=ACTIVATIONS[activation],
+        activation=_ACTIVATIONS[activation],
         is_gated=False,
     )
     max_positions = fields.integer("n_positions", 1024)
@@ -108,9 +117,9 @@ def read_config(fields: ConfigFields) -> ModelSpec:
 
 def _read_activation(fields: ConfigFields) -> str:
     name = fields.text("activation_function", "gelu_new")
-    if name not in ACTIVATIONS:
+    if name not in _ACTIVATIONS:
         raise UnsupportedModelError(
             f"{fields.source}: activation_function {name!r} is not supported; "
-            f"supported: {', '.join(ACTIVATIONS)}"
+            f"supported: {', '.join(_ACTIVATIONS)}"
         )
     return name

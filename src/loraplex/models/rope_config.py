@@ -1,6 +1,6 @@
 """Reads the rotary embedding's settings from a Hugging Face config.json, old style or new.
 
-Old: `rope_theta` and `rope_scaling` beside the other fields. New (transformers 5): both in one
+Old: `rope_theta` and `rope_scaling` among the other fields. New (transformers 5): both in one
 object, `rope_parameters`.
 """
 
@@ -13,7 +13,7 @@ _DEFAULT_THETA = 10_000.0
 
 
 def read_rope(fields: ConfigFields, head_dim: int, max_position_embeddings: int) -> RopeConfig:
-    """Raises ConfigError or UnsupportedModelError, naming the field."""
+    """Read the embedding. Raises ConfigError or UnsupportedModelError, naming the field."""
     rope = fields.table("rope_scaling") or fields.table("rope_parameters") or fields
     _require_one_set(rope, fields)
     is_nested = rope is not fields
@@ -73,7 +73,7 @@ def _require_one_set(rope: ConfigFields, fields: ConfigFields) -> None:
 
 
 def _factor(rope: ConfigFields, rope_type: str, implied: float) -> float:
-    """longrope and yarn derive an absent factor from the two lengths."""
+    """Read the factor; longrope and yarn derive an absent one from the two lengths."""
     if rope_type == "default":
         return 1.0
     if rope_type == "proportional":

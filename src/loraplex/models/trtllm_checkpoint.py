@@ -1,7 +1,7 @@
 """TensorRT-LLM's own checkpoint folders: config.json, and a rankN.safetensors for each GPU.
 
-From its description of a model to the Hugging Face one. Only floating-point checkpoints are read:
-the others hold weights as TensorRT's kernels want them. Free of torch.
+Translates its description of a model to the Hugging Face one. Only floating-point checkpoints are
+read: the others hold weights in the layouts of TensorRT's kernels. Free of torch.
 """
 
 from collections.abc import Mapping
@@ -22,13 +22,13 @@ _ARCHITECTURES: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 _QWEN: Final = ("QWenForCausalLM", "QWenLMHeadModel")
-"""Of several generations; qwen_type says which."""
+"""Names of several generations, which qwen_type distinguishes."""
 _FIELDS: Final = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "vocab_size", "max_position_embeddings", "hidden_act", "dtype"),
     *("mlp_bias", "sliding_window"),
 )
-"""That both call the same."""
+"""Fields that have one name in both."""
 _RENAMED: Final[Mapping[str, str]] = MappingProxyType(
     {
         "head_size": "head_dim",

@@ -61,7 +61,7 @@ class FakeRunner:
     def capacity(self) -> Capacity:
         return self._capacity
 
-    def learn_capacity(self, capacity: Capacity) -> None:
+    def set_capacity(self, capacity: Capacity) -> None:
         self._capacity = capacity
 
     def launch(self, plan: StepPlan) -> "FakeRunner":

@@ -1,4 +1,4 @@
-"""What to say when a device's memory is too small: which setting to lower, and by how much."""
+"""Errors for a device whose memory is too small: which setting to lower, and by how much."""
 
 import contextlib
 import dataclasses
@@ -20,18 +20,18 @@ from loraplex.models.spec import ModelSpec
 
 _MIB = 1 << 20
 _SIGNS = ("out of memory", "ALLOC_FAILED")
-"""In the texts of the driver, of Triton and of cuBLAS, which raise no type of their own."""
+"""Parts of the messages of the driver, Triton and cuBLAS, which have no exception type for it."""
 
 
 @contextlib.contextmanager
-def out_of_memory_is(told: Callable[[], ConfigError]) -> Iterator[None]:
-    """Raise what is told instead of an error that says that a device's memory is full."""
+def out_of_memory_is(describe: Callable[[], ConfigError]) -> Iterator[None]:
+    """Raise the described error in place of one for a full device memory."""
     try:
         yield
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise told() from error
+        raise describe() from error
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -40,51 +40,51 @@ def is_out_of_memory(error: Exception) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryAdvice:
-    """For one model with its settings. `room`: bytes that were free for what did not fit."""
+    """Errors for one model with its settings. `free`: bytes that were free for what failed."""
 
     settings: RunnerSettings
     spec: ModelSpec
     dtype: torch.dtype
 
-    def weights(self, room: int | None) -> ConfigError:
+    def weights(self, free: int | None) -> ConfigError:
         needed = self._weights_bytes(self.settings.precision)
         return ConfigError(
-            f"the weights take {needed} bytes{_room(room)}: {self._smaller_weights(room)}",
+            f"the weights take {needed} bytes{_and_free(free)}: {self._smaller_weights(free)}",
             param="quantization",
         )
 
-    def workspace(self, room: int | None) -> ConfigError:
-        """The largest step did not run."""
+    def workspace(self, free: int | None) -> ConfigError:
+        """Return the error for a largest step that did not run."""
         settings = self.settings
         about = estimated_step_memory(settings, self.spec, self.dtype).workspace
-        share = 0.5 if room is None else min(0.5, 0.5 * max(room, 0) / about)
+        share = 0.5 if free is None else min(0.5, 0.5 * max(free, 0) / about)
         num_tokens = max(1, int(settings.max_num_batched_tokens * share))
         num_seqs = max(1, int(settings.max_num_seqs * share))
         return ConfigError(
             f"the largest step, of {settings.max_num_batched_tokens} tokens and "
-            f"{settings.max_num_seqs} sequences, takes about {about} bytes{_room(room)}: lower "
+            f"{settings.max_num_seqs} sequences, takes about {about} bytes{_and_free(free)}: lower "
             f"max_num_batched_tokens to {num_tokens} and max_num_seqs to {num_seqs}, or quantize "
             "the weights",
             param="max_num_batched_tokens",
         )
 
-    def graphs(self, room: int | None) -> ConfigError:
-        """The decode steps could not be recorded."""
+    def graphs(self, free: int | None) -> ConfigError:
+        """Return the error for decode steps that could not be recorded."""
         sizes = graph_sizes(self.settings)
         about = estimated_step_memory(self.settings, self.spec, self.dtype).graphs
         fewer = sizes[: len(sizes) // 2]
         named = f"set cuda_graph_batch_sizes to {','.join(map(str, fewer))}, or " if fewer else ""
         return ConfigError(
             f"recording decode steps of up to {sizes[-1]} sequences takes about {about} "
-            f"bytes{_room(room)}: {named}turn cuda_graphs off, or lower kv_cache_fraction",
+            f"bytes{_and_free(free)}: {named}turn cuda_graphs off, or lower kv_cache_fraction",
             param="cuda_graph_batch_sizes",
         )
 
-    def pools(self, room: int | None, kv_bytes: int, adapter_bytes: int) -> ConfigError:
-        """KV cache or adapter pool could not be allocated, though they had been found to fit."""
+    def pools(self, free: int | None, kv_bytes: int, adapter_bytes: int) -> ConfigError:
+        """Return the error for a KV cache or adapter pool whose allocation failed unexpectedly."""
         settings = self.settings
         said = settings.kv_cache_bytes is not None
-        missing = None if room is None else kv_bytes + adapter_bytes - room
+        missing = None if free is None else kv_bytes + adapter_bytes - free
         by = f" by at least {missing} bytes" if missing is not None and missing > 0 else ""
         kv = "kv_cache_bytes" if said else f"kv_cache_fraction ({settings.kv_cache_fraction})"
         pool = (
@@ -94,13 +94,13 @@ class MemoryAdvice:
         )
         return ConfigError(
             f"the KV cache takes {kv_bytes} bytes and the adapters' pool {adapter_bytes}"
-            f"{_room(room)}: another process may have taken some meanwhile; lower {kv} or "
+            f"{_and_free(free)}: another process may have taken some meanwhile; lower {kv} or "
             f"{pool}{by}",
             param="kv_cache_bytes" if said else "kv_cache_fraction",
         )
 
-    def no_room(self, missing: int, steps: StepMemory) -> ConfigError:
-        """Weights, steps and graphs leave too little for one sequence and one adapter.
+    def too_small(self, missing: int, steps: StepMemory) -> ConfigError:
+        """Return the error for memory that does not hold one sequence and one adapter.
 
         missing: bytes that it lacks. steps: as measured, or estimated.
         """
@@ -113,7 +113,7 @@ class MemoryAdvice:
         )
 
     def _ways(self, missing: int, steps: StepMemory) -> Iterator[str]:
-        """Each of them is enough, or it is said what it gives."""
+        """Yield changes of settings; each is sufficient, or its text contains what it saves."""
         settings = self.settings
         if steps.graphs:
             yield f"turn cuda_graphs off, which gives {steps.graphs}"
@@ -129,9 +129,9 @@ class MemoryAdvice:
             yield "lower max_lora_rank"
         yield self._smaller_weights(None, at_least=missing)
 
-    def _smaller_weights(self, room: int | None, at_least: int = 0) -> str:
+    def _smaller_weights(self, free: int | None, at_least: int = 0) -> str:
         present = self._weights_bytes(self.settings.precision)
-        limit = present - at_least if room is None else room
+        limit = present - at_least if free is None else free
         fitting = {
             precision: size
             for precision in WeightPrecision
@@ -143,12 +143,12 @@ class MemoryAdvice:
         return f"set quantization to {choices}"
 
     def _weights_bytes(self, precision: WeightPrecision) -> int:
-        """What cannot be quantized like this is no smaller than it is."""
+        """Return the size; weights that cannot be quantised like this keep their type."""
         try:
             return weights_size(self.spec, self.dtype, precision)
         except ConfigError:
             return weights_size(self.spec, self.dtype, WeightPrecision.NATIVE)
 
 
-def _room(room: int | None) -> str:
-    return "" if room is None else f", and the device has {room} free for them"
+def _and_free(free: int | None) -> str:
+    return "" if free is None else f", and the device has {free} free for them"

@@ -43,7 +43,7 @@ class MemorySize:
 
 
 def choose_dtype(settings: RunnerSettings, spec: ModelSpec) -> torch.dtype:
-    """float32 for a checkpoint that does not tell its own."""
+    """Return the model's type; float32 for a checkpoint that does not name one."""
     return _DTYPES[spec.dtype or "float32" if settings.dtype == "auto" else settings.dtype]
 
 
@@ -69,10 +69,10 @@ def size_memory(
     free_bytes: int | None = None,
     steps: StepMemory = _NO_STEPS,
 ) -> MemorySize:
-    """What becomes of the device's memory.
+    """Divide the device's memory.
 
-    free_bytes: what the device has left beside the weights; None: unknown, as on a CPU. If neither
-    this nor memory_bytes is known, the KV cache has room for max_num_seqs sequences of
+    free_bytes: what the device has left after the weights; None: unknown, as on a CPU. If neither
+    this nor memory_bytes is known, the KV cache holds max_num_seqs sequences of
     max_model_len, at most 2 GiB, and the adapters have 256 MiB. Otherwise the KV cache takes its
     fraction of what weights and steps leave, and the adapters theirs of what the KV cache leaves of
     that (on a CPU: of memory_bytes). Bytes that were said win; max_tokens_in_paged_kv_cache wins
@@ -88,13 +88,13 @@ def size_memory(
     block = block_bytes(attention_shapes(spec, settings.block_size), kv_dtype)
     missing = least + block - left
     if free_bytes is not None and missing > 0:
-        raise MemoryAdvice(settings, spec, dtype).no_room(missing, steps)
+        raise MemoryAdvice(settings, spec, dtype).too_small(missing, steps)
     if settings.kv_cache_bytes is None and settings.num_blocks is None:
         pool_bytes = settings.lora_device_bytes or least
-        room = left - pool_bytes
-        if settings.lora_device_bytes is not None and room < block:
+        available = left - pool_bytes
+        if settings.lora_device_bytes is not None and available < block:
             raise _too_much(settings, weights_bytes, block, pool_bytes, left)
-        share = min(int(settings.kv_cache_fraction * left), room)
+        share = min(int(settings.kv_cache_fraction * left), available)
         settings = msgspec.structs.replace(settings, kv_cache_bytes=max(share, 1))
     kv = size_kv(settings, spec, kv_dtype)
     kv_bytes = kv.num_blocks * block
@@ -141,7 +141,7 @@ def describe_memory(
     kv_dtype: torch.dtype,
     steps: StepMemory = _NO_STEPS,
 ) -> str:
-    """One line for the log."""
+    """Return one line for the log."""
     shapes = attention_shapes(spec, settings.block_size)
     kv_bytes = size.kv.num_blocks * block_bytes(shapes, kv_dtype)
     pool, targets = size.adapters, layer_targets(spec.module_shapes)
@@ -173,7 +173,7 @@ def _on_host(kv: KVSize, settings: RunnerSettings) -> str:
 def _left(
     settings: RunnerSettings, weights_bytes: int, free_bytes: int | None, steps: StepMemory
 ) -> int | None:
-    """Bytes beside weights and steps; None: unknown."""
+    """Return the bytes that weights and steps leave; None: unknown."""
     taken = steps.workspace + steps.graphs
     if settings.memory_bytes is None:
         return None if free_bytes is None else free_bytes - taken
@@ -222,7 +222,7 @@ def smallest_pool_bytes(settings: RunnerSettings, spec: ModelSpec, dtype: torch.
 
 
 def smallest_pool(settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype) -> AdapterPoolSize:
-    """Of one adapter of max_lora_rank on all modules."""
+    """Return the size of a pool for one adapter of max_lora_rank on all modules."""
     geometry = adapter_geometry(settings, spec)
     num_pages = _largest_adapter_pages(settings, spec, geometry)
     return AdapterPoolSize(geometry, num_pages, geometry.page_elements * dtype.itemsize)

@@ -1,4 +1,4 @@
-"""How many KV blocks there are, and which positions a layer sees: from settings and the model."""
+"""Number of KV blocks, and windows of layers, by the settings and the model."""
 
 import dataclasses
 
@@ -20,11 +20,11 @@ class KVSize:
     num_blocks: int
     num_host_blocks: int = 0
     attention_window: int | None = None
-    """As in Capacity."""
+    """The field of core.plan.Capacity."""
 
 
 def windowed(settings: RunnerSettings, spec: ModelSpec) -> ModelSpec:
-    """The model with the operator's windows. Raises ConfigError."""
+    """Return the model with the operator's windows. Raises ConfigError."""
     windows, num_sinks = settings.max_attention_window_size, settings.sink_token_length
     if any(window < 1 for window in windows):
         raise ConfigError(
@@ -70,7 +70,7 @@ def size_kv(settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype) -> KV
 
 
 def _window(settings: RunnerSettings, spec: ModelSpec, max_model_len: int) -> AttentionWindow:
-    """A window that no sequence outgrows is none."""
+    """Return the window; one that no sequence outgrows is none."""
     num_tokens = spec.attention_window
     if num_tokens is not None and num_tokens >= max_model_len:
         num_tokens = None
@@ -84,7 +84,7 @@ def _too_small(
     num_blocks: int,
     per_sequence: int,
 ) -> ConfigError:
-    """Names the setting that made it so small, and what it would take."""
+    """Return the error, which names the setting to change and the size that is needed."""
     max_model_len = wanted_model_len(settings, spec)
     capped = _blocks_by_tokens(settings)
     if capped == num_blocks:
@@ -103,7 +103,7 @@ def _too_small(
 
 
 def wanted_model_len(settings: RunnerSettings, spec: ModelSpec) -> int:
-    """If the KV cache holds so much. Raises ConfigError if the model was not made for it."""
+    """Return the length, if the KV cache holds it. Raises ConfigError if it exceeds the model's."""
     longest = spec.default_max_model_len
     wanted = settings.max_model_len or longest
     if wanted > longest:
@@ -115,7 +115,7 @@ def wanted_model_len(settings: RunnerSettings, spec: ModelSpec) -> int:
 
 
 def _blocks_by_bytes(settings: RunnerSettings, per_block: int, useful: int) -> int | None:
-    """None: only max_tokens_in_paged_kv_cache says how many."""
+    """Return the number of blocks; None: only max_tokens_in_paged_kv_cache limits it."""
     if settings.num_blocks is not None:
         return settings.num_blocks
     if settings.kv_cache_bytes is not None:

@@ -24,15 +24,15 @@ _SAMPLING = SamplingParams(
     logit_bias=((0, 1.0),),
     logprobs=MAX_LOGPROBS,
 )
-"""All that makes a sampler ask for memory."""
+"""Options that make a sampler allocate memory."""
 _GREEDY = SamplingParams(temperature=0.0)
-"""Of one row, so that its kernels are compiled by now, too."""
+"""Options of one row, so that its kernels are compiled by now, too."""
 
 
 def largest_step(capacity: Capacity, num_tokens: int) -> StepPlan:
-    """As many rows and tokens as a step may have, each row at its greatest length.
+    """Return a step with the maximum numbers of rows and tokens, each row at its greatest length.
 
-    num_tokens: of a step at most. The first row decodes, beside the prompts of the others: so the
+    num_tokens: maximum of a step. The first row decodes, next to the prompts of the others: so the
     kernels of such a step are compiled by now, too. The rows share the blocks that there are: what
     they read and write has no meaning. They use DUMMY_ADAPTER, which the plan copies to the first
     pages.
@@ -66,7 +66,7 @@ def largest_step(capacity: Capacity, num_tokens: int) -> StepPlan:
 
 
 def _added(step: RowStep) -> RowAdded:
-    """With the tokens of this step alone: what is before them only the KV cache would know."""
+    """Return the row with the tokens of this step alone; earlier ones are only in the KV cache."""
     return RowAdded(
         slot=step.slot,
         sequence_id=step.slot,
@@ -81,7 +81,7 @@ def _added(step: RowStep) -> RowAdded:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trials:
-    """What is measured. Each call leaves nothing behind that it does not need."""
+    """Measured operations. Each call frees what the next one does not need."""
 
     set_up: Callable[[], None]
     """First: takes what the trials themselves have, such as a small KV cache, until their end."""
@@ -92,7 +92,7 @@ class Trials:
 
 
 def measure_workspace(accelerator: Accelerator, trials: Trials) -> int:
-    """Bytes that the largest step takes for its time; 0 where nobody can tell."""
+    """Return the bytes that the largest step takes while it runs; 0 where they are unknown."""
     if accelerator.memory() is None:
         return 0
     trials.set_up()
@@ -110,7 +110,7 @@ def measure_graphs(accelerator: Accelerator, trials: Trials, sizes: tuple[int, .
     """Bytes that steps of all these sizes take when they are recorded, ascending ones.
 
     The two largest are recorded: they share what the steps compute with, and each size has what
-    the second of them takes beside. That is a little too much for the smaller ones.
+    the second of them takes in addition. That is a little too much for the smaller ones.
     """
     taken = []
     for size in sizes[:-3:-1]:
@@ -129,7 +129,7 @@ def measure_graphs(accelerator: Accelerator, trials: Trials, sizes: tuple[int, .
 
 
 def settled_memory(accelerator: Accelerator) -> DeviceMemory | None:
-    """Without what is only kept for tensors to come; None: it is the host's."""
+    """Measure the memory without what torch caches; None: it is the host's."""
     accelerator.synchronize()
     accelerator.trim()
     return accelerator.memory()

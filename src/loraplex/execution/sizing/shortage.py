@@ -21,7 +21,7 @@ class RowsThatFit:
         self._was_tried_again = False
         self.rows = list(range(len(num_tokens)))
         self.lost: dict[int, ErrorInfo] = {}
-        """The others, and what is told of them."""
+        """Errors of the other rows."""
 
     def attempt(self, compute: Callable[[Sequence[int]], _T]) -> _T | None:
         """compute(rows) with as many of the rows as there is memory for; None if there are none."""

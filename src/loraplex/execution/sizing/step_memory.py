@@ -1,5 +1,5 @@
-"""What a GPU's steps take beside weights, KV cache and adapters: which steps are recorded, and an
-estimate of their bytes for where nothing can be measured.
+"""Memory of a GPU's steps in addition to weights, KV cache and adapters: which steps are recorded,
+and an estimate of their bytes for where nothing can be measured.
 """
 
 import dataclasses
@@ -11,27 +11,27 @@ from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.models.spec import ModelSpec
 
 _LIBRARIES_BYTES = 96 << 20
-"""Room that cuBLAS and the attention backends ask for once."""
+"""Memory that cuBLAS and the attention backends allocate once."""
 _GRAPH_BYTES_PER_LAYER = 256 << 10
-"""Of the driver, for the nodes of one graph. A guess: no GPU has been asked yet."""
+"""Memory of the driver for the nodes of one graph. An assumption that was not measured."""
 _GRAPHS_PER_SIZE = 2
-"""Without and with LoRA."""
+"""One without and one with LoRA."""
 _FLOAT32_LOGITS = 3
 """Copies of the logits that a sampler with every option holds at once."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepMemory:
-    """Bytes. On a CPU none are set aside."""
+    """Bytes for steps. On a CPU none are reserved."""
 
     workspace: int = 0
-    """Of the largest step."""
+    """Bytes of the largest step."""
     graphs: int = 0
-    """Of the recorded steps."""
+    """Bytes of the recorded steps."""
 
 
 def graph_sizes(settings: RunnerSettings) -> tuple[int, ...]:
-    """The numbers of sequences whose decode steps are recorded, ascending; () for none.
+    """Return the numbers of sequences whose decode steps are recorded, ascending; () for none.
 
     The largest step that can be recorded is always among them if the operator named none.
     """
@@ -46,7 +46,7 @@ def graph_sizes(settings: RunnerSettings) -> tuple[int, ...]:
 def estimated_step_memory(
     settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype
 ) -> StepMemory:
-    """By arithmetic: a start measures instead."""
+    """Estimate the bytes by arithmetic, for where no step runs; a start measures instead."""
     workspace = (
         _LIBRARIES_BYTES
         + settings.max_num_batched_tokens * bytes_per_token(settings, spec, dtype)
@@ -63,7 +63,7 @@ def estimated_step_memory(
 
 
 def bytes_per_token(settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype) -> int:
-    """What one more token of a step takes, about: activations that live at once in a layer."""
+    """Estimate the bytes of one more token of a step: a layer's activations that live at once."""
     largest = max(
         layer.attention.q_size + 2 * layer.attention.kv_size + 3 * layer.feed_forward.inner_size
         for layer in spec.layers
@@ -76,5 +76,5 @@ def bytes_per_token(settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtyp
 
 
 def bytes_per_sequence(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """What one more sequence of a step takes, about: its logits, and the sampler's copies."""
+    """Estimate the bytes of one more sequence of a step: its logits, and the sampler's copies."""
     return spec.vocab_size * (dtype.itemsize + _FLOAT32_LOGITS * torch.float32.itemsize)

@@ -25,7 +25,7 @@ from loraplex.kernels.accelerator import Accelerator, HostAccelerator
 from loraplex.kernels.lora import LoraBatch
 
 _BAR_DELAY_SECONDS = 3.0
-"""So long recording takes without a word."""
+"""Recording that takes longer shows a progress bar."""
 
 
 class StepComputer:
@@ -52,7 +52,7 @@ class StepComputer:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Around all that touches tensors of steps."""
+        """Return the block in which tensors of steps may be used."""
         with torch.inference_mode(), self.accelerator.compute():
             yield
 
@@ -64,7 +64,7 @@ class StepComputer:
         rows: Sequence[int],
         watch: StepWatch,
     ) -> PendingSample:
-        """Of these rows; if it raises, no row knows more than before.
+        """Compute these rows. If it raises, no row has changed.
 
         faults: rows that cannot be right whatever is computed.
         """
@@ -111,7 +111,7 @@ class StepComputer:
             self._decoder.forward(batch, self._kv_cache.storages)
 
     def _as_recorded(self, inputs: StepInputs) -> StepInputs:
-        """With padding up to a recorded size, if there is one for such a step."""
+        """Add padding up to a recorded size, if there is one for such a step."""
         sizes = self._recorded_sizes
         if not sizes or not inputs.only_decodes or inputs.num_tokens > sizes[-1]:
             return inputs
@@ -121,7 +121,7 @@ class StepComputer:
     def _lora(
         self, steps: Sequence[RowStep], inputs: StepInputs, faults: Mapping[Slot, ErrorInfo]
     ) -> LoraBatch | None:
-        """A row that fails anyhow is computed by the base model, as padding is."""
+        """Make the LoRA of the rows. Padding and rows that fail anyhow use the base model."""
         rows = tuple(
             (step.num_tokens, () if step.slot in faults else adapters)
             for step, adapters in zip(steps, inputs.adapters, strict=True)
@@ -140,12 +140,12 @@ class StepComputer:
         return token_ids
 
     def in_vocabulary(self, token_id: int) -> int:
-        """The token, or 0 for what is none: its row fails, but must not take the device along."""
+        """Return the token, or 0 for an invalid one, which fails its row and not the device."""
         return token_id if 0 <= token_id < self._vocab_size else 0
 
 
-class RowsInFlight:
-    """The rows of one step, from their launch to their results."""
+class LaunchedRows:
+    """Rows of one step, from their launch to their results."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class RowsInFlight:
         faults: Mapping[Slot, ErrorInfo],
         watch: StepWatch,
     ) -> None:
-        """Launches them; see StepComputer.compute."""
+        """Launch the rows; see StepComputer.compute."""
         self._computer = computer
         self._compute: Callable[[Sequence[int]], PendingSample] = lambda rows: computer.compute(
             steps, inputs, faults, rows, watch
@@ -173,7 +173,7 @@ class RowsInFlight:
 
     def finish(self) -> tuple[RowResult, ...]:
         """Wait for them; one result per row."""
-        self._watch.lap()  # of other steps
+        self._watch.lap()  # leaves out the time of other steps
         if self._sample is not None:
             self._sample.wait()
         self._watch.forward_ns += self._watch.lap()
@@ -186,7 +186,7 @@ class RowsInFlight:
         return self._with_errors(results or [])
 
     def _finish_late(self, rows: Sequence[int]) -> list[RowResult]:
-        """What has no memory is computed again, with fewer rows."""
+        """Finish the rows; if memory runs out, compute them again, fewer at a time."""
         sample, self._sample = self._sample, None
         if sample is None:
             sample = self._compute(rows)

@@ -16,7 +16,7 @@ from loraplex.execution.sampling.rows import num_logits_rows
 
 IntArray = npt.NDArray[np.int64]
 RowAdapters = tuple[tuple[AdapterHandle, float], ...]
-"""Of one row: (handle, scale)."""
+"""(handle, scale) of each adapter of one row."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -54,11 +54,11 @@ class StepInputs:
     """What was appended to block tables: from which index on."""
     adapters: tuple[RowAdapters, ...]
     num_padding: int = 0
-    """So many tokens more are computed, for nobody."""
+    """Number of additional tokens whose results no row reads."""
 
     @property
     def num_tokens(self) -> int:
-        """Without padding."""
+        """Number of tokens without padding."""
         return self.query_start_loc[-1]
 
     @property
@@ -93,7 +93,7 @@ class StepInputs:
 
 
 def no_rows() -> StepInputs:
-    """Of a step that computes nothing but padding."""
+    """Return the inputs of a step that computes nothing but padding."""
     none = np.zeros(0, np.int64)
     return StepInputs(
         slots=none,
@@ -110,7 +110,7 @@ def no_rows() -> StepInputs:
 
 
 class InputBatch:
-    """Block tables by slot; a plan only tells how they grow.
+    """Block tables by slot; a plan contains only the blocks that are new.
 
     What the last step made is kept as far as the next one needs the same: while rows decode, the
     layout; while none of them takes a block, their block tables.
@@ -178,7 +178,7 @@ class InputBatch:
     def _extend_block_tables(
         self, steps: Sequence[RowStep]
     ) -> list[tuple[Slot, int, list[BlockId]]]:
-        """As StepInputs.new_blocks."""
+        """Append the new blocks; the result is StepInputs.new_blocks."""
         extended = []
         for step in steps:
             row = self._rows[step.slot]

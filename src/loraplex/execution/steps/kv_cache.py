@@ -1,4 +1,4 @@
-"""The tensors behind the KV block ids: one storage per layer, on the device and on the host."""
+"""Tensors of the KV blocks: one storage per layer, on the device and on the host."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -13,7 +13,7 @@ from loraplex.kernels.ops import AttentionShape, Kernels, KVStorage
 
 
 class KVCache:
-    """Who holds a block, and what is in it, only the block pool knows.
+    """KV storage by block id. The block pool (memory) knows the owners and contents of blocks.
 
     On an accelerator blocks move in the order of the compute queue, as everything that reads them.
     """
@@ -29,7 +29,7 @@ class KVCache:
         accelerator: Accelerator | None = None,
     ) -> None:
         """shapes: of each layer. dtype: of stored keys and values, which may not be the model's."""
-        # In the queue of all that reads it: what comes by another one it would not wait for.
+        # The steps that read it do not wait for work in other queues.
         with nullcontext() if accelerator is None else accelerator.compute():
             self.storages: tuple[KVStorage, ...] = tuple(
                 kernels.allocate_kv(num_blocks, shape, dtype) for shape in shapes
@@ -49,11 +49,11 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        """On the device."""
+        """Bytes on the device."""
         return sum(storage.num_bytes for storage in self.storages)
 
     def offload_blocks(self, transfers: Sequence[BlockTransfer]) -> None:
-        """Device to host."""
+        """Copy blocks from the device to the host."""
         pairs = [(transfer.device_block, transfer.host_block) for transfer in transfers]
         if self._transfers is not None:
             self._transfers.offload(pairs)
@@ -61,7 +61,7 @@ class KVCache:
             _copy(self.storages, self.host_storages, pairs)
 
     def load_blocks(self, transfers: Sequence[BlockTransfer]) -> None:
-        """Host to device."""
+        """Copy blocks from the host to the device."""
         pairs = [(transfer.host_block, transfer.device_block) for transfer in transfers]
         if self._transfers is not None:
             self._transfers.load(pairs)
@@ -69,7 +69,7 @@ class KVCache:
             _copy(self.host_storages, self.storages, pairs)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """All at once: every source is read before any target is written."""
+        """Copy blocks all at once: every source is read before any target is written."""
         pairs = [(copy.source, copy.target) for copy in copies]
         if self._transfers is not None:
             self._transfers.copy(pairs)
@@ -83,7 +83,7 @@ def block_bytes(shapes: Sequence[AttentionShape], dtype: torch.dtype) -> int:
 
 
 def _on_host(storage: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """Blocks like those of the storage."""
+    """Allocate blocks like those of the storage."""
     return zeroed((num_blocks, *storage.shape[1:]), storage.dtype)
 
 

@@ -1,7 +1,7 @@
 """Moves KV blocks on an accelerator, and between it and pinned memory: all layers by one launch.
 
 A block of the device is as many pieces as there are storages' tensors; on the host, all of them lie
-behind one another.
+one after another.
 """
 
 import logging
@@ -55,7 +55,7 @@ class KVTransfers:
         self._copy(rows, self._in_row, self._on_device)
 
     def copy(self, pairs: Sequence[_Pair]) -> None:
-        """Within the device; every source is read before any target is written."""
+        """Copy blocks within the device; every source is read before any target is written."""
         rows = [(self._row(source), self._row(target)) for source, target in pairs]
         if {source for source, _ in pairs}.isdisjoint(target for _, target in pairs):
             self._copy(rows, self._on_device, self._on_device)

@@ -12,11 +12,11 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class StepWork(Protocol):
-    """What is left of a step behind its launch."""
+    """Work of a step that is left after its launch."""
 
     @property
     def is_late(self) -> bool:
-        """Whether the step behind it can be computed only when this one has ended."""
+        """Whether the next step can be computed only when this one has ended."""
         ...
 
     def finish(self) -> StepResult: ...
@@ -64,11 +64,11 @@ class LaunchedStep:
         return self.outcome
 
 
-class StepsInFlight:
-    """Those that were launched, and not waited for. Used by one thread.
+class LaunchedSteps:
+    """Steps that were launched, and not waited for. Used by one thread.
 
-    A step that fails takes those along that are launched before its failure was told: their plans
-    were made as if it had not.
+    A step that fails makes those fail that are launched before its failure is reported: their
+    plans were made as if it had not failed.
     """
 
     def __init__(self, settle: Callable[[], None]) -> None:
@@ -93,7 +93,7 @@ class StepsInFlight:
         return step
 
     def _wait(self, step: LaunchedStep) -> None:
-        """Its failure is told with that, and so is that of the ones before it."""
+        """Wait for a step, which reports its failure and those of the steps before it."""
         while self._steps:
             first = self._steps.popleft()
             self._end(first)
@@ -113,7 +113,7 @@ class StepsInFlight:
                     behind.leave_out()
 
     def _fail(self, step: LaunchedStep, error: Exception) -> None:
-        # Who is told gives memory away that what is enqueued may still read.
+        # After the report, memory is freed that enqueued work may still read.
         try:
             self._settle()
         except Exception as problem:

@@ -21,7 +21,7 @@ Array = npt.NDArray[np.int64] | npt.NDArray[np.int32]
 class _Buffer:
     pinned: torch.Tensor
     sent: Event | None = None
-    """Behind the copy that reads it."""
+    """Event after the copy that reads it."""
 
 
 class Mirror:
@@ -42,8 +42,8 @@ class Mirror:
     ) -> list[torch.Tensor]:
         """The arrays on the device, within accelerator.compute().
 
-        capacities: elements that each of them may have, as many or more; with the same capacities
-        they lie at the same addresses. None: as many as they have.
+        capacities: maximum number of elements of each; with the same capacities they lie at the
+        same addresses. None: their numbers of elements.
         """
         sizes = capacities or [array.size for array in arrays]
         ends = np.cumsum(
@@ -80,7 +80,7 @@ class Mirror:
 
 
 def num_bytes_of(capacities: Sequence[int], itemsizes: Sequence[int]) -> int:
-    """Of arrays that are sent at once."""
+    """Return the bytes of arrays that are sent at once."""
     return sum(_aligned(n * size) for n, size in zip(capacities, itemsizes, strict=True))
 
 

@@ -28,9 +28,9 @@ from loraplex.core.plan import (
 )
 from loraplex.execution.adapters.bank import AdapterBank
 from loraplex.execution.adapters.host_adapters import HostAdapter
-from loraplex.execution.steps.computer import RowsInFlight, StepComputer
+from loraplex.execution.steps.computer import LaunchedRows, StepComputer
 from loraplex.execution.steps.input_batch import InputBatch, StepInputs
-from loraplex.execution.steps.launched_step import LaunchedStep, StepsInFlight, StepWork
+from loraplex.execution.steps.launched_step import LaunchedStep, LaunchedSteps, StepWork
 from loraplex.execution.steps.runner_parts import RunnerParts
 from loraplex.execution.steps.watch import StepWatch
 
@@ -41,7 +41,7 @@ CopyFailures = tuple[tuple[AdapterHandle, ErrorInfo], ...]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PreparedStep:
-    """For ModelRunner.run."""
+    """Step that ModelRunner.run can execute."""
 
     plan: StepPlan
     inputs: StepInputs | Exception | None
@@ -69,13 +69,13 @@ class ModelRunner:
             parts.capacity.block_size,
         )
         self._computer = StepComputer(parts)
-        self._in_flight = StepsInFlight(self._computer.accelerator.synchronize)
+        self._launched = LaunchedSteps(self._computer.accelerator.synchronize)
 
     def capacity(self) -> Capacity:
         return self._capacity
 
-    def learn_capacity(self, capacity: Capacity) -> None:
-        """What is told of it was not known before: it is no other one."""
+    def set_capacity(self, capacity: Capacity) -> None:
+        """Replace the capacity by one with measured bytes; its numbers of blocks and pages stay."""
         self._capacity = capacity
 
     def record_steps(self) -> None:
@@ -83,7 +83,7 @@ class ModelRunner:
         self._computer.record()
 
     def forget_steps(self) -> None:
-        """Give back what the recorded steps have."""
+        """Free the memory of the recorded steps."""
         self._computer.forget_recorded()
 
     def prepare_adapter(self, adapter: HostAdapter) -> HostAdapter:
@@ -91,11 +91,11 @@ class ModelRunner:
         return self._adapter_bank.prepare(adapter)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """What goes wrong is raised by wait(). Raises DeviceLost."""
+        """Launch a step. wait() raises what goes wrong in it. Raises DeviceLost."""
         return self.run(self.prepare(plan))
 
     def prepare(self, plan: StepPlan) -> PreparedStep:
-        """What can be done before the steps before it have run, also while they do.
+        """Do the part of a step that does not depend on the results of earlier steps.
 
         Plans are prepared in their order, by one thread. Never raises.
         """
@@ -107,8 +107,8 @@ class ModelRunner:
         return PreparedStep(plan, inputs, time.monotonic_ns() - start_ns)
 
     def run(self, step: PreparedStep) -> LaunchedStep:
-        """Steps run in their order, by one thread; one that was prepared need not run."""
-        return self._in_flight.launch(step.plan.step_id, lambda: self._execute(step))
+        """Launch a prepared step. Steps run in their order, by one thread; some may never run."""
+        return self._launched.launch(step.plan.step_id, lambda: self._execute(step))
 
     def close(self) -> None:
         self._sampler.close()
@@ -137,10 +137,10 @@ class ModelRunner:
             copies_failed = self._start_copies(plan.adapter_copies)
             copy_ns = time.monotonic_ns() - copies_start_ns
             rows = None if step.inputs is None else self._run_rows(plan.rows, step.inputs, watch)
-        return _StepInFlight(self._adapter_bank, plan, rows, copies_failed, watch, copy_ns)
+        return _LaunchedWork(self._adapter_bank, plan, rows, copies_failed, watch, copy_ns)
 
     def _start_copies(self, copies: Sequence[AdapterCopy]) -> CopyFailures:
-        """Returns those that cannot be made."""
+        """Start the copies, and return those that cannot be made."""
         failed = []
         for copy in copies:
             try:
@@ -148,7 +148,7 @@ class ModelRunner:
             except LoraplexError as error:
                 failed.append((copy.handle, error.to_info()))
             except Exception as error:
-                # A step that failed is planned again with its copies: it would fail for ever.
+                # A failed step is planned again with its copies, and would fail without end.
                 _LOGGER.exception("copying adapter %s failed", copy.handle)
                 reason = AdapterLoadError(f"copying adapter {copy.handle} failed: {error}")
                 failed.append((copy.handle, reason.to_info()))
@@ -162,13 +162,13 @@ class ModelRunner:
 
     def _run_rows(
         self, steps: Sequence[RowStep], inputs: StepInputs, watch: StepWatch
-    ) -> RowsInFlight:
+    ) -> LaunchedRows:
         faults = self._faults(steps, inputs)
         self._sampler.begin(steps)
-        return RowsInFlight(self._computer, steps, inputs, faults, watch)
+        return LaunchedRows(self._computer, steps, inputs, faults, watch)
 
     def _faults(self, steps: Sequence[RowStep], inputs: StepInputs) -> dict[Slot, ErrorInfo]:
-        """The rows that cannot be right whatever is computed; the others go on."""
+        """Return the rows that fail whatever is computed; the others go on."""
         faults = {}
         for step, adapters in zip(steps, inputs.adapters, strict=True):
             reason = self._fault(step, adapters)
@@ -188,14 +188,14 @@ class ModelRunner:
         return None
 
 
-class _StepInFlight:
+class _LaunchedWork:
     """Implements StepWork."""
 
     def __init__(
         self,
         adapter_bank: AdapterBank,
         plan: StepPlan,
-        rows: RowsInFlight | None,
+        rows: LaunchedRows | None,
         copies_failed: CopyFailures,
         watch: StepWatch,
         copy_ns: int,
@@ -214,7 +214,7 @@ class _StepInFlight:
     def finish(self) -> StepResult:
         plan = self._plan
         rows = () if self._rows is None else self._rows.finish()
-        # Last: who was told of a copy is not told again.
+        # Last, because an arrival is reported only once.
         has_news = bool(rows or self._copies_failed)
         arrived = self._adapter_bank.arrived(wait=not has_news)
         timing = self._watch.timing(self._copy_ns if plan.adapter_copies else 0)

@@ -1,4 +1,4 @@
-"""What a runner is put together from."""
+"""Parts of a runner."""
 
 import dataclasses
 

@@ -22,7 +22,7 @@ from loraplex.kernels.ops import DeviceRows, RowLayout
 from loraplex.models.batch import ForwardBatch
 
 ON_DEVICE = -1
-"""Instead of a token that the host does not know yet: the newest of the row's slot."""
+"""Stands for a token that the host does not know yet: the newest one of the row's slot."""
 _Array = TypeVar("_Array", npt.NDArray[np.int64], npt.NDArray[np.int32])
 
 
@@ -33,7 +33,7 @@ class StepTensors(Protocol):
         token_ids: Sequence[Sequence[int]],
         lora: LoraBatch | None,
     ) -> ForwardBatch:
-        """token_ids: of each row, as many as it computes."""
+        """Make the tensors. token_ids: of each row, those that it computes."""
         ...
 
 
@@ -78,7 +78,7 @@ class DeviceTensors:
         self._num_recorded = num_recorded
         self._newest = feed.newest
         max_blocks = -(-capacity.max_model_len // capacity.block_size)
-        # Behind the last slot, the table of rows that have no tokens.
+        # The last row is the table of rows that have no tokens.
         shape = (self._num_slots + 1, max_blocks)
         self._block_tables = torch.zeros(shape, dtype=torch.int32, device=device)
         self._no_tables = torch.zeros((0, 0), dtype=torch.int64, device=device)
@@ -135,7 +135,7 @@ class DeviceTensors:
         ]
 
     def _new_blocks(self, inputs: StepInputs) -> tuple[npt.NDArray[np.int32], IntArray]:
-        """Of the block tables, as one row: where they are new, and what is there."""
+        """Return the new blocks, and their places in the flattened block tables."""
         width = self._block_tables.shape[1]
         places = [
             np.arange(slot * width + first, slot * width + first + len(blocks))
@@ -147,7 +147,7 @@ class DeviceTensors:
 
 
 _ITEMSIZES = (8, 8, 8, 8, 8, 4, 4, 4, 4, 8)
-"""Of DeviceTensors._arrays."""
+"""Item sizes of DeviceTensors._arrays."""
 
 
 def _narrow(values: Sequence[int] | IntArray) -> npt.NDArray[np.int32]:

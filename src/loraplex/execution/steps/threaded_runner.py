@@ -11,14 +11,14 @@ from loraplex.execution.steps.model_runner import ModelRunner, PreparedStep
 class ThreadedRunner:
     """Implements engine.runner.Runner around a ModelRunner: `launch` prepares, and returns.
 
-    Steps run one after the other. A step that fails takes those along that were launched before
-    its failure was told: they are not computed.
+    Steps run one after the other. Steps that were launched before the failure of an
+    earlier one was reported fail without being computed.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._steps: queue.SimpleQueue[ThreadedStep | None] = queue.SimpleQueue()
-        self._num_failures_told = 0
+        self._num_failures_reported = 0
         self._thread = threading.Thread(target=self._run, name="steps", daemon=True)
         self._thread.start()
 
@@ -26,7 +26,7 @@ class ThreadedRunner:
         return self._runner.capacity()
 
     def launch(self, plan: StepPlan) -> "ThreadedStep":
-        step = ThreadedStep(self, self._runner.prepare(plan), self._num_failures_told)
+        step = ThreadedStep(self, self._runner.prepare(plan), self._num_failures_reported)
         self._steps.put(step)
         return step
 
@@ -36,9 +36,9 @@ class ThreadedRunner:
         self._thread.join()
         self._runner.close()
 
-    def told(self, num_failures: int) -> None:
-        """Plans that are launched from now on were made with so many failures in mind."""
-        self._num_failures_told = max(self._num_failures_told, num_failures)
+    def report(self, num_failures: int) -> None:
+        """Note that the plans of later steps account for this number of failures."""
+        self._num_failures_reported = max(self._num_failures_reported, num_failures)
 
     def _run(self) -> None:
         num_failures = 0
@@ -84,7 +84,7 @@ class ThreadedStep:
         self._has_ended.wait()
         if self._failure is not None:
             error, num_failures = self._failure
-            self._runner.told(num_failures)
+            self._runner.report(num_failures)
             raise error
         assert self._result is not None
         return self._result

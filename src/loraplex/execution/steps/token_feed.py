@@ -1,4 +1,4 @@
-"""Tokens that were sampled on the device: they stay there for the next step, and the host is told.
+"""Tokens sampled on the device: they stay there for the next step, and are copied to the host.
 
 So a step can be launched before the host knows what the step before it gave.
 """
@@ -11,7 +11,7 @@ from loraplex.execution.steps.mirror import Mirror
 from loraplex.kernels.accelerator import Accelerator, Event
 
 NO_TOKEN = -1
-"""Of a row whose logits are not finite."""
+"""Token of a row whose logits are not finite."""
 
 
 class TokenFeed:
@@ -21,13 +21,13 @@ class TokenFeed:
         self._accelerator = accelerator
         self._max_num_seqs = max_num_seqs
         self.newest = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=accelerator.device)
-        """By slot; 0 behind the last one, or NO_TOKEN."""
+        """Newest token by slot, or NO_TOKEN; the last element stands for no slot and is 0."""
         self._slots = _Indices(accelerator, max_num_seqs)
         self._rows = _Indices(accelerator, max_num_seqs)
         self._free: list[torch.Tensor] = []
 
     def event(self) -> Event:
-        """Behind all that is enqueued by now."""
+        """Return an event after all work that is enqueued by now."""
         return self._accelerator.event()
 
     def rows(self, rows: list[int]) -> torch.Tensor:
@@ -61,7 +61,7 @@ class SentTokens:
         self._event = event
 
     def wait(self) -> None:
-        """Until they are there, and the step that sampled them has ended."""
+        """Wait until they are on the host and the step that sampled them has ended."""
         self._event.wait()
 
     def take(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""Where the time of the host goes in one step."""
+"""Measures the host's time in the parts of one step."""
 
 import time
 
@@ -12,12 +12,12 @@ class StepWatch:
         """prepare_ns: spent before."""
         self.prepare_ns = prepare_ns
         self.forward_ns = 0
-        """On an accelerator: until it is enqueued, and then until it has ended."""
+        """Time until the forward pass is enqueued, plus, on an accelerator, until it has ended."""
         self.sample_ns = 0
         self._last_ns = time.monotonic_ns()
 
     def lap(self) -> int:
-        """What has passed since the last call."""
+        """Return the time since the last call."""
         last_ns, self._last_ns = self._last_ns, time.monotonic_ns()
         return self._last_ns - last_ns
 

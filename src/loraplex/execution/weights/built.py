@@ -2,7 +2,7 @@
 
 They are what the weights cache would hold, under the same key: made for one kind of processor, one
 type and one precision. Where another one is wanted they are passed over, and the native weights
-beside them are packed.
+of the same folder are packed.
 """
 
 import logging
@@ -69,7 +69,7 @@ def open_built(
         reason = (isinstance(error, OSError) and error.strerror) or error
         logger.warning(
             "%s is not used: %s. It was built for another processor, type, precision or version, "
-            "or is damaged; the weights beside it are packed instead",
+            "or is damaged; the weights of the same folder are packed instead",
             *(path, reason),
         )
         return None

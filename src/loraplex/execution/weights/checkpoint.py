@@ -1,4 +1,4 @@
-"""The tensors of a model folder by their Hugging Face names, each read when it is asked for.
+"""Tensors of a model folder by their Hugging Face names, each read when it is requested.
 
 Reads safetensors, and `.bin` files with torch's restricted unpickler only; both are mapped. Every
 tensor must be accounted for: one that is missing, unknown, twice there or of another shape is an

@@ -1,4 +1,4 @@
-"""From what the operator wrote to a folder on this disk: a path, or a Hugging Face hub id."""
+"""Finds the folder of a model or tokenizer: a path, or the download of a Hugging Face hub id."""
 
 from pathlib import Path
 
@@ -24,12 +24,12 @@ def resolve_model(path_or_id: str, revision: str | None = None) -> Path:
 
 
 def resolve_tokenizer(path_or_id: str) -> Path:
-    """As resolve_model, for a tokenizer of its own: no weights are downloaded."""
+    """Return the folder of a separate tokenizer, like resolve_model, without any weights."""
     return _folder_here(path_or_id) or _download(path_or_id, None, _TOKENIZER_FILES)
 
 
 def _folder_here(path_or_id: str) -> Path | None:
-    """None: it is to be asked of the hub. Raises ConfigError if it cannot be a hub id."""
+    """Return a local folder; None for a hub id. Raises ConfigError for what is neither."""
     path = Path(path_or_id).expanduser()
     if path.is_dir():
         return path

@@ -19,7 +19,7 @@ from loraplex.models.spec import ModelSpec
 logger = logging.getLogger(__name__)
 
 _VERSION = 1
-"""Of what is kept for a checkpoint. Raised when the same one is to be packed differently."""
+"""Version of the cached weights, raised when the same checkpoint is to be packed differently."""
 _SEEN_AS = "checkpoint"
 _HASHING_THREADS = 4
 
@@ -53,8 +53,8 @@ def _file_digest(path: Path) -> str:
 
 
 def packed_key(digest: str, spec: ModelSpec, kernels: Kernels, form: WeightFormat) -> str:
-    """Equal only if the packed weights are. digest: of the checkpoint."""
-    # The shapes tell how the checkpoint's tensors are to be read, which config.json decides.
+    """Return a key that is equal only if the packed weights are. digest: of the checkpoint."""
+    # config.json decides how tensors are read, and the shapes show the decision.
     shapes = list(checkpoint_shapes(spec).items())
     packing = (str(form.dtype), form.precision.value, kernels.packed_layout, __version__)
     material = msgspec.json.encode((_VERSION, digest, shapes, *packing))

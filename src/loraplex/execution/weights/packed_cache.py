@@ -1,8 +1,9 @@
 """A folder of packed weights: which are there, who writes them, and which have to go.
 
-Each set of weights is one file named by its key. Beside it lies a lock, whose time is that of the
-last use. What was read or written in full before is known by its identity on the disk, so only a
-file that somebody else has touched is read in full again. Does not know what the weights mean.
+Each set of weights is one file named by its key. Next to it is a lock, whose time is that of the
+last use. Files that were read or written in full before are known by their identity on the disk, so
+only a file that another program has touched is read in full again. The meaning of the weights is
+unknown here.
 """
 
 import contextlib
@@ -97,11 +98,11 @@ class PackedCache:
         needed = packed_bytes(entries)
         started = time.monotonic()
         try:
-            self._make_room(path, needed)
+            self._free_space(path, needed)
             write_packed(path, key, entries, summary)
             file = PackedFile(path, key)
             self._remember(file)
-        except (OSError, PackedFileError, _NoRoomError) as error:
+        except (OSError, PackedFileError, _TooSmallError) as error:
             reason = (isinstance(error, OSError) and error.strerror) or error
             logger.warning("the packed weights are not kept for the next start: %s", reason)
             return None
@@ -122,10 +123,10 @@ class PackedCache:
         with contextlib.suppress(OSError):  # it is then read in full at the next start
             self.seen.remember((file.identity,), file.payload_digest, _SEEN_AS)
 
-    def _make_room(self, path: Path, needed: int) -> None:
-        """Raises _NoRoomError, before anything is deleted, if all that may go would not do."""
+    def _free_space(self, path: Path, needed: int) -> None:
+        """Raises _TooSmallError, before anything is deleted, if all removable files are too few."""
         if needed > self._max_bytes:
-            raise _NoRoomError(
+            raise _TooSmallError(
                 f"they have {needed} bytes, weights_cache_bytes is {self._max_bytes}"
             )
         self._delete_abandoned()
@@ -133,7 +134,7 @@ class PackedCache:
         used = sum(size for _, size, _ in others)
         free = shutil.disk_usage(self.folder).free
         if free + used < needed + self._min_free_bytes:
-            raise _NoRoomError(f"{self.folder} has {free} bytes free, they need {needed}")
+            raise _TooSmallError(f"{self.folder} has {free} bytes free, they need {needed}")
         for _, size, other in sorted(others):
             if used + needed <= self._max_bytes and free >= needed + self._min_free_bytes:
                 return
@@ -164,8 +165,8 @@ class PackedCache:
         return self.folder / f"{key}.{kind}"
 
 
-class _NoRoomError(Exception):
-    """The message says what is too small."""
+class _TooSmallError(Exception):
+    """The message names what is too small."""
 
 
 def _wait_for(lock: int) -> None:

@@ -2,8 +2,8 @@
 
 8 bytes of magic, 8 of the header's length, 32 of its SHA-256, the header (JSON), zeros up to a
 multiple of 64, and the tensors, each at a multiple of 64. All numbers are little-endian. A file is
-written once, under another name, and never changed: whoever maps it shares its pages with the
-system's cache and with every other process that does.
+written once, under another name, and never changed: processes that map it share its pages with
+one another and with the system's cache.
 """
 
 import hashlib
@@ -34,14 +34,14 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class PackedFileError(Exception):
-    """The file is not what it should be; the message says what is amiss."""
+    """The file is damaged or another one; the message contains the reason."""
 
 
 class _Tensor(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...]
     offset: int
-    """From the end of the header."""
+    """Offset from the end of the header."""
     num_bytes: int
 
 
@@ -104,7 +104,7 @@ class PackedFile:
             return None
         dtype = _DTYPES[tensor.dtype]
         with warnings.catch_warnings():
-            # Nobody writes to a weight.
+            # Weights are only read.
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             flat = torch.frombuffer(
                 self._mapping,
@@ -174,13 +174,13 @@ def _read_header(descriptor: int, key: str) -> tuple[_Header, int]:
     except msgspec.MsgspecError as error:
         raise PackedFileError(f"its header is of another version: {error}") from error
     if header.key != key:
-        raise PackedFileError("it holds other weights than its name says")
+        raise PackedFileError("it holds other weights than its name claims")
     end = _HEAD_BYTES + length
     return header, end + -end % _ALIGNMENT
 
 
 def _identity(descriptor: int) -> FileIdentity:
-    """As adapters.seen_files knows a file, of the very file that is open."""
+    """Return the identity that adapters.seen_files uses, of the open file itself."""
     status = os.fstat(descriptor)
     times = (status.st_mtime_ns, status.st_ctime_ns)
     return (status.st_dev, status.st_ino, status.st_size, *times)

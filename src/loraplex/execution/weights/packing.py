@@ -1,4 +1,4 @@
-"""From a checkpoint to packed weights, one layer at a time: only one is in memory twice."""
+"""Packs a checkpoint's weights, one layer at a time: only one is in memory twice."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ class WeightFormat:
     """How a model's weights are kept in memory."""
 
     dtype: torch.dtype
-    """Of what is not quantised."""
+    """Type of tensors that are not quantised."""
     precision: WeightPrecision = WeightPrecision.NATIVE
     device: torch.device = dataclasses.field(default_factory=functools.partial(torch.device, "cpu"))
 
@@ -40,7 +40,7 @@ class WeightFormat:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class PackedWeights:
-    """A decoder's parameters, and the same once more in the order in which they were asked for."""
+    """A decoder's parameters, also as a list in the order of build_parameters."""
 
     parameters: DecoderParameters
     entries: Sequence[LinearParts]
@@ -116,7 +116,7 @@ class _CheckpointSource:
     def _joined(
         self, names: Sequence[str], shape: tuple[int, ...], *, is_transposed: bool = False
     ) -> torch.Tensor:
-        """The named tensors behind one another along the first axis: never a view of a file."""
+        """Concatenate the named tensors along the first axis: never a view of a file."""
         joined = torch.empty(shape, dtype=self._form.dtype, device=self._form.device)
         start = 0
         for name in names:

@@ -1,4 +1,4 @@
-"""How many bytes a model's weights take once they are loaded, from its config alone.
+"""Size of a model's weights once they are loaded, from its specification alone.
 
 Kernels pad what they pack, so the truth is a little more.
 """
@@ -27,7 +27,7 @@ def weights_size(spec: ModelSpec, dtype: torch.dtype, precision: WeightPrecision
 
 
 class _Sizes:
-    """A ParameterSource that gives nothing and adds up what it was asked for."""
+    """ParameterSource that returns nothing and adds up the requested sizes."""
 
     def __init__(self, form: WeightFormat) -> None:
         self._form = form

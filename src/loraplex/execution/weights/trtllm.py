@@ -43,7 +43,7 @@ def rank_files(folder: Path) -> list[Path]:
 
 
 class TrtllmWeights:
-    """All ranks of a folder as one file of tensors. Each is put together when it is asked for."""
+    """All ranks of a folder as one file of tensors, each joined when it is requested."""
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
         """Raises ConfigError, which names the file and the weight."""
@@ -142,7 +142,7 @@ class TrtllmWeights:
                 reads[f"{ours}{name}.{kind}"] = functools.partial(self._qkv, parts, chosen, flips)
 
     def _qkv(self, parts: Sequence[_Read], chosen: Sequence[int], flips: bool) -> torch.Tensor:
-        """Of q, k and v (0, 1, 2) the chosen ones, one below the other."""
+        """Join the chosen ones of q, k and v (0, 1, 2), one below the other."""
         pieces = [self._split_qkv(parts, which) for which in chosen]
         return _flipped(torch.cat(pieces), flips)
 
@@ -167,7 +167,7 @@ class TrtllmWeights:
         return torch.cat(pieces)
 
     def _parts(self, stored: str, ranks: Sequence["_Rank"]) -> list[_Read]:
-        """How to read it from each rank; empty if none has it. Raises ConfigError if some do."""
+        """Return each rank's reader; empty if no rank has it. Raises ConfigError if some do."""
         having = [rank for rank in ranks if stored in rank.names]
         if having and len(having) < len(ranks):
             lacking = next(rank for rank in ranks if stored not in rank.names)
@@ -176,7 +176,7 @@ class TrtllmWeights:
         return [functools.partial(rank.tensor, stored) for rank in having]
 
     def _without_padding(self, read: _Read) -> torch.Tensor:
-        """Split over several GPUs, the vocabulary of the lm_head is padded."""
+        """Read without the padding that the lm_head of several ranks has."""
         return read()[: self._spec.vocab_size]
 
     def _refuse_unknown(self, ranks: Sequence["_Rank"]) -> None:

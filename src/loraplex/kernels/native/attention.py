@@ -1,7 +1,7 @@
 """Native paged attention, and the storage that it reads.
 
 Keys lie in columns: [num_blocks, K, D, block_size]; values in rows: [num_blocks, K, block_size, D].
-As int8 both have SCALE_BYTES * block_size bytes more per block and head, behind the numbers: the
+As int8 both have SCALE_BYTES * block_size bytes more per block and head, after the numbers: the
 scales of its vectors.
 """
 

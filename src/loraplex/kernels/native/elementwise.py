@@ -169,7 +169,7 @@ class ElementwiseKernel:
     def rotary(
         self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> None:
-        """In place; query [T, H, D], key [T, K, D] with contiguous heads, cos, sin [T, D / 2]."""
+        """Rotate in place query [T, H, D], key [T, K, D], heads contiguous; cos, sin [T, D / 2]."""
         num_tokens, num_heads, head_dim = query.shape
         self._rotary(
             self._pool.address,

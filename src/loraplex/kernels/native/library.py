@@ -58,7 +58,7 @@ Watch = Callable[[str, NativeFunction, Sequence[Any]], NativeFunction]
 
 
 class NativeLibraryError(Exception):
-    """There is no library that works here; the message says why."""
+    """No library works here; the message contains the reason."""
 
 
 class NativeLibrary:

@@ -19,8 +19,8 @@ from loraplex.kernels.native.library import (
 from loraplex.kernels.quantization import QuantizedWeight, quantize
 
 PACKED_LAYOUT = "panels-1"
-"""Of the bytes of PackedWeight.panels; another name whenever they change. Little endian, the same
-for every instruction set."""
+"""Layout of the bytes of PackedWeight.panels; another name whenever they change. Little endian, the
+same for every instruction set."""
 
 
 class WeightKind(enum.IntEnum):
@@ -81,7 +81,7 @@ class LinearKernel:
     def packed_bytes(
         self, kind: WeightKind, group_size: int, out_features: int, in_features: int
     ) -> int:
-        """Of the panels; 0 if there can be no such weight."""
+        """Return the bytes of the panels; 0 if there can be no such weight."""
         return self._packed_bytes(kind, group_size, out_features, in_features)
 
     def pack(

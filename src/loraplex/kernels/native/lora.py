@@ -92,7 +92,7 @@ class LoraKernel:
         modules: Sequence[str],
         out_offsets: Sequence[int],
     ) -> None:
-        """As kernels.lora.add_lora."""
+        """Implement kernels.lora.add_lora."""
         if batch.parts:
             add_vectors(y, batch.parts, layer, modules, out_offsets)
         self._add(
@@ -108,7 +108,7 @@ class LoraKernel:
         )
 
     def step_address(self, batch: LoraBatch) -> int:
-        """What the kernel reads of the batch; valid until the next batch comes."""
+        """Return the address of the batch's structure; valid until the next batch."""
         if batch is not self._batch:
             self._step = _step(batch)
             self._batch = batch

@@ -85,7 +85,7 @@ class Recorder:
 
     @property
     def num_bytes(self) -> int:
-        """Of the memory for the outputs."""
+        """Bytes of the memory for the outputs."""
         return len(self._memory)
 
     def watch(self, name: str, function: NativeFunction, types: Sequence[Any]) -> NativeFunction:
@@ -153,7 +153,7 @@ class Recorder:
         )
 
     def _memory_of(self, num_bytes: int) -> torch.Tensor:
-        """Programs that were made before keep the smaller memory that they know."""
+        """Return enough memory. Earlier programs keep the smaller one that they use."""
         if num_bytes > len(self._memory):
             memory = torch.zeros(2 * num_bytes + _ALIGNMENT, dtype=torch.uint8)
             self._memory = memory[-memory.data_ptr() % _ALIGNMENT :]
@@ -168,7 +168,7 @@ def _word(value: Any, is_real: bool) -> int:
 
 
 def _uses(calls: Sequence[_Call], outputs: Sequence[torch.Tensor]) -> list[_Output]:
-    """Where each output lies now, and its first and last call. Views lie within it."""
+    """Return each output's memory, with that of its views, and its first and last call."""
     used = [
         _Output(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, len(calls), -1)
         for tensor in sorted(outputs, key=torch.Tensor.data_ptr)
@@ -203,7 +203,7 @@ def _output_at(used: Sequence[_Output], address: int) -> _Output | None:
 
 
 def _place(used: Sequence[_Output]) -> int:
-    """Give each output the lowest offset that is free while it is needed; the bytes in all."""
+    """Assign each output the lowest offset that is free while it is needed; return all bytes."""
     placed: list[_Output] = []
     size = 0
     for output in sorted(used, key=lambda output: output.first_call):
@@ -218,7 +218,7 @@ def _place(used: Sequence[_Output]) -> int:
 
 
 def _end(output: _Output) -> int:
-    """The first aligned offset behind an output."""
+    """Return the first aligned offset after an output."""
     end = output.offset + output.end - output.start
     return -(-end // _ALIGNMENT) * _ALIGNMENT
 

@@ -19,7 +19,7 @@ from loraplex.kernels.native.library import (
 from loraplex.kernels.sampling import DrawOptions, IntArray, TopLogprobs
 
 _CHUNK_ELEMENTS = 1 << 20
-"""Of the buffers: rows are drawn so many at a time that they stay in the caches."""
+"""Elements of the buffers: few enough rows are drawn at a time to stay in the caches."""
 
 
 class _Logits(ctypes.Structure):
@@ -54,7 +54,7 @@ class SamplingKernel:
         self._indices = torch.zeros(0, dtype=torch.int32)
 
     def argmax(self, logits: torch.Tensor, rows: IntArray) -> tuple[torch.Tensor, torch.Tensor]:
-        """As Kernels.argmax."""
+        """Implement Kernels.argmax."""
         assert logits.stride(1) == 1 or logits.shape[1] == 1
         assert rows.flags.c_contiguous
         indices = torch.empty(len(rows), dtype=torch.int64)
@@ -69,7 +69,7 @@ class SamplingKernel:
     def draw_tokens(
         self, logits: torch.Tensor, rows: IntArray, options: DrawOptions
     ) -> torch.Tensor:
-        """As Kernels.draw_tokens."""
+        """Implement Kernels.draw_tokens."""
         vocab_size = logits.shape[1]
         chunk_rows = max(1, _CHUNK_ELEMENTS // vocab_size)
         drawn = np.empty(len(rows), dtype=np.int64)
@@ -110,7 +110,7 @@ class SamplingKernel:
     def top_logprobs(
         self, logits: torch.Tensor, rows: IntArray, token_ids: IntArray, num_top: int
     ) -> TopLogprobs:
-        """As Kernels.top_logprobs."""
+        """Implement Kernels.top_logprobs."""
         num_rows = len(rows)
         result = TopLogprobs(
             torch.empty(num_rows),
@@ -127,7 +127,7 @@ class SamplingKernel:
         return result
 
     def apply_bitmask(self, logits: torch.Tensor, rows: IntArray, bitmask: torch.Tensor) -> None:
-        """As Kernels.apply_bitmask."""
+        """Implement Kernels.apply_bitmask."""
         num_rows, vocab_size = len(rows), logits.shape[1]
         assert logits.dtype == torch.float32
         assert bitmask.dtype == torch.int32

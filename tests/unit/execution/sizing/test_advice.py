@@ -99,7 +99,7 @@ class TestPools:
 class TestNoRoom:
     def test_what_gives_enough(self) -> None:
         per_token = bytes_per_token(RunnerSettings(), CONFIG, torch.bfloat16)
-        message = advice().no_room(100 * per_token, StepMemory(70 * MIB, 30 * MIB)).message
+        message = advice().too_small(100 * per_token, StepMemory(70 * MIB, 30 * MIB)).message
         assert f"by {100 * per_token} bytes" in message
         assert f"turn cuda_graphs off, which gives {30 * MIB}" in message
         assert f"lower max_num_batched_tokens to about {512 - 100}" in message
@@ -107,12 +107,12 @@ class TestNoRoom:
 
     def test_weights_that_give_enough(self) -> None:
         steps = StepMemory(70 * MIB)
-        assert "int4" in advice().no_room(WHOLE - INT4 - 1, steps).message
-        assert "int8" not in advice().no_room(WHOLE - INT4 - 1, steps).message
-        assert "a smaller model" in advice().no_room(WHOLE - INT4, steps).message
+        assert "int4" in advice().too_small(WHOLE - INT4 - 1, steps).message
+        assert "int8" not in advice().too_small(WHOLE - INT4 - 1, steps).message
+        assert "a smaller model" in advice().too_small(WHOLE - INT4, steps).message
 
     def test_what_is_not_there_is_not_named(self) -> None:
-        message = advice(max_lora_rank=1).no_room(1 << 40, StepMemory(70 * MIB)).message
+        message = advice(max_lora_rank=1).too_small(1 << 40, StepMemory(70 * MIB)).message
         assert "cuda_graphs off" not in message
         assert "max_lora_rank" not in message
         assert f"which give up to {70 * MIB}" in message

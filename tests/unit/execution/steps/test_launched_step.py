@@ -6,7 +6,7 @@ import pytest
 
 from loraplex.core.errors import DeviceLost, StepFailedError
 from loraplex.core.plan import StepResult
-from loraplex.execution.steps.launched_step import LaunchedStep, StepsInFlight
+from loraplex.execution.steps.launched_step import LaunchedStep, LaunchedSteps
 
 
 class Work:
@@ -23,7 +23,7 @@ class Work:
 class Driver:
     def __init__(self) -> None:
         self.log: list[str] = []
-        self.steps = StepsInFlight(lambda: self.log.append("settle"))
+        self.steps = LaunchedSteps(lambda: self.log.append("settle"))
 
     def launch(
         self, step_id: int, *, late: bool = False, fails: bool = False, starts: bool = True
@@ -86,7 +86,7 @@ def test_a_device_that_does_not_settle_is_lost(driver: Driver, caplog) -> None:
     def settle() -> None:
         raise RuntimeError("CUDA error")
 
-    driver.steps = StepsInFlight(settle)
+    driver.steps = LaunchedSteps(settle)
     with pytest.raises(DeviceLost, match="CUDA error"):
         driver.launch(1, starts=False)
     with pytest.raises(DeviceLost, match="CUDA error"):
