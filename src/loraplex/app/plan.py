@@ -39,7 +39,7 @@ from loraplex.memory.adapter_pages import place
 from loraplex.models.attention import attention_shapes
 from loraplex.models.registry import read_config
 from loraplex.models.spec import ModelSpec
-from loraplex.serving.adapters.fit import check_room
+from loraplex.serving.adapters.fit import check_fits_tiers
 from loraplex.serving.adapters.folders import find_below
 from loraplex.serving.model_memory import ModelMemory, memory_of
 
@@ -169,7 +169,7 @@ def _planned(
         rows = open_input(path, limits).read_rows(shapes, limits)
         check_shapes(rows, shapes, limits.max_rank)
         source = source_of("", Path(path), rows, shapes, limits.max_rank)
-        check_room(source, model, capacity)
+        check_fits_tiers(source, model, capacity)
     except LoraplexError as error:
         return PlannedAdapter(name=name, path=path, problem=error.message)
     num_pages = place(source.targets, capacity.page_geometry).num_pages

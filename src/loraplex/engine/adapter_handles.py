@@ -1,4 +1,4 @@
-"""The engine's adapters by digest and by handle, and the way from a handle to its file."""
+"""Handles of the engine's adapters: by digest, and from a handle to its file."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -12,10 +12,9 @@ from loraplex.memory.adapter_pages import place
 
 
 class AdapterHandles:
-    """Gives each digest its handle, and starts the loads that the scheduler asks for.
+    """Handle of each digest, and its source. Starts the loads that the scheduler requests.
 
-    Implements scheduling's HostLoads. It remembers sources; where an adapter is, the adapter cache
-    knows.
+    Implements scheduling's HostLoads. The adapter cache knows where an adapter is.
     """
 
     def __init__(
@@ -26,7 +25,7 @@ class AdapterHandles:
         *,
         host_page_bytes: int = 0,
     ) -> None:
-        """host_page_bytes: of an adapter's page on the host; 0: it lies there as in its source."""
+        """host_page_bytes: size of an adapter's page on the host; 0: its size is the source's."""
         self._host_page_bytes = host_page_bytes
         self._cache = cache
         self._loader = loader
@@ -34,14 +33,14 @@ class AdapterHandles:
         self._handles: dict[str, AdapterHandle] = {}
         self._sources: dict[AdapterHandle, AdapterSource] = {}
         self._leaving: set[str] = set()
-        """Digests to forget as soon as nothing needs them."""
+        """Digests to forget as soon as no request needs them."""
         self._next_handle = 1
 
     def register(self, source: AdapterSource) -> AdapterHandle:
-        """The handle of a digest: a new one for a new digest.
+        """Return the handle of a digest, a new one for a new digest.
 
         A known digest keeps its handle, and from now on is read from the newly named file. Raises
-        AdapterTooLargeError if the adapter could not even be served alone.
+        AdapterTooLargeError if the adapter does not fit even alone.
         """
         self._leaving.discard(source.digest)
         handle = self._handles.get(source.digest)
@@ -56,7 +55,7 @@ class AdapterHandles:
         return handle
 
     def unregister(self, digest: str) -> bool:
-        """Forget a digest and its copies. False and no change while it is in use or on its way.
+        """Forget a digest and its copies. False and no change while it is in use or loading.
 
         Raises AdapterNotFoundError.
         """
@@ -71,20 +70,20 @@ class AdapterHandles:
         return True
 
     def forget(self, digest: str) -> None:
-        """Unregister a digest now, or as soon as nothing needs it. No change if it is unknown."""
+        """Unregister a digest now, or as soon as no request needs it, if it is known."""
         if digest in self._handles and not self.unregister(digest):
             self._cache.unpin(self._handles[digest])
             self._leaving.add(digest)
 
     def forget_unneeded(self) -> None:
-        """Unregister what was to be forgotten and is needed no longer."""
+        """Unregister the digests to forget that no request needs any longer."""
         for digest in list(self._leaving):
             self.unregister(digest)
 
     def activity(
         self, running: Mapping[AdapterHandle, int], waiting: Mapping[AdapterHandle, int]
     ) -> AdapterActivity:
-        """running, waiting: how many sequences need each adapter."""
+        """Report the adapters; running, waiting: numbers of sequences by adapter."""
         digests = {handle: digest for digest, handle in self._handles.items()}
         residency = {handle: self._cache.residency(handle) for handle in digests}
         return AdapterActivity(
@@ -104,7 +103,7 @@ class AdapterHandles:
     def require_resident(
         self, uses: Iterable[AdapterUse], is_preloading: Callable[[AdapterHandle], bool]
     ) -> None:
-        """Raise AdapterNotFoundError if one is in no tier, and not on its way into one either."""
+        """Raise AdapterNotFoundError if one is in no tier and not preloading."""
         for use in uses:
             handle = self.handle(use.digest)
             is_away = self._cache.residency(handle) in (Residency.ABSENT, Residency.FAILED)
@@ -115,7 +114,7 @@ class AdapterHandles:
                 )
 
     def handle(self, digest: str) -> AdapterHandle:
-        """Raises AdapterNotFoundError."""
+        """Return the handle of a digest. Raises AdapterNotFoundError."""
         handle = self._handles.get(digest)
         if handle is None:
             raise AdapterNotFoundError(f"this engine has no adapter with digest {digest}")
@@ -125,7 +124,7 @@ class AdapterHandles:
         return self._sources[handle].digest
 
     def resolve(self, uses: Iterable[AdapterUse]) -> tuple[tuple[AdapterHandle, float], ...]:
-        """(handle, scale) of each adapter of a request.
+        """Return (handle, scale) of each adapter of a request.
 
         Raises AdapterNotFoundError, or AdapterTooLargeError if they do not fit together.
         """

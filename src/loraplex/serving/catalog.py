@@ -1,4 +1,4 @@
-"""What is served under which name, to which tenant, and every change of that."""
+"""Catalog of base models and adapters: names, tenants' rights, and changes."""
 
 import asyncio
 import logging
@@ -46,12 +46,12 @@ class ModelCatalog:
         self._turn = asyncio.Lock()
 
     def of(self, principal: Principal) -> Mapping[str, ServedModel]:
-        """The base models that are there for who asks, by name."""
+        """Return the base models that a principal may use, by name."""
         allowed = principal.rights.models
         return {name: model for name, model in self.models.items() if name in allowed}
 
     def model(self, name: str, principal: Principal = LOCAL) -> ServedModel:
-        """Raises ModelNotFoundError."""
+        """Return a base model. Raises ModelNotFoundError."""
         models = self.of(principal)
         if name not in models:
             raise ModelNotFoundError(
@@ -61,12 +61,12 @@ class ModelCatalog:
         return models[name]
 
     def adapters(self, principal: Principal, model: str | None = None) -> list[AdapterCard]:
-        """Of one model, or of all. Raises ModelNotFoundError."""
+        """Return the adapters of one model, or of all. Raises ModelNotFoundError."""
         models = self.of(principal).values() if model is None else [self.model(model, principal)]
         return [card for one in models for card in _cards(one, principal)]
 
     def find(self, name: str, principal: Principal) -> tuple[ServedModel, AdapterKey | None]:
-        """As Backend.find. Raises ModelNotFoundError."""
+        """Find a model or adapter by name. See Backend.find. Raises ModelNotFoundError."""
         models = self.of(principal)
         if name in models:
             return models[name], None
@@ -79,7 +79,7 @@ class ModelCatalog:
             raise self._unknown(name, principal)
         if len(matches) > 1:
             choices = " or ".join(f"{model.card.name}:{adapter}" for model, adapter in matches)
-            raise ModelNotFoundError(f"{name!r} is ambiguous; say {choices}", param="model")
+            raise ModelNotFoundError(f"{name!r} is ambiguous: use {choices}", param="model")
         model, adapter = matches[0]
         return model, ByName(adapter)
 
@@ -117,7 +117,7 @@ class ModelCatalog:
         replace: bool = False,
         origin: VersionOrigin = VersionOrigin.API,
     ) -> Registration:
-        """Raises as AdapterStore.register; then nothing has changed."""
+        """Register a staged adapter. Raises as AdapterStore.register, and then changes nothing."""
 
         def change() -> tuple[AdapterVersion | None, Registration]:
             ref = AdapterRef(model.card.name, tenant, ByName(name))
@@ -135,7 +135,7 @@ class ModelCatalog:
 
         def then(result: tuple[AdapterVersion | None, Registration]) -> None:
             before, registration = result
-            became(model, before, registration.version)
+            apply_version(model, before, registration.version)
 
         _, registration = await self.change(change, then)
         if registration.version.is_pinned:
@@ -146,13 +146,15 @@ class ModelCatalog:
         """Forget a name, or an alias. Raises AdapterNotFoundError."""
         num_ended = 0
 
-        def asked_for(version: AdapterVersion) -> str:
+        def requested_name(version: AdapterVersion) -> str:
             return ref.key.name if isinstance(ref.key, ByName) else version.name
 
         def then(version: AdapterVersion) -> None:
             nonlocal num_ended
-            if asked_for(version) != version.name:
-                logger.info("alias %r of adapter %r is forgotten", asked_for(version), version.name)
+            if requested_name(version) != version.name:
+                logger.info(
+                    "alias %r of adapter %r is forgotten", requested_name(version), version.name
+                )
                 return
             if mode is UnloadMode.IMMEDIATE:
                 unloaded = AdapterNotFoundError(f"adapter {version.name!r} was unloaded meanwhile")
@@ -163,8 +165,8 @@ class ModelCatalog:
 
         version = await self.change(lambda: model.store.remove(ref), then)
         return Unloaded(
-            name=asked_for(version),
-            is_alias=asked_for(version) != version.name,
+            name=requested_name(version),
+            is_alias=requested_name(version) != version.name,
             digest=version.digest,
             num_ended=num_ended,
         )
@@ -172,23 +174,26 @@ class ModelCatalog:
     async def rollback(
         self, model: ServedModel, ref: AdapterRef, number: int | None
     ) -> AdapterVersion:
-        """Raises AdapterNotFoundError, AdapterLoadError, or why the model cannot serve it."""
+        """Restore an older version.
+
+        Raises AdapterNotFoundError, AdapterLoadError, or why the model cannot serve it.
+        """
 
         def change() -> tuple[AdapterVersion | None, AdapterVersion]:
             before = model.store.find(ref)
             return before, model.store.rollback(ref, number, model.check_fits)
 
-        _, version = await self.change(change, lambda result: became(model, *result))
+        _, version = await self.change(change, lambda result: apply_version(model, *result))
         await pin_on_device(model)
         return version
 
     async def pin(
         self, model: ServedModel, ref: AdapterRef, number: int | None, *, is_pinned: bool
     ) -> AdapterVersion:
-        """Keep a version in the history, or no longer; and on the device if it is the present one.
+        """Pin or unpin a version: it stays in the history, and on the device if it is present.
 
-        Raises AdapterNotFoundError, and AdapterTooLargeError if other adapters would lack room on
-        the device; then it is not pinned.
+        Raises AdapterNotFoundError, and AdapterTooLargeError if other adapters would no longer fit
+        on the device; then it is not pinned.
         """
         if not is_pinned:
             version = await self.change(lambda: model.store.unpin(ref, number))
@@ -202,7 +207,7 @@ class ModelCatalog:
         except BaseException:
             unpin_others(model)
             raise
-        # Before the store said so, any other change let go of it.
+        # Pin again: before the store had the pin, any other change would have unpinned it.
         await pin_on_device(model)
         return version
 
@@ -222,8 +227,10 @@ class ModelCatalog:
         )
 
 
-def became(model: ServedModel, before: AdapterVersion | None, version: AdapterVersion) -> None:
-    """Tell the engine what a name means now. The version has been checked."""
+def apply_version(
+    model: ServedModel, before: AdapterVersion | None, version: AdapterVersion
+) -> None:
+    """Apply the new present version of a name to the engine. It has been checked."""
     model.unfit.pop(version.digest, None)
     if before is not None and before.digest != version.digest:
         release(model, before)
@@ -238,14 +245,14 @@ def became(model: ServedModel, before: AdapterVersion | None, version: AdapterVe
     if model.engine.is_ready:
         try:
             model.engine.preload(version.source)
-        except LoraplexError as error:  # so are its requests
+        except LoraplexError as error:  # its requests are refused, too
             logger.warning("adapter %r is refused: %s", version.name, error.message)
 
 
 async def pin_on_device(model: ServedModel) -> None:
     """Pin on the device exactly the adapters whose present version is pinned in the store.
 
-    An adapter for which the device has no room is logged, and served as an unpinned one.
+    An adapter that does not fit on the device is logged, and served as an unpinned one.
     """
     unpin_others(model)
     for version in _pinned(model).values():
@@ -277,18 +284,18 @@ def _pinned(model: ServedModel) -> dict[str, AdapterVersion]:
 
 
 def release(model: ServedModel, version: AdapterVersion) -> None:
-    """Let the engine forget what no name means any longer; its requests end first."""
+    """Unregister an adapter without a name from the engine, after its requests end."""
     if not is_present(model.store, version.model, version.digest):
         model.engine.forget_adapter(version.digest)
 
 
 def is_present(store: AdapterStore, model: str, digest: str) -> bool:
-    """Whether some name of a model means these bytes."""
+    """Whether a name of the model has this digest."""
     return any(version.digest == digest for version in store.present(model))
 
 
 async def describe(model: ServedModel, ref: AdapterRef) -> AdapterDetails:
-    """All that is known of an adapter. Raises AdapterNotFoundError."""
+    """Return the details of an adapter. Raises AdapterNotFoundError."""
     history = await asyncio.to_thread(model.store.history, ref)
     version = history[0]
     residency = await model.engine.residency()
@@ -311,13 +318,13 @@ def _cards(model: ServedModel, principal: Principal) -> Iterator[AdapterCard]:
 
 
 def _readings(name: str, models: Mapping[str, ServedModel]) -> Iterator[tuple[ServedModel, str]]:
-    """What a name may mean: `adapter` of any model, or `base:adapter`."""
+    """Yield the meanings of a name: `adapter` of any model, or `base:adapter`."""
     for base, model in models.items():
         yield model, name
         if name.startswith(f"{base}:"):
             yield model, name.removeprefix(f"{base}:")
 
 
-def _listing(names: list[str], most: int = 20) -> str:
-    shown = ", ".join(repr(name) for name in names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+def _listing(names: list[str], max_names: int = 20) -> str:
+    shown = ", ".join(repr(name) for name in names[:max_names])
+    return shown if len(names) <= max_names else f"{shown} and {len(names) - max_names} more"

@@ -27,7 +27,7 @@ from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.stats import AdapterActivity, Durations, EngineStats, StepRecord
 from loraplex.serving.access.tenant_adapters import TenantAdapters
 from loraplex.serving.adapters.cards import AdapterState
-from loraplex.serving.adapters.fit import check_room
+from loraplex.serving.adapters.fit import check_fits_tiers
 from loraplex.serving.backend import ModelCard
 from loraplex.serving.engines.async_engine import AsyncEngine
 from loraplex.serving.grammar.grammars import Grammars
@@ -148,7 +148,7 @@ class ServedModel:
     def check_fits(self, version: AdapterVersion) -> None:
         """Raises AdapterMismatchError or AdapterTooLargeError."""
         check_targets(version.source.targets, self.shapes, self.config.max_lora_rank)
-        check_room(version.source, self.config, self.engine.capacity)
+        check_fits_tiers(version.source, self.config, self.engine.capacity)
 
     def state_of(self, version: AdapterVersion) -> AdapterState:
         """Whether a request would be refused for it."""

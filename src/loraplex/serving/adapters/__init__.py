@@ -1,1 +1,1 @@
-"""Adapters by name: loading, changing, following folders, keeping."""
+"""Workers of the catalog: load adapters, follow folders, repair files."""

@@ -1,4 +1,4 @@
-"""A forward with an adapter beside one without, before the adapter is let in."""
+"""Canary of an adapter: compares a forward pass with and without it before it is registered."""
 
 import asyncio
 from collections.abc import Callable
@@ -27,8 +27,10 @@ async def run_canary(
     new_request_id: Callable[[], RequestId],
     now_ns: int,
 ) -> CanaryReport:
-    """Compare them. Raises what the engine says of the adapter, or InvalidAdapterError if there is
-    no difference at all: then the adapter does nothing.
+    """Run both passes and compare them.
+
+    Raises the engine's error about the adapter, or InvalidAdapterError if the passes do not differ
+    at all, since the adapter then has no effect.
     """
     requests = [
         GenerateRequest(
@@ -56,10 +58,10 @@ async def run_canary(
 
 
 def compare(base: list[TokenLogprob], adapted: list[TokenLogprob]) -> CanaryReport:
-    """Of the same positions: the prompt's tokens but the first, then the next token.
+    """Compare the same positions: the prompt's tokens except the first, then the next token.
 
-    Of a next token that is among the likeliest of one side only, the other side's log probability
-    is at most that of its least likely one here: what that leaves of the difference is counted.
+    If a next token is among the likeliest of one side only, its log probability on the other side
+    is at most that of the least likely one there: the remaining difference is counted.
     """
     *base_prompt, base_next = base
     *adapted_prompt, adapted_next = adapted

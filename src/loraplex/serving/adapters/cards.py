@@ -1,4 +1,4 @@
-"""What is told of an adapter: in a listing, after a load, and whole. Plain values."""
+"""Descriptions of adapters for listings, load reports and details. Plain values."""
 
 import enum
 from typing import Any, TypeVar
@@ -15,75 +15,75 @@ CardT = TypeVar("CardT", bound="AdapterCard")
 
 
 class AdapterState(enum.StrEnum):
-    """Whether a request may name it now."""
+    """Whether requests may use the adapter now."""
 
     READY = "ready"
     MISSING = "missing"
-    """Its canonical adapter file is gone, and its source does not give the same bytes (yet)."""
+    """Its canonical adapter file is gone, and its source does not have the same bytes (yet)."""
     UNFIT = "unfit"
     """Stored for another base model of this name, or for larger limits."""
 
 
 class UnloadMode(enum.StrEnum):
-    """What becomes of the requests that run with an adapter whose name is forgotten."""
+    """Treatment of the requests that run with an adapter which is unloaded."""
 
     DRAIN = "drain"
-    """They end normally; the engine lets go of the adapter after the last of them."""
+    """They end normally; the engine forgets the adapter after the last of them."""
     IMMEDIATE = "immediate"
     """They end now, with an error."""
 
 
 class AdapterCard(msgspec.Struct, frozen=True, kw_only=True):
-    """A registered adapter, as a listing shows it."""
+    """Registered adapter as shown in listings."""
 
     name: str
     model: str
-    """The base model: its parent."""
+    """Base model, which is its parent."""
     task_id: int | None
     digest: str
     version: int = 1
     created: int
-    """Unix seconds: when this version was registered."""
+    """Time at which this version was registered, in Unix seconds."""
     rank: int
-    """The largest of its ranks."""
+    """Largest of its ranks."""
     num_bytes: int
-    """In host memory."""
+    """Size in host memory."""
     source: str
-    """Empty for tenants that the adapter does not belong to."""
+    """Source; empty for tenants which do not own the adapter."""
     state: AdapterState = AdapterState.READY
     warnings: tuple[str, ...] = ()
 
 
 class AdapterContent(msgspec.Struct, frozen=True, kw_only=True):
-    """What is applied of an adapter, and what room it takes."""
+    """Applied parts of an adapter, and their memory."""
 
     ranks: dict[str, tuple[int, int]]
-    """(smallest, largest) rank by module."""
+    """Smallest and largest rank by module."""
     layers: tuple[int, ...]
-    """Those with at least one adapted module."""
+    """Layers with at least one adapted module."""
     num_tensors: int
-    """All of the source's: a tensor that cannot be applied is an error."""
+    """Number of all tensors in the source: one that cannot be applied is an error."""
     dtypes: tuple[str, ...]
-    """Of the tensors in the source."""
+    """Types of the tensors in the source."""
     device_dtype: str
-    """What they are cast to when they are loaded."""
+    """Type to which they are cast when they are loaded."""
     host_bytes: int
     device_bytes: int
-    """Whole pages."""
+    """Size on the device, in whole pages."""
     device_pages: int
 
 
 class CanaryReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One forward with the adapter beside one without: absolute differences of log probabilities.
+    """Absolute differences of log probabilities between a pass with the adapter and one without.
 
-    Over the tokens of a fixed prompt, and over the likeliest next tokens after it.
+    They cover the tokens of a fixed prompt, and the likeliest next tokens after it.
     """
 
     num_compared: int
     largest_difference: float
     mean_difference: float
     base_token_id: int
-    """The likeliest next token of the base model."""
+    """Likeliest next token of the base model."""
     adapter_token_id: int
 
 
@@ -93,20 +93,20 @@ class LoadReport(
     kw_only=True,
     rename={"is_unchanged": "unchanged", "is_dry_run": "dry_run"},
 ):
-    """The answer to a load."""
+    """Response to a load."""
 
     is_unchanged: bool
-    """The name meant these very bytes already."""
+    """Whether the name had the same bytes before."""
     is_dry_run: bool
-    """Nothing was registered."""
+    """Whether nothing was registered."""
     content: AdapterContent
     seconds: dict[str, float]
-    """By stage."""
+    """Duration of each stage."""
     canary: CanaryReport | None = None
 
 
 class VersionCard(msgspec.Struct, frozen=True, kw_only=True, rename={"is_pinned": "pinned"}):
-    """One version in the history of a name."""
+    """Version in the history of a name."""
 
     version: int
     digest: str
@@ -114,32 +114,31 @@ class VersionCard(msgspec.Struct, frozen=True, kw_only=True, rename={"is_pinned"
     source: str
     origin: str
     restored: int | None
-    """The older version whose bytes a rollback brought back as this one."""
+    """Number of the older version that a rollback restored as this one."""
     is_pinned: bool
 
 
 class AdapterDetails(AdapterCard, frozen=True, kw_only=True):
-    """All that is known of one adapter."""
+    """All details of one adapter."""
 
     aliases: tuple[str, ...]
     residency: Residency
     num_running: int | None
-    """Requests in work that named it, whatever version they run with; None: not told, to tenants
-    that it does not belong to."""
+    """In-flight requests that named it, with any version; null for tenants which do not own it."""
     content: AdapterContent
     versions: tuple[VersionCard, ...]
-    """The present one first."""
+    """Versions in its history, the present one first."""
 
 
 class Unloaded(msgspec.Struct, frozen=True, kw_only=True):
-    """What was forgotten."""
+    """Result of an unload."""
 
     name: str
     is_alias: bool
-    """Only this alias was: the adapter itself stays."""
+    """Whether only an alias was removed and the adapter stays."""
     digest: str
     num_ended: int
-    """Requests that were ended with an error."""
+    """Number of requests that ended with an error."""
 
 
 def card_of(version: AdapterVersion, state: AdapterState = AdapterState.READY) -> AdapterCard:
@@ -147,7 +146,7 @@ def card_of(version: AdapterVersion, state: AdapterState = AdapterState.READY) -
 
 
 def card_fields(version: AdapterVersion, state: AdapterState) -> dict[str, Any]:
-    """The fields of an AdapterCard, for what is more than one."""
+    """Return the fields of an AdapterCard, for its subclasses."""
     return {
         "name": version.name,
         "model": version.model,
@@ -164,7 +163,7 @@ def card_fields(version: AdapterVersion, state: AdapterState) -> dict[str, Any]:
 
 
 def without_sources(card: CardT) -> CardT:
-    """For tenants that an adapter does not belong to: not where it came from, nor who uses it."""
+    """Remove source and usage, for tenants which do not own the adapter."""
     shown = msgspec.structs.replace(card, source="")
     if isinstance(shown, AdapterDetails):
         versions = tuple(msgspec.structs.replace(each, source="") for each in shown.versions)
@@ -173,7 +172,7 @@ def without_sources(card: CardT) -> CardT:
 
 
 def content_of(staged: StagedAdapter, capacity: Capacity, device_dtype: str) -> AdapterContent:
-    """By the arithmetic that the engine allocates with."""
+    """Describe the content, with the engine's own arithmetic of pages."""
     source = staged.source
     num_pages = place(source.targets, capacity.page_geometry).num_pages
     return AdapterContent(

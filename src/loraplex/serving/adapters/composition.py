@@ -1,8 +1,8 @@
-"""Several adapters in one request: what they are together, and which ones have no sum.
+"""Composition of several adapters in one request, and the combinations that are refused.
 
 With t_i the request's scales and W_i a weight W of the base with adapter i merged into it, the
-request runs on W + sum t_i (W_i - W): for LoRA that is the concatenation of the ranks, and it holds
-for biases, DoRA and one whole copy just as well. The order of the adapters says nothing.
+request uses W + sum t_i (W_i - W): for LoRA that is the concatenation of the ranks, and it is also
+defined for biases, DoRA and one whole copy. The order of the adapters has no meaning.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from loraplex.core.adapter import EMBEDDING, LM_HEAD, OUTSIDE_LAYERS, TargetPart
 from loraplex.core.errors import UnsupportedFeatureError
 
 Composition = list[tuple[AdapterVersion, float]]
-"""Versions and how strongly each is applied."""
+"""Versions and the scale of each."""
 
 _Place = tuple[int, str]
 """Layer and module."""
@@ -24,17 +24,17 @@ _REPLACING = frozenset({TargetPart.ROWS, TargetPart.TOKENS})
 
 
 def compose(chosen: Composition, shapes: BaseShapes) -> Composition:
-    """The same changes in the one order that their KV is kept under.
+    """Return the composition in the one order that identifies its KV cache.
 
-    Each content once, with the sum of its scales, by ascending digest; what has no effect is left
-    out. Raises UnsupportedFeatureError where one adapter replaces what another one changes.
+    Each digest occurs once, with the sum of its scales, in ascending order; scale 0 is left out.
+    Raises UnsupportedFeatureError if one adapter replaces what another one changes.
     """
     scales: dict[str, list[float]] = {}
     versions: dict[str, AdapterVersion] = {}
     for version, scale in chosen:
         versions.setdefault(version.digest, version)
         scales.setdefault(version.digest, []).append(scale)
-    # fsum: the sum does not depend on the order, either.
+    # fsum: with it the sum does not depend on the order either.
     sums = {digest: math.fsum(scales[digest]) for digest in sorted(scales)}
     composition = [(versions[digest], scale) for digest, scale in sums.items() if scale != 0.0]
     _check_replaced([version for version, _ in composition], shapes)
@@ -42,7 +42,7 @@ def compose(chosen: Composition, shapes: BaseShapes) -> Composition:
 
 
 def _check_replaced(versions: Sequence[AdapterVersion], shapes: BaseShapes) -> None:
-    """The parts that replace rows are applied one after another: the last one would win."""
+    """Refuse two adapters of which one replaces what the other changes: the last would win."""
     for version, other in itertools.permutations(versions, 2):
         contested = _replaced(version, shapes) & _changed(other)
         if contested:
@@ -56,7 +56,7 @@ def _check_replaced(versions: Sequence[AdapterVersion], shapes: BaseShapes) -> N
 
 
 def _replaced(version: AdapterVersion, shapes: BaseShapes) -> set[_Place]:
-    """Where it has rows of its own; what is tied to it has them, too."""
+    """Return where an adapter replaces rows, including tied parameters."""
     places = {
         (target.layer, target.module)
         for target in version.source.targets

@@ -1,4 +1,4 @@
-"""The adapters that a model's configuration names: one by one, by their folder, or in a list."""
+"""Adapters of a model's configuration: named individually, by folder, or in a list."""
 
 import asyncio
 import dataclasses
@@ -9,7 +9,7 @@ from pathlib import Path
 from loraplex.core.config import AdapterConfig, ModelConfig
 from loraplex.core.errors import ConfigError, LoraplexError
 from loraplex.core.principal import DEFAULT_TENANT
-from loraplex.serving.adapters.folders import Say, find_adapters, find_below, read_list
+from loraplex.serving.adapters.folders import Log, find_adapters, find_below, read_list
 from loraplex.serving.adapters.loading import CatalogLoader
 from loraplex.serving.catalog import ModelCatalog
 from loraplex.serving.served_model import ServedModel
@@ -23,20 +23,20 @@ class ConfiguredAdapter:
     path: str
     task_id: int | None
     is_named: bool
-    """One by one, and it must load; otherwise it may be left out."""
+    """Whether it is named individually and must load; otherwise it may be left out."""
     is_followed: bool = False
-    """It may come, change and go while the server runs."""
+    """Whether it may appear, change and disappear while the server runs."""
 
 
 async def load_configured(
     model: ServedModel, loader: CatalogLoader, catalog: ModelCatalog
 ) -> dict[str, LoraplexError]:
-    """Register what the configuration names; no adapter may be called as a base is.
+    """Register the adapters of the configuration; none may have the name of a base model.
 
-    It wins over what was stored. What only an earlier configuration named is forgotten. Raises
-    ConfigError for an adapter named one by one; one that is optional, or was merely found in a
-    folder, is left out with a warning, and what was stored under its name goes on. Gives the names
-    of those, and why.
+    The configuration wins over stored adapters. Adapters that only an earlier configuration named
+    are forgotten. Raises ConfigError for an adapter that is named individually; one that is
+    optional, or was found in a folder, is left out with a warning, and the stored adapter of its
+    name stays. Returns the names that were left out, and why.
     """
     left_out: dict[str, LoraplexError] = {}
     wanted = await asyncio.to_thread(wanted_adapters, model.config, catalog)
@@ -69,16 +69,16 @@ async def load_configured(
 def wanted_adapters(
     config: ModelConfig, catalog: ModelCatalog, *, is_following: bool = False
 ) -> list[ConfiguredAdapter]:
-    """Each name and each task id once: the first one has it; others are an error if they are named
-    one by one, else a warning.
+    """Return the configured adapters, each name and each task id once.
 
-    Looks into folders. Raises ConfigError for one that cannot be read. is_following: it was looked
-    at before, so that what is left out was told.
+    The first adapter has it; a later one is an error if it is named individually, else a warning.
+    Reads folders; raises ConfigError for an unreadable one. is_following: an earlier call has
+    logged the warnings already.
     """
-    say = logger.debug if is_following else logger.warning
+    log = logger.debug if is_following else logger.warning
     wanted: dict[str, ConfiguredAdapter] = {}
     task_ids: dict[int, str] = {}
-    for adapter in _configured(config, say):
+    for adapter in _configured(config, log):
         name, task_id = adapter.name, adapter.task_id
         try:
             catalog.check_is_no_base(name)
@@ -87,21 +87,21 @@ def wanted_adapters(
             if task_id is not None and task_ids.setdefault(task_id, name) != name:
                 raise ConfigError(f"LoRA task {task_id} already is adapter {task_ids[task_id]!r}")
         except LoraplexError as error:
-            _cannot_load(adapter, error, say)
+            _cannot_load(adapter, error, log)
         else:
             wanted[name] = adapter
     return list(wanted.values())
 
 
-def _configured(config: ModelConfig, say: Say) -> Iterator[ConfiguredAdapter]:
+def _configured(config: ModelConfig, log: Log) -> Iterator[ConfiguredAdapter]:
     for name, adapter in config.adapters.items():
         yield named_adapter(name, adapter)
     if config.multi_lora:
         for name, path in read_list(Path(config.multi_lora)):
             yield ConfiguredAdapter(name, path, None, is_named=True, is_followed=True)
-    found = [pair for folder in config.adapter_dirs for pair in find_adapters(Path(folder), say)]
+    found = [pair for folder in config.adapter_dirs for pair in find_adapters(Path(folder), log)]
     if config.lora_root:
-        found += find_below(Path(config.lora_root), say)
+        found += find_below(Path(config.lora_root), log)
     for name, place in found:
         task_id = task_id_of(name)
         yield ConfiguredAdapter(name, str(place), task_id, is_named=False, is_followed=True)
@@ -118,13 +118,13 @@ def named_adapter(name: str, adapter: AdapterConfig) -> ConfiguredAdapter:
 
 
 def _cannot_load(
-    adapter: ConfiguredAdapter, error: LoraplexError, say: Say = logger.warning
+    adapter: ConfiguredAdapter, error: LoraplexError, log: Log = logger.warning
 ) -> None:
     if adapter.is_named:
         raise ConfigError(f"adapter {adapter.name!r}: {error.message}") from error
-    say("left out adapter %r: %s", adapter.name, error.message)
+    log("left out adapter %r: %s", adapter.name, error.message)
 
 
 def task_id_of(name: str) -> int | None:
-    """A name of digits is its task id, as in TensorRT-LLM's lora_prefetch_dir."""
+    """Return the task id of a name of digits, as in TensorRT-LLM's lora_prefetch_dir."""
     return int(name) if name.isascii() and name.isdigit() else None

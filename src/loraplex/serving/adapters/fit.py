@@ -7,8 +7,8 @@ from loraplex.core.plan import Capacity
 from loraplex.memory.adapter_pages import place
 
 
-def check_room(source: AdapterSource, config: ModelConfig, capacity: Capacity) -> None:
-    """Raise AdapterTooLargeError for what would not even fit alone, in either tier."""
+def check_fits_tiers(source: AdapterSource, config: ModelConfig, capacity: Capacity) -> None:
+    """Raise AdapterTooLargeError for an adapter that would not fit even alone in a tier."""
     if source.num_bytes > config.lora_host_bytes:
         raise AdapterTooLargeError(
             f"the adapter has {source.num_bytes} bytes, the host cache for adapters "

@@ -1,9 +1,9 @@
-"""The server follows its adapter folders: what is added, changed or removed there, is so here.
+"""Follows adapter folders: adapters added, changed or removed there are so on the server.
 
-Looks again and again, by names, sizes and times, in a thread. A change is taken when two looks in
-a row saw the same: what is still being copied is left alone. What may work later is tried again,
-after one look, two, four and so on. Only what the configuration brought is taken away; what was
-loaded over the API under the same name stays.
+A thread scans names, sizes and times periodically. A change is applied once two scans in a row saw
+it, so that a file is not read while it is copied. A load that may succeed later is repeated after
+one scan, two, four and so on. Only configured adapters are removed; an adapter that was loaded over
+the API under the same name stays.
 """
 
 import asyncio
@@ -37,14 +37,14 @@ from loraplex.serving.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_PAUSE = 128
-"""In looks, between two tries of what may work later."""
+_MAX_PAUSE = 128
+"""Maximum number of scans between two attempts of a load that may succeed later."""
 _MAX_REFUSED = 256
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Seen:
-    """An adapter in a folder, as one look saw it."""
+    """Adapter in a folder, as one scan saw it."""
 
     adapter: ConfiguredAdapter
     signature: Signature
@@ -52,34 +52,34 @@ class _Seen:
 
 @dataclasses.dataclass(slots=True)
 class _Retry:
-    """An adapter that could not be taken for now."""
+    """Adapter that could not be loaded for now."""
 
     seen: _Seen
     pause: int
-    """In looks."""
+    """Length in scans."""
     left: int
-    """Of the pause."""
+    """Scans left of the pause."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Followed:
-    """One model's adapters in folders, by name."""
+    """Adapters of one model in folders, by name."""
 
     model: ServedModel
     taken: dict[str, _Seen]
-    """What was loaded, or tried."""
+    """Adapters that were loaded, or tried."""
     last: dict[str, _Seen]
-    """What the last look saw."""
+    """Adapters that the last scan saw."""
     retries: dict[str, _Retry] = dataclasses.field(default_factory=dict)
     refused: dict[str, tuple[_Seen, LoraplexError]] = dataclasses.field(default_factory=dict)
-    """Why a request did not get what it named, as long as that has not changed."""
-    asking: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+    """Reasons for refused adapters, as long as these have not changed."""
+    loading: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
 
     @classmethod
     def after_start(
         cls, model: ServedModel, seen: dict[str, _Seen], left_out: Mapping[str, LoraplexError]
     ) -> "_Followed":
-        """left_out: by name, why it was not loaded; what may work later is yet to be taken."""
+        """left_out: reasons by name; a load that may succeed later is repeated."""
         refused = {
             name: (seen[name], error)
             for name, error in left_out.items()
@@ -89,40 +89,40 @@ class _Followed:
         return cls(model, taken, seen, refused=refused)
 
     def is_due(self, name: str, seen: _Seen) -> bool:
-        """Whether it is to be taken now."""
+        """Whether the adapter should be loaded now."""
         retry = self.retries.get(name)
         is_pausing = retry is not None and retry.seen == seen and retry.left > 0
         return self.taken.get(name) != seen and not is_pausing
 
 
 class FolderFollower:
-    """Over all models of a server. Nothing that fails here stops it."""
+    """Follower of the adapter folders of all models. No failure stops it."""
 
     def __init__(
         self, loader: CatalogLoader, catalog: ModelCatalog, interval_seconds: float
     ) -> None:
-        """interval_seconds: from one look to the next; 0: only the first."""
+        """interval_seconds: time between scans; 0: only the first scan."""
         self._loader = loader
         self._catalog = catalog
         self._interval_seconds = interval_seconds
         self._followed: list[_Followed] = []
         self._task: asyncio.Task[None] | None = None
         self._problem = ""
-        """Why the last look failed: it is told once."""
+        """Reason why the last scan failed, which is logged once."""
 
     async def load(self, model: ServedModel) -> None:
-        """Load what the configuration of a model names, and follow it from then on.
+        """Load the configured adapters of a model, and follow them from then on.
 
         Raises ConfigError.
         """
-        # Looked at before it is read: what changes meanwhile is seen as a change.
+        # Scanned before the files are read, so that the next scan detects changes meanwhile.
         seen = await asyncio.to_thread(_look, model.config, self._catalog)
         left_out = await load_configured(model, self._loader, self._catalog)
         if _is_followed(model.config):
             self._followed.append(_Followed.after_start(model, seen, left_out))
 
     def start(self) -> None:
-        """Follow, until close()."""
+        """Follow the folders until close()."""
         if self._followed and self._interval_seconds:
             self._task = asyncio.create_task(self._run(), name="folder-follower")
 
@@ -132,21 +132,21 @@ class FolderFollower:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def take_named(self, model: ServedModel, name: str) -> None:
-        """Take at once what the next looks would: a new adapter of lora_root, or an optional one.
+        """Load at once an adapter that a request names: a new one of lora_root, or an optional one.
 
-        A request has named it. Nothing if there is none; raises why it cannot be served.
+        Does nothing if there is none; raises the reason if it cannot be served.
         """
         followed = next((f for f in self._followed if f.model is model), None)
         is_optional = _is_optional(model.config, name)
         if followed is None or not (model.config.lora_root or is_optional):
             return
-        async with followed.asking:
+        async with followed.loading:
             seen = await asyncio.to_thread(_look_for, model.config, name)
             if seen is None:
                 return
             before, error = followed.refused.get(name, (None, None))
             if before == seen and error is not None:
-                raise _as_asked_for(name, error) if is_optional else error
+                raise _as_not_found(name, error) if is_optional else error
             if followed.taken.get(name) == seen:
                 return
             self._catalog.check_is_no_base(name)
@@ -158,7 +158,7 @@ class FolderFollower:
                 raise
             except LoraplexError as error:
                 _remember(followed.refused, name, (seen, error))
-                raise (_as_asked_for(name, error) if is_optional else error) from None
+                raise (_as_not_found(name, error) if is_optional else error) from None
             followed.refused.pop(name, None)
             followed.taken[name] = seen
 
@@ -167,10 +167,10 @@ class FolderFollower:
             try:
                 seen = await asyncio.to_thread(_look, followed.model.config, self._catalog)
             except ConfigError as error:
-                # Perhaps not mounted for a moment: nothing is taken away for that.
-                self._tell(error.message)
+                # The folder may be unmounted for a moment: its adapters stay.
+                self._report(error.message)
             else:
-                self._tell("")
+                self._report("")
                 await self._follow(followed, seen)
 
     async def _run(self) -> None:
@@ -187,7 +187,7 @@ class FolderFollower:
         }
         followed.last = seen
         gone = [name for name in followed.taken if name not in seen and name in still]
-        for name in gone:  # first: their names and task ids are free then
+        for name in gone:  # first, which frees their names and task ids
             await self._remove(followed, name)
         followed.retries = {name: r for name, r in followed.retries.items() if name in seen}
         for retry in followed.retries.values():
@@ -207,10 +207,10 @@ class FolderFollower:
             pause = 1
             before = followed.retries.get(name)
             if before is not None and before.seen == seen:
-                pause = min(2 * before.pause, _LONGEST_PAUSE)
+                pause = min(2 * before.pause, _MAX_PAUSE)
             followed.retries[name] = _Retry(seen, pause, pause)
             return
-        except LoraplexError as error:  # until it changes
+        except LoraplexError as error:  # final until the files change
             logger.warning("left out adapter %r: %s", name, error.message)
             _remember(followed.refused, name, (seen, error))
         else:
@@ -230,10 +230,10 @@ class FolderFollower:
             return
         try:
             await self._catalog.remove(model, ref, UnloadMode.DRAIN)
-        except LoraplexError as error:  # somebody was faster
+        except LoraplexError as error:  # removed meanwhile
             logger.info("adapter %r: %s", name, error.message)
 
-    def _tell(self, problem: str) -> None:
+    def _report(self, problem: str) -> None:
         if problem and problem != self._problem:
             logger.warning("adapter folders are not followed for now: %s", problem)
         self._problem = problem
@@ -248,8 +248,8 @@ def _is_optional(config: ModelConfig, name: str) -> bool:
     return name in config.adapters and config.adapters[name].optional
 
 
-def _as_asked_for(name: str, error: LoraplexError) -> AdapterNotFoundError:
-    """The same for all reasons: it is configured, and it is not there."""
+def _as_not_found(name: str, error: LoraplexError) -> AdapterNotFoundError:
+    """Return one kind of error for all reasons: it is configured, and absent."""
     text = f"adapter {name!r} could not be loaded: {error.message}"
     return AdapterNotFoundError(text, param="adapter", reason=error.message)
 
@@ -277,7 +277,7 @@ def _remember(
 
 
 def _look(config: ModelConfig, catalog: ModelCatalog) -> dict[str, _Seen]:
-    """What folders and lists have now. Raises ConfigError."""
+    """Scan folders and lists. Raises ConfigError."""
     wanted = wanted_adapters(config, catalog, is_following=True)
     return {
         adapter.name: _Seen(adapter, signature_of(Path(adapter.path).expanduser()))

@@ -1,7 +1,7 @@
-"""Adapters that lie in an operator's folders: under which names, and whether they have changed.
+"""Scan of an operator's adapter folders: names of the adapters, and signatures to detect changes.
 
-Only names and sizes are looked at; what is in the files is for staging. No name leaves its folder:
-links are followed first.
+Only names and sizes are read; staging reads the files. No name leaves its folder: links are
+followed first.
 """
 
 import itertools
@@ -21,16 +21,16 @@ _FILE_SUFFIX = ".safetensors"
 _MAX_DEPTH = 16
 _MAX_LIST_BYTES = 16 << 20
 
-Say = Callable[..., None]
-"""Told what was left out: a method of a logger."""
+Log = Callable[..., None]
+"""Method of a logger that reports what was left out."""
 Found = list[tuple[str, Path]]
-"""(name, path), by name."""
+"""Adapters as (name, path), sorted by name."""
 Signature = tuple[tuple[str, int, int, int], ...]
 """(name, inode, size, mtime_ns) of each file of an adapter; empty where there are none."""
 
 
-def find_adapters(folder: Path, say: Say = logger.warning) -> Found:
-    """Every sub-folder that holds a PEFT adapter or TensorRT-LLM's pair of files.
+def find_adapters(folder: Path, log: Log = logger.warning) -> Found:
+    """Find every sub-folder with a PEFT adapter or TensorRT-LLM's pair of files.
 
     Raises ConfigError.
     """
@@ -38,25 +38,25 @@ def find_adapters(folder: Path, say: Say = logger.warning) -> Found:
     entries = _entries(folder)
     found = [(entry.name, entry) for entry in entries if _is_adapter(entry)]
     if not found:
-        say("no sub-folder of %s has an %s", folder, " or a ".join(_ADAPTER_FILES))
-    return _within(found, folder, say)
+        log("no sub-folder of %s has an %s", folder, " or a ".join(_ADAPTER_FILES))
+    return _within(found, folder, log)
 
 
-def find_below(root: Path, say: Say = logger.warning) -> Found:
-    """Every adapter below a folder, at any depth, by its path from there.
+def find_below(root: Path, log: Log = logger.warning) -> Found:
+    """Find every adapter below a folder, at any depth, named by its relative path.
 
-    A folder, or a .safetensors file, which is called without its ending: `team/v1.2` is
+    A .safetensors file is named without its suffix: `team/v1.2` is
     team/v1.2.safetensors or the folder team/v1.2. Raises ConfigError.
     """
     root = root.expanduser()
-    found = sorted(_below(root, "", 0, say))
+    found = sorted(_below(root, "", 0, log))
     if not found:
-        say("no adapter is below %s", root)
-    return _within(found, root, say)
+        log("no adapter is below %s", root)
+    return _within(found, root, log)
 
 
 def find_named(root: Path, name: str) -> Path | None:
-    """The one adapter below a folder that find_below would call by this name; None: none."""
+    """Return the adapter below a folder that find_below would give this name, if any."""
     root = root.expanduser()
     parts = name.split("/")
     if len(parts) > _MAX_DEPTH or any(not part or part[0] == "." or "\0" in part for part in parts):
@@ -65,17 +65,17 @@ def find_named(root: Path, name: str) -> Path | None:
     try:
         above = itertools.takewhile(lambda one: one != root, folder.parents)
         if any(one.is_symlink() or _is_adapter(one) for one in above):
-            return None  # find_below does not look into it: of an adapter these are checkpoints
+            return None  # find_below skips it too: folders inside an adapter are checkpoints
         path = folder if folder.is_dir() and _is_adapter(folder) else file
         is_there = path.is_dir() or path.is_file()
         inside = path.resolve().is_relative_to(root.resolve()) and _stays(path, root.resolve())
-    except (OSError, RuntimeError, ValueError):  # a name that no file can have is one of them
+    except (OSError, RuntimeError, ValueError):  # includes names that no file can have
         return None
     return path if is_there and inside else None
 
 
 def read_list(path: Path) -> list[tuple[str, str]]:
-    """The adapters of Triton's multi_lora.json: {NAME: PATH}, paths from the working directory.
+    """Read Triton's multi_lora.json: {NAME: PATH}, paths relative to the working directory.
 
     Raises ConfigError.
     """
@@ -94,7 +94,7 @@ def read_list(path: Path) -> list[tuple[str, str]]:
 
 
 def signature_of(path: Path) -> Signature:
-    """Of a folder's files, or of a file; it changes when they do."""
+    """Return the signature of a folder's files or of a file; it changes when they do."""
     try:
         if not path.is_dir():
             return (_file_signature(path.name, path.stat()),)
@@ -108,9 +108,9 @@ def _file_signature(name: str, status: os.stat_result) -> tuple[str, int, int, i
     return name, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _below(folder: Path, prefix: str, depth: int, say: Say) -> Iterator[tuple[str, Path]]:
+def _below(folder: Path, prefix: str, depth: int, log: Log) -> Iterator[tuple[str, Path]]:
     if depth > _MAX_DEPTH:
-        say("%s is deeper than %d folders: left out", folder, _MAX_DEPTH)
+        log("%s is deeper than %d folders: left out", folder, _MAX_DEPTH)
         return
     for entry in _entries(folder):
         name = prefix + entry.name
@@ -118,13 +118,13 @@ def _below(folder: Path, prefix: str, depth: int, say: Say) -> Iterator[tuple[st
             yield name, entry
         elif entry.is_dir():
             if not entry.is_symlink():  # a link may lead back here
-                yield from _below(entry, f"{name}/", depth + 1, say)
+                yield from _below(entry, f"{name}/", depth + 1, log)
         elif entry.name.endswith(_FILE_SUFFIX):
             yield name.removesuffix(_FILE_SUFFIX), entry
 
 
 def _entries(folder: Path) -> list[Path]:
-    """What is in a folder, by name. Hidden ones are not meant, or not whole yet."""
+    """List a folder by name. Hidden entries are skipped: they may be incomplete."""
     try:
         return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
     except OSError as error:
@@ -133,20 +133,20 @@ def _entries(folder: Path) -> list[Path]:
         ) from error
 
 
-def _within(found: Found, folder: Path, say: Say) -> Found:
-    """Those that do not leave the folder by a link."""
+def _within(found: Found, folder: Path, log: Log) -> Found:
+    """Drop adapters that leave the folder by a link."""
     root = folder.resolve()
     staying = []
     for name, path in found:
         if _stays(path, root):
             staying.append((name, path))
         else:
-            say("left out adapter %r: %s leads out of %s; name it one by one", name, path, folder)
+            log("left out adapter %r: %s leads out of %s; name it one by one", name, path, folder)
     return staying
 
 
 def _stays(path: Path, root: Path) -> bool:
-    """Only a link leads out: there are few, and thousands of folders are looked at again."""
+    """Whether no link leads out. Only links are resolved, since there are thousands of folders."""
     try:
         links = [path] if path.is_symlink() else []
         if path.is_dir():
@@ -154,11 +154,11 @@ def _stays(path: Path, root: Path) -> bool:
                 links += [Path(entry.path) for entry in entries if entry.is_symlink()]
         return all(link.resolve().is_relative_to(root) for link in links)
     except (OSError, RuntimeError):
-        return True  # a folder that may not be entered: staging says what is wrong with it
+        return True  # a folder that may not be entered: staging reports its error
 
 
 def _is_adapter(folder: Path) -> bool:
     try:
         return any((folder / name).is_file() for name in _ADAPTER_FILES)
     except OSError:
-        return True  # a folder that may not be entered: staging says what is wrong with it
+        return True  # a folder that may not be entered: staging reports its error

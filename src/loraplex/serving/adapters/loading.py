@@ -1,4 +1,4 @@
-"""From a path, or a request's tensors, to an adapter: staged, checked, named, preloaded."""
+"""Loading of adapters from a source or a request's tensors: stage, check, register, preload."""
 
 import logging
 import time
@@ -24,8 +24,8 @@ from loraplex.serving.adapters.cards import (
     card_fields,
     content_of,
 )
-from loraplex.serving.adapters.fit import check_room
-from loraplex.serving.catalog import ModelCatalog, became, is_present
+from loraplex.serving.adapters.fit import check_fits_tiers
+from loraplex.serving.catalog import ModelCatalog, apply_version, is_present
 from loraplex.serving.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ _INLINE = "inline-"
 
 
 class CatalogLoader:
-    """Owns the staging worker. One load runs at a time; steps and requests go on beside it."""
+    """Worker of the catalog that loads adapters. Owns the staging worker."""
 
     def __init__(self, worker: StagingWorker, catalog: ModelCatalog, clock: Clock) -> None:
         self._worker = worker
@@ -61,9 +61,9 @@ class CatalogLoader:
         dry_run: bool = False,
         canary_id: Callable[[], RequestId] | None = None,
     ) -> LoadReport:
-        """Raises before anything changes if the adapter is bad, or would change nothing.
+        """Load an adapter. Raises before any change if it is bad, or would have no effect.
 
-        canary_id: gives the canary's requests their ids; None runs no canary.
+        canary_id: returns ids for the canary's requests; None runs no canary.
         """
         tenant, store = principal.tenant, model.store
         store.check_free(model.card.name, tenant, name, task_id, replace=replace)
@@ -74,7 +74,7 @@ class CatalogLoader:
                 "(an untrained adapter?)",
                 param="path",
             )
-        check_room(staged.source, model.config, model.engine.capacity)
+        check_fits_tiers(staged.source, model.config, model.engine.capacity)
         seconds = dict(staged.seconds)
         canary = None
         if canary_id is not None:
@@ -108,9 +108,9 @@ class CatalogLoader:
         weights: RequestTensor,
         config: RequestTensor,
     ) -> AdapterKey:
-        """What a request brings along, as `Backend.add_adapter_tensors` says.
+        """Load the tensors of a request. See `Backend.add_adapter_tensors`.
 
-        The name is that of the task id's adapter; a new one is called by its task id or digest.
+        The name is that of the task id's adapter; a new one is named by its task id or digest.
         """
         staged = await self._worker.stage_tensors(
             weights,
@@ -125,13 +125,13 @@ class CatalogLoader:
                 "the adapter in the request changes nothing: every B of lora_weights is zero",
                 param="lora_weights",
             )
-        check_room(staged.source, model.config, model.engine.capacity)
+        check_fits_tiers(staged.source, model.config, model.engine.capacity)
         digest = staged.source.digest
         key = ByDigest(digest) if task_id is None else ByTaskId(task_id)
         ref = AdapterRef(model.card.name, tenant, key)
 
         def change() -> tuple[AdapterVersion | None, AdapterVersion]:
-            # In one turn: two requests with one new task id must not both find it free.
+            # In one change: two requests with one new task id must not both find it free.
             before = model.store.find(ref)
             if before is None:
                 of_digest = f"{_INLINE}{digest[:_NUM_NAME_DIGITS]}"
@@ -154,15 +154,15 @@ class CatalogLoader:
         def then(result: tuple[AdapterVersion | None, AdapterVersion]) -> None:
             before, version = result
             if before is not version:
-                became(model, before, version)
+                apply_version(model, before, version)
 
         await self._catalog.change(change, then)
         return key
 
     async def reload(self, model: ServedModel, version: AdapterVersion) -> bool:
-        """Look at a version's source again; other bytes are the next version. Whether they were.
+        """Stage a version's source again; return whether it has other bytes, the next version.
 
-        What came in a request has no source to look at. Raises what is wrong with the source now.
+        Tensors of a request have no source to stage. Raises the error of the source, if any.
         """
         if version.path == REQUEST_TENSORS:
             return False
@@ -170,11 +170,11 @@ class CatalogLoader:
         staged = await self.stage(model, version.path, reads_again=True, is_trusted=is_trusted)
         is_same = staged.source.digest == version.digest
         if not is_same or model.store.is_missing(version):
-            check_room(staged.source, model.config, model.engine.capacity)
+            check_fits_tiers(staged.source, model.config, model.engine.capacity)
             await self._register_again(model, version, staged)
         return not is_same
 
-    async def heal(self, model: ServedModel, version: AdapterVersion) -> bool:
+    async def repair(self, model: ServedModel, version: AdapterVersion) -> bool:
         """Stage a lost canonical adapter file again; return whether its source has the same bytes.
 
         With other bytes nothing is registered: the operator decides what they mean. Raises the
@@ -205,12 +205,12 @@ class CatalogLoader:
     async def register_configured(
         self, model: ServedModel, tenant: str, name: str, path: str, task_id: int | None
     ) -> None:
-        """Stage and register what a configuration names; it takes the name from whoever had it."""
+        """Stage and register a configured adapter, which replaces any other one of its name."""
         staged = await self.stage(model, path)
         if staged.changes_nothing:
             source = shown_source(path)
             logger.warning("adapter %r changes nothing: every lora_B of %s is zero", name, source)
-        check_room(staged.source, model.config, model.engine.capacity)
+        check_fits_tiers(staged.source, model.config, model.engine.capacity)
         await self._catalog.register(
             model,
             tenant,
@@ -232,7 +232,7 @@ class CatalogLoader:
         reads_again: bool = False,
         is_trusted: bool = True,
     ) -> StagedAdapter:
-        """is_trusted: the operator named the path, not a client."""
+        """Stage a source. is_trusted: the operator named the path, not a client."""
         staged = await self._worker.stage(
             path,
             shapes=model.shapes,
@@ -248,7 +248,7 @@ class CatalogLoader:
         return staged
 
     def _observe(self, model: ServedModel, staged: StagedAdapter) -> None:
-        """A remote source was fetched first."""
+        """Record the durations, with fetching apart from staging."""
         fetch_seconds = staged.seconds.get(_FETCH)
         if fetch_seconds is not None:
             model.observe_load(_FETCH, fetch_seconds)
@@ -268,7 +268,7 @@ class CatalogLoader:
                 model, principal, staged.source, new_request_id, self._clock.now_ns()
             )
         finally:
-            # If it is let in, its name brings it back; the copies are not touched till then.
+            # Its registration will bring it back; its copies in the engine stay until then.
             if not is_present(model.store, model.card.name, digest):
                 model.engine.forget_adapter(digest)
 
@@ -280,7 +280,7 @@ class CatalogLoader:
         path: str,
         task_id: int | None,
     ) -> tuple[AdapterVersion, bool]:
-        """The version that a load would make, and whether the name has these bytes already."""
+        """Return the version that a load would make, and whether the name has its bytes already."""
         present = model.store.find(ref)
         is_unchanged = present is not None and present.digest == staged.source.digest
         number = 1 if present is None else present.number + (not is_unchanged)
@@ -299,7 +299,7 @@ class CatalogLoader:
 
 
 def inline_name(model: ServedModel, principal: Principal, task_id: int | None) -> str:
-    """What an adapter that a request brings will be called, or the beginning of that."""
+    """Return the name of an adapter from a request, or the beginning of the name."""
     if task_id is None:
         return _INLINE
     own = model.store.find(AdapterRef(model.card.name, principal.tenant, ByTaskId(task_id)))
@@ -307,7 +307,7 @@ def inline_name(model: ServedModel, principal: Principal, task_id: int | None) -
 
 
 def _trained_name(model_path: str) -> str:
-    """What adapters are likely to call this base: its folder's name, or its hub id."""
+    """Return the likely name of this base in adapters: its folder's name, or its hub id."""
     folder = source_model(Path(model_path)).resolve()
     if folder.parent.name == "snapshots":  # the hub's cache: models--OWNER--NAME/snapshots/COMMIT
         return folder.parent.parent.name.removeprefix("models--").replace("--", "/")

@@ -1,6 +1,4 @@
-"""What is put right beside the requests, again and again: lost files, files that nobody needs, and
-adapters that engines need not know any longer.
-"""
+"""Periodic upkeep: repairs lost files, deletes unneeded files, and unregisters unnamed adapters."""
 
 import asyncio
 import logging
@@ -17,7 +15,7 @@ INTERVAL_SECONDS = 600.0
 
 
 class CatalogUpkeep:
-    """Over all models of a server. Nothing that fails here stops it."""
+    """Worker of the catalog for all models of a server. No failure stops it."""
 
     def __init__(
         self,
@@ -28,12 +26,12 @@ class CatalogUpkeep:
         self._models = models
         self._loader = loader
         self._interval_seconds = interval_seconds
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         """Digests whose loss was logged."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Now, and every interval from now on, until close()."""
+        """Run now and once per interval, until close()."""
         self._task = asyncio.create_task(self._run(), name="adapter-upkeep")
 
     async def close(self) -> None:
@@ -43,7 +41,7 @@ class CatalogUpkeep:
 
     async def run_once(self) -> None:
         for store in {id(model.store): model.store for model in self._models}.values():
-            await self._heal(store)
+            await self._repair(store)
             for model in self._models:
                 forget_unnamed(model)
             await self._collect(store)
@@ -56,26 +54,26 @@ class CatalogUpkeep:
                 logger.exception("the upkeep of adapters failed; it is tried again")
             await asyncio.sleep(self._interval_seconds)
 
-    async def _heal(self, store: AdapterStore) -> None:
+    async def _repair(self, store: AdapterStore) -> None:
         models = {model.card.name: model for model in self._models}
         missing = await asyncio.to_thread(store.missing)
-        self._told &= {version.digest for version in missing}
+        self._logged &= {version.digest for version in missing}
         for version in missing:
             if version.model in models:
-                await self._heal_one(models[version.model], version)
+                await self._repair_one(models[version.model], version)
 
-    async def _heal_one(self, model: ServedModel, version: AdapterVersion) -> None:
+    async def _repair_one(self, model: ServedModel, version: AdapterVersion) -> None:
         try:
-            is_healed = await self._loader.heal(model, version)
+            is_repaired = await self._loader.repair(model, version)
             reason = "it is another adapter by now"
         except LoraplexError as error:
-            is_healed, reason = False, error.message
-        if is_healed:
+            is_repaired, reason = False, error.message
+        if is_repaired:
             logger.info("adapter %r was staged again: its file was gone", version.name)
-        elif version.digest not in self._told:
-            self._told.add(version.digest)
+        elif version.digest not in self._logged:
+            self._logged.add(version.digest)
             logger.warning(
-                "adapter %r (%s) is missing: its file is gone, and from %s it does not come back: "
+                "adapter %r (%s) is missing: its file is gone, and from %s it cannot be restored: "
                 "%s",
                 version.name,
                 version.digest[:12],
@@ -95,7 +93,7 @@ class CatalogUpkeep:
 
 
 def forget_unnamed(model: ServedModel) -> None:
-    """Let an engine forget what no name means: a late request may have brought it back."""
+    """Unregister adapters without a name from an engine: a late request may have added them."""
     named = {version.digest for version in model.store.present(model.card.name)}
     for digest in model.engine.registered:
         if digest not in named:
