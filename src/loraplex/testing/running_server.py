@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
+import os
 import signal
 import socket
 import ssl
@@ -84,13 +86,19 @@ def fetch(
             return error.code, error.read().decode()
 
 
+# Below the ports that systems give to outgoing connections (from 32768 on Linux), so that none of
+# those takes a port before its server does. Each process begins elsewhere.
+_candidates = itertools.count(20_000 + os.getpid() % 120 * 100)
+
+
 def free_ports(count: int) -> list[int]:
-    """Loopback ports that nobody listens on now."""
-    with contextlib.ExitStack() as stack:
-        listeners = [
-            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
-        ]
-        return [listener.getsockname()[1] for listener in listeners]
+    """Return loopback ports on which no process listens, and which no later call returns."""
+    ports: list[int] = []
+    while len(ports) < count:
+        port = next(_candidates)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            ports.append(port)
+    return ports
 
 
 @contextlib.contextmanager

@@ -235,13 +235,13 @@ def test_an_idle_loop_sleeps(running):
 
 
 def test_the_queue_delay_lets_requests_join():
-    loop = RunningLoop(SchedulerSettings(max_queue_delay_microseconds=60_000))
+    loop = RunningLoop(SchedulerSettings(max_queue_delay_microseconds=500_000))
     start = time.monotonic()
     loop.put(AddRequest(request(1)))
     time.sleep(0.01)
     loop.put(AddRequest(request(2)))
     event = loop.event()
-    assert time.monotonic() - start >= 0.06
+    assert time.monotonic() - start >= 0.5
     assert event.record.request_ids == (1, 2)
     assert loop.engine.num_steps <= 6, "it spins while it waits"
     loop.stop()
