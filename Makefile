@@ -111,15 +111,18 @@ soak: $(VENV)/.dev $(OLDEST_TRITON) $(VENV)/clients .triton
 	$(MAKE) test-lowest
 
 # A Python of its own, with the lowest versions that pyproject.toml allows of what it names. torch is
-# the exception: the index has CUDA builds only of older versions.
+# the exception: it is installed first, as everywhere, because the lowest version that a folder of
+# CPU wheels or an index offers may be a CUDA build of several GB.
 $(LOWEST)/.installed: $(BIN)/uv pyproject.toml
-	$(PYTHON) -m venv $(LOWEST)
+	$(PYTHON) -m venv --clear $(LOWEST)
+	$(UV) install --quiet --python $(LOWEST)/bin/python -c constraints.txt $(PIP_ARGS) torch
 	$(UV) install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct $(PIP_ARGS) \
-		$$(grep "^torch==" constraints.txt) -r pyproject.toml --extra dev
+		"torch==$$($(LOWEST)/bin/python -c 'import importlib.metadata as m; print(m.version("torch"))')" \
+		-r pyproject.toml --extra dev
 	@touch $@
 
 test-lowest: $(LOWEST)/.installed
-	$(LOWEST)/bin/python -m pytest $(LOWEST_TESTS) $(PYTEST_ARGS)
+	PYTHONPATH=src $(LOWEST)/bin/python -m pytest $(LOWEST_TESTS) $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check $(CODE)
