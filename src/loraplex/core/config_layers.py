@@ -6,6 +6,7 @@ three: the flag `--http-port` is `LORAPLEX_HTTP_PORT` in the environment and `ht
 remembers its source, so that an error names the place to correct. Unknown keys are errors.
 """
 
+import difflib
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -69,7 +70,7 @@ def field_layers(source: str, fields: Mapping[str, Any], model_names: Iterable[s
         elif field in ModelConfig.__struct_fields__:
             layers.append(Layer(name, {"models": {model: {field: value} for model in models}}))
         else:
-            raise ConfigError(f"{name} is not a setting of loraplex")
+            raise ConfigError(f"{name} is not a setting of loraplex{_hint(field, SETTINGS)}")
     return layers
 
 
@@ -80,6 +81,11 @@ def resolve(layers: Iterable[Layer]) -> Config:
         for path, value in layer.leaves():
             merged.put(path, value, layer.source)
     return merged.config()
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    similar = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {similar[0]}?" if similar else ""
 
 
 def _leaves(values: Mapping[str, Any], path: KeyPath) -> Iterable[tuple[KeyPath, Any]]:
@@ -144,7 +150,8 @@ class _MergedLayers:
         for key in table:
             if key not in kind.__struct_fields__:
                 known = ", ".join(kind.__struct_fields__)
-                raise self._error((*path, key), f"unknown setting; known: {known}")
+                hint = _hint(key, kind.__struct_fields__)
+                raise self._error((*path, key), f"unknown setting{hint}; known: {known}")
         try:
             return msgspec.convert(table, kind, strict=False)
         except msgspec.ValidationError as error:

@@ -116,6 +116,8 @@ class SchedulerSettings(Settings, frozen=True, kw_only=True):
             "output fits.",
         ),
     ] = BatchSchedulerPolicy.MAX_UTILIZATION
+    # The default packs: few outputs are as long as max_tokens allows. A preempted sequence finds its
+    # KV on the host or in the prefix cache, or computes it again, with the same tokens.
     fair_share: Annotated[
         FairShare,
         _scheduling(
@@ -124,6 +126,7 @@ class SchedulerSettings(Settings, frozen=True, kw_only=True):
             "first served among themselves.",
         ),
     ] = FairShare.ADAPTER
+    # The default protects the other adapters from a flood of requests for one of them.
     fair_weights: Annotated[
         dict[str, float],
         _scheduling(

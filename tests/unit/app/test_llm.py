@@ -254,7 +254,7 @@ class TestLife:
     @pytest.mark.parametrize(
         ("arguments", "text"),
         [
-            ({"dtyp": "float32"}, r"dtyp: unknown setting; known: .*dtype"),
+            ({"dtyp": "float32"}, r"dtyp: unknown setting; did you mean dtype\?; known: .*dtype"),
             ({"dtype": "float8"}, "must be one of auto"),
             ({"kv_cache_bytes": "many"}, "512MiB"),
             ({"path": "x"}, "first argument"),
