@@ -116,8 +116,8 @@ class SchedulerSettings(Settings, frozen=True, kw_only=True):
             "output fits.",
         ),
     ] = BatchSchedulerPolicy.MAX_UTILIZATION
-    # The default packs: few outputs are as long as max_tokens allows. A preempted sequence finds its
-    # KV on the host or in the prefix cache, or computes it again, with the same tokens.
+    # The default packs: few outputs are as long as max_tokens allows. A preempted sequence finds
+    # its KV on the host or in the prefix cache, or computes it again, with the same tokens.
     fair_share: Annotated[
         FairShare,
         _scheduling(
@@ -206,7 +206,8 @@ class SchedulerSettings(Settings, frozen=True, kw_only=True):
     ] = 3
     enable_prefix_cache: Annotated[
         bool,
-        _scheduling(
+        Setting(
+            "Memory",
             "Reuse of the KV cache for equal prompt prefixes",
             aliases=("enable_kv_cache_reuse",),
             flag="prefix-cache",
@@ -214,7 +215,8 @@ class SchedulerSettings(Settings, frozen=True, kw_only=True):
     ] = True
     lora_ttl_seconds: Annotated[
         float | None,
-        _scheduling(
+        Setting(
+            "Adapters",
             "Time in seconds after which an idle adapter leaves host and device memory",
             "It is loaded again when a request needs it.",
             default="never",
