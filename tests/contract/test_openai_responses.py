@@ -18,8 +18,8 @@ from loraplex.core.principal import Principal
 from loraplex.frontends.openai import openai_fallback_routes, openai_routes
 from loraplex.frontends.openai.responses_api.store import StoreLimits
 from loraplex.frontends.openai.room import OpenAIOptions
-from loraplex.serving.text.answer_grammar import read_answer_grammar
 from loraplex.serving.text.chat_format import ChatFormat
+from loraplex.serving.text.completion_grammar import read_completion_grammar
 from loraplex.testing.echo_backend import EchoBackend
 from support.eventually import eventually
 from support.served import served
@@ -243,7 +243,7 @@ def test_a_choice_of_tools(
     assert response.status == "completed"
     grammar = backend.requests[0].sampling.grammar
     assert grammar is not None
-    tool_use = read_answer_grammar(grammar.text).tool_use
+    tool_use = read_completion_grammar(grammar.text).tool_use
     assert tool_use is not None
     assert [tool.name for tool in tool_use.tools] == names
 
@@ -268,7 +268,7 @@ def test_parse(client: openai.OpenAI, backend: EchoBackend) -> None:
     assert response.output_parsed == Answer(city="Paris")
     grammar = backend.requests[0].sampling.grammar
     assert grammar is not None
-    content = read_answer_grammar(grammar.text).content
+    content = read_completion_grammar(grammar.text).content
     assert content is not None
     assert content.kind is GrammarKind.JSON_SCHEMA
     assert json.loads(content.text)["required"] == ["city"]
@@ -278,7 +278,7 @@ def test_any_object(client: openai.OpenAI, backend: EchoBackend) -> None:
     ask(client, text={"format": {"type": "json_object"}, "verbosity": "low"})
     grammar = backend.requests[0].sampling.grammar
     assert grammar is not None
-    content = read_answer_grammar(grammar.text).content
+    content = read_completion_grammar(grammar.text).content
     assert content is not None
     assert json.loads(content.text) == {"type": "object"}
 

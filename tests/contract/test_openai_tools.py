@@ -11,8 +11,8 @@ from starlette.applications import Starlette
 from loraplex.core.grammar import GrammarKind
 from loraplex.core.tools import ToolMode
 from loraplex.frontends.openai import openai_fallback_routes, openai_routes
-from loraplex.serving.text.answer_grammar import read_answer_grammar
 from loraplex.serving.text.chat_format import ChatFormat
+from loraplex.serving.text.completion_grammar import read_completion_grammar
 from loraplex.testing.echo_backend import EchoBackend
 from support.served import served
 
@@ -183,7 +183,7 @@ def test_a_required_call_is_held_to_the_grammar(
     grammar = backend.requests[0].sampling.grammar
     assert grammar is not None
     assert grammar.kind is GrammarKind.MESSAGE
-    tool_use = read_answer_grammar(grammar.text).tool_use
+    tool_use = read_completion_grammar(grammar.text).tool_use
     assert tool_use is not None
     assert tool_use.mode is ToolMode.REQUIRED
     assert [tool.name for tool in tool_use.tools] == ["get_weather", "clock"]
@@ -197,7 +197,7 @@ def test_a_named_function_ends_with_stop(client: openai.OpenAI, backend: EchoBac
     assert answer.message.tool_calls[0].function.name == "clock"
     grammar = backend.requests[0].sampling.grammar
     assert grammar is not None
-    tool_use = read_answer_grammar(grammar.text).tool_use
+    tool_use = read_completion_grammar(grammar.text).tool_use
     assert tool_use is not None
     assert [tool.name for tool in tool_use.tools] == ["clock"]
 
@@ -225,7 +225,7 @@ def test_the_format_of_an_answer_binds_where_no_tool_is_called(
     ask(client, response_format={"type": "json_object"})
     grammar = backend.requests[0].sampling.grammar
     assert grammar is not None
-    parts = read_answer_grammar(grammar.text)
+    parts = read_completion_grammar(grammar.text)
     assert parts.content is not None
     assert parts.content.kind is GrammarKind.JSON_SCHEMA
     assert parts.tool_use is not None

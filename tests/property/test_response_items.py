@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from loraplex.core.tools import FunctionTool, ToolUse
 from loraplex.frontends.openai.responses_api import objects as wire
 from loraplex.frontends.openai.responses_api.output_items import OutputItems
-from loraplex.serving.text.answer_reader import AnswerReading
 from loraplex.serving.text.chat_format import ChatFormat
+from loraplex.serving.text.completion_reader import CompletionSyntax
 from support.examples import examples
 
 TOOLS = ToolUse(tools=(FunctionTool(name="f"), FunctionTool(name="g")))
@@ -32,7 +32,7 @@ PIECES = (
 )
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=10).map("".join)
 READINGS = st.builds(
-    AnswerReading,
+    CompletionSyntax,
     chat_format=st.sampled_from(
         [
             ChatFormat(tool_calls=calls, reasoning=reasoning)
@@ -44,7 +44,7 @@ READINGS = st.builds(
 )
 
 
-def events_of(reading: AnswerReading, pieces: Sequence[str]) -> list[Any]:
+def events_of(reading: CompletionSyntax, pieces: Sequence[str]) -> list[Any]:
     items = OutputItems(itertools.count().__next__)
     reader = reading.reader()
     events = []
@@ -91,7 +91,7 @@ def check(events: Sequence[Any]) -> None:
 
 @examples(4)
 @given(READINGS, TEXTS, st.data())
-def test_any_split_gives_the_same_items(reading: AnswerReading, text: str, data: Any) -> None:
+def test_any_split_gives_the_same_items(reading: CompletionSyntax, text: str, data: Any) -> None:
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8).map(sorted))
     split = [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)])]
     whole, pieces = events_of(reading, [text]), events_of(reading, split)
@@ -103,5 +103,5 @@ def test_any_split_gives_the_same_items(reading: AnswerReading, text: str, data:
 
 @given(TEXTS)
 def test_a_text_without_a_reader_stays_as_it_is(text: str) -> None:
-    reading = AnswerReading(chat_format=ChatFormat(reasoning="none"))
+    reading = CompletionSyntax(chat_format=ChatFormat(reasoning="none"))
     assert contents(events_of(reading, list(text) or [""])) == [(wire.MessageItem, text)]

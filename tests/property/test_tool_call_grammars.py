@@ -8,9 +8,9 @@ import pytest
 
 from loraplex.core.tools import FunctionTool, ToolMode, ToolUse
 from loraplex.serving.grammar.check import GrammarCheck, SpecialTokens
-from loraplex.serving.text.answer_grammar import answer_grammar
-from loraplex.serving.text.answer_reader import AnswerReading
 from loraplex.serving.text.chat_format import ChatFormat
+from loraplex.serving.text.completion_grammar import completion_grammar
+from loraplex.serving.text.completion_reader import CompletionSyntax
 from loraplex.serving.text.tool_calls.formats import FORMATS
 
 PARAMETERS = {
@@ -71,12 +71,12 @@ def written(
 def test_what_the_grammar_lets_through_is_calls(family: str, is_special: bool) -> None:
     markers = FORMATS[family].markers if is_special else ()
     special_ids = {marker: 300 + index for index, marker in enumerate(markers)}
-    reading = AnswerReading(
+    reading = CompletionSyntax(
         chat_format=ChatFormat(tool_calls=family, special_ids=special_ids),
         tool_use=ToolUse(tools=TOOLS, mode=ToolMode.REQUIRED),
     )
     vocabulary = SpecialTokens({i: marker.encode() for marker, i in special_ids.items()}, 400)
-    grammar = answer_grammar(reading, None)
+    grammar = completion_grammar(reading, None)
     assert grammar is not None
     compiled = GrammarCheck(vocabulary).compiled(grammar).text
     tokenizer = llguidance.LLTokenizer(vocabulary, slices=[])  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ from loraplex.engine.replay import replay
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.steps.runner_parts import RunnerParts
 from loraplex.kernels.ops import Kernels
-from loraplex.serving.engines.replay import KILL_BLAME, RequestInWork
+from loraplex.serving.engines.in_flight_request import KILL_BLAME, InFlightRequest
 from loraplex.testing.fake_clock import FakeClock
 from support.feature_answers import Answer
 from support.feature_engines import PLANNED_FAILURE, Failures, FeatureEngines
@@ -140,7 +140,7 @@ class _Schedule:
             for index, request in enumerate(chosen)
         ]
         self._works = {
-            request.request_id: RequestInWork(request, engines.sources)
+            request.request_id: InFlightRequest(request, engines.sources)
             for request in self._requests
         }
         last_arrival = draws.choice(LAST_ARRIVALS)
@@ -148,7 +148,7 @@ class _Schedule:
             (draws.randint(0, last_arrival), request.request_id) for request in self._requests
         )
         self._aborts = self._draw_aborts()
-        self._unfinished: dict[RequestId, RequestInWork] = {}
+        self._unfinished: dict[RequestId, InFlightRequest] = {}
         self._aborted: set[tuple[RequestId, int]] = set()
         self._num_engines = 0
         self._journal_path: Path | None = None

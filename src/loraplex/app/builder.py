@@ -23,7 +23,7 @@ from loraplex.models.spec import ModelSpec
 from loraplex.serving.backend import ModelCard
 from loraplex.serving.engines.async_engine import AsyncEngine
 from loraplex.serving.engines.link import EngineLauncher
-from loraplex.serving.engines.request_fates import Patience
+from loraplex.serving.engines.restart_limits import RestartLimits
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.served_model import ServedModel
 from loraplex.serving.service import Service
@@ -113,7 +113,7 @@ def _engine(name: str, model: ModelConfig, launch: EngineLauncher, clock: Clock)
         launch(model),
         clock,
         num_steps_kept=model.iter_stats_max_iterations,
-        patience=Patience(model.engine_restart_seconds, model.engine_wait_seconds),
+        patience=RestartLimits(model.engine_restart_seconds, model.engine_wait_seconds),
     )
 
 

@@ -6,7 +6,7 @@ Pure functions; everything that can be known to be wrong with a request beforeha
 import itertools
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -213,3 +213,30 @@ def _deadline_ns(timeout_seconds: float | None, now_ns: int) -> int | None:
     if timeout_seconds > _LONGEST_TIMEOUT_SECONDS:
         return None
     return now_ns + int(timeout_seconds * 1e9)
+
+
+def share_weight(
+    fair_share: str,
+    weights: Mapping[str, float],
+    *,
+    adapters: Iterable[str],
+    tenant: str,
+    tenant_weight: float | None = None,
+) -> float:
+    """Return the weight of a request in the fair share of its engine.
+
+    `fair_share` and `weights` are the settings fair_share and fair_weights; a name without a weight
+    has 1. Of several adapters the smallest weight counts; by tenant and adapter it is the product.
+    A weight from the key file (`tenant_weight`) takes precedence over the setting.
+    """
+    by_adapter = min((weights.get(name, 1.0) for name in adapters), default=1.0)
+    by_tenant = weights.get(tenant, 1.0) if tenant_weight is None else tenant_weight
+    match fair_share:
+        case "adapter":
+            return by_adapter
+        case "tenant":
+            return by_tenant
+        case "tenant_adapter":
+            return by_adapter * by_tenant
+        case _:
+            return 1.0

@@ -4,8 +4,8 @@ import asyncio
 import dataclasses
 import itertools
 import logging
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
@@ -32,11 +32,9 @@ from loraplex.serving.backend import ModelCard
 from loraplex.serving.engines.async_engine import AsyncEngine
 from loraplex.serving.grammar.grammars import Grammars
 from loraplex.serving.model_memory import ModelMemory, StoredAdapters, memory_of, stored
-from loraplex.serving.text.bad_words import with_bad_token_ids
 from loraplex.serving.text.chat_renderer import ChatRenderer
 from loraplex.serving.text.detokenizer import continuation
-from loraplex.serving.text.prompt_tokens import prompt_token_ids
-from loraplex.text.tokenizer import Tokenizer
+from loraplex.text.tokenizer import Tokenizer, prompt_token_ids
 
 logger = logging.getLogger(__name__)
 
@@ -232,3 +230,25 @@ def uses(chosen: list[tuple[AdapterVersion, float]]) -> tuple[AdapterUse, ...]:
 def answered_by(chosen: list[tuple[AdapterVersion, float]]) -> tuple[ResolvedAdapter, ...]:
     """What the client is told."""
     return tuple(ResolvedAdapter(version.name, version.digest, scale) for version, scale in chosen)
+
+
+class Encode(Protocol):
+    def __call__(self, text: str, add_special_tokens: bool = ...) -> list[int]: ...
+
+
+def with_bad_token_ids(sampling: SamplingParams, encode: Encode) -> SamplingParams:
+    """Return the parameters with their bad_words moved to the bad_token_ids."""
+    if not sampling.bad_words:
+        return sampling
+    runs = dict.fromkeys((*sampling.bad_token_ids, *_token_runs(sampling.bad_words, encode)))
+    return msgspec.structs.replace(sampling, bad_words=(), bad_token_ids=tuple(runs))
+
+
+def _token_runs(words: Iterable[str], encode: Encode) -> Iterable[tuple[int, ...]]:
+    """Yield the tokens of each word at the beginning of a text and after a space, as vLLM does."""
+    for word in words:
+        bare = word.lstrip(" ") or word
+        for text in (word, bare, f" {bare}"):
+            run = tuple(encode(text, add_special_tokens=False))
+            if run:
+                yield run

@@ -31,14 +31,13 @@ from loraplex.serving.adapters.composition import compose
 from loraplex.serving.adapters.folder_follower import FolderFollower
 from loraplex.serving.adapters.loading import CatalogLoader
 from loraplex.serving.adapters.upkeep import CatalogUpkeep
-from loraplex.serving.admission import admit, cut_prompt
+from loraplex.serving.admission import admit, cut_prompt, share_weight
 from loraplex.serving.backend import Health, ModelCard
 from loraplex.serving.catalog import ModelCatalog, pin_on_device
 from loraplex.serving.draining import Draining
 from loraplex.serving.generation import Generation
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.served_model import ServedModel, answered_by, label, uses
-from loraplex.serving.share_weight import share_weight
 from loraplex.serving.wire_request import begin_generation
 
 logger = logging.getLogger(__name__)

@@ -7,13 +7,13 @@ import pytest
 from loraplex.core.beam_search import BeamSearch
 from loraplex.core.output import FinishReason
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.serving.engines.replay import KILL_BLAME, RequestInWork
+from loraplex.serving.engines.in_flight_request import KILL_BLAME, InFlightRequest
 from support.engine_requests import engine_request
 
 
-def request_without_engine(**sampling) -> RequestInWork:
+def request_without_engine(**sampling) -> InFlightRequest:
     request = engine_request((5, 6), SamplingParams(max_tokens=4, seed=0, **sampling))
-    in_work = RequestInWork(request, ())
+    in_work = InFlightRequest(request, ())
     in_work.lose_engine(KILL_BLAME)
     return in_work
 

@@ -3,7 +3,7 @@
 import pytest
 
 from loraplex.core.scheduler_settings import FairShare
-from loraplex.serving.share_weight import share_weight
+from loraplex.serving.admission import share_weight
 
 WEIGHTS = {"fast": 4.0, "slow": 0.5, "team": 3.0}
 

@@ -6,8 +6,7 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from loraplex.serving.text.prompt_tokens import prompt_token_ids
-from loraplex.text.tokenizer import load_tokenizer
+from loraplex.text.tokenizer import load_tokenizer, prompt_token_ids
 from support.tiny_tokenizer_pipelines import PIPELINES, with_config, write_gemma
 from support.tiny_tokenizers import BOS, EOS, FAMILIES, write_llama_sentencepiece
 

@@ -41,7 +41,7 @@ from loraplex.frontends.openai.responses import (
 )
 from loraplex.frontends.openai.usage import UsageCounter
 from loraplex.frontends.streams import IndexedOutput
-from loraplex.serving.text.answer_reader import ALL_IS_CONTENT, AnswerReading
+from loraplex.serving.text.completion_reader import ALL_IS_CONTENT, CompletionSyntax
 
 BASE_FINGERPRINT = "lp-base"
 DIGESTS_HEADER = "x-loraplex-adapter"
@@ -222,7 +222,7 @@ class ChatWriter:
     """Answers of /v1/chat/completions: always one request."""
 
     def __init__(
-        self, call: Call, texts: TokenTexts, reading: AnswerReading = ALL_IS_CONTENT
+        self, call: Call, texts: TokenTexts, reading: CompletionSyntax = ALL_IS_CONTENT
     ) -> None:
         self._call = call
         self._texts = texts

@@ -10,14 +10,14 @@ from loraplex.frontends.openai.rendering import rendered_chat
 from loraplex.frontends.openai.room import OpenAIRoom
 from loraplex.frontends.openai.schema import ChatBody
 from loraplex.frontends.openai.tools import read_tool_use, shown_tools
-from loraplex.serving.text.answer_reader import AnswerReading
+from loraplex.serving.text.completion_reader import CompletionSyntax
 
 
 class AskedChat(NamedTuple):
     """The one request of a chat, and how its answers are read."""
 
     requests: tuple[GenerateRequest, ...]
-    reading: AnswerReading
+    reading: CompletionSyntax
 
 
 async def asked_chat(
@@ -27,7 +27,7 @@ async def asked_chat(
     convert.check_chat(body)
     tool_use = read_tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
     target = room.options.dialect.target(room, body, principal)
-    reading = AnswerReading(
+    reading = CompletionSyntax(
         chat_format=target.model.chat,
         tool_use=tool_use,
         prompt=await rendered(room, body, target),

@@ -14,7 +14,11 @@ from loraplex.frontends.openai.responses import (
     ToolCall,
     ToolCallDelta,
 )
-from loraplex.serving.text.answer_reader import AnswerDelta, AnswerReader, AnswerReading
+from loraplex.serving.text.completion_reader import (
+    CompletionDelta,
+    CompletionReader,
+    CompletionSyntax,
+)
 
 TOOL_CALLS = "tool_calls"
 """The reason of an answer that ended with calls: the client is to answer them."""
@@ -23,11 +27,11 @@ TOOL_CALLS = "tool_calls"
 class ChatParts:
     """The answers of one request, by sequence, told apart as they come."""
 
-    def __init__(self, reading: AnswerReading) -> None:
+    def __init__(self, reading: CompletionSyntax) -> None:
         self._reading = reading
-        self._readers: dict[int, AnswerReader] = {}
+        self._readers: dict[int, CompletionReader] = {}
 
-    def read(self, sequence: SequenceOutput) -> AnswerDelta:
+    def read(self, sequence: SequenceOutput) -> CompletionDelta:
         """What the sequence's new text brought."""
         reader = self._readers.get(sequence.index)
         if reader is None:
@@ -42,7 +46,7 @@ class ChatParts:
         return sequence.finish_reason
 
 
-def message(part: AnswerDelta, role: str, text_before: str) -> ChatMessage:
+def message(part: CompletionDelta, role: str, text_before: str) -> ChatMessage:
     """The whole message; text_before: what its content begins with."""
     calls = _whole_calls(part.calls)
     content = text_before + part.content
@@ -55,7 +59,7 @@ def message(part: AnswerDelta, role: str, text_before: str) -> ChatMessage:
     )
 
 
-def delta(part: AnswerDelta) -> ChatDelta:
+def delta(part: CompletionDelta) -> ChatDelta:
     return ChatDelta(
         content=part.content or UNSET,
         reasoning_content=part.reasoning or UNSET,

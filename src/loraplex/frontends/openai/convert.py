@@ -32,9 +32,9 @@ from loraplex.frontends.openai.schema import (
     TokenizeBody,
 )
 from loraplex.frontends.openai.unsupported import refuse_unsupported
-from loraplex.serving.text.answer_grammar import answer_grammar
-from loraplex.serving.text.answer_reader import AnswerReading
 from loraplex.serving.text.chat_format import UNKNOWN_FORMAT, ChatFormat
+from loraplex.serving.text.completion_grammar import completion_grammar
+from loraplex.serving.text.completion_reader import CompletionSyntax
 from loraplex.serving.text.tool_prompt import with_calls_told, with_tools_told
 
 MAX_PRIORITY = 2**31 - 1
@@ -126,11 +126,11 @@ def conversation(
 
 
 def chat_request(
-    body: ChatBody, target: Target, origin: Origin, reading: AnswerReading
+    body: ChatBody, target: Target, origin: Origin, reading: CompletionSyntax
 ) -> tuple[GenerateRequest, ...]:
     """The request for a checked body whose conversation has been rendered into the prompt."""
     sampling = chat_sampling(body, target.model.vocab_size)
-    grammar = answer_grammar(reading, sampling.grammar)
+    grammar = completion_grammar(reading, sampling.grammar)
     return (
         GenerateRequest(
             request_id=origin.new_request_id(),

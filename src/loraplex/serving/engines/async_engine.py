@@ -35,14 +35,13 @@ from loraplex.engine.messages import (
     StepDone,
     UnpinAdapter,
 )
-from loraplex.serving.engines.activity import EngineActivity
+from loraplex.serving.engines.in_flight_request import InFlightRequest
 from loraplex.serving.engines.link import EngineDied, EngineLink, LinkFactory
 from loraplex.serving.engines.output_stream import OutputStream
-from loraplex.serving.engines.questions import EngineQuestions
+from loraplex.serving.engines.queries import ActivityQueries, EngineQueries
 from loraplex.serving.engines.registrations import EngineRegistrations
-from loraplex.serving.engines.replay import RequestInWork
 from loraplex.serving.engines.request_dispatch import RequestDispatch
-from loraplex.serving.engines.request_fates import Patience, engine_gone
+from loraplex.serving.engines.restart_limits import RestartLimits, engine_gone
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +71,7 @@ class AsyncEngine:
         clock: Clock,
         *,
         num_steps_kept: int = 1000,
-        patience: Patience = Patience(),  # noqa: B008
+        patience: RestartLimits = RestartLimits(),  # noqa: B008
     ) -> None:
         self.model = model
         self.state = EngineState.STARTING
@@ -88,8 +87,8 @@ class AsyncEngine:
         self._requests = RequestDispatch(model, self._adapters, clock, patience)
         self._has_worked = False
         """The engine of now, or the last one, did a step."""
-        self._activity = EngineActivity()
-        self._pin_replies = EngineQuestions[ErrorInfo | None]()
+        self._activity = ActivityQueries()
+        self._pin_replies = EngineQueries[ErrorInfo | None]()
         self._settled = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -155,7 +154,7 @@ class AsyncEngine:
         for source in adapters:
             self._adapters.expect(source)
         now_ns = self._clock.now_ns()
-        submitted = RequestInWork(request, adapters, labels, submitted_ns=now_ns)
+        submitted = InFlightRequest(request, adapters, labels, submitted_ns=now_ns)
         self._requests.submit(submitted)
         return submitted.stream
 
@@ -190,7 +189,7 @@ class AsyncEngine:
 
     async def activity(self) -> AdapterActivity:
         """Where the adapters are and for whom; as `residency`."""
-        return await self._activity.ask(self._link)
+        return await self._activity.current(self._link)
 
     async def recent_activity(self) -> AdapterActivity:
         """activity(), or what it was last while the engine is in a long step."""
@@ -212,7 +211,7 @@ class AsyncEngine:
         self._adapters.want(source, link.send)
         self._adapters.pinned[source.digest] = source
         try:
-            error = await self._pin_replies.ask(
+            error = await self._pin_replies.send(
                 lambda query_id: link.send(PinAdapter(query_id, source.digest))
             )
         except BaseException:
@@ -323,7 +322,7 @@ class AsyncEngine:
                 self._take_step(event)
             case AdaptersReport(query_id, activity, stats):
                 self.stats = stats
-                self._activity.answer(query_id, activity)
+                self._activity.resolve(query_id, activity)
             case AdapterPinned(query_id, error):
                 self._note_pinned(query_id, error)
             case AdapterRejected(digest, error):
@@ -341,7 +340,7 @@ class AsyncEngine:
             logger.warning("model %s refused adapter %s: %s", self.model, digest, error.message)
 
     def _note_pinned(self, query_id: int, error: ErrorInfo | None) -> None:
-        if not self._pin_replies.answer(query_id, error) and error is not None:
+        if not self._pin_replies.resolve(query_id, error) and error is not None:
             logger.warning(
                 "model %s: an adapter is no longer pinned on the device: %s",
                 self.model,

@@ -13,11 +13,11 @@ from loraplex.core.errors import LoraplexError
 from loraplex.core.output import EngineOutput
 from loraplex.core.request import RequestId
 from loraplex.engine.messages import AbortRequest, AddRequest, StepDone
+from loraplex.serving.engines.in_flight_request import InFlightRequest
+from loraplex.serving.engines.in_flight_requests import InFlightRequests
 from loraplex.serving.engines.link import EngineDied, EngineLink
 from loraplex.serving.engines.registrations import EngineRegistrations
-from loraplex.serving.engines.replay import RequestInWork
-from loraplex.serving.engines.request_fates import Patience, verdict
-from loraplex.serving.engines.requests_in_work import RequestsInWork
+from loraplex.serving.engines.restart_limits import RestartLimits, verdict
 from loraplex.serving.logits_files import discard
 
 logger = logging.getLogger(__name__)
@@ -30,13 +30,13 @@ class RequestDispatch:
     """Of one model. All methods run on serving's event loop."""
 
     def __init__(
-        self, model: str, adapters: EngineRegistrations, clock: Clock, patience: Patience
+        self, model: str, adapters: EngineRegistrations, clock: Clock, patience: RestartLimits
     ) -> None:
         self._model = model
         self._adapters = adapters
         self._clock = clock
         self._patience = patience
-        self._requests = RequestsInWork()
+        self._requests = InFlightRequests()
         self._link: EngineLink | None = None
         self._lost_ns: int | None = None
         """When the last engine died, while there is none."""
@@ -45,7 +45,7 @@ class RequestDispatch:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def submit(self, request: RequestInWork) -> None:
+    def submit(self, request: InFlightRequest) -> None:
         """Send it to the engine, now or when there is one."""
         self._requests.add(request)
         try:
@@ -148,12 +148,12 @@ class RequestDispatch:
                 self._fail(request, error)
         self._send_due()
 
-    def _end(self, requests: Iterable[RequestInWork], error: LoraplexError) -> None:
+    def _end(self, requests: Iterable[InFlightRequest], error: LoraplexError) -> None:
         for request in requests:
             if request.is_sent and self._link is not None:
                 self._link.send(AbortRequest(request.request_id))
             self._fail(request, error)
 
-    def _fail(self, request: RequestInWork, error: LoraplexError) -> None:
+    def _fail(self, request: InFlightRequest, error: LoraplexError) -> None:
         self._requests.remove(request)
         request.fail(error)

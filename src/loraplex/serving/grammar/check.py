@@ -12,7 +12,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from loraplex.core.errors import InvalidParameterError
 from loraplex.core.grammar import DEFAULT_LIMITS, Grammar, GrammarKind, GrammarLimits
 from loraplex.serving.grammar.forms import invalid, llguidance_form, parse_json, schema_form
-from loraplex.serving.text.answer_grammar import AnswerGrammar, read_answer_grammar
+from loraplex.serving.text.completion_grammar import CompletionGrammar, read_completion_grammar
 from loraplex.serving.text.tool_calls.format import arguments_schema
 
 _IGNORED: Final = "Unimplemented keys"
@@ -81,14 +81,14 @@ class GrammarCheck:
         Raises InvalidParameterError: it says what is wrong, and in a JSON schema, where.
         """
         if grammar.kind is GrammarKind.MESSAGE:
-            self._check_parts(read_answer_grammar(grammar.text))
+            self._check_parts(read_completion_grammar(grammar.text))
         text = llguidance_form(grammar)
         error = self._error(text) or self._error_at_start(text)
         if error:
             raise self._described(grammar, error)
         return Grammar(GrammarKind.LLGUIDANCE, text)
 
-    def _check_parts(self, answer: AnswerGrammar) -> None:
+    def _check_parts(self, answer: CompletionGrammar) -> None:
         """Of an answer: what is wrong is said of the part, not of the whole."""
         if answer.content is not None:
             self.compiled(answer.content)

@@ -15,8 +15,8 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from loraplex.core.errors import InvalidParameterError
 from loraplex.core.grammar import Grammar, GrammarKind
-from loraplex.serving.grammar.answers import answer_form
-from loraplex.serving.text.answer_grammar import read_answer_grammar
+from loraplex.serving.grammar.completion_form import completion_form
+from loraplex.serving.text.completion_grammar import read_completion_grammar
 from loraplex.serving.text.tool_calls.lark import JSON_WHITE_SPACE, pattern_of
 
 MAX_EBNF_CHARACTERS: Final = 1 << 16
@@ -120,7 +120,7 @@ def _plain_escape(match: re.Match[str]) -> str:
 
 
 def _from_answer(text: str) -> str:
-    return answer_form(read_answer_grammar(text), llguidance_form)
+    return completion_form(read_completion_grammar(text), llguidance_form)
 
 
 def _shortened(text: str) -> str:

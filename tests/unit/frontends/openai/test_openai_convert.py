@@ -20,8 +20,8 @@ from loraplex.frontends.openai import convert
 from loraplex.frontends.openai.body import parse_body
 from loraplex.frontends.openai.schema import ChatBody, CompletionBody
 from loraplex.frontends.openai.unsupported import REFUSED
-from loraplex.serving.text.answer_reader import AnswerReading
 from loraplex.serving.text.chat_format import ChatFormat
+from loraplex.serving.text.completion_reader import CompletionSyntax
 from loraplex.testing.echo_model import echo_card
 
 BASE = convert.Target(echo_card("echo"), None)
@@ -46,7 +46,7 @@ def convert_chat(**fields: Any) -> GenerateRequest:
     body = chat(**fields)
     convert.check_chat(body)
     origin = convert.Origin("client-1", itertools.count(1).__next__)
-    reading = AnswerReading(chat_format=ChatFormat(), tool_use=None, prompt="<s>user: hi")
+    reading = CompletionSyntax(chat_format=ChatFormat(), tool_use=None, prompt="<s>user: hi")
     [request] = convert.chat_request(body, BASE, origin, reading)
     return request
 

@@ -22,8 +22,13 @@ from loraplex.engine.messages import (
 )
 from loraplex.serving.engines import async_engine
 from loraplex.serving.engines.async_engine import AsyncEngine, EngineState
-from loraplex.serving.engines.replay import MOST_BLAME, MOST_DEATHS, PLACE_OUTPUTS, SUSPECT_BLAME
-from loraplex.serving.engines.request_fates import Patience
+from loraplex.serving.engines.in_flight_request import (
+    MAX_BLAME,
+    MAX_DEATHS,
+    PLACE_OUTPUTS,
+    SUSPECT_BLAME,
+)
+from loraplex.serving.engines.restart_limits import RestartLimits
 from loraplex.testing.fake_clock import FakeClock
 from loraplex.testing.fake_loader import fake_source
 from loraplex.testing.fake_runner import FAKE_CAPACITY
@@ -168,7 +173,7 @@ class TestRestart:
 
     async def test_an_engine_that_does_not_come_back(self, script, make_request):
         """What came since then is told early, what had been accepted late."""
-        engine = AsyncEngine("m", script, FakeClock(), patience=Patience(30, 10))
+        engine = AsyncEngine("m", script, FakeClock(), patience=RestartLimits(30, 10))
         await engine.start()
         accepted = engine.submit(make_request(1), [])
         script.gate.clear()
@@ -322,7 +327,7 @@ class TestSuspects:
         await engine.start()
         stream = engine.submit(make_request(1), [])
         engine.submit(make_request(2, max_tokens=999), [])
-        for _ in range(MOST_DEATHS - 1):
+        for _ in range(MAX_DEATHS - 1):
             await self.restart(engine, script, 2, was_killed=True)
             assert self.requests_of(script) == [1, 2]
             script.link.say(*[says(2, (0, 5))] * PLACE_OUTPUTS)
@@ -343,7 +348,7 @@ class TestSuspects:
         assert self.requests_of(script) == [1]
         script.link.say(*[says(1, (0, 5))] * PLACE_OUTPUTS)
         await until(lambda: self.requests_of(script) == [1, 2])
-        for _ in range(MOST_BLAME - SUSPECT_BLAME - 1):
+        for _ in range(MAX_BLAME - SUSPECT_BLAME - 1):
             await self.restart(engine, script)
             assert self.requests_of(script) == [2]
         await self.restart(engine, script)

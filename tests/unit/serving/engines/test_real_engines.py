@@ -13,8 +13,8 @@ from loraplex.core.errors import (
     NotReadyError,
 )
 from loraplex.serving.engines.async_engine import AsyncEngine
+from loraplex.serving.engines.in_flight_request import MAX_BLAME
 from loraplex.serving.engines.link import ThreadLink
-from loraplex.serving.engines.replay import MOST_BLAME
 from loraplex.testing.fake_loader import fake_source
 from loraplex.testing.fake_runner import FAKE_CAPACITY
 from support.fake_engine_process import (
@@ -97,7 +97,7 @@ class TestRealEngines:
         for stream, tokens in zip(streams, expected, strict=True):
             assert await tokens_of(stream) == tokens
         assert (await ended(poison))[-1].error.code == "request_crashed_engine"
-        assert engine.num_restarts <= MOST_BLAME
+        assert engine.num_restarts <= MAX_BLAME
         await engine.close()
 
     async def test_a_process_that_cannot_start(self, temporary_folder):

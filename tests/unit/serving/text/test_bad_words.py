@@ -1,7 +1,7 @@
 """Texts that are not to come, as the tokenizer spells them."""
 
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.serving.text.bad_words import with_bad_token_ids
+from loraplex.serving.served_model import with_bad_token_ids
 
 
 def spell(text: str, add_special_tokens: bool = True) -> list[int]:

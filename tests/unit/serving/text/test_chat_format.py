@@ -11,8 +11,8 @@ from loraplex.core.tools import (
     FunctionTool,
     ToolUse,
 )
-from loraplex.serving.text.answer_reader import AnswerReading
 from loraplex.serving.text.chat_format import chat_format
+from loraplex.serving.text.completion_reader import CompletionSyntax
 from loraplex.serving.text.detokenizer import IncrementalDetokenizer
 from loraplex.serving.text.reasoning import TAGS
 from loraplex.serving.text.tool_calls.formats import FORMATS, format_of_template
@@ -95,7 +95,7 @@ def test_markers_that_are_special_tokens_stay_in_the_text(tokenizer: Tokenizer) 
     text = '<think>Hm.</think><|tool_call|>[{"name": "f", "arguments": {"a": 1}}]<|end|>'
     ids = tokenizer.encode(text, add_special_tokens=False)
     tool_use = ToolUse(tools=(FunctionTool(name="f"),))
-    reader = AnswerReading(chat_format=found, tool_use=tool_use).reader()
+    reader = CompletionSyntax(chat_format=found, tool_use=tool_use).reader()
     detokenizer = IncrementalDetokenizer(tokenizer, shown_ids=shown)
     deltas = [reader.push(detokenizer.push([token_id])) for token_id in ids]
     deltas.append(reader.push(detokenizer.push([], final=True), final=True))

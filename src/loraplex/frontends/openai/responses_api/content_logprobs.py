@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from loraplex.core.output import TokenLogprob
 from loraplex.frontends.openai.logprobs import TokenTexts, chat_logprobs
 from loraplex.frontends.openai.responses import ContentLogprob
-from loraplex.serving.text.answer_reader import AnswerDelta
+from loraplex.serving.text.completion_reader import CompletionDelta
 
 
 class ContentLogprobs:
@@ -17,7 +17,7 @@ class ContentLogprobs:
         self._is_all_content = is_all_content
         self._waiting: list[TokenLogprob] = []
 
-    def of(self, delta: AnswerDelta, news: Sequence[TokenLogprob]) -> list[ContentLogprob]:
+    def of(self, delta: CompletionDelta, news: Sequence[TokenLogprob]) -> list[ContentLogprob]:
         """Those of delta's content; news: of the tokens that came with it."""
         self._waiting.extend(news)
         if self._is_all_content:

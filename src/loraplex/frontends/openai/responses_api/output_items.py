@@ -11,7 +11,7 @@ from loraplex.core.tools import CallDelta
 from loraplex.frontends.openai.responses import ContentLogprob
 from loraplex.frontends.openai.responses_api import objects as wire
 from loraplex.frontends.openai.responses_api.input_items import new_id
-from loraplex.serving.text.answer_reader import AnswerDelta
+from loraplex.serving.text.completion_reader import CompletionDelta
 
 Number = Callable[[], int]
 """The next sequence_number."""
@@ -195,7 +195,7 @@ class OutputItems:
         return [*self._done, *unfinished]
 
     def add(
-        self, delta: AnswerDelta, logprobs: Sequence[ContentLogprob] = ()
+        self, delta: CompletionDelta, logprobs: Sequence[ContentLogprob] = ()
     ) -> Iterator[wire.Event]:
         """The events of some more text. logprobs: of its content."""
         if delta.reasoning:

@@ -16,7 +16,7 @@ from loraplex.frontends.openai.responses_api.errors import error_detail, respons
 from loraplex.frontends.openai.responses_api.output_items import OutputItems
 from loraplex.frontends.openai.usage import UsageCounter
 from loraplex.frontends.streams import IndexedOutput
-from loraplex.serving.text.answer_reader import AnswerReading
+from loraplex.serving.text.completion_reader import CompletionSyntax
 
 Keep = Callable[[wire.ResponseObject], None]
 """What is done with a response that has ended."""
@@ -30,7 +30,7 @@ class ResponseWriter:
         response: wire.ResponseObject,
         call: Call,
         texts: TokenTexts,
-        reading: AnswerReading,
+        reading: CompletionSyntax,
         keep: Keep,
     ) -> None:
         """response: as it is before its first token."""

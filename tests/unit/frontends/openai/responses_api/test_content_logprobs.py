@@ -9,7 +9,7 @@ from loraplex.frontends.openai.logprobs import TokenTexts
 from loraplex.frontends.openai.responses_api import objects as wire
 from loraplex.frontends.openai.responses_api.content_logprobs import ContentLogprobs
 from loraplex.frontends.openai.responses_api.output_items import OutputItems
-from loraplex.serving.text.answer_reader import AnswerDelta
+from loraplex.serving.text.completion_reader import CompletionDelta
 from loraplex.testing.echo_backend import EchoBackend
 
 
@@ -17,7 +17,9 @@ def logprobs(text: str) -> list[TokenLogprob]:
     return [TokenLogprob(byte, -1.0, 1) for byte in text.encode()]
 
 
-def told(steps: Sequence[tuple[AnswerDelta, str]], *, is_all_content: bool = False) -> list[str]:
+def told(
+    steps: Sequence[tuple[CompletionDelta, str]], *, is_all_content: bool = False
+) -> list[str]:
     """The tokens that go with each delta."""
     chosen = ContentLogprobs(TokenTexts(EchoBackend(), "echo"), is_all_content=is_all_content)
     return [
@@ -25,12 +27,12 @@ def told(steps: Sequence[tuple[AnswerDelta, str]], *, is_all_content: bool = Fal
     ]
 
 
-def content(text: str) -> AnswerDelta:
-    return AnswerDelta(content=text, parts=(text,))
+def content(text: str) -> CompletionDelta:
+    return CompletionDelta(content=text, parts=(text,))
 
 
-NOTHING = AnswerDelta()
-CALLED = AnswerDelta(calls=(CallDelta(index=0, name="f"),))
+NOTHING = CompletionDelta()
+CALLED = CompletionDelta(calls=(CallDelta(index=0, name="f"),))
 
 
 def test_those_of_text_that_was_held_come_with_it():
@@ -40,14 +42,14 @@ def test_those_of_text_that_was_held_come_with_it():
 
 
 def test_tags_and_reasoning_have_none():
-    thought = AnswerDelta(reasoning="a")
+    thought = CompletionDelta(reasoning="a")
     steps = [(NOTHING, "<t>"), (thought, "a"), (NOTHING, "</t>"), (content("a"), " a")]
     assert told(steps) == ["", "", "", "a"]
 
 
 def test_content_that_the_reasoning_has_too_stands_behind_it():
     chosen = ContentLogprobs(TokenTexts(EchoBackend(), "echo"), is_all_content=False)
-    delta = AnswerDelta(reasoning="a", content="a", parts=("a",))
+    delta = CompletionDelta(reasoning="a", content="a", parts=("a",))
     tokens = [TokenLogprob(byte, -float(at), 1) for at, byte in enumerate(b"<t>a</t>a")]
     assert [entry.logprob for entry in chosen.of(delta, tokens)] == [-8.0]
 
@@ -61,7 +63,7 @@ def test_what_was_a_call_is_not_kept_for_the_next_text():
 
 
 def test_all_in_one():
-    all_in_one = AnswerDelta(reasoning="a", content="b", calls=CALLED.calls)
+    all_in_one = CompletionDelta(reasoning="a", content="b", calls=CALLED.calls)
     assert told([(all_in_one, "<t>a</t>b<call>")]) == ["b"]
 
 
@@ -69,6 +71,6 @@ def test_log_probabilities_are_told_once():
     texts = TokenTexts(EchoBackend(), "echo")
     of_both = ContentLogprobs(texts, is_all_content=True).of(content("ab"), logprobs("ab"))
     items = OutputItems(itertools.count().__next__)
-    delta = AnswerDelta(content="ab", parts=("a", CallDelta(index=0, name="f"), "b"))
+    delta = CompletionDelta(content="ab", parts=("a", CallDelta(index=0, name="f"), "b"))
     deltas = [e for e in items.add(delta, of_both) if isinstance(e, wire.TextDelta)]
     assert [[entry.token for entry in event.logprobs] for event in deltas] == [["a", "b"], []]

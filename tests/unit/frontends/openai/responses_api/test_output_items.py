@@ -6,18 +6,20 @@ from typing import Any
 from loraplex.core.tools import CallDelta
 from loraplex.frontends.openai.responses_api import objects as wire
 from loraplex.frontends.openai.responses_api.output_items import OutputItems
-from loraplex.serving.text.answer_reader import AnswerDelta
+from loraplex.serving.text.completion_reader import CompletionDelta
 
-THOUGHT = AnswerDelta(reasoning="hm")
-TEXT = AnswerDelta(content="yes", parts=("yes",))
+THOUGHT = CompletionDelta(reasoning="hm")
+TEXT = CompletionDelta(content="yes", parts=("yes",))
 
 
-def calling(index: int, arguments: str = "") -> AnswerDelta:
+def calling(index: int, arguments: str = "") -> CompletionDelta:
     call = CallDelta(index=index, call_id=f"c{index}", name="f", arguments=arguments)
-    return AnswerDelta(calls=(call,), parts=(call,))
+    return CompletionDelta(calls=(call,), parts=(call,))
 
 
-def told(*deltas: AnswerDelta, status: wire.Status | None = None) -> tuple[OutputItems, list[Any]]:
+def told(
+    *deltas: CompletionDelta, status: wire.Status | None = None
+) -> tuple[OutputItems, list[Any]]:
     items = OutputItems(itertools.count().__next__)
     events = [event for delta in deltas for event in items.add(delta)]
     if status is not None:

@@ -6,8 +6,8 @@ import random
 import pytest
 
 from loraplex.core.tools import FunctionTool, ToolUse
-from loraplex.serving.text.answer_reader import AnswerReading
 from loraplex.serving.text.chat_format import ChatFormat
+from loraplex.serving.text.completion_reader import CompletionSyntax
 from loraplex.serving.text.tool_calls.formats import FORMATS, format_of_template
 
 WEATHER = FunctionTool(
@@ -89,7 +89,9 @@ class Answer:
     """What an answer was read as."""
 
     def __init__(self, family: str, pieces: list[str], tools: ToolUse = TOOLS) -> None:
-        reader = AnswerReading(chat_format=ChatFormat(tool_calls=family), tool_use=tools).reader()
+        reader = CompletionSyntax(
+            chat_format=ChatFormat(tool_calls=family), tool_use=tools
+        ).reader()
         *first, last = pieces or [""]
         deltas = [reader.push(piece) for piece in first] + [reader.push(last, final=True)]
         self.content = "".join(delta.content for delta in deltas)
@@ -216,7 +218,7 @@ def test_what_is_no_call_is_content(family: str, text: str) -> None:
 
 @pytest.mark.parametrize("family", set(TWO) - {"pythonic", "qwen3_coder", "glm45"})
 def test_arguments_come_as_they_are_written(family: str) -> None:
-    reader = AnswerReading(chat_format=ChatFormat(tool_calls=family), tool_use=TOOLS).reader()
+    reader = CompletionSyntax(chat_format=ChatFormat(tool_calls=family), tool_use=TOOLS).reader()
     deltas = [call for char in TWO[family] for call in reader.push(char).calls]
     first = [call for call in deltas if call.index == 0]
     assert first[0].name == "get_weather"
@@ -362,7 +364,9 @@ def test_names_that_no_tool_has(name: str) -> None:
 
 @pytest.mark.parametrize("before", ["[", "[clock("], ids=["function", "argument"])
 def test_a_long_word_is_not_held_back_for_a_name(before: str) -> None:
-    reader = AnswerReading(chat_format=ChatFormat(tool_calls="pythonic"), tool_use=TOOLS).reader()
+    reader = CompletionSyntax(
+        chat_format=ChatFormat(tool_calls="pythonic"), tool_use=TOOLS
+    ).reader()
     assert reader.push(before + "a" * 256).content == ""
     assert reader.push("a").content.endswith("a" * 257)
 

@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 
 from loraplex.core.tools import FunctionTool, ToolUse
-from loraplex.serving.text.answer_reader import AnswerReading
 from loraplex.serving.text.chat_format import ChatFormat
+from loraplex.serving.text.completion_reader import CompletionSyntax
 from loraplex.serving.text.tool_calls.parameters import json_of, properties
 
 
 def arguments(family: str, text: str, parameters: dict[str, Any] | None = None) -> Any:
     tool = FunctionTool(name="f", parameters=parameters or {})
-    reading = AnswerReading(
+    reading = CompletionSyntax(
         chat_format=ChatFormat(tool_calls=family), tool_use=ToolUse(tools=(tool,))
     )
     found = reading.reader().push(text, final=True)
@@ -118,7 +118,7 @@ def test_python_literals(source: str, values: dict[str, Any]) -> None:
 )
 def test_other_python_is_no_argument(source: str) -> None:
     tool_use = ToolUse(tools=(FunctionTool(name="f"),))
-    reading = AnswerReading(chat_format=ChatFormat(tool_calls="pythonic"), tool_use=tool_use)
+    reading = CompletionSyntax(chat_format=ChatFormat(tool_calls="pythonic"), tool_use=tool_use)
     found = reading.reader().push(f"[f({source})]", final=True)
     assert source in found.content
 
@@ -130,14 +130,14 @@ def test_other_python_is_no_argument(source: str) -> None:
 )
 def test_deep_python_ends(nesting: str) -> None:
     tool_use = ToolUse(tools=(FunctionTool(name="f"),))
-    reading = AnswerReading(chat_format=ChatFormat(tool_calls="pythonic"), tool_use=tool_use)
+    reading = CompletionSyntax(chat_format=ChatFormat(tool_calls="pythonic"), tool_use=tool_use)
     found = reading.reader().push(f"[f(a={nesting})]", final=True)
     assert [call.arguments for call in found.calls] == [""]
 
 
 def test_how_deep_python_may_be() -> None:
     tool_use = ToolUse(tools=(FunctionTool(name="f"),))
-    reading = AnswerReading(chat_format=ChatFormat(tool_calls="pythonic"), tool_use=tool_use)
+    reading = CompletionSyntax(chat_format=ChatFormat(tool_calls="pythonic"), tool_use=tool_use)
     found = reading.reader().push(f"[f(a={'[' * 129}{']' * 129})]", final=True)
     assert found.calls[0].arguments == ""
     depth = 0
@@ -173,7 +173,7 @@ def test_json_calls_without_arguments(text: str) -> None:
 )
 def test_arguments_in_a_string_that_is_no_object(text: str) -> None:
     call = f'<tool_call>{{"name": "f", "arguments": {json.dumps(text)}}}</tool_call>'
-    reading = AnswerReading(
+    reading = CompletionSyntax(
         chat_format=ChatFormat(tool_calls="hermes"),
         tool_use=ToolUse(tools=(FunctionTool(name="f"),)),
     )
@@ -185,7 +185,7 @@ def test_a_call_has_sixteen_keys_at_most() -> None:
     more = "".join(f', "k{index}": {index}' for index in range(15))
     assert arguments("hermes", f'<tool_call>{{"name": "f"{more}}}</tool_call>') == {}
     call = f'<tool_call>{{"name": "f"{more}, "l": 0}}</tool_call>'
-    reading = AnswerReading(
+    reading = CompletionSyntax(
         chat_format=ChatFormat(tool_calls="hermes"),
         tool_use=ToolUse(tools=(FunctionTool(name="f"),)),
     )
@@ -195,13 +195,13 @@ def test_a_call_has_sixteen_keys_at_most() -> None:
 
 def test_ids_that_the_model_writes() -> None:
     tool_use = ToolUse(tools=(FunctionTool(name="f"),))
-    kimi = AnswerReading(chat_format=ChatFormat(tool_calls="kimi_k2"), tool_use=tool_use)
+    kimi = CompletionSyntax(chat_format=ChatFormat(tool_calls="kimi_k2"), tool_use=tool_use)
     text = (
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:3"
         "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>"
     )
     assert kimi.reader().push(text, final=True).calls[0].call_id == "functions.f:3"
-    mistral = AnswerReading(chat_format=ChatFormat(tool_calls="mistral"), tool_use=tool_use)
+    mistral = CompletionSyntax(chat_format=ChatFormat(tool_calls="mistral"), tool_use=tool_use)
     text = "[TOOL_CALLS]f[CALL_ID]abcDEF123[ARGS]{}"
     assert mistral.reader().push(text, final=True).calls[0].call_id == "abcDEF123"
     text = '[TOOL_CALLS][{"name": "f", "arguments": {}}]'
@@ -221,7 +221,7 @@ def test_ids_that_the_model_writes() -> None:
 )
 def test_half_a_character_stays_escaped(family: str, text: str) -> None:
     tool = FunctionTool(name="f")
-    reading = AnswerReading(
+    reading = CompletionSyntax(
         chat_format=ChatFormat(tool_calls=family), tool_use=ToolUse(tools=(tool,))
     )
     [call] = reading.reader().push(text, final=True).calls

@@ -23,16 +23,16 @@ KILL_BLAME: Final = 1
 every request when an engine died between two steps: the load of an adapter may have crashed it."""
 SUSPECT_BLAME: Final = 3
 """From here on it is given back alone."""
-MOST_BLAME: Final = 6
+MAX_BLAME: Final = 6
 """Then it is given up: two crashes, or six kills, and it got no further."""
 PLACE_OUTPUTS: Final = 4
 """So many outputs of each sequence later it has got further: what an engine computed just before
 it died may not have been told."""
-MOST_DEATHS: Final = 10
+MAX_DEATHS: Final = 10
 """So many engines may die without a sign of life of one request, in a step or not."""
 
 
-class RequestInWork:
+class InFlightRequest:
     """Its stream, what was put into it, and what there is against the request."""
 
     def __init__(
@@ -172,12 +172,12 @@ class RequestInWork:
     @property
     def is_guilty(self) -> bool:
         """Engines died at one place of it, again and again."""
-        return self._blame >= MOST_BLAME
+        return self._blame >= MAX_BLAME
 
     @property
     def is_stuck(self) -> bool:
         """Engines died and it got nowhere, though it may have done nothing."""
-        return self._deaths_here >= MOST_DEATHS
+        return self._deaths_here >= MAX_DEATHS
 
     def _get_further(self, delta: SequenceDelta) -> None:
         index = delta.index

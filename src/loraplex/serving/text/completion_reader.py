@@ -10,7 +10,7 @@ from loraplex.serving.text.reasoning import ReasoningReader
 from loraplex.serving.text.tool_calls.reader import CallReader
 
 
-class AnswerDelta(msgspec.Struct, frozen=True):
+class CompletionDelta(msgspec.Struct, frozen=True):
     """What some more text of an answer brought."""
 
     reasoning: str = ""
@@ -20,7 +20,7 @@ class AnswerDelta(msgspec.Struct, frozen=True):
     """Content and calls, in their order."""
 
 
-class AnswerReading(msgspec.Struct, frozen=True, kw_only=True):
+class CompletionSyntax(msgspec.Struct, frozen=True, kw_only=True):
     """How the answers of one request are read."""
 
     chat_format: ChatFormat = ChatFormat()
@@ -42,15 +42,15 @@ class AnswerReading(msgspec.Struct, frozen=True, kw_only=True):
         """The special tokens that have to stay in the text."""
         return self.chat_format.shown_ids(has_tools=self.tool_use is not None)
 
-    def reader(self) -> "AnswerReader":
+    def reader(self) -> "CompletionReader":
         """One for each sequence."""
-        return AnswerReader(self)
+        return CompletionReader(self)
 
 
-class AnswerReader:
+class CompletionReader:
     """Reads the text of one sequence. However it is split, the deltas add up to the same."""
 
-    def __init__(self, reading: AnswerReading) -> None:
+    def __init__(self, reading: CompletionSyntax) -> None:
         tags = reading.chat_format.tags if reading.separates_reasoning else None
         self._reasoning = None if tags is None else ReasoningReader(tags, reading.prompt)
         self._includes_reasoning = reading.includes_reasoning
@@ -64,19 +64,19 @@ class AnswerReader:
     def num_calls(self) -> int:
         return 0 if self._calls is None else self._calls.num_calls
 
-    def push(self, text: str, *, final: bool = False) -> AnswerDelta:
+    def push(self, text: str, *, final: bool = False) -> CompletionDelta:
         """`final`: with the last text, once."""
         reasoning = ""
         if self._reasoning is not None:
             thought, text = self._reasoning.push(text, final=final)
             reasoning = thought if self._includes_reasoning else ""
         if self._calls is None:
-            return AnswerDelta(reasoning, text, parts=(text,) if text else ())
+            return CompletionDelta(reasoning, text, parts=(text,) if text else ())
         self._calls.feed(text, final=final)
         next(self._steps, None)
         found = self._calls.found()
-        return AnswerDelta(reasoning, found.content, found.calls, found.parts)
+        return CompletionDelta(reasoning, found.content, found.calls, found.parts)
 
 
-ALL_IS_CONTENT: Final = AnswerReading()
+ALL_IS_CONTENT: Final = CompletionSyntax()
 """Nothing is told apart."""

@@ -9,19 +9,19 @@ from loraplex.core.errors import (
     LoraplexError,
     NotReadyError,
 )
-from loraplex.serving.engines.replay import RequestInWork
+from loraplex.serving.engines.in_flight_request import InFlightRequest
 
 
-class Patience(NamedTuple):
+class RestartLimits(NamedTuple):
     """How long requests wait for an engine while it is started again."""
 
-    in_work_seconds: float = 300.0
+    in_flight_seconds: float = 300.0
     """Those that a dead engine had taken."""
     new_seconds: float = 30.0
     """Those that came since then."""
 
     def end_of_wait(
-        self, request: RequestInWork, now_ns: int, lost_ns: int | None
+        self, request: InFlightRequest, now_ns: int, lost_ns: int | None
     ) -> LoraplexError | None:
         """Why a request that no engine knows ends now; None: it goes on waiting.
 
@@ -35,12 +35,12 @@ class Patience(NamedTuple):
             )
         if request.is_new and now_ns - request.submitted_ns > self.new_seconds * 1e9:
             return NotReadyError("the engine is being started again", retry_after_seconds=5)
-        if lost_ns is not None and now_ns - lost_ns > self.in_work_seconds * 1e9:
+        if lost_ns is not None and now_ns - lost_ns > self.in_flight_seconds * 1e9:
             return engine_gone("could not be started again in time")
         return None
 
 
-def verdict(request: RequestInWork) -> LoraplexError | None:
+def verdict(request: InFlightRequest) -> LoraplexError | None:
     """An engine died. Why a request that it knew ends with it; None: the next one gets it."""
     if request.is_guilty:
         return CrashingRequestError(

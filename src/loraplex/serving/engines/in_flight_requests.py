@@ -9,29 +9,29 @@ place where the engine crashed. All others wait meanwhile, so that a second cras
 from collections.abc import Collection, Iterator
 
 from loraplex.core.request import RequestId
-from loraplex.serving.engines.replay import CRASH_BLAME, KILL_BLAME, RequestInWork
+from loraplex.serving.engines.in_flight_request import CRASH_BLAME, KILL_BLAME, InFlightRequest
 
 
-class RequestsInWork:
+class InFlightRequests:
     """From the submission of each to its last output."""
 
     def __init__(self) -> None:
-        self._requests: dict[RequestId, RequestInWork] = {}
-        self._unsent: dict[RequestId, RequestInWork] = {}
-        self._on_probation: RequestInWork | None = None
+        self._requests: dict[RequestId, InFlightRequest] = {}
+        self._unsent: dict[RequestId, InFlightRequest] = {}
+        self._on_probation: InFlightRequest | None = None
 
     def __len__(self) -> int:
         return len(self._requests)
 
-    def __iter__(self) -> Iterator[RequestInWork]:
+    def __iter__(self) -> Iterator[InFlightRequest]:
         """In the order of their submission. They may be removed meanwhile."""
         return iter(tuple(self._requests.values()))
 
-    def find(self, request_id: RequestId) -> RequestInWork | None:
+    def find(self, request_id: RequestId) -> InFlightRequest | None:
         return self._requests.get(request_id)
 
     @property
-    def unsent(self) -> Collection[RequestInWork]:
+    def unsent(self) -> Collection[InFlightRequest]:
         """Those that the running engine does not know, or that wait for one."""
         return tuple(self._unsent.values())
 
@@ -39,17 +39,17 @@ class RequestsInWork:
     def has_unsent(self) -> bool:
         return bool(self._unsent)
 
-    def add(self, request: RequestInWork) -> None:
+    def add(self, request: InFlightRequest) -> None:
         self._requests[request.request_id] = self._unsent[request.request_id] = request
 
-    def remove(self, request: RequestInWork) -> None:
+    def remove(self, request: InFlightRequest) -> None:
         """It ended."""
         del self._requests[request.request_id]
         self._unsent.pop(request.request_id, None)
         if request is self._on_probation:
             self._on_probation = None
 
-    def take_due(self) -> list[RequestInWork]:
+    def take_due(self) -> list[InFlightRequest]:
         """What the running engine is to be told of now."""
         if self._on_probation is not None and self._on_probation.is_suspect:
             return []

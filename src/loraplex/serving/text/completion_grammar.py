@@ -5,8 +5,8 @@ import msgspec
 from loraplex.core.errors import InvalidParameterError
 from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.core.tools import ToolMode, ToolUse
-from loraplex.serving.text.answer_reader import AnswerReading
 from loraplex.serving.text.chat_format import ChatFormat
+from loraplex.serving.text.completion_reader import CompletionSyntax
 from loraplex.serving.text.reasoning import ReasoningTags
 
 
@@ -18,7 +18,7 @@ class Reasoning(msgspec.Struct, frozen=True):
     """The prompt has begun it; else the answer may."""
 
 
-class AnswerGrammar(msgspec.Struct, frozen=True, kw_only=True):
+class CompletionGrammar(msgspec.Struct, frozen=True, kw_only=True):
     """The parts of an answer, one after the other, each of which may be absent."""
 
     reasoning: Reasoning | None = None
@@ -31,7 +31,7 @@ class AnswerGrammar(msgspec.Struct, frozen=True, kw_only=True):
     """Of the markers that are special tokens."""
 
 
-def answer_grammar(reading: AnswerReading, content: Grammar | None) -> Grammar | None:
+def completion_grammar(reading: CompletionSyntax, content: Grammar | None) -> Grammar | None:
     """The grammar of an answer; None: any text will do. content: of one without calls."""
     chat_format, tool_use = reading.chat_format, reading.tool_use
     needs_calls = tool_use is not None and tool_use.needs_grammar
@@ -41,7 +41,7 @@ def answer_grammar(reading: AnswerReading, content: Grammar | None) -> Grammar |
     if tool_use is None and reasoning is None:
         return content
     is_required = tool_use is not None and tool_use.mode is ToolMode.REQUIRED
-    parts = AnswerGrammar(
+    parts = CompletionGrammar(
         reasoning=reasoning,
         tool_calls=chat_format.tool_calls,
         tool_use=tool_use,
@@ -51,10 +51,10 @@ def answer_grammar(reading: AnswerReading, content: Grammar | None) -> Grammar |
     return Grammar(GrammarKind.MESSAGE, msgspec.json.encode(parts).decode())
 
 
-def read_answer_grammar(text: str) -> AnswerGrammar:
-    """Raises InvalidParameterError for a text that answer_grammar did not make."""
+def read_completion_grammar(text: str) -> CompletionGrammar:
+    """Raises InvalidParameterError for a text that completion_grammar did not make."""
     try:
-        return msgspec.json.decode(text, type=AnswerGrammar)
+        return msgspec.json.decode(text, type=CompletionGrammar)
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidParameterError(
             f"the grammar of an answer is not one: {error}", param="grammar"

@@ -12,9 +12,9 @@ from loraplex.core.errors import InvalidParameterError
 from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.core.tools import FunctionTool, ToolMode, ToolUse
 from loraplex.serving.grammar.check import GrammarCheck, SpecialTokens
-from loraplex.serving.text.answer_grammar import answer_grammar
-from loraplex.serving.text.answer_reader import AnswerReading
 from loraplex.serving.text.chat_format import ChatFormat
+from loraplex.serving.text.completion_grammar import completion_grammar
+from loraplex.serving.text.completion_reader import CompletionSyntax
 from loraplex.serving.text.tool_calls.formats import FORMATS
 
 WEATHER = FunctionTool(
@@ -49,8 +49,8 @@ class Model:
     def grammar(
         self, tool_use: ToolUse | None, content: Grammar | None = None, prompt: str = ""
     ) -> Grammar | None:
-        reading = AnswerReading(chat_format=self.chat_format, tool_use=tool_use, prompt=prompt)
-        return answer_grammar(reading, content)
+        reading = CompletionSyntax(chat_format=self.chat_format, tool_use=tool_use, prompt=prompt)
+        return completion_grammar(reading, content)
 
     def takes(
         self, text: str, tool_use: ToolUse | None, content: Grammar | None = None, prompt: str = ""

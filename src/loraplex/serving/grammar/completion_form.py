@@ -7,7 +7,7 @@ from typing import Any, Final
 from loraplex.core.errors import InvalidParameterError
 from loraplex.core.grammar import Grammar
 from loraplex.core.tools import FunctionTool, ToolMode, ToolUse
-from loraplex.serving.text.answer_grammar import AnswerGrammar, Reasoning
+from loraplex.serving.text.completion_grammar import CompletionGrammar, Reasoning
 from loraplex.serving.text.tool_calls.format import CallSyntax
 from loraplex.serving.text.tool_calls.formats import FORMATS
 from loraplex.serving.text.tool_calls.lark import Lark, pattern_of
@@ -17,7 +17,7 @@ _CONTENT: Final = "content"
 _SPACE: Final = r"[ \t\r\n]{1,4}"
 
 
-def answer_form(parts: AnswerGrammar, form_of: Callable[[Grammar], str]) -> str:
+def completion_form(parts: CompletionGrammar, form_of: Callable[[Grammar], str]) -> str:
     """In llguidance's JSON form. `form_of` gives that of the content's grammar."""
     lark = Lark(parts.special_ids)
     beside = [] if parts.content is None else [_named(form_of(parts.content))]
@@ -47,7 +47,7 @@ def _reasoning(lark: Lark, reasoning: Reasoning) -> str:
     return f"({lark.text(tags.start)} {thought})?"
 
 
-def _answer(lark: Lark, parts: AnswerGrammar, content: str) -> str:
+def _answer(lark: Lark, parts: CompletionGrammar, content: str) -> str:
     """The expression of all that may follow the reasoning."""
     if parts.tool_use is None:
         return content or f"({lark.any_text()})?"
