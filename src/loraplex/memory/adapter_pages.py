@@ -1,10 +1,11 @@
-"""How adapters lie in device pages: arithmetic only.
+"""Placement of adapters in device pages: arithmetic only.
 
 A page is a whole number of slots; a target (one adapted linear layer: A and B together) takes
-whole slots of one page and never crosses into the next. An adapter takes room by its true ranks.
-The geometry follows that of TensorRT-LLM's adapter cache, whose page is just what an adapter of the
-usual rank needs on every module. Ours is a whole share of that, some layers of it, so that an
-adapter of fewer modules wastes little; and no page is too small for one target of the largest rank.
+whole slots of one page and never crosses into the next. An adapter's size depends on its true
+ranks. The geometry follows that of TensorRT-LLM's adapter cache, whose page is just what an adapter
+of the usual rank needs on every module. Ours is a whole share of that, some layers of it, so that
+an adapter of fewer modules wastes little; and no page is too small for one target of the largest
+rank.
 """
 
 from collections import Counter
@@ -18,29 +19,29 @@ from loraplex.core.errors import AdapterTooLargeError, ConfigError
 from loraplex.core.plan import PageGeometry
 
 _LARGEST_TARGETS_PER_PAGE = 2
-"""At least, if the usual adapter is so large: less than half a page is lost behind a target."""
+"""Minimum, if the usual adapter is so large: less than half a page is lost after a target."""
 
 
 class TargetPlace(NamedTuple):
-    """Where one target lies."""
+    """Place of one target."""
 
     target: LoraTarget
     page_index: int
-    """Among the adapter's own pages: position in AdapterCopy.page_ids."""
+    """Index in the adapter's own pages, AdapterCopy.page_ids."""
     offset: int
-    """Elements from the start of the page."""
+    """Offset in elements from the start of the page."""
 
 
 class Placement(NamedTuple):
     places: tuple[TargetPlace, ...]
-    """Sorted by target: layer, then module."""
+    """Places sorted by target: layer, then module."""
     num_pages: int
 
 
 def page_geometry(
     targets: Sequence[LoraTarget], *, optimal_rank: int, max_rank: int
 ) -> PageGeometry:
-    """The geometry for a model.
+    """Return the page geometry for a model.
 
     `targets` are all linear layers that may be adapted, of all layers; their ranks do not matter.
     An adapter of `optimal_rank` on all of them fills whole pages, if its layers are alike; any one
@@ -62,7 +63,7 @@ def page_geometry(
 
 
 def _slots_per_page(usual_layers: Sequence[int], largest_target: int) -> int:
-    """The smallest whole share of the usual adapter that is large enough for large targets."""
+    """Return the smallest whole share of the usual adapter that fits large targets."""
     num_layers = len(usual_layers)
     for per_page in range(1, num_layers):
         if num_layers % per_page == 0:
@@ -85,7 +86,7 @@ def layer_targets(
 
 
 def place(targets: Sequence[LoraTarget], geometry: PageGeometry) -> Placement:
-    """Lay targets into pages: sorted, each behind the last one or at the start of a new page.
+    """Lay targets into pages: sorted, each after the last one or at the start of a new page.
 
     Raises AdapterTooLargeError if a target is larger than a page.
     """
@@ -106,7 +107,7 @@ def place(targets: Sequence[LoraTarget], geometry: PageGeometry) -> Placement:
 
 
 def pages_at_rank(targets: Sequence[LoraTarget], rank: int, geometry: PageGeometry) -> int:
-    """Pages of an adapter of this rank on all `targets` (as for page_geometry).
+    """Return the pages of an adapter of this rank on all `targets` (as for page_geometry).
 
     A pool with at least so many pages can hold any one adapter of ranks up to this on any of the
     targets: with a fixed order and no back-filling, fewer or smaller targets never need more pages.
@@ -115,7 +116,7 @@ def pages_at_rank(targets: Sequence[LoraTarget], rank: int, geometry: PageGeomet
 
 
 def pages_for_bytes(num_bytes: int, geometry: PageGeometry, element_bytes: int) -> int:
-    """Whole pages in num_bytes."""
+    """Return the number of whole pages in num_bytes."""
     return num_bytes // (geometry.page_elements * element_bytes)
 
 

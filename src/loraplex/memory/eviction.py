@@ -1,4 +1,4 @@
-"""In which order adapters leave a tier that is full: orders, and the policies that make them."""
+"""Eviction of adapters from a full tier: orders, and the policies that make them."""
 
 import heapq
 import itertools
@@ -10,7 +10,7 @@ from loraplex.core.adapter import AdapterHandle
 
 
 class EvictionOrder(Protocol):
-    """A set of adapters that may be evicted, each with its size, in an order of its own."""
+    """Ordered set of adapters that may be evicted, each with its size."""
 
     @property
     def total_size(self) -> int: ...
@@ -18,42 +18,42 @@ class EvictionOrder(Protocol):
     def __len__(self) -> int: ...
 
     def add(self, handle: AdapterHandle, size: int) -> None:
-        """It may be evicted, and was used just now."""
+        """Add an adapter that may be evicted, and was used just now."""
         ...
 
     def remove(self, handle: AdapterHandle) -> None:
-        """It is gone, or must not be evicted now."""
+        """Remove an adapter that is gone, or must not be evicted now."""
         ...
 
     def choose(self, size: int) -> list[AdapterHandle]:
-        """Those to evict now: the first until their sizes add up to `size`; all, if they do not."""
+        """Return the first adapters whose sizes add up to `size`; all, if they do not."""
         ...
 
     def sizes(self) -> dict[AdapterHandle, int]:
-        """Everything in it, first to leave first."""
+        """Return the sizes of all adapters, in the order of eviction."""
         ...
 
 
 class EvictionPolicy(Protocol):
-    """The orders of one tier, and what is remembered of its adapters beyond them."""
+    """Policy of one tier: its orders, and what it remembers of adapters."""
 
     def new_order(self) -> EvictionOrder: ...
 
     def used(self, handle: AdapterHandle) -> None:
-        """A request asked for it, wherever it is."""
+        """Note that a request wants an adapter, wherever it is."""
         ...
 
     def loaded(self, handle: AdapterHandle, load_ns: int) -> None:
-        """It was brought from its file, which took so long."""
+        """Note that an adapter was loaded from its file in `load_ns`."""
         ...
 
     def forget(self, handle: AdapterHandle) -> None:
-        """It is no longer registered."""
+        """Forget an adapter that is no longer registered."""
         ...
 
 
 class _Sizes:
-    """The sizes of what is in an order, in the order of joining; their sum is kept."""
+    """Sizes of the adapters in an order, by time of joining, with their sum."""
 
     def __init__(self) -> None:
         self._sizes: dict[AdapterHandle, int] = {}
@@ -76,7 +76,7 @@ class _Sizes:
 
 
 class LRU(_Sizes):
-    """Least recently used first. All operations but `choose` and `sizes` are O(1)."""
+    """Order with the least recently used first. `choose` and `sizes` are O(n), the rest O(1)."""
 
     def choose(self, size: int) -> list[AdapterHandle]:
         chosen: list[AdapterHandle] = []
@@ -92,39 +92,39 @@ class LRU(_Sizes):
 
 
 class LRUPolicy:
-    """Remembers nothing: when an adapter was used last is its place in the order."""
+    """LRU policy. It remembers nothing: the place in the order is the time of the last use."""
 
     def new_order(self) -> EvictionOrder:
         return LRU()
 
     def used(self, handle: AdapterHandle) -> None:
-        """Joining an order says it."""
+        """Do nothing: joining an order has the same effect."""
 
     def loaded(self, handle: AdapterHandle, load_ns: int) -> None:
-        """All loads count alike."""
+        """Do nothing: all loads count alike."""
 
     def forget(self, handle: AdapterHandle) -> None:
-        """Nothing was remembered."""
+        """Do nothing: nothing was remembered."""
 
 
 class _Worth(NamedTuple):
-    """Least first."""
+    """Heap entry, least worth first."""
 
     value: float
     joined: int
-    """The earlier one of equal values leaves first."""
+    """Sequence number: of equal values the earlier one leaves first."""
 
 
 class GreedyDualPolicy:
-    """Least worth first, where worth grows with use and fades with time.
+    """Policy that evicts the least worth first; worth grows with use and fades with time.
 
     An adapter that joins an order is worth L + worth(uses, load time, size), and L becomes the
-    worth of the last one evicted: so what was popular long ago falls behind what is used now. This
+    worth of the last one evicted: so adapters popular long ago lose to those in use now. This
     is GreedyDual-Size with frequency (Cherkasova, HP Labs TR 98-69; Cao and Irani, USITS 1997).
     """
 
     def __init__(self, worth: Callable[[int, int, int], float]) -> None:
-        """worth(uses, load_ns, size): what an adapter gives by staying, before it fades."""
+        """worth(uses, load_ns, size): value of keeping an adapter, without fading."""
         self._worth = worth
         self._uses: Counter[AdapterHandle] = Counter()
         self._load_ns: dict[AdapterHandle, int] = {}
@@ -153,7 +153,7 @@ class GreedyDualPolicy:
 
 
 class _LeastWorth(_Sizes):
-    """One order of a GreedyDualPolicy. `choose` is O(n), the rest O(1) but for `sizes`."""
+    """Order of a GreedyDualPolicy. `choose` is O(n), the rest O(1) but for `sizes`."""
 
     def __init__(self, policy: GreedyDualPolicy) -> None:
         super().__init__()
@@ -187,12 +187,12 @@ class _LeastWorth(_Sizes):
 
 
 def lfu_policy() -> EvictionPolicy:
-    """Least frequently used first, with ageing."""
+    """Evict the least frequently used first, with ageing."""
     return GreedyDualPolicy(lambda uses, _load_ns, _size: uses)
 
 
 def cost_policy() -> EvictionPolicy:
-    """Cheapest to bring back first: by uses times load time, for each unit of room."""
+    """Evict the cheapest to load again first: uses times load time, per unit of size."""
     return GreedyDualPolicy(lambda uses, load_ns, size: uses * load_ns / max(size, 1))
 
 
@@ -203,4 +203,4 @@ EVICTION_POLICIES: dict[str, NewEvictionPolicy] = {
     "lfu": lfu_policy,
     "cost": cost_policy,
 }
-"""By the name that an operator gives."""
+"""Policies by the name in the settings."""

@@ -32,7 +32,7 @@ class AdapterReadiness(enum.Enum):
     """All adapters are on the device."""
     COMING = enum.auto()
     """A load or a copy has begun."""
-    LACKS_ROOM = enum.auto()
+    BLOCKED = enum.auto()
     """A tier is full of adapters that may not be evicted now."""
     PASSED = enum.auto()
     """Its adapters could load, but an aged request needs the memory."""
@@ -139,7 +139,7 @@ class CacheFiller:
         return self._cache.num_users(handle)
 
     def is_preloading(self, handle: AdapterHandle) -> bool:
-        """Whether a preload was asked for and has not ended."""
+        """Whether a preload was requested and has not ended."""
         return handle in self._preloads
 
     def scan(self, now_ns: int) -> "AdapterScan":
@@ -202,21 +202,21 @@ class CacheFiller:
         on_device = [h for h in handles if self._cache.residency(h) is Residency.DEVICE]
         if len(on_device) == len(handles):
             return AdapterReadiness.READY
-        # They must not be evicted to make room for each other.
+        # They must not be evicted for each other.
         for handle in on_device:
             self._cache.acquire(handle)
-        has_room = True
+        has_memory = True
         for handle in handles:
-            # Once one lacks room, the others must not evict wanted adapters: with a host tier that
-            # holds only one of two, they would evict each other for ever.
-            moved = self._begin(handle, now_ns, may_evict_wanted=is_next and has_room)
-            has_room = has_room and moved
+            # Once one lacks memory, the others must not evict wanted adapters: with a host tier
+            # that holds only one of two, they would evict each other for ever.
+            moved = self._begin(handle, now_ns, may_evict_wanted=is_next and has_memory)
+            has_memory = has_memory and moved
         for handle in on_device:
             self._cache.release(handle)
-        return AdapterReadiness.COMING if has_room else AdapterReadiness.LACKS_ROOM
+        return AdapterReadiness.COMING if has_memory else AdapterReadiness.BLOCKED
 
     def _begin(self, handle: AdapterHandle, now_ns: int, *, may_evict_wanted: bool) -> bool:
-        """Begin the next load or copy of an adapter; False if there is no room for it."""
+        """Begin the next load or copy of an adapter; False if memory is lacking."""
         match self._cache.residency(handle):
             case Residency.ABSENT | Residency.FAILED:
                 return self._begin_load(handle, now_ns, may_evict_wanted)
@@ -280,7 +280,7 @@ class AdapterScan:
         readiness = filler.advance(request.handles, now_ns, is_next=self._is_next)
         if readiness is AdapterReadiness.READY:
             request.adapters_blocked_since_ns = None
-        elif readiness is AdapterReadiness.LACKS_ROOM and request.adapters_blocked_since_ns is None:
+        elif readiness is AdapterReadiness.BLOCKED and request.adapters_blocked_since_ns is None:
             request.adapters_blocked_since_ns = now_ns
         if self._aged is None and filler.is_aged(request, now_ns):
             self._aged = request

@@ -1,7 +1,7 @@
-"""The device tier: one preallocated pool of adapter pages, and the table of what lies where.
+"""Bank of the adapters on the device: one preallocated pool of pages, and tables of its contents.
 
-Which adapter gets which pages is decided by the adapter cache (memory); the arithmetic inside them
-is memory.adapter_pages, which both share.
+The adapter cache (memory) decides which adapter gets which pages; memory.adapter_pages has the
+arithmetic inside them, which both share.
 """
 
 import dataclasses
@@ -36,12 +36,12 @@ from loraplex.memory.adapter_pages import Placement, place
 from loraplex.models.base_linears import BaseLinears
 
 AdapterRow = tuple[int, tuple[tuple[AdapterHandle, float], ...]]
-"""One row of a step: its number of tokens, and its (handle, scale)s; empty is the base model."""
+"""Row of a step: its number of tokens and its (handle, scale) pairs; none for the base model."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BaseEnds:
-    """What an adapter may change of the base beside the linear layers of its decoder layers."""
+    """Parts of the base that an adapter may change besides linear layers of decoder layers."""
 
     vocab_size: int
     hidden_size: int
@@ -56,7 +56,7 @@ class _Resident:
 
 
 class _Transfers:
-    """What an accelerator needs beside the pool: its copies and what they come from."""
+    """Transfers of an accelerator: its copies, and the host memory that they read."""
 
     def __init__(
         self, accelerator: Accelerator, geometry: PageGeometry, pool: torch.Tensor
@@ -70,12 +70,12 @@ class _Transfers:
 class AdapterBank:
     """Owns the pool tensor [num_pages * page_elements] and the LoraTables.
 
-    An adapter is placed by its true rank, never padded. Pages that a copy names are taken from
-    whoever had them, and that adapter is forgotten: the cache gives away only pages that no
-    launched plan needs. Invariant: each page belongs to at most one adapter.
+    An adapter is placed by its true rank, never padded. A copy takes its pages from their owner,
+    which is forgotten: the cache reassigns only pages that no launched plan needs. Invariant: each
+    page belongs to at most one adapter.
 
-    With an accelerator adapters are laid out in pinned memory by `prepare`, copied beside the
-    steps, and used by steps that wait for what they need of them on the device (page_copies).
+    With an accelerator adapters are laid out in pinned memory by `prepare` and copied parallel
+    to the steps; steps wait on the device for the layers that they need (page_copies).
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class AdapterBank:
     ) -> None:
         """layers: the linear layers of each decoder layer that may be adapted.
 
-        ends: None if adapters may have nothing but LoRA of these. max_rank: an accelerator's
-        kernels have room for no more. accelerator: of the device; None: what is copied is there.
+        ends: None if adapters may have only LoRA of these. max_rank: maximum rank of an
+        accelerator's kernels. accelerator: that of the device; None if copies are immediate.
         """
         self._geometry = geometry
         self._pool = _pool(num_pages * geometry.page_elements, dtype, device, accelerator)
@@ -110,14 +110,14 @@ class AdapterBank:
         if accelerator is not None:
             self._transfers = _Transfers(accelerator, geometry, self._pool)
         self._views: dict[int, tuple[PartsViews, bool]] = {}
-        """By entry: of adapters that have more than LoRA of layers; whether some is of lm_head."""
+        """Views by entry, of adapters with more than LoRA of layers; whether lm_head has LoRA."""
         self._parts: dict[int, AdapterParts] = {}
-        """Made of these when they are first used."""
+        """Parts by entry, made of the views at their first use."""
         self._free_entries = list(range(num_pages))
         self._residents: dict[AdapterHandle, _Resident] = {}
         self._owners: dict[PageId, AdapterHandle] = {}
         self._copied: list[AdapterHandle] = []
-        """What `arrived` is to tell, without an accelerator."""
+        """Copies that `arrived` returns next, without an accelerator."""
         self._batched_rows: tuple[AdapterRow, ...] = ()
         self._batch: LoraBatch | None = None
 
@@ -126,11 +126,11 @@ class AdapterBank:
         return self._pool.nbytes
 
     def holds(self, handle: AdapterHandle) -> bool:
-        """From `copy` on, before it has arrived."""
+        """Whether the bank has an adapter, from `copy` on, even before it has arrived."""
         return handle in self._residents
 
     def prepare(self, host: HostAdapter) -> HostAdapter:
-        """Work out what takes long, ahead of `copy`: from one other thread, beside all the rest.
+        """Do the slow work ahead of `copy`; one other thread may call this at any time.
 
         Raises AdapterMismatchError or InvalidAdapterError if the base or the pool cannot take it.
         """
@@ -143,12 +143,12 @@ class AdapterBank:
         return packed(host, self._geometry, self._transfers.pages, self._base)
 
     def copy(self, handle: AdapterHandle, host: HostAdapter, page_ids: Sequence[PageId]) -> None:
-        """Copy an adapter into pages, any ones in any order; lora_batch may then name its handle.
+        """Copy an adapter into any pages in any order; lora_batch may then name its handle.
 
-        On an accelerator that has only begun by then, and `host` may be dropped. Raises
+        On an accelerator this only begins the copy, and `host` may be dropped. Raises
         AdapterMismatchError if it targets a layer, module or shape that the bank does not have,
-        before anything is changed. What has more than LoRA, and whatever goes to an accelerator,
-        must have been prepared.
+        before anything is changed. Adapters with more than LoRA, and all adapters of an
+        accelerator, must have been prepared.
         """
         placement = place(host.targets, self._geometry)
         assert placement.num_pages == len(set(page_ids)) == len(page_ids), "the pages it needs"
@@ -166,10 +166,10 @@ class AdapterBank:
             raise
 
     def arrived(self, *, wait: bool = False) -> tuple[AdapterHandle, ...]:
-        """The copies whose first layers are there by now, each told once: they may be used.
+        """Return the copies whose first layers have arrived, each once: they may be used.
 
-        wait: for one, if any is under way. Whoever asks must see that it is not forgotten: of a
-        step that fails it is lost.
+        wait: wait for one, if any is in flight. The caller must keep the result: if its step
+        fails, it is lost.
         """
         if self._transfers is not None:
             return self._transfers.copies.begun(wait=wait)
@@ -181,8 +181,8 @@ class AdapterBank:
         """Group the tokens of a step by adapter; None if no row uses one.
 
         Row i's tokens follow row i - 1's. Every handle must be in the bank. Scale 0 is the base
-        model. The same rows as in the last step give the same object, once all that they use is
-        there. Valid until the next call.
+        model. The same rows as in the last step return the same object, once all their adapters
+        have arrived. Valid until the next call.
         """
         if rows != self._batched_rows or (self._batch and self._batch.arrivals):
             uses = self._uses(rows)
@@ -192,9 +192,9 @@ class AdapterBank:
         return self._batch
 
     def blank_batch(self, num_tokens: int) -> LoraBatch | None:
-        """One wave in which no adapter applies to any token; None if the bank has no page.
+        """Return one wave in which no adapter applies; None if the bank has no page.
 
-        Of the form of any other plain batch of one wave for so many tokens. For an accelerator.
+        It has the form of any plain batch of one wave for `num_tokens`. For an accelerator.
         """
         if not self._free_entries and not self._residents:
             return None
@@ -204,7 +204,7 @@ class AdapterBank:
         return self._on_device(one_wave, num_tokens)
 
     def check(self) -> None:
-        """Nothing is lost and nothing is counted twice."""
+        """Assert that nothing is lost and nothing is counted twice."""
         entries = [resident.entry for resident in self._residents.values()]
         assert sorted(entries + self._free_entries) == list(range(self._tables.num_entries))
         owned = {
@@ -249,7 +249,7 @@ class AdapterBank:
     def _batch_of(
         self, uses: list[LoraUse], num_tokens: int, arrivals: Arrivals | None
     ) -> LoraBatch:
-        """The batch, and what its adapters have beside LoRA of layers."""
+        """Return the batch with what its adapters have besides LoRA of layers."""
         if self._transfers is None:
             batch = lora_batch(self._pool, self._tables.layers, uses)
         else:
@@ -267,7 +267,7 @@ class AdapterBank:
         return dataclasses.replace(batch, parts=tuple(changed), head_table=head_table)
 
     def _on_device(self, batch: LoraBatch, num_tokens: int) -> LoraBatch:
-        """With its pieces, and its arrays of tokens among them."""
+        """Return the batch with its segments and token arrays on the device."""
         assert self._transfers is not None
         segments = self._transfers.segments.send(lora_segments(batch, num_tokens))
         num_indices = len(batch.token_indices)
@@ -279,7 +279,7 @@ class AdapterBank:
         )
 
     def _parts_of(self, entry: int, arrivals: Arrivals | None) -> AdapterParts:
-        """Rows of single tokens are put in order at their first use, once they are there."""
+        """Return the parts of an entry. Token rows are sorted at their first use, once arrived."""
         if entry not in self._parts:
             views, has_head_lora = self._views[entry]
             if self._transfers is None:
@@ -292,7 +292,7 @@ class AdapterBank:
         return self._parts[entry]
 
     def _fill(self, handle: AdapterHandle, host: HostAdapter, placement: Placement) -> None:
-        """The adapter's pages and its entry."""
+        """Fill the adapter's pages and its entry."""
         entry, page_ids = self._residents[handle].entry, self._residents[handle].page_ids
         starts = {
             target: page_ids[page_index] * self._geometry.page_elements + offset
@@ -324,7 +324,7 @@ class AdapterBank:
         self._views[entry] = views, has_head_lora
 
     def _elements(self, starts: Mapping[LoraTarget, int], target: LoraTarget) -> torch.Tensor:
-        """Of the pool; starts: the element where each target begins."""
+        """Return a target's elements of the pool; starts: first element of each target."""
         return self._pool[starts[target] : starts[target] + target.num_elements]
 
     def _evict(self, handle: AdapterHandle, page_ids: Sequence[PageId]) -> None:

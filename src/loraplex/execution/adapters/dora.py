@@ -1,11 +1,11 @@
-"""DoRA's factor of a linear layer's outputs, worked out in the loader's thread after the read.
+"""DoRA factors of a linear layer's outputs, computed in the loader's thread after the read.
 
 y = b + (m / ||W + s B A||) * (W x + s B A x), the norm of each row (arXiv:2402.09353, as PEFT
 computes it). W is what the packed base layer computes. With P = W A^T,
 
     ||W_j + s (B A)_j||^2 = ||W_j||^2 + 2 s B_j . P_j + s^2 B_j (A A^T) B_j^T
 
-in float64: W itself is never taken apart, and its own norms are worked out once for all adapters.
+in float64: W itself is never unpacked, and its own norms are computed once for all adapters.
 """
 
 import dataclasses
@@ -24,9 +24,9 @@ Factors = dict[tuple[int, str], torch.Tensor]
 def with_factors(
     adapter: HostAdapter, base: BaseLinears, device: torch.device, pool_dtype: torch.dtype
 ) -> HostAdapter:
-    """The adapter with its factors, for a pool that takes them, and B times them, in its type.
+    """Return the adapter with its factors, checked against the pool's type.
 
-    Raises as dora_factors, and InvalidAdapterError for what is too large for the pool's type.
+    Raises as dora_factors, and InvalidAdapterError for values too large for the pool's type.
     """
     factors = dora_factors(adapter, base, device)
     largest = torch.finfo(pool_dtype).max
@@ -44,9 +44,9 @@ def with_factors(
 
 
 def dora_factors(adapter: HostAdapter, base: BaseLinears, device: torch.device) -> Factors:
-    """Of every module that has a magnitude vector.
+    """Return the factors of every module with a magnitude vector.
 
-    Raises AdapterMismatchError where a row of W + s B A is all zeros.
+    Raises AdapterMismatchError if a row of W + s B A is all zeros.
     """
     magnitudes: dict[tuple[int, str], list[HostPart]] = {}
     for part in sorted(adapter.parts, key=lambda part: part.target.first):
@@ -73,7 +73,7 @@ def dora_factors(adapter: HostAdapter, base: BaseLinears, device: torch.device) 
 
 
 def _own_weight(adapter: HostAdapter, key: tuple[int, str]) -> torch.Tensor | None:
-    """[out, in]: what the adapter has in place of the base's weight."""
+    """Return [out, in], the adapter's replacement of the base's weight."""
     rows = [
         part.values
         for part in sorted(adapter.parts, key=lambda part: part.target.first)
@@ -88,7 +88,7 @@ def _row_norms(
     base: BaseLinears,
     device: torch.device,
 ) -> torch.Tensor:
-    """[out] float64: of W + s B A, of one module, whose LoRA is in pieces of outputs."""
+    """Return [out] float64, the row norms of W + s B A of one module in pieces of outputs."""
     target = weights[0].target
     a = weights[0].a.to(device, torch.float64)
     b = torch.cat([weight.b for weight in weights]).to(device, torch.float64) * weights[0].scale

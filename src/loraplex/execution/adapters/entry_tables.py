@@ -1,4 +1,4 @@
-"""What a bank tells the kernels of each adapter in its pool: its places, its ranks, its scales."""
+"""Tables for the kernels of each adapter in the pool: its offsets, ranks and scales."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ from loraplex.kernels.lora import DeviceLoraTable, LoraCells, LoraTable, ModuleS
 
 
 class EntryTables:
-    """One LoraTable of the layers and one of lm_head; an entry is a row of both.
+    """LoraTables of the layers and of lm_head; an entry is a row of both.
 
-    On an accelerator an entry is sent in the compute queue: behind the steps that were launched, of
-    which none names it (see page_copies), and before those that will.
+    On an accelerator an entry is sent in the compute queue: after the launched steps, none of which
+    names it (see page_copies), and ahead of those that will.
     """
 
     def __init__(
@@ -31,13 +31,13 @@ class EntryTables:
     ) -> None:
         """head: blocks of lm_head's outputs as modules; None if it is not adapted.
 
-        alignment: every offset is a multiple of it. max_rank: of what an accelerator is told.
+        alignment: every offset is a multiple of it. max_rank: maximum rank of an accelerator.
         """
         self._accelerator = accelerator
         self._alignment = alignment
         self._max_rank = max_rank
         self._pinned: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Each field of each table, [entries, ...]: on the host, on the device."""
+        """Pairs of each field of each table, [entries, ...], on the host and on the device."""
         self._sent: dict[int, Event] = {}
         self.layers = self._table(num_entries, layers)
         self.head = None if head is None else self._table(num_entries, [head])
@@ -47,8 +47,7 @@ class EntryTables:
         return len(self.layers.ranks)
 
     def check(self, target: LoraTarget) -> None:
-        """Raises AdapterMismatchError if there is no such layer, module or shape, or the rank is
-        too large for the accelerator."""
+        """Raise AdapterMismatchError for an unknown layer, module or shape, or a rank too large."""
         if self._accelerator is not None and target.rank > self._max_rank:
             raise AdapterMismatchError(
                 f"the adapter has rank {target.rank} on {target.module}, at most {self._max_rank} "
@@ -68,7 +67,7 @@ class EntryTables:
             )
 
     def clear(self, entry: int) -> None:
-        """Rank 0 everywhere. Before an entry is written."""
+        """Set all ranks of an entry to 0. Call this ahead of `write`."""
         if entry in self._sent:
             self._sent.pop(entry).wait()
         self.layers.ranks[entry] = 0
@@ -76,7 +75,7 @@ class EntryTables:
             self.head.ranks[entry] = 0
 
     def write(self, entry: int, target: LoraTarget, start: int, scale: float) -> None:
-        """A target that `check` has passed. start: its first element of the pool."""
+        """Write a target that `check` has passed. start: its first element of the pool."""
         if target.layer == OUTSIDE_LAYERS:
             assert self.head is not None
             table = self.head
@@ -89,7 +88,7 @@ class EntryTables:
         table.scales[entry, cell] = scale
 
     def send(self, entry: int) -> None:
-        """To the accelerator, if there is one, once it is written."""
+        """Send a written entry to the accelerator, if there is one."""
         if self._accelerator is None:
             return
         with self._accelerator.compute():
@@ -111,7 +110,7 @@ class EntryTables:
         return table if self._accelerator is None else self._with_copy(table, self._accelerator)
 
     def _with_copy(self, table: LoraTable, accelerator: Accelerator) -> LoraTable:
-        """The table in memory that an accelerator copies by itself, with a copy on its device."""
+        """Return the table in pinned memory, with a copy on the accelerator's device."""
         pairs = []
         for values in (table.offsets, table.ranks, table.scales):
             on_host = torch.from_numpy(values)
@@ -140,7 +139,7 @@ class EntryTables:
 
 
 def head_modules(modules: ModuleShapes, hidden_size: int, vocab_size: int) -> ModuleShapes:
-    """lm_head in blocks of outputs, each as a module of its own."""
+    """Return lm_head in blocks of outputs, each as a module of its own."""
     size = head_block_size(modules, hidden_size)
     return {
         f"{LM_HEAD}.{first}": (hidden_size, min(size, vocab_size - first))

@@ -1,6 +1,7 @@
-"""Adapters in host memory: the upper tier's bytes.
+"""Adapters in host memory.
 
-Written by the loader's thread, read by the bank. The adapter cache (memory) decides what is here.
+The loader's thread writes them, the bank reads them. The adapter cache (memory) decides which
+adapters are here.
 """
 
 import dataclasses
@@ -15,43 +16,45 @@ from loraplex.execution.adapters.pinned_pages import PageLease
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostWeight:
-    """One adapted linear layer, in the dtype of its file."""
+    """LoRA of one linear layer, in the dtype of its file."""
 
     target: LoraTarget
     a: torch.Tensor  # [rank, in_features]
     b: torch.Tensor  # [out_features, rank]
     scale: float
-    """The adapter's own: alpha / rank, or what its file says. A float32 value."""
+    """Scale of the adapter: alpha / rank, or its file's value. A float32 value."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostPart:
-    """A piece of what an adapter has beside LoRA, in the dtype of its file."""
+    """Piece of an adapter other than LoRA, in the dtype of its file."""
 
     target: LoraTarget
     values: torch.Tensor
-    """[rank, out_features] of the target; of a vector [out_features]."""
+    """Values [rank, out_features] of the target; [out_features] of a vector."""
     scale: float = 1.0
-    """What a shift is multiplied with."""
+    """Factor of a shift."""
     indices: torch.Tensor | None = None
-    """Of trained tokens: their ids, [rank] int64."""
+    """Ids [rank] int64 of trained tokens."""
     is_base: bool = False
-    """Rows that stand for the base's own parameter: what is tied to it changes, too."""
+    """Whether the rows replace the base's own parameter: a tied parameter changes, too."""
     is_quotient: bool = False
-    """Of a factor: the magnitudes are divided by the norms already."""
+    """Whether the magnitudes of a factor are divided by the norms already."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostAdapter:
+    """Adapter in host memory."""
+
     digest: str
     weights: tuple[HostWeight, ...]
-    """LoRA, in the order of AdapterSource.targets."""
+    """LoRA weights, in the order of AdapterSource.targets."""
     parts: tuple[HostPart, ...] = ()
-    """The rest, in the same order."""
+    """Other parts, in the same order."""
     factors: Mapping[tuple[int, str], torch.Tensor] = dataclasses.field(default_factory=dict)
-    """DoRA's of each output, float64, by layer and module; once AdapterBank.prepare has run."""
+    """DoRA factors of the outputs, float64, by layer and module; AdapterBank.prepare sets them."""
     packed: PageLease | None = None
-    """All of it as it will lie in the pool, for an accelerator; then the pieces have no values."""
+    """Pages laid out as in the pool, for an accelerator; then the pieces have no values."""
 
     @property
     def targets(self) -> tuple[LoraTarget, ...]:
@@ -67,7 +70,7 @@ class HostAdapter:
 
 
 class HostAdapters:
-    """The table that the loader fills and the bank reads. Safe to use from two threads."""
+    """Table that the loader fills and the bank reads. Safe to use from two threads."""
 
     def __init__(self) -> None:
         self._adapters: dict[AdapterHandle, HostAdapter] = {}
@@ -82,7 +85,7 @@ class HostAdapters:
             return self._adapters.get(handle)
 
     def discard(self, handle: AdapterHandle) -> None:
-        """Forget it, if it is here."""
+        """Forget an adapter, if it is here."""
         with self._lock:
             self._adapters.pop(handle, None)
 

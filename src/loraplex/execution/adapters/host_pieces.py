@@ -32,9 +32,9 @@ _RowsByPlace = Mapping[tuple[int, str, RowKind], CanonicalRow]
 
 
 def host_adapter(content: CanonicalFile, targets: Iterable[LoraTarget]) -> HostAdapter:
-    """The adapter in the pieces that it was staged in.
+    """Return the adapter in the pieces that staging cut.
 
-    Raises InvalidAdapterError if they are not those of this file: every row must be used whole.
+    Raises InvalidAdapterError if they do not belong to this file: every row must be used whole.
     """
     rows = {(_layer(row), row.module, row.kind): row for row in content.rows}
     weights: list[HostWeight] = []

@@ -1,4 +1,4 @@
-"""Writes the pieces of an adapter as they lie in the pool: there, or in host memory for a copy."""
+"""Layout of an adapter's pieces in the pool, or in pinned host memory for a copy."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -14,22 +14,22 @@ from loraplex.models.base_linears import BaseLinears
 
 
 class PieceWriter:
-    """Of one adapter. Values are rounded to the type of the place."""
+    """Writer of one adapter's pieces. Values are rounded to the type of the place."""
 
     def __init__(self, adapter: HostAdapter, base: BaseLinears | None) -> None:
-        """base: None if the adapter has nothing but LoRA. DoRA's factors must be known."""
+        """base: None if the adapter has only LoRA. DoRA factors must be known."""
         self._factors = adapter.factors
         self._base = base
 
     def write(self, piece: HostWeight | HostPart, place: torch.Tensor) -> None:
-        """place: the target's own elements, flat; anywhere."""
+        """Write a piece. place: the target's own flat elements, on any device."""
         if isinstance(piece, HostWeight):
             self._write_weight(piece, place)
         else:
             self._write_part(piece, place)
 
     def _write_weight(self, weight: HostWeight, place: torch.Tensor) -> None:
-        """A, then B transposed; of DoRA, B times its factor of each output."""
+        """Write A, then B transposed; with DoRA, B times the factor of each output."""
         target = weight.target
         b = weight.b
         factor = self._factors.get((target.layer, target.module))
@@ -64,9 +64,9 @@ class PieceWriter:
 def packed(
     adapter: HostAdapter, geometry: PageGeometry, pages: PinnedPages, base: BaseLinears | None
 ) -> HostAdapter:
-    """The adapter in pages, and its pieces without values. DoRA's factors must be known.
+    """Return the adapter in pinned pages, its pieces without values. DoRA factors must be known.
 
-    base: None if it has nothing but LoRA. Raises AdapterTooLargeError if a piece is larger than a
+    base: None if it has only LoRA. Raises AdapterTooLargeError if a piece is larger than a
     page.
     """
     placement = place(adapter.targets, geometry)
@@ -90,5 +90,5 @@ def pieces_of(adapter: HostAdapter) -> Mapping[LoraTarget, HostWeight | HostPart
 
 
 def _outputs(values: torch.Tensor, target: LoraTarget) -> torch.Tensor:
-    """The target's own, of what is of all outputs."""
+    """Return the values of the target's own outputs."""
     return values[target.first : target.first + target.out_features]

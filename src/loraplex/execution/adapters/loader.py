@@ -23,23 +23,23 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FinishedLoad:
-    """One load that ended: in the host table, or with an error."""
+    """Load that ended: the adapter is in the host table, or there is an error."""
 
     handle: AdapterHandle
     error: ErrorInfo | None = None
     load_ns: int = 0
-    """How long it was read."""
+    """Duration of the load."""
 
 
 class FileAdapterLoader:
-    """One thread, loads in the order of their starts. start and poll never wait for it."""
+    """Loader with one thread, which loads in the order of the starts. start and poll never wait."""
 
     def __init__(
         self,
         host: HostAdapters,
         prepare: Callable[[HostAdapter], HostAdapter] = lambda adapter: adapter,
     ) -> None:
-        """prepare: what is done to an adapter once it is read, such as AdapterBank.prepare."""
+        """prepare: called with each adapter that was read, such as AdapterBank.prepare."""
         self._host = host
         self._prepare = prepare
         self._wanted: queue.SimpleQueue[tuple[AdapterHandle, AdapterSource] | None] = (
@@ -55,7 +55,7 @@ class FileAdapterLoader:
         self._wanted.put((handle, source))
 
     def poll(self) -> list[FinishedLoad]:
-        """The loads that ended since the last call."""
+        """Return the loads that ended since the last call."""
         finished = []
         while not self._finished.empty():
             finished.append(self._finished.get())
@@ -91,7 +91,7 @@ class FileAdapterLoader:
 def read_host_adapter(source: AdapterSource) -> HostAdapter:
     """Read a canonical adapter file. The tensors share one buffer.
 
-    Raises AdapterLoadError if it is gone or is not the adapter that was asked for.
+    Raises AdapterLoadError if it is gone or is another adapter.
     """
     try:
         content = read_canonical(Path(source.path))

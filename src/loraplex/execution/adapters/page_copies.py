@@ -2,11 +2,11 @@
 
 Steps that use an adapter which is still arriving wait for it on the device, layer by layer.
 
-A copy never overwrites what a launched step reads. The pages that it is given are of no adapter
-that a plan names which is not absorbed yet (the adapter cache unpins a sequence's adapters only
-then), and a plan is absorbed when its results are on the host, behind all that its step computes.
-An older copy into the same pages may still be under way: copies happen in the order of their queue,
-and whoever reads the pages then has waited for the newer one.
+A copy never overwrites what a launched step reads. Its pages belong to no adapter of a plan that is
+not absorbed yet (a sequence's adapters are in use until then), and a plan is absorbed when its
+results are on the host, after everything that its step computes. An older copy into the same pages
+may still be in flight: copies run in the order of their queue, and a step that reads the pages has
+waited for the newer one.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from loraplex.memory.adapter_pages import Placement
 
 
 class _Arrival(NamedTuple):
-    """All that an adapter has up to this layer is there, once the event has passed."""
+    """Event after which an adapter has arrived up to a layer."""
 
     last_layer: int
     event: Event
@@ -35,9 +35,9 @@ class _Arrival(NamedTuple):
 class _Copy:
     handle: AdapterHandle
     lease: PageLease
-    """Kept until all of it has been copied, whoever else has dropped it."""
+    """Host pages, kept until all of them have been copied."""
     arrivals: tuple[_Arrival, ...]
-    is_told: bool = False
+    is_reported: bool = False
     is_forgotten: bool = False
 
     @property
@@ -50,16 +50,16 @@ class _Copy:
 
 
 class PageCopies:
-    """Used by the thread that runs the steps."""
+    """Copies in flight. The thread that runs the steps uses them."""
 
     def __init__(self, accelerator: Accelerator, pool: torch.Tensor) -> None:
         """pool: [num_pages, page_elements]"""
         self._accelerator = accelerator
         self._pool = pool
-        self._under_way: deque[_Copy] = deque()
-        """In the order of their starts, which is that of their ends."""
+        self._pending: deque[_Copy] = deque()
+        """Copies in the order of their starts, which is that of their ends."""
         self._latest: dict[AdapterHandle, _Copy] = {}
-        """Of what is not forgotten, and not known to be all there."""
+        """Latest copy of each handle that is neither forgotten nor known to be complete."""
 
     def start(
         self,
@@ -68,7 +68,7 @@ class PageCopies:
         placement: Placement,
         page_ids: Sequence[PageId],
     ) -> None:
-        """Begin to copy: at once if the queue is empty. Replaces an older copy of the handle."""
+        """Begin a copy, at once if the queue is empty. Replaces an older copy of the handle."""
         self.forget(handle)
         completed = _completed_layers(placement)
         arrivals = []
@@ -78,42 +78,42 @@ class PageCopies:
                 if layer is not None:
                     arrivals.append(_Arrival(layer, self._accelerator.event()))
         copy = _Copy(handle, lease, tuple(arrivals))
-        self._under_way.append(copy)
+        self._pending.append(copy)
         self._latest[handle] = copy
 
     def forget(self, handle: AdapterHandle) -> None:
-        """Its pages are another's from now on, or it is copied once more. Its end is not told."""
+        """Forget a copy whose pages are reused or which is repeated: `begun` ignores it."""
         copy = self._latest.pop(handle, None)
         if copy is not None:
             copy.is_forgotten = True
 
     def begun(self, *, wait: bool) -> tuple[AdapterHandle, ...]:
-        """Copies whose first layers are there, each told once. wait: until one is, if there is any.
+        """Return the copies whose first layers have arrived, each once.
 
-        A step may be launched that uses them.
+        Steps that use them may be launched. wait: wait for one, if there is any.
         """
-        untold = [c for c in self._under_way if not (c.is_told or c.is_forgotten)]
-        if wait and untold and untold[0].arrivals:
-            untold[0].arrivals[0].event.wait()
-        told = [copy for copy in untold if copy.has_begun_to_arrive]
-        for copy in told:
-            copy.is_told = True
+        unreported = [c for c in self._pending if not (c.is_reported or c.is_forgotten)]
+        if wait and unreported and unreported[0].arrivals:
+            unreported[0].arrivals[0].event.wait()
+        reported = [copy for copy in unreported if copy.has_begun_to_arrive]
+        for copy in reported:
+            copy.is_reported = True
         self._retire()
-        return tuple(copy.handle for copy in told)
+        return tuple(copy.handle for copy in reported)
 
     def outstanding(self, handles: Iterable[AdapterHandle]) -> Arrivals | None:
-        """What a step of these adapters has to wait for; None if all of it is there."""
+        """Return what a step with these adapters must wait for; None if all has arrived."""
         copies = [self._latest[handle] for handle in handles if handle in self._latest]
         arrivals = [copy.arrivals for copy in copies if not copy.has_arrived]
         return _StepArrivals(self._accelerator, arrivals) if arrivals else None
 
     def _retire(self) -> None:
-        """Drop what is told and all there."""
-        while self._under_way and self._under_way[0].has_arrived:
-            copy = self._under_way[0]
-            if not (copy.is_told or copy.is_forgotten):
+        """Drop copies that were returned and are complete."""
+        while self._pending and self._pending[0].has_arrived:
+            copy = self._pending[0]
+            if not (copy.is_reported or copy.is_forgotten):
                 return
-            self._under_way.popleft()
+            self._pending.popleft()
             if not copy.is_forgotten:
                 del self._latest[copy.handle]
 
@@ -125,7 +125,7 @@ class _StepArrivals:
         self._accelerator = accelerator
         self._ahead = [deque(arrivals) for arrivals in copies]
         self._reached = [OUTSIDE_LAYERS - 1] * len(copies)
-        """The last layer of each copy that was waited for."""
+        """Last layer of each copy that was waited for."""
 
     def wait_for(self, layer: int) -> None:
         for index, ahead in enumerate(self._ahead):
@@ -137,7 +137,7 @@ class _StepArrivals:
 
 
 def _completed_layers(placement: Placement) -> list[int | None]:
-    """By page: the last layer of which nothing lies in a later page; None: it completes none."""
+    """Return by page the last layer that ends in it; None if the page completes no layer."""
     completed: list[int | None] = [None] * placement.num_pages
     last_pages = {target.layer: page for target, page, _ in placement.places}
     for layer in sorted(last_pages):

@@ -1,8 +1,8 @@
-"""Host memory that an accelerator copies by itself, in pages of one size that are used again.
+"""Pinned host memory, which an accelerator copies by itself, in reusable pages of one size.
 
-Pinning takes long, and pinned memory is not given back to the system. So it is taken in large
-chunks as it is first needed, and kept: what is pinned is what was in use at the most, rounded up to
-a chunk. A chunk has a power of two of bytes, which is what torch would take for it anyhow.
+Pinning is slow, and pinned memory is not returned to the system. So it is allocated in large chunks
+when it is first needed, and kept: the pinned memory is the maximum that was in use, rounded up to a
+chunk. The size of a chunk is a power of two, to which torch would round it anyhow.
 """
 
 import dataclasses
@@ -19,13 +19,13 @@ from loraplex.kernels.accelerator import Accelerator
 logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 1 << 26
-_LEAST_PAGES, _MOST_PAGES = 8, 256
-"""Of a chunk: with few, up to an eighth is lost at its end; many small ones take long to count."""
+_MIN_PAGES, _MAX_PAGES = 8, 256
+"""Pages of a chunk: with few, up to an eighth is lost at its end; many are slow to count."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PageLease:
-    """Some pages. They are given back when nobody refers to this object any more."""
+    """Lease of pages, which are free again when no reference to this object is left."""
 
     pages: tuple[torch.Tensor, ...]  # each [page_elements]
 
@@ -35,14 +35,14 @@ class PageLease:
 
 
 class PinnedPages:
-    """Safe to use from any thread."""
+    """Pool of pinned pages. Safe to use from any thread."""
 
     def __init__(self, accelerator: Accelerator, page_elements: int, dtype: torch.dtype) -> None:
         self._accelerator = accelerator
         self._page_elements = page_elements
         self._dtype = dtype
         page_bytes = page_elements * dtype.itemsize
-        wanted = max(_LEAST_PAGES * page_bytes, min(_CHUNK_BYTES, _MOST_PAGES * page_bytes))
+        wanted = max(_MIN_PAGES * page_bytes, min(_CHUNK_BYTES, _MAX_PAGES * page_bytes))
         self._chunk_elements = (1 << (wanted - 1).bit_length()) // dtype.itemsize
         self._free: list[torch.Tensor] = []
         self._num_chunks = 0
@@ -50,21 +50,21 @@ class PinnedPages:
 
     @property
     def num_bytes(self) -> int:
-        """Pinned so far."""
+        """Size of the memory pinned so far."""
         return self._num_chunks * self._chunk_elements * self._dtype.itemsize
 
     def take(self, num_pages: int) -> PageLease:
-        """What is in them is anything."""
+        """Take pages with undefined contents."""
         with self._lock:
             while len(self._free) < num_pages:
                 self._grow()
             pages = tuple(self._free.pop() for _ in range(num_pages))
         lease = PageLease(pages)
-        weakref.finalize(lease, self._give_back, pages).atexit = False
+        weakref.finalize(lease, self._free_pages, pages).atexit = False
         return lease
 
-    def _give_back(self, pages: Sequence[torch.Tensor]) -> None:
-        # Atomic; and this may interrupt the very thread that holds the lock.
+    def _free_pages(self, pages: Sequence[torch.Tensor]) -> None:
+        # Without the lock: extend is atomic, and a finalizer may interrupt the thread that has it.
         self._free.extend(pages)
 
     def _grow(self) -> None:

@@ -1,4 +1,4 @@
-"""What an adapter has beside LoRA, as the kernels read it: views of the pool."""
+"""Parts of an adapter other than LoRA, as views of the pool for the kernels."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ _TWINS = {EMBEDDING: LM_HEAD, LM_HEAD: EMBEDDING}
 
 
 class PartsViews:
-    """Of one adapter in the pool: `add` its pieces in order, then take the `result`."""
+    """Builder of one adapter's parts: `add` its pieces in order, then take the `result`."""
 
     def __init__(self, *, ties_embeddings: bool) -> None:
         self._ties_embeddings = ties_embeddings
@@ -29,7 +29,7 @@ class PartsViews:
         self._embedding_scale = 1.0
 
     def add(self, part: HostPart, place: torch.Tensor) -> None:
-        """place: the piece's own elements of the pool, flat. They need not be written yet."""
+        """Add a piece. place: its own flat elements of the pool, which may be written later."""
         target = part.target
         view = place.view(target.rank, target.out_features)
         match target.part:
@@ -51,7 +51,7 @@ class PartsViews:
         pieces.append(WeightRows(target.first, view))
 
     def result(self, *, has_head_lora: bool) -> AdapterParts:
-        """Reads rows of single tokens: they must be written by now."""
+        """Return the parts. Token rows are read and must have been written."""
         weights = self._whole_weights()
         return AdapterParts(
             vectors=self._vectors,
@@ -65,7 +65,7 @@ class PartsViews:
         self._vectors.setdefault((target.layer, target.module), []).append(vector)
 
     def _whole_weights(self) -> dict[str, tuple[WeightRows, ...]]:
-        """A copy of the base's own parameter is that of what is tied to it, too."""
+        """Return whole weights; a copy of the base's parameter also replaces the tied one."""
         weights = {
             module: _in_order(pieces)
             for (module, part), pieces in self._rows.items()
@@ -77,7 +77,7 @@ class PartsViews:
         return weights
 
     def _tokens(self) -> dict[str, TokenRows]:
-        """Trained tokens of an embedding are those of an lm_head tied to it, too, as in PEFT."""
+        """Return trained tokens; those of an embedding also change a tied lm_head, as in PEFT."""
         tokens = {
             module: _sorted_tokens(indices, self._rows[module, TargetPart.TOKENS])
             for module, indices in self._token_ids.items()
@@ -95,12 +95,12 @@ class PartsViews:
 
 
 def _sorted_tokens(indices: Sequence[torch.Tensor], pieces: Sequence[WeightRows]) -> TokenRows:
-    """In the order of their token ids."""
+    """Concatenate token rows, sorted by token id."""
     token_ids, order = torch.cat(list(indices)).sort()
     rows = torch.cat([piece.rows for piece in pieces])[order.to(pieces[0].rows.device)]
     return TokenRows(token_ids.to(rows.device), rows)
 
 
 def _in_order(pieces: Sequence[WeightRows]) -> tuple[WeightRows, ...]:
-    """A matrix from its first row on: targets are placed in another order."""
+    """Sort a matrix's pieces by their first row: targets are placed in another order."""
     return tuple(sorted(pieces, key=lambda piece: piece.first))

@@ -1,4 +1,4 @@
-"""Sends the pieces of each step's LoRA batch to an accelerator, always to the same place there."""
+"""Uploads of each step's LoRA segments to an accelerator, always to the same address."""
 
 from collections import deque
 
@@ -11,20 +11,20 @@ _FIRST_SIZE = 1 << 16
 
 
 class SegmentUploads:
-    """Used by the thread that launches steps.
+    """Uploader of the thread that launches steps.
 
-    What was sent is overwritten by what is sent next, behind the steps launched in between. So a
-    recorded step finds the pieces where it reads them, and nothing is copied twice.
+    An upload overwrites the previous one, after the steps that were launched in between. So a
+    recorded step finds the segments at its address, and nothing is copied twice.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._place = self._allocate(_FIRST_SIZE)
         self._sent: deque[tuple[torch.Tensor, Event]] = deque()
-        """Pinned buffers, and when each may be used again."""
+        """Pinned buffers, with the event after which each may be used again."""
 
     def send(self, segments: LoraSegments) -> LoraSegments:
-        """Segments on the host -> the same on the device, valid until the next call."""
+        """Copy segments to the device; the result is valid until the next call."""
         size = len(segments.packed)
         if size > len(self._place):
             self._place = self._allocate(size)
@@ -41,13 +41,13 @@ class SegmentUploads:
             staging, _ = self._sent.popleft()
             if len(staging) >= size:
                 return staging
-        return self._accelerator.pinned((_room(size),), torch.int32)
+        return self._accelerator.pinned((_capacity(size),), torch.int32)
 
     def _allocate(self, size: int) -> torch.Tensor:
         with self._accelerator.compute():
-            return torch.empty(_room(size), dtype=torch.int32, device=self._accelerator.device)
+            return torch.empty(_capacity(size), dtype=torch.int32, device=self._accelerator.device)
 
 
-def _room(size: int) -> int:
-    """The next power of two, so that it is seldom too small."""
+def _capacity(size: int) -> int:
+    """Round up to a power of two, so that the buffer is seldom too small."""
     return max(_FIRST_SIZE, 1 << (size - 1).bit_length())
