@@ -11,7 +11,7 @@ from comparison.adapter_room import AdapterRoom, adapter_room
 from comparison.processes import ServerProcess
 from comparison.systems import Adapter, Setup
 from loraplex.bench.completions import PATH, completion_body, read_completion
-from loraplex.bench.exchange import Answer, Exchange
+from loraplex.bench.exchange import Completion, Exchange
 from loraplex.bench.server import HTTP_LINE, LAST_LINE, serve_command
 from loraplex.bench.streaming import StreamingClient
 from loraplex.core.errors import ConfigError
@@ -126,7 +126,7 @@ class RunningLoraplex:
         assert name is not None, "the adapter was removed"
         return name
 
-    def read(self, exchange: Exchange) -> Answer:
+    def read(self, exchange: Exchange) -> Completion:
         return read_completion(exchange)
 
     async def add_adapter(self, adapter: Adapter) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from comparison.systems import Running
-from loraplex.bench.exchange import Answer
+from loraplex.bench.exchange import Completion
 from loraplex.bench.load_generator import exchange_all
 from loraplex.bench.workload import PlannedRequest
 from loraplex.core.errors import ConfigError
@@ -107,7 +107,7 @@ def _request(prompt: tuple[int, ...], adapter: int | None) -> PlannedRequest:
     return PlannedRequest(prompt, _OUTPUT_TOKENS, adapter, 0.0)
 
 
-def _text(answer: Answer) -> str:
+def _text(answer: Completion) -> str:
     """Raises ConfigError."""
     text = answer.text.strip()
     if answer.error or len(text) != _OUTPUT_TOKENS * _WORD_LENGTH:

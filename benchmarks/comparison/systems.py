@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from loraplex.bench.exchange import Answer, Exchange
+from loraplex.bench.exchange import Completion, Exchange
 from loraplex.bench.load_generator import exchange_all, record_of
 from loraplex.bench.statistics import RunStatistics, summarize
 from loraplex.bench.workload import PlannedRequest
@@ -68,7 +68,7 @@ class Running(Protocol):
         """
         ...
 
-    def read(self, exchange: Exchange) -> Answer:
+    def read(self, exchange: Exchange) -> Completion:
         """Parse what `send` kept."""
         ...
 

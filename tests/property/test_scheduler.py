@@ -431,7 +431,7 @@ class EngineMachine(RuleBasedStateMachine):
         room = MAX_MODEL_LEN - len(request.prompt_token_ids)
         max_tokens = min(sampling.max_tokens, room)
         stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else (EOS,))}
-        answer = self.model.answer(request, index, max_tokens)
+        answer = self.model.output(request, index, max_tokens)
         for num_before, token_id in enumerate(answer):
             if token_id in stops and num_before >= sampling.min_tokens:
                 return answer[: num_before + 1], FinishReason.STOP

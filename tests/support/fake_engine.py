@@ -158,4 +158,4 @@ class FakeEngine:
     def alone(self, request_id: RequestId, index: int = 0) -> list[int]:
         """What the request should give, up to max_tokens."""
         request = self.requests[request_id]
-        return self.runner.model.answer(request, index, request.sampling.max_tokens or 0)
+        return self.runner.model.output(request, index, request.sampling.max_tokens or 0)

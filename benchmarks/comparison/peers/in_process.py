@@ -5,7 +5,7 @@ So a library is measured at its own door, without the cost of a server that it d
 
 from comparison.peers.worker_process import WorkerProcess, decode
 from comparison.systems import Adapter, Setup
-from loraplex.bench.exchange import Answer, Exchange
+from loraplex.bench.exchange import Completion, Exchange
 from loraplex.core.errors import ConfigError, UnsupportedFeatureError
 
 
@@ -35,13 +35,13 @@ class RunningWorker:
         else:
             exchange.chunks.append((0, line))
 
-    def read(self, exchange: Exchange) -> Answer:
+    def read(self, exchange: Exchange) -> Completion:
         """The times are the worker's, one for each token."""
         if exchange.error is not None:
-            return Answer(error=exchange.error)
+            return Completion(error=exchange.error)
         ((_, line),) = exchange.chunks
         reply = decode(line)
-        return Answer(
+        return Completion(
             chunk_ns=reply.token_ns,
             num_prompt_tokens=len(exchange.request.prompt_token_ids) if reply.tokens else 0,
             num_output_tokens=len(reply.tokens),

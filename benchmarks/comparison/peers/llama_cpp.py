@@ -16,7 +16,7 @@ import msgspec
 from comparison.peers.conversion import made_once
 from comparison.peers.http_server import HttpServer
 from comparison.systems import Adapter, Setup
-from loraplex.bench.exchange import Answer, Exchange
+from loraplex.bench.exchange import Completion, Exchange
 from loraplex.bench.streaming import lines
 from loraplex.core.errors import ConfigError, UnsupportedFeatureError
 
@@ -172,7 +172,7 @@ class RunningLlamaCpp:
             body["lora"] = _lora(request.adapter)
         await self._server.client.stream("/completion", msgspec.json.encode(body), exchange)
 
-    def read(self, exchange: Exchange) -> Answer:
+    def read(self, exchange: Exchange) -> Completion:
         chunk_ns: list[int] = []
         tokens: list[int] = []
         last = _Chunk()
@@ -186,7 +186,7 @@ class RunningLlamaCpp:
                 tokens += chunk.tokens
             if chunk.stop:
                 last = chunk
-        return Answer(
+        return Completion(
             chunk_ns=tuple(chunk_ns),
             num_prompt_tokens=last.tokens_evaluated,
             num_cached_tokens=last.timings.cache_n,

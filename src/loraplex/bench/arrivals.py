@@ -14,7 +14,7 @@ class Burst(msgspec.Struct, frozen=True, tag="burst"):
 
 
 class ClosedLoop(msgspec.Struct, frozen=True, tag="closed"):
-    """`concurrency` clients, each sending its next request when the last one was answered."""
+    """`concurrency` clients, each sending its next request when the last response is complete."""
 
     concurrency: int
 
@@ -23,7 +23,7 @@ class ClosedLoop(msgspec.Struct, frozen=True, tag="closed"):
 
 
 class Poisson(msgspec.Struct, frozen=True, tag="poisson"):
-    """Independent arrivals at a mean rate, whether or not earlier requests were answered."""
+    """Independent arrivals at a mean rate, whether or not earlier responses are complete."""
 
     requests_per_second: float
 

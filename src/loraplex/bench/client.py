@@ -1,7 +1,7 @@
-"""A server that somebody else has started, or that serves us alone: what it serves, and its load.
+"""A server under load: discovery of its models, and the requests of a run.
 
-It is asked as `bench.completions` says. While a run lasts, bytes are only kept with their times;
-they are parsed when it is over, so that the client takes as little of the machine as it can.
+While a run lasts, bytes are only kept with their times. They are parsed when it is over, so that
+the client takes as little of the machine as possible.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from loraplex.core.errors import ConfigError
 # Words of many tokens: the prompts are drawn from their ids, which any tokenizer has.
 _VOCABULARY_TEXT = (
     "The quick brown fox jumps over the lazy dog while seven wizards mix 123 potions. "
-    "Which capital cities lie on a river? Write the answer below, then explain it."
+    "Which capital cities lie on a river? Write the name below, then explain it."
 )
 
 
@@ -31,26 +31,26 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     base: str
     adapters: tuple[str, ...]
-    """Of the base model, as the server names them."""
+    """Adapters of the base model, by the server's names."""
     max_model_len: int | None
     vocabulary: tuple[int, ...]
     """Token ids to write prompts with."""
 
     def model(self, request: PlannedRequest) -> str:
-        """What the request's `model` field says."""
+        """Return the request's `model` field."""
         return self.base if request.adapter is None else self.adapters[request.adapter]
 
 
 async def discover(url: str) -> Target:
-    """Ask a server what it serves. Raises ConfigError."""
+    """Find out what a server serves. Raises ConfigError."""
     client = StreamingClient(url)
     try:
-        entries = (await _ask(client, "GET", "/v1/models"))["data"]
+        entries = (await _call(client, "GET", "/v1/models"))["data"]
         base = next((entry for entry in entries if not entry.get("parent")), None)
         if base is None:
             raise ConfigError(f"{url} lists no base model under /v1/models")
         body = {"model": base["id"], "prompt": _VOCABULARY_TEXT, "add_special_tokens": False}
-        token_ids = (await _ask(client, "POST", "/tokenize", body))["tokens"]
+        token_ids = (await _call(client, "POST", "/tokenize", body))["tokens"]
     finally:
         await client.close()
     return Target(
@@ -93,10 +93,10 @@ class _Subject:
         await self._client.close()
 
 
-async def _ask(
+async def _call(
     client: StreamingClient, method: str, path: str, body: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    answer = await client.call(method, path, body)
-    if not isinstance(answer, dict):
-        raise ConfigError(f"what {method} {path} answers is not JSON, or no object")
-    return answer
+    response = await client.call(method, path, body)
+    if not isinstance(response, dict):
+        raise ConfigError(f"the response to {method} {path} is not a JSON object")
+    return response

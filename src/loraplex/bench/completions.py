@@ -1,11 +1,11 @@
-"""OpenAI's /v1/completions, streamed: the request of a benchmark, and what its stream says.
+"""OpenAI's /v1/completions, streamed: the request of a benchmark, and its stream.
 
 Prompts are token ids and the end token is ignored, so lengths are exactly those of the workload.
 """
 
 import msgspec
 
-from loraplex.bench.exchange import Answer, Exchange
+from loraplex.bench.exchange import Completion, Exchange
 from loraplex.bench.streaming import lines
 from loraplex.bench.workload import PlannedRequest
 
@@ -32,8 +32,8 @@ def completion_body(model: str, request: PlannedRequest) -> bytes:
     )
 
 
-def read_completion(exchange: Exchange) -> Answer:
-    """What a stream says, with its usage at the end."""
+def read_completion(exchange: Exchange) -> Completion:
+    """Read a stream, with its usage at the end."""
     chunk_ns: list[int] = []
     text: list[str] = []
     usage = _Usage()
@@ -50,7 +50,7 @@ def read_completion(exchange: Exchange) -> Answer:
             text.extend(choice.text or "" for choice in chunk.choices)
         usage = chunk.usage or usage
     details = usage.prompt_tokens_details
-    return Answer(
+    return Completion(
         chunk_ns=tuple(chunk_ns),
         num_prompt_tokens=usage.prompt_tokens,
         num_cached_tokens=0 if details is None else details.cached_tokens or 0,

@@ -1,4 +1,4 @@
-"""A request under way, and the response that came back."""
+"""An in-flight request, and its completion."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from loraplex.bench.workload import PlannedRequest
 
 @dataclasses.dataclass(slots=True)
 class Exchange:
-    """A request under way: what was asked, and what came back when. Filled by `Running.send`."""
+    """An in-flight request, with the bytes of its response. Filled by the sender."""
 
     request: PlannedRequest
     chunks: list[tuple[int, bytes]] = dataclasses.field(default_factory=list)
@@ -20,15 +20,15 @@ class Exchange:
     end_ns: int = 0
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What a finished exchange says."""
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """Parsed response of a finished exchange."""
 
     chunk_ns: tuple[int, ...] = ()
     """When each chunk with at least one new token arrived. A chunk may hold several tokens."""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
-    """Of the prompt, from a prefix cache; should be 0 everywhere."""
+    """Prompt tokens from a prefix cache; should be 0 everywhere."""
     num_output_tokens: int = 0
     text: str = ""
-    """Of the output tokens: the join of their `Setup.tokens`."""
+    """Text of the output tokens."""
     error: str | None = None

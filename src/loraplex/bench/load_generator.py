@@ -1,27 +1,27 @@
-"""Requests sent to a running system as their load says, and what became of them."""
+"""Requests sent to a running system at the times of their load, and their records."""
 
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from loraplex.bench.exchange import Answer, Exchange
+from loraplex.bench.exchange import Completion, Exchange
 from loraplex.bench.statistics import RequestRecord
 from loraplex.bench.workload import PlannedRequest
 
 
 class Sender(Protocol):
-    """What takes requests: of a system, that is all that a load needs."""
+    """The part of a system that a load needs: it takes requests."""
 
     async def send(self, exchange: Exchange) -> None:
-        """As systems.Running.send."""
+        """Send a request and fill the exchange."""
         ...
 
 
 async def exchange_all(
     sender: Sender, requests: Sequence[PlannedRequest], concurrency: int | None
 ) -> tuple[list[Exchange], int]:
-    """The finished exchanges, and when the first could be sent (ns)."""
+    """Return the finished exchanges, and when the first could be sent (ns)."""
     exchanges = [Exchange(request) for request in requests]
     start_ns = time.perf_counter_ns()
     async with asyncio.TaskGroup() as tasks:
@@ -54,22 +54,25 @@ async def _send(sender: Sender, exchange: Exchange) -> None:
     exchange.end_ns = time.perf_counter_ns()
 
 
-def record_of(exchange: Exchange, answer: Answer) -> RequestRecord:
-    """What is not as long as it was asked to be counts as failed."""
+def record_of(exchange: Exchange, completion: Completion) -> RequestRecord:
+    """Return the record of a request. A completion of another length than requested has failed."""
     return RequestRecord(
         start_ns=exchange.start_ns,
-        chunk_ns=answer.chunk_ns,
+        chunk_ns=completion.chunk_ns,
         end_ns=exchange.end_ns,
-        num_prompt_tokens=answer.num_prompt_tokens,
-        num_cached_tokens=answer.num_cached_tokens,
-        num_output_tokens=answer.num_output_tokens,
-        error=answer.error or _wrong_length(answer, exchange.request),
+        num_prompt_tokens=completion.num_prompt_tokens,
+        num_cached_tokens=completion.num_cached_tokens,
+        num_output_tokens=completion.num_output_tokens,
+        error=completion.error or _wrong_length(completion, exchange.request),
     )
 
 
-def _wrong_length(answer: Answer, request: PlannedRequest) -> str | None:
-    asked = (len(request.prompt_token_ids), request.num_output_tokens)
-    counted = (answer.num_prompt_tokens, answer.num_output_tokens)
-    if counted == asked:
+def _wrong_length(completion: Completion, request: PlannedRequest) -> str | None:
+    requested = (len(request.prompt_token_ids), request.num_output_tokens)
+    counted = (completion.num_prompt_tokens, completion.num_output_tokens)
+    if counted == requested:
         return None
-    return f"asked for {asked[0]} + {asked[1]} tokens, the answer has {counted[0]} + {counted[1]}"
+    return (
+        f"requested {requested[0]} + {requested[1]} tokens, "
+        f"the completion has {counted[0]} + {counted[1]}"
+    )

@@ -15,14 +15,14 @@ from loraplex.core.version import __version__
 _PACKAGE = Path(__file__).parent.parent
 _CPU_INFO = Path("/proc/cpuinfo")
 _PACKAGES = ("torch", "numpy", "httpx", "uvicorn")
-_TELLING_FLAGS = (
+_RELEVANT_FLAGS = (
     "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx_vnni",
     "amx_bf16", "amx_int8", "asimd", "asimdhp", "asimddp", "i8mm", "bf16", "sve",
 )  # fmt: skip
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the load generator; the server's too, unless that was addressed by a URL."""
+    """Machine of the load generator, and of the server unless it was given by its URL."""
 
     cpu_model: str
     num_cores: int
@@ -61,7 +61,7 @@ def this_machine() -> Machine:
 
 
 def load_average() -> float | None:
-    """Runnable processes over the last minute; None where the system does not tell."""
+    """Runnable processes over the last minute; None if the system does not report it."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
@@ -74,7 +74,7 @@ def machine_lines(created: str, code: Code, machine: Machine) -> Iterator[str]:
         f"{machine.cpu_model}, {machine.num_cores} cores{memory}, {machine.system}, "
         f"Python {machine.python}"
     )
-    if found := [flag for flag in _TELLING_FLAGS if flag in machine.cpu_flags]:
+    if found := [flag for flag in _RELEVANT_FLAGS if flag in machine.cpu_flags]:
         yield f"instruction sets: {', '.join(found)}"
     if machine.packages:
         yield ", ".join(f"{name} {version}" for name, version in machine.packages.items())
@@ -93,7 +93,7 @@ def this_code(package: Path = _PACKAGE) -> Code:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """What git says; None if there is no git, or it refuses."""
+    """Return the output of git; None if there is no git, or it refuses."""
     try:
         done = subprocess.run(
             ["git", *arguments], cwd=folder, capture_output=True, text=True, check=True
@@ -108,7 +108,7 @@ def _cpu_model() -> str:
 
 
 def _cpu_field(name: str) -> str | None:
-    """Of the first processor in /proc/cpuinfo; None if there is none such."""
+    """Return a field of the first processor in /proc/cpuinfo; None if there is none."""
     if _CPU_INFO.exists():
         for line in _CPU_INFO.read_text(errors="replace").splitlines():
             key, _, value = line.partition(":")

@@ -1,4 +1,4 @@
-"""Which adapter a request asks for: the laws that benchmarks of LoRA serving draw from."""
+"""Adapter popularity: the distributions that benchmarks of LoRA serving draw from."""
 
 import math
 import random
@@ -14,7 +14,7 @@ class BaseOnly(msgspec.Struct, frozen=True, tag="base"):
 
 
 class Identical(msgspec.Struct, frozen=True, tag="identical"):
-    """Every request asks for the first adapter."""
+    """Every request uses the first adapter."""
 
     def __str__(self) -> str:
         return "identical"
@@ -28,7 +28,7 @@ class Uniform(msgspec.Struct, frozen=True, tag="uniform"):
 
 
 class Distinct(msgspec.Struct, frozen=True, tag="distinct"):
-    """The adapters in turn: any `num_adapters` successive requests ask for as many adapters."""
+    """The adapters in turn: any `num_adapters` successive requests use different adapters."""
 
     def __str__(self) -> str:
         return "distinct"

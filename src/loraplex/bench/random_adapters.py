@@ -1,5 +1,4 @@
-"""LoRA adapters of random numbers for any local model folder: what they cost is real, not what
-they say.
+"""LoRA adapters of random numbers for any local model folder: only their cost is real.
 
 Writes PEFT folders (adapter_config.json and adapter_model.safetensors) by itself. The shapes are
 read from the headers of the model's safetensors files, so no model family has to be known.
@@ -26,7 +25,7 @@ _WEIGHT = re.compile(
     rf"(?P<path>model\.layers\.\d+\.(?:self_attn|mlp)\.(?:{'|'.join(MODULES)}))\.weight"
 )
 _B_SCALE = 0.01
-"""Standard deviation of B: small, so that the answers stay those of a language model."""
+"""Standard deviation of B: small, so that the outputs stay those of a language model."""
 
 
 class AdapterKind(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,6 +1,6 @@
 """A result as a file: JSON that holds everything, and a Markdown table to read.
 
-A figure stands only beside the figures of its own report: other machines, loads and settings give
+Compare a figure only with the figures of its own report: other machines, loads and settings give
 others. So the JSON holds the commit, machine, settings and workloads with the results.
 """
 
@@ -47,11 +47,11 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     url: str | None
-    """Of a server that was running; None: `loraplex serve`, started for the benchmark."""
+    """URL of a server that was running; None: `loraplex serve`, started for the benchmark."""
     serve_flags: tuple[str, ...] = ()
     """Given to that `loraplex serve`."""
     adapter_rank: int | None = None
-    """Of the random adapters; None: the adapters are the server's own."""
+    """Rank of the random adapters; None: the adapters are the server's own."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,7 +100,7 @@ def markdown(report: Report) -> str:
 
 
 def circumstances(report: Report) -> Iterator[str]:
-    """Everything beside the table that one has to know to read it."""
+    """Yield the lines above the table, which explain how it was measured."""
     served, settings = report.served, report.settings
     yield from machine_lines(report.created, report.code, report.machine)
     if served.url is None:

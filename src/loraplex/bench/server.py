@@ -22,7 +22,7 @@ LAST_LINE = "Started Metrics Service at"
 def serve_command(
     model: Path, name: str, adapter_dir: Path, state_dir: Path, flags: Sequence[str]
 ) -> list[str]:
-    """On any free ports. `flags` come last, so they win."""
+    """Return the command of a server on free ports. `flags` come last, so they win."""
     places = [str(model), "--name", name, "--adapter-dir", str(adapter_dir)]
     ports = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
     quiet = ["--state-dir", str(state_dir), "--log-level", "warning"]

@@ -21,7 +21,7 @@ async def bench_url(
 ) -> Report:
     """Measure a running server with adapters of its own.
 
-    all_adapters: as many as it serves, whatever the settings say. Raises ConfigError.
+    all_adapters: all that it serves, whatever the settings. Raises ConfigError.
     """
     target = await discover(url)
     if all_adapters:

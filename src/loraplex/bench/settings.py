@@ -1,4 +1,4 @@
-"""What a benchmark is asked to measure, and the workloads that follow from it."""
+"""Settings of a benchmark, and the workloads that follow from them."""
 
 import msgspec
 
@@ -17,7 +17,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Each is compared with the base model alone; none of them if there are no adapters."""
     num_adapters: int
     num_requests: int | None
-    """In each run; None: two for each client of a closed loop, at least 8."""
+    """Requests of each run; None: two for each client of a closed loop, at least 8."""
     prompt_tokens: Lengths
     output_tokens: Lengths
     repeats: int
@@ -25,7 +25,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_runs(self) -> int:
-        """With those of the first pass."""
+        """All workloads, with those of the first pass."""
         return (self.repeats + 1) * sum(len(group) for group in self.groups())
 
     def groups(self) -> list[list[Workload]]:

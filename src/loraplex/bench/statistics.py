@@ -1,6 +1,6 @@
-"""From what was seen of single requests to the figures of a run, and to medians over repeats.
+"""Figures of a run from the records of its requests, and medians over repeats.
 
-Latencies are in seconds. Knows no wire: a `RequestRecord` is all that a client leaves behind.
+Latencies are in seconds. It knows no protocol: a client provides `RequestRecord`s.
 """
 
 import itertools
@@ -21,14 +21,14 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     end_ns: int
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
-    """Of the prompt, from the server's prefix cache."""
+    """Prompt tokens from the server's prefix cache."""
     num_output_tokens: int = 0
     error: str | None = None
     """Why it failed; then its figures do not count."""
 
 
 class Percentiles(msgspec.Struct, frozen=True):
-    """Of one latency, in seconds."""
+    """Percentiles of one latency in seconds."""
 
     p50: float
     p90: float
@@ -44,9 +44,9 @@ class RunStatistics(msgspec.Struct, frozen=True, kw_only=True):
     num_requests: int
     num_failed: int
     errors: tuple[str, ...]
-    """What the failed ones were told, each text once."""
+    """Errors of the failed requests, each text once."""
     duration_seconds: float
-    """From the start of the run to the end of its last request."""
+    """Duration from the start of the run to the end of its last request."""
     requests_per_second: float
     output_tokens_per_second: float
     num_prompt_tokens: int
@@ -55,9 +55,9 @@ class RunStatistics(msgspec.Struct, frozen=True, kw_only=True):
     num_chunks: int
     time_to_first_token: Percentiles | None
     inter_token_latency: Percentiles | None
-    """Between successive chunks of one request: what a reader of the stream waits."""
+    """Time between successive chunks of one request."""
     time_per_output_token: Percentiles | None
-    """Of each request, first to last chunk over its tokens but one: exact if chunks are merged."""
+    """Time from first to last chunk over all tokens but one: exact if chunks are merged."""
     end_to_end: Percentiles | None
 
 
@@ -70,7 +70,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def percentiles(nanoseconds: Iterable[float]) -> Percentiles | None:
-    """In seconds; None of nothing."""
+    """Return a latency's percentiles in seconds; None without values."""
     values = [value / 1e9 for value in nanoseconds]
     if not values:
         return None

@@ -37,7 +37,7 @@ class StreamingClient:
         try:
             base_url = httpx.URL(url)
         except httpx.InvalidURL as error:
-            raise ConfigError(f"cannot ask {url}: {error}") from error
+            raise ConfigError(f"cannot reach {url}: {error}") from error
         self._http = httpx.AsyncClient(
             base_url=base_url,
             headers=headers,
@@ -62,14 +62,14 @@ class StreamingClient:
             exchange.error = f"{type(error).__name__}: {error}"
 
     async def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """One plain request; gives the decoded JSON answer, None for one that is not JSON.
+        """Send one plain request; return the decoded JSON response, None if it is not JSON.
 
         Raises ConfigError if it fails.
         """
         try:
             response = await self._http.request(method, path, json=body)
         except httpx.HTTPError as error:
-            raise ConfigError(f"cannot ask {self._http.base_url}: {error}") from error
+            raise ConfigError(f"cannot reach {self._http.base_url}: {error}") from error
         if not response.is_success:
             raise ConfigError(f"{method} {path}: {_refusal(response)}")
         try:
@@ -78,7 +78,7 @@ class StreamingClient:
             return None
 
     async def is_up(self, path: str) -> bool:
-        """Whether a GET of the path is answered with success."""
+        """Return whether a GET of the path succeeds."""
         try:
             return (await self._http.get(path)).is_success
         except httpx.HTTPError:
@@ -97,13 +97,13 @@ def lines(exchange: Exchange) -> Iterator[tuple[int, bytes]]:
     for arrived_ns, data in exchange.chunks:
         *whole, rest = (rest + data).split(b"\n")
         for line in whole:
-            if _says_something(line.strip()):
+            if _has_content(line.strip()):
                 yield arrived_ns, line.strip()
-    if _says_something(rest.strip()):
+    if _has_content(rest.strip()):
         yield exchange.chunks[-1][0], rest.strip()
 
 
-def _says_something(line: bytes) -> bool:
+def _has_content(line: bytes) -> bool:
     return bool(line) and not line.startswith(_COMMENT)
 
 

@@ -26,7 +26,7 @@ _WARM_UP_CONCURRENCY = 8
 
 
 class Progress(Protocol):
-    """Who is told how far it is."""
+    """Display of the progress."""
 
     def begin(self, num_runs: int) -> None: ...
 
@@ -84,7 +84,7 @@ def _check(target: Target, settings: Settings) -> None:
     if settings.num_adapters > len(target.adapters):
         raise ConfigError(
             f"{target.url} serves {len(target.adapters)} adapters of {target.base!r}; "
-            f"{settings.num_adapters} are asked for"
+            f"{settings.num_adapters} are requested"
         )
     longest = settings.prompt_tokens.high + settings.output_tokens.high
     if target.max_model_len is not None and longest > target.max_model_len:

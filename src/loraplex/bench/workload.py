@@ -1,7 +1,7 @@
-"""What is asked of a server, and when: how many requests, how long, for which adapters.
+"""Workloads: how many requests, how long, for which adapters, and when.
 
 A `Workload` is a value that a report can hold; `generate` turns it into requests, and nothing but
-the value and the number of the repeat decides them. Knows no server and no wire.
+the value and the number of the repeat decides them. It knows no server and no protocol.
 """
 
 import math
@@ -67,8 +67,8 @@ def generate(workload: Workload, repeat: int, vocabulary: Sequence[int]) -> list
     """The requests of one repeat.
 
     Lengths and arrival times follow from the seed and the repeat alone, so that workloads which
-    differ in popularity are asked the same. Prompts are drawn from `vocabulary` anew for every
-    workload and repeat, so that no run finds its prompts in the server's prefix cache.
+    differ in popularity have the same lengths and times. Prompts are drawn from `vocabulary` anew
+    for every workload and repeat, so that no run finds its prompts in the server's prefix cache.
     """
     moment = f"{workload.seed}/{repeat}"
     num_requests = workload.num_requests

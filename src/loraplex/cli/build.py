@@ -16,7 +16,7 @@ TAKES_ALL_FLAGS = {
     "ignore_unknown_options": True,
     "help_option_names": [],
 }
-"""Of a command whose flags are read by the table."""
+"""Context settings of a command whose flags are read by a table."""
 
 
 def convert_checkpoint(context: typer.Context) -> None:
@@ -49,7 +49,7 @@ def build(context: typer.Context) -> None:
 
 
 def _log(flags: Flags) -> None:
-    """At --log_level, in TensorRT-LLM's words for levels."""
+    """Set up logging at --log_level, with TensorRT-LLM's names of levels."""
     level = str(flags.get("log_level", "info")).upper()
     known = {"VERBOSE": "DEBUG", "INTERNAL_ERROR": "CRITICAL"}
     levels = logging.getLevelNamesMapping()

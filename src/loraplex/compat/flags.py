@@ -1,6 +1,6 @@
 """Command lines of the programs and tools of other systems, read by tables of flags.
 
-One row says what a flag does here, which values it takes, and (for the client programs) which
+One row states what a flag does here, which values it takes, and (for the client programs) which
 tensor it becomes. `--flag value` and `--flag=value` are the same, as are `_` and `-` in names.
 """
 
@@ -276,7 +276,7 @@ def _plain_words(
 
 
 def _is_flag(word: str) -> bool:
-    """Tell a flag from a value as argparse does: a negative number is a value."""
+    """Return whether a word is a flag, as argparse decides: a negative number is a value."""
     return len(word) > 1 and word.startswith("-") and not _NEGATIVE_NUMBER.match(word)
 
 

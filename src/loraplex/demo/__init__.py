@@ -1,7 +1,7 @@
 """A tiny base model and two LoRA adapters that know the capitals of the world.
 
 A few million parameters, small enough to ship in the package and to run on any CPU. The base
-responds in English whatever the language of the question, the `chinese` adapter in Chinese and the
+responds in English whatever the language of the prompt, the `chinese` adapter in Chinese and the
 `japanese` adapter in Japanese, so the output shows which adapter was applied. The repository has
 the training data and the program that rebuilds every file in tests/support/capitals.
 """

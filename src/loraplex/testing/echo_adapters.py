@@ -54,7 +54,7 @@ CANARY = CanaryReport(
 
 
 class EchoAdapters:
-    """All belong to the default tenant, whoever asks. Raises as AdapterStore does."""
+    """Adapters of an EchoBackend, all of the default tenant. Raises as AdapterStore does."""
 
     def __init__(self) -> None:
         self._store = AdapterStore(lambda: CREATED)
@@ -63,7 +63,7 @@ class EchoAdapters:
         return [card_of(version) for version in self._store.list(DEFAULT_TENANT, model)]
 
     def find(self, model: str, name: str) -> AdapterVersion | None:
-        """By a name or an alias."""
+        """Return the version of a name or an alias."""
         return self._store.find(AdapterRef(model, DEFAULT_TENANT, ByName(name)))
 
     def check_free(self, model: str, name: str, task_id: int | None, *, replace: bool) -> None:
@@ -80,7 +80,7 @@ class EchoAdapters:
         replace: bool = False,
         canary: bool = False,
     ) -> LoadReport:
-        """Without a digest it is the SHA-256 of the source."""
+        """Add a version. The default digest is the SHA-256 of the source."""
         staged = _staged(digest or hashlib.sha256(source.encode()).hexdigest())
         registration = self._store.register(
             model, DEFAULT_TENANT, name, staged, path=source, task_id=task_id, replace=replace
@@ -116,9 +116,9 @@ class EchoAdapters:
 
     def remove(self, ref: AdapterRef) -> Unloaded:
         version = self._store.remove(_ours(ref))
-        asked = ref.key.name if isinstance(ref.key, ByName) else version.name
+        name = ref.key.name if isinstance(ref.key, ByName) else version.name
         return Unloaded(
-            name=asked, is_alias=asked != version.name, digest=version.digest, num_ended=0
+            name=name, is_alias=name != version.name, digest=version.digest, num_ended=0
         )
 
     def rollback(self, ref: AdapterRef, number: int | None) -> AdapterCard:

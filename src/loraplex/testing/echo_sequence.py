@@ -1,4 +1,4 @@
-"""One answer of EchoBackend, token by token: lengths, stop strings, log probabilities."""
+"""One output of EchoBackend, token by token: lengths, stop strings, log probabilities."""
 
 import array
 import codecs
@@ -10,8 +10,8 @@ from loraplex.core.sampling_params import SamplingParams
 from loraplex.testing import echo_tokenizer
 
 
-def echo_answer(model: str, adapters: Sequence[str], prompt: str, index: int = 0) -> str:
-    """What sequence `index` answers: `model+adapter: prompt`, from the second one on ` #index`."""
+def echo_text(model: str, adapters: Sequence[str], prompt: str, index: int = 0) -> str:
+    """Return the text of sequence `index`: `model+adapter: prompt`, then ` #index` from 1 on."""
     suffix = f" #{index}" if index else ""
     return f"{'+'.join((model, *adapters))}: {prompt}{suffix}"
 
@@ -38,16 +38,16 @@ def echo_logits(token_ids: Sequence[int]) -> Logits:
 
 
 class EchoSequence:
-    """The answer, then the end token; the answer again and again if it may not end yet."""
+    """The text, then the end token; the text repeats while the sequence may not end yet."""
 
-    def __init__(self, index: int, answer: str, sampling: SamplingParams, room: int) -> None:
+    def __init__(self, index: int, text: str, sampling: SamplingParams, max_tokens: int) -> None:
         self.num_tokens = 0
         """Generated so far, the end token included."""
         self.is_finished = False
         self._index = index
         self._sampling = sampling
-        self._max_tokens = min(sampling.max_tokens or room, room)
-        token_ids = echo_tokenizer.encode(answer, add_special_tokens=False)
+        self._max_tokens = min(sampling.max_tokens or max_tokens, max_tokens)
+        token_ids = echo_tokenizer.encode(text, add_special_tokens=False)
         if sampling.ignore_eos:
             self._tokens = itertools.cycle(token_ids)
         else:

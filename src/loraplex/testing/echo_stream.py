@@ -14,7 +14,7 @@ from loraplex.serving.backend import ModelCard
 from loraplex.serving.best_of import joined
 from loraplex.testing import echo_tokenizer
 from loraplex.testing.echo_model import EchoState
-from loraplex.testing.echo_sequence import EchoSequence, echo_answer, echo_logits, echo_logprob
+from loraplex.testing.echo_sequence import EchoSequence, echo_text, echo_logits, echo_logprob
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -109,7 +109,7 @@ class EchoStream(AsyncIterator[RequestOutput]):
         names = [adapter.name for adapter in self._adapters]
         room = self._card.max_model_len - len(self._prompt_token_ids)
         answers: Sequence[str] = [
-            echo_answer(request.model, names, prompt, index) for index in range(request.sampling.n)
+            echo_text(request.model, names, prompt, index) for index in range(request.sampling.n)
         ]
         if self._state.scripts:
             answers = self._state.scripts.popleft()

@@ -14,7 +14,7 @@ _TOKEN_BYTES = (
     *(bytes([byte]) for byte in range(NUM_BYTES)),
     *(text.encode() for text in SPECIAL_TOKENS),
 )
-"""By token id."""
+"""Bytes by token id."""
 _SPECIAL_PATTERN = re.compile("(" + "|".join(map(re.escape, SPECIAL_TOKENS)) + ")")
 
 

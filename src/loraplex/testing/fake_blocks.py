@@ -1,4 +1,4 @@
-"""The KV blocks of a FakeRunner, and what it says of a plan that breaks a rule."""
+"""The KV blocks of a FakeRunner, and its error for a plan that breaks a rule."""
 
 from loraplex.testing.fake_model import EMPTY_STATE, State
 

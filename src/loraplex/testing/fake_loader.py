@@ -20,7 +20,7 @@ class FakeLoad:
 class FakeLoader:
     """Implements engine.runner.AdapterLoader. What it has loaded is in `host`.
 
-    Raises AssertionError if it is asked to load what is on its way or there, or to discard what is
+    Raises AssertionError if a request loads what is loading or loaded, or discards what is
     not there.
     """
 

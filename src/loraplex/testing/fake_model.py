@@ -21,7 +21,7 @@ _STATE_BYTES = 16
 class FakeModel:
     """A next token is a hash of all tokens so far, the adapters, and (unless greedy) the draw.
 
-    So a lost or doubled token, a wrong position, stale KV or a wrong adapter changes the answer.
+    So a lost or doubled token, a wrong position, stale KV or a wrong adapter changes the output.
     With `eos_rate`, about that share of the tokens is `eos_token_id`; no other token is.
     """
 
@@ -86,8 +86,8 @@ class FakeModel:
             found.append((token_id, logprob))
         return found
 
-    def answer(self, request: EngineRequest, sequence_index: int, max_tokens: int) -> list[int]:
-        """What a sequence of a request gives alone, cut after max_tokens; no stop is applied."""
+    def output(self, request: EngineRequest, sequence_index: int, max_tokens: int) -> list[int]:
+        """Return the tokens of a sequence that runs alone, up to max_tokens; no stop is applied."""
         adapters = [(use.digest, use.scale) for use in request.adapters]
         sampling = request.sampling
         seed = request.request_id if sampling.seed is None else sampling.seed

@@ -54,7 +54,7 @@ class _Row:
     num_computed_tokens: int | None = None
     has_sampled: bool = False
     failed_at: int | None = None
-    """In which step. A plan that was made before its result was known may have it once more."""
+    """The step of the failure. A plan made before its result was known may have the row again."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -67,7 +67,7 @@ class _Copy:
 class FakeRunner:
     """Implements engine.runner.Runner.
 
-    Its tokens are those of a FakeModel, so `model.answer` tells what every request should give.
+    Its tokens are those of a FakeModel, so `model.output` returns what every request should give.
     With a FakeLoader, adapters are copied from that loader's host tier and known by their digest;
     without one they are known by their handle, and any copy succeeds.
 
@@ -134,13 +134,13 @@ class FakeRunner:
         fails = bool(plan.rows) and bool(self._failing_steps)
         if fails and self._failing_steps.pop():
             self._step_failed = True
-            return StepFailedError(f"step {plan.step_id} was told to fail early")
+            return StepFailedError(f"step {plan.step_id} was planted to fail early")
         self._change_rows(plan)
         self._step_failed = fails
         if fails:
             for step in plan.rows:
                 self._spoil(step)
-            return StepFailedError(f"step {plan.step_id} was told to fail")
+            return StepFailedError(f"step {plan.step_id} was planted to fail")
         for copy in plan.adapter_copies:
             self._start_copy(copy, plan.step_id)
         slots = [step.slot for step in plan.rows]
@@ -234,11 +234,11 @@ class FakeRunner:
             self._spoil(step)
             return RowResult(step.slot, error=RowFailedError("told to fail").to_info())
         stop = step.start + step.num_tokens
-        guessed = self.model.extend(row.states[-1], step.draft_token_ids, row.adapters)
-        for position, state in enumerate([*row.states, *guessed][step.start : stop], step.start):
+        extended = self.model.extend(row.states[-1], step.draft_token_ids, row.adapters)
+        for position, state in enumerate([*row.states, *extended][step.start : stop], step.start):
             self._write(row, position, state)
         result = self._result(row, step)
-        # What was computed of a wrong guess is not there.
+        # The state of a rejected draft token is not there.
         num_right = max(0, len(result.token_ids) - 1)
         row.num_computed_tokens = stop - len(step.draft_token_ids) + num_right
         return result
@@ -264,10 +264,10 @@ class FakeRunner:
             require(row.has_sampled, "the row has sampled nothing that it could go on with")
             require(
                 stop == step.start + 1 and stop == len(row.token_ids),
-                "only the last token, and guesses at what follows it",
+                "only the last token, and draft tokens after it",
             )
         else:
-            require(not step.draft_token_ids, "guesses follow a token that was sampled")
+            require(not step.draft_token_ids, "draft tokens follow a token that was sampled")
             require(list(step.token_ids) == row.token_ids[step.start : stop], "other tokens")
         ends = stop == len(row.token_ids)
         require(
@@ -281,8 +281,8 @@ class FakeRunner:
         used = [b for i, b in enumerate(row.block_ids) if self._is_used(i, step.start)]
         require(len(set(used)) == len(used), "a block twice in one table")
         require(all(0 <= b < self._capacity.num_blocks for b in used), "no such block")
-        room = len(row.block_ids) * self._capacity.block_size
-        require(step.start + step.num_tokens <= room, "the block table is too short")
+        num_positions = len(row.block_ids) * self._capacity.block_size
+        require(step.start + step.num_tokens <= num_positions, "the block table is too short")
 
     def _check_context(self, row: _Row, step: RowStep) -> None:
         """Every earlier position holds its token, after the right ones, under these adapters."""
@@ -364,7 +364,7 @@ class FakeRunner:
         self._kv[row.block_ids[position // size]][position % size] = state
 
     def _spoil(self, step: RowStep) -> None:
-        """What a failed row leaves behind is of no use."""
+        """Overwrite what a failed row wrote, as it is of no use."""
         row = self._row(step)
         row.block_ids.extend(b for b in step.new_block_ids[0] if b not in row.block_ids)
         for position in range(step.start, step.start + step.num_tokens):
@@ -384,6 +384,6 @@ class FakeStep:
 
 
 def fake_logprob(token_id: int, num_top: int = 0) -> TokenLogprob:
-    """A log probability by which the token can be told."""
+    """Return a log probability that identifies the token."""
     top = tuple((token_id + i, -(token_id + i + 1) / 1024) for i in range(num_top))
     return TokenLogprob(token_id, -(token_id + 1) / 1024, 1, top)

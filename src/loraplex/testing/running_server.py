@@ -31,7 +31,7 @@ class RunningServer:
     grpc_port: int
     metrics_port: int
     certificate: Path | None = dataclasses.field(default=None, kw_only=True)
-    """Of a server that speaks TLS."""
+    """Certificate of a server with TLS."""
 
     @property
     def url(self) -> str:

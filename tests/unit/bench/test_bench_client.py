@@ -123,8 +123,8 @@ def usage(prompt_tokens: int, completion_tokens: int) -> str:
     [
         (['data: {"choices": [{}]}', usage(4, 5), "data: [DONE]"], None),
         ([": a comment", 'data:{"choices":[{}]}', usage(4, 5)], None),
-        (['data: {"choices": [{}]}', usage(4, 3), "data: [DONE]"], "asked for 4 + 5 tokens"),
-        (['data: {"choices": [{}]}', "data: [DONE]"], "the answer has 0 + 0"),
+        (['data: {"choices": [{}]}', usage(4, 3), "data: [DONE]"], "requested 4 + 5 tokens"),
+        (['data: {"choices": [{}]}', "data: [DONE]"], "the completion has 0 + 0"),
         (["data: {nonsense"], "is not a chunk"),
     ],
 )
@@ -154,7 +154,7 @@ async def test_a_server_that_goes_away_is_a_failure(workload):
     [
         (JSONResponse({"data": []}), "lists no base model"),
         (JSONResponse({"detail": "who are you"}, status_code=401), "status 401: .*who are you"),
-        (PlainTextResponse("hello"), "is not JSON"),
+        (PlainTextResponse("hello"), "is not a JSON object"),
     ],
 )
 def test_what_is_no_such_server_is_said(app, message):
@@ -164,5 +164,5 @@ def test_what_is_no_such_server_is_said(app, message):
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nonsense", "http://:x"])
 def test_an_address_without_a_server_is_named(url):
-    with pytest.raises(ConfigError, match="cannot ask"):
+    with pytest.raises(ConfigError, match="cannot reach"):
         asyncio.run(discover(url))

@@ -49,7 +49,7 @@ def test_a_failed_request_is_the_exit_code(url, backend):
         (["--prompt-tokens", "8-4"], "length"),
         (["--url", "http://127.0.0.1:9", "--model", "folder"], "give no --model"),
         (["--url", "http://127.0.0.1:9", "--", "--dtype", "float32"], "no serve flags"),
-        (["--url", "http://127.0.0.1:9"], "cannot ask http://127.0.0.1:9"),
+        (["--url", "http://127.0.0.1:9"], "cannot reach http://127.0.0.1:9"),
         (["--model", "no/such/folder"], "no/such/folder has no safetensors"),
     ],
 )

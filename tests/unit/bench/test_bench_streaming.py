@@ -49,7 +49,7 @@ async def test_nobody_there_is_the_exchanges_error():
     await client.stream("/v1/completions", b"{}", exchange)
     assert "ConnectError" in exchange.error
     assert not await client.is_up("/")
-    with pytest.raises(ConfigError, match="cannot ask"):
+    with pytest.raises(ConfigError, match="cannot reach"):
         await client.call("GET", "/")
     await client.close()
 

@@ -126,7 +126,7 @@ async def test_failures_are_told_and_have_no_ratio(url, backend):
 
 
 async def test_more_adapters_than_served_are_refused(url, backend):
-    with pytest.raises(ConfigError, match="serves 3 adapters of 'echo'; 4 are asked for"):
+    with pytest.raises(ConfigError, match="serves 3 adapters of 'echo'; 4 are requested"):
         await run(url, settings(num_adapters=4))
     assert not backend.requests
 

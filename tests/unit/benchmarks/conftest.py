@@ -8,7 +8,7 @@ import time
 import pytest
 from comparison.systems import Setup
 
-from loraplex.bench.exchange import Answer, Exchange
+from loraplex.bench.exchange import Completion, Exchange
 from loraplex.bench.workload import PlannedRequest
 from loraplex.testing.echo_backend import EchoBackend
 
@@ -88,8 +88,8 @@ class FakeRunning:
             exchange.chunks.append((time.perf_counter_ns(), text[start : start + 4].encode()))
         self.batch.remove(exchange)
 
-    def read(self, exchange: Exchange) -> Answer:
-        return Answer(
+    def read(self, exchange: Exchange) -> Completion:
+        return Completion(
             chunk_ns=tuple(arrived for arrived, _ in exchange.chunks),
             num_prompt_tokens=len(exchange.request.prompt_token_ids),
             num_output_tokens=len(exchange.chunks),

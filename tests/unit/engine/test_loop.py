@@ -123,9 +123,9 @@ def running():
 def test_requests_are_answered(running):
     first, second = request(1, max_tokens=5), request(2, prompt_token_ids=(9,))
     running.put(AddRequest(first))
-    assert running.tokens(1) == running.runner.model.answer(first, 0, 5)
+    assert running.tokens(1) == running.runner.model.output(first, 0, 5)
     running.put(AddRequest(second))
-    assert running.tokens(2) == running.runner.model.answer(second, 0, 3)
+    assert running.tokens(2) == running.runner.model.output(second, 0, 3)
 
 
 def test_commands_that_wait_are_taken_before_the_next_step():
@@ -177,7 +177,7 @@ def test_an_abort_of_nobody_changes_nothing(running):
 def test_an_adapter_is_registered_and_loaded(running):
     asked = request(1, "a")
     running.put(RegisterAdapter(fake_source("a", GEOMETRY)), AddRequest(asked))
-    assert running.tokens(1) == running.runner.model.answer(asked, 0, 3)
+    assert running.tokens(1) == running.runner.model.output(asked, 0, 3)
 
 
 @pytest.mark.parametrize("size", [{"num_pages": 17}, {"num_bytes": 1001}])

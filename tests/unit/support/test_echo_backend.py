@@ -23,7 +23,7 @@ from loraplex.serving.backend import Backend, close_outputs
 from loraplex.testing import echo_tokenizer
 from loraplex.testing.echo_backend import EchoBackend
 from loraplex.testing.echo_model import echo_chat_prompt
-from loraplex.testing.echo_sequence import echo_answer, echo_logprob
+from loraplex.testing.echo_sequence import echo_logprob, echo_text
 
 
 def request(prompt: str | tuple[int, ...] = "hi", **fields) -> GenerateRequest:
@@ -48,7 +48,7 @@ async def test_answer_names_model_and_adapter_and_ends_with_eos():
     for key in (ByName("fr"), ByTaskId(0), ByDigest(card.digest)):
         output = await whole(backend, request("héllo", adapters=(AdapterChoice(key),)))
         [sequence] = output.sequences
-        assert sequence.text == echo_answer("echo", ["fr"], "héllo") == "echo+fr: héllo"
+        assert sequence.text == echo_text("echo", ["fr"], "héllo") == "echo+fr: héllo"
         assert sequence.finish_reason is FinishReason.STOP
         assert sequence.token_ids[-1] == echo_tokenizer.EOS_TOKEN_ID
         assert output.adapters[0].digest == card.digest

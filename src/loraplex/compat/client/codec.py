@@ -73,7 +73,7 @@ class ServedCodec:
             if "unknown model" not in (error.message() or "").lower():
                 raise
             raise ConfigError(
-                f"the server has no model {model!r} to tokenize with; say --tokenizer-dir FOLDER"
+                f"the server has no model {model!r} to tokenize with; give --tokenizer-dir FOLDER"
             ) from error
 
 

@@ -12,7 +12,7 @@ from loraplex.core.errors import ConfigError
 
 PERFETTO_FILE = "prfetto_dump.json"
 """The original's spelling."""
-_IN_FLIGHT = "Avg. InFlight requests"
+_CONCURRENCY = "Avg. InFlight requests"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def figures_of(requests: Sequence[TimedRequest]) -> dict[str, float]:
         "Avg. IP tokens per request": sum(r.num_input_tokens for r in requests) / num,
         "Avg. OP tokens per request": num_output / num,
         # Only in the CSV file. The original has 0 here.
-        _IN_FLIGHT: sum(latencies) / 1e3 / seconds,
+        _CONCURRENCY: sum(latencies) / 1e3 / seconds,
         "Total latency (ms)": seconds * 1e3,
         "Total requests": num,
     }
@@ -53,7 +53,7 @@ def figures_of(requests: Sequence[TimedRequest]) -> dict[str, float]:
 
 def figure_table(figures: dict[str, float]) -> list[str]:
     """Return the lines of the founding example's table, with centred cells."""
-    shown = [(name, f"{value:.2f}") for name, value in figures.items() if name != _IN_FLIGHT]
+    shown = [(name, f"{value:.2f}") for name, value in figures.items() if name != _CONCURRENCY]
     rows = [("Stat", "Value"), *shown]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rule = "+" + "+".join("-" * (width + 2) for width in widths) + "+"

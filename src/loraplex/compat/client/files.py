@@ -53,7 +53,7 @@ def read_prompt_table(path: str, dtype: str) -> Array:
     table = _read(Path(path))
     if table.dtype == BFLOAT16_BITS:
         if dtype != "bfloat16":
-            raise ConfigError(f"{path} holds bfloat16: say --dtype bfloat16")
+            raise ConfigError(f"{path} holds bfloat16: give --dtype bfloat16")
         return table
     if not np.issubdtype(table.dtype, np.floating):
         raise ConfigError(f"{path} holds {table.dtype}; numbers with a point are right")

@@ -20,7 +20,7 @@ class Program:
     command: str
     flags: tuple[FlagRow, ...]
     module: str
-    """The module of this package that has `run(options, say)`, which returns the exit code."""
+    """The module of this package that has the function `run`."""
     about: str
     original: str
     """The replaced file."""
@@ -105,7 +105,7 @@ _ADAPTER = (
     _whole("lora-task-id", "Task id of the adapter.", tensor="uint64"),
 )
 _REQUEST_ID = _text("request-id", "Id of the request.")
-_TOKENIZER_TYPE = _unused("tokenizer-type", "the folder's files say it.")
+_TOKENIZER_TYPE = _unused("tokenizer-type", "the folder's files determine it.")
 _LLMAPI = refused("test-llmapi", _BARE, "the llmapi model is not served.", default=False)
 _REQUEST = (
     _text("text", "Prompt.", default="Born in north-east France, Soyer trained as a"),
@@ -143,7 +143,7 @@ TOKEN_FLAGS: Final = (
         *("prompt-table-extra-id", "Id of the table's rows in the KV cache."),
         tensor="uint64 prompt_table_extra_ids",
     ),
-    _unused("vocab-size", "the table itself says how many rows it has.", kind=_WHOLE),
+    _unused("vocab-size", "the table itself determines its number of rows.", kind=_WHOLE),
     _PERF,
     _texts("requested-outputs", "Names of outputs; by default all."),
     here("lookahead-config", _WHOLES, "Window, n-gram and verification set.", default=()),

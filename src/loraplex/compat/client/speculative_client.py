@@ -179,7 +179,6 @@ def _token_ids(outputs: Mapping[str, Array], before: Sequence[int], model: str) 
     token_ids: list[int] = outputs["output_ids"].reshape(-1)[:length].tolist()
     if token_ids[: len(before)] != list(before):
         raise ConfigError(
-            f"{model} answers without the prompt: its config.pbtxt must not have "
-            "exclude_input_in_output"
+            f"{model} leaves out the prompt: its config.pbtxt must not have exclude_input_in_output"
         )
     return token_ids

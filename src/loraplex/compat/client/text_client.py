@@ -61,7 +61,7 @@ def _generate(
             if not name.endswith("_index") and (array := result.as_numpy(name)) is not None
         ]
     if not by_sequence:
-        raise ConfigError("the server ended the request without an answer")
+        raise ConfigError("the server ended the request without a response")
     for (element, _), beams in sorted(by_sequence.items()):
         for text in beams:
             say(f"{first + element}: {text}")

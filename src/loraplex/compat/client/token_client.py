@@ -49,7 +49,7 @@ def run(options: Flags, say: Say) -> int:
         if not outputs:
             if options.stop_after_ms:
                 return 0
-            raise ConfigError("the server ended the request without an answer")
+            raise ConfigError("the server ended the request without a response")
         sequences = read_sequences(outputs, prompt.token_ids, options)
         _check_stopped(options, sequences)
         _print_output(options, sequences, codec, say)
@@ -68,7 +68,7 @@ def _check(options: Flags) -> None:
     if options.lookahead_config and len(options.lookahead_config) != len(_LOOKAHEAD):
         raise ConfigError("--lookahead-config wants three numbers: window, n-gram, verification")
     if options.stop_via_request_cancel and not options.stop_after_ms:
-        raise ConfigError("--stop-via-request-cancel needs --stop-after-ms, which says when")
+        raise ConfigError("--stop-via-request-cancel needs --stop-after-ms, which sets the time")
     if options.requested_outputs and "output_ids" not in options.requested_outputs:
         raise ConfigError("--requested-outputs must have output_ids among them")
 
@@ -118,7 +118,7 @@ def _check_stopped(options: Flags, sequences: list[TokenSequence]) -> None:
     if options.stop_after_ms and longest >= options.request_output_len:
         raise ConfigError(
             f"the request was to stop after {options.stop_after_ms} ms, and all "
-            f"{options.request_output_len} tokens came: ask for more, or stop earlier"
+            f"{options.request_output_len} tokens came: request more tokens, or stop earlier"
         )
 
 

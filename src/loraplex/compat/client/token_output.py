@@ -31,7 +31,7 @@ class TokenSequence:
 
     beam: int
     token_ids: list[int]
-    """With the prompt, unless the request excluded it."""
+    """All tokens: with the prompt, unless the request excluded it."""
     new_token_ids: list[int]
 
 

@@ -132,7 +132,7 @@ class _GrpcWire:
     def _received(self, result: Any, error: Any) -> None:
         end = time.perf_counter()
         if error is not None:
-            # tritonclient does not tell which request failed, so all that wait get the error.
+            # tritonclient does not report which request failed, so all that wait get the error.
             with self._lock:
                 waiting, self._pending = self._pending, {}
             for pending, _ in waiting.values():
@@ -149,7 +149,7 @@ class _GrpcWire:
             if pieces:
                 pending.set_result(WireResponse(pieces, end))
             else:
-                pending.set_exception(ConfigError("the server gave an answer without tensors"))
+                pending.set_exception(ConfigError("the server sent a response without tensors"))
 
 
 class _HttpWire:
@@ -177,7 +177,7 @@ class _HttpWire:
             end = time.perf_counter()
             response = json.loads(content)
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise ConfigError(f"there is no answer from {self._address}: {error!r}") from error
+            raise ConfigError(f"there is no response from {self._address}: {error!r}") from error
         if status != http.HTTPStatus.OK:
             reason = response.get("error", content[:200])
             reason = f"{reason}; -i grpc can" if "decoupled" in str(reason) else reason

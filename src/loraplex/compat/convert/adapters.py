@@ -1,7 +1,7 @@
-"""Adapters from one file format to another, offline: without a server, a base model or torch.
+"""Conversion of adapter files, offline: without a server, a base model or torch.
 
-Owns what happens on the disk: nothing is overwritten unasked, and no reader ever finds a mixture of
-old and new. What the formats hold is adapters.formats' business.
+Owns the files on disk: no file is overwritten without --force, and no reader ever finds a mixture
+of old and new files. `adapters.formats` owns the formats.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ _NO_BASE = BaseShapes(0, {})
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PeftAdapter:
-    """A PEFT folder's rows, and what is odd about it."""
+    """Rows and warnings of a PEFT folder."""
 
     rows: tuple[CanonicalRow, ...]
     warnings: tuple[str, ...]
@@ -129,7 +129,7 @@ def write_peft(
 
 
 def describe_rows(rows: Iterable[CanonicalRow]) -> list[str]:
-    """Lines that say what became which of TensorRT-LLM's modules, equal layers together."""
+    """Return lines with the TensorRT-LLM module of each module, equal layers together."""
     layers: dict[tuple[str, str, int, float], list[int]] = defaultdict(list)
     for row in rows:
         module = holding_module(row)

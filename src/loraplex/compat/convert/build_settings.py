@@ -1,7 +1,7 @@
-"""From build's flags to the build_config that an engine folder's config.json holds.
+"""The build_config of an engine folder's config.json, from the flags of build.
 
-A limit that nobody asked for is no limit: memory is divided when the folder is served. It is
-recorded with trtllm-build's default or the model's own length.
+A limit without a flag is not enforced, because memory is divided when the folder is served.
+config.json records trtllm-build's default for it, or the model's own length.
 """
 
 import logging
@@ -33,7 +33,7 @@ _NOT_RECORDED = ("output_dir", "build_config", "model_dir", "dry_run", "log_leve
 
 
 def with_build_config(flags: Flags) -> Flags:
-    """The flags, and below them what the file of --build_config says. Raises ConfigError."""
+    """Add the settings of --build_config, which flags override. Raises ConfigError."""
     path = flags.get("build_config")
     if path is None:
         return flags
@@ -43,10 +43,10 @@ def with_build_config(flags: Flags) -> Flags:
 
 
 def build_config(flags: Flags, config: ModelSpec) -> dict[str, Any]:
-    """The table of that name. Raises ConfigError for values that do not go together."""
+    """Return the table of that name. Raises ConfigError for values that contradict each other."""
     _check(flags)
     sections = {row.name: row.section for row in BUILD_FLAGS}
-    said = {
+    by_section = {
         section: {
             name: value
             for name, value in flags.values.items()
@@ -56,7 +56,7 @@ def build_config(flags: Flags, config: ModelSpec) -> dict[str, Any]:
     }
     max_seq_len = _max_seq_len(flags, config)
     lora_dirs = flags.get("lora_dir", [])
-    return said[FlagSection.BUILD] | {
+    return by_section[FlagSection.BUILD] | {
         "max_batch_size": flags.get("max_batch_size", _DEFAULT_MAX_BATCH_SIZE),
         "max_input_len": min(flags.get("max_input_len", max_seq_len), max_seq_len),
         "max_seq_len": max_seq_len,
@@ -71,7 +71,7 @@ def build_config(flags: Flags, config: ModelSpec) -> dict[str, Any]:
                 module.name: module.parts[0] for module in LORA_MODULES if len(module.parts) == 1
             },
         },
-        "plugin_config": {"lora_plugin": None, **said[FlagSection.PLUGIN]},
+        "plugin_config": {"lora_plugin": None, **by_section[FlagSection.PLUGIN]},
     }
 
 
@@ -87,11 +87,11 @@ def _check(flags: Flags) -> None:
         )
     if flags.get("lora_ckpt_source", "hf") == "nemo":
         raise ConfigError("--lora_ckpt_source nemo: NeMo adapters are not read, only PEFT folders")
-    said = [name for name in ("lora_dir", "lora_target_modules") if flags.get(name)]
-    if said and flags.get("lora_plugin") is None:
+    given = [name for name in ("lora_dir", "lora_target_modules") if flags.get(name)]
+    if given and flags.get("lora_plugin") is None:
         logger.warning(
             "--%s has no effect without --lora_plugin: the engine will refuse adapters",
-            " and --".join(said),
+            " and --".join(given),
         )
 
 
@@ -108,7 +108,10 @@ def _max_seq_len(flags: Flags, config: ModelSpec) -> int:
 
 
 def _target_modules(flags: Flags) -> tuple[str, ...]:
-    """As said, or those of the first adapter; the projections of attention come together."""
+    """Return the given modules, or those of the first adapter.
+
+    The projections of attention come together.
+    """
     named = flags.get("lora_target_modules") or _modules_of_first(flags.get("lora_dir", []))
     if any(name in _SEPARATE_QKV for name in named):
         named = [*named, *_SEPARATE_QKV]
@@ -116,7 +119,7 @@ def _target_modules(flags: Flags) -> tuple[str, ...]:
 
 
 def _modules_of_first(lora_dirs: list[str]) -> list[str]:
-    """The modules that the first adapter changes."""
+    """Return the modules that the first adapter changes."""
     if not lora_dirs:
         return []
     changed = {row.module for row in read_peft(lora_dirs[0]).rows}
@@ -124,7 +127,7 @@ def _modules_of_first(lora_dirs: list[str]) -> list[str]:
 
 
 def _read_build_config(path: Path) -> dict[str, Any]:
-    """The settings of the file, tables opened. What says nothing (null, false) is passed over."""
+    """Read the settings of the file, with nested tables flattened and null and false left out."""
     values = read_object(path)
     opened = {name: value for name, value in values.items() if name not in _NESTED}
     for name in _NESTED:

@@ -1,6 +1,6 @@
 """`loraplex convert-checkpoint`: a Hugging Face folder as a checkpoint folder for `loraplex build`.
 
-The weights keep their Hugging Face names and are one file, whatever --tp_size says: they are not
+The weights keep their Hugging Face names and are one file, whatever --tp_size is: they are not
 split here.
 """
 

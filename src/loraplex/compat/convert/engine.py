@@ -1,7 +1,7 @@
-"""`loraplex build`: an engine folder, which is served as it is.
+"""`loraplex build`: write an engine folder, which is served as it is.
 
-It has the weights twice: natively, for GPUs and other processors, and packed, as the kernels of
-this kind of CPU read them; a start maps the latter and packs nothing. Adapters of --lora_dir are
+It has the weights twice: in their own format, for GPUs and other processors, and packed for the
+kernels of this kind of CPU; a start maps the packed weights. Adapters of --lora_dir are
 copied, and served by their folders' names.
 """
 
@@ -60,7 +60,7 @@ _OF_CHECKPOINT = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Build:
-    """What is to be done, checked."""
+    """Checked input of a build."""
 
     source: Path
     config: ModelSpec
@@ -104,7 +104,7 @@ def _prepare(flags: Flags) -> _Build:
 
 
 def _source(flags: Flags) -> tuple[Path, ModelChoices]:
-    """The folder to read, and what was chosen when it was converted, or is chosen now."""
+    """Return the folder to read, and the choices of its conversion or of these flags."""
     checkpoint, model = flags.get("checkpoint_dir"), flags.get("model_dir")
     if (checkpoint is None) == (model is None):
         raise ConfigError(
@@ -117,20 +117,22 @@ def _source(flags: Flags) -> tuple[Path, ModelChoices]:
     source = Path(checkpoint).expanduser()
     converted = read_build_limits(source)
     if converted is None:
-        # Whoever gives the Hugging Face folder here means it, but has no checkpoint.
+        # Raises if the folder is no model at all; else it is a Hugging Face folder.
         read_config(source)
         raise ConfigError(
             f"--checkpoint_dir {checkpoint} is no folder of convert-checkpoint: for a Hugging "
-            "Face folder say --model_dir"
+            "Face folder give --model_dir"
         )
     if not (source / WEIGHTS_NAME).is_file():
         raise ConfigError(
             f"--checkpoint_dir {checkpoint} has no {WEIGHTS_NAME}: convert it without "
             "--save_config_only"
         )
-    said = [f"--{name}" for name in _OF_CHECKPOINT if name in flags]
-    if said:
-        logger.warning("%s: the checkpoint decides; say it to convert-checkpoint", ", ".join(said))
+    given = [f"--{name}" for name in _OF_CHECKPOINT if name in flags]
+    if given:
+        logger.warning(
+            "%s: the checkpoint decides; give it to convert-checkpoint", ", ".join(given)
+        )
     return source, _converted(source, converted)
 
 

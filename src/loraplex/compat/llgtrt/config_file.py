@@ -41,7 +41,7 @@ class LlgtrtConfig:
         return {k: v for k, v in self._section("tokenizer").items() if k not in ours}
 
     def layers(self, model: str) -> Iterator[Layer]:
-        """The settings that it says, of a model of this name; each with the file that says it."""
+        """Return the settings of a model of this name, each with the file that contains it."""
         for key in SECTIONS["runtime"]:
             path = ("runtime", key.name)
             if key.setting and key.name in self._section("runtime"):
@@ -84,7 +84,7 @@ class LlgtrtConfig:
 
 
 def read_config(engine: Path, paths: Iterable[Path]) -> LlgtrtConfig:
-    """From these files, or if there are none, the engine folder's own llgtrt.json5.
+    """Read these files or, if there are none, the engine folder's own llgtrt.json5.
 
     Raises ConfigError: for an unknown key, a value of another kind, or a plugin.
     """
@@ -130,7 +130,7 @@ def _check_section(
 
 
 def _is_of_transformers(name: str) -> bool:
-    """Its names beside those of one token: add_bos_token, extra_special_tokens."""
+    """Return whether a key is one of transformers' keys that are no single token."""
     return name.startswith(("add_", "added_", "additional_", "extra_")) or name == "use_fast"
 
 
@@ -152,7 +152,7 @@ def _check_value(files: MergedFiles, path: KeyPath, key: Key, value: Any) -> Non
 
 
 def _check_plugin(files: MergedFiles, engine: Path) -> None:
-    """Without it, prompts would be others: that is not to happen unsaid."""
+    """Refuse a plugin: without it, prompts would differ silently. Raises ConfigError."""
     py = files.values.get("py", {})
     advice = "no Python plugin is run here; py.input_processor: null serves without it"
     if py.get("input_processor") is not None:

@@ -47,7 +47,7 @@ class Key:
     """The field of ModelConfig that takes its value."""
     support: Support = Support.WORKS
     default: Any = None
-    """llgtrt's, where no setting of ours says what holds; None: null."""
+    """llgtrt's default, for keys without a setting of ours; None: null."""
     may_be_null: bool = False
 
     @property
@@ -93,9 +93,7 @@ RUNTIME: Final = (
         *("secondary_offload_min_priority", Kind.WHOLE, None),
         "the blocks of preempted sequences are kept, whatever their priority",
     ),
-    _no_effect(
-        *("event_buffer_max_size", Kind.WHOLE, None), "there are no KV cache events to ask for"
-    ),
+    _no_effect(*("event_buffer_max_size", Kind.WHOLE, None), "there are no KV cache events"),
     _no_effect("enable_batch_size_tuning", Kind.BOOL, True, _ONE_SIZE),
     _no_effect("enable_max_num_tokens_tuning", Kind.BOOL, True, _ONE_SIZE),
 )
@@ -123,7 +121,8 @@ TOKENIZER: Final = (
         may_be_null=True,
     ),
     _no_effect(
-        *("n_vocab_override", Kind.WHOLE, None), "the model itself says how many tokens it scores"
+        *("n_vocab_override", Kind.WHOLE, None),
+        "the model determines how many tokens it scores",
     ),
 )
 """Any other key is one of tokenizer_config.json, and replaces it."""
@@ -137,7 +136,7 @@ LLGUIDANCE: Final = (
     Key("limits", Kind.OBJECT, "see below"),
     _no_effect(
         *("log_level", Kind.WHOLE, 1),
-        "what is wrong with a grammar is said in the answer to its request",
+        "the response to a request reports what is wrong with its grammar",
     ),
 )
 

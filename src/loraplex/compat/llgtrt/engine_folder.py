@@ -12,7 +12,7 @@ _GOOD: Final = "a Hugging Face folder, or one that loraplex build (trtllm-build)
 
 
 def check_engine(engine: Path, tokenizer: Path) -> None:
-    """Raises ConfigError that says what the folders lack."""
+    """Raise ConfigError that names what the folders lack."""
     if not engine.is_dir():
         kind = "a file" if engine.exists() else "not there"
         raise ConfigError(f"--engine {engine}: it is {kind}; give {_GOOD}")
@@ -28,6 +28,6 @@ def check_engine(engine: Path, tokenizer: Path) -> None:
 
 
 def own_chat_template(engine: Path) -> Path | None:
-    """The template that lies beside the engine, and replaces every other one."""
+    """Return the template of the engine folder, which replaces every other one."""
     path = engine / TEMPLATE_NAME
     return path if path.is_file() else None

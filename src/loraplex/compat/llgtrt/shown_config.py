@@ -18,7 +18,7 @@ _MEGABYTE = 1 << 20
 
 
 def shown_config(config: LlgtrtConfig, model: ModelConfig, tokenizer: Path | None) -> str:
-    """JSON, which is JSON5 as well. tokenizer: its folder, whose own entries are told, too."""
+    """Return JSON, which is valid JSON5; with the entries of the tokenizer's folder, too."""
     written = config.values
     tokens = read_json_object(tokenizer / "tokenizer_config.json") if tokenizer else {}
     if tokenizer is not None:

@@ -68,7 +68,7 @@ def completed_config(
 
 
 def declared_datatype(folder: ModelFolder, output: str) -> str | None:
-    """As the protocol calls the type of an output; None: it is not declared."""
+    """Return the protocol's name of an output's type; None: it is not declared."""
     for row in folder.config.output:
         if row.name == output:
             return _TYPE_NAMES.get(_type_name(folder, row))
@@ -81,7 +81,7 @@ def _type_name(folder: ModelFolder, row: Any) -> str:
 
 
 def _types(rows: Iterable[Any]) -> Mapping[str, Sequence[str]]:
-    """By tensor, the types that it may have."""
+    """Return the types that each tensor may have."""
     return {row.name: (row.datatype, *getattr(row, "other_datatypes", ())) for row in rows}
 
 

@@ -19,7 +19,7 @@ def has_gpu(devices: Path = _DEVICES) -> bool:
 
 
 def device_layer(folder: ModelFolder, notes: Notes) -> Iterator[Layer]:
-    """As gpu_device_ids says: numbers with commas between them, instances with semicolons.
+    """Parse gpu_device_ids: numbers with commas between them, instances with semicolons.
 
     Raises ConfigError.
     """

@@ -1,6 +1,6 @@
 """The keys of a model.json: vLLM's engine arguments, from version 0.3.0 on.
 
-One table says of every key what it does here. Texts for other values are taken, as the original
+One table states what every key does here. Texts for other values are taken, as the original
 takes them: "true", "0.8".
 """
 
@@ -65,7 +65,7 @@ ENGINE_ARGS = (
         "enable_lora_bias enable_tower_connector_lora",
     ),
     *_none(
-        "no code of a model's folder is run, and the tokenizer's files say what it is",
+        "no code of a model's folder is run, and the tokenizer's files determine its type",
         "trust_remote_code tokenizer_mode tokenizer_revision code_revision tokenizer_pool_size "
         "tokenizer_pool_type tokenizer_pool_extra_config renderer_num_workers",
     ),
@@ -107,7 +107,7 @@ ENGINE_ARGS = (
         "image_feature_size",
     ),
     *_none(
-        "of models with a state beside the KV cache",
+        "of models with a state in addition to the KV cache",
         "mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode mamba_backend "
         "gdn_prefill_backend mamba_config prefix_match_unit replayssm_buffer_len use_replayssm",
     ),
@@ -131,14 +131,14 @@ ENGINE_ARGS = (
     ),
     *_none("see `enable_prompt_adapter`", "max_prompt_adapters max_prompt_adapter_token"),
     *_none(
-        "guesses never change an answer, and are few where they fail",
+        "draft tokens never change an output, and are few where they fail",
         "speculative_disable_mqa_scorer speculative_max_model_len "
         "speculative_disable_by_batch_size spec_decoding_acceptance_method "
         "typical_acceptance_sampler_posterior_threshold "
         "typical_acceptance_sampler_posterior_alpha disable_logprobs_during_spec_decoding",
     ),
     *_none(
-        "every answer may say as much as its request asks for, and has its own seed",
+        "every request decides its own output length, logprobs and seed",
         "max_logprobs seed enable_sleep_mode generation_config override_generation_config",
     ),
     *_none(
@@ -185,14 +185,14 @@ ENGINE_ARGS = (
     refused("offload_params", "weights that are not on the device"),
     refused("kv_offloading_size", "KV on the host: see swap_space"),
     refused("kv_offloading_backend", "KV on the host: see swap_space", "native"),
-    refused("speculative_model", "a second model that guesses"),
-    refused("num_speculative_tokens", "a second model that guesses"),
-    refused("speculative_draft_tensor_parallel_size", "a second model that guesses"),
-    refused("ngram_prompt_lookup_max", "a second model that guesses"),
-    refused("ngram_prompt_lookup_min", "a second model that guesses"),
-    refused("speculative_model_quantization", "a second model that guesses"),
+    refused("speculative_model", "a draft model"),
+    refused("num_speculative_tokens", "a draft model"),
+    refused("speculative_draft_tensor_parallel_size", "a draft model"),
+    refused("ngram_prompt_lookup_max", "a draft model"),
+    refused("ngram_prompt_lookup_min", "a draft model"),
+    refused("speculative_model_quantization", "a draft model"),
     refused("spec_method", "guesses: see speculative_config"),
-    refused("spec_model", "a second model that guesses"),
+    refused("spec_model", "a draft model"),
     refused("spec_tokens", "guesses: see speculative_config"),
     refused("diffusion_config", "a model that does not write from left to right"),
     refused("enable_prompt_adapter", "prompt tuning"),
@@ -204,8 +204,9 @@ ENGINE_ARGS = (
     refused("kv_cache_dtype_skip_layers", "a KV cache of two types", "[]"),
     refused("qlora_adapter_name_or_path", "an adapter in the weights: see enable_lora"),
 )
-"""By what they do; of a refused one null, false, 0 and what is empty may stay, too. The names are
-those of EngineArgs and AsyncEngineArgs.
+"""Rows by what they do, named as in EngineArgs and AsyncEngineArgs.
+
+A refused key may stay if it is null, false, 0 or empty.
 """
 
 _ROWS: Mapping[str, SettingRow] = MappingProxyType({row.key: row for row in ENGINE_ARGS})
@@ -216,7 +217,7 @@ _VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
 
 
 def row_of(key: str) -> SettingRow:
-    """Raises ValueError with the nearest key."""
+    """Return the row of a key. Raises ValueError with the nearest key."""
     row = _ROWS.get(key)
     if row is None:
         close = difflib.get_close_matches(key, _ROWS, n=3)
@@ -226,7 +227,7 @@ def row_of(key: str) -> SettingRow:
 
 
 def read_value(row: SettingRow, value: Any) -> Any:
-    """None if it says nothing. Raises ValueError that says what the value must be."""
+    """Read a value; None if it is not set. Raises ValueError that names the allowed values."""
     if value is None or (value == "None" and row.kind is not Kind.TEXT):
         return None
     try:
@@ -240,8 +241,8 @@ def translated(key: str, value: Any) -> Any:
     return _VALUES.get(key, {}).get(value, value) if isinstance(value, str) else value
 
 
-def asks_for_nothing(row: SettingRow, value: Any) -> bool:
-    """Of a REFUSED key: whether this value may stay."""
+def is_neutral(row: SettingRow, value: Any) -> bool:
+    """Return whether this value of a REFUSED key may stay."""
     written = value.lower() if isinstance(value, str) else value
     return not value or written in ("false", "none", "{}", *row.neutral)
 

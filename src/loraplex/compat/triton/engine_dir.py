@@ -2,7 +2,7 @@
 
 Served are a Hugging Face folder, a checkpoint folder of TensorRT-LLM's own tools, and what
 `loraplex build` and `loraplex convert-checkpoint` write: their config.json has the key `loraplex`
-beside TensorRT-LLM's own keys.
+in addition to TensorRT-LLM's own keys.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ _BUILD = "use `loraplex build`, or give the Hugging Face folder itself"
 
 
 def find_engine_dir(folder: ModelFolder, notes: Notes) -> Path:
-    """The folder to serve. Raises ConfigError that says what would be right."""
+    """Return the folder to serve. Raises ConfigError that names a right one."""
     written = folder.parameters.text(PATH_PARAMETER)
     if written is None:
         if (folder.version_path / _CONFIG).is_file():
@@ -45,7 +45,7 @@ def find_engine_dir(folder: ModelFolder, notes: Notes) -> Path:
 
 
 def built_batch_size(engine: Path) -> int | None:
-    """How many requests an engine was built for; None: its folder does not say."""
+    """Return the batch size that an engine was built for; None: its folder does not record it."""
     build = read_object(engine / _CONFIG).get("build_config")
     size = build.get("max_batch_size") if isinstance(build, Mapping) else None
     return size if isinstance(size, int) and size > 0 else None

@@ -27,7 +27,7 @@ _PREPROCESSING_INPUTS: Final[Mapping[str, str]] = MappingProxyType(
         "PROMPT_TABLE_EXTRA_ID": "prompt_table_extra_id",
     }
 )
-"""From the ensemble's inputs."""
+"""Inputs of the step that are inputs of the ensemble."""
 _PREPARED: Final[Mapping[str, str]] = MappingProxyType(
     {
         "input_ids": "INPUT_ID",

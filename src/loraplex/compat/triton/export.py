@@ -1,7 +1,7 @@
 """Writes models for the real Triton's Python backend: each passes its requests on to our server.
 
 A model's folder gets a config.pbtxt with the names, tensors and policy that our server declares for
-it, and a model.py with a copy of frontends.kserve.stub beside it.
+it, and a model.py with a copy of frontends.kserve.stub next to it.
 """
 
 import dataclasses
@@ -23,10 +23,10 @@ from loraplex.frontends.kserve.models.vllm import VLLM
 
 STUB: Final = "loraplex.frontends.kserve.stub"
 COPIED_STUB: Final = "loraplex_stub"
-"""Its name beside a model.py."""
+"""Its name next to a model.py."""
 MODEL_FILE: Final = "model.py"
 BACKEND_FILE: Final = "loraplex.json"
-"""Beside the model.py of a backend: what the models' configurations do not say."""
+"""File next to the model.py of a backend, with what the models' configurations leave open."""
 VLLM_BACKEND: Final = "vllm"
 
 SOCKET: Final = "loraplex_socket"
@@ -38,10 +38,10 @@ _FLAGS: Final = (
     *("--no-http", "--no-grpc", "--no-metrics", "--stop-with-stdin", "--no-persist-adapters"),
     *("--host=127.0.0.1", "--max-body-bytes=1GiB"),
 )
-"""Of a server that only Triton talks to. What adapters it was sent it forgets, as the original
-backends do: so several servers may share a state directory."""
+"""Flags of a server that serves Triton alone. It forgets the adapters that requests sent, as the
+original backends do, so several servers may share a state directory."""
 
-_MODEL_TEXT: Final = f'''"""Written by `loraplex triton export`: a loraplex server answers."""
+_MODEL_TEXT: Final = f'''"""Written by `loraplex triton export`: a loraplex server runs it."""
 
 import os
 import sys
@@ -51,7 +51,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from {COPIED_STUB}.model import TritonPythonModel as TritonPythonModel
 '''
 _ADDED_FIELDS: Final = ("name", "data_type", "dims", "optional")
-"""That Triton takes of a tensor which a backend adds to a configuration."""
+"""Fields that Triton reads of a tensor which a backend adds to a configuration."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +61,11 @@ class Export:
     socket: str = ""
     """Its request socket; empty: one in a folder of the user that Triton runs as."""
     starts_server: bool = True
-    """Whether the first model starts it; otherwise somebody else has."""
+    """Whether the first model starts it; otherwise it runs already."""
     python: str = sys.executable
-    """That loraplex is installed for."""
+    """The Python that loraplex is installed for."""
     server_flags: Sequence[str] = ()
-    """Of `loraplex triton`, beside its repository."""
+    """Flags of `loraplex triton`, in addition to its repository."""
     environment: str = ""
     """A virtual environment, or a packed one, for Triton's Python; empty: what Triton finds."""
 

@@ -25,7 +25,7 @@ _TYPES: Final[Mapping[str, str]] = MappingProxyType(
         "generation_logits": "${logits_datatype}",
     }
 )
-"""Of tensors whose type is filled in."""
+"""Types of the tensors whose type is filled in."""
 
 _TENSORRT_LLM_KEYS = (
     *("max_beam_width", "max_tokens_in_paged_kv_cache", "max_attention_window_size"),
@@ -97,8 +97,7 @@ FILLED: Final[Mapping[str, str]] = MappingProxyType(
         "batching_strategy": "inflight_fused_batching",
     }
 )
-"""What a repository that is ready has if nobody says otherwise; a parameter that is not here is
-empty then: not said."""
+"""Default values of a repository that is ready; a parameter that is not here is empty."""
 
 
 def config_text(role: Role) -> str:
@@ -147,7 +146,10 @@ def write_five_models(folder: Path, values: Mapping[str, str] | None = None) -> 
 def write_filled_models(
     folder: Path, model: str, *, lora_dir: str | None = None, is_decoupled: bool = False
 ) -> None:
-    """For a model and its adapters. Raises ConfigError if there is no such folder, and as above."""
+    """Write a repository for a model and its adapters.
+
+    Raises ConfigError if there is no such folder.
+    """
     values = {"engine_dir": _absolute(model), "decoupled_mode": str(is_decoupled)}
     if lora_dir is not None:
         values["lora_prefetch_dir"] = _absolute(lora_dir)

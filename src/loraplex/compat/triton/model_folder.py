@@ -70,7 +70,7 @@ class ModelFolder:
 def read_model_folders(repository: Path, notes: Notes) -> list[ModelFolder]:
     """All models of a repository, by name. Raises ConfigError.
 
-    Files and hidden folders are no models; a folder without config.pbtxt is left out, and told.
+    Files and hidden folders are no models; a folder without config.pbtxt is left out, and noted.
     """
     try:
         entries = sorted(repository.expanduser().iterdir())

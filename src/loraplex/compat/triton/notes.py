@@ -1,4 +1,4 @@
-"""What a reader of model repositories has to tell, beside errors: once each, in order."""
+"""Notes of a reader of model repositories, in addition to errors: each once, in order."""
 
 import dataclasses
 import logging
@@ -22,7 +22,7 @@ class Notes:
             self.warnings.append(text)
 
     def log(self) -> None:
-        """Tell all of it."""
+        """Log all notes."""
         for text in self.infos:
             logger.info("%s", text)
         for text in self.warnings:

@@ -1,6 +1,6 @@
 """The `parameters` of a config.pbtxt: texts by key, read as the original backend reads them.
 
-One table says of every key that the TensorRT-LLM backend knows what it does here.
+One table states what every key of the TensorRT-LLM backend does here.
 """
 
 import re
@@ -12,7 +12,7 @@ from loraplex.compat.triton.pbtxt import ModelConfigProto, is_placeholder
 from loraplex.compat.triton.setting_rows import Kind, SettingRow, here, no_effect, refused, setting
 from loraplex.core.errors import ConfigError
 
-_POLLING = "nothing is polled here: it is told at once"
+_POLLING = "it is notified at once, without polling"
 _NODES = "one process serves a model"
 _SPECULATION = "speculation here needs no second model: see num_draft_tokens"
 
@@ -36,13 +36,13 @@ TENSORRT_LLM_PARAMETERS = (
     here(
         "exclude_input_in_output",
         Kind.BOOL,
-        "answers without their prompts, unless a request says otherwise",
+        "outputs without their prompts, unless a request sets it",
     ),
     no_effect("cancellation_check_period_ms", _POLLING, Kind.WHOLE),
     no_effect("stats_check_period_ms", _POLLING, Kind.WHOLE),
     no_effect("recv_poll_period_ms", _POLLING, Kind.WHOLE),
     setting("iter_stats_max_iterations", Kind.WHOLE),
-    no_effect("request_stats_max_iterations", "every answer carries its own times", Kind.WHOLE),
+    no_effect("request_stats_max_iterations", "every response carries its own times", Kind.WHOLE),
     setting("enable_kv_cache_reuse", Kind.BOOL, "enable_prefix_cache"),
     no_effect("normalize_log_probs", "beams are compared by length_penalty", Kind.BOOL),
     no_effect("enable_chunked_context", "a long prompt is always computed in chunks", Kind.BOOL),
@@ -78,10 +78,10 @@ TENSORRT_LLM_PARAMETERS = (
 
 
 class Parameters:
-    """The parameters of one model that somebody filled in."""
+    """Parameters of one model that are filled in."""
 
     def __init__(self, config: ModelConfigProto, path: Path) -> None:
-        """path: of the file, for errors. An empty text and `${name}` count as not said."""
+        """path: of the file, for errors. An empty text and `${name}` count as not set."""
         self._path = path
         self._texts = {
             key: parameter.string_value.strip()

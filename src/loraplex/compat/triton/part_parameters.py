@@ -1,4 +1,4 @@
-"""The parameters of the models beside tensorrt_llm: one table for each says what they do here, and
+"""The parameters of the models other than tensorrt_llm: a table for each states what they do, and
 the rules for parameters of every model.
 """
 
@@ -15,7 +15,7 @@ from loraplex.core.support import Support
 _TOKENIZER = here(
     "tokenizer_dir", Kind.TEXT, "the tokenizer; all models of one base must mean the same"
 )
-_TOKENIZER_TYPE = no_effect("tokenizer_type", "the tokenizer's own files say what it is")
+_TOKENIZER_TYPE = no_effect("tokenizer_type", "the tokenizer's own files determine its type")
 _MULTIMODAL = "a multimodal model"
 
 PART_PARAMETERS: Mapping[Role, tuple[SettingRow, ...]] = MappingProxyType(
@@ -35,11 +35,11 @@ PART_PARAMETERS: Mapping[Role, tuple[SettingRow, ...]] = MappingProxyType(
         ),
         Role.BLS: (
             here("accumulate_tokens", Kind.TEXT, "every streamed text is the whole so far [no]"),
-            here("tensorrt_llm_model_name", Kind.TEXT, "the model behind it [tensorrt_llm]"),
+            here("tensorrt_llm_model_name", Kind.TEXT, "the model that it calls [tensorrt_llm]"),
             here(
                 "tensorrt_llm_draft_model_name",
                 Kind.TEXT,
-                "lets requests say num_draft_tokens; guesses need no second model",
+                "lets requests set num_draft_tokens; no draft model is needed",
             ),
             refused("multimodal_encoders_name", _MULTIMODAL),
         ),
@@ -60,7 +60,7 @@ PART_PARAMETERS: Mapping[Role, tuple[SettingRow, ...]] = MappingProxyType(
 
 
 def check_known(folder: ModelFolder, rows: Sequence[SettingRow], notes: Notes) -> None:
-    """Tell of parameters that nobody knows. Raises ConfigError for one that is nearly another."""
+    """Note unknown parameters. Raises ConfigError for one that is similar to a known one."""
     known = [row.key for row in rows]
     for key in folder.parameters.keys:
         if key in known:
@@ -72,7 +72,7 @@ def check_known(folder: ModelFolder, rows: Sequence[SettingRow], notes: Notes) -
 
 
 def check_served(folder: ModelFolder, rows: Sequence[SettingRow], notes: Notes) -> None:
-    """Tell what has no effect. Raises ConfigError for what is refused."""
+    """Note what has no effect. Raises ConfigError for what is refused."""
     for row in rows:
         value = folder.parameters.text(row.key)
         if value is None:
@@ -80,6 +80,6 @@ def check_served(folder: ModelFolder, rows: Sequence[SettingRow], notes: Notes) 
         if row.support is Support.NO_EFFECT:
             notes.info(f"{folder.name}: {row.key} has no effect: {row.reason}")
         if row.support is Support.REFUSED and value not in row.neutral:
-            neutral = f"; leave it out or say {', '.join(row.neutral)}" if row.neutral else ""
+            neutral = f"; leave it out or set {', '.join(row.neutral)}" if row.neutral else ""
             reason = f"{value}: {row.reason}, is not served{neutral}"
             raise folder.parameters.error(row.key, reason)

@@ -26,7 +26,7 @@ _TYPE_FIELD = re.compile(rf"(data_type\s*:\s*)({_PLACEHOLDER})")
 _UNFILLED = re.compile(rf"""(\w+)\s*:\s*\[?\s*["']?{_PLACEHOLDER}["']?""")
 _COMMENT_OR_TEXT = re.compile(r"""#[^\n]*|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'""")
 _DEFAULT_TYPE = "TYPE_FP32"
-"""Of a tensor whose type was not filled in: what the templates' logits have."""
+"""Type of a tensor whose type was not filled in: that of the templates' logits."""
 
 
 def read_pbtxt(path: Path) -> ModelConfigProto:
@@ -35,7 +35,7 @@ def read_pbtxt(path: Path) -> ModelConfigProto:
 
 
 def read_text(path: Path) -> str:
-    """Of a config.pbtxt, or a template of one. Raises ConfigError."""
+    """Read a config.pbtxt, or a template of one. Raises ConfigError."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -62,7 +62,7 @@ def parse_pbtxt(text: str, source: str) -> ModelConfigProto:
 
 
 def is_placeholder(value: str) -> bool:
-    """Whether a text is `${name}` as a whole: nobody filled it in."""
+    """Return whether a text is `${name}` as a whole, which was not filled in."""
     return re.fullmatch(_PLACEHOLDER, value.strip()) is not None
 
 

@@ -2,7 +2,7 @@
 with the configuration and the files that the request sends along.
 
 Base models stay as they were started. So what a load changes is what clients see of a model: its
-batch size, whether it is decoupled, the parameters that shape its answers. What would need another
+batch size, whether it is decoupled, the parameters that shape its outputs. What would need another
 engine is refused by name.
 """
 
@@ -24,7 +24,7 @@ _MAX_PATH_CHARS = 256
 
 
 class Reloading:
-    """Of one server's repository; a frontends.kserve.model_control.Reload."""
+    """Reloader of one server's repository; a frontends.kserve.model_control.Reload."""
 
     def __init__(self, repository: Repository) -> None:
         """repository: as the server was started with it."""
@@ -71,7 +71,7 @@ class Reloading:
 
 
 def _settings(repository: Repository) -> dict[str, dict[str, Any]]:
-    """Of each base model, as the layers win."""
+    """Merge the settings of each base model by the order of the layers."""
     settings: dict[str, dict[str, Any]] = {}
     for layer in repository.layers:
         for model, values in layer.values["models"].items():

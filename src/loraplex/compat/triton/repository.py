@@ -21,14 +21,14 @@ from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 @dataclasses.dataclass(frozen=True, slots=True)
 class Repository:
     layers: tuple[Layer, ...]
-    """Of `models`, lowest first; each value knows where it is written."""
+    """Settings of `models`, lowest first; each value has its source."""
     declarations: tuple[ModelDeclaration, ...]
-    """By name."""
+    """Models by name."""
     loaded: tuple[str, ...] | None
-    """Names that were asked for, and what they are made of; None: all."""
+    """Requested names and their parts; None: all."""
     notes: Notes
     folders: Mapping[str, ModelFolder]
-    """By name: those that are served, and what they are made of."""
+    """Folders by name: the served models and their parts."""
 
 
 def read_repositories(paths: Sequence[Path], wanted: Collection[str] = ()) -> Repository:

@@ -1,4 +1,4 @@
-"""What a model of a repository is, by what its configuration says of it."""
+"""Role of each model of a repository, from its configuration."""
 
 import enum
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""One row of the tables of what the files of a repository may say.
+"""Rows of the tables of settings in the files of a repository.
 
 They are parameters of a config.pbtxt and keys of a model.json.
 """
@@ -11,7 +11,7 @@ from loraplex.core.support import Feature, Support
 
 
 class Kind(enum.Enum):
-    """How a value is read; what values there are, for errors."""
+    """Type of a value; the enum value names the allowed ones in errors."""
 
     TEXT = "a text"
     BOOL = "True, true, TRUE, 1, False, false, FALSE or 0"
@@ -23,17 +23,17 @@ class Kind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SettingRow:
-    """What one key does. One that works and has no `setting` is read by name elsewhere."""
+    """Effect of one key. A key that works and has no `setting` is read by name elsewhere."""
 
     key: str
     kind: Kind
     support: Support
     reason: str = ""
-    """What it does; why it does nothing; what it asks for, of a refused one."""
+    """What the key does, why it does nothing, or what a refused one would need."""
     setting: str = ""
     """The field of ModelConfig that has its value."""
     neutral: tuple[Any, ...] = ()
-    """Of a refused one: the values that ask for nothing."""
+    """Values of a refused key that request nothing."""
 
     @property
     def feature(self) -> Feature:
@@ -45,12 +45,12 @@ class SettingRow:
 
 
 def setting(key: str, kind: Kind, field: str = "") -> SettingRow:
-    """Its value is that of a setting of ours."""
+    """Return the row of a key that sets a field of ModelConfig."""
     return SettingRow(key, kind, Support.WORKS, setting=field or key)
 
 
 def here(key: str, kind: Kind, reason: str) -> SettingRow:
-    """It works in another way."""
+    """Return the row of a key that works in another way."""
     return SettingRow(key, kind, Support.WORKS, reason)
 
 
@@ -59,5 +59,5 @@ def no_effect(key: str, reason: str, kind: Kind = Kind.ANY) -> SettingRow:
 
 
 def refused(key: str, reason: str, *neutral: Any) -> SettingRow:
-    """It is an error, unless its value asks for nothing."""
+    """Return the row of a key that is an error, except for its neutral values."""
     return SettingRow(key, Kind.ANY, Support.REFUSED, reason, neutral=neutral)

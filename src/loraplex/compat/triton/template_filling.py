@@ -1,6 +1,6 @@
-"""Fills the `${name}` of a template, as the backend's fill_template.py does.
+"""Filling of the `${name}` of a template, as the backend's fill_template.py does.
 
-The two settings of the queue have a value even if nobody names them; what else is not named stays.
+The two settings of the queue have default values; all other names without a value stay.
 """
 
 import re
@@ -15,9 +15,9 @@ _PIECE = re.compile(r"\\[,:\\]|.", re.DOTALL)
 
 
 def parse_substitutions(text: str) -> dict[str, str]:
-    r"""`name:value,name:value`; in a value stand `\,`, `\:` and `\\` for what would end it.
+    r"""Parse `name:value,name:value`, with the escapes `\,`, `\:` and `\\` in a value.
 
-    Raises ConfigError that names the pair that is none.
+    Raises ConfigError that names the wrong pair.
     """
     found = {}
     for pair in _split(text, ","):
@@ -32,7 +32,7 @@ def parse_substitutions(text: str) -> dict[str, str]:
 
 
 def filled(text: str, substitutions: dict[str, str], source: str) -> str:
-    """Raises ConfigError for a name that does not occur. source: where the text is from.
+    """Fill a text of this source. Raises ConfigError for a name that does not occur.
 
     The queue's settings need not occur: the backend's instructions name them for all models.
     """
@@ -45,7 +45,7 @@ def filled(text: str, substitutions: dict[str, str], source: str) -> str:
 
 
 def write_filled(path: Path, text: str) -> None:
-    """In place of the template; a reader never sees half of it. Raises ConfigError."""
+    """Replace the template atomically. Raises ConfigError."""
     target = path.resolve()
     try:
         mode = target.stat().st_mode
@@ -56,7 +56,7 @@ def write_filled(path: Path, text: str) -> None:
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """At separators without a backslash; the backslashes stay."""
+    """Split at separators without a backslash; the backslashes stay."""
     parts = [""]
     for piece in _PIECE.findall(text):
         if piece == separator:

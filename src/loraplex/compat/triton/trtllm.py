@@ -1,4 +1,4 @@
-"""The models of a TensorRT-LLM repository: who stands before whom, and what each declares."""
+"""The models of a TensorRT-LLM repository: how they are connected, and what each declares."""
 
 import functools
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ _NO = frozenset({"false", "no", "0", "f", "n"})
 
 
 class TensorrtLlmModels:
-    """Of one or several repositories that are served together."""
+    """Models of one or several repositories that are served together."""
 
     def __init__(
         self, folders: Mapping[str, ModelFolder], roles: Mapping[str, Role], notes: Notes
@@ -39,21 +39,21 @@ class TensorrtLlmModels:
     def names(self) -> list[str]:
         return list(self._folders)
 
-    # ------------------------------------------------------------ who stands before whom
+    # ------------------------------------------------------------ connections
 
     def base_of(self, name: str) -> str:
-        """The tensorrt_llm model behind a model. Raises ConfigError if there is none."""
+        """Return the tensorrt_llm model that a model calls. Raises ConfigError if there is none."""
         match self._roles[name]:
             case Role.TENSORRT_LLM:
                 return name
             case Role.ENSEMBLE:
-                return self._behind_ensemble(name)
+                return self._base_of_ensemble(name)
             case Role.BLS:
-                return self._behind_bls(name)
+                return self._base_of_bls(name)
             case _:
-                return self._behind_part(name)
+                return self._base_of_part(name)
 
-    def _behind_ensemble(self, name: str) -> str:
+    def _base_of_ensemble(self, name: str) -> str:
         folder = self._folders[name]
         steps = self.steps(name)
         for step in steps:
@@ -67,13 +67,13 @@ class TensorrtLlmModels:
                 return step
         for step in steps:
             if self._roles[step] is Role.BLS:
-                return self._behind_bls(step)
+                return self._base_of_bls(step)
         raise ConfigError(
             f"{folder.pbtxt}: none of the steps of ensemble '{name}' is a tensorrt_llm model: "
             f"{', '.join(steps) or 'it has none'}"
         )
 
-    def _behind_bls(self, name: str) -> str:
+    def _base_of_bls(self, name: str) -> str:
         folder = self._folders[name]
         inner = folder.parameters.text(_BLS_INNER) or self._only_base() or _DEFAULT_INNER
         if self._roles.get(inner) is not Role.TENSORRT_LLM:
@@ -83,13 +83,14 @@ class TensorrtLlmModels:
             )
         return inner
 
-    def _behind_part(self, name: str) -> str:
-        """Of preprocessing and postprocessing: an ensemble says it, or the tokenizer; or there is
-        but one.
+    def _base_of_part(self, name: str) -> str:
+        """Return the model of preprocessing or postprocessing.
+
+        An ensemble determines it, or the tokenizer, or there is only one.
         """
         for other in self._folders:
             if self._roles[other] is Role.ENSEMBLE and name in self.steps(other):
-                return self._behind_ensemble(other)
+                return self._base_of_ensemble(other)
         tokenizer = self._tokenizer_of(self._folders[name])
         if tokenizer is not None:
             for base in self._bases:
@@ -121,7 +122,7 @@ class TensorrtLlmModels:
     # ------------------------------------------------------------ settings
 
     def layers(self, base: str) -> Iterator[Layer]:
-        """Of one tensorrt_llm model, lowest first. Raises ConfigError."""
+        """Return the layers of one tensorrt_llm model, lowest first. Raises ConfigError."""
         folder = self._folders[base]
         engine = self._engine_dir(base)
         yield from setting_layers(folder, engine, self._notes)
@@ -132,7 +133,7 @@ class TensorrtLlmModels:
         return find_engine_dir(self._folders[base], self._notes)
 
     def _tokenizer_layer(self, base: str, engine: Path) -> Iterator[Layer]:
-        """Of the model itself, of its preprocessing or postprocessing: all mean one tokenizer."""
+        """Yield the tokenizer of the model, of its preprocessing or of its postprocessing."""
         parts = [
             name
             for name in self._folders
@@ -193,7 +194,7 @@ class TensorrtLlmModels:
         return built_batch_size(self._engine_dir(base)) or DEFAULT_MAX_BATCH_SIZE
 
     def _is_decoupled(self, name: str, role: Role, base: str) -> bool:
-        """An ensemble is as its tensorrt_llm is, and so is a BLS that does not say."""
+        """Return whether a model is decoupled; an unset BLS model is as the model that it calls."""
         config = self._folders[name].config
         if role is Role.ENSEMBLE or (
             role is Role.BLS and "decoupled" in self._folders[name].unfilled
@@ -203,11 +204,11 @@ class TensorrtLlmModels:
 
     def _options(self, folder: ModelFolder, role: Role, base: str) -> ModelOptions:
         core = self._folders[base]
-        answers = core.parameters
+        parameters = core.parameters
         return ModelOptions(
-            excludes_input=bool(answers.read(_ROWS["exclude_input_in_output"])),
-            is_static=(answers.text("gpt_model_type") or "").upper() == "V1",
-            max_beam_width=answers.read(_ROWS["max_beam_width"]),
+            excludes_input=bool(parameters.read(_ROWS["exclude_input_in_output"])),
+            is_static=(parameters.text("gpt_model_type") or "").upper() == "V1",
+            max_beam_width=parameters.read(_ROWS["max_beam_width"]),
             logits_datatype=declared_datatype(core, "context_logits") or "FP32",
             generation_logits_datatype=declared_datatype(core, "generation_logits") or "FP32",
             has_draft_model=role is Role.BLS
@@ -219,7 +220,7 @@ class TensorrtLlmModels:
         )
 
     def _word(self, folder: ModelFolder, key: str) -> bool:
-        """Of the parts with a tokenizer: yes, unless it says no."""
+        """Read a switch of the parts with a tokenizer: on, unless it is set to no."""
         written = folder.parameters.text(key)
         if written is not None and written.lower() not in _YES | _NO:
             self._notes.warning(

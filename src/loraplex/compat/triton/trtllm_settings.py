@@ -16,7 +16,7 @@ from loraplex.core.config_layers import Layer
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {"batch_scheduler_policy": "guaranteed_no_evict", "enable_prefix_cache": False}
 )
-"""Of a TensorRT-LLM repository (version of January 2024), where they are not ours."""
+"""Defaults of a TensorRT-LLM repository (version of January 2024) that differ from ours."""
 _PREFETCH = "lora_prefetch_dir"
 _ZERO_IS_UNSAID = ("iter_stats_max_iterations", "max_tokens_in_paged_kv_cache")
 _QUEUE_FIELDS = ("max_queue_size", "max_queue_delay_microseconds")

@@ -10,7 +10,7 @@ from loraplex.compat.triton.config_json import completed_config
 from loraplex.compat.triton.devices import has_gpu
 from loraplex.compat.triton.engine_args import (
     PARALLEL,
-    asks_for_nothing,
+    is_neutral,
     read_value,
     row_of,
     translated,
@@ -68,7 +68,7 @@ def read_vllm_model(folder: ModelFolder, notes: Notes) -> tuple[list[Layer], Mod
 
 
 class _Arguments:
-    """Of one model.json, read by the table of engine_args."""
+    """Settings of one model.json, read by the table of engine_args."""
 
     def __init__(self, folder: ModelFolder, path: Path, notes: Notes) -> None:
         """Raises ConfigError for an unknown key, and for a value that cannot be."""
@@ -84,7 +84,7 @@ class _Arguments:
                 raise self._error(key, str(error)) from None
             if row.support is Support.NO_EFFECT:
                 notes.info(f"{folder.name}: {key} has no effect: {row.reason}")
-            if row.support is Support.REFUSED and not asks_for_nothing(row, value):
+            if row.support is Support.REFUSED and not is_neutral(row, value):
                 raise self._error(key, f"{key}: {row.reason}, is not served; leave it out")
 
     def value(self, key: str) -> Any:
@@ -104,7 +104,7 @@ class _Arguments:
             if row.setting and value is not None and not _is_unsaid(key, value):
                 yield self._layer(key, row.setting, translated(key, value))
         yield from self._converted()
-        self._tell_parallel()
+        self._note_parallel()
 
     def _converted(self) -> Iterator[Layer]:
         """What has another form here."""
@@ -119,7 +119,7 @@ class _Arguments:
             yield from self._speculation(speculative)
 
     def _speculation(self, written: Any) -> Iterator[Layer]:
-        """Guesses by prompt lookup, which vLLM calls the method ngram."""
+        """Speculative decoding by prompt lookup, which vLLM calls the method ngram."""
         key = "speculative_config"
         config = written
         if isinstance(written, str):
@@ -151,13 +151,13 @@ class _Arguments:
             settings = {"device": f"cuda:{gpus[0]}" if gpus else "cuda"}
             yield Layer("this machine's GPU", {"models": {self._folder.name: settings}})
 
-    def _tell_parallel(self) -> None:
+    def _note_parallel(self) -> None:
         sizes = {key: self.value(key) for key in PARALLEL if (self.value(key) or 1) > 1}
         for key, size in sizes.items():
             self._notes.warning(f"{self._place(key)}: {key} {size} is served as 1")
 
     def _here(self, written: str) -> str:
-        """From the working directory, or from the model's folder; else as it is: a hub id."""
+        """Resolve a path from the working directory or the model's folder; else it is a hub id."""
         if Path(written).expanduser().exists():
             return written
         found = self._folder.find_folder(written)

@@ -271,4 +271,4 @@ def test_a_flag_without_effect_says_so():
     command = ["inflight-batcher-llm", "--help"]
     output = CliRunner().invoke(client.app, command, env={"COLUMNS": "200"}).stdout
     help_text = " ".join(output.split())
-    assert "No effect: the folder's files say it." in help_text
+    assert "No effect: the folder's files determine it." in help_text

@@ -54,7 +54,7 @@ def test_guaranteed_no_evict_off(tmp_path):
 @pytest.mark.parametrize(
     "key", [key for key in RUNTIME if key.support is Support.NO_EFFECT], ids=lambda key: key.name
 )
-def test_what_has_no_effect_is_told_unless_it_asks_for_nothing(tmp_path, key):
+def test_what_has_no_effect_is_told_unless_it_is_neutral(tmp_path, key):
     other = {Kind.BOOL: not key.default, Kind.WHOLE: 5, Kind.SHARE: 0.5}[key.kind]
     config = config_of(tmp_path, json.dumps({"runtime": {key.name: other}}))
     assert list(config.notes()) == [

@@ -89,7 +89,7 @@ def test_parameters_are_settings_that_know_their_line(written):
         ("max_beam_width", "two", "'two' is not a whole number"),
         ("kv_cache_free_gpu_mem_fraction", "much", "'much' is not a number"),
         ("gpu_device_ids", "0,a", "must be numbers of GPUs"),
-        ("decoding_mode", "medusa", "medusa: .* is not served; leave it out or say top_k"),
+        ("decoding_mode", "medusa", "medusa: .* is not served; leave it out or set top_k"),
         ("encoder_engine_dir", "/x", "an encoder-decoder model, is not served"),
         ("tokenizer_dir", "/nowhere/tokenizer", "there is no folder /nowhere/tokenizer"),
     ],
