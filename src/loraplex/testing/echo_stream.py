@@ -14,7 +14,7 @@ from loraplex.serving.backend import ModelCard
 from loraplex.serving.best_of import joined
 from loraplex.testing import echo_tokenizer
 from loraplex.testing.echo_model import EchoState
-from loraplex.testing.echo_sequence import EchoSequence, echo_text, echo_logits, echo_logprob
+from loraplex.testing.echo_sequence import EchoSequence, echo_logits, echo_logprob, echo_text
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -90,14 +90,14 @@ class EchoStream(AsyncIterator[RequestOutput]):
         while not outputs[-1].finished:
             outputs.append(self._step(sequences, is_first=False))
         pieces = [piece for step in outputs for piece in step.sequences]
-        answers = (joined([p for p in pieces if p.index == i]) for i in range(len(sequences)))
+        wholes = (joined([p for p in pieces if p.index == i]) for i in range(len(sequences)))
         return msgspec.structs.replace(
             outputs[-1],
             sequences=tuple(
                 msgspec.structs.replace(
-                    answer, cumulative_logprob=sum(entry.logprob for entry in answer.logprobs)
+                    whole, cumulative_logprob=sum(entry.logprob for entry in whole.logprobs)
                 )
-                for answer in answers
+                for whole in wholes
             ),
             prompt_logprobs=output.prompt_logprobs,
             prompt_logits=output.prompt_logits,
@@ -107,15 +107,15 @@ class EchoStream(AsyncIterator[RequestOutput]):
         request = self._request
         prompt = echo_tokenizer.decode(self._prompt_token_ids)
         names = [adapter.name for adapter in self._adapters]
-        room = self._card.max_model_len - len(self._prompt_token_ids)
-        answers: Sequence[str] = [
+        max_tokens = self._card.max_model_len - len(self._prompt_token_ids)
+        texts: Sequence[str] = [
             echo_text(request.model, names, prompt, index) for index in range(request.sampling.n)
         ]
         if self._state.scripts:
-            answers = self._state.scripts.popleft()
+            texts = self._state.scripts.popleft()
         return [
-            EchoSequence(index, answer, request.sampling, room)
-            for index, answer in enumerate(answers)
+            EchoSequence(index, text, request.sampling, max_tokens)
+            for index, text in enumerate(texts)
         ]
 
     def _step(self, sequences: Sequence[EchoSequence], *, is_first: bool) -> RequestOutput:
