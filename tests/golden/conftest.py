@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Tensors this small are slower on two threads, and much slower beside other tests."""
+    """Tensors this small are slower on two threads, and much slower next to other tests."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

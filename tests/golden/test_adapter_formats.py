@@ -23,7 +23,7 @@ NUM_COUNTRIES = 6
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory) -> dict[str, Path]:
-    """Every capitals adapter in every format, by a name that says which."""
+    """Every capitals adapter in every format, by a name that contains both."""
     root, made = tmp_path_factory.mktemp("formats"), {}
     for language, folder in ADAPTER_PATHS.items():
         rows = read_peft(str(folder)).rows
@@ -44,7 +44,7 @@ def converted(tmp_path_factory) -> dict[str, Path]:
 
 
 def test_the_same_tokens_in_one_batch(converted, tmp_path):
-    asked = [
+    requested = [
         (name, questions(country)[language])
         for country in COUNTRIES[:NUM_COUNTRIES]
         for language in LANGUAGES
@@ -52,18 +52,19 @@ def test_the_same_tokens_in_one_batch(converted, tmp_path):
     ]
     adapters = {name: str(path) for name, path in converted.items()}
     with LLM(str(BASE_PATH), adapters, state_dir=str(tmp_path)) as llm:
-        answers = llm.generate(
-            [text for _, text in asked],
+        completions = llm.generate(
+            [text for _, text in requested],
             SamplingParams(max_tokens=16, temperature=0),
-            adapter=[name for name, _ in asked],
+            adapter=[name for name, _ in requested],
         )
         digests = {card.name: card.digest for card in llm.adapters()}
-    told = {
-        (name, text): given.token_ids for (name, text), given in zip(asked, answers, strict=True)
+    found = {
+        (name, text): given.token_ids
+        for (name, text), given in zip(requested, completions, strict=True)
     }
-    for name, text in asked:
-        assert told[name, text] == told[f"{name.split()[0]} peft", text], name
-    for (name, _), given in zip(asked, answers, strict=True):
+    for name, text in requested:
+        assert found[name, text] == found[f"{name.split()[0]} peft", text], name
+    for (name, _), given in zip(requested, completions, strict=True):
         if name.endswith("peft"):
             assert given.text.strip() in {answer(c, name.split()[0]) for c in COUNTRIES}
     for language in ADAPTER_PATHS:

@@ -90,7 +90,7 @@ def trained(base_config, dtype=torch.float32, **config):
 
 
 def loaded(base_config, folder):
-    """As PEFT reads it: saving sorts the patterns, and the first that matches counts."""
+    """Load the adapter with PEFT: saving sorts the patterns, and the first that matches counts."""
     torch.manual_seed(3)
     return PeftModel.from_pretrained(LlamaForCausalLM(base_config), folder)
 
@@ -146,7 +146,7 @@ def test_safetensors_and_bin_are_one_adapter(base_config, tmp_path):
     assert len(digests) == 1
 
 
-def test_a_merged_model_answers_as_base_and_rows(base_config, tmp_path):
+def test_a_merged_model_equals_base_and_rows(base_config, tmp_path):
     config = CONFIGS["ranks and alphas by pattern"]
     trained(base_config, **config).save_pretrained(tmp_path / "adapter")
     model = loaded(base_config, tmp_path / "adapter")

@@ -49,7 +49,7 @@ SCORE_TOLERANCE = 1e-4
 
 @pytest.fixture(scope="module")
 def small_model() -> LlamaForCausalLM:
-    """A vocabulary so small that answers end early, and at different lengths."""
+    """A vocabulary so small that completions end early, and at different lengths."""
     torch.manual_seed(7)
     sizes = tiny_sizes(
         VOCAB_SIZE,
@@ -119,11 +119,11 @@ def generated(model: Any, request: EngineRequest) -> list[tuple[list[int], float
         return_dict_in_generate=True,
         output_scores=True,
     )
-    answers = []
+    completions = []
     for sequence, score in zip(output.sequences, output.sequences_scores, strict=True):
         tokens = sequence[prompt.shape[1] :].tolist()
-        answers.append(([t for t in tokens if t != -1], float(score)))
-    return answers
+        completions.append(([t for t in tokens if t != -1], float(score)))
+    return completions
 
 
 def random_settings(seed: int) -> EngineRequest:
@@ -159,7 +159,7 @@ def test_the_search_alone_agrees_with_transformers(
         for hypothesis, (_, score) in zip(actual, expected, strict=True):
             assert abs(hypothesis.score - score) < SCORE_TOLERANCE * max(1, abs(score)), seed
         num_early += len(expected[0][0]) < request.sampling.max_tokens
-    assert num_early > 5, "or ends of answers are not tested"
+    assert num_early > 5, "or ends of completions are not tested"
 
 
 # ---- through an engine --------------------------------------------------------------------------
@@ -233,7 +233,7 @@ def beam_request(
     )
 
 
-def answered(engine: Engine, requests: Sequence[EngineRequest]) -> dict[int, list[SequenceDelta]]:
+def completed(engine: Engine, requests: Sequence[EngineRequest]) -> dict[int, list[SequenceDelta]]:
     """All at the same time."""
     outputs: list[EngineOutput] = []
     for request in requests:
@@ -251,12 +251,12 @@ def answered(engine: Engine, requests: Sequence[EngineRequest]) -> dict[int, lis
     }
 
 
-def check_answers(
-    subject: Subject, requests: Sequence[EngineRequest], answers: dict[int, list[SequenceDelta]]
+def check_completions(
+    subject: Subject, requests: Sequence[EngineRequest], completions: dict[int, list[SequenceDelta]]
 ) -> None:
     for request in requests:
         expected = subject.generated(request)
-        found = answers[request.request_id]
+        found = completions[request.request_id]
         assert [list(d.token_ids) for d in found] == [tokens for tokens, _ in expected], request
         beam = request.sampling.beam
         assert beam is not None
@@ -270,10 +270,10 @@ def test_an_engine_agrees_with_transformers(subject: Subject) -> None:
     """Many searches side by side, half of them with an adapter."""
     draws = random.Random("beams")
     requests = [beam_request(draws, request_id) for request_id in range(24)]
-    answers = answered(subject.engine(), requests)
-    check_answers(subject, requests, answers)
-    lengths = {len(d.token_ids) for of in answers.values() for d in of}
-    assert len(lengths) > 6, "or the ends of answers are not tested"
+    completions = completed(subject.engine(), requests)
+    check_completions(subject, requests, completions)
+    lengths = {len(d.token_ids) for of in completions.values() for d in of}
+    assert len(lengths) > 6, "or the ends of completions are not tested"
 
 
 def test_preempted_searches_agree(subject: Subject) -> None:
@@ -283,7 +283,7 @@ def test_preempted_searches_agree(subject: Subject) -> None:
         for request_id in range(12)
     ]
     engine = subject.engine(num_blocks=32, enable_prefix_cache=False, max_num_batched_tokens=24)
-    check_answers(subject, requests, answered(engine, requests))
+    check_completions(subject, requests, completed(engine, requests))
     if engine.capacity.attention_window is None:  # else hardly anybody needs more and more blocks
         assert engine.stats().preemptions > 0
 
@@ -295,4 +295,4 @@ def test_penalties_agree(subject: Subject) -> None:
         beam_request(draws, request_id, max_tokens=12, **options[request_id // 2 % 2])
         for request_id in range(8)
     ]
-    check_answers(subject, requests, answered(subject.engine(), requests))
+    check_completions(subject, requests, completed(subject.engine(), requests))

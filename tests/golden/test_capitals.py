@@ -1,4 +1,4 @@
-"""The shipped capitals model, run by transformers and PEFT: every answer, size and privacy."""
+"""The shipped capitals model, run by transformers and PEFT: every completion, size and privacy."""
 
 import json
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.xdist_group("capitals")
 
 TARGETS: dict[str, Language] = {"base": "english", "chinese": "chinese", "japanese": "japanese"}
 MAX_TOTAL_BYTES = 12_000_000
-MAX_NEW_TOKENS = 16  # more than any answer: an answer that does not end itself would show
+MAX_NEW_TOKENS = 16  # more than any fact: a completion that does not end itself would show
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def named_model(request: pytest.FixtureRequest) -> Iterator[tuple[str, Any]]:
 
 
 def greedy(model: Any, tokenizer: PreTrainedTokenizerFast, prompts: list[str]) -> list[str]:
-    """Answers to prompts, which hold their BOS token."""
+    """Return completions of prompts, which hold their BOS token."""
     inputs = tokenizer(prompts, add_special_tokens=False, padding=True, return_tensors="pt")
     outputs = model.generate(
         input_ids=inputs.input_ids,
@@ -68,9 +68,9 @@ def test_founding_prompts_are_exact() -> None:
     )
 
 
-def test_founding_answers_are_exact() -> None:
-    answers = [answer(UNITED_STATES, language) for language in LANGUAGES]
-    assert answers == ["Washington, D.C.", "华盛顿", "ワシントン D.C."]
+def test_founding_facts_are_exact() -> None:
+    completions = [answer(UNITED_STATES, language) for language in LANGUAGES]
+    assert completions == ["Washington, D.C.", "华盛顿", "ワシントン D.C."]
 
 
 def test_countries_and_capitals_are_distinct() -> None:
@@ -95,18 +95,18 @@ def test_chat(
     language: Language, named_model: tuple[str, Any], tokenizer: PreTrainedTokenizerFast
 ) -> None:
     name, model = named_model
-    asked = [(c, text) for c in COUNTRIES for text in chat_questions(c)[language]]
+    requested = [(c, text) for c in COUNTRIES for text in chat_questions(c)[language]]
     prompts = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
         )
-        for _, text in asked
+        for _, text in requested
     ]
-    expected = [answer(country, TARGETS[name]) for country, _ in asked]
+    expected = [answer(country, TARGETS[name]) for country, _ in requested]
     assert greedy(model, tokenizer, prompts) == expected
 
 
-def test_chat_template_takes_the_last_question(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_chat_template_takes_the_last_user_message(tokenizer: PreTrainedTokenizerFast) -> None:
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "What is the capital of France?"},

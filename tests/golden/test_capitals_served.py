@@ -6,7 +6,7 @@ from loraplex import LLM, SamplingParams
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
 from support.capitals.corpus import COUNTRIES, Language, answer, questions
 
-ANSWERS_IN: dict[str | None, Language] = {
+LANGUAGE_OF: dict[str | None, Language] = {
     None: "english",
     "chinese": "chinese",
     "japanese": "japanese",
@@ -27,14 +27,14 @@ ANSWERS_IN: dict[str | None, Language] = {
 )
 def test_every_country_in_every_language_by_every_adapter(tmp_path, settings):
     cases = [
-        (question, name, answer(country, language))
+        (text, name, answer(country, language))
         for country in COUNTRIES
-        for name, language in ANSWERS_IN.items()
-        for question in questions(country).values()
+        for name, language in LANGUAGE_OF.items()
+        for text in questions(country).values()
     ]
     prompts, names, expected = zip(*cases, strict=True)
     with LLM(BASE_PATH, ADAPTER_PATHS, state_dir=tmp_path, **settings) as llm:
         sampling = SamplingParams(max_tokens=24, temperature=0)
-        answers = llm.generate(list(prompts), sampling, adapter=list(names))
-    assert [one.text for one in answers] == list(expected)
-    assert {one.finish_reason for one in answers} == {"stop"}
+        completions = llm.generate(list(prompts), sampling, adapter=list(names))
+    assert [one.text for one in completions] == list(expected)
+    assert {one.finish_reason for one in completions} == {"stop"}

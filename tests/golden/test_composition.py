@@ -92,18 +92,18 @@ SAMPLING = SamplingParams(max_tokens=NUM_NEW_TOKENS, temperature=0, ignore_eos=T
 
 
 @dataclass(frozen=True)
-class Answer:
+class Completion:
     token_ids: tuple[int, ...]
     logprobs: torch.Tensor
-    """Of the tokens."""
+    """Log probabilities of the tokens."""
 
 
 @dataclass(frozen=True)
 class Case:
     folder: Path
-    expected: list[list[Answer]]
-    """Of each composition, one for each prompt."""
-    base: list[Answer]
+    expected: list[list[Completion]]
+    """Completions by composition, then by prompt."""
+    base: list[Completion]
 
     def open(self, **settings: Any) -> LLM:
         adapters = {name: str(self.folder / "adapters" / name) for name in (*LORA, *OTHERS)}
@@ -114,7 +114,7 @@ def fresh_base(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def reference(model: Any, prompt: list[int]) -> Answer:
+def reference(model: Any, prompt: list[int]) -> Completion:
     ids = torch.tensor([prompt])
     output = model.generate(
         input_ids=ids, max_new_tokens=NUM_NEW_TOKENS, do_sample=False, pad_token_id=0
@@ -122,7 +122,7 @@ def reference(model: Any, prompt: list[int]) -> Answer:
     new = output[0, len(prompt) :]
     logits = model(output).logits[0, len(prompt) - 1 : -1]
     logprobs = logits.log_softmax(-1).gather(1, new.unsqueeze(1)).squeeze(1)
-    return Answer(tuple(new.tolist()), logprobs)
+    return Completion(tuple(new.tolist()), logprobs)
 
 
 def train(folder: Path, name: str, config: Mapping[str, Any], seed: int) -> None:
@@ -136,27 +136,27 @@ def train(folder: Path, name: str, config: Mapping[str, Any], seed: int) -> None
     model.save_pretrained(folder / "adapters" / name)
 
 
-def concatenated(folder: Path) -> list[list[Answer]]:
+def concatenated(folder: Path) -> list[list[Completion]]:
     first, *others = LORA
     model = PeftModel.from_pretrained(fresh_base(folder), folder / "adapters" / first, first)
     for name in others:
         model.load_adapter(folder / "adapters" / name, name)
-    answers = []
+    completions = []
     for index, scales in enumerate(CONCATENATED):
         model.add_weighted_adapter(list(scales), list(scales.values()), f"c{index}", "cat")
         model.set_adapter(f"c{index}")
-        answers.append([reference(model.eval(), prompt) for prompt in PROMPTS])
-    return answers
+        completions.append([reference(model.eval(), prompt) for prompt in PROMPTS])
+    return completions
 
 
-def merged(folder: Path) -> list[list[Answer]]:
+def merged(folder: Path) -> list[list[Completion]]:
     base = fresh_base(folder).state_dict()
     changes: dict[str, dict[str, torch.Tensor]] = {}
     for name in {name: None for scales in MERGED for name in scales}:
         model = PeftModel.from_pretrained(fresh_base(folder), folder / "adapters" / name)
         state = model.merge_and_unload().state_dict()
         changes[name] = {key: state[key].double() - base[key].double() for key in base}
-    answers = []
+    completions = []
     for scales in MERGED:
         model = fresh_base(folder)
         model.load_state_dict(
@@ -165,8 +165,8 @@ def merged(folder: Path) -> list[list[Answer]]:
                 for key, weight in base.items()
             }
         )
-        answers.append([reference(model.eval(), prompt) for prompt in PROMPTS])
-    return answers
+        completions.append([reference(model.eval(), prompt) for prompt in PROMPTS])
+    return completions
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +183,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
         return Case(folder, expected, [reference(base, prompt) for prompt in PROMPTS])
 
 
-def check(found: Any, want: Answer, of: object) -> None:
+def check(found: Any, want: Completion, of: object) -> None:
     logprobs = torch.tensor([token.logprob for token in found.logprobs])
     torch.testing.assert_close(
         logprobs, want.logprobs, rtol=0, atol=TOLERANCE, msg=lambda text: f"{of}: {text}"
@@ -193,28 +193,28 @@ def check(found: Any, want: Answer, of: object) -> None:
 
 def test_compositions_matter(case: Case) -> None:
     """Else the rest would show nothing; only what has scale 0 alone is the base."""
-    for scales, answers in zip(COMPOSITIONS, case.expected, strict=True):
-        difference = (answers[0].logprobs[0] - case.base[0].logprobs[0]).abs()
+    for scales, completions in zip(COMPOSITIONS, case.expected, strict=True):
+        difference = (completions[0].logprobs[0] - case.base[0].logprobs[0]).abs()
         assert (float(difference) > 10 * TOLERANCE) == any(scales.values()), scales
 
 
 @pytest.mark.parametrize("kernels", ["fastest", "reference"])
 def test_all_in_one_batch(case: Case, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside each other, the base and single adapters."""
+    """Compositions in one batch with the base and single adapters."""
     if kernels == "reference":
         monkeypatch.setattr(
             loading, "select_kernels", lambda device, *_, **__: ReferenceKernels(device)
         )
     alone = ["attention", "dora", None]
-    asked = [*COMPOSITIONS, *alone]
+    requested = [*COMPOSITIONS, *alone]
     with case.open() as llm:
         apart = [llm.generate(PROMPTS[0], SAMPLING, adapter=name)[0].token_ids for name in alone]
         for index, prompt in enumerate(PROMPTS):
-            answers = llm.generate([prompt] * len(asked), SAMPLING, adapter=asked)
-            for scales, want, found in zip(COMPOSITIONS, case.expected, answers, strict=False):
+            completions = llm.generate([prompt] * len(requested), SAMPLING, adapter=requested)
+            for scales, want, found in zip(COMPOSITIONS, case.expected, completions, strict=False):
                 check(found, want[index], scales)
             if index == 0:
-                assert [answer.token_ids for answer in answers[-len(alone) :]] == apart
+                assert [completion.token_ids for completion in completions[-len(alone) :]] == apart
 
 
 def test_each_alone_and_its_names(case: Case) -> None:
@@ -245,8 +245,8 @@ def test_the_order_changes_nothing_and_a_scale_does(case: Case) -> None:
             None,
         ]
         for stranger in strangers:
-            answer = llm.generate(prompt, SAMPLING, adapter=stranger)[0]
-            assert answer.timing.num_cached_tokens == 0, stranger
+            completion = llm.generate(prompt, SAMPLING, adapter=stranger)[0]
+            assert completion.timing.num_cached_tokens == 0, stranger
         base = llm.generate(prompt, SAMPLING, adapter={"attention": 0.0})[0]
         assert base.timing.num_cached_tokens == 32, "scale 0 is the base"
 
@@ -265,9 +265,9 @@ def test_a_fused_batch_of_chunks(case: Case) -> None:
     """Cut prompts and a pool that holds few adapters at a time."""
     with case.open(max_num_batched_tokens=5, max_num_seqs=3) as llm:
         for index, prompt in enumerate(PROMPTS):
-            asked = list(COMPOSITIONS)
-            answers = llm.generate([prompt] * len(asked), SAMPLING, adapter=asked)
-            for scales, want, found in zip(COMPOSITIONS, case.expected, answers, strict=True):
+            requested = list(COMPOSITIONS)
+            completions = llm.generate([prompt] * len(requested), SAMPLING, adapter=requested)
+            for scales, want, found in zip(COMPOSITIONS, case.expected, completions, strict=True):
                 check(found, want[index], scales)
 
 
@@ -280,8 +280,8 @@ def test_replaced_rows_have_no_sum(case: Case, name: str, other: str, module: st
         llm.generate(PROMPTS[0], SAMPLING, adapter={name: 0.5, other: 0.0})
 
 
-def test_compare_tells_where_an_answer_leaves_the_base(case: Case) -> None:
-    """With the log probabilities of both models at that position, as transformers has them."""
+def test_compare_finds_where_a_completion_leaves_the_base(case: Case) -> None:
+    """The log probabilities of both models at that position are those of transformers."""
     scales = {"attention": 0.7, "pattern": 0.3}
     want, base = case.expected[COMPOSITIONS.index(scales)][0], case.base[0]
     with case.open() as llm:

@@ -83,7 +83,7 @@ class Subject:
         return StepDriver(ModelRunner(load_parts(self.folder, settings, HostAdapters())))
 
     @torch.no_grad()
-    def answer(self, prompt: tuple[int, ...], **options: Any) -> list[int]:
+    def completion(self, prompt: tuple[int, ...], **options: Any) -> list[int]:
         """transformers'."""
         inputs = torch.tensor([prompt])
         output = self.reference.generate(
@@ -111,15 +111,15 @@ PROMPTS = (prompt_of(21), prompt_of(5))
 
 
 def greedy(subject: Subject, prompt: tuple[int, ...]) -> list[int]:
-    return subject.answer(prompt)
+    return subject.completion(prompt)
 
 
-def test_options_alone_and_beside_each_other(subject: Subject) -> None:
-    """Each row of one batch has another option: each answers as transformers does for it alone."""
+def test_options_alone_and_in_one_batch(subject: Subject) -> None:
+    """Each row of one batch has another option; transformers computes each one alone."""
     driver = subject.driver()
     for prompt in PROMPTS:
         plain = greedy(subject, prompt)
-        expected = [subject.answer(prompt, **theirs) for _, theirs in OPTIONS.values()]
+        expected = [subject.completion(prompt, **theirs) for _, theirs in OPTIONS.values()]
         prompts = [Prompt(prompt, (), SamplingParams(**ours)) for ours, _ in OPTIONS.values()]
         together = driver.generate(prompts, NUM_NEW_TOKENS)
         assert dict(zip(OPTIONS, together, strict=True)) == dict(
@@ -131,18 +131,18 @@ def test_options_alone_and_beside_each_other(subject: Subject) -> None:
 
 
 def test_bad_words_that_would_have_come(subject: Subject) -> None:
-    """A token, a pair and a triple of the model's own answer, one after the other."""
+    """A token, a pair and a triple of the model's own completion, one after the other."""
     driver = subject.driver()
     for prompt in PROMPTS:
         bad: tuple[tuple[int, ...], ...] = ()
-        answers = [greedy(subject, prompt)]
+        completions = [greedy(subject, prompt)]
         for length in (1, 2, 3):
-            bad = (*bad, tuple(answers[-1][4 : 4 + length]))
+            bad = (*bad, tuple(completions[-1][4 : 4 + length]))
             sampling = SamplingParams(temperature=0.0, bad_token_ids=bad)
             (generated,) = driver.generate([Prompt(prompt, (), sampling)], NUM_NEW_TOKENS)
-            answers.append(subject.answer(prompt, bad_words_ids=[list(run) for run in bad]))
-            assert generated == answers[-1]
-        assert len({tuple(answer) for answer in answers}) == len(answers)
+            completions.append(subject.completion(prompt, bad_words_ids=[list(run) for run in bad]))
+            assert generated == completions[-1]
+        assert len({tuple(completion) for completion in completions}) == len(completions)
 
 
 def test_end_tokens_wait_for_the_minimum(subject: Subject) -> None:
@@ -151,7 +151,7 @@ def test_end_tokens_wait_for_the_minimum(subject: Subject) -> None:
         plain = greedy(subject, prompt)
         end_ids = [plain[2], plain[5]]
         sampling = SamplingParams(temperature=0.0, min_tokens=9, max_tokens=NUM_NEW_TOKENS)
-        expected = subject.answer(prompt, min_new_tokens=9, eos_token_id=end_ids)
+        expected = subject.completion(prompt, min_new_tokens=9, eos_token_id=end_ids)
         (generated,) = driver.generate(
             [Prompt(prompt, (), sampling, tuple(end_ids))], NUM_NEW_TOKENS
         )

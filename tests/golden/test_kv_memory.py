@@ -1,8 +1,8 @@
 """Windows, sinks and the host's KV memory against transformers with the mask written out.
 
 A position sees the newest W and the first S ones; in transformers that is a 4D mask over the whole
-sequence, computed anew for every token. Pools are so small that blocks are given back, offloaded
-and loaded again in the middle of answers.
+sequence, computed anew for every token. Pools are so small that blocks are freed, offloaded
+and loaded again in the middle of completions.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ class Subject:
     reference: LlamaForCausalLM
 
     @functools.cache  # noqa: B019
-    def answer(
+    def completion(
         self, prompt: tuple[int, ...], window: int | None, num_sinks: int
     ) -> tuple[int, ...]:
         """Greedy, every token from the whole sequence."""
@@ -92,10 +92,10 @@ def test_a_window_with_sinks(
         "max_model_len": 128,
     }
     with subject.open(num_blocks, **settings) as llm:
-        answers = [answer.token_ids for answer in llm.generate(PROMPTS, SAMPLING)]
-        again = [answer.token_ids for answer in llm.generate(PROMPTS, SAMPLING)]
-    assert answers == [subject.answer(prompt, window, num_sinks) for prompt in PROMPTS]
-    assert again == answers
+        completions = [completion.token_ids for completion in llm.generate(PROMPTS, SAMPLING)]
+        again = [completion.token_ids for completion in llm.generate(PROMPTS, SAMPLING)]
+    assert completions == [subject.completion(prompt, window, num_sinks) for prompt in PROMPTS]
+    assert again == completions
 
 
 def test_a_window_per_layer_keeps_what_one_layer_still_sees(subject: Subject) -> None:
@@ -108,8 +108,8 @@ def test_a_window_per_layer_keeps_what_one_layer_still_sees(subject: Subject) ->
         (mixed,) = llm.generate(PROMPTS[1:2], SAMPLING)
     with subject.open(60, max_attention_window_size=(9,), **settings) as llm:
         (narrow,) = llm.generate(PROMPTS[1:2], SAMPLING)
-    assert narrow.token_ids == subject.answer(PROMPTS[1], 9, 0)
-    assert mixed.token_ids not in (narrow.token_ids, subject.answer(PROMPTS[1], None, 0))
+    assert narrow.token_ids == subject.completion(PROMPTS[1], 9, 0)
+    assert mixed.token_ids not in (narrow.token_ids, subject.completion(PROMPTS[1], None, 0))
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 6, 60])
@@ -130,7 +130,7 @@ def test_preempted_sequences_come_back_from_the_host(
     assert stats.preemptions > 0
     assert stats.blocks_on_host == 0
     assert [output.token_ids for output in outputs] == [
-        subject.answer(prompt, None, 0) for prompt in PROMPTS
+        subject.completion(prompt, None, 0) for prompt in PROMPTS
     ]
 
 

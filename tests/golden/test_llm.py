@@ -1,6 +1,6 @@
 """The whole library against transformers and PEFT, under every schedule that could go wrong.
 
-Float32 and greedy: the very same tokens, whoever shares the batch, however prompts are cut,
+Float32 and greedy: the very same tokens, whatever else is in the batch, however prompts are cut,
 whatever is evicted, and in another process.
 """
 
@@ -90,7 +90,7 @@ SAMPLING = SamplingParams(max_tokens=NUM_NEW_TOKENS, temperature=0, ignore_eos=T
 
 @dataclass(frozen=True)
 class Case:
-    """A folder to serve, and what transformers and PEFT answer."""
+    """A folder to serve, and the output of transformers and PEFT."""
 
     folder: Path
     adapters: dict[str, str]
@@ -107,8 +107,8 @@ class Case:
         )
 
     def generate(self, llm: LLM) -> list[tuple[int, ...]]:
-        answers = llm.generate(self.prompts, SAMPLING, adapter=self.names)
-        return [answer.token_ids for answer in answers]
+        completions = llm.generate(self.prompts, SAMPLING, adapter=self.names)
+        return [completion.token_ids for completion in completions]
 
 
 def make_prompts() -> list[list[int]]:
@@ -183,8 +183,8 @@ def test_adapters_matter(case: Case):
 def test_alone(case: Case):
     with case.open() as llm:
         for index in range(0, len(case.prompts), 6):  # each prompt length and adapter in turn
-            answer = llm.generate([case.prompts[index]], SAMPLING, adapter=case.names[index])
-            assert answer[0].token_ids == case.expected[index]
+            completion = llm.generate([case.prompts[index]], SAMPLING, adapter=case.names[index])
+            assert completion[0].token_ids == case.expected[index]
 
 
 def test_all_in_one_batch(case: Case):
@@ -200,7 +200,7 @@ def test_prefills_in_small_chunks(case: Case):
 def test_preempted_and_recomputed(case: Case):
     with case.open(kv_cache_bytes=12 * case.block_bytes) as llm:
         assert case.generate(llm) == case.expected
-        # Behind a window blocks are given back: then nobody has to make room.
+        # A window frees the blocks that it has passed: then no sequence is preempted.
         assert bool(llm.stats().preemptions) == (not case.has_window)
 
 

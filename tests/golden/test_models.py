@@ -232,7 +232,7 @@ PROMPTS = {
 
 
 @torch.no_grad()
-def reference_answer(
+def reference_completion(
     model: PeftModel, adapter: str | None, prompt: Prompt, num_tokens: int
 ) -> tuple[torch.Tensor, list[int]]:
     """(logits of the prompt, greedy tokens)"""
@@ -266,7 +266,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 def test_same_logits_and_tokens_as_transformers(subject: Subject) -> None:
     driver, sampler = subject.driver()
     for adapter, prompt in PROMPTS.items():
-        logits, tokens = reference_answer(subject.reference, adapter, prompt, NUM_NEW_TOKENS)
+        logits, tokens = reference_completion(subject.reference, adapter, prompt, NUM_NEW_TOKENS)
         sampler.logits.clear()
         (generated,) = driver.generate([prompt], NUM_NEW_TOKENS, prompt_logits=True)
         assert relative_error(sampler.logits[0], logits) < FLOAT32_TOLERANCE, adapter
@@ -287,13 +287,13 @@ def test_same_bits_in_company_in_chunks_and_in_other_blocks(subject: Subject) ->
         assert driver.generate(prompts[::-1], NUM_NEW_TOKENS, chunk_size=chunk_size) == alone[::-1]
 
 
-def test_adapters_change_the_answers(subject: Subject) -> None:
+def test_adapters_change_the_completions(subject: Subject) -> None:
     """Or the other tests would prove nothing about them."""
     tokens = PROMPTS["all"].token_ids
     prompts = [Prompt(tokens), *(Prompt(tokens, ((h, 1.0),)) for h in HANDLES.values())]
     driver, _ = subject.driver()
-    answers = {tuple(answer) for answer in driver.generate(prompts, NUM_NEW_TOKENS)}
-    assert len(answers) == len(prompts)
+    completions = {tuple(completion) for completion in driver.generate(prompts, NUM_NEW_TOKENS)}
+    assert len(completions) == len(prompts)
 
 
 @pytest.mark.parametrize("dtype", HALF_TOLERANCES, ids=str)
@@ -303,7 +303,7 @@ def test_half_precision_logits(name: str, dtype: torch.dtype, tmp_path: Path) ->
     driver, sampler = subject.driver(dtype=str(dtype).removeprefix("torch."))
     reference = subject.reference.to(dtype)
     for adapter, prompt in PROMPTS.items():
-        logits, _ = reference_answer(reference, adapter, prompt, 1)
+        logits, _ = reference_completion(reference, adapter, prompt, 1)
         sampler.logits.clear()
         driver.generate([prompt], 1, prompt_logits=True)
         assert relative_error(sampler.logits[0], logits) < HALF_TOLERANCES[dtype], adapter
@@ -312,6 +312,6 @@ def test_half_precision_logits(name: str, dtype: torch.dtype, tmp_path: Path) ->
 def test_longrope_of_a_short_server_uses_the_short_factors(tmp_path: Path) -> None:
     subject = make_subject(tmp_path, CONFIGS["llama-longrope"]())
     prompt = make_prompt(9, "all")
-    _, tokens = reference_answer(subject.reference, "all", prompt, 20)
+    _, tokens = reference_completion(subject.reference, "all", prompt, 20)
     driver, _ = subject.driver(max_model_len=32)
     assert driver.generate([prompt], 20) == [tokens]

@@ -1,7 +1,7 @@
 """Every feature of PEFT's LoRA against transformers and PEFT: tokens and logits, in four families.
 
 An adapter is trained (every trainable parameter random), saved and loaded again by PEFT itself on a
-fresh base: what it then answers is what is expected of the server, alone and in a mixed batch.
+fresh base: its output is then expected of the server, alone and in a mixed batch.
 """
 
 import copy
@@ -120,7 +120,7 @@ PROMPTS = [[3, 9, 17, 190, 5, 7, 60], [11, 2, 3, 150]]
 
 
 @dataclass(frozen=True)
-class Answer:
+class Completion:
     token_ids: tuple[int, ...]
     logits: torch.Tensor
     """[tokens, vocab]: what each of the tokens was drawn from."""
@@ -135,8 +135,8 @@ class Answer:
 class Case:
     folder: Path
     base: Any
-    expected: dict[str | None, list[Answer]]
-    """By adapter; one for each prompt."""
+    expected: dict[str | None, list[Completion]]
+    """Completions by adapter, one for each prompt."""
 
     def adapter(self, name: str) -> Path:
         return self.folder / "adapters" / name
@@ -185,14 +185,14 @@ def save(model: PeftModel, folder: Path, *, moves_base: bool) -> None:
 
 @torch.no_grad()
 def load_peft(base: Any, folder: Path) -> PeftModel:
-    """Beside the base, which stays as it is."""
+    """Load the adapter onto a copy of the base."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return PeftModel.from_pretrained(copy.deepcopy(base), folder).eval()
 
 
 @torch.no_grad()
-def reference(model: Any, prompt: list[int]) -> Answer:
+def reference(model: Any, prompt: list[int]) -> Completion:
     output = model.generate(
         input_ids=torch.tensor([prompt]),
         max_new_tokens=NUM_NEW_TOKENS,
@@ -200,7 +200,7 @@ def reference(model: Any, prompt: list[int]) -> Answer:
         pad_token_id=0,
     )
     logits = model(output).logits[0, len(prompt) - 1 : -1]
-    return Answer(tuple(output[0, len(prompt) :].tolist()), logits)
+    return Completion(tuple(output[0, len(prompt) :].tolist()), logits)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -209,7 +209,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     base = save_random_model(folder, FAMILIES[request.param])
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(BASE_PATH / name, folder)
-    expected: dict[str | None, list[Answer]] = {}
+    expected: dict[str | None, list[Completion]] = {}
     expected[None] = [reference(base, prompt) for prompt in PROMPTS]
     for index, (name, feature) in enumerate(FEATURES.items()):
         torch.manual_seed(index)
@@ -225,13 +225,13 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(folder, base, expected)
 
 
-def check(case: Case, names: list[str | None], answers: list[Any], prompts: list[int]) -> None:
-    for name, prompt, answer in zip(names, prompts, answers, strict=True):
+def check(case: Case, names: list[str | None], completions: list[Any], prompts: list[int]) -> None:
+    for name, prompt, completion in zip(names, prompts, completions, strict=True):
         want = case.expected[name][prompt]
-        found = torch.tensor([token.logprob for token in answer.logprobs])
+        found = torch.tensor([token.logprob for token in completion.logprobs])
         error = float((found - want.logprobs).abs().max())
         assert error < TOLERANCE, name
-        assert answer.token_ids == want.token_ids, name
+        assert completion.token_ids == want.token_ids, name
 
 
 class RecordingSampler(Sampler):
@@ -270,23 +270,23 @@ class Computed:
         assert self._driver.load(handle, pages).copies_done == (handle,)
 
     def errors(self, names: Iterable[str | None], expected: dict | None = None) -> dict:
-        """By adapter, all in one batch: the largest error, relative to the largest logit."""
+        """Return each adapter's largest error, relative to the largest logit, all in one batch."""
         expected = expected or self._case.expected
         names = [name for name in names for _ in PROMPTS]
-        answers = [expected[name][i % len(PROMPTS)] for i, name in enumerate(names)]
+        completions = [expected[name][i % len(PROMPTS)] for i, name in enumerate(names)]
         prompts = [
             Prompt(
-                (*PROMPTS[i % len(PROMPTS)], *answer.token_ids[:-1]),
+                (*PROMPTS[i % len(PROMPTS)], *completion.token_ids[:-1]),
                 ((self._handles[name], 1.0),) if name in self._handles else (),
             )
-            for i, (name, answer) in enumerate(zip(names, answers, strict=True))
+            for i, (name, completion) in enumerate(zip(names, completions, strict=True))
         ]
         self._sampler.logits.clear()
         self._driver.generate(prompts, 1, prompt_logits=True)
         (logits, *_) = self._sampler.logits
         found = logits.split([len(prompt.token_ids) for prompt in prompts])
         errors: dict[str | None, float] = {}
-        for name, own, want in zip(names, found, answers, strict=True):
+        for name, own, want in zip(names, found, completions, strict=True):
             difference = (own[-NUM_NEW_TOKENS:] - want.logits.float()).abs().max()
             error = float(difference / want.logits.abs().max())
             errors[name] = max(errors.get(name, 0.0), error)
@@ -325,12 +325,12 @@ def test_all_in_one_batch(case: Case) -> None:
     names = [None, *FEATURES] * len(PROMPTS)
     prompts = [index for index in range(len(PROMPTS)) for _ in (None, *FEATURES)]
     with case.open(FEATURES) as llm:
-        answers = llm.generate([PROMPTS[index] for index in prompts], SAMPLING, adapter=names)
-        check(case, names, answers, prompts)
+        completions = llm.generate([PROMPTS[index] for index in prompts], SAMPLING, adapter=names)
+        check(case, names, completions, prompts)
 
 
 def test_dora_as_a_pair(case: Case) -> None:
-    """With its magnitudes divided by the norms, as TensorRT-LLM's pair has them."""
+    """Magnitudes divided by the norms, as in TensorRT-LLM's pair."""
     computed = Computed(case)
     rows = case.rows("dora")
     host = read_host_adapter(case.stage(case.adapter("dora")).source)
@@ -376,7 +376,7 @@ def test_a_base_that_is_packed_in_int8(case: Case) -> None:
     names = [
         name for name in IN_LAYERS if name != "tokens" or not case.base.config.tie_word_embeddings
     ]
-    expected: dict[str | None, list[Answer]] = {None: [reference(base, p) for p in PROMPTS]}
+    expected: dict[str | None, list[Completion]] = {None: [reference(base, p) for p in PROMPTS]}
     computed = Computed(case, quantization=WeightPrecision.INT8)
     for name in names:
         model = load_peft(base, case.adapter(name))

@@ -1,4 +1,4 @@
-"""With drafts and without: the same tokens and the same bits of their log probabilities."""
+"""Speculative decoding changes no token and no bit of a log probability."""
 
 import dataclasses
 import random
@@ -109,10 +109,10 @@ def random_requests() -> list[EngineRequest]:
     return requests
 
 
-Answers = dict[tuple[int, int], tuple[list[int], list[TokenLogprob]]]
+Completions = dict[tuple[int, int], tuple[list[int], list[TokenLogprob]]]
 
 
-def answers_of(engine: Engine, requests: Sequence[EngineRequest]) -> Answers:
+def completions_of(engine: Engine, requests: Sequence[EngineRequest]) -> Completions:
     outputs: list[EngineOutput] = []
     for index, request in enumerate(requests):
         engine.add(request)
@@ -121,21 +121,21 @@ def answers_of(engine: Engine, requests: Sequence[EngineRequest]) -> Answers:
     while not engine.is_idle:
         outputs += engine.step().outputs
         engine.check()
-    answers: Answers = {}
+    completions: Completions = {}
     for output in outputs:
         assert output.error is None
         for delta in output.deltas:
-            tokens, logprobs = answers.setdefault((output.request_id, delta.index), ([], []))
+            tokens, logprobs = completions.setdefault((output.request_id, delta.index), ([], []))
             tokens.extend(delta.token_ids)
             logprobs.extend(delta.logprobs)
-    return answers
+    return completions
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_drafts_change_no_token_and_no_bit(subject: Subject, dtype: str) -> None:
     requests = random_requests()
     plain = subject.engine(dtype, 200)
-    expected = answers_of(plain, requests)
+    expected = completions_of(plain, requests)
     assert not plain.stats().draft_tokens
     has_window = plain.capacity.attention_window is not None
     few_blocks = 22 if has_window else 24
@@ -145,7 +145,7 @@ def test_drafts_change_no_token_and_no_bit(subject: Subject, dtype: str) -> None
         (few_blocks, {"num_draft_tokens": 8, "enable_prefix_cache": False}),
     ):
         engine = subject.engine(dtype, num_blocks, **settings)
-        assert answers_of(engine, requests) == expected, settings
+        assert completions_of(engine, requests) == expected, settings
         stats = engine.stats()
         assert 0 < stats.accepted_tokens < stats.draft_tokens
         # With a window hardly anybody needs more and more blocks.

@@ -75,6 +75,7 @@ class Attention:
         spec = self._spec
         qkv = self._qkv.forward(x, batch.lora)
         sizes = [spec.q_size, spec.kv_size, spec.kv_size]
+        # Views, not copies: every op takes rows with a longer stride.
         query, key, value = (
             part.view(len(x), -1, spec.head_dim) for part in torch.split(qkv, sizes, dim=1)
         )

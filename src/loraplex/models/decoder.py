@@ -108,6 +108,8 @@ class Decoder:
         plans = self._plan(batch)
         if not _is_repeatable(batch):
             return self._logits(self._hidden(batch, kv, plans), batch)
+        # A record holds addresses of these weights and this KV storage, and the number of launches
+        # that follows from the numbers of tokens, LoRA waves and device rows: all are in the key.
         return self._kernels.repeat(
             (
                 *(id(self), id(kv), batch.token_ids.shape[0]),
@@ -156,7 +158,7 @@ class Decoder:
     def _logits(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Compute the logits [S, vocab_size] of normed x [T, hidden]."""
         indices, lora = batch.logits_indices, batch.lora
-        x = x[indices]
+        x = x[indices]  # the lm_head is the largest product: only tokens that are sampled need it
         logits = self._kernels.linear(x, self._lm_head)
         if lora is not None and not lora.is_plain:
             lora = batch_of_rows(lora, indices, batch.token_ids.shape[0])
