@@ -1,4 +1,4 @@
-"""A tiny checkpoint for the tests of this room."""
+"""A tiny checkpoint for the tests of this folder."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A runner of an accelerator gives what that of a CPU gives, whoever is in the steps."""
+"""An accelerator's runner computes what a CPU's computes, whatever rows are in the steps."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -154,7 +154,7 @@ def test_steps_launched_ahead_give_the_same(
     assert [result.rows for result in run_ahead(runner, plans)] == expected
 
 
-def test_a_slot_that_changes_hands_while_its_step_is_in_flight(
+def test_a_slot_that_changes_hands_before_its_step_has_ended(
     host: ModelRunner, accelerated: Callable[..., tuple[ModelRunner, AcceleratedReference]]
 ) -> None:
     """The row of an ended request is computed in vain, and leaves nothing to the next."""
@@ -191,10 +191,10 @@ def test_a_step_without_rows_waits_for_its_copy(
     copies = (AdapterCopy(HANDLE, (0,)), AdapterCopy(99, (1,)))
     failed = runner.launch(StepPlan(1, adapter_copies=copies)).wait()
     assert [handle for handle, _ in failed.copies_failed] == [99]
-    told = list(failed.copies_done)
-    if not told:
-        told += runner.launch(StepPlan(2)).wait().copies_done
-    assert told == [HANDLE]
+    reported = list(failed.copies_done)
+    if not reported:
+        reported += runner.launch(StepPlan(2)).wait().copies_done
+    assert reported == [HANDLE]
     assert runner.launch(StepPlan(3)).wait().copies_done == ()
 
 

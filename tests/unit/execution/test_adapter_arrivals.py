@@ -1,4 +1,4 @@
-"""Adapters on their way to an accelerator: laid out as on a CPU, told once, waited for by layer."""
+"""Adapters on their way to an accelerator: laid out as on a CPU, reported once, layer by layer."""
 
 import dataclasses
 import gc
@@ -141,15 +141,15 @@ def flat(value: Any) -> list[Any]:
     return [flat(part) for part in value] if isinstance(value, tuple) else [value]
 
 
-def test_the_end_of_a_copy_is_told_once_and_only_when_its_first_layers_are_there() -> None:
+def test_the_end_of_a_copy_is_reported_once_and_only_when_its_first_layers_are_there() -> None:
     accelerator = DelayedAccelerator(most_polls=0)
     bank = make_bank(accelerator)
     assert bank.arrived(wait=True) == ()
     put(bank, 1, lora_of(1), 0)
     put(bank, 2, lora_of(2), 8)
     assert accelerator.num_outstanding > 2
-    told = bank.arrived()
-    assert told == (1, 2)
+    reported = bank.arrived()
+    assert reported == (1, 2)
     assert bank.arrived(wait=True) == ()
 
 
@@ -164,17 +164,17 @@ def test_a_step_without_rows_waits_for_one_copy_and_not_for_all() -> None:
     assert bank.arrived(wait=True) == (2,)
 
 
-def test_a_copy_that_is_replaced_or_overwritten_is_told_of_no_more() -> None:
+def test_a_copy_that_is_replaced_or_overwritten_is_not_reported() -> None:
     accelerator = DelayedAccelerator()
     bank = make_bank(accelerator)
     put(bank, 1, lora_of(1), 0)
     put(bank, 1, lora_of(1), 0)
     put(bank, 2, lora_of(2), 8)
     put(bank, 3, lora_of(3), 8)
-    told: list[int] = []
+    reported: list[int] = []
     while more := bank.arrived(wait=True):
-        told += more
-    assert sorted(told) == [1, 3]
+        reported += more
+    assert sorted(reported) == [1, 3]
     assert not bank.holds(2)
     accelerator.synchronize()
     bank.check()
@@ -235,14 +235,14 @@ def test_a_packed_adapter_is_its_pages_and_keeps_no_tensor_of_its_file() -> None
     assert ready.targets == host.targets
 
 
-def test_pages_are_used_again_once_nobody_refers_to_them() -> None:
+def test_pages_are_used_again_once_nothing_refers_to_them() -> None:
     pages = PinnedPages(HostAccelerator(), 100, torch.float32)
     first = pages.take(3)
     pinned = pages.num_bytes
     addresses = {page.data_ptr() for page in first.pages}
     others = pages.take(200)
     assert addresses.isdisjoint(page.data_ptr() for page in others.pages)
-    assert pages.num_bytes == pinned, "one chunk has room for both"
+    assert pages.num_bytes == pinned, "one chunk holds both"
     del first
     gc.collect()
     assert {page.data_ptr() for page in pages.take(3).pages} == addresses

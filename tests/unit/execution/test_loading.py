@@ -1,6 +1,6 @@
-"""A start on a device with a memory of its own: what is measured, divided, and told if it is short.
+"""A start on a device with a memory of its own: memory is measured, divided, and reported if short.
 
-Device and runner are doubles: they take what the tests say.
+Device and runner are doubles: the tests set what they take.
 """
 
 import dataclasses
@@ -86,7 +86,7 @@ class FakeRunner:
 
 
 class Start:
-    """Of a tiny model, on the doubles."""
+    """Start of a tiny model on the doubles."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, checkpoint: TinyCheckpoint) -> None:
         self.accelerator = MeteredAccelerator(TOTAL)
@@ -142,7 +142,7 @@ def test_bytes_that_were_said_win(start: Start) -> None:
     assert MIB < pool <= 2 * MIB
 
 
-def test_the_parts_are_told_what_is_recorded(start: Start) -> None:
+def test_the_parts_have_the_recorded_sizes(start: Start) -> None:
     parts = start.parts()
     assert parts.accelerator is start.accelerator
     assert parts.recorded_sizes == (1, 2, 4)
@@ -220,14 +220,14 @@ def test_graphs_that_do_not_fit_at_last(start: Start) -> None:
     assert error.param == "cuda_graph_batch_sizes"
 
 
-def test_graphs_are_told_as_they_are_at_last(start: Start) -> None:
+def test_graphs_are_reported_as_measured_last(start: Start) -> None:
     parts = start.parts()
     start.costs.per_graph = GRAPH // 2
     assert loading.start_runner(parts, SETTINGS).capacity().graph_bytes == 3 * GRAPH // 2
 
 
 @pytest.mark.parametrize("missing", [0, 1])
-def test_graphs_must_leave_room_for_a_step(start: Start, missing: int) -> None:
+def test_graphs_must_leave_memory_for_a_step(start: Start, missing: int) -> None:
     parts = start.parts()
     start.accelerator.take(TOTAL - 3 * GRAPH - STEP + missing)
     if not missing:
@@ -238,7 +238,7 @@ def test_graphs_must_leave_room_for_a_step(start: Start, missing: int) -> None:
     assert error.param == "cuda_graph_batch_sizes"
 
 
-def test_steps_that_leave_no_room(start: Start) -> None:
+def test_steps_that_leave_too_little(start: Start) -> None:
     start.costs.workspace = TOTAL - 3 * MIB
     error = refusal(start.parts)
     assert error.param == "max_num_batched_tokens"

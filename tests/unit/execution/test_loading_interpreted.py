@@ -35,7 +35,7 @@ SETTINGS = RunnerSettings(
 PROMPTS = [Prompt((5, 6, 7)), Prompt((9,))]
 
 
-def test_the_trials_run_and_the_runner_answers(tiny_checkpoint: TinyCheckpoint) -> None:
+def test_the_trials_run_and_the_runner_generates(tiny_checkpoint: TinyCheckpoint) -> None:
     folder = tiny_checkpoint.save()
     expected = StepDriver(load_runner(folder, SETTINGS, HostAdapters())).generate(PROMPTS, 3)
     accelerator = MeteredAccelerator(TOTAL)

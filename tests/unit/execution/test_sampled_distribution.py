@@ -20,7 +20,7 @@ from loraplex.kernels.dispatch import select_kernels
 CPU = torch.device("cpu")
 NUM_DRAWS = 20_000
 LEAST_P_VALUE = 1e-3
-"""Of a correct sampler, one test in a thousand is below it by chance; these seeds are not."""
+"""One test in a thousand of a correct sampler is below it by chance; these seeds are not."""
 LEAST_EXPECTED = 5
 VOCAB = 24
 PROMPT = (5, 2, 2, 3)
@@ -128,7 +128,7 @@ def exact(params: SamplingParams) -> Probabilities:
 
 
 def p_value(drawn: Sequence[int], probabilities: Probabilities) -> float:
-    """Of Pearson's test; 0 if something came that has no probability."""
+    """Return the p value of Pearson's test; 0 if something came that has no probability."""
     counts = np.bincount(drawn, minlength=len(probabilities)).astype(np.float64)
     if counts[probabilities == 0].any():
         return 0.0

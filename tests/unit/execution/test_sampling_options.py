@@ -175,7 +175,7 @@ def test_only_allowed_tokens_come():
     assert drawn == set(allowed)
 
 
-def test_tokens_out_of_the_vocabulary_matter_to_nobody():
+def test_tokens_out_of_the_vocabulary_have_no_effect():
     strange = SamplingParams(
         temperature=0.0,
         logit_bias=((VOCAB, 100.0), (VOCAB + 5, -100.0)),

@@ -1,4 +1,4 @@
-"""What adapters change beside LoRA: formulas, and the same bits alone and in company."""
+"""Adapters' changes in addition to LoRA: formulas, and the same bits alone and in company."""
 
 import pytest
 import torch

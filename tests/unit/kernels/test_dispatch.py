@@ -24,7 +24,7 @@ def fresh_dispatch(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPat
 
 class FakeGpu(HostAccelerator):
     def __init__(self, device: torch.device) -> None:
-        self.asked = device
+        self.requested = device
 
 
 def test_a_cpu_has_no_accelerator() -> None:
@@ -36,7 +36,7 @@ def test_a_gpu_with_triton(fresh_dispatch: pytest.MonkeyPatch) -> None:
     fresh_dispatch.setattr(dispatch, "CudaAccelerator", FakeGpu)
     accelerator = dispatch.select_accelerator(CUDA)
     assert isinstance(accelerator, FakeGpu)
-    assert accelerator.asked == CUDA
+    assert accelerator.requested == CUDA
     assert isinstance(dispatch.select_kernels(CPU, accelerator), CudaKernels)
 
 
@@ -52,14 +52,14 @@ def test_a_gpu_without_triton_computes_with_torch_and_says_so_once(
     assert isinstance(dispatch.select_kernels(CUDA, None), ReferenceKernels)
 
 
-def test_the_kernels_of_an_accelerator_are_told_the_settings(
+def test_the_kernels_of_an_accelerator_get_the_settings(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told: dict[str, object] = {}
+    passed: dict[str, object] = {}
 
     class Kernels:
         def __init__(self, accelerator: Accelerator, **settings: object) -> None:
-            told.update(settings, accelerator=accelerator)
+            passed.update(settings, accelerator=accelerator)
 
     monkeypatch.setattr("loraplex.kernels.cuda.backend.CudaKernels", Kernels)
     accelerator = HostAccelerator()
@@ -67,7 +67,7 @@ def test_the_kernels_of_an_accelerator_are_told_the_settings(
         CPU, accelerator, batch_invariant=True, attention_backend="triton"
     )
     assert isinstance(kernels, Kernels)
-    assert told == {
+    assert passed == {
         "accelerator": accelerator,
         "batch_invariant": True,
         "attention_backend": "triton",

@@ -18,7 +18,7 @@ def test_nothing_is_nothing():
     assert zeroed((0, 4), torch.float32).shape == (0, 4)
 
 
-def test_takes_room_only_where_it_is_touched():
+def test_takes_memory_only_where_it_is_touched():
     def resident_kib():
         with open("/proc/self/smaps_rollup") as rollup:
             return next(int(line.split()[1]) for line in rollup if line.startswith("Rss:"))

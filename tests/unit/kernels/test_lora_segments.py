@@ -52,7 +52,7 @@ def batch_of(uses) -> LoraBatch:
 
 
 def applied(segments: LoraSegments) -> dict[int, list[tuple[int, int, float]]]:
-    """By token, in the order in which a kernel adds: (wave, entry, scale)."""
+    """Return (wave, entry, scale)s by token, in the order in which a kernel adds them."""
     of_token = collections.defaultdict(list)
     for wave, pieces in enumerate(segments.entries.tolist()):
         for piece, entry in enumerate(pieces):

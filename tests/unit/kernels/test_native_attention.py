@@ -174,8 +174,8 @@ def test_bits_do_not_depend_on_company_chunks_or_threads(library, shape, window,
                     assert torch.equal(output, whole[start:end])
 
 
-def test_bits_of_decoding_rows_do_not_depend_on_who_else_is_long(library):
-    """With a long row among few, its splits become units of work of their own."""
+def test_bits_of_decoding_rows_do_not_depend_on_other_long_rows(library):
+    """The splits of a long row among few become units of work of their own."""
     seq_lens = [5000, 20, 3000]
     rows = PagedRows(kernel_of(library, 3), seq_lens)
     queries = random_queries([1, 1, 1], SHAPE)
@@ -189,7 +189,7 @@ def test_bits_of_decoding_rows_do_not_depend_on_who_else_is_long(library):
 
 @pytest.mark.parametrize(("window", "sinks"), [(20, 0), (20, 18), (1, 33)])
 def test_blocks_that_no_query_sees_are_not_read(library, window, sinks):
-    """They were given back: their entries of the block table name no block."""
+    """They were freed: their entries of the block table name no block."""
     rows = PagedRows(kernel_of(library), [1100])
     queries = random_queries([3], SHAPE)
     (expected,) = rows.attend(queries, [1100], window=window, sinks=sinks)

@@ -124,7 +124,7 @@ def test_add_layer_norm(kernel, size, dtype):
 @DTYPES
 @pytest.mark.parametrize("head_dim", [2, 6, 64, 128])
 def test_rotary_turns_pairs_of_a_fused_view(kernel, head_dim, dtype):
-    """As complex numbers: (x_i, x_{i + D/2}) times e^{i angle}; the rest is untouched."""
+    """Compare with complex numbers: (x_i, x_{i + D/2}) times e^{i angle}; the rest is untouched."""
     fused = torch.randn(30, 5 * head_dim).to(dtype)
     before = fused.clone()
     query = fused[:, : 3 * head_dim].view(30, 3, head_dim)

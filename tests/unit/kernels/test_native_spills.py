@@ -1,6 +1,6 @@
 """The innermost loops of the linear keep their sums in registers: no vector goes to the stack.
 
-A compiler that spills one costs half of the speed and changes no result, so only this tells.
+A compiler that spills one costs half of the speed and changes no result: only this test finds it.
 """
 
 import re

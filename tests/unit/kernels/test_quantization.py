@@ -138,7 +138,7 @@ def test_fp8_has_one_scale_for_each_output() -> None:
     quantized = quantize(weight, FP8)
     assert (quantized.values.dtype, quantized.scales.shape) == (torch.float8_e4m3fn, (20, 1))
     assert quantized.group_size == group_size_of(FP8, 96) == 96
-    # 3 bits behind the point, and steps of 2^-9 where numbers are small.
+    # 3 bits after the point, and steps of 2^-9 where numbers are small.
     allowed = (weight.abs() * 2**-4).maximum(quantized.scales * 2**-10) * 1.0001
     assert ((quantized.dequantized() - weight).abs() <= allowed).all()
 

@@ -102,7 +102,7 @@ def test_silu_mul_gives_a_row_the_same_bits_in_any_company(kernels: Kernels) -> 
 
 
 def test_rotary_turns_pairs_of_a_fused_view(kernels: Kernels) -> None:
-    """As complex numbers: (x_i, x_{i + D/2}) times e^{i angle}; the rest is untouched."""
+    """Compare with complex numbers: (x_i, x_{i + D/2}) times e^{i angle}; the rest is untouched."""
     fused = torch.randn(3, 5 * 8)
     before = fused.clone()
     query, key = fused[:, :24].view(3, 3, 8), fused[:, 24:32].view(3, 1, 8)
@@ -118,7 +118,7 @@ def test_rotary_turns_pairs_of_a_fused_view(kernels: Kernels) -> None:
 
 
 Window = tuple[int | None, int]
-"""Of how many positions, and of how many sinks."""
+"""Numbers of positions and of sinks."""
 
 
 def dense_attention(

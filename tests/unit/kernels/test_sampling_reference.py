@@ -8,7 +8,7 @@ from transformers.generation import logits_process as hf
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.kernels import sampling
 
-VOCAB = 1500  # more than the nucleus guess, so that both ways through top-p are taken
+VOCAB = 1500  # more than the first size of the nucleus, so that both ways through top-p are taken
 
 GRID = [
     SamplingParams(),
@@ -83,7 +83,7 @@ def test_top_p_breaks_ties_by_token_id():
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.01, 20.0])
-def test_a_wide_nucleus_is_found_beyond_the_guess(spread):
+def test_a_wide_nucleus_is_found_beyond_the_first_size(spread):
     logits = spread * torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1))
     weights = sampling.token_weights(logits, torch.ones(2, 1))
     kept = sampling.keep_top_p(weights, torch.tensor([[0.9], [0.1]], dtype=torch.float64))

@@ -42,7 +42,7 @@ class Model:
         self.kv = KVCache(1, shapes, torch.float32, kernels).storages
 
     def bank(self, accelerator: DelayedAccelerator | None) -> AdapterBank:
-        """With one adapter, on its way: of rank 2 on every layer but the second."""
+        """Make a bank with one adapter, on its way: of rank 2 on every layer but the second."""
         layers = self.config.module_shapes
         geometry = page_geometry(layer_targets(layers), optimal_rank=1, max_rank=2)
         bank = AdapterBank(
@@ -97,7 +97,7 @@ def model(tmp_path: Path) -> Model:
     return Model(tmp_path)
 
 
-def test_an_adapter_that_is_arriving_changes_no_answer(model: Model) -> None:
+def test_an_adapter_that_is_arriving_changes_no_logit(model: Model) -> None:
     expected = model.logits(batch_of(model.bank(None)))
     assert not torch.equal(expected, model.logits(None))
     accelerator = DelayedAccelerator(most_polls=10**9)

@@ -232,7 +232,7 @@ def test_what_is_not_served_is_refused_by_name(
         llama(tmp_path, **changes)
 
 
-def test_an_unknown_architecture_is_told_all_known_ones(tmp_path: Path) -> None:
+def test_an_unknown_architecture_is_refused_with_all_known_ones(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError) as caught:
         llama(tmp_path, architectures=["Foo"])
     assert all(name in caught.value.message for name in ARCHITECTURES)

@@ -96,7 +96,7 @@ class TestPools:
         assert error.param == "kv_cache_bytes"
 
 
-class TestNoRoom:
+class TestTooSmall:
     def test_what_gives_enough(self) -> None:
         per_token = bytes_per_token(RunnerSettings(), CONFIG, torch.bfloat16)
         message = advice().too_small(100 * per_token, StepMemory(70 * MIB, 30 * MIB)).message
@@ -128,7 +128,7 @@ class TestNoRoom:
         StepFailedError("step 0 failed: CUDA out of memory."),
     ],
 )
-def test_a_full_memory_is_told_in_our_words(error: Exception) -> None:
+def test_a_full_memory_is_a_config_error(error: Exception) -> None:
     assert is_out_of_memory(error)
     with (
         pytest.raises(ConfigError, match="lower it") as caught,

@@ -1,4 +1,4 @@
-"""From settings to numbers of blocks and pages."""
+"""Numbers of blocks and pages that follow from settings."""
 
 import dataclasses
 import re
@@ -38,7 +38,7 @@ def kv(**settings: Any) -> KVSize:
     return size_kv(RunnerSettings(**settings), TINY_DECODER, torch.float32)
 
 
-def test_default_is_room_for_every_sequence() -> None:
+def test_default_holds_every_sequence() -> None:
     assert kv(max_num_seqs=3) == KVSize(max_model_len=100, num_blocks=21)
 
 
@@ -215,7 +215,7 @@ class TestMemory:
         size = memory(200 << 20, steps, memory_bytes=budget)
         assert kv_bytes(size) == pytest.approx(0.9 * (budget - WEIGHTS - (30 << 20)), rel=0.01)
 
-    def test_steps_that_leave_no_room_name_what_to_lower(self) -> None:
+    def test_steps_that_leave_too_little_name_what_to_lower(self) -> None:
         least = smallest_pool_bytes(RunnerSettings(), TINY_DECODER, torch.float32) + BLOCK_BYTES
         steps = StepMemory(60 << 20, 40 << 20)
         fits = memory((100 << 20) + least, steps)

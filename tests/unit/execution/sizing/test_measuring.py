@@ -59,7 +59,7 @@ class FakeTrials:
 def accelerator() -> MeteredAccelerator:
     accelerator = MeteredAccelerator(1000 * MIB)
     accelerator.take(300 * MIB)
-    accelerator.use(80 * MIB)  # of loading the weights: it is given back before
+    accelerator.use(80 * MIB)  # of loading the weights: it is freed before
     return accelerator
 
 
@@ -84,7 +84,7 @@ def test_few_graphs(accelerator: MeteredAccelerator, sizes: tuple[int, ...], exp
     assert measure_graphs(accelerator, FakeTrials(accelerator).trials(), sizes) == expected
 
 
-def test_where_nobody_can_tell_nothing_is_tried() -> None:
+def test_without_a_measurement_nothing_is_tried() -> None:
     def never(*_: int) -> None:
         raise AssertionError("it takes time")
 

@@ -38,14 +38,14 @@ class TrimmedAccelerator(HostAccelerator):
 
 
 class SmallMemory:
-    """Of a decoder, or a sampler's op: it is full when so much is asked of it."""
+    """Memory of a decoder, or a sampler's op: larger requests fail."""
 
     def __init__(self, most: int, grows_to: int | None = None) -> None:
         self.most, self._grows_to = most, grows_to
-        self.asked: list[int] = []
+        self.requested: list[int] = []
 
-    def ask(self, amount: int) -> None:
-        self.asked.append(amount)
+    def request(self, amount: int) -> None:
+        self.requested.append(amount)
         if amount > self.most:
             self.most = self._grows_to or self.most
             raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -57,7 +57,7 @@ class SmallDecoder:
         self.spec = decoder.spec
 
     def forward(self, batch: ForwardBatch, kv: Sequence[KVStorage]) -> torch.Tensor:
-        self._memory.ask(len(batch.token_ids))
+        self._memory.request(len(batch.token_ids))
         logits: torch.Tensor = self._decoder.forward(batch, kv)
         return logits
 
@@ -103,7 +103,7 @@ def test_the_largest_rows_give_way(parts: RunnerParts, sampling: SamplingParams)
     decoder: Any = SmallDecoder(parts.decoder, memory)
     runner = ModelRunner(dataclasses.replace(parts, decoder=decoder))
     results = start(runner, sampling)
-    assert memory.asked == [53, 53, 33, 13]
+    assert memory.requested == [53, 53, 33, 13]
     assert [result.slot for result in results] == [0, 1, 2, 3]
     for slot in (1, 3):
         error = results[slot].error
@@ -144,11 +144,11 @@ def test_a_sampler_without_memory_draws_the_same_tokens_later(
     memory, kernels = SmallMemory(0, grows_to=100), parts.sampler._kernels
     inner = getattr(kernels, op)
 
-    def asking(logits: torch.Tensor, rows: Any, *rest: Any) -> Any:
-        memory.ask(len(rows))
+    def requesting(logits: torch.Tensor, rows: Any, *rest: Any) -> Any:
+        memory.request(len(rows))
         return inner(logits, rows, *rest)
 
-    monkeypatch.setattr(kernels, op, asking)
+    monkeypatch.setattr(kernels, op, requesting)
     runner = ModelRunner(parts)
     assert (*start(runner, sampling), *go_on(runner, (0, 1, 2, 3))) == expected
 

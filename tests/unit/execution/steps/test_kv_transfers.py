@@ -1,4 +1,4 @@
-"""Blocks on an accelerator move by one launch, and in the order in which they are told to."""
+"""Blocks on an accelerator move by one launch, and in the order of the calls."""
 
 import pytest
 import torch
@@ -80,7 +80,7 @@ def test_copies_happen_at_once_in_every_layer(pairs: list[tuple[int, int]]) -> N
 
 
 def test_a_block_may_be_offloaded_and_its_place_loaded_in_one_step() -> None:
-    """In the order of a plan: offloads, loads, copies."""
+    """Follow the order of a plan: offloads, loads, copies."""
     cache = filled(HostAccelerator(), SHAPES["wide"], torch.float16)
     before = [layer.clone() for layer in contents(cache)]
     cache.offload_blocks([BlockTransfer(0, 1, 0)])

@@ -61,7 +61,7 @@ def test_what_the_host_must_end_is_ended_before_the_next_starts(driver: Driver) 
 
 @pytest.mark.parametrize("starts", [True, False])
 @pytest.mark.parametrize("late", [True, False])
-def test_a_failure_takes_along_what_was_launched_before_it_was_told(
+def test_a_failure_takes_along_what_was_launched_before_its_report(
     driver: Driver, late: bool, starts: bool
 ) -> None:
     first = driver.launch(1, late=late, fails=True, starts=starts)
@@ -76,7 +76,7 @@ def test_a_failure_takes_along_what_was_launched_before_it_was_told(
     assert driver.log.index("settle") < driver.log.index("start 3")
 
 
-def test_a_failure_that_was_told_takes_nothing_along(driver: Driver) -> None:
+def test_a_failure_that_was_reported_takes_nothing_along(driver: Driver) -> None:
     with pytest.raises(StepFailedError):
         driver.launch(1, fails=True).wait()
     assert driver.launch(2).wait().step_id == 2

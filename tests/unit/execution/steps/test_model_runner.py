@@ -1,4 +1,4 @@
-"""What the runner promises besides right answers: a row's errors stay its own."""
+"""Promises of the runner in addition to right tokens: a row's errors stay its own."""
 
 import dataclasses
 from typing import Any
@@ -80,7 +80,7 @@ def run(runner: Runner, step_id: int = 1, **plan: Any) -> StepResult:
     return runner.launch(StepPlan(step_id, **plan)).wait()
 
 
-def answer_alone(
+def token_alone(
     runner: Runner, token_ids: tuple[int, ...], adapters: Adapters = ()
 ) -> TokenLogprob:
     """The token after a prompt, and its log probability; the runner is as before."""
@@ -111,10 +111,10 @@ def test_a_prompt_then_its_own_tokens(runner: Runner) -> None:
     third = run(runner, 3, rows=(RowStep(0, 4, 1, new_block_ids=((9,),), num_logprobs=0),))
     tokens = (token, *second.rows[0].token_ids, *third.rows[0].token_ids)
     for i, expected in enumerate((first, second, third)):
-        assert (answer_alone(runner, (*prompt, *tokens[:i])),) == expected.rows[0].logprobs
+        assert (token_alone(runner, (*prompt, *tokens[:i])),) == expected.rows[0].logprobs
 
 
-def test_timing_is_told(runner: Runner) -> None:
+def test_timing_is_reported(runner: Runner) -> None:
     timing = run(runner, added=(added(0, (1,)),), rows=(prompt_step(0, (1,), 0),)).timing
     assert min(timing.prepare_ns, timing.forward_ns, timing.sample_ns) > 0
 
@@ -127,12 +127,12 @@ def test_an_adapter_is_used_once_it_is_copied(runner: Runner) -> None:
     assert (error.code, error.message) == ("row_failed", "adapter 3 is not on the device")
     copied = run(runner, adapter_copies=(AdapterCopy(HANDLE, (2,)),))
     assert (copied.rows, copied.copies_done, copied.copies_failed) == ((), (HANDLE,), ())
-    base = answer_alone(runner, (5, 6))
-    assert answer_alone(runner, (5, 6), uses) != base
-    assert answer_alone(runner, (5, 6), ((HANDLE, 0.0),)) == base
+    base = token_alone(runner, (5, 6))
+    assert token_alone(runner, (5, 6), uses) != base
+    assert token_alone(runner, (5, 6), ((HANDLE, 0.0),)) == base
 
 
-def test_copies_that_fail_are_told_one_by_one(runner: Runner, host_adapters: HostAdapters) -> None:
+def test_failed_copies_are_reported_one_by_one(runner: Runner, host_adapters: HostAdapters) -> None:
     host_adapters.put(8, adapter(0.1, in_features=99))
     (weight,) = adapter(0.1).weights
     cut = dataclasses.replace(weight, b=weight.b[:5])
@@ -150,7 +150,7 @@ def test_copies_that_fail_are_told_one_by_one(runner: Runner, host_adapters: Hos
 @pytest.mark.parametrize("bad_token", [50, -1, 2**40])
 def test_a_token_outside_the_vocabulary_fails_its_row_only(runner: Runner, bad_token: int) -> None:
     good, bad = (3, 4, 5), (3, bad_token)
-    expected = answer_alone(runner, good)
+    expected = token_alone(runner, good)
     result = run(
         runner,
         added=(added(0, bad), added(1, good)),
@@ -166,7 +166,7 @@ def test_a_token_outside_the_vocabulary_fails_its_row_only(runner: Runner, bad_t
 def test_not_a_number_fails_its_row_only_and_leaves_nothing_behind(runner: Runner) -> None:
     run(runner, adapter_copies=(AdapterCopy(BROKEN_HANDLE, (0,)),))
     good = (3, 4, 5)
-    expected = answer_alone(runner, good)
+    expected = token_alone(runner, good)
     result = run(
         runner,
         added=(added(0, good, ((BROKEN_HANDLE, 1.0),)), added(1, good)),
@@ -189,7 +189,7 @@ def test_a_forked_row_reads_the_copied_block(runner: Runner) -> None:
         block_copies=(BlockCopy(0, 1, 20),),
         rows=(fork,),
     )
-    assert result.rows[0].logprobs == (answer_alone(runner, (*prompt, 4)),)
+    assert result.rows[0].logprobs == (token_alone(runner, (*prompt, 4)),)
 
 
 def test_a_chunk_that_does_not_end_the_prompt_gives_no_token(runner: Runner) -> None:
@@ -202,7 +202,7 @@ def test_a_step_that_fails_is_raised_by_wait_and_the_next_one_runs(runner: Runne
     handle = runner.launch(StepPlan(5, rows=(RowStep(0, 0, 1, token_ids=(1,)),)))
     with pytest.raises(StepFailedError, match="step 5 failed"):
         handle.wait()
-    assert answer_alone(runner, (1, 2)).logprob <= 0
+    assert token_alone(runner, (1, 2)).logprob <= 0
     runner.close()
 
 

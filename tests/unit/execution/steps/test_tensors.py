@@ -90,7 +90,7 @@ def test_it_is_what_a_cpu_gets(bench: Bench) -> None:
     assert rows.block_tables.dtype == torch.int32
 
 
-def test_padding_is_tokens_of_nobody(bench: Bench) -> None:
+def test_padding_is_tokens_of_no_row(bench: Bench) -> None:
     bench.batch(PROMPTS, [range(6), range(5)])
     batch = bench.batch(DECODES, [[5], [6], [7]], num_padding=2)
     assert batch.token_ids.tolist() == [5, 6, 7, 0, 0]
@@ -131,7 +131,7 @@ def test_small_steps_lie_at_the_same_addresses(bench: Bench) -> None:
 
 
 def test_many_new_blocks_do_not_move_what_follows(bench: Bench) -> None:
-    """They need more room than a recorded step has."""
+    """They need more memory than a recorded step has."""
     blocks = tuple(range(50, 60))
     batch = bench.batch([RowStep(0, 36, 1, new_block_ids=(blocks,))], [[9]], num_padding=1)
     assert batch.token_ids.tolist() == [9, 0]
@@ -149,7 +149,7 @@ def test_tokens_that_only_the_device_knows(bench: Bench) -> None:
     assert sent.take() == [77, -1]
 
 
-def test_the_feed_returns_tokens_in_flight(bench: Bench) -> None:
+def test_the_feed_returns_tokens_that_are_on_their_way(bench: Bench) -> None:
     first = bench.feed.put([0, 1], torch.tensor([5, 6]))
     second = bench.feed.put([1], torch.tensor([7]))
     third = bench.feed.put([], torch.tensor([], dtype=torch.int64))

@@ -82,7 +82,7 @@ def test_what_is_behind_a_failed_step_is_not_computed():
     runner.close()
 
 
-def test_a_step_launched_after_a_failure_that_was_not_told_is_not_computed():
+def test_a_step_launched_after_a_failure_that_was_not_reported_is_not_computed():
     inner, runner = threaded(1)
     inner.gate.set()
     first = runner.launch(StepPlan(1))

@@ -28,9 +28,9 @@ def engine(tiny_checkpoint: TinyCheckpoint) -> TinyCheckpoint:
     """The folder is native and built at once."""
     folder = tiny_checkpoint.save()
     digest = build_weights(folder, folder, tiny_checkpoint.config, KERNELS, FLOAT32)
-    told = {"format": 1, "weights_digest": digest}
+    table = {"format": 1, "weights_digest": digest}
     (folder / "hf_config.json").write_text((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({"build_config": {}, "loraplex": told}))
+    (folder / "config.json").write_text(json.dumps({"build_config": {}, "loraplex": table}))
     return tiny_checkpoint
 
 
@@ -72,8 +72,8 @@ def test_another_precision_is_packed_anew(
 
 
 def test_weights_of_another_checkpoint_are_passed_over(engine: TinyCheckpoint) -> None:
-    told = {"format": 1, "weights_digest": "0" * 64}
-    (engine.folder / "config.json").write_text(json.dumps({"loraplex": told}))
+    table = {"format": 1, "weights_digest": "0" * 64}
+    (engine.folder / "config.json").write_text(json.dumps({"loraplex": table}))
     assert open_built(engine.folder, engine.config, KERNELS, FLOAT32, None) is None
 
 
@@ -91,6 +91,6 @@ def test_a_damaged_file_is_passed_over(
     assert_same(loaded, pack_checkpoint(engine.folder, engine.config, KERNELS, FLOAT32))
 
 
-def test_a_folder_that_nobody_built(tiny_checkpoint: TinyCheckpoint) -> None:
+def test_a_folder_that_was_not_built(tiny_checkpoint: TinyCheckpoint) -> None:
     folder = tiny_checkpoint.save()
     assert open_built(folder, tiny_checkpoint.config, KERNELS, FLOAT32, None) is None

@@ -206,7 +206,7 @@ def test_gpt2_s_transposed_weights_with_and_without_the_names_root(tmp_path: Pat
         assert bias is not None
         assert torch.equal(weight, full[f"{prefix}attn.c_attn.weight"].T)
         assert torch.equal(bias, full[f"{prefix}attn.c_attn.bias"])
-        # A square one: no shape would tell that it is stored [in, out].
+        # A square one: no shape would show that it is stored [in, out].
         assert torch.equal(weight_of(layer.linears["o"]), full[f"{prefix}attn.c_proj.weight"].T)
         assert torch.equal(weight_of(layer.linears["up"]), full[f"{prefix}mlp.c_fc.weight"].T)
         assert torch.equal(weight_of(layer.linears["down"]), full[f"{prefix}mlp.c_proj.weight"].T)

@@ -1,4 +1,4 @@
-"""Folders are taken as they are; the hub is asked only for what may be a hub id."""
+"""Folders are taken as they are; the hub gets requests only for what may be a hub id."""
 
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ def test_a_hub_id_with_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not any("bin" in pattern for pattern in patterns)
 
 
-def test_old_weights_are_asked_for_only_without_new_ones(
+def test_old_weights_are_requested_only_without_new_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub = FakeHub(tmp_path)

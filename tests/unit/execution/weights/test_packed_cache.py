@@ -324,7 +324,7 @@ def test_a_full_disk_costs_the_cache_only(
     ("max_bytes", "min_free_bytes", "message"),
     [(100, 0, "weights_cache_bytes is 100"), (GIB, 1 << 62, "bytes free, they need")],
 )
-def test_too_little_room_is_said(
+def test_too_little_space_is_reported(
     checkpoint: TinyCheckpoint,
     cache: PackedCache,
     caplog: pytest.LogCaptureFixture,
@@ -391,7 +391,7 @@ def test_what_a_killed_writer_left_goes_after_a_day(
     assert (old.exists(), new.exists()) == (False, True)
 
 
-def test_who_waits_finds_what_the_other_stored(
+def test_a_waiting_process_finds_what_the_other_stored(
     checkpoint: TinyCheckpoint, cache: PackedCache, packings: list[Path]
 ) -> None:
     fresh = load(checkpoint, None)

@@ -73,7 +73,7 @@ def test_embedding_and_norms_stay_as_they_are(checkpoint, precision):
 
 
 @pytest.mark.parametrize(("precision", "least", "most"), [(INT8, 0.1, 1.0), (INT4, 3.0, 12.0)])
-def test_the_error_is_told_and_which_weight_has_most(checkpoint, precision, least, most):
+def test_the_error_and_the_worst_weight_are_reported(checkpoint, precision, least, most):
     name = "model.layers.1.mlp.down_proj"
     outlier = checkpoint.tensors[f"{name}.weight"]
     outlier[:, 0] *= 20

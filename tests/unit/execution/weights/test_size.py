@@ -1,4 +1,4 @@
-"""What weights take, told from config.json, against what the kernels pack."""
+"""Size of weights by config.json, compared with what the kernels pack."""
 
 import pytest
 import torch

@@ -71,7 +71,7 @@ def test_a_quantised_kv_cache_is_ours(original: TinyCheckpoint) -> None:
 
 
 def test_gpt2(tmp_path: Path) -> None:
-    """By hand: its linear layers are stored the other way round, q, k and v as one."""
+    """Written by hand: its linear layers are stored the other way round, q, k and v as one."""
     config = {"architectures": ["GPT2LMHeadModel"], "n_embd": 16, "n_layer": 1, "n_head": 4}
     sizes = {"n_positions": 32, "vocab_size": 50, "tie_word_embeddings": False}
     original = TinyCheckpoint(tmp_path, **config, **sizes)
@@ -142,7 +142,7 @@ class TestRefused:
         save_file(tensors, folder / "rank1.safetensors")
         assert "lacks transformer.layers.0.mlp.fc.weight" in self.refused(folder)
 
-    def test_a_weight_that_nobody_knows(self, original: TinyCheckpoint) -> None:
+    def test_an_unknown_weight(self, original: TinyCheckpoint) -> None:
         folder = written(original)
         tensors = load_file(folder / "rank0.safetensors")
         tensors["transformer.layers.0.mlp.router.weight"] = torch.ones(2)
