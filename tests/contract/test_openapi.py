@@ -36,6 +36,8 @@ from loraplex.testing.echo_backend import EchoBackend
 from support.described_app import described_app
 from support.examples import num_examples
 
+pytestmark = pytest.mark.slow
+
 KEY = "a-key-of-this-test"
 NUM_CASES = num_examples(20)
 EVENTS = "text/event-stream"

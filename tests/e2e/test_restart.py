@@ -81,6 +81,7 @@ def test_a_killed_engine_comes_back_and_goes_on(tmp_path):
         assert server.stop() == 0
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_come_back(tmp_path):
     """Its model's folder is gone: what was accepted ends with an error, and the server stands."""
     folder = tmp_path / "model"

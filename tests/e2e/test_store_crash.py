@@ -66,7 +66,9 @@ def test_every_name_is_at_its_old_or_its_new_version(workers, tmp_path):
     state = {"names": {}, "aliases": {}}
     chance = random.Random(4)
     num_changes = num_interrupted = 0
-    for seed in range(NUM_KILLS):
+    for seed in range(10 * NUM_KILLS):
+        if seed >= NUM_KILLS < num_changes and num_interrupted > NUM_KILLS // 6:
+            break  # a busy machine takes more kills to interrupt as many changes
         told = run_and_kill(workers, seed, chance.uniform(0, LONGEST_RUN_SECONDS))
         possible = [state]
         for line in told:

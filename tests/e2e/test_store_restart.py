@@ -74,6 +74,7 @@ def loraplex(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.slow
 def test_all_that_was_accepted_is_there_after_a_kill(tmp_path, pair):
     state_dir, mine = tmp_path / "state", tmp_path / "mine"
     shutil.copytree(ADAPTER_PATHS["chinese"], mine)

@@ -90,6 +90,7 @@ def test_plain_prompts(
     assert greedy(model, tokenizer, prompts) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_chat(
     language: Language, named_model: tuple[str, Any], tokenizer: PreTrainedTokenizerFast

@@ -222,6 +222,7 @@ def test_adapters_evicted_and_loaded_again(case: Case):
         assert llm.stats().adapters.device_evictions > evictions
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_through_the_engine_process(case: Case):
     with case.open(engine="process") as llm:

@@ -45,6 +45,7 @@ def check(schedules: FeatureSchedules, seeds: range, name: str) -> None:
     assert not problems, "\n".join(problems[:20])
 
 
+@pytest.mark.slow
 def test_late_copies_change_no_answer(tmp_path: Path) -> None:
     """And alone every answer is that of a CPU, in every bit."""
     schedules, num_repeated = accelerated(tmp_path, DelayedAccelerator(seed=3))

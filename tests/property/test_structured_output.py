@@ -18,6 +18,7 @@ from loraplex.core.beam_search import BeamSearch
 from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.core.output import FinishReason
 from loraplex.execution.grammar.matcher import RowMatcher
+from support.examples import num_examples
 from support.random_schemas import RandomRegexes, RandomSchemas, Schema
 from support.tiny_text_model import write_tiny_text_model
 
@@ -39,7 +40,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def test_answers_validate_against_random_schemas(llm):
-    check_schemas(llm, seed=0, count=40)
+    check_schemas(llm, seed=0, count=num_examples(0.4))
 
 
 @pytest.mark.slow
@@ -85,7 +86,7 @@ def constrained(kind: GrammarKind, text: str, **sampling) -> SamplingParams:
 
 def test_answers_match_random_regular_expressions(llm):
     random_regexes = RandomRegexes(0)
-    patterns = [random_regexes.regex() for _ in range(60)]
+    patterns = [random_regexes.regex() for _ in range(num_examples(0.6))]
 
     answers = llm.generate(
         ["Go:"] * len(patterns),
@@ -99,7 +100,7 @@ def test_answers_match_random_regular_expressions(llm):
 
 def test_answers_are_one_of_random_choices(llm):
     random_regexes = RandomRegexes(1)
-    choices = [random_regexes.choices() for _ in range(60)]
+    choices = [random_regexes.choices() for _ in range(num_examples(0.6))]
 
     answers = llm.generate(
         ["Go:"] * len(choices),

@@ -17,6 +17,8 @@ from loraplex.core.sampling_params import SamplingParams
 from loraplex.execution.sampling.sampler import Sampler
 from loraplex.kernels.dispatch import select_kernels
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 NUM_DRAWS = 20_000
 LEAST_P_VALUE = 1e-3

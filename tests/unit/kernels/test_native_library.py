@@ -78,7 +78,7 @@ for name in sys.argv[1:]:
 """
     names = available_instruction_sets()
     for order in (names, names[::-1]):
-        subprocess.run([sys.executable, "-c", script, *order], check=True, timeout=60)
+        subprocess.run([sys.executable, "-c", script, *order], check=True)
 
 
 def test_a_folder_without_libraries(tmp_path) -> None:

@@ -17,6 +17,8 @@ from loraplex.kernels.ops import AttentionShape, KVStorage
 from support.dense_attention import relative_error
 from support.paged_rows import PagedRows, padded_rows, store, stored_parts
 
+pytestmark = pytest.mark.slow
+
 HOST = torch.device("cpu")
 SHAPES = {
     "groups of four": AttentionShape(num_heads=8, num_kv_heads=2, head_dim=32, block_size=16),

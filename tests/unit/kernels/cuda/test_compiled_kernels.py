@@ -90,6 +90,8 @@ def test_every_kernel_compiles_within_its_limits(arch: int, match: str, triton: 
         assert {kernel["kernel"] for kernel in found} == LIMITS.keys()
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("kernel compiler")
 def test_what_is_launched_is_what_a_gpu_would_compile() -> None:
     """Integers that 16 divides, and pointers that are aligned, are known to be so."""
     kernels = _compile(_HOPPER, _HERE, "--what=elementwise", "--match=8b bf16 1 tokens")

@@ -13,6 +13,8 @@ from loraplex.kernels.cuda.lora import LoraKernel
 from loraplex.kernels.lora import LoraUse, add_lora, batch_of_rows, head_blocks
 from support.pooled_adapters import BASE, PooledAdapters, token_uses, users
 
+pytestmark = pytest.mark.slow
+
 HOST = torch.device("cpu")
 SHAPES = {
     "q_proj": (96, 80),
