@@ -470,7 +470,7 @@ ROWS = (
         400,
         "invalid_parameter",
         "ignore_eos_token",
-        "mean the same, and say True and False",
+        "mean the same, and are True and False",
     ),
     Row(
         "logit_bias of no token",
@@ -524,7 +524,7 @@ ROWS = (
         400,
         "invalid_parameter",
         "guided_regex",
-        "response_format and guided_regex both say what the output is to be",
+        "response_format and guided_regex both constrain the output",
     ),
     Row(
         "structured_outputs that are not served",
@@ -741,7 +741,7 @@ ROWS = (
         400,
         "invalid_parameter",
         "adapters",
-        "must have 1 to 8 entries, one for each answer, null for the base model; got 0",
+        "must have 1 to 8 entries, one for each output, null for the base model; got 0",
     ),
     Row(
         "comparison without adapters",

@@ -16,8 +16,8 @@ from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.access import Authenticate, by_api_key, everyone_is_local
 from loraplex.frontends.guard import KeyGuard, PageGuard
 from loraplex.frontends.kserve.http.routes import refusal as kserve_refusal
-from loraplex.frontends.openai.answers import DIGESTS_HEADER
 from loraplex.frontends.openai.errors import error_response as openai_refusal
+from loraplex.frontends.openai.writers import DIGESTS_HEADER
 from loraplex.serving.access.api_key_ring import ApiKeys
 
 OPEN_PATHS = (

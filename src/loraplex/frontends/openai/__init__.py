@@ -1,6 +1,6 @@
-"""The OpenAI room: completions, chat, models, adapters; with vLLM's and llgtrt's extensions."""
+"""OpenAI's API: completions, chat, models, adapters; with vLLM's and llgtrt's extensions."""
 
 from loraplex.frontends.openai.app import openai_fallback_routes, openai_routes
-from loraplex.frontends.openai.room import OpenAIOptions
+from loraplex.frontends.openai.context import OpenAIOptions
 
 __all__ = ["OpenAIOptions", "openai_fallback_routes", "openai_routes"]

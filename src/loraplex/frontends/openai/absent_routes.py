@@ -1,5 +1,5 @@
-"""Routes of OpenAI, vLLM and SGLang that are not served: a client of them is told so, and what is
-served instead. 404, because clients try again after a 5xx.
+"""Routes of OpenAI, vLLM and SGLang that are not served: a client gets an error that names what
+is served instead. 404, because clients try again after a 5xx.
 """
 
 from collections.abc import Iterator
@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loraplex.core.support import Feature, Support
+from loraplex.frontends.openai.context import Endpoint
 from loraplex.frontends.openai.errors import INVALID, ErrorDetail, json_error
-from loraplex.frontends.openai.room import Endpoint
 
 CODE = "unsupported_route"
 _GENERATES = "this server generates text: use /v1/completions or /v1/chat/completions"
@@ -40,7 +40,7 @@ ABSENT = (
     AbsentRoute("/v1/uploads", "send what a file holds in a message"),
     AbsentRoute("/v1/vector_stores", "send what a search found in a message"),
     AbsentRoute("/v1/fine_tuning", "train elsewhere, and load the adapter: POST /v1/adapters"),
-    AbsentRoute("/v1/evals", "POST /v1/compare shows the answers of many adapters side by side"),
+    AbsentRoute("/v1/evals", "POST /v1/compare shows the outputs of many adapters side by side"),
     AbsentRoute("/v1/assistants", _KEEPS_NOTHING),
     AbsentRoute("/v1/threads", _KEEPS_NOTHING),
     AbsentRoute("/v1/conversations", _KEEPS_NOTHING),
@@ -66,7 +66,7 @@ ABSENT = (
 
 
 def absent_endpoints() -> Iterator[tuple[str, Endpoint]]:
-    """(path, what answers there)."""
+    """Return the paths and their endpoints."""
     for route in ABSENT:
         endpoint = _refusal(route)
         yield route.path, endpoint

@@ -1,4 +1,4 @@
-"""Which adapters a request asks for: every way to name one, and what cannot be said together."""
+"""Adapters of a request: every way to name one, and which fields exclude each other."""
 
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -1,6 +1,6 @@
 """/v1/adapters, and vLLM's /v1/load_lora_adapter and /v1/unload_lora_adapter.
 
-vLLM's two answer with vLLM's statuses and sentences; ours say more.
+vLLM's two routes return vLLM's statuses and texts; ours return more.
 """
 
 from collections.abc import Awaitable
@@ -17,13 +17,13 @@ from loraplex.core.errors import (
     ModelNotFoundError,
 )
 from loraplex.core.principal import Principal
-from loraplex.frontends.openai.adapter_answers import (
+from loraplex.frontends.openai.adapter_responses import (
     AdapterList,
     ListedAdapter,
     LoadedAdapter,
     NamedAdapter,
     ShownAdapter,
-    told_as,
+    card_as,
 )
 from loraplex.frontends.openai.adapter_schema import (
     AdapterBody,
@@ -33,9 +33,9 @@ from loraplex.frontends.openai.adapter_schema import (
     RollbackBody,
     UnloadLoraBody,
 )
+from loraplex.frontends.openai.context import OpenAIContext, json_response
 from loraplex.frontends.openai.errors import INVALID, ErrorDetail, json_error
 from loraplex.frontends.openai.responses import AdapterDeleted
-from loraplex.frontends.openai.room import OpenAIRoom, json_response
 from loraplex.frontends.openapi.operation import (
     ANY_ERROR,
     Parameter,
@@ -56,19 +56,19 @@ _MODE = Parameter(
 class AdapterEndpoints:
     """Names with slashes work: a name is the rest of the path, up to an action."""
 
-    def __init__(self, room: OpenAIRoom) -> None:
-        self._room = room
-        self._backend = room.backend
+    def __init__(self, context: OpenAIContext) -> None:
+        self._context = context
+        self._backend = context.backend
 
     @described(json_of(AdapterList), tag="adapters", errors=ANY_ERROR)
     async def list_adapters(self, request: Request) -> Response:
         """Every adapter that the tenant may see."""
-        cards = self._backend.adapters(self._room.principal(request))
+        cards = self._backend.adapters(self._context.principal(request))
         models = {card.model for card in cards}
         where = {model: await self._backend.model(model).adapter_residency() for model in models}
         absent = Residency.ABSENT
         entries = [
-            told_as(ListedAdapter, card, residency=where[card.model].get(card.digest, absent))
+            card_as(ListedAdapter, card, residency=where[card.model].get(card.digest, absent))
             for card in cards
         ]
         return json_response(AdapterList(entries))
@@ -76,9 +76,9 @@ class AdapterEndpoints:
     @described(json_of(ShownAdapter), tag="adapters", errors=ANY_ERROR)
     async def get_adapter(self, request: Request) -> Response:
         """All that is known of an adapter."""
-        principal, ref = self._asked(request)
+        principal, ref = self._reference(request)
         return json_response(
-            told_as(ShownAdapter, await self._backend.adapter_admin.describe(principal, ref))
+            card_as(ShownAdapter, await self._backend.adapter_admin.describe(principal, ref))
         )
 
     @described(
@@ -90,8 +90,8 @@ class AdapterEndpoints:
     )
     async def load_adapter(self, request: Request) -> Response:
         """Register an adapter under a name."""
-        principal = self._room.principal(request)
-        body = await self._room.strict_body(request, AdapterBody)
+        principal = self._context.principal(request)
+        body = await self._context.strict_body(request, AdapterBody)
         report = await self._backend.adapter_admin.load(
             principal,
             model=self._base_model(body.model, principal),
@@ -102,12 +102,12 @@ class AdapterEndpoints:
             dry_run=bool(body.dry_run),
             canary=bool(body.canary),
         )
-        return json_response(told_as(LoadedAdapter, report), 200 if report.is_dry_run else 201)
+        return json_response(card_as(LoadedAdapter, report), 200 if report.is_dry_run else 201)
 
     @described(json_of(AdapterDeleted), query=(_MODE,), tag="adapters", errors=ANY_ERROR)
     async def delete_adapter(self, request: Request) -> Response:
         """Forget a name."""
-        principal, ref = self._asked(request)
+        principal, ref = self._reference(request)
         unloaded = await self._backend.adapter_admin.unload(principal, ref, _mode(request))
         return json_response(
             AdapterDeleted(
@@ -122,16 +122,16 @@ class AdapterEndpoints:
     )
     async def rollback(self, request: Request) -> Response:
         """An older version of an adapter becomes the present one."""
-        principal, ref = self._asked(request)
-        body = await self._room.strict_body(request, RollbackBody)
+        principal, ref = self._reference(request)
+        body = await self._context.strict_body(request, RollbackBody)
         card = await self._backend.adapter_admin.rollback(principal, ref, body.version)
-        return json_response(told_as(NamedAdapter, card))
+        return json_response(card_as(NamedAdapter, card))
 
     @described(json_of(VersionCard), body=json_body(PinBody), tag="adapters", errors=ANY_ERROR)
     async def pin(self, request: Request) -> Response:
         """Keep a version in the memory of the device, or no longer."""
-        principal, ref = self._asked(request)
-        body = await self._room.strict_body(request, PinBody)
+        principal, ref = self._reference(request)
+        body = await self._context.strict_body(request, PinBody)
         is_pinned = body.pinned is not False
         return json_response(
             await self._backend.adapter_admin.pin(principal, ref, body.version, is_pinned=is_pinned)
@@ -140,18 +140,18 @@ class AdapterEndpoints:
     @described(json_of(NamedAdapter), body=json_body(AliasBody), tag="adapters", errors=ANY_ERROR)
     async def alias(self, request: Request) -> Response:
         """Another name for an adapter."""
-        principal, ref = self._asked(request)
-        body = await self._room.strict_body(request, AliasBody)
+        principal, ref = self._reference(request)
+        body = await self._context.strict_body(request, AliasBody)
         card = await self._backend.adapter_admin.alias(
             principal, ref, body.alias, replace=bool(body.replace)
         )
-        return json_response(told_as(NamedAdapter, card))
+        return json_response(card_as(NamedAdapter, card))
 
     @described(text(), body=json_body(LoadLoraBody), tag="adapters", errors=ANY_ERROR)
     async def load_lora_adapter(self, request: Request) -> Response:
         """Register an adapter, as vLLM does it."""
-        principal = self._room.principal(request)
-        body = await self._room.body(request, LoadLoraBody)
+        principal = self._context.principal(request)
+        body = await self._context.body(request, LoadLoraBody)
         if not body.lora_name or not body.lora_path:
             return _refusal(400, "Both 'lora_name' and 'lora_path' must be provided.")
         load = self._backend.adapter_admin.load(
@@ -161,24 +161,24 @@ class AdapterEndpoints:
             path=body.lora_path,
             replace=bool(body.load_inplace),
         )
-        return await _in_vllms_words(load, body.lora_name, "added")
+        return await _vllm_response(load, body.lora_name, "added")
 
     @described(text(), body=json_body(UnloadLoraBody), tag="adapters", errors=ANY_ERROR)
     async def unload_lora_adapter(self, request: Request) -> Response:
         """Forget an adapter, as vLLM does it."""
-        principal = self._room.principal(request)
-        body = await self._room.body(request, UnloadLoraBody)
+        principal = self._context.principal(request)
+        body = await self._context.body(request, UnloadLoraBody)
         if not body.lora_name:
             return _refusal(400, "'lora_name' needs to be provided to unload a LoRA adapter.")
-        return await _in_vllms_words(
+        return await _vllm_response(
             self._unload(body.lora_name, principal), body.lora_name, "removed"
         )
 
     async def _unload(self, name: str, principal: Principal) -> None:
         await self._backend.adapter_admin.unload(principal, self._ref(name, principal))
 
-    def _asked(self, request: Request) -> tuple[Principal, AdapterRef]:
-        principal = self._room.principal(request)
+    def _reference(self, request: Request) -> tuple[Principal, AdapterRef]:
+        principal = self._context.principal(request)
         return principal, self._ref(request.path_params["name"], principal)
 
     def _ref(self, name: str, principal: Principal) -> AdapterRef:
@@ -192,7 +192,7 @@ class AdapterEndpoints:
         return AdapterRef(card.name, principal.tenant, key)
 
     def _base_model(self, name: str | None, principal: Principal) -> str:
-        target = self._room.target(name, principal)
+        target = self._context.target(name, principal)
         if target.key is not None:
             raise InvalidParameterError(
                 f"model must be a base model; {name!r} is an adapter", param="model"
@@ -201,16 +201,16 @@ class AdapterEndpoints:
 
 
 def _mode(request: Request) -> UnloadMode:
-    asked = request.query_params.get("mode", UnloadMode.DRAIN.value)
+    mode = request.query_params.get("mode", UnloadMode.DRAIN.value)
     try:
-        return UnloadMode(asked)
+        return UnloadMode(mode)
     except ValueError:
         known = " or ".join(UnloadMode)
-        raise InvalidParameterError(f"mode must be {known}, got {asked!r}", param="mode") from None
+        raise InvalidParameterError(f"mode must be {known}, got {mode!r}", param="mode") from None
 
 
-async def _in_vllms_words(work: Awaitable[Any], name: str, done: str) -> Response:
-    """Clients of vLLM look for these sentences. Other errors are answered as everywhere."""
+async def _vllm_response(work: Awaitable[Any], name: str, done: str) -> Response:
+    """Respond as vLLM: its clients look for these texts. Other errors are returned as usual."""
     try:
         await work
     except AdapterExistsError:

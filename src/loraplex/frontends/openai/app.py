@@ -1,4 +1,4 @@
-"""The routes of the OpenAI room, to be mounted on the one HTTP app of the server."""
+"""Routes of the OpenAI API, to be mounted on the one HTTP app of the server."""
 
 from collections.abc import Sequence
 
@@ -11,6 +11,12 @@ from loraplex.frontends.openai.absent_routes import absent_endpoints
 from loraplex.frontends.openai.adapters import AdapterEndpoints
 from loraplex.frontends.openai.catalog import ModelEndpoints, TokenEndpoints
 from loraplex.frontends.openai.compare import CompareEndpoints
+from loraplex.frontends.openai.context import (
+    Endpoint,
+    OpenAIContext,
+    OpenAIOptions,
+    responds_to_errors,
+)
 from loraplex.frontends.openai.errors import (
     INVALID,
     OPENAI_ERRORS,
@@ -24,12 +30,6 @@ from loraplex.frontends.openai.lorax.endpoints import LoraxEndpoints
 from loraplex.frontends.openai.lorax.errors import LORAX_ERRORS
 from loraplex.frontends.openai.probes import ProbeEndpoints
 from loraplex.frontends.openai.responses_api.endpoints import ResponsesEndpoints
-from loraplex.frontends.openai.room import (
-    Endpoint,
-    OpenAIOptions,
-    OpenAIRoom,
-    answers_errors,
-)
 from loraplex.frontends.telemetry.routes import ToldRoute
 from loraplex.serving.backend import Backend
 from loraplex.serving.wire_request import note_error
@@ -56,9 +56,9 @@ def openai_routes(
     authenticate: Authenticate = everyone_is_local,
 ) -> list[ToldRoute]:
     """Return the routes for generation, models, adapters, and tokenizers."""
-    room = OpenAIRoom(backend, options or OpenAIOptions(), authenticate)
+    context = OpenAIContext(backend, options or OpenAIOptions(), authenticate)
     tables = (
-        (_generation, room.options.dialect.errors),
+        (_generation, context.options.dialect.errors),
         (_models, OPENAI_ERRORS),
         (_adapters, OPENAI_ERRORS),
         (_responses, OPENAI_ERRORS),
@@ -67,21 +67,21 @@ def openai_routes(
     routes: list[ToldRoute] = []
     allowed: dict[str, set[str]] = {}
     for table, errors in tables:
-        for method, path, endpoint in table(room):
-            route = ToldRoute(path, answers_errors(endpoint, errors), methods=[method])
+        for method, path, endpoint in table(context):
+            route = ToldRoute(path, responds_to_errors(endpoint, errors), methods=[method])
             routes.append(route)
             allowed.setdefault(path, {"OPTIONS"}).update(route.methods or ())
     for path, methods in allowed.items():
         routes += _other_methods(path, methods)
     for path, endpoint in absent_endpoints():
-        routes.append(_hidden(path, answers_errors(endpoint), _ALL_METHODS))
+        routes.append(_hidden(path, responds_to_errors(endpoint), _ALL_METHODS))
     return routes
 
 
-def _generation(room: OpenAIRoom) -> Routes:
-    """In the dialect of the server."""
-    generation = GenerationEndpoints(room)
-    guidance, health = GuidanceEndpoints(room), LlgtrtHealth(room)
+def _generation(context: OpenAIContext) -> Routes:
+    """Routes of generation, in the dialect of the server."""
+    generation = GenerationEndpoints(context)
+    guidance, health = GuidanceEndpoints(context), LlgtrtHealth(context)
     return (
         ("POST", "/v1/completions", generation.completions),
         ("POST", "/v1/chat/completions", generation.chat_completions),
@@ -93,10 +93,10 @@ def _generation(room: OpenAIRoom) -> Routes:
     )
 
 
-def _models(room: OpenAIRoom) -> Routes:
+def _models(context: OpenAIContext) -> Routes:
     """Models, tokens, and probes."""
-    comparison, models = CompareEndpoints(room), ModelEndpoints(room)
-    tokens, probes = TokenEndpoints(room), ProbeEndpoints(room)
+    comparison, models = CompareEndpoints(context), ModelEndpoints(context)
+    tokens, probes = TokenEndpoints(context), ProbeEndpoints(context)
     return (
         ("POST", "/v1/compare", comparison.compare),
         ("GET", "/v1/models", models.list_models),
@@ -110,9 +110,9 @@ def _models(room: OpenAIRoom) -> Routes:
     )
 
 
-def _adapters(room: OpenAIRoom) -> Routes:
+def _adapters(context: OpenAIContext) -> Routes:
     """Their management."""
-    adapters = AdapterEndpoints(room)
+    adapters = AdapterEndpoints(context)
     return (
         ("GET", "/v1/adapters", adapters.list_adapters),
         ("POST", "/v1/adapters", adapters.load_adapter),
@@ -126,9 +126,9 @@ def _adapters(room: OpenAIRoom) -> Routes:
     )
 
 
-def _responses(room: OpenAIRoom) -> Routes:
-    """OpenAI's second way to ask."""
-    responses = ResponsesEndpoints(room)
+def _responses(context: OpenAIContext) -> Routes:
+    """Routes of OpenAI's Responses API."""
+    responses = ResponsesEndpoints(context)
     return (
         ("POST", "/v1/responses", responses.create),
         ("POST", "/v1/responses/input_tokens", responses.count_input_tokens),
@@ -139,9 +139,9 @@ def _responses(room: OpenAIRoom) -> Routes:
     )
 
 
-def _lorax(room: OpenAIRoom) -> Routes:
+def _lorax(context: OpenAIContext) -> Routes:
     """LoRAX's own."""
-    lorax = LoraxEndpoints(room)
+    lorax = LoraxEndpoints(context)
     return (
         ("POST", "/generate", lorax.generate),
         ("POST", "/generate_stream", lorax.generate_stream),
@@ -154,7 +154,7 @@ def openai_fallback_routes() -> list[ToldRoute]:
 
     They come after all other routes.
     """
-    return [_hidden("/v1/{path:path}", answers_errors(_no_such_route), _ALL_METHODS)]
+    return [_hidden("/v1/{path:path}", responds_to_errors(_no_such_route), _ALL_METHODS)]
 
 
 async def _no_such_route(request: Request) -> Response:
@@ -162,13 +162,13 @@ async def _no_such_route(request: Request) -> Response:
 
 
 def refused_route(request: Request) -> Response:
-    """404, noted as what the request was answered with."""
+    """Return a 404, and record it as the request's response."""
     path = request.url.path[:_MAX_PATH]
     return _refused(404, RouteNotFoundError(f"there is no route {request.method} {path}"))
 
 
 def refused_method(request: Request, allowed: str) -> Response:
-    """405, noted as what the request was answered with. allowed: as the header `allow` has it."""
+    """Return a 405, and record it as the request's response. allowed: the header `allow`."""
     path = request.url.path[:_MAX_PATH]
     message = f"{path} does not take {request.method}; it takes {allowed}"
     response = _refused(405, MethodNotAllowedError(message))
@@ -194,8 +194,8 @@ def _other_methods(path: str, allowed: set[str]) -> list[ToldRoute]:
 
     others = [method for method in _ALL_METHODS if method not in allowed]
     return [
-        _hidden(path, answers_errors(options), ["OPTIONS"]),
-        _hidden(path, answers_errors(refuse), others),
+        _hidden(path, responds_to_errors(options), ["OPTIONS"]),
+        _hidden(path, responds_to_errors(refuse), others),
     ]
 
 

@@ -1,4 +1,4 @@
-"""From the bytes of a request to a body of `schema`, or an error that a person can act on."""
+"""Parsing of request bytes into a body of `schema`, or an error that a person can act on."""
 
 import asyncio
 import contextlib
@@ -70,8 +70,8 @@ def _declared_bytes(request: Request) -> int:
 async def _discard(request: Request, stream: AsyncIterator[bytes], max_bytes: int) -> None:
     """Let an ordinary client finish, up to max_bytes more.
 
-    A connection that is closed on bytes which nobody has read is reset, and most clients would
-    then see the reset instead of our answer. One that sent Expect waits for the answer itself.
+    A connection that is closed on unread bytes is reset, and most clients would then see the
+    reset instead of the response. A client that sent Expect waits for the response itself.
     """
     if "expect" in request.headers:
         return
@@ -85,7 +85,7 @@ async def _discard(request: Request, stream: AsyncIterator[bytes], max_bytes: in
 
 
 async def parse(schema: type[BodyT], body: bytes) -> BodyT:
-    """As parse_body."""
+    """Parse a body, as parse_body does."""
     if len(body) <= _INLINE_BYTES:
         return parse_body(schema, body)
     return await asyncio.to_thread(parse_body, schema, body)
@@ -133,7 +133,7 @@ def _path(loc: Sequence[int | str]) -> list[int | str]:
 
 
 def _name(path: Iterable[int | str]) -> str:
-    """As in JavaScript: `messages[0].content`; an empty part stands for any index."""
+    """Name as in JavaScript: `messages[0].content`; an empty part stands for any index."""
     parts = (f".{p}" if isinstance(p, str) and p else f"[{p}]" for p in path)
     return "".join(parts).removeprefix(".")
 
@@ -156,8 +156,8 @@ def _show(value: Any) -> str:
 
 
 def _check_headers(request: Request) -> None:
-    """The type, because a web page of a stranger can post anything but JSON without asking the
-    browser first; and the encoding."""
+    """The type, because a foreign web page can post anything but JSON without a preflight
+    of the browser; and the encoding."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
         raise InvalidRequestError(

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from loraplex.core.adapter import AdapterRef
 from loraplex.core.errors import InvalidParameterError, TokenOutOfVocabularyError
 from loraplex.core.principal import Principal
+from loraplex.frontends.openai.context import OpenAIContext, json_response
 from loraplex.frontends.openai.convert import begins_a_turn
 from loraplex.frontends.openai.logprobs import TokenTexts
 from loraplex.frontends.openai.rendering import rendered_chat
@@ -19,7 +20,6 @@ from loraplex.frontends.openai.responses import (
     ModelList,
     Tokens,
 )
-from loraplex.frontends.openai.room import OpenAIRoom, json_response
 from loraplex.frontends.openai.schema import (
     DetokenizeBody,
     TokenizeBody,
@@ -35,30 +35,30 @@ OF_TOKENS = (*OF_NAMES, TokenOutOfVocabularyError)
 class ModelEndpoints:
     """GET /v1/models and /v1/models/{id}."""
 
-    def __init__(self, room: OpenAIRoom) -> None:
-        self._room = room
+    def __init__(self, context: OpenAIContext) -> None:
+        self._context = context
 
     @described(json_of(ModelList), tag="models", errors=OF_NAMES)
     async def list_models(self, request: Request) -> Response:
         """Base models, and their adapters."""
-        return json_response(ModelList(self._entries(self._room.principal(request))))
+        return json_response(ModelList(self._entries(self._context.principal(request))))
 
     @described(json_of(ModelEntry), tag="models", errors=OF_NAMES)
     async def get_model(self, request: Request) -> Response:
         """A base model or an adapter."""
-        principal = self._room.principal(request)
+        principal = self._context.principal(request)
         name = request.path_params["model_id"]
-        card, key = self._room.backend.find(name, principal)
+        card, key = self._context.backend.find(name, principal)
         if key is None:
             return json_response(_model_entry(card))
-        adapter = await self._room.backend.adapter_admin.describe(
+        adapter = await self._context.backend.adapter_admin.describe(
             principal, AdapterRef(card.name, principal.tenant, key)
         )
         return json_response(_adapter_model_entry(adapter, card, name))
 
     def _entries(self, principal: Principal) -> list[ModelEntry]:
         """Base models, then adapters; `base:adapter` where a plain name would mean another."""
-        backend = self._room.backend
+        backend = self._context.backend
         cards = {card.name: card for card in backend.models(principal)}
         adapters = backend.adapters(principal)
         num_named = Counter([*cards, *(adapter.name for adapter in adapters)])
@@ -73,19 +73,19 @@ class ModelEndpoints:
 class TokenEndpoints:
     """vLLM's /tokenize and /detokenize."""
 
-    def __init__(self, room: OpenAIRoom) -> None:
-        self._room = room
+    def __init__(self, context: OpenAIContext) -> None:
+        self._context = context
 
     @described(json_of(Tokens), tag="tokenizers", body=json_body(TokenizeBody), errors=OF_TOKENS)
     async def tokenize(self, request: Request) -> Response:
         """The token ids of a text, or of a conversation."""
-        principal = self._room.principal(request)
-        body = await self._room.body(request, TokenizeBody)
+        principal = self._context.principal(request)
+        body = await self._context.body(request, TokenizeBody)
         refuse_unsupported(body.model_extra)
-        card = self._room.target(body.model, principal).model
+        card = self._context.target(body.model, principal).model
         text, adds_special_tokens = await self._text(body, card)
         # A long text takes a while, and the event loop has streams to serve.
-        backend = self._room.backend
+        backend = self._context.backend
         token_ids = await asyncio.to_thread(
             backend.model(card.name).tokenize, text, add_special_tokens=adds_special_tokens
         )
@@ -106,7 +106,9 @@ class TokenEndpoints:
             "documents": body.documents,
             "template_kwargs": body.chat_template_kwargs,
         }
-        text = await rendered_chat(self._room.backend, card, body.messages, body.tools, arguments)
+        text = await rendered_chat(
+            self._context.backend, card, body.messages, body.tools, arguments
+        )
         return text, body.add_special_tokens is True
 
     @described(
@@ -114,12 +116,12 @@ class TokenEndpoints:
     )
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
-        principal = self._room.principal(request)
-        body = await self._room.body(request, DetokenizeBody)
-        card = self._room.target(body.model, principal).model
+        principal = self._context.principal(request)
+        body = await self._context.body(request, DetokenizeBody)
+        card = self._context.target(body.model, principal).model
         _check_vocabulary(body.tokens, card)
         text = await asyncio.to_thread(
-            self._room.backend.model(card.name).detokenize,
+            self._context.backend.model(card.name).detokenize,
             body.tokens,
             skip_special_tokens=False,
         )

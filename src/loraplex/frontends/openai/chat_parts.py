@@ -1,4 +1,4 @@
-"""From what an answer was read as to the fields of a chat message or delta."""
+"""Conversion of parsed output to the fields of a chat message or delta."""
 
 from collections.abc import Sequence
 
@@ -21,11 +21,11 @@ from loraplex.serving.text.completion_reader import (
 )
 
 TOOL_CALLS = "tool_calls"
-"""The reason of an answer that ended with calls: the client is to answer them."""
+"""Finish reason of a message that ended with calls: the client returns their results."""
 
 
 class ChatParts:
-    """The answers of one request, by sequence, told apart as they come."""
+    """Outputs of one request, by sequence, split into their parts as they come."""
 
     def __init__(self, reading: CompletionSyntax) -> None:
         self._reading = reading
@@ -39,7 +39,7 @@ class ChatParts:
         return reader.push(sequence.text, final=sequence.finish_reason is not None)
 
     def finish_reason(self, sequence: SequenceOutput) -> str | None:
-        """As OpenAI: `tool_calls` if there are some, unless the client named their function."""
+        """OpenAI's reason: `tool_calls` if there is any, unless the client chose their function."""
         is_stopped = sequence.finish_reason is FinishReason.STOP
         if is_stopped and self._readers[sequence.index].num_calls and not self._reading.is_named:
             return TOOL_CALLS
@@ -79,7 +79,7 @@ def _call_delta(call: CallDelta) -> ToolCallDelta:
 
 
 def _whole_calls(deltas: Sequence[CallDelta]) -> list[ToolCall]:
-    """In the order of their index; a delta with a name begins one."""
+    """Tool calls in the order of their index; a delta with a name begins one."""
     arguments: dict[int, list[str]] = {}
     for part in deltas:
         arguments.setdefault(part.index, []).append(part.arguments)

@@ -1,4 +1,4 @@
-"""POST /v1/compare: one prompt over many adapters, the answers side by side."""
+"""POST /v1/compare: one prompt over many adapters, their outputs side by side."""
 
 import time
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from loraplex.core.request import GenerateRequest, check_adapters
 from loraplex.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from loraplex.frontends.adapter_choices import FIELD, read_choice, read_choices
 from loraplex.frontends.openai.adapter_fields import Target
+from loraplex.frontends.openai.context import OpenAIContext, json_response, request_id
 from loraplex.frontends.openai.convert import (
     check_priority,
     load_policy,
@@ -24,7 +25,6 @@ from loraplex.frontends.openai.errors import ErrorDetail, error_body
 from loraplex.frontends.openai.logprobs import MIN_LOGPROB, TokenTexts, chat_logprobs
 from loraplex.frontends.openai.rendering import rendered_chat
 from loraplex.frontends.openai.responses import ContentLogprob
-from loraplex.frontends.openai.room import OpenAIRoom, json_response, request_id
 from loraplex.frontends.openai.sampling import sampling_params
 from loraplex.frontends.openai.schema import CompareBody
 from loraplex.frontends.openai.unsupported import refuse_unknown, refuse_unsupported
@@ -46,7 +46,7 @@ class DifferingToken(Struct, frozen=True):
     token: str
     token_id: int
     logprob: float | None
-    """By this answer's model; null if it is not among its 20 likeliest."""
+    """Log probability under this output's model; null if it is not among its 20 likeliest."""
     base_logprob: float | None
 
 
@@ -62,18 +62,18 @@ class DifferenceEntry(Struct, frozen=True):
     first: FirstDifferenceEntry | None
 
 
-class AnswerEntry(Struct, frozen=True, kw_only=True):
-    """One answer; with `error`, there is none."""
+class CompareEntry(Struct, frozen=True, kw_only=True):
+    """One output, or an `error`."""
 
     index: int
-    asked: Any
+    asked: Any  # language: quoted
     """The entry of `adapters`, as it was sent."""
     adapters: tuple[ResolvedAdapter, ...] | UnsetType = UNSET
     text: str | UnsetType = UNSET
     finish_reason: str | UnsetType = UNSET
     num_tokens: int | UnsetType = UNSET
     logprob: float | UnsetType = UNSET
-    """Of the whole answer."""
+    """Log probability of the whole output."""
     logprobs: list[ContentLogprob] | UnsetType = UNSET
     ttft_ms: float | UnsetType = UNSET
     total_ms: float | UnsetType = UNSET
@@ -89,13 +89,13 @@ class Comparison(Struct, frozen=True, kw_only=True):
     model: str
     prompt_tokens: int
     seed: int | None
-    """Of all draws; send it again to draw the same."""
-    answers: list[AnswerEntry]
+    """Seed of all draws; send it again to draw the same."""
+    answers: list[CompareEntry]  # language: quoted
 
 
 class CompareEndpoints:
-    def __init__(self, room: OpenAIRoom) -> None:
-        self._room = room
+    def __init__(self, context: OpenAIContext) -> None:
+        self._context = context
 
     @described(
         json_of(Comparison),
@@ -104,36 +104,36 @@ class CompareEndpoints:
         errors=ANY_ERROR,
     )
     async def compare(self, request: Request) -> Response:
-        """One prompt over many adapters, the answers side by side."""
-        principal = self._room.principal(request)
-        body = await self._room.body(request, CompareBody)
+        """One prompt over many adapters, their outputs side by side."""
+        principal = self._context.principal(request)
+        body = await self._context.body(request, CompareBody)
         _check(body)
         choices = self._choices(body)
-        target = self._room.target(body.model, principal)
+        target = self._context.target(body.model, principal)
         if target.key is not None:
             raise InvalidParameterError(
                 f"model must be a base model; {body.model!r} is an adapter: name it in adapters",
                 param="model",
             )
-        asked = await self._request(body, target, request_id(request))
-        requests = comparison_requests(self._room.backend, asked, choices)
+        generation = await self._request(body, target, request_id(request))
+        requests = comparison_requests(self._context.backend, generation, choices)
         compared = await until_disconnect(
-            request.receive, compare(self._room.backend, requests, principal)
+            request.receive, compare(self._context.backend, requests, principal)
         )
-        answers = [answer for answer in compared if isinstance(answer, ComparedAnswer)]
-        if not answers:
+        found = [each for each in compared if isinstance(each, ComparedAnswer)]
+        if not found:
             raise next(error for error in compared if isinstance(error, LoraplexError))
-        writer = _Writer(TokenTexts(self._room.backend, target.model.name), body.logprobs or 0)
+        writer = _Writer(TokenTexts(self._context.backend, target.model.name), body.logprobs or 0)
         return json_response(
             Comparison(
                 id=f"cmp-{request_id(request)}",
                 created=int(time.time()),
                 model=target.model.name,
-                prompt_tokens=len(answers[0].prompt_token_ids),
+                prompt_tokens=len(found[0].prompt_token_ids),
                 seed=requests[0].sampling.seed,
                 answers=[
-                    writer.entry(index, entry, answer)
-                    for index, (entry, answer) in enumerate(
+                    writer.entry(index, entry, output)
+                    for index, (entry, output) in enumerate(
                         zip(body.adapters, compared, strict=True)
                     )
                 ],
@@ -141,11 +141,11 @@ class CompareEndpoints:
         )
 
     def _choices(self, body: CompareBody) -> list[tuple[AdapterChoice, ...]]:
-        """Of each answer; what is malformed is told before anything runs."""
-        most = self._room.options.max_prompts
+        """Adapters of each output; malformed ones are refused before anything runs."""
+        most = self._context.options.max_prompts
         if not 1 <= len(body.adapters) <= most:
             raise InvalidParameterError(
-                f"adapters must have 1 to {most} entries, one for each answer, null for the base "
+                f"adapters must have 1 to {most} entries, one for each output, null for the base "
                 f"model; got {len(body.adapters)}",
                 param=FIELD,
             )
@@ -181,7 +181,7 @@ class CompareEndpoints:
             "template_kwargs": body.chat_template_kwargs,
         }
         return await rendered_chat(
-            self._room.backend, target.model, body.messages, arguments=arguments
+            self._context.backend, target.model, body.messages, arguments=arguments
         )
 
 
@@ -190,26 +190,26 @@ class _Writer:
         self._texts = texts
         self._num_top = num_top
 
-    def entry(self, index: int, asked: Any, answer: Compared) -> AnswerEntry:
-        if isinstance(answer, LoraplexError):
-            return AnswerEntry(index=index, asked=asked, error=error_body(answer).error)
+    def entry(self, index: int, sent: Any, output: Compared) -> CompareEntry:
+        if isinstance(output, LoraplexError):
+            return CompareEntry(index=index, asked=sent, error=error_body(output).error)
         shown = [
             msgspec.structs.replace(token, top=token.top[: self._num_top])
-            for token in answer.logprobs
+            for token in output.logprobs
         ]
-        versus = answer.versus_base
-        return AnswerEntry(
+        versus = output.versus_base
+        return CompareEntry(
             index=index,
-            asked=asked,
-            adapters=answer.adapters,
-            text=answer.text,
-            finish_reason=answer.finish_reason,
-            num_tokens=len(answer.token_ids),
-            logprob=max(answer.logprob, MIN_LOGPROB),
+            asked=sent,
+            adapters=output.adapters,
+            text=output.text,
+            finish_reason=output.finish_reason,
+            num_tokens=len(output.token_ids),
+            logprob=max(output.logprob, MIN_LOGPROB),
             logprobs=chat_logprobs(shown, self._texts).content,
-            ttft_ms=round(answer.ttft_ms, 3),
-            total_ms=round(answer.total_ms, 3),
-            num_cached_tokens=answer.timing.num_cached_tokens,
+            ttft_ms=round(output.ttft_ms, 3),
+            total_ms=round(output.total_ms, 3),
+            num_cached_tokens=output.timing.num_cached_tokens,
             versus_base=None if versus is None else self._difference(versus),
         )
 

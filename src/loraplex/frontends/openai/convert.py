@@ -1,5 +1,5 @@
-"""From a request body of `schema` to what Backend is asked: pure functions, and every refusal that
-needs no model.
+"""Conversion of a request body of `schema` to requests of the Backend: pure functions, and every
+refusal that needs no model.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,12 +39,12 @@ from loraplex.serving.text.tool_prompt import with_calls_told, with_tools_told
 
 MAX_PRIORITY = 2**31 - 1
 MAX_SEQUENCES = 4096
-"""Of all prompts of one request together."""
+"""Maximum number of sequences of all prompts of one request together."""
 MAX_MESSAGES = 8192
 MAX_CACHE_SALT = 1024
 """Characters."""
 ALL_THAT_FIT = -1
-"""As truncate_prompt_tokens."""
+"""Value of truncate_prompt_tokens."""
 
 Prompt = str | tuple[int, ...]
 
@@ -55,7 +55,7 @@ class Origin(NamedTuple):
     client_request_id: str
     new_request_id: Callable[[], RequestId]
     adapter: str = ""
-    """What the header ADAPTER_HEADER says."""
+    """Value of the header ADAPTER_HEADER."""
 
 
 def completion_requests(
@@ -65,9 +65,9 @@ def completion_requests(
     refuse_unsupported(body.model_extra)
     _check_generation(body)
     sampling = completion_sampling(body, target.model.vocab_size)
-    asked = prompts(body.prompt, max_prompts)
-    _check_sequences(len(asked), sampling)
-    chosen = adapter_choices(body, target, origin.adapter, len(asked))
+    requested = prompts(body.prompt, max_prompts)
+    _check_sequences(len(requested), sampling)
+    chosen = adapter_choices(body, target, origin.adapter, len(requested))
     return tuple(
         GenerateRequest(
             request_id=origin.new_request_id(),
@@ -83,7 +83,7 @@ def completion_requests(
             truncation=_truncation(body),
             cache_salt=body.cache_salt or "",
         )
-        for prompt, adapters in zip(asked, chosen, strict=True)
+        for prompt, adapters in zip(requested, chosen, strict=True)
     )
 
 
@@ -115,7 +115,7 @@ def conversation(
     tools: Sequence[Mapping[str, Any]] | None,
     chat_format: ChatFormat,
 ) -> Conversation:
-    """A template that does not know tools gets them told in the messages, earlier calls, too."""
+    """A template without tools gets them in the messages, and earlier calls, too."""
     given: Sequence[Mapping[str, Any]] = chat_messages(messages)
     if not chat_format.writes_calls:
         given = with_calls_told(given, chat_format.call_format.syntax)
@@ -196,8 +196,8 @@ def _truncation(body: GenerationBody) -> PromptTruncation | None:
         return None
     if most != ALL_THAT_FIT and most < 1:
         raise InvalidParameterError(
-            f"truncate_prompt_tokens must be at least 1, or {ALL_THAT_FIT} for as many as there "
-            f"is room for, got {most}",
+            f"truncate_prompt_tokens must be at least 1, or {ALL_THAT_FIT} for the maximum, "
+            f"got {most}",
             param="truncate_prompt_tokens",
         )
     side = TruncationSide(body.truncation_side or TruncationSide.LEFT)
@@ -207,8 +207,8 @@ def _truncation(body: GenerationBody) -> PromptTruncation | None:
 def _check_sequences(num_prompts: int, sampling: SamplingParams) -> None:
     if num_prompts * sampling.num_sequences > MAX_SEQUENCES:
         raise InvalidParameterError(
-            f"{num_prompts} prompts with {sampling.num_sequences} answers each are more than the "
-            f"{MAX_SEQUENCES} answers that one request may ask for",
+            f"{num_prompts} prompts with {sampling.num_sequences} outputs each are more than the "
+            f"{MAX_SEQUENCES} outputs that one request may have",
             param="n",
         )
 
@@ -251,12 +251,12 @@ def _message_content(message: Message, path: str) -> str | list[dict[str, str]] 
 
 
 def _extra(message: Message, index: int) -> dict[str, Any]:
-    """What a message has beside role and content."""
+    """Fields of a message other than role and content."""
     extra = message.model_extra or {}
     if message.role == "tool" and not isinstance(extra.get("tool_call_id"), str):
         where = f"messages[{index}].tool_call_id"
         raise InvalidRequestError(
-            f"{where} must be the id of the call that the message answers", param=where
+            f"{where} must be the id of the call whose result the message is", param=where
         )
     return extra
 
@@ -266,15 +266,15 @@ def begins_a_turn(body: ChatBody | TokenizeBody) -> bool:
     return body.add_generation_prompt is not False and not body.continue_final_message
 
 
-def answer_role(body: ChatBody) -> str:
-    """Of the message that is generated: the last one's, if that is what is gone on with."""
+def output_role(body: ChatBody) -> str:
+    """Role of the generated message: the last one's, if that is continued."""
     return "assistant" if begins_a_turn(body) else body.messages[-1].role
 
 
 def echoed_message(body: ChatBody) -> str:
-    """vLLM's echo: the text of the last message, if the answer is of the same role."""
+    """vLLM's echo: the text of the last message, if the output is of the same role."""
     last = body.messages[-1]
-    if not body.echo or last.role != answer_role(body):
+    if not body.echo or last.role != output_role(body):
         return ""
     return _content(last.content, f"messages[{len(body.messages) - 1}].content")
 

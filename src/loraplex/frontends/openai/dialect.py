@@ -14,13 +14,13 @@ from loraplex.frontends.openai.schema import ChatBody, CompletionBody, Generatio
 from loraplex.frontends.streams import IndexedOutput
 
 if TYPE_CHECKING:
-    from loraplex.frontends.openai.answers import Call
+    from loraplex.frontends.openai.context import OpenAIContext
     from loraplex.frontends.openai.logprobs import TokenTexts
-    from loraplex.frontends.openai.room import OpenAIRoom
+    from loraplex.frontends.openai.writers import Call
 
 
-class AnswerWriter(Protocol):
-    """From the outputs of one call to its answer: whole, or chunk by chunk."""
+class ResponseWriter(Protocol):
+    """Writer of the response to one call: whole, or chunk by chunk."""
 
     def headers(self, first: IndexedOutput) -> Mapping[str, str]: ...
 
@@ -38,20 +38,22 @@ class Dialect:
 
     errors: ErrorWriter = OPENAI_ERRORS
     shows_schema = False
-    """Whether a chat template sees the schema of response_format, if the request does not say."""
+    """Whether a chat template gets the schema of response_format by default."""
     unready_status = 503
-    """Of the health routes."""
+    """Status of the health routes while not ready."""
     is_ready_at_once = False
-    """GET /v1/health/ready says yes even while the server starts or drains."""
+    """Whether GET /v1/health/ready succeeds even while the server starts or drains."""
 
-    async def completion_body(self, room: "OpenAIRoom", request: Request) -> CompletionBody:
-        return await room.body(request, CompletionBody)
+    async def completion_body(self, context: "OpenAIContext", request: Request) -> CompletionBody:
+        return await context.body(request, CompletionBody)
 
-    async def chat_body(self, room: "OpenAIRoom", request: Request) -> ChatBody:
-        return await room.body(request, ChatBody)
+    async def chat_body(self, context: "OpenAIContext", request: Request) -> ChatBody:
+        return await context.body(request, ChatBody)
 
-    def target(self, room: "OpenAIRoom", body: GenerationBody, principal: Principal) -> Target:
-        return room.target(body.model, principal)
+    def target(
+        self, context: "OpenAIContext", body: GenerationBody, principal: Principal
+    ) -> Target:
+        return context.target(body.model, principal)
 
     def rendering(self, body: ChatBody) -> dict[str, Any]:
         """Arguments of Backend.render_chat that go before those of the route."""
@@ -64,9 +66,9 @@ class Dialect:
         return {"template_kwargs": arguments or None, **hidden}
 
     def writer(
-        self, writer: AnswerWriter, call: "Call", body: GenerationBody, texts: "TokenTexts"
-    ) -> AnswerWriter:
-        """What writes the answer in the place of the room's own writer."""
+        self, writer: ResponseWriter, call: "Call", body: GenerationBody, texts: "TokenTexts"
+    ) -> ResponseWriter:
+        """Writer that replaces the default one."""
         del call
         return ExpandedPromptWriter(writer, texts) if body.return_expanded_prompt else writer
 

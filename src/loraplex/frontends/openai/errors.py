@@ -104,18 +104,18 @@ def json_error(status: int, detail: ErrorDetail) -> Response:
 
 
 def as_loraplex_error(error: Exception, request_id: str) -> errors.LoraplexError:
-    """The error itself, or for a bug an InternalError that tells no more than where to look."""
+    """The error itself, or for a bug an InternalError that names only where to look."""
     if not isinstance(error, errors.LoraplexError):
         _log.error("request %s failed", request_id, exc_info=error)
         error = errors.InternalError(
-            f"internal error; the server's log says more under request id {request_id}"
+            f"internal error; the server's log has details under request id {request_id}"
         )
     note_error(error)
     return error
 
 
 class ErrorWriter(Protocol):
-    """How an error is told: instead of an answer, or at the end of a stream that has begun."""
+    """Form of an error: instead of a response, or at the end of a stream that has begun."""
 
     def response(self, error: errors.LoraplexError) -> Response: ...
 
@@ -123,16 +123,16 @@ class ErrorWriter(Protocol):
 
     @property
     def event_type(self) -> type[msgspec.Struct]:
-        """Of what `events` gives."""
+        """Type of the events of `events`."""
         ...
 
-    def answers(self, kinds: Iterable[type[errors.LoraplexError]]) -> Iterable[Answer]:
+    def responses(self, kinds: Iterable[type[errors.LoraplexError]]) -> Iterable[Answer]:
         """What `response` makes of errors of these kinds, by status."""
         ...
 
 
 class OpenAIErrors:
-    """By the table above, in OpenAI's shape."""
+    """Errors by the table above, in OpenAI's form."""
 
     def response(self, error: errors.LoraplexError) -> Response:
         return error_response(error)
@@ -144,7 +144,7 @@ class OpenAIErrors:
     def event_type(self) -> type[msgspec.Struct]:
         return ErrorBody
 
-    def answers(self, kinds: Iterable[type[errors.LoraplexError]]) -> Iterable[Answer]:
+    def responses(self, kinds: Iterable[type[errors.LoraplexError]]) -> Iterable[Answer]:
         return by_status((wire_row(kind).status, _BODY) for kind in kinds)
 
 

@@ -1,4 +1,4 @@
-"""llgtrt's return_expanded_prompt: the text of the prompt's tokens, beside the answer."""
+"""llgtrt's return_expanded_prompt: the text of the prompt's tokens, in the response."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,34 +10,34 @@ from loraplex.frontends.openai.logprobs import TokenTexts
 from loraplex.frontends.streams import IndexedOutput
 
 if TYPE_CHECKING:
-    from loraplex.frontends.openai.dialect import AnswerWriter
+    from loraplex.frontends.openai.dialect import ResponseWriter
 
 
 class ExpandedPromptWriter:
-    """Another writer's answers with `expanded_prompt`: in a stream, in the first chunk.
+    """Another writer's responses with `expanded_prompt`: in a stream, in the first chunk.
 
-    Of several prompts it is the first one's.
+    It is the first prompt's if there are several.
     """
 
-    def __init__(self, writer: "AnswerWriter", texts: TokenTexts) -> None:
+    def __init__(self, writer: "ResponseWriter", texts: TokenTexts) -> None:
         self._writer = writer
         self._texts = texts
-        self._is_told = False
+        self._is_sent = False
 
     def headers(self, first: IndexedOutput) -> Mapping[str, str]:
         return self._writer.headers(first)
 
     def chunks(self, item: IndexedOutput) -> Iterator[Any]:
         for chunk in self._writer.chunks(item):
-            yield chunk if self._is_told else self._told(chunk, item[1])
-            self._is_told = True
+            yield chunk if self._is_sent else self._with_prompt(chunk, item[1])
+            self._is_sent = True
 
     def last_chunks(self) -> Iterator[Any]:
         yield from self._writer.last_chunks()
 
     def body(self, outputs: Sequence[RequestOutput]) -> Any:
-        return self._told(self._writer.body(outputs), outputs[0])
+        return self._with_prompt(self._writer.body(outputs), outputs[0])
 
-    def _told(self, answer: Any, output: RequestOutput) -> Any:
+    def _with_prompt(self, response: Any, output: RequestOutput) -> Any:
         text = self._texts.decode(output.prompt_token_ids, skip_special_tokens=False)
-        return msgspec.structs.replace(answer, expanded_prompt=text)
+        return msgspec.structs.replace(response, expanded_prompt=text)

@@ -12,25 +12,25 @@ from loraplex.core.request import GenerateRequest
 from loraplex.frontends.openai import convert
 from loraplex.frontends.openai.adapter_fields import ADAPTER_HEADER
 from loraplex.frontends.openai.adapter_headers import BY_HEADER, DIGESTS
-from loraplex.frontends.openai.answers import (
+from loraplex.frontends.openai.chat import chat_request
+from loraplex.frontends.openai.context import (
+    OpenAIContext,
+    adopt_request_id,
+    json_response,
+    request_id,
+)
+from loraplex.frontends.openai.dialect import ResponseWriter
+from loraplex.frontends.openai.logprobs import TokenTexts
+from loraplex.frontends.openai.responses import ChatCompletion, ChatCompletionChunk, Completion
+from loraplex.frontends.openai.schema import ChatBody, CompletionBody, GenerationBody
+from loraplex.frontends.openai.sse import EventStream, just_output
+from loraplex.frontends.openai.synonyms import value_of
+from loraplex.frontends.openai.writers import (
     Call,
     ChatWriter,
     CompletionWriter,
     adapter_headers,
 )
-from loraplex.frontends.openai.chat import asked_chat
-from loraplex.frontends.openai.dialect import AnswerWriter
-from loraplex.frontends.openai.logprobs import TokenTexts
-from loraplex.frontends.openai.responses import ChatCompletion, ChatCompletionChunk, Completion
-from loraplex.frontends.openai.room import (
-    OpenAIRoom,
-    adopt_request_id,
-    json_response,
-    request_id,
-)
-from loraplex.frontends.openai.schema import ChatBody, CompletionBody, GenerationBody
-from loraplex.frontends.openai.sse import EventStream, just_output
-from loraplex.frontends.openai.synonyms import value_of
 from loraplex.frontends.openapi.operation import (
     ANY_ERROR,
     JSON,
@@ -47,11 +47,11 @@ ENDS = "[DONE]"
 
 
 class GenerationEndpoints:
-    """Body in, answer or event stream out. A client that goes away aborts its requests."""
+    """Endpoints that generate. A client that disconnects aborts its requests."""
 
-    def __init__(self, room: OpenAIRoom) -> None:
-        self._room = room
-        self._dialect = room.options.dialect
+    def __init__(self, context: OpenAIContext) -> None:
+        self._context = context
+        self._dialect = context.options.dialect
 
     @described(
         Answer(200, (Media(JSON, Completion), events_of(Completion, ENDS))),
@@ -63,17 +63,17 @@ class GenerationEndpoints:
     )
     async def completions(self, request: Request) -> Response:
         """Text after a prompt. With stream it comes as events."""
-        principal = self._room.principal(request)
-        body = await self._dialect.completion_body(self._room, request)
+        principal = self._context.principal(request)
+        body = await self._dialect.completion_body(self._context, request)
         adopt_request_id(request, value_of(body, "request_id"))
-        target = self._dialect.target(self._room, body, principal)
+        target = self._dialect.target(self._context, body, principal)
         requests = convert.completion_requests(
-            body, target, origin(self._room, request), self._room.options.max_prompts
+            body, target, origin(self._context, request), self._context.options.max_prompts
         )
         call = _call(request, "cmpl", body, requests, echo=bool(body.echo))
         texts = self._texts(body, requests)
         writer = self._dialect.writer(CompletionWriter(call, texts), call, body, texts)
-        return await self._answer(request, principal, writer, call, bool(body.stream))
+        return await self._respond(request, principal, writer, call, bool(body.stream))
 
     @described(
         Answer(200, (Media(JSON, ChatCompletion), events_of(ChatCompletionChunk, ENDS))),
@@ -85,34 +85,34 @@ class GenerationEndpoints:
     )
     async def chat_completions(self, request: Request) -> Response:
         """The next message of a conversation. With stream it comes as events."""
-        principal = self._room.principal(request)
-        body = await self._dialect.chat_body(self._room, request)
+        principal = self._context.principal(request)
+        body = await self._dialect.chat_body(self._context, request)
         adopt_request_id(request, value_of(body, "request_id"))
-        requests, reading = await asked_chat(
-            self._room, body, principal, origin(self._room, request)
+        requests, reading = await chat_request(
+            self._context, body, principal, origin(self._context, request)
         )
         call = _call(
             request,
             "chatcmpl",
             body,
             requests,
-            role=convert.answer_role(body),
+            role=convert.output_role(body),
             text_before=convert.echoed_message(body),
             prompt_text=reading.prompt if body.return_prompt_text else UNSET,
         )
         texts = self._texts(body, requests)
         writer = self._dialect.writer(ChatWriter(call, texts, reading), call, body, texts)
-        return await self._answer(request, principal, writer, call, bool(body.stream))
+        return await self._respond(request, principal, writer, call, bool(body.stream))
 
-    async def _answer(
+    async def _respond(
         self,
         request: Request,
         principal: Principal,
-        writer: AnswerWriter,
+        writer: ResponseWriter,
         call: Call,
         is_stream: bool,
     ) -> Response:
-        backend = self._room.backend
+        backend = self._context.backend
         if is_stream:
             outputs = generate_all(backend, call.requests, principal)
             return EventStream(
@@ -127,12 +127,12 @@ class GenerationEndpoints:
 
     def _texts(self, body: GenerationBody, requests: tuple[GenerateRequest, ...]) -> TokenTexts:
         as_ids = bool(body.return_tokens_as_token_ids)
-        return TokenTexts(self._room.backend, requests[0].model, as_ids=as_ids)
+        return TokenTexts(self._context.backend, requests[0].model, as_ids=as_ids)
 
 
-def origin(room: OpenAIRoom, request: Request) -> convert.Origin:
+def origin(context: OpenAIContext, request: Request) -> convert.Origin:
     adapter = request.headers.get(ADAPTER_HEADER, "")
-    return convert.Origin(request_id(request), room.backend.new_request_id, adapter)
+    return convert.Origin(request_id(request), context.backend.new_request_id, adapter)
 
 
 def _call(

@@ -31,13 +31,13 @@ class TokenTexts:
         return self._backend.model(self._model).token_bytes(token_id)
 
     def name_of(self, token_id: int) -> str:
-        """As chat's log probabilities name it."""
+        """Name in chat's log probabilities."""
         if self._as_ids:
             return f"token_id:{token_id}"
         return self.bytes_of(token_id).decode(errors="replace")
 
     def legacy_name_of(self, token_id: int) -> str:
-        """As those of completions do: no whole character is `bytes:\\xe2\\x80`."""
+        """Name in those of completions: a partial character is `bytes:\\xe2\\x80`."""
         if self._as_ids:
             return self.name_of(token_id)
         raw = self.bytes_of(token_id)
@@ -126,5 +126,5 @@ def _ranked(logprob: TokenLogprob, texts: TokenTexts) -> dict[str, RankedLogprob
 
 
 def finite(logprob: float) -> float:
-    """As JSON can write it."""
+    """Value that JSON can hold."""
     return max(logprob, MIN_LOGPROB)

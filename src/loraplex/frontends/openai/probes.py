@@ -6,7 +6,7 @@ from starlette.responses import Response
 
 from loraplex.core.errors import NotReadyError
 from loraplex.core.version import __version__
-from loraplex.frontends.openai.room import OpenAIRoom, json_response
+from loraplex.frontends.openai.context import OpenAIContext, json_response
 from loraplex.frontends.openapi.operation import Answer, described, json_of
 
 
@@ -15,16 +15,16 @@ class Version(msgspec.Struct, frozen=True):
 
 
 class ProbeEndpoints:
-    """Nobody is asked who they are; nothing is told that is not everybody's."""
+    """Health routes. They need no key and return only public facts."""
 
-    def __init__(self, room: OpenAIRoom) -> None:
-        self._room = room
+    def __init__(self, context: OpenAIContext) -> None:
+        self._context = context
 
     @described(Answer(200), tag="health", errors=(NotReadyError,))
     async def health(self, request: Request) -> Response:
-        """Empty if requests would be answered now; else 503 and the reason."""
+        """Empty if requests would be served now; else 503 and the reason."""
         del request
-        health = self._room.backend.health()
+        health = self._context.backend.health()
         if not health.ready:
             raise NotReadyError(health.reason)
         return Response(status_code=200)

@@ -1,4 +1,4 @@
-"""What the room answers: OpenAI's response objects.
+"""OpenAI's response objects.
 
 msgspec structs, because a field that is absent (UNSET) and one that is null differ on this wire,
 and because a chunk is encoded for every token.
@@ -23,7 +23,7 @@ class Usage(Struct, frozen=True):
 
 
 class AdapterUsed(Struct, frozen=True):
-    """An adapter that answered; the digest is that of its very bytes."""
+    """An adapter that was used; the digest is that of its content."""
 
     name: str
     digest: str
@@ -31,37 +31,37 @@ class AdapterUsed(Struct, frozen=True):
 
 
 class Timing(Struct, frozen=True, kw_only=True):
-    """What one prompt's answer took, in seconds; null where it did not happen."""
+    """Times of one prompt's output in seconds; null where it did not happen."""
 
     queue_seconds: float | None
-    """From its arrival to its first step: for a place, KV blocks and its adapters."""
+    """Time from arrival to the first step: waiting for a slot, KV blocks and adapters."""
     adapter_wait_seconds: float | None
-    """Of these, until the last of its adapters was on the device."""
+    """Part of it until the last of its adapters was on the device."""
     adapter_load_seconds: float
-    """Of these, reading adapters into the host's memory."""
+    """Part of it for reading adapters into the host's memory."""
     adapter_copy_seconds: float
-    """Of these, copying adapters to the device."""
+    """Part of it for copying adapters to the device."""
     prefill_seconds: float | None
-    """From its first step to its first token."""
+    """Time from the first step to the first token."""
     first_token_seconds: float | None
-    """From its arrival to its first token."""
+    """Time from arrival to the first token."""
     seconds_per_token: float | None
     """The mean time from one token to the next."""
     total_seconds: float | None
-    """From its arrival to its last token."""
+    """Time from arrival to the last token."""
     preemptions: int
     cached_tokens: int
-    """Of the prompt, whose KV was there already."""
+    """Prompt tokens whose KV was cached."""
     draft_tokens: int
-    """Guessed ahead."""
+    """Number of draft tokens."""
     accepted_draft_tokens: int
-    """Of them, that were right."""
+    """Number of draft tokens that were accepted."""
     restarts: int
     """Engines that died while it was in them."""
 
 
 class Details(Struct, frozen=True):
-    """What OpenAI's answers have no field for, under the key `loraplex`."""
+    """Fields that OpenAI's responses do not have, under the key `loraplex`."""
 
     adapters: list[AdapterUsed]
     timing: list[Timing]
@@ -86,7 +86,7 @@ class RankedLogprob(Struct, frozen=True):
 
 
 PromptLogprobs = list[dict[str, RankedLogprob] | None]
-"""By position; keys are token ids in decimal."""
+"""Log probabilities by position; keys are token ids in decimal."""
 
 
 class CompletionChoice(Struct, frozen=True):
@@ -98,11 +98,11 @@ class CompletionChoice(Struct, frozen=True):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
-    """In a stream, of the first chunk of the choice."""
+    """Prompt tokens; in a stream, in the first chunk of the choice."""
 
 
 class Completion(Struct, frozen=True, kw_only=True):
-    """A whole answer, or one chunk of it."""
+    """A whole response, or one chunk of it."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -151,7 +151,7 @@ class ChatMessage(Struct, frozen=True):
     role: str = "assistant"
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
-    """What was thought before the answer, under the name that most clients know."""
+    """Reasoning before the message, under the name that most clients know."""
     reasoning: str | UnsetType = UNSET
     """The same, under the newer name."""
     tool_calls: list[ToolCall] | UnsetType = UNSET
@@ -253,7 +253,7 @@ class AdapterDeleted(Struct, frozen=True, kw_only=True):
 
 
 class Tokens(Struct, frozen=True):
-    """vLLM's answer to /tokenize."""
+    """vLLM's response of /tokenize."""
 
     count: int
     max_model_len: int

@@ -1,7 +1,7 @@
-"""From a request body of `schema` to SamplingParams: pure functions.
+"""Conversion of a request body of `schema` to SamplingParams: pure functions.
 
-Where fields are of several makers, the newest name of each is taken: OpenAI's, vLLM's, llgtrt's and
-TensorRT-LLM's.
+Where fields come from several systems, the newest name of each is taken: OpenAI's, vLLM's,
+llgtrt's and TensorRT-LLM's.
 """
 
 from collections.abc import Mapping, Sequence
@@ -54,13 +54,13 @@ _NO_BEAMS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "beam_search_diversity_rate": (0.0,),
     }
 )
-"""Values that ask for nothing where no beam search is asked for."""
+"""Neutral values of beam search fields."""
 
 
 def completion_sampling(body: CompletionBody, vocab_size: int) -> SamplingParams:
     if body.max_tokens == 0:
         raise InvalidParameterError(
-            "max_tokens must be at least 1; to score a prompt, ask for 1 token with echo and "
+            "max_tokens must be at least 1; to score a prompt, request 1 token with echo and "
             "logprobs",
             param="max_tokens",
         )
@@ -100,7 +100,7 @@ def chat_sampling(body: ChatBody, vocab_size: int) -> SamplingParams:
 
 
 def sampling_params(body: SamplingBody, fields: dict[str, Any], vocab_size: int) -> SamplingParams:
-    """From what all bodies have, and `fields` of SamplingParams that only this one has."""
+    """Make SamplingParams of the common fields, and of `fields` that only this body has."""
     given = {name: value_of(body, wire_name) for wire_name, name in _SAMPLING_FIELDS.items()}
     fields |= {name: value for name, value in given.items() if value is not None}
     if body.top_p_reset_ids not in (None, -1):  # TensorRT-LLM's -1 is no token
@@ -119,7 +119,7 @@ def sampling_params(body: SamplingBody, fields: dict[str, Any], vocab_size: int)
 
 
 def _sequences(body: GenerationBody) -> dict[str, Any]:
-    """How many answers are made, how, and how many of them come back."""
+    """Number of outputs to generate, how, and how many of them are returned."""
     n = 1 if body.n is None else body.n
     if body.use_beam_search:
         return {"n": n, **_beams(body, n)}

@@ -1,5 +1,4 @@
-"""What a client may send: the request bodies of the OpenAI room, with the fields of the servers
-that it replaces.
+"""Request bodies of the OpenAI API, with the fields of the servers that loraplex replaces.
 
 Types are strict (no "5" for 5) and every field may be null, which means absent. Ranges are not
 checked here: SamplingParams knows them. A field that is not declared is kept aside, not refused:
@@ -54,7 +53,7 @@ class Body(BaseModel):
 
 
 class ClosedBody(Body):
-    """Of which an unknown field is an error; see OpenAIRoom.strict_body."""
+    """Body in which an unknown field is an error; see OpenAIContext.strict_body."""
 
     model_config = ConfigDict(json_schema_extra={"additionalProperties": False})
 
@@ -68,7 +67,7 @@ class StreamOptions(Body):
     include_usage: bool | None = None
     """A last chunk has the usage; all others have `usage: null`."""
     continuous_usage_stats: bool | None = None
-    """With include_usage, every chunk has the usage so far."""
+    """Every chunk has the usage so far, if include_usage is set."""
 
 
 class SamplingBody(Body):
@@ -78,7 +77,7 @@ class SamplingBody(Body):
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        """With the ranges of SamplingParams."""
+        """Schema with the ranges of SamplingParams."""
         schema = handler(core_schema)
         for name, field in handler.resolve_ref_schema(schema)["properties"].items():
             for form in field.get("anyOf", ()):
@@ -92,7 +91,7 @@ class SamplingBody(Body):
     """`auto` loads the adapter if it is not in memory; `always` reads its source again; `never`
     refuses the request if the adapter is not in memory."""
     max_tokens: int | None = None
-    """16 if absent in a completion; in a chat, as many as the model has room for."""
+    """Default: 16 in a completion; in a chat, the rest of the model's maximum length."""
     min_tokens: int | None = None
     """No end or stop token before."""
     temperature: float | None = None
@@ -110,19 +109,19 @@ class SamplingBody(Body):
     frequency_penalty: float | None = None
     """-2 to 2."""
     seed: int | None = None
-    """64 bits; equal seeds, equal draws, whoever else is served."""
+    """64 bits; equal seeds give equal draws, independent of other requests."""
     stop: str | Texts | None = None
     """Up to 64 texts of up to 4096 characters, found across tokens."""
     stop_token_ids: TokenIds | None = None
     """Up to 1024."""
     include_stop_str_in_output: bool | None = None
-    """What ended the answer is part of it."""
+    """Include the stop string or token in the output."""
     no_stop_trim: bool | None = None
-    """As include_stop_str_in_output."""
+    """Synonym of include_stop_str_in_output."""
     ignore_eos: bool | None = None
-    """The model's end token does not end the answer."""
+    """The model's end token does not end the output."""
     ignore_eos_token: bool | None = None
-    """As ignore_eos."""
+    """Synonym of ignore_eos."""
     skip_special_tokens: bool | None = None
     """False: special tokens are part of the text."""
     add_special_tokens: bool | None = None
@@ -135,7 +134,7 @@ class SamplingBody(Body):
     top_p_reset_ids: int | None = None
     """After this token, top_p is what it was."""
     no_repeat_ngram_size: int | None = None
-    """No run of so many tokens comes twice, in prompt and answer together."""
+    """No n-gram of this size occurs twice, in prompt and output together."""
     logit_bias: dict[str, float] | None = None
     """-100 to 100, by token id in decimal."""
     allowed_token_ids: TokenIds | None = None
@@ -143,26 +142,26 @@ class SamplingBody(Body):
     bad_words: str | Texts | None = None
     """Texts that are not to come."""
     response_format: dict[str, Any] | None = None
-    """Of type text, json_object (with or without a schema), json_schema (enforced, strict or not),
+    """Type text, json_object (with or without a schema), json_schema (enforced, strict or not),
     regex, ebnf, lark_grammar or llguidance."""
     structured_outputs: dict[str, Any] | None = None
-    """With json, json_object, regex, choice or grammar."""
+    """Object with json, json_object, regex, choice or grammar."""
     guided_json: str | dict[str, Any] | bool | None = None
-    """As structured_outputs.json."""
+    """Synonym of structured_outputs.json."""
     guided_regex: str | None = None
-    """As structured_outputs.regex."""
+    """Synonym of structured_outputs.regex."""
     guided_choice: Texts | None = None
-    """As structured_outputs.choice."""
+    """Synonym of structured_outputs.choice."""
     guided_grammar: str | None = None
-    """As structured_outputs.grammar: GBNF if it has `::=`, else Lark."""
+    """Synonym of structured_outputs.grammar: GBNF if it has `::=`, else Lark."""
     json_schema: str | dict[str, Any] | bool | None = None
-    """As structured_outputs.json."""
+    """Synonym of structured_outputs.json."""
     regex: str | None = None
-    """As structured_outputs.regex."""
+    """Synonym of structured_outputs.regex."""
     ebnf: str | None = None
     """A grammar as GBNF writes it."""
     num_draft_tokens: int | None = None
-    """Tokens guessed ahead at most; 0 is none, absent is the server's setting."""
+    """Maximum number of draft tokens (prompt lookup); 0: none. Default: the server's setting."""
     priority: int | None = None
     """Lower is sooner; 0 is usual."""
     timeout_seconds: float | None = None
@@ -170,14 +169,14 @@ class SamplingBody(Body):
 
 
 class AdaptedBody(SamplingBody):
-    """And which adapters answer."""
+    """Sampling fields and adapters."""
 
     lora_model: str | None = None
     """An adapter of the base model."""
     adapter_id: str | None = None
-    """As lora_model."""
+    """Synonym of lora_model."""
     lora_path: str | Annotated[list[str | None], Field(fail_fast=True)] | None = None
-    """As lora_model (a name, not a path); a list has one for each prompt, null for the base."""
+    """Synonym of lora_model (a name, not a path); a list has one per prompt, null for the base."""
     lora_scale: float | None = None
     """How strongly the one adapter is applied; 1 if it is absent."""
     adapters: list[Any] | None = None
@@ -188,23 +187,23 @@ class GenerationBody(AdaptedBody):
     """What completions and chat have in common."""
 
     n: int | None = None
-    """1 to 128 answers."""
+    """Number of outputs, 1 to 128."""
     best_of: int | None = None
-    """So many answers are made, the n likeliest come back; with beams, their number."""
+    """Number of outputs to generate; the n likeliest are returned. With beams, their number."""
     use_beam_search: bool | None = None
     """The beams are beam_width, or best_of, or n."""
     beam_width: int | None = None
     """See use_beam_search."""
     length_penalty: float | None = None
-    """Of beams: a score is divided by the length to this power."""
+    """Beam search: a score is divided by the length to this power."""
     early_stopping: bool | Literal["never"] | None = None
-    """Of beams: true, false or "never"."""
+    """Beam search: true, false or "never"."""
     beam_search_diversity_rate: float | None = None
-    """Of beams."""
+    """Beam search: TensorRT-LLM's diversity rate."""
     prompt_logprobs: int | None = None
     """Up to 20 likely tokens at each position of the prompt; not with stream."""
     truncate_prompt_tokens: int | None = None
-    """Of a longer prompt only so many tokens are used; -1: as many as there is room for."""
+    """Keep only the last so many tokens of a longer prompt; -1: the most that fit."""
     truncation_side: Literal["left", "right"] | None = None
     """Where truncate_prompt_tokens takes tokens away; left if absent."""
     cache_salt: str | None = None
@@ -216,15 +215,15 @@ class GenerationBody(AdaptedBody):
     return_tokens_as_token_ids: bool | None = None
     """Tokens of log probabilities are written as `token_id:5`."""
     return_token_ids: bool | None = None
-    """`token_ids` of each answer and `prompt_token_ids` beside the text."""
+    """Return `token_ids` of each output and `prompt_token_ids` in addition to the text."""
     return_expanded_prompt: bool | None = None
-    """`expanded_prompt` of the answer is the prompt with the template and its special tokens."""
+    """Return `expanded_prompt`: the prompt with the template and its special tokens."""
     llg_log_level: Literal["none", "warning", "json", "verbose"] | None = None
     """No effect: what is wrong with a grammar is said in an error."""
     request_id: str | None = None
-    """The id of the answer, where there is no x-request-id header."""
+    """Id of the response, if there is no x-request-id header."""
     rid: str | None = None
-    """As request_id."""
+    """Synonym of request_id."""
 
     @property
     def include_usage(self) -> bool:
@@ -240,9 +239,9 @@ class CompletionBody(GenerationBody):
     prompt: Prompt
     """A text, a list of texts, token ids, or a list of these; up to 256."""
     logprobs: int | None = None
-    """Up to 20 likely tokens beside each one."""
+    """Number of likely tokens returned for each position, up to 20."""
     echo: bool | None = None
-    """The answer begins with the prompt."""
+    """The output begins with the prompt."""
 
 
 class ContentPart(Body):
@@ -251,7 +250,7 @@ class ContentPart(Body):
 
 
 class Message(Body):
-    """One turn; what a chat template may read beside role and content is in `model_extra`."""
+    """One turn; fields for the chat template other than role and content are in `model_extra`."""
 
     role: str
     content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
@@ -265,38 +264,38 @@ class ChatBody(GenerationBody):
     """1 to 8192, of the roles system, developer, user, assistant and tool; content is a text or a
     list of text parts."""
     max_completion_tokens: int | None = None
-    """As max_tokens; not both."""
+    """Synonym of max_tokens; not both."""
     tools: list[Any] | None = None
     """Up to 128 functions; `strict` ones and required ones are enforced by a grammar."""
     tool_choice: str | dict[str, Any] | None = None
     """none, auto, required, a named function, or OpenAI's allowed_tools."""
     parallel_tool_calls: bool | None = None
-    """False: at most one call in an answer."""
+    """False: at most one call in a message."""
     reasoning_effort: str | None = None
     """A variable of the chat template; `none` also sets its enable_thinking to false."""
     include_reasoning: bool | None = None
-    """False: what the model thinks before it answers is left out."""
+    """False: the model's reasoning is left out."""
     separate_reasoning: bool | None = None
     """False: it is a part of the content, with its tags."""
     logprobs: bool | None = None
-    """Of each token of the answer."""
+    """Return the log probability of each output token."""
     top_logprobs: int | None = None
     """0 to 20; needs logprobs."""
     echo: bool | None = None
-    """The answer begins with the last message, if that is of the answer's role."""
+    """The output begins with the last message, if that has the output's role."""
     add_generation_prompt: bool | None = None
     """False: the template does not begin the assistant's turn."""
     continue_final_message: bool | None = None
     """The model goes on with the last message; not with add_generation_prompt."""
     documents: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
-    """For templates that read documents."""
+    """Documents for templates that use them."""
     chat_template_kwargs: dict[str, Any] | None = None
     """More variables of the chat template."""
     include_json_schema_in_prompt: bool | None = None
     """True: the template sees the schema of response_format as `json_schema`; false: it sees
     neither that nor tools."""
     return_prompt_text: bool | None = None
-    """`prompt_text` of the answer is what the template has made."""
+    """Return `prompt_text`: the rendered template."""
 
 
 class CompareBody(SamplingBody, ClosedBody):
@@ -306,9 +305,9 @@ class CompareBody(SamplingBody, ClosedBody):
     """One."""
     messages: Messages | None = None
     adapters: list[Any]
-    """One answer each: null for the base model, an adapter, or a list of adapters."""
+    """One output each: null for the base model, an adapter, or a list of adapters."""
     logprobs: int | None = None
-    """How many likely tokens are shown beside each one."""
+    """Number of likely tokens returned for each position."""
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -321,19 +320,19 @@ class TokenizeBody(Body):
     prompt: str | None = None
     """This or messages."""
     messages: Messages | None = None
-    """As in a chat."""
+    """Same as in a chat."""
     add_special_tokens: bool | None = None
     """True for a prompt and false for messages, if it is absent."""
     add_generation_prompt: bool | None = None
-    """As in a chat."""
+    """Same as in a chat."""
     continue_final_message: bool | None = None
-    """As in a chat."""
+    """Same as in a chat."""
     documents: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
-    """As in a chat."""
+    """Same as in a chat."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """As in a chat."""
+    """Same as in a chat."""
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
-    """As the template shows them."""
+    """Tools as the template renders them."""
     return_token_strs: bool | None = None
     """`token_strs` has the text of each token."""
 

@@ -31,7 +31,7 @@ class ChunkWriter(Protocol[T_contra]):
     """Turns outputs into the chunks of one response."""
 
     def headers(self, first: T_contra) -> Mapping[str, str]:
-        """Response headers that the first output tells."""
+        """Response headers that the first output determines."""
         ...
 
     def chunks(self, output: T_contra) -> Iterable[msgspec.Struct]: ...
@@ -69,7 +69,7 @@ class EventStream(Response, Generic[OutputT]):
         encode: Callable[[Any], bytes] = event,
         read_from: Callable[[OutputT], tuple[RequestOutput, ...]] = nothing,
     ) -> None:
-        """end: what is sent after the last event of an answer without error; encode: a chunk as
+        """end: what is sent after the last event of a stream without error; encode: a chunk as
         an event; read_from: what of an output has a text in which the writer looks for calls."""
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]

@@ -1,4 +1,4 @@
-"""What an output must match, in every way that clients say it: OpenAI's response_format with
+"""Constraints of an output, in every form that clients send: OpenAI's response_format with
 llgtrt's, LoRAX's and vLLM's types, vLLM's structured_outputs and its older guided_* fields, and
 SGLang's.
 """
@@ -39,11 +39,10 @@ def grammar_of(body: SamplingBody) -> Grammar | None:
         return None
     first = constraints[0]
     for other in constraints[1:]:
-        # Clients that speak to servers of any age say the same in the new field and in the old.
+        # Clients that speak to servers of any age send the same in the new field and in the old.
         if other.grammar != first.grammar:
             raise InvalidParameterError(
-                f"{first.field} and {other.field} both say what the output is to be; give one of "
-                "them",
+                f"{first.field} and {other.field} both constrain the output; give one of them",
                 param=other.field,
             )
     return first.grammar
@@ -67,7 +66,7 @@ def _response_format(fields: Mapping[str, Any] | None) -> Iterator[_Constraint]:
 
 
 def _object_format(fields: Mapping[str, Any]) -> Grammar:
-    """LoRAX's has a schema beside the type."""
+    """LoRAX's format has a schema in addition to the type."""
     schema = fields.get("schema")
     if schema is None:
         return Grammar(GrammarKind.JSON_SCHEMA, _ANY_OBJECT)
@@ -79,7 +78,7 @@ def _schema_format(fields: Mapping[str, Any]) -> Grammar:
     if not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict | bool):
         raise InvalidParameterError(
             "response_format.json_schema must be an object with the schema in 'schema', as "
-            '{"name": "answer", "schema": {"type": "object"}}',
+            '{"name": "reply", "schema": {"type": "object"}}',
             param="response_format",
         )
     return json_schema(inner["schema"])

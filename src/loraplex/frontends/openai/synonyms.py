@@ -18,15 +18,15 @@ SYNONYMS: Mapping[str, str] = MappingProxyType(
 
 
 def value_of(body: SamplingBody, field: str) -> Any:
-    """What the body says in the field or in its synonym; None if in neither.
+    """Value of the field or of its synonym; None if neither is given.
 
-    Raises InvalidParameterError if they say two things.
+    Raises InvalidParameterError if they differ.
     """
     value, other_name = getattr(body, field), SYNONYMS.get(field)
     other = None if other_name is None else getattr(body, other_name)
     if value is not None and other is not None and value != other:
         raise InvalidParameterError(
-            f"{field} and {other_name} mean the same, and say {value!r} and {other!r}; "
+            f"{field} and {other_name} mean the same, and are {value!r} and {other!r}; "
             "give one of them",
             param=other_name,
         )

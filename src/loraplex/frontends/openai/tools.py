@@ -1,6 +1,6 @@
-"""What a chat body says of tools: pure functions, and every refusal.
+"""Tools of a chat body: pure functions, and every refusal.
 
-As OpenAI's chat completions have `tools`, `tool_choice` and `parallel_tool_calls`.
+Fields: `tools`, `tool_choice` and `parallel_tool_calls` of OpenAI's chat completions.
 """
 
 import json
@@ -16,7 +16,7 @@ from loraplex.frontends.openai.schema import ChatBody
 
 MAX_TOOLS: Final = 128
 MAX_TOOLS_CHARACTERS: Final = 1 << 17
-"""Of all of them together, as JSON: what a grammar may have."""
+"""Maximum size of all of them together as JSON: the limit of a grammar."""
 MAX_DESCRIPTION_CHARACTERS: Final = 1 << 14
 
 _NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")

@@ -1,5 +1,5 @@
 """Known and not in the schema: fields that clients of OpenAI, vLLM, SGLang, LoRAX and llgtrt send
-and that are refused, or have no effect here. A value that asks for nothing (null, an empty list,
+and that are refused, or have no effect here. A neutral value (null, an empty list,
 the default) is never refused.
 """
 
@@ -12,7 +12,7 @@ from loraplex.frontends.openai.schema import Body
 
 
 class Refused(NamedTuple):
-    """A field, the values that ask for nothing, and what to do instead."""
+    """A field, its neutral values, and what to do instead."""
 
     field: str
     harmless: tuple[Any, ...] = ()
@@ -43,13 +43,15 @@ REFUSED = (
     Refused("logits_processors", EMPTY, "use logit_bias, allowed_token_ids or bad_words"),
     Refused("chat_template", EMPTY, "the template of the served model is used"),
     Refused("repetition_detection", EMPTY, "use no_repeat_ngram_size or a penalty"),
-    Refused("kv_transfer_params", EMPTY, "one server computes prompt and answer"),
-    Refused("ec_transfer_params", EMPTY, "one server computes prompt and answer"),
+    Refused("kv_transfer_params", EMPTY, "one server computes prompt and output"),
+    Refused("ec_transfer_params", EMPTY, "one server computes prompt and output"),
     Refused("vllm_xargs", EMPTY, "there are no extensions to read them"),
-    Refused("thinking_token_budget", (None, -1), "max_tokens is for reasoning and answer together"),
+    Refused(
+        "thinking_token_budget", (None, -1), "max_tokens is for reasoning and message together"
+    ),
     # SGLang's
     Refused("reasoning", EMPTY, "use reasoning_effort"),
-    Refused("stop_regex", EMPTY, "use stop, or a regex for the whole answer"),
+    Refused("stop_regex", EMPTY, "use stop, or a regex for the whole output"),
     Refused("extra_key", EMPTY, "use cache_salt"),
     Refused("input_ids", EMPTY, "send them as the prompt of /v1/completions"),
     Refused("session_params", EMPTY, "send the whole conversation: its KV is found again"),
@@ -59,9 +61,9 @@ REFUSED = (
     Refused("return_routed_experts", OFF),
     Refused("return_prompt_token_ids", OFF, "use return_token_ids"),
     Refused("return_meta_info", OFF, "use return_token_ids, logprobs and usage"),
-    Refused("bootstrap_host", EMPTY, "one server computes prompt and answer"),
-    Refused("bootstrap_port", EMPTY, "one server computes prompt and answer"),
-    Refused("bootstrap_room", EMPTY, "one server computes prompt and answer"),
+    Refused("bootstrap_host", EMPTY, "one server computes prompt and output"),
+    Refused("bootstrap_port", EMPTY, "one server computes prompt and output"),
+    Refused("bootstrap_room", EMPTY, "one server computes prompt and output"),
     # LoRAX's
     Refused(
         "merged_adapters",
@@ -74,7 +76,7 @@ _BY_FIELD = {refused.field: refused for refused in REFUSED}
 
 WITHOUT_EFFECT = (
     # OpenAI's
-    Feature("user", Support.NO_EFFECT, "tenants are told apart by their API keys"),
+    Feature("user", Support.NO_EFFECT, "tenants are distinguished by their API keys"),
     Feature("safety_identifier", Support.NO_EFFECT, "as user"),
     Feature("metadata", Support.NO_EFFECT, "nothing is stored"),
     Feature("store", Support.NO_EFFECT, "nothing is stored"),
@@ -82,8 +84,10 @@ WITHOUT_EFFECT = (
     Feature("prompt_cache_key", Support.NO_EFFECT, "equal beginnings are found by themselves"),
     Feature("prompt_cache_options", Support.NO_EFFECT, "as prompt_cache_key"),
     Feature("prompt_cache_retention", Support.NO_EFFECT, "as prompt_cache_key"),
-    Feature("prediction", Support.NO_EFFECT, "guesses come from the text; see num_draft_tokens"),
-    Feature("verbosity", Support.NO_EFFECT, "say it in a message, or in chat_template_kwargs"),
+    Feature(
+        "prediction", Support.NO_EFFECT, "draft tokens come from the text; see num_draft_tokens"
+    ),
+    Feature("verbosity", Support.NO_EFFECT, "use a message, or chat_template_kwargs"),
     Feature("stream_options.include_obfuscation", Support.NO_EFFECT, "nothing is padded"),
     # vLLM's
     Feature("spaces_between_special_tokens", Support.NO_EFFECT, "the tokenizer's own spaces stay"),
@@ -93,10 +97,10 @@ WITHOUT_EFFECT = (
     Feature("session_id", Support.NO_EFFECT, "requests of a session are found by their tokens"),
     Feature("stream_interval", Support.NO_EFFECT, "tokens are sent as they come"),
     Feature("routed_experts_prompt_start", Support.NO_EFFECT, "see return_routed_experts"),
-    Feature("return_token_offsets", Support.NO_EFFECT, "nor has it in vLLM's answers"),
-    Feature("return_mm_kwargs", Support.NO_EFFECT, "nor has it in vLLM's answers"),
+    Feature("return_token_offsets", Support.NO_EFFECT, "nor has it in vLLM's responses"),
+    Feature("return_mm_kwargs", Support.NO_EFFECT, "nor has it in vLLM's responses"),
     # SGLang's
-    Feature("stream_reasoning", Support.NO_EFFECT, "a stream tells reasoning as it comes"),
+    Feature("stream_reasoning", Support.NO_EFFECT, "a stream has reasoning as it comes"),
     Feature("routed_experts_start_len", Support.NO_EFFECT, "see return_routed_experts"),
     Feature("return_cached_tokens_details", Support.NO_EFFECT, "see usage.prompt_tokens_details"),
     Feature("images_config", Support.NO_EFFECT, "there are no images"),
@@ -106,21 +110,21 @@ WITHOUT_EFFECT = (
     Feature("routed_dp_rank", Support.NO_EFFECT, "there is one engine for a model"),
     Feature("disagg_prefill_dp_rank", Support.NO_EFFECT, "there is one engine for a model"),
     Feature("data_parallel_rank", Support.NO_EFFECT, "there is one engine for a model"),
-    Feature("ngram_corpus_id", Support.NO_EFFECT, "guesses come from the text"),
+    Feature("ngram_corpus_id", Support.NO_EFFECT, "draft tokens come from the text"),
     Feature("custom_labels", Support.NO_EFFECT, "metrics have the labels model and adapter"),
     Feature("task", Support.NO_EFFECT, "no served template reads it"),
     # LoRAX's
     Feature("adapter_source", Support.NO_EFFECT, "adapters are loaded before: POST /v1/adapters"),
     Feature("api_token", Support.NO_EFFECT, "not needed for an adapter that is loaded"),
 )
-"""Taken whatever their values are: they ask for nothing that an answer would show."""
+"""Fields that are accepted with any value: they change nothing that a response shows."""
 
 
 def refuse_unsupported(
     fields: Mapping[str, Any] | None, table: Mapping[str, Refused] = _BY_FIELD
 ) -> None:
     """Raise UnsupportedFeatureError for the first field (of those not in the schema) that we know
-    and do not serve, unless its value asks for nothing."""
+    and do not serve, unless its value is neutral."""
     for field, value in (fields or {}).items():
         refused = table.get(field)
         if refused is not None and not _is_harmless(value, refused):

@@ -1,4 +1,4 @@
-"""What the requests of one call took: tokens, times, and which adapters answered."""
+"""Usage of the requests of one call: tokens, times, and the adapters that were used."""
 
 from collections.abc import Iterable, Sequence
 

@@ -1,5 +1,5 @@
 """What llgtrt's clients find here: its way to read a request, its routes, and with
---llgtrt-compat its answers.
+--llgtrt-compat its responses.
 """
 
 from loraplex.frontends.openai.llgtrt.compat import CompatDialect

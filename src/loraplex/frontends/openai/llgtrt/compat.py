@@ -1,13 +1,11 @@
-"""--llgtrt-compat: what llgtrt refuses is refused, and what it answers is answered so."""
+"""--llgtrt-compat: requests that llgtrt refuses are refused, and responses have llgtrt's form."""
 
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
 from loraplex.core.errors import InvalidParameterError, PayloadTooLargeError, RequestError
-from loraplex.frontends.openai.answers import Call, ChatWriter
-from loraplex.frontends.openai.dialect import AnswerWriter
-from loraplex.frontends.openai.llgtrt.compat_answers import CompatWriter
+from loraplex.frontends.openai.dialect import ResponseWriter
 from loraplex.frontends.openai.llgtrt.compat_errors import CompatErrors, ShapeError
 from loraplex.frontends.openai.llgtrt.compat_refusals import (
     CHAT_REFUSALS,
@@ -15,6 +13,7 @@ from loraplex.frontends.openai.llgtrt.compat_refusals import (
     check_shape,
     refuse,
 )
+from loraplex.frontends.openai.llgtrt.compat_responses import CompatWriter
 from loraplex.frontends.openai.llgtrt.compat_tools import template_tools, tool_changes
 from loraplex.frontends.openai.llgtrt.dialect import BodyT, LlgtrtDialect
 from loraplex.frontends.openai.logprobs import TokenTexts
@@ -24,9 +23,10 @@ from loraplex.frontends.openai.schema import (
     GenerationBody,
     StreamOptions,
 )
+from loraplex.frontends.openai.writers import Call, ChatWriter
 
 if TYPE_CHECKING:
-    from loraplex.frontends.openai.room import OpenAIRoom
+    from loraplex.frontends.openai.context import OpenAIContext
 
 MAX_TOKENS = 16
 
@@ -38,11 +38,11 @@ class CompatDialect(LlgtrtDialect):
     unready_status = 500
     is_ready_at_once = True
 
-    async def read(self, room: "OpenAIRoom", request: Request, schema: type[BodyT]) -> BodyT:
+    async def read(self, context: "OpenAIContext", request: Request, schema: type[BodyT]) -> BodyT:
         if "json" not in request.headers.get("content-type", "").lower():
             raise ShapeError("the body must be sent as Content-Type: application/json", 415)
         try:
-            body = await super().read(room, request, schema)
+            body = await super().read(context, request, schema)
         except PayloadTooLargeError as error:
             raise ShapeError(error.message, 413) from error
         except RequestError as error:
@@ -59,7 +59,7 @@ class CompatDialect(LlgtrtDialect):
         refuse(body, CHAT_REFUSALS)
         length = _length(body) if body.max_completion_tokens is None else {}
         tools = tool_changes(body, self.json_start_token)
-        # An answer is one text, whatever it consists of.
+        # An output is one text, whatever it consists of.
         plain = {"separate_reasoning": False}
         return super().chat_changes(body) | length | _usage(body) | tools | plain
 
@@ -67,10 +67,10 @@ class CompatDialect(LlgtrtDialect):
         return {**template_tools(body), **super().rendering(body)}
 
     def writer(
-        self, writer: AnswerWriter, call: Call, body: GenerationBody, texts: TokenTexts
-    ) -> AnswerWriter:
-        told = super().writer(writer, call, body, texts)
-        return CompatWriter(told, is_chat=isinstance(writer, ChatWriter))
+        self, writer: ResponseWriter, call: Call, body: GenerationBody, texts: TokenTexts
+    ) -> ResponseWriter:
+        inner = super().writer(writer, call, body, texts)
+        return CompatWriter(inner, is_chat=isinstance(writer, ChatWriter))
 
 
 def _length(body: GenerationBody) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def _length(body: GenerationBody) -> dict[str, Any]:
 
 
 def _usage(body: GenerationBody) -> dict[str, Any]:
-    """A stream tells it in every chunk."""
+    """Usage options: a stream has it in every chunk."""
     if not body.stream:
         return {"stream_options": None}
     return {"stream_options": StreamOptions(include_usage=True, continuous_usage_stats=True)}

@@ -46,7 +46,7 @@ class CompatErrors:
     def event_type(self) -> type[msgspec.Struct]:
         return CompatErrorEvent
 
-    def answers(self, kinds: Iterable[type[LoraplexError]]) -> Iterable[Answer]:
+    def responses(self, kinds: Iterable[type[LoraplexError]]) -> Iterable[Answer]:
         return by_status(row for kind in kinds for row in _rows(kind))
 
     def events(self, error: LoraplexError) -> tuple[msgspec.Struct, ...]:

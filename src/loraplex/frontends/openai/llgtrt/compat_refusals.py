@@ -12,8 +12,8 @@ ROLES: Final = ("system", "user", "assistant", "tool")
 
 class CompatRefusal(NamedTuple):
     field: str
-    asks: Callable[[Any], bool]
-    """Of the body: whether it asks for this."""
+    applies: Callable[[Any], bool]
+    """Whether a body uses the feature."""
     message: str
 
 
@@ -53,9 +53,9 @@ CHAT_REFUSALS: Final = (
 
 
 def refuse(body: GenerationBody, refusals: Sequence[CompatRefusal]) -> None:
-    """Raises InvalidParameterError for the first that the body asks for."""
+    """Raise InvalidParameterError for the first feature that the body uses."""
     for refusal in refusals:
-        if refusal.asks(body):
+        if refusal.applies(body):
             raise InvalidParameterError(refusal.message, param=refusal.field)
 
 

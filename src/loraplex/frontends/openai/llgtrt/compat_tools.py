@@ -1,4 +1,4 @@
-"""Tools as llgtrt has them: a grammar keeps the answer to a call, which is plain content."""
+"""Tools as in llgtrt: a grammar constrains the output to a call, which is plain content."""
 
 import json
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ this name is taken out."""
 
 
 def tool_changes(body: ChatBody, start_token: str) -> dict[str, Any]:
-    """What the fields become, so that the tools are a format of the answer."""
+    """Fields of the body with the tools turned into a format of the output."""
     if not body.tools:
         return {"tools": None, "tool_choice": None, _TOOLS: None}
     grammar = tools_grammar(body.tools, body.tool_choice or "auto", start_token)
@@ -32,7 +32,7 @@ def template_tools(body: ChatBody) -> dict[str, Any]:
 
 
 def tools_grammar(tools: list[Any], choice: str | dict[str, Any], start_token: str) -> str | None:
-    """In Lark. None: the answer is free. Raises InvalidParameterError for another choice."""
+    """Grammar in Lark; None: the output is free. Raises InvalidParameterError for other choices."""
     match choice:
         case "none":
             return None

@@ -13,12 +13,12 @@ from loraplex.frontends.openai.dialect import Dialect
 from loraplex.frontends.openai.schema import ChatBody, CompletionBody, GenerationBody
 
 if TYPE_CHECKING:
-    from loraplex.frontends.openai.room import OpenAIRoom
+    from loraplex.frontends.openai.context import OpenAIContext
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
 
 MIN_TOKENS: Final = 1
-"""Of an answer, if the request does not say: an empty one is not meant."""
+"""Default minimum length: an empty output is not intended."""
 
 
 class LlgtrtDialect(Dialect):
@@ -31,17 +31,17 @@ class LlgtrtDialect(Dialect):
         self._has_lora_root = has_lora_root
         self.json_start_token = json_start_token
 
-    async def completion_body(self, room: "OpenAIRoom", request: Request) -> CompletionBody:
-        body = await self.read(room, request, CompletionBody)
+    async def completion_body(self, context: "OpenAIContext", request: Request) -> CompletionBody:
+        body = await self.read(context, request, CompletionBody)
         return body.model_copy(update=self.completion_changes(body))
 
-    async def chat_body(self, room: "OpenAIRoom", request: Request) -> ChatBody:
-        body = await self.read(room, request, ChatBody)
+    async def chat_body(self, context: "OpenAIContext", request: Request) -> ChatBody:
+        body = await self.read(context, request, ChatBody)
         return body.model_copy(update=self.chat_changes(body))
 
-    async def read(self, room: "OpenAIRoom", request: Request, schema: type[BodyT]) -> BodyT:
+    async def read(self, context: "OpenAIContext", request: Request, schema: type[BodyT]) -> BodyT:
         """The body as it was sent."""
-        return await room.body(request, schema)
+        return await context.body(request, schema)
 
     def completion_changes(self, body: CompletionBody) -> dict[str, Any]:
         """What the fields become. Raises InvalidParameterError."""
@@ -53,17 +53,19 @@ class LlgtrtDialect(Dialect):
         add_bos = True if body.add_special_tokens is None else body.add_special_tokens
         return _changes(body) | {"add_special_tokens": add_bos}
 
-    def target(self, room: "OpenAIRoom", body: GenerationBody, principal: Principal) -> Target:
+    def target(
+        self, context: "OpenAIContext", body: GenerationBody, principal: Principal
+    ) -> Target:
         if body.lora_model:
-            self._check_name(room, body.lora_model, principal)
-        return Target(room.backend.models(principal)[0], None)
+            self._check_name(context, body.lora_model, principal)
+        return Target(context.backend.models(principal)[0], None)
 
     def rendering(self, body: ChatBody) -> dict[str, Any]:
         arguments = super().rendering(body)
         variables = {"date_string": _today(), **(arguments["template_kwargs"] or {})}
         return arguments | {"template_kwargs": variables, "omits_absent": True}
 
-    def _check_name(self, room: "OpenAIRoom", name: str, principal: Principal) -> None:
+    def _check_name(self, context: "OpenAIContext", name: str, principal: Principal) -> None:
         path = PurePath(name)
         if path.is_absolute() or ".." in path.parts or "\0" in name:
             raise InvalidParameterError(
@@ -73,7 +75,7 @@ class LlgtrtDialect(Dialect):
         if self._has_lora_root:
             return
         try:
-            room.backend.find(name, principal)
+            context.backend.find(name, principal)
         except ModelNotFoundError:
             raise InvalidParameterError(
                 f"lora_model specified but lora_root not set: there is no adapter {name!r}, and "
@@ -83,7 +85,7 @@ class LlgtrtDialect(Dialect):
 
 
 def check_tools(body: ChatBody) -> None:
-    """Raises InvalidParameterError if tools and a format both say what the answer is."""
+    """Raise InvalidParameterError if tools and a format both constrain the output."""
     kind = (body.response_format or {}).get("type", "text")
     if body.tools and kind != "text":
         raise InvalidParameterError(
@@ -112,6 +114,6 @@ def _changes(body: GenerationBody) -> dict[str, Any]:
 
 
 def _today() -> str:
-    """As its templates have it: ` 2 November 2026`."""
+    """Date in the form of its templates: ` 2 November 2026`."""
     now = datetime.datetime.now(datetime.UTC)
     return f"{now.day:2d} {now:%B %Y}"

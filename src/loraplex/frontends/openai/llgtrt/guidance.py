@@ -18,13 +18,13 @@ from loraplex.core.request import GenerateRequest
 from loraplex.frontends.openai import convert
 from loraplex.frontends.openai.adapter_fields import Target, adapter_choices
 from loraplex.frontends.openai.adapter_headers import DIGESTS
-from loraplex.frontends.openai.answers import adapter_headers
+from loraplex.frontends.openai.context import OpenAIContext, request_id
 from loraplex.frontends.openai.generation import ENDS
 from loraplex.frontends.openai.rendering import rendered_chat
-from loraplex.frontends.openai.room import OpenAIRoom, request_id
 from loraplex.frontends.openai.sampling import sampling_params
 from loraplex.frontends.openai.schema import GenerationBody, Message
 from loraplex.frontends.openai.sse import EventStream
+from loraplex.frontends.openai.writers import adapter_headers
 from loraplex.frontends.openapi.operation import ANY_ERROR, Answer, described, events_of, json_body
 from loraplex.frontends.streams import generate_all
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 MAX_TOKENS: Final = 16
 CONTROLLER: Final = "llguidance"
 LOG_PREFIX: Final = "JSON-OUT: "
-"""Of the lines of a fork's logs that its client reads."""
+"""Prefix of the lines in a fork's logs that its client reads."""
 
 
 class GuidanceBody(GenerationBody):
@@ -86,8 +86,8 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class GuidanceEndpoints:
-    def __init__(self, room: OpenAIRoom) -> None:
-        self._room = room
+    def __init__(self, context: OpenAIContext) -> None:
+        self._context = context
 
     @described(
         Answer(200, (events_of(InitialRun, ENDS), events_of(Run, ENDS))),
@@ -98,13 +98,14 @@ class GuidanceEndpoints:
     )
     async def run(self, request: Request) -> Response:
         """Text that a grammar of Guidance's clients constrains, as events."""
-        principal = self._room.principal(request)
-        body = await self._room.body(request, GuidanceBody)
-        dialect = self._room.options.dialect
-        target = dialect.target(self._room, body, principal)
-        asked = await self._request(request, body, target)
+        principal = self._context.principal(request)
+        body = await self._context.body(request, GuidanceBody)
+        dialect = self._context.options.dialect
+        target = dialect.target(self._context, body, principal)
+        generation = await self._request(request, body, target)
         outputs = _steps(
-            generate_all(self._room.backend, (asked,), principal), asked.sampling.grammar
+            generate_all(self._context.backend, (generation,), principal),
+            generation.sampling.grammar,
         )
         model = body.model or target.model.name
         writer = RunWriter(f"run-{request_id(request)}", model)
@@ -113,7 +114,7 @@ class GuidanceEndpoints:
     async def _request(
         self, request: Request, body: GuidanceBody, target: Target
     ) -> GenerateRequest:
-        backend = self._room.backend
+        backend = self._context.backend
         grammar = _grammar(body)
         prompt, is_chat = await self._prompt(body, target)
         fields: dict[str, Any] = {"max_tokens": body.max_tokens or MAX_TOKENS, "logprobs": 0}
@@ -138,7 +139,7 @@ class GuidanceEndpoints:
             raise InvalidParameterError("give prompt or messages, one of them", param="prompt")
         if body.messages is None:
             return body.prompt or "", False
-        return await rendered_chat(self._room.backend, target.model, body.messages), True
+        return await rendered_chat(self._context.backend, target.model, body.messages), True
 
 
 def _grammar(body: GuidanceBody) -> Grammar:
@@ -159,7 +160,7 @@ def _grammar(body: GuidanceBody) -> Grammar:
 async def _steps(
     outputs: AsyncGenerator[tuple[int, RequestOutput], None], grammar: Grammar | None
 ) -> AsyncGenerator[Step, None]:
-    """The outputs with their captures, which are read beside the event loop."""
+    """Outputs with their captures, which are parsed in a thread."""
     readers: dict[int, CaptureReader] = {}
     async with aclosing(outputs):
         before = time.perf_counter()

@@ -1,4 +1,4 @@
-"""llgtrt's health routes: does the process answer, may requests come, does the model answer."""
+"""llgtrt's health routes: process alive, ready for requests, model alive."""
 
 from typing import Final
 
@@ -8,7 +8,7 @@ from starlette.responses import PlainTextResponse, Response
 from loraplex.core.errors import LoraplexError, RateLimitedError
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.frontends.openai.room import OpenAIRoom
+from loraplex.frontends.openai.context import OpenAIContext
 from loraplex.frontends.openapi.operation import OF_NAMES, Answer, described, text
 from loraplex.frontends.streams import gather_all, until_disconnect
 
@@ -22,33 +22,33 @@ PROBE_PRIORITY: Final = -10
 
 
 class LlgtrtHealth:
-    def __init__(self, room: OpenAIRoom) -> None:
-        self._room = room
-        self._dialect = room.options.dialect
+    def __init__(self, context: OpenAIContext) -> None:
+        self._context = context
+        self._dialect = context.options.dialect
 
     @described(text(), text(503, "The server does not serve."), tag="health")
     async def live(self, request: Request) -> Response:
-        """Whether the process answers."""
+        """Whether the process is alive."""
         del request
-        return self._answer(is_good=self._room.backend.health().live)
+        return self._response(is_good=self._context.backend.health().live)
 
     @described(Answer(200), text(503, "Why it is not."), tag="health")
     async def ready(self, request: Request) -> Response:
-        """With the reason if it is not: starting, draining, or an engine that is away."""
+        """Readiness; else the reason: starting, draining, or an engine that is restarting."""
         del request
-        health = self._room.backend.health()
+        health = self._context.backend.health()
         if health.ready or self._dialect.is_ready_at_once:
             return Response(status_code=200)
         return PlainTextResponse(health.reason, self._dialect.unready_status)
 
-    @described(text(), text(503, "It has not answered."), tag="health", errors=OF_NAMES)
+    @described(text(), text(503, "It has not responded."), tag="health", errors=OF_NAMES)
     async def model(self, request: Request) -> Response:
-        """Lets the first model write two tokens, before what waits: a request of who asks."""
-        principal = self._room.principal(request)
-        backend = self._room.backend
+        """Generate two tokens with the first model, ahead of the queue, as the caller's request."""
+        principal = self._context.principal(request)
+        backend = self._context.backend
         probe = GenerateRequest(
             request_id=backend.new_request_id(),
-            model=self._room.target(None, principal).model.name,
+            model=self._context.target(None, principal).model.name,
             prompt=PROBE_PROMPT,
             sampling=SamplingParams(max_tokens=PROBE_TOKENS),
             priority=PROBE_PRIORITY,
@@ -59,10 +59,10 @@ class LlgtrtHealth:
         except RateLimitedError:
             raise  # of the tenant: the model may be well
         except LoraplexError:
-            return self._answer(is_good=False)
-        return self._answer(is_good=True)
+            return self._response(is_good=False)
+        return self._response(is_good=True)
 
-    def _answer(self, *, is_good: bool) -> Response:
+    def _response(self, *, is_good: bool) -> Response:
         return PlainTextResponse(
             GOOD if is_good else BAD, 200 if is_good else self._dialect.unready_status
         )

@@ -1,4 +1,4 @@
-"""From LoRAX's body to the completion that it means."""
+"""Conversion of LoRAX's body to a completion's body."""
 
 from typing import Any, Final
 

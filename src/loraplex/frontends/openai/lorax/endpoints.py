@@ -12,9 +12,8 @@ from loraplex.core.request import GenerateRequest
 from loraplex.frontends.openai import convert
 from loraplex.frontends.openai.adapter_fields import ADAPTER_HEADER, Target
 from loraplex.frontends.openai.adapter_headers import BY_HEADER, DIGESTS
-from loraplex.frontends.openai.answers import adapter_headers
+from loraplex.frontends.openai.context import OpenAIContext, request_id
 from loraplex.frontends.openai.logprobs import TokenTexts
-from loraplex.frontends.openai.lorax.answers import LoraxWriter
 from loraplex.frontends.openai.lorax.convert import completion_body, named_as_sent
 from loraplex.frontends.openai.lorax.errors import LORAX_ERRORS
 from loraplex.frontends.openai.lorax.schema import (
@@ -23,10 +22,11 @@ from loraplex.frontends.openai.lorax.schema import (
     Parameters,
     StreamedToken,
 )
+from loraplex.frontends.openai.lorax.writer import LoraxWriter
 from loraplex.frontends.openai.rendering import rendered_chat
-from loraplex.frontends.openai.room import OpenAIRoom, request_id
 from loraplex.frontends.openai.schema import Message
 from loraplex.frontends.openai.sse import EventStream
+from loraplex.frontends.openai.writers import adapter_headers
 from loraplex.frontends.openapi.operation import (
     ANY_ERROR,
     JSON,
@@ -41,10 +41,10 @@ from loraplex.frontends.streams import gather_all, generate_all, until_disconnec
 
 
 class LoraxEndpoints:
-    """The first base model answers: a LoRAX server has one."""
+    """Endpoints of the first base model: a LoRAX server has one."""
 
-    def __init__(self, room: OpenAIRoom) -> None:
-        self._room = room
+    def __init__(self, context: OpenAIContext) -> None:
+        self._context = context
 
     @described(
         json_of(Generated),
@@ -55,9 +55,9 @@ class LoraxEndpoints:
         errors=ANY_ERROR,
     )
     async def generate(self, request: Request) -> Response:
-        """Text after a prompt, as LoRAX tells it."""
-        principal = self._room.principal(request)
-        body = await self._room.body(request, GenerateBody)
+        """Generate text after a prompt; the response has LoRAX's form."""
+        principal = self._context.principal(request)
+        body = await self._context.body(request, GenerateBody)
         return await self._whole(request, principal, body, in_list=False)
 
     @described(
@@ -70,8 +70,8 @@ class LoraxEndpoints:
     )
     async def generate_stream(self, request: Request) -> Response:
         """Text after a prompt, token by token."""
-        principal = self._room.principal(request)
-        body = await self._room.body(request, GenerateBody)
+        principal = self._context.principal(request)
+        body = await self._context.body(request, GenerateBody)
         return await self._stream(request, principal, body)
 
     @described(
@@ -83,9 +83,9 @@ class LoraxEndpoints:
         errors=ANY_ERROR,
     )
     async def either(self, request: Request) -> Response:
-        """Text after a prompt: as `stream` says. A whole answer is a list of one."""
-        principal = self._room.principal(request)
-        body = await self._room.body(request, GenerateBody)
+        """Generate text, streamed if `stream` is set. A whole response is a list of one."""
+        principal = self._context.principal(request)
+        body = await self._context.body(request, GenerateBody)
         if body.stream:
             return await self._stream(request, principal, body)
         return await self._whole(request, principal, body, in_list=True)
@@ -95,14 +95,16 @@ class LoraxEndpoints:
     ) -> Response:
         parameters = body.parameters or Parameters()
         with_details = bool(parameters.details)
-        asked, texts = await self._asked(request, principal, body, shows_tokens=with_details)
+        completion_request, texts = await self._request(
+            request, principal, body, shows_tokens=with_details
+        )
         writer = _writer(body, parameters, texts)
         [output] = await until_disconnect(
-            request.receive, gather_all(self._room.backend, asked, principal)
+            request.receive, gather_all(self._context.backend, completion_request, principal)
         )
-        answer = writer.whole(output, with_details=with_details)
+        response = writer.whole(output, with_details=with_details)
         return Response(
-            msgspec.json.encode([answer] if in_list else answer),
+            msgspec.json.encode([response] if in_list else response),
             headers=adapter_headers(output),
             media_type="application/json",
         )
@@ -113,37 +115,41 @@ class LoraxEndpoints:
             raise InvalidParameterError(
                 "decoder_input_details is not for a stream", param="decoder_input_details"
             )
-        asked, texts = await self._asked(request, principal, body, shows_tokens=True)
+        completion_request, texts = await self._request(request, principal, body, shows_tokens=True)
         writer = _writer(body, parameters, texts)
-        outputs = generate_all(self._room.backend, asked, principal)
+        outputs = generate_all(self._context.backend, completion_request, principal)
         return EventStream(outputs, writer, request_id(request), LORAX_ERRORS, end=b"")
 
-    async def _asked(
+    async def _request(
         self, request: Request, principal: Principal, body: GenerateBody, *, shows_tokens: bool
     ) -> tuple[Sequence[GenerateRequest], TokenTexts]:
-        target = self._room.target(None, principal)
+        target = self._context.target(None, principal)
         parameters = body.parameters or Parameters()
         origin = convert.Origin(
             request_id(request),
-            self._room.backend.new_request_id,
+            self._context.backend.new_request_id,
             request.headers.get(ADAPTER_HEADER, ""),
         )
         try:
             completion = completion_body(
                 await self._prompt(body, parameters, target), parameters, shows_tokens=shows_tokens
             )
-            [asked] = convert.completion_requests(completion, target, origin, max_prompts=1)
+            [completion_request] = convert.completion_requests(
+                completion, target, origin, max_prompts=1
+            )
         except InvalidParameterError as error:
             raise named_as_sent(error) from None
-        sampling = msgspec.structs.replace(asked.sampling, max_tokens=parameters.max_new_tokens)
-        texts = TokenTexts(self._room.backend, target.model.name)
-        return (msgspec.structs.replace(asked, sampling=sampling),), texts
+        sampling = msgspec.structs.replace(
+            completion_request.sampling, max_tokens=parameters.max_new_tokens
+        )
+        texts = TokenTexts(self._context.backend, target.model.name)
+        return (msgspec.structs.replace(completion_request, sampling=sampling),), texts
 
     async def _prompt(self, body: GenerateBody, parameters: Parameters, target: Target) -> str:
         if not parameters.apply_chat_template:
             return body.inputs
         messages = [Message(role="user", content=body.inputs)]
-        return await rendered_chat(self._room.backend, target.model, messages)
+        return await rendered_chat(self._context.backend, target.model, messages)
 
 
 def _writer(body: GenerateBody, parameters: Parameters, texts: TokenTexts) -> LoraxWriter:

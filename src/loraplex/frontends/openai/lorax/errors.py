@@ -1,4 +1,4 @@
-"""How LoRAX tells an error: a text and its kind."""
+"""Errors in LoRAX's form: a text and its kind."""
 
 from collections.abc import Iterable
 
@@ -35,7 +35,7 @@ class LoraxErrors:
     def event_type(self) -> type[msgspec.Struct]:
         return ErrorText
 
-    def answers(self, kinds: Iterable[type[LoraplexError]]) -> Iterable[Answer]:
+    def responses(self, kinds: Iterable[type[LoraplexError]]) -> Iterable[Answer]:
         return by_status((_status(wire_row(kind).status), _media(kind)) for kind in kinds)
 
 
@@ -44,7 +44,7 @@ def _status(openais: int) -> int:
 
 
 def _media(kind: type[LoraplexError]) -> Media:
-    """The server's door, which asks for the key, speaks as OpenAI."""
+    """Form of an error: authentication errors have OpenAI's."""
     return Media(JSON, ErrorBody if issubclass(kind, UnauthenticatedError) else ErrorText)
 
 

@@ -1,4 +1,4 @@
-"""The bodies of LoRAX's own routes, and what they answer."""
+"""Bodies and responses of LoRAX's own routes."""
 
 from typing import Annotated, Any, Literal
 
@@ -12,15 +12,15 @@ class Parameters(Body):
     adapter_id: str | None = None
     """An adapter of the base model."""
     adapter_source: Literal["hub", "local", "s3", "pbase"] | None = None
-    """Without effect: adapters are loaded before."""
+    """No effect: adapters are loaded in advance."""
     api_token: str | None = None
-    """Without effect."""
+    """No effect."""
     max_new_tokens: int | None = None
-    """Absent: as many as there is room for."""
+    """Default: the rest of the model's maximum length."""
     best_of: int | None = None
-    """So many answers are made, the likeliest comes back."""
+    """Number of outputs to generate; the likeliest is returned."""
     do_sample: bool | None = None
-    """Without this, temperature, top_k and top_p, the answer is greedy."""
+    """Sample; greedy if this, temperature, top_k and top_p are all absent."""
     temperature: float | None = None
     """0 is greedy."""
     top_k: int | None = None
@@ -32,19 +32,19 @@ class Parameters(Body):
     seed: int | None = None
     """64 bits."""
     stop: Annotated[list[str], Field(fail_fast=True)] | None = None
-    """The answer ends with the text that ended it."""
+    """Include the stop string in the output."""
     ignore_eos_token: bool | None = None
-    """The model's end token does not end the answer."""
+    """The model's end token does not end the output."""
     truncate: int | None = None
-    """Of a longer prompt only the last tokens are used."""
+    """Keep only the last so many tokens of a longer prompt."""
     return_full_text: bool | None = None
-    """The answer begins with the prompt."""
+    """The output begins with the prompt."""
     details: bool | None = None
-    """Tokens and counts beside the text."""
+    """Return tokens and counts in addition to the text."""
     decoder_input_details: bool | None = None
-    """With details, the tokens of the prompt; not in a stream."""
+    """Return the tokens of the prompt, if details is set; not in a stream."""
     return_k_alternatives: int | None = None
-    """With details or in a stream, the likeliest tokens at each position, up to 20."""
+    """Number of likely tokens at each position, up to 20, with details or in a stream."""
     apply_chat_template: bool | None = None
     """The prompt is a user's message."""
     response_format: dict[str, Any] | None = None
@@ -57,7 +57,7 @@ class GenerateBody(Body):
     parameters: Parameters | None = None
     """See below."""
     stream: bool | None = None
-    """Of POST /."""
+    """Body of POST /."""
 
 
 class AlternativeToken(Struct, frozen=True):

@@ -1,10 +1,10 @@
 """A response before its first token: what it repeats of its request."""
 
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.frontends.openai.answers import Call
 from loraplex.frontends.openai.responses_api import objects as wire
 from loraplex.frontends.openai.responses_api.schema import ResponsesBody
 from loraplex.frontends.openai.responses_api.tools import shown_tools
+from loraplex.frontends.openai.writers import Call
 
 
 def begun(body: ResponsesBody, call: Call, *, is_kept: bool) -> wire.ResponseObject:

@@ -1,4 +1,4 @@
-"""Which tokens made the content of an answer that also has reasoning and calls."""
+"""Tokens of the content of an output that also has reasoning and calls."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,7 +12,7 @@ class ContentLogprobs:
     """Keeps log probabilities until it is known what their tokens belong to."""
 
     def __init__(self, texts: TokenTexts, *, is_all_content: bool) -> None:
-        """is_all_content: nothing in the answer is told apart."""
+        """is_all_content: the output is not split."""
         self._texts = texts
         self._is_all_content = is_all_content
         self._waiting: list[TokenLogprob] = []

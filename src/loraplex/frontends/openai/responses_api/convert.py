@@ -1,4 +1,4 @@
-"""From a body of the Responses API to a chat body: pure functions, and every refusal."""
+"""Conversion of a Responses API body to a chat body: pure functions, and every refusal."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -27,7 +27,7 @@ INCLUDABLE: Final = (
 MAX_PAIRS: Final = 16
 MAX_KEY: Final = 64
 MAX_VALUE: Final = 512
-"""Of metadata; the last two in characters."""
+"""Limits of metadata; the last two in characters."""
 
 _OWN_WAY: Final = frozenset(
     {"tools", "tool_choice", "stream", "stream_options", "top_logprobs", "user"}
@@ -94,7 +94,7 @@ def chat_body(body: ResponsesBody, items: Sequence[Item]) -> ChatBody:
 
 
 def _logprobs(body: ResponsesBody) -> dict[str, Any]:
-    """top_logprobs is checked even where nothing is to be told of them."""
+    """Log probability fields; top_logprobs is checked even if it is not used."""
     if not includes_logprobs(body) and 0 <= (body.top_logprobs or 0) <= 20:
         return {}
     return {"logprobs": True, "top_logprobs": body.top_logprobs}

@@ -17,8 +17,13 @@ from loraplex.core.errors import (
 )
 from loraplex.core.principal import Principal
 from loraplex.frontends.openai.adapter_headers import BY_HEADER, DIGESTS
-from loraplex.frontends.openai.answers import Call
-from loraplex.frontends.openai.chat import AskedChat, asked_chat
+from loraplex.frontends.openai.chat import ChatRequest, chat_request
+from loraplex.frontends.openai.context import (
+    OpenAIContext,
+    adopt_request_id,
+    json_response,
+    request_id,
+)
 from loraplex.frontends.openai.generation import origin
 from loraplex.frontends.openai.logprobs import TokenTexts
 from loraplex.frontends.openai.responses_api import convert
@@ -37,14 +42,9 @@ from loraplex.frontends.openai.responses_api.schema import ResponsesBody
 from loraplex.frontends.openai.responses_api.store import ResponseStore, StoredResponse
 from loraplex.frontends.openai.responses_api.truncation import count_tokens, fitting
 from loraplex.frontends.openai.responses_api.writer import ResponseWriter
-from loraplex.frontends.openai.room import (
-    OpenAIRoom,
-    adopt_request_id,
-    json_response,
-    request_id,
-)
 from loraplex.frontends.openai.sse import EventStream, just_output
 from loraplex.frontends.openai.synonyms import value_of
+from loraplex.frontends.openai.writers import Call
 from loraplex.frontends.openapi.operation import (
     ANY_ERROR,
     JSON,
@@ -70,9 +70,9 @@ _PAGING: Final = (
 class ResponsesEndpoints:
     """Body in, response or event stream out. A client that goes away aborts its request."""
 
-    def __init__(self, room: OpenAIRoom) -> None:
-        self._room = room
-        self._store = ResponseStore(room.options.stored_responses)
+    def __init__(self, context: OpenAIContext) -> None:
+        self._context = context
+        self._store = ResponseStore(context.options.stored_responses)
 
     @described(
         Answer(200, (Media(JSON, wire.ResponseObject), events_of(wire.AnyEvent, _EVENTS))),
@@ -84,13 +84,13 @@ class ResponsesEndpoints:
     )
     async def create(self, request: Request) -> Response:
         """A response to an input. With stream it comes as events."""
-        principal = self._room.principal(request)
+        principal = self._context.principal(request)
         body = await self._body(request)
         items = self._conversation(body, principal)
         with in_own_words():
-            asked = await self._asked(request, body, items, principal)
-        writer = self._writer(body, asked, items, principal)
-        outputs = generate_all(self._room.backend, asked.requests, principal)
+            chat = await self._chat_request(request, body, items, principal)
+        writer = self._writer(body, chat, items, principal)
+        outputs = generate_all(self._context.backend, chat.requests, principal)
         if body.stream:
             errors = StreamErrors(writer.failure)
             return EventStream(
@@ -110,13 +110,13 @@ class ResponsesEndpoints:
     )
     async def count_input_tokens(self, request: Request) -> Response:
         """How many tokens an input has."""
-        principal = self._room.principal(request)
+        principal = self._context.principal(request)
         body = await self._body(request)
         items = self._conversation(body, principal)
         with in_own_words():
             chat = convert.chat_body(body, items)
-            target = self._room.options.dialect.target(self._room, chat, principal)
-            num_tokens = await count_tokens(self._room, chat, target)
+            target = self._context.options.dialect.target(self._context, chat, principal)
+            num_tokens = await count_tokens(self._context, chat, target)
         return json_response(wire.InputTokens(input_tokens=num_tokens))
 
     @described(
@@ -138,7 +138,7 @@ class ResponsesEndpoints:
     async def delete(self, request: Request) -> Response:
         """A response is no longer kept."""
         response_id = request.path_params["response_id"]
-        self._store.remove(self._room.principal(request).tenant, response_id)
+        self._store.remove(self._context.principal(request).tenant, response_id)
         return json_response(wire.Deleted(id=response_id))
 
     @described(tag="responses", errors=(InvalidParameterError, ResponseNotFoundError))
@@ -158,27 +158,27 @@ class ResponsesEndpoints:
         errors=(InvalidParameterError, ResponseNotFoundError),
     )
     async def input_items(self, request: Request) -> Response:
-        """What a response that is kept has answered, with what came before."""
+        """Input items of a stored response, including earlier ones."""
         items: list[Item] = msgspec.json.decode(self._stored(request).given)
         return json_response(page(items, request.query_params))
 
-    async def _asked(
+    async def _chat_request(
         self, request: Request, body: ResponsesBody, items: list[Item], principal: Principal
-    ) -> AskedChat:
+    ) -> ChatRequest:
         chat = convert.chat_body(body, items)
         if body.truncation == "auto":
-            chat = await fitting(self._room, chat, principal)
-        return await asked_chat(self._room, chat, principal, origin(self._room, request))
+            chat = await fitting(self._context, chat, principal)
+        return await chat_request(self._context, chat, principal, origin(self._context, request))
 
     def _writer(
-        self, body: ResponsesBody, asked: AskedChat, items: list[Item], principal: Principal
+        self, body: ResponsesBody, chat: ChatRequest, items: list[Item], principal: Principal
     ) -> ResponseWriter:
-        model = asked.requests[0].model
+        model = chat.requests[0].model
         call = Call(
             response_id=new_id("resp"),
             created=int(time.time()),
             model=model if body.model is None else body.model,
-            requests=asked.requests,
+            requests=chat.requests,
         )
         is_kept = body.store is not False and self._store.is_open
 
@@ -187,11 +187,11 @@ class ResponsesEndpoints:
                 self._keep(principal, items, response)
 
         first = begun(body, call, is_kept=is_kept)
-        texts = TokenTexts(self._room.backend, model)
-        return ResponseWriter(first, call, texts, asked.reading, keep)
+        texts = TokenTexts(self._context.backend, model)
+        return ResponseWriter(first, call, texts, chat.reading, keep)
 
     async def _body(self, request: Request) -> ResponsesBody:
-        body = await self._room.body(request, ResponsesBody)
+        body = await self._context.body(request, ResponsesBody)
         adopt_request_id(request, value_of(body, "request_id"))
         convert.check(body)
         return body
@@ -218,14 +218,14 @@ class ResponsesEndpoints:
         self._store.keep(principal.tenant, response.id, stored)
 
     def _stored(self, request: Request) -> StoredResponse:
-        tenant = self._room.principal(request).tenant
+        tenant = self._context.principal(request).tenant
         return self._store.get(tenant, request.path_params["response_id"])
 
 
 async def _run(
     outputs: AsyncGenerator[IndexedOutput, None], writer: ResponseWriter
 ) -> Mapping[str, str]:
-    """To the end; the events are told to nobody. Gives the headers."""
+    """Run to the end without sending events. Return the headers."""
     headers: Mapping[str, str] = {}
     async with aclosing(outputs):
         async for item in outputs:
@@ -241,6 +241,6 @@ def _exhaust(events: Any) -> None:
 
 
 def _event(event: wire.Event) -> bytes:
-    """With its name in a line of its own, as OpenAI's."""
+    """Event with its name in a line of its own, as OpenAI's."""
     name = str(event.__struct_config__.tag).encode()
     return b"event: " + name + b"\ndata: " + msgspec.json.encode(event) + b"\n\n"

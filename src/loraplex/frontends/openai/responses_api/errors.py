@@ -41,7 +41,7 @@ def in_own_words() -> Iterator[None]:
 
 
 class StreamErrors(OpenAIErrors):
-    """Of one response that is streamed. failure: the last events of its stream."""
+    """Errors of one streamed response. failure: the last events of its stream."""
 
     def __init__(self, failure: Callable[[LoraplexError], Iterable[msgspec.Struct]]) -> None:
         self._failure = failure
@@ -62,7 +62,7 @@ def error_detail(error: LoraplexError) -> ErrorDetail:
 
 
 def response_error(error: LoraplexError) -> wire.ResponseError:
-    """By OpenAI's few codes of a response that failed."""
+    """Error with one of OpenAI's few codes for a failed response."""
     code = "server_error"
     if isinstance(error, RequestError):
         code = "invalid_prompt"

@@ -1,4 +1,4 @@
-"""From the items of an input to the messages of a chat: pure functions, and every refusal.
+"""Conversion of input items to the messages of a chat: pure functions, and every refusal.
 
 What the model wrote in one turn (reasoning, text, calls) is several items here and one message in a
 chat.
@@ -11,7 +11,7 @@ from typing import Any, Final
 from loraplex.core.errors import InvalidParameterError, UnsupportedFeatureError
 
 MAX_ITEMS: Final = 8192
-"""Of a whole conversation."""
+"""Maximum number of items in a whole conversation."""
 _ROLES: Final = ("user", "system", "developer", "assistant")
 _TEXT_PARTS: Final = ("input_text", "output_text", "text")
 _SERVED: Final = ("message", "function_call", "function_call_output", "reasoning")
@@ -20,7 +20,7 @@ Item = dict[str, Any]
 
 
 def new_id(prefix: str) -> str:
-    """Of an item or a response; nobody guesses it."""
+    """Return a random id of an item or a response."""
     return f"{prefix}_{secrets.token_hex(24)}"
 
 
@@ -32,7 +32,7 @@ def read_input(given: str | Sequence[Mapping[str, Any]]) -> list[Item]:
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     if not given:
-        raise _invalid("input", "is an empty list: it has nothing to answer")
+        raise _invalid("input", "is an empty list: there is nothing to respond to")
     if len(given) > MAX_ITEMS:
         raise _invalid("input", f"has {len(given)} items; at most {MAX_ITEMS} are allowed")
     return [_item(item, f"input[{index}]") for index, item in enumerate(given)]

@@ -1,4 +1,4 @@
-"""What /v1/responses answers: OpenAI's response object, its items and its events."""
+"""OpenAI's response object of /v1/responses, its items and its events."""
 
 from typing import Any, Literal
 
@@ -111,7 +111,7 @@ class Event(Struct, frozen=True, kw_only=True, tag_field="type"):
     """One event of a stream; its tag is its name."""
 
     sequence_number: int
-    """From 0, one by one."""
+    """Number of the event, starting at 0."""
 
 
 class ResponseEvent(Event, frozen=True, kw_only=True):

@@ -1,7 +1,7 @@
-"""From what an answer was read as to the items of a response, and the events that tell them.
+"""Conversion of parsed output to the items of a response, and their events.
 
 One item is open at a time: reasoning, then content and calls in the order in which the model wrote
-them. However an answer is split, its items are the same.
+them. However an output is split into chunks, its items are the same.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -124,7 +124,7 @@ class _Message:
 class _Call:
     def __init__(self, number: Number, output_index: int, first: CallDelta) -> None:
         self.index = first.index
-        """Of the call among the calls of its answer."""
+        """Index of the call among those of its message."""
         self._number = number
         self._output_index = output_index
         self._id = new_id("fc")
@@ -185,12 +185,12 @@ class OutputItems:
         self._open: _OpenItem | None = None
 
     @property
-    def is_answering(self) -> bool:
-        """Content or a call has begun: what the model thinks before it answers is over."""
+    def has_begun(self) -> bool:
+        """Whether content or a call has begun: the reasoning is over."""
         return isinstance(self._open, _Message | _Call)
 
     def so_far(self) -> list[wire.OutputItem]:
-        """With what is open, as it is."""
+        """Items so far, including the open one."""
         unfinished = [] if self._open is None else [self._open.item("incomplete")]
         return [*self._done, *unfinished]
 

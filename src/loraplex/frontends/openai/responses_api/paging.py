@@ -1,4 +1,4 @@
-"""A page of the items of a conversation, as OpenAI's lists are asked for."""
+"""A page of the items of a conversation, by OpenAI's list parameters."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -14,7 +14,7 @@ ORDERS: Final[Mapping[str, Any]] = {"type": "string", "enum": ["asc", "desc"]}
 
 
 def page(items: Sequence[Item], query: Mapping[str, str]) -> wire.ItemList:
-    """OpenAI's paging: newest first unless `order` is asc, `limit` items behind the id `after`."""
+    """OpenAI's paging: newest first unless `order` is asc; `limit` items after the id `after`."""
     order, after = query.get("order", "desc"), query.get("after")
     if order not in ("asc", "desc"):
         raise InvalidParameterError(f"order must be asc or desc, got {order[:64]!r}", param="order")

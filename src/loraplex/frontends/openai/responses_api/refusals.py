@@ -19,7 +19,7 @@ REFUSED = (
     Refused("max_completion_tokens", EMPTY, "use max_output_tokens"),
     Refused("reasoning_effort", EMPTY, "use reasoning.effort"),
     Refused("logprobs", OFF, "use include: ['message.output_text.logprobs']"),
-    Refused("n", (None, 1), "a response is one answer; use /v1/chat/completions"),
+    Refused("n", (None, 1), "a response is one output; use /v1/chat/completions"),
     Refused("best_of", (None, 1), "use /v1/chat/completions"),
     Refused("use_beam_search", OFF, "use /v1/chat/completions"),
     Refused("prompt_logprobs", EMPTY, "use /v1/chat/completions"),
@@ -37,4 +37,4 @@ RENAMED = {
     "max_tokens": "use max_output_tokens",
     "response_format": "use text.format",
 }
-"""In the schema of all that generates, and called otherwise here."""
+"""Fields of the shared schema that have another name here."""

@@ -11,9 +11,9 @@ Items = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 class TextConfig(Body):
     format: dict[str, Any] | None = None
-    """Of type text, json_object or json_schema (enforced, strict or not)."""
+    """Type text, json_object or json_schema (enforced, strict or not)."""
     verbosity: Literal["low", "medium", "high"] | None = None
-    """No effect: say it in the instructions."""
+    """No effect: use the instructions."""
 
 
 class Reasoning(Body):
@@ -30,11 +30,11 @@ class ResponsesBody(AdaptedBody):
     instructions: str | None = None
     """A system message before the conversation; not carried over by previous_response_id."""
     max_output_tokens: int | None = None
-    """Of reasoning and answer together; absent: as many as the model has room for."""
+    """Maximum for reasoning and message together. Default: the rest of the maximum length."""
     include: list[str] | None = None
-    """message.output_text.logprobs; the other names of OpenAI's ask for what is not there."""
+    """message.output_text.logprobs; OpenAI's other names are for features that are not served."""
     top_logprobs: int | None = None
-    """0 to 20, with include message.output_text.logprobs: likely tokens beside each one."""
+    """Likely tokens per position, 0 to 20, with include message.output_text.logprobs."""
     text: TextConfig | None = None
     """format: text, json_object or json_schema, enforced; verbosity has no effect."""
     tools: list[Any] | None = None
@@ -43,7 +43,7 @@ class ResponsesBody(AdaptedBody):
     tool_choice: str | dict[str, Any] | None = None
     """none, auto, required, a named function, or allowed_tools."""
     parallel_tool_calls: bool | None = None
-    """False: at most one call in an answer."""
+    """False: at most one call in a message."""
     stream: bool | None = None
     """Server-sent events with a type each; no `[DONE]` at the end."""
     stream_options: StreamOptions | None = None
@@ -53,9 +53,9 @@ class ResponsesBody(AdaptedBody):
     metadata: dict[str, str] | None = None
     """Up to 16 pairs, 64 and 512 characters; comes back."""
     user: str | None = None
-    """Comes back; tenants are told apart by their API keys."""
+    """Returned as sent; tenants are distinguished by their API keys."""
     safety_identifier: str | None = None
-    """As user."""
+    """Returned as sent, like user."""
     prompt_cache_key: str | None = None
     """Comes back; equal beginnings are found by themselves."""
     store: bool | None = None
@@ -71,9 +71,9 @@ class ResponsesBody(AdaptedBody):
     background: bool | None = None
     """False; true is refused: use stream."""
     include_reasoning: bool | None = None
-    """False: what the model thinks before it answers is left out."""
+    """False: the model's reasoning is left out."""
     documents: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
-    """For templates that read documents."""
+    """Documents for templates that use them."""
     chat_template_kwargs: dict[str, Any] | None = None
     """More variables of the chat template."""
     cache_salt: str | None = None
@@ -81,4 +81,4 @@ class ResponsesBody(AdaptedBody):
     request_id: str | None = None
     """The id in the server's log, where there is no x-request-id header."""
     rid: str | None = None
-    """As request_id."""
+    """Synonym of request_id."""

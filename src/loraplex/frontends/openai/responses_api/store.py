@@ -11,14 +11,14 @@ from loraplex.core.errors import ResponseNotFoundError
 
 
 class StoreLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Of each tenant. What came first goes first."""
+    """Limits per tenant. The oldest responses are removed first."""
 
     max_responses: int = 1000
     """0: nothing is kept."""
     max_bytes: int = 64 << 20
-    """Of responses and their conversations, as JSON."""
+    """Size of responses and their conversations, as JSON."""
     max_seconds: float = 86400.0
-    """From the end of a response."""
+    """Lifetime after the end of a response."""
 
 
 class StoredResponse(NamedTuple):
@@ -26,7 +26,7 @@ class StoredResponse(NamedTuple):
 
     response: bytes
     given: bytes
-    """A list: the conversation that it answered, what came before included."""
+    """Conversation that it belongs to, including earlier turns, as a JSON list."""
     output: bytes
     """A list: its own items."""
 
@@ -41,7 +41,7 @@ class _Entry(NamedTuple):
 
 
 class ResponseStore:
-    """Of one server. Not thread-safe: one event loop calls it."""
+    """Stored responses of one server. Not thread-safe: one event loop calls it."""
 
     def __init__(
         self, limits: StoreLimits | None = None, now: Callable[[], float] = time.monotonic
@@ -56,7 +56,7 @@ class ResponseStore:
         return self._limits.max_responses > 0
 
     def keep(self, tenant: str, response_id: str, stored: StoredResponse) -> None:
-        """Older ones make room; one that is larger than all of it is not kept."""
+        """Add a response. Older ones are removed; one larger than the store is not kept."""
         if not self.is_open or stored.num_bytes > self._limits.max_bytes:
             return
         shelf = self._tenants.setdefault(tenant, _Shelf())

@@ -39,7 +39,7 @@ def chat_choice(choice: Any) -> Any:
 
 
 def shown_tools(tools: Sequence[Any] | None) -> list[dict[str, Any]]:
-    """As a response repeats them, of checked ones."""
+    """Tools as a response repeats them; they have been checked."""
     return [
         {
             "type": "function",

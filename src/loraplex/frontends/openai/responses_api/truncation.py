@@ -6,44 +6,44 @@ from collections.abc import Sequence
 from loraplex.core.principal import Principal
 from loraplex.frontends.openai.adapter_fields import Target
 from loraplex.frontends.openai.chat import rendered
-from loraplex.frontends.openai.room import OpenAIRoom
+from loraplex.frontends.openai.context import OpenAIContext
 from loraplex.frontends.openai.schema import ChatBody, Message
 
 
-async def fitting(room: OpenAIRoom, body: ChatBody, principal: Principal) -> ChatBody:
-    """The body with as many of its latest turns as there is room for beside the answer.
+async def fitting(context: OpenAIContext, body: ChatBody, principal: Principal) -> ChatBody:
+    """The body with the latest turns that fit in addition to the output.
 
     System messages at the beginning stay, and so does the last turn: if that is too long, the
     request is refused as any other.
     """
-    target = room.options.dialect.target(room, body, principal)
-    room_tokens = _room(body, target)
+    target = context.options.dialect.target(context, body, principal)
+    max_prompt_tokens = _max_prompt_tokens(body, target)
     choices = [body.model_copy(update={"messages": kept}) for kept in _choices(body.messages)]
     first, last = 0, len(choices) - 1
     while first < last:
         middle = (first + last) // 2
-        if await count_tokens(room, choices[middle], target) <= room_tokens:
+        if await count_tokens(context, choices[middle], target) <= max_prompt_tokens:
             last = middle
         else:
             first = middle + 1
     return choices[first]
 
 
-async def count_tokens(room: OpenAIRoom, body: ChatBody, target: Target) -> int:
-    """Of the rendered conversation."""
-    prompt = await rendered(room, body, target)
+async def count_tokens(context: OpenAIContext, body: ChatBody, target: Target) -> int:
+    """Number of tokens of the rendered conversation."""
+    prompt = await rendered(context, body, target)
     token_ids = await asyncio.to_thread(
-        room.backend.model(target.model.name).tokenize,
+        context.backend.model(target.model.name).tokenize,
         prompt,
         add_special_tokens=body.add_special_tokens is True,
     )
     return len(token_ids)
 
 
-def _room(body: ChatBody, target: Target) -> int:
+def _max_prompt_tokens(body: ChatBody, target: Target) -> int:
     card = target.model
-    beside_answer = card.max_model_len - (body.max_completion_tokens or 1)
-    return beside_answer if card.max_input_len is None else min(beside_answer, card.max_input_len)
+    max_input = card.max_model_len - (body.max_completion_tokens or 1)
+    return max_input if card.max_input_len is None else min(max_input, card.max_input_len)
 
 
 def _choices(messages: Sequence[Message]) -> list[list[Message]]:

@@ -1,4 +1,4 @@
-"""From RequestOutputs to a response of the Responses API, whole or event by event."""
+"""Writer of Responses API objects from RequestOutputs, whole or event by event."""
 
 import itertools
 import time
@@ -8,13 +8,13 @@ import msgspec
 
 from loraplex.core.errors import LoraplexError
 from loraplex.core.output import FinishReason, SequenceOutput
-from loraplex.frontends.openai.answers import Call, adapter_headers
 from loraplex.frontends.openai.logprobs import TokenTexts
 from loraplex.frontends.openai.responses_api import objects as wire
 from loraplex.frontends.openai.responses_api.content_logprobs import ContentLogprobs
 from loraplex.frontends.openai.responses_api.errors import error_detail, response_error
 from loraplex.frontends.openai.responses_api.output_items import OutputItems
 from loraplex.frontends.openai.usage import UsageCounter
+from loraplex.frontends.openai.writers import Call, adapter_headers
 from loraplex.frontends.streams import IndexedOutput
 from loraplex.serving.text.completion_reader import CompletionSyntax
 
@@ -95,7 +95,7 @@ class ResponseWriter:
             else []
         )
         yield from self._items.add(delta, logprobs)
-        if not self._items.is_answering:
+        if not self._items.has_begun:
             self._num_reasoning_tokens += len(sequence.token_ids)
 
     def _ended(self, status: wire.Status) -> wire.ResponseObject:

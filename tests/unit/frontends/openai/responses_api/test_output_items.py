@@ -68,7 +68,7 @@ def test_a_response_of_nothing_has_an_empty_message():
 
 
 def test_when_the_answer_begins():
-    assert not told()[0].is_answering
-    assert not told(THOUGHT)[0].is_answering
-    assert told(THOUGHT, TEXT)[0].is_answering
-    assert told(calling(0))[0].is_answering
+    assert not told()[0].has_begun
+    assert not told(THOUGHT)[0].has_begun
+    assert told(THOUGHT, TEXT)[0].has_begun
+    assert told(calling(0))[0].has_begun

@@ -1,4 +1,4 @@
-"""From RequestOutputs to OpenAI's response objects, whole or chunk by chunk.
+"""Writers of OpenAI's response objects from RequestOutputs, whole or chunk by chunk.
 
 A writer lives for one HTTP call. Choices are numbered prompt-major: prompt i, sequence j is choice
 i * n + j.
@@ -49,35 +49,35 @@ DIGESTS_HEADER = "x-loraplex-adapter"
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """What the answer repeats or follows of the HTTP call."""
+    """Fields of the HTTP request that the response repeats or follows."""
 
     response_id: str
     created: int
     """Unix seconds."""
     model: str
-    """As the client wrote it."""
+    """Model as the client wrote it."""
     requests: tuple[GenerateRequest, ...]
     """One for each prompt; n and the kinds of log probabilities are the same in all."""
     include_usage: bool = False
-    """In a stream: a last chunk with the usage."""
+    """Whether a stream ends with a chunk with the usage."""
     echo: bool = False
     wants_prompt_logprobs: bool = False
-    """As a field of their own, not only as a part of the echo."""
+    """Whether they are a field of their own, not only a part of the echo."""
     continuous_usage: bool = False
-    """With include_usage: the usage so far in every chunk."""
+    """Whether every chunk has the usage so far, with include_usage."""
     returns_token_ids: bool = False
     role: str = "assistant"
-    """Of a chat's answer."""
+    """Role of a chat's message."""
     text_before: str = ""
-    """What a chat's answer begins with: the message that it goes on with."""
+    """Text that a chat's message begins with: the message that it continues."""
     prompt_text: str | UnsetType = UNSET
-    """Of a chat: what its template has made."""
+    """Prompt that a chat's template has rendered."""
 
     def choice_index(self, request_index: int, sequence: SequenceOutput) -> int:
         return request_index * self.requests[0].sampling.n + sequence.index
 
     def shown_logprobs(self, sequence: SequenceOutput) -> tuple[TokenLogprob, ...]:
-        """Without the end or stop token, unless it is in the text: as OpenAI's."""
+        """Log probabilities without the end or stop token, unless it is in the text: as OpenAI."""
         is_ended_by_token = (
             sequence.finish_reason is FinishReason.STOP
             and not isinstance(sequence.stop_reason, str)
@@ -103,7 +103,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fingerprint(output: RequestOutput) -> str:
-    """Changes whenever the weights that answer do: from the adapters' digests and scales."""
+    """Fingerprint of the adapters' digests and scales: it changes whenever the weights do."""
     match output.adapters:
         case ():
             return BASE_FINGERPRINT
@@ -114,7 +114,7 @@ def fingerprint(output: RequestOutput) -> str:
 
 
 def adapter_headers(*outputs: RequestOutput) -> dict[str, str]:
-    """The digests of the very adapters that answer; no header for the base model."""
+    """Digests of the adapters that were used; no header for the base model."""
     digests = dict.fromkeys(a.digest for output in outputs for a in output.adapters)
     return {DIGESTS_HEADER: ",".join(digests)} if digests else {}
 
@@ -125,7 +125,7 @@ def _stop_reason(sequence: SequenceOutput) -> str | int | UnsetType:
 
 
 class CompletionWriter:
-    """Answers of /v1/completions."""
+    """Writer of /v1/completions."""
 
     def __init__(self, call: Call, texts: TokenTexts) -> None:
         self._call = call
@@ -151,7 +151,7 @@ class CompletionWriter:
             yield self._completion([], self._usage.usage(), self._usage.details())
 
     def body(self, outputs: Sequence[RequestOutput]) -> Completion:
-        """The answer, from one whole output for each request."""
+        """Response from one whole output for each request."""
         choices = [c for i, output in enumerate(outputs) for c in self._choices(i, output)]
         return self._completion(choices, self._usage.usage(), self._usage.details())
 
@@ -219,7 +219,7 @@ class CompletionWriter:
 
 
 class ChatWriter:
-    """Answers of /v1/chat/completions: always one request."""
+    """Writer of /v1/chat/completions: always one request."""
 
     def __init__(
         self, call: Call, texts: TokenTexts, reading: CompletionSyntax = ALL_IS_CONTENT
@@ -229,7 +229,7 @@ class ChatWriter:
         self._parts = ChatParts(reading)
         self._usage = UsageCounter()
         self._begun: set[int] = set()
-        self._told_prompt = False
+        self._prompt_is_sent = False
         self._fingerprint = BASE_FINGERPRINT
 
     def headers(self, first: IndexedOutput) -> Mapping[str, str]:
@@ -242,14 +242,14 @@ class ChatWriter:
         for sequence in output.sequences:
             for choice in self._chunk_choices(sequence):
                 chunk = self._chunk([choice], self._call.chunk_usage(self._usage))
-                yield chunk if self._told_prompt else self._with_prompt(chunk, output)
+                yield chunk if self._prompt_is_sent else self._with_prompt(chunk, output)
 
     def last_chunks(self) -> Iterator[ChatCompletionChunk]:
         if self._call.include_usage:
             yield self._chunk([], self._usage.usage(), self._usage.details())
 
     def body(self, outputs: Sequence[RequestOutput]) -> ChatCompletion:
-        """The answer, from the one whole output."""
+        """Response from the one whole output."""
         [output] = outputs
         self._see(output)
         return ChatCompletion(
@@ -268,8 +268,8 @@ class ChatWriter:
     def _with_prompt(
         self, chunk: ChatCompletionChunk, output: RequestOutput
     ) -> ChatCompletionChunk:
-        """The first chunk of all has what is asked about the prompt."""
-        self._told_prompt = True
+        """The first chunk of all has the requested fields of the prompt."""
+        self._prompt_is_sent = True
         return msgspec.structs.replace(
             chunk,
             prompt_token_ids=self._call.prompt_token_ids(output),

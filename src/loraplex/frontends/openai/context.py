@@ -1,4 +1,4 @@
-"""What every endpoint shares: who asks, how a body is read, how an error is answered."""
+"""Shared parts of all endpoints: authentication, body parsing, error responses."""
 
 import functools
 from collections.abc import Awaitable, Callable
@@ -34,7 +34,7 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 REQUEST_ID = Parameter(
     REQUEST_ID_HEADER,
-    "The request's id, which the answer and the logs have; absent: one of ours.",
+    "Id of the request, which the response and the logs have; absent: one is generated.",
     {"type": "string", "pattern": f"^$|{REQUEST_ID_PATTERN}", "maxLength": MAX_REQUEST_ID_LENGTH},
 )
 
@@ -42,19 +42,19 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class OpenAIOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of the room."""
+    """Limits of the OpenAI API."""
 
     max_body_bytes: int = 64 * 2**20
     max_prompts: int = 256
     """Prompts in one completion request."""
     dialect: Dialect = OPENAI
-    """Of the routes that generate."""
+    """Dialect of the routes that generate."""
     stored_responses: StoreLimits = StoreLimits()
     """What is kept of the Responses API."""
 
 
-class OpenAIRoom(msgspec.Struct, frozen=True):
-    """The backend behind the room, and the ways in."""
+class OpenAIContext(msgspec.Struct, frozen=True):
+    """The backend, its options, and authentication."""
 
     backend: Backend
     options: OpenAIOptions = OpenAIOptions()
@@ -67,7 +67,7 @@ class OpenAIRoom(msgspec.Struct, frozen=True):
         return await parse(schema, await read_body(request, self.options.max_body_bytes))
 
     async def strict_body(self, request: Request, schema: type[BodyT]) -> BodyT:
-        """As body; a field that is not in the schema is an error."""
+        """Parse a body; a field that is not in the schema is an error."""
         body = await self.body(request, schema)
         refuse_unknown(body)
         return body
@@ -90,7 +90,7 @@ def json_response(body: msgspec.Struct, status: int = 200) -> Response:
 
 
 def request_id(request: Request) -> str:
-    """The client's x-request-id, or one of ours; the same whenever it is asked for."""
+    """The client's x-request-id, or a generated one; always the same for one request."""
     if not hasattr(request.state, "request_id"):
         request.state.request_id = usable_id(request.headers.get(REQUEST_ID_HEADER, ""))
     return str(request.state.request_id)
@@ -107,11 +107,11 @@ def adopt_request_id(request: Request, body_id: str | None) -> None:
     note_request_id(body_id)
 
 
-def answers_errors(endpoint: Endpoint, errors: ErrorWriter = OPENAI_ERRORS) -> Endpoint:
-    """Let an endpoint raise: `errors` tells what; every answer carries x-request-id."""
+def responds_to_errors(endpoint: Endpoint, errors: ErrorWriter = OPENAI_ERRORS) -> Endpoint:
+    """Let an endpoint raise: `errors` writes the response; every response has x-request-id."""
 
     @functools.wraps(endpoint)
-    async def answer(request: Request) -> Response:
+    async def response(request: Request) -> Response:
         own_id = request_id(request)
         try:
             if wrong := id_problem(request.headers.get(REQUEST_ID_HEADER) or own_id):
@@ -124,4 +124,4 @@ def answers_errors(endpoint: Endpoint, errors: ErrorWriter = OPENAI_ERRORS) -> E
         response.headers[REQUEST_ID_HEADER] = request_id(request)
         return response
 
-    return telling_errors(answer, errors.answers, errors.event_type, (REQUEST_ID,))
+    return telling_errors(response, errors.responses, errors.event_type, (REQUEST_ID,))

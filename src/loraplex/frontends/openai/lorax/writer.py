@@ -1,11 +1,10 @@
-"""From RequestOutputs to LoRAX's answers, whole or token by token."""
+"""Writer of LoRAX's responses from RequestOutputs, whole or token by token."""
 
 from collections.abc import Iterator, Mapping
 
 from msgspec import UNSET
 
 from loraplex.core.output import FinishReason, RequestOutput, SequenceOutput, TokenLogprob
-from loraplex.frontends.openai.answers import adapter_headers
 from loraplex.frontends.openai.logprobs import TokenTexts, finite
 from loraplex.frontends.openai.lorax.schema import (
     AlternativeToken,
@@ -16,16 +15,17 @@ from loraplex.frontends.openai.lorax.schema import (
     StreamedToken,
     Token,
 )
+from loraplex.frontends.openai.writers import adapter_headers
 from loraplex.frontends.streams import IndexedOutput
 
 
 class LoraxWriter:
-    """Of one call, whose tokens come with their log probabilities if they are shown."""
+    """Writer of one call; tokens have their log probabilities if they are shown."""
 
     def __init__(
         self, texts: TokenTexts, *, text_before: str, seed: int | None, num_alternatives: int
     ) -> None:
-        """text_before: what the answer begins with; num_alternatives: at each position."""
+        """text_before: start of the output; num_alternatives: likely tokens at each position."""
         self._texts = texts
         self._text = text_before
         self._seed = seed

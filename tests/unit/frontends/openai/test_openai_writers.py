@@ -10,13 +10,13 @@ from loraplex.core.output import RequestOutput, TokenLogprob
 from loraplex.core.principal import LOCAL
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.frontends.openai.answers import Call, ChatWriter, CompletionWriter, fingerprint
 from loraplex.frontends.openai.logprobs import (
     CompletionLogprobWriter,
     TokenTexts,
     chat_logprobs,
     prompt_logprobs,
 )
+from loraplex.frontends.openai.writers import Call, ChatWriter, CompletionWriter, fingerprint
 from loraplex.frontends.streams import gather_all, generate_all
 from loraplex.testing.echo_backend import EchoBackend
 

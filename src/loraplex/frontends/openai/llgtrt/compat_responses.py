@@ -1,4 +1,4 @@
-"""llgtrt's answers, from those of the room: one object type for all, usage in every chunk."""
+"""llgtrt's responses, from OpenAI's: one object type for all, usage in every chunk."""
 
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 from msgspec import UNSET, Struct
 
 from loraplex.core.output import RequestOutput
-from loraplex.frontends.openai.dialect import AnswerWriter
+from loraplex.frontends.openai.dialect import ResponseWriter
 from loraplex.frontends.streams import IndexedOutput
 
 
@@ -17,8 +17,8 @@ class CompatUsage(Struct, frozen=True):
     total_tokens: int
 
 
-class CompatAnswer(Struct, frozen=True, kw_only=True):
-    """A whole answer or a chunk, of a completion or a chat."""
+class CompatResponse(Struct, frozen=True, kw_only=True):
+    """A whole response or a chunk, of a completion or a chat."""
 
     id: str
     object: str = "text_completion"
@@ -31,9 +31,9 @@ class CompatAnswer(Struct, frozen=True, kw_only=True):
 
 
 class CompatWriter:
-    """Another writer's answers, told as llgtrt tells them."""
+    """Another writer's responses in llgtrt's form."""
 
-    def __init__(self, writer: AnswerWriter, *, is_chat: bool) -> None:
+    def __init__(self, writer: ResponseWriter, *, is_chat: bool) -> None:
         self._writer = writer
         self._is_chat = is_chat
         self._id = f"cmpl-{uuid.uuid4()}"
@@ -41,28 +41,28 @@ class CompatWriter:
     def headers(self, first: IndexedOutput) -> Mapping[str, str]:
         return self._writer.headers(first)
 
-    def chunks(self, item: IndexedOutput) -> Iterator[CompatAnswer]:
+    def chunks(self, item: IndexedOutput) -> Iterator[CompatResponse]:
         for chunk in self._writer.chunks(item):
             choices = [self._chunk_choice(choice) for choice in chunk.choices]
-            told = [choice for choice in choices if _says_something(choice)]
-            if told:
-                yield self._answer(chunk, told)
+            sent = [choice for choice in choices if _has_content(choice)]
+            if sent:
+                yield self._response(chunk, sent)
 
-    def last_chunks(self) -> Iterator[CompatAnswer]:
+    def last_chunks(self) -> Iterator[CompatResponse]:
         """None: every chunk had the usage."""
         yield from ()
 
-    def body(self, outputs: Sequence[RequestOutput]) -> CompatAnswer:
-        answer = self._writer.body(outputs)
-        return self._answer(answer, [self._choice(choice) for choice in answer.choices])
+    def body(self, outputs: Sequence[RequestOutput]) -> CompatResponse:
+        response = self._writer.body(outputs)
+        return self._response(response, [self._choice(choice) for choice in response.choices])
 
-    def _answer(self, answer: Any, choices: list[dict[str, Any]]) -> CompatAnswer:
-        usage = answer.usage
-        expanded = answer.expanded_prompt
-        return CompatAnswer(
+    def _response(self, response: Any, choices: list[dict[str, Any]]) -> CompatResponse:
+        usage = response.usage
+        expanded = response.expanded_prompt
+        return CompatResponse(
             id=self._id,
-            created=answer.created,
-            model=answer.model,
+            created=response.created,
+            model=response.model,
             choices=choices,
             usage=CompatUsage(usage.prompt_tokens, usage.completion_tokens, usage.total_tokens)
             if usage
@@ -87,12 +87,12 @@ class CompatWriter:
 
 
 def _with_end(choice: Any, said: Mapping[str, Any], logprobs: Any) -> dict[str, Any]:
-    # OpenAI's `refusal` beside the tokens is not llgtrt's.
-    told = None if logprobs is None else {"content": logprobs.content}
+    # OpenAI's `refusal` next to the tokens is not llgtrt's.
+    shown = None if logprobs is None else {"content": logprobs.content}
     end = choice.finish_reason
-    return {"index": choice.index, **said, "logprobs": told, "finish_reason": end}
+    return {"index": choice.index, **said, "logprobs": shown, "finish_reason": end}
 
 
-def _says_something(choice: Mapping[str, Any]) -> bool:
+def _has_content(choice: Mapping[str, Any]) -> bool:
     said = choice.get("text") or choice.get("delta", {}).get("content")
     return bool(said or choice["finish_reason"] or choice["logprobs"])

@@ -1,4 +1,4 @@
-"""What /v1/adapters answers: the cards of the adapter store, each an object that says its kind."""
+"""Responses of /v1/adapters: cards of the adapter store, each an object with its kind."""
 
 from typing import Any, Literal, TypeVar
 
@@ -21,7 +21,7 @@ class AdapterList(msgspec.Struct, frozen=True):
 
 
 class NamedAdapter(AdapterCard, frozen=True, kw_only=True):
-    """As it is after a rollback or an alias."""
+    """An adapter after a rollback or an alias."""
 
     object: Literal["adapter"] = "adapter"
 
@@ -34,7 +34,7 @@ class ShownAdapter(AdapterDetails, frozen=True, kw_only=True):
     object: Literal["adapter"] = "adapter"
 
 
-def told_as(kind: type[CardT], card: AdapterCard, **fields: Any) -> CardT:
-    """The card with what the kind has beside it."""
+def card_as(kind: type[CardT], card: AdapterCard, **fields: Any) -> CardT:
+    """The card, with the further fields of the kind."""
     known = {name: getattr(card, name) for name in kind.__struct_fields__ if hasattr(card, name)}
     return kind(**known, **fields)
