@@ -26,40 +26,53 @@ _SHIPPED_MODEL = "capitals"
 def bench_run(
     serve_flags: Annotated[
         list[str] | None,
-        typer.Argument(help="After --: more flags for the `loraplex serve` that is measured."),
+        typer.Argument(help="Flags for the measured `loraplex serve`, after --."),
     ] = None,
     url: Annotated[
-        str | None, typer.Option(help="Measure this running server with its own adapters.")
+        str | None,
+        typer.Option(help="Address of a running server, which is measured as it is."),
     ] = None,
     model: Annotated[
         Path | None,
-        typer.Option(help="Serve this folder with random adapters [the shipped model]."),
+        typer.Option(help="Model to serve with random adapters (default: the shipped model)."),
     ] = None,
     adapters: Annotated[
-        int | None, typer.Option(min=0, help="How many; 0: base only [32, or all of --url].")
+        int | None,
+        typer.Option(
+            min=0, help="Number of adapters; 0: base only (default: 32, or all of --url)."
+        ),
     ] = None,
-    rank: Annotated[int, typer.Option(min=1, help="Of the random adapters.")] = 8,
+    rank: Annotated[int, typer.Option(min=1, help="Rank of the random adapters.")] = 8,
     load: Annotated[
         list[str] | None,
         typer.Option(
-            help="closed:CONCURRENCY, burst or poisson:RATE, repeatable [closed:1, :8 and :32]."
+            help="Load: closed:CONCURRENCY, burst or poisson:RATE; repeatable (default: closed:1, "
+            "closed:8 and closed:32)."
         ),
     ] = None,
     popularity: Annotated[
         list[str] | None,
         typer.Option(
-            help="identical, uniform, distinct or zipf:S, repeatable [identical and distinct]."
+            help="Popularity of adapters: identical, uniform, distinct or zipf:S; repeatable "
+            "(default: identical and distinct)."
         ),
     ] = None,
     requests: Annotated[
-        int | None, typer.Option(min=1, help="In a run [twice the concurrency, at least 8].")
+        int | None,
+        typer.Option(min=1, help="Requests in a run (default: twice the concurrency, at least 8)."),
     ] = None,
-    prompt_tokens: Annotated[str, typer.Option(help="N, or LOW-HIGH for a uniform draw.")] = "32",
-    output_tokens: Annotated[str, typer.Option(help="N, or LOW-HIGH for a uniform draw.")] = "32",
-    repeats: Annotated[int, typer.Option(min=1, help="Passes that count, after one more.")] = 3,
-    seed: Annotated[int, typer.Option(min=0, help="Of everything that is drawn.")] = 0,
+    prompt_tokens: Annotated[
+        str, typer.Option(help="Length of prompts: N, or LOW-HIGH for a uniform distribution.")
+    ] = "32",
+    output_tokens: Annotated[
+        str, typer.Option(help="Length of outputs: N, or LOW-HIGH for a uniform distribution.")
+    ] = "32",
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Number of measured passes, after a warm-up.")
+    ] = 3,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of all random choices.")] = 0,
     output: Annotated[
-        Path | None, typer.Option(help="A folder for the report, as JSON and Markdown.")
+        Path | None, typer.Option(help="Folder for the report, as JSON and Markdown.")
     ] = None,
 ) -> None:
     """Measure throughput and latency: with the base model alone, then with adapters.
