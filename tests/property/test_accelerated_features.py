@@ -1,4 +1,4 @@
-"""As test_every_feature, on an accelerator: nothing that is late, padded or recorded shows."""
+"""test_every_feature on an accelerator: late, padded or recorded work changes no result."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -46,8 +46,8 @@ def check(schedules: FeatureSchedules, seeds: range, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_late_copies_change_no_answer(tmp_path: Path) -> None:
-    """And alone every answer is that of a CPU, in every bit."""
+def test_late_copies_change_no_output(tmp_path: Path) -> None:
+    """Every completion is that of a CPU in every bit, for requests that run alone, too."""
     schedules, num_repeated = accelerated(tmp_path, DelayedAccelerator(seed=3))
     assert num_repeated > 100
     folder = tmp_path / "host"

@@ -139,7 +139,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         assert self.pool.num_free == len(self.free())
 
     def teardown(self):
-        """At rest nobody holds a block, and every block can be taken."""
+        """Check that no block is held at rest, and that every block can be taken."""
         while self.tables:
             self.release_table(self.tables.pop())
         self.pool.check([])

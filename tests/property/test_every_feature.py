@@ -1,11 +1,11 @@
-"""Everything that can be asked of an engine, under all conditions: the answers are those alone."""
+"""All features of an engine, under all conditions: completions equal those of lone requests."""
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -56,7 +56,7 @@ def one_thread() -> Iterator[None]:
 
 
 def make_schedules(folder: Path, model: str) -> FeatureSchedules:
-    settings = dataclasses.replace(FEATURE_SETTINGS, **MODELS[model])
+    settings = msgspec.structs.replace(FEATURE_SETTINGS, **MODELS[model])
     parts = load_parts(feature_checkpoint(folder), settings, HostAdapters())
     return FeatureSchedules(parts, folder)
 
@@ -82,12 +82,14 @@ def test_schedules(tmp_path: Path, model: str) -> None:
 
 
 def test_the_features_take_effect(tmp_path: Path) -> None:
-    """Else equal answers would say little."""
+    """Check that completions differ; otherwise equal ones would prove little."""
     schedules = make_schedules(tmp_path, "float32")
-    answers = [sequence for answer in schedules.alone for sequence in answer.sequences.values()]
-    finishes = Counter(sequence.finish for sequence in answers if sequence.finish is not None)
+    completions = [
+        sequence for completion in schedules.alone for sequence in completion.sequences.values()
+    ]
+    finishes = Counter(sequence.finish for sequence in completions if sequence.finish is not None)
     assert finishes[FinishReason.LENGTH, None] > 0
     assert finishes[FinishReason.STOP, None] > 0
     assert len(finishes) > 3, "no stop tokens"
-    texts = {tuple(sequence.token_ids) for sequence in answers}
-    assert len(texts) > 0.9 * len(answers)
+    texts = {tuple(sequence.token_ids) for sequence in completions}
+    assert len(texts) > 0.9 * len(completions)

@@ -114,7 +114,7 @@ class KVBlocksMachine(RuleBasedStateMachine):
         self.compute(seq, num_tokens)
 
     def compute(self, seq, num_tokens):
-        """Write KV, publish, give back what lies behind; no change if there is no room."""
+        """Write KV, publish, free passed blocks; no change if there are too few blocks."""
         first = seq.num_computed_tokens
         end = min(len(seq.token_ids), first + num_tokens)
         if first == end:
@@ -244,7 +244,7 @@ class KVBlocksMachine(RuleBasedStateMachine):
                     assert written[block_id][position % BLOCK_SIZE] == seq.kv(position)
 
     def teardown(self):
-        """At rest nobody holds a block, here or on the host."""
+        """Check that no block is held at rest, on the device or on the host."""
         while self.live:
             self.finish(self.live[-1])
         while self.offloaded:

@@ -2,7 +2,7 @@
 
 The machine plays scheduler and runner: it "computes" KV by writing, for each position, the salt and
 all tokens up to it into a shadow of the block. A wrong hit, a block with two owners or an eviction
-that was not told shows as foreign content under a live sequence.
+that was not reported shows as foreign content under a live sequence.
 """
 
 import dataclasses
@@ -123,7 +123,7 @@ class KVBlocksMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(data=st.data(), num_tokens=st.integers(1, 4), new=st.lists(TOKENS, max_size=2))
     def step(self, data, num_tokens, new):
-        """Compute some tokens and append what was sampled; give up if there is no room."""
+        """Compute some tokens and append what was sampled; give up if there are too few blocks."""
         seq = self.draw_live(data)
         if not self.compute(seq, seq.num_computed_tokens + num_tokens):
             self.finish(seq)
@@ -131,7 +131,7 @@ class KVBlocksMachine(RuleBasedStateMachine):
             seq.token_ids = seq.token_ids + new
 
     def compute(self, seq, until):
-        """Write KV and make the full blocks known; False if there is no room."""
+        """Write KV and make the full blocks known; False if there are too few."""
         num_computed = min(len(seq.token_ids), until)
         grown = self.blocks.grow(seq.block_ids, num_computed)
         if grown is None:
@@ -178,7 +178,7 @@ class KVBlocksMachine(RuleBasedStateMachine):
                 assert self.written[block_id][position % BLOCK_SIZE] == seq.kv(position)
 
     def teardown(self):
-        """At rest nobody holds a block, and taking all of them makes the cache forget all."""
+        """Check that no block is held at rest, and that taking all makes the cache forget all."""
         while self.live:
             self.finish(self.live[-1])
         self.blocks.check([])

@@ -1,4 +1,4 @@
-"""Random arrivals, aborts and failures on tiny pools: every request ends once, with its answer."""
+"""Random arrivals, aborts and failures on tiny pools: every request ends once, correctly."""
 
 import dataclasses
 import random
@@ -143,7 +143,7 @@ wishes = st.builds(wish, st.integers(0, 10**6))
 
 
 @dataclasses.dataclass
-class Asked:
+class Sent:
     """A request, and what has come back for it."""
 
     request: EngineRequest
@@ -224,7 +224,7 @@ class EngineMachine(RuleBasedStateMachine):
             geometry = capacity.page_geometry
             source = fake_source(digest, geometry, num_pages=num_pages, num_bytes=num_bytes)
             self.engine.register_adapter(source)
-        self.asked: dict[int, Asked] = {}
+        self.sent: dict[int, Sent] = {}
         self.may_fail = may_fail
         self.injected: set[str] = set()
 
@@ -233,7 +233,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(wishes=st.lists(wishes, min_size=4, max_size=12))
     def add(self, wishes):
         for wish in wishes:
-            request_id = len(self.asked) + 1
+            request_id = len(self.sent) + 1
             now_ns = self.clock.now_ns()
             timeout_ms = wish.timeout_ms
             request = EngineRequest(
@@ -251,24 +251,24 @@ class EngineMachine(RuleBasedStateMachine):
                 arrival_ns=now_ns,
                 deadline_ns=None if timeout_ms is None else now_ns + timeout_ms * MS,
             )
-            self.asked[request_id] = Asked(request, {i: [] for i in range(wish.sampling.n)}, {})
+            self.sent[request_id] = Sent(request, {i: [] for i in range(wish.sampling.n)}, {})
             self.engine.add(request)
 
     @precondition(lambda self: self.unfinished())
     @rule(data=st.data())
     def abort(self, data):
-        asked = data.draw(st.sampled_from(self.unfinished()))
-        asked.aborted.update(asked.tokens)
-        self.engine.abort(asked.request.request_id)
+        sent = data.draw(st.sampled_from(self.unfinished()))
+        sent.aborted.update(sent.tokens)
+        self.engine.abort(sent.request.request_id)
 
     @precondition(lambda self: self.unfinished())
     @rule(data=st.data())
     def abort_sequence(self, data):
-        asked = data.draw(st.sampled_from(self.unfinished()))
-        index = data.draw(st.sampled_from(sorted(asked.tokens)))
+        sent = data.draw(st.sampled_from(self.unfinished()))
+        index = data.draw(st.sampled_from(sorted(sent.tokens)))
         # One beam is nothing without the others.
-        asked.aborted.update(asked.tokens if asked.request.sampling.beam else [index])
-        self.engine.abort(asked.request.request_id, index)
+        sent.aborted.update(sent.tokens if sent.request.sampling.beam else [index])
+        self.engine.abort(sent.request.request_id, index)
 
     @rule()
     def abort_what_is_gone(self):
@@ -322,7 +322,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert not limit or all(number <= limit for number in running.values())
 
     def teardown(self):
-        """At rest every request has ended, and everything is back."""
+        """Check at rest that every request has ended, and that all resources are free."""
         if not hasattr(self, "engine"):
             return
         for _ in range(self.bound()):
@@ -344,13 +344,13 @@ class EngineMachine(RuleBasedStateMachine):
     def bound(self) -> int:
         """Turns in which everything must end: each does something, or time passes."""
         tokens = sum(
-            asked.request.sampling.num_sequences * (len(asked.request.prompt_token_ids) + 12)
-            for asked in self.asked.values()
+            sent.request.sampling.num_sequences * (len(sent.request.prompt_token_ids) + 12)
+            for sent in self.sent.values()
         )
-        return 100 + 6 * tokens + 20 * len(self.asked)
+        return 100 + 6 * tokens + 20 * len(self.sent)
 
-    def unfinished(self) -> list[Asked]:
-        return [asked for asked in self.asked.values() if asked.last is None]
+    def unfinished(self) -> list[Sent]:
+        return [sent for sent in self.sent.values() if sent.last is None]
 
     def step(self):
         turn = self.engine.step()
@@ -363,48 +363,48 @@ class EngineMachine(RuleBasedStateMachine):
             assert turn.record.num_rows <= self.capacity.max_num_seqs
 
     def take(self, output: EngineOutput):
-        asked = self.asked[output.request_id]
-        assert asked.last is None, "an output after the last one"
+        sent = self.sent[output.request_id]
+        assert sent.last is None, "an output after the last one"
         if output.prompt_logprobs is not None:
-            asked.prompt_logprobs.append(output.prompt_logprobs)
+            sent.prompt_logprobs.append(output.prompt_logprobs)
         for delta in output.deltas:
-            assert delta.index not in asked.reasons, "a delta after the last one"
-            asked.tokens[delta.index].extend(delta.token_ids)
-            if asked.request.sampling.beam is not None:
+            assert delta.index not in sent.reasons, "a delta after the last one"
+            sent.tokens[delta.index].extend(delta.token_ids)
+            if sent.request.sampling.beam is not None:
                 assert not delta.token_ids or delta.finish_reason is not None
-            elif asked.request.sampling.logprobs is not None:
+            elif sent.request.sampling.logprobs is not None:
                 assert delta.logprobs == tuple(fake_logprob(t, 1) for t in delta.token_ids)
             if delta.finish_reason is not None:
-                asked.reasons[delta.index] = delta.finish_reason
+                sent.reasons[delta.index] = delta.finish_reason
         if output.finished:
-            asked.last = output
-            self.check_end(asked, output)
+            sent.last = output
+            self.check_end(sent, output)
 
-    def check_end(self, asked: Asked, output: EngineOutput):
+    def check_end(self, sent: Sent, output: EngineOutput):
         assert output.timing is not None
         if output.error is not None:
-            self.check_error(asked, output.error.code)
+            self.check_error(sent, output.error.code)
         else:
-            assert asked.reasons.keys() == asked.tokens.keys(), "a sequence did not end"
-            self.check_prompt_logprobs(asked)
-        for index, tokens in asked.tokens.items():
-            expected, reason = self.alone(asked.request, index)
-            if asked.reasons.get(index) in (None, FinishReason.ABORT):
-                assert output.error is not None or index in asked.aborted
+            assert sent.reasons.keys() == sent.tokens.keys(), "a sequence did not end"
+            self.check_prompt_logprobs(sent)
+        for index, tokens in sent.tokens.items():
+            expected, reason = self.alone(sent.request, index)
+            if sent.reasons.get(index) in (None, FinishReason.ABORT):
+                assert output.error is not None or index in sent.aborted
                 assert tokens == expected[: len(tokens)]
             else:
-                assert (tokens, asked.reasons[index]) == (expected, reason)
+                assert (tokens, sent.reasons[index]) == (expected, reason)
 
-    def check_prompt_logprobs(self, asked: Asked):
-        prompt = asked.request.prompt_token_ids
-        if asked.request.sampling.prompt_logprobs is None:
-            assert not asked.prompt_logprobs
-        elif any(asked.tokens.values()):
+    def check_prompt_logprobs(self, sent: Sent):
+        prompt = sent.request.prompt_token_ids
+        if sent.request.sampling.prompt_logprobs is None:
+            assert not sent.prompt_logprobs
+        elif any(sent.tokens.values()):
             expected = (None, *(fake_logprob(token_id) for token_id in prompt[1:]))
-            assert asked.prompt_logprobs == [expected]
+            assert sent.prompt_logprobs == [expected]
 
-    def check_error(self, asked: Asked, code: str):
-        request = asked.request
+    def check_error(self, sent: Sent, code: str):
+        request = sent.request
         digests = {use.digest for use in request.adapters}
         possible = set(self.injected)
         if request.deadline_ns is not None and request.deadline_ns <= self.clock.now_ns():
@@ -424,21 +424,21 @@ class EngineMachine(RuleBasedStateMachine):
         assert code in possible
 
     def alone(self, request: EngineRequest, index: int) -> tuple[list[int], FinishReason]:
-        """The answer to a request that is the only one, by the rules of sampling_params."""
+        """Return the completion of a lone request, by the rules of sampling_params."""
         sampling = request.sampling
         if sampling.beam is not None:
             return self.searched(request, index)
-        room = MAX_MODEL_LEN - len(request.prompt_token_ids)
-        max_tokens = min(sampling.max_tokens, room)
+        num_left = MAX_MODEL_LEN - len(request.prompt_token_ids)
+        max_tokens = min(sampling.max_tokens, num_left)
         stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else (EOS,))}
-        answer = self.model.output(request, index, max_tokens)
-        for num_before, token_id in enumerate(answer):
+        output = self.model.output(request, index, max_tokens)
+        for num_before, token_id in enumerate(output):
             if token_id in stops and num_before >= sampling.min_tokens:
-                return answer[: num_before + 1], FinishReason.STOP
-            last = tuple(answer[max(0, num_before - 1) : num_before + 1])
+                return output[: num_before + 1], FinishReason.STOP
+            last = tuple(output[max(0, num_before - 1) : num_before + 1])
             if last in sampling.stop_token_sequences:
-                return answer[: num_before + 1], FinishReason.STOP
-        return answer, FinishReason.LENGTH
+                return output[: num_before + 1], FinishReason.STOP
+        return output, FinishReason.LENGTH
 
     def searched(self, request: EngineRequest, index: int) -> tuple[list[int], FinishReason]:
         hypotheses = search_alone(self.model, request, MAX_MODEL_LEN)
@@ -448,7 +448,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.timeout(400)  # hypothesis shrinks a failure for up to five minutes
-def test_every_request_ends_once_with_its_answer():
+def test_every_request_ends_once_with_its_output():
     run_state_machine_as_test(
         EngineMachine,
         settings=examples(2, stateful_step_count=20, suppress_health_check=list(HealthCheck)),

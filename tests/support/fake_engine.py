@@ -24,11 +24,11 @@ START_NS = 1_000_000_000
 
 
 @dataclasses.dataclass(slots=True)
-class Answer:
+class Completion:
     """Everything that came back for one request, put together."""
 
     token_ids: dict[int, list[int]] = dataclasses.field(default_factory=dict)
-    """By sequence index."""
+    """Tokens of each sequence, by index."""
     finish_reasons: dict[int, str] = dataclasses.field(default_factory=dict)
     outputs: list[EngineOutput] = dataclasses.field(default_factory=list)
 
@@ -51,7 +51,7 @@ class Answer:
 
 
 class FakeEngine:
-    """An Engine with its FakeRunner, FakeLoader and FakeClock, and what it has answered.
+    """An Engine with its FakeRunner, FakeLoader and FakeClock, and its completions.
 
     A step takes `step_ns` of the fake clock.
     """
@@ -84,7 +84,7 @@ class FakeEngine:
             overlap=overlap,
         )
         self.step_ns = step_ns
-        self.answers: dict[RequestId, Answer] = {}
+        self.completions: dict[RequestId, Completion] = {}
         self.requests: dict[RequestId, EngineRequest] = {}
         self.records: list[StepRecord] = []
 
@@ -123,7 +123,7 @@ class FakeEngine:
             deadline_ns=None if timeout_ns is None else now_ns + timeout_ns,
         )
         self.requests[request_id] = request
-        self.answers[request_id] = Answer()
+        self.completions[request_id] = Completion()
         self.engine.add(request)
         return request_id
 
@@ -134,7 +134,7 @@ class FakeEngine:
             if self.runner.violations:
                 raise self.runner.violations[0]
             for output in turn.outputs:
-                self.answers[output.request_id].take(output)
+                self.completions[output.request_id].take(output)
             if turn.record is not None:
                 self.records.append(turn.record)
             self.clock.advance(self.step_ns)
@@ -153,7 +153,7 @@ class FakeEngine:
 
     def tokens(self, request_id: RequestId, index: int = 0) -> list[int]:
         """What has come back so far."""
-        return self.answers[request_id].token_ids.get(index, [])
+        return self.completions[request_id].token_ids.get(index, [])
 
     def alone(self, request_id: RequestId, index: int = 0) -> list[int]:
         """What the request should give, up to max_tokens."""

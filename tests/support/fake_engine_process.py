@@ -37,9 +37,9 @@ class FakeEngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     start_seconds: float = 0.0
     max_queue_size: int = 0
     failure: ErrorInfo | None = None
-    """It cannot start, and says why."""
+    """It cannot start, and reports why."""
     crash: bool = False
-    """It ends before it is ready, and says nothing."""
+    """It ends before it is ready, and reports nothing."""
     poison_prompt: tuple[int, ...] = ()
     """The step that computes output token number `poison_output` after this prompt aborts."""
     poison_output: int = 0
@@ -108,7 +108,7 @@ def run_fake_engine(settings: FakeEngineSettings, channel: EngineChannel) -> Non
 
 
 def fake_engine_thread(settings: FakeEngineSettings | None = None) -> LinkFactory:
-    """As app.engine.engine_thread."""
+    """Replacement of app.engine.engine_thread."""
 
     async def start(_epoch: int) -> EngineLink:
         return ThreadLink(
@@ -119,7 +119,7 @@ def fake_engine_thread(settings: FakeEngineSettings | None = None) -> LinkFactor
 
 
 def fake_engine_process(settings: FakeEngineSettings | None = None) -> LinkFactory:
-    """As app.builder.engine_process."""
+    """Replacement of app.builder.engine_process."""
     body = msgspec.msgpack.encode(settings or FakeEngineSettings())
 
     def start(epoch: int) -> Awaitable[EngineLink]:

@@ -17,11 +17,11 @@ GPUS = {
     80: types.SimpleNamespace(name="A100", major=8, minor=0, multi_processor_count=108),
     90: types.SimpleNamespace(name="H200", major=9, minor=0, multi_processor_count=132),
 }
-"""By architecture: what torch tells of a GPU."""
+"""Properties that torch reports of a GPU, by architecture."""
 
 
 class _Indexing(TorchFunctionMode):
-    """tensor[...] by the operations that it stands for; torch's own asks for CUDA's runtime."""
+    """tensor[...] by the operations that it stands for; torch's own needs CUDA's runtime."""
 
     def __torch_function__(
         self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -12,7 +12,7 @@ from loraplex.testing.fake_model import EMPTY_STATE, FakeModel
 def search_alone(
     model: FakeModel, request: EngineRequest, max_model_len: int
 ) -> Sequence[Hypothesis]:
-    """The answers to a request that searches, the best first: at most as many as it wants."""
+    """Return the best hypotheses of a beam search request, the best first; up to n of them."""
     rules = StopRules(request, max_model_len)
     search = new_beam_searcher(request, rules)
     adapters = [(use.digest, use.scale) for use in request.adapters]

@@ -70,11 +70,11 @@ class InferenceResponse:
 
 
 class Sender:
-    """Of one request: its responses, and whether its client has gone."""
+    """Responses of one request, and whether its client has gone."""
 
     def __init__(self) -> None:
         self.responses: queue.Queue[tuple[InferenceResponse, bool]] = queue.Queue()
-        """With whether it was the last."""
+        """Responses, each with whether it was the last."""
         self.has_gone = threading.Event()
         self._has_ended = False
 

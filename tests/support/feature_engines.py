@@ -30,15 +30,15 @@ from support.random_conditions import FAILING_FIELDS, Conditions
 from support.random_schedules import RandomAdapters
 
 RANKS = (4, 8, 3)
-"""Of the adapters."""
+"""Number of pages of the adapters."""
 PLANNED_FAILURE = StepFailedError("it was to fail")
 Failures = Collection[tuple[str, int]]
-"""As Conditions.failures."""
+"""Failures as in Conditions.failures."""
 _LARGE = 1 << 30
 
 
 class FeatureEngines:
-    """Of the same memory, so one at a time: what one left there must not matter to the next."""
+    """Engines that share memory, so one at a time: data left by one must not affect the next."""
 
     def __init__(self, parts: RunnerParts, kernels: Kernels | None = None) -> None:
         """parts.sampler is not used; parts.host_adapters is filled. kernels: of the sampler; None
@@ -56,7 +56,7 @@ class FeatureEngines:
         }
 
     def plain(self, clock: FakeClock, logits_dir: Path) -> Engine:
-        """Nothing is shared, guessed or planned ahead, and there is room for everything."""
+        """Return an engine without sharing, drafts or planning ahead, and with enough memory."""
         runner = self._runner(self._parts.capacity, logits_dir, fast_forward=False)
         settings = SchedulerSettings(enable_prefix_cache=False)
         loader = self._loader(random.Random(0))
@@ -71,7 +71,7 @@ class FeatureEngines:
         journal: Journal | None,
         failures: Failures,
     ) -> Engine:
-        """So small that just each of the requests can be answered alone, or larger."""
+        """Return an engine that is just large enough for each request alone, or larger."""
         uses = [[use.digest for use in request.adapters] for request in requests]
         uses += [[source.digest] for source in self.sources]  # each is refused if it cannot fit
         most_pages = max(sum(map(self._num_pages.__getitem__, digests)) for digests in uses)
@@ -153,7 +153,7 @@ class _FailingRunner(ModelRunner):
         super().__init__(parts)
         self._failures = frozenset(failures)
         self._num_steps: Counter[str] = Counter()
-        """With something in a field of the plan."""
+        """Whether a field of the plan has entries."""
 
     def _execute(self, step: PreparedStep) -> StepWork:
         fields = {field for field in FAILING_FIELDS if getattr(step.plan, field)}

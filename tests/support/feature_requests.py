@@ -1,7 +1,7 @@
-"""Requests that together use everything that can be asked of an engine.
+"""Requests that together use every feature of an engine.
 
-What ends or bends an answer (stop runs, bad words) is taken from what the model says without it,
-so that it takes effect.
+Parameters that end or change an output (stop runs, bad words) are taken from the model's output
+without them, so that they take effect.
 """
 
 import random
@@ -23,17 +23,17 @@ SCHEMA: Final = {
     "additionalProperties": False,
 }
 
-Ask = Callable[[EngineRequest], tuple[int, ...]]
+Wish = Callable[[EngineRequest], tuple[int, ...]]
 """Gives the tokens of a request's first sequence."""
 
 
 class FeatureRequests:
     """Makes them; request i has id i."""
 
-    def __init__(self, digests: Sequence[str], ask: Ask) -> None:
+    def __init__(self, digests: Sequence[str], wish: Wish) -> None:
         """digests: of at least three adapters."""
         self._draws = random.Random("feature requests")
-        self._ask = ask
+        self._wish = wish
         self._requests: list[EngineRequest] = []
         self._base: tuple[AdapterUse, ...] = ()
         self._one, self._two, self._three = ((AdapterUse(digest),) for digest in digests[:3])
@@ -132,7 +132,7 @@ class FeatureRequests:
         json: dict[str, Any] = {"grammar": schema(SCHEMA), "max_tokens": 40}
         self._add(self._like(16, 2), self._two, temperature=1.0, logprobs=1, **json)
         self._add(self._periodic, self._base, temperature=0.0, num_draft_tokens=4, **json)
-        forced = regex("(a text that is forced|an answer)")
+        forced = regex("(a text that is forced|an completion)")
         self._add(self._like(8, 1), self._base, temperature=1.0, n=2, grammar=forced, max_tokens=30)
         digits = regex("[0-9]{2,6}")
         self._add(self._like(8, 1), self._three, n=2, beam=BeamSearch(width=2), grammar=digits)
@@ -177,7 +177,7 @@ class FeatureRequests:
     def _said(self, prompt: tuple[int, ...], adapters: tuple[AdapterUse, ...]) -> tuple[int, ...]:
         """Greedily, without anything else."""
         self._add(prompt, adapters, ends=(), temperature=0.0)
-        return self._ask(self._requests.pop())
+        return self._wish(self._requests.pop())
 
     def _like(self, num_shared: int, num_own: int) -> tuple[int, ...]:
         return self._long[:num_shared] + self._tokens(num_own)

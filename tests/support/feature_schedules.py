@@ -1,4 +1,4 @@
-"""Requests alone in a plain engine, and together under random conditions: equal answers.
+"""Requests alone in a plain engine, and together under random conditions: equal outputs.
 
 Equal are tokens, reasons to end, and the bits of log probabilities and logits. Engines die, and
 others take their place as serving lets them.
@@ -24,8 +24,8 @@ from loraplex.execution.steps.runner_parts import RunnerParts
 from loraplex.kernels.ops import Kernels
 from loraplex.serving.engines.in_flight_request import KILL_BLAME, InFlightRequest
 from loraplex.testing.fake_clock import FakeClock
-from support.feature_answers import Answer
 from support.feature_engines import PLANNED_FAILURE, Failures, FeatureEngines
+from support.feature_outputs import Completion
 from support.feature_requests import FeatureRequests
 from support.grammar_tokens import VOCAB_SIZE
 from support.random_conditions import Conditions
@@ -39,7 +39,7 @@ FEATURE_SETTINGS = RunnerSettings(
     kv_cache_host_memory_bytes=1 << 20,
 )
 MAX_REQUESTS = 12
-"""In one schedule."""
+"""Counts of one schedule."""
 SHORT_PROMPT = 32
 LAST_ARRIVALS = (3, 20)
 """Steps."""
@@ -49,7 +49,7 @@ _JOURNAL_BYTES = 1 << 30
 
 
 def feature_checkpoint(folder: Path) -> Path:
-    """Of a model for FEATURE_SETTINGS."""
+    """Settings of a model for FEATURE_SETTINGS."""
     checkpoint = TinyCheckpoint(
         folder,
         hidden_size=64,
@@ -65,7 +65,7 @@ def feature_checkpoint(folder: Path) -> Path:
 
 
 class FeatureSchedules:
-    """One model with its requests, which were answered alone first."""
+    """One model with its requests, each of which ran alone first."""
 
     def __init__(self, parts: RunnerParts, folder: Path, kernels: Kernels | None = None) -> None:
         """See FeatureEngines. folder: for what is written."""
@@ -76,10 +76,10 @@ class FeatureSchedules:
         self._engines = FeatureEngines(parts, kernels)
         digests = [source.digest for source in self._engines.sources]
         self.requests = FeatureRequests(digests, self._first_tokens).make()
-        self.alone = [self._answer_alone(request) for request in self.requests]
+        self.alone = [self._run_alone(request) for request in self.requests]
 
     def run(self, seed: object) -> list[str]:
-        """How the answers of this seed's schedule differ from those alone; empty if equal."""
+        """Return the differences between this seed's schedule and lone requests; empty if none."""
         conditions = Conditions.draw(seed)
         folder = self._new_folder()
         schedule = _Schedule(self._engines, conditions, self.requests, folder)
@@ -93,9 +93,9 @@ class FeatureSchedules:
         return [f"schedule {seed}: {problem}\n  {conditions}" for problem in problems]
 
     def _first_tokens(self, request: EngineRequest) -> tuple[int, ...]:
-        return tuple(self._answer_alone(request).sequences[0].token_ids)
+        return tuple(self._run_alone(request).sequences[0].token_ids)
 
-    def _answer_alone(self, request: EngineRequest) -> Answer:
+    def _run_alone(self, request: EngineRequest) -> Completion:
         engine = self._engines.plain(FakeClock(1), self._new_folder())
         sampling = msgspec.structs.replace(request.sampling, num_draft_tokens=0)
         engine.add(msgspec.structs.replace(request, sampling=sampling))
@@ -105,9 +105,9 @@ class FeatureSchedules:
             assert turn.record is None or turn.record.step_id < MAX_STEPS
             outputs += turn.outputs
         engine.close()
-        answer = Answer.of(outputs)
-        assert answer.error is None, f"{answer.error}: {request}"
-        return answer
+        completion = Completion.of(outputs)
+        assert completion.error is None, f"{completion.error}: {request}"
+        return completion
 
     def _new_folder(self) -> Path:
         folder = self._folder / str(next(self._names))
@@ -152,7 +152,7 @@ class _Schedule:
         self._aborted: set[tuple[RequestId, int]] = set()
         self._num_engines = 0
         self._journal_path: Path | None = None
-        """Of the running engine."""
+        """State of the running engine."""
 
     def run(self) -> None:
         engine = self._new_engine(self._conditions.failures)
@@ -164,7 +164,7 @@ class _Schedule:
             self._count(turn.record)
             if step in self._conditions.crashes:
                 engine = self._crash(
-                    engine, is_told=self._draws.random() < 0.5, outputs=turn.outputs
+                    engine, is_reported=self._draws.random() < 0.5, outputs=turn.outputs
                 )
                 continue
             self._deliver(turn.outputs)
@@ -181,18 +181,20 @@ class _Schedule:
         assert engine.stats().blocks_on_host == 0
         self._leave(engine)
 
-    def differences(self, alone: Sequence[Answer]) -> list[str]:
+    def differences(self, alone: Sequence[Completion]) -> list[str]:
         problems = []
         for request in self._requests:
             request_id = request.request_id
             stream = self._works[request_id].stream
-            answer = Answer.of(asyncio.run(stream.take()))
-            may_fail = answer.error == PLANNED_FAILURE.to_info()
+            completion = Completion.of(asyncio.run(stream.take()))
+            may_fail = completion.error == PLANNED_FAILURE.to_info()
             self.tally["failed"] += may_fail
-            found = list(answer.differences(alone[self._of_alone[request_id]], may_fail=may_fail))
-            for index, sequence in answer.sequences.items():
+            found = list(
+                completion.differences(alone[self._of_alone[request_id]], may_fail=may_fail)
+            )
+            for index, sequence in completion.sequences.items():
                 if sequence.is_aborted and (request_id, index) not in self._aborted:
-                    found.append(f"sequence {index} was aborted, and nobody asked for it")
+                    found.append(f"sequence {index} was aborted without a request for it")
             problems += [f"request {self._of_alone[request_id]}: {problem}" for problem in found]
         return problems
 
@@ -218,7 +220,7 @@ class _Schedule:
 
     def _note_abort(self, request_id: RequestId, index: int | None) -> None:
         sampling = self._requests[request_id].sampling
-        # A search has one answer: it is aborted as a whole.
+        # A beam search is aborted as a whole.
         is_whole = sampling.beam is not None
         indices = range(sampling.num_sequences) if is_whole or index is None else (index,)
         self._aborted.update((request_id, of_request) for of_request in indices)
@@ -230,9 +232,11 @@ class _Schedule:
             if output.finished:
                 del self._unfinished[output.request_id]
 
-    def _crash(self, engine: Engine, *, is_told: bool, outputs: Sequence[EngineOutput]) -> Engine:
-        """is_told: the engine dies only after it told what its last step gave."""
-        if is_told:
+    def _crash(
+        self, engine: Engine, *, is_reported: bool, outputs: Sequence[EngineOutput]
+    ) -> Engine:
+        """is_reported: the engine dies only after it sent the result of its last step."""
+        if is_reported:
             self._deliver(outputs)
         self._leave(engine)
         self.tally["crashes"] += 1

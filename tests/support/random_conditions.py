@@ -1,4 +1,4 @@
-"""Under what conditions requests are answered, drawn at random. None may change an answer."""
+"""Random conditions under which requests run. None may change an output."""
 
 import dataclasses
 import random
@@ -29,28 +29,28 @@ FAILING_FIELDS = (
     "block_copies",
     "adapter_copies",
 )
-"""Of a StepPlan."""
+"""Fields of a StepPlan."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Conditions:
-    """Of one schedule. Its repr tells all of them."""
+    """Conditions of one schedule. The repr shows all of them."""
 
     seed: object
     settings: SchedulerSettings
     """See settings_for."""
     max_num_seqs: int
-    room: float
+    kv_memory_factor: float
     """KV blocks: this times what the largest request needs."""
     num_host_blocks: int
-    adapter_room: float
+    adapter_memory_factor: float
     """Adapter pages: this times what the largest request needs."""
     small_adapter_host: bool
     keeps_host_copy: bool
     eviction_policy: str
     overlap: bool
     fast_forward: bool
-    """Of texts that a grammar forces."""
+    """Whether texts that a grammar forces are drafted."""
     abort_share: float
     crashes: tuple[int, ...]
     """Before which steps the engine is dropped."""
@@ -66,9 +66,9 @@ class Conditions:
             seed=seed,
             settings=_draw_settings(draws, max_num_seqs),
             max_num_seqs=max_num_seqs,
-            room=draws.choice([1.0, 1.0, 1.2, 1.5, 4.0]),
+            kv_memory_factor=draws.choice([1.0, 1.0, 1.2, 1.5, 4.0]),
             num_host_blocks=draws.choice([0, 8, 60]),
-            adapter_room=draws.choice([1.0, 1.0, 1.5, 4.0]),
+            adapter_memory_factor=draws.choice([1.0, 1.0, 1.5, 4.0]),
             small_adapter_host=draws.random() < 0.5,
             keeps_host_copy=draws.random() < 0.3,
             eviction_policy=draws.choice(sorted(EVICTION_POLICIES)),
@@ -83,7 +83,7 @@ class Conditions:
     def capacity(
         self, capacity: Capacity, requests: Sequence[EngineRequest], least_pages: int
     ) -> Capacity:
-        """Of an engine in which each of the requests can be served alone.
+        """Return the capacity of an engine that can serve each of the requests alone.
 
         least_pages: of the adapters of one request.
         """
@@ -100,17 +100,17 @@ class Conditions:
         )
         return msgspec.structs.replace(
             capacity,
-            num_blocks=min(capacity.num_blocks, round(self.room * least_blocks)),
+            num_blocks=min(capacity.num_blocks, round(self.kv_memory_factor * least_blocks)),
             num_host_blocks=min(capacity.num_host_blocks, self.num_host_blocks),
             max_num_seqs=self.max_num_seqs,
             num_adapter_pages=min(
-                capacity.num_adapter_pages, round(self.adapter_room * least_pages)
+                capacity.num_adapter_pages, round(self.adapter_memory_factor * least_pages)
             ),
             keeps_host_copy=self.keeps_host_copy,
         )
 
     def settings_for(self, requests: Sequence[EngineRequest]) -> SchedulerSettings:
-        """With a limit of sequences per adapter, if any, that none of these requests exceeds."""
+        """Return settings whose limit of sequences per adapter none of these requests exceeds."""
         limit = self.settings.max_seqs_per_adapter
         if not limit:
             return self.settings
@@ -118,7 +118,7 @@ class Conditions:
         return msgspec.structs.replace(self.settings, max_seqs_per_adapter=max(limit, *widths, 0))
 
     def changed(self, request: EngineRequest) -> EngineRequest:
-        """With another priority, tenant and so on: nothing of it is for the answer."""
+        """Return the request with another priority, tenant and so on, which change no output."""
         draws = random.Random(f"request {self.seed} {request.request_id}")
         sampling = request.sampling
         if draws.random() < 0.3:

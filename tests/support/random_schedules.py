@@ -87,7 +87,7 @@ class Tally:
 
 
 class Schedules:
-    """One model with a set of requests, answered alone first."""
+    """One model with a set of requests, each of which runs alone first."""
 
     _sampler: RecordingSampler
 
@@ -113,11 +113,11 @@ class Schedules:
             prompt = draws.choice([*beginnings, ()])
             prompt += _tokens(draws, config, draws.randint(1, max_prompt_tokens - len(prompt)))
             self._requests.append(self._request(draws, index, prompt, draws.randint(2, max_tokens)))
-        self.alone = [self._answer_alone(request) for request in self._requests]
+        self.alone = [self._run_alone(request) for request in self._requests]
         """Tokens and bits of each request."""
 
     def run(self, seed: object) -> list[str]:
-        """How the answers in the schedule of this seed differ from those alone; empty if equal."""
+        """Return the differences between this seed's schedule and lone requests; empty if none."""
         draws = random.Random(f"schedule {seed}")
         engine = self._random_engine(draws)
         requests = draws.sample(self._requests, draws.randint(2, min(8, len(self._requests))))
@@ -162,14 +162,14 @@ class Schedules:
             deadline_ns=None,
         )
 
-    def _answer_alone(self, request: EngineRequest) -> tuple[list[int], Bits]:
+    def _run_alone(self, request: EngineRequest) -> tuple[list[int], Bits]:
         settings = SchedulerSettings(enable_prefix_cache=False)
         engine = self._engine(self._parts, settings)
         engine.add(request)
         outputs: list[EngineOutput] = []
         while not engine.is_idle:
             outputs += engine.step().outputs
-        tokens, _ = _answer(request, outputs)
+        tokens, _ = _completion(request, outputs)
         return tokens, self._sampler.bits[request.request_id]
 
     def _random_engine(self, draws: random.Random) -> Engine:
@@ -223,7 +223,7 @@ class Schedules:
         tally.aborts += num_aborts
 
     def _differences(self, request: EngineRequest, outputs: Sequence[EngineOutput]) -> list[str]:
-        tokens, is_whole = _answer(request, outputs)
+        tokens, is_whole = _completion(request, outputs)
         expected, expected_bits = self.alone[request.request_id]
         name = f"request {request.request_id}"
         if tokens != expected[: len(tokens)] or (is_whole and tokens != expected):
@@ -235,7 +235,7 @@ class Schedules:
         return [f"{name} has other logits at positions {wrong}"] if wrong else []
 
 
-def _answer(request: EngineRequest, outputs: Sequence[EngineOutput]) -> tuple[list[int], bool]:
+def _completion(request: EngineRequest, outputs: Sequence[EngineOutput]) -> tuple[list[int], bool]:
     """(tokens, whether the request came to its own end)"""
     own = [output for output in outputs if output.request_id == request.request_id]
     problems = [output.error for output in own if output.error is not None]

@@ -30,7 +30,7 @@ class RandomSchemas:
         self._random = random.Random(seed)
 
     def schema(self) -> Schema:
-        """An object, as clients ask for most; sometimes with definitions that it refers to."""
+        """An object, the most common schema; sometimes with definitions that it refers to."""
         if self._random.random() < 0.2:
             part = {"$ref": "#/$defs/part"}
             schema = self._object(1, extra=part)
@@ -108,7 +108,7 @@ class RandomSchemas:
 
 
 class RandomRegexes:
-    """Of what Python and Rust read alike: literals, classes, groups, alternatives, counts."""
+    """Regular expressions that Python and Rust read alike: literals, classes, groups, counts."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)

@@ -1,7 +1,7 @@
 """Drives a runner with hand-made plans: no scheduler, no sharing, no preemption.
 
 For tests and measurements of the data plane alone. It decides how prompts are cut into chunks and
-in which order blocks are handed out, since neither may change an answer.
+in which order blocks are handed out, since neither may change an output.
 """
 
 import dataclasses

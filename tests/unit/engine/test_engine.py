@@ -48,7 +48,7 @@ def test_forget(fakes):
 def test_unknown_adapters(fakes):
     request_id = fakes.add([1], "nobody's")
     fakes.run()
-    error = fakes.answers[request_id].outputs[-1].error
+    error = fakes.completions[request_id].outputs[-1].error
     assert (error.code, "nobody's" in error.message) == ("adapter_not_found", True)
     with pytest.raises(AdapterNotFoundError):
         fakes.engine.preload("nobody's")
@@ -67,7 +67,7 @@ def test_a_bad_request_gets_an_error_output(fakes, prompt, sampling, code):
     request_id = fakes.add(prompt, sampling=sampling)
     assert fakes.engine.next_wake_ns() is not None
     fakes.run()
-    assert fakes.answers[request_id].error_code == code
+    assert fakes.completions[request_id].error_code == code
     assert fakes.runner.plans == []
 
 
@@ -87,7 +87,7 @@ def test_a_failed_step_ends_its_requests_only(fakes, early):
     fakes.runner.fail_step(early=early)
     fakes.step()
     for request_id in in_step:
-        assert fakes.answers[request_id].error_code == "step_failed"
+        assert fakes.completions[request_id].error_code == "step_failed"
     fakes.run()
     assert fakes.tokens(waiting) == fakes.alone(waiting)
     again = fakes.add(range(1, 40), max_tokens=3)
@@ -117,7 +117,7 @@ def test_slots_that_a_failed_step_was_to_clear_can_be_taken(early):
     fakes.runner.fail_step(early=early)
     fakes.step()
     assert fakes.runner.plans[-1].removed == (0,)
-    assert fakes.answers[fails].error_code == "step_failed"
+    assert fakes.completions[fails].error_code == "step_failed"
     later = [fakes.add([3]), fakes.add([4])]
     fakes.run()
     for request_id in (ends, *later):
@@ -133,7 +133,7 @@ def test_any_exception_of_the_runner_is_a_failed_step(fakes, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(fakes.runner, "launch", launch)
         fakes.step()
-    error = fakes.answers[request_id].outputs[-1].error
+    error = fakes.completions[request_id].outputs[-1].error
     assert error.code == "step_failed"
     assert "secret" not in error.message
     fakes.engine.check()
@@ -149,7 +149,7 @@ def test_a_lost_device_ends_the_engine(fakes, monkeypatch):
     monkeypatch.setattr(fakes.runner, "launch", launch)
     with pytest.raises(DeviceLost, match="illegal memory access"):
         fakes.step()
-    assert not fakes.answers[request_id].outputs, "no answer: it is not over"
+    assert not fakes.completions[request_id].outputs, "output before the end"
 
 
 def test_a_row_error_ends_all_sequences_of_its_request(fakes):
@@ -157,11 +157,11 @@ def test_a_row_error_ends_all_sequences_of_its_request(fakes):
     failed = fakes.add([1], sampling=SamplingParams(max_tokens=3, n=3))
     other = fakes.add([2])
     fakes.run()
-    assert fakes.answers[failed].error_code == "row_failed"
+    assert fakes.completions[failed].error_code == "row_failed"
     assert fakes.tokens(other) == fakes.alone(other)
 
 
-def test_it_asks_for_loads_while_it_waits(fakes):
+def test_it_polls_loads_while_it_waits(fakes):
     fakes.register("a")
     fakes.loader.num_polls = 3
     fakes.add([1], "a")
@@ -225,7 +225,7 @@ def test_an_idle_engine_ends_by_deadline_what_waits_for_a_load(fakes):
     fakes.loader.num_polls = 100
     request_id = fakes.add([1], "a", timeout_ns=5 * MILLISECOND_NS)
     fakes.run()
-    assert fakes.answers[request_id].error_code == "deadline_exceeded"
+    assert fakes.completions[request_id].error_code == "deadline_exceeded"
 
 
 def test_an_adapter_that_is_to_be_forgotten_leaves_after_its_last_request():

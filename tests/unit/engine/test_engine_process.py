@@ -1,4 +1,4 @@
-"""What an engine process is told at its birth. Its life is tested with serving's end."""
+"""Start message of an engine process. The rest is tested with serving."""
 
 import io
 import subprocess
@@ -31,7 +31,7 @@ def test_serving_may_be_gone_before_it_said_all(num_bytes):
         read_engine_start(Dribble(START.to_bytes()[:num_bytes]))
 
 
-def test_a_process_that_is_told_nothing_ends_quietly():
+def test_a_process_without_a_start_message_ends_quietly():
     command = [sys.executable, "-m", "support.fake_engine_process"]
     done = subprocess.run(command, input=b"", capture_output=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, b"")

@@ -55,7 +55,7 @@ def test_what_was_written_is_read(path):
     assert entries(path) == written, "a closed journal takes nothing"
 
 
-def test_a_bias_of_minus_infinity_is_told_as_a_finite_one(path):
+def test_a_bias_of_minus_infinity_is_written_as_a_finite_one(path):
     """JSON has no infinity; the scheduler looks at no bias."""
     sampling = SamplingParams(logit_bias=((3, -math.inf), (7, 1.5)), max_tokens=4)
     request = engine_request((1,), sampling)

@@ -133,7 +133,7 @@ def change_line(path, is_wanted, change):
 
 
 class RestlessClock(FakeClock):
-    """Tells another time whenever it is asked."""
+    """Clock that advances at every reading."""
 
     def now_ns(self):
         self.advance(MILLISECOND_NS // 7)

@@ -120,7 +120,7 @@ def running():
     loop.stop()
 
 
-def test_requests_are_answered(running):
+def test_requests_are_completed(running):
     first, second = request(1, max_tokens=5), request(2, prompt_token_ids=(9,))
     running.put(AddRequest(first))
     assert running.tokens(1) == running.runner.model.output(first, 0, 5)
@@ -143,7 +143,7 @@ def test_commands_that_wait_are_taken_before_the_next_step():
     thread.join(5)
 
 
-def test_every_step_tells_what_it_did(running):
+def test_every_step_has_a_record(running):
     running.put(AddRequest(request(1, max_tokens=1)))
     event = running.event()
     assert event.record.request_ids == (1,)
@@ -153,7 +153,7 @@ def test_every_step_tells_what_it_did(running):
     assert event.stats.num_running == 0
 
 
-def test_a_refused_request_is_told_without_a_step(running):
+def test_a_refused_request_is_reported_without_a_step(running):
     running.put(AddRequest(request(1, prompt_token_ids=())))
     event = running.event()
     assert event.record is None
@@ -169,15 +169,15 @@ def test_an_abort_ends_a_request(running):
     assert last.error is None
 
 
-def test_an_abort_of_nobody_changes_nothing(running):
+def test_an_abort_of_no_request_changes_nothing(running):
     running.put(AbortRequest(99), AbortRequest(99, 3), AddRequest(request(1)))
     assert len(running.tokens(1)) == 3
 
 
 def test_an_adapter_is_registered_and_loaded(running):
-    asked = request(1, "a")
-    running.put(RegisterAdapter(fake_source("a", GEOMETRY)), AddRequest(asked))
-    assert running.tokens(1) == running.runner.model.output(asked, 0, 3)
+    requested = request(1, "a")
+    running.put(RegisterAdapter(fake_source("a", GEOMETRY)), AddRequest(requested))
+    assert running.tokens(1) == running.runner.model.output(requested, 0, 3)
 
 
 @pytest.mark.parametrize("size", [{"num_pages": 17}, {"num_bytes": 1001}])
@@ -293,13 +293,13 @@ def test_held_adapters_and_refusals(running):
     running.put(
         PinAdapter(8, "never known"), QueryAdapters(9), UnpinAdapter("d"), QueryAdapters(10)
     )
-    answers = []
-    while len(answers) < 4:
+    completions = []
+    while len(completions) < 4:
         event = running.event()
         if not isinstance(event, StepDone):
-            answers.append(event)
-    held, refused, told, released = answers
+            completions.append(event)
+    held, refused, reported, released = completions
     assert held == AdapterPinned(7)
     assert (refused.query_id, refused.error.code) == (8, "adapter_not_found")
-    assert (told.query_id, told.activity.pinned) == (9, ("d",))
+    assert (reported.query_id, reported.activity.pinned) == (9, ("d",))
     assert (released.query_id, released.activity.pinned) == (10, ())

@@ -1,4 +1,4 @@
-"""The next step is planned while one runs: same tokens, and nothing is given back too early."""
+"""The next step is planned while one runs: same tokens, and nothing is freed too early."""
 
 import msgspec
 import pytest
@@ -76,7 +76,7 @@ def test_what_ends_by_a_token_is_computed_once_more():
     fakes = FakeEngine(overlap=True, model=FakeModel(eos_rate=1.0))
     request_id = fakes.add([1], max_tokens=9)
     fakes.step()
-    assert fakes.answers[request_id].finish_reasons == {0: "stop"}
+    assert fakes.completions[request_id].finish_reasons == {0: "stop"}
     assert fakes.engine.stats().num_running == 0
     assert fakes.engine.stats().blocks_held == 1, "the step in flight writes there"
     fakes.engine.check()
@@ -93,12 +93,12 @@ def test_slots_and_blocks_of_a_step_in_flight_are_not_taken():
     fakes = FakeEngine(capacity, overlap=True, model=FakeModel(eos_rate=1.0))
     first, second = (fakes.add([token], max_tokens=9) for token in (1, 2))
     fakes.step()
-    assert fakes.answers[first].is_finished
+    assert fakes.completions[first].is_finished
     fakes.step()
     assert not any(plan.added for plan in fakes.runner.plans[1:])
     fakes.run()
     assert fakes.runner.plans[2].removed == (0,)
-    assert fakes.answers[second].is_finished
+    assert fakes.completions[second].is_finished
 
 
 def test_an_adapter_of_a_step_in_flight_stays():
@@ -126,7 +126,7 @@ def test_an_abort_in_flight(fakes):
     assert fakes.engine.stats().num_running == 1
     num_tokens = len(fakes.tokens(aborted))
     fakes.run()
-    assert fakes.answers[aborted].finish_reasons == {0: "abort"}
+    assert fakes.completions[aborted].finish_reasons == {0: "abort"}
     assert fakes.tokens(aborted) == fakes.alone(aborted)[:num_tokens]
     check_all(fakes, [other])
 
@@ -135,7 +135,7 @@ def test_a_deadline_in_flight(fakes):
     late = fakes.add([1], max_tokens=99, timeout_ns=3 * MILLISECOND_NS)
     other = fakes.add([2], max_tokens=20)
     fakes.run()
-    assert fakes.answers[late].error_code == "deadline_exceeded"
+    assert fakes.completions[late].error_code == "deadline_exceeded"
     check_all(fakes, [other])
 
 
@@ -144,13 +144,13 @@ def test_a_failed_row_in_flight(fakes):
     failed = fakes.add([1], max_tokens=9)
     other = fakes.add([2], max_tokens=9)
     fakes.run()
-    assert fakes.answers[failed].error_code == "row_failed"
+    assert fakes.completions[failed].error_code == "row_failed"
     check_all(fakes, [other])
 
 
 @pytest.mark.parametrize("early", [False, True])
 def test_a_step_behind_a_failed_one_is_computed_later(early):
-    """Whoever was only in the step behind goes on as if nothing had happened."""
+    """A request that was only in the next step continues as if nothing had happened."""
     fakes = FakeEngine(overlap=True)
     marker = StepMarker()
     fakes.engine.mark_steps(marker)
@@ -159,10 +159,10 @@ def test_a_step_behind_a_failed_one_is_computed_later(early):
     behind = fakes.add(range(11, 40), max_tokens=9)
     fakes.runner.fail_step(early=early)
     fakes.step()
-    assert fakes.answers[failed].error_code == "step_failed"
-    assert fakes.answers[behind].outputs == []
+    assert fakes.completions[failed].error_code == "step_failed"
+    assert fakes.completions[behind].outputs == []
     assert len(fakes.runner.plans) == 2
-    assert num_in_flight(fakes) == 1, "the step behind was launched, and is never computed"
+    assert num_in_flight(fakes) == 1, "the next step was launched, and is never computed"
     assert marker.request_ids() == frozenset()
     assert fakes.engine.stats().preemptions == 1
     fakes.engine.check()
@@ -186,7 +186,7 @@ def test_both_steps_in_flight_are_marked(fakes):
     assert seen == [{1}]
     fakes.add([2], max_tokens=2)
     fakes.step()
-    assert seen[1] == {1, 2}, "the step that is waited for has 1, the one behind 2"
+    assert seen[1] == {1, 2}, "the step that is waited for has 1, the next one 2"
 
 
 def test_the_copies_of_a_failed_step_and_of_the_one_behind_start_again(fakes):
@@ -198,33 +198,33 @@ def test_the_copies_of_a_failed_step_and_of_the_one_behind_start_again(fakes):
     fakes.step()
     fakes.runner.fail_step(early=True)
     fakes.step()
-    assert fakes.answers[running].error_code == "step_failed"
+    assert fakes.completions[running].error_code == "step_failed"
     fakes.run()
     check_all(fakes, waiting)
 
 
-def test_guesses_wait_for_the_token_before_them():
+def test_draft_tokens_wait_for_the_token_before_them():
     settings = SchedulerSettings(num_draft_tokens=3)
     capacity = msgspec.structs.replace(FAKE_CAPACITY, vocab_size=4)
     fakes = FakeEngine(capacity, settings, overlap=True)
-    guessed = fakes.add([1, 2, 3] * 4, max_tokens=12, eos_token_ids=())
+    drafted = fakes.add([1, 2, 3] * 4, max_tokens=12, eos_token_ids=())
     plain = fakes.add([1, 2], sampling=SamplingParams(max_tokens=12, num_draft_tokens=0))
     fakes.run()
-    check_all(fakes, [guessed, plain])
+    check_all(fakes, [drafted, plain])
     plans = [set(rows_of(plan)) for plan in fakes.runner.plans if plan.rows]
     assert plans[:4] == [{0, 1}, {1}, {0, 1}, {1}]
     assert any(row.draft_token_ids for plan in fakes.runner.plans for row in plan.rows)
 
 
 def test_logits_are_not_computed_in_vain():
-    """Their files would be left behind: such a row is planned when the token before is known."""
+    """Their files would never be deleted: such a row is planned when the token before is known."""
     fakes = FakeEngine(overlap=True, model=FakeModel(eos_rate=1.0))
     fakes.add([1], sampling=SamplingParams(max_tokens=9, return_logits=True))
     fakes.run()
     assert len(fakes.runner.plans) == 1
 
 
-def test_nobody_is_preempted_while_in_flight():
+def test_no_sequence_is_preempted_while_in_flight():
     capacity = msgspec.structs.replace(FAKE_CAPACITY, num_blocks=6, block_size=4)
     fakes = FakeEngine(capacity, EVICTING, overlap=True)
     request_ids = [fakes.add([token, 2, 3], max_tokens=14) for token in (1, 2, 3)]
@@ -238,7 +238,7 @@ def test_nobody_is_preempted_while_in_flight():
     check_all(fakes, request_ids)
 
 
-def test_who_comes_first_gets_the_block_that_it_needs():
+def test_the_first_request_gets_the_block_that_it_needs():
     """The last free block went to the second one a step before, which then needs none for long."""
     fakes = FakeEngine(msgspec.structs.replace(FAKE_CAPACITY, num_blocks=3), EVICTING, overlap=True)
     first, second = (
@@ -257,8 +257,8 @@ def test_a_step_fails_after_a_request_in_it_was_aborted(fakes):
     fakes.engine.abort(aborted)
     fakes.runner.fail_step()
     fakes.step()
-    assert fakes.answers[aborted].finish_reasons == {0: "abort"}
-    assert fakes.answers[failed].error_code == "step_failed"
+    assert fakes.completions[aborted].finish_reasons == {0: "abort"}
+    assert fakes.completions[failed].error_code == "step_failed"
     fakes.run()
 
 
@@ -272,8 +272,8 @@ def test_both_loops_give_the_same_outputs():
             fakes.step()
         fakes.run()
         return {
-            request_id: (answer.token_ids, answer.finish_reasons)
-            for request_id, answer in fakes.answers.items()
+            request_id: (completion.token_ids, completion.finish_reasons)
+            for request_id, completion in fakes.completions.items()
         }
 
     assert outputs(overlap=True) == outputs(overlap=False)

@@ -1,4 +1,4 @@
-"""Adapters that stay on the device, adapters that leave by themselves, and who asks for them."""
+"""Pinned adapters, adapters that expire, and the activity of adapters."""
 
 import pytest
 
@@ -58,7 +58,7 @@ class TestHeld:
         fake.run()
         assert on_device(fake) == {"a", "b"}
 
-    def test_what_would_leave_no_room_for_others_is_refused(self):
+    def test_a_pin_that_leaves_no_pages_for_others_is_refused(self):
         fake = FakeEngine()
         fake.register("a", num_pages=6)
         fake.register("big", num_pages=11)
@@ -110,7 +110,7 @@ class TestTtl:
         assert fake.engine.next_expiry_ns() is None
 
 
-def test_who_runs_and_who_waits():
+def test_running_and_waiting_counts():
     fake = FakeEngine()
     for digest in "ab":
         fake.register(digest)

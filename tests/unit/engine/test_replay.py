@@ -9,7 +9,7 @@ from loraplex.core.output import FinishReason
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.engine.step_marker import StepMarker
-from support.fake_engine import Answer, FakeEngine
+from support.fake_engine import Completion, FakeEngine
 
 PROMPTS = {"short": range(1, 6), "long": range(1, 60)}
 CHUNKED = SchedulerSettings(max_num_batched_tokens=24, max_prefill_chunk=16)
@@ -27,31 +27,35 @@ def new_engine(overlap: bool) -> FakeEngine:
 
 
 def take_over(fakes: FakeEngine, dead: FakeEngine) -> None:
-    """What dead's requests want still, told as serving tells it."""
+    """Return the rest of the requests of a dead engine, as serving sends it."""
     for request_id, request in dead.requests.items():
-        answer = dead.answers[request_id]
+        completion = dead.completions[request_id]
         fakes.requests[request_id] = request
-        fakes.answers[request_id] = Answer()
-        if answer.is_finished:
+        fakes.completions[request_id] = Completion()
+        if completion.is_finished:
             continue
         indices = range(request.sampling.num_sequences)
         again = msgspec.structs.replace(
             request,
-            outputs=tuple(tuple(answer.token_ids.get(index, ())) for index in indices),
-            ended=tuple(sorted(answer.finish_reasons)),
-            prompt_scores_delivered=any(o.prompt_logprobs is not None for o in answer.outputs),
+            outputs=tuple(tuple(completion.token_ids.get(index, ())) for index in indices),
+            ended=tuple(sorted(completion.finish_reasons)),
+            prompt_scores_delivered=any(o.prompt_logprobs is not None for o in completion.outputs),
             num_restarts=1,
         )
         fakes.engine.add(again)
 
 
-def whole(first: Answer, second: Answer) -> dict[int, list[int]]:
+def whole(first: Completion, second: Completion) -> dict[int, list[int]]:
     indices = {*first.token_ids, *second.token_ids}
     return {i: first.token_ids.get(i, []) + second.token_ids.get(i, []) for i in indices}
 
 
-def reasons(*answers: Answer) -> dict[int, FinishReason]:
-    return {index: reason for answer in answers for index, reason in answer.finish_reasons.items()}
+def reasons(*completions: Completion) -> dict[int, FinishReason]:
+    return {
+        index: reason
+        for completion in completions
+        for index, reason in completion.finish_reasons.items()
+    }
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -71,13 +75,13 @@ def test_no_token_changes_wherever_an_engine_dies(prompt, sampling, overlap):
         take_over(fakes, dead)
         fakes.run()
         for request_id in ids:
-            before, after = dead.answers[request_id], fakes.answers[request_id]
-            expected = calm.answers[request_id]
+            before, after = dead.completions[request_id], fakes.completions[request_id]
+            expected = calm.completions[request_id]
             assert whole(before, after) == expected.token_ids, num_before
             assert reasons(before, after) == expected.finish_reasons
-            told = [o.prompt_logprobs for o in (*before.outputs, *after.outputs)]
+            reported = [o.prompt_logprobs for o in (*before.outputs, *after.outputs)]
             expected_scores = [o.prompt_logprobs for o in expected.outputs if o.prompt_logprobs]
-            assert [scores for scores in told if scores is not None] == expected_scores
+            assert [scores for scores in reported if scores is not None] == expected_scores
 
 
 def test_no_queue_is_too_full_for_a_request_that_was_accepted_before():
@@ -89,21 +93,21 @@ def test_no_queue_is_too_full_for_a_request_that_was_accepted_before():
     take_over(fakes, dead)
     refused = fakes.add()
     fakes.run()
-    assert fakes.answers[refused].error_code == "queue_full"
-    assert all(fakes.answers[request_id].error_code is None for request_id in dead.requests)
+    assert fakes.completions[refused].error_code == "queue_full"
+    assert all(fakes.completions[request_id].error_code is None for request_id in dead.requests)
 
 
-def test_timing_counts_engines_and_tells_itself_early():
+def test_timing_counts_engines_and_is_sent_early():
     dead, fakes = new_engine(False), new_engine(False)
     request_id = dead.add(max_tokens=9)
     dead.step()
-    first = dead.answers[request_id].outputs[0].timing
+    first = dead.completions[request_id].outputs[0].timing
     assert first.first_token_ns > 0
     dead.step()
-    assert dead.answers[request_id].outputs[1].timing is None
+    assert dead.completions[request_id].outputs[1].timing is None
     take_over(fakes, dead)
     fakes.run()
-    timing = fakes.answers[request_id].outputs[-1].timing
+    timing = fakes.completions[request_id].outputs[-1].timing
     assert (timing.num_restarts, timing.num_output_tokens) == (1, 9)
 
 
@@ -123,11 +127,11 @@ def test_waits_for_adapters_are_measured(monkeypatch):
     late = fakes.add([3], "a")
     fakes.run()
     waits = {
-        request_id: fakes.answers[request_id].outputs[-1].timing.adapter_load_ns
+        request_id: fakes.completions[request_id].outputs[-1].timing.adapter_load_ns
         for request_id in (cold, warm, joins, late)
     }
 
-    assert 0 < waits[joins] < waits[cold] < 10**9, "nobody waits before it comes"
+    assert 0 < waits[joins] < waits[cold] < 10**9, "no request waits before it comes"
     assert waits[warm] == waits[late] == 0
 
 

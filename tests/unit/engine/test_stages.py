@@ -49,7 +49,7 @@ def prefill(overlap):
     request_id = fakes.add(range(1, 90), max_tokens=99, timeout_ns=TIMEOUT_NS)
     fakes.step(2)
     assert fakes.engine.stats().blocks_held
-    assert fakes.answers[request_id].outputs == []
+    assert fakes.completions[request_id].outputs == []
     return fakes, request_id, 0
 
 
@@ -61,7 +61,7 @@ def decode(overlap):
         range(1, 20), "a", sampling=sampling, eos_token_ids=(), timeout_ns=TIMEOUT_NS
     )
     fakes.step(8)
-    assert {*fakes.answers[request_id].token_ids} == {0, 1, 2}
+    assert {*fakes.completions[request_id].token_ids} == {0, 1, 2}
     return fakes, request_id, 0
 
 
@@ -82,7 +82,7 @@ def preempted(overlap):
     while not fakes.engine.stats().preemptions:
         fakes.step()
     assert fakes.engine.stats().num_waiting == 1
-    assert fakes.answers[request_id].outputs
+    assert fakes.completions[request_id].outputs
     return fakes, request_id, 1
 
 
@@ -112,12 +112,12 @@ def test_everything_is_back_within_one_step(stage, end, overlap):
     fakes, request_id, num_others = stage(overlap)
     end(fakes, request_id)
     fakes.step()
-    answer = fakes.answers[request_id]
-    assert answer.is_finished
-    assert answer.error_code == ENDS[end]
+    completion = fakes.completions[request_id]
+    assert completion.is_finished
+    assert completion.error_code == ENDS[end]
     if ENDS[end] is None:
         num_sequences = fakes.requests[request_id].sampling.n
-        assert answer.finish_reasons == dict.fromkeys(range(num_sequences), "abort")
+        assert completion.finish_reasons == dict.fromkeys(range(num_sequences), "abort")
     stats, activity = fakes.engine.stats(), fakes.engine.adapter_activity()
     assert stats.num_running + stats.num_waiting == num_others
     assert (activity.running, activity.waiting) == ({}, {})
@@ -125,10 +125,10 @@ def test_everything_is_back_within_one_step(stage, end, overlap):
         assert stats.blocks_held == 0
     fakes.engine.check()
     fakes.loader.num_polls = fakes.runner.copy_steps = 0
-    num_outputs = len(answer.outputs)
+    num_outputs = len(completion.outputs)
     fakes.engine.forget_adapter("a")
     later = fakes.add([7], max_tokens=2)
     fakes.step(4)
-    assert len(answer.outputs) == num_outputs, "an output after the last one"
+    assert len(completion.outputs) == num_outputs, "an output after the last one"
     if stage is not queued:
-        assert fakes.tokens(later) == fakes.alone(later), "there is room at once"
+        assert fakes.tokens(later) == fakes.alone(later), "there are free blocks at once"

@@ -1,4 +1,4 @@
-"""What a step tells about itself."""
+"""Records of steps."""
 
 import msgspec
 

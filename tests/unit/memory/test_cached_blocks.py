@@ -10,7 +10,7 @@ def take_all(cached, now_ns=0):
     return [cached.pop(now_ns) for _ in range(len(cached))]
 
 
-def test_the_lowest_priority_leaves_first_then_who_came_first():
+def test_the_lowest_priority_leaves_first_then_the_oldest():
     cached = CachedBlocks()
     for block_id, priority in enumerate([35, 80, 0, 35, 80, 0]):
         cached.add(block_id, BlockRetention(priority), 0)

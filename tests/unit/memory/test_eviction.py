@@ -34,7 +34,7 @@ def test_a_handle_is_in_it_once():
 
 
 @pytest.mark.parametrize("name", EVICTION_POLICIES)
-def test_every_order_counts_sizes_and_chooses_until_there_is_room(name):
+def test_every_order_counts_sizes_and_chooses_until_it_suffices(name):
     order = EVICTION_POLICIES[name]().new_order()
     for handle, size in ((1, 10), (2, 20), (3, 30)):
         order.add(handle, size)
@@ -62,7 +62,7 @@ def test_lfu_evicts_the_least_frequently_used():
 
 
 def test_old_fame_fades():
-    """Adapter 1 was asked for 10 times, long ago: 11 evictions later it goes before a new one."""
+    """Adapter 1 was requested 10 times, long ago: 11 evictions later it goes before a new one."""
     policy = lfu_policy()
     order = policy.new_order()
     add_used(policy, order, 1, uses=10)

@@ -16,7 +16,7 @@ def run(blocks, token_ids, salt=SALT):
     return admission.block_ids
 
 
-def test_admits_a_new_sequence_with_room_for_its_first_chunk():
+def test_admits_a_new_sequence_with_blocks_for_its_first_chunk():
     blocks = KVBlocks(8, 4)
     assert blocks.admit(list(range(10)), SALT, 100) == AdmittedBlocks([0, 1, 2], 0, 10)
     assert blocks.admit(list(range(10)), SALT, 5) == AdmittedBlocks([3, 4], 0, 5)
@@ -178,7 +178,7 @@ def test_a_shared_block_is_copied_before_it_is_written():
     assert blocks.make_writable(table, 6) == ()
 
 
-def test_a_copy_without_room_changes_nothing():
+def test_a_copy_without_blocks_changes_nothing():
     blocks = KVBlocks(2, 4)
     table = run(blocks, list(range(6)))
     blocks.share(table)
@@ -206,7 +206,7 @@ def test_what_the_prefix_cache_still_has_is_not_loaded_back():
     blocks.check([loaded.block_ids, other[1:]], [])
 
 
-def test_an_offload_without_room_changes_nothing():
+def test_an_offload_without_blocks_changes_nothing():
     blocks = KVBlocks(4, 4, num_host_blocks=2)
     table = run(blocks, list(range(11)))
     assert blocks.offload(table, 11) is None
@@ -232,7 +232,7 @@ def test_blocks_of_low_priority_leave_the_cache_first():
     assert blocks.admit([0, 1, 2, 3, 4], SALT, 1).num_cached_tokens == 4
 
 
-def test_a_window_bounds_the_blocks_of_a_long_answer():
+def test_a_window_bounds_the_blocks_of_a_long_output():
     blocks = KVBlocks(6, 4, attention_window=6, num_sink_tokens=3)
     tokens = [1, 2, 3]
     table = blocks.admit(tokens, SALT, 3).block_ids

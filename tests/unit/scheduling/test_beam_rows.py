@@ -29,10 +29,10 @@ def beam_sampling(width=3, *, n=1, max_tokens=12, **values):
 
 
 def deltas(fakes, request_id):
-    return [d for output in fakes.answers[request_id].outputs for d in output.deltas]
+    return [d for output in fakes.completions[request_id].outputs for d in output.deltas]
 
 
-def check_answer(fakes, request_id):
+def check_output(fakes, request_id):
     capacity = fakes.runner.capacity()
     request = fakes.requests[request_id]
     expected = search_alone(fakes.runner.model, request, capacity.max_model_len)
@@ -42,7 +42,7 @@ def check_answer(fakes, request_id):
         assert delta.token_ids == beam.token_ids
         assert delta.cumulative_logprob == beam.logprob
         assert (delta.finish_reason, delta.stop_token_id) == stop
-    outputs = fakes.answers[request_id].outputs
+    outputs = fakes.completions[request_id].outputs
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
     return expected
 
@@ -50,7 +50,7 @@ def check_answer(fakes, request_id):
 @pytest.mark.parametrize("block_size", [1, 3, 4, 16])
 @pytest.mark.parametrize("width", [1, 2, 3, 5])
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_the_answer_is_that_of_the_search_alone(block_size, width, prefix_cache):
+def test_the_output_is_that_of_the_search_alone(block_size, width, prefix_cache):
     fakes = fake_engine(
         {"enable_prefix_cache": prefix_cache}, block_size=block_size, num_blocks=256
     )
@@ -60,7 +60,7 @@ def test_the_answer_is_that_of_the_search_alone(block_size, width, prefix_cache)
             sampling = beam_sampling(width, n=width)
             request_id = fakes.add(prompt, *adapters, sampling=sampling)
             fakes.run()
-            check_answer(fakes, request_id)
+            check_output(fakes, request_id)
     copies = [copy for plan in fakes.runner.plans for copy in plan.block_copies]
     assert bool(copies) == (width > 1 and block_size > 1)
     assert fakes.engine.stats().preemptions == 0
@@ -95,7 +95,7 @@ def test_ends(early_stopping, length_penalty):
         request_id = fakes.add(prompt, sampling=sampling)
         fakes.run()
         for delta, (beam, _, stop) in zip(
-            deltas(fakes, request_id), check_answer(fakes, request_id), strict=True
+            deltas(fakes, request_id), check_output(fakes, request_id), strict=True
         ):
             assert delta.logprobs == beam.scores
             assert [s.token_id for s in delta.logprobs] == list(delta.token_ids)
@@ -103,7 +103,7 @@ def test_ends(early_stopping, length_penalty):
             assert all(len(s.top) == 2 for s in delta.logprobs)
             reasons.add(stop.reason)
             assert len(delta.token_ids) > 2
-    if length_penalty < 1:  # else the longest answers are the best
+    if length_penalty < 1:  # else the longest outputs are the best
         assert "stop" in reasons
 
 
@@ -121,7 +121,7 @@ def test_all_beams_compute_in_the_same_steps():
 @pytest.mark.parametrize("policy", list(BatchSchedulerPolicy))
 @pytest.mark.parametrize("overlap", [False, True])
 def test_beams_beside_others_in_a_small_pool(policy, overlap):
-    """They are preempted together, go on where they were, and nobody's answer changes."""
+    """Beams are preempted together, continue where they were, and no output changes."""
     preempted = 0
     for seed in range(12):
         fakes = fake_engine(
@@ -144,18 +144,18 @@ def test_beams_beside_others_in_a_small_pool(policy, overlap):
             fakes.step()
         fakes.run()
         for request_id in beams:
-            if fakes.answers[request_id].error_code is None:
-                check_answer(fakes, request_id)
+            if fakes.completions[request_id].error_code is None:
+                check_output(fakes, request_id)
         for request_id in others:
             assert fakes.tokens(request_id) == fakes.alone(request_id)
-        assert all(fakes.answers[r].error_code in (None, "prompt_too_long") for r in beams)
-        preempted += sum(fakes.answers[r].outputs[-1].timing.num_preemptions for r in beams)
+        assert all(fakes.completions[r].error_code in (None, "prompt_too_long") for r in beams)
+        preempted += sum(fakes.completions[r].outputs[-1].timing.num_preemptions for r in beams)
     evicts = policy is BatchSchedulerPolicy.MAX_UTILIZATION
     assert preempted > 10 if evicts else preempted == 0
 
 
 def test_preempted_beams_share_again_what_they_have_in_common():
-    """The pool has room for the prompt once and the beams' own ends, not for the prompt thrice."""
+    """The pool has blocks for one prompt and the beams' own ends, not for three prompts."""
     num_preemptions = 0
     for seed in range(6):
         fakes = fake_engine({"enable_prefix_cache": False}, num_blocks=27, block_size=2)
@@ -163,8 +163,8 @@ def test_preempted_beams_share_again_what_they_have_in_common():
         sampling = beam_sampling(3, n=3, max_tokens=15)
         search = fakes.add([seed, *range(1, 12)], sampling=sampling, priority=1)
         fakes.run()
-        num_preemptions += fakes.answers[search].outputs[-1].timing.num_preemptions
-        check_answer(fakes, search)
+        num_preemptions += fakes.completions[search].outputs[-1].timing.num_preemptions
+        check_output(fakes, search)
         assert all(fakes.tokens(request_id) == fakes.alone(request_id) for request_id in urgent)
     assert num_preemptions > 0
 
@@ -179,9 +179,9 @@ def test_abort_ends_the_whole_search(num_steps, index):
     fakes.engine.abort(request_id, index)
     fakes.engine.check()
     fakes.run()
-    answer = fakes.answers[request_id]
-    assert answer.finish_reasons == {0: "abort", 1: "abort"}
-    assert answer.error_code is None
+    completion = fakes.completions[request_id]
+    assert completion.finish_reasons == {0: "abort", 1: "abort"}
+    assert completion.error_code is None
     assert fakes.tokens(other) == fakes.alone(other)
 
 
@@ -192,7 +192,7 @@ def test_a_failed_row_ends_the_whole_search(num_steps):
     fakes.step(num_steps)
     fakes.runner.fail_rows()
     fakes.run()
-    assert fakes.answers[request_id].error_code == "row_failed"
+    assert fakes.completions[request_id].error_code == "row_failed"
     assert fakes.engine.stats().num_running == 0
 
 
@@ -200,7 +200,7 @@ def test_a_deadline_ends_the_whole_search():
     fakes = fake_engine()
     request_id = fakes.add([1, 2], sampling=beam_sampling(3, max_tokens=50), timeout_ns=5_000_000)
     fakes.run()
-    assert fakes.answers[request_id].error_code == "deadline_exceeded"
+    assert fakes.completions[request_id].error_code == "deadline_exceeded"
 
 
 def test_a_search_waits_for_all_its_slots():
@@ -211,7 +211,7 @@ def test_a_search_waits_for_all_its_slots():
     fakes.step()
     assert len(fakes.records[0].request_ids) == 2, "who comes after it does not take its slots"
     fakes.run()
-    check_answer(fakes, search)
+    check_output(fakes, search)
     assert all(fakes.tokens(r) == fakes.alone(r) for r in (*first, last))
 
 
@@ -221,18 +221,18 @@ def test_what_can_never_be_computed_is_refused():
     large = fakes.add(range(1, 9), sampling=beam_sampling(4, max_tokens=13))
     fits = fakes.add(range(1, 9), sampling=beam_sampling(4, max_tokens=9))
     fakes.run()
-    assert fakes.answers[wide].error_code == "invalid_parameter"
-    assert "max_num_seqs" in fakes.answers[wide].outputs[-1].error.message
-    assert fakes.answers[large].error_code == "prompt_too_long"
-    check_answer(fakes, fits)
+    assert fakes.completions[wide].error_code == "invalid_parameter"
+    assert "max_num_seqs" in fakes.completions[wide].outputs[-1].error.message
+    assert fakes.completions[large].error_code == "prompt_too_long"
+    check_output(fakes, fits)
 
 
 def test_prompt_log_probabilities_of_a_search():
     fakes = fake_engine({"max_prefill_chunk": 3})
     request_id = fakes.add(range(1, 9), sampling=beam_sampling(3, prompt_logprobs=0))
     fakes.run()
-    check_answer(fakes, request_id)
-    found = [o.prompt_logprobs for o in fakes.answers[request_id].outputs if o.prompt_logprobs]
+    check_output(fakes, request_id)
+    found = [o.prompt_logprobs for o in fakes.completions[request_id].outputs if o.prompt_logprobs]
     assert [len(scores) for scores in found] == [8]
 
 
@@ -242,9 +242,9 @@ def test_fewer_hypotheses_than_are_requested():
     )
     request_id = fakes.add([1], sampling=beam_sampling(4, n=4, max_tokens=1))
     fakes.run()
-    answer = fakes.answers[request_id]
-    assert answer.error_code == "invalid_parameter"
-    assert "only 3 outputs" in answer.outputs[-1].error.message
+    completion = fakes.completions[request_id]
+    assert completion.error_code == "invalid_parameter"
+    assert "only 3 outputs" in completion.outputs[-1].error.message
 
 
 @pytest.mark.parametrize("attention_window", [None, 2, 3])
@@ -253,7 +253,7 @@ def test_fewer_hypotheses_than_are_requested():
 def test_a_search_whose_kv_is_all_in_the_prefix_cache_goes_on(
     attention_window, block_size, num_steps
 ):
-    """As after a step that is not computed because the one before it failed."""
+    """Requeue a search, which happens after a step that is void."""
     for prompt in ([1, 5], [2, 5], [3, 5]):
         for width in (2, 4):
             fakes = fake_engine(
@@ -265,4 +265,4 @@ def test_a_search_whose_kv_is_all_in_the_prefix_cache_goes_on(
             state = fakes.engine._scheduler._state
             state.requeue(next(iter(state.running)))
             fakes.run()
-            check_answer(fakes, search)
+            check_output(fakes, search)

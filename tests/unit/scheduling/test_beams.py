@@ -60,7 +60,7 @@ def test_diversity_costs_later_candidates_but_no_log_probability():
     assert search.beams[1].logprob == pytest.approx(-1.4)
 
 
-def test_an_end_below_the_width_is_no_answer():
+def test_an_end_below_the_width_is_no_hypothesis():
     search = searcher(width=1)
     search.advance([[(1, -0.1), (END, -0.2)]])
     assert not search.hypotheses
@@ -72,7 +72,7 @@ def test_an_end_below_the_width_is_no_answer():
     ("early_stopping", "length_penalty", "is_over"),
     [
         (EarlyStopping.AT_ONCE, 1.0, True),
-        # The answer has -0.4 / 1; the beam may still come to -0.5 / 1 now, and to -0.5 / 10 later.
+        # The hypothesis has -0.4 / 1; the beam may reach -0.5 / 1 now, and -0.5 / 10 later.
         (EarlyStopping.WHEN_UNLIKELY, 1.0, True),
         (EarlyStopping.NEVER, 1.0, False),
         (EarlyStopping.NEVER, 0.0, True),
@@ -85,7 +85,7 @@ def test_when_it_is_over(early_stopping, length_penalty, is_over):
     assert search.is_over == is_over
 
 
-def test_a_later_answer_takes_the_place_of_a_worse_one():
+def test_a_later_hypothesis_takes_the_place_of_a_worse_one():
     search = searcher(width=1, early_stopping=EarlyStopping.NEVER, max_tokens=3)
     search.advance([[(END, -0.4), (1, -0.5)]])
     search.advance([[(END, -0.1), (1, -0.2)]])

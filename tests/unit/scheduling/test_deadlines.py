@@ -24,7 +24,7 @@ def test_the_first_one_of_those_that_live_is_next():
     assert len(deadlines) == 0
 
 
-def test_who_ended_early_leaves_no_entry_for_ever():
+def test_an_early_end_leaves_no_entry_for_ever():
     """A long timeout of many short requests must not fill the memory."""
     alive = {}
     deadlines = Deadlines(alive.get)

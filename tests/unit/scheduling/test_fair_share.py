@@ -29,7 +29,7 @@ def request_of(tenant):
         (FairShare.TENANT_ADAPTER, ("us", 3, 5)),
     ],
 )
-def test_whom_shares_tell_apart(kind, key):
+def test_what_shares_distinguish(kind, key):
     assert shares_of(kind).key(request_of("us"), (3, 5)) == key
 
 
@@ -57,7 +57,7 @@ def test_idling_earns_nothing():
     assert shares.counter((2,)) == 100.0
 
 
-def test_who_comes_is_not_put_behind_all_that_wait():
+def test_a_new_share_is_not_put_after_all_that_wait():
     shares = shares_of()
     for key in ((1,), (2,)):
         shares.enter(key, 1.0, ())
@@ -140,8 +140,8 @@ class Quiet:
 
     @property
     def p99(self):
-        answers = [self.fakes.answers[request_id] for request_id in self.request_ids]
-        timings = [answer.outputs[-1].timing for answer in answers]
+        completions = [self.fakes.completions[request_id] for request_id in self.request_ids]
+        timings = [completion.outputs[-1].timing for completion in completions]
         waits = sorted(t.first_token_ns - t.arrival_ns for t in timings)
         return 1 + waits[int(0.99 * (len(waits) - 1))] // self.fakes.step_ns
 
@@ -153,7 +153,7 @@ def warm(fakes, *digests):
 
 
 def p99_beside_flood(fair_share, *, num_flood=NUM_FLOOD):
-    """p99 of a quiet adapter's steps to the first token, beside a flood on another one."""
+    """p99 of a quiet adapter's steps to the first token, during a flood on another one."""
     fakes = fake_engine(fair_share)
     warm(fakes, "flood", "quiet")
     for number in range(num_flood):
@@ -166,7 +166,7 @@ def p99_beside_flood(fair_share, *, num_flood=NUM_FLOOD):
 
 
 FLOOD_BOUND = FLOOD_TOKENS
-"""By so many steps a flood raises the p99: until one of its sequences ends and leaves a slot."""
+"""Maximum number of steps by which a flood raises the p99: until one of its sequences ends."""
 
 
 def test_a_flood_on_one_adapter_raises_the_p99_of_a_quiet_one_by_a_bound():
@@ -232,7 +232,7 @@ def test_priority_comes_before_shares():
     quiet = fakes.add([1], "d", max_tokens=1, priority=1)
     urgent = fakes.add([1], "c", max_tokens=1, priority=-1)
     fakes.run()
-    ends = [fakes.answers[r].outputs[-1].timing.first_token_ns for r in (urgent, 7, quiet)]
+    ends = [fakes.completions[r].outputs[-1].timing.first_token_ns for r in (urgent, 7, quiet)]
     assert ends == sorted(ends)
 
 
@@ -241,7 +241,7 @@ def test_requests_of_one_share_are_first_come_first_served(fair_share):
     fakes = fake_engine(fair_share)
     requests = [fakes.add([n], max_tokens=3 + n % 4) for n in range(20)]
     fakes.run()
-    firsts = [fakes.answers[r].outputs[-1].timing.first_scheduled_ns for r in requests]
+    firsts = [fakes.completions[r].outputs[-1].timing.first_scheduled_ns for r in requests]
     assert firsts == sorted(firsts)
 
 

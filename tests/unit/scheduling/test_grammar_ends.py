@@ -24,12 +24,12 @@ def end_of(stop_rules: StopRules, *outputs: int) -> Stop | None:
     return stop_rules.after((*PROMPT, *outputs), len(PROMPT))
 
 
-def test_an_end_token_ends_it_whatever_was_asked():
+def test_an_end_token_ends_it_whatever_the_parameters():
     """Before min_tokens, and with ignore_eos, the masks let it through only where nothing else
     may follow."""
-    for asked in ({"min_tokens": 5}, {"ignore_eos": True}):
-        assert end_of(rules(**asked), 7, EOS) == Stop(FinishReason.STOP, EOS)
-        assert end_of(rules(constrained=False, **asked), 7, EOS) is None
+    for requested in ({"min_tokens": 5}, {"ignore_eos": True}):
+        assert end_of(rules(**requested), 7, EOS) == Stop(FinishReason.STOP, EOS)
+        assert end_of(rules(constrained=False, **requested), 7, EOS) is None
 
 
 def test_stop_tokens_are_held_back_and_end_tokens_are_left_to_the_masks():
@@ -42,6 +42,6 @@ def test_a_stop_token_may_end_it_before_its_grammar_does():
     assert end_of(rules(min_tokens=5), 7, STOP) is None
 
 
-def test_a_runner_is_told_the_end_tokens_of_constrained_rows_only():
+def test_a_runner_gets_the_end_tokens_of_constrained_rows_only():
     assert rules().grammar_end_ids == (EOS,)
     assert rules(constrained=False).grammar_end_ids == ()

@@ -116,5 +116,5 @@ def test_a_short_prompt_of_lower_priority_does_not_pass():
     short = fakes.add(prompt(900, SHORT), max_tokens=1, priority=1)
     urgent = fakes.add(prompt(500, LONG), max_tokens=1, priority=-1)
     fakes.run()
-    ends = [fakes.answers[r].outputs[-1].timing.first_token_ns for r in (urgent, long, short)]
+    ends = [fakes.completions[r].outputs[-1].timing.first_token_ns for r in (urgent, long, short)]
     assert ends == sorted(ends)

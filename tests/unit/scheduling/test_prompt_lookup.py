@@ -1,4 +1,4 @@
-"""Guesses: what repeats, how often to guess, and that a text is indexed once."""
+"""Draft tokens by prompt lookup: repetitions, pace, and that a text is indexed once."""
 
 import random
 
@@ -7,7 +7,7 @@ import pytest
 from loraplex.scheduling.prompt_lookup import Drafter, DraftPace, NgramIndex
 
 
-def longest_suffix_guess(token_ids, max_ngram, num_wanted):
+def longest_suffix_draft(token_ids, max_ngram, num_wanted):
     """The rule of NgramIndex, by searching the whole text."""
     for size in range(min(max_ngram, len(token_ids)), 0, -1):
         suffix = token_ids[len(token_ids) - size :]
@@ -28,7 +28,7 @@ def test_index_finds_what_a_search_finds(max_ngram, vocab_size):
     for _ in range(150):
         text += [draws.randrange(vocab_size) for _ in range(draws.choice([1, 1, 1, 4]))]
         num_wanted = draws.randint(1, 6)
-        assert index.propose(text, num_wanted) == longest_suffix_guess(text, max_ngram, num_wanted)
+        assert index.propose(text, num_wanted) == longest_suffix_draft(text, max_ngram, num_wanted)
 
 
 def test_the_longest_ending_counts_and_then_the_latest():
@@ -74,7 +74,7 @@ def test_the_pace_follows_what_was_right():
     assert pace.num_wanted(31) == 8
 
 
-def test_poor_guesses_pause_and_are_tried_again():
+def test_poor_drafts_pause_and_are_tried_again():
     pace = DraftPace(4)
     pace.verified(4, 0, 11)
     assert pace.num_wanted(11) == 1

@@ -1,4 +1,4 @@
-"""Adapters come to the device beside the steps, and nobody is passed over for ever."""
+"""Adapters come to the device during the steps, and no request is passed over for ever."""
 
 import msgspec
 import pytest
@@ -39,7 +39,7 @@ def test_a_cold_adapter_delays_its_own_request_only():
     fakes.run()
     for request_id in (cold, warm):
         assert fakes.tokens(request_id) == fakes.alone(request_id)
-    timing = fakes.answers[cold].outputs[-1].timing
+    timing = fakes.completions[cold].outputs[-1].timing
     assert timing.arrival_ns < timing.adapter_ready_ns <= timing.first_scheduled_ns
 
 
@@ -74,7 +74,7 @@ def test_more_than_ever_fits_together_is_refused():
     fakes = fake_engine()
     request_id = fakes.add([1], "wide", "a")
     fakes.run()
-    assert fakes.answers[request_id].error_code == "adapter_too_large"
+    assert fakes.completions[request_id].error_code == "adapter_too_large"
 
 
 @pytest.mark.parametrize("host_bytes", [100, 200, 1000])
@@ -118,7 +118,7 @@ def test_adapters_of_one_request_do_not_evict_each_other_from_the_host():
     assert fakes.loader.num_loads == 4
 
 
-def test_room_for_an_adapter_is_not_made_of_its_companion():
+def test_an_adapter_does_not_evict_its_companion():
     fakes = fake_engine(max_num_seqs=1)
     fakes.add([1], max_tokens=60)
     for digest in ("a", "c"):
@@ -150,12 +150,12 @@ def test_a_failed_load_fails_those_that_wait_and_is_tried_again_later():
     other = fakes.add([1], "c")
     fakes.run()
     for request_id in failed:
-        assert fakes.answers[request_id].error_code == "adapter_load_failed"
-        assert "/staged/a is broken" in fakes.answers[request_id].outputs[-1].error.message
+        assert fakes.completions[request_id].error_code == "adapter_load_failed"
+        assert "/staged/a is broken" in fakes.completions[request_id].outputs[-1].error.message
     assert fakes.tokens(other) == fakes.alone(other)
     too_soon = fakes.add([1], "a")
     fakes.run()
-    error = fakes.answers[too_soon].outputs[-1].error
+    error = fakes.completions[too_soon].outputs[-1].error
     assert error.code == "adapter_load_failed"
     assert 0 < error.retry_after_seconds <= 1.0
     fakes.clock.advance_seconds(error.retry_after_seconds)
@@ -169,8 +169,8 @@ def test_a_failed_copy_fails_those_that_wait():
     fakes.runner.fail_copies()
     request_id = fakes.add([1], "a")
     fakes.run()
-    assert fakes.answers[request_id].error_code == "adapter_load_failed"
-    assert "the copy failed" in fakes.answers[request_id].outputs[-1].error.message
+    assert fakes.completions[request_id].error_code == "adapter_load_failed"
+    assert "the copy failed" in fakes.completions[request_id].outputs[-1].error.message
 
 
 def stream(fakes, num_steps, *digests, stop_when, max_tokens=6):
@@ -205,7 +205,7 @@ def test_a_request_that_lacks_pages_is_not_passed_over_for_ever(digests, fair_sh
 
 @pytest.mark.parametrize("fair_share", list(FairShare))
 def test_newcomers_do_not_keep_a_request_from_its_pages(fair_share):
-    """Each brings an adapter that nobody has had: a share that was served nothing so far."""
+    """Each brings a new adapter: a share that was served nothing so far."""
     fakes = fake_engine(max_num_seqs=16, settings={"fair_share": fair_share})
     newcomers = [f"new {number}" for number in range(200)]
     for digest in newcomers:
@@ -278,7 +278,7 @@ def test_preload_brings_an_adapter_to_the_device():
     assert fakes.tokens(hit) == fakes.alone(hit)
 
 
-def test_preload_takes_no_room_that_a_request_wants():
+def test_preload_takes_no_memory_that_a_request_needs():
     fakes = fake_engine(num_adapter_pages=1, max_num_seqs=1)
     fakes.add([1], max_tokens=30)
     wanted = fakes.add([1], "a", max_tokens=1)
@@ -316,4 +316,6 @@ def test_siblings_use_the_adapter_too():
     sampling = SamplingParams(max_tokens=3, n=3, seed=1)
     request_id = fakes.add(range(1, 40), "a", sampling=sampling)
     fakes.run()
-    assert fakes.answers[request_id].token_ids == {i: fakes.alone(request_id, i) for i in range(3)}
+    assert fakes.completions[request_id].token_ids == {
+        i: fakes.alone(request_id, i) for i in range(3)
+    }

@@ -122,7 +122,7 @@ def test_priority_then_arrival():
 
 
 def queues_of(waiting):
-    """In the order of one pass."""
+    """Return the queues in the order of one pass."""
     scan = waiting.scan()
     return list(iter(scan.next, None))
 

@@ -37,11 +37,11 @@ def steps_of(fakes, request_id):
     return [i for i, record in enumerate(fakes.records) if request_id in record.request_ids]
 
 
-def check_answers(fakes):
+def check_outputs(fakes):
     for request_id, request in fakes.requests.items():
-        answer = fakes.answers[request_id]
+        completion = fakes.completions[request_id]
         expected = {i: fakes.alone(request_id, i) for i in range(request.sampling.n)}
-        assert answer.token_ids == expected, request_id
+        assert completion.token_ids == expected, request_id
 
 
 STATIC = {"batching": Batching.STATIC}
@@ -56,7 +56,7 @@ def test_a_static_batch_runs_to_its_end():
     assert [steps_of(fakes, request_id)[0] for request_id in first] == [0, 0, 0]
     last = max(steps_of(fakes, request_id)[-1] for request_id in first)
     assert [steps_of(fakes, request_id)[0] for request_id in second] == [last + 1] * 2
-    check_answers(fakes)
+    check_outputs(fakes)
 
 
 def test_a_static_batch_is_formed_at_once_however_long_its_prompts_are():
@@ -68,7 +68,7 @@ def test_a_static_batch_is_formed_at_once_however_long_its_prompts_are():
     assert fakes.records[0].num_running == 3
     last = max(steps_of(fakes, request_id)[-1] for request_id in batch)
     assert steps_of(fakes, late) == [last + 1]
-    check_answers(fakes)
+    check_outputs(fakes)
 
 
 def test_a_static_batch_waits_for_its_adapters():
@@ -79,10 +79,10 @@ def test_a_static_batch_waits_for_its_adapters():
     assert fakes.records[-1].request_ids == (1, 2)
     first = next(record for record in fakes.records if record.num_rows)
     assert first.request_ids == (1, 2)
-    check_answers(fakes)
+    check_outputs(fakes)
 
 
-def test_a_static_batch_does_not_wait_for_who_came_later():
+def test_a_static_batch_does_not_wait_for_later_requests():
     fakes = fake_engine(STATIC, num_polls=4)
     early = fakes.add([1], "a", max_tokens=3)
     for index in range(8):
@@ -90,10 +90,10 @@ def test_a_static_batch_does_not_wait_for_who_came_later():
         fakes.add([1], "bc"[index % 2], max_tokens=1)
     assert steps_of(fakes, early)
     fakes.run()
-    check_answers(fakes)
+    check_outputs(fakes)
 
 
-def test_who_lacks_pages_waits_for_a_later_static_batch():
+def test_a_request_without_pages_waits_for_a_later_static_batch():
     fakes = fake_engine(STATIC, num_adapter_pages=2)
     narrow = [fakes.add([1], "a", max_tokens=4), fakes.add([1], "b", max_tokens=6)]
     wide = fakes.add([1], "wide", max_tokens=4)
@@ -102,7 +102,7 @@ def test_who_lacks_pages_waits_for_a_later_static_batch():
     last = max(steps_of(fakes, request_id)[-1] for request_id in narrow)
     assert steps_of(fakes, base)[0] == steps_of(fakes, narrow[0])[0]
     assert steps_of(fakes, wide)[0] > last
-    check_answers(fakes)
+    check_outputs(fakes)
 
 
 def test_a_failed_load_does_not_stop_a_static_batch():
@@ -110,7 +110,7 @@ def test_a_failed_load_does_not_stop_a_static_batch():
     fakes.loader.fail("a")
     failed, other = fakes.add([1], "a"), fakes.add([1], "b")
     fakes.run()
-    assert fakes.answers[failed].error_code == "adapter_load_failed"
+    assert fakes.completions[failed].error_code == "adapter_load_failed"
     assert fakes.tokens(other) == fakes.alone(other)
 
 
@@ -124,7 +124,7 @@ def test_preempted_and_held_back_sequences_come_back_to_their_static_batch():
     assert fakes.engine.stats().preemptions > 0
     last = max(steps_of(fakes, request_id)[-1] for request_id in batch)
     assert steps_of(fakes, urgent)[0] > last
-    check_answers(fakes)
+    check_outputs(fakes)
 
 
 def test_a_static_batch_waits_for_company():
@@ -138,14 +138,14 @@ def test_a_static_batch_waits_for_company():
     assert fakes.records[0].num_rows == 2
 
 
-def test_free_slots_of_a_running_static_batch_are_no_room_in_the_queue():
+def test_free_slots_of_a_running_static_batch_do_not_extend_the_queue():
     fakes = fake_engine({**STATIC, "max_queue_size": 1}, max_num_seqs=4)
     fakes.add(max_tokens=5)
     fakes.step()
     waits, refused = fakes.add(), fakes.add()
     fakes.run()
-    assert fakes.answers[waits].error_code is None
-    assert fakes.answers[refused].error_code == "queue_full"
+    assert fakes.completions[waits].error_code is None
+    assert fakes.completions[refused].error_code == "queue_full"
 
 
 NO_EVICT = {"batch_scheduler_policy": BatchSchedulerPolicy.GUARANTEED_NO_EVICT}
@@ -161,7 +161,7 @@ def test_without_eviction_nothing_is_preempted(window, overlap):
         for start in range(8):
             fakes.add(range(start, start + 5), max_tokens=20 if start % 2 else 3)
         fakes.run(2000)
-        check_answers(fakes)
+        check_outputs(fakes)
         return fakes.engine.stats()
 
     assert run(NO_EVICT).preemptions == 0
@@ -178,7 +178,7 @@ def test_without_eviction_the_worst_case_is_kept_free():
     fakes.run()
     assert steps_of(fakes, waits)[0] > steps_of(fakes, long)[-1]
     assert steps_of(fakes, fits)[-1] < steps_of(fakes, long)[-1]
-    check_answers(fakes)
+    check_outputs(fakes)
 
 
 def test_without_eviction_all_that_fits_runs_together():
@@ -198,11 +198,13 @@ def test_without_eviction_a_shared_prompt_counts_once():
     fakes.step(2)
     assert fakes.records[-1].num_rows == 4
     fakes.run()
-    assert fakes.answers[request_id].token_ids == {i: fakes.alone(request_id, i) for i in range(4)}
+    assert fakes.completions[request_id].token_ids == {
+        i: fakes.alone(request_id, i) for i in range(4)
+    }
 
 
 def preempting(settings=None, **capacity):
-    """Two answers of 16 tokens, and blocks for one and a half of them."""
+    """Two outputs of 16 tokens, and blocks for one and a half of them."""
     fakes = fake_engine(settings, **{"num_blocks": 7, "max_num_seqs": 2, **capacity})
     return fakes, fakes.add([1, 2, 3, 4], max_tokens=16), fakes.add([5, 6, 7], max_tokens=16)
 
@@ -220,7 +222,7 @@ def test_an_offloaded_sequence_goes_on_where_it_was(prefix_cache, overlap):
     for prompt in ([1, 2, 3, 4], [5, 6, 7]):
         fakes.add(prompt, max_tokens=16)
     fakes.run()
-    check_answers(fakes)
+    check_outputs(fakes)
     plans = fakes.runner.plans
     offloads = [plan.step_id for plan in plans if plan.block_offloads]
     loads = [plan.step_id for plan in plans if plan.block_loads]
@@ -230,10 +232,10 @@ def test_an_offloaded_sequence_goes_on_where_it_was(prefix_cache, overlap):
     assert sum(plan.num_tokens for plan in plans) == 37
 
 
-def test_with_too_little_room_on_the_host_it_is_computed_again():
+def test_without_host_memory_it_is_computed_again():
     fakes, *_ = preempting({"enable_prefix_cache": False}, num_host_blocks=1)
     fakes.run()
-    check_answers(fakes)
+    check_outputs(fakes)
     assert not any(plan.block_offloads for plan in fakes.runner.plans)
     assert sum(plan.num_tokens for plan in fakes.runner.plans) > 37
 
@@ -259,7 +261,7 @@ def test_the_host_blocks_of_one_that_ends_while_offloaded_are_free_again(how):
         fakes.step()
     fakes.engine.check()
     fakes.run()
-    assert fakes.answers[gone].is_finished
+    assert fakes.completions[gone].is_finished
     again = [fakes.add([1, 2, 3, 4], max_tokens=16), fakes.add([5, 6, 7], max_tokens=16)]
     step_until_offloaded(fakes)
     fakes.run()
@@ -279,7 +281,7 @@ def test_an_offload_of_a_failed_step_is_not_trusted(early):
     fakes.run()
     assert fakes.runner.plans[step_id - 1].block_offloads
     assert not any(plan.block_loads for plan in fakes.runner.plans)
-    assert fakes.answers[old].error_code == "step_failed"
+    assert fakes.completions[old].error_code == "step_failed"
     assert fakes.tokens(young) == fakes.alone(young)
 
 
@@ -293,7 +295,7 @@ def test_no_more_of_an_adapter_run_than_may():
         assert sum(request_id in {*crowd, others[1]} for request_id in record.request_ids) <= 2
     for request_id in (others[0], *base):
         assert steps_of(fakes, request_id)[0] < steps_of(fakes, crowd[2])[0]
-    check_answers(fakes)
+    check_outputs(fakes)
 
 
 def test_one_at_its_limit_does_not_keep_others_from_evicting():
@@ -313,10 +315,10 @@ def test_one_at_its_limit_does_not_keep_others_from_evicting():
     fakes.step(8)
     assert fakes.engine.stats().adapters.copies == 3
     fakes.run()
-    check_answers(fakes)
+    check_outputs(fakes)
 
 
-def test_who_is_beyond_the_limit_of_an_adapter_counts_as_queued():
+def test_sequences_beyond_the_limit_of_an_adapter_count_as_queued():
     fakes = fake_engine({"max_seqs_per_adapter": 1, "max_queue_size": 2}, max_num_seqs=4)
     fakes.add([1], "a", max_tokens=30)
     fakes.step(3)
@@ -324,8 +326,8 @@ def test_who_is_beyond_the_limit_of_an_adapter_counts_as_queued():
     refused = fakes.add([1], "a")
     assert fakes.engine.stats().num_running == 1
     fakes.run()
-    assert all(fakes.answers[request_id].error_code is None for request_id in waiting)
-    assert fakes.answers[refused].error_code == "queue_full"
+    assert all(fakes.completions[request_id].error_code is None for request_id in waiting)
+    assert fakes.completions[refused].error_code == "queue_full"
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 5])
@@ -335,7 +337,7 @@ def test_a_deadline_ends_a_request_whose_adapter_is_on_its_way(num_steps):
     fakes.step(num_steps)
     fakes.clock.advance(8 * MILLISECOND_NS)
     fakes.step()
-    assert fakes.answers[request_id].error_code == "deadline_exceeded"
+    assert fakes.completions[request_id].error_code == "deadline_exceeded"
     fakes.run()
 
 
@@ -354,9 +356,9 @@ def test_settings_name_the_bad_value(values):
         SchedulerSettings(**values)
 
 
-def test_nothing_is_offloaded_into_the_room_of_what_the_same_step_loads():
-    """With a window prompts take blocks chunk by chunk: so somebody may be preempted in the step
-    in which somebody else came back."""
+def test_nothing_is_offloaded_into_host_blocks_that_the_same_step_loads():
+    """Prompts with a window take blocks chunk by chunk: one may be preempted in the step
+    in which another one was admitted again."""
     num_loads = 0
     for seed in (3, 14, 39, 58, 59, 90):
         draw = random.Random(seed)
@@ -376,7 +378,7 @@ def test_nothing_is_offloaded_into_the_room_of_what_the_same_step_loads():
             fakes.add(prompt, *digests, max_tokens=draw.randint(1, 20), priority=priority)
             fakes.step(draw.randint(0, 4))
         fakes.run()
-        check_answers(fakes)
+        check_outputs(fakes)
         num_loads += sum(len(plan.block_loads) for plan in fakes.runner.plans)
     assert num_loads > 0
 
@@ -398,7 +400,7 @@ def test_a_search_takes_no_more_places_of_an_adapter_than_there_are():
     assert max(running) == 3
     # Who came later may not take the one place while the search waits for two.
     assert steps_of(fakes, search)[0] < min(steps_of(fakes, other)[0] for other in later)
-    assert [fakes.answers[r].error_code for r in (search, *later)] == [None] * 3
+    assert [fakes.completions[r].error_code for r in (search, *later)] == [None] * 3
 
 
 def test_a_search_that_is_wider_than_an_adapter_may_have_sequences_is_refused():
@@ -406,6 +408,6 @@ def test_a_search_that_is_wider_than_an_adapter_may_have_sequences_is_refused():
     beam = SamplingParams(max_tokens=6, temperature=0.0, beam=BeamSearch(width=3))
     refused, of_base = fakes.add((3,), "a", sampling=beam), fakes.add((3,), sampling=beam)
     fakes.run()
-    assert fakes.answers[refused].error_code == "invalid_parameter"
-    assert "max_seqs_per_adapter" in fakes.answers[refused].outputs[-1].error.message
-    assert fakes.answers[of_base].error_code is None
+    assert fakes.completions[refused].error_code == "invalid_parameter"
+    assert "max_seqs_per_adapter" in fakes.completions[refused].outputs[-1].error.message
+    assert fakes.completions[of_base].error_code is None

@@ -23,14 +23,14 @@ def rows_of(fakes, step=-1):
     return [(row.start, row.num_tokens) for row in fakes.runner.plans[step].rows]
 
 
-def test_one_request_gives_its_answer_and_its_times():
+def test_one_request_has_its_output_and_its_times():
     fakes = fake_engine()
     request_id = fakes.add([1, 2, 3, 4, 5], max_tokens=3)
     fakes.run()
-    answer = fakes.answers[request_id]
-    assert answer.token_ids == {0: fakes.alone(request_id)}
-    assert answer.finish_reasons == {0: "length"}
-    timing = answer.outputs[-1].timing
+    completion = fakes.completions[request_id]
+    assert completion.token_ids == {0: fakes.alone(request_id)}
+    assert completion.finish_reasons == {0: "length"}
+    timing = completion.outputs[-1].timing
     arrival_ns = fakes.requests[request_id].arrival_ns
     assert timing.arrival_ns == timing.first_scheduled_ns == timing.first_token_ns == arrival_ns
     assert timing.last_token_ns == arrival_ns + 2 * MILLISECOND_NS
@@ -99,8 +99,8 @@ def test_prefix_hits_leave_the_last_token_to_compute():
     fakes.step()
     assert rows_of(fakes) == [(4, 4)]
     fakes.run()
-    assert fakes.answers[first].outputs[-1].timing.num_cached_tokens == 0
-    assert fakes.answers[second].outputs[-1].timing.num_cached_tokens == 4
+    assert fakes.completions[first].outputs[-1].timing.num_cached_tokens == 0
+    assert fakes.completions[second].outputs[-1].timing.num_cached_tokens == 4
     stats = fakes.engine.stats()
     assert (stats.prompt_tokens, stats.cached_tokens) == (16, 4)
 
@@ -120,12 +120,12 @@ def test_a_failed_row_leaves_nothing_in_the_prefix_cache():
     failed = fakes.add(range(1, 9), max_tokens=1)
     other = fakes.add(range(20, 24), max_tokens=1)
     fakes.run()
-    assert fakes.answers[failed].error_code == "row_failed"
+    assert fakes.completions[failed].error_code == "row_failed"
     assert fakes.tokens(other) == fakes.alone(other)
     again = fakes.add(range(1, 9), max_tokens=1)
     fakes.run()
     assert fakes.tokens(again) == fakes.alone(again)
-    assert fakes.answers[again].outputs[-1].timing.num_cached_tokens == 0
+    assert fakes.completions[again].outputs[-1].timing.num_cached_tokens == 0
 
 
 def test_no_prefix_cache():
@@ -137,7 +137,7 @@ def test_no_prefix_cache():
     assert fakes.engine.stats().blocks_cached == 0
 
 
-def test_the_youngest_is_preempted_and_still_gives_its_answer():
+def test_the_youngest_is_preempted_and_keeps_its_output():
     fakes = fake_engine(num_blocks=6, max_num_seqs=2)
     old = fakes.add([1, 2, 3, 4], max_tokens=16)
     young = fakes.add([5, 6, 7, 8], max_tokens=16)
@@ -145,8 +145,8 @@ def test_the_youngest_is_preempted_and_still_gives_its_answer():
     stats = fakes.engine.stats()
     assert stats.preemptions >= 1
     assert sum(record.num_preempted for record in fakes.records) == stats.preemptions
-    assert fakes.answers[old].outputs[-1].timing.num_preemptions == 0
-    assert fakes.answers[young].outputs[-1].timing.num_preemptions == stats.preemptions
+    assert fakes.completions[old].outputs[-1].timing.num_preemptions == 0
+    assert fakes.completions[young].outputs[-1].timing.num_preemptions == stats.preemptions
     for request_id in (old, young):
         assert fakes.tokens(request_id) == fakes.alone(request_id)
 
@@ -156,7 +156,7 @@ def test_a_resumed_sequence_finds_its_blocks_in_the_prefix_cache():
     fakes.add([1, 2, 3, 4], max_tokens=12)
     young = fakes.add([5, 6, 7, 8], max_tokens=12)
     fakes.run()
-    assert fakes.answers[young].outputs[-1].timing.num_preemptions
+    assert fakes.completions[young].outputs[-1].timing.num_preemptions
     resumed = [
         plan.rows[[row.slot for row in plan.rows].index(added.slot)]
         for plan in fakes.runner.plans
@@ -167,7 +167,7 @@ def test_a_resumed_sequence_finds_its_blocks_in_the_prefix_cache():
     assert resumed[0].token_ids is not None
 
 
-def test_one_that_found_too_few_blocks_is_seated_as_soon_as_there_are_enough():
+def test_one_that_found_too_few_blocks_is_admitted_as_soon_as_there_are_enough():
     fakes = fake_engine(num_blocks=10, max_num_seqs=3)
     long = fakes.add([1], max_tokens=20)
     short = fakes.add(range(1, 9), max_tokens=3)
@@ -184,11 +184,11 @@ def test_what_can_never_fit_is_refused_with_numbers():
     beyond_model = fakes.add(range(50), max_tokens=1)
     fakes.run()
     assert fakes.tokens(fits) == fakes.alone(fits)
-    assert fakes.answers[too_long].error_code == "prompt_too_long"
-    message = fakes.answers[too_long].outputs[-1].error.message
+    assert fakes.completions[too_long].error_code == "prompt_too_long"
+    message = fakes.completions[too_long].outputs[-1].error.message
     assert "8 prompt tokens" in message
     assert "5 KV blocks of 4 tokens; there are 4" in message
-    assert "at most 49" in fakes.answers[beyond_model].outputs[-1].error.message
+    assert "at most 49" in fakes.completions[beyond_model].outputs[-1].error.message
 
 
 def test_the_models_length_ends_a_sequence():
@@ -196,14 +196,14 @@ def test_the_models_length_ends_a_sequence():
     request_id = fakes.add([1, 2, 3, 4, 5], sampling=SamplingParams(max_tokens=None, seed=1))
     fakes.run()
     assert len(fakes.tokens(request_id)) == 3
-    assert fakes.answers[request_id].finish_reasons == {0: "length"}
+    assert fakes.completions[request_id].finish_reasons == {0: "length"}
 
 
 def test_a_stop_token_is_the_last_token():
     fakes = fake_engine(model=FakeModel(1000, eos_token_id=0, eos_rate=1.0))
     request_id = fakes.add(max_tokens=5)
     fakes.run()
-    delta = fakes.answers[request_id].outputs[-1].deltas[-1]
+    delta = fakes.completions[request_id].outputs[-1].deltas[-1]
     assert (delta.token_ids, delta.finish_reason, delta.stop_token_id) == ((0,), "stop", 0)
 
 
@@ -222,10 +222,10 @@ def test_the_queue_is_bounded():
     accepted = [fakes.add(), fakes.add()]
     refused = fakes.add()
     fakes.run()
-    assert fakes.answers[refused].error_code == "queue_full"
-    assert fakes.answers[refused].outputs[-1].error.retry_after_seconds >= 1.0
-    assert all(fakes.answers[request_id].error_code is None for request_id in accepted)
-    assert fakes.answers[refused].outputs[-1].timing.arrival_ns > 0
+    assert fakes.completions[refused].error_code == "queue_full"
+    assert fakes.completions[refused].outputs[-1].error.retry_after_seconds >= 1.0
+    assert all(fakes.completions[request_id].error_code is None for request_id in accepted)
+    assert fakes.completions[refused].outputs[-1].timing.arrival_ns > 0
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3])
@@ -237,8 +237,8 @@ def test_a_deadline_ends_a_request_in_any_state(num_steps):
     waiting = fakes.add(timeout_ns=5 * MILLISECOND_NS)
     fakes.run()
     for request_id in (running, waiting):
-        assert fakes.answers[request_id].error_code == "deadline_exceeded"
-    assert "its 0.05 seconds" in fakes.answers[running].outputs[-1].error.message
+        assert fakes.completions[request_id].error_code == "deadline_exceeded"
+    assert "its 0.05 seconds" in fakes.completions[running].outputs[-1].error.message
     assert fakes.tokens(running) == fakes.alone(running)[: len(fakes.tokens(running))]
     assert fakes.tokens(waiting) == []
 
@@ -269,7 +269,7 @@ def test_a_full_batch_is_not_held_back():
     fakes.run()
 
 
-def test_nobody_is_held_back_while_something_runs():
+def test_no_request_is_held_back_while_something_runs():
     fakes = fake_engine({"max_queue_delay_microseconds": 5000})
     fakes.add(max_tokens=20)
     fakes.step(6)
@@ -284,7 +284,7 @@ def test_a_deadline_wakes_a_request_that_is_held_back():
     request_id = fakes.add(timeout_ns=7 * MILLISECOND_NS)
     assert fakes.engine.next_wake_ns() == fakes.requests[request_id].deadline_ns
     fakes.run()
-    assert fakes.answers[request_id].error_code == "deadline_exceeded"
+    assert fakes.completions[request_id].error_code == "deadline_exceeded"
 
 
 def test_sequences_of_a_request_share_its_prompt():
@@ -296,10 +296,10 @@ def test_sequences_of_a_request_share_its_prompt():
     fakes.step()
     assert rows_of(fakes) == [(9, 1), (8, 1), (8, 1)]
     fakes.run()
-    answer = fakes.answers[request_id]
-    assert answer.token_ids == {i: fakes.alone(request_id, i) for i in range(3)}
-    assert len({tuple(tokens) for tokens in answer.token_ids.values()}) == 3
-    assert sum(output.finished for output in answer.outputs) == 1
+    completion = fakes.completions[request_id]
+    assert completion.token_ids == {i: fakes.alone(request_id, i) for i in range(3)}
+    assert len({tuple(tokens) for tokens in completion.token_ids.values()}) == 3
+    assert sum(output.finished for output in completion.outputs) == 1
 
 
 def test_sequences_without_a_shared_block_start_together():
@@ -316,10 +316,10 @@ def test_one_sequence_is_aborted_and_the_others_go_on():
     fakes.engine.abort(request_id, 0)
     fakes.engine.abort(request_id, 0)
     fakes.run()
-    answer = fakes.answers[request_id]
-    assert answer.finish_reasons == {0: "abort", 1: "length", 2: "length"}
-    assert answer.token_ids[1] == fakes.alone(request_id, 1)
-    assert answer.error_code is None
+    completion = fakes.completions[request_id]
+    assert completion.finish_reasons == {0: "abort", 1: "length", 2: "length"}
+    assert completion.token_ids[1] == fakes.alone(request_id, 1)
+    assert completion.error_code is None
 
 
 def test_an_abort_gives_everything_back_at_once():
@@ -331,8 +331,8 @@ def test_an_abort_gives_everything_back_at_once():
     stats = fakes.engine.stats()
     assert (stats.blocks_held, stats.num_running, stats.num_waiting) == (0, 0, 0)
     fakes.run()
-    assert fakes.answers[request_id].finish_reasons == {0: "abort", 1: "abort"}
-    assert fakes.answers[request_id].is_finished
+    assert fakes.completions[request_id].finish_reasons == {0: "abort", 1: "abort"}
+    assert fakes.completions[request_id].is_finished
 
 
 def test_prompt_logprobs_over_chunks_and_once():
@@ -343,12 +343,14 @@ def test_prompt_logprobs_over_chunks_and_once():
     sampling = SamplingParams(max_tokens=2, n=2, seed=1, prompt_logprobs=0, logprobs=1)
     request_id = fakes.add(prompt, sampling=sampling)
     fakes.run()
-    answer = fakes.answers[request_id]
-    scores = [o.prompt_logprobs for o in answer.outputs if o.prompt_logprobs is not None]
+    completion = fakes.completions[request_id]
+    scores = [o.prompt_logprobs for o in completion.outputs if o.prompt_logprobs is not None]
     assert scores == [(None, *(fake_logprob(token_id) for token_id in prompt[1:]))]
-    assert answer.outputs[0].deltas[0].token_ids != ()
-    assert answer.outputs[0].deltas[0].logprobs == (fake_logprob(answer.token_ids[0][0], 1),)
-    assert answer.token_ids[1] == fakes.alone(request_id, 1)
+    assert completion.outputs[0].deltas[0].token_ids != ()
+    assert completion.outputs[0].deltas[0].logprobs == (
+        fake_logprob(completion.token_ids[0][0], 1),
+    )
+    assert completion.token_ids[1] == fakes.alone(request_id, 1)
 
 
 def test_prompt_logprobs_start_again_after_a_preemption():
@@ -357,17 +359,17 @@ def test_prompt_logprobs_start_again_after_a_preemption():
     prompt = tuple(range(10, 24))
     scored = fakes.add(prompt, sampling=SamplingParams(max_tokens=1, prompt_logprobs=0))
     fakes.run()
-    answer = fakes.answers[scored]
-    assert answer.outputs[-1].timing.num_preemptions == 1
+    completion = fakes.completions[scored]
+    assert completion.outputs[-1].timing.num_preemptions == 1
     expected = (None, *(fake_logprob(token_id) for token_id in prompt[1:]))
-    assert [o.prompt_logprobs for o in answer.outputs] == [expected]
+    assert [o.prompt_logprobs for o in completion.outputs] == [expected]
 
 
 def test_prompt_logprobs_of_one_token():
     fakes = fake_engine()
     request_id = fakes.add([5], sampling=SamplingParams(max_tokens=1, prompt_logprobs=0))
     fakes.run()
-    assert fakes.answers[request_id].outputs[0].prompt_logprobs == (None,)
+    assert fakes.completions[request_id].outputs[0].prompt_logprobs == (None,)
 
 
 def test_settings_must_suit_the_runner():

@@ -1,4 +1,4 @@
-"""Drafts seen through an engine on fake parts: the same tokens, and nobody pays for a guess."""
+"""Draft tokens in an engine on fake parts: the same tokens, and no other row pays for them."""
 
 import msgspec
 import pytest
@@ -35,13 +35,13 @@ def test_the_tokens_are_those_without_drafts(temperature, block_size):
     for request_id in request_ids:
         for index in range(2):
             assert fakes.tokens(request_id, index) == fakes.alone(request_id, index)
-        deltas = [d for o in fakes.answers[request_id].outputs for d in o.deltas]
+        deltas = [d for o in fakes.completions[request_id].outputs for d in o.deltas]
         for delta in deltas:
             assert delta.logprobs == tuple(fake_logprob(t, 2) for t in delta.token_ids)
     stats = fakes.engine.stats()
     assert 0 < stats.accepted_tokens < stats.draft_tokens
     assert stats.generation_tokens == 240
-    timings = [fakes.answers[request_id].outputs[-1].timing for request_id in request_ids]
+    timings = [fakes.completions[request_id].outputs[-1].timing for request_id in request_ids]
     assert sum(t.num_draft_tokens for t in timings) == stats.draft_tokens
     assert sum(t.num_accepted_tokens for t in timings) == stats.accepted_tokens
 
@@ -54,10 +54,10 @@ def test_fewer_steps_where_the_text_repeats():
         fakes.run()
         steps[num_draft_tokens] = fakes.engine.stats().steps
     assert steps[0] == 50
-    assert steps[4] <= 14  # only one token can be chosen: every guess is right
+    assert steps[4] <= 14  # only one token can be chosen: every draft token is accepted
 
 
-def test_a_request_may_ask_for_drafts_or_refuse_them():
+def test_a_request_may_enable_or_disable_drafts():
     for own, settings, expected in ((3, 0, True), (0, 3, False), (None, 3, True), (None, 0, False)):
         fakes = fake_engine(num_draft_tokens=settings)
         fakes.add([1, 2, 1], sampling=SamplingParams(max_tokens=20, num_draft_tokens=own, seed=1))
@@ -67,37 +67,37 @@ def test_a_request_may_ask_for_drafts_or_refuse_them():
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 7])
-def test_no_guess_goes_beyond_the_end(max_tokens):
+def test_no_draft_goes_beyond_the_end(max_tokens):
     fakes = fake_engine(model=FakeModel(vocab_size=2), max_model_len=12)
     for prompt in ([1] * 3, [1] * 9):
         request_id = fakes.add(prompt, max_tokens=max_tokens)
         fakes.run()
         num_expected = min(max_tokens, 12 - len(prompt))
         assert fakes.tokens(request_id) == [1] * num_expected
-        assert fakes.answers[request_id].finish_reasons == {0: "length"}
+        assert fakes.completions[request_id].finish_reasons == {0: "length"}
     for plan in fakes.runner.plans:
         for row in plan.rows:
             assert row.start + row.num_tokens < 12
 
 
-def test_a_stop_within_a_run_of_right_guesses():
-    """The tokens behind it are dropped, and nothing of them is published."""
+def test_a_stop_within_accepted_draft_tokens():
+    """The tokens after it are dropped, and nothing of them is published."""
     model = FakeModel(vocab_size=2)
     fakes = fake_engine(model=model, num_draft_tokens=8)
     sampling = SamplingParams(max_tokens=40, stop_token_sequences=((1,) * 9,), seed=1)
     request_id = fakes.add([1, 1, 1], sampling=sampling)
     fakes.run()
     assert fakes.tokens(request_id) == [1] * 9
-    assert fakes.answers[request_id].finish_reasons == {0: "stop"}
+    assert fakes.completions[request_id].finish_reasons == {0: "stop"}
     assert max(map(len, drafts_of(fakes))) == 8
-    # The last of the 12 tokens was a right guess: its KV is there, too.
+    # The last of the 12 tokens was an accepted draft token: its KV is there, too.
     assert fakes.engine.stats().blocks_cached == 3
     again = fakes.add([1] * 20, max_tokens=1)
     fakes.run()
-    assert fakes.answers[again].outputs[-1].timing.num_cached_tokens == 12
+    assert fakes.completions[again].outputs[-1].timing.num_cached_tokens == 12
 
 
-def test_other_rows_come_before_guesses():
+def test_other_rows_come_before_draft_tokens():
     """The budget is 6: two rows that decode, and a prompt of 40 tokens takes the rest."""
     fakes = fake_engine(settings={"max_num_batched_tokens": 6}, model=FakeModel(vocab_size=2))
     fakes.add([1], max_tokens=30)
@@ -112,8 +112,8 @@ def test_other_rows_come_before_guesses():
     fakes.run()
 
 
-def test_no_guess_takes_the_block_that_another_row_needs():
-    """As many preemptions as without guesses, in a pool that is hardly large enough."""
+def test_no_draft_takes_the_block_that_another_row_needs():
+    """Draft tokens cause no preemption, even in a pool that is hardly large enough."""
     preemptions = {}
     for num_draft_tokens in (0, 6):
         fakes = fake_engine(
@@ -128,7 +128,7 @@ def test_no_guess_takes_the_block_that_another_row_needs():
 
 
 class Forcing(FakeRunner):
-    """Says after every token what follows, as a grammar would; one time in four it is wrong."""
+    """Returns after every token what follows, like a grammar; one time in four it is wrong."""
 
     def launch(self, plan):
         step = super().launch(plan)
@@ -179,11 +179,11 @@ def test_a_result_that_does_not_follow_its_drafts_fails_its_request(monkeypatch)
 
     monkeypatch.setattr(fakes.runner, "launch", wrong)
     fakes.run()
-    assert fakes.answers[request_id].error_code == "row_failed"
+    assert fakes.completions[request_id].error_code == "row_failed"
 
 
 def test_a_row_with_draft_tokens_computes_no_more_tokens_than_a_row_may():
-    """With a window, the blocks that are reserved for it are counted by that."""
+    """The blocks that are reserved for a row with a window are counted by that."""
     for num_blocks in range(8, 16):
         fakes = fake_engine(
             model=FakeModel(vocab_size=2), num_draft_tokens=12, block_size=1,

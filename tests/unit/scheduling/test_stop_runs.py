@@ -37,7 +37,7 @@ def test_a_run_ends_the_output_that_it_lies_in(output, stop):
 
 
 def test_a_run_ends_the_output_before_the_minimum_too():
-    """As a stop string does: the model's answer is not changed to keep it away."""
+    """A stop run ends the output like a stop string: the model is not kept from it."""
     found = rules(stop_token_sequences=((5, 6), (7,)), min_tokens=2)
     assert found.after((1, 2, 3, 5, 6), 3) == Stop(FinishReason.STOP)
     assert found.after((1, 2, 3, 7), 3) == Stop(FinishReason.STOP, 7)

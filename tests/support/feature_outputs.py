@@ -1,4 +1,4 @@
-"""All that an engine says of a request, but for its timing, and whether it is what it should be."""
+"""Complete output of a request, without its timing, and checks of its consistency."""
 
 import dataclasses
 from collections import defaultdict
@@ -10,19 +10,19 @@ from loraplex.core.output import EngineOutput, FinishReason, LogitsFile, TokenLo
 
 
 @dataclasses.dataclass(slots=True)
-class SequenceAnswer:
+class SequenceCompletion:
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
     logits: bytes = b""
     finish: tuple[FinishReason, int | None] | None = None
-    """With the stop token."""
+    """Finish reason and stop token."""
     cumulative_logprob: float | None = None
 
     @property
     def is_aborted(self) -> bool:
         return self.finish is not None and self.finish[0] is FinishReason.ABORT
 
-    def begins(self, other: "SequenceAnswer") -> bool:
+    def begins(self, other: "SequenceCompletion") -> bool:
         """Is the other one equal to this one, and may go on?"""
         return (
             other.token_ids[: len(self.token_ids)] == self.token_ids
@@ -32,23 +32,25 @@ class SequenceAnswer:
 
 
 @dataclasses.dataclass(slots=True)
-class Answer:
-    sequences: dict[int, SequenceAnswer]
+class Completion:
+    sequences: dict[int, SequenceCompletion]
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     prompt_logits: bytes = b""
     is_finished: bool = False
     error: ErrorInfo | None = None
 
     @classmethod
-    def of(cls, outputs: Iterable[EngineOutput]) -> "Answer":
-        """Of one request. Reads its files of logits. Raises AssertionError for what is out of
-        order."""
-        answer = cls(defaultdict(SequenceAnswer))
-        for output in outputs:
-            answer._take(output)
-        return answer
+    def of(cls, outputs: Iterable[EngineOutput]) -> "Completion":
+        """Return the output of one request. Reads its files of logits.
 
-    def differences(self, expected: "Answer", *, may_fail: bool) -> Iterator[str]:
+        Raises AssertionError for outputs that are out of order.
+        """
+        completion = cls(defaultdict(SequenceCompletion))
+        for output in outputs:
+            completion._take(output)
+        return completion
+
+    def differences(self, expected: "Completion", *, may_fail: bool) -> Iterator[str]:
         """may_fail: if it failed, it need only be right as far as it went; as if aborted."""
         is_cut = self.error is not None and may_fail
         if not self.is_finished:
@@ -88,17 +90,17 @@ class Answer:
 
 
 def _sequence_differences(
-    index: int, sequence: SequenceAnswer, expected: SequenceAnswer
+    index: int, sequence: SequenceCompletion, expected: SequenceCompletion
 ) -> Iterator[str]:
     if sequence.finish is None or sequence.is_aborted:
         is_right = sequence.begins(expected)
     else:
         is_right = sequence == expected
     if not is_right:
-        yield f"sequence {index}: {_told(sequence)}, alone {_told(expected)}"
+        yield f"sequence {index}: {_reported(sequence)}, alone {_reported(expected)}"
 
 
-def _told(sequence: SequenceAnswer) -> str:
+def _reported(sequence: SequenceCompletion) -> str:
     logits = f", logits {hash(sequence.logits)}" if sequence.logits else ""
     return (
         f"{sequence.token_ids} {sequence.finish} {sequence.cumulative_logprob} "
