@@ -1,4 +1,4 @@
-"""From what a client asked for to what an engine is told: limits, defaults, the seed, the salt.
+"""Admission of a request: limits, defaults, the seed and the salt of the KV cache.
 
 Pure functions; everything that can be known to be wrong with a request beforehand is said here.
 """
@@ -26,7 +26,7 @@ from loraplex.memory.kv_salt import kv_salt
 from loraplex.serving.backend import ModelCard
 
 NO_END_ID = -1
-"""As end_id: no token is the end of the text."""
+"""Value of end_id for which no token ends the text."""
 _UINT64 = 2**64
 _MAX_PRIORITY = 2**31 - 1
 _LONGEST_TIMEOUT_SECONDS = 1e8

@@ -1,4 +1,4 @@
-"""Which of several answers to one prompt come back."""
+"""Choice of the best of several completions of one prompt."""
 
 import math
 from collections import defaultdict
@@ -10,7 +10,7 @@ from loraplex.core.output import SequenceOutput
 
 
 def best_first(answers: Sequence[Sequence[float]]) -> list[int]:
-    """Indices of answers by the mean of their tokens' log probabilities, highest first.
+    """Return indices of completions by the mean log probability of their tokens, highest first.
 
     As OpenAI's best_of. Of equals the one made first comes first; an answer of no tokens is last.
     """

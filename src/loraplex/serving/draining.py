@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.05
 RETRY_SECONDS = 2.0
-"""What refused clients are told: another server answers, or this one does again."""
+"""Retry-After of refused clients: by then another server replies, or this one again."""
 
 
 class DrainReport(msgspec.Struct, frozen=True):
@@ -24,13 +24,13 @@ class DrainReport(msgspec.Struct, frozen=True):
 
     draining: bool
     in_work: int
-    """Prompts that are being answered."""
+    """Number of prompts in flight."""
     drained: bool
-    """It drains, and nothing is in work."""
+    """Whether the server drains and no request is in flight."""
     elapsed_seconds: float | None = None
     """Since the drain began."""
     seconds_left: float | None = None
-    """Until what is still in work is ended; None: it has all the time."""
+    """Time until in-flight requests are ended; None: no limit."""
 
 
 class Draining:
@@ -80,7 +80,7 @@ class Draining:
             raise NotReadyError(self.reason, retry_after_seconds=RETRY_SECONDS)
 
     def begin(self, timeout_seconds: float | None = None) -> DrainReport:
-        """Refuse what comes from now on. What is in work at the end of the time is ended.
+        """Refuse new requests. Those in flight at the end of the time are ended.
 
         Again: the time is set anew.
         """
@@ -107,7 +107,7 @@ class Draining:
         return self.report()
 
     async def finish(self, timeout_seconds: float) -> None:
-        """Before the server stops: wait until nothing is in work, or the time is up."""
+        """Wait before a stop until no request is in flight, or the time is up."""
         self.close()
         deadline_ns = self._clock.now_ns() + int(timeout_seconds * 1e9)
         self._deadline_ns = deadline_ns

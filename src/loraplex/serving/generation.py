@@ -66,7 +66,7 @@ class Generation:
         self._best_of = _best_of(request.sampling)
         self._prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
         self._prompt_logits: tuple[Logits, ...] = ()
-        """Of the prompt, until an output takes them along."""
+        """Logits of the prompt, until an output takes them along."""
 
     @property
     def adapters(self) -> tuple[ResolvedAdapter, ...]:
@@ -163,7 +163,7 @@ class Generation:
 
 
 async def _logits_of(outputs: Sequence[EngineOutput]) -> Mapping[str, Logits]:
-    """By path. They may be large: another thread reads them, and to the end even if we leave."""
+    """Read logits by path. They may be large, so a thread reads them, to the end if we leave."""
     files = list(files_of(outputs))
     return await asyncio.to_thread(read_and_delete, files) if files else {}
 

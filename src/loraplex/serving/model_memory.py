@@ -15,14 +15,14 @@ class KVMemory(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens: int
     blocks: int
     tokens: int
-    """In all blocks."""
+    """Size of all blocks in bytes."""
     held: int = 0
     """Blocks of running sequences."""
     cached: int = 0
-    """Blocks kept for equal prompt beginnings; they are given up when others need room."""
+    """Blocks kept for equal prompt beginnings; they are freed when others need them."""
     free: int = 0
     host_blocks: int = 0
-    """On the host, for preempted sequences."""
+    """Blocks on the host, for preempted sequences."""
     host_used: int = 0
 
 
@@ -31,11 +31,11 @@ class RankFit(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int
     pages: int
-    """Of one."""
+    """Pages of one adapter."""
     holds: int
-    """At once, if nothing else is there."""
+    """Adapters at once, if no other is there."""
     more: int
-    """Without an eviction."""
+    """Further adapters without an eviction."""
 
 
 class DeviceTier(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +47,7 @@ class DeviceTier(msgspec.Struct, frozen=True, kw_only=True):
     held: int = 0
     """Adapters that stay there: pinned ones."""
     fits: tuple[RankFit, ...] = ()
-    """Of the usual and of the largest rank."""
+    """Numbers for the usual and for the largest rank."""
 
 
 class HostTier(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,9 +69,9 @@ class AcceleratorMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     total: int
     free: int
-    """Nobody has it, and no step will."""
+    """Bytes that no step uses or will use."""
     other: int
-    """Neither free nor told elsewhere: programs, buffers, other processes."""
+    """Bytes neither free nor reported elsewhere: programs, buffers, other processes."""
 
 
 class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +79,7 @@ class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
     workspace_bytes: int = 0
     """Left for what a step computes with; 0 on a CPU."""
     graph_bytes: int = 0
-    """Of recorded steps."""
+    """Bytes of recorded steps."""
     kv: KVMemory
     device: DeviceTier
     host: HostTier
@@ -96,7 +96,7 @@ def memory_of(
     ranks: Iterable[int],
     host_bytes: int,
 ) -> ModelMemory:
-    """ranks: those that `fits` tells of. host_bytes: of the host tier."""
+    """Return the memory; `ranks` are those of `fits`, host_bytes is the size of the host tier."""
     tiers = stats.adapters
     num_blocks = capacity.num_blocks
     free = num_blocks - stats.blocks_held - stats.blocks_cached

@@ -162,9 +162,9 @@ class ObservedOutputs(AsyncIterator[RequestOutput]):
         self._record = record
         self._admitted_ns = clock.now_ns()
         self._last_token_ns: dict[int, int] = {}
-        """By sequence index."""
+        """Time of the last token by sequence index."""
         self._finish_reason: FinishReason | None = None
-        """Of the sequence that ended last."""
+        """Finish reason of the sequence that ended last."""
         self._adapter: str | None = None
         """Its label; None before the first output."""
         self._num_counted_tokens = 0

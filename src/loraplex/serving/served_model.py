@@ -66,7 +66,7 @@ class ServedModel:
         self.grammars = Grammars(self.tokenizer, self.config.grammar_limits)
 
     async def start(self) -> None:
-        """Start the engine; it tells how long a sequence its memory holds."""
+        """Start the engine, which reports the longest sequence that its memory holds."""
         capacity = await self.engine.start()
         self.card = msgspec.structs.replace(self.card, max_model_len=capacity.max_model_len)
 
@@ -86,7 +86,7 @@ class ServedModel:
             return prompt_token_ids(self.tokenizer, prompt, add_special_tokens)
         return await asyncio.to_thread(prompt_token_ids, self.tokenizer, prompt, add_special_tokens)
 
-    async def spelled(self, sampling: SamplingParams) -> SamplingParams:
+    async def with_bad_token_ids(self, sampling: SamplingParams) -> SamplingParams:
         """The same, its bad_words as tokens."""
         encode = self.tokenizer.encode
         if sum(map(len, sampling.bad_words)) <= _INLINE_CHARACTERS:
@@ -169,7 +169,7 @@ class ServedModel:
         )
 
     async def stored_adapters(self) -> StoredAdapters:
-        """The canonical adapter files of what may be asked for."""
+        """Return the number and size of canonical files of adapters that have a name."""
         versions = self.store.present(self.card.name)
         paths = [version.source.path for version in versions]
         return await asyncio.to_thread(stored, len(versions), paths)
@@ -198,12 +198,12 @@ class ServedModel:
         return {**self._stage_times, "read": tiers.read_times, "copy": tiers.copy_times}
 
     def adapters_of(self, principal: Principal) -> TenantAdapters:
-        """What of its adapters is there for who asks."""
+        """Return the adapters as a principal sees them."""
         return TenantAdapters(self.store, self.card.name, principal)
 
     @property
     def problem(self) -> str:
-        """Why it would not answer now; empty if it would."""
+        """Reason why requests would fail now; empty if they would not."""
         if self.engine.is_ready:
             return ""
         failure: LoraplexError | None = self.engine.failure
@@ -212,7 +212,7 @@ class ServedModel:
 
 
 def _cannot_be_served(version: AdapterVersion, error: LoraplexError) -> LoraplexError:
-    """Of several names, and tenants, for one content each is told its own."""
+    """Return the error for one name; several names and tenants may share a content."""
     message = f"adapter {version.name!r} cannot be served any longer: {error.message}"
     return type(error)(message)
 
@@ -223,12 +223,12 @@ def label(version: AdapterVersion) -> Hashable:
 
 
 def uses(chosen: list[tuple[AdapterVersion, float]]) -> tuple[AdapterUse, ...]:
-    """What the engine is told."""
+    """Return the adapters as the engine receives them."""
     return tuple(AdapterUse(version.digest, scale) for version, scale in chosen)
 
 
-def answered_by(chosen: list[tuple[AdapterVersion, float]]) -> tuple[ResolvedAdapter, ...]:
-    """What the client is told."""
+def resolved(chosen: list[tuple[AdapterVersion, float]]) -> tuple[ResolvedAdapter, ...]:
+    """Return the adapters as the client sees them."""
     return tuple(ResolvedAdapter(version.name, version.digest, scale) for version, scale in chosen)
 
 

@@ -37,7 +37,7 @@ from loraplex.serving.catalog import ModelCatalog, pin_on_device
 from loraplex.serving.draining import Draining
 from loraplex.serving.generation import Generation
 from loraplex.serving.request_metrics import RequestMetrics
-from loraplex.serving.served_model import ServedModel, answered_by, label, uses
+from loraplex.serving.served_model import ServedModel, label, resolved, uses
 from loraplex.serving.wire_request import begin_generation
 
 logger = logging.getLogger(__name__)
@@ -167,7 +167,7 @@ class Service:
         composition = compose(chosen, model.shapes)
         tokenized = await model.prompt_ids(request.prompt, request.add_special_tokens)
         token_ids = cut_prompt(request, tokenized, model.card)
-        sampling = await model.spelled(request.sampling)
+        sampling = await model.with_bad_token_ids(request.sampling)
         sampling = await model.grammars.compiled(sampling)
         engine_request = admit(
             msgspec.structs.replace(request, sampling=sampling),
@@ -180,7 +180,7 @@ class Service:
             share_weight=share_weight(
                 model.config.fair_share,
                 model.config.fair_weights,
-                adapters=[adapter.name for adapter in answered_by(chosen)],
+                adapters=[adapter.name for adapter in resolved(chosen)],
                 tenant=principal.tenant,
                 tenant_weight=principal.share_weight,
             ),
@@ -192,7 +192,7 @@ class Service:
             frozenset(label(version) for version, _ in chosen),
         )
         return Generation(
-            request, engine_request, answered_by(chosen), model.tokenizer, stream, model.engine
+            request, engine_request, resolved(chosen), model.tokenizer, stream, model.engine
         )
 
     async def _look_for_new(

@@ -1,4 +1,4 @@
-"""What is told of one request on a wire: who asked, what it ran, how it was answered.
+"""Record of one request on a wire: its client, its generations and its response.
 
 A front end begins one and makes it the current one; whatever runs on its behalf finds it there,
 through threads' and loops' hand-overs too, and adds to it. When it ends it is passed to those who
@@ -23,7 +23,7 @@ class TraceParent(msgspec.Struct, frozen=True):
     trace_id: str
     """32 hexadecimal digits."""
     span_id: str
-    """16 hexadecimal digits; empty: nobody before us."""
+    """16 hexadecimal digits; empty: no span before ours."""
     is_sampled: bool = True
     state: str = ""
     """Other systems' words, passed on as they are."""
@@ -45,7 +45,7 @@ class GenerationRecord(msgspec.Struct, eq=False):
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     finish_reasons: dict[int, FinishReason] = msgspec.field(default_factory=dict)
-    """By the sequence's index, of those that ended."""
+    """Finish reasons of ended sequences, by index."""
     timing: RequestTiming | None = None
     """The engine's, if the request came to its end."""
     error: LoraplexError | None = None
@@ -73,28 +73,28 @@ class GenerationRecord(msgspec.Struct, eq=False):
 
     @property
     def ends(self) -> list[FinishReason]:
-        """Of its sequences in order; of a request that none of them ended, why it did."""
+        """Return the reasons of its sequences in order, or why the request ended without them."""
         if self.finish_reasons:
             return [self.finish_reasons[index] for index in sorted(self.finish_reasons)]
         return [FinishReason.ABORT if self.error is None else FinishReason.ERROR]
 
 
 class WireRequest(msgspec.Struct, eq=False):
-    """One request, from its first bytes to its last answer."""
+    """One request, from its first bytes to its last response."""
 
     protocol: str
     """http, grpc, socket, or grpc-stream for a request within a stream."""
     method: str
     """HTTP's; empty for gRPC."""
     path: str
-    """Without the query, which may hold anything; of gRPC the full name of the RPC."""
+    """Path without the query, which may hold anything; for gRPC the full name of the RPC."""
     client: str
     """The address, without its port."""
     request_id: str
     headers: Mapping[str, str]
-    """By lower-case name."""
+    """Headers by lower-case name."""
     trace_of: Callable[[Mapping[str, str]], TraceParent]
-    """From the headers; for one without a trace a new one, another each time."""
+    """Function from headers to a trace, which makes a new one each time if they have none."""
     on_end: Callable[["WireRequest"], None]
     route: str = ""
     """The path's pattern, if one was found; few, unlike paths."""
@@ -111,12 +111,12 @@ class WireRequest(msgspec.Struct, eq=False):
     _trace: TraceParent | None = None
 
     def __repr__(self) -> str:
-        """Without the headers: one may be a key."""
+        """Show the request without its headers: one may be a key."""
         return f"<{self.protocol} request {self.request_id} {self.method} {self.path}>"
 
     @property
     def trace(self) -> TraceParent:
-        """Made when somebody asks first: of most requests nobody does. Any thread may."""
+        """Trace of the request, made at first use: most requests need none. Thread-safe."""
         if self._trace is None:
             with _making_traces:
                 if self._trace is None:
@@ -145,7 +145,7 @@ class WireRequest(msgspec.Struct, eq=False):
         )
 
     def end(self, status: str) -> None:
-        """Tell those who write it down; only the first end counts."""
+        """Pass the request to its observers; only the first end counts."""
         if not self.ended_ns:
             self.ended_ns = time.monotonic_ns()
             self.status = status
@@ -192,7 +192,7 @@ class as_current:  # a context manager
 
 
 def note_error(error: LoraplexError) -> None:
-    """The current request is being answered with this error."""
+    """Note the error with which the current request ends."""
     if (request := current_request()) is not None:
         request.error = error
 

@@ -35,7 +35,7 @@ from loraplex.frontends.openai.unsupported import refuse_unsupported
 from loraplex.serving.text.chat_format import UNKNOWN_FORMAT, ChatFormat
 from loraplex.serving.text.completion_grammar import completion_grammar
 from loraplex.serving.text.completion_reader import CompletionSyntax
-from loraplex.serving.text.tool_prompt import with_calls_told, with_tools_told
+from loraplex.serving.text.tool_prompt import with_calls_as_text, with_tools_described
 
 MAX_PRIORITY = 2**31 - 1
 MAX_SEQUENCES = 4096
@@ -118,11 +118,11 @@ def conversation(
     """A template without tools gets them in the messages, and earlier calls, too."""
     given: Sequence[Mapping[str, Any]] = chat_messages(messages)
     if not chat_format.writes_calls:
-        given = with_calls_told(given, chat_format.call_format.syntax)
+        given = with_calls_as_text(given, chat_format.call_format.syntax)
     if not tools or chat_format.knows_tools:
         return Conversation(given, tools or None)
     is_generic = chat_format.tool_calls == UNKNOWN_FORMAT.tool_calls
-    return Conversation(with_tools_told(given, tools, tells_form=is_generic), None)
+    return Conversation(with_tools_described(given, tools, describes_form=is_generic), None)
 
 
 def chat_request(

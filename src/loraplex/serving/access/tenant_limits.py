@@ -19,7 +19,7 @@ from loraplex.serving.access.sliding_window import SlidingWindow, Slot
 from loraplex.serving.generation import Generation
 
 _RETRY_SECONDS = 1.0
-"""For who has too many requests at once: nobody knows when one of them ends."""
+"""Retry-After, in seconds, for too many concurrent requests: the end of one is not known."""
 
 
 class TenantUse:
@@ -127,7 +127,7 @@ class Lease:
         self._reserved = self._use.tokens.charge(now_ns, amount), amount
 
     def end(self, num_tokens: int = 0) -> None:
-        """The request is over; num_tokens, of prompt and answers, are what it had."""
+        """End the lease; num_tokens are those of the prompt and the outputs."""
         if self._is_over:
             return
         self._is_over = True
@@ -138,7 +138,7 @@ class Lease:
 
 
 def check_sizes(principal: Principal, num_prompt_tokens: int, sampling: SamplingParams) -> None:
-    """Raise PromptTooLongError or InvalidParameterError for more than a tenant may ask at all."""
+    """Raise PromptTooLongError or InvalidParameterError for more than a tenant may request."""
     limits = principal.limits
     if limits.max_prompt_tokens is not None and num_prompt_tokens > limits.max_prompt_tokens:
         raise PromptTooLongError(

@@ -49,7 +49,7 @@ _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 30.0
 _STABLE_SECONDS = 60.0
 _UNASKED = 0
-"""The number of a question that nobody waits for."""
+"""Number of a query whose reply no caller awaits."""
 
 
 class EngineState(enum.StrEnum):
@@ -104,7 +104,7 @@ class AsyncEngine:
         return self._capacity
 
     async def close(self) -> None:
-        """Stop the engine. Requests in work end with an error, and so does a start in work."""
+        """Stop the engine. In-flight requests end with an error, and so does a running start."""
         self.state = EngineState.CLOSED
         self._requests.fail_all(NotReadyError("the server is stopping"))
         if self._task is not None:
@@ -163,7 +163,7 @@ class AsyncEngine:
         self._requests.abort(request_id, sequence_index)
 
     def num_labelled(self, label: Hashable) -> int:
-        """Requests in work that carry a label."""
+        """Return the number of in-flight requests that carry a label."""
         return self._requests.num_labelled(label)
 
     def fail_labelled(self, label: Hashable, error: LoraplexError) -> int:
@@ -171,7 +171,7 @@ class AsyncEngine:
         return self._requests.fail_labelled(label, error)
 
     def end_requests(self, error: LoraplexError) -> None:
-        """End all requests in work with an error; new ones may come."""
+        """End all in-flight requests with an error; new ones are accepted."""
         self._requests.end_all(error)
 
     def forget_adapter(self, digest: str) -> None:
@@ -188,7 +188,7 @@ class AsyncEngine:
         return (await self.activity()).residency
 
     async def activity(self) -> AdapterActivity:
-        """Where the adapters are and for whom; as `residency`."""
+        """Return where the adapters are, and how many requests use and await them."""
         return await self._activity.current(self._link)
 
     async def recent_activity(self) -> AdapterActivity:
@@ -228,7 +228,7 @@ class AsyncEngine:
             self._link.send(UnpinAdapter(digest))
 
     def preload(self, source: AdapterSource) -> None:
-        """Ask for an adapter ahead of its first request."""
+        """Load an adapter ahead of its first request."""
         link = self._require_link()
         self._adapters.want(source, link.send)
         link.send(PreloadAdapter(source.digest))
@@ -255,7 +255,7 @@ class AsyncEngine:
         self._settled.set()
 
     async def _run_epochs(self) -> None:
-        """Returns when the first engine could not start; `failure` then says why."""
+        """Wait until the first engine runs or could not start; `failure` then has the reason."""
         pause = _FIRST_PAUSE_SECONDS
         for epoch in itertools.count(1):
             started_ns, self._has_worked = self._clock.now_ns(), False

@@ -1,8 +1,8 @@
-"""A request from its submission to its last output, across the engines that work on it.
+"""In-flight request, from its submission to its last output, across engines that die.
 
-It remembers what was delivered. So an engine that takes the place of a dead one is told where to
-go on, and gives the very tokens that the dead one would have given: sampling depends on nothing but
-the request's seed and the place of the token.
+It keeps the delivered tokens, so an engine that replaces a dead one continues after them and yields
+the same tokens that the dead one would have: sampling depends only on the request's seed and the
+position of the token.
 """
 
 from collections.abc import Collection, Hashable, Sequence
@@ -17,12 +17,12 @@ from loraplex.core.request import EngineRequest, RequestId
 from loraplex.serving.engines.output_stream import OutputStream
 
 CRASH_BLAME: Final = 3
-"""Of a request that was in a step when the engine crashed."""
+"""Blame of a request that was in a step when the engine crashed."""
 KILL_BLAME: Final = 1
 """The same when it was killed: from outside, by an operator or by a system short of memory. And of
 every request when an engine died between two steps: the load of an adapter may have crashed it."""
 SUSPECT_BLAME: Final = 3
-"""From here on it is given back alone."""
+"""Blame from which on a request is given to the next engine alone."""
 MAX_BLAME: Final = 6
 """Then it is given up: two crashes, or six kills, and it got no further."""
 PLACE_OUTPUTS: Final = 4
@@ -33,7 +33,7 @@ MAX_DEATHS: Final = 10
 
 
 class InFlightRequest:
-    """Its stream, what was put into it, and what there is against the request."""
+    """A request, its output stream, and the blame for engines that died with it."""
 
     def __init__(
         self,
@@ -47,19 +47,19 @@ class InFlightRequest:
         self.stream = OutputStream(labels)
         self.submitted_ns = submitted_ns
         self.is_sent = False
-        """The running engine was told of it."""
+        """Whether the running engine has received it."""
         self._request = request
         self._outputs: list[list[int]] = [[] for _ in range(request.sampling.num_returned)]
         self._ended: set[int] = set()
         self._aborted: set[int] = set()
         self._prompt_scores_delivered = False
         self._timing: RequestTiming | None = None
-        """As engines that died had told it."""
-        self._told: RequestTiming | None = None
+        """Timing reported by engines that died."""
+        self._reported: RequestTiming | None = None
         self._num_deaths = 0
         self._num_steps = 0
         self._place = 0
-        """Of a search: the number of steps that it was in when an engine died."""
+        """Number of steps that a beam search was in when an engine died."""
         self._behind: dict[int, int] = {}
         """Sequences at the place where an engine died, and how many outputs further that ends."""
         self._blame = 0
@@ -79,7 +79,7 @@ class InFlightRequest:
 
     @property
     def is_new(self) -> bool:
-        """No engine has been told of it yet."""
+        """Whether no engine has received it yet."""
         return not self.is_sent and self._num_deaths == 0
 
     @property
@@ -88,7 +88,7 @@ class InFlightRequest:
         return sum(map(len, self._outputs))
 
     def engine_request(self) -> EngineRequest:
-        """What an engine is told, the first or a later one."""
+        """Return the request as an engine receives it, the first or a later one."""
         if self._num_deaths == 0:
             return self._request
         # A search keeps its beams to itself until it is over: it starts again.
@@ -110,7 +110,7 @@ class InFlightRequest:
         if output.prompt_logprobs is not None or output.prompt_logits:
             self._prompt_scores_delivered = True
         if output.timing is not None:
-            self._told = output.timing
+            self._reported = output.timing
             output = msgspec.structs.replace(output, timing=self._whole_timing())
         self.stream.put(output)
 
@@ -124,7 +124,7 @@ class InFlightRequest:
     def abort(self, sequence_index: int | None) -> bool:
         """Note that it, or one sequence, is to end. False if that has ended or will end already."""
         every = set(range(len(self._outputs)))
-        # A search has one answer: engines end it as a whole, too.
+        # A beam search has one output: engines end it as a whole, too.
         is_whole = sequence_index is None or self._request.sampling.beam is not None
         meant = every if is_whole else every & {sequence_index}
         new = meant - self._ended - self._aborted
@@ -132,7 +132,7 @@ class InFlightRequest:
         return bool(new)
 
     def end_aborted(self) -> bool:
-        """Without an engine, aborts take effect here. True if it ended with them."""
+        """Apply aborts without an engine; return whether the request ended with them."""
         ending = sorted(self._aborted - self._ended)
         if not ending:
             return False
@@ -154,8 +154,8 @@ class InFlightRequest:
         )
 
     def lose_engine(self, blame: int) -> None:
-        """The engine that was told of it is dead."""
-        self._timing, self._told = self._whole_timing(), None
+        """Note that the engine which had received it is dead."""
+        self._timing, self._reported = self._whole_timing(), None
         self.is_sent = False
         self._num_deaths += 1
         self._deaths_here += 1
@@ -194,6 +194,8 @@ class InFlightRequest:
         self._blame = self._deaths_here = 0
 
     def _whole_timing(self) -> RequestTiming:
-        """From its arrival on, as far as any engine told."""
-        told = self._told or RequestTiming(self._request.arrival_ns, num_restarts=self._num_deaths)
-        return told if self._timing is None else told.since(self._timing)
+        """Return the timing since arrival, as far as any engine reported it."""
+        reported = self._reported or RequestTiming(
+            self._request.arrival_ns, num_restarts=self._num_deaths
+        )
+        return reported if self._timing is None else reported.since(self._timing)

@@ -1,4 +1,4 @@
-"""The requests of one model's engine, and in which order a new engine is told of them.
+"""In-flight requests of one model, and the order in which a new engine receives them.
 
 Whatever was in a step when an engine crashed may have crashed it (and any request, if there was no
 step). Such suspects are given to the
@@ -13,7 +13,7 @@ from loraplex.serving.engines.in_flight_request import CRASH_BLAME, KILL_BLAME, 
 
 
 class InFlightRequests:
-    """From the submission of each to its last output."""
+    """All requests from submission to last output."""
 
     def __init__(self) -> None:
         self._requests: dict[RequestId, InFlightRequest] = {}
@@ -24,7 +24,7 @@ class InFlightRequests:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[InFlightRequest]:
-        """In the order of their submission. They may be removed meanwhile."""
+        """Iterate in the order of submission; requests may be removed meanwhile."""
         return iter(tuple(self._requests.values()))
 
     def find(self, request_id: RequestId) -> InFlightRequest | None:
@@ -50,7 +50,7 @@ class InFlightRequests:
             self._on_probation = None
 
     def take_due(self) -> list[InFlightRequest]:
-        """What the running engine is to be told of now."""
+        """Return the requests that the running engine is to receive now."""
         if self._on_probation is not None and self._on_probation.is_suspect:
             return []
         self._on_probation = next((r for r in self._unsent.values() if r.is_suspect), None)

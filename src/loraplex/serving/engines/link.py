@@ -37,7 +37,7 @@ _KILLS: Final = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal
 
 
 class EngineDied(Exception):
-    """The engine is gone. Says how, for the log."""
+    """The engine is gone; the message has the cause for the log."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class EngineDied(Exception):
 
 class EngineLink(Protocol):
     def send(self, command: EngineCommand) -> None:
-        """Queue a command; what is sent to a dead engine is lost, and receive() says so."""
+        """Queue a command. One sent to a dead engine is lost, and receive() reports the death."""
         ...
 
     async def receive(self) -> EngineEvent:
@@ -159,7 +159,7 @@ class ProcessLink:
         return self._process.pid
 
     def send(self, command: EngineCommand) -> None:
-        assert self._identity is not None, "an engine is told nothing before it is ready"
+        assert self._identity is not None, "an engine receives nothing before it is ready"
         self._endpoint.socket.send_multipart([self._identity, self._epoch, encode(command)])
 
     async def receive(self) -> EngineEvent:
@@ -208,7 +208,7 @@ class ProcessLink:
 class _Endpoint:
     """A bound socket, the steps' marker and logits in a folder of their own.
 
-    mkdtemp's mode is 0700: nobody else may connect.
+    mkdtemp's mode is 0700: no other user may connect.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What an engine says about one request, on its way to whoever reads it."""
+"""Queue of the outputs of one request, from its engine to its reader."""
 
 import asyncio
 from collections.abc import Collection, Hashable
@@ -30,6 +30,6 @@ class OutputStream:
         return outputs
 
     def leave(self) -> None:
-        """Nobody will read what is here and what comes: files of logits are deleted."""
+        """Give up reading: files of logits, present and future, are deleted."""
         self._is_left = True
         discard(self._pending)

@@ -1,4 +1,4 @@
-"""The requests in work and the engine that works on them, whichever it is at the moment.
+"""Dispatch of in-flight requests to the engine that runs at the moment.
 
 It tells an engine of requests and aborts, puts what the engine says into their streams, and keeps
 the requests while there is no engine.
@@ -27,7 +27,7 @@ _WAITING_POLL_SECONDS = 0.1
 
 
 class RequestDispatch:
-    """Of one model. All methods run on serving's event loop."""
+    """Dispatcher of one model. All methods run on serving's event loop."""
 
     def __init__(
         self, model: str, adapters: EngineRegistrations, clock: Clock, patience: RestartLimits
@@ -84,7 +84,7 @@ class RequestDispatch:
             self._timer.cancel()
 
     def needed_adapters(self) -> Collection[str]:
-        """Digests that the next engine may have to be told of."""
+        """Return digests of adapters that the next engine may need."""
         return {source.digest for request in self._requests for source in request.adapters}
 
     def take_engine(self, link: EngineLink) -> None:
@@ -107,7 +107,7 @@ class RequestDispatch:
         self._send_due()
 
     def take_step(self, step: StepDone) -> None:
-        """What the engine did for whom."""
+        """Deliver the outputs of a step."""
         if step.record is not None:
             self._requests.note_step(frozenset(step.record.request_ids))
         for output in step.outputs:
@@ -125,7 +125,7 @@ class RequestDispatch:
         request.deliver(output)
 
     def _send_due(self) -> None:
-        """Tell the engine of the requests that it is to know now."""
+        """Send the engine the requests that are due."""
         link = self._link
         if link is not None:
             for request in self._requests.take_due():
@@ -139,7 +139,7 @@ class RequestDispatch:
             self._timer = loop.call_later(_WAITING_POLL_SECONDS, self._look_at_waiting)
 
     def _look_at_waiting(self) -> None:
-        """End the requests whose time is up before an engine was told of them."""
+        """End the requests whose time was up before an engine received them."""
         self._timer = None
         now_ns = self._clock.now_ns()
         for request in self._requests.unsent:

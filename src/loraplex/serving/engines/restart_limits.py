@@ -1,4 +1,4 @@
-"""When a request ends because of its engine, and what its client is told then."""
+"""Limits of waiting for an engine that is started again, and the errors after them."""
 
 from typing import NamedTuple
 

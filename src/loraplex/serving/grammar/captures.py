@@ -66,7 +66,7 @@ class _Entry(msgspec.Struct):
 
 
 class _Report(msgspec.Struct):
-    """As llguidance tells it after each step."""
+    """Captures as llguidance reports them after each step."""
 
     progress: list[_Entry] = []
     stop: bool = False

@@ -1,4 +1,4 @@
-"""Asks llguidance whether a grammar can be kept to, and says what is wrong with it, and where."""
+"""Checks with llguidance whether a grammar can be enforced; finds the place of a fault."""
 
 import json
 import re
@@ -17,11 +17,11 @@ from loraplex.serving.text.tool_calls.format import arguments_schema
 
 _IGNORED: Final = "Unimplemented keys"
 _MAX_FORCED_BYTES: Final = 16
-"""Of a forced text no more than its start is of interest."""
+"""Maximum length of a forced text: only its beginning matters."""
 _MAX_LOOKS: Final = 200
 """Parts of a faulty schema that are looked at to find the fault."""
 _LOOK_SECONDS: Final = 0.1
-"""Of processor time for that: a large schema is all parts."""
+"""Limit of processor time for that: a large schema has many parts."""
 _WRAPPED_REGEX: Final = re.compile(
     r"^at 1\(8\): invalid regex .*? \(in regex\): (.*?)(?:\n   1 \| start: .*)?$", re.DOTALL
 )
@@ -89,7 +89,7 @@ class GrammarCheck:
         return Grammar(GrammarKind.LLGUIDANCE, text)
 
     def _check_parts(self, answer: CompletionGrammar) -> None:
-        """Of an answer: what is wrong is said of the part, not of the whole."""
+        """Check the parts of a completion, so that an error names the part."""
         if answer.content is not None:
             self.compiled(answer.content)
         for tool in answer.tool_use.tools if answer.tool_use is not None else ():

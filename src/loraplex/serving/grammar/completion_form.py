@@ -1,4 +1,4 @@
-"""The grammar of a chat answer: reasoning, then calls as its model writes them, or content."""
+"""Grammar of a chat completion: reasoning, then calls as its model writes them, or content."""
 
 import json
 from collections.abc import Callable
@@ -13,18 +13,18 @@ from loraplex.serving.text.tool_calls.formats import FORMATS
 from loraplex.serving.text.tool_calls.lark import Lark, pattern_of
 
 _CONTENT: Final = "content"
-"""Name of the grammar of the content, beside the answer's own."""
+"""Name of the grammar of the content, next to that of the completion."""
 _SPACE: Final = r"[ \t\r\n]{1,4}"
 
 
 def completion_form(parts: CompletionGrammar, form_of: Callable[[Grammar], str]) -> str:
-    """In llguidance's JSON form. `form_of` gives that of the content's grammar."""
+    """Return llguidance's JSON form; `form_of` makes that of the content's grammar."""
     lark = Lark(parts.special_ids)
     beside = [] if parts.content is None else [_named(form_of(parts.content))]
     content = "" if parts.content is None else f"@{_CONTENT}"
-    answer = _answer(lark, parts, content)
+    completion = _completion(lark, parts, content)
     before = "" if parts.reasoning is None else _reasoning(lark, parts.reasoning)
-    own = {"lark_grammar": lark.grammar(f"{before} {answer}".strip() or '""')}
+    own = {"lark_grammar": lark.grammar(f"{before} {completion}".strip() or '""')}
     return json.dumps({"grammars": [own, *beside]}, ensure_ascii=False)
 
 
@@ -47,7 +47,7 @@ def _reasoning(lark: Lark, reasoning: Reasoning) -> str:
     return f"({lark.text(tags.start)} {thought})?"
 
 
-def _answer(lark: Lark, parts: CompletionGrammar, content: str) -> str:
+def _completion(lark: Lark, parts: CompletionGrammar, content: str) -> str:
     """The expression of all that may follow the reasoning."""
     if parts.tool_use is None:
         return content or f"({lark.any_text()})?"
@@ -90,7 +90,7 @@ def _calls(lark: Lark, syntax: CallSyntax, tool_use: ToolUse) -> str:
 
 
 def _enforced(tool: FunctionTool, enforces_all: bool) -> FunctionTool:
-    """Without its schema where the client asked for none to be kept to."""
+    """Return the tool without its schema where the client did not ask to enforce one."""
     if enforces_all or tool.is_strict:
         return tool
     return FunctionTool(name=tool.name)

@@ -1,4 +1,4 @@
-"""From the ways in which a client writes a grammar to the one that llguidance reads.
+"""Conversion of the grammar forms that clients write to the one that llguidance reads.
 
 A regular expression, and every choice, is to match the whole output. What llguidance itself
 refuses is not looked at here: grammar_check asks it.
@@ -32,7 +32,7 @@ def llguidance_form(grammar: Grammar) -> str:
 
 
 def invalid(kind: GrammarKind, reason: str) -> InvalidParameterError:
-    """The reason may quote the grammar: its beginning and its end are what says something."""
+    """Shorten a reason: it may quote the grammar, and its beginning and end say most."""
     if len(reason) > 2 * _MAX_REASON:
         reason = f"{reason[:_MAX_REASON]} ... {reason[-_MAX_REASON:]}"
     return InvalidParameterError(f"the {NAMES[kind]} is not valid: {reason}", param="grammar")
@@ -61,7 +61,7 @@ def parse_json(kind: GrammarKind, text: str) -> Any:
 
 
 def schema_form(schema: Mapping[str, Any] | str) -> str:
-    """Of a JSON schema that is an object, or its text. Raises ValueError."""
+    """Parse a JSON schema that is an object, or its text. Raises ValueError."""
     return LLMatcher.grammar_from_json_schema(
         schema if isinstance(schema, str) else dict(schema),
         defaults={"whitespace_pattern": JSON_WHITE_SPACE},

@@ -1,4 +1,4 @@
-"""How one model writes what a chat answer consists of: settings, its template, its tokenizer."""
+"""Format of a model's chat completions, from its settings, template and tokenizer."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -19,7 +19,7 @@ _CALLS = "tool_calls"
 
 
 class ChatFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one model."""
+    """Format of one model's chat completions."""
 
     tool_calls: str = "generic"
     """A key of tool_calls.formats.FORMATS."""
@@ -30,7 +30,7 @@ class ChatFormat(msgspec.Struct, frozen=True, kw_only=True):
     writes_calls: bool = True
     """The chat template writes the calls and results of earlier turns."""
     special_ids: dict[str, int] = {}
-    """Their markers that are special tokens of the tokenizer, and so no text unless asked for."""
+    """Markers that are special tokens of the tokenizer, and so no text unless it shows them."""
 
     @property
     def tags(self) -> ReasoningTags | None:
@@ -41,7 +41,7 @@ class ChatFormat(msgspec.Struct, frozen=True, kw_only=True):
         return FORMATS[self.tool_calls]
 
     def shown_ids(self, *, has_tools: bool) -> tuple[int, ...]:
-        """The special tokens that have to stay in an answer's text for it to be read."""
+        """Return the special tokens that must stay in a completion's text for it to be read."""
         markers = (*self._tag_markers, *(self.call_format.markers if has_tools else ()))
         return tuple(sorted({self.special_ids[m] for m in markers if m in self.special_ids}))
 
@@ -56,7 +56,7 @@ UNKNOWN_FORMAT: Final = ChatFormat()
 def chat_format(
     template: str, tokenizer: Tokenizer, *, tool_calls: str = AUTO, reasoning: str = AUTO
 ) -> ChatFormat:
-    """By the model's settings; `auto` goes by its chat template, empty where it has none."""
+    """Find the format by the model's settings; `auto` reads its template, which may be empty."""
     if tool_calls == AUTO:
         tool_calls = format_of_template(template).name
     if reasoning == AUTO:

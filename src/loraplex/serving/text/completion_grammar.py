@@ -1,4 +1,4 @@
-"""What a chat answer may consist of, where its text has to be held to it: as a Grammar's text."""
+"""Parts of a chat completion whose text must match them, written as a Grammar's text."""
 
 import msgspec
 
@@ -11,28 +11,31 @@ from loraplex.serving.text.reasoning import ReasoningTags
 
 
 class Reasoning(msgspec.Struct, frozen=True):
-    """Before the answer."""
+    """Reasoning before the content."""
 
     tags: ReasoningTags
     is_open: bool
-    """The prompt has begun it; else the answer may."""
+    """Whether the prompt has begun it; otherwise the completion may."""
 
 
 class CompletionGrammar(msgspec.Struct, frozen=True, kw_only=True):
-    """The parts of an answer, one after the other, each of which may be absent."""
+    """Parts of a completion in order, each of which may be absent."""
 
     reasoning: Reasoning | None = None
     tool_calls: str = ""
     """The family that writes them."""
     tool_use: ToolUse | None = None
     content: Grammar | None = None
-    """Of an answer without calls; None: any text."""
+    """Grammar of a completion without calls; None: any text."""
     special_ids: dict[str, int] = {}
-    """Of the markers that are special tokens."""
+    """Ids of the markers that are special tokens."""
 
 
 def completion_grammar(reading: CompletionSyntax, content: Grammar | None) -> Grammar | None:
-    """The grammar of an answer; None: any text will do. content: of one without calls."""
+    """Return the grammar of a completion, or None if any text will do.
+
+    `content` is the grammar of a completion without calls.
+    """
     chat_format, tool_use = reading.chat_format, reading.tool_use
     needs_calls = tool_use is not None and tool_use.needs_grammar
     if not needs_calls and content is None:
@@ -57,7 +60,7 @@ def read_completion_grammar(text: str) -> CompletionGrammar:
         return msgspec.json.decode(text, type=CompletionGrammar)
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidParameterError(
-            f"the grammar of an answer is not one: {error}", param="grammar"
+            f"the grammar of a message is not valid: {error}", param="grammar"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""One chat answer as it comes: its reasoning, its content and its calls, told apart."""
+"""Splits a chat completion, as it arrives, into reasoning, content and calls."""
 
 from typing import Final
 
@@ -11,7 +11,7 @@ from loraplex.serving.text.tool_calls.reader import CallReader
 
 
 class CompletionDelta(msgspec.Struct, frozen=True):
-    """What some more text of an answer brought."""
+    """New parts of a completion."""
 
     reasoning: str = ""
     content: str = ""
@@ -21,7 +21,7 @@ class CompletionDelta(msgspec.Struct, frozen=True):
 
 
 class CompletionSyntax(msgspec.Struct, frozen=True, kw_only=True):
-    """How the answers of one request are read."""
+    """Rules for reading the completions of one request."""
 
     chat_format: ChatFormat = ChatFormat()
     tool_use: ToolUse | None = None
@@ -79,4 +79,4 @@ class CompletionReader:
 
 
 ALL_IS_CONTENT: Final = CompletionSyntax()
-"""Nothing is told apart."""
+"""Syntax which takes the whole completion as content."""

@@ -49,7 +49,7 @@ def _is_content(node: nodes.Node, names: set[str]) -> bool:
 
 
 def _bare(node: nodes.Node) -> nodes.Node:
-    """Without filters and slices around it."""
+    """Return the node without filters and slices around it."""
     while True:
         match node:
             case nodes.Filter(node=nodes.Node() as inner):
@@ -61,7 +61,7 @@ def _bare(node: nodes.Node) -> nodes.Node:
 
 
 def _indexed(template: nodes.Template) -> Iterator[nodes.Node]:
-    """What is asked for its first item, or another by number."""
+    """Yield the nodes of which an item is taken by number."""
     for item in template.find_all(nodes.Getitem):
         if isinstance(item.arg, nodes.Const) and isinstance(item.arg.value, int):
             yield item.node

@@ -1,4 +1,4 @@
-"""What a model thinks before it answers, between tags, apart from the answer."""
+"""Reasoning of a model: the text between tags before its completion."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -24,7 +24,7 @@ class ReasoningTags(msgspec.Struct, frozen=True):
         return prompt.rstrip(WHITE_SPACE).endswith(self.start)
 
     def is_closed(self, prompt: str) -> bool:
-        """The prompt says that there is none, by a pair of tags with nothing between them."""
+        """Text in the prompt for no reasoning: a pair of tags with nothing between them."""
         return prompt.rstrip(WHITE_SPACE).endswith(self.end)
 
 
@@ -34,7 +34,7 @@ TAGS: Final[Mapping[str, ReasoningTags]] = MappingProxyType(
         "mistral": ReasoningTags("[THINK]", "[/THINK]"),
     }
 )
-"""By the name of the setting reasoning_parser."""
+"""Tags by the name of the setting reasoning_parser."""
 
 
 def tags_of_template(template: str) -> str:
@@ -44,7 +44,7 @@ def tags_of_template(template: str) -> str:
 
 
 class ReasoningReader:
-    """Splits an answer into its reasoning, if it begins with some, and the rest.
+    """Splits a completion into its reasoning, if it begins with some, and the rest.
 
     Tags, and white space next to them, are in neither.
     """
@@ -53,20 +53,20 @@ class ReasoningReader:
         self._tags = tags
         self._source = TextSource()
         self._reasoning: list[str] = []
-        self._answer: list[str] = []
+        self._content: list[str] = []
         self._space = ""
         self._steps = self._read(prompt)
         self._is_done = False
 
     def push(self, text: str, *, final: bool = False) -> tuple[str, str]:
-        """(what is new of the reasoning, what is new of the answer)."""
+        """Return the new reasoning and the new content."""
         self._source.feed(text, final=final)
         if not self._is_done:
             self._is_done = next(self._steps, True) is True
         if self._is_done:
-            self._answer.append(self._source.advance(len(self._source.unread)))
-        new = "".join(self._reasoning), "".join(self._answer)
-        self._reasoning, self._answer = [], []
+            self._content.append(self._source.advance(len(self._source.unread)))
+        new = "".join(self._reasoning), "".join(self._content)
+        self._reasoning, self._content = [], []
         return new
 
     def _read(self, prompt: str) -> Steps[None]:
@@ -77,7 +77,7 @@ class ReasoningReader:
             if not self._tags.is_closed(prompt):
                 is_there = yield from source.starts_with((self._tags.start,))
             if is_there is None:
-                self._answer.append(space)
+                self._content.append(space)
                 return
             source.advance(len(self._tags.start))
         yield from source.white_space()

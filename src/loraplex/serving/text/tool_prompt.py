@@ -1,5 +1,5 @@
-"""Tools for a model whose chat template does not know of any: they, earlier calls and results are
-told in the conversation itself.
+"""Tools for a model whose chat template does not support them: descriptions of tools, earlier calls
+and results become text of the conversation.
 """
 
 import json
@@ -16,24 +16,29 @@ _FORM: Final = (
 )
 
 
-def with_tools_told(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, tells_form: bool
+def with_tools_described(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    describes_form: bool,
 ) -> list[Mapping[str, Any]]:
-    """The messages with the tools described in the first one of the system, or else of the user:
-    not every template has room for a system message. tells_form: how a call is to be written, too.
+    """Return the messages with descriptions of the tools in the first system or user message.
+
+    Not every template supports a system message. With describes_form the text also says how a call
+    is written.
     """
     lines = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
-    text = f"{_FUNCTIONS}{lines}{_FORM if tells_form else ''}"
-    told = list(messages)
+    text = f"{_FUNCTIONS}{lines}{_FORM if describes_form else ''}"
+    shown = list(messages)
     at = _place(messages)
     if at is None:
-        return [{"role": "system", "content": text}, *told]
+        return [{"role": "system", "content": text}, *shown]
     is_system = messages[at].get("role") in _SYSTEM_ROLES
-    told[at] = {**messages[at], "content": _joined(messages[at].get("content"), text, is_system)}
-    return told
+    shown[at] = {**messages[at], "content": _joined(messages[at].get("content"), text, is_system)}
+    return shown
 
 
-def with_calls_told(
+def with_calls_as_text(
     messages: Sequence[Mapping[str, Any]], syntax: CallSyntax
 ) -> list[Mapping[str, Any]]:
     """The messages with calls as text of the assistant, in the way in which the model is to write
@@ -42,22 +47,22 @@ def with_calls_told(
     A message that is not as it should be is left as it is.
     """
     names: dict[str, str] = {}
-    told: list[Mapping[str, Any]] = []
+    shown: list[Mapping[str, Any]] = []
     is_result = False
     """The message before is the text of a result."""
     for message in messages:
         calls = _calls(message)
         if calls:
             names |= {call["id"]: call["name"] for call in calls}
-            told.append(_with_calls(message, calls, syntax))
+            shown.append(_with_calls(message, calls, syntax))
         elif message.get("role") == "tool":
             name = names.get(str(message.get("tool_call_id")), "a call")
             text = _joined(message.get("content"), f"Result of {name}:", False)
-            _add(told, {"role": "user", "content": text}, joins=is_result)
+            _add(shown, {"role": "user", "content": text}, joins=is_result)
         else:
-            _add(told, message, joins=is_result and message.get("role") == "user")
+            _add(shown, message, joins=is_result and message.get("role") == "user")
         is_result = message.get("role") == "tool"
-    return told
+    return shown
 
 
 def _calls(message: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -92,17 +97,17 @@ def _with_calls(
     return {**rest, "content": _joined(message.get("content"), text, True)}
 
 
-def _add(told: list[Mapping[str, Any]], message: Mapping[str, Any], *, joins: bool) -> None:
+def _add(shown: list[Mapping[str, Any]], message: Mapping[str, Any], *, joins: bool) -> None:
     """joins: the message becomes a part of the one before."""
     if not joins:
-        told.append(message)
+        shown.append(message)
         return
-    before, content = told[-1]["content"], message.get("content")
+    before, content = shown[-1]["content"], message.get("content")
     if isinstance(before, str) and isinstance(content, str):
         together: Any = f"{before}\n\n{content}"
     else:
         together = [*_parts(before), *_parts(content)]
-    told[-1] = {**message, "content": together}
+    shown[-1] = {**message, "content": together}
 
 
 def _parts(content: Any) -> list[Any]:

@@ -477,7 +477,7 @@ def test_a_schema_that_cannot_be_kept_to_is_named(parameters: dict[str, Any], wo
 
 def test_a_text_that_is_no_grammar_of_an_answer() -> None:
     model = Model("hermes", is_special=False)
-    with pytest.raises(InvalidParameterError, match="grammar of an answer"):
+    with pytest.raises(InvalidParameterError, match="grammar of a message"):
         model.check.compiled(Grammar(GrammarKind.MESSAGE, "{"))
 
 

@@ -5,14 +5,14 @@ import pytest
 
 from loraplex.serving.text.chat_template import ChatTemplate
 from loraplex.serving.text.tool_calls.formats import FORMATS, format_of_template
-from loraplex.serving.text.tool_prompt import with_calls_told, with_tools_told
+from loraplex.serving.text.tool_prompt import with_calls_as_text, with_tools_described
 
 TOOL = {"type": "function", "function": {"name": "clock", "description": "The time."}}
 USER = {"role": "user", "content": "When?"}
 
 
-def told(messages: list[dict[str, Any]], *, tells_form: bool = True) -> list[Any]:
-    return list(with_tools_told(messages, [TOOL], tells_form=tells_form))
+def told(messages: list[dict[str, Any]], *, describes_form: bool = True) -> list[Any]:
+    return list(with_tools_described(messages, [TOOL], describes_form=describes_form))
 
 
 def test_in_the_system_message_behind_its_text() -> None:
@@ -26,7 +26,7 @@ def test_in_the_system_message_behind_its_text() -> None:
 
 
 def test_in_the_first_user_message_before_its_text() -> None:
-    [only] = told([USER], tells_form=False)
+    [only] = told([USER], describes_form=False)
     assert only["content"].endswith("\n\nWhen?")
     assert "JSON list" not in only["content"]
     assert USER == {"role": "user", "content": "When?"}
@@ -64,7 +64,7 @@ THANKS = {"role": "user", "content": "Thanks."}
 
 def test_calls_and_results_are_text() -> None:
     both = {**CALLED, "content": "Hm.", "tool_calls": [call("clock", "1"), call("sun", "2", {})]}
-    told = with_calls_told(
+    told = with_calls_as_text(
         [USER, both, result("2", "up"), result("1", "noon"), THANKS], FORMATS["generic"].syntax
     )
     assert told == [
@@ -82,14 +82,14 @@ def test_calls_and_results_are_text() -> None:
 
 
 def test_calls_are_written_as_the_model_is_to_write_them() -> None:
-    [only] = with_calls_told([CALLED], FORMATS["phi4_mini_json"].syntax)
+    [only] = with_calls_as_text([CALLED], FORMATS["phi4_mini_json"].syntax)
     assert only["content"] == 'functools[{"name": "clock", "arguments": {"zone": "é"}}]'
 
 
 def test_results_in_parts() -> None:
     part = {"type": "text", "text": "noon"}
     messages = [CALLED, result("1", [part]), result("3", "late"), THANKS]
-    _, told = with_calls_told(messages, FORMATS["generic"].syntax)
+    _, told = with_calls_as_text(messages, FORMATS["generic"].syntax)
     texts = [part["text"] for part in told["content"]]
     assert texts == ["Result of clock:", "noon", "Result of a call:\n\nlate", "Thanks."]
 
@@ -99,7 +99,7 @@ def test_results_in_parts() -> None:
 )
 def test_calls_that_are_none_are_left_for_the_template_to_refuse(calls: Any) -> None:
     message = {"role": "assistant", "content": None, "tool_calls": calls}
-    assert with_calls_told([message], FORMATS["generic"].syntax) == [message]
+    assert with_calls_as_text([message], FORMATS["generic"].syntax) == [message]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_template_that_knows_no_calls_writes_them(path: Path) -> None:
     source = path.read_text()
     template = ChatTemplate({"default": source}, {"bos_token": "<s>", "eos_token": "</s>"})
     messages = [USER, CALLED, result("1", "noon"), result("2", "late")]
-    told = with_calls_told(messages, format_of_template(source).syntax)
+    told = with_calls_as_text(messages, format_of_template(source).syntax)
     text = template.render(told)
     assert '{"name": "clock", "arguments": {"zone": "é"}}' in text
     assert "noon" in text

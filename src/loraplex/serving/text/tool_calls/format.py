@@ -1,4 +1,4 @@
-"""What a family of models says of the way in which it writes calls."""
+"""Formats in which families of models write calls."""
 
 import json
 from collections.abc import Callable
@@ -13,7 +13,7 @@ ANY_OBJECT: Final[dict[str, Any]] = {"type": "object"}
 
 
 class CallSyntax(NamedTuple):
-    """How an answer that is all calls is written; what the grammar holds a model to."""
+    """Syntax of a completion that is all calls, which the grammar enforces."""
 
     trigger: str
     """What calls begin with and content does not hold; empty: see `first`."""
@@ -25,9 +25,9 @@ class CallSyntax(NamedTuple):
     other_triggers: tuple[str, ...] = ()
     """What is read as the beginning of calls, too, so content does not hold it."""
     first: str = ""
-    """Without a trigger: the characters that no content begins with."""
+    """Characters that no content begins with; without a trigger only."""
     marked: "CallSyntax | None" = None
-    """Without a trigger: how calls are written where content may begin with these."""
+    """Syntax where content may begin with those characters; without a trigger only."""
 
 
 class ToolCallFormat(Protocol):
@@ -35,7 +35,7 @@ class ToolCallFormat(Protocol):
 
     @property
     def name(self) -> str:
-        """Of the setting tool_call_parser."""
+        """Value of the setting tool_call_parser."""
         ...
 
     @property
@@ -55,12 +55,12 @@ class ToolCallFormat(Protocol):
         ...
 
     def read(self, reader: CallReader) -> Steps[None]:
-        """Read an answer to its end."""
+        """Read a completion to its end."""
         ...
 
 
 class OurIds:
-    """Of a format whose calls have no ids, or whose templates take any."""
+    """Return no id: calls of the format have none, or its templates take any."""
 
     def new_id(self) -> str:
         return call_id()
@@ -79,7 +79,7 @@ def read_marked(
 def read_section(
     start: str, end: str, read_one: Callable[[CallReader], Steps[None]]
 ) -> Callable[[CallReader], Steps[None]]:
-    """What reads one call or more, each behind `start`, up to `end`."""
+    """Return a reader of one or more calls, each after `start`, up to `end`."""
 
     def read(reader: CallReader) -> Steps[None]:
         yield from reader.take_space()
@@ -95,7 +95,7 @@ def read_section(
 
 
 def read_named_arguments(reader: CallReader, name: str, own_id: str | None = None) -> Steps[None]:
-    """The object behind a name that has been read; with it, it is a call."""
+    """Read the object after a name, which makes it a call."""
     reader.check_name(name)
     yield from reader.take_space()
     if (yield from reader.peek()) == "{":
@@ -105,7 +105,7 @@ def read_named_arguments(reader: CallReader, name: str, own_id: str | None = Non
 
 
 def read_whole(reader: CallReader, calls: Steps[None]) -> Steps[None]:
-    """An answer that is all calls, or all content."""
+    """Read a completion that is all calls, or all content."""
     yield from reader.attempt(calls)
     yield from rest_is_content(reader)
 
@@ -115,7 +115,7 @@ def rest_is_content(reader: CallReader) -> Steps[None]:
 
 
 def arguments_schema(tool: FunctionTool) -> dict[str, Any]:
-    """Arguments are an object, whether or not the client's schema says so."""
+    """Require arguments to be an object, whatever the client's schema requires."""
     return {**tool.parameters, "type": "object"}
 
 

@@ -1,4 +1,4 @@
-"""What a family's code reads an answer with: its text, and what was found in it."""
+"""Text of a completion as a family's code reads it, and the calls found in it."""
 
 import itertools
 import json
@@ -25,12 +25,12 @@ class Found(NamedTuple):
 
 
 def call_id() -> str:
-    """As OpenAI's look."""
+    """Return an id that looks like those of OpenAI."""
     return f"call_{secrets.token_hex(12)}"
 
 
 class CallReader(TextSource):
-    """An answer, and what is found in it: content and calls.
+    """A completion and what is found in it: content and calls.
 
     Text that belongs to a call is *taken* first; once the call is known to be one it is accounted
     for, else it is content after all. So no text is lost but white space around calls, what frames
@@ -54,7 +54,7 @@ class CallReader(TextSource):
         self._parts: list[str | CallDelta] = []
 
     def found(self) -> Found:
-        """What is new since it was asked last."""
+        """Return what is new since the last call."""
         parts, self._parts = self._parts, []
         return Found(
             content="".join(part for part in parts if isinstance(part, str)),
@@ -89,7 +89,7 @@ class CallReader(TextSource):
         return marker
 
     def end(self) -> None:
-        """The answer is over: white space behind its content belongs to it."""
+        """End the completion: white space after its content belongs to the content."""
         if self.num_calls == 0 and self._space:
             self._parts.append(self._space)
         self._space = ""
@@ -198,7 +198,7 @@ class CallReader(TextSource):
     # ---------------------------------------------------------------- calls
 
     def begin_call(self, name: str, own_id: str | None = None) -> None:
-        """It is one: tell it. `own_id`: the one that the model wrote."""
+        """Report the call. `own_id` is the one that the model wrote."""
         delta = CallDelta(index=self.num_calls, call_id=own_id or self._new_id(), name=name)
         self._parts.append(delta)
         self.num_calls += 1
