@@ -254,7 +254,7 @@ class TestFind:
             service.find(name, ACME)
 
     async def test_a_name_on_two_models_must_be_told_apart(self, service):
-        with pytest.raises(ModelNotFoundError, match="'zh' is ambiguous; say a:zh or b:zh"):
+        with pytest.raises(ModelNotFoundError, match="'zh' is ambiguous: use a:zh or b:zh"):
             service.find("zh", ACME)
         assert service.find("zh", GLOBEX) == (service.model("a").card, ByName("zh"))
 
