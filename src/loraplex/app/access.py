@@ -1,4 +1,4 @@
-"""Who may come in: a server's keys, and the doors of its HTTP ports."""
+"""API keys of a server, and the guards of its HTTP ports."""
 
 import asyncio
 import contextlib
@@ -25,13 +25,15 @@ OPEN_PATHS = (
     *("/v1/health/live", "/v1/health/ready"),
     *("/v2/health/live", "/v2/health/ready"),
 )
-"""What load balancers ask."""
+"""Paths that load balancers probe."""
 _SHOWN_HEADERS = ("x-request-id", "retry-after", DIGESTS_HEADER)
 
 
 def api_keys(settings: ServerConfig, given: Sequence[str] = ()) -> ApiKeys | None:
-    """None: no key is asked for. given: keys of the server's own tenant, from a flag that another
-    server has. Raises ConfigError for what is wrong with those of the file and the environment.
+    """Return the keys, or None if no keys are configured.
+
+    given: keys of the server's own tenant, from a flag of a replaced server. Raises ConfigError for
+    keys of the file or the environment that are not valid.
     """
     path, variable = settings.api_keys_file, server_api_keys()
     if not path and not variable and not given:
@@ -45,7 +47,7 @@ def authenticate_by(keys: ApiKeys | None) -> Authenticate:
 
 @contextlib.asynccontextmanager
 async def following(keys: ApiKeys | None) -> AsyncIterator[None]:
-    """Changes of the key file are taken while the context lasts."""
+    """Follow changes of the key file while the context lasts."""
     if keys is None:
         yield
         return
@@ -58,15 +60,15 @@ async def following(keys: ApiKeys | None) -> AsyncIterator[None]:
 
 
 def guarded(app: ASGIApp, authenticate: Authenticate, settings: ServerConfig) -> ASGIApp:
-    """The app of the HTTP port behind its door, and open to pages of the configured origins."""
+    """Return the app with a check of keys, and open to pages of the configured origins."""
     open_paths = () if settings.health_needs_key else OPEN_PATHS
     refuse = functools.partial(_refuse, dialect=settings.dialect)
     keys = KeyGuard(app, authenticate, refuse, open_paths=open_paths)
-    door: ASGIApp = PageGuard(keys, refuse, settings.cors_origins)
+    checked: ASGIApp = PageGuard(keys, refuse, settings.cors_origins)
     if not settings.cors_origins:
-        return door
+        return checked
     return CORSMiddleware(
-        door,
+        checked,
         allow_origins=settings.cors_origins,
         allow_methods=("GET", "POST", "DELETE"),
         allow_headers=("*",),
@@ -75,12 +77,12 @@ def guarded(app: ASGIApp, authenticate: Authenticate, settings: ServerConfig) ->
 
 
 def guarded_metrics(app: ASGIApp, authenticate: Authenticate) -> ASGIApp:
-    """What the server does for all is for its operators."""
+    """Return the app of the metrics, which show all tenants, for operators only."""
     return KeyGuard(app, authenticate, _refuse, operators_only_to="see the server's metrics")
 
 
 def _refuse(path: str, error: LoraplexError, dialect: str = "openai") -> Response:
-    """In the words of the room that a path belongs to."""
+    """Return the error in the format of the front end that the path belongs to."""
     if dialect == "llgtrt_compat":
         return Response(status_code=openai_refusal(error).status_code)
     is_tritons = path == "/v2" or path.startswith("/v2/")

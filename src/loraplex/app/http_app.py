@@ -1,4 +1,4 @@
-"""The app of the HTTP port: every room's routes, behind the door, and the document of them."""
+"""App of the HTTP port: the routes of all front ends, their guards, and the OpenAPI document."""
 
 import functools
 from collections.abc import Awaitable, Iterator, Sequence
@@ -29,13 +29,13 @@ from loraplex.frontends.openai.dialect import OPENAI, Dialect
 from loraplex.frontends.openai.responses_api.store import StoreLimits
 from loraplex.frontends.openapi.document import document
 from loraplex.frontends.openapi.operation import described, json_of
-from loraplex.frontends.ops.answers import answers_errors
 from loraplex.frontends.ops.drain import drain_routes
 from loraplex.frontends.ops.health import health_routes
 from loraplex.frontends.ops.metrics import described_metrics
+from loraplex.frontends.ops.responses import responding_to_errors
 from loraplex.frontends.ops.stats import ServerStats
 from loraplex.frontends.telemetry.http import RequestMiddleware
-from loraplex.frontends.telemetry.routes import ToldRoute
+from loraplex.frontends.telemetry.routes import RecordedRoute
 from loraplex.serving.backend import Backend
 from loraplex.serving.draining import Draining
 
@@ -55,10 +55,10 @@ def http_app(
     dialect: Dialect = OPENAI,
     has_keys: bool = False,
 ) -> ASGIApp:
-    """OpenAI, KServe and operations on one port, behind its door and told of.
+    """Return the app with the OpenAI, KServe and operators' routes.
 
-    metrics: what the metrics port serves is here, too, where vLLM's scrapers look for it. has_keys:
-    what authenticate asks for; told in the document.
+    metrics: the app of the metrics port, also served here because vLLM's scrapers expect it here.
+    has_keys: authenticate requires API keys; this is for the document only.
     """
     openai = openai_routes(backend, _options(settings, dialect), authenticate)
     stats = ServerStats(
@@ -74,7 +74,7 @@ def http_app(
     routes = [
         *health_routes(backend, stats.report, authenticate),
         *drain_routes(draining, authenticate),
-        ToldRoute("/metrics", described_metrics(metrics), methods=["GET"]),
+        RecordedRoute("/metrics", described_metrics(metrics), methods=["GET"]),
     ]
     open_paths = () if settings.health_needs_key else OPEN_PATHS
     routes.append(_document_route([*openai, *kserve, *routes], open_paths, has_keys=has_keys))
@@ -89,15 +89,17 @@ def http_app(
     )
 
 
-def _other_methods(routes: Sequence[ToldRoute]) -> Iterator[ToldRoute]:
-    """405 where the fallback of /v1 would say that there is nothing."""
+def _other_methods(routes: Sequence[RecordedRoute]) -> Iterator[RecordedRoute]:
+    """Yield routes that respond 405, where the fallback of /v1 would respond 404."""
     taken: dict[str, set[str]] = {}
     for route in routes:
         if route.methods:
             taken.setdefault(route.path, set()).update(route.methods)
     for path, methods in taken.items():
         # An app, no function: its route takes every method.
-        yield ToldRoute(path, _MethodRefusal(", ".join(sorted(methods))), include_in_schema=False)
+        yield RecordedRoute(
+            path, _MethodRefusal(", ".join(sorted(methods))), include_in_schema=False
+        )
 
 
 class _MethodRefusal:
@@ -109,7 +111,7 @@ class _MethodRefusal:
 
 
 async def _no_such_route(request: Request, error: Exception) -> Response:
-    """404 and 405 of the framework, which never sees KServe's paths, in OpenAI's words."""
+    """Respond 404 or 405 in OpenAI's format. KServe's paths never get here."""
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
         assert error.headers is not None
@@ -118,8 +120,10 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
 
 
 class KServeFirst:
-    """Its paths, which are all below one, go past the other rooms' routes and middleware: finding
-    their way there took as long as answering them."""
+    """App that passes KServe's paths by the other front ends' routes and middleware.
+
+    Finding a route there took as long as handling the request.
+    """
 
     def __init__(self, kserve: ASGIApp, others: ASGIApp) -> None:
         self._kserve = kserve
@@ -145,19 +149,19 @@ def _options(settings: ServerConfig, dialect: Dialect) -> OpenAIOptions:
 
 def _document_route(
     routes: Sequence[BaseRoute], open_paths: Sequence[str], *, has_keys: bool
-) -> ToldRoute:
-    """It is made when somebody asks for it first: no start waits for it."""
+) -> RecordedRoute:
+    """Return the document's route. The first request makes it, so that no start waits for it."""
 
     @functools.cache
     def content() -> bytes:
-        told = document([*routes, route], has_keys=has_keys, open_paths=open_paths)
-        return msgspec.json.format(msgspec.json.encode(told))
+        whole = document([*routes, route], has_keys=has_keys, open_paths=open_paths)
+        return msgspec.json.format(msgspec.json.encode(whole))
 
     @described(json_of({"type": "object"}), tag="operations")
-    async def answer(request: Request) -> Response:
+    async def serve_document(request: Request) -> Response:
         """This document."""
         del request
         return Response(content(), media_type="application/json")
 
-    route = ToldRoute(DOCUMENT_PATH, answers_errors(answer), methods=["GET"])
+    route = RecordedRoute(DOCUMENT_PATH, responding_to_errors(serve_document), methods=["GET"])
     return route

@@ -319,7 +319,7 @@ class ConnectionGuard(asyncio.Protocol):
         def guarded_send(message: Message) -> Awaitable[None]:
             if not self._has_response:
                 self._has_response = True
-                # A client that was not told to continue may send the body or another request.
+                # A client that did not get a 100 may send the body or another request.
                 if self._is_in_body and (is_held_back or self._failure is not None):
                     message = {**message, "headers": [*message.get("headers", ()), _CLOSE]}
             return send(message)

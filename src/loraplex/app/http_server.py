@@ -1,4 +1,4 @@
-"""An HTTP app on a port, by uvicorn, within the server's limits."""
+"""HTTP server of an app on one port: uvicorn, within the server's limits."""
 
 import asyncio
 import contextlib
@@ -22,10 +22,10 @@ from loraplex.frontends.telemetry.connections import HttpConnections
 
 _BACKLOG = 2048
 _LINGER_SECONDS = 5
-"""How long connections may still take their last bytes after everything else has stopped."""
+"""Time that connections have for their last bytes after everything else has stopped."""
 _POLL_SECONDS = 0.1
 _OTHER_FILES = 1024
-"""Of this process, beside its HTTP connections."""
+"""Open files of this process other than connections."""
 
 
 class HttpServer(uvicorn.Server):
@@ -112,7 +112,7 @@ def _uvicorn_config(
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Raises ConfigError that names the address."""
+    """Return a listening socket. Raises ConfigError that names the address."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
@@ -121,14 +121,14 @@ def bind(host: str, port: int) -> socket.socket:
         if error.errno == errno.EADDRINUSE:
             reason = f"{os.strerror(error.errno)}; stop what listens there, or choose another port"
         raise ConfigError(f"cannot listen on {host}:{port}: {reason}") from error
-    # Accepted sockets inherit it. asyncio sets it only on sockets that name their protocol, and
-    # without it the chunks of a stream wait for each other, some 40 ms.
+    # Accepted sockets inherit it. asyncio sets it only on sockets that name their protocol. Without
+    # it the chunks of a stream wait for each other, about 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
 
-def make_room_for_connections(max_connections: int) -> None:
-    """Raise this process's limit of open files, as far as the system lets it."""
+def raise_open_file_limit(max_connections: int) -> None:
+    """Raise this process's limit of open files for these connections, up to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * max_connections + _OTHER_FILES  # HTTP and gRPC
     if hard != resource.RLIM_INFINITY:

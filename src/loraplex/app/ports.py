@@ -1,4 +1,4 @@
-"""The server's ports, opened as its settings say."""
+"""Ports of the server, opened according to its settings."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from loraplex.frontends.telemetry.connections import HttpConnections
 
 
 class Ports:
-    """The server's ports; each is closed with the stack that it was opened on."""
+    """Ports of the server; the stack that they are opened on closes them."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class Ports:
         tls: TlsFiles | None,
         seconds_left: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """seconds_left: of the time that a stop has, as serving_http takes it."""
+        """Create without open ports. seconds_left: as in serving_http."""
         self._stack = stack
         self._settings = settings
         self._tls = tls
@@ -74,7 +74,7 @@ class Ports:
             await self._stack.enter_async_context(serving)
 
     def lines(self) -> Iterator[str]:
-        """What Triton says when it is ready, in its order: scripts wait for these lines."""
+        """Yield the lines that Triton prints when it is ready; scripts wait for them."""
         yield from self._lines
 
     async def _opened(self, app: ASGIApp, port: int, connections: HttpConnections) -> int:

@@ -16,7 +16,7 @@ from loraplex.app.builder import build_service
 from loraplex.app.dialects import dialect_of, prepare
 from loraplex.app.end_of_input import end_of_input
 from loraplex.app.http_app import http_app
-from loraplex.app.http_server import make_room_for_connections
+from loraplex.app.http_server import raise_open_file_limit
 from loraplex.app.ports import Ports
 from loraplex.app.reporting import Reporting, reporting_requests
 from loraplex.app.tls import tls_files
@@ -68,7 +68,7 @@ class Server:
         settings = self._config.server
         keys, tls = api_keys(settings, self._given_keys), tls_files(settings)
         authenticate = noting_tenant(authenticate_by(keys))
-        make_room_for_connections(settings.max_connections)
+        raise_open_file_limit(settings.max_connections)
         metrics = RequestMetrics(self._config.models)
         async with contextlib.AsyncExitStack() as stack:
             reporting = stack.enter_context(reporting_requests(settings))

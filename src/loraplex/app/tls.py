@@ -1,4 +1,4 @@
-"""A server's certificate: read and checked once, for every port."""
+"""Certificate of the server: read and checked once, for every port."""
 
 import ssl
 from pathlib import Path
@@ -13,16 +13,16 @@ class TlsFiles(msgspec.Struct, frozen=True):
     """Files in PEM form that belong together."""
 
     certificate: str
-    """The server's own first, then those of who signed it."""
+    """The server's own certificate first, then those of its issuers."""
     key: str
 
     def read(self) -> tuple[bytes, bytes]:
-        """(key, certificates), as gRPC takes them."""
+        """Return (key, certificates), as gRPC takes them."""
         return Path(self.key).read_bytes(), Path(self.certificate).read_bytes()
 
 
 def tls_files(server: ServerConfig) -> TlsFiles | None:
-    """None: plain text. Raises ConfigError that names the file."""
+    """Return the files, or None for plain text. Raises ConfigError that names the file."""
     if not server.tls_cert and not server.tls_key:
         return None
     for name in ("tls_cert", "tls_key"):
@@ -38,18 +38,18 @@ def tls_files(server: ServerConfig) -> TlsFiles | None:
 
 
 def _check(certificate: str, key: str) -> None:
-    asked = False
+    needs_password = False
 
     def no_password() -> bytes:
-        nonlocal asked
-        asked = True
+        nonlocal needs_password
+        needs_password = True
         return b""
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(certificate, key, no_password)
     except (ssl.SSLError, ValueError) as error:
-        if asked:
+        if needs_password:
             raise ConfigError(
                 f"tls_key {key} is encrypted: give a key that needs no password, readable by this "
                 "user alone"

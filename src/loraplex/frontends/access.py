@@ -1,4 +1,4 @@
-"""Who asks: from HTTP headers or gRPC metadata to a Principal."""
+"""Authentication: from HTTP headers or gRPC metadata to a Principal."""
 
 from collections.abc import Callable, Mapping
 
@@ -7,7 +7,7 @@ from loraplex.core.principal import LOCAL, Principal
 from loraplex.serving.access.api_key_ring import ApiKeys
 
 Authenticate = Callable[[Mapping[str, str]], Principal]
-"""From headers (HTTP: case-insensitive; gRPC: lower case) to who asks.
+"""Function from headers (HTTP: case-insensitive; gRPC: lower case) to the client's principal.
 
 Raises UnauthenticatedError. It may be called from any thread.
 """
@@ -20,7 +20,7 @@ def everyone_is_local(headers: Mapping[str, str]) -> Principal:
 
 
 def by_api_key(keys: ApiKeys) -> Authenticate:
-    """As OpenAI's clients send it: `Authorization: Bearer KEY`."""
+    """Authenticate as OpenAI's clients expect: `Authorization: Bearer KEY`."""
 
     def authenticate(headers: Mapping[str, str]) -> Principal:
         scheme, _, key = headers.get("authorization", "").strip().partition(" ")

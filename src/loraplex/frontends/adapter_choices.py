@@ -1,4 +1,4 @@
-"""The field `adapters` of a request, the same in every room: several adapters and their scales.
+"""Field `adapters` of a request, the same in every front end: adapters and their scales.
 
 ["fr", {"name": "legal", "scale": 0.5}, {"task_id": 7}, {"digest": "9f86...", "scale": -1}]
 """
@@ -25,7 +25,7 @@ _MAX_SHOWN_CHARS = 60
 
 
 def read_choices(value: Any, path: str = FIELD) -> tuple[AdapterChoice, ...]:
-    """From what a JSON document holds at `path`. Raises InvalidParameterError."""
+    """Parse the value of a JSON document at `path`. Raises InvalidParameterError."""
     if not isinstance(value, list):
         raise _refused(path, "a list of adapters, each a name or an object", value)
     return tuple(read_choice(entry, f"{path}[{index}]") for index, entry in enumerate(value))

@@ -24,5 +24,5 @@ class ExactCounter(Metric):
 
 
 def with_counters(text: bytes) -> bytes:
-    """What /metrics answers, where everything that has no type is an ExactCounter."""
+    """Give the metrics without a type, which are ExactCounters, the type counter."""
     return _UNTYPED.sub(rb"\1 counter", text)

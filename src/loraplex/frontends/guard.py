@@ -1,6 +1,6 @@
-"""An HTTP port's doors: without a valid key nothing is asked behind them; no stranger's page posts.
+"""Guards of an HTTP port: requests need a valid key, and pages of other origins may not post.
 
-Endpoints ask again who it is that they serve. That a new one forgets to does not open it.
+Endpoints authenticate again. If a new one forgets to, it is still not open.
 """
 
 from collections.abc import Awaitable, Callable, Collection, Mapping
@@ -14,11 +14,11 @@ from loraplex.frontends.headers import headers_of
 from loraplex.serving.wire_request import note_error
 
 Refuse = Callable[[str, LoraplexError], Response]
-"""From a path and an error to an answer, in the words of the room that the path belongs to."""
+"""Function from a path and an error to a response in the format of the path's front end."""
 
 
 class KeyGuard:
-    """An ASGI application around another."""
+    """ASGI app around another, which it protects by API keys."""
 
     def __init__(
         self,
@@ -29,8 +29,11 @@ class KeyGuard:
         open_paths: Collection[str] = (),
         operators_only_to: str | None = None,
     ) -> None:
-        """open_paths: no key is asked for there. operators_only_to: what only operators may do
-        here, as `Principal.require_operator` takes it; None: all with a key come in."""
+        """Create a guard.
+
+        open_paths: need no key. operators_only_to: what only operators may do here, as
+        `Principal.require_operator` takes it; None: every valid key will do.
+        """
         self._app = app
         self._authenticate = authenticate
         self._refuse = refuse
@@ -59,14 +62,14 @@ _MAX_ORIGIN = 200
 
 
 class PageGuard:
-    """An ASGI application around another, which web pages of other origins cannot change.
+    """ASGI app around another, which web pages of other origins cannot change.
 
-    A browser asks beforehand whether a page may send JSON or a key (CORS), but what a form can send
-    it sends at once: to a server without keys on the machine that it runs on, for a stranger.
+    A browser checks beforehand whether a page may send JSON or a key (CORS). What a form can send,
+    it sends at once: any web page could use a server without keys on the browser's machine.
     """
 
     def __init__(self, app: ASGIApp, refuse: Refuse, origins: Collection[str]) -> None:
-        """origins: whose pages may; `*`: all."""
+        """Create a guard. origins: those whose pages may post; `*`: all."""
         self._app = app
         self._refuse = refuse
         self._origins = frozenset(origins)

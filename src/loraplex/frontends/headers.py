@@ -1,4 +1,4 @@
-"""The headers of an HTTP request, for all who look into them before and behind its door."""
+"""Headers of an HTTP request, decoded once for all middleware and endpoints."""
 
 from collections.abc import Mapping
 
@@ -8,8 +8,10 @@ _KEY = "loraplex.headers"
 
 
 def headers_of(scope: Scope) -> Mapping[str, str]:
-    """By lower-case name; of a header that was sent several times the first. They are read once a
-    request: its ASGI scope keeps them."""
+    """Return the headers by lower-case name; of a repeated header the first.
+
+    They are decoded once and kept in the ASGI scope.
+    """
     headers: Mapping[str, str] | None = scope.get(_KEY)
     if headers is None:
         headers = scope[_KEY] = {

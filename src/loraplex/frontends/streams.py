@@ -1,5 +1,6 @@
-"""What every HTTP room does with the outputs of requests: run several as one stream, gather them,
-and stop as soon as the client has gone. Knows no wire format.
+"""Outputs of requests in HTTP front ends: merged streams, whole outputs, and client disconnects.
+
+Knows no wire format.
 """
 
 import asyncio
@@ -30,11 +31,11 @@ IndexedOutput = tuple[int, RequestOutput]
 
 
 _INLINE_CHARACTERS = 4096
-"""Less is written on the event loop: a thread's hand-over would cost more."""
+"""Shorter outputs are formatted on the event loop: handing them to a thread would cost more."""
 
 
 class ClientDisconnectedError(Exception):
-    """Nobody is left to answer. Not an error of loraplex: no response is written."""
+    """The client has disconnected. This is not an error of loraplex, and there is no response."""
 
 
 async def until_disconnect(
@@ -70,7 +71,7 @@ class _Watch:
         self._receive = receive
         self._worker: asyncio.Task[Any] | None = worker
         self.has_seen_it_go = False
-        # Work that never waits ends before this runs, and needs no task beside it.
+        # Work that never waits ends before this runs, and needs no other task.
         self._waiting: asyncio.Handle | asyncio.Task[None] = asyncio.get_running_loop().call_soon(
             self._begin
         )
@@ -86,7 +87,7 @@ class _Watch:
     def _interrupt(self, watcher: "asyncio.Task[None]") -> None:
         if watcher.cancelled():
             return
-        watcher.exception()  # takes note of it: that, too, says that nobody is there
+        watcher.exception()  # marks it as retrieved: an error, too, means a disconnect
         if self._worker is not None:
             self.has_seen_it_go = True
             self._worker.cancel()
@@ -100,7 +101,7 @@ async def _disconnected(receive: Callable[[], Awaitable[Mapping[str, Any]]]) -> 
 async def generate_all(
     backend: Backend, requests: Sequence[GenerateRequest], principal: Principal
 ) -> AsyncGenerator[IndexedOutput, None]:
-    """Admit the requests, then give their outputs as they come.
+    """Admit the requests, then yield their outputs as they arrive.
 
     If one is refused or fails, its error is raised and the others are aborted; closing the
     generator aborts all.
@@ -158,8 +159,10 @@ async def gather_all(
 
 
 async def written(write: Callable[[], T], *outputs: RequestOutput) -> T:
-    """What write makes of the outputs. To tell calls apart in a long answer takes a while: a thread
-    does it, and other streams go on meanwhile."""
+    """Return the result of write, which formats the outputs.
+
+    Parsing tool calls of long outputs takes a while: a thread does it, and other streams go on.
+    """
     lengths = (len(sequence.text) for output in outputs for sequence in output.sequences)
     if sum(lengths) <= _INLINE_CHARACTERS:
         return write()
@@ -167,7 +170,7 @@ async def written(write: Callable[[], T], *outputs: RequestOutput) -> T:
 
 
 def merge_outputs(outputs: Sequence[RequestOutput]) -> RequestOutput:
-    """The increments of one request as one output; sequences in the order of their index."""
+    """Merge the increments of one request; sequences are in the order of their index."""
     by_index: dict[int, list[SequenceOutput]] = {}
     for output in outputs:
         for sequence in output.sequences:

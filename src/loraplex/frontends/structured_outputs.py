@@ -1,4 +1,4 @@
-"""What an output must match, as vLLM's field structured_outputs says it; of any room."""
+"""Constraints of outputs, in the form of vLLM's field structured_outputs."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -40,7 +40,10 @@ def structured_outputs(owner: str, fields: Mapping[str, Any]) -> Iterator[Gramma
 
 
 def constraint(field: str, name: str, value: Any) -> Grammar:
-    """Of the type `name`: json, regex, choice or grammar; `field` is what the client calls it."""
+    """Return the constraint of type `name`: json, regex, choice or grammar.
+
+    field: the name that the client gave it.
+    """
     match name:
         case "json":
             return json_schema(_parsed(field, value))

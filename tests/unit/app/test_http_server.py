@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from loraplex.app.http_server import bind, make_room_for_connections, serving_http
+from loraplex.app.http_server import bind, raise_open_file_limit, serving_http
 from loraplex.core.errors import ConfigError, NotReadyError
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.telemetry.connections import HttpConnections
@@ -38,7 +38,7 @@ def test_room_for_connections(monkeypatch, soft, hard, then):
     told = []
     monkeypatch.setattr(resource, "getrlimit", lambda what: (soft, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda what, limits: told.append(limits))
-    make_room_for_connections(100)
+    raise_open_file_limit(100)
     assert told == ([] if then is None else [(then, hard)])
 
 

@@ -30,7 +30,7 @@ from loraplex.frontends.openai.lorax.endpoints import LoraxEndpoints
 from loraplex.frontends.openai.lorax.errors import LORAX_ERRORS
 from loraplex.frontends.openai.probes import ProbeEndpoints
 from loraplex.frontends.openai.responses_api.endpoints import ResponsesEndpoints
-from loraplex.frontends.telemetry.routes import ToldRoute
+from loraplex.frontends.telemetry.routes import RecordedRoute
 from loraplex.serving.backend import Backend
 from loraplex.serving.wire_request import note_error
 
@@ -54,7 +54,7 @@ def openai_routes(
     backend: Backend,
     options: OpenAIOptions | None = None,
     authenticate: Authenticate = everyone_is_local,
-) -> list[ToldRoute]:
+) -> list[RecordedRoute]:
     """Return the routes for generation, models, adapters, and tokenizers."""
     context = OpenAIContext(backend, options or OpenAIOptions(), authenticate)
     tables = (
@@ -64,11 +64,11 @@ def openai_routes(
         (_responses, OPENAI_ERRORS),
         (_lorax, LORAX_ERRORS),
     )
-    routes: list[ToldRoute] = []
+    routes: list[RecordedRoute] = []
     allowed: dict[str, set[str]] = {}
     for table, errors in tables:
         for method, path, endpoint in table(context):
-            route = ToldRoute(path, responds_to_errors(endpoint, errors), methods=[method])
+            route = RecordedRoute(path, responds_to_errors(endpoint, errors), methods=[method])
             routes.append(route)
             allowed.setdefault(path, {"OPTIONS"}).update(route.methods or ())
     for path, methods in allowed.items():
@@ -149,7 +149,7 @@ def _lorax(context: OpenAIContext) -> Routes:
     )
 
 
-def openai_fallback_routes() -> list[ToldRoute]:
+def openai_fallback_routes() -> list[RecordedRoute]:
     """Return the routes that refuse the rest of /v1 with a 404 in OpenAI's format.
 
     They come after all other routes.
@@ -181,7 +181,7 @@ def _refused(status: int, error: RequestError) -> Response:
     return json_error(status, ErrorDetail(error.message, INVALID, None, error.code))
 
 
-def _other_methods(path: str, allowed: set[str]) -> list[ToldRoute]:
+def _other_methods(path: str, allowed: set[str]) -> list[RecordedRoute]:
     """Return the routes for OPTIONS, and for a 405 in OpenAI's format."""
     methods = ", ".join(sorted(allowed))
 
@@ -199,6 +199,6 @@ def _other_methods(path: str, allowed: set[str]) -> list[ToldRoute]:
     ]
 
 
-def _hidden(path: str, endpoint: Endpoint, methods: Sequence[str]) -> ToldRoute:
+def _hidden(path: str, endpoint: Endpoint, methods: Sequence[str]) -> RecordedRoute:
     """Return a route that is not in the OpenAPI document."""
-    return ToldRoute(path, endpoint, methods=methods, include_in_schema=False)
+    return RecordedRoute(path, endpoint, methods=methods, include_in_schema=False)

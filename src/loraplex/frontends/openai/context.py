@@ -18,7 +18,7 @@ from loraplex.frontends.openai.errors import OPENAI_ERRORS, ErrorWriter, as_lora
 from loraplex.frontends.openai.responses_api.store import StoreLimits
 from loraplex.frontends.openai.schema import Body
 from loraplex.frontends.openai.unsupported import refuse_unknown
-from loraplex.frontends.openapi.operation import Parameter, telling_errors
+from loraplex.frontends.openapi.operation import Parameter, with_error_responses
 from loraplex.frontends.streams import ClientDisconnectedError
 from loraplex.frontends.telemetry.request_ids import HEADER as REQUEST_ID_HEADER
 from loraplex.frontends.telemetry.request_ids import MAX_LENGTH as MAX_REQUEST_ID_LENGTH
@@ -124,4 +124,4 @@ def responds_to_errors(endpoint: Endpoint, errors: ErrorWriter = OPENAI_ERRORS) 
         response.headers[REQUEST_ID_HEADER] = request_id(request)
         return response
 
-    return telling_errors(response, errors.responses, errors.event_type, (REQUEST_ID,))
+    return with_error_responses(response, errors.responses, errors.event_type, (REQUEST_ID,))

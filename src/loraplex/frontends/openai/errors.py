@@ -9,7 +9,7 @@ import msgspec
 from starlette.responses import Response
 
 from loraplex.core import errors
-from loraplex.frontends.openapi.operation import JSON, Answer, Media, by_status
+from loraplex.frontends.openapi.operation import JSON, Media, ResponseDoc, by_status
 from loraplex.serving.wire_request import note_error
 
 _log = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class ErrorWriter(Protocol):
         """Type of the events of `events`."""
         ...
 
-    def responses(self, kinds: Iterable[type[errors.LoraplexError]]) -> Iterable[Answer]:
+    def responses(self, kinds: Iterable[type[errors.LoraplexError]]) -> Iterable[ResponseDoc]:
         """What `response` makes of errors of these kinds, by status."""
         ...
 
@@ -144,7 +144,7 @@ class OpenAIErrors:
     def event_type(self) -> type[msgspec.Struct]:
         return ErrorBody
 
-    def responses(self, kinds: Iterable[type[errors.LoraplexError]]) -> Iterable[Answer]:
+    def responses(self, kinds: Iterable[type[errors.LoraplexError]]) -> Iterable[ResponseDoc]:
         return by_status((wire_row(kind).status, _BODY) for kind in kinds)
 
 

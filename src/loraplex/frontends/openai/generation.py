@@ -34,8 +34,8 @@ from loraplex.frontends.openai.writers import (
 from loraplex.frontends.openapi.operation import (
     ANY_ERROR,
     JSON,
-    Answer,
     Media,
+    ResponseDoc,
     described,
     events_of,
     json_body,
@@ -54,11 +54,11 @@ class GenerationEndpoints:
         self._dialect = context.options.dialect
 
     @described(
-        Answer(200, (Media(JSON, Completion), events_of(Completion, ENDS))),
+        ResponseDoc(200, (Media(JSON, Completion), events_of(Completion, ENDS))),
         tag="completions",
         body=json_body(CompletionBody),
         headers=(BY_HEADER,),
-        answer_headers=(DIGESTS,),
+        response_headers=(DIGESTS,),
         errors=ANY_ERROR,
     )
     async def completions(self, request: Request) -> Response:
@@ -76,11 +76,11 @@ class GenerationEndpoints:
         return await self._respond(request, principal, writer, call, bool(body.stream))
 
     @described(
-        Answer(200, (Media(JSON, ChatCompletion), events_of(ChatCompletionChunk, ENDS))),
+        ResponseDoc(200, (Media(JSON, ChatCompletion), events_of(ChatCompletionChunk, ENDS))),
         tag="completions",
         body=json_body(ChatBody),
         headers=(BY_HEADER,),
-        answer_headers=(DIGESTS,),
+        response_headers=(DIGESTS,),
         errors=ANY_ERROR,
     )
     async def chat_completions(self, request: Request) -> Response:

@@ -7,7 +7,7 @@ from starlette.responses import Response
 from loraplex.core.errors import NotReadyError
 from loraplex.core.version import __version__
 from loraplex.frontends.openai.context import OpenAIContext, json_response
-from loraplex.frontends.openapi.operation import Answer, described, json_of
+from loraplex.frontends.openapi.operation import ResponseDoc, described, json_of
 
 
 class Version(msgspec.Struct, frozen=True):
@@ -20,7 +20,7 @@ class ProbeEndpoints:
     def __init__(self, context: OpenAIContext) -> None:
         self._context = context
 
-    @described(Answer(200), tag="health", errors=(NotReadyError,))
+    @described(ResponseDoc(200), tag="health", errors=(NotReadyError,))
     async def health(self, request: Request) -> Response:
         """Empty if requests would be served now; else 503 and the reason."""
         del request

@@ -1,1 +1,1 @@
-"""What the server's routes say of themselves, and the OpenAPI document that is made of it."""
+"""Descriptions of the server's routes, and the OpenAPI document made of them."""

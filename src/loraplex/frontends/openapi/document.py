@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 document of an app, from what its routes say of themselves."""
+"""OpenAPI 3.1 document of an app, from the descriptions of its routes."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,10 +14,10 @@ from loraplex.frontends.openapi.operation import (
     OF_BODIES,
     OF_KEYS,
     OF_READING,
-    Answer,
     Media,
     Operation,
     Parameter,
+    ResponseDoc,
     operation_of,
 )
 from loraplex.frontends.openapi.schemas import Schema, Schemas
@@ -28,9 +28,9 @@ _PARAMETER = re.compile(r"{(\w+)(:\w+)?}")
 _ABOUT = """\
 One server for one base model and thousands of LoRA adapters.
 
-Every answer has the header x-request-id, which is the client's own if it sent one. A GET may be a
-HEAD. What is no HTTP, or is over the limits of a connection, is answered before any of these routes
-is looked for: 400, 408, 414, 431 and 503, with `Connection: close`.
+Every response has the header x-request-id, which is the client's own if it sent one. HEAD works
+where GET does. What is not HTTP, or exceeds a limit of the connection, is refused before a route is
+looked up: 400, 408, 414, 431, 501, 503 and 505, with `Connection: close`.
 """
 _REQUEST_ID = Parameter(
     "x-request-id", "The request's id: the client's own, if it sent one that can be used."
@@ -42,8 +42,8 @@ _SHARED = (_REQUEST_ID, _RETRY_AFTER)
 _TRY_LATER = (429, 503)
 
 
-class Told(NamedTuple):
-    """One route by one method."""
+class DescribedRoute(NamedTuple):
+    """A route for one method."""
 
     path: str
     method: str
@@ -53,21 +53,22 @@ class Told(NamedTuple):
 def document(
     routes: Iterable[BaseRoute], *, has_keys: bool, open_paths: Iterable[str] = ()
 ) -> Schema:
-    """has_keys: requests must bring an API key, but for open_paths."""
-    told = [
-        _guarded(each, has_keys and each.path not in set(open_paths)) for each in told_by(routes)
+    """Return the document. has_keys: requests need an API key, except for open_paths."""
+    described = [
+        _guarded(each, has_keys and each.path not in set(open_paths))
+        for each in described_routes(routes)
     ]
     schemas = Schemas(
         media.schema
-        for each in told
+        for each in described
         for media in (
-            *(media for answer in each.operation.answers for media in answer.content),
+            *(media for response in each.operation.responses for media in response.content),
             *filter(None, [each.operation.body]),
             *filter(None, [_error_event(each.operation)]),
         )
     )
     paths: dict[str, Schema] = {}
-    for each in told:
+    for each in described:
         path = _PARAMETER.sub(r"{\1}", each.path)
         paths.setdefault(path, {})[each.method.lower()] = _operation(each, schemas)
     components: Schema = {
@@ -84,15 +85,15 @@ def document(
     }
 
 
-def told_by(routes: Iterable[BaseRoute]) -> Iterator[Told]:
-    """Each route and method that says what it is; of two for one path the first one answers."""
+def described_routes(routes: Iterable[BaseRoute]) -> Iterator[DescribedRoute]:
+    """Yield each route and method with a description; the first route of a path counts."""
     seen: set[tuple[str, str]] = set()
     for route in routes:
         for method, operation in _operations(route).items():
             path = getattr(route, "path", "")
             if (path, method) not in seen:
                 seen.add((path, method))
-                yield Told(path, method, operation)
+                yield DescribedRoute(path, method, operation)
 
 
 def _operations(route: BaseRoute) -> Mapping[str, Operation]:
@@ -107,7 +108,7 @@ def _operations(route: BaseRoute) -> Mapping[str, Operation]:
 
 
 def undescribed(routes: Iterable[BaseRoute]) -> list[str]:
-    """Routes that a client may call, and that the document would not show."""
+    """Return the public paths without a description."""
     return [
         route.path
         for route in routes
@@ -115,46 +116,46 @@ def undescribed(routes: Iterable[BaseRoute]) -> list[str]:
     ]
 
 
-def _guarded(told: Told, needs_key: bool) -> Told:
-    """With the answers to errors, as the room tells them."""
-    operation = told.operation
+def _guarded(route: DescribedRoute, needs_key: bool) -> DescribedRoute:
+    """Add the responses to errors, in the front end's format."""
+    operation = route.operation
     kinds = [*operation.errors, *OF_READING]
     kinds += OF_BODIES if operation.body is not None else ()
     kinds += OF_KEYS if needs_key else ()
-    errors = operation.error_answers(kinds) if operation.error_answers is not None else ()
+    errors = operation.error_responses(kinds) if operation.error_responses is not None else ()
     whole = msgspec.structs.replace(
-        operation, answers=(*operation.answers, *errors), is_open=not needs_key
+        operation, responses=(*operation.responses, *errors), is_open=not needs_key
     )
-    return told._replace(operation=whole)
+    return route._replace(operation=whole)
 
 
-def _operation(told: Told, schemas: Schemas) -> Schema:
-    operation = told.operation
+def _operation(route: DescribedRoute, schemas: Schemas) -> Schema:
+    operation = route.operation
     summary, _, rest = operation.about.partition(". ")
-    parameters = [_path_parameter(*each) for each in _PARAMETER.findall(told.path)]
+    parameters = [_path_parameter(*each) for each in _PARAMETER.findall(route.path)]
     parameters += [_parameter(each, "query") for each in operation.query]
     parameters += [_parameter(each, "header") for each in operation.headers]
-    shown: Schema = {
-        "operationId": _operation_id(told),
+    written: Schema = {
+        "operationId": _operation_id(route),
         "tags": [operation.tag],
-        "summary": summary.rstrip(".") or f"{told.method} {told.path}",
+        "summary": summary.rstrip(".") or f"{route.method} {route.path}",
         **({"description": rest} if rest else {}),
         "parameters": parameters,
         "responses": dict(_responses(operation, schemas)),
     }
     if operation.body is not None:
-        shown["requestBody"] = {
+        written["requestBody"] = {
             "required": operation.needs_body,
             "content": _content((operation.body,), schemas),
         }
     if not operation.is_open:
-        shown["security"] = [{SCHEME: []}]
-    return shown
+        written["security"] = [{SCHEME: []}]
+    return written
 
 
-def _operation_id(told: Told) -> str:
-    words = re.findall(r"[A-Za-z0-9]+", _PARAMETER.sub(r"\1", told.path))
-    return "_".join([told.method.lower(), *words])
+def _operation_id(route: DescribedRoute) -> str:
+    words = re.findall(r"[A-Za-z0-9]+", _PARAMETER.sub(r"\1", route.path))
+    return "_".join([route.method.lower(), *words])
 
 
 def _path_parameter(name: str, converter: str) -> Schema:
@@ -173,24 +174,24 @@ def _parameter(parameter: Parameter, place: str) -> Schema:
 
 
 def _responses(operation: Operation, schemas: Schemas) -> Iterator[tuple[str, Schema]]:
-    by_status: dict[int, list[Answer]] = {}
-    for answer in operation.answers:
-        by_status.setdefault(answer.status, []).append(answer)
-    for status, answers in sorted(by_status.items()):
+    by_status: dict[int, list[ResponseDoc]] = {}
+    for response in operation.responses:
+        by_status.setdefault(response.status, []).append(response)
+    for status, responses in sorted(by_status.items()):
         headers = [_REQUEST_ID]
         headers += [_RETRY_AFTER] if status in _TRY_LATER else []
-        headers += operation.answer_headers if status < 300 else ()
-        shown: Schema = {
-            "description": answers[0].description,
+        headers += operation.response_headers if status < 300 else ()
+        written: Schema = {
+            "description": responses[0].description,
             "headers": {each.name: _header_or_reference(each) for each in headers},
         }
-        forms = [media for answer in answers for media in answer.content]
+        forms = [media for response in responses for media in response.content]
         failure = _error_event(operation)
         if status == 200 and failure and any(media.media_type == EVENTS for media in forms):
             forms.append(failure)
         if forms:
-            shown["content"] = _content(forms, schemas)
-        yield str(status), shown
+            written["content"] = _content(forms, schemas)
+        yield str(status), written
 
 
 def _error_event(operation: Operation) -> Media | None:
@@ -228,7 +229,7 @@ def _media_object(forms: Sequence[Media], schemas: Schemas) -> Schema:
         data = {"anyOf": [data, {"const": end}]}
     return {
         "schema": {
-            "description": "Of each server-sent event.",
+            "description": "Each server-sent event.",
             "type": "object",
             "properties": {"event": {"type": "string"}, "data": data},
             "required": ["data"],

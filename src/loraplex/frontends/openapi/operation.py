@@ -1,4 +1,4 @@
-"""What one route takes and answers: told where its handler is, read by `document`."""
+"""Description of a route: its handler is decorated with it, and `document` reads it."""
 
 from collections.abc import Callable, Iterable, Mapping
 from http import HTTPStatus
@@ -38,9 +38,9 @@ ANY_ERROR: ErrorKinds = (
     InternalError,
     *leaves(InternalError),
 )
-"""Of a route that an engine or the adapter store works for."""
+"""Errors of a route that needs an engine or the adapter store."""
 OF_READING: ErrorKinds = (InvalidRequestError, InternalError)
-"""Of every route."""
+"""Errors of every route."""
 OF_KEYS: ErrorKinds = (UnauthenticatedError, PermissionDeniedError)
 OF_BODIES: ErrorKinds = (
     *(InvalidRequestError, InvalidParameterError, UnsupportedFeatureError),
@@ -50,26 +50,28 @@ OF_NAMES: ErrorKinds = (
     *(InvalidParameterError, ModelNotFoundError, AdapterNotFoundError),
     *(PermissionDeniedError, NotReadyError),
 )
-"""Of a route that looks for a model or an adapter."""
+"""Errors of a route that looks for a model or an adapter."""
 
 
 class Media(msgspec.Struct, frozen=True):
-    """One form of a body."""
+    """One format of a body."""
 
     media_type: str
     schema: Any = None
-    """A pydantic model, a type that msgspec encodes, or a JSON schema as a mapping; None: no more
-    is said. Of events: of the data of each."""
+    """A pydantic model, a type that msgspec encodes, a JSON schema as a mapping, or None: not
+    described. The schema of an event stream is that of each event's data."""
     note: str = ""
     end: str = ""
-    """Of events: what the last one has instead; empty: there is none of its own."""
+    """Data of the event that ends an event stream; empty if there is none."""
 
 
-class Answer(msgspec.Struct, frozen=True):
+class ResponseDoc(msgspec.Struct, frozen=True):
+    """Description of the responses with one status."""
+
     status: int
     content: tuple[Media, ...] = ()
     note: str = ""
-    """Empty: the status says it."""
+    """The description; empty: the status's phrase."""
 
     @property
     def description(self) -> str:
@@ -77,7 +79,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Parameter(msgspec.Struct, frozen=True):
-    """Of the query, or a header."""
+    """Query parameter or header."""
 
     name: str
     note: str
@@ -86,7 +88,9 @@ class Parameter(msgspec.Struct, frozen=True):
 
 
 class Operation(msgspec.Struct, frozen=True, kw_only=True):
-    answers: tuple[Answer, ...]
+    """Description of a route for one method."""
+
+    responses: tuple[ResponseDoc, ...]
     tag: str = ""
     about: str = ""
     """The handler's docstring."""
@@ -94,62 +98,65 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     needs_body: bool = True
     query: tuple[Parameter, ...] = ()
     headers: tuple[Parameter, ...] = ()
-    answer_headers: tuple[Parameter, ...] = ()
+    response_headers: tuple[Parameter, ...] = ()
     errors: ErrorKinds = ()
-    """Beside those that every route has, and every one with a body or a key."""
+    """Errors in addition to those of every route, of every body, and of keys."""
     is_open: bool = False
-    """It asks for no key, if the server's settings do not say otherwise."""
+    """No key is needed."""
     error_event: Any = None
-    """What the data of an event are that ends a stream with an error, as a type."""
-    error_answers: Callable[[Iterable[type[LoraplexError]]], Iterable[Answer]] | None = None
-    """The room's: how it tells errors."""
+    """Type of the data of an event that ends a stream with an error."""
+    error_responses: Callable[[Iterable[type[LoraplexError]]], Iterable[ResponseDoc]] | None = None
+    """The front end's format of errors."""
 
 
-def json_of(schema: Any, status: int = 200, note: str = "") -> Answer:
-    return Answer(status, (Media(JSON, schema),), note)
+def json_of(schema: Any, status: int = 200, note: str = "") -> ResponseDoc:
+    return ResponseDoc(status, (Media(JSON, schema),), note)
 
 
 def events_of(schema: Any, end: str = "") -> Media:
     return Media(EVENTS, schema, end=end)
 
 
-def text(status: int = 200, note: str = "") -> Answer:
-    return Answer(status, (Media(TEXT),), note)
+def text(status: int = 200, note: str = "") -> ResponseDoc:
+    return ResponseDoc(status, (Media(TEXT),), note)
 
 
 def json_body(schema: Any) -> Media:
     return Media(JSON, schema)
 
 
-def described(*answers: Answer, **fields: Any) -> Callable[[Handler], Handler]:
-    """Decorates a handler with its operation; fields: of Operation. Its docstring is the text."""
+def described(*responses: ResponseDoc, **fields: Any) -> Callable[[Handler], Handler]:
+    """Decorate a handler with an Operation made of these fields and of the handler's docstring."""
 
-    def told(handler: Handler) -> Handler:
+    def decorate(handler: Handler) -> Handler:
         about = " ".join((handler.__doc__ or "").split())
-        handler.__dict__["operation"] = Operation(answers=answers, about=about, **fields)
+        handler.__dict__["operation"] = Operation(responses=responses, about=about, **fields)
         return handler
 
-    return told
+    return decorate
 
 
 def operation_of(handler: Callable[..., Any]) -> Operation | None:
-    """What `described` was given; None: nothing is told of it."""
+    """Return the handler's description, if it is decorated with one."""
     found: Operation | None = getattr(handler, "operation", None)
     return found
 
 
-def telling_errors(
+def with_error_responses(
     handler: Handler,
-    errors: Callable[[Iterable[type[LoraplexError]]], Iterable[Answer]],
+    errors: Callable[[Iterable[type[LoraplexError]]], Iterable[ResponseDoc]],
     error_event: Any = None,
     headers: Iterable[Parameter] = (),
 ) -> Handler:
-    """The handler, which tells its errors so; headers: that its room reads of every request."""
+    """Add to a handler's description what its front end does for all handlers.
+
+    errors: the front end's format of errors. headers: read from every request.
+    """
     operation = operation_of(handler)
     if operation is not None:
         handler.__dict__["operation"] = msgspec.structs.replace(
             operation,
-            error_answers=errors,
+            error_responses=errors,
             error_event=error_event,
             headers=(*operation.headers, *headers),
         )
@@ -157,7 +164,7 @@ def telling_errors(
 
 
 class Described:
-    """An ASGI app that is a route: what it answers to a method."""
+    """ASGI app with descriptions by method."""
 
     def __init__(self, app: ASGIApp, operations: Mapping[str, Operation]) -> None:
         self._app = app
@@ -167,11 +174,11 @@ class Described:
         await self._app(scope, receive, send)
 
 
-def by_status(rows: Iterable[tuple[int, Media | None]]) -> tuple[Answer, ...]:
-    """One answer for each status, with its forms, in order."""
+def by_status(rows: Iterable[tuple[int, Media | None]]) -> tuple[ResponseDoc, ...]:
+    """Return one description for each status, in order, with all its formats."""
     forms: dict[int, list[Media]] = {}
     for status, media in rows:
         known = forms.setdefault(status, [])
         if media is not None and media not in known:
             known.append(media)
-    return tuple(Answer(status, tuple(found)) for status, found in sorted(forms.items()))
+    return tuple(ResponseDoc(status, tuple(found)) for status, found in sorted(forms.items()))

@@ -1,4 +1,4 @@
-"""JSON schemas of the bodies that routes take and answer, each once, by name."""
+"""JSON schemas of request and response bodies, each once, by name."""
 
 import ast
 import functools
@@ -16,10 +16,10 @@ Schema = dict[str, Any]
 
 
 class Schemas:
-    """Of pydantic models, which read requests, and of the types that msgspec encodes."""
+    """Schemas of pydantic models, which read requests, and of types that msgspec encodes."""
 
     def __init__(self, types: Iterable[Any]) -> None:
-        """types: mappings are schemas already."""
+        """Build the schemas. Mappings among the types are schemas already."""
         found = [each for each in types if each is not None and not isinstance(each, Mapping)]
         models = _unique(each for each in found if _is_model(each))
         others = _unique(each for each in found if not _is_model(each))
@@ -74,13 +74,13 @@ def _full_name(struct: type) -> str:
 
 
 def _short(name: str) -> str:
-    """Of two types of one name msgspec tells the modules: the room's part of it is enough."""
+    """Shorten a name with a module, which msgspec uses for two types of one name."""
     *modules, plain = name.split(".")
     return f"{modules[-2]}.{plain}" if modules else plain
 
 
 def _renamed(schema: Any, names: Mapping[str, str]) -> Any:
-    """With references to the short names, in the dialect of OpenAPI 3.1."""
+    """Return a schema with references to the short names, in OpenAPI 3.1's JSON Schema dialect."""
     if isinstance(schema, list):
         return [_renamed(each, names) for each in schema]
     if not isinstance(schema, dict):
@@ -96,7 +96,7 @@ def _renamed(schema: Any, names: Mapping[str, str]) -> Any:
 
 
 def _structs(types: Iterable[Any]) -> Iterator[type[msgspec.Struct]]:
-    """All that the types are made of."""
+    """Yield all structs that the types consist of."""
     infos = list(msgspec.inspect.multi_type_info(types))
     seen: set[type] = set()
     while infos:
@@ -110,7 +110,7 @@ def _structs(types: Iterable[Any]) -> Iterator[type[msgspec.Struct]]:
 
 
 def _parts(info: Any) -> Iterator[Any]:
-    """The types inside a type, as msgspec.inspect has them."""
+    """Yield the types inside a type of msgspec.inspect."""
     for name in getattr(info, "__struct_fields__", ()):
         value = getattr(info, name)
         for each in value if isinstance(value, tuple) else (value,):
@@ -121,7 +121,7 @@ def _parts(info: Any) -> Iterator[Any]:
 
 
 def _complete(schema: Schema, struct: type[msgspec.Struct]) -> None:
-    """An answer has every field but those that may be UNSET; a field's text is its docstring."""
+    """Require every field that cannot be UNSET, and describe fields by their docstrings."""
     properties = schema.get("properties", {})
     notes = _attribute_docstrings(struct)
     for field in msgspec.structs.fields(struct):
@@ -141,7 +141,7 @@ def _complete(schema: Schema, struct: type[msgspec.Struct]) -> None:
 
 @functools.cache
 def _attribute_docstrings(struct: type) -> dict[str, str]:
-    """The texts under the fields of a class and of those that it derives from."""
+    """Return the docstrings of the fields of a class and its bases."""
     found: dict[str, str] = {}
     for cls in reversed(struct.__mro__):
         if issubclass(cls, msgspec.Struct) and cls is not msgspec.Struct:

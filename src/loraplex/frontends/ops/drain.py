@@ -17,8 +17,8 @@ from loraplex.core.errors import (
 )
 from loraplex.frontends.access import Authenticate
 from loraplex.frontends.openapi.operation import described, json_body, json_of
-from loraplex.frontends.ops.answers import answers_errors, json_answer
-from loraplex.frontends.telemetry.routes import ToldRoute
+from loraplex.frontends.ops.responses import json_response, responding_to_errors
+from loraplex.frontends.telemetry.routes import RecordedRoute
 from loraplex.serving.draining import Draining, DrainReport
 
 MAX_TIMEOUT_SECONDS = 86_400.0
@@ -39,13 +39,13 @@ _BODY = {
 }
 
 
-def drain_routes(draining: Draining, authenticate: Authenticate) -> list[ToldRoute]:
+def drain_routes(draining: Draining, authenticate: Authenticate) -> list[RecordedRoute]:
     """For operators alone."""
     endpoints = _Endpoints(draining, authenticate)
     return [
-        ToldRoute("/drain", answers_errors(endpoints.begin), methods=["POST"]),
-        ToldRoute("/drain", answers_errors(endpoints.report), methods=["GET"]),
-        ToldRoute("/drain", answers_errors(endpoints.cancel), methods=["DELETE"]),
+        RecordedRoute("/drain", responding_to_errors(endpoints.begin), methods=["POST"]),
+        RecordedRoute("/drain", responding_to_errors(endpoints.report), methods=["GET"]),
+        RecordedRoute("/drain", responding_to_errors(endpoints.cancel), methods=["DELETE"]),
     ]
 
 
@@ -71,20 +71,20 @@ class _Endpoints:
     async def report(self, request: Request) -> Response:
         """How far a drain has come."""
         self._check_operator(request)
-        return json_answer(self._draining.report())
+        return json_response(self._draining.report())
 
     @described(json_of(DrainReport), tag="operations", errors=(NotReadyError,))
     async def cancel(self, request: Request) -> Response:
         """Take requests again. A server that stops does not."""
         self._check_operator(request)
-        return json_answer(self._draining.cancel())
+        return json_response(self._draining.cancel())
 
     def _check_operator(self, request: Request) -> None:
         self._authenticate(request.headers).require_operator("drain the server")
 
 
 def _answer(report: DrainReport) -> Response:
-    return json_answer(report, 200 if report.drained else 202)
+    return json_response(report, 200 if report.drained else 202)
 
 
 async def _body(request: Request) -> dict[str, Any]:

@@ -15,17 +15,22 @@ from loraplex.frontends.access import Authenticate, everyone_is_local
 from loraplex.frontends.openapi.operation import (
     JSON,
     OF_NAMES,
-    Answer,
     Media,
     Parameter,
+    ResponseDoc,
     described,
     json_of,
 )
-from loraplex.frontends.ops.answers import Handler, answers_errors, for_operators, json_answer
 from loraplex.frontends.ops.iterations import JSON_LINES, LIMIT, iterations_answer
 from loraplex.frontends.ops.memory import MemoryReport, memory_report
+from loraplex.frontends.ops.responses import (
+    Handler,
+    for_operators,
+    json_response,
+    responding_to_errors,
+)
 from loraplex.frontends.ops.stats import ServerReport
-from loraplex.frontends.telemetry.routes import ToldRoute
+from loraplex.frontends.telemetry.routes import RecordedRoute
 from loraplex.serving.backend import Backend
 
 Report = Callable[[list[str]], ServerReport]
@@ -34,7 +39,7 @@ Report = Callable[[list[str]], ServerReport]
 
 def health_routes(
     backend: Backend, stats: Report, authenticate: Authenticate = everyone_is_local
-) -> list[ToldRoute]:
+) -> list[RecordedRoute]:
     """GET /health/live, /health/ready; for operators /v1/iterations, /v1/memory and
     /v1/internal/stats."""
     endpoints = _Endpoints(backend, stats)
@@ -45,7 +50,10 @@ def health_routes(
         ("/v1/memory", for_operators(endpoints.memory, authenticate)),
         ("/v1/internal/stats", for_operators(endpoints.stats, authenticate)),
     )
-    return [ToldRoute(path, answers_errors(handler), methods=["GET"]) for path, handler in handlers]
+    return [
+        RecordedRoute(path, responding_to_errors(handler), methods=["GET"])
+        for path, handler in handlers
+    ]
 
 
 class Liveness(msgspec.Struct, frozen=True):
@@ -70,7 +78,7 @@ class _Endpoints:
         """Whether the process serves."""
         del request
         live = self._backend.health().live
-        return json_answer(Liveness(live), 200 if live else 503)
+        return json_response(Liveness(live), 200 if live else 503)
 
     @described(json_of(Readiness), json_of(Readiness, 503), tag="health")
     async def ready(self, request: Request) -> Response:
@@ -78,10 +86,10 @@ class _Endpoints:
         del request
         health = self._backend.health()
         body = Readiness(health.ready, health.reason)
-        return json_answer(body, 200 if health.ready else 503)
+        return json_response(body, 200 if health.ready else 503)
 
     @described(
-        Answer(200, (Media(JSON, list[StepRecord]), Media(JSON_LINES))),
+        ResponseDoc(200, (Media(JSON, list[StepRecord]), Media(JSON_LINES))),
         tag="operations",
         query=(_MODEL, LIMIT),
         errors=OF_NAMES,
@@ -93,12 +101,12 @@ class _Endpoints:
     @described(json_of(ServerReport), tag="operations", query=(_MODEL,), errors=OF_NAMES)
     async def stats(self, request: Request) -> Response:
         """The server's numbers, with the engines' of all models, or of one that the query names."""
-        return json_answer(self._stats(self._models(request)))
+        return json_response(self._stats(self._models(request)))
 
     @described(json_of(dict[str, MemoryReport]), tag="operations", query=(_MODEL,), errors=OF_NAMES)
     async def memory(self, request: Request) -> Response:
         """What lies where, by model; of one model if the query names it."""
-        return json_answer(await memory_report(self._backend, self._models(request)))
+        return json_response(await memory_report(self._backend, self._models(request)))
 
     def _models(self, request: Request) -> list[str]:
         if "model" in request.query_params:

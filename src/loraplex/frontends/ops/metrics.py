@@ -18,10 +18,10 @@ from starlette.types import ASGIApp
 from loraplex.core.principal import LOCAL
 from loraplex.core.stats import EngineStats
 from loraplex.frontends.exact_counters import with_counters
-from loraplex.frontends.openapi.operation import TEXT, Answer, Described, Media, Operation
-from loraplex.frontends.ops.answers import door_answers
+from loraplex.frontends.openapi.operation import TEXT, Described, Media, Operation, ResponseDoc
 from loraplex.frontends.ops.gateway_metrics import GatewayCollector
 from loraplex.frontends.ops.memory_metrics import MemoryCollector
+from loraplex.frontends.ops.responses import guard_responses
 from loraplex.serving.backend import Backend
 from loraplex.serving.request_metrics import RequestMetrics
 
@@ -277,9 +277,9 @@ def _filled(
 def described_metrics(app: ASGIApp) -> Described:
     """What metrics_app gave, behind its door, as a route of another app."""
     operation = Operation(
-        answers=(Answer(200, (Media(TEXT), Media("application/openmetrics-text"))),),
+        responses=(ResponseDoc(200, (Media(TEXT), Media("application/openmetrics-text"))),),
         tag="operations",
         about="What requests did and what engines do, for Prometheus.",
-        error_answers=door_answers,
+        error_responses=guard_responses,
     )
     return Described(app, {"GET": operation})

@@ -8,7 +8,7 @@ from starlette.routing import Match, Route
 from starlette.types import Scope
 
 
-class ToldRoute(Route):
+class RecordedRoute(Route):
     def __init__(self, path: str, endpoint: Callable[..., Any], **fields: Any) -> None:
         super().__init__(path, endpoint, **fields)
         # A name in a path may have any character, a line break too.

@@ -7,7 +7,7 @@ import pytest
 from loraplex.frontends.kserve.http.router import PathRouter
 from loraplex.frontends.kserve.http.routes import kserve_routes
 from loraplex.frontends.kserve.service import TritonService
-from loraplex.frontends.telemetry.routes import ToldRoute
+from loraplex.frontends.telemetry.routes import RecordedRoute
 from loraplex.testing.echo_backend import EchoBackend
 
 NAMES = ["m", "a/b", "infer", "versions/1", "m/versions/2", "stats", "a\nb", "x.y", ""]
@@ -15,11 +15,13 @@ OTHERS = ["/v2/", "/v2/models", "/v2/models/", "/v2/nothing", "/v2/models/m/infe
 
 
 @pytest.fixture(scope="module")
-def routes() -> list[ToldRoute]:
+def routes() -> list[RecordedRoute]:
     return kserve_routes(TritonService(EchoBackend()))
 
 
-async def found(routes: list[ToldRoute], path: str) -> tuple[ToldRoute | None, dict[str, str]]:
+async def found(
+    routes: list[RecordedRoute], path: str
+) -> tuple[RecordedRoute | None, dict[str, str]]:
     """The route that answers and the names in the path."""
     sent = []
 

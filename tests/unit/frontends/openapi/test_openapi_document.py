@@ -17,15 +17,15 @@ from loraplex.core.errors import (
 from loraplex.frontends.openapi.document import document
 from loraplex.frontends.openapi.operation import (
     JSON,
-    Answer,
     Media,
     Parameter,
+    ResponseDoc,
     by_status,
     described,
     events_of,
     json_body,
     json_of,
-    telling_errors,
+    with_error_responses,
 )
 from loraplex.frontends.openapi.schemas import Schemas
 from tools.openapi_page import openapi_page
@@ -67,7 +67,7 @@ async def handler(request):
 
 
 def made(*, has_keys=True, path="/some/{name:path}", open_paths=()):
-    route = Route(path, telling_errors(handler, answers), methods=["POST"])
+    route = Route(path, with_error_responses(handler, answers), methods=["POST"])
     return document([route], has_keys=has_keys, open_paths=open_paths)
 
 
@@ -112,11 +112,11 @@ def test_two_types_of_one_name_are_told_apart():
 
 
 def test_events_say_what_their_data_are():
-    @described(Answer(200, (events_of(Told, "And an end."),)), tag="some")
+    @described(ResponseDoc(200, (events_of(Told, "And an end."),)), tag="some")
     async def stream(request):
         """Streams."""
 
-    route = Route("/stream", telling_errors(stream, answers, Failure))
+    route = Route("/stream", with_error_responses(stream, answers, Failure))
     told = document([route], has_keys=False)["paths"]["/stream"]["get"]["responses"]["200"]
     event = told["content"]["text/event-stream"]["schema"]
     data, end = event["properties"]["data"]["anyOf"]

@@ -10,7 +10,7 @@ from loraplex.core import errors
 from loraplex.core.clock import SystemClock
 from loraplex.core.stats import EngineStats, StepRecord
 from loraplex.core.version import __version__
-from loraplex.frontends.ops import answers
+from loraplex.frontends.ops import responses
 from loraplex.frontends.ops.health import health_routes
 from loraplex.frontends.ops.stats import ServerStats
 from loraplex.frontends.telemetry.connections import HttpConnections
@@ -135,11 +135,11 @@ async def test_every_error_has_a_status(client, backend, monkeypatch):
         error = leaf("no")
         monkeypatch.setattr(backend.model("one"), "steps", lambda *a, error=error: _raise(error))
         response = await client.get("/v1/iterations")
-        assert response.status_code in {status for _, status in answers.STATUSES}
+        assert response.status_code in {status for _, status in responses.STATUSES}
         assert response.json()["error"]["message"] == "no"
         is_clients = isinstance(error, errors.RequestError | errors.RateLimitedError)
         assert (response.status_code < 500) == is_clients
-    assert answers.STATUSES[-1][0] is errors.LoraplexError
+    assert responses.STATUSES[-1][0] is errors.LoraplexError
 
 
 def _raise(error: Exception) -> None:

@@ -24,7 +24,7 @@ from loraplex.frontends.kserve.shared_memory import (
 from loraplex.frontends.openapi.operation import (
     ANY_ERROR,
     OF_NAMES,
-    Answer,
+    ResponseDoc,
     described,
     json_body,
     json_of,
@@ -53,7 +53,7 @@ class AdminApi:
         regions = self._service.memory.status(tenant, request.path_params.get("region", ""))
         return json_response([dataclasses.asdict(region) for region in regions])
 
-    @described(Answer(200), tag="triton", body=json_body(wire.RegionBody), errors=OF_REGIONS)
+    @described(ResponseDoc(200), tag="triton", body=json_body(wire.RegionBody), errors=OF_REGIONS)
     async def memory_register(self, request: HttpRequest) -> Response:
         """Register a region of shared memory."""
         tenant = self._with_memory(request)
@@ -75,7 +75,7 @@ class AdminApi:
         )
         return Response()
 
-    @described(Answer(200), tag="triton", errors=OF_REGIONS)
+    @described(ResponseDoc(200), tag="triton", errors=OF_REGIONS)
     async def memory_unregister(self, request: HttpRequest) -> Response:
         """Forget a region of shared memory, or all."""
         tenant = self._with_memory(request)
@@ -99,7 +99,7 @@ class AdminApi:
         refuse_cuda()
 
     @support_note("there is no region", Support.NO_EFFECT)
-    @described(Answer(200), tag="triton")
+    @described(ResponseDoc(200), tag="triton")
     async def cuda_unregister(self, request: HttpRequest) -> Response:
         """There is none."""
         self._authenticate(request.headers)
@@ -174,7 +174,7 @@ class AdminApi:
 
     @support_note("with --model-control-mode explicit")
     @described(
-        Answer(200),
+        ResponseDoc(200),
         body=json_body(wire.ControlBody),
         needs_body=False,
         tag="triton",
@@ -194,7 +194,7 @@ class AdminApi:
 
     @support_note("with --model-control-mode explicit")
     @described(
-        Answer(200),
+        ResponseDoc(200),
         body=json_body(wire.ControlBody),
         needs_body=False,
         tag="triton",

@@ -39,10 +39,10 @@ from loraplex.frontends.openapi.operation import (
     ANY_ERROR,
     JSON,
     OF_NAMES,
-    Answer,
     Media,
     Operation,
     Parameter,
+    ResponseDoc,
     by_status,
     described,
     events_of,
@@ -51,7 +51,7 @@ from loraplex.frontends.openapi.operation import (
     operation_of,
 )
 from loraplex.frontends.streams import ClientDisconnectedError, until_disconnect
-from loraplex.frontends.telemetry.routes import ToldRoute
+from loraplex.frontends.telemetry.routes import RecordedRoute
 
 Handler = Callable[[HttpRequest], Awaitable[ASGIApp]]
 
@@ -70,7 +70,7 @@ def kserve_routes(
     *,
     authenticate: Authenticate = everyone_is_local,
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
-) -> list[ToldRoute]:
+) -> list[RecordedRoute]:
     """All routes under /v2. The last one answers 404 to every other path there."""
     api = KServeApi(service, authenticate, max_body_bytes)
     admin = AdminApi(service, authenticate, max_body_bytes)
@@ -97,7 +97,7 @@ def kserve_routes(
         ("/v2/models/{model:path}", {"GET": api.metadata}),
         ("/v2/{path:path}", {}),
     ]
-    return [ToldRoute(path, Resource(handlers)) for path, handlers in table]
+    return [RecordedRoute(path, Resource(handlers)) for path, handlers in table]
 
 
 def _admin_table(admin: AdminApi) -> list[tuple[str, Mapping[str, Handler]]]:
@@ -146,7 +146,7 @@ class Resource:
         """For the OpenAPI document."""
         told = {method: operation_of(handler) for method, handler in self._handlers.items()}
         return {
-            method: msgspec.structs.replace(operation, error_answers=error_answers)
+            method: msgspec.structs.replace(operation, error_responses=error_responses)
             for method, operation in told.items()
             if operation is not None
         }
@@ -170,7 +170,7 @@ class Resource:
         await response(scope, receive, send)
 
 
-def error_answers(kinds: Iterable[type[LoraplexError]]) -> Iterable[Answer]:
+def error_responses(kinds: Iterable[type[LoraplexError]]) -> Iterable[ResponseDoc]:
     """What a resource makes of its handlers' errors of these kinds."""
     return by_status((status_of_kind(kind).http, Media(JSON, wire.TritonFailure)) for kind in kinds)
 
@@ -201,19 +201,19 @@ class KServeApi:
         del request
         return json_response(server_metadata())
 
-    @described(Answer(200), Answer(400, note="It is not."), tag="triton")
+    @described(ResponseDoc(200), ResponseDoc(400, note="It is not."), tag="triton")
     async def live(self, request: HttpRequest) -> Response:
         """Whether the server is there."""
         del request
         return Response(status_code=200 if self._service.backend.health().live else 400)
 
-    @described(Answer(200), Answer(400, note="It is not."), tag="triton")
+    @described(ResponseDoc(200), ResponseDoc(400, note="It is not."), tag="triton")
     async def ready(self, request: HttpRequest) -> Response:
         """Whether every model would answer."""
         del request
         return Response(status_code=200 if self._service.backend.health().ready else 400)
 
-    @described(Answer(200), json_of(wire.TritonFailure, 400, "It is not."), tag="triton")
+    @described(ResponseDoc(200), json_of(wire.TritonFailure, 400, "It is not."), tag="triton")
     async def model_ready(self, request: HttpRequest) -> Response:
         """Whether the model would answer."""
         principal = self._authenticate(request.headers)
@@ -245,11 +245,11 @@ class KServeApi:
     # ------------------------------------------------------------ inference
 
     @described(
-        Answer(200, (Media(JSON, wire.InferAnswer), Media(BINARY))),
+        ResponseDoc(200, (Media(JSON, wire.InferAnswer), Media(BINARY))),
         tag="triton",
         body=json_body(wire.InferBody),
         headers=(_JSON_LENGTH,),
-        answer_headers=(_JSON_LENGTH,),
+        response_headers=(_JSON_LENGTH,),
         errors=ANY_ERROR,
     )
     async def infer(self, request: HttpRequest) -> WholeResponse:
@@ -298,7 +298,7 @@ class KServeApi:
         return WholeResponse(content, b"application/json", {})
 
     @described(
-        Answer(
+        ResponseDoc(
             200,
             (
                 events_of(wire.TritonGenerateAnswer),

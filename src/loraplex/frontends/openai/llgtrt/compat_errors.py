@@ -7,7 +7,7 @@ import msgspec
 from starlette.responses import PlainTextResponse, Response
 
 from loraplex.core.errors import LoraplexError, RequestError, UnauthenticatedError
-from loraplex.frontends.openapi.operation import JSON, TEXT, Answer, Media, by_status
+from loraplex.frontends.openapi.operation import JSON, TEXT, Media, ResponseDoc, by_status
 
 SHAPE_STATUSES: Final = (400, 413, 415, 422)
 
@@ -46,7 +46,7 @@ class CompatErrors:
     def event_type(self) -> type[msgspec.Struct]:
         return CompatErrorEvent
 
-    def responses(self, kinds: Iterable[type[LoraplexError]]) -> Iterable[Answer]:
+    def responses(self, kinds: Iterable[type[LoraplexError]]) -> Iterable[ResponseDoc]:
         return by_status(row for kind in kinds for row in _rows(kind))
 
     def events(self, error: LoraplexError) -> tuple[msgspec.Struct, ...]:

@@ -25,7 +25,13 @@ from loraplex.frontends.openai.sampling import sampling_params
 from loraplex.frontends.openai.schema import GenerationBody, Message
 from loraplex.frontends.openai.sse import EventStream
 from loraplex.frontends.openai.writers import adapter_headers
-from loraplex.frontends.openapi.operation import ANY_ERROR, Answer, described, events_of, json_body
+from loraplex.frontends.openapi.operation import (
+    ANY_ERROR,
+    ResponseDoc,
+    described,
+    events_of,
+    json_body,
+)
 from loraplex.frontends.streams import generate_all
 
 if TYPE_CHECKING:
@@ -90,10 +96,10 @@ class GuidanceEndpoints:
         self._context = context
 
     @described(
-        Answer(200, (events_of(InitialRun, ENDS), events_of(Run, ENDS))),
+        ResponseDoc(200, (events_of(InitialRun, ENDS), events_of(Run, ENDS))),
         tag="guidance",
         body=json_body(GuidanceBody),
-        answer_headers=(DIGESTS,),
+        response_headers=(DIGESTS,),
         errors=ANY_ERROR,
     )
     async def run(self, request: Request) -> Response:

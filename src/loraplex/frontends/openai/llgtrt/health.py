@@ -9,7 +9,7 @@ from loraplex.core.errors import LoraplexError, RateLimitedError
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.frontends.openai.context import OpenAIContext
-from loraplex.frontends.openapi.operation import OF_NAMES, Answer, described, text
+from loraplex.frontends.openapi.operation import OF_NAMES, ResponseDoc, described, text
 from loraplex.frontends.streams import gather_all, until_disconnect
 
 GOOD: Final = "Check complete"
@@ -32,7 +32,7 @@ class LlgtrtHealth:
         del request
         return self._response(is_good=self._context.backend.health().live)
 
-    @described(Answer(200), text(503, "Why it is not."), tag="health")
+    @described(ResponseDoc(200), text(503, "Why it is not."), tag="health")
     async def ready(self, request: Request) -> Response:
         """Readiness; else the reason: starting, draining, or an engine that is restarting."""
         del request

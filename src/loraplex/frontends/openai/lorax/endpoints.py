@@ -30,8 +30,8 @@ from loraplex.frontends.openai.writers import adapter_headers
 from loraplex.frontends.openapi.operation import (
     ANY_ERROR,
     JSON,
-    Answer,
     Media,
+    ResponseDoc,
     described,
     events_of,
     json_body,
@@ -51,7 +51,7 @@ class LoraxEndpoints:
         tag="lorax",
         body=json_body(GenerateBody),
         headers=(BY_HEADER,),
-        answer_headers=(DIGESTS,),
+        response_headers=(DIGESTS,),
         errors=ANY_ERROR,
     )
     async def generate(self, request: Request) -> Response:
@@ -61,11 +61,11 @@ class LoraxEndpoints:
         return await self._whole(request, principal, body, in_list=False)
 
     @described(
-        Answer(200, (events_of(StreamedToken),)),
+        ResponseDoc(200, (events_of(StreamedToken),)),
         tag="lorax",
         body=json_body(GenerateBody),
         headers=(BY_HEADER,),
-        answer_headers=(DIGESTS,),
+        response_headers=(DIGESTS,),
         errors=ANY_ERROR,
     )
     async def generate_stream(self, request: Request) -> Response:
@@ -75,11 +75,11 @@ class LoraxEndpoints:
         return await self._stream(request, principal, body)
 
     @described(
-        Answer(200, (Media(JSON, list[Generated]), events_of(StreamedToken))),
+        ResponseDoc(200, (Media(JSON, list[Generated]), events_of(StreamedToken))),
         tag="lorax",
         body=json_body(GenerateBody),
         headers=(BY_HEADER,),
-        answer_headers=(DIGESTS,),
+        response_headers=(DIGESTS,),
         errors=ANY_ERROR,
     )
     async def either(self, request: Request) -> Response:

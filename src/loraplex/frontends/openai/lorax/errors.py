@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from loraplex.core.errors import LoraplexError, UnauthenticatedError
 from loraplex.frontends.openai.errors import ErrorBody, error_response, wire_error, wire_row
-from loraplex.frontends.openapi.operation import JSON, Answer, Media, by_status
+from loraplex.frontends.openapi.operation import JSON, Media, ResponseDoc, by_status
 
 
 class ErrorText(msgspec.Struct, frozen=True):
@@ -35,7 +35,7 @@ class LoraxErrors:
     def event_type(self) -> type[msgspec.Struct]:
         return ErrorText
 
-    def responses(self, kinds: Iterable[type[LoraplexError]]) -> Iterable[Answer]:
+    def responses(self, kinds: Iterable[type[LoraplexError]]) -> Iterable[ResponseDoc]:
         return by_status((_status(wire_row(kind).status), _media(kind)) for kind in kinds)
 
 

@@ -49,9 +49,9 @@ from loraplex.frontends.openapi.operation import (
     ANY_ERROR,
     JSON,
     OF_NAMES,
-    Answer,
     Media,
     Parameter,
+    ResponseDoc,
     described,
     events_of,
     json_body,
@@ -75,11 +75,11 @@ class ResponsesEndpoints:
         self._store = ResponseStore(context.options.stored_responses)
 
     @described(
-        Answer(200, (Media(JSON, wire.ResponseObject), events_of(wire.AnyEvent, _EVENTS))),
+        ResponseDoc(200, (Media(JSON, wire.ResponseObject), events_of(wire.AnyEvent, _EVENTS))),
         tag="responses",
         body=json_body(ResponsesBody),
         headers=(BY_HEADER,),
-        answer_headers=(DIGESTS,),
+        response_headers=(DIGESTS,),
         errors=ANY_ERROR,
     )
     async def create(self, request: Request) -> Response:

@@ -21,7 +21,13 @@ from loraplex.core.errors import (
     UnauthenticatedError,
 )
 from loraplex.frontends.access import Authenticate
-from loraplex.frontends.openapi.operation import JSON, Answer, Media, by_status, telling_errors
+from loraplex.frontends.openapi.operation import (
+    JSON,
+    Media,
+    ResponseDoc,
+    by_status,
+    with_error_responses,
+)
 from loraplex.serving.wire_request import note_error
 
 STATUSES: tuple[tuple[type[LoraplexError], int], ...] = (
@@ -61,7 +67,7 @@ def for_operators(handler: Handler, authenticate: Authenticate) -> Handler:
     return answer
 
 
-def answers_errors(handler: Handler) -> Handler:
+def responding_to_errors(handler: Handler) -> Handler:
     """Let a handler raise errors of core.errors."""
 
     @functools.wraps(handler)
@@ -70,21 +76,21 @@ def answers_errors(handler: Handler) -> Handler:
             return await handler(request)
         except LoraplexError as error:
             note_error(error)
-            return json_answer(Failure(error.to_info()), _status(type(error)))
+            return json_response(Failure(error.to_info()), _status(type(error)))
 
-    return telling_errors(answer, error_answers)
+    return with_error_responses(answer, error_responses)
 
 
 def _status(kind: type[LoraplexError]) -> int:
     return next(status for cls, status in STATUSES if issubclass(kind, cls))
 
 
-def json_answer(body: Any, status: int = 200) -> Response:
+def json_response(body: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
-def error_answers(kinds: Iterable[type[LoraplexError]]) -> Iterable[Answer]:
-    """What answers_errors makes of errors of these kinds."""
+def error_responses(kinds: Iterable[type[LoraplexError]]) -> Iterable[ResponseDoc]:
+    """What responding_to_errors makes of errors of these kinds."""
     return by_status((_status(kind), Media(JSON, _shape(kind))) for kind in kinds)
 
 
@@ -92,6 +98,6 @@ def _shape(kind: type[LoraplexError]) -> type[msgspec.Struct]:
     return Refusal if issubclass(kind, UnauthenticatedError) else Failure
 
 
-def door_answers(kinds: Iterable[type[LoraplexError]]) -> Iterable[Answer]:
+def guard_responses(kinds: Iterable[type[LoraplexError]]) -> Iterable[ResponseDoc]:
     """Of an app that only its door refuses."""
     return by_status((_status(kind), Media(JSON, Refusal)) for kind in kinds)
