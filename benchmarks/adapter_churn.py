@@ -1,8 +1,8 @@
-"""What it costs when every request may ask for another adapter, and few of them are in memory.
+"""Cost of requests that each may use another adapter, while few of them are in memory.
 
     python benchmarks/adapter_churn.py [--adapters 2000] [--few 5] [-- SERVE FLAGS]
 
-A closed loop asks for every adapter twice, in any order, from a server whose device tier holds
+A closed loop uses every adapter twice, in any order, from a server whose device tier holds
 exactly 8 of them and whose host tier 64. As many requests go to a few adapters that stay on the
 device. The two take turns, so that a machine that slows down slows both. Prints a table and writes
 it, with everything as JSON beside it; exit code 1 if an answer or an adapter was lost.
@@ -91,7 +91,7 @@ async def get(url: str) -> str:
 
 
 def size_tiers(model: Path, adapters: Sequence[Adapter], flags: Sequence[str]) -> Tiers:
-    """As `loraplex plan` counts; it is asked again whether they hold so many, and no more."""
+    """Size tiers as `loraplex plan` computes, and check that they hold exactly this number."""
     (one,) = plan(model, adapters[:1], flags)["adapters"]
     tiers = Tiers(
         num_device=NUM_DEVICE,
@@ -109,7 +109,7 @@ def size_tiers(model: Path, adapters: Sequence[Adapter], flags: Sequence[str]) -
 
 
 def plan(model: Path, adapters: Sequence[Adapter], flags: Sequence[str]) -> dict[str, Any]:
-    """What `loraplex plan` says of the adapters."""
+    """Output of `loraplex plan` about the adapters."""
     named = [text for adapter in adapters for text in ("--adapters", str(adapter.path))]
     command = [sys.executable, "-m", "loraplex", "plan", str(model), "--json", *named, *flags]
     done = subprocess.run(command, capture_output=True, text=True, env=child_environment())
@@ -214,7 +214,7 @@ async def take_turns(
 
 
 def workload_of(num_adapters: int, options: argparse.Namespace) -> Workload:
-    """Enough requests to ask for each of the many adapters twice."""
+    """Enough requests to use each of the many adapters twice."""
     return Workload(
         num_requests=2 * options.adapters,
         prompt_tokens=LENGTHS,
@@ -227,7 +227,7 @@ def workload_of(num_adapters: int, options: argparse.Namespace) -> Workload:
 
 
 def share(requests: list[PlannedRequest], number: int, rounds: int) -> list[PlannedRequest]:
-    """Of one round; each request is in that of just one."""
+    """Requests of one round; each request is in one round only."""
     return requests[len(requests) * number // rounds : len(requests) * (number + 1) // rounds]
 
 

@@ -53,7 +53,7 @@ from support.instant_loader import InstantLoader
 MAX_NUM_SEQS = 16
 SYSTEM_PROMPT_TOKENS = 1000
 ROOM_TOKENS = 8192
-"""Of KV: enough for all that runs."""
+"""KV blocks: enough for all that runs."""
 SCARCE_TOKENS = 2560
 """Less than what runs comes to need."""
 PLAIN = SchedulerSettings()
@@ -108,7 +108,7 @@ class Run(msgspec.Struct, frozen=True):
     first_token_p99: float
     preemptions: int
     cached_share: float
-    """Of the prompt tokens."""
+    """Range of the prompt tokens."""
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -197,7 +197,7 @@ def requests_of(variant: Variant, repeat: int, vocabulary: Sequence[int]) -> lis
 
 
 def padded(requests: Sequence[PlannedRequest]) -> list[PlannedRequest]:
-    """Batch by batch, everyone asks for the longest prompt and the longest answer."""
+    """Batch by batch, all requests have the longest prompt and the longest output."""
     result = []
     for first in range(0, len(requests), MAX_NUM_SEQS):
         batch = requests[first : first + MAX_NUM_SEQS]

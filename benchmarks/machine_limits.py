@@ -21,17 +21,17 @@ _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MachineLimits:
-    """Of so many threads together."""
+    """Total of this number of threads."""
 
     num_threads: int
     vector_bytes: int
     flops: float
     """float32 multiply-adds, two operations each, a second."""
     read_bytes: float
-    """From memory, 4 streams a thread, a second: the best window of 4 MiB a thread."""
+    """Bytes read from memory per second, with 4 streams per thread: the best 4 MiB window."""
     median_read_bytes: float
     last_cache_bytes: int
-    """Of the whole chip, which other machines on it may share. 0 if unknown."""
+    """Cache of the whole chip, which other machines on it may share. 0 if unknown."""
 
     def floor_seconds(self, num_bytes: float, num_flops: float) -> float:
         """No kernel can be faster that reads so much and computes in float32."""

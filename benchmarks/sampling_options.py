@@ -33,7 +33,7 @@ MOST = 1.3
 """The ratio that is allowed."""
 
 Option = Callable[[int, int], dict[str, Any]]
-"""Of a row's number and the vocabulary's size: what the row asks for. Row 0 has the equal value."""
+"""Options of a row by its number and the vocabulary's size. Row 0 has the equal value."""
 
 
 def _random_ids(change: int, vocab_size: int, count: int) -> tuple[int, ...]:
@@ -113,7 +113,7 @@ class Steps:
         return cls(sampler, steps, logits)
 
     def seconds(self) -> float:
-        """Of one more step."""
+        """Time one more step."""
         start = time.perf_counter()
         results = self.sampler.sample(self.logits, self.steps)
         seconds = time.perf_counter() - start

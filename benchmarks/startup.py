@@ -39,7 +39,7 @@ class Lap(NamedTuple):
 
 
 def of_command(*arguments: str) -> Lap:
-    """From the start of a Python process to its end."""
+    """Time from the start of a Python process to its end."""
     with measured() as finish:
         command = [sys.executable, *arguments]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=child_environment())
@@ -47,7 +47,7 @@ def of_command(*arguments: str) -> Lap:
 
 
 def of_server(model: Path, state_dir: Path, flags: Sequence[str]) -> Lap:
-    """From the start of `loraplex serve` until /v2/health/ready; processor time to its end."""
+    """Time from the start of `loraplex serve` until /v2/health/ready; processor time to its end."""
     ports = [str(port) for port in free_ports(len(PORT_FLAGS))]
     places = [text for pair in zip(PORT_FLAGS, ports, strict=True) for text in pair]
     quiet = ["--state-dir", str(state_dir), "--log-level", "warning"]
@@ -81,7 +81,7 @@ def measured() -> Iterator[Callable[[float], Lap]]:
 
 
 def processor_seconds() -> float:
-    """Of all child processes that have ended, and theirs."""
+    """Processor time of all child processes that have ended, and of theirs."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

@@ -118,7 +118,7 @@ def _empty_function(argument_types: Sequence[Any]) -> Callable[..., Any]:
 
 
 def _accept(_status: int, _function: Any, _arguments: tuple[Any, ...]) -> None:
-    """As the check of a status, which every call has."""
+    """Implements the check of a status, which every call has."""
 
 
 def _least_seconds(function: Callable[..., Any], arguments: Sequence[Any]) -> float:
@@ -192,7 +192,7 @@ def _time_sections(engine: Engine, runner: ModelRunner, ledger: Ledger) -> None:
 def measure_steps(
     subject: Subject, batch: int, num_steps: int
 ) -> tuple[list[float], list[dict[str, float]]]:
-    """In turn: the seconds of a step as it is, and the sections of one that is watched."""
+    """Measure in turn the seconds of a plain step and the sections of a traced one."""
     engine, ledger = subject.engine, subject.ledger
     num_tokens = 2 * num_steps + 4
     add_requests(subject, batch, CONTEXT - num_steps, num_tokens)

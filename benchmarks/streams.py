@@ -56,7 +56,7 @@ RESULTS = Path(__file__).parent / "results"
 NUM_CLIENTS = 64
 NUM_SAMPLES = 20
 MOST_GROWTH = 2 * MEBIBYTE
-"""Of a process, for each thousand requests."""
+"""Largest growth of a process per thousand requests."""
 KV_CACHE_BYTES = 128 * MEBIBYTE
 """So that the prefix cache is full early: what it may hold is memory that a server takes once."""
 MODELS = ("capitals", "chinese", "japanese")

@@ -95,7 +95,7 @@ class StructuredOutputReport(msgspec.Struct, frozen=True):
     model: str
     num_rows: int
     first_row_seconds: float
-    """To read the tokenizer and to make the first mask of all, once in an engine's life."""
+    """Time to read the tokenizer and make the first mask, once in an engine's life."""
     measured: tuple[Measured, ...]
 
 

@@ -144,7 +144,7 @@ async def ask(
 
 
 async def warm_up(grpc_port: int, tokenizer: Tokenizer) -> None:
-    """As the founding example does it: a first request of each adapter, with a dummy prompt."""
+    """Send a first request of each adapter with a dummy prompt, as the founding example does."""
     async with triton.InferenceServerClient(f"127.0.0.1:{grpc_port}") as client:
         for adapter in ADAPTER_PATHS:
             await ask(client, tokenizer, "dummy", adapter)

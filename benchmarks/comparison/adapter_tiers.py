@@ -38,17 +38,17 @@ class TierCounters(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that found their adapter on the device."""
     device_misses: float
     host_hits: float
-    """Of those misses: requests that found it on the host."""
+    """Those misses in which the adapter was on the host."""
     host_misses: float
     loads: float
     """Adapters read into the host tier."""
     load_failures: float
     copies: float
-    """From the host to the device."""
+    """Copies from the host to the device."""
     device_evictions: float
     host_evictions: float
     read_seconds: float
-    """Of all loads together."""
+    """Duration of all loads together."""
     copy_seconds: float
 
     @property
@@ -58,7 +58,7 @@ class TierCounters(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def host_hit_rate(self) -> float | None:
-        """Of what was not on the device; None: everything was."""
+        """Fraction of the absent adapters; None: all were on the device."""
         return _share(self.host_hits, self.host_misses)
 
     def since(self, before: "TierCounters") -> "TierCounters":
@@ -72,7 +72,7 @@ def sum_counters(parts: Sequence[TierCounters]) -> TierCounters:
 
 
 def read_counters(metrics: str) -> TierCounters:
-    """From what GET /metrics answers. Raises ConfigError if a counter is not there."""
+    """Read the response of GET /metrics. Raises ConfigError if a counter is missing."""
     samples = [
         sample for family in text_string_to_metric_families(metrics) for sample in family.samples
     ]
@@ -88,11 +88,12 @@ class AdapterUse(NamedTuple):
 
 
 def reuse_distances(uses: Sequence[AdapterUse]) -> list[int | None]:
-    """For each use, how many other adapters are in use at its start, or were after its own adapter
-    was last; 0 if its own is in use, None if it never was.
+    """Return for each use the number of other adapters in use at its start or since its last use.
+
+    It is 0 if its own adapter is in use, None if it never was.
 
     That is the distance in an LRU stack (Mattson et al., IBM Systems Journal 9(2), 1970) where what
-    is in use lies on top: a cache with room for n adapters that evicts the one that was idle
+    is in use lies on top: a cache of n adapters that evicts the one that was idle
     longest holds exactly those of a distance below n, if never more than n are in use at once.
     """
     moments = sorted(

@@ -38,7 +38,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def uses_adapters(self) -> bool:
-        """Whether wrong answers in mixed batches spoil it."""
+        """Whether wrong outputs in mixed batches invalidate it."""
         is_base = isinstance(self.load, Workload) and isinstance(self.load.popularity, BaseOnly)
         return not is_base
 
@@ -48,9 +48,9 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     num_adapters: int
-    """Of rank 8, known from the start."""
+    """Adapters of rank 8, known from the start."""
     num_resident: int
-    """Of them, in memory."""
+    """Adapters in memory."""
     max_lora_rank: int
     cases: tuple[Case, ...]
 

@@ -32,7 +32,7 @@ _NONE = "-"
 
 
 class Tiers(msgspec.Struct, frozen=True, kw_only=True):
-    """Room for exactly so many of the adapters, which are all of one size."""
+    """Capacity in adapters, which are all of one size."""
 
     num_device: int
     num_host: int
@@ -40,7 +40,7 @@ class Tiers(msgspec.Struct, frozen=True, kw_only=True):
     host_bytes: int
 
     def labels(self) -> tuple[str, str, str]:
-        """Of the three kinds of requests that `nearest` tells apart."""
+        """Latencies of the three kinds of requests that `nearest` distinguishes."""
         return (
             f"one of the {self.num_device} adapters used last",
             f"one of the {self.num_host} before those",
@@ -61,10 +61,10 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     workload: Workload
     start_ns: int
     adapters: tuple[int, ...]
-    """Of each request."""
+    """Latencies of the requests."""
     records: tuple[RequestRecord, ...]
     counters: TierCounters
-    """In this run."""
+    """Counts of this run."""
 
     def figures(self) -> RunStatistics:
         return summarize(self.records, self.start_ns)
@@ -103,19 +103,19 @@ class ChurnReport(msgspec.Struct, frozen=True, kw_only=True):
     serve_flags: tuple[str, ...]
     tiers: Tiers
     ready_seconds: float
-    """From the start of the server until it had registered all adapters, in an empty state."""
+    """Time from the start of the server, in an empty state, until all adapters are registered."""
     few: Side
     many: Side
     throughput_ratio: Ratio | None
-    """Of many to few, turn by turn; None where requests failed."""
+    """Ratio of many to few, turn by turn; None if requests failed."""
     num_listed: int
-    """Of the many, when all was over."""
+    """Counters of the many, at the end."""
     num_on_device: int
     num_on_host: int
 
     @property
     def is_whole(self) -> bool:
-        """Whether every request was answered at its length, and every adapter is still there."""
+        """Whether every request was complete, and every adapter is still there."""
         num_failed = self.few.median.num_failed + self.many.median.num_failed
         return num_failed == 0 and self.num_listed == self.many.num_adapters
 

@@ -13,7 +13,7 @@ from comparison.systems import System
 from loraplex.bench.machine import this_code, this_machine
 
 REFERENCE = "transformers + peft f32"
-"""Whose answers are the right ones, if it is there."""
+"""The system with the right outputs, if it is there."""
 
 
 async def run_comparison(
@@ -28,7 +28,7 @@ async def run_comparison(
 ) -> tuple[Path, ...]:
     """Run what `output`'s journal does not have yet; gives the files that were written.
 
-    output: a path without suffix; `.jsonl` is the journal, beside it come `.json`, `.md` and
+    output: a path without suffix; `.jsonl` is the journal, next to it come `.json`, `.md` and
     pictures, and the logs of the systems in a folder `.logs`. Raises ConfigError.
     """
     header = Header(

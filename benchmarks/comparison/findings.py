@@ -40,7 +40,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def extra_seconds(self) -> Ratio | None:
-        """What a first use costs beside a warm one."""
+        """Extra cost of a first use over a warm one."""
         return spread([first_use.extra_seconds for first_use in self.first_uses])
 
     @property
@@ -50,13 +50,13 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def adapter_loads(self) -> float | None:
-        """In a run, median; None if the system does not tell."""
+        """Median per run; None if the system does not report it."""
         loads = [run.adapter_loads for run in self.runs if run.adapter_loads is not None]
         return statistics.median(loads) if loads else None
 
 
 def find(journal: Journal) -> list[Finding]:
-    """By stage and case as they were first run, then by weight width and system."""
+    """Figures by stage and case in the order of their first runs, weight width and system."""
     places = dict.fromkeys((entry.stage, entry.case) for entry in journal.of(Measured))
     subjects = sorted(journal.header.subjects, key=lambda subject: -subject.weight_bits)
     return [

@@ -1,8 +1,8 @@
-"""What the first use of an adapter costs: its first answer's first token, minus that of later ones.
+"""Cost of the first use of an adapter: the time to its first token, minus that of later uses.
 
 Timed from the call that makes the adapter known to the first token of a request for it, less the
 median time to first token of the same prompt length when the adapter is warm. The file is in the
-page cache. `is_known`: the server had this very adapter once before and was told to forget it, so
+page cache. `is_known`: the server had this very adapter once before and has forgotten it, so
 that it may know the file's digest; else its bytes are new to the server.
 """
 
@@ -32,12 +32,12 @@ class FirstUse(msgspec.Struct, frozen=True, kw_only=True, tag="first-use"):
 
 
 class FirstUseFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """In seconds."""
+    """Durations in seconds."""
 
     cold_seconds: float
-    """From making the adapter known to its first token."""
+    """Time from making the adapter known to its first token."""
     register_seconds: float
-    """Of that, until requests could be sent."""
+    """Part of it until requests could be sent."""
     warm_seconds: float
     """Median time to first token afterwards."""
 
@@ -56,7 +56,7 @@ async def measure_first_use(
         index = await running.add_adapter(adapter)
         await _first_token_ns(running, next(prompts), index)
         await running.remove_adapter(index)
-    # The base answers first, so that what is timed is not the wake-up of an idle server.
+    # The base runs first, so that what is timed is not the wake-up of an idle server.
     await _first_token_ns(running, next(prompts), None)
     start_ns = time.perf_counter_ns()
     index = await running.add_adapter(adapter)
@@ -76,10 +76,10 @@ async def _first_token_ns(
 ) -> tuple[int, int]:
     """When the request was sent, and when its first token came."""
     exchanges, _ = await exchange_all(running, [PlannedRequest(prompt, 2, adapter, 0.0)], 1)
-    answer = running.read(exchanges[0])
-    if answer.error or not answer.chunk_ns:
-        raise ConfigError(f"the request failed: {answer.error or 'it has no answer'}")
-    return exchanges[0].start_ns, answer.chunk_ns[0]
+    completion = running.read(exchanges[0])
+    if completion.error or not completion.chunk_ns:
+        raise ConfigError(f"the request failed: {completion.error or 'it has no completion'}")
+    return exchanges[0].start_ns, completion.chunk_ns[0]
 
 
 def _prompts(vocabulary: range, count: int) -> list[tuple[int, ...]]:
@@ -89,6 +89,6 @@ def _prompts(vocabulary: range, count: int) -> list[tuple[int, ...]]:
 
 
 def _read_once(adapter: Adapter) -> None:
-    """Into the page cache."""
+    """Read files into the page cache."""
     for file in adapter.path.iterdir():
         file.read_bytes()

@@ -1,9 +1,9 @@
-"""The tokenizer of the fixtures: a text of what their models generate tells its token ids.
+"""The tokenizer of the fixtures: a generated text determines its token ids.
 
 In the form of Llama 2's tokenizer.json (BPE with byte fallback), which every server reads. The
 tokens are 3 special ones, 256 bytes, the space mark, 26 letters, 676 pairs of them, and as many
-words of two pairs as there is room for. Only those words are ever generated (the fixture's model
-gives all others the logit 0), so a text of them tells its tokens: four letters each.
+words of two pairs as fit. Only those words are ever generated (the fixture's model
+gives all others the logit 0), so a text of them determines its tokens: four letters each.
 """
 
 import itertools

@@ -1,7 +1,7 @@
 """The models and adapters of a comparison: Llamas of random numbers, made once and kept.
 
-What they cost is that of a trained model of their shape; what they say is noise, but noise that
-tells a wrong adapter from the right one: every adapter changes the greedy answer. Everything
+What they cost is that of a trained model of their shape; their text is noise, but
+distinguishes adapters: every adapter changes the greedy output. Everything
 follows from the shape and the seed. Needs no torch.
 """
 
@@ -34,7 +34,7 @@ from loraplex.bench.random_adapters import (
 from loraplex.core.errors import ConfigError
 
 _FORMAT = 1
-"""Of the files; another format gets another folder."""
+"""Format of the files; another format gets another folder."""
 _SEED = 20260
 _MAX_MODEL_LEN = 2048
 _ADAPTER_SHARE = 0.5
@@ -131,7 +131,7 @@ class Fixture:
     def adapters(self, kind: AdapterKind, count: int, *, first: int = 0) -> tuple[Adapter, ...]:
         """`count` adapters of a kind, from number `first` on; those missing are written.
 
-        Adapter k is the same whoever asks. Raises ConfigError.
+        Adapter k is always the same. Raises ConfigError.
         """
         numbers = range(first, first + count)
         return tuple(self._adapter(kind, number) for number in numbers)

@@ -1,4 +1,4 @@
-"""The systems that are up: started when first asked for, stopped when they fail, all in the end."""
+"""The running systems: started at their first use, stopped when they fail or at the end."""
 
 import asyncio
 import shutil
@@ -17,7 +17,7 @@ _IDLE_SECONDS = 1.0
 
 
 class Fleet:
-    """For one stage."""
+    """Fleet of one stage."""
 
     def __init__(self, stage: str, setup: Setup, work: Path, journal: Journal) -> None:
         self._stage = stage
@@ -51,7 +51,7 @@ class Fleet:
         running = await system.start(setup)
         seconds = time.monotonic() - start
         self._running[system.name] = running
-        await self._tell(system, running, seconds)
+        await self._report(system, running, seconds)
         return running
 
     async def stop_failed(self, system: System) -> None:
@@ -75,9 +75,9 @@ class Fleet:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     def _setup_of(self, system: System) -> Setup:
-        """With folders of its own."""
+        """Return the setup of a system, with folders of its own."""
         label = "".join(c if c.isalnum() else "-" for c in f"{self._stage} {system.name}")
-        # A log of an earlier start would say that this one is ready, and where that one was.
+        # A log of an earlier start would report that this one is ready, and where that one was.
         while (log := self._work / f"{label}-{self._num_starts}.log").exists():
             self._num_starts += 1
         work = log.with_suffix("")
@@ -87,7 +87,7 @@ class Fleet:
         log.touch()
         return msgspec.structs.replace(self._setup, work=work, log=log)
 
-    async def _tell(self, system: System, running: Running, seconds: float) -> None:
+    async def _report(self, system: System, running: Running, seconds: float) -> None:
         before = cpu_seconds(running.process_ids)
         await asyncio.sleep(_IDLE_SECONDS)
         busy = cpu_seconds(running.process_ids) - before

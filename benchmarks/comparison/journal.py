@@ -1,7 +1,7 @@
 """What a comparison has found so far: a file of JSON lines, one a result, written as they come.
 
 A comparison that is started again with the same file goes on where it was, so a crash costs what
-was under way and no more.
+was in progress.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ FORMAT_VERSION = 1
 
 
 class Subject(msgspec.Struct, frozen=True, kw_only=True):
-    """A system, as the report tells of it."""
+    """A system, as the report shows it."""
 
     name: str
     weight_bits: int
@@ -30,7 +30,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ComparisonSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What was asked for. Results of one file are of one value of this."""
+    """Settings of a comparison; all results of one file have the same."""
 
     model: str
     """The fixture's name."""
@@ -59,7 +59,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
 
 
 class Checked(msgspec.Struct, frozen=True, kw_only=True, tag="checked"):
-    """Whether a system answers right in mixed batches."""
+    """Whether a system is right in mixed batches."""
 
     system: str
     stage: str
@@ -88,13 +88,13 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
     first_use: FirstUseFigures | None = None
     error: str | None = None
     resident_bytes: int = 0
-    """Of all its processes, right after the run."""
+    """Memory of all its processes, right after the run."""
     cpu_seconds: float = 0.0
     """That its processes used for the run."""
     adapter_loads: float | None = None
-    """In the run; None: the system does not tell."""
+    """Loads in the run; None: the system does not report them."""
     load_average: float | None = None
-    """Of the machine before the run."""
+    """Load average of the machine before the run."""
 
     @property
     def is_good(self) -> bool:

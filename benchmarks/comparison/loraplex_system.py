@@ -7,7 +7,7 @@ from pathlib import Path
 
 import httpx
 
-from comparison.adapter_room import AdapterRoom, adapter_room
+from comparison.adapter_bytes import AdapterBytes, adapter_bytes
 from comparison.processes import ServerProcess
 from comparison.systems import Adapter, Setup
 from loraplex.bench.completions import PATH, completion_body, read_completion
@@ -40,7 +40,7 @@ class LoraplexSystem:
         self.weight_bits = weight_bits
         self.name = f"loraplex {_WIDTH_NAMES[weight_bits]}"
         self._serve_flags = serve_flags
-        self._rooms: dict[tuple[Path, Path, int], AdapterRoom] = {}
+        self._sizes: dict[tuple[Path, Path, int], AdapterBytes] = {}
 
     def version(self) -> str:
         return __version__
@@ -73,15 +73,15 @@ class LoraplexSystem:
         return RunningLoraplex(process, setup, _read(setup.log))
 
     async def _tier_flags(self, setup: Setup) -> list[str]:
-        """For tiers that hold as many adapters as are to be resident, each."""
+        """Return the flags of tiers that each hold the resident adapters."""
         if not setup.adapters:
             return []
         largest = max(setup.adapters, key=lambda adapter: adapter.rank)
         key = (setup.model, largest.path, setup.max_lora_rank)
-        if key not in self._rooms:
+        if key not in self._sizes:
             flags = [*_FLAGS[self.weight_bits], "--max-lora-rank", str(setup.max_lora_rank)]
-            self._rooms[key] = await adapter_room(setup.model, largest.path, flags)
-        return self._rooms[key].flags(setup.num_resident_adapters)
+            self._sizes[key] = await adapter_bytes(setup.model, largest.path, flags)
+        return self._sizes[key].flags(setup.num_resident_adapters)
 
 
 def _link(folder: Path, place: Path) -> None:
@@ -102,8 +102,8 @@ class RunningLoraplex:
 
     def __init__(self, process: ServerProcess, setup: Setup, log: str) -> None:
         http, metrics = HTTP_LINE.search(log), _METRICS_LINE.search(log)
-        assert http is not None, "it says that it has started"
-        assert metrics is not None, "it says that it has started"
+        assert http is not None, "the server has started"
+        assert metrics is not None, "the server has started"
         self._process = process
         self._base = setup.model.name
         self._models: list[str | None] = [adapter.name for adapter in setup.adapters]

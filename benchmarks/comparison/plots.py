@@ -86,7 +86,7 @@ def _latency(
     label: str,
     latency: Callable[[RunStatistics], Percentiles | None],
 ) -> bool:
-    """For each workload and system the 50th, 90th and 99th percentile as a line with a dot."""
+    """Plot for each workload and system the 50th, 90th and 99th percentile as a line with a dot."""
     cases = [case for case in dict.fromkeys(f.case for f in findings) if "tax" not in case]
     systems = _systems(findings)
     step = 0.8 / max(1, len(systems))

@@ -76,7 +76,7 @@ class ServerProcess:
         return self._process.returncode is None
 
     async def wait_until(self, is_ready: Callable[[], Awaitable[bool]], seconds: float) -> None:
-        """Ask again and again. Raises ConfigError with the end of the log if the process ends
+        """Poll until it is ready. Raises ConfigError with the end of the log if the process ends
         first, or the time is over; then it is stopped.
         """
         end = time.monotonic() + seconds

@@ -69,7 +69,7 @@ def comparison_markdown(report: ComparisonReport) -> str:
         lines += ["", f"## {width}-bit weights", "", *(tables[:-1] or ["nothing was measured"])]
     for title, section in (
         ("Cost of adapters", _ratio_lines(report.findings)),
-        ("Answers in mixed batches", _verdict_lines(report.checked)),
+        ("Outputs in mixed batches", _verdict_lines(report.checked)),
         ("Starts", _start_lines(report.started)),
         ("Not measured", _error_lines(report.findings)),
     ):
@@ -156,7 +156,7 @@ def _ratio_lines(findings: Sequence[Finding]) -> Iterator[str]:
 def _verdict_lines(checked: Sequence[Checked]) -> Iterator[str]:
     for entry in checked:
         verdict = entry.verdict
-        reference = ", alone as the reference answers" if verdict.is_compared_with_reference else ""
+        reference = ", alone as the reference" if verdict.is_compared_with_reference else ""
         if verdict.is_right:
             yield (
                 f"- {entry.system} ({entry.stage}): right{reference}; {verdict.num_equal} of "

@@ -40,7 +40,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     num_equal: int
     """Answers in a mixed batch that were token for token those given alone,"""
     num_asked: int
-    """of so many."""
+    """Number of compared outputs."""
     is_compared_with_reference: bool = False
 
     @property
@@ -49,7 +49,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def ask_alone(running: Running, vocabulary: range) -> list[Answers]:
-    """For each prompt: base and adapters, one request at a time. Raises ConfigError if one fails:
+    """Run base and adapters on each prompt, one request at a time. Raises ConfigError if one fails:
     then there is nothing to compare with.
     """
     answers: list[Answers] = []
@@ -152,7 +152,7 @@ def _not_their_own(
             elif taken == _NOBODY:
                 strangers[adapter] += 1
     for adapter, count in strangers.items():
-        if count > _NUM_PROMPTS:  # each prompt was asked twice
+        if count > _NUM_PROMPTS:  # each prompt was sent twice
             yield f"{_name(adapter)} in a mixed batch gives answers of its own {count} times"
 
 

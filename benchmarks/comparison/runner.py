@@ -37,7 +37,7 @@ _FIRST_NEW_ADAPTER = 10_000
 
 
 class Progress(Protocol):
-    """Who is told how far it is."""
+    """Display of the progress."""
 
     def begin(self, num_runs: int) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Many streams at once against a running server, each of which must say what it says alone; and
+"""Many streams at once against a running server, each of which must be as it is alone; and
 what the server's processes hold meanwhile. Speaks OpenAI's streams over HTTP.
 """
 
@@ -36,7 +36,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     label: str
     text: str = ""
     first_seconds: float = 0.0
-    """From the call to the first event with text."""
+    """Seconds from the call to the first event with text."""
     longest_gap: float = 0.0
     """Seconds between two events."""
     error: str = ""
@@ -49,7 +49,7 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
 
     num_requests: int
     resident_bytes: dict[str, int]
-    """By process: serving, engine, and those that serving started besides."""
+    """Bytes by process: serving, engine, and the other processes of serving."""
     num_files: dict[str, int]
 
 
@@ -67,7 +67,7 @@ async def ask_at_once(http: httpx.AsyncClient, asks: Sequence[Ask]) -> list[Told
 
 
 async def ask_one(http: httpx.AsyncClient, ask: Ask) -> Told:
-    """Errors are in what is told."""
+    """Run one request; the result has its error."""
     stream = _Stream()
     try:
         async with http.stream("POST", ask.path, json={**ask.body, "stream": True}) as response:
@@ -128,7 +128,7 @@ class _Stream:
 
 
 def _text_of(choice: Mapping[str, Any]) -> str:
-    """Of a completion, or a chat; of calls of tools their arguments."""
+    """Return the text of a completion or a chat, or the arguments of tool calls."""
     if "text" in choice:
         return str(choice["text"])
     delta = choice["delta"]
@@ -139,7 +139,7 @@ def _text_of(choice: Mapping[str, Any]) -> str:
 
 
 def held_by(pid: int, num_requests: int) -> Held:
-    """Of a server's process and those below it."""
+    """Return the memory of a server's process and its children."""
     processes = list(_names(pid))
     return Held(
         num_requests=num_requests,

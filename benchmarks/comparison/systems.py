@@ -1,4 +1,4 @@
-"""What a comparison asks of a server, ours or another's: start, answer, stop.
+"""Interface of a server under comparison, ours or another's: start, send, stop.
 
 A `System` is a kind of server with its weight width; `start` gives a `Running` one. The comparison
 sends every request through `Running.send`, so all systems are loaded by one load generator, and
@@ -39,7 +39,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     num_resident_adapters: int
     """How many of them memory shall hold at once; a system without such a setting ignores it."""
     max_lora_rank: int
-    """Of these adapters, and of those that `add_adapter` brings."""
+    """Largest rank of these adapters, and of those that `add_adapter` brings."""
     max_num_seqs: int
     """Requests in one step; a system may take fewer, never more."""
     max_model_len: int
@@ -59,7 +59,7 @@ class Running(Protocol):
 
     @property
     def process_ids(self) -> tuple[int, ...]:
-        """Of its processes; their children are found from these. Memory is counted over them."""
+        """Ids of its processes. Memory is counted over them and their children."""
         ...
 
     async def send(self, exchange: Exchange) -> None:
@@ -103,7 +103,7 @@ class System(Protocol):
 
     @property
     def weight_bits(self) -> int:
-        """Of the linear layers' weights: 32, 16 or 8. Systems are compared per width."""
+        """Width of the linear layers' weights: 32, 16 or 8. Systems are compared per width."""
         ...
 
     @property
@@ -129,7 +129,7 @@ class System(Protocol):
         ...
 
     def version(self) -> str:
-        """Of its package or build; "" if it is not installed. Blocks for at most a second or so."""
+        """Version of its package or build; "" if it is not installed. Blocks for up to a second."""
         ...
 
 

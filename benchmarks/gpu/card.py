@@ -28,11 +28,11 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     num_multiprocessors: int
     compute_capability: str
     told: dict[str, str]
-    """By nvidia-smi, at the start; empty where there is none."""
+    """Output of nvidia-smi at the start; empty if there is none."""
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """With what and on what the figures of a file were made."""
+    """Code and card that made the figures of a file."""
 
     created: str
     code: Code
@@ -91,13 +91,13 @@ def _told() -> dict[str, str]:
 
 
 def finish(device: torch.device) -> None:
-    """Wait for all that was asked of the device."""
+    """Wait for all work that was sent to the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def seconds_of(work: Callable[[], object], device: torch.device, repeats: int = 10) -> list[float]:
-    """Of each repeat, by the host's clock, after one that is not counted."""
+    """Measure each repeat by the host's clock, after a warm-up that does not count."""
     times = []
     for _ in range(1 + repeats):
         finish(device)

@@ -40,7 +40,7 @@ class Tests(msgspec.Struct, frozen=True, kw_only=True):
     failed: int = 0
     skipped: int = 0
     seconds: float = 0.0
-    """Of the file that took longest."""
+    """Seconds of the slowest file."""
     not_run: tuple[str, ...] = ()
     """Files that the time did not allow."""
     failures: tuple[str, ...] = ()
@@ -188,7 +188,7 @@ def table(rows: dict[str, Figures]) -> str:
 
 
 def _ratio(key: str, rows: dict[str, Figures]) -> float | None:
-    """Of steps with adapters, to those of the same size without."""
+    """Ratio of steps with adapters to steps of the same size without."""
     head = re.split(r" (?:one|distinct)", key)[0]
     base = rows.get(f"{head} none")
     if head == key or base is None:
@@ -199,7 +199,7 @@ def _ratio(key: str, rows: dict[str, Figures]) -> float | None:
 def _measured(
     journal: CellJournal, work: Callable[[], None], missing: dict[str, str]
 ) -> dict[str, Figures]:
-    """What can be measured, even where a kernel fails: the tests tell why."""
+    """What can be measured, even if a kernel fails: the tests report why."""
     try:
         work()
     except Exception as error:

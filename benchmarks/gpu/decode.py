@@ -43,7 +43,7 @@ class Plan(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...]
     context: int
     steps: int
-    """Of one block; a figure is the median of some blocks."""
+    """Steps of one block; a figure is the median of some blocks."""
     dtype: str
 
 
@@ -100,7 +100,7 @@ def _run_model(
 def make_rig(
     device: torch.device, plan: Plan, model: str, largest: int, pool_bytes: int | None = None
 ) -> Rig:
-    """As many sequences as fit beside weights and adapters."""
+    """Return the number of sequences that fit next to weights and adapters."""
     config = decoder_config(model, plan.dtype)
     itemsize = getattr(torch, plan.dtype).itemsize
     longest = plan.context + (1 + _BLOCKS) * plan.steps + 16

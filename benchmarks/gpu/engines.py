@@ -36,7 +36,7 @@ class Kind:
 
 
 def make_engine(rig: Rig, host_bytes: int, loader: AdapterLoader | None = None) -> Engine:
-    """Without a prefix cache. Without a loader, adapters are on the host when they are wanted."""
+    """Make an engine without a prefix cache. Without a loader, adapters are on the host at once."""
     return build_engine(
         rig.runner,
         loader or InstantLoader(rig.host, _copies_of(rig)),

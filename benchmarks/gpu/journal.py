@@ -41,7 +41,7 @@ class CellJournal:
         self.header = header
         self.cells: dict[str, Cell] = {}
         self.left_out: list[str] = []
-        """For want of time."""
+        """Figures that were skipped because the time was over."""
         self._deadline = time.monotonic() + seconds
         self._piece = 0
         if path.exists():

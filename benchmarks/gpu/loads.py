@@ -106,7 +106,7 @@ def _run_kind(
 
 
 class _Loads:
-    """Brings adapter 0 to one of the places, then asks for it."""
+    """Move adapter 0 to one of the places, then request it."""
 
     def __init__(self, engine: Engine, files: Sequence[AdapterSource]) -> None:
         self._engine = engine

@@ -61,7 +61,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def hf_config(name: str, dtype: str) -> dict[str, Any]:
-    """As a Hugging Face config.json has it."""
+    """Return the content of a Hugging Face config.json."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -134,7 +134,7 @@ MODULES = {
 
 
 def step_bytes(config: ModelSpec, itemsize: int) -> int:
-    """Of the weights that a decode step reads: all but the table of embeddings."""
+    """Bytes of the weights that a decode step reads: all but the embedding table."""
     per_layer = sum(rows * columns for rows, columns in config.module_shapes[0].values())
     weights = config.num_layers * per_layer + config.vocab_size * config.hidden_size
     return weights * itemsize
@@ -147,5 +147,5 @@ def adapter_bytes(config: ModelSpec, rank: int, modules: str, itemsize: int) -> 
 
 
 def kv_bytes(config: ModelSpec, itemsize: int) -> int:
-    """Of one position."""
+    """Bytes of one position."""
     return 2 * config.num_layers * config.layers[0].attention.kv_size * itemsize

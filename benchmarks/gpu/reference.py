@@ -34,7 +34,7 @@ class Plan(msgspec.Struct, frozen=True):
     prompt_tokens: int
     output_tokens: int
     alone: int
-    """Of the requests, those that peft is given one after another; as many as the time allows."""
+    """Requests that peft runs one after another, up to the time limit."""
 
 
 FULL = Plan("llama-3.1-8b", "bfloat16", ((16, "qkv"), (16, "all")), 32, 128, 64, 4)
@@ -198,7 +198,7 @@ def _generate(model: Any, prompts: torch.Tensor, plan: Plan, adapted: dict[str, 
 def _time(
     work: Callable[[], int], device: torch.device, plan: Plan, repeats: int = _REPEATS
 ) -> Figures:
-    """work: tells how many requests it answered."""
+    """Time `work`, which returns the number of its completed requests."""
     counts: list[int] = []
     seconds = seconds_of(lambda: counts.append(work()), device, repeats)
     return _figures(plan, seconds, counts[-1])

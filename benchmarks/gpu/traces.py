@@ -32,12 +32,12 @@ class Plan(msgspec.Struct, frozen=True):
     model: str
     dtype: str
     kinds: tuple[tuple[int, str], ...]
-    """Of Punica's adapters: (rank, modules)."""
+    """(rank, modules) of Punica's adapters."""
     punica_requests: int
     punica_longest: int
     concurrency: int
     numbers: tuple[int, ...]
-    """Of adapters in S-LoRA's traces; rank 8 on q, k, v and o, its setting S1."""
+    """Number of adapters in S-LoRA's traces; rank 8 on q, k, v and o, its setting S1."""
     seconds: float
     rate: float
     saturated_requests: int

@@ -24,7 +24,7 @@ _MOST_BYTES = 40 << 20
 
 
 def versions(constraints: str) -> dict[str, str]:
-    """Of the packages that the file pins; the others are taken as new as they are."""
+    """Versions that the file pins; other packages get their newest versions."""
     pinned = dict(re.findall(r"^([A-Za-z0-9_.-]+)==([^\s;#]+)", constraints, re.MULTILINE))
     by_name = {_normal(name): version for name, version in pinned.items()}
     return {name: by_name[_normal(name)] for name in PACKAGES if _normal(name) in by_name}

@@ -43,6 +43,6 @@ DIFFERENCES: Final = (
 
 
 def sections() -> tuple[Section, ...]:
-    """For the documentation."""
+    """Return the rows of the documentation."""
     rows = tuple(Feature(d.name, note=f"{d.ours}; there: {d.llgtrts}") for d in DIFFERENCES)
     return (Section("Differences", rows),)

@@ -20,7 +20,7 @@ def _section(section: Section) -> str:
 
 
 def _table(rows: Sequence[Feature]) -> str:
-    """Without a column that would be empty; neighbours that say the same share a row."""
+    """Return a table without empty columns; equal neighbours share a row."""
     lines = [_cells(group) for group in _grouped(rows)]
     columns = [i for i in range(4) if i == 0 or any(line[i] for line in lines)]
     head = ("name", "values", "here", "")

@@ -48,7 +48,7 @@ VLLM: Final = _names(
     "kv_transfer_params ec_transfer_params vllm_xargs repetition_detection thinking_token_budget "
     "stream_interval"
 )
-"""Of completions and chat."""
+"""Fields of completions and chat."""
 VLLM_COMPLETIONS: Final = _names("prompt_embeds")
 VLLM_CHAT: Final = _names(
     "best_of echo add_generation_prompt continue_final_message documents chat_template "
@@ -86,7 +86,7 @@ LORAX_PARAMETERS: Final = _names(
     "truncate watermark details decoder_input_details return_k_alternatives apply_chat_template "
     "seed response_format"
 )
-"""Of /generate, /generate_stream and /."""
+"""Fields of /generate, /generate_stream and /."""
 
 LLGTRT: Final = _names(
     "lora_model load_lora_weights min_tokens min_p llg_log_level return_expanded_prompt "

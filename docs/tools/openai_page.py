@@ -104,7 +104,7 @@ def feature(body: type[Body], name: str) -> Feature:
 
 
 def responses_feature(name: str) -> Feature:
-    """As feature, of /v1/responses."""
+    """Return the feature of a field of /v1/responses."""
     if name in ResponsesBody.model_fields:
         note = " ".join((ResponsesBody.model_fields[name].description or "").split())
         return Feature(name, Support.WORKS, note.removesuffix("."))

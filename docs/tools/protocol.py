@@ -1,4 +1,4 @@
-"""Rows of what a server answers: routes, RPCs and metrics, asked of the objects that answer."""
+"""Rows of a server's routes, RPCs and metrics, from the objects that implement them."""
 
 import re
 from collections.abc import Iterable
@@ -91,7 +91,7 @@ def header_features() -> tuple[Feature, ...]:
 
 
 def setting_features() -> tuple[Feature, ...]:
-    """Of the trace and logging extensions."""
+    """Return the settings of the trace and logging extensions."""
     return (*map(_trace_setting, TRACE_SETTINGS), *map(_log_setting, LOG_SETTINGS))
 
 
@@ -121,7 +121,7 @@ def metric_features() -> tuple[Feature, ...]:
 
 
 def label_features() -> tuple[Feature, ...]:
-    """Of the replaced systems' families, the values of labels that are not names."""
+    """Return the label values of the replaced systems' families that are not names."""
     return tuple(
         Feature(f"{name}={value}", note=f"of {family.name}")
         for family in _families()
@@ -131,7 +131,7 @@ def label_features() -> tuple[Feature, ...]:
 
 
 def _families() -> Iterable[Metric]:
-    """Of a server that shows all that it can, with a model of each kind of batching."""
+    """Return the metrics of a server with a model of each kind of batching."""
     backend = EchoBackend()
     everything = MetricsConfig(histogram_latencies=True, summary_latencies=True)
     service = TritonService(backend, declarations=_DECLARATIONS, metrics=everything)

@@ -48,7 +48,7 @@ _COMMANDS: Final[Mapping[str, Callable[..., None]]] = MappingProxyType(
         "extract_lora.py": extract_lora,
     }
 )
-"""By original, the commands whose flags are their functions' parameters."""
+"""Commands whose flags are their functions' parameters, by original."""
 _BATCHING = "controls of sequence batching"
 
 

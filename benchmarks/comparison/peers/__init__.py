@@ -1,4 +1,4 @@
-"""Other people's servers and libraries, found where the user says that they are."""
+"""Other people's servers and libraries, at the places that the user gives."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path

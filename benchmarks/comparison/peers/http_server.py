@@ -28,10 +28,10 @@ class HttpServer:
         seconds: float,
         reuses_connections: bool = True,
     ) -> "HttpServer":
-        """Run command(host, port) and wait until a GET of ready_path is answered with success.
+        """Run command(host, port) and wait until a GET of ready_path succeeds.
 
         reuses_connections: False for a server that closes them when it likes, so that a request
-        on one may get no answer. Raises ConfigError with the end of the log.
+        on one may get no response. Raises ConfigError with the end of the log.
         """
         port = _free_port()
         client = StreamingClient(f"http://{_HOST}:{port}", reuses_connections=reuses_connections)
@@ -55,7 +55,7 @@ class HttpServer:
 
 
 def _free_port() -> int:
-    """Nobody listens on it now. A server that is told 0 would not say which it took."""
+    """Return a free port. A server with port 0 would not report its own."""
     with socket.socket() as probe:
         probe.bind((_HOST, 0))
         port: int = probe.getsockname()[1]

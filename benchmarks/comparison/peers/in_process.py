@@ -1,6 +1,6 @@
-"""A started library without a server: its worker is asked by pipes, and times its own tokens.
+"""A started library without a server: its worker has pipes, and times its own tokens.
 
-So a library is measured at its own door, without the cost of a server that it does not have.
+So a library is measured at its own API, without the cost of a server that it does not have.
 """
 
 from comparison.peers.worker_process import WorkerProcess, decode
@@ -24,7 +24,7 @@ class RunningWorker:
     async def send(self, exchange: Exchange) -> None:
         request = exchange.request
         try:
-            line = await self._worker.ask(
+            line = await self._worker.request(
                 "generate",
                 prompt=request.prompt_token_ids,
                 num_tokens=request.num_output_tokens,
@@ -65,7 +65,7 @@ class RunningWorker:
         await self._worker.stop()
 
     async def _checked(self, op: str, **arguments: object) -> None:
-        reply = decode(await self._worker.ask(op, **arguments))
+        reply = decode(await self._worker.request(op, **arguments))
         if reply.unsupported is not None:
             raise UnsupportedFeatureError(f"{op}: {reply.unsupported}")
         if reply.error is not None:

@@ -1,7 +1,7 @@
 """llama.cpp's server: the one to beat on a CPU without adapters.
 
 Slots join in a batch only if their LoRA lists are equal, so requests of different adapters are
-answered right, but one after another. It knows no adapter but those that it started with.
+served correctly, but one after another. It knows no adapter but those that it started with.
 """
 
 import hashlib
@@ -79,7 +79,7 @@ class LlamaCpp:
     def version(self) -> str:
         """The line of --version that names the build."""
         try:
-            answer = subprocess.run(
+            done = subprocess.run(
                 [str(self._server), "--version"],
                 capture_output=True,
                 text=True,
@@ -88,7 +88,7 @@ class LlamaCpp:
             )
         except (OSError, subprocess.SubprocessError):
             return ""
-        printed = (answer.stdout + answer.stderr).splitlines()
+        printed = (done.stdout + done.stderr).splitlines()
         return next((line for line in printed if line.startswith("version")), "")
 
     async def _converted_model(self, setup: Setup) -> Path:
@@ -134,7 +134,7 @@ def _flags(setup: Setup, model: Path, adapters: Sequence[Path]) -> list[str]:
         *("--model", str(model), "--threads", threads, "--threads-batch", threads),
         *("--parallel", str(setup.max_num_seqs)),
         *("--ctx-size", str(setup.max_num_seqs * setup.max_model_len)),
-        # No reuse of an earlier prompt, in a slot or in memory beside it.
+        # No reuse of an earlier prompt, in a slot or in other memory.
         *("--no-cache-prompt", "--cache-ram", "0", "--slot-prompt-similarity", "0"),
         *("--cont-batching", "--offline", "--no-ui"),
         *(("--lora", ",".join(map(str, adapters))) if adapters else ()),

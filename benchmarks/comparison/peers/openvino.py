@@ -16,7 +16,7 @@ from loraplex.core.errors import ConfigError
 _START_SECONDS = 600.0
 _WIDTHS = {32: "fp32", 8: "int8"}
 _PROPERTIES: dict[int, dict[str, str]] = {
-    # A processor that knows bfloat16 computes in it unless told otherwise, and the KV cache is of
+    # A processor that knows bfloat16 computes in it by default, and the KV cache is of
     # 8 bits: with 32-bit weights that would compare another arithmetic.
     32: {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"},
     8: {"INFERENCE_PRECISION_HINT": "f32"},
@@ -25,7 +25,7 @@ _PROPERTIES: dict[int, dict[str, str]] = {
 
 class OpenVinoGenAI:
     """Implements `System`. Needs a virtual environment with openvino-genai, and with optimum-intel
-    (torchvision, which it asks for, is not needed) for models not yet exported.
+    (torchvision, which it requires, is not used) for models not yet exported.
     """
 
     is_http = False

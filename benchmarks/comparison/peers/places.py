@@ -1,4 +1,4 @@
-"""Where the user says that a peer is: a virtual environment with its package."""
+"""The place of a peer that the user gives: a virtual environment with its package."""
 
 import subprocess
 from pathlib import Path
@@ -24,7 +24,7 @@ def package_versions(python: Path, *packages: str) -> str:
         "print(', '.join(f'{name} {importlib.metadata.version(name)}' for name in sys.argv[1:]))"
     )
     try:
-        answer = subprocess.run(
+        done = subprocess.run(
             [str(python), "-c", code, *packages],
             capture_output=True,
             text=True,
@@ -33,4 +33,4 @@ def package_versions(python: Path, *packages: str) -> str:
         )
     except (OSError, subprocess.SubprocessError):
         return ""
-    return answer.stdout.strip()
+    return done.stdout.strip()

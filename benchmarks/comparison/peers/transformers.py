@@ -1,6 +1,6 @@
 """transformers + peft: the reference that most people begin with.
 
-A static batch by peft's `adapter_names`, which mixes any adapters with the base model and answers
+A static batch by peft's `adapter_names`, which mixes any adapters with the base model and responds
 right. Requests that come while one batch runs wait for its longest row.
 """
 

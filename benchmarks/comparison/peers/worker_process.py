@@ -1,6 +1,6 @@
 """A library that has no server, run by a worker of ours in its own virtual environment.
 
-The worker is `workers/serve.py`, which says what goes over the pipes.
+The worker is `workers/serve.py`, which documents the messages.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class WorkerProcess:
-    """A worker, and the questions that wait for its answers."""
+    """A worker, and the requests that wait for its responses."""
 
     def __init__(self, process: ServerProcess) -> None:
         self._process = process
@@ -81,15 +81,15 @@ class WorkerProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    async def ask(self, op: str, **arguments: Any) -> bytes:
-        """Send a message; gives the line that answers it. Raises ConfigError if the worker ends."""
+    async def request(self, op: str, **arguments: Any) -> bytes:
+        """Send a message; return the response line. Raises ConfigError if the worker ends."""
         if self._has_ended:
             raise self._ended()
-        asked = next(self._ids)
-        answer = self._expect(asked)
-        message = msgspec.json.encode({"id": asked, "op": op, **arguments})
+        request_id = next(self._ids)
+        response = self._expect(request_id)
+        message = msgspec.json.encode({"id": request_id, "op": op, **arguments})
         self._process.stdin.write(message + b"\n")
-        return await answer
+        return await response
 
     async def stop(self) -> None:
         """Idempotent."""
@@ -98,9 +98,9 @@ class WorkerProcess:
         await self._process.stop()
         await self._reader
 
-    def _expect(self, asked: int) -> asyncio.Future[bytes]:
-        self._waiting[asked] = asyncio.get_running_loop().create_future()
-        return self._waiting[asked]
+    def _expect(self, request_id: int) -> asyncio.Future[bytes]:
+        self._waiting[request_id] = asyncio.get_running_loop().create_future()
+        return self._waiting[request_id]
 
     async def _read(self) -> None:
         """Give each line to who waits for it, until there are no more."""
@@ -119,5 +119,5 @@ class WorkerProcess:
 
 
 def decode(line: bytes) -> Reply:
-    """An answer of `WorkerProcess.ask`."""
+    """A response of `WorkerProcess.request`."""
     return msgspec.json.decode(line, type=Reply)

@@ -5,12 +5,31 @@ import random
 import string
 import time
 
+import msgspec
 import pytest
 from comparison.systems import Setup
 
+from loraplex.bench.arrivals import ClosedLoop
 from loraplex.bench.exchange import Completion, Exchange
-from loraplex.bench.workload import PlannedRequest
+from loraplex.bench.popularity import Distinct
+from loraplex.bench.workload import Lengths, PlannedRequest, Workload
 from loraplex.testing.echo_backend import EchoBackend
+
+WORKLOAD = Workload(
+    num_requests=6,
+    prompt_tokens=Lengths(4, 4),
+    output_tokens=Lengths(5, 5),
+    popularity=Distinct(),
+    num_adapters=3,
+    arrivals=ClosedLoop(2),
+    seed=0,
+)
+
+
+@pytest.fixture
+def workload():
+    """A function (**changes) -> Workload."""
+    return lambda **changes: msgspec.structs.replace(WORKLOAD, **changes)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from comparison.peers.workers.serve import Job
 
 _BLOCK_TOKENS = 32
-"""Of a KV block on a CPU."""
+"""Tokens of a KV block on a CPU."""
 _MAX_BATCHED_TOKENS = 2048
 _ANY_TOKEN = 1
 

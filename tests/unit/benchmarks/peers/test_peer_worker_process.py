@@ -140,4 +140,4 @@ async def test_stop_leaves_no_process_and_may_be_repeated(start):
     with pytest.raises(ProcessLookupError):
         os.kill(worker.pid, 0)
     with pytest.raises(ConfigError, match="the worker ended"):
-        await worker.ask("generate")
+        await worker.request("generate")

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from comparison.adapter_room import AdapterRoom, adapter_room
+from comparison.adapter_bytes import AdapterBytes, adapter_bytes
 from comparison.fixture_tokenizer import FIRST_WORD_ID
 from comparison.fixtures import RANK_8, Fixture, LlamaShape
 
@@ -32,7 +32,7 @@ def fixture(tmp_path: Path) -> Fixture:
 async def test_so_many_and_no_more(fixture: Fixture) -> None:
     adapters = fixture.adapters(RANK_8, 12)
     flags = ["--dtype", "float32", "--max-lora-rank", "8"]
-    room = await adapter_room(fixture.model, adapters[0].path, flags)
+    room = await adapter_bytes(fixture.model, adapters[0].path, flags)
     _, device_bytes, _, host_bytes = room.flags(9)
     config = ModelConfig(
         path=str(fixture.model),
@@ -47,10 +47,10 @@ async def test_so_many_and_no_more(fixture: Fixture) -> None:
 
 async def test_what_cannot_be_planned_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"(?s)loraplex plan failed for .*no-such-flag"):
-        await adapter_room(tmp_path, tmp_path, ["--no-such-flag"])
+        await adapter_bytes(tmp_path, tmp_path, ["--no-such-flag"])
 
 
 def test_a_server_takes_one_of_the_largest_rank_at_least() -> None:
-    room = AdapterRoom(device_bytes=10, host_bytes=3, least_device_bytes=25)
+    room = AdapterBytes(device_bytes=10, host_bytes=3, least_device_bytes=25)
     assert room.flags(2) == ["--lora-device-bytes", "25", "--lora-host-bytes", "6"]
     assert room.flags(4) == ["--lora-device-bytes", "40", "--lora-host-bytes", "12"]

@@ -11,8 +11,8 @@ from loraplex.core.environment import child_environment
 from loraplex.core.errors import ConfigError
 
 
-class AdapterRoom(msgspec.Struct, frozen=True, kw_only=True):
-    """In bytes."""
+class AdapterBytes(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes in bytes."""
 
     device_bytes: int
     """Whole pages, of one adapter."""
@@ -21,13 +21,13 @@ class AdapterRoom(msgspec.Struct, frozen=True, kw_only=True):
     """That a server takes for the device tier: one adapter of the largest rank."""
 
     def flags(self, num_adapters: int) -> list[str]:
-        """Of a server whose tiers hold so many of these at once, and no more."""
+        """Return the flags of a server whose tiers hold exactly this number of adapters."""
         device_bytes = max(num_adapters * self.device_bytes, self.least_device_bytes)
         host_bytes = num_adapters * self.host_bytes
         return ["--lora-device-bytes", str(device_bytes), "--lora-host-bytes", str(host_bytes)]
 
 
-async def adapter_room(model: Path, adapter: Path, flags: Sequence[str]) -> AdapterRoom:
+async def adapter_bytes(model: Path, adapter: Path, flags: Sequence[str]) -> AdapterBytes:
     """flags: those of the server that decide it. Raises ConfigError."""
     command = [sys.executable, "-m", "loraplex", "plan", str(model), "--json"]
     process = await asyncio.create_subprocess_exec(
@@ -46,7 +46,7 @@ async def adapter_room(model: Path, adapter: Path, flags: Sequence[str]) -> Adap
     if planned.problem:
         raise ConfigError(f"{adapter} cannot be served: {planned.problem}")
     device = plan.memory.device
-    return AdapterRoom(
+    return AdapterBytes(
         device_bytes=planned.device_bytes,
         host_bytes=planned.host_bytes,
         least_device_bytes=max(fit.pages for fit in device.fits) * device.page_bytes,
