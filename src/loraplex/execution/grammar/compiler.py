@@ -1,4 +1,4 @@
-"""From a grammar's text to matchers at its start, with the tokens of one model.
+"""Compilation of a grammar's text to matchers at its start, with the tokens of one model.
 
 The only module of the engine that needs llguidance when it is imported.
 """
@@ -17,7 +17,7 @@ _MAX_PROTOTYPES: Final = 64
 _END_OF_GRAMMAR: Final = b"<end of grammar>"
 _MAX_ENCODED_BYTES: Final = 1024
 _NUM_UNSURE_TOKENS: Final = 16
-"""At a cut: they could be others if the text went on."""
+"""Tokens at a cut which could be others if the text went on."""
 _SENTINEL: Final = "\x02"
 """Put before a text so that a tokenizer which adds a space to a text's start adds it there."""
 
@@ -42,7 +42,7 @@ class GrammarCompiler:
         )
 
     def matcher(self, text: str) -> llguidance.LLMatcher:
-        """May be in an error state, which it says itself."""
+        """Return a matcher. It may be in an error state, which it reports itself."""
         prototype = self._prototypes.pop(text, None)
         if prototype is None:
             prototype = llguidance.LLMatcher(
@@ -58,7 +58,7 @@ def build_tokenizer(vocabulary: GrammarVocabulary, vocab_size: int) -> llguidanc
     """The tokenizer of a model with so many ids, and one more: `vocab_size` is the end of a text.
 
     That id is no token of the model, so what ends a sequence can differ by request: its bit in a
-    mask says whether the grammar may end.
+    mask shows whether the grammar may end.
     """
     return llguidance.LLTokenizer(
         _TokenTable(vocabulary, vocab_size),  # type: ignore[arg-type]
@@ -68,7 +68,7 @@ def build_tokenizer(vocabulary: GrammarVocabulary, vocab_size: int) -> llguidanc
 
 
 class _TokenTable:
-    """What llguidance asks of a tokenizer; the names are its own (TokenizerWrapper)."""
+    """Tokenizer interface of llguidance; the names are its own (TokenizerWrapper)."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -95,15 +95,15 @@ class _TokenTable:
         """The tokens that the model would most likely write this text with.
 
         They spell it exactly: else the mask of a forced text would leave the grammar. Of a long
-        one (a client's constant) it is the start: llguidance asks at every token.
+        one (a client's constant) it is the start: llguidance calls it at every token.
         """
         data = text.encode() if isinstance(text, str) else bytes(text)
         if len(data) > _MAX_ENCODED_BYTES:
             start = data[:_MAX_ENCODED_BYTES].decode(errors="ignore").encode()
-            return self._spelled(start)[:-_NUM_UNSURE_TOKENS]
-        return self._spelled(data)
+            return self._encoded(start)[:-_NUM_UNSURE_TOKENS]
+        return self._encoded(data)
 
-    def _spelled(self, data: bytes) -> list[int]:
+    def _encoded(self, data: bytes) -> list[int]:
         for prefix in ("", _SENTINEL):
             token_ids = self._encoded_after(prefix, data)
             if token_ids is not None:
@@ -127,7 +127,7 @@ class _TokenTable:
         return None
 
     def _longest_matches(self, data: bytes) -> list[int]:
-        """As far as the vocabulary can spell it."""
+        """Tokens of the longest prefix that the vocabulary can spell."""
         token_ids: list[int] = []
         at = 0
         while at < len(data):

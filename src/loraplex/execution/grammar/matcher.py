@@ -18,9 +18,9 @@ BitmaskArray = npt.NDArray[np.int32]
 WORD_BITS: Final = 32
 _MAX_FORCED: Final = 64
 _START_SECONDS: Final = 1.0
-"""Of processor time that a row's grammar may take whenever it likes, and..."""
+"""Processor time that a row's grammar may take at any moment."""
 _TOKEN_SECONDS: Final = 0.02
-"""...for each token of its output: the step's other rows wait for it."""
+"""Further time per output token: the step's other rows wait for it."""
 _MOST_SECONDS: Final = 0.4
 """That one call counts for: a machine that stood still meanwhile shows that as processor time."""
 
@@ -72,7 +72,7 @@ class RowMatcher:
                 )
 
     def forced(self) -> tuple[int, ...]:
-        """What llguidance expects next, if it expects one text only: a guess, not a promise."""
+        """Draft tokens: those that llguidance expects next, if only one text is possible."""
         if self._is_over or self.problem is not None:
             return ()
         if self._matcher.is_stopped():
@@ -84,7 +84,7 @@ class RowMatcher:
         """Write what may come next, and after each draft if those up to it are accepted.
 
         masks: [1 + len(drafts), bitmask_words(vocab_size + 1)], zeros. After a draft that is
-        itself not allowed they stay zeros: nothing is asked of them.
+        itself not allowed they stay zeros: they are not read.
         """
         start = time.thread_time()
         num_consumed = 0
@@ -98,7 +98,7 @@ class RowMatcher:
         self._pay(start)
 
     def _pay(self, start: float) -> None:
-        """For what was done since then. Too much ends the row with its next mask."""
+        """Charge the time since then. Too much ends the row with its next mask."""
         self._seconds += min(time.thread_time() - start, _MOST_SECONDS)
         allowed = _START_SECONDS + _TOKEN_SECONDS * self._num_outputs
         if self._seconds > allowed and self.problem is None:
@@ -146,7 +146,7 @@ class RowMatcher:
 
 
 def first_line(message: str) -> str:
-    """llguidance's messages carry the parser's state behind the first line."""
+    """llguidance's messages have the parser's state after the first line."""
     return message.partition("\n")[0]
 
 

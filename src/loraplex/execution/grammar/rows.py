@@ -32,7 +32,7 @@ class GrammarRows:
         self, vocab_size: int, source: VocabularySource | None, *, fast_forward: bool = True
     ) -> None:
         """source: None where the model has no tokenizer: its rows fail by name. fast_forward:
-        guess what follows, too."""
+        make draft tokens, too."""
         self._vocab_size = vocab_size
         self._fast_forward = fast_forward
         self._source = source
@@ -52,7 +52,7 @@ class GrammarRows:
         self._rows.pop(slot, None)
 
     def begin(self, steps: Sequence[RowStep]) -> None:
-        """Fill the masks of the rows that sample in this step, beside the caller's work."""
+        """Fill the masks of the rows that sample in this step, while the caller works."""
         jobs = []
         for step in steps:
             row = self._rows.get(step.slot)
@@ -63,14 +63,14 @@ class GrammarRows:
         self._masks = self._start(jobs) if jobs else None
 
     def bitmasks(self, positions: Sequence[tuple[Slot, tuple[int, ...]]]) -> BitmaskArray:
-        """As RowGrammars.bitmasks, of the step that has begun."""
+        """Bitmasks of the step that has begun; see RowGrammars.bitmasks."""
         assert self._masks is not None, "no step has begun that samples a row with a grammar"
         masks = self._masks.result()
         words = bitmask_words(self._vocab_size)
         return np.stack([masks[slot][len(drafts), :words] for slot, drafts in positions])
 
     def accept(self, slot: Slot, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """The row's new tokens. Returns guesses at what follows them."""
+        """Accept the row's new tokens. Return draft tokens that may follow them."""
         row = self._rows[slot]
         row.num_known += len(token_ids)
         assert row.matcher is not None, "its masks have been filled"

@@ -11,14 +11,14 @@ class GrammarVocabulary:
     """The tokens by id, and how the model's own tokenizer cuts a text into them."""
 
     tokens: Sequence[bytes]
-    """Within a text; empty for an id that stands for nothing."""
+    """Bytes of each id within a text; empty for an unused id."""
     special_ids: frozenset[int]
     """They are no text: a grammar can only name them."""
     encode: Callable[[str], Sequence[int]]
-    """Without special tokens around the text."""
+    """Encoder without special tokens around the text."""
     limits: GrammarLimits = DEFAULT_LIMITS
-    """Of each grammar over these tokens."""
+    """Limits of each grammar over these tokens."""
 
 
 VocabularySource = Callable[[], GrammarVocabulary]
-"""Asked once, when it is needed first. Raises a LoraplexError that says why there is none."""
+"""Called once, when first needed. Raises a LoraplexError with the reason if there is none."""

@@ -1,1 +1,1 @@
-"""From logits to tokens."""
+"""Sampling of tokens from logits."""

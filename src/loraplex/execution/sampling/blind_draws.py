@@ -1,4 +1,4 @@
-"""Draws that need nothing that the host knows only later: they are enqueued behind the logits."""
+"""Draws that depend on nothing that the host knows only later: they are enqueued at once."""
 
 import math
 from collections.abc import Sequence

@@ -13,7 +13,7 @@ Where = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 class LogitsEdits:
-    """On leaving the context the logits are as they were on entering it."""
+    """Edits of logits; leaving the context restores the logits."""
 
     def __init__(self, logits: torch.Tensor, kernels: Kernels) -> None:
         """logits [rows, vocab] float32"""
@@ -47,7 +47,7 @@ class LogitsEdits:
         self._kernels.apply_bitmask(self._logits, rows, self.tensor(bitmask))
 
     def tensor(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
-        """On the device of the logits."""
+        """Tensor of the values on the device of the logits."""
         return torch.from_numpy(values).to(self._logits.device)
 
 

@@ -14,11 +14,11 @@ from loraplex.execution.sampling.rows import StepRow
 class LogitsFiles:
     """Files named by sequence and position: what is computed again replaces its own file.
 
-    Who is told of a file deletes it; the others go with the folder.
+    The receiver of a file deletes it; the others go with the folder.
     """
 
     def __init__(self, folder: Path | None) -> None:
-        """folder: for this engine alone, and nobody else may read in it. None: no row gets any."""
+        """folder: of this engine alone, not readable by others. None: no row gets any."""
         self._folder = folder
 
     def of_output(
@@ -32,7 +32,7 @@ class LogitsFiles:
         return self._write(name, logits[first : first + num_new_tokens])
 
     def of_prompt(self, logits: torch.Tensor, row: StepRow) -> LogitsFile | None:
-        """Of the computed positions in the prompt, if it wants that. Raises RowFailedError."""
+        """Logits of the computed prompt positions, if requested. Raises RowFailedError."""
         wants = row.row.sampling.return_prompt_logits and row.step.logits is LogitsNeeded.ALL
         num_rows = min(row.step.num_tokens, row.row.added.num_prompt_tokens - row.step.start)
         if not wants or num_rows <= 0:

@@ -7,7 +7,7 @@
 
 and then, in Kernels.draw_tokens: top-k, temperature, top-p, min-p. It is the order of transformers'
 processors, where it has them (temperature changes no top-k). Each of the four touches all rows
-that ask for it by few calls.
+that need it by few calls.
 """
 
 from collections.abc import Iterable, Sequence
@@ -57,7 +57,7 @@ class LogitsProcessors:
 
 
 def _add_bias(edits: LogitsEdits, draws: Sequence[Draw]) -> list[int]:
-    """Which draws ask for it; so of the others."""
+    """Add biases; return the draws that have one. The other processors do the same."""
     biases = {
         index: draw.row.rules.bias
         for index, draw in enumerate(draws)

@@ -37,7 +37,7 @@ class TokenCounts:
         self._counts = np.concatenate((self._counts, more))
 
     def seen(self, then: Sequence[int]) -> "SeenTokens":
-        """As if `then` had been produced, too."""
+        """Tokens seen if `then` had been produced, too."""
         counts = self
         if then:
             counts = self._copy()

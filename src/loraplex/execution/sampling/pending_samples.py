@@ -19,11 +19,11 @@ class PendingSample(Protocol):
         ...
 
     def wait(self) -> None:
-        """Until the device has computed what finish() needs."""
+        """Wait until the device has computed what finish() needs."""
         ...
 
     def finish(self) -> list[RowResult]:
-        """As Sampler.sample. It may be called again only if it raised: then nothing changed."""
+        """Finish as Sampler.sample. To be called again only if it raised: then nothing changed."""
         ...
 
 
@@ -95,6 +95,6 @@ def _taken(slot: Slot, row: SampledRow, token_id: int) -> RowResult:
 
 
 def not_finite(slot: Slot) -> RowResult:
-    """Of a row whose logits cannot be sampled."""
+    """Result of a row whose logits cannot be sampled."""
     reason = "the model gave logits that are NaN or inf"
     return RowResult(slot, error=RowFailedError(f"no token could be sampled: {reason}").to_info())

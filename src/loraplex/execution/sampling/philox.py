@@ -1,7 +1,7 @@
 """Philox4x32-10: a counter-based random generator, vectorised over counters.
 
 A draw is a pure function of (key, counter), so a token does not depend on what was drawn before it
-or beside it. Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+or with it. Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
 
 import enum

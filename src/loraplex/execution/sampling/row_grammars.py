@@ -22,7 +22,7 @@ class RowGrammars(Protocol):
         ...
 
     def begin(self, steps: Sequence[RowStep]) -> None:
-        """A step is about to be computed: its masks may be made beside it."""
+        """Start a step: its masks may be made while it is computed."""
         ...
 
     def bitmasks(self, positions: Sequence[tuple[Slot, tuple[int, ...]]]) -> npt.NDArray[np.int32]:
@@ -40,7 +40,7 @@ class RowGrammars(Protocol):
     def accept(self, slot: Slot, token_ids: Sequence[int]) -> tuple[int, ...]:
         """The row's new tokens. Returns what the grammar makes likely to follow them.
 
-        Tokens that come by RowStep.token_ids (a beam's) are not told here.
+        Tokens that come by RowStep.token_ids (a beam's) are not passed here.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""What a row's parameters say about its next token's logits, given the tokens before it."""
+"""Rules of a row's parameters for its next token's logits, given the earlier tokens."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -18,16 +18,16 @@ _WORD_BITS = 32
 
 @dataclasses.dataclass(slots=True, eq=False)
 class RowRules:
-    """The state behind a row's logits processors. None: the row does not ask for it.
+    """State of a row's logits processors. None: the row does not use it.
 
-    Tokens out of the vocabulary are left out: whatever is said of them, they never come.
+    Tokens out of the vocabulary are left out: they never occur.
     """
 
     vocab_size: int
     bias: tuple[IntArray, FloatArray] | None
     """Token ids, and what is added to their logits."""
     counts: TokenCounts | None
-    """For the penalties."""
+    """Counts for the penalties."""
     ngrams: NGramIndex | None
     bad_words: BadWords | None
     suppressed: list[int]
@@ -41,7 +41,7 @@ class RowRules:
     def of(cls, added: RowAdded, vocab_size: int) -> "RowRules | None":
         """None if nothing is ever done to the row's logits, but by a grammar."""
         params = added.sampling
-        if not asks_for_rules(params):
+        if not needs_rules(params):
             return None
         prompt = added.token_ids[: added.num_prompt_tokens]
         output = added.token_ids[added.num_prompt_tokens :]
@@ -82,7 +82,7 @@ class RowRules:
         return banned
 
 
-def asks_for_rules(params: SamplingParams) -> bool:
+def needs_rules(params: SamplingParams) -> bool:
     """Whether anything is done to a row's logits, but by a grammar."""
     return bool(
         params.logit_bias

@@ -1,4 +1,4 @@
-"""From logits to tokens. Owns what sampling needs to know of a row: its tokens and its counters.
+"""Sampling of tokens from logits. Owns the sampling state of a row: tokens and counters.
 
 Sampling is a pure function of (logits, parameters, tokens so far, seed, sequence index, output
 index). It does not know the model, the KV storage, or which requests the rows belong to.
@@ -101,7 +101,7 @@ class Sampler:
         return None if row.num_pending else row.token_ids[-1]
 
     def begin(self, steps: Sequence[RowStep]) -> None:
-        """Call it before the logits of a step are computed: what needs none is done beside."""
+        """Call it before the logits of a step are computed: what needs none is done meanwhile."""
         if self._grammars is not None:
             self._grammars.begin(steps)
 
@@ -112,7 +112,7 @@ class Sampler:
     def launch(
         self, logits: torch.Tensor, steps: Sequence[RowStep], feed: TokenFeed | None
     ) -> PendingSample:
-        """As `sample`, in two phases, which do not wait for the device where that is possible.
+        """Sample in two phases, which do not wait for the device where that is possible.
 
         Samples are finished in the order of their launch, and one that does not wait for tokens
         before the next step is computed. feed: of an accelerator; None, and all is done at once.
@@ -157,7 +157,7 @@ class Sampler:
         assert logits.shape == (sum(sizes), self._vocab_size), "one logits row per wanted position"
         if not any(is_plain):
             return self._sample_any(logits, steps, sizes)
-        # Rows that want more must not make those dear that want no more than the likeliest token.
+        # Rows with options must not slow down those that need only the likeliest token.
         of_plain = np.repeat(is_plain, sizes)
         # What may find no memory comes before any row gets its token: the step may come again.
         likeliest = self._kernels.argmax(logits, np.flatnonzero(of_plain))
@@ -175,7 +175,7 @@ class Sampler:
     def _sample_any(
         self, logits: torch.Tensor, steps: Sequence[RowStep], sizes: Sequence[int]
     ) -> list[RowResult]:
-        """As sample(), of rows that may want anything; step i has sizes[i] rows of the logits."""
+        """Sample rows with any options; step i has sizes[i] rows of the logits."""
         if not len(logits):
             return [RowResult(step.slot) for step in steps]
         rows = [
@@ -217,8 +217,8 @@ class Sampler:
     def _take_likeliest(
         self, steps: Sequence[RowStep], token_ids: torch.Tensor, maxima: torch.Tensor
     ) -> list[RowResult]:
-        """As sample(), of steps that want no more than these tokens; most steps of greedy requests
-        are such, so it does nothing that is not needed.
+        """Sample steps that need only these tokens; most steps of greedy requests are such, so it
+        does nothing that is not needed.
         """
         results = []
         for step, token_id, maximum in zip(steps, token_ids.tolist(), maxima.tolist(), strict=True):
@@ -322,10 +322,10 @@ class Sampler:
 
 
 def _nothing_left(sampling: SamplingParams) -> ErrorInfo:
-    """The client asked for what contradicts itself, or for a penalty beyond float32."""
+    """Error of contradictory parameters, or of a penalty beyond float32."""
     limits = [name for field, name in _LIMITING.items() if getattr(sampling, field)]
     limits = limits or ["repetition_penalty"]
     return InvalidParameterError(
-        f"no token is left to choose, with what the request says of {', '.join(limits)}",
+        f"no token is left to choose with the request's {', '.join(limits)}",
         param=limits[0] if len(limits) == 1 else None,
     ).to_info()

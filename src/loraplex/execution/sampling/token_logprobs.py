@@ -1,4 +1,4 @@
-"""The log probabilities that a step's rows are asked for, all by one op."""
+"""The requested log probabilities of a step's rows, all by one op."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -25,7 +25,7 @@ def wanted_of_tokens(
     draws: Sequence[Sequence[Draw]],
     accepted: Sequence[Sequence[int]],
 ) -> list[WantedLogprob]:
-    """Of the new tokens, in the rows whose step wants that."""
+    """Log probabilities of the new tokens, in the rows whose step needs them."""
     return [
         WantedLogprob(index, draw.logits_row, token_id, row.step.num_logprobs)
         for index, (row, of_row, ids) in enumerate(zip(rows, draws, accepted, strict=True))
@@ -35,7 +35,7 @@ def wanted_of_tokens(
 
 
 def wanted_of_prompts(rows: Sequence[StepRow]) -> list[WantedLogprob]:
-    """In rows with LogitsNeeded.ALL, of the known token after each computed position."""
+    """Log probability of the known token after each position, in rows with LogitsNeeded.ALL."""
     wanted = []
     for index, row in enumerate(rows):
         num_top = row.row.sampling.prompt_logprobs

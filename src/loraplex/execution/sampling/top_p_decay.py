@@ -28,7 +28,7 @@ class DecayingTopP:
         self._value = self.after(token_ids)
 
     def after(self, token_ids: Sequence[int]) -> float:
-        """As if they had been produced, too."""
+        """Value if the tokens had been produced, too."""
         params, value = self._params, self._value
         for token_id in token_ids:
             if token_id == params.top_p_reset_id:

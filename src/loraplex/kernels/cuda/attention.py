@@ -28,7 +28,7 @@ __all__ = ("AttentionKernel", "CudaAttentionPlan")
 
 
 class AttentionKernel:
-    """By Triton, or by FlashInfer for the layers that it serves."""
+    """Paged attention by Triton, or by FlashInfer for the layers that it serves."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class AttentionKernel:
         backend: str = "triton",
         accelerator: Accelerator | None = None,
     ) -> None:
-        """batch_invariant: a token's result has the same bits whoever else is in the step, and
+        """batch_invariant: a token's result has the same bits whatever else is in the step, and
         however its prompt was cut into chunks, in tables of one width (of any up to 8192
         positions); slower.
 
@@ -57,7 +57,7 @@ class AttentionKernel:
     def allocate(self, num_blocks: int, shape: AttentionShape, dtype: torch.dtype) -> KVStorage:
         """Storage of one layer, zero; see attention_storage.py.
 
-        Raises ConfigError if flashinfer was asked for and cannot serve it.
+        Raises ConfigError if flashinfer was chosen and cannot serve it.
         """
         if shape not in self._flashinfer:
             self._flashinfer[shape] = self._loaded_flashinfer(shape, dtype)
@@ -141,14 +141,14 @@ class AttentionKernel:
     def _loaded_flashinfer(
         self, shape: AttentionShape, dtype: torch.dtype
     ) -> FlashInferAttention | None:
-        is_asked_for = self._backend == "flashinfer"
-        if not is_asked_for and (self._backend != "auto" or self._device.type != "cuda"):
+        is_required = self._backend == "flashinfer"
+        if not is_required and (self._backend != "auto" or self._device.type != "cuda"):
             return None
         reason = unserved(shape, dtype, batch_invariant=self._batch_invariant)
         if reason is None:
             assert self._accelerator is not None, "flashinfer needs it"
-            return load_flashinfer(self._accelerator, shape, dtype, is_asked_for=is_asked_for)
-        if is_asked_for:
+            return load_flashinfer(self._accelerator, shape, dtype, is_required=is_required)
+        if is_required:
             raise refusal(reason)
         return None
 
@@ -159,7 +159,7 @@ class AttentionKernel:
         shape: AttentionShape,
         sliding_window: int | None,
     ) -> FlashInferPlan | None:
-        """None for layers with a window: it may read blocks behind one, which are another's."""
+        """None for layers with a window: it may read freed blocks before the window."""
         library = self._flashinfer.get(shape)
         if library is None or sliding_window is not None:
             return None

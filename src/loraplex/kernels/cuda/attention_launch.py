@@ -1,4 +1,4 @@
-"""Launches the programs of attention; see attention_plan.py for what they are told."""
+"""Launches the attention programs; attention_plan.py makes their inputs."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from loraplex.kernels.cuda.programs.attention_tile import AttentionConstants, Pa
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 _PROGRAMS_PER_PROCESSOR = 2
-"""Of decoding, that shared memory has room for at once."""
+"""Decoding programs that fit a processor's shared memory at once."""
 _DEFAULT_PROCESSORS = 132
 """Where code is made for a card that is not there."""
 _INTERPRETED_PROCESSORS = 2
@@ -58,7 +58,7 @@ class Launch:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Of products."""
+        """Data type of products."""
         query, key = self.query.dtype, self.stored.key.dtype
         return query if key in (query, torch.int8) else torch.float32
 
@@ -112,13 +112,13 @@ class Tile(NamedTuple):
     """How a program is made: so that its values fit the registers of sm_80 and sm_90."""
 
     rows: int
-    """Of its products: heads of a group times queries."""
+    """Rows of its products: heads of a group times queries."""
     keys: int
     num_warps: int
 
 
 def _num_keys(launch: Launch) -> int:
-    """As many as 16 KiB hold as the products take them; fewer if they must be converted first."""
+    """Keys per tile: those that fit 16 KiB; fewer if they must be converted first."""
     num_numbers = block_d(launch.plan.shape.head_dim) * launch.compute_dtype.itemsize
     keys = min(128, max(16, (16 << 10) // num_numbers))
     return keys if launch.stored.key.dtype == launch.compute_dtype else max(16, keys // 2)
@@ -136,7 +136,7 @@ def decode_tile(launch: Launch) -> Tile:
 
 
 def single_tile(launch: Launch) -> Tile:
-    """Of a decoding program for one query head per KV head."""
+    """Tile of a decoding program for one query head per KV head."""
     return Tile(1, max(16, (4 << 10) // block_d(launch.plan.shape.head_dim)), 4)
 
 
@@ -155,7 +155,7 @@ def invariant_tile(launch: Launch) -> Tile:
 
 
 def tile_queries(group: int, *, batch_invariant: bool) -> int:
-    """Of the tiles that a plan cuts. A prefill program may do a part of one."""
+    """Queries of the tiles that a plan cuts. A prefill program may do a part of one."""
     return max(1, (INVARIANT_ROWS if batch_invariant else _PREFILL_ROWS) // group)
 
 
@@ -170,7 +170,7 @@ def num_program_slots(device: torch.device) -> int:
 
 
 def decode(launch: Launch, row_list: torch.Tensor | None, slots: int) -> None:
-    """Rows with one token each: those of the list, or as many as there are tokens."""
+    """Attend rows with one token each: those of the list, or one per token."""
     plan, shape = launch.plan, launch.plan.shape
     num_rows = len(launch.query) if row_list is None else len(row_list)
     shares = num_shares(
@@ -233,7 +233,7 @@ def prefill_tiles(launch: Launch, tiles: torch.Tensor) -> None:
 
 
 def chunk_keys(max_seq_len: int) -> int:
-    """Of a chunk; longer in tables for long rows, so that the room for the chunks is bounded."""
+    """Keys of a chunk; longer in tables for long rows, so that the chunks' memory is bounded."""
     return max(_MIN_CHUNK, int(triton.next_power_of_2(-(-max_seq_len // _MAX_CHUNKS))))
 
 

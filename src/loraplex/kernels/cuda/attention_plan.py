@@ -19,7 +19,7 @@ from loraplex.kernels.ops import AttentionShape, DeviceRows, RowLayout
 IntArray = npt.NDArray[np.int32]
 
 _ALIGNMENT = 4
-"""Of lists within one tensor, in elements: programs are compiled for pointers of 16 bytes."""
+"""Alignment of lists within one tensor, in elements: programs expect pointers of 16 bytes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,9 +30,9 @@ class CudaAttentionPlan:
     window: TokenWindow
     rows: DeviceRows
     max_seq_len: int
-    """Of any row in such tables."""
+    """Maximum length of a row in such tables."""
     num_tokens: int | None
-    """Of a step that does not only decode; None: any number, row r computes token r."""
+    """Tokens of a step that does not only decode; None: any number, row r computes token r."""
     decode_rows: torch.Tensor | None = None
     """[n, 2] int32: (row, token) of rows with one token; None: all, or none. Of a batch-invariant
     step always given, and like `tiles`."""
@@ -92,7 +92,7 @@ def listed_rows(
 
 
 def _tiles(starts: IntArray, counts: IntArray, seq_lens: IntArray, tile_queries: int) -> IntArray:
-    """Of the rows with several tokens; those with the most keys first, so that none ends late."""
+    """Tiles of the rows with several tokens; those with the most keys first, so none ends late."""
     (several,) = np.nonzero(counts > 1)
     num_tiles = -(-counts[several] // tile_queries)
     row = np.repeat(several, num_tiles)
@@ -107,7 +107,7 @@ def _tiles(starts: IntArray, counts: IntArray, seq_lens: IntArray, tile_queries:
 def _to_device(
     decode: IntArray, tiles: IntArray, device: torch.device
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """By one copy."""
+    """Copy both arrays at once."""
     gap = -decode.size % _ALIGNMENT
     numbers = np.concatenate((decode.ravel(), np.zeros(gap, np.int32), tiles.ravel()))
     sent = torch.from_numpy(numbers).to(device, non_blocking=True)
@@ -127,7 +127,7 @@ def decode_tiles(num_rows: int, device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def num_shares(num_programs: int, num_slots: int, max_shares: int) -> int:
-    """Into how many shares the keys of a row are cut, so that programs fill the card.
+    """Number of shares into which the keys of a row are cut, so that programs fill the GPU.
 
     num_programs: without shares; num_slots: that run at once. The programs run in waves; the fewest
     shares are taken whose last wave leaves little of the card idle.

@@ -44,7 +44,7 @@ def draw_tokens(logits: torch.Tensor, rows: IntArray, options: DrawOptions) -> t
 
 
 def token_weights(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """As kernels.sampling.token_weights, by the device's exp: what draw_tokens goes by.
+    """Weights as in kernels.sampling.token_weights, by the device's exp: what draw_tokens uses.
 
     logits [n, vocab] float32, temperature [n] float32; int64 [n, vocab].
     """
@@ -64,7 +64,7 @@ def token_weights(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tens
 
 @dataclasses.dataclass(slots=True)
 class _Parameters:
-    """On the device, each [n]; float64 but for the rows."""
+    """Parameters on the device, each [n]; float64 except the rows."""
 
     rows: torch.Tensor
     top_k: torch.Tensor
@@ -89,7 +89,7 @@ class _Draw:
         self._num_ties = torch.zeros(num_rows, dtype=torch.int64, device=device)
 
     def cut(self, *, is_weighted: bool) -> None:
-        """By top-p, or else by top-k; the rows that ask for it."""
+        """Cut by top-p, or else by top-k; only rows that have it set."""
         num_rows, _ = self._shape
         logits, device, given = self._logits, self._logits.device, self._parameters
         levels = torch.empty((num_rows, _LEVELS), dtype=torch.int64, device=device)
@@ -157,7 +157,7 @@ class _Draw:
 
 
 def _sent(rows: IntArray, options: DrawOptions, logits: torch.Tensor) -> _Parameters:
-    """In one transfer. A top-k of the whole vocabulary is none."""
+    """Send the parameters in one transfer. A top-k of the whole vocabulary is none."""
     top_k = np.where(options.top_k < logits.shape[1], options.top_k, 0)
     numbers = (top_k, options.temperature, options.top_p, options.min_p, options.uniforms)
     arrays = [array.astype(np.float64, copy=False) for array in numbers]

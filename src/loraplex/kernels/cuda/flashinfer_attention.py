@@ -32,7 +32,7 @@ _MIN_TENSOR_CORE_GROUP = 3
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlashInferPlan:
-    """Of one step. `wrapper` is one of FlashInfer's, planned."""
+    """Plan of one step. `wrapper` is one of FlashInfer's, planned."""
 
     wrapper: Any
     dtype: torch.dtype
@@ -44,7 +44,7 @@ class FlashInferPlan:
 
 
 class FlashInferAttention:
-    """For one kind of storage."""
+    """FlashInfer's attention for one kind of storage."""
 
     def __init__(
         self, library: Any, accelerator: Accelerator, shape: AttentionShape, dtype: torch.dtype
@@ -64,7 +64,7 @@ class FlashInferAttention:
             self._probe()
 
     def plan(self, rows: RowLayout, on_device: DeviceRows) -> FlashInferPlan:
-        """A step that only decodes may have rows behind those of the layout."""
+        """Plan a step; one that only decodes may have rows after those of the layout."""
         if self._planned is not None:
             # Its host buffer is written again, so it must have been sent.
             self._planned.wait()
@@ -134,7 +134,7 @@ class FlashInferAttention:
         return wrapper
 
     def _bytes(self, size: int) -> torch.Tensor:
-        # Zeros, as FlashInfer asks for: there are counters in it.
+        # Zeros, as FlashInfer requires: there are counters in it.
         return torch.zeros(size, dtype=torch.uint8, device=self._accelerator.device)
 
     def _numbers(self, size: int) -> torch.Tensor:
@@ -180,20 +180,20 @@ def unserved(shape: AttentionShape, dtype: torch.dtype, *, batch_invariant: bool
 
 
 def load_flashinfer(
-    accelerator: Accelerator, shape: AttentionShape, dtype: torch.dtype, *, is_asked_for: bool
+    accelerator: Accelerator, shape: AttentionShape, dtype: torch.dtype, *, is_required: bool
 ) -> FlashInferAttention | None:
-    """None if it does not work here. Raises ConfigError instead if it was asked for."""
+    """None if it does not work here. Raises ConfigError instead if it is required."""
     try:
         library = importlib.import_module("flashinfer")
     except ImportError as error:
-        if is_asked_for:
+        if is_required:
             raise refusal(f"flashinfer is not installed ({error})") from error
         return None
     try:
         return FlashInferAttention(library, accelerator, shape, dtype)
     except Exception as error:
         # Of any kind: it compiles CUDA code, loads libraries, and starts kernels.
-        if is_asked_for:
+        if is_required:
             raise refusal(f"flashinfer does not work here: {error}") from error
         logger.warning("flashinfer does not work here, so triton attends: %s", error)
         return None

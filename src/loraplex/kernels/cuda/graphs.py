@@ -16,13 +16,13 @@ from loraplex.kernels.accelerator import Accelerator, Graph
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Recording:
     inputs: tuple[torch.Tensor, ...]
-    """Of the first computation: the graph reads them."""
+    """Inputs of the first computation: the graph reads them."""
     result: torch.Tensor
     graph: Graph
 
 
 class StepGraphs:
-    """By key. Recording takes long, so it is done only while `is_recording`."""
+    """Recorded graphs by key. Recording takes long, so it is done only while `is_recording`."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator

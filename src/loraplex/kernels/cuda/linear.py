@@ -13,7 +13,7 @@ from loraplex.kernels.cuda.linear_products import ScaledLinear, fixed_linear
 from loraplex.kernels.ops import LinearParts, PackedLinear
 
 PACKED_LAYOUT = "cuda-1"
-"""Of the tensors of PackedWeight; another name whenever they change."""
+"""Layout of PackedWeight's tensors; the name changes whenever they do."""
 
 _PRECISIONS = tuple(WeightPrecision)
 

@@ -49,7 +49,7 @@ def check_fp8(weight: torch.Tensor) -> None:
 
 
 def quantize_fp8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As quantization.quantize_fp8_rows, in one launch: x [T, in] -> [T, in], [T, 1]."""
+    """Same as quantization.quantize_fp8_rows, in one launch: x [T, in] -> [T, in], [T, 1]."""
     num_rows, in_features = x.shape
     rows = torch.empty(num_rows, in_features, dtype=FP8_DTYPE, device=x.device)
     scales = torch.empty(num_rows, 1, dtype=torch.float32, device=x.device)

@@ -19,7 +19,7 @@ BLOCK = 128
 _BITS = {WeightPrecision.INT8: 8, WeightPrecision.INT4: 4}
 _WORD_BITS = 16
 _VALUES_AT_ONCE = 1 << 24
-"""Of a weight that is converted: there is never a float32 copy of a whole lm_head."""
+"""Values converted at once: there is never a float32 copy of a whole lm_head."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

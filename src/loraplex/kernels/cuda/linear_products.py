@@ -24,7 +24,7 @@ _TILES_TOGETHER = 8
 _ADDED_AT_ONCE = 256
 _MAX_SPLITS = 16
 _LEAST_BLOCKS = 4
-"""Of a split: fewer do not fill the pipeline of loads."""
+"""Minimum blocks of a split: fewer do not fill the pipeline of loads."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ def _launch(
     tile: Tile,
     splits: tuple[int, int],
 ) -> None:
-    """y [T, out]: of the first split, behind which those of the others lie."""
+    """y [T, out] is the first split's; those of the others follow it."""
     num_rows = x.shape[0]
     num_splits, blocks_per_split = splits
     quantized_linear[(tile.count(num_rows, packed.out_features), num_splits)](

@@ -19,7 +19,7 @@ _ALIGNMENT = 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Splits:
-    """Of a row. They depend on the vocabulary alone, and so do the bits of what is summed."""
+    """Splits of a row. They depend on the vocabulary alone, and so do the bits of sums."""
 
     vocab_size: int
 

@@ -57,7 +57,7 @@ def top_logprobs(
 def _top_keys(
     logits: torch.Tensor, indices: torch.Tensor, num_rows: int, num_top: int
 ) -> torch.Tensor:
-    """[n, num_top] int64 that tell logits and ids, the largest first."""
+    """[n, num_top] int64 that encode logits and ids, the largest first."""
     if num_top == 0:
         return indices.new_empty((num_rows, 0))
     vocab_size = logits.shape[1]

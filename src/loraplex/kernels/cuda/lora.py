@@ -2,7 +2,7 @@
 
 What a step of distinct adapters costs is that their matrices are read, and that kernels start: for
 32 tokens, rank 16 and q, k and v of an 8B model a layer's matrices are 19 MB, at 4.3 TB/s 4.4 us,
-which is no more than a few starts of kernels. So one launch shrinks for all modules (and waves: x
+the time of a few kernel launches. So one launch shrinks for all modules (and waves: x
 does not change), a second one expands and adds. They are two because the outputs need the whole of
 x A^T: to compute it again for each tile of outputs would read A a dozen times.
 
@@ -15,9 +15,9 @@ bytes, 8 KiB in loads of 16 bytes; it takes the piece's tokens one by one, the s
 cache. A lone warp sums over ranks within a thread, and over inputs by shuffles: no warp waits for
 another. For 32 distinct adapters on q, k and v of 4096 inputs and 4096 + 2 * 1024 outputs 1536
 programs shrink (16 splits) and 768 expand: by their registers (70 and 128 a thread) the 132
-processors of an H200 hold all of them at a time, 12 and 6 each, so 40 KiB and more are under way to
+processors of an H200 hold all of them at a time, 12 and 6 each, so 40 KiB and more are in flight to
 each where 26 are needed. Splits and tiles are the same for any number of tokens, so a token's bits
-do not depend on others. Splits write their sums apart, and whoever expands adds them up in one
+do not depend on others. Splits write their sums apart, and the expanding program adds them in one
 order: there are no atomics.
 
 Pieces of many tokens (programs.lora_matrix) use matrix units, with as few splits as fill the
@@ -60,16 +60,16 @@ _RANKS = 16
 """Ranks that a program takes at a time, of few tokens."""
 
 _WIDTH_BYTES = 512
-"""Of the inputs or outputs of a program, of few tokens: 16 for each thread of a warp."""
+"""Inputs or outputs of a program for few tokens: 16 bytes for each thread of a warp."""
 
 _MOST_SPLITS_OF_FEW = 32
-"""Whoever expands reads the sums of all."""
+"""The expanding program reads the sums of all splits."""
 
 _MATRIX_RANKS = 32
 """And of many; a multiple of that."""
 
 _FEWEST_ROWS = 16
-"""Of a matrix that matrix units take."""
+"""Minimum rows of a matrix for matrix units."""
 
 _MATRIX_INPUTS = 128
 _MATRIX_OUTPUTS = 128
@@ -85,7 +85,7 @@ class _Linear:
     """A fused linear layer: some modules of a table with one input."""
 
     first_cell: int
-    """Of the modules, among the cells of an entry."""
+    """First of the modules' cells, among those of an entry."""
     columns: tuple[int, ...]
     """Offsets of the modules from first_cell. Layers of one form share them, and a program."""
     in_features: int
@@ -115,13 +115,13 @@ class _Work:
         return len(self.linear.columns)
 
     def partials(self, num_splits: int) -> torch.Tensor:
-        """For the sums of x A^T [slots, modules, splits, ranks]."""
+        """Uninitialised sums of x A^T [slots, modules, splits, ranks]."""
         num_slots = self.segments.token_indices.shape[0]
         shape = (num_slots, self.num_modules, num_splits, self.max_rank)
         return torch.empty(shape, dtype=torch.float32, device=self.pool.device)
 
     def num_tiles(self, width: int) -> int:
-        """Of all modules' outputs; a tile is of one module."""
+        """Number of tiles of all modules' outputs; a tile is of one module."""
         return sum(triton.cdiv(size, width) for size in self.linear.out_features)
 
     @property
@@ -162,7 +162,7 @@ class LoraKernel:
         modules: Sequence[str],
         out_offsets: Sequence[int],
     ) -> None:
-        """As kernels.lora.add_lora. Rows of x and y are contiguous, of the pool's dtype."""
+        """Same as kernels.lora.add_lora. Rows of x and y are contiguous, of the pool's dtype."""
         assert x.stride(1) == y.stride(1) == 1, "rows are contiguous"
         assert x.dtype == y.dtype == batch.pool.dtype, "one dtype"
         if batch.parts:
@@ -255,7 +255,7 @@ def _add_many(y: torch.Tensor, x: torch.Tensor, work: _Work) -> None:
 
 
 def _num_splits(work: _Work) -> int:
-    """Of an input, for matrix units: enough to fill the processors, and a power of two."""
+    """Splits of an input for matrix units: enough to fill the processors, and a power of two."""
     most: int = min(_MOST_SPLITS, triton.cdiv(work.linear.in_features, _MATRIX_INPUTS))
     wanted: int = triton.cdiv(_PROGRAMS, work.segments.entries.numel() * work.num_modules)
     return 1 << (min(most, wanted).bit_length() - 1)

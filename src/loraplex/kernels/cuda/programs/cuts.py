@@ -1,8 +1,8 @@
 """Where a row is cut: by top-k at a logit, by top-p at a token weight.
 
-Both ask for the largest key so that the tokens of this key and above have enough mass. By top-k
+Both need the largest key so that the tokens of this key and above have enough mass. By top-k
 the keys are the logits, the mass is the number of tokens; by top-p the keys are the weights, and
-so is the mass. Nothing is sorted: `tally` sums the mass above some levels, which tells between
+so is the mass. Nothing is sorted: `tally` sums the mass above some levels, which shows between
 which two the cut is; `gather` lists the logits between them; `cut` bisects the list. All sums are
 integers, so their order does not matter.
 """
@@ -129,11 +129,11 @@ def tally(
     )
     minimum = minimum_of(minima, index, NUM_SPLITS, MAX_SPLITS)
     own_levels = _levels(maximum, minimum, temperature, LEVELS, IS_WEIGHTED)
-    lanes = tl.arange(0, BLOCK)
+    offsets = tl.arange(0, BLOCK)
     count = tl.zeros((BLOCK, LEVELS), tl.int32)
     mass = tl.zeros((BLOCK, LEVELS), tl.int64)
     for first in range(0, SPLIT, BLOCK):
-        ids = split * SPLIT + first + lanes
+        ids = split * SPLIT + first + offsets
         is_token = ids < VOCAB
         found = tl.load(logits + ids, mask=is_token, other=-float("inf"))
         keys = _keys(found, maximum, temperature, limit, IS_WEIGHTED)
@@ -162,7 +162,7 @@ def _interval(
     LEVELS: tl.constexpr,
     IS_WEIGHTED: tl.constexpr,
 ):
-    """Between which keys the cut is: (low, high, mass at or above high, wanted mass, counts).
+    """Interval of keys with the cut: (low, high, mass at or above high, wanted mass, counts).
 
     counts [MAX_SPLITS] int32: the tokens of each split with low <= key < high.
     """
@@ -250,7 +250,7 @@ def _mass_between(
     BLOCK: tl.constexpr,
     IS_WEIGHTED: tl.constexpr,
 ):
-    """Of the logits source[:length], those with low <= key < high."""
+    """Mass of the logits source[:length] with low <= key < high."""
     mass = tl.zeros((BLOCK,), tl.int64)
     for first in range(0, length, BLOCK):
         places = first + tl.arange(0, BLOCK)
@@ -300,10 +300,10 @@ def cut(
     BLOCK: tl.constexpr,
     IS_WEIGHTED: tl.constexpr,
 ):
-    """By top-k: limits [n] float32, the least logit that stays. Grid: (n,).
+    """Cut by top-k: limits [n] float32, the least logit that stays. Grid: (n,).
 
-    By top-p: least_weights [n] int64, the least that stays, and num_ties [n] int64, how many tokens
-    of this weight do. What does not cut leaves its arrays as they are.
+    Cut by top-p: least_weights [n] int64, the least that stays, and num_ties [n] int64, how many
+    tokens of this weight do. What does not cut leaves its arrays as they are.
     """
     index = tl.program_id(0)
     bound = tl.load(bounds + index)

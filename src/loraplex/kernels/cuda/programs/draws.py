@@ -36,8 +36,8 @@ def sum_splits(
     MAX_SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of each split: sums [n, splits] int64 of the weights above the least, and how many tokens
-    weigh the least, ties [n, splits] int64. Grid: (n, splits).
+    """Sum each split: sums [n, splits] int64 of the weights above the least, and the number of
+    tokens with the least weight, ties [n, splits] int64. Grid: (n, splits).
     """
     index, split = tl.program_id(0), tl.program_id(1)
     logits += row_of(rows, index) * row_stride

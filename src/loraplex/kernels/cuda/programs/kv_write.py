@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 ROUND_TO_INTEGER: tl.constexpr = tl.constexpr(12582912.0)
-"""1.5 * 2 ** 23: adding it to a small float32 leaves no bits behind the point, ties go to even."""
+"""1.5 * 2 ** 23: adding it to a small float32 leaves no bits after the point, ties go to even."""
 SMALLEST_NORMAL: tl.constexpr = tl.constexpr(1.1754943508222875e-38)
 
 

@@ -10,8 +10,8 @@ import triton.language as tl
 from loraplex.kernels.cuda.programs.linear import tile_of
 
 INPUTS_PER_BLOCK = tl.constexpr(128)
-"""Of one step of a sum: 32 words of four nibbles, or 64 of two bytes. Part i of word j is input
-i * words + j of the block, so no number moves to another lane."""
+"""Inputs of one step of a sum: 32 words of four nibbles, or 64 of two bytes. Part i of word j is
+input i * words + j of the block, so no number moves to another thread."""
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def inputs_of(x_columns, has_row, inputs, num_inputs, EVEN_K: tl.constexpr):
 
 @triton.jit
 def scales_of(scales, group, n, num_outputs):
-    """Of one group: [outputs, 1]."""
+    """Scales of one group: [outputs, 1]."""
     return tl.load(scales + group * num_outputs + n)[:, None]
 
 

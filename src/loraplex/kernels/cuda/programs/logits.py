@@ -51,11 +51,11 @@ def argmax_of_splits(
     """keys, token_ids [n, splits] int32: the largest of each split. Grid: (n, splits)."""
     index, split = tl.program_id(0), tl.program_id(1)
     logits += row_of(rows, index) * row_stride
-    lanes = tl.arange(0, BLOCK)
+    offsets = tl.arange(0, BLOCK)
     best = tl.full((BLOCK,), -0x80000000, tl.int32)
-    best_ids = lanes + split * SPLIT
+    best_ids = offsets + split * SPLIT
     for first in range(0, SPLIT, BLOCK):
-        ids = split * SPLIT + first + lanes
+        ids = split * SPLIT + first + offsets
         is_token = ids < VOCAB
         found = tl.load(logits + ids, mask=is_token, other=0.0).to(tl.float32)
         found_keys = tl.where(is_token, _keys(found), -0x80000000)
@@ -99,11 +99,11 @@ def extremes_of_splits(
     """maxima, minima [n, splits] float32, minima of what is not -inf. Grid: (n, splits)."""
     index, split = tl.program_id(0), tl.program_id(1)
     logits += row_of(rows, index) * row_stride
-    lanes = tl.arange(0, BLOCK)
+    offsets = tl.arange(0, BLOCK)
     most = tl.full((BLOCK,), -float("inf"), tl.float32)
     least = tl.full((BLOCK,), float("inf"), tl.float32)
     for first in range(0, SPLIT, BLOCK):
-        ids = split * SPLIT + first + lanes
+        ids = split * SPLIT + first + offsets
         found = tl.load(logits + ids, mask=ids < VOCAB, other=-float("inf"))
         most = tl.maximum(most, found)
         least = tl.minimum(least, tl.where(found > -float("inf"), found, float("inf")))
@@ -114,7 +114,7 @@ def extremes_of_splits(
 
 @triton.jit
 def maximum_of(maxima, index, NUM_SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Of the index-th row, by maxima [n, NUM_SPLITS]."""
+    """Maximum of the index-th row, from maxima [n, NUM_SPLITS]."""
     splits = tl.arange(0, BLOCK)
     places = maxima + index.to(tl.int64) * NUM_SPLITS + splits
     return tl.max(tl.load(places, mask=splits < NUM_SPLITS, other=-float("inf")), 0)
@@ -122,7 +122,7 @@ def maximum_of(maxima, index, NUM_SPLITS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def minimum_of(minima, index, NUM_SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Of the index-th row, by minima [n, NUM_SPLITS]."""
+    """Minimum of the index-th row, from minima [n, NUM_SPLITS]."""
     splits = tl.arange(0, BLOCK)
     places = minima + index.to(tl.int64) * NUM_SPLITS + splits
     return tl.min(tl.load(places, mask=splits < NUM_SPLITS, other=float("inf")), 0)

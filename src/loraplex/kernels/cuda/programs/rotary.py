@@ -16,7 +16,7 @@ def _turn(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of a token's heads, at `heads`, those from first_head on. cos, sin [1, BLOCK]."""
+    """Rotate a token's heads from first_head on, at `heads`. cos, sin [1, BLOCK]."""
     which = first_head + tl.arange(0, HEADS)
     dims = tl.arange(0, BLOCK)
     inside = (which < NUM_HEADS)[:, None] & (dims < HALF)[None, :]
