@@ -109,7 +109,7 @@ def add_layer_norm(
 
 
 def rotary(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Rotate query [T, H, D], key [T, K, D], cos, sin [T, D / 2] float32, in place."""
+    """Rotate query [T, H, D] and key [T, K, D] in place by cos, sin [T, D / 2] float32."""
     num_tokens, num_heads, head_dim = query.shape
     num_key_heads, half = key.shape[1], head_dim // 2
     block = triton.next_power_of_2(half)

@@ -21,8 +21,8 @@ def sum_splits(
     MAX_SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum each split: sums [n, splits] float32 of exp(logit - maximum), ranks [n, splits] int64, the
-    number of logits above that of token_ids. Grid: (n, splits).
+    """Sum each split: sums [n, splits] float32 of exp(logit - maximum), ranks [n, splits] int64,
+    the number of logits above that of token_ids. Grid: (n, splits).
     """
     index, split = tl.program_id(0), tl.program_id(1)
     logits += row_of(rows, index) * row_stride
