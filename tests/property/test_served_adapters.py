@@ -128,7 +128,7 @@ def expected(digest: str, num_tokens: int) -> list[int]:
     request = engine_request(
         PROMPT, sampling, eos_token_ids=(0,), adapters=(AdapterUse(digest),), tenant="default"
     )
-    return MODEL.answer(request, 0, num_tokens)
+    return MODEL.output(request, 0, num_tokens)
 
 
 async def start_request(service, key, num_tokens, policy=LoadPolicy.AUTO):

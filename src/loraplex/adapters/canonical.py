@@ -17,7 +17,7 @@ import numpy as np
 
 from loraplex.adapters.tensor_file import (
     RawTensor,
-    TensorFile,
+    SafetensorsContent,
     encode_header,
     read_tensors,
     write_atomically,
@@ -145,7 +145,7 @@ def read_canonical(path: Path) -> CanonicalFile:
     return parse_canonical(path, content)
 
 
-def parse_canonical(path: Path, content: TensorFile) -> CanonicalFile:
+def parse_canonical(path: Path, content: SafetensorsContent) -> CanonicalFile:
     """Return read_canonical's result for content that was read before; path is for messages."""
     metadata = content.metadata
     if (metadata.get("format"), metadata.get("format_version")) != (FORMAT, FORMAT_VERSION):
@@ -159,7 +159,7 @@ def parse_canonical(path: Path, content: TensorFile) -> CanonicalFile:
         raise InvalidAdapterError(f"{path} is a broken normal adapter file: {error}") from error
 
 
-def _rows(headers: Sequence[_RowHeader], content: TensorFile) -> tuple[CanonicalRow, ...]:
+def _rows(headers: Sequence[_RowHeader], content: SafetensorsContent) -> tuple[CanonicalRow, ...]:
     tensors: list[dict[str, RawTensor]] = [{} for _ in headers]
     for name, tensor in content.tensors.items():
         index, _, short = name.partition(".")

@@ -96,7 +96,7 @@ class RawTensor:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class TensorFile:
+class SafetensorsContent:
     tensors: dict[str, RawTensor]
     metadata: dict[str, str]
 
@@ -137,7 +137,7 @@ def read_bounded(path: Path, max_bytes: int) -> bytearray:
 
 def read_tensors(
     path: Path, *, max_file_bytes: int, max_header_bytes: int, max_tensors: int
-) -> TensorFile:
+) -> SafetensorsContent:
     """Read a whole safetensors file; the tensors are views of one buffer.
 
     Raises InvalidAdapterError if it is not one, to the last byte; AdapterTooLargeError if it is
@@ -167,7 +167,7 @@ def read_tensors(
         name: RawTensor(entry.dtype, entry.shape, data[slice(*entry.data_offsets)])
         for name, entry in entries.items()
     }
-    return TensorFile(tensors, metadata)
+    return SafetensorsContent(tensors, metadata)
 
 
 def read_pieces(path: Path, name: str, piece_bytes: int) -> Iterator[RawTensor]:

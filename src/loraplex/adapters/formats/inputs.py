@@ -13,7 +13,7 @@ from loraplex.adapters.formats import canonical_file, llgtrt, peft, torch_bin, t
 from loraplex.adapters.formats.peft_config import CONFIG_NAME, PeftConfig, read_config
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.staged import StagingLimits
-from loraplex.adapters.tensor_file import RawTensor, TensorFile, read_tensors
+from loraplex.adapters.tensor_file import RawTensor, SafetensorsContent, read_tensors
 from loraplex.core.errors import InvalidAdapterError, LoraplexError
 
 FILE_SUFFIX = ".safetensors"
@@ -203,7 +203,7 @@ def _peft_weights(folder: Path) -> Path:
     raise InvalidAdapterError(f"{folder} has neither {' nor '.join(peft.WEIGHTS_NAMES)}")
 
 
-def _read_file(path: Path, limits: StagingLimits) -> TensorFile:
+def _read_file(path: Path, limits: StagingLimits) -> SafetensorsContent:
     return read_tensors(
         path,
         max_file_bytes=limits.max_file_bytes,

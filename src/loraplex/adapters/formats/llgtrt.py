@@ -3,18 +3,18 @@
 scripts/extract_lora.py of llgtrt writes such files. The tensors are not interpreted here.
 """
 
-from loraplex.adapters.tensor_file import RawTensor, TensorFile, encode_header
+from loraplex.adapters.tensor_file import RawTensor, SafetensorsContent, encode_header
 
 WEIGHTS = "weights"
 CONFIG = "config"
 
 
-def is_lora_file(content: TensorFile) -> bool:
+def is_lora_file(content: SafetensorsContent) -> bool:
     """Whether a .safetensors file is one of llgtrt's."""
     return set(content.tensors) == {WEIGHTS, CONFIG}
 
 
-def lora_tensors(content: TensorFile) -> tuple[RawTensor, RawTensor]:
+def lora_tensors(content: SafetensorsContent) -> tuple[RawTensor, RawTensor]:
     """Return (lora_weights, lora_config) of such a file."""
     return content.tensors[WEIGHTS], content.tensors[CONFIG]
 

@@ -8,19 +8,19 @@ import numpy as np
 
 from loraplex.adapters.canonical import CanonicalRow, RowKind
 from loraplex.adapters.formats.peft_config import CONFIG_NAME, PeftConfig
-from loraplex.adapters.formats.peft_names import NORMS, Slot
+from loraplex.adapters.formats.peft_names import NORMS, PeftSlot
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.adapter import EMBEDDING, LM_HEAD
 from loraplex.core.errors import InvalidAdapterError, UnsupportedFeatureError
 
 _NUM_DIMENSIONS = {
-    Slot.A: 2,
-    Slot.B: 2,
-    Slot.B_BIAS: 1,
-    Slot.MAGNITUDE: 1,
-    Slot.BIAS: 1,
-    Slot.BASE_WEIGHT: 2,
-    Slot.TOKENS: 2,
+    PeftSlot.A: 2,
+    PeftSlot.B: 2,
+    PeftSlot.B_BIAS: 1,
+    PeftSlot.MAGNITUDE: 1,
+    PeftSlot.BIAS: 1,
+    PeftSlot.BASE_WEIGHT: 2,
+    PeftSlot.TOKENS: 2,
 }
 _COPIED_BY_ITSELF = (EMBEDDING, LM_HEAD)
 """Modules that PEFT saves without a key in the config: if they are targets, or if the vocabulary
@@ -34,10 +34,10 @@ class PeftModule:
         self._path = path
         self._layer = layer
         self._module = module
-        self._tensors: dict[Slot, RawTensor] = {}
-        self._names: dict[Slot, str] = {}
+        self._tensors: dict[PeftSlot, RawTensor] = {}
+        self._names: dict[PeftSlot, str] = {}
 
-    def add(self, slot: Slot, name: str, tensor: RawTensor) -> None:
+    def add(self, slot: PeftSlot, name: str, tensor: RawTensor) -> None:
         """Add a tensor. Raises InvalidAdapterError for a duplicate slot or a wrong shape."""
         if slot in self._tensors:
             raise InvalidAdapterError(
@@ -54,15 +54,17 @@ class PeftModule:
     def rows(self, config: PeftConfig) -> list[CanonicalRow]:
         """Return the rows. Raises InvalidAdapterError, UnsupportedFeatureError."""
         rows = []
-        if not self._tensors.keys().isdisjoint((Slot.A, Slot.B, Slot.B_BIAS, Slot.MAGNITUDE)):
+        if not self._tensors.keys().isdisjoint(
+            (PeftSlot.A, PeftSlot.B, PeftSlot.B_BIAS, PeftSlot.MAGNITUDE)
+        ):
             rows.append(self._lora(config))
-        if Slot.MAGNITUDE in self._tensors:
+        if PeftSlot.MAGNITUDE in self._tensors:
             rows.append(self._magnitude())
-        if Slot.BIAS in self._tensors:
+        if PeftSlot.BIAS in self._tensors:
             rows.append(self._bias(config))
-        if not self._tensors.keys().isdisjoint((Slot.WEIGHT, Slot.BASE_WEIGHT)):
+        if not self._tensors.keys().isdisjoint((PeftSlot.WEIGHT, PeftSlot.BASE_WEIGHT)):
             rows.append(self._full(config))
-        if Slot.TOKENS in self._tensors:
+        if PeftSlot.TOKENS in self._tensors:
             rows.append(self._tokens(config))
         return rows
 
@@ -72,7 +74,7 @@ class PeftModule:
 
     def _lora(self, config: PeftConfig) -> CanonicalRow:
         a, b = self._pair()
-        name = self._names[Slot.A]
+        name = self._names[PeftSlot.A]
         if not config.targets(self._path):
             raise InvalidAdapterError(
                 f"tensor {name!r} is of a module that {CONFIG_NAME} does not target"
@@ -83,31 +85,31 @@ class PeftModule:
                 f"{config.rank(self._path)}"
             )
         tensors = {"a": a, "b": b}
-        self._check_flag("use_dora", config.use_dora, Slot.MAGNITUDE)
+        self._check_flag("use_dora", config.use_dora, PeftSlot.MAGNITUDE)
         if self._module != EMBEDDING:
-            self._check_flag("lora_bias", config.lora_bias, Slot.B_BIAS)
-        if Slot.B_BIAS in self._tensors:
-            tensors["bias"] = self._vector(Slot.B_BIAS, b.shape[0])
+            self._check_flag("lora_bias", config.lora_bias, PeftSlot.B_BIAS)
+        if PeftSlot.B_BIAS in self._tensors:
+            tensors["bias"] = self._vector(PeftSlot.B_BIAS, b.shape[0])
         scale = float(np.float32(config.scale(self._path)))
         return self._row(RowKind.LORA, tensors, scale)
 
     def _pair(self) -> tuple[RawTensor, RawTensor]:
-        a, b = self._tensors.get(Slot.A), self._tensors.get(Slot.B)
+        a, b = self._tensors.get(PeftSlot.A), self._tensors.get(PeftSlot.B)
         if a is None or b is None:
             missing, name = "B" if b is None else "A", next(iter(self._names.values()))
             raise InvalidAdapterError(f"tensor {name!r} has no lora_{missing} beside it")
         if a.shape[0] != b.shape[1]:
             raise InvalidAdapterError(
-                f"tensors {self._names[Slot.A]!r} {list(a.shape)} and {self._names[Slot.B]!r} "
-                f"{list(b.shape)} have different ranks: {a.shape[0]} and {b.shape[1]}"
+                f"tensors {self._names[PeftSlot.A]!r} {list(a.shape)} and "
+                f"{self._names[PeftSlot.B]!r} {list(b.shape)} have different ranks: {a.shape[0]} and {b.shape[1]}"
             )
         return a, b
 
-    def _check_flag(self, key: str, is_set: bool, slot: Slot) -> None:
+    def _check_flag(self, key: str, is_set: bool, slot: PeftSlot) -> None:
         """Refuse tensors that contradict the config."""
         if is_set and slot not in self._tensors:
             raise InvalidAdapterError(
-                f"{CONFIG_NAME} sets {key}, but {self._names[Slot.A]!r} has no {slot.value} "
+                f"{CONFIG_NAME} sets {key}, but {self._names[PeftSlot.A]!r} has no {slot.value} "
                 "beside it"
             )
         if not is_set and slot in self._tensors:
@@ -116,15 +118,15 @@ class PeftModule:
             )
 
     def _magnitude(self) -> CanonicalRow:
-        name = self._names[Slot.MAGNITUDE]
+        name = self._names[PeftSlot.MAGNITUDE]
         if self._module == EMBEDDING:
             raise UnsupportedFeatureError(
                 f"tensor {name!r} needs DoRA of the token embedding, not served"
             )
-        magnitude = self._vector(Slot.MAGNITUDE, self._tensors[Slot.B].shape[0])
+        magnitude = self._vector(PeftSlot.MAGNITUDE, self._tensors[PeftSlot.B].shape[0])
         return self._row(RowKind.MAGNITUDE, {"magnitude": magnitude})
 
-    def _vector(self, slot: Slot, length: int) -> RawTensor:
+    def _vector(self, slot: PeftSlot, length: int) -> RawTensor:
         vector = self._tensors[slot]
         if vector.shape != (length,):
             raise InvalidAdapterError(
@@ -134,7 +136,7 @@ class PeftModule:
         return vector
 
     def _bias(self, config: PeftConfig) -> CanonicalRow:
-        name = self._names[Slot.BIAS]
+        name = self._names[PeftSlot.BIAS]
         is_trained = {
             "none": False,
             "all": True,
@@ -147,7 +149,7 @@ class PeftModule:
             )
         if self._is_norm or self._module == EMBEDDING:
             raise InvalidAdapterError(f"tensor {name!r}: no {self._module} has a bias")
-        return self._row(RowKind.BIAS, {"bias": self._tensors[Slot.BIAS]})
+        return self._row(RowKind.BIAS, {"bias": self._tensors[PeftSlot.BIAS]})
 
     def _full(self, config: PeftConfig) -> CanonicalRow:
         """Return the rows of whole copies: a trained copy is "weight".
@@ -155,13 +157,13 @@ class PeftModule:
         A copy that PEFT loads over the base's own parameter is "base": a tied parameter changes in
         both its places.
         """
-        if Slot.WEIGHT in self._tensors and Slot.BASE_WEIGHT in self._tensors:
+        if PeftSlot.WEIGHT in self._tensors and PeftSlot.BASE_WEIGHT in self._tensors:
             raise InvalidAdapterError(
-                f"tensors {self._names[Slot.WEIGHT]!r} and {self._names[Slot.BASE_WEIGHT]!r} are "
-                "both the weight of one module"
+                f"tensors {self._names[PeftSlot.WEIGHT]!r} and "
+                f"{self._names[PeftSlot.BASE_WEIGHT]!r} are both the weight of one module"
             )
-        slot = Slot.WEIGHT if Slot.WEIGHT in self._tensors else Slot.BASE_WEIGHT
-        if config.saves(self._path) and slot is Slot.WEIGHT:
+        slot = PeftSlot.WEIGHT if PeftSlot.WEIGHT in self._tensors else PeftSlot.BASE_WEIGHT
+        if config.saves(self._path) and slot is PeftSlot.WEIGHT:
             return self._row(RowKind.FULL, {"weight": self._tensors[slot]})
         if self._module in _COPIED_BY_ITSELF:
             return self._row(RowKind.FULL, {"base": self._tensors[slot]})
@@ -171,7 +173,7 @@ class PeftModule:
         )
 
     def _tokens(self, config: PeftConfig) -> CanonicalRow:
-        name, weight = self._names[Slot.TOKENS], self._tensors[Slot.TOKENS]
+        name, weight = self._names[PeftSlot.TOKENS], self._tensors[PeftSlot.TOKENS]
         indices = config.token_indices(self._module)
         if len(indices) != weight.shape[0]:
             raise InvalidAdapterError(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from loraplex.core.adapter import EMBEDDING, LM_HEAD
 
 
-class Slot(enum.Enum):
+class PeftSlot(enum.Enum):
     """Role of a tensor in its module. The value is its name in messages."""
 
     A = "lora_A"
@@ -36,7 +36,7 @@ class TensorName(NamedTuple):
     layer: int | None
     module: str
     """Last part of the path; with its parent for GPT-2, which has two layers called c_proj."""
-    slot: Slot
+    slot: PeftSlot
 
 
 FINAL_NORM = "norm"
@@ -56,14 +56,14 @@ _PATH = (
 _MODULES = ("linear", "norm", "whole", "top", "head")
 _ADAPTER = r"(?:\.[^.\s]+)?"
 _SLOTS = {
-    Slot.A: rf"(?:lora_A{_ADAPTER}\.weight|lora_embedding_A{_ADAPTER})",
-    Slot.B: rf"(?:lora_B{_ADAPTER}\.weight|lora_embedding_B{_ADAPTER})",
-    Slot.B_BIAS: rf"lora_B{_ADAPTER}\.bias",
-    Slot.MAGNITUDE: rf"lora_magnitude_vector(?:{_ADAPTER}\.weight|{_ADAPTER})",
-    Slot.WEIGHT: rf"(?:modules_to_save{_ADAPTER}\.)?weight",
-    Slot.BIAS: rf"(?:base_layer\.|modules_to_save{_ADAPTER}\.)?bias",
-    Slot.BASE_WEIGHT: r"base_layer\.weight",
-    Slot.TOKENS: rf"token_adapter\.trainable_tokens_delta{_ADAPTER}",
+    PeftSlot.A: rf"(?:lora_A{_ADAPTER}\.weight|lora_embedding_A{_ADAPTER})",
+    PeftSlot.B: rf"(?:lora_B{_ADAPTER}\.weight|lora_embedding_B{_ADAPTER})",
+    PeftSlot.B_BIAS: rf"lora_B{_ADAPTER}\.bias",
+    PeftSlot.MAGNITUDE: rf"lora_magnitude_vector(?:{_ADAPTER}\.weight|{_ADAPTER})",
+    PeftSlot.WEIGHT: rf"(?:modules_to_save{_ADAPTER}\.)?weight",
+    PeftSlot.BIAS: rf"(?:base_layer\.|modules_to_save{_ADAPTER}\.)?bias",
+    PeftSlot.BASE_WEIGHT: r"base_layer\.weight",
+    PeftSlot.TOKENS: rf"token_adapter\.trainable_tokens_delta{_ADAPTER}",
 }
 _NAME = re.compile(
     rf"{_WRAPPERS}(?:base_model\.model\.)?{_WRAPPERS}{_PATH}\.(?:"
@@ -80,7 +80,7 @@ def parse_name(name: str) -> TensorName | None:
     slot = next(slot for slot in _SLOTS if match[slot.name])
     module = next(match[part] for part in _MODULES if match[part])
     is_embedding_slot = "lora_embedding_" in name
-    if is_embedding_slot != (module == EMBEDDING and slot in (Slot.A, Slot.B)):
+    if is_embedding_slot != (module == EMBEDDING and slot in (PeftSlot.A, PeftSlot.B)):
         return None
     layer = match["layer"] or match["block"]
     return TensorName(match["path"], None if layer is None else int(layer), module, slot)

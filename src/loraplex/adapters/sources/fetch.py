@@ -84,7 +84,7 @@ class KeptSources:
         started = time.monotonic()
         try:
             with self._arriving() as arriving:
-                arrival = _Arrival(remote, arriving, Allowance(policy, str(reference)), kept)
+                arrival = _Download(remote, arriving, Allowance(policy, str(reference)), kept)
                 arrival.get_all(reference)
                 _check_sum(reference, arrival.files)
                 note = _Note(_content_of(arrival.files), arrival.files)
@@ -138,7 +138,7 @@ class KeptSources:
                 total -= size
 
 
-class _Arrival:
+class _Download:
     """Downloads of one adapter's files, one after the other."""
 
     def __init__(

@@ -24,7 +24,7 @@ from loraplex.kernels.lora import Arrivals
 from loraplex.memory.adapter_pages import Placement
 
 
-class _Arrival(NamedTuple):
+class _LayerArrival(NamedTuple):
     """Event after which an adapter has arrived up to a layer."""
 
     last_layer: int
@@ -32,11 +32,11 @@ class _Arrival(NamedTuple):
 
 
 @dataclasses.dataclass(slots=True)
-class _Copy:
+class _PageCopy:
     handle: AdapterHandle
     lease: PageLease
     """Host pages, kept until all of them have been copied."""
-    arrivals: tuple[_Arrival, ...]
+    arrivals: tuple[_LayerArrival, ...]
     is_reported: bool = False
     is_forgotten: bool = False
 
@@ -56,9 +56,9 @@ class PageCopies:
         """pool: [num_pages, page_elements]"""
         self._accelerator = accelerator
         self._pool = pool
-        self._pending: deque[_Copy] = deque()
+        self._pending: deque[_PageCopy] = deque()
         """Copies in the order of their starts, which is that of their ends."""
-        self._latest: dict[AdapterHandle, _Copy] = {}
+        self._latest: dict[AdapterHandle, _PageCopy] = {}
         """Latest copy of each handle that is neither forgotten nor known to be complete."""
 
     def start(
@@ -76,8 +76,8 @@ class PageCopies:
             for page, page_id, layer in zip(lease.pages, page_ids, completed, strict=True):
                 self._accelerator.copy(page, self._pool[page_id])
                 if layer is not None:
-                    arrivals.append(_Arrival(layer, self._accelerator.event()))
-        copy = _Copy(handle, lease, tuple(arrivals))
+                    arrivals.append(_LayerArrival(layer, self._accelerator.event()))
+        copy = _PageCopy(handle, lease, tuple(arrivals))
         self._pending.append(copy)
         self._latest[handle] = copy
 
@@ -121,7 +121,7 @@ class PageCopies:
 class _StepArrivals:
     """Implements Arrivals."""
 
-    def __init__(self, accelerator: Accelerator, copies: Sequence[Sequence[_Arrival]]) -> None:
+    def __init__(self, accelerator: Accelerator, copies: Sequence[Sequence[_LayerArrival]]) -> None:
         self._accelerator = accelerator
         self._ahead = [deque(arrivals) for arrivals in copies]
         self._reached = [OUTSIDE_LAYERS - 1] * len(copies)
