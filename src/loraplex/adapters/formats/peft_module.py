@@ -101,7 +101,8 @@ class PeftModule:
         if a.shape[0] != b.shape[1]:
             raise InvalidAdapterError(
                 f"tensors {self._names[PeftSlot.A]!r} {list(a.shape)} and "
-                f"{self._names[PeftSlot.B]!r} {list(b.shape)} have different ranks: {a.shape[0]} and {b.shape[1]}"
+                f"{self._names[PeftSlot.B]!r} {list(b.shape)} have different ranks: "
+                f"{a.shape[0]} and {b.shape[1]}"
             )
         return a, b
 
