@@ -45,7 +45,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     pad_token_id: int | None
     dtype: str
     kv_dtype: str
-    """Of stored keys and values."""
+    """Data type of stored keys and values."""
     kv_block_size: int = 16
     """Tokens."""
     chat: ChatFormat = ChatFormat()
@@ -53,7 +53,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Health(msgspec.Struct, frozen=True):
-    """Live: the process serves. Ready: every model would answer a request now."""
+    """Live: the process serves. Ready: every model would accept a request now."""
 
     live: bool
     ready: bool

@@ -1,6 +1,6 @@
-"""One prompt over many adapters: all answers in one batch, and where each leaves the base's.
+"""Compares one prompt over many adapters: all completions in one batch, next to the base's.
 
-An adapter that fails is an answer of its own; the others do not mind.
+An adapter that fails yields an error of its own; the others go on.
 """
 
 import asyncio
@@ -34,54 +34,54 @@ class FirstDifference:
     """
 
     position: int
-    """In the answer, from 0."""
+    """Index in the completion, from 0."""
     token_id: int
     base_token_id: int
     token_logprob: float
-    """Of this answer's token, by this answer's model."""
+    """Log probability of this completion's token, by this completion's model."""
     token_logprob_by_base: float | None
     base_token_logprob: float | None
-    """Of the base's token, by this answer's model."""
+    """Log probability of the base's token, by this completion's model."""
     base_token_logprob_by_base: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Difference:
-    """How an answer differs from the base's to the same prompt."""
+    """Difference of a completion from the base's to the same prompt."""
 
     num_same_tokens: int
-    """At the beginning."""
+    """Number of equal tokens at the beginning."""
     mean_logprob_difference: float | None
-    """Over these same tokens: log probability here less the base's. None if there are none."""
+    """Mean log probability of these tokens here less the base's; None if there are none."""
     first: FirstDifference | None
     """None: equal as far as both go."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ComparedAnswer:
-    """What one choice of adapters answered."""
+    """Completion by one choice of adapters."""
 
     adapters: tuple[ResolvedAdapter, ...]
     """Empty: the base model."""
     prompt_token_ids: tuple[int, ...]
     text: str
     token_ids: tuple[int, ...]
-    """With the end token, if it met one."""
+    """Token ids with the end token, if there is one."""
     logprobs: tuple[TokenLogprob, ...]
     """One for each token, with the likeliest ones."""
     finish_reason: FinishReason
     timing: RequestTiming
     versus_base: Difference | None = None
-    """None for the base itself, and where it was not asked or failed."""
+    """None for the base itself, and where no comparison is possible."""
 
     @property
     def logprob(self) -> float:
-        """Of the whole answer: the sum of its tokens'."""
+        """Log probability of the whole completion: the sum of its tokens'."""
         return sum(token.logprob for token in self.logprobs)
 
     @property
     def ttft_ms(self) -> float:
-        """From its arrival to its first token, the load of its adapters included."""
+        """Time from arrival to the first token, with the load of its adapters."""
         return max(0, self.timing.first_token_ns - self.timing.arrival_ns) / 1e6
 
     @property
@@ -90,7 +90,7 @@ class ComparedAnswer:
 
 
 Compared = ComparedAnswer | LoraplexError
-"""An answer, or why there is none."""
+"""A completion, or the error instead."""
 
 
 def comparison_requests(
@@ -129,7 +129,7 @@ def is_answer(compared: Compared) -> bool:
 
 
 def difference(answer: ComparedAnswer, base: ComparedAnswer) -> Difference:
-    """Both must be answers to the same prompt."""
+    """Compare two completions of the same prompt."""
     pairs = list(zip(answer.logprobs, base.logprobs, strict=False))
     same = next(
         (i for i, (mine, its) in enumerate(pairs) if mine.token_id != its.token_id), len(pairs)
@@ -161,8 +161,8 @@ def _whole(outputs: Sequence[RequestOutput]) -> ComparedAnswer:
     last = outputs[-1]
     pieces = [piece for output in outputs for piece in output.sequences]
     reason = pieces[-1].finish_reason
-    assert last.timing is not None, "the last output tells the timing"
-    assert reason is not None, "a sequence's last piece tells why it ended"
+    assert last.timing is not None, "the last output has the timing"
+    assert reason is not None, "a sequence's last piece has its finish reason"
     return ComparedAnswer(
         adapters=last.adapters,
         prompt_token_ids=last.prompt_token_ids,

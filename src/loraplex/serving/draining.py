@@ -34,7 +34,7 @@ class DrainReport(msgspec.Struct, frozen=True):
 
 
 class Draining:
-    """Whether new requests are taken, and what is still in work. One event loop calls it.
+    """Whether new requests are accepted, and which are in flight. One event loop calls it.
 
     Whoever admits a request does so inside `admission`, so that a drain never misses one that is
     on its way to an engine.

@@ -33,7 +33,7 @@ class Aborter(Protocol):
 class Generation:
     """The iterator that a front end reads: one request's EngineOutputs as RequestOutputs.
 
-    A beam's answer comes whole, in one output. Of best_of answers, the n best come in the last
+    The output of a beam search comes whole, at once. With best_of, the n best come in the last
     output. Not an async generator, whose clean-up would not run if it is closed before its first
     item.
     """

@@ -35,7 +35,7 @@ def read_and_delete(files: Iterable[LogitsFile]) -> Mapping[str, Logits]:
 
 
 def discard(outputs: Iterable[EngineOutput]) -> None:
-    """Delete the files of outputs that nobody reads."""
+    """Delete the files of outputs that are not read."""
     for file in files_of(outputs):
         _delete(file)
 

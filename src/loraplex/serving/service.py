@@ -83,7 +83,7 @@ class Service:
         self._is_started = True
 
     async def drain(self, timeout_seconds: float) -> None:
-        """Take no more requests; wait until those in work have ended, or the time is up."""
+        """Accept no more requests; wait until those in flight have ended, or the time is up."""
         await self.draining.finish(timeout_seconds)
 
     async def close(self) -> None:

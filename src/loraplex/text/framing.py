@@ -20,7 +20,7 @@ def set_frame(tokenizer: Tokenizer, before: Sequence[str], after: Sequence[str])
 def override_frame(
     tokenizer: Tokenizer, overrides: Mapping[str, Any], named: Mapping[str, str]
 ) -> None:
-    """What an operator's entries for tokenizer_config.json say of the frame.
+    """Apply an operator's entries for tokenizer_config.json to the frame.
 
     add_bos_token and add_eos_token put the token there or take away what is there; so does a
     bos_token or eos_token of None. `named`: role to text, the entries in it already.

@@ -1,4 +1,4 @@
-"""From token ids to text: what one token stands for, and how tokens join, one at a time or all.
+"""Decoding of token ids: the bytes of one token, and the text of several.
 
 Whole and incremental decoding are the same code (`TextStream`), so they cannot differ. The rules
 are those of the `decoder` section of a tokenizer.json; this module knows nothing of encoding,

@@ -234,7 +234,7 @@ class LibraryTokenizer:
 
 
 def _cleans_up_spaces(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> bool:
-    """As transformers 5: for a BPE the clean-up would destroy text, so it needs a second flag."""
+    """Return whether to clean up spaces; a BPE needs a second flag, as in transformers 5."""
     if not config.get("clean_up_tokenization_spaces", False):
         return False
     even_for_bpe = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"

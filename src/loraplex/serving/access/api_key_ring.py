@@ -31,7 +31,7 @@ class ApiKeys:
     """Finds the principal of a key. Any thread may call; a change is one assignment.
 
     Keys are found by their SHA-256 in a dict. The time of a lookup may depend on the digest, which
-    reveals nothing: a client cannot choose the digest of a key that it guesses.
+    reveals nothing: a client cannot choose the digest of a key that it tries.
     """
 
     def __init__(self, path: Path | None, variable: str = "", given: Sequence[str] = ()) -> None:

@@ -100,7 +100,7 @@ EMPTY = KeyFile({}, (), frozenset())
 
 
 def principal_of(tenants: Mapping[str, Principal], tenant: str) -> Principal:
-    """As a file says it, or what a tenant without a table is; the server's own may do all."""
+    """Rights of a tenant as its file has them, or the defaults; `default` may do everything."""
     if tenant in tenants:
         return tenants[tenant]
     return Principal(tenant, rights=_default_rights(tenant))
@@ -131,7 +131,7 @@ def read_key_file(path: Path) -> KeyFile:
 
 
 def parse_key_file(content: bytes, where: str) -> KeyFile:
-    """The same of a file's bytes; errors say where it lies."""
+    """Read the bytes of a key file; errors contain its path."""
     if len(content) > MAX_FILE_BYTES:
         raise ConfigError(f"{where}: a file of keys has at most {MAX_FILE_BYTES} bytes")
     try:

@@ -82,7 +82,7 @@ def revoke_key(path: Path, key_id: str) -> None:
 
 @contextlib.contextmanager
 def _changing(path: Path) -> Iterator[bytes]:
-    """The file's content, empty if there is none; nobody else changes it meanwhile."""
+    """Yield the content of the file, empty if there is none, and lock out other writers."""
     lock = path.with_name(path.name + ".lock")
     try:
         with open(os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _ONLY_OWNER), "rb") as file:
@@ -95,7 +95,7 @@ def _changing(path: Path) -> Iterator[bytes]:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Whole or not at all. A link stays one; nobody but the owner may read a new file."""
+    """Write the whole file or nothing. A link stays a link; only the owner may read a new file."""
     parse_key_file(content, str(path))
     target = Path(os.path.realpath(path))
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")

@@ -6,7 +6,7 @@ from collections import deque
 WINDOW_NS = 60 * 10**9
 SLOT_NS = 10**9
 """Charges of one second are kept as one, and stay for up to a second longer than a window: memory
-does not grow with the rate, and what is told is never too little."""
+does not grow with the rate, and the amount that it returns is never too small."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -32,7 +32,7 @@ class SlidingWindow:
         self._total = 0
 
     def total(self, now_ns: int) -> int:
-        """At least what was charged in the last WINDOW_NS."""
+        """Return at least what was charged in the last WINDOW_NS."""
         self._expire(now_ns)
         return self._total
 

@@ -14,7 +14,7 @@ from loraplex.core.principal import DEFAULT_TENANT, Names, Principal
 
 
 class TenantAdapters:
-    """Of one model, for one request: it costs nothing to make."""
+    """Adapters of one model as one request sees them; cheap to make."""
 
     def __init__(self, store: AdapterStore, model: str, principal: Principal) -> None:
         self._store = store
@@ -111,6 +111,6 @@ class TenantAdapters:
         return None
 
     def _tenants(self) -> tuple[str, ...]:
-        """Whose adapters may be seen, the own first."""
+        """Return the tenants whose adapters may be seen, the own first."""
         own = self._principal.tenant
         return (own,) if own == DEFAULT_TENANT else (own, DEFAULT_TENANT)

@@ -188,12 +188,12 @@ class ProcessLink:
 
     async def _tell(self, start: EngineStart) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(ConnectionError):  # it died already: receive() will tell
+        with contextlib.suppress(ConnectionError):  # it died already: receive() reports that
             self._process.stdin.write(start.to_bytes())
             await self._process.stdin.drain()
 
     async def _next_frames(self) -> list[bytes] | None:
-        """Of a message; None once the engine has ended and all that it said was read."""
+        """Return the next message; None once the engine has ended and all messages are read."""
         frames = asyncio.ensure_future(self._endpoint.socket.recv_multipart())
         try:
             if not frames.done():  # else they were there already

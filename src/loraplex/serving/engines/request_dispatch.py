@@ -1,6 +1,6 @@
 """Dispatch of in-flight requests to the engine that runs at the moment.
 
-It tells an engine of requests and aborts, puts what the engine says into their streams, and keeps
+It sends requests and aborts to an engine, puts its outputs into their streams, and keeps
 the requests while there is no engine.
 """
 

@@ -88,11 +88,11 @@ class GrammarCheck:
             raise self._described(grammar, error)
         return Grammar(GrammarKind.LLGUIDANCE, text)
 
-    def _check_parts(self, answer: CompletionGrammar) -> None:
+    def _check_parts(self, completion: CompletionGrammar) -> None:
         """Check the parts of a completion, so that an error names the part."""
-        if answer.content is not None:
-            self.compiled(answer.content)
-        for tool in answer.tool_use.tools if answer.tool_use is not None else ():
+        if completion.content is not None:
+            self.compiled(completion.content)
+        for tool in completion.tool_use.tools if completion.tool_use is not None else ():
             try:
                 schema = json.dumps(arguments_schema(tool))
                 self.compiled(Grammar(GrammarKind.JSON_SCHEMA, schema))

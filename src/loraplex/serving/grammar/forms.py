@@ -1,7 +1,7 @@
 """Conversion of the grammar forms that clients write to the one that llguidance reads.
 
 A regular expression, and every choice, is to match the whole output. What llguidance itself
-refuses is not looked at here: grammar_check asks it.
+refuses is not looked at here: grammar.check finds it.
 """
 
 import json

@@ -1,1 +1,1 @@
-"""Chat templates, words as tokens, what of an answer is shown; tokenizers are `loraplex.text`."""
+"""Chat templates and the text of completions; tokenizers are in `loraplex.text`."""

@@ -15,7 +15,7 @@ from loraplex.serving.text.content_format import ContentFormat
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 PART_SEPARATOR = "\n"
-"""Between the text parts of one message, as vLLM has it."""
+"""Separator of the text parts of one message, as in vLLM."""
 
 _ONE_TEXT = ContentFormat()
 

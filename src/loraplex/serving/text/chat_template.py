@@ -76,7 +76,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
         self._max_rendered_chars = max_rendered_chars
         self.text = "\n".join(templates.values())
-        """Of all of them."""
+        """Sources of all templates."""
         self._templates = {
             name: self._compile(text, f"{source} ({name})") for name, text in templates.items()
         }

@@ -10,10 +10,10 @@ from typing import Any, Final
 from loraplex.core.errors import InvalidRequestError
 
 _MARK: Final = "\ue000continue\ue001"
-"""Of private characters, so that no template looks for one of them."""
+"""Mark of private characters, for which no template looks."""
 
 _PROBE: Final = " "
-"""Behind the mark: a template that strips white space would have stripped the message's own."""
+"""Text after the mark: a template that strips white space would strip the message's own."""
 
 
 def with_mark(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

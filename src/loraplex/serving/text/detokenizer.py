@@ -51,7 +51,7 @@ class IncrementalDetokenizer:
 def continuation(
     tokenizer: Tokenizer, token_ids: Sequence[int], *, skip_special_tokens: bool = True
 ) -> str:
-    """The text of token ids that follow some text, nobody knows which."""
+    """Return the text of token ids that follow some unknown text."""
     before = tokenizer.encode(_SOME_TEXT, add_special_tokens=False)
     detokenizer = IncrementalDetokenizer(tokenizer, before, skip_special_tokens=skip_special_tokens)
     return detokenizer.push(token_ids, final=True)

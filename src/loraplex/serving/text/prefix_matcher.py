@@ -28,7 +28,7 @@ class PrefixMatcher(Generic[T]):
 
 
 def _fallbacks(pattern: Sequence[T]) -> list[int]:
-    """For each length n >= 1, at n - 1: the longest beginning that also ends pattern[:n]."""
+    """Return for each length n >= 1, at n - 1, the longest beginning that also ends pattern[:n]."""
     table = [0]
     for item in pattern[1:]:
         table.append(_next_state(pattern, table, table[-1], item))

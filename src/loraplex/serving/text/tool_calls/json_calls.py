@@ -10,7 +10,7 @@ from loraplex.serving.text.tool_calls.reader import CallReader
 
 ARGUMENT_KEYS: Final = ("arguments", "parameters")
 _MAX_KEYS: Final = 16
-"""Of a call: a name, arguments, and what else some models write beside them."""
+"""Keys of a call: its name, its arguments, and others that some models write."""
 
 
 def read_call(reader: CallReader, *, known_only: bool = False) -> Steps[None]:
@@ -89,7 +89,7 @@ class _Call:
             self._early = ["{}"]
 
     def finish(self) -> None:
-        """Tell it, if that was not done as it came."""
+        """Report the call, if that was not done as it came."""
         if self._name is None:
             raise MalformedError
         if self._early is not None or not self._has_arguments:

@@ -4,7 +4,7 @@ import re
 from typing import Final
 
 MAX_DEPTH: Final = 128
-"""Of objects and arrays within each other: what any client can parse."""
+"""Maximum depth of nested objects and arrays: any client can parse that."""
 
 _PLAIN: Final = re.compile(r'[^"\\\x00-\x1f]+')
 _WORDS: Final = ("true", "false", "null")
@@ -35,9 +35,9 @@ class JsonScanner:
         """value, value or end, key, key or end, colon, comma or end."""
         self._is_in_string = False
         self._escape = ""
-        """Of an escape sequence, what was read: a backslash, or it and `u` and digits."""
+        """Characters read of an escape sequence: a backslash, or it and `u` and digits."""
         self._word = ""
-        """Of a number, true, false or null, what was read."""
+        """Characters read of a number, true, false or null."""
         self.is_complete = False
 
     def scan(self, text: str, start: int) -> tuple[str, int]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 JSON_WHITE_SPACE: Final = r"\r?\n[ \t]{0,32}|[ \t]{1,2}"
-"""Between the parts of a JSON text: enough to indent it, but never without an end."""
+"""White space between the parts of a JSON text: enough to indent it, but bounded."""
 
 ANY: Final = "(?s:.*)"
 
@@ -35,7 +35,7 @@ class Lark:
         return self._rule(f": %json {json.dumps(guided)}")
 
     def regex(self, pattern: str) -> str:
-        """Without slashes; the pattern has none."""
+        """Pattern without its slashes."""
         return self._terminal(f"/{pattern}/")
 
     def any_until(

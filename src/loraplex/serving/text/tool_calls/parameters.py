@@ -27,7 +27,7 @@ def required(tool: FunctionTool) -> frozenset[str]:
 
 
 def types(schema: Mapping[str, Any]) -> frozenset[str]:
-    """The JSON types that it allows, as far as it says so; none: any."""
+    """Return the JSON types that a schema allows; none: any type."""
     own = schema.get("type")
     if isinstance(own, str):
         return frozenset({own})

@@ -81,7 +81,7 @@ class CallReader(TextSource):
         marker = yield from self.pieces_until(markers, self.content)
         if marker is None:
             rest = self.advance(len(self.unread))
-            # Behind a call, the beginning of a marker is that of another: the answer was cut.
+            # After a call, the beginning of a marker is that of another: the output was cut.
             self.content("" if self._is_behind_call else rest)
             self.end()
         else:

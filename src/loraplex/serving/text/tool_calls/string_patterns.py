@@ -1,4 +1,4 @@
-"""What a JSON schema says of a string, as regular expressions of the whole string."""
+"""Keywords of a JSON schema for strings, as regular expressions of the whole string."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,14 +9,14 @@ _PART: Final = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 
 
 class UnkeptError(Exception):
-    """Text: a keyword and its value, which no expression of ours can say."""
+    """Text of a keyword and its value which no expression of ours can enforce."""
 
 
 class StringForm(NamedTuple):
     """A string is of the schema if it is of all the patterns."""
 
     patterns: Sequence[str]
-    """Without a slash."""
+    """Pattern without its slashes."""
     may_be_empty: bool
 
 
@@ -24,7 +24,7 @@ ANY_STRING: Final = StringForm((), may_be_empty=True)
 
 
 def string_form(schema: Mapping[str, Any]) -> StringForm:
-    """Of a schema that llguidance takes. Raises UnkeptError."""
+    """Return the patterns of a schema that llguidance accepts. Raises UnkeptError."""
     if "format" in schema:
         raise UnkeptError(f"format {schema['format']!r}")
     patterns = []
@@ -38,7 +38,7 @@ def string_form(schema: Mapping[str, Any]) -> StringForm:
 
 
 def _whole(pattern: str) -> str:
-    """It is looked for anywhere in the string, unless `^` and `$` say where."""
+    """Return the pattern of a whole string which contains the pattern anywhere."""
     parts = _PART.findall(pattern)
     begins, ends = parts[:1] == ["^"], parts[-1:] == ["$"]
     inner = parts[begins : len(parts) - ends]
@@ -49,7 +49,7 @@ def _whole(pattern: str) -> str:
 
 
 def _one_line(part: str) -> str:
-    """As a grammar can hold it."""
+    """Return the pattern in the form that a grammar can contain."""
     text = part.replace("\\/", "/").replace("/", r"\x{2f}")
     return text.replace("\n", r"\n").replace("\r", r"\r")
 

@@ -51,7 +51,7 @@ def _any_value(lark: Lark, after: str, form: StringForm = ANY_STRING) -> str:
     marker = after.strip()
     space, _, behind = after.partition(marker)
     framed = [f"({pattern}){pattern_of(space)}" for pattern in form.patterns] or [ANY]
-    # What is too short for its pattern must not go on behind the marker.
+    # A value that is too short for its pattern must not go on after the marker.
     without = (marker,) if form.patterns else ()
     value = lark.any_until(marker, without, framed, may_be_empty=form.may_be_empty)
     return f"{value} {lark.text(behind)}"

@@ -44,7 +44,7 @@ def _calls(reader: CallReader) -> Steps[None]:
         yield from reader.expect(_TAG)
         yield from reader.take_space()
     while True:
-        # Without the tag, an answer in JSON may look like a call.
+        # Without the tag, a completion in JSON may look like a call.
         yield from read_call(reader, known_only=not is_tagged)
         yield from reader.take_space()
         if not (yield from reader.peek()):

@@ -52,7 +52,7 @@ def _named_call(lark: Lark, tool: FunctionTool) -> str:
 
 
 class MistralNamed(Mistral):
-    """A name and its arguments, each behind a marker. It reads both forms, as the other does."""
+    """Reads a name and its arguments, each after a marker, in both forms of the family."""
 
     name = "mistral_named"
     syntax = CallSyntax(trigger=_CALLS, before=_CALLS, between=_CALLS, after="", call=_named_call)

@@ -51,7 +51,7 @@ def _any_arguments(lark: Lark) -> str:
 
 
 def _some_of(lark: Lark, names: list[str], parts: dict[str, str]) -> str:
-    """At least one of them, in their order."""
+    """Return a pattern for at least one of them, in their order."""
     choices = []
     for index, name in enumerate(names):
         rest = "".join(f" ({lark.text(f', {n}=')} {parts[n]})?" for n in names[index + 1 :])
@@ -128,7 +128,7 @@ def _call(reader: CallReader) -> Steps[None]:
 
 
 def _argument_name(reader: CallReader) -> Steps[str]:
-    """Of any characters that a property may have, but those of Python's own syntax."""
+    """Return a pattern for names of properties, without the characters of Python's syntax."""
     name = ""
     while (char := (yield from reader.peek())) and char not in _NO_NAME:
         name += reader.take(1)
