@@ -291,7 +291,7 @@ class TestGrpc:
                 assert client.get_inference_statistics(headers=bearer(OPERATOR))
 
     def test_our_own_clients_take_it_from_the_environment(self, triton, monkeypatch, tmp_path):
-        with pytest.raises(ConfigError, match=r"asks for an API key.*from LORAPLEX_API_KEY,"):
+        with pytest.raises(ConfigError, match=r"needs an API key.*from LORAPLEX_API_KEY,"):
             describe(triton)
         monkeypatch.setenv("LORAPLEX_API_KEY", TENANT)
         assert describe(triton) == "ensemble"
@@ -305,7 +305,7 @@ class TestGrpc:
     def test_a_stream_that_is_refused_says_why(self, triton):
         """Not that it "is no longer in valid state", which is what tritonclient raises."""
         options = program_options(TEXT_FLAGS, url=triton.grpc, prompt="hi")
-        with pytest.raises(ConfigError, match="asks for an API key"):
+        with pytest.raises(ConfigError, match="needs an API key"):
             text_client.run(options, print)
 
     def test_a_rate_limit_tells_when(self, triton, backend):

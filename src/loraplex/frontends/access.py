@@ -26,7 +26,7 @@ def by_api_key(keys: ApiKeys) -> Authenticate:
         scheme, _, key = headers.get("authorization", "").strip().partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise UnauthenticatedError(
-                "this server asks for an API key: send the header 'Authorization: Bearer KEY'"
+                "this server needs an API key: send the header 'Authorization: Bearer KEY'"
             )
         return keys.principal(key.strip())
 

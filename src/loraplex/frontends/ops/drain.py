@@ -1,6 +1,6 @@
 """POST, GET and DELETE /drain: let a server run dry, look how far it is, take requests again.
 
-At once new requests are answered 503 and every readiness route says no; what is in work goes on.
+New requests get a 503 at once, and every readiness route reports false; in-flight requests go on.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ _BODY = {
     "type": "object",
     "properties": {
         _TIMEOUT: {
-            "description": "What is still in work then is ended; absent: as long as it takes.",
+            "description": "Seconds after which in-flight requests are ended; absent: no limit.",
             "anyOf": [
                 {"type": "number", "minimum": 0, "maximum": MAX_TIMEOUT_SECONDS},
                 {"type": "null"},
@@ -40,7 +40,7 @@ _BODY = {
 
 
 def drain_routes(draining: Draining, authenticate: Authenticate) -> list[RecordedRoute]:
-    """For operators alone."""
+    """Return the routes, for operators only."""
     endpoints = _Endpoints(draining, authenticate)
     return [
         RecordedRoute("/drain", responding_to_errors(endpoints.begin), methods=["POST"]),
@@ -55,17 +55,17 @@ class _Endpoints:
         self._authenticate = authenticate
 
     @described(
-        json_of(DrainReport, 200, "Nothing is in work."),
-        json_of(DrainReport, 202, "Something is in work."),
+        json_of(DrainReport, 200, "No request is in flight."),
+        json_of(DrainReport, 202, "Requests are in flight."),
         tag="operations",
         body=json_body(_BODY),
         needs_body=False,
     )
     async def begin(self, request: Request) -> Response:
-        """Take no more requests; those in work go on."""
+        """Accept no more requests; in-flight requests go on."""
         self._check_operator(request)
         timeout_seconds = _timeout(await _body(request))
-        return _answer(self._draining.begin(timeout_seconds))
+        return _respond(self._draining.begin(timeout_seconds))
 
     @described(json_of(DrainReport), tag="operations")
     async def report(self, request: Request) -> Response:
@@ -83,7 +83,7 @@ class _Endpoints:
         self._authenticate(request.headers).require_operator("drain the server")
 
 
-def _answer(report: DrainReport) -> Response:
+def _respond(report: DrainReport) -> Response:
     return json_response(report, 200 if report.drained else 202)
 
 

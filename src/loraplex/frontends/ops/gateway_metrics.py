@@ -1,4 +1,4 @@
-"""The gauges that the Gateway API inference extension asks of a model server, by vLLM's names.
+"""Gauges that the Gateway API inference extension needs of a model server, by vLLM's names.
 
 Its model server protocol (docs/proposals/003-model-server-protocol) wants the queue, the share of
 the KV cache in use, and `vllm:lora_requests_info`: a gauge whose value is the time of the update
@@ -46,7 +46,7 @@ _GAUGES: tuple[_Gauge, ...] = (
 
 
 class GatewayCollector(Collector):
-    """Of all models. Call `refresh` before it collects: engines are asked, and that waits."""
+    """Gauges of all models. Call `refresh` before it collects: it queries the engines."""
 
     def __init__(self, backend: Backend, unix_seconds: Callable[[], float] = time.time) -> None:
         self._backend = backend
@@ -55,7 +55,7 @@ class GatewayCollector(Collector):
         self._refreshed = 0.0
 
     async def refresh(self) -> None:
-        """Ask the engines where their adapters are, and for whom."""
+        """Query the engines for the states and users of their adapters."""
         self._activities = {
             card.name: await self._backend.model(card.name).adapter_activity()
             for card in self._backend.models()
@@ -63,7 +63,7 @@ class GatewayCollector(Collector):
         self._refreshed = self._unix_seconds()
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: registering must not ask a backend that has not started."""
+        """Return nothing: registering must not query a backend that has not started."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
@@ -106,5 +106,5 @@ class GatewayCollector(Collector):
 
 
 def _joined(names: Iterable[str]) -> str:
-    """A name with a comma cannot be told."""
+    """Join names with commas. Names that contain a comma are left out."""
     return ",".join(sorted(name for name in names if "," not in name))

@@ -1,6 +1,6 @@
 """Routes for operators: is it alive, is it ready, what do its engines do.
 
-Live means that the process serves: restart it if not. Ready means that every model would answer a
+Live means that the process serves: restart it if not. Ready means that every model would serve a
 request now: send no traffic if not.
 """
 
@@ -21,7 +21,7 @@ from loraplex.frontends.openapi.operation import (
     described,
     json_of,
 )
-from loraplex.frontends.ops.iterations import JSON_LINES, LIMIT, iterations_answer
+from loraplex.frontends.ops.iterations import JSON_LINES, LIMIT, iterations_response
 from loraplex.frontends.ops.memory import MemoryReport, memory_report
 from loraplex.frontends.ops.responses import (
     Handler,
@@ -34,7 +34,7 @@ from loraplex.frontends.telemetry.routes import RecordedRoute
 from loraplex.serving.backend import Backend
 
 Report = Callable[[list[str]], ServerReport]
-"""From the names of models to what is told of the server and them."""
+"""Function from the names of models to a report of the server and these models."""
 
 
 def health_routes(
@@ -82,7 +82,7 @@ class _Endpoints:
 
     @described(json_of(Readiness), json_of(Readiness, 503), tag="health")
     async def ready(self, request: Request) -> Response:
-        """Whether every model would answer. If not, why: it starts, drains, waits for an engine."""
+        """Whether every model would serve a request, and if not, why."""
         del request
         health = self._backend.health()
         body = Readiness(health.ready, health.reason)
@@ -96,7 +96,7 @@ class _Endpoints:
     )
     async def iterations(self, request: Request) -> Response:
         """The newest steps of a model, oldest first. `model`: the default one if not given."""
-        return iterations_answer(self._backend, self._model(request), request)
+        return iterations_response(self._backend, self._model(request), request)
 
     @described(json_of(ServerReport), tag="operations", query=(_MODEL,), errors=OF_NAMES)
     async def stats(self, request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""GET /v1/iterations: what the newest steps of an engine computed, for whom, with which memory."""
+"""GET /v1/iterations: requests, tokens and memory of the newest steps of an engine."""
 
 import msgspec
 from starlette.requests import Request
@@ -18,7 +18,7 @@ LIMIT = Parameter(
 )
 
 
-def iterations_answer(backend: Backend, model: str, request: Request) -> Response:
+def iterations_response(backend: Backend, model: str, request: Request) -> Response:
     """The newest steps of a model, oldest first.
 
     A JSON array, or JSON lines for a client that accepts them. `limit`: at most so many. Raises

@@ -9,7 +9,7 @@ class MemoryReport(ModelMemory, frozen=True, kw_only=True):
 
 
 async def memory_report(backend: Backend, models: list[str]) -> dict[str, MemoryReport]:
-    """By model. Raises NotReadyError while one was never there."""
+    """Return a report for each model. Raises NotReadyError until its engine has started once."""
     return {model: await _of_model(backend, model) for model in models}
 
 

@@ -15,13 +15,13 @@ _BOUNDS = (*(str(bound) for bound in LOAD_SECONDS_BOUNDS), "+Inf")
 
 
 class MemoryCollector(Collector):
-    """Of every model whose engine has been there."""
+    """Gauges of every model whose engine has started once."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: registering must not ask a backend that has not started."""
+        """Return nothing: registering must not query a backend that has not started."""
         return ()
 
     def collect(self) -> Iterator[Metric]:

@@ -1,6 +1,6 @@
 """GET /metrics: what requests did and what engines do, as Prometheus text.
 
-Engines' numbers are read from `Backend.stats` when somebody asks; nothing is kept here.
+Engines' numbers are read from `Backend.stats` for each scrape; nothing is kept here.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -126,7 +126,7 @@ _COUNTERS: tuple[_Family, ...] = (
     ),
     (
         "draft_tokens",
-        "Tokens guessed ahead, by whether the model chose them, too.",
+        "Draft tokens, by whether the model accepted them.",
         "result",
         lambda stats: {
             "accepted": stats.accepted_tokens,
@@ -165,7 +165,7 @@ _COUNTERS: tuple[_Family, ...] = (
     ),
     (
         "adapter_evictions",
-        "Adapters that made room for others, by tier.",
+        "Evicted adapters, by tier.",
         "tier",
         lambda stats: {
             "device": stats.adapters.device_evictions,
@@ -188,7 +188,7 @@ def metrics_app(
 def metrics_routes(
     backend: Backend, request_metrics: RequestMetrics, collectors: Iterable[Collector] = ()
 ) -> list[Route]:
-    """OpenMetrics for those who ask for it, else the text format of Prometheus."""
+    """Return the routes: OpenMetrics for clients that accept it, else Prometheus' text format."""
     gateway = GatewayCollector(backend)
     registry = metrics_registry(backend, request_metrics, [gateway, *collectors])
 
@@ -220,7 +220,7 @@ class BackendCollector(Collector):
         self._backend = backend
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: registering must not ask a backend that has not started."""
+        """Return nothing: registering must not query a backend that has not started."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
@@ -236,10 +236,10 @@ class BackendCollector(Collector):
 
     def _of_models(self, names: list[str]) -> Iterator[Metric]:
         ready = GaugeMetricFamily(
-            "loraplex_model_ready", "1 if the model would answer a request now.", labels=["model"]
+            "loraplex_model_ready", "1 if the model would serve a request now.", labels=["model"]
         )
         registered = GaugeMetricFamily(
-            "loraplex_adapters_registered", "Adapters that can be asked for.", labels=["model"]
+            "loraplex_adapters_registered", "Adapters that requests can use.", labels=["model"]
         )
         for name in names:
             ready.add_metric([name], self._backend.model_ready(name))
@@ -275,7 +275,7 @@ def _filled(
 
 
 def described_metrics(app: ASGIApp) -> Described:
-    """What metrics_app gave, behind its door, as a route of another app."""
+    """Describe the guarded app of the metrics, as a route of another app."""
     operation = Operation(
         responses=(ResponseDoc(200, (Media(TEXT), Media("application/openmetrics-text"))),),
         tag="operations",

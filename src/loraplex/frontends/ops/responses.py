@@ -1,4 +1,4 @@
-"""How the operators' routes answer: JSON, errors too."""
+"""Responses of the operators' routes: JSON, for errors too."""
 
 import functools
 from collections.abc import Awaitable, Callable, Iterable
@@ -51,34 +51,34 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """What the server's door says to who has no key."""
+    """Error for a client without a valid key."""
 
     error: dict[str, str | None]
 
 
 def for_operators(handler: Handler, authenticate: Authenticate) -> Handler:
-    """Only they may ask: it tells of all tenants."""
+    """Allow a handler to operators only: it shows all tenants."""
 
     @functools.wraps(handler)
-    async def answer(request: Request) -> Response:
+    async def respond(request: Request) -> Response:
         authenticate(request.headers).require_operator("see what the server does")
         return await handler(request)
 
-    return answer
+    return respond
 
 
 def responding_to_errors(handler: Handler) -> Handler:
-    """Let a handler raise errors of core.errors."""
+    """Let a handler raise errors of core.errors, and respond to them."""
 
     @functools.wraps(handler)
-    async def answer(request: Request) -> Response:
+    async def respond(request: Request) -> Response:
         try:
             return await handler(request)
         except LoraplexError as error:
             note_error(error)
             return json_response(Failure(error.to_info()), _status(type(error)))
 
-    return with_error_responses(answer, error_responses)
+    return with_error_responses(respond, error_responses)
 
 
 def _status(kind: type[LoraplexError]) -> int:
@@ -90,7 +90,7 @@ def json_response(body: Any, status: int = 200) -> Response:
 
 
 def error_responses(kinds: Iterable[type[LoraplexError]]) -> Iterable[ResponseDoc]:
-    """What responding_to_errors makes of errors of these kinds."""
+    """Describe the responses of responding_to_errors to these errors."""
     return by_status((_status(kind), Media(JSON, _shape(kind))) for kind in kinds)
 
 
@@ -99,5 +99,5 @@ def _shape(kind: type[LoraplexError]) -> type[msgspec.Struct]:
 
 
 def guard_responses(kinds: Iterable[type[LoraplexError]]) -> Iterable[ResponseDoc]:
-    """Of an app that only its door refuses."""
+    """Describe the responses of the guard of an app that raises no errors itself."""
     return by_status((_status(kind), Media(JSON, Refusal)) for kind in kinds)

@@ -1,6 +1,6 @@
 """GET /v1/internal/stats: one look at the whole server, for people and their scripts.
 
-What it tells is of now, or counted since the start. Prometheus has more, and keeps it.
+Values are current, or counted since the start. Prometheus has more, and keeps history.
 """
 
 import time
@@ -19,7 +19,7 @@ from loraplex.serving.draining import Draining, DrainReport
 class ConnectionReport(msgspec.Struct, frozen=True):
     open: int
     refused: dict[str, int]
-    """By reason."""
+    """Refused connections by reason."""
 
 
 class LogReport(msgspec.Struct, frozen=True):
@@ -42,7 +42,7 @@ class ServerReport(msgspec.Struct, frozen=True, kw_only=True):
     """Empty if it is ready."""
     drain: DrainReport
     open_requests: dict[str, int]
-    """By protocol."""
+    """Open requests by protocol."""
     http_connections: ConnectionReport
     access_log: LogReport | None
     """None without one."""
@@ -51,7 +51,7 @@ class ServerReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerStats:
-    """What the parts of a server say of themselves, joined."""
+    """Joins the reports of the parts of a server."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class ServerStats:
         self._started_ns = time.monotonic_ns()
 
     def report(self, models: list[str]) -> ServerReport:
-        """With the engines of these models."""
+        """Return a report with the engines of these models."""
         health = self._backend.health()
         return ServerReport(
             version=__version__,

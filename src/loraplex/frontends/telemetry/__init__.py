@@ -1,1 +1,1 @@
-"""What is told of requests on every wire: their ids, the access log, traces, counts."""
+"""Observation of requests on every wire: ids, the access log, traces, and counts."""

@@ -1,7 +1,7 @@
 """The access log: one JSON object a line, one line a request.
 
-It holds no header but the user agent, no query, no body, and no text of prompts or answers unless
-the operator asked for prompts.
+It contains no header except the user agent, no query, no body, and no text of prompts or outputs,
+unless the operator turned prompts on.
 """
 
 import datetime

@@ -8,14 +8,14 @@ from prometheus_client.registry import Collector
 
 
 class HttpConnections(Collector):
-    """Of one port. One event loop counts."""
+    """Counts of one port's connections; one event loop updates them."""
 
     def __init__(self) -> None:
         self.num_open = 0
         self._refused: Counter[str] = Counter()
 
     def refused(self, code: str) -> None:
-        """code: of the error, or `idle` for one that never sent a byte."""
+        """Count a refused connection. code: the error's, or `idle` if nothing was sent."""
         self._refused[code] += 1
 
     @property

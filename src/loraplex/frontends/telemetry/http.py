@@ -1,6 +1,4 @@
-"""Around every HTTP app: request ids, the access log's and the traces' begin and end, and the word
-to clients of a server that drains.
-"""
+"""Middleware of every HTTP app: request ids, telemetry, and `Connection: close` while draining."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -14,7 +12,7 @@ from loraplex.frontends.telemetry.telemetry import Telemetry
 from loraplex.serving.wire_request import WireRequest, as_current
 
 CLIENT_CLOSED_REQUEST = "499"
-"""Nobody got an answer. The status is nginx's."""
+"""Status without a response, as nginx logs it."""
 _FAILED = "500"
 _ID = HEADER.encode()
 
@@ -33,20 +31,20 @@ class RequestMiddleware:
             return
         request = self._begun(scope)
         scope.setdefault("state", {})["request_id"] = request.request_id
-        answer = _Answer(send, request, self._is_draining)
+        response = _Response(send, request, self._is_draining)
         status = _FAILED
         try:
             with as_current(request):
-                await self._app(scope, receive, answer.send)
-            status = answer.status or CLIENT_CLOSED_REQUEST
+                await self._app(scope, receive, response.send)
+            status = response.status or CLIENT_CLOSED_REQUEST
         except asyncio.CancelledError:
-            status = answer.status or CLIENT_CLOSED_REQUEST
+            status = response.status or CLIENT_CLOSED_REQUEST
             raise
         except Exception:
-            request.error = InternalError("no room of the server caught it")
+            request.error = InternalError("no front end handled it")
             raise
         finally:
-            # Empty if the framework did not tell.
+            # Empty if no route matched.
             request.route = str(getattr(scope.get("route"), "path", ""))
             request.end(status)
 
@@ -57,8 +55,8 @@ class RequestMiddleware:
         )
 
 
-class _Answer:
-    """What is sent, with the headers that every answer has; its status is kept."""
+class _Response:
+    """Response being sent: adds the headers that every response has, and keeps the status."""
 
     __slots__ = ("_is_draining", "_request", "_send", "status")
 

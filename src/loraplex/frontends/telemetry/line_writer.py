@@ -1,7 +1,7 @@
-"""Lines into a file, written by a thread of their own: whoever has a line never waits for a disk.
+"""Log file written by a thread, so that a request never waits for a disk.
 
-The file is opened again when it was moved or deleted, and when asked to (SIGHUP), so programs that
-rotate logs need no more than that.
+The file is opened again when it was moved or deleted, and on SIGHUP, as programs that rotate logs
+expect.
 """
 
 import logging
@@ -28,10 +28,10 @@ _MODE = 0o640
 
 
 class LineWriter(Collector):
-    """One open log. A line that finds no room, or that the disk does not take, is counted."""
+    """One open log. Counts the lines that the full queue or the disk refuses."""
 
     def __init__(self, path: str, max_waiting: int = MAX_WAITING_LINES) -> None:
-        """path: a file to append to, or `-` for standard output. Raises ConfigError."""
+        """Open a file to append to; `-` is standard output. Raises ConfigError."""
         self._path = path
         self._lines: queue.Queue[bytes | None] = queue.Queue(max_waiting)
         self._lock = threading.Lock()

@@ -1,6 +1,6 @@
 """Spans over OTLP/HTTP, by OpenTelemetry's SDK: the extra `tracing` has it.
 
-What this file does not say, the SDK reads from its own variables (OTEL_*): headers, timeouts, the
+The SDK reads the rest from its own variables (OTEL_*): headers, timeouts, the
 sampler, the service's name and other attributes of the resource, the sizes of batches.
 """
 
@@ -32,12 +32,12 @@ _CLOSE_SECONDS = 5.0
 
 
 class OtlpTraces:
-    """A sink of `Telemetry`. Spans wait in a bounded queue for a thread that sends them; what a
-    collector does not take is lost, and nobody waits for it.
+    """Sink of `Telemetry`. Spans wait in a bounded queue for a thread that sends them; spans that
+    the collector does not accept are lost, and no request waits for them.
     """
 
     def __init__(self, endpoint: str, service_name: str | None) -> None:
-        """endpoint: where spans are posted to. service_name: None: as the SDK's variables say."""
+        """Create a sink that posts to an endpoint. service_name None: as in the SDK's variables."""
         self._ids = _GivenTraceIds()
         attributes: dict[str, str] = {SERVICE_VERSION: __version__}
         if service_name is not None:
@@ -66,7 +66,7 @@ class _GivenTraceIds(RandomIdGenerator):
         self._given = threading.local()
 
     def use(self, trace_id: int) -> None:
-        """For the next trace that this thread begins."""
+        """Use this id for the next trace that this thread begins."""
         self._given.trace_id = trace_id
 
     def generate_trace_id(self) -> int:

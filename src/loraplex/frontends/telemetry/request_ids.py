@@ -11,11 +11,11 @@ PATTERN = "^[!-~]+$"
 
 
 _random = random.Random()
-"""Seeded by the system. Ids have to differ; that they could be guessed harms nobody."""
+"""Seeded by the system. Ids must be unique, but need not be unpredictable."""
 
 
 def random_id() -> str:
-    """32 hexadecimal digits."""
+    """Return 32 hexadecimal digits."""
     return f"{_random.getrandbits(128):032x}"
 
 

@@ -9,6 +9,8 @@ from starlette.types import Scope
 
 
 class RecordedRoute(Route):
+    """Route that puts itself into the scope of the requests that it matches."""
+
     def __init__(self, path: str, endpoint: Callable[..., Any], **fields: Any) -> None:
         super().__init__(path, endpoint, **fields)
         # A name in a path may have any character, a line break too.

@@ -2,7 +2,7 @@
 
 Names of attributes are OpenTelemetry's semantic conventions, as of version 1.41: HTTP and RPC
 server spans, and for each prompt a span of the GenAI conventions. Under `loraplex.` stands what
-they have no name for. No text of prompts or answers is in them.
+they have no name for. They contain no text of prompts or outputs.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ Attributes = Mapping[str, AttributeValue]
 
 PROVIDER = "loraplex"
 _OUR_GRPC_FAULTS = ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE")
-"""With DATA_LOSS the codes that make a server's span an error; the others are the client's."""
+"""Codes that, together with DATA_LOSS, make a server's span an error; others are the client's."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +147,7 @@ def _outcome_attributes(record: GenerationRecord) -> Attributes:
 
 
 def _stages(record: GenerationRecord, offset_ns: int) -> Iterator[SpanTree]:
-    """One after the other. The engine tells its part with the last output only."""
+    """Yield the stages in order. The engine reports its stages with the last output only."""
     if record.admitted_ns:
         yield _stage("admit", record.started_ns, record.admitted_ns, offset_ns)
     timing = record.timing
@@ -182,7 +182,7 @@ def _stage(
     children: tuple[SpanTree, ...] = (),
     attributes: Attributes = MappingProxyType({}),
 ) -> SpanTree:
-    """Between two readings of the monotonic clock."""
+    """Return a span between two readings of the monotonic clock."""
     return SpanTree(
         name=name,
         start_ns=start_ns + offset_ns,

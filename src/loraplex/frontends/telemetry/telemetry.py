@@ -38,8 +38,7 @@ class _Ended(msgspec.Struct):
 
 
 class Telemetry(Collector):
-    """Requests in work and those that ended: counted, and given to the sinks. Any thread may
-    begin and end one."""
+    """Counts open and ended requests, and passes those that ended to the sinks. Thread-safe."""
 
     def __init__(self, sinks: Sequence[Sink] = ()) -> None:
         self._sinks = sinks
@@ -48,7 +47,7 @@ class Telemetry(Collector):
         self._tenants: dict[str, TenantUse] = {}
         self._open: dict[str, int] = {}
         self._ended: dict[tuple[str, str, str], _Ended] = {}
-        """By protocol, status and the error's code."""
+        """Ended requests by protocol, status and error code."""
 
     def begin(
         self,
@@ -59,7 +58,7 @@ class Telemetry(Collector):
         headers: Mapping[str, str],
         route: str = "",
     ) -> WireRequest:
-        """A request has come. headers: by lower-case name. Whoever begins it ends it."""
+        """Record the start of a request. The caller ends it. headers: by lower-case name."""
         with self._lock:
             self._open[protocol] = self._open.get(protocol, 0) + 1
         return WireRequest(
@@ -76,7 +75,7 @@ class Telemetry(Collector):
 
     @property
     def num_open(self) -> dict[str, int]:
-        """By protocol."""
+        """Return the number of open requests by protocol."""
         with self._lock:
             return dict(self._open)
 
@@ -91,10 +90,10 @@ class Telemetry(Collector):
     def collect(self) -> Iterable[Metric]:
         is_open = GaugeMetricFamily(
             "loraplex_open_requests",
-            "Requests on the wire that have not ended, whatever they ask for.",
+            "Requests of any kind on the wire that have not ended.",
             labels=["protocol"],
         )
-        answered = CounterMetricFamily(
+        ended = CounterMetricFamily(
             "loraplex_wire_requests",
             "Requests on the wire that ended, by status and by the code of the error, which is "
             "empty without one.",
@@ -103,9 +102,9 @@ class Telemetry(Collector):
         with self._lock:
             for protocol, number in self._open.items():
                 is_open.add_metric([protocol], number)
-            for labels, ended in self._ended.items():
-                answered.add_metric(labels, ended.number, created=ended.first_unix)
-        return (is_open, answered)
+            for labels, count in self._ended.items():
+                ended.add_metric(labels, count.number, created=count.first_unix)
+        return (is_open, ended)
 
     def _end(self, request: WireRequest) -> None:
         with self._lock:
@@ -113,7 +112,7 @@ class Telemetry(Collector):
         for sink in self._sinks:
             try:
                 sink(request)
-            except Exception:  # the request was answered: that stands
+            except Exception:  # the response has been sent already
                 logger.exception("request %s could not be written down", request.request_id)
 
     def _count(self, request: WireRequest) -> None:

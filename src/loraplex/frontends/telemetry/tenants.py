@@ -1,4 +1,4 @@
-"""Whose a request is, for what is told of it."""
+"""Tenant of a request, for telemetry."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ from loraplex.serving.wire_request import note_error, note_tenant
 
 
 def noting_tenant(authenticate: Authenticate) -> Authenticate:
-    """The same, and the current request learns whose it is, or why nobody's."""
+    """Wrap authenticate so that the current request records its tenant or the error."""
 
     def authenticated(headers: Mapping[str, str]) -> Principal:
         try:

@@ -22,7 +22,7 @@ def open_traces(target: TraceTarget) -> Traces:
         from loraplex.frontends.telemetry.otlp import OtlpTraces  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError(
-            f"{target.source} asks for traces, but {error.name} is not installed: "
+            f"{target.source} turns traces on, but {error.name} is not installed: "
             "pip install 'loraplex[tracing]'"
         ) from error
     return OtlpTraces(target.url, target.service_name)
