@@ -9,7 +9,7 @@ from loraplex.core.grammar import Grammar, GrammarKind
 
 
 def hostile_grammars() -> Mapping[str, Grammar]:
-    """By what they try."""
+    """Grammars by what they try."""
     made = {
         **{name: _json(GrammarKind.JSON_SCHEMA, schema) for name, schema in _schemas().items()},
         **{name: Grammar(GrammarKind.REGEX, text) for name, text in _REGEXES.items()},
@@ -133,7 +133,7 @@ _EBNFS: Final = {
 
 
 def _grammars(larks: list[str]) -> Grammar:
-    """In llguidance's form; what the last of them may name is there, too."""
+    """Grammars in llguidance's form, with all rules that the last one may name."""
     named = [{"name": f"g{n}", "lark_grammar": lark} for n, lark in enumerate(larks)]
     last = {"name": f"g{len(larks)}", "lark_grammar": 'start: "x" | ""'}
     return _json(GrammarKind.LLGUIDANCE, {"grammars": [*named, last]})

@@ -79,7 +79,7 @@ class Asked:
             assert "internal error" not in words, words
 
     async def call(self, message: Any, *, is_streamed: bool) -> None:
-        """As a servicer does it; a refusal must be an error of ours that says why."""
+        """Send a request as a servicer does; a refusal must be one of our errors, with a reason."""
         error = await self._refusal(message, is_streamed=is_streamed)
         if error is None:
             self._count("gRPC OK")

@@ -70,7 +70,7 @@ def infer_body(rng: random.Random, model: str) -> tuple[dict[str, str], bytes]:
 
 
 def generate_body(rng: random.Random) -> bytes:
-    """Of a POST .../generate or generate_stream."""
+    """Draw the body of a POST .../generate or generate_stream."""
     document: Any = {"text_input": "hi", "max_tokens": rng.choice((1, 5, 20)), "id": "7"}
     if rng.random() < 0.2:
         document |= rng.choice(UNSERVED)
@@ -201,7 +201,7 @@ def _places(value: Any) -> list[tuple[Any, Any]]:
 
 
 def changed_bytes(rng: random.Random, data: bytes) -> bytes:
-    """With bytes that are others, more, fewer, or twice there."""
+    """Change, add, remove or repeat bytes."""
     content = bytearray(data)
     for _ in range(rng.randrange(1, 4)):
         at = rng.randrange(len(content) + 1)

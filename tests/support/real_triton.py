@@ -114,5 +114,5 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _prefix(ports: Sequence[int]) -> str:
-    """Of the names of a server's regions of shared memory."""
+    """Prefix of the names of a server's regions of shared memory."""
     return f"loraplex_test_{os.getpid()}_{ports[0]}_"

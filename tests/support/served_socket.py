@@ -42,7 +42,7 @@ def served_socket(
     silence_seconds: float = SILENCE_SECONDS,
     declarations: Sequence[ModelDeclaration] = (),
 ) -> Iterator[ServedSocket]:
-    """Until the context ends; its event loop runs in a thread of its own."""
+    """Serve until the context ends; the event loop runs in its own thread."""
     service = TritonService(backend, declarations=declarations)
     served = ServedSocket(path, service, threading.Event())
     started: Future[None] = Future()

@@ -36,7 +36,7 @@ def tensors(module: ModuleType, **arrays: Array) -> list[Any]:
 def text_request(
     module: ModuleType, prompt: str = "hi", max_tokens: int = 50, **more: Array
 ) -> list[Any]:
-    """For `ensemble`."""
+    """Return the tensors of a request to `ensemble`."""
     text = np.array([[prompt]], dtype=object)
     return tensors(module, text_input=text, max_tokens=i32(max_tokens), **more)
 
@@ -44,7 +44,7 @@ def text_request(
 def token_request(
     module: ModuleType, prompt: bytes = b"hi", length: int = 50, **more: Array
 ) -> list[Any]:
-    """For `tensorrt_llm`: what inflight_batcher_llm_client.py always sends, greedy."""
+    """Return the tensors that inflight_batcher_llm_client.py always sends, greedy."""
     more.setdefault("end_id", i32(257))
     return tensors(
         module,

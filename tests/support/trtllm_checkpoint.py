@@ -113,7 +113,7 @@ class _RankWriter:
         return torch.cat([self.part_of(q, 0), self._heads(k), self._heads(v)])
 
     def _heads(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Of k or v: neighbours share a head where there are fewer than GPUs."""
+        """Return the part of k or v of a rank; neighbours share a head if GPUs outnumber heads."""
         num_parts = min(self._tp_size, self._config.layers[0].attention.num_kv_heads)
         return tensor.chunk(num_parts)[self._part * num_parts // self._tp_size]
 

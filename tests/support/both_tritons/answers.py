@@ -26,7 +26,7 @@ Answer = dict[str, Any]
 
 SECONDS = 60.0
 _DIGITS = 4
-"""Of floating-point elements; more of them are rounding."""
+"""Compared digits of floating-point elements; the digits after them are rounding."""
 _FINAL = "parameter triton_final_response"
 _GROWING = ("output text_output", "output output_ids", "output output_log_probs")
 _OF_A_PIECE = ("output sequence_length", "output num_output_tokens", "output logprobs")

@@ -29,7 +29,7 @@ _REPOSITORIES: Mapping[Repository, tuple[str, ...]] = {
 
 
 def _metadata(server: Address, wire: ModuleType, model: str) -> Answer:
-    """By tensor."""
+    """Metadata by tensor."""
     answer = asked(server, wire, "get_model_metadata", model)
     result = answer.pop("result")
     for direction in ("inputs", "outputs"):
@@ -40,7 +40,7 @@ def _metadata(server: Address, wire: ModuleType, model: str) -> Answer:
 
 
 def _config(server: Address, wire: ModuleType, model: str) -> Answer:
-    """By tensor, without what says which backend runs the model."""
+    """Configuration by tensor, without the fields that name the backend."""
     answer = asked(server, wire, "get_model_config", model)
     result = answer.pop("result")
     config = result if wire is HTTP else result["config"]

@@ -61,7 +61,7 @@ def read_differences(path: Path) -> tuple[Difference, ...]:
 
 
 def differing(ours: Answer, real: Answer) -> dict[str, tuple[str, str]]:
-    """By field what ours says and what the real one says, where they differ."""
+    """Return the differing fields, each with our value and the real Triton's."""
     if (ours.get("status") in _OK) != (real.get("status") in _OK):
         return {OUTCOME: (_outcome(ours), _outcome(real))}
     said = {

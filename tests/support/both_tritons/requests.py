@@ -13,7 +13,7 @@ PROMPT = np.array([[264, 19, 98, 51]], np.int32)
 
 
 def text(module: ModuleType, question: str = QUESTION, **more: Array) -> list[Any]:
-    """For the ensemble and the BLS model."""
+    """Return the tensors of a request to the ensemble or the BLS model."""
     return text_request(module, question, 8, **more)
 
 
@@ -23,7 +23,7 @@ def texts(*values: str) -> Array:
 
 
 def tokens(module: ModuleType, prompt: Array = PROMPT, **more: Array) -> list[Any]:
-    """For tensorrt_llm."""
+    """Return the tensors of a request to tensorrt_llm."""
     lengths = {"input_lengths": i32(prompt.shape[1]), "request_output_len": i32(6)}
     return tensors(module, input_ids=prompt, **lengths, **more)
 
