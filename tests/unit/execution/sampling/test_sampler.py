@@ -306,7 +306,7 @@ class TestContradictions:
         (result,) = sampler.sample(torch.ones(1, 2), [step(0)])
         assert result.error is not None
         assert result.error.code == "invalid_parameter"
-        assert result.error.message.endswith(f"what the request says of {said}")
+        assert result.error.message.endswith(f"with the request's {said}")
         assert result.error.param == param
 
 
