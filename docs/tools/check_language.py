@@ -65,7 +65,7 @@ REPLACED_NAMES: dict[str, str] = {
     r"flights?": "in_flight",
     r"asks?|asked|asking|questions?": "request",
 }
-_ALLOWED = re.compile(r"in[- ]flight", re.I)
+_ALLOWED = re.compile(r"in[-_ ]?flight", re.I)
 _PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 
 
@@ -101,7 +101,7 @@ def words_in(path: Path, line: int, text: str) -> Iterator[Finding]:
 
 def name_in(path: Path, line: int, name: str) -> Iterator[Finding]:
     """Replaced words of an identifier."""
-    for part in _PART.findall(name):
+    for part in _PART.findall(_ALLOWED.sub("", name)):
         if match := _NAME_PARTS.match(part):
             advice = _advice(REPLACED_NAMES, match)
             yield Finding(path, line, f"name {name!r}: write {advice}")
