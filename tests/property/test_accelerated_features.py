@@ -1,9 +1,9 @@
 """test_every_feature on an accelerator: late, padded or recorded work changes no result."""
 
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -18,7 +18,9 @@ from support.feature_schedules import (
     feature_checkpoint,
 )
 
-SETTINGS = dataclasses.replace(FEATURE_SETTINGS, dtype="float32", cuda_graph_batch_sizes=(2, 4, 6))
+SETTINGS = msgspec.structs.replace(
+    FEATURE_SETTINGS, dtype="float32", cuda_graph_batch_sizes=(2, 4, 6)
+)
 NUM_SLOW = 40
 
 
