@@ -1,4 +1,4 @@
-"""From headers to a principal."""
+"""Principals that are read from request headers."""
 
 import pytest
 

@@ -95,13 +95,13 @@ def _after(seconds: float):
 
 
 async def test_result_and_error_of_work_pass_through():
-    async def answer() -> int:
+    async def response() -> int:
         return 42
 
     async def fail() -> int:
         raise QueueFullError("full")
 
-    assert await until_disconnect(never, answer()) == 42
+    assert await until_disconnect(never, response()) == 42
     with pytest.raises(QueueFullError):
         await until_disconnect(never, fail())
 
@@ -117,23 +117,23 @@ async def test_other_messages_are_no_disconnect():
 
 
 async def test_work_that_never_waits_has_no_task_beside_it():
-    num_asked = 0
+    num_requested = 0
 
     async def receive():
-        nonlocal num_asked
-        num_asked += 1
+        nonlocal num_requested
+        num_requested += 1
         return await never()
 
-    async def answer() -> int:
+    async def response() -> int:
         return 42
 
-    assert await until_disconnect(receive, answer()) == 42
+    assert await until_disconnect(receive, response()) == 42
     await asyncio.sleep(0.01)
-    assert num_asked == 0
+    assert num_requested == 0
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_a_client_that_goes_when_all_is_done_cancels_nobody():
+async def test_a_client_that_leaves_when_all_is_done_cancels_nothing():
     async def wait() -> int:
         await asyncio.sleep(0.01)
         return 42
@@ -163,7 +163,7 @@ async def test_cancelling_from_outside_cancels_work():
 @pytest.mark.parametrize(
     ("lengths", "is_beside"), [([4000], False), ([2500, 2500], True), ([5000], True), ([], False)]
 )
-async def test_a_long_answer_is_written_beside_the_loop(lengths, is_beside):
+async def test_a_long_response_is_written_off_the_loop(lengths, is_beside):
     outputs = await gather_all(EchoBackend(), requests(*["a"] * len(lengths)), LOCAL)
     long = [_with_text(output, length) for output, length in zip(outputs, lengths, strict=True)]
     thread = await written(threading.current_thread, *long)

@@ -67,7 +67,7 @@ class FakeStaging:
 
     def __init__(self) -> None:
         self.staged: dict[str, StagedAdapter | LoraplexError] = {}
-        self.asked: list[dict] = []
+        self.requests: list[dict] = []
         self.is_closed = False
 
     def put(
@@ -84,17 +84,17 @@ class FakeStaging:
         self.staged[path] = StagedAdapter(source=source, **fields)
         return path
 
-    async def stage(self, path: str, **asked) -> StagedAdapter:
-        self.asked.append({"path": path} | asked)
+    async def stage(self, path: str, **options) -> StagedAdapter:
+        self.requests.append({"path": path} | options)
         await asyncio.sleep(0)
         staged = self.staged.get(path, InvalidAdapterError(f"{path} is no adapter"))
         if isinstance(staged, LoraplexError):
             raise staged
         return staged
 
-    async def stage_tensors(self, lora_weights, lora_config, **asked) -> StagedAdapter:
-        """As stage; the bytes of lora_weights are the path."""
-        return await self.stage(bytes(lora_weights.view).decode(), config=lora_config, **asked)
+    async def stage_tensors(self, lora_weights, lora_config, **options) -> StagedAdapter:
+        """Stage an adapter whose path is given by the bytes of lora_weights."""
+        return await self.stage(bytes(lora_weights.view).decode(), config=lora_config, **options)
 
     async def start(self):
         pass

@@ -1,4 +1,4 @@
-"""What a load, an unload, a rollback and a request may rely on, with a fake engine behind."""
+"""Guarantees of a load, an unload, a rollback and a request, with a fake engine."""
 
 import asyncio
 import itertools
@@ -85,8 +85,8 @@ async def load(service, path="/1", name="zh", **fields):
     return await service.adapter_admin.load(LOCAL, model="a", name=name, path=path, **fields)
 
 
-async def digest_of(service, asked) -> str:
-    outputs = [output async for output in await service.generate(asked, LOCAL)]
+async def digest_of(service, generation) -> str:
+    outputs = [output async for output in await service.generate(generation, LOCAL)]
     return outputs[-1].adapters[0].digest
 
 
@@ -105,7 +105,7 @@ def is_at(service, digest, *wanted):
 
 
 class TestReport:
-    async def test_it_tells_what_was_applied_and_what_room_it_takes(self, service, staging):
+    async def test_it_reports_what_was_applied_and_how_much_memory_it_takes(self, service, staging):
         staging.put("/big", num_pages=3, num_bytes=700, num_tensors=6, seconds={"read": 0.1})
         report = await load(service, "/big", task_id=4)
         assert (report.name, report.version, report.task_id) == ("zh", 1, 4)
@@ -131,7 +131,7 @@ class TestReport:
         with pytest.raises(AdapterExistsError):
             await load(service, "/2", dry_run=True)
 
-    async def test_a_canary_tells_the_difference(self, service):
+    async def test_a_canary_shows_the_difference(self, service):
         report = await load(service, canary=True)
         assert report.canary.largest_difference >= report.canary.mean_difference > 0
         assert report.canary.num_compared > 5
@@ -141,7 +141,9 @@ class TestReport:
 
     async def test_a_canary_without_a_difference_keeps_it_out(self, service, monkeypatch):
         monkeypatch.setattr(
-            canary, "admit", lambda asked, ids, *, adapters, **more: _admit_base(asked, ids, **more)
+            canary,
+            "admit",
+            lambda generation, ids, *, adapters, **more: _admit_base(generation, ids, **more),
         )
         with pytest.raises(InvalidAdapterError, match=r"changes nothing: .* log probabilities"):
             await load(service, canary=True)
@@ -157,8 +159,8 @@ class TestReport:
 _real_admit = canary.admit
 
 
-def _admit_base(asked, ids, **more):
-    return _real_admit(asked, ids, adapters=(), **more)
+def _admit_base(generation, ids, **more):
+    return _real_admit(generation, ids, adapters=(), **more)
 
 
 class TestVersions:
@@ -223,7 +225,8 @@ class TestEngine:
         await becomes(is_at(service, "digest of /1", Residency.DEVICE))
         await service.adapter_admin.unload(LOCAL, ZH)
         await becomes(is_at(service, "digest of /1", Residency.ABSENT))
-        assert service.model("a").stats.adapters.num_on_device in (0, 1)  # told with the next step
+        adapters = service.model("a").stats.adapters
+        assert adapters.num_on_device in (0, 1)  # updated with the next step
         await load(service)
         assert await digest_of(service, request()) == "digest of /1"
 
@@ -283,15 +286,15 @@ def _ref(name):
     return AdapterRef("a", "default", ByName(name))
 
 
-async def test_a_signed_address_is_asked_again_and_never_shown(service, staging):
+async def test_a_signed_address_is_fetched_again_and_never_shown(service, staging):
     signed = staging.put("https://h/zh.safetensors?sig=secret")
     report = await load(service, signed)
     details = await service.adapter_admin.describe(LOCAL, ZH)
     shown = {report.source, details.source, details.versions[0].source}
     assert shown == {"https://h/zh.safetensors"}
-    staging.asked.clear()
+    staging.requests.clear()
     await digest_of(service, request(load_policy=LoadPolicy.ALWAYS))
-    assert [asked["path"] for asked in staging.asked] == [signed]
+    assert [each["path"] for each in staging.requests] == [signed]
 
 
 class TestLoadPolicy:
@@ -314,9 +317,9 @@ class TestLoadPolicy:
     async def test_always_looks_at_the_source(self, service, staging):
         await load(service, task_id=5)
         always = {"load_policy": LoadPolicy.ALWAYS}
-        staging.asked.clear()
+        staging.requests.clear()
         assert await digest_of(service, request(**always)) == "digest of /1"
-        assert [asked["path"] for asked in staging.asked] == ["/1"]
+        assert [each["path"] for each in staging.requests] == ["/1"]
         staging.put("/1", "changed")
         assert await digest_of(service, request()) == "digest of /1"
         assert await digest_of(service, request(**always)) == "changed"
@@ -363,8 +366,8 @@ class TestStored:
         staging.staged["/3"] = InvalidAdapterError("gone, too")
         stage = staging.stage
 
-        async def stage_and_write(path, **asked):
-            staged = await stage(path, **asked)
+        async def stage_and_write(path, **options):
+            staged = await stage(path, **options)
             canonical_path(state_dir, staged.source.digest).parent.mkdir(
                 parents=True, exist_ok=True
             )
@@ -380,7 +383,7 @@ class TestStored:
         with pytest.raises(AdapterLoadError, match="load it again from /2"):
             await service.generate(request("/2"), LOCAL)
         assert "it is another adapter by now" in caplog.text
-        assert caplog.text.count("gone, too") == 1, "told once, however often it is tried"
+        assert caplog.text.count("gone, too") == 1, "logged once, however often it is tried"
 
     async def test_what_does_not_fit_is_refused_with_the_reason(
         self, make_service, put, state_dir, caplog
@@ -465,7 +468,7 @@ async def test_a_change_is_done_even_if_its_caller_leaves(service, monkeypatch):
     with pytest.raises(asyncio.CancelledError):
         await leaving
     assert [card.name for card in service.adapters(LOCAL)] == ["zh"]
-    assert service._models["a"].engine.registered == {"digest of /1"}, "the engine was told"
+    assert service._models["a"].engine.registered == {"digest of /1"}, "the engine was notified"
 
 
 async def test_a_change_is_completed_though_its_caller_is_cancelled_twice():
@@ -499,7 +502,7 @@ async def test_the_next_change_waits_for_one_whose_caller_left():
 
 
 def test_a_store_in_memory_collects_nothing(tmp_path):
-    """Alone, too: the files may be named in a database that nobody has open now."""
+    """Files are kept without replicas, too: a closed database may name them."""
     file = canonical_path(tmp_path, "ab" * 32)
     file.parent.mkdir(parents=True)
     file.touch()

@@ -1,4 +1,4 @@
-"""What is refused before an engine hears of it, and what an engine is told."""
+"""Requests that are refused before they reach an engine, and those that an engine receives."""
 
 import math
 
@@ -55,7 +55,7 @@ def admitted(prompt=PROMPT, *, adapters=(), principal=LOCAL, card=CARD, request=
     )
 
 
-def test_the_engine_is_told_everything():
+def test_the_engine_receives_everything():
     request = admitted(
         adapters=[AdapterUse("d", 0.5)],
         principal=Principal("t"),
@@ -79,7 +79,7 @@ def test_an_empty_prompt(prompt):
     assert caught.value.param == "prompt"
 
 
-def test_a_prompt_leaves_room_for_one_token():
+def test_a_prompt_leaves_space_for_one_token():
     assert admitted([1] * 9, max_tokens=1).sampling.max_tokens == 1
     for num_tokens in (10, 11):
         with pytest.raises(PromptTooLongError, match=f"has {num_tokens} tokens.* at most 9") as e:
@@ -90,12 +90,15 @@ def test_a_prompt_leaves_room_for_one_token():
 def test_max_tokens():
     assert admitted(max_tokens=None).sampling.max_tokens == 7
     assert admitted(max_tokens=7).sampling.max_tokens == 7
-    with pytest.raises(PromptTooLongError, match=r"max_tokens is 8.*ask for at most 7") as caught:
+    with pytest.raises(
+        PromptTooLongError,
+        match=r"max_tokens is 8.*ask for at most 7",  # language: quoted
+    ) as caught:
         admitted(max_tokens=8)
     assert caught.value.param == "max_tokens"
 
 
-def test_min_tokens_must_find_room():
+def test_min_tokens_must_fit():
     assert admitted(max_tokens=None, min_tokens=7).sampling.min_tokens == 7
     with pytest.raises(PromptTooLongError, match="min_tokens is 8") as caught:
         admitted(max_tokens=None, min_tokens=8)
@@ -124,11 +127,11 @@ def test_a_seed_is_always_set():
 
 
 @pytest.mark.parametrize(
-    ("seed", "told"), [(0, 0), (2**64 - 1, 2**64 - 1), (-1, 2**64 - 1), (-(2**63), 2**63)]
+    ("seed", "expected"), [(0, 0), (2**64 - 1, 2**64 - 1), (-1, 2**64 - 1), (-(2**63), 2**63)]
 )
-def test_a_negative_seed_becomes_a_uint64(seed, told):
+def test_a_negative_seed_becomes_a_uint64(seed, expected):
     request = admitted(seed=seed)
-    assert request.sampling.seed == told
+    assert request.sampling.seed == expected
     assert msgspec.msgpack.encode(request)
 
 

@@ -1,4 +1,4 @@
-"""Which of several answers come back, and in which order."""
+"""Which of several completions are returned, and in which order."""
 
 from loraplex.core.output import FinishReason, SequenceOutput, TokenLogprob
 from loraplex.serving.best_of import BestOf, best_first
@@ -14,7 +14,7 @@ def test_the_mean_decides_not_the_sum():
     assert best_first([short_and_unlikely, long_and_likely]) == [1, 0]
 
 
-def test_of_equals_the_first_comes_first_and_an_empty_answer_last():
+def test_of_equals_the_first_comes_first_and_an_empty_completion_last():
     assert best_first([[], [-1.0], [-1.0, -1.0], [-0.5]]) == [3, 1, 2, 0]
 
 
@@ -32,7 +32,7 @@ def test_the_best_are_numbered_by_rank_and_whole():
     assert (second.index, second.text, second.finish_reason) == (1, "c", FinishReason.STOP)
 
 
-def test_log_probabilities_that_nobody_asked_for_are_not_shown():
+def test_log_probabilities_that_were_not_requested_are_not_shown():
     best = BestOf(2, 1, shows_logprobs=False)
     best.add(piece(0, "a", -3.0, end=FinishReason.STOP))
     best.add(piece(1, "b", -1.0, end=FinishReason.STOP))

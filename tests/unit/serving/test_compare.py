@@ -25,7 +25,7 @@ def token(token_id: int, logprob: float, *top: tuple[int, float]) -> TokenLogpro
     return TokenLogprob(token_id, logprob, 1, top)
 
 
-def answer(*tokens: TokenLogprob, timing: RequestTiming | None = None) -> ComparedAnswer:
+def completion(*tokens: TokenLogprob, timing: RequestTiming | None = None) -> ComparedAnswer:
     return ComparedAnswer(
         adapters=(),
         prompt_token_ids=(1,),
@@ -38,8 +38,8 @@ def answer(*tokens: TokenLogprob, timing: RequestTiming | None = None) -> Compar
 
 
 def test_the_first_difference():
-    base = answer(token(5, -1.0), token(6, -0.5, (6, -0.5), (9, -2.0)), token(7, -3.0))
-    mine = answer(token(5, -0.25), token(8, -1.5, (8, -1.5), (6, -1.75)), token(7, -9.0))
+    base = completion(token(5, -1.0), token(6, -0.5, (6, -0.5), (9, -2.0)), token(7, -3.0))
+    mine = completion(token(5, -0.25), token(8, -1.5, (8, -1.5), (6, -1.75)), token(7, -9.0))
     first = FirstDifference(1, 8, 6, -1.5, None, -1.75, -0.5)
     assert difference(mine, base) == Difference(1, 0.75, first)
     assert difference(base, mine) == Difference(
@@ -48,21 +48,21 @@ def test_the_first_difference():
 
 
 def test_no_token_in_common():
-    found = difference(answer(token(1, -1.0)), answer(token(2, -2.0)))
+    found = difference(completion(token(1, -1.0)), completion(token(2, -2.0)))
     assert (found.num_same_tokens, found.mean_logprob_difference) == (0, None)
     assert found.first is not None
     assert found.first.position == 0
 
 
 def test_equal_as_far_as_both_go():
-    long, short = answer(token(1, -1.0), token(2, -1.0)), answer(token(1, -2.0))
+    long, short = completion(token(1, -1.0), token(2, -1.0)), completion(token(1, -2.0))
     assert difference(short, long) == Difference(1, -1.0, None)
     assert difference(long, short) == Difference(1, 1.0, None)
 
 
 def test_times():
     timing = RequestTiming(1_000_000, first_token_ns=3_500_000, last_token_ns=9_000_000)
-    found = answer(token(1, -1.0), token(2, -0.5), timing=timing)
+    found = completion(token(1, -1.0), token(2, -0.5), timing=timing)
     assert (found.ttft_ms, found.total_ms, found.logprob) == (2.5, 8.0, -1.5)
 
 
@@ -117,7 +117,7 @@ def test_all_draw_alike(backend):
     assert [(r.sampling.seed, r.sampling.n) for r in requests] == [(5, 1), (5, 1)]
 
 
-def test_bad_sampling_is_nobodys_answer(backend):
+def test_bad_sampling_yields_no_completion(backend):
     with pytest.raises(InvalidParameterError, match="temperature"):
         run(backend, [(), FR], temperature=-1.0)
 

@@ -52,14 +52,14 @@ async def test_new_requests_are_refused_and_may_come_again(draining):
         pass
 
 
-async def test_the_log_tells_of_a_drain_once(draining, caplog):
+async def test_the_log_mentions_a_drain_once(draining, caplog):
     caplog.set_level("INFO")
     draining.cancel()
     draining.begin()
     draining.begin(60)
     draining.cancel()
     assert caplog.messages == [
-        "draining: new requests are refused, 0 are in work",
+        "draining: new requests are refused, 0 are in work",  # language: quoted
         "the drain is cancelled: requests are taken again",
     ]
 

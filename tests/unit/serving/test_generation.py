@@ -1,4 +1,4 @@
-"""From an engine's outputs to text: ends, stop strings, errors, and readers that leave."""
+"""Engine outputs become text: ends, stop strings, errors, and readers that leave."""
 
 import asyncio
 
@@ -34,7 +34,7 @@ def tokenizer():
 
 
 class Case:
-    """One request, and what its engine was told to abort."""
+    """One request, and the aborts that its engine received."""
 
     def __init__(self, tokenizer, make_request, **sampling) -> None:
         self.tokenizer = tokenizer
@@ -145,7 +145,7 @@ async def test_the_end_token_is_no_text(case, tokenizer, include):
 
 
 @pytest.mark.parametrize(("include", "text"), [(False, " Paris"), (True, " Paris is")])
-async def test_a_stop_token_is_told_and_shown_if_asked_for(case, include, text):
+async def test_a_stop_token_is_reported_and_shown_if_requested(case, include, text):
     one = case(include_stop_in_output=include)
     one.say_text(" Paris")
     (stop,) = one.ids(" is")
@@ -168,7 +168,7 @@ async def test_a_stop_string_ends_the_sequence_in_the_engine(case, include, text
     assert output.num_output_tokens == num_tokens  # what came after it does not count
     assert not output.finished
     assert one.aborted == [(7, 0)]
-    one.say_text(" and nobody reads this")
+    one.say_text(" and this is not read")
     one.say(SequenceDelta(0, (), finish_reason=FinishReason.ABORT), finished=True)
     (last,) = await one.all()
     assert (last.sequences, last.finished, last.timing) == ((), True, TIMING)
@@ -375,7 +375,7 @@ async def test_logits_are_read_and_their_files_deleted(case, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_a_reader_who_left_leaves_no_file(case, tmp_path):
+async def test_a_reader_that_left_leaves_no_file(case, tmp_path):
     one = case(return_logits=True)
     token_ids = tuple(one.ids(" Paris"))[:1]
     one.say(SequenceDelta(0, token_ids, logits=(logits_file(tmp_path, "unread"),)))

@@ -73,8 +73,8 @@ def resolve(model, key, tenant="t"):
 
 async def test_it_is_staged_against_the_base_as_a_folder_is(add, staging, model):
     await add("zh", 5)
-    [asked] = staging.asked
-    assert asked == {
+    [requested] = staging.requests
+    assert requested == {
         "path": "zh",
         "config": CONFIG,
         "shapes": model.shapes,
@@ -153,7 +153,7 @@ async def test_each_tenant_has_its_own_task_ids(add, known):
 
 @pytest.mark.parametrize("weights", [("zh", "zh"), ("zh", "ja"), ("zh", "ja", "zh", "ja")])
 async def test_first_requests_of_a_task_at_once(add, known, model, weights):
-    """All are answered, and what is registered is one of them, whole."""
+    """All requests succeed, and one of the adapters is registered whole."""
     keys = await asyncio.gather(*(add(one, 5, digest=f"d-{one}") for one in weights))
     assert set(keys) == {ByTaskId(5)}
     [(task_id, digest, number)] = known().values()
@@ -218,16 +218,16 @@ class TestService:
         [card] = service.adapters(LOCAL)
         assert (card.name, card.task_id) == ("1", 1)
 
-    async def test_who_may_not(self, service, staging):
+    async def test_callers_without_the_right(self, service, staging):
         await service.start()
         with pytest.raises(PermissionDeniedError, match="may not manage adapters"):
             await self.add(service, Principal("t", rights=Rights(manage=NONE)))
-        assert staging.asked == []
+        assert staging.requests == []
 
     async def test_not_yet(self, service, staging):
         with pytest.raises(NotReadyError):
             await self.add(service)
-        assert staging.asked == []
+        assert staging.requests == []
 
     async def test_a_refused_adapter_is_a_failed_request(self, service):
         await service.start()

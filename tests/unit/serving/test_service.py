@@ -1,4 +1,4 @@
-"""The one door, over two models on fake engines and two tenants."""
+"""The service over two models on fake engines and two tenants."""
 
 import asyncio
 import itertools
@@ -94,13 +94,13 @@ def request(model="a", *keys, prompt="What is the capital of France?", max_token
     )
 
 
-async def outputs_of(service, asked, principal=ACME) -> list:
+async def outputs_of(service, generation, principal=ACME) -> list:
     async with asyncio.timeout(20):
-        return [output async for output in await service.generate(asked, principal)]
+        return [output async for output in await service.generate(generation, principal)]
 
 
-async def tokens_of(service, asked, principal=ACME) -> list[int]:
-    outputs = await outputs_of(service, asked, principal)
+async def tokens_of(service, generation, principal=ACME) -> list[int]:
+    outputs = await outputs_of(service, generation, principal)
     return [t for output in outputs for s in output.sequences for t in s.token_ids]
 
 
@@ -152,7 +152,7 @@ class TestGenerate:
             await service.generate(request("a", ByDigest("digest of /zh")), GLOBEX)
 
     @pytest.mark.parametrize(
-        ("asked", "error", "text"),
+        ("generation", "error", "text"),
         [
             (request(prompt=""), InvalidRequestError, "at least one token"),
             (request(prompt=()), InvalidRequestError, "at least one token"),
@@ -165,10 +165,12 @@ class TestGenerate:
         ],
         ids=lambda value: value if isinstance(value, str) else "",
     )
-    async def test_what_is_wrong_is_raised_at_once_and_counted(self, service, asked, error, text):
+    async def test_what_is_wrong_is_raised_at_once_and_counted(
+        self, service, generation, error, text
+    ):
         with pytest.raises(error, match=text):
-            await service.generate(asked, ACME)
-        model = asked.model if asked.model in ("a", "b") else ""
+            await service.generate(generation, ACME)
+        model = generation.model if generation.model in ("a", "b") else ""
         assert service.metrics.errors.labels(model, error.code)._value.get() == 1
 
     async def test_as_many_bad_words_as_are_allowed(self, service):
@@ -176,7 +178,7 @@ class TestGenerate:
         sampling = SamplingParams(max_tokens=1, bad_words=words)
         assert await tokens_of(service, request(sampling=sampling), ACME)
 
-    async def test_long_bad_words_hold_nobody_up(self, service, monkeypatch):
+    async def test_long_bad_words_delay_no_other_request(self, service, monkeypatch):
         threads = []
 
         def encode(text, add_special_tokens=True):
@@ -197,14 +199,14 @@ class TestGenerate:
         assert service.model("a").card.max_model_len == 2048
 
     async def test_rights(self, service):
-        nobody = Principal("acme", rights=Rights(use=NONE, manage=NONE))
-        assert await tokens_of(service, request(), nobody)
+        powerless = Principal("acme", rights=Rights(use=NONE, manage=NONE))
+        assert await tokens_of(service, request(), powerless)
         with pytest.raises(PermissionDeniedError, match="'acme' may not use"):
-            await service.generate(request("a", ByName("zh")), nobody)
+            await service.generate(request("a", ByName("zh")), powerless)
         with pytest.raises(PermissionDeniedError, match="'acme' may not manage"):
-            await service.adapter_admin.load(nobody, model="a", name="x", path="/zh")
+            await service.adapter_admin.load(powerless, model="a", name="x", path="/zh")
         with pytest.raises(PermissionDeniedError, match="'acme' may not manage"):
-            await service.adapter_admin.unload(nobody, AdapterRef("a", "acme", ByName("zh")))
+            await service.adapter_admin.unload(powerless, AdapterRef("a", "acme", ByName("zh")))
 
     async def test_closing_the_iterator_aborts(self, slow):
         outputs = await slow.generate(request(max_tokens=2000), LOCAL)
@@ -253,7 +255,7 @@ class TestFind:
         with pytest.raises(ModelNotFoundError, match="there are: 'a', 'b', 'ja', 'zh', 'zh'"):
             service.find(name, ACME)
 
-    async def test_a_name_on_two_models_must_be_told_apart(self, service):
+    async def test_a_name_on_two_models_must_be_qualified(self, service):
         with pytest.raises(ModelNotFoundError, match="'zh' is ambiguous: use a:zh or b:zh"):
             service.find("zh", ACME)
         assert service.find("zh", GLOBEX) == (service.model("a").card, ByName("zh"))
@@ -389,7 +391,7 @@ class TestLifecycle:
         await drain
         assert [output async for output in outputs][-1].num_output_tokens == 10
 
-    async def test_drain_gives_up_in_time_and_close_tells_the_rest(self, slow, caplog):
+    async def test_drain_gives_up_in_time_and_close_fails_the_rest(self, slow, caplog):
         outputs = await slow.generate(request(max_tokens=2000), LOCAL)
         async with asyncio.timeout(10):
             await slow.drain(0.0)
@@ -426,11 +428,11 @@ class TestHealth:
         assert (health.live, health.ready) == (True, ready)
         for name, state in zip("ab", states, strict=True):
             assert service.model_ready(name) == (state == "ready")
-            told = f"model {name!r} is {state}" in health.reason
-            assert told == (state != "ready")
+            is_reported = f"model {name!r} is {state}" in health.reason
+            assert is_reported == (state != "ready")
         assert not service.model_ready("c")
 
-    async def test_the_reason_of_a_failure_is_told(self, service):
+    async def test_the_reason_of_a_failure_is_reported(self, service):
         engine = service._models["b"].engine
         engine.state, engine.failure = EngineState.FAILED, ConfigError("no weights")
         assert service.health().reason == "the engine of model 'b' is failed: no weights"
@@ -451,10 +453,10 @@ class TestAsides:
 
     async def test_chat(self, service):
         messages = [{"role": "user", "content": "Capital of France?"}]
-        asked = await service.model("a").render_chat(messages)
-        assert "Capital of France?" in asked
+        rendered = await service.model("a").render_chat(messages)
+        assert "Capital of France?" in rendered
         shorter = await service.model("a").render_chat(messages, add_generation_prompt=False)
-        assert len(shorter) <= len(asked)
+        assert len(shorter) <= len(rendered)
 
     async def test_steps_and_stats(self, service):
         await tokens_of(service, request(max_tokens=5))
@@ -477,9 +479,9 @@ async def test_a_real_service_follows_its_folder(make_model, staging, tmp_path):
         while not service.adapters(LOCAL):
             await asyncio.sleep(0.01)
     assert service.find("zh", LOCAL)[1] == ByName("zh")
-    assert staging.asked[-1]["is_trusted"]
+    assert staging.requests[-1]["is_trusted"]
     await service.adapter_admin.load(LOCAL, model="base", name="ja", path=staging.put("/ja"))
-    assert not staging.asked[-1]["is_trusted"]
+    assert not staging.requests[-1]["is_trusted"]
     (folder / "zh" / "adapter_config.json").unlink()
     async with asyncio.timeout(5):
         while len(service.adapters(LOCAL)) > 1:

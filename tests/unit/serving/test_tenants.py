@@ -1,4 +1,4 @@
-"""Rights and limits where they hold: at the one door of serving."""
+"""Rights and limits hold in the service, whichever frontend a request comes from."""
 
 import asyncio
 import itertools
@@ -71,26 +71,26 @@ def request(model="a", *keys, prompt=(1, 2, 3), max_tokens=4, n=1):
     )
 
 
-async def answer(service, asked, principal):
+async def last_output_of(service, generation, principal):
     async with asyncio.timeout(20):
-        outputs = [output async for output in await service.generate(asked, principal)]
+        outputs = [output async for output in await service.generate(generation, principal)]
     return outputs[-1]
 
 
 class TestAdapters:
     async def test_the_servers_and_the_own(self, service):
         for name in ("zh", "pets"):
-            last = await answer(service, request("a", ByName(name)), ACME)
+            last = await last_output_of(service, request("a", ByName(name)), ACME)
             assert last.adapters[0].name == name
         assert [card.name for card in service.adapters(ACME)] == ["pets", "zh"]
         assert [card.name for card in service.adapters(OTHER)] == ["zh"]
         by_task = [
-            (await answer(service, request("a", ByTaskId(1)), who)).adapters[0].name
-            for who in (ACME, OTHER, LOCAL)
+            (await last_output_of(service, request("a", ByTaskId(1)), caller)).adapters[0].name
+            for caller in (ACME, OTHER, LOCAL)
         ]
         assert by_task == ["pets", "zh", "zh"]
 
-    async def test_where_the_servers_came_from_is_not_told(self, service):
+    async def test_the_sources_of_the_servers_adapters_are_not_shown(self, service):
         pets, zh = service.adapters(ACME)
         assert (pets.source, zh.source) == ("/pets", "")
         assert service.adapters(LOCAL)[0].source == "/zh"
@@ -101,7 +101,7 @@ class TestAdapters:
         assert described.num_running is None
 
     async def test_a_reference_cannot_name_another_tenant(self, service):
-        """Whose adapter is meant follows from who asks."""
+        """The caller's tenant determines which adapter is meant."""
         stolen = AdapterRef("a", "acme", ByName("pets"))
         with pytest.raises(AdapterNotFoundError):
             await service.adapter_admin.describe(OTHER, stolen)
@@ -113,7 +113,7 @@ class TestAdapters:
         ):
             with pytest.raises(AdapterNotFoundError):
                 await change
-        assert await answer(service, request("a", ByName("pets")), ACME)
+        assert await last_output_of(service, request("a", ByName("pets")), ACME)
 
     async def test_the_servers_are_not_changed_by_others(self, service):
         theirs = AdapterRef("a", DEFAULT_TENANT, ByName("zh"))
@@ -161,18 +161,18 @@ class TestModels:
         assert service.adapters(narrow) == []
         texts = []
         for name in ("a", "c"):
-            for ask in (
+            for call in (
                 lambda name=name: service.find(name, narrow),
                 lambda name=name: service.adapters(narrow, name),
             ):
                 with pytest.raises(ModelNotFoundError) as raised:
-                    ask()
+                    call()
                 texts.append(raised.value.message.replace(f"{name!r}", "?"))
             with pytest.raises(ModelNotFoundError) as raised:
                 await service.generate(request(name), narrow)
             texts.append(raised.value.message.replace(f"{name!r}", "?"))
         assert texts[:3] == texts[3:]
-        assert await answer(service, request("b"), narrow)
+        assert await last_output_of(service, request("b"), narrow)
 
     async def test_an_adapter_of_a_hidden_model_is_hidden(self, service):
         with pytest.raises(ModelNotFoundError):
@@ -183,12 +183,12 @@ class TestLimits:
     async def test_requests_come_back_with_the_clock(self, service, clock):
         limited = tenant(TenantLimits(requests_per_minute=2))
         for _ in range(2):
-            await answer(service, request(), limited)
+            await last_output_of(service, request(), limited)
         with pytest.raises(RateLimitedError):
             await service.generate(request(), limited)
-        assert await answer(service, request(), OTHER)
+        assert await last_output_of(service, request(), OTHER)
         clock.advance_seconds(61)
-        await answer(service, request(), limited)
+        await last_output_of(service, request(), limited)
 
     async def test_tokens_that_were_not_made_are_given_back(self, service):
         limited = tenant(TenantLimits(tokens_per_minute=100))
@@ -199,7 +199,7 @@ class TestLimits:
             await service.generate(request(), limited)
         await outputs.aclose()
         assert use.tokens.total(0) == 3
-        last = await answer(service, request(max_tokens=5, n=2), limited)
+        last = await last_output_of(service, request(max_tokens=5, n=2), limited)
         assert use.tokens.total(0) == 3 + 3 + last.num_output_tokens == 16
 
     async def test_at_once(self, service):
@@ -208,18 +208,18 @@ class TestLimits:
         with pytest.raises(RateLimitedError, match="1 requests at once"):
             await service.generate(request(), limited)
         await outputs.aclose()
-        await answer(service, request(), limited)
+        await last_output_of(service, request(), limited)
 
     async def test_whatever_is_refused_gives_its_place_back(self, service):
         limited = tenant(TenantLimits(max_concurrent_requests=1, tokens_per_minute=100))
-        for asked, error in (
+        for generation, error in (
             (request("c"), ModelNotFoundError),
             (request("a", ByName("no")), AdapterNotFoundError),
             (request(max_tokens=0), InvalidParameterError),
             (request(max_tokens=98), InvalidParameterError),
         ):
             with pytest.raises(error):
-                await service.generate(asked, limited)
+                await service.generate(generation, limited)
         use = service._gate.use("acme")
         assert (use.num_concurrent, use.tokens.total(0)) == (0, 0)
 
@@ -238,28 +238,28 @@ async def test_the_weight_of_a_tenant_reaches_the_engine(service, monkeypatch):
     seen = []
     submit = model.engine.submit
 
-    def watch(asked, *rest):
-        seen.append((asked.tenant, asked.share_weight))
-        return submit(asked, *rest)
+    def watch(generation, *rest):
+        seen.append((generation.tenant, generation.share_weight))
+        return submit(generation, *rest)
 
     monkeypatch.setattr(model.engine, "submit", watch)
-    await answer(service, request(), Principal("acme", share_weight=2.5))
-    await answer(service, request(), ACME)
+    await last_output_of(service, request(), Principal("acme", share_weight=2.5))
+    await last_output_of(service, request(), ACME)
     assert seen == [("acme", 2.5), ("acme", 1.0)]
 
 
 async def test_the_tenant_is_in_the_salt(service, monkeypatch):
-    """Of every request: with the same adapter, prompt and model two tenants share no block."""
+    """Two tenants share no block, even with the same adapter, prompt and model."""
     model = service._catalog.model("a")
     salts = {}
     submit = model.engine.submit
 
-    def watch(asked, *rest):
-        salts[asked.tenant, bool(asked.adapters)] = asked.kv_salt
-        return submit(asked, *rest)
+    def watch(generation, *rest):
+        salts[generation.tenant, bool(generation.adapters)] = generation.kv_salt
+        return submit(generation, *rest)
 
     monkeypatch.setattr(model.engine, "submit", watch)
-    for who in (ACME, OTHER, LOCAL):
-        await answer(service, request(), who)
-        await answer(service, request("a", ByName("zh")), who)
+    for caller in (ACME, OTHER, LOCAL):
+        await last_output_of(service, request(), caller)
+        await last_output_of(service, request("a", ByName("zh")), caller)
     assert len(set(salts.values())) == len(salts) == 6

@@ -17,7 +17,7 @@ def test_inside_and_outside():
 
 
 def test_a_generator_that_another_context_closes():
-    """As asyncio does with one that was left."""
+    """Asyncio closes an abandoned generator in another context."""
     request = Telemetry().begin("grpc", "", "/Watch", "", {})
 
     def watch():

@@ -31,7 +31,7 @@ def output(*token_ids, text="", finish=None, stop_reason=None):
     return SequenceOutput(0, text, token_ids, logprobs, finish, stop_reason)
 
 
-def answer(*outputs, prompt=(1, 2), index=0, **options):
+def response(*outputs, prompt=(1, 2), index=0, **options):
     made = Completion(generation(**options), index)
     made.begin(prompt)
     for piece in outputs:
@@ -43,16 +43,16 @@ def by_name(kind, batch, **options):
     return {t.name: t.array.tolist() for t in output_tensors(kind, batch, **options)}
 
 
-def test_the_prompt_comes_first_unless_excluded_or_streamed():
-    assert answer(output(3, text="c")).token_ids == [1, 2, 3]
-    assert answer(output(3, text="c")).text == "abc"
+def test_the_prompt_comes_first_if_neither_excluded_nor_streamed():
+    assert response(output(3, text="c")).token_ids == [1, 2, 3]
+    assert response(output(3, text="c")).text == "abc"
     for option in ("excludes_input", "is_streamed"):
-        made = answer(output(3, text="c"), **{option: True})
+        made = response(output(3, text="c"), **{option: True})
         assert (made.token_ids, made.text) == ([3], "c")
 
 
 def test_the_prompt_is_taken_once():
-    made = answer(output(3))
+    made = response(output(3))
     made.begin((1, 2))
     assert made.token_ids == [1, 2, 3]
     assert made.num_input_tokens == 2
@@ -71,14 +71,14 @@ def test_the_prompt_is_taken_once():
     ],
 )
 def test_the_end_token_is_not_shown(last, kept):
-    made = answer(last, excludes_input=True)
+    made = response(last, excludes_input=True)
     assert made.token_ids == kept
     assert made.num_output_tokens == len(kept)
     assert len(made.log_probs) == len(kept)
 
 
 def test_token_outputs_are_padded_with_minus_one():
-    batch = [[answer(output(3)), answer(output(4, 5, 6), index=1)]]
+    batch = [[response(output(3)), response(output(4, 5, 6), index=1)]]
     assert by_name(TENSORRT_LLM, batch) == {
         "output_ids": [[[1, 2, 3, -1, -1], [1, 2, 4, 5, 6]]],
         "sequence_length": [[3, 5]],
@@ -86,13 +86,13 @@ def test_token_outputs_are_padded_with_minus_one():
 
 
 def test_text_outputs_are_flat():
-    batch = [[answer(output(3, text="c"))], [answer(output(3, text="d"))]]
+    batch = [[response(output(3, text="c"))], [response(output(3, text="d"))]]
     assert by_name(ENSEMBLE, batch) == {"text_output": [b"abc", b"abd"]}
 
 
 def test_log_probs():
     options = {"returns_log_probs": True, "excludes_input": True}
-    batch = [[answer(output(3), **options), answer(output(4, 5), index=1, **options)]]
+    batch = [[response(output(3), **options), response(output(4, 5), index=1, **options)]]
     got = by_name(ENSEMBLE, batch)
     assert got["cum_log_probs"] == [[-0.5, -1.0]]
     assert got["output_log_probs"] == [[[-0.5, -1.0], [-0.5, -0.5]]]
@@ -100,13 +100,13 @@ def test_log_probs():
 
 def test_counts_and_indices():
     options = {"returns_num_input_tokens": True, "returns_num_output_tokens": True}
-    got = by_name(TENSORRT_LLM, [[answer(output(3), **options)]], batch_index=4, sequence_index=2)
+    got = by_name(TENSORRT_LLM, [[response(output(3), **options)]], batch_index=4, sequence_index=2)
     assert (got["batch_index"], got["sequence_index"]) == ([[4]], [[2]])
     assert (got["num_input_tokens"], got["num_output_tokens"]) == ([[2]], [[1]])
 
 
 def test_pieces_of_a_stream():
-    made = answer(output(3, text="c"), is_streamed=True, returns_log_probs=True)
+    made = response(output(3, text="c"), is_streamed=True, returns_log_probs=True)
     made.drain()
     assert not made.is_sent
     made.add(output(4, text="d", finish=FinishReason.LENGTH))
@@ -124,7 +124,7 @@ def test_pieces_of_a_stream():
 def test_each_kind_of_logits_has_its_own_type():
     wishes = {"returns_context_logits": True, "returns_generation_logits": True}
     types = {"context_logits_datatype": "FP16", "generation_logits_datatype": "BF16"}
-    made = answer(**wishes, **types)
+    made = response(**wishes, **types)
     one = Logits(num_rows=1, data=np.ones(2, np.float32).tobytes())
     made.prompt_logits, made.logits = (one,), [one]
     tensors = logits_tensors([[made]])

@@ -172,7 +172,7 @@ def test_its_bytes_are_not_copied():
 def test_an_adapter_in_the_request_and_its_task_id(task_id):
     generation = inline(lora_task_id=task(task_id))
     assert generation.inline_adapter.task_id == task_id
-    assert generation.request.adapters == (), "what the id meant before is not asked for"
+    assert generation.request.adapters == (), "the earlier meaning of the id is not used"
 
 
 @pytest.mark.parametrize("missing", ["lora_weights", "lora_config"])

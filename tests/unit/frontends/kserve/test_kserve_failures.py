@@ -26,15 +26,15 @@ def request(*keys):
     return GenerateRequest(request_id=1, model="m", prompt="ab", adapters=adapters)
 
 
-def in_words(error, asked=None):
-    return in_tensorrt_words(error, asked or request(), lambda: 9, 7)
+def in_words(error, requested=None):
+    return in_tensorrt_words(error, requested or request(), lambda: 9, 7)
 
 
 def texts(failure):
     return [tensor.array.tolist() for tensor in failure.outputs]
 
 
-def test_an_unknown_lora_is_told_with_those_that_there_are():
+def test_an_unknown_lora_is_reported_with_the_known_ones():
     error = AdapterNotFoundError("no wolf")
     failure = unknown_lora(error, request(ByName("wolf")), ["goat", "o'x"], {})
     assert (failure.error.message, texts(failure)) == (WOLF, [[WOLF.encode()]])
@@ -46,10 +46,10 @@ def test_any_other_failure_has_no_text():
     error = QueueFullError("full", param="p", retry_after_seconds=2.0)
     failure = vllm_failure(error)
     assert texts(failure) == [[b"N/A"]]
-    told = as_loraplex_error(failure)
-    assert (told.param, told.retry_after_seconds) == ("p", 2.0)
-    assert status_of(told) == status_of(error)
-    assert "Error generating stream: full" in message_of(told)
+    reported = as_loraplex_error(failure)
+    assert (reported.param, reported.retry_after_seconds) == ("p", 2.0)
+    assert status_of(reported) == status_of(error)
+    assert "Error generating stream: full" in message_of(reported)
 
 
 def test_over_grpc_the_text_comes_beside_the_error():
@@ -73,15 +73,15 @@ def test_the_sentences_of_tensorrt():
 
 
 @pytest.mark.parametrize(
-    ("error", "asked"),
+    ("error", "requested"),
     [
         (PromptTooLongError("ours", param="max_tokens"), request()),
         (AdapterNotFoundError("ours"), request(ByName("a"))),
         (QueueFullError("ours"), request()),
     ],
 )
-def test_other_errors_stay_as_they_are(error, asked):
-    assert in_words(error, asked) is error
+def test_other_errors_stay_as_they_are(error, requested):
+    assert in_words(error, requested) is error
 
 
 def test_it_is_an_exception_with_the_errors_text():

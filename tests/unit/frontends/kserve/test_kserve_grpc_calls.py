@@ -20,11 +20,11 @@ from loraplex.serving.wire_request import WireRequest, current_request
 from loraplex.testing.echo_backend import EchoBackend
 
 PLAIN = (string.punctuation + " ").replace("%", "")
-"""What gRPC sends as it is, beside letters and digits."""
+"""Characters that gRPC sends unescaped, in addition to letters and digits."""
 
 
 class Context:
-    """As gRPC gives it to a handler."""
+    """Percent-encode text as gRPC hands it to a handler."""
 
     def __init__(self, *metadata: tuple[str, object], peer: str = "ipv4:192.0.2.1:5000") -> None:
         self._metadata = metadata
@@ -54,16 +54,16 @@ class Context:
 
 
 @pytest.fixture
-def told() -> list[WireRequest]:
+def reported() -> list[WireRequest]:
     return []
 
 
 @pytest.fixture
-def handler(told):
+def handler(reported):
     """A function (behavior, **fields of the RPC) -> what gRPC would call."""
 
-    def make(behavior, door=None, **fields):
-        calls = Calls(Telemetry([told.append]), door or Door(lambda _: LOCAL))
+    def make(behavior, entry=None, **fields):
+        calls = Calls(Telemetry([reported.append]), entry or Door(lambda _: LOCAL))
         values = {"name": "/s/M", "request": pb.ServerLiveRequest, "behavior": behavior}
         rpc = Rpc(**values | fields, response=pb.ServerLiveResponse)
         calls.add(rpc)
@@ -73,7 +73,7 @@ def handler(told):
     return make
 
 
-async def test_a_call_is_told_of_and_knows_its_metadata(handler, told):
+async def test_a_call_is_reported_and_knows_its_metadata(handler, reported):
     seen: list[Call] = []
 
     async def behavior(message, call):
@@ -86,12 +86,12 @@ async def test_a_call_is_told_of_and_knows_its_metadata(handler, told):
     assert seen[0].metadata == {"x-request-id": "mine"}
     assert seen[0].principal is LOCAL
     assert context.trailing == {"x-request-id": "mine"}
-    [request] = told
+    [request] = reported
     assert (request.protocol, request.status, request.client) == ("grpc", "OK", "::1")
     assert current_request() is None
 
 
-async def test_an_error_is_the_status_and_is_told(handler, told):
+async def test_an_error_is_the_status_and_is_reported(handler, reported):
     async def behavior(message, call):
         raise ModelNotFoundError("no such model")
 
@@ -99,10 +99,10 @@ async def test_an_error_is_the_status_and_is_told(handler, told):
     with pytest.raises(grpc.aio.AbortError):
         await handler(behavior)(1, context)
     assert context.status == "NOT_FOUND: no such model"
-    assert (told[0].status, told[0].error_code) == ("NOT_FOUND", "model_not_found")
+    assert (reported[0].status, reported[0].error_code) == ("NOT_FOUND", "model_not_found")
 
 
-async def test_a_defect_tells_no_more_than_that(handler, told, caplog):
+async def test_a_defect_reports_no_details(handler, reported, caplog):
     async def behavior(message, call):
         raise ZeroDivisionError("secret")
 
@@ -110,11 +110,11 @@ async def test_a_defect_tells_no_more_than_that(handler, told, caplog):
     with pytest.raises(grpc.aio.AbortError):
         await handler(behavior)(1, context)
     assert context.status == "INTERNAL: internal error; the server's log has the details"
-    assert told[0].status == "INTERNAL"
+    assert reported[0].status == "INTERNAL"
     assert "secret" in caplog.text
 
 
-async def test_a_cancelled_call(handler, told):
+async def test_a_cancelled_call(handler, reported):
     async def behavior(message, call):
         await asyncio.sleep(60)
 
@@ -123,10 +123,10 @@ async def test_a_cancelled_call(handler, told):
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert told[0].status == "CANCELLED"
+    assert reported[0].status == "CANCELLED"
 
 
-async def test_a_client_that_has_gone_is_no_defect(handler, told, caplog):
+async def test_a_client_that_has_gone_is_no_defect(handler, reported, caplog):
     async def behavior(message, call):
         await call.write("first")
         context.is_gone = True
@@ -136,11 +136,11 @@ async def test_a_client_that_has_gone_is_no_defect(handler, told, caplog):
     with pytest.raises(asyncio.CancelledError):
         await handler(behavior, streams_responses=True)(1, context)
     assert context.written == ["first"]
-    assert (told[0].status, context.status) == ("CANCELLED", "")
+    assert (reported[0].status, context.status) == ("CANCELLED", "")
     assert not caplog.records
 
 
-async def test_a_message_that_is_none_is_told_of_as_any_request(handler, told):
+async def test_an_invalid_message_is_reported_like_any_request(handler, reported):
     async def behavior(message, call):
         raise AssertionError("it is not called")
 
@@ -148,7 +148,7 @@ async def test_a_message_that_is_none_is_told_of_as_any_request(handler, told):
     with pytest.raises(grpc.aio.AbortError):
         await handler(behavior)(Malformed("why"), context)
     assert context.status == "INVALID_ARGUMENT: the request is not a valid message: why"
-    assert (told[0].status, told[0].error_code) == ("INVALID_ARGUMENT", "invalid_request")
+    assert (reported[0].status, reported[0].error_code) == ("INVALID_ARGUMENT", "invalid_request")
     assert context.trailing
 
 
@@ -186,12 +186,12 @@ async def test_details_that_just_fit_are_whole(handler, text, sent):
     assert context.status == f"NOT_FOUND: {sent}"
 
 
-class TestDoor:
+class TestAccess:
     @staticmethod
     def _refuse(metadata) -> Principal:
         raise UnauthenticatedError("no key")
 
-    async def test_without_a_key_nothing_is_begun(self, handler, told):
+    async def test_without_a_key_nothing_is_begun(self, handler, reported):
         begun = []
 
         async def behavior(message, call):
@@ -201,10 +201,10 @@ class TestDoor:
         with pytest.raises(grpc.aio.AbortError):
             await handler(behavior, Door(self._refuse))(1, context)
         assert (context.status, begun) == ("UNAUTHENTICATED: no key", [])
-        assert told[0].status == "UNAUTHENTICATED"
+        assert reported[0].status == "UNAUTHENTICATED"
 
     @pytest.mark.parametrize("name", sorted(OPEN_RPCS))
-    async def test_what_is_open_serves_somebody_without_rights(self, handler, name):
+    async def test_open_methods_serve_a_caller_without_rights(self, handler, name):
         async def behavior(message, call):
             return call.principal
 

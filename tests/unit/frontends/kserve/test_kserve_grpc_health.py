@@ -13,12 +13,12 @@ from loraplex.frontends.kserve.grpc.calls import Call
 
 
 @pytest.fixture
-def asked():
+def reported():
     return []
 
 
 class Watcher:
-    """An RPC in work, whose statuses come one by one."""
+    """In-flight RPC whose statuses come one by one."""
 
     def __init__(self, behavior) -> None:
         self._written: asyncio.Queue[Any] = asyncio.Queue(1)
@@ -31,13 +31,13 @@ class Watcher:
 
 
 @pytest.fixture
-async def watch(monkeypatch, asked):
-    """A function that gives a watcher; `asked` is what the server answered."""
+async def watch(monkeypatch, reported):
+    """Return a function that makes a watcher; `reported` holds what the server sent."""
     monkeypatch.setattr(health, "WATCH_SECONDS", 0.01)
 
     def is_ready() -> bool:
-        asked.append(asked[-1] if asked else True)
-        return asked[-1]
+        reported.append(reported[-1] if reported else True)
+        return reported[-1]
 
     _, rpc = health.health_rpcs(is_ready)
     assert rpc.name == "/grpc.health.v1.Health/Watch"
@@ -52,30 +52,30 @@ async def watch(monkeypatch, asked):
         watcher.task.cancel()
 
 
-async def test_all_are_told_each_change(watch, asked):
+async def test_all_watchers_receive_each_change(watch, reported):
     watchers = [watch() for _ in range(5)]
     assert [await each.next() for each in watchers] == [health.SERVING] * 5
-    asked.append(False)
+    reported.append(False)
     changes = await asyncio.gather(*(each.next() for each in watchers))
     assert changes == [health.NOT_SERVING] * 5
-    asked.append(True)
+    reported.append(True)
     assert await watchers[0].next() == health.SERVING
 
 
-async def test_they_share_one_look(watch, asked):
+async def test_they_share_one_look(watch, reported):
     watchers = [watch() for _ in range(100)]
     for each in watchers:
         await each.next()
-    del asked[:]
+    del reported[:]
     start = time.monotonic()
     async with asyncio.timeout(60):
-        while len(asked) < 5:
+        while len(reported) < 5:
             await asyncio.sleep(0.01)
-    assert len(asked) <= (time.monotonic() - start) / health.WATCH_SECONDS + 2
+    assert len(reported) <= (time.monotonic() - start) / health.WATCH_SECONDS + 2
     for each in watchers:
         each.task.cancel()
     await asyncio.gather(*(each.task for each in watchers), return_exceptions=True)
     await asyncio.sleep(0.05)
-    num_asked = len(asked)
+    num_reported = len(reported)
     await asyncio.sleep(0.05)
-    assert len(asked) == num_asked, "nobody watches any more"
+    assert len(reported) == num_reported, "no client watches any more"

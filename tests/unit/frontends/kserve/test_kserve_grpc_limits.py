@@ -39,8 +39,8 @@ def channel_to(address: str) -> grpc.aio.Channel:
 
 async def live(channel: grpc.aio.Channel, metadata=(), **options) -> bool:
     stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-    answer = await stub.ServerLive(pb.ServerLiveRequest(), metadata=metadata, **options)
-    return answer.live
+    response = await stub.ServerLive(pb.ServerLiveRequest(), metadata=metadata, **options)
+    return response.live
 
 
 async def test_large_messages(started):

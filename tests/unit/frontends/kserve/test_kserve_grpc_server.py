@@ -145,13 +145,13 @@ async def test_a_client_that_does_not_read_holds_up_nothing_but_its_own_requests
     for number in range(3):
         await unread.write(request_of(100_000, str(number)))
     taken = await held_up(lambda: backend.num_taken)
-    assert taken * len(PIECE) < 50_000_000, "what nobody reads is not made"
+    assert taken * len(PIECE) < 50_000_000, "output that is not read is not produced"
     assert len(backend.outputs) == 3
     # Over the same connection, and over another one:
     async with channel_to(server) as other:
         for stub in (stub_of(channel), stub_of(other)):
-            answer = await stub.ModelInfer(request_of(2, streamed=False), timeout=WITHIN)
-            assert answer.raw_output_contents
+            reply = await stub.ModelInfer(request_of(2, streamed=False), timeout=WITHIN)
+            assert reply.raw_output_contents
     assert (await stub_of(channel).ServerLive(pb.ServerLiveRequest(), timeout=WITHIN)).live
     assert sum(outputs.num_taken for outputs in backend.outputs[:3]) == taken
     unread.cancel()
@@ -228,7 +228,7 @@ async def test_what_may_be_read_from_regions_is_a_limit_of_each_request(
     assert [response.error_message async for response in stream] == [""] * 3
 
 
-async def test_what_is_refused_tells_its_id_and_when_to_come_again(serve):
+async def test_a_refusal_reports_its_id_and_when_to_retry(serve):
     backend = EchoBackend()
     _, channel = await serve(backend)
     backend.plant(RateLimitedError("too many", retry_after_seconds=2.2))
@@ -259,8 +259,8 @@ def raw_method(channel: grpc.aio.Channel, name: str, ways: str):
 
 
 async def test_bytes_that_are_no_message_are_an_invalid_argument(serve, caplog):
-    told: list[WireRequest] = []
-    _, channel = await serve(EchoBackend(), telemetry=Telemetry([told.append]))
+    reported: list[WireRequest] = []
+    _, channel = await serve(EchoBackend(), telemetry=Telemetry([reported.append]))
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await raw_method(channel, "ModelInfer", "unary_unary")(
             b"\xff\xff\xff", metadata=(("x-request-id", "mine"),)
@@ -268,14 +268,14 @@ async def test_bytes_that_are_no_message_are_an_invalid_argument(serve, caplog):
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert raised.value.details().startswith("the request is not a valid message: ")
     assert dict(raised.value.trailing_metadata()) == {"x-request-id": "mine"}
-    assert [(r.status, r.error_code) for r in told] == [("INVALID_ARGUMENT", "invalid_request")]
+    assert [(r.status, r.error_code) for r in reported] == [("INVALID_ARGUMENT", "invalid_request")]
     assert not caplog.records
 
 
 async def test_bytes_that_are_no_message_leave_the_rest_of_a_stream_alone(serve):
-    told: list[WireRequest] = []
+    reported: list[WireRequest] = []
     backend = EchoBackend(delay_seconds=0.02)
-    _, channel = await serve(backend, telemetry=Telemetry([told.append]))
+    _, channel = await serve(backend, telemetry=Telemetry([reported.append]))
     stream = raw_method(channel, "ModelStreamInfer", "stream_stream")(
         iter([request_of(5, "a").SerializeToString(), b"\xff\xff\xff"])
     )
@@ -285,7 +285,7 @@ async def test_bytes_that_are_no_message_leave_the_rest_of_a_stream_alone(serve)
     assert failure.error_message.startswith("the request is not a valid message: ")
     assert is_final(failure)
     assert [is_final(r) for r in responses if r is not failure] == [False] * 4 + [True]
-    assert sorted(r.status for r in told) == ["INVALID_ARGUMENT", "OK", "OK"]
+    assert sorted(r.status for r in reported) == ["INVALID_ARGUMENT", "OK", "OK"]
 
 
 async def test_bytes_that_are_no_message_end_a_stream_that_wants_it_so(serve):

@@ -22,7 +22,7 @@ def routes() -> list[RecordedRoute]:
 async def found(
     routes: list[RecordedRoute], path: str
 ) -> tuple[RecordedRoute | None, dict[str, str]]:
-    """The route that answers and the names in the path."""
+    """Return the route that matches and the names in the path."""
     sent = []
 
     async def send(message):

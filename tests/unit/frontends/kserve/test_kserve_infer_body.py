@@ -154,15 +154,15 @@ RESPONSE = InferResponse(
 )
 
 
-def answer(document):
+def response(document):
     _, wish = decode({"inputs": [], **document})
     body, json_length = encode_response(RESPONSE, wish)
     split = len(body) if json_length is None else json_length
     return json.loads(body[:split]), body[split:], json_length
 
 
-def test_outputs_are_json_unless_asked_otherwise():
-    document, blob, json_length = answer({})
+def test_outputs_are_json_by_default():
+    document, blob, json_length = response({})
     assert (blob, json_length) == (b"", None)
     assert document == {
         "id": "7",
@@ -176,7 +176,7 @@ def test_outputs_are_json_unless_asked_otherwise():
 
 
 def test_binary_outputs_in_order():
-    document, blob, _ = answer({"parameters": {"binary_data_output": True}})
+    document, blob, _ = response({"parameters": {"binary_data_output": True}})
     sizes = [row["parameters"]["binary_data_size"] for row in document["outputs"]]
     assert sizes == [6, 8]
     assert blob == b"\x02\0\0\0" + "é".encode() + np.array([1, 2], dtype="<i4").tobytes()
@@ -184,7 +184,7 @@ def test_binary_outputs_in_order():
 
 def test_a_wish_for_one_output_is_stronger():
     wish = [{"name": "s", "parameters": {"binary_data": False}}, {"name": "n"}]
-    document, blob, _ = answer({"parameters": {"binary_data_output": True}, "outputs": wish})
+    document, blob, _ = response({"parameters": {"binary_data_output": True}, "outputs": wish})
     assert document["outputs"][0]["data"] == ["é"]
     assert len(blob) == 8
 
@@ -193,10 +193,10 @@ def test_a_wish_for_one_output_is_stronger():
 def test_a_wish_for_binary_data_is_a_boolean(value):
     wish = [{"name": "s", "parameters": {"binary_data": value}}]
     with pytest.raises(InvalidParameterError, match="'binary_data' of output 's' must be") as one:
-        answer({"outputs": wish})
+        response({"outputs": wish})
     assert one.value.param == "binary_data"
     with pytest.raises(InvalidParameterError, match="'binary_data_output' of the req") as every:
-        answer({"parameters": {"binary_data_output": value}})
+        response({"parameters": {"binary_data_output": value}})
     assert every.value.param == "binary_data_output"
 
 
@@ -207,9 +207,9 @@ def test_outputs_go_to_shared_memory_and_into_classes(memory, folder):
     ]
     body = json.dumps({"inputs": [], "outputs": wanted}).encode()
     _, wishes = decode_request(body, None, model="m", version="", memory=memory)
-    answered, json_length = encode_response(RESPONSE, wishes)
+    responded, json_length = encode_response(RESPONSE, wishes)
     assert json_length is None
-    assert json.loads(answered)["outputs"] == [
+    assert json.loads(responded)["outputs"] == [
         {"name": "s", "datatype": "BYTES", "shape": [1]},
         {"name": "n", "datatype": "BYTES", "shape": [1, 1], "data": ["2:1"]},
     ]

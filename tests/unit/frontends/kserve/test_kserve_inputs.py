@@ -24,7 +24,7 @@ def read(*tensors, kind=ENSEMBLE, max_batch_size=8):
 
 
 def ones(row) -> Tensor:
-    """A tensor for a row, every element 1 (or true, or "1"): a value that asks for something."""
+    """Return a one-row tensor whose elements are 1 (or true, or "1"): a value with an effect."""
     dtype = DATATYPES[row.datatype].wire_dtype
     shape = [1, *(1 if dim == -1 else dim for dim in row.dims)]
     array = np.full(shape, b"1", dtype=object) if dtype is None else np.ones(shape, dtype=dtype)
@@ -56,7 +56,7 @@ def test_tables_are_complete():
 
 @KINDS
 def test_every_input_has_an_effect_or_is_refused_by_name(kind):
-    """No tensor is ignored in silence: what is not used must say that it changes nothing."""
+    """No input is ignored silently: an unused tensor must be declared as without effect."""
     core = [ones(row) for row in kind.inputs if row.required or row.name == "input_ids"]
     for row in kind.inputs:
         tensors = [t for t in core if t.name != row.name] + [ones(row)]
@@ -156,7 +156,7 @@ def test_both_models_take_an_adapter_alike(kind):
 @pytest.mark.parametrize("datatype", ["FP16", "FP32", "BF16"])
 @pytest.mark.parametrize("columns", [3, 4, 5])
 def test_an_adapter_with_and_without_its_batch_dimension(datatype, columns):
-    """Staging says what is wrong with the rows and columns."""
+    """Staging reports what is wrong with the rows and columns."""
     weights = np.arange(6, dtype=DATATYPES[datatype].wire_dtype).reshape(1, 2, 3)
     config = np.ones((1, 2, columns), dtype=np.int32)
     for both in ((weights, config), (weights[0], config), (weights, config[0])):

@@ -94,7 +94,7 @@ async def test_a_stop_leaves_its_reader_as_it_was(num_streams, times):
 
 
 @pytest.mark.parametrize("num_streams", [1, 2])
-async def test_who_is_cancelled_is_cancelled_whether_or_not_it_is_stopped_too(num_streams):
+async def test_a_cancelled_request_is_cancelled_whether_or_not_it_is_stopped_too(num_streams):
     for is_stopped in (False, True):
         stop = Stop()
         streams = [count(1, pause=60) for _ in range(num_streams)]

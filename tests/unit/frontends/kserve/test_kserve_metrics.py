@@ -259,7 +259,7 @@ async def test_names_stay_as_they_are_in_openmetrics(service):
     assert "nv_inference_count_total" not in text
 
 
-async def check_one_is_left_behind_its_first_answer(service, model):
+async def check_one_is_left_after_its_first_response(service, model):
     """A stream that is pending until then counts as cancelled for the model."""
     counts = service.counts.of(model)
     stream = await service.stream(request(stream=True), LOCAL)
@@ -271,13 +271,13 @@ async def check_one_is_left_behind_its_first_answer(service, model):
 
 
 async def test_pending_requests(service):
-    await check_one_is_left_behind_its_first_answer(service, "echo")
+    await check_one_is_left_after_its_first_response(service, "echo")
 
 
-async def test_tensorrt_llm_has_what_waits_and_answers_for_an_ensemble(backend):
+async def test_tensorrt_llm_has_waiting_requests_and_responds_for_an_ensemble(backend):
     config = MetricsConfig(histogram_latencies=True, summary_latencies=True)
     service = TritonService(backend, metrics=config)
-    await check_one_is_left_behind_its_first_answer(service, "tensorrt_llm")
+    await check_one_is_left_after_its_first_response(service, "tensorrt_llm")
     await service.infer(request(), LOCAL)
     lines = (await scrape(service)).splitlines()
     labels = 'model="tensorrt_llm",version="1"'
@@ -287,7 +287,7 @@ async def test_tensorrt_llm_has_what_waits_and_answers_for_an_ensemble(backend):
     assert f"{name}{{{labels}}} 2.0" in lines
 
 
-async def test_a_stream_that_nobody_reads_was_cancelled(service):
+async def test_an_abandoned_stream_counts_as_cancelled(service):
     stream = await service.stream(request(stream=True), LOCAL)
     await stream.aclose()
     await stream.aclose()
@@ -320,7 +320,7 @@ async def test_models_of_vllm_report_if_they_say_so(backend, reports, num_lines)
 
 
 async def values(service, name):
-    """By labels, the samples of the model `echo`."""
+    """Return the samples of the model `echo` by labels."""
     lines = (await scrape(service)).splitlines()
     found = [line.rsplit(" ", 1) for line in lines if line.startswith(f"{name}{{")]
     return {labels: float(value) for labels, value in found if 'model="echo"' in labels}

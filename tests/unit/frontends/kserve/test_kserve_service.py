@@ -37,7 +37,7 @@ def service(backend):
 
 
 def request(texts=("hi",), request_id="", parameters=None, requested=(), **inputs):
-    """For `ensemble`; each extra input gets its one value in every element."""
+    """Request for `ensemble`; each extra input has its one value in every element."""
     types = {"max_tokens": "INT32", "end_id": "INT32", "stream": "BOOL", "lora_task_id": "UINT64"}
     values = {"max_tokens": 50, **inputs}
     size = len(texts)
@@ -61,7 +61,7 @@ def text_of(response):
     return next(t for t in response.outputs if t.name == "text_output").array.tolist()
 
 
-async def test_one_answer(backend, service):
+async def test_one_response(backend, service):
     response = await service.infer(request(request_id="7"), LOCAL)
     assert text_of(response) == [b"hiecho: hi"]
     assert (response.request_id, response.version, response.is_final) == ("7", "1", True)
@@ -91,7 +91,7 @@ async def test_a_timeout_that_is_no_number_of_microseconds_is_refused(backend, s
     assert not backend.requests
 
 
-async def test_the_adapter_that_answered_is_told(backend, service):
+async def test_the_adapter_that_was_used_is_reported(backend, service):
     card = backend.register("sheep", task_id=3)
     response = await service.infer(request(lora_task_id=3), LOCAL)
     assert response.parameters["adapter"] == "sheep"
@@ -103,13 +103,13 @@ async def test_the_adapter_that_answered_is_told(backend, service):
 def with_adapters(texts=("hi",), values=(1.0,), task_id=None):
     """Each element brings its adapter [[value]]."""
     size = len(texts)
-    asked = request(texts) if task_id is None else request(texts, lora_task_id=task_id)
+    sent = request(texts) if task_id is None else request(texts, lora_task_id=task_id)
     inputs = (
-        *asked.inputs,
+        *sent.inputs,
         from_values("lora_weights", "FP32", [size, 1, 1], list(values)),
         from_values("lora_config", "INT32", [size, 1, 3], [1, 0, 8] * size),
     )
-    return msgspec.structs.replace(asked, inputs=inputs)
+    return msgspec.structs.replace(sent, inputs=inputs)
 
 
 async def test_an_adapter_that_comes_with_the_request(backend, service):
@@ -162,12 +162,12 @@ async def test_a_bad_adapter_is_the_end_of_its_batch(backend, service):
 
 async def test_a_client_that_leaves_while_its_adapter_is_staged(backend, service):
     backend.delay_seconds = 60.0
-    asking = asyncio.create_task(service.infer(with_adapters(), LOCAL))
+    requesting = asyncio.create_task(service.infer(with_adapters(), LOCAL))
     while not backend.adapter_tensors:
         await asyncio.sleep(0)
-    asking.cancel()
-    await asyncio.gather(asking, return_exceptions=True)
-    assert asking.cancelled()
+    requesting.cancel()
+    await asyncio.gather(requesting, return_exceptions=True)
+    assert requesting.cancelled()
     assert backend.requests == []
     assert service.num_active == 0
 
@@ -209,7 +209,7 @@ async def test_closing_a_stream_aborts(backend, service, num_read):
     assert service.num_active == 0
 
 
-async def test_cancelling_an_answer_aborts(backend, service):
+async def test_cancelling_a_response_aborts(backend, service):
     backend.delay_seconds = 0.01
     task = asyncio.create_task(service.infer(request(max_tokens=4000, end_id=-1), LOCAL))
     while not backend.requests:
@@ -234,8 +234,8 @@ async def test_an_error_in_a_batch_ends_all_of_it(backend, service):
 async def test_stop_by_id(backend, service):
     stream = await service.stream(request(stream=True, end_id=-1, request_id="7"), LOCAL)
     await anext(stream)
-    answer = await service.infer(stop("7"), LOCAL)
-    assert answer.outputs == ()
+    reply = await service.infer(stop("7"), LOCAL)
+    assert reply.outputs == ()
     rest = [response async for response in stream]
     await stream.aclose()
     assert rest[-1].is_final
@@ -263,7 +263,7 @@ async def test_stop_reaches_a_request_that_is_still_being_admitted(backend, serv
     assert [r.is_final for r in responses] == [True]
 
 
-async def test_a_stopped_batch_answers_with_what_it_has(backend, service):
+async def test_a_stopped_batch_responds_with_what_it_has(backend, service):
     backend.delay_seconds = 0.001
     task = asyncio.create_task(
         service.infer(request(("a", "b"), "7", end_id=-1, max_tokens=4000), LOCAL)
@@ -304,7 +304,7 @@ async def test_tenants_do_not_stop_each_other(service):
     await stream.aclose()
 
 
-async def test_a_streaming_request_has_no_one_answer(service):
+async def test_a_streaming_request_has_no_single_response(service):
     with pytest.raises(InvalidRequestError, match="send 'stream' false to get one response"):
         await service.infer(request(stream=True), LOCAL)
 
@@ -336,13 +336,13 @@ def requests_of(row):
 
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls", "echo"])
 async def test_what_a_model_is_made_of_counts_its_requests(backend, service, model):
-    asked = msgspec.structs.replace(request(("a", "b")), model=model)
-    await service.infer(asked, LOCAL)
+    sent = msgspec.structs.replace(request(("a", "b")), model=model)
+    await service.infer(sent, LOCAL)
     backend.plant(QueueFullError("full"))
     with pytest.raises(QueueFullError):
-        await service.infer(asked, LOCAL)
+        await service.infer(sent, LOCAL)
     with pytest.raises(InvalidTensorError):  # nothing for a step to read
-        await service.infer(msgspec.structs.replace(asked, inputs=()), LOCAL)
+        await service.infer(msgspec.structs.replace(sent, inputs=()), LOCAL)
     rows = {row["name"]: row for row in service.statistics()}
     assert requests_of(rows[model]) == (1, 2, 1)
     assert requests_of(rows["tensorrt_llm"]) == (1, 1, 1)
@@ -382,7 +382,7 @@ async def test_an_ensemble_of_which_a_step_is_unloaded():
 
 
 class SlowlyRead(EchoBackend):
-    """As if its reader were slow: everything is in one output."""
+    """A slow reader gets everything in one output."""
 
     async def generate(self, request, principal):
         outputs = [output async for output in await super().generate(request, principal)]
@@ -401,9 +401,9 @@ async def test_what_a_slow_reader_left_is_one_response():
     assert texts == [[b"echo: hi"]]
 
 
-@pytest.mark.parametrize("asked", [request(stream=True), stop("7")], ids=["inference", "stop"])
-async def test_a_closed_stream_has_no_more_answers(service, asked):
-    stream = await service.stream(asked, LOCAL)
+@pytest.mark.parametrize("sent", [request(stream=True), stop("7")], ids=["inference", "stop"])
+async def test_a_closed_stream_has_no_more_responses(service, sent):
+    stream = await service.stream(sent, LOCAL)
     await stream.aclose()
     assert [response async for response in stream] == []
     assert service.num_active == 0

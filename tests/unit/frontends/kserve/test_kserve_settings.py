@@ -157,7 +157,7 @@ def test_unloading_takes_the_name_and_loading_gives_it_back():
     assert models.is_ready("tensorrt_llm")
 
 
-def test_an_ensembles_steps_go_with_it_if_asked():
+def test_an_ensembles_steps_go_with_it_if_requested():
     models = catalog()
     models.unload("ensemble", with_dependents=True)
     assert [model.name for model in models.models()] == ["tensorrt_llm_bls", "echo"]

@@ -119,7 +119,7 @@ def test_bad_json(datatype, shape, data, fragment):
     [
         ("INT32", b"\0" * 3, "Expected 4 (INT32 of shape [1]), got 3"),
         ("BYTES", b"\1\0\0", "3 bytes are left for a length prefix"),
-        ("BYTES", b"\2\0\0\0a", "element 0 says 2 bytes, 1 are left"),
+        ("BYTES", b"\2\0\0\0a", "element 0 says 2 bytes, 1 are left"),  # language: quoted
         ("BYTES", b"", "has 0 elements; its shape [1] takes 1"),
         ("BYTES", b"\0\0\0\0" * 2, "has 2 elements"),
     ],

@@ -9,7 +9,7 @@ from loraplex.testing.echo_model import EchoModel, echo_card
 from loraplex.text.tokenizer import load_tokenizer
 from support import tiny_tokenizers
 
-ANSWER = "The lazy dog"
+COMPLETION = "The lazy dog"
 
 
 class TokenizerModel(EchoModel):
@@ -48,18 +48,18 @@ def texts(tokenizer):
     return ModelTexts(TokenizerBackend(tokenizer), "echo")
 
 
-def test_prompt_and_answer_add_up(texts):
+def test_prompt_and_completion_add_up(texts):
     prompt = texts.encode("A quick fox", add_special_tokens=True)
-    answer = texts.encode(ANSWER)
+    completion = texts.encode(COMPLETION)
     assert texts.decode(prompt) == "A quick fox"
-    assert texts.decode(prompt + answer) == texts.decode(prompt) + texts.decode(answer)
-    assert texts.decode(answer) == f" {ANSWER}"
+    assert texts.decode(prompt + completion) == texts.decode(prompt) + texts.decode(completion)
+    assert texts.decode(completion) == f" {COMPLETION}"
 
 
 def test_a_text_without_special_tokens_of_a_model_that_adds_none(tmp_path):
     folder = tiny_tokenizers.write_llama_sentencepiece(tmp_path, {"add_bos_token": False})
     texts = ModelTexts(TokenizerBackend(load_tokenizer(folder)), "echo")
-    assert texts.decode(texts.encode(ANSWER)) == ANSWER
+    assert texts.decode(texts.encode(COMPLETION)) == COMPLETION
 
 
 def test_a_token_that_is_half_a_character(texts, tokenizer):

@@ -107,7 +107,7 @@ def test_a_text_is_read_as_its_fields_type(name, text, value):
         ("lora_name", 5, "a text"),
     ],
 )
-def test_a_value_of_another_type_is_told(name, value, what):
+def test_a_value_of_another_type_is_reported(name, value, what):
     with pytest.raises(InvalidParameterError) as caught:
         sampling(**{name: value})
     if what is not None:

@@ -1,4 +1,4 @@
-"""The request socket over an EchoBackend, asked by the connection that runs inside Triton."""
+"""Request socket over an EchoBackend, used through the connection that runs inside Triton."""
 
 import contextlib
 import os
@@ -75,12 +75,12 @@ def request(text="hi", max_tokens=50, *, stream=None, **more):
     return Infer(id=0, model="ensemble", inputs=tuple(inputs), **more)
 
 
-def all_answers(connection, message):
-    answers = queue.Queue()
-    connection.submit(message, answers.put)
-    found = [answers.get(timeout=10)]
+def all_responses(connection, message):
+    responses = queue.Queue()
+    connection.submit(message, responses.put)
+    found = [responses.get(timeout=10)]
     while isinstance(found[-1], Response) and not found[-1].is_final:
-        found.append(answers.get(timeout=10))
+        found.append(responses.get(timeout=10))
     return found
 
 
@@ -89,29 +89,29 @@ def text_of(response):
     return from_raw(output.name, output.datatype, output.shape, output.data).array.flat[0].decode()
 
 
-# ---------------------------------------------------------------- answers
+# ---------------------------------------------------------------- responses
 
 
-def test_one_answer(connection):
-    (answer,) = all_answers(connection, request("hi", request_id="a", is_unary=True))
-    assert answer.is_final
-    assert text_of(answer).startswith("hi")
+def test_one_response(connection):
+    (reply,) = all_responses(connection, request("hi", request_id="a", is_unary=True))
+    assert reply.is_final
+    assert text_of(reply).startswith("hi")
 
 
 def test_a_stream_comes_in_order_and_ends_once(connection):
-    whole = text_of(all_answers(connection, request("hi", stream=False))[-1])
-    pieces = all_answers(connection, request("hi", stream=True))
+    whole = text_of(all_responses(connection, request("hi", stream=False))[-1])
+    pieces = all_responses(connection, request("hi", stream=True))
     assert len(pieces) > 2
     assert [piece.is_final for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     assert "hi" + "".join(map(text_of, pieces)) == whole
 
 
-def test_only_the_outputs_that_are_asked_for(connection):
-    asked = request(requested=("output_log_probs",))
+def test_only_the_requested_outputs(connection):
+    sent = request(requested=("output_log_probs",))
     flag = wire("return_log_probs", "BOOL", [1, 1], [True])
-    asked = msgspec.structs.replace(asked, inputs=(*asked.inputs, flag))
-    (answer,) = all_answers(connection, asked)
-    assert [output.name for output in answer.outputs] == ["output_log_probs"]
+    sent = msgspec.structs.replace(sent, inputs=(*sent.inputs, flag))
+    (reply,) = all_responses(connection, sent)
+    assert [output.name for output in reply.outputs] == ["output_log_probs"]
 
 
 def test_requests_of_one_connection_do_not_wait_for_each_other(backend, connection):
@@ -120,28 +120,28 @@ def test_requests_of_one_connection_do_not_wait_for_each_other(backend, connecti
     connection.submit(request("a" * 40, 400, stream=True), slow.put)
     slow.get(timeout=10)
     backend.delay_seconds = 0.0
-    assert len(all_answers(connection, request("hi", 3))) == 1
+    assert len(all_responses(connection, request("hi", 3))) == 1
 
 
 def test_errors_have_the_kind_and_the_text_of_the_grpc_front_end(backend, connection):
     backend.plant(QueueFullError("try later"))
-    (failure,) = all_answers(connection, request())
+    (failure,) = all_responses(connection, request())
     assert failure.kind == "UNAVAILABLE"
     assert failure.message.startswith("Exceeds maximum queue size")
-    (failure,) = all_answers(connection, Infer(id=0, model="nope"))
+    (failure,) = all_responses(connection, Infer(id=0, model="nope"))
     assert (failure.kind, failure.message[:37]) == (
         "NOT_FOUND",
         "Request for unknown model: 'nope' is ",
     )
     bad = Infer(id=0, model="ensemble", inputs=(WireTensor("text_input", "INT8", (1,), b"12"),))
-    (failure,) = all_answers(connection, bad)
+    (failure,) = all_responses(connection, bad)
     assert failure.kind == "INVALID_ARGUMENT"
     assert "input byte size mismatch" in failure.message
 
 
 def test_an_error_in_mid_stream_is_the_end(backend, connection):
     backend.plant(StepFailedError("it broke"), after_outputs=2)
-    *pieces, failure = all_answers(connection, request(stream=True))
+    *pieces, failure = all_responses(connection, request(stream=True))
     assert len(pieces) == 2
     assert (failure.kind, failure.message) == ("INTERNAL", "it broke")
 
@@ -154,18 +154,18 @@ def test_some_errors_have_outputs_even_so(backend, path):
             wire("text_input", "BYTES", [1], ["hi"]),
             wire("sampling_parameters", "BYTES", [1], ['{"lora_name": "gone"}']),
         )
-        (failure,) = all_answers(connection, Infer(id=0, model="v", inputs=inputs))
+        (failure,) = all_responses(connection, Infer(id=0, model="v", inputs=inputs))
         assert text_of(failure) == failure.message
         assert failure.message.startswith("LoRA gone is not supported")
         connection.close()
 
 
-def test_a_defect_of_ours_is_told_without_its_details(served, connection, monkeypatch):
+def test_a_defect_of_ours_is_reported_without_its_details(served, connection, monkeypatch):
     def broken(*_):
         raise KeyError("secret")
 
     monkeypatch.setattr(served.service.catalog, "find", broken)
-    (failure,) = all_answers(connection, request())
+    (failure,) = all_responses(connection, request())
     assert failure.kind == "INTERNAL"
     assert "secret" not in failure.message
 
@@ -175,30 +175,30 @@ def test_a_defect_of_ours_is_told_without_its_details(served, connection, monkey
 
 def test_a_cancelled_request_is_aborted_and_says_so(backend, connection):
     backend.delay_seconds = 0.01
-    answers = queue.Queue()
-    number = connection.submit(request("hi", 4000, stream=True), answers.put)
-    answers.get(timeout=10)
+    responses = queue.Queue()
+    number = connection.submit(request("hi", 4000, stream=True), responses.put)
+    responses.get(timeout=10)
     connection.cancel(number)
     last = None
     while not isinstance(last, Failure):
-        last = answers.get(timeout=10)
+        last = responses.get(timeout=10)
     assert (last.kind, last.message) == ("CANCELLED", "Request was cancelled")
     assert len(backend.aborted) == 1
     connection.cancel(number)  # it has ended
-    assert len(all_answers(connection, request("hi", 3))) == 1
+    assert len(all_responses(connection, request("hi", 3))) == 1
 
 
 def test_requests_of_a_client_that_goes_away_are_aborted(served, backend):
     backend.delay_seconds = 0.01
     connection = Connection(served.path, lambda reason: None)
-    answers = queue.Queue()
-    connection.submit(request("hi", 4000, stream=True), answers.put)
-    answers.get(timeout=10)
+    responses = queue.Queue()
+    connection.submit(request("hi", 4000, stream=True), responses.put)
+    responses.get(timeout=10)
     connection.close()
     assert eventually(lambda: len(backend.aborted) == 1)
-    last = answers.get(timeout=10)
+    last = responses.get(timeout=10)
     while isinstance(last, Response):
-        last = answers.get(timeout=10)
+        last = responses.get(timeout=10)
     assert last.message == "the model is unloaded"
 
 
@@ -218,17 +218,17 @@ def test_a_ping_gets_the_state_of_the_server(backend, connection):
     assert "ensemble" in status.models
 
 
-def test_when_the_server_ends_every_request_fails_and_the_client_is_told(
+def test_when_the_server_ends_every_request_fails_and_the_client_is_notified(
     served, backend, connection, lost
 ):
     backend.delay_seconds = 0.01
-    answers = [queue.Queue(), queue.Queue()]
-    for each in answers:
+    responses = [queue.Queue(), queue.Queue()]
+    for each in responses:
         connection.submit(request("hi", 4000, stream=True), each.put)
         each.get(timeout=10)
     served.stop.set()
     assert "has ended" in lost.get(timeout=10)
-    for each in answers:
+    for each in responses:
         last = each.get(timeout=10)
         while isinstance(last, Response):
             last = each.get(timeout=10)
@@ -322,7 +322,7 @@ def test_an_id_that_is_in_use_ends_the_connection(served, backend):
 def test_a_request_that_is_too_large_is_not_sent(connection):
     with pytest.raises(MessageTooLarge, match="at most 1048576"):
         connection.submit(request("a" * 2**20), print)
-    assert len(all_answers(connection, request("hi", 3))) == 1
+    assert len(all_responses(connection, request("hi", 3))) == 1
 
 
 def test_a_client_that_does_not_read_makes_only_its_own_requests_wait(served, backend, connection):
@@ -333,7 +333,7 @@ def test_a_client_that_does_not_read_makes_only_its_own_requests_wait(served, ba
             raw.sendall(frame(msgspec.structs.replace(long, id=number)))
         assert eventually(lambda: len(backend.requests) == 4)
         time.sleep(2)  # without back-pressure enough for all
-        assert len(all_answers(connection, request("hi", 3))) == 1
+        assert len(all_responses(connection, request("hi", 3))) == 1
         assert len(backend.finished) < 4
     assert eventually(lambda: served.service.num_active == 0)
     assert len(backend.aborted) > 0
@@ -370,7 +370,7 @@ def test_the_socket_of_a_living_server_and_another_file_are_kept(served, tmp_pat
     ("path", "reason"),
     [("/tmp/" + "a" * 103, "has 108 bytes"), ("/nowhere/at/all", "No such file or directory")],
 )
-def test_a_place_where_no_socket_can_be_is_told(path, reason):
+def test_a_path_where_no_socket_can_be_is_reported(path, reason):
     with pytest.raises(ConfigError, match=f"request_socket: .*{reason}"):
         bind(path)
 
@@ -383,7 +383,7 @@ def test_inline_weights_arrive_bit_by_bit(backend, connection):
         WireTensor("lora_weights", "BF16", bits.shape, bits.tobytes()),
         wire("lora_config", "INT32", [1, 3, 3], [0, 0, 8] * 3),
     )
-    (answer,) = all_answers(connection, Infer(id=0, model="ensemble", inputs=inputs))
-    assert isinstance(answer, Response), answer
+    (reply,) = all_responses(connection, Infer(id=0, model="ensemble", inputs=inputs))
+    assert isinstance(reply, Response), reply
     ((weights, _),) = backend.adapter_tensors
     assert bytes(weights.view) == bits.tobytes()

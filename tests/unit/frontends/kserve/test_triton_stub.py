@@ -83,32 +83,32 @@ STREAM = Tensor("stream", np.array([[True]]))
 # ---------------------------------------------------------------- requests
 
 
-def test_requests_are_answered_at_the_same_time(model):
-    asked = [request("hi"), request("hi", 50, STREAM)]
-    model.execute(asked)
-    (whole,) = asked[0].sender.all()
-    pieces = asked[1].sender.all()
+def test_requests_are_served_at_the_same_time(model):
+    submitted = [request("hi"), request("hi", 50, STREAM)]
+    model.execute(submitted)
+    (whole,) = submitted[0].sender.all()
+    pieces = submitted[1].sender.all()
     assert len(pieces) > 2
     assert "hi" + "".join(map(text_of, pieces)) == text_of(whole)
 
 
-def test_a_model_that_is_not_decoupled_gives_one_answer(backend, path, model_class):
+def test_a_model_that_is_not_decoupled_gives_one_response(backend, path, model_class):
     with served_socket(backend, path):
         model = model_class()
         model.initialize(arguments(path, decoupled=False))
-        asked = [request("hi"), request("hi", 50, STREAM)]
-        model.execute(asked)
-        (whole,) = asked[0].sender.all()
+        submitted = [request("hi"), request("hi", 50, STREAM)]
+        model.execute(submitted)
+        (whole,) = submitted[0].sender.all()
         assert text_of(whole).startswith("hi")
-        (refused,) = asked[1].sender.all()
+        (refused,) = submitted[1].sender.all()
         assert refused.error.code == "INVALID_ARG"
         model.finalize()
 
 
 def test_what_triton_takes_out_of_a_request_is_put_back(model, backend):
-    asked = request(id="mine", said={"x": 1}, timeout_us=5_000_000, correlation=7)
-    model.execute([asked])
-    asked.sender.all()
+    submitted = request(id="mine", said={"x": 1}, timeout_us=5_000_000, correlation=7)
+    model.execute([submitted])
+    submitted.sender.all()
     (seen,) = backend.requests
     assert seen.client_request_id == "mine"
     assert seen.timeout_seconds == 5.0
@@ -118,14 +118,14 @@ def test_outputs_that_the_configuration_does_not_have_are_left_out(backend, path
     with served_socket(backend, path):
         model = model_class()
         model.initialize(arguments(path, outputs=("cum_log_probs",)))
-        asked = request()
-        model.execute([asked])
-        (answer,) = asked.sender.all()
-        assert answer.outputs == {}
+        submitted = request()
+        model.execute([submitted])
+        (reply,) = submitted.sender.all()
+        assert reply.outputs == {}
         model.finalize()
 
 
-def test_a_sender_that_has_ended_is_not_asked(model):
+def test_a_sender_that_has_ended_is_not_used(model):
     call_class = type(model).execute.__globals__["_Call"]
     sender = fake.Sender()
     call = call_class(sender, model)
@@ -137,28 +137,28 @@ def test_a_sender_that_has_ended_is_not_asked(model):
 
 
 def test_only_requested_outputs(model):
-    asked = request(outputs=("text_output", "cum_log_probs"))
-    model.execute([asked])
-    (answer,) = asked.sender.all()
-    assert list(answer.outputs) == ["text_output"]
+    submitted = request(outputs=("text_output", "cum_log_probs"))
+    model.execute([submitted])
+    (reply,) = submitted.sender.all()
+    assert list(reply.outputs) == ["text_output"]
 
 
 def test_an_error_has_tritons_code(model):
-    asked = request("hi" * 4000)
-    model.execute([asked])
-    (answer,) = asked.sender.all()
-    assert answer.error.code == "INVALID_ARG"
-    assert "exceeds maximum input length" in answer.error.message
+    submitted = request("hi" * 4000)
+    model.execute([submitted])
+    (reply,) = submitted.sender.all()
+    assert reply.error.code == "INVALID_ARG"
+    assert "exceeds maximum input length" in reply.error.message
 
 
-def test_a_request_that_nobody_waits_for_is_aborted(model, backend):
+def test_a_request_without_a_waiting_client_is_aborted(model, backend):
     backend.delay_seconds = 0.05
-    asked = request("hi" * 500, 4000, STREAM)
-    model.execute([asked])
-    asked.sender.responses.get(timeout=30)
-    asked.sender.has_gone.set()
-    answers = asked.sender.all()
-    assert (answers[-1].error.code, answers[-1].error.message) == (
+    submitted = request("hi" * 500, 4000, STREAM)
+    model.execute([submitted])
+    submitted.sender.responses.get(timeout=30)
+    submitted.sender.has_gone.set()
+    replies = submitted.sender.all()
+    assert (replies[-1].error.code, replies[-1].error.message) == (
         "CANCELLED",
         "Request was cancelled",
     )
@@ -166,10 +166,10 @@ def test_a_request_that_nobody_waits_for_is_aborted(model, backend):
 
 
 def test_an_input_that_cannot_be_read_fails_its_request_alone(model):
-    asked = [request("hi", 50, Tensor("nope", np.zeros(1))), request("hi")]
-    model.execute(asked)
-    assert asked[0].sender.all()[0].error.code == "INTERNAL"
-    assert asked[1].sender.all()[0].error is None
+    submitted = [request("hi", 50, Tensor("nope", np.zeros(1))), request("hi")]
+    model.execute(submitted)
+    assert submitted[0].sender.all()[0].error.code == "INTERNAL"
+    assert submitted[1].sender.all()[0].error is None
 
 
 def test_unload_ends_what_is_in_work(backend, path, model_class):
@@ -177,11 +177,11 @@ def test_unload_ends_what_is_in_work(backend, path, model_class):
         model = model_class()
         model.initialize(arguments(path))
         backend.delay_seconds = 0.05
-        asked = request("hi" * 500, 4000, STREAM)
-        model.execute([asked])
-        asked.sender.responses.get(timeout=30)
+        submitted = request("hi" * 500, 4000, STREAM)
+        model.execute([submitted])
+        submitted.sender.responses.get(timeout=30)
         model.finalize()
-        assert asked.sender.all()[-1].error.message == "the model is unloaded"
+        assert submitted.sender.all()[-1].error.message == "the model is unloaded"
         assert eventually(lambda: len(backend.aborted) == 1)
 
 
@@ -203,11 +203,11 @@ def test_a_server_without_the_model_is_refused(backend, path, model_class):
 
 def test_a_lost_server_fails_its_requests_and_the_next_one_is_joined(model, backend, path):
     backend.delay_seconds = 0.05
-    asked = request("hi" * 500, 4000, STREAM)
-    model.execute([asked])
-    asked.sender.responses.get(timeout=30)
+    submitted = request("hi" * 500, 4000, STREAM)
+    model.execute([submitted])
+    submitted.sender.responses.get(timeout=30)
     model.served.stop.set()
-    failed = asked.sender.all()[-1]
+    failed = submitted.sender.all()[-1]
     assert failed.error.code == "UNAVAILABLE"
     assert "has ended" in failed.error.message
     refused = request()
@@ -215,13 +215,13 @@ def test_a_lost_server_fails_its_requests_and_the_next_one_is_joined(model, back
     assert refused.sender.all()[0].error.code == "UNAVAILABLE"
     assert eventually(lambda: not os.path.exists(path))
     with served_socket(EchoBackend(), path):
-        assert eventually(lambda: _answered(model))
+        assert eventually(lambda: _responded(model))
 
 
-def _answered(model):
-    asked = request()
-    model.execute([asked])
-    return asked.sender.all()[0].error is None
+def _responded(model):
+    submitted = request()
+    model.execute([submitted])
+    return submitted.sender.all()[0].error is None
 
 
 # ---------------------------------------------------------------- tensors

@@ -38,7 +38,7 @@ def link(server, name="ensemble"):
 
 
 def server_pid(path):
-    """Of the process that has the log open for writing."""
+    """Return the id of the process that has the log open for writing."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             command = (folder / "cmdline").read_bytes()

@@ -11,7 +11,7 @@ JSON = {"content-type": "application/json"}
 
 
 def http_request(chunks: list[bytes], headers: dict[str, str]) -> tuple[Request, list[bytes]]:
-    """A request, and the chunks that nobody has read yet."""
+    """Request and its chunks that have not been read yet."""
     left = list(chunks)
 
     async def receive():
@@ -35,7 +35,7 @@ async def test_a_long_body_is_discarded_only_so_far(headers):
     assert num_read == (2 if "content-length" in headers else 4)
 
 
-async def test_a_client_that_asks_first_is_answered_before_it_sends():
+async def test_a_client_that_expects_continue_gets_it_before_it_sends():
     headers = JSON | {"content-length": "9", "expect": "100-continue"}
     request, left = http_request([b"x" * 9], headers)
     with pytest.raises(PayloadTooLargeError):

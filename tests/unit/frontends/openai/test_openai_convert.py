@@ -166,7 +166,7 @@ def test_too_many_prompts_but_not_too_many_tokens():
     assert len(convert_completion(prompt=[1] * 4)) == 1
 
 
-def test_echo_with_logprobs_asks_for_those_of_the_prompt():
+def test_echo_with_logprobs_requests_those_of_the_prompt():
     assert convert_completion(echo=True)[0].sampling.prompt_logprobs is None
     assert convert_completion(echo=True, logprobs=2)[0].sampling.prompt_logprobs == 2
     both = convert_completion(echo=True, logprobs=2, prompt_logprobs=3)[0].sampling
@@ -381,7 +381,7 @@ def test_grammars_that_are_text(fields, kind, text):
         {"structured_outputs": {"json_object": False}},
     ],
 )
-def test_what_asks_for_no_grammar(fields):
+def test_what_requests_no_grammar(fields):
     assert convert_completion(**fields)[0].sampling.grammar is None
 
 
@@ -400,7 +400,7 @@ def test_what_asks_for_no_grammar(fields):
             "structured_outputs.json_object",
             "or false",
         ),
-        # An answer that was to be constrained is never given unconstrained.
+        # Output that was to be constrained is never given unconstrained.
         ({"response_format": {}}, "response_format", "type must be one of text"),
         ({"guided_regex": ""}, "guided_regex", "a text that is not empty"),
         ({"guided_choice": []}, "guided_choice", "at least one string"),

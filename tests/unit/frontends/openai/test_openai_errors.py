@@ -69,7 +69,7 @@ def test_no_retry_after_without_a_time():
     assert "retry-after" not in error_response(errors.QueueFullError("full")).headers
 
 
-def test_a_bug_tells_only_where_to_look(caplog):
+def test_a_bug_reports_only_where_to_look(caplog):
     with caplog.at_level(logging.ERROR):
         error = as_loraplex_error(ValueError("secret path"), "req-1")
     assert isinstance(error, errors.InternalError)

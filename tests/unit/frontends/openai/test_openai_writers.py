@@ -79,7 +79,7 @@ TIMING = dict.fromkeys(
     ],
     0,
 )
-"""Of a backend that measures nothing: null is what did not happen."""
+"""Timings of a backend that measures nothing: null marks what did not happen."""
 
 
 async def test_completion_body():
@@ -167,7 +167,7 @@ async def test_the_end_token_has_no_logprob_but_a_stop_string_has():
 
 
 @pytest.mark.parametrize("writer_class", [CompletionWriter, ChatWriter])
-async def test_usage_is_the_last_chunk_if_asked_for(writer_class):
+async def test_usage_is_the_last_chunk_if_requested(writer_class):
     *chunks, last = await Scene("hi", call={"include_usage": True}).chunks(writer_class)
     assert {chunk["usage"] for chunk in chunks} == {None}
     assert last["choices"] == []
@@ -175,7 +175,7 @@ async def test_usage_is_the_last_chunk_if_asked_for(writer_class):
     assert not any("usage" in chunk for chunk in await Scene("hi").chunks(writer_class))
 
 
-async def test_prompt_logprobs_are_a_field_of_their_own_if_asked_for():
+async def test_prompt_logprobs_are_a_separate_field_if_requested():
     call = {"wants_prompt_logprobs": True}
     body = await Scene("h", call=call, prompt_logprobs=1).body(CompletionWriter)
     first, second = body["choices"][0]["prompt_logprobs"]
@@ -254,7 +254,7 @@ def test_prompt_logprobs_hold_the_candidates_and_the_token():
     }
 
 
-def test_special_tokens_take_room_only_if_they_are_written():
+def test_special_tokens_take_space_only_if_they_are_written():
     texts = Scene("hi").texts
     tokens = [(256, None), (104, None), (105, None)]
     assert CompletionLogprobWriter(texts).write(tokens).text_offset == [0, 0, 1]

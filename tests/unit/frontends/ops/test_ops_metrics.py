@@ -145,7 +145,7 @@ async def test_a_model_that_is_not_ready(client, backend):
     assert 'loraplex_model_ready{model="echo"} 0.0' in (await client.get("/metrics")).text
 
 
-async def test_openmetrics_if_asked_for(client):
+async def test_openmetrics_if_requested(client):
     accept = {"accept": "application/openmetrics-text; version=1.0.0"}
     response = await client.get("/metrics", headers=accept)
     assert response.headers["content-type"].startswith("application/openmetrics-text")
@@ -166,6 +166,6 @@ async def test_engine_without_kv_blocks(client, backend):
     assert 'loraplex_kv_cache_usage_ratio{model="echo"} 0.0' in (await client.get("/metrics")).text
 
 
-def test_a_backend_that_has_not_started_is_not_asked(backend, request_metrics, monkeypatch):
+def test_a_backend_that_has_not_started_is_not_queried(backend, request_metrics, monkeypatch):
     monkeypatch.setattr(backend, "models", lambda: pytest.fail("asked too early"))
     metrics_app(backend, request_metrics)

@@ -38,14 +38,14 @@ def test_a_new_file_is_not_for_everybody(tmp_path):
     assert os.stat(tmp_path / "log").st_mode & 0o007 == 0
 
 
-@pytest.mark.parametrize("is_told", [False, True])
-def test_a_file_that_was_moved_away(tmp_path, is_told, monkeypatch):
+@pytest.mark.parametrize("is_reported", [False, True])
+def test_a_file_that_was_moved_away(tmp_path, is_reported, monkeypatch):
     path, old = tmp_path / "log", tmp_path / "log.1"
     log = LineWriter(str(path))
     log.write(b"one\n")
     eventually(lambda: path.read_bytes() == b"one\n")
     path.rename(old)
-    if is_told:
+    if is_reported:
         log.reopen()
     eventually(path.exists)
     log.write(b"two\n")
@@ -53,7 +53,7 @@ def test_a_file_that_was_moved_away(tmp_path, is_told, monkeypatch):
     assert (old.read_bytes(), path.read_bytes()) == (b"one\n", b"two\n")
 
 
-def test_told_to_reopen_a_file_that_is_there(tmp_path):
+def test_reopening_a_file_that_exists(tmp_path):
     path = tmp_path / "log"
     log = LineWriter(str(path))
     log.write(b"one\n")
@@ -63,7 +63,7 @@ def test_told_to_reopen_a_file_that_is_there(tmp_path):
     assert path.read_bytes() == b"one\ntwo\n"
 
 
-def test_nobody_waits_for_a_slow_disk(tmp_path):
+def test_no_caller_waits_for_a_slow_disk(tmp_path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
@@ -106,14 +106,14 @@ def test_a_file_that_cannot_be(tmp_path):
 def test_a_disk_that_takes_a_part_of_a_line(tmp_path, caplog):
     path = tmp_path / "log"
     log = LineWriter(str(path))
-    real, room = log._file, [7]
+    real, capacity = log._file, [7]
 
     class NearlyFull:
         def write(self, data):
-            if room[0] == 0:
+            if capacity[0] == 0:
                 raise OSError(28, "No space left on device")
-            taken = real.write(data[: min(room[0], 4)])
-            room[0] -= taken
+            taken = real.write(data[: min(capacity[0], 4)])
+            capacity[0] -= taken
             return taken
 
         def __getattr__(self, name):
@@ -122,7 +122,7 @@ def test_a_disk_that_takes_a_part_of_a_line(tmp_path, caplog):
     log._file = NearlyFull()
     log.write(b"one\ntwo\nthree\n")
     eventually(lambda: log.num_dropped == 2)
-    room[0] = 10_000
+    capacity[0] = 10_000
     log.write(b"four\n")
     log.close()
     assert path.read_bytes() == b"one\ntwo\nfour\n"

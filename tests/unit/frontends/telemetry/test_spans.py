@@ -65,12 +65,12 @@ def test_the_stages_of_a_request_with_an_adapter():
     [generation] = tree.children
     assert generation.name == "chat m"
     assert (generation.start_ns, generation.end_ns) == (UNIX, UNIX + 34 * MS)
-    told = generation.attributes
-    assert told["gen_ai.operation.name"] == "chat"
-    assert told["gen_ai.response.finish_reasons"] == ["stop"]
-    assert told["gen_ai.usage.cache_read.input_tokens"] == 16
-    assert told["gen_ai.response.time_to_first_chunk"] == pytest.approx(0.010)
-    assert told["loraplex.adapter.digests"] == ["d1"]
+    reported = generation.attributes
+    assert reported["gen_ai.operation.name"] == "chat"
+    assert reported["gen_ai.response.finish_reasons"] == ["stop"]
+    assert reported["gen_ai.usage.cache_read.input_tokens"] == 16
+    assert reported["gen_ai.response.time_to_first_chunk"] == pytest.approx(0.010)
+    assert reported["loraplex.adapter.digests"] == ["d1"]
     assert "secret" not in repr(tree)
     spans = [(child.name, child.start_ns, child.end_ns) for child in generation.children]
     assert spans == [

@@ -126,7 +126,7 @@ def test_a_part_of_a_stream_is_not_open_twice():
     assert telemetry.num_open == {"grpc": 0}
 
 
-def test_who_cannot_write_it_down_harms_nobody(caplog):
+def test_a_failing_writer_affects_no_request(caplog):
     ended = []
 
     def broken(request):

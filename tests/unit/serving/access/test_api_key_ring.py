@@ -19,7 +19,7 @@ from support.eventually import eventually
 NOW = datetime.datetime(2026, 1, 31, 12, tzinfo=datetime.UTC)
 
 FIXED_KEY = "lpx_0123456789abcdefghijklmnopqrstuvwxyzABCDEFG"
-"""In the names of tests, which must not change."""
+"""Appears in the ids of tests, which must not change."""
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_a_broken_file_keeps_the_old_keys_and_says_so_once(path, caplog, broken)
     assert keys.principal(key).tenant == "umbrella"
 
 
-def test_who_read_an_older_file_has_not_the_last_word(path, monkeypatch):
+def test_a_reader_of_an_older_file_does_not_win(path, monkeypatch):
     revoked, key_id = make(path), path.read_text().split('id = "')[1][:8]
     keys = ApiKeys(path)
     reads, may_go_on = threading.Event(), threading.Event()
@@ -117,7 +117,7 @@ def test_who_read_an_older_file_has_not_the_last_word(path, monkeypatch):
     assert refused(keys, revoked)
 
 
-def test_a_file_without_keys_lets_nobody_in(path, caplog):
+def test_a_file_without_keys_admits_no_caller(path, caplog):
     path.write_text("")
     assert refused(ApiKeys(path), "")
     assert "every request is refused" in caplog.text

@@ -37,7 +37,7 @@ def test_a_hash_is_sha256_of_the_whole_key():
         "abcdefghijklmnopqrstuvwxyz0123456789" * 20,
     ],
 )
-def test_weak_and_odd_keys_are_refused_and_not_told(key):
+def test_weak_and_odd_keys_are_refused_and_not_shown(key):
     with pytest.raises(ConfigError, match=r"^LORAPLEX_X: ") as raised:
         check_strength(key, "LORAPLEX_X")
     assert len(key) < 5 or key not in raised.value.message

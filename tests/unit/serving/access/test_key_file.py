@@ -1,4 +1,4 @@
-"""The file of tenants and keys: what it says, and what is wrong with it."""
+"""The file of tenants and keys: its contents and its errors."""
 
 import re
 
@@ -116,7 +116,7 @@ def test_an_empty_file_has_no_keys():
         ),
     ],
 )
-def test_what_is_wrong_is_told_with_its_place(text, said):
+def test_errors_are_reported_with_their_location(text, said):
     with pytest.raises(ConfigError, match=re.escape(said)) as raised:
         parse_key_file(text.encode(), "keys.toml")
     assert raised.value.message.startswith("keys.toml")

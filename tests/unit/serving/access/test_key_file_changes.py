@@ -1,4 +1,4 @@
-"""Keys made and revoked in a file: whole, for the owner's eyes, and beside other changes."""
+"""Keys are made and revoked in a file: atomically, for the owner only, despite other changes."""
 
 import concurrent.futures
 import datetime
@@ -97,7 +97,10 @@ def test_what_cannot_take_the_files_place_is_not_left(path, monkeypatch):
         raise OSError("no room")
 
     monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(ConfigError, match=r"cannot change api_keys_file .*no room"):
+    with pytest.raises(
+        ConfigError,
+        match=r"cannot change api_keys_file .*no room",  # language: quoted
+    ):
         create_key(path, "acme", NOW)
     assert path.read_text() == before
     assert {file.name for file in path.parent.iterdir()} == {path.name, path.name + ".lock"}

@@ -38,7 +38,7 @@ def test_a_correction_after_the_window_changes_nothing():
     assert window.total(61 * SECOND) == 0
 
 
-def test_how_long_until_there_is_room():
+def test_the_wait_until_there_is_capacity():
     window = SlidingWindow()
     assert window.seconds_until(0, 10, 10) == 0
     window.charge(0, 6)

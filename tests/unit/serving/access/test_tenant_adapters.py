@@ -57,11 +57,11 @@ def test_own_adapters_hide_the_servers(store):
 def test_another_tenants_adapter_is_an_unknown_one(store, key):
     texts = []
     for have_it in (True, False):
-        asking = seen(store, manage=ALL)
-        assert asking.find(key) is None
-        for ask in (asking.resolve, asking.described, asking.managed):
+        visible = seen(store, manage=ALL)
+        assert visible.find(key) is None
+        for look_up in (visible.resolve, visible.described, visible.managed):
             with pytest.raises(AdapterNotFoundError) as raised:
-                ask(key)
+                look_up(key)
             texts.append(raised.value.message)
         if have_it:
             store.remove(store_ref("umbrella", "bats"))
@@ -82,12 +82,12 @@ def test_the_same_bytes_of_another_tenant_are_no_way_in(store):
 
 class TestUse:
     def test_by_patterns(self, store):
-        asking = seen(store, use=Names(("c*", "d?")), list=NONE)
-        assert asking.resolve(ByName("cats"))
-        assert asking.resolve(ByTaskId(7))
-        assert asking.resolve(ByName("de")).tenant == DEFAULT_TENANT
+        visible = seen(store, use=Names(("c*", "d?")), list=NONE)
+        assert visible.resolve(ByName("cats"))
+        assert visible.resolve(ByTaskId(7))
+        assert visible.resolve(ByName("de")).tenant == DEFAULT_TENANT
         with pytest.raises(AdapterNotFoundError):
-            asking.resolve(ByName("fr"))
+            visible.resolve(ByName("fr"))
 
     def test_what_is_only_listed_is_forbidden(self, store):
         with pytest.raises(PermissionDeniedError, match="'acme' may not use adapter 'de'"):
@@ -101,9 +101,9 @@ class TestUse:
         assert seen(store, "umbrella").resolve(ByName("fr"))
 
     def test_an_own_one_that_is_only_listed_hides_none(self, store):
-        asking = seen(store, use=Names(("de",)))
-        assert asking.resolve(ByTaskId(2)).name == "de"
-        found = asking.find(ByTaskId(2))
+        visible = seen(store, use=Names(("de",)))
+        assert visible.resolve(ByTaskId(2)).name == "de"
+        found = visible.find(ByTaskId(2))
         assert found is not None
         assert found.name == "de"
 
@@ -141,13 +141,13 @@ class TestList:
 
 class TestManage:
     def test_own_ones_by_patterns(self, store):
-        asking = seen(store, manage=Names(("c*",)))
-        assert asking.managed(ByName("cats")).tenant == "acme"
-        asking.check_manages("cows")
+        visible = seen(store, manage=Names(("c*",)))
+        assert visible.managed(ByName("cats")).tenant == "acme"
+        visible.check_manages("cows")
         with pytest.raises(PermissionDeniedError, match="may not manage adapter 'fr'"):
-            asking.managed(ByName("fr"))
+            visible.managed(ByName("fr"))
         with pytest.raises(PermissionDeniedError, match="may not manage adapter 'dogs'"):
-            asking.check_manages("dogs")
+            visible.check_manages("dogs")
 
     def test_never_the_servers(self, store):
         with pytest.raises(PermissionDeniedError, match="'de' is the server's own"):

@@ -107,12 +107,13 @@ class TestRequestRate:
 
 
 class TestTokenRate:
-    def test_prompt_and_longest_answers_are_reserved(self, gate):
+    def test_prompt_and_longest_outputs_are_reserved(self, gate):
         acme = tenant(tokens_per_minute=100)
         enter(gate, acme, 10, max_tokens=30, n=2)
         assert gate.use("acme").tokens.total(0) == 70
         with pytest.raises(
-            RateLimitedError, match="70 are used or reserved, and this request asks for up to 31"
+            RateLimitedError,
+            match="70 are used or reserved, and this request asks for up to 31",  # language: quoted
         ):
             enter(gate, acme, 1, max_tokens=30)
         enter(gate, acme, 1, max_tokens=29)
@@ -142,7 +143,7 @@ class TestTokenRate:
         clock.advance_seconds(41)
         enter(gate, acme, 10, max_tokens=50)
 
-    def test_no_wait_helps_who_asks_for_more_than_the_limit(self, gate):
+    def test_no_wait_helps_a_request_over_the_limit(self, gate):
         with pytest.raises(InvalidParameterError, match=r"up to 101 .* fewer max_tokens") as raised:
             enter(gate, tenant(tokens_per_minute=100), 1, max_tokens=100)
         assert raised.value.param == "max_tokens"

@@ -1,4 +1,4 @@
-"""From a path to a registered adapter, over the API and at the start."""
+"""Adapters are loaded from a path and registered, through the API and at the start."""
 
 import asyncio
 import logging
@@ -74,13 +74,13 @@ def names_of(model) -> list[str]:
     return [version.name for version in model.store.list("default")]
 
 
-async def test_a_load_tells_what_it_loaded(loading, staging, start):
+async def test_a_load_reports_what_it_loaded(loading, staging, start):
     model = await start(max_lora_rank=32)
     staging.put("/zh", "d1", num_pages=3, num_bytes=500, warnings=("hm",))
     card = await loading.load(model, Principal("acme"), name="zh", path="/zh", task_id=4)
     assert (card.name, card.model, card.task_id, card.digest) == ("zh", "base", 4, "d1")
     assert (card.rank, card.num_bytes, card.source, card.warnings) == (1, 500, "/zh", ("hm",))
-    assert staging.asked == [
+    assert staging.requests == [
         {
             "path": "/zh",
             "shapes": model.shapes,
@@ -103,8 +103,8 @@ async def test_a_reload_reads_what_looks_unchanged(loading, staging, start):
     await loading.load(model, LOCAL, name="zh", path=staging.put("/zh"))
     version = model.store.resolve(AdapterRef("base", "default", ByName("zh")))
     assert not await loading.reload(model, version)
-    assert [asked["reads_again"] for asked in staging.asked] == [False, True]
-    assert {asked["base_check"] for asked in staging.asked} == {"error"}
+    assert [each["reads_again"] for each in staging.requests] == [False, True]
+    assert {each["base_check"] for each in staging.requests} == {"error"}
 
 
 async def test_a_loaded_adapter_is_brought_to_the_device(loading, staging, start):
@@ -118,11 +118,11 @@ async def test_a_loaded_adapter_is_brought_to_the_device(loading, staging, start
 async def test_the_name_is_checked_before_anything_is_staged(loading, staging, start):
     model = await start()
     await loading.load(model, LOCAL, name="zh", path=staging.put("/zh"), task_id=1)
-    staging.asked.clear()
+    staging.requests.clear()
     for name, task_id in (("zh", None), ("ja", 1)):
         with pytest.raises(AdapterExistsError):
             await loading.load(model, LOCAL, name=name, path="/zh", task_id=task_id)
-    assert staging.asked == []
+    assert staging.requests == []
 
 
 async def test_a_replacement_is_a_new_version(loading, staging, start):
@@ -218,7 +218,7 @@ class TestConfigured:
         assert names_of(model) == ["a", "c"]
         assert [r.message for r in caplog.records] == ["left out adapter 'b': torn"]
 
-    async def test_too_large_is_told_in_the_same_two_ways(
+    async def test_too_large_is_reported_in_the_same_two_ways(
         self, configure, staging, start, adapter_dir, caplog
     ):
         staging.put("/huge", num_pages=17)

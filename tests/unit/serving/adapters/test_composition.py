@@ -100,6 +100,6 @@ def test_what_adds_up_is_let_through(mine, other):
 
 
 def test_an_adapter_agrees_with_itself():
-    """Under two names it is one."""
+    """One adapter under two names counts as one."""
     a = version("a", (HEAD, ROWS))
     assert composed((a, 0.5), (version("a", (HEAD, ROWS), name="alias"), 0.5)) == [("a", 1.0)]

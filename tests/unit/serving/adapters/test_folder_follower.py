@@ -116,14 +116,14 @@ async def test_a_short_absence_is_none(watched):
     (watched.folder / ".away").rename(place)
     await watched.look()
     assert watched.served == {"zh": "one"}
-    assert len(watched.staging.asked) == 1
+    assert len(watched.staging.requests) == 1
 
 
 async def test_what_is_unchanged_is_not_staged_again(watched):
     watched.put("zh")
     await watched.start(adapter_dirs=(str(watched.folder),))
     await watched.look(5)
-    assert len(watched.staging.asked) == 1
+    assert len(watched.staging.requests) == 1
 
 
 async def test_a_change_between_the_look_and_the_load(watched, staging):
@@ -131,8 +131,8 @@ async def test_a_change_between_the_look_and_the_load(watched, staging):
     watched.put("zh", "one")
     stage = staging.stage
 
-    async def change_meanwhile(path, **asked):
-        staged = await stage(path, **asked)
+    async def change_meanwhile(path, **options):
+        staged = await stage(path, **options)
         watched.put("zh", "another")
         staging.stage = stage
         return staged
@@ -193,7 +193,7 @@ async def test_what_was_unloaded_comes_back_when_it_changes(watched):
     assert watched.served == {"zh": "another"}
 
 
-async def test_a_broken_one_is_told_once_and_the_old_goes_on(watched, caplog):
+async def test_a_broken_one_is_reported_once_and_the_old_goes_on(watched, caplog):
     place = watched.put("zh", "one")
     await watched.start(adapter_dirs=(str(watched.folder),))
     watched.put("zh", "torn!")
@@ -222,9 +222,9 @@ async def test_it_is_tried_less_and_less_often_until_it_changes(watched):
     place = watched.put("zh", "one")
     watched.staging.staged[str(place)] = AdapterLoadError("the worker died")
     await watched.look()
-    watched.staging.asked.clear()
+    watched.staging.requests.clear()
     await watched.look(16)
-    assert len(watched.staging.asked) == 4  # 1, 3, 7 and 15 looks after the first try
+    assert len(watched.staging.requests) == 4  # 1, 3, 7 and 15 looks after the first try
     watched.put("zh", "two")
     await watched.look(2)
     assert watched.served == {"zh": "two"}
@@ -338,9 +338,9 @@ async def test_a_new_adapter_of_the_root_is_taken_when_it_is_named(watched):
     watched.put("team/v1.2", "one")
     await asyncio.gather(*(watched.follower.take_named(watched.model, "team/v1.2") for _ in "ab"))
     assert watched.served == {"team/v1.2": "one"}
-    assert len(watched.staging.asked) == 1
+    assert len(watched.staging.requests) == 1
     await watched.look(3)
-    assert len(watched.staging.asked) == 1
+    assert len(watched.staging.requests) == 1
     watched.put("team/v1.2", "another")
     await watched.look()
     assert watched.served == {"team/v1.2": "another"}
@@ -355,7 +355,7 @@ async def test_what_is_not_below_the_root_is_not_taken(watched):
     for name in ("gone", "../out", str(watched.folder.parent / "out")):
         await watched.follower.take_named(watched.model, name)
     assert watched.served == {}
-    assert watched.staging.asked == []
+    assert watched.staging.requests == []
 
 
 async def test_without_a_root_nothing_is_looked_for(watched):
@@ -372,7 +372,7 @@ async def test_a_broken_one_is_read_once_until_it_changes(watched):
     for _ in range(3):
         with pytest.raises(InvalidAdapterError, match="broken"):
             await watched.follower.take_named(watched.model, "zh")
-    assert len(watched.staging.asked) == 1
+    assert len(watched.staging.requests) == 1
     watched.put("zh", "another")
     await watched.follower.take_named(watched.model, "zh")
     assert watched.served == {"zh": "another"}
@@ -400,34 +400,34 @@ def optional(place):
     return {"zh": AdapterConfig(str(place), optional=True)}
 
 
-async def ask_for(watched, name="zh"):
+async def request_change(watched, name="zh"):
     await watched.follower.take_named(watched.model, name)
 
 
 async def test_an_optional_one_that_loads_is_there(watched):
     await watched.start(adapters=optional(watched.put("zh", "one")))
-    await ask_for(watched)
+    await request_change(watched)
     assert watched.served == {"zh": "one"}
-    assert len(watched.staging.asked) == 1
+    assert len(watched.staging.requests) == 1
 
 
 @pytest.mark.parametrize("by_request", [True, False])
-async def test_an_optional_one_is_told_of_until_it_is_mended(watched, by_request):
+async def test_an_optional_one_is_reported_until_it_is_mended(watched, by_request):
     place = watched.put("zh", "one")
     watched.staging.staged[str(place)] = InvalidAdapterError("torn")
     await watched.start(adapters=optional(place))
     assert watched.served == {}
     for _ in range(2):
         with pytest.raises(AdapterNotFoundError) as raised:
-            await ask_for(watched)
+            await request_change(watched)
         assert raised.value.message == "adapter 'zh' could not be loaded: torn"
         assert (raised.value.param, raised.value.reason) == ("adapter", "torn")
         await watched.look()
-    assert len(watched.staging.asked) == 1
+    assert len(watched.staging.requests) == 1
     watched.put("zh", "mended")
-    await (ask_for(watched) if by_request else watched.look())
+    await (request_change(watched) if by_request else watched.look())
     assert watched.served == {"zh": "mended"}
-    await ask_for(watched)
+    await request_change(watched)
 
 
 async def test_an_optional_one_that_breaks_goes_on_as_it_was(watched):
@@ -446,7 +446,7 @@ async def test_an_optional_one_whose_folder_comes_later(watched):
     watched.staging.staged[str(watched.folder / "zh")] = InvalidAdapterError("there is none")
     await watched.start(adapters=optional(watched.folder / "zh"))
     with pytest.raises(AdapterNotFoundError, match="there is none"):
-        await ask_for(watched)
+        await request_change(watched)
     watched.put("zh", "one")
     await watched.look()
     assert watched.served == {"zh": "one"}
@@ -473,5 +473,5 @@ async def test_what_was_unloaded_stays_so(watched):
     for name in ("zh", "ja"):
         ref = AdapterRef("base", "default", ByName(name))
         await watched.catalog.remove(watched.model, ref, UnloadMode.DRAIN)
-        await ask_for(watched, name)
+        await request_change(watched, name)
     assert watched.served == {}

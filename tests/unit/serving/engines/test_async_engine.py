@@ -132,7 +132,7 @@ class TestRequests:
             PreloadAdapter("digest"),
         ]
 
-    async def test_what_the_engine_rejected_is_told_from_then_on(
+    async def test_what_the_engine_rejected_is_reported_from_then_on(
         self, engine, script, make_request
     ):
         await engine.start()

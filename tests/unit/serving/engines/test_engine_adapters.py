@@ -1,4 +1,4 @@
-"""What an engine is told to hold, and what it tells of its adapters, by script."""
+"""Registration messages to a scripted engine, and its reports about adapters."""
 
 import asyncio
 
@@ -76,13 +76,15 @@ class TestHeldAdapters:
         engine.forget_adapter("digest")
         assert engine.pinned == set()
 
-    async def test_a_release_makes_room_for_what_was_rejected(self, engine, script, make_request):
+    async def test_a_release_frees_capacity_for_what_was_rejected(
+        self, engine, script, make_request
+    ):
         await engine.start()
         await self.pin(engine, script)
         other = fake_source("other", FAKE_CAPACITY.page_geometry)
         engine.preload(other)
         script.link.say(AdapterRejected("other", ErrorInfo("adapter_too_large", "17 pages")))
-        # The preload behind it finds no such adapter: that is not the reason.
+        # The later preload finds no such adapter: that is not the reason.
         script.link.say(AdapterRejected("other", ErrorInfo("adapter_not_found", "no such")))
         script.link.say(StepDone((), EngineStats(steps=7)))
         await until(lambda: engine.stats.steps == 7)
@@ -94,7 +96,7 @@ class TestHeldAdapters:
 
 
 class TestActivity:
-    async def test_it_is_asked_between_two_steps(self, engine, script):
+    async def test_it_is_queried_between_two_steps(self, engine, script):
         await engine.start()
         task = asyncio.create_task(engine.recent_activity())
         await until(lambda: script.link.commands == [QueryAdapters(1)])
@@ -102,7 +104,7 @@ class TestActivity:
         script.link.say(AdaptersReport(1, activity, EngineStats(steps=5)))
         assert await task == activity
         assert engine.stats.steps == 5
-        # A long step: what was told last.
+        # During a long step: the latest report.
         assert await engine.recent_activity() == activity
         assert await engine.recent_activity() == activity
 

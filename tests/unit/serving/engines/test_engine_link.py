@@ -37,7 +37,7 @@ from loraplex.engine.messages import AdapterRejected, EngineReady
 from loraplex.engine.process import be_engine_process
 from loraplex.testing.fake_runner import FAKE_CAPACITY
 
-def say(channel, digest):
+def send(channel, digest):
     channel.send(AdapterRejected(digest, ErrorInfo("x", "y")))
 
 def run(settings, channel):
@@ -140,7 +140,7 @@ async def test_the_thread_of_an_engine_that_fails_is_logged(caplog):
     assert "ZeroDivisionError" in caplog.text
 
 
-async def test_the_folder_of_the_socket_is_for_nobody_else(engine, temporary_folder):
+async def test_the_folder_of_the_socket_is_private(engine, temporary_folder):
     (folder,) = temporary_folder.iterdir()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert sorted(path.name for path in folder.iterdir()) == ["engine", "logits", "steps"]
@@ -150,7 +150,7 @@ async def test_the_folder_of_the_socket_is_for_nobody_else(engine, temporary_fol
 
 async def test_what_an_engine_said_before_its_end_is_heard(temporary_folder):
     link = await start_script(
-        "for i in range(500): say(channel, str(i))",
+        "for i in range(500): send(channel, str(i))",
         "channel.close()",  # only then all of it has left the process
         "os.kill(os.getpid(), signal.SIGKILL)",
     )
@@ -172,11 +172,11 @@ async def test_a_killed_engine_is_noticed_while_it_works(make_request, temporary
             await link.receive()
     with pytest.raises(EngineDied, match="SIGKILL"):
         await link.receive()
-    link.send(AbortRequest(1))  # is lost, and harms nobody
+    link.send(AbortRequest(1))  # is lost, and does no harm
     await link.close()
 
 
-async def test_the_exit_status_is_told(temporary_folder):
+async def test_the_exit_status_is_reported(temporary_folder):
     link = await start_script("os._exit(7)")
     link.send(AbortRequest(1))
     assert (await rejections(link))[1].endswith("ended with status 7")
@@ -187,9 +187,9 @@ async def test_what_another_epoch_says_is_dropped(temporary_folder):
     link = await start_script(
         "mine = channel._epoch",
         "channel._epoch = bytes(8)",
-        "say(channel, 'from the dead')",
+        "send(channel, 'from the dead')",
         "channel._epoch = mine",
-        "say(channel, 'mine')",
+        "send(channel, 'mine')",
     )
     link.send(AbortRequest(1))
     assert (await rejections(link))[0] == ["mine"]
@@ -304,7 +304,7 @@ async def test_a_start_that_is_cancelled_leaves_nothing(temporary_folder, spawne
     assert all(process.returncode is not None for process in spawned)
 
 
-async def test_a_start_that_is_cancelled_while_nobody_listens(temporary_folder, spawned):
+async def test_a_start_that_is_cancelled_without_a_listener(temporary_folder, spawned):
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
     more_than_a_pipe_holds = bytes(1 << 20)
     start = asyncio.create_task(ProcessLink.start(command, more_than_a_pipe_holds, 1))

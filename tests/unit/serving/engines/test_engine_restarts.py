@@ -118,7 +118,7 @@ class TestRestart:
         await engine.start()
         whole = engine.submit(make_request(1, n=2), [])
         part = engine.submit(make_request(2, n=2), [])
-        asked = engine.submit(make_request(3), [])
+        stream = engine.submit(make_request(3), [])
         engine.abort(3)  # the engine does not come to it any more
         script.gate.clear()
         script.link.say(died(1, 2, 3))
@@ -129,7 +129,7 @@ class TestRestart:
         assert ends == [(0, FinishReason.ABORT), (1, FinishReason.ABORT)]
         (output,) = await part.take()
         assert not output.finished
-        assert (await asked.take())[-1].finished
+        assert (await stream.take())[-1].finished
         script.gate.set()
         await until(lambda: engine.is_ready)
         (add,) = script.link.commands
@@ -138,7 +138,7 @@ class TestRestart:
         assert script.link.commands[1:] == [AbortRequest(2)]
 
     async def test_an_adapter_that_was_unloaded_meanwhile(self, engine, script, make_request):
-        """Its request needs it in the next engine, too; nobody else gets it there."""
+        """The waiting request needs it in the next engine, too; no other request gets it there."""
         await engine.start()
         engine.submit(make_request(1, "digest"), [SOURCE])
         engine.forget_adapter("digest")
@@ -172,7 +172,7 @@ class TestRestart:
         assert (await patient.take())[-1].error is None
 
     async def test_an_engine_that_does_not_come_back(self, script, make_request):
-        """What came since then is told early, what had been accepted late."""
+        """A request since the crash fails at once, an accepted one only after the patience."""
         engine = AsyncEngine("m", script, FakeClock(), patience=RestartLimits(30, 10))
         await engine.start()
         accepted = engine.submit(make_request(1), [])
@@ -195,7 +195,7 @@ class TestRestart:
         await until(lambda: engine.num_restarts == 3 and engine.is_ready)
         assert engine.failure is None
 
-    async def test_pauses_grow_unless_an_engine_was_of_use(self, script, monkeypatch):
+    async def test_pauses_grow_until_an_engine_was_of_use(self, script, monkeypatch):
         pauses: list[float] = []
         sleep = asyncio.sleep
 
@@ -229,7 +229,7 @@ class TestRestart:
 
 
 class TestSuspects:
-    """A request that crashes its engine, beside others."""
+    """A request that crashes its engine, among other requests."""
 
     def requests_of(self, script):
         return [c.request.request_id for c in script.link.commands if isinstance(c, AddRequest)]
@@ -253,7 +253,7 @@ class TestSuspects:
         await until(lambda: self.requests_of(script) == [1, 2])
         await self.restart(engine, script, 1, 2)
         assert (await error_of(streams[2])).code == "request_crashed_engine"
-        # The one that merely ran beside it is at another place now: it is one more suspect.
+        # The one that merely ran in the same batch is at another place now: one more suspect.
         assert self.requests_of(script) == [1]
         script.link.say(*[says(1, (0, 12))] * PLACE_OUTPUTS)
         await until(lambda: self.requests_of(script) == [1, 3])
@@ -261,7 +261,7 @@ class TestSuspects:
         await until(lambda: self.requests_of(script) == [1, 3, 4, 5])
         assert (await streams[3].take())[-1].error is None
 
-    async def test_a_suspect_that_leaves_makes_room(self, engine, script, make_request):
+    async def test_a_suspect_that_leaves_frees_its_place(self, engine, script, make_request):
         await engine.start()
         streams = [engine.submit(make_request(id_), []) for id_ in (1, 2, 3)]
         await self.restart(engine, script, 1, 2)
@@ -281,10 +281,10 @@ class TestSuspects:
         await self.restart(engine, script, 1)
         assert (await error_of(stream)).code == "request_crashed_engine"
 
-    async def test_what_was_computed_and_not_told_does_not_count(
+    async def test_what_was_computed_and_not_reported_does_not_count(
         self, engine, script, make_request
     ):
-        """An engine that crashes may be three tokens further than what it could say."""
+        """An engine that crashes may be three tokens ahead of its reports."""
         await engine.start()
         stream = engine.submit(make_request(1), [])
         await self.restart(engine, script, 1)

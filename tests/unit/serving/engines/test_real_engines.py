@@ -61,7 +61,7 @@ class TestRealEngines:
         await engine.close()
 
     async def test_a_request_that_crashes_its_process(self, temporary_folder, make_request):
-        """It costs two crashes, and nobody else's answer."""
+        """The suspect costs two crashes, and no other request fails."""
         calm = AsyncEngine("m", fake_engine_thread(), SystemClock())
         await calm.start()
         requests = [make_request(i, max_tokens=12) for i in range(1, 7)]
@@ -83,7 +83,7 @@ class TestRealEngines:
         await engine.close()
 
     async def test_an_adapter_that_kills_its_process(self, temporary_folder, make_request):
-        """It costs six crashes, and nobody else's answer."""
+        """The suspect costs six crashes, and no other request fails."""
         calm = AsyncEngine("m", fake_engine_thread(), SystemClock())
         await calm.start()
         requests = [make_request(i, max_tokens=60) for i in range(1, 4)]

@@ -1,4 +1,4 @@
-"""The grammar of an answer: a family's calls pass, and nothing that breaks what was asked."""
+"""The grammar of a completion: a family's calls pass, and nothing that breaks the request."""
 
 import json
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ class Model:
     def takes(
         self, text: str, tool_use: ToolUse | None, content: Grammar | None = None, prompt: str = ""
     ) -> bool:
-        """Whether the grammar lets the text be a whole answer."""
+        """Whether the grammar accepts the text as a whole completion."""
         grammar = self.grammar(tool_use, content, prompt)
         assert grammar is not None
         matcher = llguidance.LLMatcher(self.tokenizer, self.check.compiled(grammar).text)
@@ -171,7 +171,7 @@ LISTS: dict[str, tuple[str, str, str, str, str]] = {
         "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
     ),
 }
-"""As EXAMPLES, for families that frame all calls together."""
+"""EXAMPLES for families that frame all calls together."""
 
 
 MARKED = {
@@ -183,7 +183,7 @@ MARKED = {
 
 
 def cases() -> dict[str, tuple[str, str, str]]:
-    """By family: one call, two, and one whose arguments do not match."""
+    """Return by family one call, two calls, and one whose arguments do not match."""
     simple = {name: (one, one + more, wrong) for name, (one, more, wrong) in EXAMPLES.items()}
     framed = {
         name: (start + one + end, start + one + more + end, wrong)
@@ -433,7 +433,7 @@ def test_reasoning_that_the_prompt_began() -> None:
     assert not model.takes("Hm.</think>\n\nHello.", REQUIRED, prompt=prompt)
 
 
-def test_reasoning_that_the_answer_may_begin() -> None:
+def test_reasoning_that_the_completion_may_begin() -> None:
     model = Model("hermes", is_special=False, reasoning="think")
     one, _, _ = CASES["hermes"]
     assert model.takes(f"<think>\nHm.</think>\n\n{one}", REQUIRED)
@@ -475,7 +475,7 @@ def test_a_schema_that_cannot_be_kept_to_is_named(parameters: dict[str, Any], wo
     assert caught.value.param == "tools"
 
 
-def test_a_text_that_is_no_grammar_of_an_answer() -> None:
+def test_a_text_that_is_no_grammar_of_a_completion() -> None:
     model = Model("hermes", is_special=False)
     with pytest.raises(InvalidParameterError, match="grammar of a message"):
         model.check.compiled(Grammar(GrammarKind.MESSAGE, "{"))

@@ -23,7 +23,7 @@ GOOD = Grammar(GrammarKind.REGEX, "a+")
 HOSTILE = hostile_grammars()
 SLOW = HOSTILE["multiple-of"]
 MAX_SECONDS = 5.0
-"""Of which half a second is the grammar's, beside a busy machine."""
+"""Time limit on a busy machine; the grammar's own share is half a second."""
 MAX_MIB = 400
 
 
@@ -54,7 +54,7 @@ def resident_mib(pid: int) -> float:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_every_hostile_grammar_has_an_answer_in_time(process, name):
+def test_every_hostile_grammar_has_a_reply_in_time(process, name):
     process.compiled(GOOD)  # it may have to start again
     before = resident_mib(os.getpid())
     start = time.monotonic()
@@ -143,7 +143,7 @@ def test_a_terminals_signals_are_for_serving_alone(process):
     assert os.getsid(process._process.pid) == process._process.pid
 
 
-def test_one_that_never_answers_is_ended(monkeypatch):
+def test_one_that_never_replies_is_ended(monkeypatch):
     monkeypatch.setattr(sandbox_process, "_WALL_SECONDS", 0.2)
     silent = Grammars(sys.executable, "-c", "import time; time.sleep(60)")
     with pytest.raises(InvalidParameterError, match="takes more than"):
@@ -170,7 +170,7 @@ def test_closing_ends_what_is_being_compiled():
     closing.join()
 
 
-def test_closing_leaves_the_pipes_to_who_reads_them(monkeypatch):
+def test_closing_leaves_the_pipes_to_their_readers(monkeypatch):
     """Else another file could have their numbers by then."""
     silent = Grammars(sys.executable, "-c", "import time; time.sleep(60)")
     closing = threading.Thread(target=silent.close)

@@ -41,9 +41,9 @@ def message(value):
     return LENGTH.pack(len(body)) + body
 
 
-def replies_to(asked):
+def replies_to(bytes_in):
     written = io.BytesIO()
-    worker.serve(io.BytesIO(asked), written, make_task, 0.5)
+    worker.serve(io.BytesIO(bytes_in), written, make_task, 0.5)
     data, replies = written.getvalue(), []
     while data:
         (length,) = LENGTH.unpack_from(data)

@@ -22,7 +22,7 @@ KNOWS_DEVELOPER = {"gpt-oss"}
 
 SYSTEM = {"role": "system", "content": "Be brief. "}
 USER = {"role": "user", "content": " Hi <there> 世界 {{ 1 + 1 }} {% raise %} "}
-ANSWER = {"role": "assistant", "content": "Hello!\n"}
+REPLY = {"role": "assistant", "content": "Hello!\n"}
 PARTS = {
     "role": "user",
     "content": [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}],
@@ -32,7 +32,7 @@ TOOLS = [
         "type": "function",
         "function": {
             "name": "weather",
-            "description": "Tells the weather <now>.",
+            "description": "Tells the weather <now>.",  # language: quoted
             "parameters": {
                 "type": "object",
                 "properties": {
@@ -61,19 +61,19 @@ TWO_CALLS = [
 
 CASES = {
     "user": ([USER], {}),
-    "turns": ([USER, ANSWER, USER], {}),
-    "system": ([SYSTEM, USER, ANSWER, USER], {}),
-    "ends with an answer": ([USER, ANSWER], {}),
+    "turns": ([USER, REPLY, USER], {}),
+    "system": ([SYSTEM, USER, REPLY, USER], {}),
+    "ends with an answer": ([USER, REPLY], {}),  # language: quoted
     "two users": ([USER, USER], {}),
-    "late system": ([USER, ANSWER, SYSTEM, USER], {}),
+    "late system": ([USER, REPLY, SYSTEM, USER], {}),
     "tools": ([USER], {"tools": TOOLS}),
     "tools and system": ([SYSTEM, USER], {"tools": TOOLS}),
     "call": (CALLS, {"tools": TOOLS}),
-    "answered call": ([*CALLS, ANSWER, USER], {"tools": TOOLS}),
+    "answered call": ([*CALLS, REPLY, USER], {"tools": TOOLS}),
     "two calls": (TWO_CALLS, {"tools": TOOLS}),
-    "reasoning": ([USER, {**ANSWER, "reasoning_content": "hm"}, USER], {}),
-    "reasoning by another name": ([USER, {**ANSWER, "reasoning": "hm"}, USER], {}),
-    "thoughts in the text": ([USER, {**ANSWER, "content": "<think>\nhm\n</think>\n\nYes"}], {}),
+    "reasoning": ([USER, {**REPLY, "reasoning_content": "hm"}, USER], {}),
+    "reasoning by another name": ([USER, {**REPLY, "reasoning": "hm"}, USER], {}),
+    "thoughts in the text": ([USER, {**REPLY, "content": "<think>\nhm\n</think>\n\nYes"}], {}),
     "documents": (
         [USER],
         {"documents": [{"title": "T", "text": "x"}, {"title": "U", "text": "y"}]},
@@ -83,7 +83,7 @@ CASES = {
     "date": ([USER], {"date_string": "3 Mar 2025", "tools_in_user_message": False, "tools": TOOLS}),
     "own tools": (CALLS, {"builtin_tools": ["weather", "code_interpreter"]}),
     "kwargs": ([USER], {"controls": {"length": "short"}, "bos_token": "<other>"}),
-    "nulls": ([{**USER, "name": None}, {**ANSWER, "tool_calls": None, "refusal": None}], {}),
+    "nulls": ([{**USER, "name": None}, {**REPLY, "tool_calls": None, "refusal": None}], {}),
 }
 
 
@@ -183,7 +183,7 @@ def test_arguments_as_the_wire_has_them(family, both):
 def test_parts_of_a_text(family, both):
     ours, theirs = both[family]
     joined = {**PARTS, "content": "one \ntwo"}
-    for before in ([], [USER, ANSWER]):
+    for before in ([], [USER, REPLY]):
         given = [*before, PARTS]
         same = given if family in TAKES_PARTS else [*before, joined]
         if family == "smol-vision":
@@ -192,7 +192,7 @@ def test_parts_of_a_text(family, both):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_developer_is_system_unless_the_template_knows_the_role(family, both):
+def test_developer_is_system_if_the_template_does_not_know_the_role(family, both):
     ours, theirs = both[family]
     given = [{**SYSTEM, "role": "developer"}, USER]
     same = given if family in KNOWS_DEVELOPER else [SYSTEM, USER]

@@ -9,12 +9,12 @@ CHATML = (
 )
 TRIMS = CHATML.replace("m.content", "m.content | trim")
 LEAVES_OUT = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
-QUESTION = {"role": "user", "content": "Say yes"}
+USER_MESSAGE = {"role": "user", "content": "Say yes"}
 
 
 def continued(template: str, *messages: dict) -> str:
     return ChatTemplate({"default": template}).render(
-        [QUESTION, *messages], add_generation_prompt=False, continue_final_message=True
+        [USER_MESSAGE, *messages], add_generation_prompt=False, continue_final_message=True
     )
 
 

@@ -1,4 +1,4 @@
-"""The cases that a reader would ask about; any split of anything is in tests/property."""
+"""Cases of detokenization by example; random texts and splits are in tests/property."""
 
 import pytest
 
@@ -46,8 +46,8 @@ def test_half_a_character_before_another_token(llama):
     assert detokenizer.push(llama.encode("fox")[1:]) == "\ufffd\ufffd fox"
 
 
-def test_space_between_prompt_and_answer(llama):
-    """A first word loses its space; the first word of an answer does not."""
+def test_space_between_prompt_and_completion(llama):
+    """A first word loses its space; the first word of a completion does not."""
     fox = llama.encode("fox", add_special_tokens=False)
     assert IncrementalDetokenizer(llama).push(fox) == "fox"
     assert IncrementalDetokenizer(llama, llama.encode("")).push(fox) == "fox"
@@ -60,7 +60,7 @@ def test_special_tokens_at_the_end_of_the_prompt_are_no_text(llama):
     assert IncrementalDetokenizer(llama, prompt).push(fox) == " fox"
 
 
-def test_shown_special_token_is_text_before_the_answer(llama):
+def test_shown_special_token_is_text_before_the_completion(llama):
     fox = llama.encode("fox", add_special_tokens=False)
     detokenizer = IncrementalDetokenizer(llama, llama.encode(""), skip_special_tokens=False)
     assert detokenizer.push(fox) == " fox"

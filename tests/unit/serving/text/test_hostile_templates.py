@@ -96,7 +96,7 @@ def peak_bytes() -> int:
     ],
 )
 async def test_bounded(name, template):
-    """It ends in time with an error, beside an event loop which goes on."""
+    """It ends in time with an error, and the event loop goes on meanwhile."""
     start, peak = time.monotonic(), peak_bytes()
     is_over, text, message = asyncio.Event(), "", ""
     ticking = None
@@ -163,7 +163,7 @@ def test_compiling_runs_nothing():
 
 
 def test_messages_stay_as_they_are():
-    """What a template changes of them, it changes for nobody else."""
+    """A template's changes to the messages stay within its own rendering."""
     messages = [{"role": "user", "content": "a", "extra": {"list": [1]}}]
     attempts = (
         "{{ messages.append(1) }}",

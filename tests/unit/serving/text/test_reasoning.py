@@ -1,4 +1,4 @@
-"""Reasoning is told from the answer, however the text comes."""
+"""Reasoning is separated from the content, however the text is split."""
 
 import pytest
 
@@ -33,14 +33,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("prompt", "text", "reasoning", "answer"), CASES)
+@pytest.mark.parametrize(("prompt", "text", "reasoning", "content"), CASES)
 def test_whole_and_character_by_character(
-    prompt: str, text: str, reasoning: str, answer: str
+    prompt: str, text: str, reasoning: str, content: str
 ) -> None:
-    assert read([text], prompt) == (reasoning, answer)
-    assert read(list(text), prompt) == (reasoning, answer)
+    assert read([text], prompt) == (reasoning, content)
+    assert read(list(text), prompt) == (reasoning, content)
     for cut in range(len(text)):
-        assert read([text[:cut], text[cut:]], prompt) == (reasoning, answer)
+        assert read([text[:cut], text[cut:]], prompt) == (reasoning, content)
 
 
 def test_reasoning_comes_at_once() -> None:

@@ -34,7 +34,7 @@ def test_what_was_held_is_shown_at_another_end():
 
 
 def test_a_complete_run_that_the_engine_goes_on_after_is_shown():
-    """As before min_tokens."""
+    """A stop sequence before min_tokens does not end the output."""
     shown = ShownTokens(((5, 6),), shows_stop=False)
     assert shown.push((5, 6)) == (5, 6)
     assert shown.push((5,)) == ()

@@ -11,13 +11,13 @@ TOOL = {"type": "function", "function": {"name": "clock", "description": "The ti
 USER = {"role": "user", "content": "When?"}
 
 
-def told(messages: list[dict[str, Any]], *, describes_form: bool = True) -> list[Any]:
+def rendered(messages: list[dict[str, Any]], *, describes_form: bool = True) -> list[Any]:
     return list(with_tools_described(messages, [TOOL], describes_form=describes_form))
 
 
 def test_in_the_system_message_behind_its_text() -> None:
     system = {"role": "system", "content": "Be brief."}
-    first, second = told([system, USER])
+    first, second = rendered([system, USER])
     assert first["role"] == "system"
     assert first["content"].startswith("Be brief.\n\nYou can call functions.")
     assert '{"name": "clock", "description": "The time."}' in first["content"]
@@ -26,7 +26,7 @@ def test_in_the_system_message_behind_its_text() -> None:
 
 
 def test_in_the_first_user_message_before_its_text() -> None:
-    [only] = told([USER], describes_form=False)
+    [only] = rendered([USER], describes_form=False)
     assert only["content"].endswith("\n\nWhen?")
     assert "JSON list" not in only["content"]
     assert USER == {"role": "user", "content": "When?"}
@@ -34,14 +34,14 @@ def test_in_the_first_user_message_before_its_text() -> None:
 
 def test_as_a_part_of_parts() -> None:
     part = {"type": "text", "text": "When?"}
-    [only] = told([{"role": "user", "content": [part]}])
+    [only] = rendered([{"role": "user", "content": [part]}])
     assert only["content"][1] == part
     assert "clock" in only["content"][0]["text"]
 
 
 @pytest.mark.parametrize("messages", [[], [{"role": "assistant", "content": "Hi."}]])
 def test_as_a_system_message_of_its_own(messages: list[dict[str, Any]]) -> None:
-    first, *rest = told(messages)
+    first, *rest = rendered(messages)
     assert first["role"] == "system"
     assert rest == messages
 
@@ -64,10 +64,10 @@ THANKS = {"role": "user", "content": "Thanks."}
 
 def test_calls_and_results_are_text() -> None:
     both = {**CALLED, "content": "Hm.", "tool_calls": [call("clock", "1"), call("sun", "2", {})]}
-    told = with_calls_as_text(
+    rendered = with_calls_as_text(
         [USER, both, result("2", "up"), result("1", "noon"), THANKS], FORMATS["generic"].syntax
     )
-    assert told == [
+    assert rendered == [
         USER,
         {
             "role": "assistant",
@@ -89,8 +89,8 @@ def test_calls_are_written_as_the_model_is_to_write_them() -> None:
 def test_results_in_parts() -> None:
     part = {"type": "text", "text": "noon"}
     messages = [CALLED, result("1", [part]), result("3", "late"), THANKS]
-    _, told = with_calls_as_text(messages, FORMATS["generic"].syntax)
-    texts = [part["text"] for part in told["content"]]
+    _, rendered = with_calls_as_text(messages, FORMATS["generic"].syntax)
+    texts = [part["text"] for part in rendered["content"]]
     assert texts == ["Result of clock:", "noon", "Result of a call:\n\nlate", "Thanks."]
 
 
@@ -115,8 +115,8 @@ def test_a_template_that_knows_no_calls_writes_them(path: Path) -> None:
     source = path.read_text()
     template = ChatTemplate({"default": source}, {"bos_token": "<s>", "eos_token": "</s>"})
     messages = [USER, CALLED, result("1", "noon"), result("2", "late")]
-    told = with_calls_as_text(messages, format_of_template(source).syntax)
-    text = template.render(told)
+    rendered = with_calls_as_text(messages, format_of_template(source).syntax)
+    text = template.render(rendered)
     assert '{"name": "clock", "arguments": {"zone": "é"}}' in text
     assert "noon" in text
     assert "late" in text

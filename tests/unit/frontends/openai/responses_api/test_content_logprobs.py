@@ -17,7 +17,7 @@ def logprobs(text: str) -> list[TokenLogprob]:
     return [TokenLogprob(byte, -1.0, 1) for byte in text.encode()]
 
 
-def told(
+def streamed(
     steps: Sequence[tuple[CompletionDelta, str]], *, is_all_content: bool = False
 ) -> list[str]:
     """The tokens that go with each delta."""
@@ -37,14 +37,14 @@ CALLED = CompletionDelta(calls=(CallDelta(index=0, name="f"),))
 
 def test_those_of_text_that_was_held_come_with_it():
     steps = [(content("a"), "a"), (NOTHING, "b"), (content("bc"), "c")]
-    assert told(steps, is_all_content=True) == ["a", "", "bc"]
-    assert told(steps) == ["a", "", "bc"]
+    assert streamed(steps, is_all_content=True) == ["a", "", "bc"]
+    assert streamed(steps) == ["a", "", "bc"]
 
 
 def test_tags_and_reasoning_have_none():
     thought = CompletionDelta(reasoning="a")
     steps = [(NOTHING, "<t>"), (thought, "a"), (NOTHING, "</t>"), (content("a"), " a")]
-    assert told(steps) == ["", "", "", "a"]
+    assert streamed(steps) == ["", "", "", "a"]
 
 
 def test_content_that_the_reasoning_has_too_stands_behind_it():
@@ -55,19 +55,23 @@ def test_content_that_the_reasoning_has_too_stands_behind_it():
 
 
 def test_a_call_has_none():
-    assert told([(content("ab"), "ab"), (CALLED, "<call>"), (content("b"), "b")]) == ["ab", "", "b"]
+    assert streamed([(content("ab"), "ab"), (CALLED, "<call>"), (content("b"), "b")]) == [
+        "ab",
+        "",
+        "b",
+    ]
 
 
 def test_what_was_a_call_is_not_kept_for_the_next_text():
-    assert told([(CALLED, "x"), (content("xy"), "y")]) == ["", ""]
+    assert streamed([(CALLED, "x"), (content("xy"), "y")]) == ["", ""]
 
 
 def test_all_in_one():
     all_in_one = CompletionDelta(reasoning="a", content="b", calls=CALLED.calls)
-    assert told([(all_in_one, "<t>a</t>b<call>")]) == ["b"]
+    assert streamed([(all_in_one, "<t>a</t>b<call>")]) == ["b"]
 
 
-def test_log_probabilities_are_told_once():
+def test_log_probabilities_are_sent_once():
     texts = TokenTexts(EchoBackend(), "echo")
     of_both = ContentLogprobs(texts, is_all_content=True).of(content("ab"), logprobs("ab"))
     items = OutputItems(itertools.count().__next__)

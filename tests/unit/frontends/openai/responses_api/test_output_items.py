@@ -1,4 +1,4 @@
-"""Items of a response while its answer comes."""
+"""Items of a response while its output streams."""
 
 import itertools
 from typing import Any
@@ -17,7 +17,7 @@ def calling(index: int, arguments: str = "") -> CompletionDelta:
     return CompletionDelta(calls=(call,), parts=(call,))
 
 
-def told(
+def reported(
     *deltas: CompletionDelta, status: wire.Status | None = None
 ) -> tuple[OutputItems, list[Any]]:
     items = OutputItems(itertools.count().__next__)
@@ -28,7 +28,7 @@ def told(
 
 
 def test_just_the_last_item_is_incomplete_in_a_response_that_is():
-    items, events = told(THOUGHT, TEXT, calling(0, "{"), status="incomplete")
+    items, events = reported(THOUGHT, TEXT, calling(0, "{"), status="incomplete")
     assert [item.status for item in items.so_far()] == ["completed", "completed", "incomplete"]
     done = [event.item for event in events if isinstance(event, wire.ItemDone)]
     assert done == items.so_far()
@@ -36,39 +36,39 @@ def test_just_the_last_item_is_incomplete_in_a_response_that_is():
 
 def test_what_is_open_is_incomplete_so_far():
     for deltas in ((THOUGHT,), (TEXT,), (calling(0),)):
-        [item] = told(*deltas)[0].so_far()
+        [item] = reported(*deltas)[0].so_far()
         assert item.status == "incomplete"
 
 
 def test_every_item_begins_in_progress():
-    _, events = told(THOUGHT, TEXT, calling(0), calling(1))
+    _, events = reported(THOUGHT, TEXT, calling(0), calling(1))
     added = [event for event in events if isinstance(event, wire.ItemAdded)]
     assert [event.item.status for event in added] == ["in_progress"] * 4
     assert [event.output_index for event in added] == [0, 1, 2, 3]
 
 
 def test_a_call_without_arguments_has_no_delta():
-    _, events = told(calling(0), calling(1, "{}"), status="completed")
+    _, events = reported(calling(0), calling(1, "{}"), status="completed")
     deltas = [event.delta for event in events if isinstance(event, wire.ArgumentsDelta)]
     assert deltas == ["{}"]
 
 
 def test_text_behind_a_call_is_another_message():
-    items, _ = told(TEXT, calling(0), TEXT, status="completed")
+    items, _ = reported(TEXT, calling(0), TEXT, status="completed")
     kinds = [type(item) for item in items.so_far()]
     assert kinds == [wire.MessageItem, wire.CallItem, wire.MessageItem]
 
 
 def test_a_response_of_nothing_has_an_empty_message():
-    items, events = told(status="completed")
+    items, events = reported(status="completed")
     [item] = items.so_far()
     assert isinstance(item, wire.MessageItem)
     assert item.content[0].text == ""
     assert [event.sequence_number for event in events] == list(range(len(events)))
 
 
-def test_when_the_answer_begins():
-    assert not told()[0].has_begun
-    assert not told(THOUGHT)[0].has_begun
-    assert told(THOUGHT, TEXT)[0].has_begun
-    assert told(calling(0))[0].has_begun
+def test_when_the_output_begins():
+    assert not reported()[0].has_begun
+    assert not reported(THOUGHT)[0].has_begun
+    assert reported(THOUGHT, TEXT)[0].has_begun
+    assert reported(calling(0))[0].has_begun

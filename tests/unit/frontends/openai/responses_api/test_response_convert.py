@@ -1,4 +1,4 @@
-"""What a body may ask for, to the last one that it may, and the chat body that it becomes."""
+"""Every field that a body may contain, and the chat body that the request becomes."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ def chat(**fields: Any) -> ChatBody:
     ],
     ids=str,
 )
-def test_as_much_as_one_may_ask_for(fields: dict[str, Any]):
+def test_the_maximal_request(fields: dict[str, Any]):
     assert chat(**fields).logprobs in (None, "include" in fields)
 
 

@@ -20,7 +20,7 @@ from loraplex.frontends.openai.responses_api.errors import (
 )
 
 
-def told(error: LoraplexError) -> LoraplexError:
+def reported(error: LoraplexError) -> LoraplexError:
     with pytest.raises(type(error)) as caught, in_own_words():
         raise error
     return caught.value
@@ -39,7 +39,7 @@ def told(error: LoraplexError) -> LoraplexError:
     ],
 )
 def test_words(said: str, ours: str):
-    assert told(InvalidParameterError(said)).message == ours
+    assert reported(InvalidParameterError(said)).message == ours
     assert error_detail(InvalidParameterError(said)).message == ours
     assert response_error(InvalidParameterError(said)).message == ours
 
@@ -57,18 +57,18 @@ def test_words(said: str, ours: str):
     ],
 )
 def test_params(said: str | None, ours: str | None):
-    assert told(InvalidParameterError("no", param=said)).param == ours
+    assert reported(InvalidParameterError("no", param=said)).param == ours
     assert error_detail(InvalidParameterError("no", param=said)).param == ours
 
 
 def test_a_stream_that_does_not_begin():
     error = InvalidParameterError("fewer max_tokens", param="messages")
-    told = json.loads(bytes(StreamErrors(lambda _: []).response(error).body))["error"]
-    assert (told["message"], told["param"]) == ("fewer max_output_tokens", "input")
+    reported = json.loads(bytes(StreamErrors(lambda _: []).response(error).body))["error"]
+    assert (reported["message"], reported["param"]) == ("fewer max_output_tokens", "input")
 
 
 def test_when_to_try_again_stays():
-    error = told(RateLimitedError("fewer max_tokens", retry_after_seconds=7.5))
+    error = reported(RateLimitedError("fewer max_tokens", retry_after_seconds=7.5))
     assert (error.message, error.retry_after_seconds) == ("fewer max_output_tokens", 7.5)
 
 

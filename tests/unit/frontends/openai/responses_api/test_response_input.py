@@ -10,7 +10,7 @@ from loraplex.frontends.openai.responses_api.input_items import messages_of, rea
 USER = {"role": "user", "content": "hi"}
 THOUGHT = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}
 SUMMED_UP = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "so"}]}
-ANSWER = {"role": "assistant", "content": [{"type": "output_text", "text": "yes"}]}
+REPLY = {"role": "assistant", "content": [{"type": "output_text", "text": "yes"}]}
 OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "12:00"}
 
 
@@ -18,7 +18,7 @@ def call(call_id: str) -> dict[str, Any]:
     return {"type": "function_call", "call_id": call_id, "name": "clock", "arguments": "{}"}
 
 
-def told(call_id: str) -> dict[str, Any]:
+def tool_call(call_id: str) -> dict[str, Any]:
     return {
         "id": call_id,
         "type": "function",
@@ -43,13 +43,13 @@ def test_parts_are_lines():
 
 
 def test_one_turn_of_the_assistant_is_one_message():
-    assert messages(USER, THOUGHT, ANSWER, call("c1"), call("c2"), OUTPUT) == [
+    assert messages(USER, THOUGHT, REPLY, call("c1"), call("c2"), OUTPUT) == [
         USER,
         {
             "role": "assistant",
             "content": "yes",
             "reasoning_content": "hm",
-            "tool_calls": [told("c1"), told("c2")],
+            "tool_calls": [tool_call("c1"), tool_call("c2")],
         },
         {"role": "tool", "tool_call_id": "c1", "name": "clock", "content": "12:00"},
     ]
@@ -60,20 +60,20 @@ def test_calls_alone_have_no_content():
         "role": "assistant",
         "content": None,
         "reasoning_content": "so",
-        "tool_calls": [told("c1")],
+        "tool_calls": [tool_call("c1")],
     }
 
 
 @pytest.mark.parametrize(
     "items",
-    [(ANSWER, ANSWER), (call("c1"), ANSWER), (ANSWER, THOUGHT), (call("c1"), OUTPUT, ANSWER)],
+    [(REPLY, REPLY), (call("c1"), REPLY), (REPLY, THOUGHT), (call("c1"), OUTPUT, REPLY)],
 )
 def test_a_turn_ends(items: tuple[dict[str, Any], ...]):
     assert [m["role"] for m in messages(*items)].count("assistant") == 2
 
 
 def test_a_message_of_the_user_ends_the_turn():
-    assert messages(THOUGHT, USER, ANSWER) == [
+    assert messages(THOUGHT, USER, REPLY) == [
         {"role": "assistant", "content": None, "reasoning_content": "hm"},
         USER,
         {"role": "assistant", "content": "yes"},
@@ -92,7 +92,7 @@ def test_full_items_keep_their_ids():
     first, second = read_input([USER, USER])
     assert first["id"] != second["id"]
     assert read_input([first, second]) == [first, second]
-    full = read_input([THOUGHT, ANSWER, call("c1"), OUTPUT])
+    full = read_input([THOUGHT, REPLY, call("c1"), OUTPUT])
     assert read_input(full) == full
 
 

@@ -14,7 +14,7 @@ def ids(**query: str) -> list[str]:
     return [item["id"] for item in page(ITEMS, query).data]
 
 
-def test_twenty_and_the_latest_first_unless_asked_otherwise():
+def test_twenty_and_the_latest_first_by_default():
     assert ids() == [f"i{number}" for number in range(119, 99, -1)]
     assert ids(order="asc") == [f"i{number}" for number in range(20)]
 

@@ -68,7 +68,7 @@ def test_what_is_larger_than_all_of_it_moves_nothing():
     assert kept(store, "a", "r1", "r2") == ["r1"]
 
 
-def test_removing_makes_room():
+def test_removing_frees_capacity():
     store = store_of(max_bytes=20)
     store.keep("a", "r1", stored(10))
     store.keep("a", "r2", stored(10))

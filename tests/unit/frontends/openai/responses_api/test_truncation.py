@@ -1,4 +1,4 @@
-"""How many of the oldest turns are left out: no more than must be."""
+"""Truncation leaves out only as many of the oldest turns as it must."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,7 @@ LAST = {"role": "user", "content": "u" * 10}
 
 @pytest.fixture(autouse=True)
 def a_character_is_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def count_tokens(_room: Any, body: ChatBody, _target: Any) -> int:
+    async def count_tokens(_capacity: Any, body: ChatBody, _target: Any) -> int:
         return sum(len(str(message.content)) for message in body.messages)
 
     monkeypatch.setattr(truncation, "count_tokens", count_tokens)
@@ -34,19 +34,19 @@ async def kept(
 ) -> list[Any]:
     card = SimpleNamespace(max_model_len=max_model_len, max_input_len=max_input_len)
     dialect = SimpleNamespace(target=lambda *_: SimpleNamespace(model=card))
-    room: Any = SimpleNamespace(options=SimpleNamespace(dialect=dialect))
+    capacity: Any = SimpleNamespace(options=SimpleNamespace(dialect=dialect))
     body = ChatBody.model_validate({"model": "m", "messages": messages, **fields})
-    made = await truncation.fitting(room, body, Principal())
+    made = await truncation.fitting(capacity, body, Principal())
     return [message.model_dump(exclude_none=True) for message in made.messages]
 
 
 @pytest.mark.parametrize("num_turns", range(8))
 @pytest.mark.parametrize("rules", [[], RULES], ids=["without rules", "with rules"])
-async def test_as_many_as_there_is_room_for(rules: list[Any], num_turns: int) -> None:
+async def test_the_maximum_that_fits(rules: list[Any], num_turns: int) -> None:
     given = [*rules, *TURNS, LAST]
     fit = [*rules, *TURNS[len(TURNS) - 2 * num_turns :], LAST]
     num_tokens = 10 * len(fit)
-    assert await kept(given, num_tokens + 1) == fit, "the answer has a token"
+    assert await kept(given, num_tokens + 1) == fit, "the output has a token"
     assert await kept(given, num_tokens + 20) == fit
     assert await kept(given, num_tokens + 5, max_completion_tokens=5) == fit
     assert await kept(given, 10_000, max_input_len=num_tokens) == fit

@@ -81,12 +81,12 @@ TWO = {
 }
 """Two calls, as each family writes them."""
 
-WHOLE_ANSWERS = ("llama3_json", "pythonic", "generic")
+WHOLE_OUTPUTS = ("llama3_json", "pythonic", "generic")
 """Families whose calls have no marker: nothing stands before them."""
 
 
-class Answer:
-    """What an answer was read as."""
+class Parsed:
+    """Parsed content and calls of an output."""
 
     def __init__(self, family: str, pieces: list[str], tools: ToolUse = TOOLS) -> None:
         reader = CompletionSyntax(
@@ -145,39 +145,39 @@ def test_the_family_of_a_template(template: str, family: str) -> None:
 
 @pytest.mark.parametrize("family", TWO)
 def test_two_calls_at_once(family: str) -> None:
-    answer = Answer(family, [TWO[family]])
-    assert answer.calls == TWO_CALLS
-    assert answer.content == ""
-    assert len(set(answer.ids)) == 2
+    parsed = Parsed(family, [TWO[family]])
+    assert parsed.calls == TWO_CALLS
+    assert parsed.content == ""
+    assert len(set(parsed.ids)) == 2
 
 
 @pytest.mark.parametrize("family", TWO)
 def test_character_by_character(family: str) -> None:
-    assert Answer(family, list(TWO[family])).seen == Answer(family, [TWO[family]]).seen
+    assert Parsed(family, list(TWO[family])).seen == Parsed(family, [TWO[family]]).seen
 
 
-@pytest.mark.parametrize("family", set(TWO) - set(WHOLE_ANSWERS))
+@pytest.mark.parametrize("family", set(TWO) - set(WHOLE_OUTPUTS))
 def test_text_before_calls_is_content(family: str) -> None:
-    answer = Answer(family, ["I look it up [a] <b> {c}.\n\n", TWO[family], "\n"])
-    assert answer.content == "I look it up [a] <b> {c}."
-    assert answer.calls == TWO_CALLS
+    parsed = Parsed(family, ["I look it up [a] <b> {c}.\n\n", TWO[family], "\n"])
+    assert parsed.content == "I look it up [a] <b> {c}."
+    assert parsed.calls == TWO_CALLS
 
 
-@pytest.mark.parametrize("family", set(TWO) - set(WHOLE_ANSWERS))
+@pytest.mark.parametrize("family", set(TWO) - set(WHOLE_OUTPUTS))
 def test_text_behind_calls_is_content(family: str) -> None:
-    answer = Answer(family, ["Hm.\n\n", TWO[family], "\n\nDone."])
-    assert answer.content == "Hm.\n\nDone."
-    assert answer.calls == TWO_CALLS
-    assert Answer(family, [TWO[family], "\n\nDone.\n"]).content == "Done."
+    parsed = Parsed(family, ["Hm.\n\n", TWO[family], "\n\nDone."])
+    assert parsed.content == "Hm.\n\nDone."
+    assert parsed.calls == TWO_CALLS
+    assert Parsed(family, [TWO[family], "\n\nDone.\n"]).content == "Done."
 
 
 @pytest.mark.parametrize("between", ["", "\n", " ; ", ";"])
 def test_calls_of_llama_with_any_separator_or_none(between: str) -> None:
     text = TWO["llama3_json"].replace("; ", between)
     for pieces in ([text], list(text)):
-        answer = Answer("llama3_json", pieces)
-        assert answer.calls == TWO_CALLS
-        assert answer.content == ""
+        parsed = Parsed("llama3_json", pieces)
+        assert parsed.calls == TWO_CALLS
+        assert parsed.content == ""
 
 
 @pytest.mark.parametrize("family", TWO)
@@ -191,7 +191,7 @@ def test_calls_of_llama_with_any_separator_or_none(between: str) -> None:
         "<tool_call>",
         "<tool_call>none</tool_call>",
         '{"name": 1}',
-        '{"name": "somebody", "arguments": {"a": 1}}',
+        '{"name": "somebody", "arguments": {"a": 1}}',  # language: quoted
         "[1, 2]",
         "[",
         "{",
@@ -211,9 +211,9 @@ def test_calls_of_llama_with_any_separator_or_none(between: str) -> None:
 )
 def test_what_is_no_call_is_content(family: str, text: str) -> None:
     for pieces in ([text], list(text), [text, ""]):
-        answer = Answer(family, pieces)
-        if not answer.names:
-            assert answer.content == text
+        parsed = Parsed(family, pieces)
+        if not parsed.names:
+            assert parsed.content == text
 
 
 @pytest.mark.parametrize("family", set(TWO) - {"pythonic", "qwen3_coder", "glm45"})
@@ -227,20 +227,20 @@ def test_arguments_come_as_they_are_written(family: str) -> None:
 
 @pytest.mark.parametrize("family", TWO)
 def test_every_cut_is_the_beginning_of_the_whole(family: str) -> None:
-    """As a stream that max_tokens ends: nothing is given that the whole does not have."""
-    whole = Answer(family, [TWO[family]])
+    """A stream that max_tokens ends yields nothing that the whole does not have."""
+    whole = Parsed(family, [TWO[family]])
     for length in range(len(TWO[family])):
-        answer = Answer(family, [TWO[family][:length]])
+        parsed = Parsed(family, [TWO[family][:length]])
         for name, arguments, own in zip(
-            answer.names, answer.arguments, whole.arguments, strict=False
+            parsed.names, parsed.arguments, whole.arguments, strict=False
         ):
             assert name in whole.names
             assert own.startswith(arguments)
-        if answer.names:
-            assert answer.content == ""
+        if parsed.names:
+            assert parsed.content == ""
         else:
-            assert TWO[family].startswith(answer.content)
-            assert answer.content == TWO[family][:length]
+            assert TWO[family].startswith(parsed.content)
+            assert parsed.content == TWO[family][:length]
 
 
 ALSO_CLOCK = [
@@ -286,41 +286,41 @@ ALSO_CLOCK = [
 )
 def test_how_models_write_it_too(family: str, text: str) -> None:
     for pieces in ([text], list(text)):
-        answer = Answer(family, pieces)
-        assert answer.calls == [("clock", {})]
-        assert answer.content == ("So:" if text.startswith("So:") else "")
+        parsed = Parsed(family, pieces)
+        assert parsed.calls == [("clock", {})]
+        assert parsed.content == ("So:" if text.startswith("So:") else "")
 
 
 def test_the_id_of_kimi_is_without_space() -> None:
     _, text = next(case for case in ALSO_CLOCK if case[0] == "kimi_k2")
-    assert Answer("kimi_k2", [text]).ids == ["functions.clock:0"]
+    assert Parsed("kimi_k2", [text]).ids == ["functions.clock:0"]
 
 
 @pytest.mark.parametrize(
     ("family", "text"),
     [
-        ("llama3_json", '{"name": "somebody", "parameters": {}}'),
-        ("generic", '{"name": "somebody", "arguments": {}}'),
-        ("generic", '[{"name": "somebody", "arguments": {}}]'),
+        ("llama3_json", '{"name": "somebody", "parameters": {}}'),  # language: quoted
+        ("generic", '{"name": "somebody", "arguments": {}}'),  # language: quoted
+        ("generic", '[{"name": "somebody", "arguments": {}}]'),  # language: quoted
         ("pythonic", "[somebody()]"),
     ],
     ids=["llama3_json", "generic", "generic list", "pythonic"],
 )
 def test_without_a_marker_just_known_names_are_calls(family: str, text: str) -> None:
-    answer = Answer(family, [text])
-    assert (answer.names, answer.content) == ([], text)
+    parsed = Parsed(family, [text])
+    assert (parsed.names, parsed.content) == ([], text)
 
 
 def test_behind_the_tag_of_llama_any_name_is_a_call() -> None:
-    text = '<|python_tag|>{"name": "somebody", "parameters": {"a": 1}}'
-    assert Answer("llama3_json", [text]).calls == [("somebody", {"a": 1})]
+    text = '<|python_tag|>{"name": "somebody", "parameters": {"a": 1}}'  # language: quoted
+    assert Parsed("llama3_json", [text]).calls == [("somebody", {"a": 1})]
 
 
 def test_a_key_of_glm_with_space_has_its_schema() -> None:
     text = (
         "<tool_call>get_weather\n<arg_key> city </arg_key>\n<arg_value>12</arg_value>\n</tool_call>"
     )
-    assert Answer("glm45", [text]).calls == [("get_weather", {"city": "12"})]
+    assert Parsed("glm45", [text]).calls == [("get_weather", {"city": "12"})]
 
 
 def test_every_cut_of_a_call_with_more_keys() -> None:
@@ -328,8 +328,8 @@ def test_every_cut_of_a_call_with_more_keys() -> None:
         '<tool_call>{"name": "clock", "arguments": {}, "id": "a", "n": 12, "ok": null}</tool_call>'
     )
     for length in range(text.index("}") + 1, len(text)):
-        answer = Answer("hermes", [text[:length]])
-        assert (answer.calls, answer.content) == ([("clock", {})], "")
+        parsed = Parsed("hermes", [text[:length]])
+        assert (parsed.calls, parsed.content) == ([("clock", {})], "")
 
 
 CLOCK_CALL = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
@@ -337,29 +337,29 @@ CLOCK_CALL = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
 
 @pytest.mark.parametrize("cut", ["<tool_", "<tool_call>", '<tool_call>{"name": "cl'])
 def test_a_cut_is_dropped_behind_a_call_and_content_behind_content(cut: str) -> None:
-    assert Answer("hermes", [CLOCK_CALL, "\n" + cut]).content == ""
-    assert Answer("hermes", [CLOCK_CALL, " Done. " + cut]).content == "Done. " + cut
+    assert Parsed("hermes", [CLOCK_CALL, "\n" + cut]).content == ""
+    assert Parsed("hermes", [CLOCK_CALL, " Done. " + cut]).content == "Done. " + cut
 
 
 def test_a_call_that_breaks_ends_there() -> None:
     broken = '<tool_call>{"name": "clock", "arguments": {"a": 1} oops}</tool_call>'
     for pieces in ([broken], list(broken)):
-        answer = Answer("hermes", pieces)
-        assert answer.calls == [("clock", {"a": 1})]
-        assert answer.content == "oops}</tool_call>"
+        parsed = Parsed("hermes", pieces)
+        assert parsed.calls == [("clock", {"a": 1})]
+        assert parsed.content == "oops}</tool_call>"
 
 
 @pytest.mark.parametrize("name", ["", "a b", "é", "a" * 257], ids=["empty", "space", "é", "long"])
 def test_what_is_no_name(name: str) -> None:
     text = f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>'
-    answer = Answer("hermes", [text])
-    assert (answer.names, answer.content) == ([], text)
+    parsed = Parsed("hermes", [text])
+    assert (parsed.names, parsed.content) == ([], text)
 
 
 @pytest.mark.parametrize("name", ["a.b-c_1", "a" * 256], ids=["signs", "long"])
 def test_names_that_no_tool_has(name: str) -> None:
     """The client finds that there is no such tool."""
-    assert Answer("hermes", [CLOCK_CALL.replace("clock", name)]).names == [name]
+    assert Parsed("hermes", [CLOCK_CALL.replace("clock", name)]).names == [name]
 
 
 @pytest.mark.parametrize("before", ["[", "[clock("], ids=["function", "argument"])
@@ -409,8 +409,8 @@ def test_any_split_of_any_text_gives_the_same(family: str) -> None:
     source = random.Random(family)
     for _ in range(300):
         text = _near_call(family, source)
-        whole = Answer(family, [text])
-        assert Answer(family, _split(text, source)).seen == whole.seen, text
+        whole = Parsed(family, [text])
+        assert Parsed(family, _split(text, source)).seen == whole.seen, text
         if not whole.names:
             assert whole.content == text
         for arguments in whole.arguments[:-1]:
