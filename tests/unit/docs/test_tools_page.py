@@ -9,7 +9,7 @@ PAGE = (Path(__file__).parents[3] / "docs" / "tools.md").read_text(encoding="utf
 
 
 def test_every_family_has_a_row() -> None:
-    families = PAGE.partition("## How families write calls")[2]
+    families = PAGE.partition("## Tool call parsers")[2]
     rows = re.findall(r"^\| `([a-z0-9_]+)` \|", families, re.MULTILINE)
     assert sorted(rows) == sorted(TOOL_CALL_PARSERS)
 
