@@ -127,7 +127,7 @@ def check(schema, value, case):
     assert validator.is_valid(value), next(iter(validator.iter_errors(value)))
 
 
-FREE = {"TritonGenerateAnswer", "ModelConfig"}
+FREE = {"TritonGenerateResult", "ModelConfig"}
 """Objects whose other members are the model's."""
 
 

@@ -21,7 +21,7 @@ from loraplex.core.errors import AdapterNotFoundError, UnsupportedFeatureError
 from loraplex.demo import BASE_PATH
 from loraplex.execution import loading
 from loraplex.kernels.reference import ReferenceKernels
-from loraplex.serving.compare import ComparedAnswer
+from loraplex.serving.compare import ComparedOutput
 from support.checkpoints import save_random_model, tiny_sizes
 
 NUM_NEW_TOKENS = 8
@@ -288,8 +288,8 @@ def test_compare_finds_where_a_completion_leaves_the_base(case: Case) -> None:
         adapters = [scales, "no", None]
         mine, failed, its = llm.compare(PROMPTS[0], adapters, SAMPLING)
     assert isinstance(failed, AdapterNotFoundError)
-    assert isinstance(mine, ComparedAnswer)
-    assert isinstance(its, ComparedAnswer)
+    assert isinstance(mine, ComparedOutput)
+    assert isinstance(its, ComparedOutput)
     check(mine, want, scales)
     check(its, base, "base")
     assert its.versus_base is None

@@ -96,8 +96,9 @@ def cut_prompt(
         return token_ids
     most = truncation.max_tokens
     if most is None:
-        room = model.max_model_len - (request.sampling.max_tokens or 1)
-        most = room if model.max_input_len is None else min(room, model.max_input_len)
+        most = model.max_model_len - (request.sampling.max_tokens or 1)
+        if model.max_input_len is not None:
+            most = min(most, model.max_input_len)
     if type(most) is not int or most < 1:
         raise InvalidParameterError(
             f"truncate_prompt_tokens leaves {most} tokens of the prompt; at least 1 is needed",
@@ -108,7 +109,7 @@ def cut_prompt(
 
 
 def check_prompt(token_ids: Sequence[int], model: ModelCard) -> None:
-    """Raise unless there is a prompt, of known tokens, with room for one more."""
+    """Raise unless there is a prompt, of known tokens, with space for one more."""
     if not token_ids:
         raise InvalidRequestError("the prompt is empty: give at least one token", param="prompt")
     if len(token_ids) >= model.max_model_len:
@@ -176,12 +177,13 @@ def _complete(request: GenerateRequest, num_prompt_tokens: int, model: ModelCard
     """Set max_tokens and seed, so that a replay after a crash is the same request; and what
     serving needs to know of the tokens itself."""
     sampling = request.sampling
-    room = model.max_model_len - num_prompt_tokens
-    max_tokens = room if sampling.max_tokens is None else sampling.max_tokens
-    if max_tokens > room:
+    max_prompt_len = model.max_model_len - num_prompt_tokens
+    max_tokens = max_prompt_len if sampling.max_tokens is None else sampling.max_tokens
+    if max_tokens > max_prompt_len:
         raise PromptTooLongError(
             f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}: together "
-            f"more than the {model.max_model_len} of model {model.name!r}; ask for at most {room}",
+            f"more than the {model.max_model_len} of model {model.name!r}; request at most "
+            f"{max_prompt_len}",
             param="max_tokens",
         )
     if sampling.min_tokens > max_tokens:

@@ -9,12 +9,12 @@ import msgspec
 from loraplex.core.output import SequenceOutput
 
 
-def best_first(answers: Sequence[Sequence[float]]) -> list[int]:
+def best_first(outputs: Sequence[Sequence[float]]) -> list[int]:
     """Return indices of completions by the mean log probability of their tokens, highest first.
 
-    As OpenAI's best_of. Of equals the one made first comes first; an answer of no tokens is last.
+    OpenAI's best_of: of equals the one made first comes first; an empty output is last.
     """
-    return sorted(range(len(answers)), key=lambda index: -_mean(answers[index]))
+    return sorted(range(len(outputs)), key=lambda index: -_mean(outputs[index]))
 
 
 def _mean(logprobs: Sequence[float]) -> float:
@@ -36,19 +36,19 @@ class BestOf:
 
     def best(self) -> tuple[SequenceOutput, ...]:
         """The returned ones, each whole, numbered by rank."""
-        answers = [joined(self._pieces[index]) for index in range(self._num_made)]
-        order = best_first([[entry.logprob for entry in a.logprobs] for a in answers])
+        outputs = [joined(self._pieces[index]) for index in range(self._num_made)]
+        order = best_first([[entry.logprob for entry in a.logprobs] for a in outputs])
         return tuple(
-            self._ranked(answers[index], rank)
+            self._ranked(outputs[index], rank)
             for rank, index in enumerate(order[: self._num_returned])
         )
 
-    def _ranked(self, answer: SequenceOutput, rank: int) -> SequenceOutput:
+    def _ranked(self, output: SequenceOutput, rank: int) -> SequenceOutput:
         return msgspec.structs.replace(
-            answer,
+            output,
             index=rank,
-            logprobs=answer.logprobs if self._shows_logprobs else (),
-            cumulative_logprob=math.fsum(entry.logprob for entry in answer.logprobs),
+            logprobs=output.logprobs if self._shows_logprobs else (),
+            cumulative_logprob=math.fsum(entry.logprob for entry in output.logprobs),
         )
 
 

@@ -27,8 +27,8 @@ from loraplex.serving.backend import Backend, close_outputs
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FirstDifference:
-    """The first position where two answers chose different tokens: what stands before it is the
-    same, so the two models' log probabilities there are of the same question.
+    """The first position where two outputs have different tokens. Everything earlier is the same,
+    so the two models' log probabilities there have the same context.
 
     A log probability is None if the token is not among the 20 likeliest of that model.
     """
@@ -58,7 +58,7 @@ class Difference:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ComparedAnswer:
+class ComparedOutput:
     """Completion by one choice of adapters."""
 
     adapters: tuple[ResolvedAdapter, ...]
@@ -89,7 +89,7 @@ class ComparedAnswer:
         return max(0, self.timing.last_token_ns - self.timing.arrival_ns) / 1e6
 
 
-Compared = ComparedAnswer | LoraplexError
+Compared = ComparedOutput | LoraplexError
 """A completion, or the error instead."""
 
 
@@ -116,21 +116,21 @@ async def compare(
 ) -> list[Compared]:
     """Run the requests of comparison_requests together, to their ends."""
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(_answer(backend, request, principal)) for request in requests]
-    answers = [task.result() for task in tasks]
+        tasks = [group.create_task(_output(backend, request, principal)) for request in requests]
+    outputs = [task.result() for task in tasks]
     base = next(
-        (a for a, r in zip(answers, requests, strict=True) if not r.adapters and is_answer(a)), None
+        (a for a, r in zip(outputs, requests, strict=True) if not r.adapters and is_output(a)), None
     )
-    return [_against(answer, base) for answer in answers]
+    return [_against(output, base) for output in outputs]
 
 
-def is_answer(compared: Compared) -> bool:
-    return isinstance(compared, ComparedAnswer)
+def is_output(compared: Compared) -> bool:
+    return isinstance(compared, ComparedOutput)
 
 
-def difference(answer: ComparedAnswer, base: ComparedAnswer) -> Difference:
+def difference(output: ComparedOutput, base: ComparedOutput) -> Difference:
     """Compare two completions of the same prompt."""
-    pairs = list(zip(answer.logprobs, base.logprobs, strict=False))
+    pairs = list(zip(output.logprobs, base.logprobs, strict=False))
     same = next(
         (i for i, (mine, its) in enumerate(pairs) if mine.token_id != its.token_id), len(pairs)
     )
@@ -146,7 +146,7 @@ def _comparable(sampling: SamplingParams) -> SamplingParams:
     return msgspec.structs.replace(sampling, n=1, seed=seed, logprobs=MAX_LOGPROBS)
 
 
-async def _answer(backend: Backend, request: GenerateRequest, principal: Principal) -> Compared:
+async def _output(backend: Backend, request: GenerateRequest, principal: Principal) -> Compared:
     try:
         stream = await backend.generate(request, principal)
         try:
@@ -157,13 +157,13 @@ async def _answer(backend: Backend, request: GenerateRequest, principal: Princip
         return error
 
 
-def _whole(outputs: Sequence[RequestOutput]) -> ComparedAnswer:
+def _whole(outputs: Sequence[RequestOutput]) -> ComparedOutput:
     last = outputs[-1]
     pieces = [piece for output in outputs for piece in output.sequences]
     reason = pieces[-1].finish_reason
     assert last.timing is not None, "the last output has the timing"
     assert reason is not None, "a sequence's last piece has its finish reason"
-    return ComparedAnswer(
+    return ComparedOutput(
         adapters=last.adapters,
         prompt_token_ids=last.prompt_token_ids,
         text="".join(piece.text for piece in pieces),
@@ -174,12 +174,12 @@ def _whole(outputs: Sequence[RequestOutput]) -> ComparedAnswer:
     )
 
 
-def _against(answer: Compared, base: Compared | None) -> Compared:
-    if answer is base or not isinstance(answer, ComparedAnswer):
-        return answer
-    if not isinstance(base, ComparedAnswer):
-        return answer
-    return dataclasses.replace(answer, versus_base=difference(answer, base))
+def _against(output: Compared, base: Compared | None) -> Compared:
+    if output is base or not isinstance(output, ComparedOutput):
+        return output
+    if not isinstance(base, ComparedOutput):
+        return output
+    return dataclasses.replace(output, versus_base=difference(output, base))
 
 
 def _first_difference(position: int, mine: TokenLogprob, its: TokenLogprob) -> FirstDifference:

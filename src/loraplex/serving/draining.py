@@ -1,5 +1,5 @@
-"""A server that takes no more requests and lets those in work end: before it stops, or so that
-nobody sends it more.
+"""Draining: a server takes no more requests and lets in-flight ones end, before it stops or is
+taken out of a load balancer.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ class DrainReport(msgspec.Struct, frozen=True):
 class Draining:
     """Whether new requests are accepted, and which are in flight. One event loop calls it.
 
-    Whoever admits a request does so inside `admission`, so that a drain never misses one that is
+    A request is admitted inside `admission`, so that a drain never misses one that is
     on its way to an engine.
     """
 
@@ -88,7 +88,9 @@ class Draining:
             return self.report()
         now_ns = self._clock.now_ns()
         if not self.is_active:
-            logger.warning("draining: new requests are refused, %d are in work", self.num_in_work)
+            logger.warning(
+                "draining: new requests are refused, %d are in flight", self.num_in_flight
+            )
         self._began_ns = self._began_ns or now_ns
         self._stop_deadline()
         if timeout_seconds is not None:
@@ -111,9 +113,11 @@ class Draining:
         self.close()
         deadline_ns = self._clock.now_ns() + int(timeout_seconds * 1e9)
         self._deadline_ns = deadline_ns
-        while self.num_in_work:
+        while self.num_in_flight:
             if self._clock.now_ns() > deadline_ns:
-                logger.warning("stopping with requests in work: the time to drain is up")
+                logger.warning(
+                    "stopping with requests in flight: the shutdown grace period is over"
+                )
                 return
             await asyncio.sleep(_POLL_SECONDS)
 
@@ -124,11 +128,11 @@ class Draining:
         self._began_ns = self._began_ns or self._clock.now_ns()
 
     @property
-    def num_in_work(self) -> int:
+    def num_in_flight(self) -> int:
         return self._num_admitting + self._num_running()
 
     def report(self) -> DrainReport:
-        in_work, now_ns = self.num_in_work, self._clock.now_ns()
+        in_work, now_ns = self.num_in_flight, self._clock.now_ns()
         if self._began_ns is None:
             return DrainReport(draining=False, in_work=in_work, drained=False)
         left = None if self._deadline_ns is None else max(0.0, (self._deadline_ns - now_ns) / 1e9)
@@ -142,10 +146,10 @@ class Draining:
 
     async def _end_late_ones(self, timeout_seconds: float) -> None:
         await asyncio.sleep(timeout_seconds)
-        while self.num_in_work:
+        while self.num_in_flight:
             if self._num_running():
                 logger.warning("%d requests outlasted the drain and are ended", self._num_running())
-                self._end_all(NotReadyError("the time to drain is up", retry_after_seconds=1))
+                self._end_all(NotReadyError("the shutdown grace period is over", retry_after_seconds=1))
             await asyncio.sleep(_POLL_SECONDS)
 
     def _stop_deadline(self) -> None:

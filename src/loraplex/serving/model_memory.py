@@ -139,11 +139,11 @@ def _accelerator(capacity: Capacity) -> AcceleratorMemory | None:
     total, free = capacity.device_bytes, capacity.device_free_bytes
     if not total:
         return None
-    told = (
+    advice = (
         *(capacity.weights_bytes, capacity.workspace_bytes, capacity.graph_bytes),
         *(capacity.kv_cache_bytes, capacity.num_adapter_pages * capacity.adapter_page_bytes),
     )
-    return AcceleratorMemory(total=total, free=free, other=max(total - free - sum(told), 0))
+    return AcceleratorMemory(total=total, free=free, other=max(total - free - sum(advice), 0))
 
 
 def _fit(rank: int, pages: int, capacity: Capacity, stats: EngineStats) -> RankFit:

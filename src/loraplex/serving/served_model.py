@@ -43,8 +43,8 @@ _NONE_YET = Durations()
 _INLINE_CHARACTERS = 4096
 """Shorter texts are tokenized on the event loop: a thread's hand-over would cost more."""
 MAX_TOKEN_CHARACTERS = 256
-"""Tokens are shorter: a prompt that has more for each that the model takes is too long, and nobody
-spends minutes to count by how much."""
+"""Tokens are shorter: a prompt that has more for each that the model takes is too long, and is
+not tokenized to count by how much."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -22,7 +22,7 @@ from loraplex.testing.echo_model import EchoState
 
 
 class EchoAdmin:
-    """Implementation of serving.backend.AdapterAdmin, which records what it was asked to do."""
+    """Implementation of serving.backend.AdapterAdmin, which records its calls."""
 
     def __init__(self, backend: Backend, state: EchoState) -> None:
         self._backend = backend

@@ -1,8 +1,8 @@
 """A whole Backend in memory, for tests of front ends and clients: no model, no torch, no files.
 
-Its answer is a pure function of model, adapters, prompt and sequence index (echo_sequence), a token
+Its output is a pure function of model, adapters, prompt and sequence index (echo_sequence), a token
 is a byte (echo_tokenizer), and every output carries one token per running sequence. A bad day can
-be asked for: delays, errors at admission or in mid-stream, a server that is not ready. What the
+be requested: delays, errors at admission or in mid-stream, a server that is not ready. What the
 front end did is recorded: `requests`, `finished`, `aborted`, `adapter_tensors`.
 """
 
@@ -117,7 +117,7 @@ class EchoBackend(EchoState):
             raise self._unknown(name)
         if len(matches) > 1:
             choices = " or ".join(f"{model}:{adapter}" for model, adapter in matches)
-            raise ModelNotFoundError(f"{name!r} is ambiguous; say {choices}", param="model")
+            raise ModelNotFoundError(f"{name!r} is ambiguous; use {choices}", param="model")
         model, adapter = matches[0]
         return self._models[model].card, ByName(adapter)
 
@@ -159,7 +159,7 @@ class EchoBackend(EchoState):
         if len(token_ids) >= card.max_model_len:
             raise PromptTooLongError(
                 f"the prompt has {len(token_ids)} tokens; with one to generate, the model's limit "
-                f"of {card.max_model_len} leaves room for {card.max_model_len - 1}",
+                f"of {card.max_model_len} leaves {card.max_model_len - 1}",
                 param="prompt",
             )
         return token_ids

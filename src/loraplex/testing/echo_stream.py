@@ -80,7 +80,7 @@ class EchoStream(AsyncIterator[RequestOutput]):
 
     @property
     def _comes_whole(self) -> bool:
-        """As the service answers: which of them come back is known at the end only."""
+        """Whether outputs come only at the end, when it is known which of them are returned."""
         sampling = self._request.sampling
         return sampling.beam is not None or sampling.num_sequences > sampling.n
 

@@ -81,7 +81,7 @@ def load_tokenizer(
     """Read a model folder: its tokenizer.json, else its sentencepiece tokenizer.model.
 
     overrides: entries instead of those of its tokenizer_config.json; None takes one away. What is
-    put around a text is what a tokenizer.json says (add_bos_token and add_eos_token beside one do
+    put around a text is what a tokenizer.json has (add_bos_token and add_eos_token next to one do
     not count, as in transformers) and these entries change. Raises ConfigError if it has neither or
     they are broken, UnsupportedModelError if the tokenizer needs something that is not served.
     """

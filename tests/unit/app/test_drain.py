@@ -92,7 +92,7 @@ async def test_the_time_is_up(run, drain, caplog):
     await drain(server, "POST", {"timeout_seconds": 0.1})
     status, body = await asyncio.wait_for(completion, 10)
     assert (status, body["error"]["code"]) == (503, "not_ready")
-    assert "the time to drain is up" in body["error"]["message"]
+    assert "the shutdown grace period is over" in body["error"]["message"]
     assert (await drain(server))[1]["drained"]
     async with asyncio.timeout(5):  # the engine is reported, too
         while (await stats_of(server))["models"]["m"]["engine"]["num_running"]:

@@ -75,7 +75,7 @@ async def test_requests_that_take_too_long_are_reported(run, caplog):
     await server.ended()
     status, body = await completion
     assert (status, body["error"]["code"]) == (503, "not_ready")
-    assert "the time to drain is up" in caplog.text
+    assert "the shutdown grace period is over" in caplog.text
 
 
 async def test_a_second_signal_does_not_wait(run):

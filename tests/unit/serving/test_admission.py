@@ -92,7 +92,7 @@ def test_max_tokens():
     assert admitted(max_tokens=7).sampling.max_tokens == 7
     with pytest.raises(
         PromptTooLongError,
-        match=r"max_tokens is 8.*ask for at most 7",  # language: quoted
+        match=r"max_tokens is 8.*request at most 7",
     ) as caught:
         admitted(max_tokens=8)
     assert caught.value.param == "max_tokens"

@@ -9,7 +9,7 @@ from loraplex.core.principal import LOCAL
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from loraplex.serving.compare import (
-    ComparedAnswer,
+    ComparedOutput,
     Difference,
     FirstDifference,
     compare,
@@ -25,8 +25,8 @@ def token(token_id: int, logprob: float, *top: tuple[int, float]) -> TokenLogpro
     return TokenLogprob(token_id, logprob, 1, top)
 
 
-def completion(*tokens: TokenLogprob, timing: RequestTiming | None = None) -> ComparedAnswer:
-    return ComparedAnswer(
+def completion(*tokens: TokenLogprob, timing: RequestTiming | None = None) -> ComparedOutput:
+    return ComparedOutput(
         adapters=(),
         prompt_token_ids=(1,),
         text="",

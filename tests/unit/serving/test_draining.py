@@ -35,8 +35,8 @@ async def draining(engines):
 
 async def test_nothing_is_refused_before(draining):
     with draining.admission():
-        assert draining.num_in_work == 1
-    assert (draining.num_in_work, draining.reason, draining.is_active) == (0, "", False)
+        assert draining.num_in_flight == 1
+    assert (draining.num_in_flight, draining.reason, draining.is_active) == (0, "", False)
     assert not draining.report().draining
 
 
@@ -46,7 +46,7 @@ async def test_new_requests_are_refused_and_may_come_again(draining):
     with pytest.raises(NotReadyError, match="draining") as refused, draining.admission():
         raise AssertionError
     assert refused.value.retry_after_seconds == 2
-    assert draining.num_in_work == 0
+    assert draining.num_in_flight == 0
     assert not draining.cancel().draining
     with draining.admission():
         pass
@@ -59,7 +59,7 @@ async def test_the_log_mentions_a_drain_once(draining, caplog):
     draining.begin(60)
     draining.cancel()
     assert caplog.messages == [
-        "draining: new requests are refused, 0 are in work",  # language: quoted
+        "draining: new requests are refused, 0 are in flight",
         "the drain is cancelled: requests are taken again",
     ]
 
@@ -116,5 +116,5 @@ async def test_the_last_drain(draining, engines):
 async def test_the_last_drain_has_its_time(draining, engines, caplog):
     engines.running = 1
     await asyncio.wait_for(draining.finish(0.05), 5)
-    assert "the time to drain is up" in caplog.text
+    assert "the shutdown grace period is over" in caplog.text
     assert engines.errors == []

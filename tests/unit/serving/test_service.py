@@ -395,7 +395,7 @@ class TestLifecycle:
         outputs = await slow.generate(request(max_tokens=2000), LOCAL)
         async with asyncio.timeout(10):
             await slow.drain(0.0)
-        assert "the time to drain is up" in caplog.text
+        assert "the shutdown grace period is over" in caplog.text
         await slow.close()
         with pytest.raises(NotReadyError, match="stopping"):
             [output async for output in outputs]

@@ -32,7 +32,7 @@ from loraplex.frontends.openapi.operation import ANY_ERROR, described, json_body
 from loraplex.frontends.streams import until_disconnect
 from loraplex.serving.compare import (
     Compared,
-    ComparedAnswer,
+    ComparedOutput,
     Difference,
     FirstDifference,
     compare,
@@ -120,7 +120,7 @@ class CompareEndpoints:
         compared = await until_disconnect(
             request.receive, compare(self._context.backend, requests, principal)
         )
-        found = [each for each in compared if isinstance(each, ComparedAnswer)]
+        found = [each for each in compared if isinstance(each, ComparedOutput)]
         if not found:
             raise next(error for error in compared if isinstance(error, LoraplexError))
         writer = _Writer(TokenTexts(self._context.backend, target.model.name), body.logprobs or 0)

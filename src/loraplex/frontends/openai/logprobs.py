@@ -47,7 +47,7 @@ class TokenTexts:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def is_special(self, token_id: int) -> bool:
-        """Whether the text leaves it out unless it is asked for."""
+        """Whether the text excludes it by default."""
         with_special = self._backend.model(self._model).detokenize(
             (token_id,), skip_special_tokens=False
         )

@@ -1,10 +1,10 @@
 """API keys: how they are made, hashed and checked for strength.
 
 A key is `lpx_` and 256 random bits. Only its SHA-256 is stored. A slow hash such as scrypt would
-not help: it protects secrets that people choose, and guessing 256 random bits never succeeds,
-however cheap a guess is. It would cost each request tens of milliseconds, so a client that sends
-wrong keys could stop the server. In return weak keys must be refused: our own are random, and a key
-from elsewhere must have at least MIN_KEY_LENGTH characters and look random.
+not help: it protects secrets that people choose, while a search for 256 random bits never
+succeeds, however cheap an attempt is. It would cost each request tens of milliseconds, so a client
+that sends wrong keys could stop the server. In return weak keys must be refused: our own are
+random, and a key from elsewhere must have at least MIN_KEY_LENGTH characters and look random.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ def digest_of(key: str) -> bytes:
 
 
 def check_strength(key: str, where: str) -> None:
-    """Raise ConfigError for a key that could be guessed. The error does not contain the key."""
+    """Raise ConfigError for a weak key. The error does not contain the key."""
     if not _KEY.fullmatch(key) or len(key) > MAX_KEY_LENGTH:
         raise ConfigError(
             f"{where}: a key must have at most {MAX_KEY_LENGTH} characters of ASCII, without spaces"
@@ -50,6 +50,6 @@ def check_strength(key: str, where: str) -> None:
     least = _MIN_DIFFERENT_HEX if _HEX.fullmatch(key) else _MIN_DIFFERENT
     if len(key) < MIN_KEY_LENGTH or len(set(key)) < least:
         raise ConfigError(
-            f"{where}: a key that could be guessed: take one of at least {MIN_KEY_LENGTH} random "
+            f"{where}: the key is not strong enough: use one of at least {MIN_KEY_LENGTH} random "
             "characters, as `loraplex keys create` or `openssl rand -hex 32` makes them"
         )

@@ -1,8 +1,8 @@
 """How much of the server each tenant has: requests, tokens, and how many at once.
 
 A request is counted when it comes in, also if it is refused for another reason. Its tokens are
-reserved when it is admitted: the prompt's, and the longest answers that it asks for. At its end
-those that were not made are given back. A request that a limit refused counts nowhere.
+reserved when it is admitted: the prompt's, and the longest outputs that it requests. At its end
+unused ones are released. A request that a limit refused counts nowhere.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ class TenantGate:
 
     @contextlib.contextmanager
     def admission(self, principal: Principal) -> Iterator["Lease"]:
-        """Let a request in. Its lease is ended here if it is refused; else end it with the answer.
+        """Admit a request. Its lease ends here if it is refused; else end it with the response.
 
         Raises RateLimitedError.
         """
@@ -106,12 +106,12 @@ class Lease:
             return
         assert sampling.max_tokens is not None
         amount = num_prompt_tokens + sampling.num_sequences * sampling.max_tokens
-        who = f"tenant {self._principal.tenant!r} may have {limit} tokens a minute"
+        limited = f"tenant {self._principal.tenant!r} may have {limit} tokens a minute"
         if amount > limit:
             raise InvalidParameterError(
-                f"{who}, and this request asks for up to {amount} (a prompt of "
+                f"{limited}, and this request needs up to {amount} (a prompt of "
                 f"{num_prompt_tokens}, {sampling.num_sequences} times max_tokens "
-                f"{sampling.max_tokens}): ask for fewer max_tokens",
+                f"{sampling.max_tokens}): request fewer max_tokens",
                 param="max_tokens",
             )
         wait = self._use.tokens.seconds_until(now_ns, amount, limit)
@@ -120,8 +120,8 @@ class Lease:
                 self._use.requests.correct(self._counted, -1)
             taken = self._use.tokens.total(now_ns)
             raise RateLimitedError(
-                f"{who}: {taken} are used or reserved, and this request asks for up to {amount}; "
-                f"try again in {math.ceil(wait)} s, or ask for fewer max_tokens",
+                f"{limited}: {taken} are used or reserved, and this request needs up to {amount}; "
+                f"try again in {math.ceil(wait)} s, or request fewer max_tokens",
                 retry_after_seconds=wait,
             )
         self._reserved = self._use.tokens.charge(now_ns, amount), amount
@@ -148,7 +148,7 @@ def check_sizes(principal: Principal, num_prompt_tokens: int, sampling: Sampling
         )
     if limits.max_n is not None and sampling.num_sequences > limits.max_n:
         raise InvalidParameterError(
-            f"{sampling.num_sequences} answers are asked for; tenant {principal.tenant!r} may have "
+            f"{sampling.num_sequences} outputs are requested; tenant {principal.tenant!r} may have "
             f"at most {limits.max_n} made for a prompt",
             param="n",
         )
@@ -157,7 +157,7 @@ def check_sizes(principal: Principal, num_prompt_tokens: int, sampling: Sampling
 class LeasedOutputs(AsyncIterator[RequestOutput]):
     """Passes an admitted request's outputs on, and ends its lease with them.
 
-    A request that is left early had its whole prompt, and of its answers what was passed on.
+    A request that is left early had its whole prompt, and of its outputs what was delivered.
     """
 
     def __init__(self, outputs: Generation, lease: Lease) -> None:

@@ -1,6 +1,6 @@
 """Requests to one engine, as async iterators, across the engine's deaths.
 
-It starts the engine again when it dies, and gives the requests in work to the new one: their
+It starts the engine again when it dies, and gives the in-flight requests to the new one: their
 streams go on. It knows tokens only; text, names and tenants are the service's.
 """
 
@@ -132,9 +132,9 @@ class AsyncEngine:
 
     @property
     def registered(self) -> Collection[str]:
-        """The digests that the running engine was told of and has not been told to forget.
+        """Digests of the adapters that are registered with the running engine.
 
-        And those that requests in work need: the next engine may have to be told of them.
+        And those that in-flight requests need: the next engine may have to register them.
         """
         return frozenset(self._adapters.registered.union(self._requests.needed_adapters()))
 
@@ -183,7 +183,7 @@ class AsyncEngine:
     async def residency(self) -> Mapping[str, Residency]:
         """Where the adapters are, by digest; what is absent is left out.
 
-        Answered between two steps; empty while there is no engine.
+        Computed between two steps; empty while there is no engine.
         """
         return (await self.activity()).residency
 
@@ -203,7 +203,7 @@ class AsyncEngine:
     async def pin(self, source: AdapterSource) -> None:
         """Keep an adapter on the device, in every engine that runs, until `unpin` or unloading.
 
-        Raises AdapterTooLargeError if others would then lack room, NotReadyError without an engine.
+        Raises AdapterTooLargeError if others would no longer fit, NotReadyError without an engine.
         """
         if source.digest in self._adapters.pinned:
             return
@@ -262,7 +262,7 @@ class AsyncEngine:
             await self._run_epoch(epoch)
             if self._capacity is None:
                 self.failure = self.failure or InternalError(
-                    f"the engine of model {self.model!r} ended while it started; its log says why"
+                    f"the engine of model {self.model!r} ended while it started: see its log"
                 )
                 return
             self.num_restarts += 1

@@ -27,7 +27,7 @@ MAX_BLAME: Final = 6
 """Then it is given up: two crashes, or six kills, and it got no further."""
 PLACE_OUTPUTS: Final = 4
 """So many outputs of each sequence later it has got further: what an engine computed just before
-it died may not have been told."""
+it died may not have been delivered."""
 MAX_DEATHS: Final = 10
 """So many engines may die without a sign of life of one request, in a step or not."""
 

@@ -144,7 +144,7 @@ class ProcessLink:
             raise
         link = cls(process, endpoint, epoch)
         try:
-            await link._tell(
+            await link._send_start(
                 EngineStart(
                     endpoint.address, epoch, settings, endpoint.marker_path, endpoint.logits_dir
                 )
@@ -186,7 +186,7 @@ class ProcessLink:
         self._process.stdin.close()
         self._endpoint.close()
 
-    async def _tell(self, start: EngineStart) -> None:
+    async def _send_start(self, start: EngineStart) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(ConnectionError):  # it died already: receive() reports that
             self._process.stdin.write(start.to_bytes())

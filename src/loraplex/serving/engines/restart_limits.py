@@ -25,7 +25,7 @@ class RestartLimits(NamedTuple):
     ) -> LoraplexError | None:
         """Why a request that no engine knows ends now; None: it goes on waiting.
 
-        lost_ns: when the last engine died; None if one runs, and is told of the request
+        lost_ns: when the last engine died; None if one runs and has the request
         soon.
         """
         if request.deadline_ns is not None and request.deadline_ns <= now_ns:
@@ -45,7 +45,7 @@ def verdict(request: InFlightRequest) -> LoraplexError | None:
     if request.is_guilty:
         return CrashingRequestError(
             "the engine died again and again at the same place of this request, so the request "
-            "was given up; the server's log says how the engine ended"
+            "was given up; the server's log has the reason"
         )
     if request.is_stuck:
         return engine_gone("died again and again, and this request got nowhere")

@@ -49,8 +49,8 @@ class CaptureReader:
         return found
 
     def _steps(self) -> list[Capture]:
-        mask, told = self._matcher.compute_mask()
-        report = msgspec.json.decode(told, type=_Report)
+        mask, captured = self._matcher.compute_mask()
+        report = msgspec.json.decode(captured, type=_Report)
         self._is_over = mask is None or report.stop
         return [
             Capture(entry.name, bytes.fromhex(entry.hex))

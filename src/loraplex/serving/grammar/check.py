@@ -40,8 +40,8 @@ Path = tuple[str, ...]
 class SpecialTokens:
     """The tokens of a model that a grammar may name, and single bytes for all the rest.
 
-    What a grammar says does not depend on how its text is cut; its tokenizer does not either, so
-    it is made at once.
+    The meaning of a grammar does not depend on how its text is tokenized, so the tokenizer is
+    made at once.
     """
 
     def __init__(self, names: Mapping[int, bytes], vocab_size: int) -> None:
@@ -78,7 +78,7 @@ class GrammarCheck:
     def compiled(self, grammar: Grammar) -> Grammar:
         """The grammar in llguidance's form, which the engine can match.
 
-        Raises InvalidParameterError: it says what is wrong, and in a JSON schema, where.
+        Raises InvalidParameterError with the fault, and in a JSON schema with its place.
         """
         if grammar.kind is GrammarKind.MESSAGE:
             self._check_parts(read_completion_grammar(grammar.text))
@@ -103,7 +103,7 @@ class GrammarCheck:
 
     def _error(self, text: str) -> str:
         """Empty if the grammar is well-formed and nothing in it would be ignored, even if a
-        schema's own x-guidance asks for that (lenient)."""
+        schema's own x-guidance requests it (lenient)."""
         is_error, messages = LLMatcher.validate_grammar_with_warnings(
             text, self._tokenizer, limits=self._limits
         )

@@ -90,7 +90,7 @@ def _calls(lark: Lark, syntax: CallSyntax, tool_use: ToolUse) -> str:
 
 
 def _enforced(tool: FunctionTool, enforces_all: bool) -> FunctionTool:
-    """Return the tool without its schema where the client did not ask to enforce one."""
+    """Return the tool without its schema where the client did not request to enforce one."""
     if enforces_all or tool.is_strict:
         return tool
     return FunctionTool(name=tool.name)

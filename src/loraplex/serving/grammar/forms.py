@@ -32,7 +32,7 @@ def llguidance_form(grammar: Grammar) -> str:
 
 
 def invalid(kind: GrammarKind, reason: str) -> InvalidParameterError:
-    """Shorten a reason: it may quote the grammar, and its beginning and end say most."""
+    """Shorten a reason: it may quote the grammar, and its beginning and end matter most."""
     if len(reason) > 2 * _MAX_REASON:
         reason = f"{reason[:_MAX_REASON]} ... {reason[-_MAX_REASON:]}"
     return InvalidParameterError(f"the {NAMES[kind]} is not valid: {reason}", param="grammar")
@@ -45,7 +45,7 @@ NAMES: Final[Mapping[GrammarKind, str]] = MappingProxyType(
         GrammarKind.LARK: "Lark grammar",
         GrammarKind.EBNF: "EBNF grammar",
         GrammarKind.CHOICE: "list of choices",
-        GrammarKind.MESSAGE: "grammar of the answer",
+        GrammarKind.MESSAGE: "grammar of the message",
         GrammarKind.LLGUIDANCE: "llguidance grammar",
     }
 )
@@ -119,7 +119,7 @@ def _plain_escape(match: re.Match[str]) -> str:
     return chr(code) if is_character else match[0]
 
 
-def _from_answer(text: str) -> str:
+def _from_message(text: str) -> str:
     return completion_form(read_completion_grammar(text), llguidance_form)
 
 
@@ -134,7 +134,7 @@ _FORMS: Final[Mapping[GrammarKind, Callable[[str], str]]] = MappingProxyType(
         GrammarKind.LARK: _from_lark,
         GrammarKind.EBNF: _from_ebnf,
         GrammarKind.CHOICE: _from_choices,
-        GrammarKind.MESSAGE: _from_answer,
+        GrammarKind.MESSAGE: _from_message,
         GrammarKind.LLGUIDANCE: str,
     }
 )

@@ -200,7 +200,7 @@ def _checked_kwargs(values: Mapping[str, Any]) -> Mapping[str, Any]:
     for name in _RESERVED:
         if name in values:
             raise InvalidRequestError(
-                f"chat_template_kwargs.{name} cannot be set: it is what the request itself says",
+                f"chat_template_kwargs.{name} cannot be set: the request itself determines it",
                 param="chat_template_kwargs",
             )
     return values

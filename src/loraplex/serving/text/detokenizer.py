@@ -9,14 +9,14 @@ _NUM_CONTEXT_BYTES = 64
 that the clean-up of spaces looks at."""
 
 _SOME_TEXT = "a"
-"""Settled at once, and no reason to clean up a space behind it."""
+"""Settled at once, and no reason to clean up a space after it."""
 
 
 class IncrementalDetokenizer:
     """Gives the generated part of decode(prompt + output), piece by piece.
 
     Precisely: the pieces add up to what decode(prompt + output) has after the text that the prompt
-    alone had settled. So a space between prompt and answer is there, and a character that begins
+    alone had settled. So a space between prompt and output is there, and a character that begins
     in the prompt and ends in the output is in the output. Every token costs the same, however long
     the sequence is.
     """

@@ -40,7 +40,7 @@ class SequenceText:
         """What the delta adds. After a stop string matched, `is_finished` is set.
 
         Tokens after the one that completed the string are left out, as if they had come one by
-        one: how many a step made is no matter of the answer.
+        one: how many a step made does not matter.
         """
         text, stop, num_tokens = self._text_of(delta)
         reason = FinishReason.STOP if stop is not None else delta.finish_reason

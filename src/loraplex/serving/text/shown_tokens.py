@@ -9,7 +9,7 @@ from loraplex.serving.text.prefix_matcher import PrefixMatcher
 class ShownTokens:
     """Holds back the tokens that may be the beginning of a stop sequence.
 
-    The engine says when the last token of such a run has ended the sequence (it looks at
+    The engine reports when the last token of such a run has ended the sequence (it looks at
     min_tokens, too); only then is it known that the tokens before it are no part of the text.
     """
 

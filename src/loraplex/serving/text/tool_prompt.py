@@ -11,7 +11,7 @@ from loraplex.serving.text.tool_calls.format import CallSyntax
 _SYSTEM_ROLES: Final = ("system", "developer")
 _FUNCTIONS: Final = "You can call functions. Each line describes one of them as JSON:\n"
 _FORM: Final = (
-    "\nTo call some of them, answer with nothing but a JSON list like "
+    "\nTo call some of them, answer with nothing but a JSON list like "  # language: quoted
     '[{"name": "function_name", "arguments": {"argument_name": "value"}}].'
 )
 
@@ -24,8 +24,8 @@ def with_tools_described(
 ) -> list[Mapping[str, Any]]:
     """Return the messages with descriptions of the tools in the first system or user message.
 
-    Not every template supports a system message. With describes_form the text also says how a call
-    is written.
+    Not every template supports a system message. With describes_form the text also describes the
+    form of a call.
     """
     lines = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
     text = f"{_FUNCTIONS}{lines}{_FORM if describes_form else ''}"

@@ -11,7 +11,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from loraplex.core.errors import ModelNotFoundError, UnauthenticatedError
 from loraplex.core.principal import LOCAL, Principal
-from loraplex.frontends.kserve.grpc.access import OPEN_RPCS, Door
+from loraplex.frontends.kserve.grpc.access import OPEN_RPCS, Authentication
 from loraplex.frontends.kserve.grpc.calls import MAX_DETAILS, Call, Calls, Malformed, Rpc
 from loraplex.frontends.kserve.grpc.servicer import SERVICE, TritonServicer
 from loraplex.frontends.kserve.service import TritonService
@@ -63,7 +63,7 @@ def handler(reported):
     """A function (behavior, **fields of the RPC) -> what gRPC would call."""
 
     def make(behavior, entry=None, **fields):
-        calls = Calls(Telemetry([reported.append]), entry or Door(lambda _: LOCAL))
+        calls = Calls(Telemetry([reported.append]), entry or Authentication(lambda _: LOCAL))
         values = {"name": "/s/M", "request": pb.ServerLiveRequest, "behavior": behavior}
         rpc = Rpc(**values | fields, response=pb.ServerLiveResponse)
         calls.add(rpc)
@@ -199,7 +199,7 @@ class TestAccess:
 
         context = Context()
         with pytest.raises(grpc.aio.AbortError):
-            await handler(behavior, Door(self._refuse))(1, context)
+            await handler(behavior, Authentication(self._refuse))(1, context)
         assert (context.status, begun) == ("UNAUTHENTICATED: no key", [])
         assert reported[0].status == "UNAUTHENTICATED"
 
@@ -208,11 +208,11 @@ class TestAccess:
         async def behavior(message, call):
             return call.principal
 
-        principal = await handler(behavior, Door(self._refuse), name=name)(1, Context())
+        principal = await handler(behavior, Authentication(self._refuse), name=name)(1, Context())
         assert principal != LOCAL
         rights = principal.rights
         assert not any((rights.operator, rights.models, rights.use, rights.list, rights.manage))
-        closed = handler(behavior, Door(self._refuse, health_is_open=False), name=name)
+        closed = handler(behavior, Authentication(self._refuse, health_is_open=False), name=name)
         with pytest.raises(grpc.aio.AbortError):
             await closed(1, Context())
 

@@ -113,7 +113,7 @@ class TestTokenRate:
         assert gate.use("acme").tokens.total(0) == 70
         with pytest.raises(
             RateLimitedError,
-            match="70 are used or reserved, and this request asks for up to 31",  # language: quoted
+            match="70 are used or reserved, and this request needs up to 31",
         ):
             enter(gate, acme, 1, max_tokens=30)
         enter(gate, acme, 1, max_tokens=29)
@@ -154,7 +154,7 @@ def test_sizes(gate):
     enter(gate, acme, 10, max_tokens=1, n=2)
     with pytest.raises(PromptTooLongError, match="11 tokens; tenant 'acme' may send at most 10"):
         enter(gate, acme, 11, max_tokens=1)
-    with pytest.raises(InvalidParameterError, match="3 answers") as raised:
+    with pytest.raises(InvalidParameterError, match="3 outputs") as raised:
         enter(gate, acme, 1, max_tokens=1, n=1, best_of=3)
     assert raised.value.param == "n"
 

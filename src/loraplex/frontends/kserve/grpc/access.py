@@ -1,4 +1,4 @@
-"""The door of the gRPC port: without a valid key no RPC is begun, but for those about health."""
+"""Authentication of the gRPC port: without a valid key no RPC begins, except health checks."""
 
 from collections.abc import Callable, Mapping
 
@@ -14,26 +14,26 @@ OPEN_RPCS = frozenset(
         "/grpc.health.v1.Health/Watch",
     }
 )
-"""What load balancers ask."""
+"""RPCs of load balancers."""
 
-_NOBODY = Principal(
+_NO_RIGHTS = Principal(
     tenant="", rights=Rights(use=NONE, list=NONE, manage=NONE, models=NONE, operator=False)
 )
-"""Who asks where no key is asked for: an RPC that is open by mistake gives nothing away."""
+"""Principal of RPCs without authentication: one that is open by mistake reveals nothing."""
 
 
-class Door:
-    """Whom each RPC serves. An RPC that is new is not open."""
+class Authentication:
+    """Principal of each RPC. A new RPC requires a key."""
 
     def __init__(self, authenticate: Authenticate, *, health_is_open: bool = True) -> None:
         self._authenticate = authenticate
         self._open = OPEN_RPCS if health_is_open else frozenset()
 
     def of(self, rpc: str) -> Callable[[Mapping[str, str]], Principal]:
-        """From the metadata of a call of this RPC to who asks. That raises UnauthenticatedError."""
+        """Function from a call's metadata to its principal. It raises UnauthenticatedError."""
         return _anyone if rpc in self._open else self._authenticate
 
 
 def _anyone(metadata: Mapping[str, str]) -> Principal:
     del metadata
-    return _NOBODY
+    return _NO_RIGHTS

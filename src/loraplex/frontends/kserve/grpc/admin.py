@@ -1,4 +1,4 @@
-"""The RPCs beside inference: shared memory, settings, and which models are loaded.
+"""RPCs other than inference: shared memory, settings, and which models are loaded.
 
 A part of the servicer. Method names are the protocol's.
 """
@@ -26,12 +26,12 @@ class AdminRpcs:
 
     async def SystemSharedMemoryStatus(self, request: Any, call: Call) -> Any:
         regions = self._service.memory.status(_with_memory(call.principal), request.name)
-        answer = pb.SystemSharedMemoryStatusResponse()
+        response = pb.SystemSharedMemoryStatusResponse()
         for each in regions:
-            row = answer.regions[each.name]
+            row = response.regions[each.name]
             row.name, row.key = each.name, each.key
             row.offset, row.byte_size = each.offset, each.byte_size
-        return answer
+        return response
 
     async def SystemSharedMemoryRegister(self, request: Any, call: Call) -> Any:
         tenant = _with_memory(call.principal)
@@ -63,30 +63,30 @@ class AdminRpcs:
 
     # ------------------------------------------------------------ settings
 
-    @support_note("kept and told; nothing is traced by it", Support.NO_EFFECT)
+    @support_note("kept and returned; nothing is traced by it", Support.NO_EFFECT)
     async def TraceSetting(self, request: Any, call: Call) -> Any:
         changes = {name: list(each.value) or None for name, each in request.settings.items()}
         settings = self._service.management.change_trace(
             call.principal, request.model_name, changes
         )
-        answer = pb.TraceSettingResponse()
+        response = pb.TraceSettingResponse()
         for name, value in settings.items():
-            answer.settings[name].value.extend(value if isinstance(value, list) else [value])
-        return answer
+            response.settings[name].value.extend(value if isinstance(value, list) else [value])
+        return response
 
     async def LogSettings(self, request: Any, call: Call) -> Any:
         changes = _parameters(request.settings)
         settings = self._service.management.change_log(call.principal, changes)
-        answer = pb.LogSettingsResponse()
+        response = pb.LogSettingsResponse()
         for name, value in settings.items():
             match value:
                 case bool():
-                    answer.settings[name].bool_param = value
+                    response.settings[name].bool_param = value
                 case int():
-                    answer.settings[name].uint32_param = value
+                    response.settings[name].uint32_param = value
                 case str():
-                    answer.settings[name].string_param = value
-        return answer
+                    response.settings[name].string_param = value
+        return response
 
     # ------------------------------------------------------------ the repository
 

@@ -1,4 +1,4 @@
-"""Around every RPC: its id and its trace, who asks, how it ends and what is told of that."""
+"""Wrapper of every RPC: its id and trace, authentication, end, and records of it."""
 
 import asyncio
 import functools
@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from loraplex.core.errors import InvalidRequestError, LoraplexError
 from loraplex.core.principal import Principal
 from loraplex.frontends.kserve.errors import as_loraplex_error, message_of, status_of
-from loraplex.frontends.kserve.grpc.access import Door
+from loraplex.frontends.kserve.grpc.access import Authentication
 from loraplex.frontends.telemetry.request_ids import HEADER
 from loraplex.frontends.telemetry.telemetry import Telemetry
 from loraplex.serving.wire_request import as_current
@@ -33,7 +33,7 @@ Context = Any
 
 
 class Call(msgspec.Struct, frozen=True):
-    """One RPC in work, as its behaviour sees it."""
+    """One in-flight RPC, as its behaviour sees it."""
 
     context: Context
     metadata: Mapping[str, str]
@@ -41,9 +41,9 @@ class Call(msgspec.Struct, frozen=True):
     principal: Principal
 
     async def write(self, message: Any) -> None:
-        """One of the answers of a stream; returns when its client has room for more.
+        """Write one response of a stream; return when its client can take more.
 
-        gRPC takes one at a time. Raises CancelledError if the client has gone: who writes may see
+        gRPC takes one at a time. Raises CancelledError if the client has gone: the writer may see
         that before the call is cancelled.
         """
         try:
@@ -55,7 +55,7 @@ class Call(msgspec.Struct, frozen=True):
 class Malformed(msgspec.Struct, frozen=True):
     """Stands for a message that is no protobuf of its class.
 
-    gRPC ends a call itself whose deserialiser raises: nobody would be told of it.
+    gRPC ends a call itself whose deserialiser raises, without a record of it.
     """
 
     reason: str
@@ -65,7 +65,7 @@ class Malformed(msgspec.Struct, frozen=True):
 
 
 Behavior = Callable[[Any, Call], Awaitable[Any]]
-"""From a message, or an async iterator of them, to the answer; None for answers that it wrote.
+"""Function from a message, or an async iterator of them, to the response; None if it wrote them.
 
 It may raise anything: the call ends with the error's status. A Malformed it meets in an iterator
 only.
@@ -76,7 +76,7 @@ class Rpc(msgspec.Struct, frozen=True, kw_only=True):
     """What a server does for one method of a service."""
 
     name: str
-    """In full: /SERVICE/METHOD."""
+    """Full name: /SERVICE/METHOD."""
     behavior: Behavior
     request: Any
     """The class of its messages."""
@@ -88,9 +88,9 @@ class Rpc(msgspec.Struct, frozen=True, kw_only=True):
 class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
     """All RPCs of a server. Handlers are made once, not for each call, as an interceptor's are."""
 
-    def __init__(self, telemetry: Telemetry, door: Door) -> None:
+    def __init__(self, telemetry: Telemetry, authentication: Authentication) -> None:
         self._telemetry = telemetry
-        self._door = door
+        self._authentication = authentication
         self._handlers: dict[str, Any] = {}
 
     def add(self, rpc: Rpc) -> None:
@@ -108,7 +108,7 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
         return self._handlers.get(handler_call_details.method)
 
     def _around(self, name: str, behavior: Behavior) -> Callable[[Any, Context], Awaitable[Any]]:
-        begin, principal_of = self._telemetry.begin, self._door.of(name)
+        begin, principal_of = self._telemetry.begin, self._authentication.of(name)
 
         async def serve(message: Any, context: Context) -> Any:
             metadata = _metadata(context)
@@ -121,13 +121,13 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
                     call = Call(context, metadata, principal_of(metadata))
                     if type(message) is Malformed:
                         raise message.error()
-                    answer = await behavior(message, call)
+                    response = await behavior(message, call)
                     status = _OK
-                    return answer
+                    return response
                 except Exception as raised:
                     error = as_loraplex_error(raised)
                     status = status_of(error).grpc
-                    _tell_when_to_come_again(context, error)
+                    _set_retry_after(context, error)
                     await context.abort(grpc.StatusCode[status], _details(message_of(error)))
                 finally:
                     request.end(status)
@@ -158,10 +158,10 @@ def _details(text: str) -> str:
     return f"{head}{_GAP}{tail[::-1]}"
 
 
-def _fitting(text: str, room: int) -> str:
-    """As much of its begin as has room."""
+def _fitting(text: str, max_bytes: int) -> str:
+    """The longest prefix of at most max_bytes."""
     sizes = itertools.accumulate(map(_wire_size, text))
-    return text[: sum(size <= room for size in sizes)]
+    return text[: sum(size <= max_bytes for size in sizes)]
 
 
 def _wire_size(character: str) -> int:
@@ -175,7 +175,7 @@ def _metadata(context: Context) -> dict[str, str]:
     return {key: value for key, value in pairs if isinstance(value, str)}
 
 
-def _tell_when_to_come_again(context: Context, error: LoraplexError) -> None:
+def _set_retry_after(context: Context, error: LoraplexError) -> None:
     if error.retry_after_seconds is not None:
         seconds = str(max(1, math.ceil(error.retry_after_seconds)))
         context.set_trailing_metadata((*context.trailing_metadata(), (RETRY_AFTER, seconds)))
@@ -183,7 +183,7 @@ def _tell_when_to_come_again(context: Context, error: LoraplexError) -> None:
 
 @functools.lru_cache(maxsize=1024)  # all calls of a connection have one peer
 def _address(peer: str) -> str:
-    """Of `ipv4:192.0.2.1:5000` or `ipv6:%5B::1%5D:5000`: the address."""
+    """Address in `ipv4:192.0.2.1:5000` or `ipv6:%5B::1%5D:5000`."""
     kind, _, rest = peer.partition(":")
     if kind not in ("ipv4", "ipv6"):
         return peer

@@ -160,7 +160,7 @@ def encode_response(response: InferResponse, wishes: Wishes) -> Any:
 
 
 def encode_piece(response: InferResponse, wishes: Wishes) -> Any:
-    """A ModelStreamInferResponse that says whether it is the last one of its request."""
+    """A ModelStreamInferResponse, marked if it is the last one of its request."""
     piece = pb.ModelStreamInferResponse()
     message = piece.infer_response  # filled in its place: given later it would be copied
     _fill(message, response, wishes)

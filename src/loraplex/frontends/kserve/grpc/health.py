@@ -1,4 +1,4 @@
-"""grpc.health.v1.Health: what Kubernetes and load balancers ask. The server's name is not checked,
+"""grpc.health.v1.Health, for Kubernetes and load balancers. The server's name is not checked,
 as in Triton: every name means the whole server, which serves when it is ready.
 
 Source: the gRPC health checking protocol. Its two messages are made here, in a pool of their own.
@@ -16,7 +16,7 @@ SERVICE = "grpc.health.v1.Health"
 SERVING = 1
 NOT_SERVING = 2
 WATCH_SECONDS = 0.5
-"""Between two looks for the watchers."""
+"""Seconds between two checks for the watchers."""
 
 IsReady = Callable[[], bool]
 
@@ -53,8 +53,8 @@ HealthCheckRequest, HealthCheckResponse = _messages()
 
 
 class _Watchers:
-    """One task looks for all of them, and they sleep meanwhile: nobody is asked for a key here, and
-    a thousand watchers are to cost no more than one."""
+    """One task checks for all of them, and they sleep meanwhile: no key is needed here, and a
+    thousand watchers must not cost more than one."""
 
     def __init__(self, is_ready: IsReady) -> None:
         self._is_ready = is_ready

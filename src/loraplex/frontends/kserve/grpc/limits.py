@@ -16,7 +16,7 @@ _SHORTEST_PING_MS = 10_000
 
 
 class GrpcLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The server's settings of the same meaning say more."""
+    """Limits; see the server's settings of the same meaning."""
 
     max_message_bytes: int
     max_metadata_bytes: int
@@ -55,4 +55,4 @@ class GrpcLimits(msgspec.Struct, frozen=True, kw_only=True):
 NO_LIMITS: Final = GrpcLimits.of(
     ServerConfig(max_grpc_message_bytes=MAX_MESSAGE_BYTES, max_grpc_streams=2**31 - 1)
 )
-"""For tests of other things."""
+"""Limits for tests of other things."""

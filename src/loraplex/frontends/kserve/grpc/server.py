@@ -7,7 +7,7 @@ import grpc
 
 from loraplex.core.errors import ConfigError
 from loraplex.frontends.access import Authenticate, everyone_is_local
-from loraplex.frontends.kserve.grpc.access import Door
+from loraplex.frontends.kserve.grpc.access import Authentication
 from loraplex.frontends.kserve.grpc.calls import Calls
 from loraplex.frontends.kserve.grpc.health import health_rpcs
 from loraplex.frontends.kserve.grpc.limits import NO_LIMITS, GrpcLimits
@@ -31,11 +31,11 @@ class GrpcServer:
         telemetry: Telemetry | None = None,
         tls: tuple[bytes, bytes] | None = None,
     ) -> None:
-        """health_is_open: no key is asked for what load balancers ask. telemetry: of the whole
-        server; None: one that nobody reads. tls: the key and the certificates, in PEM form; None:
+        """health_is_open: health checks need no key. telemetry: of the whole server; None: one
+        without readers. tls: the key and the certificates, in PEM form; None:
         plain text."""
-        door = Door(authenticate, health_is_open=health_is_open)
-        self._calls = Calls(telemetry or Telemetry(), door)
+        authentication = Authentication(authenticate, health_is_open=health_is_open)
+        self._calls = Calls(telemetry or Telemetry(), authentication)
         servicer = TritonServicer(service)
         for rpc in (*servicer.rpcs(), *health_rpcs(servicer.is_ready)):
             self._calls.add(rpc)
@@ -47,7 +47,7 @@ class GrpcServer:
 
     @property
     def port(self) -> int:
-        """The bound port; what was asked for (0 is any free one) before the start."""
+        """The bound port; the requested one (0 is any free one) before the start."""
         return self._port
 
     async def start(self) -> None:

@@ -72,9 +72,9 @@ class TritonServicer(AdminRpcs):
         return encode_response(await self._service.infer(infer_request, call.principal), wishes)
 
     async def ModelStreamInfer(self, requests: AsyncIterator[Any], call: Call) -> None:
-        """Requests of one stream run at the same time; their answers come as they are ready."""
+        """Requests of one stream run at the same time; their responses come as they are ready."""
         await StreamSession(self._service, call).serve(requests)
 
     def is_ready(self) -> bool:
-        """Whether the whole server would answer."""
+        """Whether the whole server is ready."""
         return self._service.backend.health().ready

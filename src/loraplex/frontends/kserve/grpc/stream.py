@@ -17,13 +17,13 @@ from loraplex.frontends.kserve.shared_memory import TenantMemory
 from loraplex.serving.wire_request import as_current, current_request
 
 ERRORS_END_STREAM = "triton_grpc_error"
-"""Call metadata: "true" asks for a gRPC status instead of an error message in the stream."""
+"""Call metadata: "true" requests a gRPC status instead of an error message in the stream."""
 _OK, _CANCELLED = "OK", "CANCELLED"
 
 
 class StreamSession:
     """Each request is a task that writes its responses itself. Of a client that does not read no
-    more than one response a request waits here: what makes them waits with it, and nobody else."""
+    more than one response a request waits here: its source waits with it, and no other."""
 
     def __init__(self, service: TritonService, call: Call) -> None:
         self._service = service
@@ -33,7 +33,7 @@ class StreamSession:
         self._writing = asyncio.Lock()
 
     async def serve(self, requests: AsyncIterator[Any]) -> None:
-        """Serve the requests as they come, until all are answered and no more can come.
+        """Serve the requests as they come, until all have ended and no more can come.
 
         Raises the first error if errors end the stream. Cancelling it aborts all requests.
         """
@@ -48,19 +48,19 @@ class StreamSession:
             raise error
 
     async def _serve(self, request: Any) -> None:
-        """Serve one request, which is told of by itself."""
+        """Serve one request, which has a record of its own."""
         stream = current_request()
         assert stream is not None, "Calls is around every RPC"
         part, status = stream.within(), _CANCELLED
         try:
             with as_current(part):
-                await self._answer(request)
+                await self._respond(request)
             status = _OK if part.error is None else status_of(part.error).grpc
         finally:
             part.end(status)
 
-    async def _answer(self, request: Any) -> None:
-        """Its error is an answer, unless errors end the stream."""
+    async def _respond(self, request: Any) -> None:
+        """Respond; an error is a response, unless errors end the stream."""
         try:
             if type(request) is Malformed:
                 raise request.error()
@@ -75,8 +75,8 @@ class StreamSession:
                 raise
             error = as_loraplex_error(raised)
             outputs = raised.outputs if isinstance(raised, FailedResponse) else ()
-            asked = pb.ModelInferRequest() if type(request) is Malformed else request
-            await self._write(encode_failure(asked, message_of(error), outputs))
+            request_message = pb.ModelInferRequest() if type(request) is Malformed else request
+            await self._write(encode_failure(request_message, message_of(error), outputs))
 
     async def _write(self, response: Any) -> None:
         async with self._writing:

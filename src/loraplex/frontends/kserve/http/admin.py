@@ -1,4 +1,4 @@
-"""The routes beside inference: shared memory, settings, and which models are loaded."""
+"""Routes other than inference: shared memory, settings, and which models are loaded."""
 
 import base64
 import binascii
@@ -120,7 +120,7 @@ class AdminApi:
         model = request.path_params.get("model", "")
         return json_response(self._service.management.trace_settings(principal, model))
 
-    @support_note("kept and told; nothing is traced by it", Support.NO_EFFECT)
+    @support_note("kept and returned; nothing is traced by it", Support.NO_EFFECT)
     @described(
         json_of(wire.TraceSettings),
         body=json_body(wire.Changes),

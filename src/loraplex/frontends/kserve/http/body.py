@@ -15,7 +15,7 @@ _IDENTITY = "identity"
 _MAX_LENGTH_DIGITS = 19
 _CHUNK_BYTES = 64 * 1024
 _MAX_GZIP_MEMBERS = 10_000
-"""Of one body: the shortest has 20 bytes and says nothing, so the limit of bytes is not enough."""
+"""Members of one body: the shortest has 20 empty bytes, so a limit of bytes is not enough."""
 _GZIP_WINDOW = 16 + zlib.MAX_WBITS
 
 
@@ -32,7 +32,7 @@ def too_large(max_bytes: int) -> PayloadTooLargeError:
 def decompress(body: bytes, encoding: str, max_bytes: int) -> bytes:
     """The body without its Content-Encoding; the limit holds for what comes out, too.
 
-    gzip data may have several members, one behind the other (RFC 1952).
+    gzip data may have several members, one after the other (RFC 1952).
     """
     if not encoding:
         return body
@@ -87,7 +87,7 @@ def compress(body: bytes, accept_encoding: str) -> tuple[bytes, dict[str, str]]:
 
 
 def _preferred(accept_encoding: str) -> str:
-    """Of the highest quality, and of these the first; the body as it is if none is accepted."""
+    """Encoding of the highest quality, of equals the first; identity if none is accepted."""
     qualities: dict[str, float] = {}
     for part in accept_encoding.lower().split(","):
         name, _, parameters = part.partition(";")

@@ -12,10 +12,10 @@ from loraplex.frontends.streams import ClientDisconnectedError, until_disconnect
 
 
 class EventStream:
-    """An ASGI response: each answer as `data: {json}`, no closing mark.
+    """An ASGI response: each inference response as `data: {json}`, no closing mark.
 
-    The first answer fixes the status: if it is an error, the stream has the error's status. The
-    answers are closed in any case; a client that goes ends them.
+    The first one fixes the status: if it is an error, the stream has the error's status. The
+    source is closed in any case; a client that disconnects ends it.
     """
 
     def __init__(self, responses: ResponseStream) -> None:

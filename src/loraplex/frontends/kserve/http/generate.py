@@ -18,7 +18,7 @@ from loraplex.frontends.kserve.tensors import Tensor, from_json, to_values
 
 NESTED = "parameters"
 _MAX_DEPTH = 8
-"""Of lists in lists; no tensor has so many dimensions."""
+"""Maximum depth of nested lists; no tensor has so many dimensions."""
 
 
 def decode_generate(model: TritonModel, version: str, document: Mapping[str, Any]) -> InferRequest:
@@ -73,7 +73,7 @@ def _tensor(row: InputSpec, value: object, dims: tuple[int, ...], prefix: str) -
 
 
 def _elements(value: object, depth: int = 0) -> Iterator[object]:
-    """Of lists in lists, too: only the number of elements counts. Deeper lists are elements."""
+    """Elements of nested lists: only their number counts. Deeper lists are elements."""
     if isinstance(value, list) and depth < _MAX_DEPTH:
         for item in value:
             yield from _elements(item, depth + 1)

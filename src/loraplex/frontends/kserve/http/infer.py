@@ -1,7 +1,7 @@
 """The body of POST .../infer: JSON, and the binary tensor data extension.
 
-A body is a JSON object, and after it, in order, the bytes of the tensors that say
-`binary_data_size`; the header Inference-Header-Content-Length tells where the JSON ends.
+A body is a JSON object, and after it, in order, the bytes of the tensors that have
+`binary_data_size`; the header Inference-Header-Content-Length has the length of the JSON.
 """
 
 from collections.abc import Mapping, Sequence
@@ -140,7 +140,7 @@ def _of_request(parameters: Mapping[str, Any]) -> Mapping[str, Parameter]:
 
 
 def _check_entries(document: Mapping[str, Any], key: str) -> None:
-    """Of `inputs` or `outputs`: objects, each with a name."""
+    """Check that `inputs` or `outputs` are objects, each with a name."""
     entries = document.get(key, [])
     if not isinstance(entries, list):
         raise InvalidRequestError(f"'{key}' must be a list of objects", param=key)

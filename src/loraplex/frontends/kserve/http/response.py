@@ -1,4 +1,4 @@
-"""An answer whose body is at hand."""
+"""A response whose body is complete."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""From a path to its route, without trying them all: some thirty patterns are below /v2."""
+"""Lookup of a path's route without trying all: some thirty patterns are below /v2."""
 
 import functools
 from collections.abc import Awaitable, Mapping, Sequence
@@ -17,7 +17,7 @@ class PathRouter:
     """An ASGI application: of the routes, in their order, the first whose pattern a path has.
 
     Most patterns end with a word. A path is held against those that end as it does, and against
-    those whose end may be anything. What was found lately is kept: clients ask for few paths.
+    those whose end may be anything. Recent lookups are cached: clients use few paths.
     """
 
     def __init__(self, routes: Sequence[Route]) -> None:
@@ -36,7 +36,7 @@ class PathRouter:
         return found[0].app(scope, receive, send)
 
     def _find(self, path: str) -> tuple[Route, Mapping[str, str]] | None:
-        """The route, and the path's parameters, which nobody changes."""
+        """The route and the path's parameters, which must not be changed."""
         for route in self._by_end.get(path.rpartition("/")[2], self._with_any_end):
             match = route.path_regex.match(path)
             if match is not None:

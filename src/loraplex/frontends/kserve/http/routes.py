@@ -1,4 +1,4 @@
-"""The routes under /v2, and what each answers. Bodies are read, checked and written elsewhere."""
+"""Routes under /v2 and their responses. Bodies are read, checked and written elsewhere."""
 
 import math
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
@@ -62,7 +62,7 @@ _JSON_LENGTH = Parameter(
 )
 
 CLIENT_CLOSED_REQUEST = 499
-"""Nobody reads it; a proxy's log may."""
+"""Status of a request whose client has gone; only logs show it."""
 
 
 def kserve_routes(
@@ -71,7 +71,7 @@ def kserve_routes(
     authenticate: Authenticate = everyone_is_local,
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
 ) -> list[RecordedRoute]:
-    """All routes under /v2. The last one answers 404 to every other path there."""
+    """All routes under /v2. The last one returns 404 for every other path there."""
     api = KServeApi(service, authenticate, max_body_bytes)
     admin = AdminApi(service, authenticate, max_body_bytes)
     of_model: dict[str, Mapping[str, Handler]] = {
@@ -83,7 +83,7 @@ def kserve_routes(
         "stats": {"GET": api.statistics},
     }
     table: list[tuple[str, Mapping[str, Handler]]] = []
-    # The first that matches is taken, so what is asked most stands first.
+    # The first that matches is taken, so the most frequent ones are first.
     for action, handlers in of_model.items():
         table.append((f"/v2/models/{{model:path}}/versions/{{version}}/{action}", handlers))
         table.append((f"/v2/models/{{model:path}}/{action}", handlers))
@@ -143,11 +143,11 @@ class Resource:
 
     @property
     def operations(self) -> dict[str, Operation]:
-        """For the OpenAPI document."""
-        told = {method: operation_of(handler) for method, handler in self._handlers.items()}
+        """Operations for the OpenAPI document."""
+        found = {method: operation_of(handler) for method, handler in self._handlers.items()}
         return {
             method: msgspec.structs.replace(operation, error_responses=error_responses)
-            for method, operation in told.items()
+            for method, operation in found.items()
             if operation is not None
         }
 
@@ -176,7 +176,7 @@ def error_responses(kinds: Iterable[type[LoraplexError]]) -> Iterable[ResponseDo
 
 
 def refusal(error: LoraplexError) -> Response:
-    """An error in the room's words."""
+    """Response to an error in Triton's form."""
     response = json_response({"error": message_of(error)}, status_of(error).http)
     if error.retry_after_seconds is not None:
         response.headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_seconds)))
@@ -209,13 +209,13 @@ class KServeApi:
 
     @described(ResponseDoc(200), ResponseDoc(400, note="It is not."), tag="triton")
     async def ready(self, request: HttpRequest) -> Response:
-        """Whether every model would answer."""
+        """Whether every model is ready."""
         del request
         return Response(status_code=200 if self._service.backend.health().ready else 400)
 
     @described(ResponseDoc(200), json_of(wire.TritonFailure, 400, "It is not."), tag="triton")
     async def model_ready(self, request: HttpRequest) -> Response:
-        """Whether the model would answer."""
+        """Whether the model is ready."""
         principal = self._authenticate(request.headers)
         if self._service.catalog.is_ready(*request.model_and_version, principal):
             return Response(status_code=200)
@@ -245,7 +245,7 @@ class KServeApi:
     # ------------------------------------------------------------ inference
 
     @described(
-        ResponseDoc(200, (Media(JSON, wire.InferAnswer), Media(BINARY))),
+        ResponseDoc(200, (Media(JSON, wire.InferResult), Media(BINARY))),
         tag="triton",
         body=json_body(wire.InferBody),
         headers=(_JSON_LENGTH,),
@@ -266,10 +266,10 @@ class KServeApi:
             version=version,
             memory=TenantMemory(self._service.memory, principal.tenant),
         )
-        answer = await until_disconnect(
+        response = await until_disconnect(
             request.receive, self._service.infer(infer_request, principal)
         )
-        content, json_length = encode_response(answer, wishes)
+        content, json_length = encode_response(response, wishes)
         content, headers = compress(content, request.headers.get("accept-encoding", ""))
         if json_length is None:
             return WholeResponse(content, b"application/json", headers)
@@ -277,7 +277,7 @@ class KServeApi:
         return WholeResponse(content, b"application/octet-stream", headers)
 
     @described(
-        json_of(wire.TritonGenerateAnswer),
+        json_of(wire.TritonGenerateResult),
         tag="triton",
         body=json_body(wire.TritonGenerateBody),
         errors=ANY_ERROR,
@@ -291,17 +291,17 @@ class KServeApi:
                 "generate expects model to produce exactly 1 response, use generate stream for "
                 "model that generates various number of responses"
             )
-        answer = await until_disconnect(
+        response = await until_disconnect(
             request.receive, self._service.infer(infer_request, principal)
         )
-        content = msgspec.json.encode(encode_generate(answer))
+        content = msgspec.json.encode(encode_generate(response))
         return WholeResponse(content, b"application/json", {})
 
     @described(
         ResponseDoc(
             200,
             (
-                events_of(wire.TritonGenerateAnswer),
+                events_of(wire.TritonGenerateResult),
                 events_of(wire.TritonFailure),
             ),
         ),
@@ -310,7 +310,7 @@ class KServeApi:
         errors=ANY_ERROR,
     )
     async def generate_stream(self, request: HttpRequest) -> EventStream:
-        """As generate, and an event for each answer."""
+        """Generate; every response is an event."""
         principal = self._authenticate(request.headers)
         infer_request = await self._generate_request(request, principal)
         responses = await until_disconnect(

@@ -39,7 +39,7 @@ class ModelConfig(TypedDict):
 
 
 class ModelStatistics(TypedDict):
-    """Of Triton's ModelStatistics; durations are nanoseconds."""
+    """Triton's ModelStatistics; durations are nanoseconds."""
 
     name: str
     version: str
@@ -57,7 +57,7 @@ class StatisticsReport(TypedDict):
 
 
 class InputTensor(TypedDict):
-    """Its elements are in `data`, or behind the JSON, or in shared memory; see `parameters`."""
+    """Its elements are in `data`, or after the JSON, or in shared memory; see `parameters`."""
 
     name: str
     datatype: str
@@ -86,7 +86,7 @@ class OutputTensor(TypedDict):
     parameters: NotRequired[dict[str, Any]]
 
 
-class InferAnswer(TypedDict):
+class InferResult(TypedDict):
     model_name: str
     model_version: str
     outputs: list[OutputTensor]
@@ -101,8 +101,8 @@ class TritonGenerateBody(TypedDict):
     parameters: NotRequired[dict[str, Any]]
 
 
-class TritonGenerateAnswer(TypedDict):
-    """Outputs of the model by name, beside these."""
+class TritonGenerateResult(TypedDict):
+    """Outputs of the model by name, in addition to these."""
 
     model_name: str
     model_version: str

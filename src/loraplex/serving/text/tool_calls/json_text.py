@@ -23,7 +23,7 @@ class CutError(MalformedError):
 
 
 class JsonScanner:
-    """Reads one object. `feed` says what a character is to be given out as.
+    """Reads one object. `feed` returns the output for a character.
 
     Strict JSON but for one thing: a control character within a string, as models write line
     breaks, is given out escaped.
@@ -43,7 +43,7 @@ class JsonScanner:
     def scan(self, text: str, start: int) -> tuple[str, int]:
         """Read on from there: (what is given out, where the reading ended).
 
-        It ends with the text, behind the object, or before a character that cannot be.
+        It ends with the text, after the object, or before a character that cannot be.
         """
         given: list[str] = []
         at = start

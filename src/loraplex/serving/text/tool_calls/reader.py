@@ -34,7 +34,7 @@ class CallReader(TextSource):
 
     Text that belongs to a call is *taken* first; once the call is known to be one it is accounted
     for, else it is content after all. So no text is lost but white space around calls, what frames
-    them, and what an answer that was cut has behind its last call. A call that breaks after it
+    them, and what a cut output has after its last call. A call that breaks after it
     began ends there: what was read of it stays a call, what follows is content.
     """
 

@@ -20,7 +20,7 @@ def members_rule(lark: Lark, tool: FunctionTool, before: str, after: str) -> str
     """The arguments in their schema's order; those that are not required may be left out.
 
     `before` has `{}` in the place of an argument's name; `after` is the marker that ends a value,
-    and white space around it. Raises InvalidParameterError for a strict tool whose schema says more
+    and white space around it. Raises InvalidParameterError for a strict tool whose schema has more
     of a string than a grammar of text without quotes can keep to.
     """
     if "properties" not in tool.parameters:
@@ -46,8 +46,8 @@ def _any_members(lark: Lark, before: str, after: str) -> str:
 
 
 def _any_value(lark: Lark, after: str, form: StringForm = ANY_STRING) -> str:
-    """A reader ends it at the marker, whatever white space is there; but where patterns say what it
-    is, just the space of the frame is beside it."""
+    """Grammar of any value. A reader ends it at the marker, whatever white space is there; but
+    where patterns describe it, only the space of the frame surrounds it."""
     marker = after.strip()
     space, _, behind = after.partition(marker)
     framed = [f"({pattern}){pattern_of(space)}" for pattern in form.patterns] or [ANY]

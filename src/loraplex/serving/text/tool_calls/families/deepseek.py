@@ -1,7 +1,7 @@
 """DeepSeek V3, R1 and V3.1: calls in a section, between markers of their own.
 
 As the chat templates of deepseek-ai write them: V3 and R1 put the arguments into a fenced block
-behind the name, V3.1 without a fence.
+after the name, V3.1 without a fence.
 """
 
 from typing import Final

@@ -1,4 +1,4 @@
-"""Models of no known family: an answer that is a call in JSON, a list of them, or, anywhere, one
+"""Models of no known family: an output that is a call in JSON, a list of them, or, anywhere, one
 between Hermes' tags.
 """
 
@@ -29,11 +29,11 @@ class Generic(OurIds):
         return True
 
     def read(self, reader: CallReader) -> Steps[None]:
-        yield from reader.attempt(_whole_answer(reader))
+        yield from reader.attempt(_whole_output(reader))
         yield from Hermes().read(reader)
 
 
-def _whole_answer(reader: CallReader) -> Steps[None]:
+def _whole_output(reader: CallReader) -> Steps[None]:
     yield from reader.take_space()
     match (yield from reader.peek()):
         case "[":

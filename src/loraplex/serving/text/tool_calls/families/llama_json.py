@@ -1,6 +1,6 @@
-"""Llama 3.1 and later: the answer is `{"name": .., "parameters": ..}`, perhaps behind a tag.
+"""Llama 3.1 and later: the output is `{"name": .., "parameters": ..}`, perhaps after a tag.
 
-As the chat templates of meta-llama/Llama-3.x-Instruct ask for it.
+Form of the chat templates of meta-llama/Llama-3.x-Instruct.
 """
 
 from loraplex.serving.text.text_source import Steps

@@ -1,4 +1,4 @@
-"""Llama 4, and Llama 3.2's small ones if asked: `[f(a=1, b="x"), g()]` is the whole answer.
+"""Llama 4, and Llama 3.2's small ones if requested: `[f(a=1, b="x"), g()]` is the whole output.
 
 The values are Python's literals; JSON's true, false and null are taken, too.
 """
