@@ -149,7 +149,9 @@ class Draining:
         while self.num_in_flight:
             if self._num_running():
                 logger.warning("%d requests outlasted the drain and are ended", self._num_running())
-                self._end_all(NotReadyError("the shutdown grace period is over", retry_after_seconds=1))
+                self._end_all(
+                    NotReadyError("the shutdown grace period is over", retry_after_seconds=1)
+                )
             await asyncio.sleep(_POLL_SECONDS)
 
     def _stop_deadline(self) -> None:
