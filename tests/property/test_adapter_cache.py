@@ -1,8 +1,8 @@
 """Whatever is loaded, copied, pinned and evicted, the two tiers stay whole.
 
 The machine plays loader and runner: it keeps the host copies that the loader would hold, and what
-is written in each device page. An eviction that was not told, or that hit something in use, shows
-there.
+is written in each device page. An eviction that was not reported, or that hit something in use,
+shows there.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ class AdapterCacheMachine(RuleBasedStateMachine):
         self.adapters = {}
         self.num_registered = 0
         self.host_copies = set()
-        """Of the loader: those being read, too."""
+        """Host copies of the loader, including those being read."""
         self.page_owner = dict.fromkeys(range(NUM_PAGES))
 
     def among(self, *residencies):
@@ -165,12 +165,12 @@ class AdapterCacheMachine(RuleBasedStateMachine):
     def try_load(self, handle, may_evict_wanted):
         shadow = self.adapters[handle]
         droppable = self.droppable(may_evict_wanted)
-        room = self.free_bytes() + sum(self.adapters[other].num_bytes for other in droppable)
+        capacity = self.free_bytes() + sum(self.adapters[other].num_bytes for other in droppable)
         paused = shadow.residency is FAILED and self.clock.now_ns() < shadow.retry_at_ns
         grant = self.cache.begin_load(
             handle, self.clock.now_ns(), may_evict_wanted=may_evict_wanted
         )
-        assert (grant is None) == (paused or room < shadow.num_bytes)
+        assert (grant is None) == (paused or capacity < shadow.num_bytes)
         if grant is None:
             self.note_evictions([])
             return
@@ -218,10 +218,10 @@ class AdapterCacheMachine(RuleBasedStateMachine):
     def try_copy(self, handle, may_evict_wanted):
         shadow = self.adapters[handle]
         replaceable = self.replaceable(may_evict_wanted)
-        room = NUM_PAGES - self.pages_in_use()
-        room += sum(self.adapters[other].num_pages for other in replaceable)
+        capacity = NUM_PAGES - self.pages_in_use()
+        capacity += sum(self.adapters[other].num_pages for other in replaceable)
         page_ids = self.cache.begin_copy(handle, may_evict_wanted=may_evict_wanted)
-        assert (page_ids is None) == (room < shadow.num_pages)
+        assert (page_ids is None) == (capacity < shadow.num_pages)
         if page_ids is None:
             self.note_evictions([])
             return
@@ -347,7 +347,7 @@ class AdapterCacheMachine(RuleBasedStateMachine):
             assert [self.page_owner[page_id] for page_id in page_ids] == [handle] * len(page_ids)
 
     def teardown(self):
-        """At rest everything can leave: no pin, page or byte has leaked."""
+        """When idle everything can be evicted: no pin, page or byte has leaked."""
         for handle, shadow in self.adapters.items():
             for _ in range(shadow.num_users):
                 self.cache.release(handle)

@@ -1,9 +1,9 @@
-"""Adapters come and go beside steps in flight: whatever a step reads is what it asked for.
+"""Adapters come and go during in-flight steps: every step reads the adapters that it requested.
 
-The real adapter cache says which pages a copy gets; copies, steps and their ends come in any order,
-on an accelerator whose copies are late. Each step reads every layer of its adapters twice: when it
-is launched, after the waits of the decoder, and as late as it may, just before it is absorbed.
-Where they lie it asks the table on the device.
+The real adapter cache decides which pages a copy gets; copies, steps and their ends come in any
+order, on an accelerator whose copies are late. Each step reads every layer of its adapters twice:
+when it is launched, after the waits of the decoder, and as late as it may, just before it is
+absorbed. The table on the device holds where the adapters lie.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ class Launched:
     handles: tuple[int, ...]
     batch: LoraBatch
     entries: dict[int, int]
-    """By handle, as they were named when the step was launched."""
+    """Entries by handle, as they were named when the step was launched."""
 
 
 class Machine:
@@ -140,13 +140,13 @@ class Machine:
                 self._read(step, layer)
             for handle in step.handles:
                 self.cache.release(handle)
-            self._tell(self.bank.arrived())
+            self._report(self.bank.arrived())
 
     def advance(self) -> None:
         self.accelerator.advance(self.draws.randint(1, 4))
 
     def fail(self) -> None:
-        """A step that started copies fails: they are started again, and what was told is lost."""
+        """A step that started copies fails: they start again, and what was reported is lost."""
         if self.in_flight or not self.copying:
             return
         if self.draws.random() < 0.5:
@@ -159,9 +159,9 @@ class Machine:
 
     def rest(self) -> None:
         """A step without rows."""
-        told = self.bank.arrived(wait=True)
-        assert bool(told) == bool(self.copying)
-        self._tell(told)
+        reported = self.bank.arrived(wait=True)
+        assert bool(reported) == bool(self.copying)
+        self._report(reported)
 
     def _start(self, handle: int, page_ids: tuple[PageId, ...]) -> None:
         host = self.host.get(handle)
@@ -169,7 +169,7 @@ class Machine:
         self.copying[handle] = page_ids
         self.bank.copy(handle, host, page_ids)
 
-    def _tell(self, handles: tuple[int, ...]) -> None:
+    def _report(self, handles: tuple[int, ...]) -> None:
         for handle in handles:
             del self.copying[handle]
             for dropped in self.cache.copied(handle):
@@ -201,7 +201,7 @@ def found(table: LoraTable, entry: int, target: LoraTarget, pool: torch.Tensor) 
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_step_reads_the_adapters_that_it_asked_for(seed: int) -> None:
+def test_a_step_reads_the_adapters_that_it_requested(seed: int) -> None:
     machine = Machine(seed)
     machine.run(500)
     assert machine.num_read > 500

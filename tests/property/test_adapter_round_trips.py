@@ -58,7 +58,7 @@ def plain_adapters(draw, *, has_bias: bool = False) -> list[CanonicalRow]:
 
 @st.composite
 def adapters(draw) -> list[CanonicalRow]:
-    """Of what PEFT can say in one config."""
+    """Draw the rows of an adapter that PEFT can express in one config."""
     has_bias = draw(st.booleans())
     rows = draw(plain_adapters(has_bias=has_bias))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))

@@ -1,6 +1,6 @@
 """Whatever is registered, replaced, rolled back, forgotten and collected, the store keeps its word.
 
-A shadow in plain dictionaries says what every name must mean. After every step the store is
+A shadow in plain dictionaries holds what every name must mean. After every step the store is
 compared with it, and after every reopening; the files on the disk are compared after a collection.
 """
 
@@ -236,9 +236,9 @@ class AdapterStoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def names_mean_what_they_should(self):
-        told = self.store.list("t", "m")
-        assert [v.name for v in told] == sorted(self.adapters)
-        for version in told:
+        reported = self.store.list("t", "m")
+        assert [v.name for v in reported] == sorted(self.adapters)
+        for version in reported:
             adapter = self.adapters[version.name]
             shadow = adapter.present
             assert same(version, shadow)

@@ -188,7 +188,7 @@ def check_whole(family, tokenizer, reference, data) -> None:
 
 
 def text_of_bytes(backend, ids, skip) -> str:
-    """As sentencepiece has it: only what is no character is U+FFFD, each byte of it."""
+    """Decode like sentencepiece: only invalid bytes become U+FFFD, each byte of its own."""
     special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
     tokens = [backend.id_to_token(i) for i in ids if not (skip and i in special)]
     parts = [
@@ -246,7 +246,7 @@ def test_every_character_is_given_as_soon_as_it_is_complete(family, tokenizers, 
 @pytest.mark.parametrize("family", LOSSLESS)
 @examples(0.6)
 @given(before=TEXTS, after=TEXTS)
-def test_an_answer_goes_on_where_the_prompt_ended(family, tokenizers, before, after):
+def test_a_completion_goes_on_where_the_prompt_ended(family, tokenizers, before, after):
     """No space between them is lost or made; two texts are one."""
     tokenizer = tokenizers[family]
     before, after = before.replace("▁", ""), after.replace("▁", "")
@@ -254,8 +254,8 @@ def test_an_answer_goes_on_where_the_prompt_ended(family, tokenizers, before, af
     for cut in range(1, len(whole) + 1):
         prompt, output = whole[:cut], whole[cut:]
         settled = IncrementalDetokenizer(tokenizer, skip_special_tokens=False).push(prompt)
-        answer = IncrementalDetokenizer(tokenizer, prompt, skip_special_tokens=False)
-        assert settled + answer.push(output, final=True) == "x" + before + after
+        completion = IncrementalDetokenizer(tokenizer, prompt, skip_special_tokens=False)
+        assert settled + completion.push(output, final=True) == "x" + before + after
 
 
 @pytest.mark.parametrize("family", FAMILIES)

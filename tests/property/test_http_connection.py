@@ -1,4 +1,4 @@
-"""However the bytes of a connection are cut, they are the same requests with the same answers."""
+"""However the bytes of a connection are cut, they are the same requests with the same responses."""
 
 import asyncio
 import dataclasses
@@ -32,14 +32,14 @@ LIMITS = ConnectionLimits(
 )
 GO_ON = b"HTTP/1.1 100 Continue\r\n\r\n"
 NUM_IDLE_TURNS = 12
-"""Of the event loop: more than any request here needs to be answered."""
+"""Turns of the event loop: more than any request here needs for its response."""
 
 
 # ---------------------------------------------------------------- a server without a socket
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
-    """Says what it was asked; some of its answers are streams."""
+    """ASGI app that responds with what it received; some of its responses are streams."""
     body, more = b"", True
     while more:
         message = await receive()
@@ -47,15 +47,15 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
             return
         body, more = body + message["body"], message["more_body"]
     names = sorted(name.decode("latin-1") for name, _ in scope["headers"])
-    told = [
+    received = [
         scope["method"],
         scope["path"],
         scope["query_string"].decode("latin-1"),
         body.hex(),
         *names,
     ]
-    told.append(dict(scope["headers"]).get(b"x-a", b"").decode("latin-1"))
-    content = json.dumps(told).encode()
+    received.append(dict(scope["headers"]).get(b"x-a", b"").decode("latin-1"))
+    content = json.dumps(received).encode()
     is_stream = len(body) % 2 == 1
     length = [] if is_stream else [(b"content-length", b"%d" % len(content))]
     await send({"type": "http.response.start", "status": 200, "headers": length})
@@ -118,8 +118,10 @@ class Heard(logging.Handler):
 
 
 async def said_to(pieces: Sequence[bytes], turns: Callable[[], int]) -> tuple[bytes, bool]:
-    """What a server says to these bytes, and whether it has closed. turns: of the event loop
-    between two pieces."""
+    """Return what a server sends for these bytes, and whether it has closed.
+
+    turns: turns of the event loop between two pieces.
+    """
     problems: list[Any] = []
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: problems.append(context))
@@ -162,7 +164,7 @@ async def _turns(number: int) -> None:
 
 
 def said(data: bytes, seed: int | None = None) -> tuple[bytes, bool]:
-    """To all at once; with a seed: in pieces."""
+    """Return what a server sends for all bytes at once or, with a seed, in pieces."""
     if seed is None:
         return asyncio.run(said_to([data], lambda: 0))
     rng = random.Random(seed)
@@ -182,15 +184,15 @@ def pieces_of(rng: random.Random, data: bytes) -> list[bytes]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class SentRequest:
     data: bytes
-    told: list[str]
-    """What the application says of it."""
+    expected: list[str]
+    """Content that the application sends for it."""
     is_continued: bool
-    """Its client waits to be told to send the body."""
+    """Its client waits for 100 Continue before it sends the body."""
 
 
-def request(rng: random.Random, *, is_last: bool) -> Asked:
+def request(rng: random.Random, *, is_last: bool) -> SentRequest:
     method = rng.choice(["GET", "POST", "PUT", "HEAD", "DELETE", "OPTIONS"])
     path, query = rng.choice(["/", "/v2/models/a/infer", "/x" * 40]), rng.choice(["", "a=b&c"])
     target = path + (f"?{query}" if query else "")
@@ -218,8 +220,8 @@ def request(rng: random.Random, *, is_last: bool) -> Asked:
     rng.shuffle(headers)
     lines = [f"{method} {target} HTTP/{version}", *headers, "", ""]
     names = sorted(name for name in names_of(headers) if name != "upgrade")
-    told = [method, path, query, body.hex(), *names, "b"]
-    return Asked("\r\n".join(lines).encode() + sent, told, is_continued)
+    expected = [method, path, query, body.hex(), *names, "b"]
+    return SentRequest("\r\n".join(lines).encode() + sent, expected, is_continued)
 
 
 def names_of(headers: Sequence[str]) -> list[str]:
@@ -235,13 +237,13 @@ def chunked(rng: random.Random, body: bytes) -> bytes:
     return data + b"0\r\n" + rng.choice([b"", b"X-Trailer: y\r\n"]) + b"\r\n"
 
 
-def conversation(seed: int) -> list[Asked]:
+def conversation(seed: int) -> list[SentRequest]:
     rng = random.Random(seed)
     number = rng.randint(1, 5)
     return [request(rng, is_last=index == number - 1) for index in range(number)]
 
 
-def answers(data: bytes, methods: Sequence[str]) -> list[tuple[int, bytes]]:
+def responses_in(data: bytes, methods: Sequence[str]) -> list[tuple[int, bytes]]:
     """(status, body) of each, read as another's client reads them."""
     found = []
     for method in methods:
@@ -289,7 +291,7 @@ def changed(rng: random.Random, data: bytes) -> bytes:
 
 
 def final(said: tuple[bytes, bool]) -> tuple[bytes, bool]:
-    """Without the words to a client that waits: whether it still does depends on the time."""
+    """Drop the 100 Continue: whether the client still waits for it depends on the time."""
     sent, is_closing = said
     return sent.replace(GO_ON, b""), is_closing
 
@@ -298,19 +300,19 @@ def final(said: tuple[bytes, bool]) -> tuple[bytes, bool]:
 
 
 @given(seed=SEEDS, cut=st.none() | SEEDS)
-def test_requests_are_answered_as_they_were_sent(seed: int, cut: int | None) -> None:
+def test_requests_are_served_as_they_were_sent(seed: int, cut: int | None) -> None:
     requests = conversation(seed)
     sent, is_closing = said(b"".join(each.data for each in requests), cut)
-    found = answers(sent, [each.told[0] for each in requests])
+    found = responses_in(sent, [each.expected[0] for each in requests])
     assert [status for status, _ in found] == [200] * len(requests)
     for each, (_, body) in zip(requests, found, strict=True):
-        assert body == b"" if each.told[0] == "HEAD" else json.loads(body) == each.told
+        assert body == b"" if each.expected[0] == "HEAD" else json.loads(body) == each.expected
     assert sent.count(GO_ON) == sum(each.is_continued for each in requests)
     assert is_closing == (b"Connection: close" in requests[-1].data or _is_old(requests[-1]))
 
 
-def _is_old(asked: Asked) -> bool:
-    return b" HTTP/1.0\r\n" in asked.data
+def _is_old(sent_request: SentRequest) -> bool:
+    return b" HTTP/1.0\r\n" in sent_request.data
 
 
 @examples(4)

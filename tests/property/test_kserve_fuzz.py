@@ -1,4 +1,4 @@
-"""No input of any kind is answered by a defect, or by nothing."""
+"""No input of any kind causes a defect, or stays without a response."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ JSON = st.recursive(
 )
 ITEMSIZES = {"F16": 2, "BF16": 2, "F32": 4, "I32": 4, "F64": 8, "I64": 8}
 NUM_INPUTS = num_examples(30)
-"""Of the slow test."""
+"""Number of inputs of the slow test."""
 MAX_GROWTH_BYTES = 8 * 2**20
 
 PBTXT = """
@@ -105,15 +105,15 @@ def test_many_inputs_take_no_memory():
     """Memory stays bounded; -s shows the figures."""
 
     async def run() -> tuple[int, int, dict[str, int]]:
-        asked, before = Asked(), 0
+        requested, before = Asked(), 0
         for seed in range(NUM_INPUTS):
             if seed == NUM_INPUTS // 5:
                 before = _resident_bytes()
-            await asked.ask(seed)
-        return before, _resident_bytes(), asked.statuses
+            await requested.ask(seed)
+        return before, _resident_bytes(), requested.statuses
 
     before, after, statuses = asyncio.run(run())
-    print(f"\n{NUM_INPUTS} inputs: {before} -> {after} bytes resident; answers {statuses}")
+    print(f"\n{NUM_INPUTS} inputs: {before} -> {after} bytes resident; statuses {statuses}")
     assert after - before < MAX_GROWTH_BYTES
     assert {"HTTP 200", "HTTP 400", "gRPC OK", "gRPC INVALID_ARGUMENT"} <= set(statuses)
 

@@ -1,4 +1,4 @@
-"""However the text of an answer is split, its events add up to the same items."""
+"""However the text of an output is split, its events add up to the same items."""
 
 import itertools
 import json
@@ -57,7 +57,7 @@ def events_of(reading: CompletionSyntax, pieces: Sequence[str]) -> list[Any]:
 
 
 def contents(events: Sequence[Any]) -> list[Any]:
-    """Of the items, without what is random."""
+    """Contents of the items, without random ids."""
     found: list[Any] = []
     for event in events:
         match event:

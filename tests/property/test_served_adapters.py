@@ -1,8 +1,8 @@
-"""Whatever is loaded, replaced, unloaded, rolled back and restarted: a request is answered by the
+"""Whatever is loaded, replaced, unloaded, rolled back and restarted: a request is served with the
 very bytes that its adapter's name meant when it came, and by no block of older ones.
 
 Serving is whole but for the staging worker; the engine is a real one whose model is a hash of the
-tokens and the adapter's digest, and whose blocks know what they hold. The device has room for two.
+tokens and the adapter's digest, and whose blocks know what they hold. The device fits two adapters.
 """
 
 import asyncio
@@ -86,8 +86,8 @@ class FakeStaging:
         source = fake_source(digest, CAPACITY.page_geometry)
         return StagedAdapter(source=source, dtypes=("F32",), num_tensors=2)
 
-    async def stage_tensors(self, weights, config, **asked) -> StagedAdapter:
-        return await self.stage(bytes(weights.view).decode(), **asked)
+    async def stage_tensors(self, weights, config, **requested) -> StagedAdapter:
+        return await self.stage(bytes(weights.view).decode(), **requested)
 
     async def start(self):
         pass
@@ -123,7 +123,7 @@ def build(state_dir: Path) -> Service:
 
 
 def expected(digest: str, num_tokens: int) -> list[int]:
-    """What the fake model answers with an adapter, alone."""
+    """Tokens that the fake model generates with an adapter, alone."""
     sampling = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True, seed=0)
     request = engine_request(
         PROMPT, sampling, eos_token_ids=(0,), adapters=(AdapterUse(digest),), tenant="default"
@@ -158,7 +158,7 @@ def ref(name: str) -> AdapterRef:
 
 @dataclasses.dataclass
 class Shadow:
-    """Of one name."""
+    """Expected state of one name."""
 
     task_id: int | None
     history: list[tuple[int, str]]
@@ -266,11 +266,11 @@ class ServedAdaptersMachine(RuleBasedStateMachine):
             source = self.do(self.service.adapter_admin.describe(LOCAL, ref(name))).source
             adapter.put(digest_of(source))
         key = ByName(name) if adapter.task_id is None else ByTaskId(adapter.task_id)
-        tokens, digest = self.do(self.ask(key, 5, policy))
+        tokens, digest = self.do(self.send_request(key, 5, policy))
         assert digest == adapter.digest
         assert tokens == expected(digest, 5)
 
-    async def ask(self, key, num_tokens, policy):
+    async def send_request(self, key, num_tokens, policy):
         return await read(await start_request(self.service, key, num_tokens, policy))
 
     @precondition(lambda self: self.adapters and len(self.running) < 4)
@@ -319,8 +319,8 @@ TestServedAdapters = ServedAdaptersMachine.TestCase
 TestServedAdapters.settings = examples(0.2, stateful_step_count=25)
 
 
-async def replaced_answer(state_dir: Path) -> list[int]:
-    """Of an adapter whose prompt's blocks were cached under the bytes before."""
+async def tokens_after_replacement(state_dir: Path) -> list[int]:
+    """Return the tokens of an adapter whose prompt's blocks were cached under earlier bytes."""
     service = build(state_dir)
     await service.start()
     try:
@@ -332,9 +332,9 @@ async def replaced_answer(state_dir: Path) -> list[int]:
         await service.close()
 
 
-async def test_a_replaced_adapter_never_answers_with_an_old_block(tmp_path, monkeypatch, caplog):
+async def test_a_replaced_adapter_never_uses_an_old_block(tmp_path, monkeypatch, caplog):
     """And it would, were the digest not in the salt of every block."""
-    assert await replaced_answer(tmp_path / "1") == expected(digest_of("b"), 5)
+    assert await tokens_after_replacement(tmp_path / "1") == expected(digest_of("b"), 5)
     salt = admission.kv_salt
     monkeypatch.setattr(
         admission,
@@ -342,5 +342,5 @@ async def test_a_replaced_adapter_never_answers_with_an_old_block(tmp_path, monk
         lambda model, dtype, adapters, *others: salt(model, dtype, [], *others),
     )
     with pytest.raises(StepFailedError):
-        await replaced_answer(tmp_path / "2")
+        await tokens_after_replacement(tmp_path / "2")
     assert "block 0 does not hold positions 0 to 15" in caplog.text

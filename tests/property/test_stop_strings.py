@@ -1,7 +1,7 @@
-"""Stop strings through a whole generation: any text, any steps, any stops, one answer.
+"""Stop strings through a whole generation: any text, any steps, any stops, one completion.
 
 The reference gives out one character after the other and looks at what it has. The engine is a
-script: its tokens come in steps of any size, and what was merged while nobody read.
+script: its tokens come in steps of any size, and some are merged before they are read.
 """
 
 import asyncio

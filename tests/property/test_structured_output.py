@@ -1,4 +1,4 @@
-"""Whatever a model with random weights writes, it keeps to its grammar; and the answer depends on
+"""Whatever a model with random weights writes, it keeps to its grammar; and the output depends on
 nothing but model, prompt and parameters."""
 
 import collections
@@ -39,28 +39,28 @@ def folder(tmp_path_factory) -> Path:
     return write_tiny_text_model(tmp_path_factory.mktemp("model"), "byte-level", seed=1)
 
 
-def test_answers_validate_against_random_schemas(llm):
+def test_outputs_validate_against_random_schemas(llm):
     check_schemas(llm, seed=0, count=num_examples(0.4))
 
 
 @pytest.mark.slow
-def test_500_answers_of_500_validate(llm):
+def test_500_outputs_of_500_validate(llm):
     check_schemas(llm, seed=1000, count=500)
 
 
 def check_schemas(llm: LLM, *, seed: int, count: int) -> None:
-    """Every schema is answered at temperature 0 or 1, in one batch."""
+    """Generate for every schema at temperature 0 or 1, in one batch."""
     random_schemas = RandomSchemas(seed)
     schemas = [random_schemas.schema() for _ in range(count)]
-    answers = llm.generate(
+    outputs = llm.generate(
         ["The answer is"] * count,
         [as_json(schema, temperature=i % 2, seed=i) for i, schema in enumerate(schemas)],
     )
-    reasons = collections.Counter(answer.finish_reason for answer in answers)
+    reasons = collections.Counter(output.finish_reason for output in outputs)
     valid = [
-        is_valid(answer.text, schema)
-        for answer, schema in zip(answers, schemas, strict=True)
-        if answer.finish_reason is FinishReason.STOP
+        is_valid(output.text, schema)
+        for output, schema in zip(outputs, schemas, strict=True)
+        if output.finish_reason is FinishReason.STOP
     ]
     assert (sum(valid), reasons[FinishReason.LENGTH]) == (count, 0), "(valid, cut)"
 
@@ -84,25 +84,25 @@ def constrained(kind: GrammarKind, text: str, **sampling) -> SamplingParams:
     return SamplingParams(grammar=Grammar(kind, text), **settings)
 
 
-def test_answers_match_random_regular_expressions(llm):
+def test_outputs_match_random_regular_expressions(llm):
     random_regexes = RandomRegexes(0)
     patterns = [random_regexes.regex() for _ in range(num_examples(0.6))]
 
-    answers = llm.generate(
+    outputs = llm.generate(
         ["Go:"] * len(patterns),
         [constrained(GrammarKind.REGEX, text, seed=i) for i, text in enumerate(patterns)],
     )
 
-    for pattern, answer in zip(patterns, answers, strict=True):
-        assert re.fullmatch(pattern, answer.text), (pattern, answer.text)
-        assert answer.finish_reason is FinishReason.STOP
+    for pattern, output in zip(patterns, outputs, strict=True):
+        assert re.fullmatch(pattern, output.text), (pattern, output.text)
+        assert output.finish_reason is FinishReason.STOP
 
 
-def test_answers_are_one_of_random_choices(llm):
+def test_outputs_are_one_of_random_choices(llm):
     random_regexes = RandomRegexes(1)
     choices = [random_regexes.choices() for _ in range(num_examples(0.6))]
 
-    answers = llm.generate(
+    outputs = llm.generate(
         ["Go:"] * len(choices),
         [
             constrained(GrammarKind.CHOICE, json.dumps(texts), seed=i, temperature=1.5)
@@ -110,20 +110,20 @@ def test_answers_are_one_of_random_choices(llm):
         ],
     )
 
-    for texts, answer in zip(choices, answers, strict=True):
-        assert answer.text in texts
-        assert answer.finish_reason is FinishReason.STOP
+    for texts, output in zip(choices, outputs, strict=True):
+        assert output.text in texts
+        assert output.finish_reason is FinishReason.STOP
 
 
 def test_every_choice_can_come(llm):
     texts = ["a", "ab", "abc", ""]
 
-    (answer,) = llm.generate(
+    (output,) = llm.generate(
         ["Go:"],
         constrained(GrammarKind.CHOICE, json.dumps(texts), n=100, temperature=5.0),
     )
 
-    assert {completion.text for completion in answer.completions} == set(texts)
+    assert {completion.text for completion in output.completions} == set(texts)
 
 
 PROMPTS = ("Hello", "What is the capital of France?", [7, 8, 9] * 30)
@@ -143,13 +143,13 @@ def mixed() -> list[SamplingParams]:
     ]
 
 
-def answers_of(folder: Path, params: Sequence[SamplingParams], **settings) -> list[Completion]:
+def completions_of(folder: Path, params: Sequence[SamplingParams], **settings) -> list[Completion]:
     with LLM(str(folder), state_dir=str(folder / "state"), num_threads=1, **settings) as opened:
-        answers = opened.generate(list(TEXTS[: len(params)]), params)
-        return [told(completion) for answer in answers for completion in answer.completions]
+        outputs = opened.generate(list(TEXTS[: len(params)]), params)
+        return [as_tuple(completion) for output in outputs for completion in output.completions]
 
 
-def told(completion: Completion) -> tuple:
+def as_tuple(completion: Completion) -> tuple:
     chosen = tuple(round(logprob.logprob, 3) for logprob in completion.logprobs)
     return completion.text, completion.token_ids, completion.finish_reason, chosen
 
@@ -165,9 +165,9 @@ def told(completion: Completion) -> tuple:
     ],
     ids=lambda settings: next(iter(settings)),
 )
-def test_answers_do_not_depend_on_how_they_were_computed(folder, settings):
-    """Alone, in chunks, with guesses from the text, planned ahead."""
-    assert answers_of(folder, mixed(), **settings) == answers_of(folder, mixed())
+def test_outputs_do_not_depend_on_how_they_were_computed(folder, settings):
+    """Generated alone, in chunks, with prompt lookup, planned ahead."""
+    assert completions_of(folder, mixed(), **settings) == completions_of(folder, mixed())
 
 
 def test_a_preempted_sequence_goes_on_within_its_grammar(folder):
@@ -180,21 +180,21 @@ def test_a_preempted_sequence_goes_on_within_its_grammar(folder):
         kv_cache_bytes=32 * BLOCK_BYTES,
         enable_prefix_cache=False,
     ) as opened:
-        answers = opened.generate(list(TEXTS) * 4, mixed() * 4)
+        outputs = opened.generate(list(TEXTS) * 4, mixed() * 4)
         assert opened.stats().preemptions > 0
 
-    found = [told(answer.completions[0]) for answer in answers]
-    assert found == answers_of(folder, mixed()) * 4
+    found = [as_tuple(output.completions[0]) for output in outputs]
+    assert found == completions_of(folder, mixed()) * 4
 
 
-@pytest.mark.parametrize("guess", ["none", "random", "shifted"])
-def test_guesses_change_no_token(folder, guess, monkeypatch):
-    expected = answers_of(folder, mixed())
+@pytest.mark.parametrize("drafts", ["none", "random", "shifted"])
+def test_draft_tokens_change_no_token(folder, drafts, monkeypatch):
+    expected = completions_of(folder, mixed())
     forced = RowMatcher.forced
     draw = random.Random(0)
 
     def wrong(self: RowMatcher) -> tuple[int, ...]:
-        match guess:
+        match drafts:
             case "none":
                 return ()
             case "random":
@@ -205,55 +205,55 @@ def test_guesses_change_no_token(folder, guess, monkeypatch):
 
     monkeypatch.setattr(RowMatcher, "forced", wrong)
 
-    assert answers_of(folder, mixed()) == expected
+    assert completions_of(folder, mixed()) == expected
 
 
 def test_forced_text_takes_fewer_steps(folder, monkeypatch):
-    """The guesses are right where the grammar leaves one text only."""
+    """The draft tokens are right where the grammar leaves one text only."""
     text = json.dumps(["a text that is long, and the only one that there is"])
     params = [constrained(GrammarKind.CHOICE, text, temperature=0)]
 
     def steps() -> int:
         with LLM(str(folder), state_dir=str(folder / "state"), num_threads=1) as opened:
-            (answer,) = opened.generate(["Go:"], params)
-            assert answer.text == json.loads(text)[0]
+            (output,) = opened.generate(["Go:"], params)
+            assert output.text == json.loads(text)[0]
             return opened.stats().steps
 
-    with_guesses = steps()
+    with_drafts = steps()
     monkeypatch.setattr(RowMatcher, "forced", lambda self: ())
 
-    assert with_guesses < steps() / 3
+    assert with_drafts < steps() / 3
 
 
-def test_every_one_of_n_answers_keeps_to_the_grammar(folder):
+def test_every_one_of_n_outputs_keeps_to_the_grammar(folder):
     schema = SCHEMAS[0]
-    answers = answers_of(folder, [as_json(schema, n=6, temperature=1.5)])
+    outputs = completions_of(folder, [as_json(schema, n=6, temperature=1.5)])
 
-    assert len({token_ids for _, token_ids, _, _ in answers}) > 1
-    assert all(is_valid(text, schema) for text, *_ in answers)
+    assert len({token_ids for _, token_ids, _, _ in outputs}) > 1
+    assert all(is_valid(text, schema) for text, *_ in outputs)
 
 
 def test_logprobs_are_of_the_models_own_distribution(folder):
     """Not of what the grammar leaves of it: there a forced token would have probability 1."""
-    answers = answers_of(
+    outputs = completions_of(
         folder, [constrained(GrammarKind.CHOICE, '["only"]', temperature=0, logprobs=0)]
     )
 
-    assert max(answers[0][3]) < -0.01
+    assert max(outputs[0][3]) < -0.01
 
 
 def test_beams_keep_to_the_grammar(folder):
     schema = SCHEMAS[1]
     sampling = as_json(schema, temperature=0, n=3, beam=BeamSearch(width=3))
 
-    answers = answers_of(folder, [sampling])
+    outputs = completions_of(folder, [sampling])
 
-    assert len(answers) == 3
-    assert all(is_valid(text, schema) for text, *_ in answers)
+    assert len(outputs) == 3
+    assert all(is_valid(text, schema) for text, *_ in outputs)
 
 
 def test_every_adapter_keeps_to_its_requests_grammar(folder, tmp_path):
-    """Base and two adapters in one batch: different answers, all of the same form."""
+    """Base and two adapters in one batch: different outputs, all of the same form."""
     kind = AdapterKind(rank=4, alpha=8, b_scale=1.0)
     adapters = {name: str(tmp_path / name) for name in ("one", "two")}
     for seed, path in enumerate(adapters.values()):
@@ -273,6 +273,6 @@ def test_every_adapter_keeps_to_its_requests_grammar(folder, tmp_path):
             for name in names
         ]
 
-    assert all(is_valid(answer.text, schema) for answer in together)
-    assert len({answer.text for answer in together}) == 3
-    assert [answer.text for answer in together] == [answer.text for answer in alone]
+    assert all(is_valid(output.text, schema) for output in together)
+    assert len({output.text for output in together}) == 3
+    assert [output.text for output in together] == [output.text for output in alone]

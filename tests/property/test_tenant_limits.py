@@ -36,7 +36,7 @@ class TenantLimitsMachine(RuleBasedStateMachine):
         self.leases = {}
         self.times = []
         self.costs = []
-        """By request: what is reserved or, once it ended, used."""
+        """Tokens by request: reserved or, once it ended, used."""
         self.counted = []
         """Times of all counted requests, with those that were refused as malformed."""
 
@@ -45,7 +45,7 @@ class TenantLimitsMachine(RuleBasedStateMachine):
         self.clock.advance_seconds(seconds)
 
     @rule(prompt=st.integers(1, 60), max_tokens=st.integers(1, 60))
-    def ask(self, prompt, max_tokens):
+    def send_request(self, prompt, max_tokens):
         num_before = len(self.leases)
         try:
             with self.gate.admission(ACME) as lease:
@@ -64,7 +64,7 @@ class TenantLimitsMachine(RuleBasedStateMachine):
         self.counted.append(self.clock.now_ns())
 
     def check_wait(self, error, amount, num_concurrent):
-        """Whoever is refused is refused for a reason, and told a time after which it is gone."""
+        """Every refusal has a reason, and reports a time after which the reason is gone."""
         if num_concurrent >= CONCURRENT:
             return
         wait_ns = round(error.retry_after_seconds * 1e9)
@@ -110,7 +110,7 @@ class TenantLimitsMachine(RuleBasedStateMachine):
         assert use.num_concurrent == len(self.leases)
 
     def teardown(self):
-        """At rest all has left."""
+        """After all requests end, nothing remains reserved."""
         for lease, prompt, _ in self.leases.values():
             lease.end(prompt)
         self.clock.advance(WINDOW_NS + SLOT_NS)

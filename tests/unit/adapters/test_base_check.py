@@ -164,10 +164,10 @@ def test_names_of_bases():
         check_base_name("org/other", "model", BaseCheck.ERROR)
 
 
-def test_rounded_tensors_are_told_and_too_large_ones_refused():
+def test_rounded_tensors_are_reported_and_too_large_ones_refused():
     assert check_cast([lora()], "float32") == []
-    (told,) = check_cast([lora()], "bfloat16")
-    assert told.startswith("2 tensors are F32")
+    (warning,) = check_cast([lora()], "bfloat16")
+    assert warning.startswith("2 tensors are F32")
     fits = row(RowKind.BIAS, bias=raw(12, value=-65519.0))
     check_cast([fits], "float16")
     large = row(RowKind.BIAS, bias=raw(12, value=-65520.0))

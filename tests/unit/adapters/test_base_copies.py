@@ -1,4 +1,4 @@
-"""Copies of the base's own weights beside LoRA: left out if they are the base's very values."""
+"""Copies of the base's own weights in an adapter: left out if they are the base's very values."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ def base(tmp_path):
 
 @pytest.fixture
 def adapter(peft_folder):
-    """LoRA of lm_head beside a copy of it."""
+    """Adapter with LoRA of lm_head and a copy of lm_head."""
 
     def make(copy, module="lm_head"):
         folder = peft_folder()
@@ -60,7 +60,7 @@ def adapter(peft_folder):
 
 @pytest.fixture
 def kinds_of(staged):
-    """A function (folder, base, shapes) -> the kinds of its rows, and what was told."""
+    """Return a function (folder, base, shapes) -> the kinds of its rows, and its warnings."""
 
     def run(folder, base_folder, shapes=SHAPES):
         got = staged(folder, shapes=shapes, base_path=str(base_folder))
@@ -71,14 +71,14 @@ def kinds_of(staged):
 
 
 @pytest.mark.parametrize("module", ["lm_head", "embed_tokens"])
-def test_the_base_s_own_values_are_left_out_and_told(kinds_of, adapter, base, module):
+def test_the_base_s_own_values_are_left_out_and_reported(kinds_of, adapter, base, module):
     weight = values(VOCAB, HIDDEN)
     other = {"embed_tokens": values(VOCAB, HIDDEN, seed=2), "lm_head": values(VOCAB, 8, seed=3)}
     folder = base(**(other | {module: weight}))
-    found, (told,) = kinds_of(adapter(weight, module), folder)
+    found, (warning,) = kinds_of(adapter(weight, module), folder)
     assert found == [RowKind.LORA]
-    assert module in told
-    assert f"{weight.nbytes} bytes" in told
+    assert module in warning
+    assert f"{weight.nbytes} bytes" in warning
 
 
 def test_one_other_value_keeps_it(kinds_of, adapter, base, monkeypatch):
@@ -86,9 +86,9 @@ def test_one_other_value_keeps_it(kinds_of, adapter, base, monkeypatch):
     weight = values(VOCAB, HIDDEN)
     other = weight.copy()
     other[-1, -1] += 1e-6
-    found, told = kinds_of(adapter(other), base(lm_head=weight))
+    found, warnings = kinds_of(adapter(other), base(lm_head=weight))
     assert found == [RowKind.FULL, RowKind.LORA]
-    assert told == ()
+    assert warnings == ()
 
 
 def test_values_are_compared_not_types(kinds_of, adapter, base):

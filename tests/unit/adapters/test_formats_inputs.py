@@ -20,17 +20,17 @@ from loraplex.core.errors import (
 )
 
 
-def test_all_doors_lead_to_one_adapter(staged, tmp_path, pair):
+def test_all_inputs_lead_to_one_adapter(staged, tmp_path, pair):
     weights = pair.weights()
     save_file({"weights": weights, "config": pair.CONFIG}, tmp_path / "v1.2.safetensors")
-    doors = [
+    paths = [
         pair.write(tmp_path / "pair"),
         pair.write(tmp_path / "batch", weights[None], pair.CONFIG[None]),
         pair.write(tmp_path / "keys", config_name="model.lora_keys.npy"),
         pair.write(tmp_path / "order", weights[::-1], pair.CONFIG[::-1]),
         tmp_path / "v1.2.safetensors",
     ]
-    reports = [staged(door) for door in doors]
+    reports = [staged(path) for path in paths]
     assert len({report.source.digest for report in reports}) == 1
     canonical = tmp_path / "copy.safetensors"
     canonical.write_bytes(Path(reports[0].source.path).read_bytes())
@@ -90,7 +90,7 @@ class TestWhatIsThere:
         ):
             assert understood in raised.value.message
 
-    def test_another_safetensors_file_is_told_by_its_tensors(self, staged, tmp_path):
+    def test_another_safetensors_file_is_detected_by_its_tensors(self, staged, tmp_path):
         save_file({f"t{i}": np.zeros(1, "f4") for i in range(9)}, tmp_path / "x.safetensors")
         with pytest.raises(InvalidAdapterError, match=r"'t0', .* and 4 more tensors; understood"):
             staged(tmp_path / "x.safetensors")

@@ -90,7 +90,7 @@ class TestTheDocumentedExample:
     SHAPES = BaseShapes(4, {"q_proj": (4, 4), "k_proj": (4, 4)})
 
     def weights(self) -> np.ndarray:
-        """Every value tells where it is: 1000 x row + its place in the row; 0 is padding."""
+        """Every value encodes its position: 1000 x row + its index in the row; 0 is padding."""
         weights = np.zeros((6, 64), "<f4")
         for index, (_, _, rank) in enumerate(self.CONFIG):
             count = rank * 4 + 4 * rank

@@ -105,7 +105,7 @@ def without(name: str) -> dict[str, RawTensor]:
         (without("lora_B"), "no lora_B"),
         (without("lora_A"), "no lora_A"),
         (pair() | {f"{Q0}.lora_B.weight": raw(12, 3)}, "different ranks: 2 and 3"),
-        (pair(rank=3), "rank 3; adapter_config.json says 2"),
+        (pair(rank=3), "rank 3; adapter_config.json says 2"),  # language: quoted
         (pair() | pair(Q0.removeprefix("base_model.model.")), "both lora_A of one module"),
         (pair() | {f"{Q0}.lora_A.weight": raw(2, 8, 1)}, r"shape \[2, 8, 1\]"),
         (pair() | {f"{Q0}.lora_A.weight": raw(0, 8)}, r"shape \[0, 8\]"),
@@ -136,7 +136,7 @@ def test_tensors_come_as_they_are():
     assert [row.tensors[name].dtype for name in "ab"] == ["BF16", "F32"]
 
 
-def test_target_modules_without_tensors_are_told():
+def test_target_modules_without_tensors_are_reported():
     config = PeftConfig(r=2, target_modules=["q_proj", "v_proj", "gate_proj"])
     assert missing_modules(config, canonical_rows(config, pair())) == ["v_proj", "gate_proj"]
     assert missing_modules(PeftConfig(target_modules=".*"), ()) == []

@@ -1,4 +1,4 @@
-"""Fetching, from a server on loopback that answers as a test tells it."""
+"""Files are fetched from a server on loopback whose responses a test chooses."""
 
 import contextlib
 import hashlib
@@ -36,14 +36,14 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 class Web(http.server.ThreadingHTTPServer):
-    """`pages`: path -> bytes with an ETag, or a function that answers with the handler."""
+    """HTTP server whose `pages` are, by path, bytes with an ETag or a function of the handler."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.pages = {}
-        self.asked = []
+        self.requests = []
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
     def handle_error(self, *_):
@@ -52,7 +52,7 @@ class Web(http.server.ThreadingHTTPServer):
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.server.asked.append((self.path, dict(self.headers)))
+        self.server.requests.append((self.path, dict(self.headers)))
         page = self.server.pages.get(self.path.partition("?")[0])
         if callable(page):
             page(self)
@@ -61,11 +61,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         else:
             tag = f'"{hashlib.md5(page).hexdigest()}"'
             if self.headers.get("If-None-Match") == tag:
-                self.answer(304)
+                self.response(304)
             else:
-                self.answer(200, page, ETag=tag)
+                self.response(200, page, ETag=tag)
 
-    def answer(self, status, body=b"", **headers):
+    def response(self, status, body=b"", **headers):
         self.send_response(status)
         for name, value in ({"Content_Length": len(body)} | headers).items():
             self.send_header(name.replace("_", "-"), str(value))
@@ -108,7 +108,7 @@ def hurry(monkeypatch):
 
 
 def redirect_to(where):
-    return lambda handler: handler.answer(302, Location=where)
+    return lambda handler: handler.response(302, Location=where)
 
 
 class TestAFile:
@@ -120,7 +120,7 @@ class TestAFile:
         again = local_path(f"{web.url}/v1.2.safetensors", LOCAL, state)
         # The very file, untouched: what was staged from it is known by these.
         assert (again, identities_of([again])) == (path, before)
-        assert "If-None-Match" in web.asked[1][1]
+        assert "If-None-Match" in web.requests[1][1]
 
     def test_changes(self, web, state):
         url = f"{web.url}/zh.safetensors"
@@ -137,12 +137,12 @@ class TestAFile:
         def page(handler):
             is_known = handler.headers.get("If-Modified-Since") == date
             body = b"" if is_known else b"x"
-            handler.answer(304 if is_known else 200, body, Last_Modified=date)
+            handler.response(304 if is_known else 200, body, Last_Modified=date)
 
         web.pages["/zh.safetensors"] = page
         paths = {local_path(f"{web.url}/zh.safetensors", LOCAL, state) for _ in range(2)}
         assert [path.read_bytes() for path in paths] == [b"x"]
-        assert web.asked[1][1]["If-Modified-Since"] == date
+        assert web.requests[1][1]["If-Modified-Since"] == date
 
     def test_a_damaged_copy_is_fetched_again(self, web, state):
         web.pages["/zh.safetensors"] = b"whole"
@@ -178,11 +178,11 @@ class TestTooMuch:
         web.pages["/zh.safetensors"] = page
         with pytest.raises(AdapterTooLargeError, match=r"than 1000 bytes.*max_adapter_bytes"):
             local_path(f"{web.url}/zh.safetensors", self.small, state)
-        assert len(web.asked) == 1  # and is not tried again
+        assert len(web.requests) == 1  # and is not tried again
         assert list(state.glob("sources/*/*")) == []
 
     def test_by_its_header(self, web, state):
-        self.fetch(web, state, lambda h: h.answer(200, b"", Content_Length=5000))
+        self.fetch(web, state, lambda h: h.response(200, b"", Content_Length=5000))
 
     def test_in_chunks_without_an_end(self, web, state):
         def page(handler):
@@ -205,7 +205,7 @@ class TestTooMuch:
         self.fetch(web, state, page)
 
     def test_more_than_its_length_is_not_read(self, web, state):
-        web.pages["/zh.safetensors"] = lambda h: h.answer(200, b"x" * 5000, Content_Length=900)
+        web.pages["/zh.safetensors"] = lambda h: h.response(200, b"x" * 5000, Content_Length=900)
         path = local_path(f"{web.url}/zh.safetensors", self.small, state)
         assert path.stat().st_size == 900
 
@@ -214,8 +214,8 @@ class TestTooMuch:
         with pytest.raises(AdapterTooLargeError):
             local_path(f"{web.url}/zh", self.small, state)
 
-    def test_compressed_answers_are_not_taken(self, web, state):
-        web.pages["/zh.safetensors"] = lambda h: h.answer(200, b"x", Content_Encoding="gzip")
+    def test_compressed_responses_are_not_taken(self, web, state):
+        web.pages["/zh.safetensors"] = lambda h: h.response(200, b"x", Content_Encoding="gzip")
         with pytest.raises(InvalidAdapterError, match="comes as gzip"):
             local_path(f"{web.url}/zh.safetensors", self.small, state)
 
@@ -226,21 +226,21 @@ class TestTrouble:
         return local_path(f"{web.url}/zh.safetensors?secret=1", policy, state)
 
     def test_what_passes(self, web, state):
-        answers = [
-            lambda h: h.answer(503, Retry_After=0),
-            lambda h: h.answer(200, b"half", Content_Length=8),
-            lambda h: h.answer(429),
-            lambda h: h.answer(200, b"whole"),
+        responses = [
+            lambda h: h.response(503, Retry_After=0),
+            lambda h: h.response(200, b"half", Content_Length=8),
+            lambda h: h.response(429),
+            lambda h: h.response(200, b"whole"),
         ]
-        path = self.fetch(web, state, lambda h: answers.pop(0)(h))
+        path = self.fetch(web, state, lambda h: responses.pop(0)(h))
         assert path.read_bytes() == b"whole"
 
     @pytest.mark.parametrize(
         ("page", "reason"),
         [
-            (lambda h: h.answer(502), "responds 502 Bad Gateway"),
+            (lambda h: h.response(502), "responds 502 Bad Gateway"),
             (
-                lambda h: h.answer(200, b"half", Content_Length=8),
+                lambda h: h.response(200, b"half", Content_Length=8),
                 r"without sending complete message body \(received 4 bytes, expected 8\)",
             ),
             (lambda h: h.wfile.write(b"HTTP/1.1 what\r\n\r\n"), "what"),
@@ -250,7 +250,7 @@ class TestTrouble:
     def test_what_does_not(self, web, state, page, reason):
         with pytest.raises(AdapterLoadError, match=f"{reason}.*try again later") as caught:
             self.fetch(web, state, page)
-        assert len(web.asked) == 4
+        assert len(web.requests) == 4
         assert "secret" not in caught.value.message
 
     def test_a_chunk_that_is_cut(self, web, state):
@@ -266,10 +266,10 @@ class TestTrouble:
             self.fetch(web, state, page)
 
     @pytest.mark.parametrize("status", [400, 401, 403, 500 - 59, 206])
-    def test_other_answers_are_final(self, web, state, status):
+    def test_other_responses_are_final(self, web, state, status):
         with pytest.raises(InvalidAdapterError, match=f"responds {status}"):
-            self.fetch(web, state, lambda h: h.answer(status))
-        assert len(web.asked) == 1
+            self.fetch(web, state, lambda h: h.response(status))
+        assert len(web.requests) == 1
 
     def test_drop_by_drop(self, web, state):
         def page(handler):
@@ -286,15 +286,15 @@ class TestTrouble:
             self.fetch(web, state, page, policy)
         assert time.monotonic() - started < 3
 
-    def test_nobody_listens(self, web, state):
+    def test_no_server_listens(self, web, state):
         with pytest.raises(AdapterLoadError, match="Connection refused"):
             local_path("http://127.0.0.1:9/zh.safetensors", LOCAL, state)
 
     def test_for_the_operator_what_was_kept_stands_in(self, web, state, caplog):
         kept = self.fetch(web, state, b"kept")
         with pytest.raises(AdapterLoadError):
-            self.fetch(web, state, lambda h: h.answer(503))
-        path = self.fetch(web, state, lambda h: h.answer(503), LOCAL.for_operator())
+            self.fetch(web, state, lambda h: h.response(503))
+        path = self.fetch(web, state, lambda h: h.response(503), LOCAL.for_operator())
         assert path == kept
         assert "the copy that arrived before is used" in caplog.text
 
@@ -305,13 +305,13 @@ class TestWhere:
         for policy in (SourcePolicy(), SourcePolicy().for_operator(), SourcePolicy(hosts=("*",))):
             with pytest.raises(PermissionDeniedError, match="allow_private_addresses"):
                 local_path(f"{web.url}/zh.safetensors", policy, state)
-        assert web.asked == []
+        assert web.requests == []
 
     def test_hosts_that_are_not_allowed(self, web, state):
         policy = SourcePolicy(hosts=("example.org",), allow_private_addresses=True)
         with pytest.raises(PermissionDeniedError, match="allowed_adapter_hosts"):
             local_path(f"{web.url}/zh.safetensors", policy, state)
-        assert web.asked == []
+        assert web.requests == []
 
     def test_redirects(self, web, state):
         web.pages |= {"/zh.safetensors": redirect_to("/b?x=1"), "/b": b"x"}
@@ -379,13 +379,13 @@ class TestTls:
         port = secure_web.server_address[1]
         url = f"https://cats.example.org:{port}/zh.safetensors"
         assert local_path(url, LOCAL, state).read_bytes() == b"weights"
-        assert secure_web.asked[0][1]["Host"] == f"cats.example.org:{port}"
+        assert secure_web.requests[0][1]["Host"] == f"cats.example.org:{port}"
 
     def test_another_name_is_refused_at_once(self, secure_web, state):
         url = f"https://dogs.example.org:{secure_web.server_address[1]}/zh.safetensors"
         with pytest.raises(InvalidAdapterError, match=r"Hostname mismatch.*dogs\.example\.org"):
             local_path(url, LOCAL, state)
-        assert secure_web.asked == []
+        assert secure_web.requests == []
 
 
 class TestProxies:
@@ -394,14 +394,14 @@ class TestProxies:
         web.pages["http://example.org/zh.safetensors"] = b"weights"
         path = local_path("http://example.org/zh.safetensors", SourcePolicy(), state)
         assert path.read_bytes() == b"weights"
-        assert [where for where, _ in web.asked] == ["http://example.org/zh.safetensors"]
+        assert [where for where, _ in web.requests] == ["http://example.org/zh.safetensors"]
 
     @pytest.mark.parametrize("host", ["localhost", "127.1", "10.0.0.1", "[::1]", "minio"])
     def test_it_gets_none_of_a_private_host(self, web, state, monkeypatch, host):
         monkeypatch.setenv("all_proxy", web.url)
         with pytest.raises(PermissionDeniedError, match="no public"):
             local_path(f"http://{host}/zh.safetensors", SourcePolicy(), state)
-        assert web.asked == []
+        assert web.requests == []
 
     def test_a_redirect_through_it_is_checked(self, web, state, monkeypatch):
         monkeypatch.setenv("http_proxy", web.url)
@@ -489,8 +489,8 @@ class TestTheHub:
         return web
 
     def publish(self, web, commit, revision="main", folder=""):
-        answer = json.dumps({"sha": commit, "siblings": []}).encode()
-        web.pages[f"/api/models/owner/name/revision/{revision}"] = answer
+        response = json.dumps({"sha": commit, "siblings": []}).encode()
+        web.pages[f"/api/models/owner/name/revision/{revision}"] = response
         for name in (CONFIG, WEIGHTS):
             body = f"{commit} {name}".encode()
             web.pages[f"/owner/name/resolve/{commit}{folder}/{name}"] = body
@@ -498,10 +498,10 @@ class TestTheHub:
     def test_all_files_are_of_one_commit_and_come_once(self, hub, state):
         path = local_path("hf://owner/name", LOCAL, state)
         assert (path / WEIGHTS).read_text() == f"{self.commit} {WEIGHTS}"
-        assert all(headers["Authorization"] == "Bearer hf_secret" for _, headers in hub.asked)
-        num_asked = len(hub.asked)
+        assert all(headers["Authorization"] == "Bearer hf_secret" for _, headers in hub.requests)
+        num_requested = len(hub.requests)
         assert local_path("owner/name", LOCAL, state) == path
-        assert len(hub.asked) == num_asked + 1
+        assert len(hub.requests) == num_requested + 1
         self.publish(hub, "d" * 40)
         again = local_path("owner/name", LOCAL, state)
         assert (again / CONFIG).read_text().startswith("d" * 40)
@@ -520,15 +520,15 @@ class TestTheHub:
         local_path("hf://owner/name", LOCAL, state)
         other.shutdown()
         other.server_close()
-        assert [path for path, _ in other.asked] == ["/blob"]
-        assert "Authorization" not in other.asked[0][1]
+        assert [path for path, _ in other.requests] == ["/blob"]
+        assert "Authorization" not in other.requests[0][1]
 
-    def test_a_checksum_that_the_hub_tells(self, hub, state):
+    def test_a_checksum_that_the_hub_sends(self, hub, state):
         hub.pages["/blob"] = b"weights"
         target = f"/owner/name/resolve/{self.commit}/{WEIGHTS}"
 
         def page(sha256):
-            return lambda h: h.answer(302, Location="/blob", X_Linked_Etag=f'"{sha256}"')
+            return lambda h: h.response(302, Location="/blob", X_Linked_Etag=f'"{sha256}"')
 
         hub.pages[target] = page("0" * 64)
         with pytest.raises(AdapterLoadError, match="that of the hub 0000"):
@@ -540,7 +540,7 @@ class TestTheHub:
         with pytest.raises(InvalidAdapterError, match="no repository owner/none with the revision"):
             local_path("hf://owner/none", LOCAL, state)
 
-    def test_an_answer_that_is_none(self, hub, state):
+    def test_an_invalid_response(self, hub, state):
         hub.pages["/api/models/owner/name/revision/main"] = b"<html>"
         with pytest.raises(AdapterLoadError, match="unreadable"):
             local_path("hf://owner/name", LOCAL, state)
@@ -548,7 +548,7 @@ class TestTheHub:
     def test_clients_need_the_operators_word(self, hub, state):
         with pytest.raises(PermissionDeniedError, match="allowed_adapter_hosts"):
             local_path("owner/name", SourcePolicy(hosts=()), state)
-        assert hub.asked == []
+        assert hub.requests == []
 
     def test_its_other_hosts_are_allowed_after_a_redirect_only(self, state):
         policy = SourcePolicy(hosts=("hub.example.org",))
@@ -660,7 +660,7 @@ class TestThroughTheWorker:
         import asyncio
 
         release = threading.Event()
-        web.pages["/zh.safetensors"] = lambda h: release.wait(20) and h.answer(404)
+        web.pages["/zh.safetensors"] = lambda h: release.wait(20) and h.response(404)
         worker = StagingWorker(state, policy=LOCAL)
         slow = asyncio.create_task(
             worker.stage(f"{web.url}/zh.safetensors", shapes=shapes, max_rank=8)

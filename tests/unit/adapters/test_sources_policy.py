@@ -54,7 +54,7 @@ class TestPaths:
         with pytest.raises(PermissionDeniedError, match=r"adapter_config\.json is outside"):
             self.check(root / "team", root)
 
-    def test_what_is_not_there_is_told_only_within(self, root, tmp_path):
+    def test_missing_files_are_reported_only_within(self, root, tmp_path):
         with pytest.raises(InvalidAdapterError, match="No such file"):
             self.check(root / "none", root)
         with pytest.raises(PermissionDeniedError):
@@ -132,10 +132,10 @@ class TestAddresses:
                 policy.check_address("h", address)
 
     @pytest.mark.parametrize(
-        "answers", [["127.0.0.1"], ["8.8.8.8", "10.0.0.1"], ["10.0.0.1", "8.8.8.8"]]
+        "addresses", [["127.0.0.1"], ["8.8.8.8", "10.0.0.1"], ["10.0.0.1", "8.8.8.8"]]
     )
-    def test_every_answer_of_the_name_server_is_checked(self, monkeypatch, answers):
-        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (a, 80)) for a in answers]
+    def test_every_address_from_the_name_server_is_checked(self, monkeypatch, addresses):
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (a, 80)) for a in addresses]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
         monkeypatch.setattr(socket, "create_connection", lambda *_, **__: pytest.fail("connected"))
         with pytest.raises(PermissionDeniedError, match="no public address"):
@@ -215,7 +215,7 @@ class TestForClients:
         )
         assert policy.roots == ("/b", "/a", "/l")
 
-    def test_no_host_unless_allowed(self):
+    def test_only_allowed_hosts(self):
         assert self.policy().hosts == ()
         hosts = ("huggingface.co", "*.example.org", "s3://bucket", "*", "::1")
         assert self.policy(allowed_adapter_hosts=hosts).hosts == hosts

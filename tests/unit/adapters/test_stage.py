@@ -74,7 +74,7 @@ class TestStagingAgain:
         assert again.source == first.source
         assert (again.dtypes, again.num_tensors) == (first.dtypes, first.num_tensors)
 
-    def test_it_is_if_that_is_asked_for(self, staged, peft_folder):
+    def test_it_is_if_requested(self, staged, peft_folder):
         folder = peft_folder().write()
         first = staged(folder)
         again = staged(folder, reads_again=True)
@@ -151,7 +151,7 @@ class TestWarnings:
             (None, "llama-2", False),
         ],
     )
-    def test_another_base_model_is_told(self, staged, peft_folder, trained_on, base, warned):
+    def test_another_base_model_is_reported(self, staged, peft_folder, trained_on, base, warned):
         folder = peft_folder()
         folder.config["base_model_name_or_path"] = trained_on
         warnings = staged(folder.write(), base_model=base).warnings
@@ -166,7 +166,7 @@ class TestWarnings:
                 staged(folder.write(), base_model="other", base_check=BaseCheck.ERROR)
         assert staged(folder.path, base_model="llama-2", base_check=BaseCheck.ERROR).warnings == ()
 
-    def test_the_pool_s_type_is_told_the_first_time_and_again(self, staged, peft_folder):
+    def test_the_pool_s_type_is_reported_the_first_time_and_again(self, staged, peft_folder):
         folder = peft_folder().write()
         for _ in range(2):
             (warning,) = staged(folder, pool_dtype="float16").warnings
@@ -186,7 +186,7 @@ class TestWarnings:
         assert "o_proj" in warning
         assert "up_proj" not in warning
 
-    def test_targets_without_tensors_are_told(self, staged, peft_folder):
+    def test_targets_without_tensors_are_reported(self, staged, peft_folder):
         folder = peft_folder()
         folder.config["target_modules"] = ["q_proj", "k_proj", "down_proj", "up_proj"]
         (warning,) = staged(folder.write()).warnings

@@ -145,7 +145,7 @@ class TestMisbehaviour:
             await worker.stage("/a", shapes=shapes, max_rank=8)
         await worker.close()
 
-    async def test_a_caller_that_gives_up_does_not_shift_the_answers(
+    async def test_a_caller_that_gives_up_does_not_shift_the_replies(
         self, worker, peft_folder, shapes
     ):
         folders = [str(peft_folder(f"a{seed}", seed=seed).write()) for seed in range(2)]

@@ -59,7 +59,7 @@ def test_an_added_adapter_is_found_by_name_task_and_digest(store):
     assert (version.created, version.path, version.warnings) == (1234, "/adapters/cats", ("w",))
 
 
-def test_task_ids_are_told_where_one_is_unknown(store):
+def test_task_ids_are_listed_where_one_is_unknown(store):
     add(store, "bats")
     add(store, "cats", task_id=8)
     add(store, "dogs", task_id=7)
@@ -82,7 +82,7 @@ def test_tenants_and_models_do_not_see_each_other(store):
     assert [v.digest for v in store.list("u")] == ["other"]
 
 
-def test_finding_asks_without_an_error(store):
+def test_finding_raises_no_error(store):
     version = add(store, "cats", task_id=3)
     assert store.find(by_name("cats")) == store.find(by_task(3)) == version
     for ref in (by_name("dogs"), by_task(4), AdapterRef("m", "t", ByDigest("d9"))):
@@ -90,7 +90,7 @@ def test_finding_asks_without_an_error(store):
 
 
 class TestReplacing:
-    def test_a_taken_name_is_refused_unless_replaced(self, store):
+    def test_a_taken_name_is_refused_if_not_replaced(self, store):
         first = add(store, "cats", staged("d1"), task_id=7)
         with pytest.raises(AdapterExistsError, match="'cats' already exists"):
             add(store, "cats", staged("d2"))
@@ -266,7 +266,7 @@ class TestAliases:
             store.resolve(by_name("animals"))
         add(store, "animals")
 
-    def test_turn_over_to_another_adapter_if_asked(self, store):
+    def test_turn_over_to_another_adapter_if_requested(self, store):
         add(store, "blue", staged("d1"))
         green = add(store, "green", staged("d2"))
         store.alias(by_name("blue"), "live")
@@ -288,7 +288,7 @@ class TestAliases:
         with pytest.raises(InvalidParameterError):
             store.alias(by_name("cats"), "a\nb")
 
-    def test_are_told_when_a_name_is_unknown(self, store):
+    def test_are_listed_when_a_name_is_unknown(self, store):
         add(store, "cats")
         store.alias(by_name("cats"), "pets")
         with pytest.raises(AdapterNotFoundError, match=r"known adapters: 'pets', 'cats'$"):
@@ -314,7 +314,7 @@ class TestConfiguration:
         store.apply_configuration("m", "t", {})
         assert store.resolve(by_name("cats")).digest == "d2"
 
-    def test_who_registered_last_decides_even_with_the_same_bytes(self, store):
+    def test_the_last_registration_decides_even_with_the_same_bytes(self, store):
         register(store, "cats", staged("d1"))
         register(store, "cats", staged("d1"), origin=VersionOrigin.CONFIGURED, replace=True)
         assert store.apply_configuration("m", "t", {}).removed
@@ -362,7 +362,7 @@ class TestRemoving:
 
 
 class TestNotFound:
-    def test_a_name_tells_the_nearest_first(self, store):
+    def test_a_name_lists_the_nearest_first(self, store):
         for name in ("zebras", "capitals", "cats"):
             add(store, name)
         with pytest.raises(AdapterNotFoundError) as caught:

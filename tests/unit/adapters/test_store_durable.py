@@ -186,7 +186,7 @@ def test_hostile_names_make_no_path(open_store, state_dir, tmp_path, name):
 
 
 class TestMissingFiles:
-    def test_are_told_and_not_served(self, store, open_store, state_dir):
+    def test_are_reported_and_not_served(self, store, open_store, state_dir):
         version = add(store, state_dir, "cats", "one", task_id=7)
         add(store, state_dir, "dogs", "two")
         canonical_path(state_dir, version.digest).unlink()
@@ -303,7 +303,7 @@ class TestGarbage:
         assert target.read_text() == "mine"
         assert len(list((folder / "ab").iterdir())) == 4
 
-    def test_waits_for_others_who_use_the_files(self, store, state_dir):
+    def test_waits_for_others_that_use_the_files(self, store, state_dir):
         put_file(state_dir, "one")
         other = StateLock.use_files(state_dir)
         assert store.collect_garbage((), 0).is_refused
@@ -316,7 +316,7 @@ class TestGarbage:
 
 
 class TestOneServer:
-    def test_a_second_one_is_told_about_the_first(self, open_store, state_dir):
+    def test_a_second_one_is_refused_with_the_first_named(self, open_store, state_dir):
         open_store()
         with pytest.raises(ConfigError) as caught:
             AdapterStore.open(state_dir)
@@ -336,7 +336,7 @@ class TestOneServer:
         other.close()
         AdapterStore.open(state_dir).close()
 
-    def test_a_closed_store_answers_and_takes_nothing(self, store, state_dir):
+    def test_a_closed_store_returns_and_takes_nothing(self, store, state_dir):
         version = add(store, state_dir, "cats", "one")
         store.close()
         store.close()
@@ -360,7 +360,7 @@ class TestBrokenDatabases:
     def test_no_database_at_all(self, state_dir):
         state_dir.mkdir()
         (state_dir / "adapters.sqlite3").write_text("hello, this is not SQLite" * 100)
-        for _ in range(2):  # the lock was given back
+        for _ in range(2):  # the first pass released the lock
             with pytest.raises(ConfigError, match="not a database; move it away"):
                 AdapterStore.open(state_dir)
 

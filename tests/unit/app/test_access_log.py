@@ -67,8 +67,8 @@ async def test_a_completion(run, log):
         "authorization": "Bearer SECRET",
     }
     url = server.url("/v1/completions?key=SECRET")
-    status, answered = await asyncio.to_thread(post, url, body, headers)
-    assert (status, answered["x-request-id"]) == (200, "my-id")
+    status, responded = await asyncio.to_thread(post, url, body, headers)
+    assert (status, responded["x-request-id"]) == (200, "my-id")
     [line] = await lines(log, "/v1/completions")
     assert list(line) == LINE_KEYS
     assert (line["request_id"], line["trace_id"]) == ("my-id", TRACE)
@@ -91,7 +91,7 @@ async def test_a_completion(run, log):
     assert "secret words" not in text
 
 
-async def test_prompts_if_asked_for(run, log):
+async def test_prompts_if_requested(run, log):
     server = run(access_log=str(log), access_log_prompts=True)
     await server.until_ready()
     await server.complete(prompt="these words", max_tokens=1)
@@ -141,12 +141,12 @@ async def test_a_body_that_does_not_come(run, log):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
         writer.write(head.encode() + b"content-length: 100\r\n\r\n{")
-        answer = await asyncio.wait_for(reader.read(), 10)
+        reply = await asyncio.wait_for(reader.read(), 10)
         writer.close()
-        assert answer.startswith(b"HTTP/1.1 408 ")
-        assert b"connection: close" in answer
-        assert b"within 0.1 seconds" in answer
-        assert code in answer
+        assert reply.startswith(b"HTTP/1.1 408 ")
+        assert b"connection: close" in reply
+        assert b"within 0.1 seconds" in reply
+        assert code in reply
         [line] = await lines(log, path)
         assert (line["status"], line["error"]) == (408, "body_timeout")
 
@@ -168,14 +168,14 @@ async def test_grpc(run, log):
         call = stub.ModelConfig(service_pb2.ModelConfigRequest(name="nobody"))
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await call
-        answered = dict(raised.value.trailing_metadata())["x-request-id"]
+        responded = dict(raised.value.trailing_metadata())["x-request-id"]
     [live] = await lines(log, "/inference.GRPCInferenceService/ServerLive")
     assert (live["protocol"], live["status"], live["request_id"]) == ("grpc", "OK", "g-1")
     assert (live["method"], live["client"], live["trace_id"]) == (None, "127.0.0.1", TRACE)
     assert live["user_agent"].startswith("grpc-python")
     [line] = await lines(log, "/inference.GRPCInferenceService/ModelConfig")
     assert (line["status"], line["error"]) == ("NOT_FOUND", "model_not_found")
-    assert line["request_id"] == answered
+    assert line["request_id"] == responded
 
 
 async def test_a_grpc_stream_and_its_requests(run, log):
@@ -242,14 +242,14 @@ async def test_the_request_socket(run, log, tmp_path):
     path = str(tmp_path / "socket")
     server = run(access_log=str(log), request_socket=path)
     await server.until_ready()
-    answers: queue.Queue = queue.Queue()
-    connection = await asyncio.to_thread(Connection, path, answers.put)
+    responses: queue.Queue = queue.Queue()
+    connection = await asyncio.to_thread(Connection, path, responses.put)
     for model in ("ensemble", "nobody"):
         inputs = (
             WireTensor("text_input", "BYTES", (1, 1), b"\x01\x00\x00\x00x"),
             WireTensor("max_tokens", "INT32", (1, 1), b"\x02\x00\x00\x00"),
         )
-        connection.submit(Infer(id=0, model=model, inputs=inputs), answers.put)
+        connection.submit(Infer(id=0, model=model, inputs=inputs), responses.put)
     found = await lines(log, "request_socket/Infer", 2)
     bad, good = sorted(found, key=lambda line: line["status"] == "OK")
     await asyncio.to_thread(connection.close)

@@ -1,4 +1,4 @@
-"""What the HTTP port answers to where nothing is, and what it lets pages read."""
+"""Responses of the HTTP port to unknown paths, and what it lets web pages read."""
 
 import asyncio
 import http.client
@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 
-def ask(server, method: str, path: str, **headers: str) -> tuple[int, dict[str, str], str]:
+def send(server, method: str, path: str, **headers: str) -> tuple[int, dict[str, str], str]:
     """(status, headers by lower-case name, body)."""
     connection = http.client.HTTPConnection("127.0.0.1", server.config.server.http_port)
     try:
         connection.request(method, path, headers=headers)
         response = connection.getresponse()
-        answered = {name.lower(): value for name, value in response.getheaders()}
-        return response.status, answered, response.read().decode()
+        received = {name.lower(): value for name, value in response.getheaders()}
+        return response.status, received, response.read().decode()
     finally:
         connection.close()
 
@@ -39,8 +39,8 @@ async def noted(log: Path, path: str) -> tuple[int, str | None]:
 async def refused(
     server, log: Path, method: str, path: str, status: int, code: str, message: str
 ) -> dict[str, str]:
-    """The headers of an answer that says so: to its client, the access log and the metrics."""
-    got, headers, body = await asyncio.to_thread(ask, server, method, path)
+    """Return the headers of an error that client, access log and metrics agree about."""
+    got, headers, body = await asyncio.to_thread(send, server, method, path)
     assert got == status
     assert json.loads(body)["error"] == {
         "message": message,
@@ -49,7 +49,7 @@ async def refused(
         "code": code,
     }
     assert await noted(log, path) == (status, code)
-    _, _, metrics = await asyncio.to_thread(ask, server, "GET", "/metrics")
+    _, _, metrics = await asyncio.to_thread(send, server, "GET", "/metrics")
     assert f'code="{code}",protocol="http",status="{status}"' in metrics
     return headers
 
@@ -85,19 +85,19 @@ async def test_a_path_where_nothing_is(run, log, path):
     await refused(server, log, "POST", path, 404, "route_not_found", message)
 
 
-async def test_a_long_path_is_told_in_part(run):
+async def test_a_long_path_is_reported_in_part(run):
     server = run()
     await server.until_ready()
     for method, path in (("POST", "/" + "a" * 3000), ("PUT", "/v1/models/" + "a" * 3000)):
-        _, _, body = await asyncio.to_thread(ask, server, method, path)
+        _, _, body = await asyncio.to_thread(send, server, method, path)
         assert path[:200] in body
         assert path[:201] not in body
 
 
-async def test_pages_may_read_which_adapters_answer(run):
+async def test_pages_may_read_which_adapters_were_used(run):
     page = "https://app.example.org"
     server = run(cors_origins=(page,))
     await server.until_ready()
-    _, headers, _ = await asyncio.to_thread(ask, server, "GET", "/v1/models", origin=page)
+    _, headers, _ = await asyncio.to_thread(send, server, "GET", "/v1/models", origin=page)
     shown = headers["access-control-expose-headers"].split(", ")
     assert shown == ["x-request-id", "retry-after", "x-loraplex-adapter"]

@@ -34,12 +34,12 @@ def test_an_address_that_is_not_ours():
     ("soft", "hard", "then"),
     [(1024, 4096, 1224), (2000, 4096, None), (1024, 1100, 1100), (-1, -1, None), (1024, -1, 1224)],
 )
-def test_room_for_connections(monkeypatch, soft, hard, then):
-    told = []
+def test_capacity_for_connections(monkeypatch, soft, hard, then):
+    limits_set = []
     monkeypatch.setattr(resource, "getrlimit", lambda what: (soft, hard))
-    monkeypatch.setattr(resource, "setrlimit", lambda what, limits: told.append(limits))
+    monkeypatch.setattr(resource, "setrlimit", lambda what, limits: limits_set.append(limits))
     raise_open_file_limit(100)
-    assert told == ([] if then is None else [(then, hard)])
+    assert limits_set == ([] if then is None else [(then, hard)])
 
 
 async def _echo(request: Request) -> Response:
@@ -78,7 +78,7 @@ class Raw:
     def send(self, data: bytes) -> None:
         self.writer.write(data)
 
-    async def answer(self) -> tuple[int, dict[str, str], bytes]:
+    async def response(self) -> tuple[int, dict[str, str], bytes]:
         """(status, headers, body)"""
         async with asyncio.timeout(10):
             head = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
@@ -98,7 +98,7 @@ class Port:
     def __init__(self, number: int, connections: HttpConnections, left: asyncio.Event) -> None:
         self.number, self.connections = number, connections
         self.left = left
-        """Somebody who waited has gone."""
+        """Event that is set when a waiting client has left."""
         self._stack = contextlib.AsyncExitStack()
 
     async def connect(self) -> Raw:
@@ -137,7 +137,7 @@ async def port():
 
 async def refused(raw: Raw, status: int, code: str) -> str:
     """The message of a refusal, after which the connection is closed."""
-    got, headers, body = await raw.answer()
+    got, headers, body = await raw.response()
     error = json.loads(body)["error"]
     assert (got, error["code"]) == (status, code)
     assert headers["content-type"] == "application/json"
@@ -149,12 +149,12 @@ async def refused(raw: Raw, status: int, code: str) -> str:
 async def test_a_request_within_all_limits(port):
     raw = await (await port()).connect()
     raw.send(b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\nabc")
-    status, headers, body = await raw.answer()
+    status, headers, body = await raw.response()
     assert (status, body) == (200, b"3 of 127.0.0.1")
     assert len(headers["x-request-id"]) == 32
     assert "server" not in headers
     raw.send(GET + b"\r\n")
-    assert (await raw.answer())[0] == 200
+    assert (await raw.response())[0] == 200
 
 
 @pytest.mark.parametrize("is_slow", [False, True])
@@ -202,7 +202,7 @@ async def test_headers_that_trickle(port):
 async def test_headers_that_trickle_on_a_used_connection(port):
     raw = await (await port(header_timeout_seconds=30, keep_alive_seconds=60)).connect()
     raw.send(GET + b"\r\n")
-    assert (await raw.answer())[0] == 200
+    assert (await raw.response())[0] == 200
     await skip(59)
     raw.send(b"GET / HT")
     await skip(29)
@@ -224,7 +224,7 @@ async def test_a_connection_that_says_nothing(port):
 async def test_an_idle_connection(port):
     raw = await (await port(keep_alive_seconds=5)).connect()
     raw.send(GET + b"\r\n")
-    assert (await raw.answer())[0] == 200
+    assert (await raw.response())[0] == 200
     await skip(5.1)
     assert await raw.is_closed()
 
@@ -233,7 +233,7 @@ async def test_a_connection_in_use_is_not_idle(port):
     raw = await (await port(keep_alive_seconds=5, header_timeout_seconds=1)).connect()
     for _ in range(4):
         raw.send(GET + b"\r\n")
-        assert (await raw.answer())[0] == 200
+        assert (await raw.response())[0] == 200
         await skip(4)
     assert not await raw.is_closed()
 
@@ -244,19 +244,19 @@ async def test_a_body_that_trickles_and_one_in_time(port):
         raw.send(b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\n")
         await skip(20)
         raw.send(b"abc")
-        assert (await raw.answer())[0] == 200
+        assert (await raw.response())[0] == 200
     raw.send(b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n")
     for _ in range(4):
         raw.send(b"x")
         await skip(7)
     assert not await raw.is_closed()
     await skip(2.1)
-    status, headers, _ = await raw.answer()
+    status, headers, _ = await raw.response()
     assert (status, headers["connection"]) == (500, "close"), "this app has no handler for it"
     assert await raw.is_closed()
 
 
-async def test_a_long_answer_is_no_idle_connection(port):
+async def test_a_long_response_is_no_idle_connection(port):
     limits = {"keep_alive_seconds": 5, "header_timeout_seconds": 5}
     raw = await (await port(body_timeout_seconds=5, **limits)).connect()
     raw.send(b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n")
@@ -266,10 +266,10 @@ async def test_a_long_answer_is_no_idle_connection(port):
     assert not await raw.is_closed()
 
 
-async def test_the_rest_of_an_answered_body_keeps_no_connection(port):
+async def test_the_rest_of_a_body_with_a_response_keeps_no_connection(port):
     raw = await (await port(body_timeout_seconds=30)).connect()
     raw.send(b"POST /early HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n")
-    assert (await raw.answer())[0] == 200
+    assert (await raw.response())[0] == 200
     for _ in range(4):
         await skip(7)
         raw.send(b"x")
@@ -278,21 +278,21 @@ async def test_the_rest_of_an_answered_body_keeps_no_connection(port):
     assert await raw.is_closed()
 
 
-async def test_a_connection_is_idle_after_the_rest_of_an_answered_body(port):
+async def test_a_connection_is_idle_after_the_rest_of_a_body_with_a_response(port):
     raw = await (await port(header_timeout_seconds=30)).connect()
     raw.send(b"POST /early HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\n")
-    assert (await raw.answer())[0] == 200
+    assert (await raw.response())[0] == 200
     raw.send(b"rest" + GET + b"\r\n")
-    assert (await raw.answer())[0] == 200
+    assert (await raw.response())[0] == 200
     raw.send(b"POST /early HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\n")
-    assert (await raw.answer())[0] == 200
+    assert (await raw.response())[0] == 200
     raw.send(b"rest")
     await skip(30.1)
     assert await raw.is_closed()
 
 
 @pytest.mark.parametrize("behind", [b"\r\n", GET + b"\r\n", b"x" * 10])
-async def test_who_leaves_is_seen_behind_what_came_early(port, behind):
+async def test_a_client_that_leaves_is_noticed_after_its_early_bytes(port, behind):
     server = await port()
     raw = await server.connect()
     raw.send(b"POST /waiting HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\n\r\nx" + behind)
@@ -306,20 +306,20 @@ async def test_who_leaves_is_seen_behind_what_came_early(port, behind):
 async def test_blank_lines_begin_no_request(port):
     raw = await (await port(header_timeout_seconds=1, keep_alive_seconds=20)).connect()
     raw.send(b"\r\n" + GET + b"\r\n\r\n")
-    assert (await raw.answer())[0] == 200
+    assert (await raw.response())[0] == 200
     raw.send(b"\r\n")
     await skip(10)
     raw.send(GET + b"\r\n")
-    assert (await raw.answer())[0] == 200
+    assert (await raw.response())[0] == 200
     await skip(20.1)
     assert await raw.is_closed(), "without a response"
 
 
-async def test_who_was_not_told_to_go_on_sends_no_other_request(port):
+async def test_a_client_without_continue_sends_no_other_request(port):
     raw = await (await port()).connect()
     head = b"POST /early HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\nexpect: 100-continue\r\n\r\n"
     raw.send(head)
-    status, headers, _ = await raw.answer()
+    status, headers, _ = await raw.response()
     assert (status, headers["connection"]) == (200, "close")
     assert await raw.is_closed()
 
@@ -335,7 +335,7 @@ async def test_one_connection_too_many(port):
     first, second = await server.connect(), await server.connect()
     for raw in (first, second):
         raw.send(GET + b"\r\n")
-        assert (await raw.answer())[0] == 200
+        assert (await raw.response())[0] == 200
     assert "2 connections" in await refused(await server.connect(), 503, "too_many_connections")
     assert server.connections.num_open == 2
     first.writer.close()
@@ -344,13 +344,13 @@ async def test_one_connection_too_many(port):
             await asyncio.sleep(0.01)
     third = await server.connect()
     third.send(GET + b"\r\n")
-    assert (await third.answer())[0] == 200
+    assert (await third.response())[0] == 200
 
 
 async def test_a_draining_server_closes_connections(port):
     raw = await (await port(is_draining=True)).connect()
     raw.send(GET + b"\r\n")
-    status, headers, _ = await raw.answer()
+    status, headers, _ = await raw.response()
     assert (status, headers["connection"]) == (200, "close")
     assert await raw.is_closed()
 
@@ -358,10 +358,10 @@ async def test_a_draining_server_closes_connections(port):
 @pytest.mark.parametrize(
     ("trusted", "client"), [((), "127.0.0.1"), (("127.0.0.0/8",), "203.0.113.7")]
 )
-async def test_who_the_client_is(port, trusted, client):
+async def test_the_address_of_the_client(port, trusted, client):
     raw = await (await port(trusted_proxies=trusted)).connect()
     raw.send(GET + b"x-forwarded-for: 203.0.113.7\r\n\r\n")
-    assert (await raw.answer())[2].decode() == f"0 of {client}"
+    assert (await raw.response())[2].decode() == f"0 of {client}"
 
 
 async def sent_when_stopped(data: bytes, seconds_left: float = 0.0, pause: float = 0.0) -> bytes:
@@ -410,6 +410,6 @@ async def test_a_stop_waits_for_no_body():
     assert b"connection: close" in sent
 
 
-async def test_a_stop_lets_answers_end_in_its_time():
+async def test_a_stop_lets_responses_end_in_its_time():
     assert b"last" not in await sent_when_stopped(GET + b"\r\n", pause=30.0)
     assert b"last" in await sent_when_stopped(GET + b"\r\n", pause=30.0, seconds_left=60.0)

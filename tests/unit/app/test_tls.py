@@ -1,4 +1,4 @@
-"""Certificates: what is wrong with them is told at the start, by file."""
+"""Certificates: errors in them are reported at the start, by file."""
 
 import subprocess
 
@@ -61,7 +61,7 @@ def test_what_is_not_there_or_fits_not(pair, tmp_path):
         files(certificate, pair("other")[1])
 
 
-def test_nobody_is_asked_for_a_password(pair):
+def test_no_password_prompt(pair):
     certificate, key = pair("secret", "-passout", "pass:hidden")
     with pytest.raises(ConfigError, match=f"tls_key {key} is encrypted"):
         files(certificate, key)

@@ -50,12 +50,12 @@ async def test_what_is_sent_is_the_workload(url, backend, workload):
         assert request.sampling.max_tokens == 5
 
 
-async def test_without_adapters_the_base_model_answers(url, backend, workload):
+async def test_without_adapters_the_base_model_is_used(url, backend, workload):
     await run_workload(url, workload(popularity=BaseOnly()))
     assert {(request.model, request.adapters) for request in backend.requests} == {("echo", ())}
 
 
-async def test_a_record_tells_lengths_and_times_in_order(url, backend, workload):
+async def test_a_record_has_lengths_and_times_in_order(url, backend, workload):
     backend.num_cached_tokens = 2
     lengths = {"prompt_tokens": Lengths(3, 9), "output_tokens": Lengths(2, 30)}
     requests, start_ns, records = await run_workload(url, workload(**lengths))
@@ -109,7 +109,7 @@ async def test_a_broken_stream_is_a_failure(url, backend, workload):
 
 
 def streaming_server(*lines: str):
-    """An ASGI app that answers everything with these lines."""
+    """Return an ASGI app that responds to everything with these lines."""
     return PlainTextResponse("".join(f"{line}\n\n" for line in lines))
 
 

@@ -110,7 +110,7 @@ def test_the_table_is_aligned_and_complete(report):
     ]
 
 
-def test_the_circumstances_are_told(report):
+def test_the_circumstances_are_reported(report):
     text = markdown(report)
     for part in (
         COMMIT,
@@ -125,7 +125,7 @@ def test_the_circumstances_are_told(report):
     assert "prefix cache" not in text
 
 
-def test_what_makes_figures_doubtful_is_told(report, workload):
+def test_what_makes_figures_doubtful_is_reported(report, workload):
     text = markdown(
         msgspec.structs.replace(
             report,

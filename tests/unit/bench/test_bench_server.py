@@ -37,13 +37,13 @@ async def test_stops_the_server_after_an_error(tmp_path):
             raise KeyError
 
 
-async def test_a_server_that_ends_is_told():
+async def test_a_server_that_ends_is_reported():
     with pytest.raises(ConfigError, match="ended with status 3"):
         async with running_server(python("raise SystemExit(3)")):
             pass
 
 
-async def test_a_server_that_is_never_ready_is_told():
+async def test_a_server_that_is_never_ready_is_reported():
     with pytest.raises(ConfigError, match=r"not ready within 0\.05 seconds"):
         async with running_server(python(STAYS), start_seconds=0.05):
             pass

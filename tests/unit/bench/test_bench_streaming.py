@@ -20,15 +20,15 @@ def test_a_comment_is_no_line():
     assert [*lines(exchange)] == [(1, b"data: a")]
 
 
-async def test_an_answer_over_the_wire(url):
+async def test_a_response_over_the_wire(url):
     client = StreamingClient(url)
     exchange = Exchange(REQUEST)
     await client.stream("/v1/completions", completion_body("echo", REQUEST), exchange)
-    answer = read_completion(exchange)
-    assert (answer.num_prompt_tokens, answer.num_output_tokens, answer.error) == (4, 5, None)
-    assert 1 <= len(answer.chunk_ns) <= 5
-    assert answer.text
-    assert [*answer.chunk_ns] == sorted(answer.chunk_ns)
+    response = read_completion(exchange)
+    assert (response.num_prompt_tokens, response.num_output_tokens, response.error) == (4, 5, None)
+    assert 1 <= len(response.chunk_ns) <= 5
+    assert response.text
+    assert [*response.chunk_ns] == sorted(response.chunk_ns)
     assert not await client.is_up("/nowhere")
     with pytest.raises(ConfigError, match="GET /nowhere: status 404"):
         await client.call("GET", "/nowhere")
@@ -43,7 +43,7 @@ async def test_a_refusal_is_the_exchanges_error(url):
     await client.close()
 
 
-async def test_nobody_there_is_the_exchanges_error():
+async def test_an_absent_server_is_the_exchanges_error():
     client = StreamingClient("http://127.0.0.1:9")
     exchange = Exchange(REQUEST)
     await client.stream("/v1/completions", b"{}", exchange)
@@ -54,12 +54,12 @@ async def test_nobody_there_is_the_exchanges_error():
     await client.close()
 
 
-def test_a_stream_that_breaks_is_told():
+def test_a_stream_that_breaks_is_reported():
     data = [b'data: {"choices": [{"text": "ab"}]}\n', b'data: {"error": {"message": "lost"}}\n']
     exchange = Exchange(REQUEST, chunks=list(enumerate(data)))
-    answer = read_completion(exchange)
-    assert answer.text == "ab"
-    assert "lost" in answer.error
+    response = read_completion(exchange)
+    assert response.text == "ab"
+    assert "lost" in response.error
     garbled = read_completion(Exchange(REQUEST, chunks=[(0, b"data: {nonsense\n")]))
     assert "is not a chunk" in garbled.error
 
@@ -71,7 +71,7 @@ def test_what_a_server_may_leave_out():
         b'"prompt_tokens_details": null}}\n',
         b"data: [DONE]\n",
     ]
-    answer = read_completion(Exchange(REQUEST, chunks=list(enumerate(data))))
-    assert (answer.error, answer.text, answer.chunk_ns) == (None, "", (0,))
-    assert (answer.num_prompt_tokens, answer.num_output_tokens) == (4, 1)
-    assert answer.num_cached_tokens == 0
+    response = read_completion(Exchange(REQUEST, chunks=list(enumerate(data))))
+    assert (response.error, response.text, response.chunk_ns) == (None, "", (0,))
+    assert (response.num_prompt_tokens, response.num_output_tokens) == (4, 1)
+    assert response.num_cached_tokens == 0

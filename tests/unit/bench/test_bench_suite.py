@@ -105,7 +105,7 @@ async def test_without_adapters_only_the_base_model_runs(url):
     assert [str(result.workload.popularity) for result in results] == ["base", "base"]
 
 
-async def test_what_is_asked_twice_is_measured_once(url):
+async def test_what_is_requested_twice_is_measured_once(url):
     wanted = settings(loads=(Burst(), Burst()), popularities=(Distinct(), Distinct()))
     _, results = await run(url, wanted)
     assert len(results) == 2
@@ -116,7 +116,7 @@ def test_the_number_of_requests_follows_the_concurrency():
     assert [group[0].num_requests for group in groups] == [8, 64, 8]
 
 
-async def test_failures_are_told_and_have_no_ratio(url, backend):
+async def test_failures_are_reported_and_have_no_ratio(url, backend):
     wanted = settings(loads=(Burst(),), popularities=(Identical(),), repeats=1, num_adapters=0)
     for _ in range(8):
         backend.plant(QueueFullError("full"))

@@ -42,9 +42,9 @@ def backend() -> EchoBackend:
 
 
 class FakeSystem:
-    """A bench.systems.System whose answers are drawn from prompt and adapter.
+    """bench.systems.System whose output text is drawn from prompt and adapter.
 
-    mix: a function (adapters of the batch, position) -> adapter whose answer is given.
+    mix: a function (adapters of the batch, position) -> adapter whose output is returned.
     """
 
     is_http = True
@@ -93,14 +93,14 @@ class FakeRunning:
             raise self.system.failures.pop(0)
         self.system.sent.append(exchange.request)
         self.batch.append(exchange)
-        await asyncio.sleep(0)  # whoever sends now is in the same batch
+        await asyncio.sleep(0)  # requests that are sent now join the same batch
         await asyncio.sleep(0)
         batch = [*self.batch]
         adapters = [each.request.adapter for each in batch]
         position = [each is exchange for each in batch].index(True)
         given = self.system.mix(adapters, position)
         request = exchange.request
-        text = answer_text(request.prompt_token_ids, given, request.num_output_tokens)
+        text = output_text(request.prompt_token_ids, given, request.num_output_tokens)
         text = self.system.noise(request.adapter, text, len(batch))
         for start in range(0, len(text), 4):
             await asyncio.sleep(self.system.seconds_per_token)
@@ -132,7 +132,7 @@ class FakeRunning:
         self.system.num_up -= 1
 
 
-def answer_text(prompt, adapter, num_tokens: int) -> str:
+def output_text(prompt, adapter, num_tokens: int) -> str:
     draws = random.Random(f"{prompt}/{adapter}")
     return "".join(draws.choices(string.ascii_lowercase, k=4 * num_tokens))
 

@@ -1,4 +1,4 @@
-"""The tiers that a comparison gives a server hold as many adapters as it says."""
+"""The tiers that a comparison configures for a server hold the stated number of adapters."""
 
 from pathlib import Path
 
@@ -32,8 +32,8 @@ def fixture(tmp_path: Path) -> Fixture:
 async def test_so_many_and_no_more(fixture: Fixture) -> None:
     adapters = fixture.adapters(RANK_8, 12)
     flags = ["--dtype", "float32", "--max-lora-rank", "8"]
-    room = await adapter_bytes(fixture.model, adapters[0].path, flags)
-    _, device_bytes, _, host_bytes = room.flags(9)
+    capacity = await adapter_bytes(fixture.model, adapters[0].path, flags)
+    _, device_bytes, _, host_bytes = capacity.flags(9)
     config = ModelConfig(
         path=str(fixture.model),
         dtype="float32",
@@ -51,6 +51,6 @@ async def test_what_cannot_be_planned_is_said(tmp_path: Path) -> None:
 
 
 def test_a_server_takes_one_of_the_largest_rank_at_least() -> None:
-    room = AdapterBytes(device_bytes=10, host_bytes=3, least_device_bytes=25)
-    assert room.flags(2) == ["--lora-device-bytes", "25", "--lora-host-bytes", "6"]
-    assert room.flags(4) == ["--lora-device-bytes", "40", "--lora-host-bytes", "12"]
+    capacity = AdapterBytes(device_bytes=10, host_bytes=3, least_device_bytes=25)
+    assert capacity.flags(2) == ["--lora-device-bytes", "25", "--lora-host-bytes", "6"]
+    assert capacity.flags(4) == ["--lora-device-bytes", "40", "--lora-host-bytes", "12"]

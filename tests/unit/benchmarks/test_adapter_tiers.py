@@ -45,9 +45,9 @@ loraplex_adapter_load_seconds_sum{model="m",stage="read"} 0.5
 
 @dataclasses.dataclass
 class Cache:
-    """Room for so many adapters; what was idle longest leaves, what is in use stays."""
+    """Cache of limited capacity that evicts the longest idle; what is in use stays."""
 
-    room: int
+    capacity: int
     in_use: list[int] = dataclasses.field(default_factory=list)
     idle: list[int] = dataclasses.field(default_factory=list)
 
@@ -57,7 +57,7 @@ class Cache:
         if adapter in self.idle:
             self.idle.remove(adapter)
         self.in_use.append(adapter)
-        while len(set(self.in_use)) + len(self.idle) > self.room:
+        while len(set(self.in_use)) + len(self.idle) > self.capacity:
             self.idle.pop(0)
         return is_hit
 
@@ -93,7 +93,7 @@ def test_a_cache_has_what_is_near(loop, spare):
             cache.end(uses[~index].adapter)
         else:
             distance = distances[index]
-            is_near = distance is not None and distance < cache.room
+            is_near = distance is not None and distance < cache.capacity
             assert cache.start(uses[index].adapter) == is_near
 
 
@@ -138,7 +138,7 @@ def test_between_two_moments_and_in_all():
     assert sum_counters([]) == between.since(between)
 
 
-async def test_a_server_tells_them_all(backend):
+async def test_a_server_reports_them_all(backend):
     numbers = {
         "device_hits": 1,
         "device_misses": 2,

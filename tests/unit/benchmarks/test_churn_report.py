@@ -109,9 +109,9 @@ def test_a_side_has_its_own_turns_only(report):
     assert report.many.counters.device_hit_rate == 1 / 8
 
 
-def test_waits_are_told_by_tier_and_the_other_side_uses_the_tiers_too(report):
+def test_waits_are_reported_by_tier_and_the_other_side_uses_the_tiers_too(report):
     few = {wait.label: wait for wait in report.few.waits}
-    # Adapter 0 is new at first, and after the many; behind itself it is on the device.
+    # Adapter 0 is new at first, and after the many; right after itself it is on the device.
     assert [few[label].num_requests for label in (LAST, BEFORE, EARLIER)] == [2, 0, 2]
     assert few[LAST].time_to_first_token.p50 == pytest.approx(0.002)
     assert few[BEFORE].time_to_first_token is None
@@ -148,7 +148,7 @@ def test_the_table(report):
     assert found["tok/s to 1 adapters"][1].startswith("0.97")
 
 
-def test_what_was_lost_is_told(report):
+def test_what_was_lost_is_reported(report):
     assert report.is_whole
     assert "FAILED" not in markdown(report)
     assert not failed(report).is_whole

@@ -175,16 +175,16 @@ async def test_restarting_has_one_system_up_at_a_time(compare, fake_system):
     assert max(highest) == 1
 
 
-async def test_all_systems_are_asked_the_same_and_no_prompt_twice(compare, fake_system):
+async def test_all_systems_get_the_same_requests_and_no_prompt_twice(compare, fake_system):
     systems = [fake_system("loraplex fp32"), fake_system("peer f32")]
     await compare(systems)
-    asked = [sorted(map(repr, system.sent)) for system in systems]
-    assert asked[0] == asked[1]
+    sent = [sorted(map(repr, system.sent)) for system in systems]
+    assert sent[0] == sent[1]
     timed = [r.prompt_token_ids for r in systems[0].sent if r.num_output_tokens == 3]
     assert len(timed) == len(set(timed)) == 12
 
 
-async def test_a_liar_is_told_of_and_not_timed_with_adapters(compare, fake_system):
+async def test_a_wrong_system_is_reported_and_not_timed_with_adapters(compare, fake_system):
     liar = fake_system("peer f32", mix=lambda adapters, position: adapters[0])
     journal, _ = await compare([fake_system(), liar])
     assert [entry.verdict.is_right for entry in journal.of(Checked)] == [True, False]
@@ -198,7 +198,7 @@ async def test_a_liar_is_told_of_and_not_timed_with_adapters(compare, fake_syste
     assert "not timed, it answers wrong" in runs[1].error
 
 
-async def test_the_reference_answers_first(compare, fake_system):
+async def test_the_reference_runs_first(compare, fake_system):
     peer = fake_system("transformers + peft f32")
     wrong = fake_system(
         "loraplex fp32", noise=lambda adapter, text, size: text if adapter != 2 else text[::-1]
@@ -280,7 +280,7 @@ async def test_it_goes_on_where_it_was(compare, fake_system, tmp_path):
 
 
 async def test_every_start_has_a_log_of_its_own(compare, fake_system):
-    """A server is ready when its log says so: what an earlier one said must not be there."""
+    """A log that shows readiness must not contain that of an earlier start."""
     system = fake_system()
     for failures in ([RuntimeError("crash")] * 2, [RuntimeError("crash")]):
         system.failures = failures

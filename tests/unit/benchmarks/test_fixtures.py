@@ -66,7 +66,7 @@ def test_transformers_reads_the_model(fixture):
     assert (logits.argmax(-1) >= FIRST_WORD_ID).all()
 
 
-def test_a_text_tells_its_tokens(fixture):
+def test_a_text_encodes_its_tokens(fixture):
     tokenizer = Tokenizer.from_file(str(fixture.model / "tokenizer.json"))
     assert tokenizer.get_vocab_size() == MIDGET.vocab_size == len(fixture.tokens)
     token_ids = [*fixture.vocabulary[::37]]

@@ -16,7 +16,7 @@ from loraplex.core.environment import child_environment
 
 _ROOT = Path(__file__).parents[3]
 _THERE = ("torch", "triton", "numpy", "safetensors", "transformers", "peft")
-"""On a machine with a GPU, with what they need."""
+"""Packages that a machine with a GPU has, with their dependencies."""
 _BLOCKER = """
 import importlib.metadata, sys
 allowed = set({allowed!r})
@@ -104,7 +104,7 @@ def test_a_journal_of_other_settings_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_check_tells_what_failed_and_what_did_not_run(tmp_path: Path) -> None:
+def test_the_check_reports_what_failed_and_what_did_not_run(tmp_path: Path) -> None:
     tests = tmp_path / "tests"
     tests.mkdir()
     (tests / "test_a.py").write_text("def test_good(): pass\ndef test_bad(): assert 0\n")

@@ -67,7 +67,7 @@ async def never() -> bool:
     return False
 
 
-async def test_one_that_ends_early_is_told_with_its_log(tmp_path):
+async def test_one_that_ends_early_is_reported_with_its_log(tmp_path):
     code = "import sys; print('no such model', file=sys.stderr); sys.exit(3)"
     process = await ServerProcess.start([sys.executable, "-c", code], tmp_path / "log")
     with pytest.raises(ConfigError, match="status 3 before it was ready: no such model"):

@@ -82,7 +82,7 @@ async def test_a_late_turn_is_rounding_only_in_narrow_weights(system):
     assert exact.problems == ("adapter 1 in a mixed batch differs from itself at token 6",)
 
 
-async def test_answers_of_nobody_are_no_rounding(system):
+async def test_outputs_of_no_adapter_are_no_rounding(system):
     found = await verdict(system(weight_bits=8, noise=turned(0)))
     assert found.problems == ("adapter 1 in a mixed batch gives answers of its own 6 times",)
 
@@ -97,7 +97,7 @@ async def test_32_bits_are_compared_with_the_reference(system):
     same = await verdict(system(), reference)
     assert same.is_right
     assert same.is_compared_with_reference
-    swapped = [answers | {2: answers[2][:40] + "zzzzzzzz"} for answers in reference]
+    swapped = [outputs | {2: outputs[2][:40] + "zzzzzzzz"} for outputs in reference]
     assert (await verdict(system(), swapped)).problems == (
         "adapter 2 alone differs from the reference at token 11",
     )
@@ -106,6 +106,6 @@ async def test_32_bits_are_compared_with_the_reference(system):
     assert not narrow.is_compared_with_reference
 
 
-async def test_a_failure_is_no_wrong_answer(system):
+async def test_a_failure_is_no_wrong_output(system):
     with pytest.raises(ConfigError, match="failed while its answers were checked"):
         await verdict(system(noise=lambda adapter, text, batch_size: text[:-4]))

@@ -79,7 +79,7 @@ SERVER = Path(__file__).with_name("fake_peer_server.py")
 
 
 class FakeServer:
-    """Says what its stream holds, and knows what it was asked."""
+    """Sends the lines of its stream, and records its requests."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -92,14 +92,16 @@ class FakeServer:
             f"[{sys.executable!r}, {str(SERVER)!r}, {str(self.folder)!r}, *sys.argv[1:]])\n"
         )
 
-    def answers(self, *lines: str) -> None:
+    def responds_with(self, *lines: str) -> None:
         (self.folder / "stream.json").write_text(json.dumps(lines))
 
-    def asked(self) -> list[list[Any]]:
+    def requests(self) -> list[list[Any]]:
         """[path, body] of each POST."""
-        return [json.loads(line) for line in (self.folder / "asked.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line) for line in (self.folder / "requests.jsonl").read_text().splitlines()
+        ]
 
-    def asked_connections(self) -> list[str]:
+    def request_connections(self) -> list[str]:
         """The `Connection` header of each POST."""
         return (self.folder / "connections").read_text().splitlines()
 

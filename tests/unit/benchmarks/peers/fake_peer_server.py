@@ -1,9 +1,9 @@
-"""An HTTP server that streams what a scenario says and keeps what it was asked.
+"""HTTP server that streams what a scenario prescribes and records its requests.
 
     python fake_peer_server.py FOLDER --port N ...
 
-FOLDER/stream.json holds the lines of an answer, "{body}" in them is what was asked;
-FOLDER/asked.jsonl gets a line [path, body] for each POST, and FOLDER/command.json the arguments.
+FOLDER/stream.json holds the lines of a response, "{body}" in them is the request's body;
+FOLDER/requests.jsonl gets a line [path, body] for each POST, FOLDER/command.json the arguments.
 """
 
 import json
@@ -21,7 +21,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        with (FOLDER / "asked.jsonl").open("a") as log:
+        with (FOLDER / "requests.jsonl").open("a") as log:
             log.write(json.dumps([self.path, body]) + "\n")
         with (FOLDER / "connections").open("a") as log:
             log.write(self.headers["connection"] + "\n")

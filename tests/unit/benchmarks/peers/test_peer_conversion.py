@@ -35,11 +35,11 @@ async def test_what_an_interrupted_run_left_is_made_anew(tmp_path):
     assert list(made.iterdir()) == []
 
 
-async def test_a_command_that_makes_nothing_is_told(tmp_path):
+async def test_a_command_that_makes_nothing_is_reported(tmp_path):
     with pytest.raises(ConfigError, match="made no file"):
         await made_once(tmp_path / "file", python("print('hm')"), tmp_path / "log")
 
 
-async def test_a_command_that_is_not_there_is_told(tmp_path):
+async def test_a_command_that_is_not_there_is_reported(tmp_path):
     with pytest.raises(ConfigError, match="cannot run /no/program"):
         await made_once(tmp_path / "file", lambda _: ["/no/program"], tmp_path / "log")

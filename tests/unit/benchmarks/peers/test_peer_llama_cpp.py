@@ -31,7 +31,7 @@ def folder(executable, fake_server, tmp_path):
     executable(folder / "build" / "bin" / "llama-server", fake_server.program())
     for script in ("convert_hf_to_gguf.py", "convert_lora_to_gguf.py"):
         executable(folder / script, CONVERT)
-    fake_server.answers(*STREAM)
+    fake_server.responds_with(*STREAM)
     return folder
 
 
@@ -42,21 +42,21 @@ async def running(folder, setup):
     await running.stop()
 
 
-async def test_an_answer_is_read_from_its_stream(running, exchange):
-    asked = exchange()
-    await running.send(asked)
-    answer = running.read(asked)
-    assert answer.text == "<5><6><7>"
-    assert len(answer.chunk_ns) == 2
-    assert (answer.num_prompt_tokens, answer.num_output_tokens) == (2, 3)
-    assert answer.num_cached_tokens == 1
-    assert answer.error is None
+async def test_an_output_is_read_from_its_stream(running, exchange):
+    sent = exchange()
+    await running.send(sent)
+    received = running.read(sent)
+    assert received.text == "<5><6><7>"
+    assert len(received.chunk_ns) == 2
+    assert (received.num_prompt_tokens, received.num_output_tokens) == (2, 3)
+    assert received.num_cached_tokens == 1
+    assert received.error is None
 
 
-async def test_the_base_is_asked_for_by_a_scale_of_zero(running, exchange, fake_server):
+async def test_the_base_is_requested_by_a_scale_of_zero(running, exchange, fake_server):
     for adapter in (None, 0, 1):
         await running.send(exchange(adapter))
-    bodies = [body for _, body in fake_server.asked()]
+    bodies = [body for _, body in fake_server.requests()]
     assert [body["lora"] for body in bodies] == [
         [{"id": 0, "scale": 0.0}],
         [{"id": 0, "scale": 1.0}],
@@ -67,20 +67,20 @@ async def test_the_base_is_asked_for_by_a_scale_of_zero(running, exchange, fake_
     assert bodies[0]["n_predict"] == 3
 
 
-async def test_without_adapters_no_lora_is_asked_for(folder, setup, exchange, fake_server):
+async def test_without_adapters_no_lora_is_requested(folder, setup, exchange, fake_server):
     running = await LlamaCpp(folder, 8).start(msgspec.structs.replace(setup, adapters=()))
     try:
         await running.send(exchange())
     finally:
         await running.stop()
-    ((_, body),) = fake_server.asked()
+    ((_, body),) = fake_server.requests()
     assert "lora" not in body
     assert "--lora" not in fake_server.command()
 
 
 async def test_every_request_has_a_connection_of_its_own(running, exchange, fake_server):
     await running.send(exchange())
-    assert fake_server.asked_connections() == ["close"]
+    assert fake_server.request_connections() == ["close"]
 
 
 async def test_the_server_has_a_slot_for_each_sequence_at_full_length(running, fake_server):
@@ -116,10 +116,10 @@ async def test_a_refusal_and_a_broken_stream_are_errors(running, exchange, fake_
     refused, broken, odd = exchange(prompt=(99,)), exchange(), exchange()
     await running.send(refused)
     assert running.read(refused).error == "status 400: no such token"
-    fake_server.answers('data: {"error": {"message": "slot lost"}}')
+    fake_server.responds_with('data: {"error": {"message": "slot lost"}}')
     await running.send(broken)
     assert "slot lost" in running.read(broken).error
-    fake_server.answers("data: nonsense")
+    fake_server.responds_with("data: nonsense")
     await running.send(odd)
     assert "is not a chunk" in running.read(odd).error
 
@@ -148,7 +148,7 @@ def test_the_version_is_what_the_server_says(folder, executable):
     assert LlamaCpp(folder, 16).version() == ""
 
 
-def test_what_a_folder_lacks_is_told(folder, tmp_path):
+def test_what_a_folder_lacks_is_reported(folder, tmp_path):
     with pytest.raises(ConfigError, match=r"has no build/bin/llama-server or bin/llama-server or"):
         LlamaCpp(tmp_path, 16)
     (folder / "convert_lora_to_gguf.py").unlink()

@@ -93,10 +93,10 @@ async def running(venv, setup):
     await running.stop()
 
 
-async def test_a_batch_has_one_adapter_and_every_answer_is_its_own(running, exchange, log):
-    asked = [exchange(adapter) for adapter in (None, 0, None, 1, 0)]
-    await asyncio.gather(*(running.send(one) for one in asked))
-    texts = [running.read(one).text for one in asked]
+async def test_a_batch_has_one_adapter_and_every_output_is_its_own(running, exchange, log):
+    sent = [exchange(adapter) for adapter in (None, 0, None, 1, 0)]
+    await asyncio.gather(*(running.send(one) for one in sent))
+    texts = [running.read(one).text for one in sent]
     base, first, second = "<0><1><2>", "<10><11><12>", "<20><21><22>"
     assert texts == [base, first, base, second, first]
     steps = log()[1:]
@@ -104,22 +104,22 @@ async def test_a_batch_has_one_adapter_and_every_answer_is_its_own(running, exch
 
 
 async def test_no_more_run_than_may(running, exchange, log):
-    asked = [exchange(num_output_tokens=1 + number) for number in range(6)]
-    await asyncio.gather(*(running.send(one) for one in asked))
-    assert [running.read(one).num_output_tokens for one in asked] == [1, 2, 3, 4, 5, 6]
+    sent = [exchange(num_output_tokens=1 + number) for number in range(6)]
+    await asyncio.gather(*(running.send(one) for one in sent))
+    assert [running.read(one).num_output_tokens for one in sent] == [1, 2, 3, 4, 5, 6]
     assert max(size for _, size in log()[1:]) == 4
 
 
 async def test_an_adapter_may_come_late_if_its_modules_are_known(running, exchange, new_adapter):
     index = await running.add_adapter(new_adapter("late"))
-    asked = exchange(index)
-    await running.send(asked)
-    assert running.read(asked).text == "<30><31><32>"
+    sent = exchange(index)
+    await running.send(sent)
+    assert running.read(sent).text == "<30><31><32>"
     with pytest.raises(UnsupportedFeatureError, match=r"made without adapters of \['up_proj'\]"):
         await running.add_adapter(new_adapter("b", "up_proj"))
 
 
-async def test_there_is_room_for_all_sequences_and_no_prefix_cache(running, log):
+async def test_there_is_memory_for_all_sequences_and_no_prefix_cache(running, log):
     scheduler, properties = log()[0]
     assert dict(scheduler)["num_kv_blocks"] == 4 * (64 // 32 + 1)
     assert dict(scheduler)["enable_prefix_caching"] is False
@@ -137,6 +137,6 @@ async def test_the_model_is_exported_once_in_its_width(venv, setup):
         await OpenVinoGenAI(venv, 32).start(setup)
 
 
-def test_a_width_it_has_not_is_told(venv):
+def test_a_width_it_has_not_is_reported(venv):
     with pytest.raises(ConfigError, match=r"the widths are \[8, 32\] bits; 16 is none"):
         OpenVinoGenAI(venv, 16)

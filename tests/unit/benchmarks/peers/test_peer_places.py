@@ -21,12 +21,12 @@ def test_the_link_of_a_venv_is_not_followed(tmp_path):
     assert venv_python("x", tmp_path) == python
 
 
-def test_a_place_that_is_no_venv_is_told(tmp_path):
+def test_a_place_that_is_no_venv_is_reported(tmp_path):
     with pytest.raises(ConfigError, match=r"vllm: .* is neither a virtual environment"):
         peers({"vllm": tmp_path})
 
 
-def test_an_unknown_name_is_told():
+def test_an_unknown_name_is_reported():
     with pytest.raises(ConfigError, match=r"no peer is named sglang; known are transformers, "):
         peers({"sglang": Path("/")})
 

@@ -32,23 +32,25 @@ async def test_a_padded_mixed_batch_says_what_each_says_alone(running, exchange)
     prompts = {None: (300, 301, 302), 0: (400,), 1: (500, 501), 2: (300, 301, 302)}
     alone = {}
     for adapter, prompt in prompts.items():
-        asked = exchange(adapter, prompt, 8)
-        await running.send(asked)
-        alone[adapter] = running.read(asked)
-    assert all(answer.error is None for answer in alone.values())
-    assert len({answer.text for answer in alone.values()}) == 4
+        sent = exchange(adapter, prompt, 8)
+        await running.send(sent)
+        alone[adapter] = running.read(sent)
+    assert all(received.error is None for received in alone.values())
+    assert len({received.text for received in alone.values()}) == 4
 
-    asked = {adapter: exchange(adapter, prompt, 8) for adapter, prompt in prompts.items()}
-    await asyncio.gather(*(running.send(one) for one in asked.values()))
-    for adapter, one in asked.items():
+    sent = {adapter: exchange(adapter, prompt, 8) for adapter, prompt in prompts.items()}
+    await asyncio.gather(*(running.send(one) for one in sent.values()))
+    for adapter, one in sent.items():
         assert running.read(one).text == alone[adapter].text
 
 
 @pytest.mark.slow
 async def test_rows_end_at_their_own_length(running, exchange):
-    asked = [exchange(None, (300, 301), count) for count in (1, 7, 3)]
-    await asyncio.gather(*(running.send(one) for one in asked))
-    answers = [running.read(one) for one in asked]
-    assert [answer.num_output_tokens for answer in answers] == [1, 7, 3]
-    assert answers[1].text.startswith(answers[2].text)
-    assert answers[0].chunk_ns[-1] < answers[2].chunk_ns[-1] < answers[1].chunk_ns[-1]
+    sent = [exchange(None, (300, 301), count) for count in (1, 7, 3)]
+    await asyncio.gather(*(running.send(one) for one in sent))
+    all_received = [running.read(one) for one in sent]
+    assert [received.num_output_tokens for received in all_received] == [1, 7, 3]
+    assert all_received[1].text.startswith(all_received[2].text)
+    assert (
+        all_received[0].chunk_ns[-1] < all_received[2].chunk_ns[-1] < all_received[1].chunk_ns[-1]
+    )

@@ -14,7 +14,7 @@ STREAM = (
 
 @pytest.fixture
 def venv(executable, fake_server, tmp_path):
-    fake_server.answers(*STREAM)
+    fake_server.responds_with(*STREAM)
     return executable(tmp_path / "venv" / "bin" / "python", fake_server.program())
 
 
@@ -25,19 +25,23 @@ async def running(venv, setup):
     await running.stop()
 
 
-async def test_an_answer_is_read_from_its_stream(running, exchange):
-    asked = exchange(num_output_tokens=2)
-    await running.send(asked)
-    answer = running.read(asked)
-    assert answer.text == "abcd"
-    assert (len(answer.chunk_ns), answer.num_prompt_tokens, answer.num_output_tokens) == (2, 2, 2)
-    assert answer.error is None
+async def test_an_output_is_read_from_its_stream(running, exchange):
+    sent = exchange(num_output_tokens=2)
+    await running.send(sent)
+    received = running.read(sent)
+    assert received.text == "abcd"
+    assert (len(received.chunk_ns), received.num_prompt_tokens, received.num_output_tokens) == (
+        2,
+        2,
+        2,
+    )
+    assert received.error is None
 
 
 async def test_a_request_names_its_adapter_as_the_model(running, exchange, fake_server):
     for adapter in (None, 1):
         await running.send(exchange(adapter))
-    bodies = [body for _, body in fake_server.asked()]
+    bodies = [body for _, body in fake_server.requests()]
     assert [body["model"] for body in bodies] == ["base", "b"]
     assert all(body["ignore_eos"] and body["temperature"] == 0 for body in bodies)
     assert fake_server.flag("--served-model-name") == "base"
@@ -48,10 +52,10 @@ async def test_adapters_come_and_go(running, exchange, fake_server, new_adapter)
     index = await running.add_adapter(late)
     await running.send(exchange(index))
     await running.remove_adapter(index)
-    loaded, asked, unloaded = fake_server.asked()
+    loaded, sent, unloaded = fake_server.requests()
     body = {"lora_name": "late", "lora_path": str(late.path)}
     assert loaded == ["/v1/load_lora_adapter", body]
-    assert asked[1]["model"] == "late"
+    assert sent[1]["model"] == "late"
     assert unloaded == ["/v1/unload_lora_adapter", {"lora_name": "late"}]
 
 
@@ -74,7 +78,7 @@ async def test_adapters_may_all_come_late_but_without_a_rank_lora_is_off(venv, s
         assert "--lora-modules" not in fake_server.command()
 
 
-async def test_a_server_that_ends_is_told(executable, setup, tmp_path):
+async def test_a_server_that_ends_is_reported(executable, setup, tmp_path):
     python = executable(tmp_path / "bin" / "python", "raise SystemExit('no package vllm')")
     with pytest.raises(ConfigError, match=r"ended with status 1 .*: no package vllm"):
         await VllmCpu(python).start(setup)

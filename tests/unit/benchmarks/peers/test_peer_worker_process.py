@@ -1,4 +1,4 @@
-"""Real processes and pipes; the library behind them is a fake."""
+"""Real processes and pipes; only the library in the worker is a fake."""
 
 import asyncio
 import os
@@ -13,7 +13,7 @@ from comparison.peers.worker_process import WorkerProcess
 from loraplex.core.errors import ConfigError
 
 FAKE = '''
-"""Answers a prompt with the ids after its first; a batch is all that waits. 99 ends the process."""
+"""Completes a prompt with the ids after its first; all that waits is one batch. 99 ends it."""
 import os
 def load(options):
     print("a library prints what it likes", flush=True)
@@ -70,23 +70,23 @@ async def running(start, setup):
     await running.stop()
 
 
-async def test_an_answer_has_the_tokens_and_the_workers_own_times(running, exchange):
-    asked = exchange(prompt=(10, 11), num_output_tokens=3)
+async def test_an_output_has_the_tokens_and_the_workers_own_times(running, exchange):
+    sent = exchange(prompt=(10, 11), num_output_tokens=3)
     before = time.perf_counter_ns()
-    await running.send(asked)
+    await running.send(sent)
     after = time.perf_counter_ns()
-    answer = running.read(asked)
-    assert answer.text == "<10><11><12>"
-    assert (answer.num_prompt_tokens, answer.num_output_tokens) == (2, 3)
-    assert answer.error is None
-    assert [before, *answer.chunk_ns, after] == sorted([before, *answer.chunk_ns, after])
-    assert len(answer.chunk_ns) == 3
+    received = running.read(sent)
+    assert received.text == "<10><11><12>"
+    assert (received.num_prompt_tokens, received.num_output_tokens) == (2, 3)
+    assert received.error is None
+    assert [before, *received.chunk_ns, after] == sorted([before, *received.chunk_ns, after])
+    assert len(received.chunk_ns) == 3
 
 
 async def test_many_at_once_get_each_their_own_length_and_adapter(running, exchange):
-    asked = [exchange(adapter, (10,), count) for adapter, count in ((None, 1), (0, 5), (1, 2))]
-    await asyncio.gather(*(running.send(one) for one in asked))
-    assert [running.read(one).text for one in asked] == [
+    sent = [exchange(adapter, (10,), count) for adapter, count in ((None, 1), (0, 5), (1, 2))]
+    await asyncio.gather(*(running.send(one) for one in sent))
+    assert [running.read(one).text for one in sent] == [
         "<10>",
         "<30><31><32><33><34>",
         "<50><51>",
@@ -96,23 +96,23 @@ async def test_many_at_once_get_each_their_own_length_and_adapter(running, excha
 async def test_a_refusal_is_of_one_request_alone(running, exchange):
     bad, good = exchange(prompt=()), exchange()
     await asyncio.gather(running.send(bad), running.send(good))
-    answer = running.read(bad)
-    assert answer.error == "ValueError: a prompt has at least one token"
-    assert answer.num_prompt_tokens == 0
+    received = running.read(bad)
+    assert received.error == "ValueError: a prompt has at least one token"
+    assert received.num_prompt_tokens == 0
     assert running.read(good).error is None
 
 
 async def test_adapters_come_and_go(running, exchange, new_adapter):
     index = await running.add_adapter(new_adapter("late"))
-    asked = exchange(index, (1,), 1)
-    await running.send(asked)
-    assert running.read(asked).text == "<61>"
+    sent = exchange(index, (1,), 1)
+    await running.send(sent)
+    assert running.read(sent).text == "<61>"
     await running.remove_adapter(index)
     with pytest.raises(ConfigError, match="remove_adapter: KeyError"):
         await running._checked("remove_adapter", name="late")
 
 
-async def test_an_unknown_op_is_told(running):
+async def test_an_unknown_op_is_reported(running):
     with pytest.raises(ConfigError, match="no op is named dance"):
         await running._checked("dance")
 
@@ -121,14 +121,14 @@ async def test_a_worker_that_dies_fails_what_waits_and_what_comes(running, excha
     first, later = exchange(prompt=(99,)), exchange()
     await running.send(first)
     await running.send(later)
-    for asked in (first, later):
-        error = running.read(asked).error
+    for sent in (first, later):
+        error = running.read(sent).error
         assert error is not None
         assert "the worker ended" in error
         assert "out of memory" in error
 
 
-async def test_a_worker_that_cannot_load_is_told(start):
+async def test_a_worker_that_cannot_load_is_reported(start):
     with pytest.raises(ConfigError, match="no such model"):
         await start(fails=True)
 

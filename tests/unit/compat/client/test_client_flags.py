@@ -139,7 +139,7 @@ def test_an_error_is_one_line(ran):
 TLS = {"-s --ssl", "-r --root-certificates", "-p --private-key", "-x --certificate-chain"}
 TLS |= {"-C --grpc-compression-algorithm", "-t --stream-timeout"}
 GRPC = {"-v --verbose", "-u --url"}
-ASKED = {"--return-log-probs", "--return-context-logits", "--return-generation-logits"}
+REQUESTED = {"--return-log-probs", "--return-context-logits", "--return-generation-logits"}
 PENALTIES = {"--repetition-penalty", "--presence-penalty", "--frequency-penalty"}
 
 
@@ -152,7 +152,7 @@ FLAGS = {
     TOKEN_FLAGS: GRPC
     | TLS
     | PENALTIES
-    | ASKED
+    | REQUESTED
     | names(
         "--text;--input-tokens-csv;--draft-tokens-csv;--output-tokens-csv;--end-id;--pad-id;"
         "-S --streaming;-c --check-output;--correctness-threshold;-n --num-return-sequences;"
@@ -164,7 +164,7 @@ FLAGS = {
     ),
     TEXT_FLAGS: GRPC
     | PENALTIES
-    | ASKED
+    | REQUESTED
     | names(
         "--expected-outputs;--check-outputs;-p --prompt;--model-name;-S --streaming;"
         "-n --num-return-sequences;-b --beam-width;--temperature;-o --output-len;--request-id;"
@@ -174,7 +174,7 @@ FLAGS = {
         "--guided-decoding-guide"
     ),
     ENSEMBLE_TEST_FLAGS: GRPC
-    | ASKED
+    | REQUESTED
     | names(
         "-i --protocol;-c --concurrency;--max-input-len;--dataset;--test-bls;--test-llmapi;"
         "--model-name;--streaming;--output-config;--sampling-params"
@@ -194,7 +194,7 @@ FLAGS = {
         "-s --streaming-mode;--exclude-inputs-in-outputs;-l --lora-name"
     ),
 }
-"""Of the originals, with their short names."""
+"""Flags of the original clients, with their short names."""
 
 DEFAULTS = {
     TOKEN_FLAGS: {
@@ -261,7 +261,7 @@ def test_defaults_of_the_original(options):
 
 
 @pytest.mark.parametrize("program", [program.command for program in PROGRAMS])
-def test_every_program_tells_its_flags(program):
+def test_every_program_lists_its_flags(program):
     result = CliRunner().invoke(client.app, [program, "--help"])
     assert result.exit_code == 0
     assert "--url" in result.stdout

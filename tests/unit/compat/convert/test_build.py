@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to a checkpoint and to an engine folder: what is written."""
+"""Checkpoints and engine folders that are written from a Hugging Face folder."""
 
 import json
 from pathlib import Path
@@ -184,7 +184,7 @@ class TestBuild:
             lora_target_modules=("attn_q", "attn_k", "attn_v"),
         )
 
-    def test_limits_nobody_asked_for(self, checkpoint: Path, tmp_path: Path) -> None:
+    def test_limits_that_were_not_requested(self, checkpoint: Path, tmp_path: Path) -> None:
         folder = build("--checkpoint_dir", str(checkpoint), "--output_dir", str(tmp_path / "e"))
         assert folder is not None
         assert read_build_limits(folder) == BuildLimits(
@@ -303,7 +303,10 @@ class TestBuild:
         [
             ([], "either --checkpoint_dir .* or --model_dir"),
             (["--model_dir", "x", "--checkpoint_dir", "y"], "either --checkpoint_dir"),
-            (["--checkpoint_dir", str(BASE_PATH)], "for a Hugging Face folder say --model_dir"),
+            (
+                ["--checkpoint_dir", str(BASE_PATH)],
+                "for a Hugging Face folder say --model_dir",  # language: quoted
+            ),
             (["--ft_model_dir", "x"], "NeMo"),
             (
                 ["--model_dir", str(BASE_PATH), "--world_size", "2"],

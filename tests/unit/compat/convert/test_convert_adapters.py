@@ -97,19 +97,19 @@ class TestConvertLora:
             np.testing.assert_array_equal(row[start : start + b.size], b * np.float32(scale))
 
     @pytest.mark.parametrize(
-        ("flags", "kind", "told"),
+        ("flags", "kind", "note"),
         [
             ([], "<f2", "float16"),
             (["--storage-type", "bfloat16"], "V2", "bfloat16"),
             (["--storage-type", "float32"], "<f4", "float32"),
         ],
     )
-    def test_storage_types(self, folder, tmp_path, flags, kind, told):
+    def test_storage_types(self, folder, tmp_path, flags, kind, note):
         result = run("convert-lora", "-i", folder(), "-o", tmp_path / "out", *flags)
         assert np.load(tmp_path / "out" / "model.lora_weights.npy").dtype == np.dtype(kind)
-        assert f"[1, 2, 72] {told}" in result.output
+        assert f"[1, 2, 72] {note}" in result.output
 
-    def test_it_tells_what_became_of_everything(self, folder, tmp_path):
+    def test_it_reports_the_result_for_everything(self, folder, tmp_path):
         out = tmp_path / "out"
         result = run("convert-lora", "-i", folder(), "-o", out, "--verbose")
         assert result.output.splitlines() == [
@@ -125,7 +125,7 @@ class TestConvertLora:
             f"wrote {out}/model.lora_config.npy: [1, 2, 3] int32",
         ]
 
-    def test_a_target_without_tensors_is_told(self, folder, tmp_path):
+    def test_a_target_without_tensors_is_reported(self, folder, tmp_path):
         config = {"r": 2, "lora_alpha": 6, "rank_pattern": {"up_proj": 4},
                   "target_modules": ["q_proj", "up_proj", "v_proj"]}  # fmt: skip
         result = run("convert-lora", "-i", folder(config), "-o", tmp_path / "out")

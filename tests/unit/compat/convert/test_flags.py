@@ -88,7 +88,7 @@ def test_what_has_no_effect_is_known() -> None:
     assert [row.name for row in read("--paged", "--model_dir", "x").without_effect] == ["paged"]
 
 
-def test_a_refused_flag_may_ask_for_nothing() -> None:
+def test_a_refused_flag_may_request_nothing() -> None:
     assert read("--recipe", "plain").get("recipe") == "plain"
     with pytest.raises(ConfigError, match="--recipe rich: no recipes"):
         read("--recipe", "rich")

@@ -54,7 +54,7 @@ def test_guaranteed_no_evict_off(tmp_path):
 @pytest.mark.parametrize(
     "key", [key for key in RUNTIME if key.support is Support.NO_EFFECT], ids=lambda key: key.name
 )
-def test_what_has_no_effect_is_told_unless_it_is_neutral(tmp_path, key):
+def test_what_has_no_effect_is_reported_if_it_is_not_neutral(tmp_path, key):
     other = {Kind.BOOL: not key.default, Kind.WHOLE: 5, Kind.SHARE: 0.5}[key.kind]
     config = config_of(tmp_path, json.dumps({"runtime": {key.name: other}}))
     assert list(config.notes()) == [
@@ -109,7 +109,7 @@ def test_the_tokenizer_section_replaces_entries_of_the_folders(tmp_path):
         ("{py: {input_processor: 'p.py'}}", "input_processor: no Python plugin is run here"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_told_with_file_and_key(tmp_path, text, problem):
+def test_errors_are_reported_with_file_and_key(tmp_path, text, problem):
     with pytest.raises(ConfigError, match=f"{tmp_path}/llgtrt.json5: .*{problem}"):
         config_of(tmp_path, text)
 
@@ -124,7 +124,7 @@ def test_the_file_that_says_it_is_blamed(tmp_path):
     assert model_of(read_config(tmp_path, paths)).max_num_seqs == 8
 
 
-def test_a_plugin_in_the_folder_is_refused_unless_it_is_turned_off(tmp_path):
+def test_a_plugin_in_the_folder_is_refused_if_it_is_not_turned_off(tmp_path):
     (tmp_path / "input_processor.py").write_text("")
     with pytest.raises(ConfigError, match=r"input_processor\.py: no Python plugin is run here"):
         read_config(tmp_path, [])

@@ -46,7 +46,7 @@ b",}"""
         (b" " * (MAX_FILE_BYTES + 1), "more than 16777216 bytes"),
     ],
 )
-def test_what_is_no_json5_is_told_with_its_file(tmp_path, text, problem):
+def test_what_is_no_json5_is_reported_with_its_file(tmp_path, text, problem):
     path = write(tmp_path, text)
     with pytest.raises(ConfigError, match=f"{path}.*{problem}"):
         read_json5(path)

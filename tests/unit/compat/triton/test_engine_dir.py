@@ -13,7 +13,7 @@ def path_of(repository):
 
 
 def test_a_mounted_repository_is_somewhere_else_here(written):
-    """As the founding example has it: the engine lies in the repository, and is written by the
+    """The engine lies in the repository as in the founding example, and is written by the
     path that it has within a container."""
     engine = written.path / "tensorrt_llm" / "1" / "1-gpu"
     written.engine.rename(engine)
@@ -42,7 +42,7 @@ def test_the_working_directory_comes_first(written, monkeypatch):
     assert path_of(written.read()) == str(written.engine)
 
 
-def test_an_engine_that_nobody_names(written):
+def test_an_engine_that_no_model_names(written):
     line = written.line("tensorrt_llm", '"gpt_model_path"')
     written.replace("tensorrt_llm", **{str(written.engine): "${engine_dir}"})
     with pytest.raises(ConfigError, match=rf"line {line}: gpt_model_path: it is not filled in"):

@@ -96,7 +96,7 @@ def test_an_existing_model_is_not_written_over(exported, written):
         export_models(exported, [written.path], written.read().declarations, EXPORT)
 
 
-def test_a_folder_that_cannot_be_written_is_told(written, tmp_path):
+def test_a_folder_that_cannot_be_written_is_reported(written, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"cannot write to .*Not a directory"):
         export_models(tmp_path / "file" / "x", [written.path], written.read().declarations, EXPORT)

@@ -37,7 +37,7 @@ def test_another_program(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "answer"),
+    ("arguments", "response"),
     [
         (["/opt/tritonserver/bin/tritonserver", "--model-repository=/m"], True),
         (["python3", "/w/compat/bin/tritonserver"], True),
@@ -49,11 +49,11 @@ def test_another_program(tmp_path: Path) -> None:
         ([""], False),
     ],
 )
-def test_whose_command_line(arguments: list[str], answer: bool) -> None:
-    assert is_server(arguments) is answer
+def test_whose_command_line(arguments: list[str], response: bool) -> None:
+    assert is_server(arguments) is response
 
 
-def test_one_that_runs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_runs_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "running_servers", lambda: iter((41, 42)))
     with pytest.raises(ConfigError, match=r"process id 41, 42: stop it .*--force"):
         launch(what(tmp_path), force=False)

@@ -98,7 +98,7 @@ def test_gpus_are_seen_by_their_files(tmp_path):
     assert has_gpu(tmp_path)
 
 
-def test_notes_are_told_once():
+def test_notes_are_reported_once():
     notes = Notes()
     for _ in range(2):
         notes.info("a")

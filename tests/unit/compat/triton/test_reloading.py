@@ -67,7 +67,7 @@ def test_what_needs_another_engine_is_named(repository, written):
         ({"parameters": {"max_beam_width": {"string_value": "x"}}}, "gpt_model_path: it is not"),
     ],
 )
-def test_what_is_wrong_is_told(repository, config, said):
+def test_errors_are_reported(repository, config, said):
     with pytest.raises(InvalidRequestError, match=said):
         load(repository, "tensorrt_llm", config)
 

@@ -61,7 +61,7 @@ def test_a_name_without_braces() -> None:
     assert "x $5" in filled(TEMPLATE, {"plain": "x"}, "t")
 
 
-def test_an_unknown_name_tells_those_that_are_there() -> None:
+def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="engine_dir does not occur in t; it has decoupled_mode"):
         filled(TEMPLATE, {"engine_dir": "x"}, "t")
 

@@ -115,7 +115,7 @@ def test_wrong_choices_name_what_is_valid(written, key, value, valid):
         resolve(written.read().layers)
 
 
-def test_what_has_no_effect_is_told_once(written):
+def test_what_has_no_effect_is_reported_once(written):
     written.fill("tensorrt_llm", medusa_choices="mc_sim", multi_block_mode="true")
     infos = written.read().notes.infos
     assert any("medusa_choices has no effect: speculation here needs" in text for text in infos)
@@ -160,7 +160,7 @@ def test_unknown_parameters_of_the_parts(written):
         written.read()
 
 
-# ---------------------------------------------------------------- who stands before whom
+# ---------------------------------------------------------------- which models form an ensemble
 
 
 def test_two_base_models(written):
@@ -315,7 +315,7 @@ def test_tensors_of_another_type(written):
         written.read()
 
 
-def test_tensors_that_nobody_knows(written):
+def test_unknown_tensors(written):
     written.replace("tensorrt_llm", **{'"early_stopping"': '"stopping_early"'})
     (warning,) = written.read().notes.warnings
     assert "input 'stopping_early' is declared, but not known here" in warning

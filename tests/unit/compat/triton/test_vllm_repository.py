@@ -66,7 +66,7 @@ def test_the_seed(vllm, tmp_path):
     assert any("disable_log_requests has no effect" in t for t in repository.notes.infos)
 
 
-def test_adapters_are_off_unless_asked_for(vllm):
+def test_adapters_are_off_by_default(vllm):
     repository = vllm({}, {"alpaca": "/nowhere"})
     assert settings(repository).enable_lora is False
     assert repository.declarations[0].options.lora_enabled is False
