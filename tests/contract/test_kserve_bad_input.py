@@ -145,7 +145,7 @@ CASES = {
         stop_words_list=np.array([[[7, 8], [9, -1]]], dtype=np.int32)
     ),
     "no beams": ensemble(beam_width=i32(0)),
-    "more answers than beams": ensemble(beam_width=i32(2), num_return_sequences=i32(3)),
+    "more outputs than beams": ensemble(beam_width=i32(2), num_return_sequences=i32(3)),
     "an unknown guide": ensemble(guided_decoding_guide_type=text("xml")),
     "a guide without a type": ensemble(guided_decoding_guide=text("a+")),
     "words without weights": ensemble(embedding_bias_words=text("a")),
@@ -171,7 +171,7 @@ CASES = {
     "weights under a taken name": refused_adapter(
         AdapterExistsError("adapter '7' already exists (digest d); remove it first")
     ),
-    "weights from who may not load": refused_adapter(
+    "weights from a tenant that may not load": refused_adapter(
         PermissionDeniedError("tenant 't' may not manage adapters")
     ),
     "streaming in a unary call": tensorrt(streaming=truth()),

@@ -1,4 +1,4 @@
-"""Bad input to the OpenAI room, row by row, and docs/errors-openai.md, which shows these rows.
+"""Bad input to the OpenAI routes, row by row, and docs/errors-openai.md, which shows these rows.
 
 To bring the page up to date after a change here: `python tests/contract/test_openai_bad_inputs.py`.
 """
@@ -256,7 +256,7 @@ ROWS = (
         "lora_scale needs an adapter",
     ),
     Row(
-        "lora_scale beside adapters",
+        "lora_scale together with adapters",
         COMPLETIONS,
         {"lora_scale": 0.5, "adapters": ["fr"], "prompt": "a"},
         400,
@@ -374,7 +374,7 @@ ROWS = (
         "best_of must be in [3, 128], got 2",
     ),
     Row(
-        "more answers than beams",
+        "more outputs than beams",
         COMPLETIONS,
         {"prompt": "a", "n": 3, "beam_width": 2, "use_beam_search": True},
         400,
@@ -798,7 +798,7 @@ ROWS = (
         "must be an adapter's name or an object with name and scale, got 5",
     ),
     Row(
-        "comparison that nobody could answer",
+        "comparison of a prompt that is too long",
         COMPARE,
         {"prompt": "x" * 64, "adapters": [None, "fr"]},
         400,
@@ -816,7 +816,13 @@ ROWS = (
         "must be in [0, 20], got 21",
     ),
     Row(
-        "unknown model, asked for", "GET /v1/models/no", None, 404, "model_not_found", "model", "no"
+        "details of an unknown model",
+        "GET /v1/models/no",
+        None,
+        404,
+        "model_not_found",
+        "model",
+        "no",
     ),
     Row(
         "a route that is not served",
@@ -933,7 +939,7 @@ def error_table() -> str:
 def bad_input_table() -> str:
     """ROWS as a Markdown table."""
     lines = [
-        "| what is wrong | route | status | `code` | `param` | the message says |",
+        "| what is wrong | route | status | `code` | `param` | part of the message |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for row in ROWS:
