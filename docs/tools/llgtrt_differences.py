@@ -12,17 +12,17 @@ class Difference(NamedTuple):
 
 
 DIFFERENCES: Final = (
-    Difference("max_tokens of a chat", "16", "as many as there is room for"),
+    Difference("max_tokens of a chat", "16", "what the context length leaves"),
     Difference("object", "text_completion, of a chat too", "chat.completion and its chunk"),
     Difference("id", "cmpl- and a UUID", "cmpl- or chatcmpl-, and the request id"),
-    Difference("system_fingerprint", "null", "tells which weights answered"),
-    Difference("expanded_prompt", "null if it was not asked for", "absent then"),
-    Difference("usage of a stream", "in every chunk", "in a last chunk, if stream_options ask"),
+    Difference("system_fingerprint", "null", "identifies the weights used"),
+    Difference("expanded_prompt", "null if it was not requested", "absent then"),
+    Difference("usage of a stream", "in every chunk", "in a last chunk, if requested"),
     Difference("role in a stream", "in every chunk", "in the first one, which has no text"),
     Difference("errors", '500, {"error": "TEXT"}', "400, 401, 404 and so on, OpenAI's object"),
     Difference("errors in a stream", "status_code and message", "OpenAI's object"),
     Difference("bodies that cannot be read", "400, 415 or 422, plain text", "400, OpenAI's object"),
-    Difference("a missing or wrong key", "401, no body; asked for on health routes, too",
+    Difference("a missing or wrong key", "401, no body; also required on health routes",
                "401, OpenAI's object; /v1/health/live and ready are open"),
     Difference("model", "required", "may be absent"),
     Difference("stop", "a list only", "a string or a list"),
@@ -35,10 +35,10 @@ DIFFERENCES: Final = (
     Difference("top_logprobs", "at most 1", "at most 20"),
     Difference("tool_choice", "auto, none, required", "a named function, too"),
     Difference("tool calls", "plain content", "tool_calls of the message"),
-    Difference("tojson of a chat template", "indents by 4 if the template does not say",
-               "one line then, as transformers has it"),
+    Difference("tojson of a chat template", "indents by 4 by default",
+               "one line, as in transformers"),
     Difference("unready", "500 of live and model; ready is always 200",
-               "503; ready says why it is not"),
+               "503; ready returns the reason"),
 )  # fmt: skip
 
 

@@ -13,11 +13,11 @@ from tools.commands import command_features
 from tools.markdown import page
 
 _ABOUT: Final = """\
-This page is written by `make tables` from the tables that act; a test compares it. The fields of a
-request are with all others in [Fields of the OpenAI routes](fields-openai.md).
+This page is written by `make tables` from the tables of the code; a test compares it. The fields of
+a request are in [OpenAI fields](fields-openai.md).
 
-**works**: it has its meaning, or the one that stands beside it. **accepted without effect**: it
-changes nothing, and the log says so once. **refused**: an error that says so."""
+**works**: it has its original meaning, or the meaning in the note. **accepted without effect**: it
+changes nothing, and this is logged once. **refused**: an error that names it."""
 
 _ROUTES: Final = (
     Feature("/v1/completions", note="see the fields of the OpenAI routes", form="POST"),
@@ -30,18 +30,18 @@ _ROUTES: Final = (
     ),
     Feature("/v1/health/live", note="`Check complete`", form="GET"),
     Feature("/v1/health/ready", note="503 with the reason while it starts or drains", form="GET"),
-    Feature("/v1/health/model", note="lets the model write two tokens", form="GET"),
+    Feature("/v1/health/model", note="generates two tokens", form="GET"),
 )
 
 
 def sections() -> Iterator[Section]:
     flags = tuple(_flag(feature) for feature in command_features(llgtrt))
-    yield Section("Flags", flags, "Beside them, every setting has its flag.")
+    yield Section("Flags", flags, "In addition, every setting has its flag.")
     for section in config_keys.sections():
         yield Section(f"{section.title} in llgtrt.json5", section.rows, section.about)
     yield Section("Routes", _ROUTES, "They are there in `loraplex serve` as well.")
     for section in differences.sections():
-        about = "With `--llgtrt-compat` it is as it is there."
+        about = "`--llgtrt-compat` restores the behaviour of llgtrt."
         yield Section(section.title, section.rows, about)
 
 

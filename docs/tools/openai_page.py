@@ -31,11 +31,11 @@ _ABOUT = """\
 This page is written by `make tables` from the schema that reads requests; a test compares it, and
 compares its names with those of the `openai` package.
 
-**works**: it has the meaning that the system gives it, or the one that stands beside it. **accepted
-without effect**: any value is taken, and changes nothing. **refused**: 400 with the code
-`unsupported_feature`, unless the value asks for nothing (null, empty, false). A field that is on no
-list is ignored. Values and limits are in [Options](options.md), errors in
-[Errors](errors-openai.md)."""
+**works**: the field has the meaning of the original system, or the meaning in the note. **accepted
+without effect**: any value is accepted and changes nothing. **refused**: 400 with the code
+`unsupported_feature`, unless the value has no effect (null, empty, false). Unlisted fields are
+ignored. Values and limits are in [Request options](options.md), errors in
+[OpenAI errors](errors-openai.md)."""
 
 _STREAM_OPTIONS = "stream_options."
 _CONVERTER = re.compile(r":\w+}")

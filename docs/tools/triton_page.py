@@ -34,12 +34,12 @@ from tools.protocol import (
 from tools.template_variables import TEMPLATE_VARIABLES
 
 _ABOUT = """\
-This page is written by `make tables` from the tables that act; a test compares it.
+This page is written by `make tables` from the tables of the code; a test compares it.
 
-**works**: it has its meaning, or the one that stands beside it. **accepted without effect**: it
-changes nothing, and the log says so once. **refused**: an error that says so; of a metric: it is
-not there. A refused tensor, field or key may stay where its value asks for nothing (empty, false,
-0). What no replaced system has is marked as loraplex's own."""
+**works**: it has its original meaning, or the meaning in the note. **accepted without effect**: it
+changes nothing, and this is logged once. **refused**: an error that names it; a refused metric is
+absent. A refused tensor, field or key is accepted if its value has no effect (empty, false, 0).
+Names that no replaced system has are marked as loraplex's own."""
 
 _COMMANDS: Final[Mapping[str, Callable[..., None]]] = MappingProxyType(
     {
@@ -71,7 +71,7 @@ def sections() -> Iterator[Section]:
     yield Section(
         "Names of the templates",
         TEMPLATE_VARIABLES,
-        "What fill_template.py fills in beside the parameters, which are filled in by their names.",
+        "Variables that fill_template.py replaces in addition to the parameters.",
     )
     yield Section("Keys of model.json", tuple(row.feature for row in ENGINE_ARGS))
     yield Section("HTTP routes", route_features())
