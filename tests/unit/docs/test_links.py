@@ -1,5 +1,6 @@
 """Links, headings and file paths that the documentation names exist."""
 
+import pkgutil
 import re
 from pathlib import Path
 
@@ -46,3 +47,9 @@ def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     names = [page.relative_to(DOCS).as_posix() for page in PAGES if DOCS in page.parents]
     assert [name for name in names if f"{name}\n" not in navigation] == []
+
+
+def test_documented_objects_exist() -> None:
+    library = (DOCS / "library.md").read_text(encoding="utf-8")
+    for name in re.findall(r"^::: ([\w.]+)$", library, re.MULTILINE):
+        assert pkgutil.resolve_name(name)
