@@ -44,6 +44,8 @@ NATIVE := native/CMakeLists.txt $(wildcard native/src/*) $(wildcard native/inclu
 LOWEST := .venv-lowest
 LOWEST_TESTS ?= tests/unit/core tests/unit/app tests/unit/serving tests/contract tests/e2e/test_serve.py
 CODE := src tests examples benchmarks docs .ci
+# Code and pages whose words are checked; results and decisions stay as they were written.
+LANGUAGE := src examples tests/golden README.md ARCHITECTURE.md CHANGELOG.md
 UV := $(BIN)/python .ci/install.py
 INSTALL := $(UV) install --quiet --python $(BIN)/python -c constraints.txt $(PIP_ARGS)
 
@@ -128,6 +130,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python docs/tools/check_language.py $(LANGUAGE)
 
 types: $(VENV)/.dev
 	$(BIN)/mypy

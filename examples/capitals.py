@@ -1,7 +1,7 @@
-"""The founding example: two questions, each to the base and to two adapters, in one batch.
+"""The founding example: two prompts, each to the base and to two adapters, in one batch.
 
 Starts a server with the model that ships with loraplex, sends the six requests at once through
-Triton's own gRPC client, and shows what came back. Exit code 0 only if all six answers are right.
+Triton's own gRPC client, and shows the results. Exit code 0 only if all six completions are right.
 
     python examples/capitals.py
 """
@@ -25,8 +25,8 @@ from loraplex.demo import ADAPTER_PATHS, BASE_PATH
 from loraplex.testing.running_server import free_ports
 
 # The exact texts of the founding example: a backslash and an n, not a line break.
-CHINESE_QUESTION = r"美国的首都在哪里? \n答案:"
-JAPANESE_QUESTION = r"アメリカ合衆国の首都はどこですか? \n答え:"
+CHINESE_PROMPT = r"美国的首都在哪里? \n答案:"
+JAPANESE_PROMPT = r"アメリカ合衆国の首都はどこですか? \n答え:"
 EXPECTED = {"base": "Washington, D.C.", "chinese": "华盛顿", "japanese": "ワシントン D.C."}
 TASK_IDS = {"base": None, "chinese": 1, "japanese": 2}
 MAX_TOKENS = 10
@@ -35,10 +35,10 @@ START_SECONDS = 120
 
 
 @dataclass
-class Answer:
+class Completion:
     """One request and what came back."""
 
-    question: str
+    prompt: str
     adapter: str
     token_ids: list[int]
     text: str
@@ -117,11 +117,11 @@ def request_tensors(
     return inputs
 
 
-async def ask(
-    client: triton.InferenceServerClient, tokenizer: Tokenizer, question: str, adapter: str
-) -> Answer:
-    """Stream one answer."""
-    prompt_ids = tokenizer.encode(question).ids
+async def generate(
+    client: triton.InferenceServerClient, tokenizer: Tokenizer, prompt: str, adapter: str
+) -> Completion:
+    """Stream one completion."""
+    prompt_ids = tokenizer.encode(prompt).ids
     end_id = tokenizer.token_to_id(END_TOKEN)
 
     async def requests() -> AsyncIterator[dict[str, object]]:
@@ -140,26 +140,24 @@ async def ask(
         first_token_seconds = first_token_seconds or time.perf_counter() - started
         token_ids += [int(token_id) for token_id in new_ids.flatten()]
     text = tokenizer.decode(token_ids, skip_special_tokens=True)
-    return Answer(question, adapter, token_ids, text, first_token_seconds)
+    return Completion(prompt, adapter, token_ids, text, first_token_seconds)
 
 
 async def warm_up(grpc_port: int, tokenizer: Tokenizer) -> None:
     """Send a first request of each adapter with a dummy prompt, as the founding example does."""
     async with triton.InferenceServerClient(f"127.0.0.1:{grpc_port}") as client:
         for adapter in ADAPTER_PATHS:
-            await ask(client, tokenizer, "dummy", adapter)
+            await generate(client, tokenizer, "dummy", adapter)
 
 
-async def ask_all(grpc_port: int, tokenizer: Tokenizer) -> list[Answer]:
-    """Two questions, each to the base and to both adapters, all at once."""
+async def generate_all(grpc_port: int, tokenizer: Tokenizer) -> list[Completion]:
+    """Send two prompts, each to the base and to both adapters, all at once."""
     pairs = [
-        (question, adapter)
-        for question in (CHINESE_QUESTION, JAPANESE_QUESTION)
-        for adapter in EXPECTED
+        (prompt, adapter) for prompt in (CHINESE_PROMPT, JAPANESE_PROMPT) for adapter in EXPECTED
     ]
     async with triton.InferenceServerClient(f"127.0.0.1:{grpc_port}") as client:
         return await asyncio.gather(
-            *(ask(client, tokenizer, question, adapter) for question, adapter in pairs)
+            *(generate(client, tokenizer, prompt, adapter) for prompt, adapter in pairs)
         )
 
 
@@ -169,17 +167,19 @@ def steps_after(http_port: int, step_id: int) -> list[dict[str, int]]:
     return [step for step in steps if step["step_id"] > step_id and step["num_rows"]]
 
 
-def show(answers: list[Answer], steps: list[dict[str, int]]) -> None:
-    for answer in answers:
-        mark = "right" if answer.is_right else f"WRONG, expected {EXPECTED[answer.adapter]!r}"
-        print(f"question  {answer.question}")
-        print(f"adapter   {answer.adapter}")
-        print(f"answer    {answer.text.strip()}  ({mark})")
-        print(f"tokens    {answer.token_ids}")
-        print(f"first     {answer.first_token_seconds * 1000:.0f} ms\n")
+def show(completions: list[Completion], steps: list[dict[str, int]]) -> None:
+    for completion in completions:
+        mark = (
+            "right" if completion.is_right else f"WRONG, expected {EXPECTED[completion.adapter]!r}"
+        )
+        print(f"prompt    {completion.prompt}")
+        print(f"adapter   {completion.adapter}")
+        print(f"output    {completion.text.strip()}  ({mark})")
+        print(f"tokens    {completion.token_ids}")
+        print(f"first     {completion.first_token_seconds * 1000:.0f} ms\n")
     sizes = " ".join(str(step["num_rows"]) for step in steps)
     adapters = max((step["num_adapters"] for step in steps), default=0)
-    print(f"batch sizes of the steps: {sizes}  (up to {adapters} adapters beside the base)")
+    print(f"batch sizes of the steps: {sizes}  (up to {adapters} adapters in addition to the base)")
 
 
 def main() -> int:
@@ -189,12 +189,12 @@ def main() -> int:
     with running_server(http_port, grpc_port, metrics_port):
         asyncio.run(warm_up(grpc_port, tokenizer))
         warm_up_steps = steps_after(http_port, -1)
-        answers = asyncio.run(ask_all(grpc_port, tokenizer))
+        completions = asyncio.run(generate_all(grpc_port, tokenizer))
         steps = steps_after(http_port, warm_up_steps[-1]["step_id"])
-    show(answers, steps)
-    all_met = any(step["num_rows"] == len(answers) for step in steps)
-    all_right = all(answer.is_right for answer in answers)
-    print("all six answers are right" if all_right else "NOT all six answers are right")
+    show(completions, steps)
+    all_met = any(step["num_rows"] == len(completions) for step in steps)
+    all_right = all(completion.is_right for completion in completions)
+    print("all six completions are right" if all_right else "NOT all six completions are right")
     print("all six ran in one step" if all_met else "the six did NOT meet in one step")
     return 0 if all_right and all_met else 1
 

@@ -115,25 +115,21 @@ def docstring_start(path: Path, line: int, text: str) -> Iterator[Finding]:
 
 def check_python(path: Path, source: str) -> Iterator[Finding]:
     """Findings in a Python file."""
-    lines = source.splitlines()
-    quoted = {number for number, row in enumerate(lines, 1) if QUOTED in row}
-    found = list(_python_findings(path, source))
-    yield from (finding for finding in found if finding.line not in quoted)
-
-
-def _python_findings(path: Path, source: str) -> Iterator[Finding]:
+    quoted = {number for number, row in enumerate(source.splitlines(), 1) if QUOTED in row}
     documents: set[int] = set()
     for node in ast.walk(ast.parse(source)):
+        lines = range(getattr(node, "lineno", 0), (getattr(node, "end_lineno", 0) or 0) + 1)
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             documents.add(id(node.value))
             yield from docstring_start(path, node.lineno, str(node.value.value))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if id(node) in documents or node.value.count(" ") >= 3:
+            is_text = id(node) in documents or node.value.count(" ") >= 3
+            if is_text and quoted.isdisjoint(lines):
                 yield from words_in(path, node.lineno, node.value)
-        elif name := _defined_name(node):
-            yield from name_in(path, node.lineno, name)  # type: ignore[attr-defined]
+        elif (name := _defined_name(node)) and quoted.isdisjoint(lines[:1]):
+            yield from name_in(path, lines[0], name)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
+        if token.type == tokenize.COMMENT and token.start[0] not in quoted:
             yield from words_in(path, token.start[0], token.string)
 
 
